@@ -17,6 +17,13 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torch import distributed
 
+from oneemb.dynamicemb.checkpoint_files import (
+    encode_checkpoint_file_path,
+    encode_counter_checkpoint_file_path,
+    encode_meta_json_file_path,
+    find_files,
+    get_loading_files,
+)
 from oneemb.dynamicemb.dynamicemb_config import DynamicEmbPoolingMode, DynamicEmbTableOptions, policy_of
 from oneemb.dynamicemb.embedding_admission import MultiTableKVCounter
 from oneemb.dynamicemb.key_value_table import DynamicEmbStorage, HybridStorage, Storage
@@ -29,7 +36,10 @@ from oneemb.embedding import MultiTableEmbedding
 from oneemb.options import make_cached_host_mem_store_options, make_device_mem_store_options, make_table
 from oneemb.torchrec.optimizers import from_fused_params
 
-__all__ = ["BatchedDynamicEmbeddingTables", "BatchedDynamicEmbeddingTablesV2"]
+__all__ = [
+    "BatchedDynamicEmbeddingTables", "BatchedDynamicEmbeddingTablesV2", "encode_checkpoint_file_path",
+    "encode_counter_checkpoint_file_path", "encode_meta_json_file_path", "find_files", "get_loading_files",
+]  # fmt: skip
 
 
 class BatchedDynamicEmbeddingTablesV2(torch.nn.Module):

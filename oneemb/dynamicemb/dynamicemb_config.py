@@ -16,7 +16,7 @@ The others say how a GPU's hash table works. They are accepted and have no effec
 import enum
 import math
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,7 @@ from oneemb.dynamicemb.types import (
     DynamicEmbInitializerArgs,
     DynamicEmbInitializerMode,
     EvictStrategy,
+    bounds_of,
     initializer_of,
 )
 from oneemb.options import StoreOptions
@@ -45,9 +46,9 @@ from oneemb.storage.foreign.dynamicemb_files import DIST_TYPES
 __all__ = [
     "BATCH_SIZE_PER_DUMP", "DEFAULT_INDEX_TYPE", "DynamicEmbCheckMode", "DynamicEmbEvictStrategy",
     "DynamicEmbInitializerArgs", "DynamicEmbInitializerMode", "DynamicEmbPoolingMode", "DynamicEmbScoreStrategy",
-    "DynamicEmbTableOptions", "ScoreStrategy", "align_to_table_size", "data_type_to_dtype", "data_type_to_dyn_emb",
-    "dyn_emb_to_torch", "evict_strategy_of", "evicting_strategy", "get_sharded_table_capacity", "get_table_value_bytes",
-    "policy_of", "string_to_evict_strategy", "torch_to_dyn_emb",
+    "DynamicEmbTableOptions", "ScoreStrategy", "align_to_table_size", "complete_initializer_args",
+    "data_type_to_dtype", "data_type_to_dyn_emb", "dyn_emb_to_torch", "evict_strategy_of", "evicting_strategy",
+    "get_sharded_table_capacity", "get_table_value_bytes", "policy_of", "string_to_evict_strategy", "torch_to_dyn_emb",
 ]  # fmt: skip
 
 BATCH_SIZE_PER_DUMP = 65536
@@ -243,6 +244,21 @@ def _asking(strategy: AdmissionStrategy) -> Callable[[int, np.ndarray, np.ndarra
 
 
 # ---- sizes -----------------------------------------------------------------------------------------------------------
+
+
+def complete_initializer_args(
+    initializer_args: DynamicEmbInitializerArgs, *, embedding_config: BaseEmbeddingConfig | None = None
+) -> DynamicEmbInitializerArgs:
+    """The same, with the bounds that UNIFORM lacks; an object of its own where some are put in.
+
+    Args:
+        embedding_config: of the table, whose `num_embeddings` N gives -1 / sqrt(N) and 1 / sqrt(N); None = 0 and 1.
+    """
+    given = initializer_args.lower, initializer_args.upper
+    if initializer_args.mode is not DynamicEmbInitializerMode.UNIFORM or None not in given:
+        return initializer_args
+    bounds = bounds_of(initializer_args, None if embedding_config is None else embedding_config.num_embeddings)
+    return replace(initializer_args, lower=bounds[0], upper=bounds[1])
 
 
 def align_to_table_size(n: int, alignment: int = DEMB_TABLE_ALIGN_SIZE) -> int:

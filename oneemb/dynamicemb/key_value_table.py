@@ -1,17 +1,23 @@
 """The rows of tables, as dynamicemb's tools look at them."""
 
+import json
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 
+from oneemb.dynamicemb.dynamicemb_config import DynamicEmbScoreStrategy, DynamicEmbTableOptions
+from oneemb.dynamicemb.table_dumps import TableDumps
 from oneemb.dynamicemb.tables import DynamicTables
+from oneemb.dynamicemb.types import CopyMode, Found, Storage as Interface
 from oneemb.rows.values import encode_rows
+from oneemb.storage.foreign.dynamicemb_files import file_key, key_of_file
 
 __all__ = ["DynamicEmbStorage", "HybridStorage", "Storage"]
 
 
-class Storage:
+class Storage(Interface[Any, Any]):
     """Reads and writes rows by table and id.
 
     Args:
@@ -34,14 +40,56 @@ class Storage:
                 its = [torch.from_numpy(array[begin : begin + batch_size].copy()).to(device) for array in arrays]
                 yield its[0], its[1], its[2] if its[2].shape[1] else None, its[3]
 
+    def find(
+        self,
+        unique_keys: torch.Tensor,
+        table_ids: torch.Tensor,
+        copy_mode: CopyMode,
+        lfu_accumulated_frequency: torch.Tensor | None = None,
+    ) -> Found:
+        """Read rows of this rank. Reading changes nothing.
+
+        Args:
+            unique_keys, table_ids: int64 [N]; no key twice.
+            copy_mode: whether rows are weights, or weights and state.
+            lfu_accumulated_frequency: has no effect.
+        """
+        device, dim = unique_keys.device, self.embedding_dim()
+        id_N, table_N = unique_keys.cpu().numpy(), table_ids.cpu().numpy()
+        value_NW = np.zeros((len(id_N), self.value_dim()), np.float32)
+        score_NS, found_N = np.zeros((len(id_N), 2), np.int64), np.zeros(len(id_N), np.bool_)
+        words = 1
+        for t in np.unique(table_N).tolist():
+            place_M = np.flatnonzero((table_N == t) & np.isin(id_N, self._tables.rows.store.uses(t)[0]))
+            place_M = place_M[np.argsort(id_N[place_M])]
+            found_N[place_M] = True
+            for rows in self._tables.read(t, id_N[place_M], scored=True):
+                assert rows.score_NS is not None and rows.state_NZ is not None
+                its, place_M = place_M[: len(rows.key_N)], place_M[len(rows.key_N) :]
+                value_NW[its] = np.concatenate([rows.value_ND, rows.state_NZ], axis=1)
+                words = max(words, rows.score_NS.shape[1])
+                score_NS[its, : rows.score_NS.shape[1]] = rows.score_NS
+        missing = torch.from_numpy(np.flatnonzero(~found_N)).to(device)
+        return Found(
+            len(missing), unique_keys[missing], missing, table_ids[missing], None, torch.from_numpy(found_N).to(device),
+            torch.from_numpy(score_NS if words == 2 else score_NS[:, 0].copy()).to(device),
+            torch.from_numpy(value_NW if copy_mode is CopyMode.VALUE else value_NW[:, :dim].copy()).to(device),
+        )  # fmt: skip
+
     def insert(
-        self, keys: torch.Tensor, table_ids: torch.Tensor, values: torch.Tensor, scores: torch.Tensor | None = None
+        self,
+        keys: torch.Tensor,
+        table_ids: torch.Tensor,
+        values: torch.Tensor,
+        scores: torch.Tensor | None = None,
+        preserve_existing: bool = False,
     ) -> None:
         """Give rows, those of them that this rank owns, weights and state: float32 [N, D + Z].
 
         Args:
             keys, table_ids: int64 [N]; no key twice.
             scores: int64 [N]; None = as of a lookup.
+            preserve_existing: leave the rows that there are as they are.
         """
         store = self._tables.rows.store
         store.build()
@@ -49,6 +97,8 @@ class Storage:
         for t in table_ids.unique().tolist():
             id_N = keys[table_ids == t].cpu().numpy()
             own = self._tables.own(t, id_N)
+            if preserve_existing:
+                own = own[~np.isin(id_N[own], store.uses(t)[0])]
             words = values[table_ids == t].detach().float().cpu().numpy()[own]
             table_U = np.full(len(own), t, np.int32)
             state_NZ = words[:, dim : dim + format.state_width]
@@ -56,6 +106,94 @@ class Storage:
             if scores is not None:
                 score_U = scores[table_ids == t].cpu().numpy()[own].view(np.uint64)
                 store.set_scores(table_U, id_N[own], score_U)
+
+    def dump(
+        self,
+        table_id: int,
+        meta_file_path: str,
+        emb_key_path: str,
+        embedding_file_path: str,
+        score_file_path: str | None,
+        opt_file_path: str | None,
+        timestamp: int,
+    ) -> None:
+        """Write this rank's part of a table into files, of today's layout. Every rank makes the call.
+
+        Unlike `DynamicEmbDump` it writes in place: files of a call that fails are not whole.
+
+        Args:
+            score_file_path, opt_file_path: None = there is none.
+            timestamp: from which scores of TIMESTAMP count back.
+        """
+        options, info, calls = self._options(table_id), self._tables.tables[table_id], self._tables.calls
+        parts = self._tables.export(table_id)
+        columns: dict[str, list[np.ndarray]] = {emb_key_path: [], embedding_file_path: []}
+        columns |= {path: [] for path in (score_file_path, opt_file_path) if path is not None}
+        for rows in parts:
+            assert rows.score_NS is not None and rows.state_NZ is not None
+            key_N = file_key(options.dist_type, rows.key_N, calls.size, info.num_embeddings)
+            columns[emb_key_path].append(key_N.astype("<i8"))
+            columns[embedding_file_path].append(rows.value_ND.astype("<f4"))
+            if score_file_path is not None:
+                score_NS = timestamp - rows.score_NS if self._counts_back(table_id) else rows.score_NS
+                columns[score_file_path].append(score_NS.astype("<i8"))
+            if opt_file_path is not None:
+                columns[opt_file_path].append(rows.state_NZ.astype("<f4"))
+        for path, arrays in columns.items():
+            with open(path, "wb") as file:
+                file.writelines(array.tobytes() for array in arrays)
+        meta = TableDumps(self._tables).meta(table_id, "today", opt_file_path is not None)
+        if calls.first:
+            with open(meta_file_path, "w") as text:
+                json.dump(meta, text)
+
+    def load(
+        self,
+        table_id: int,
+        meta_file_path: str,
+        emb_file_path: str,
+        embedding_file_path: str,
+        score_file_path: str | None,
+        opt_file_path: str | None,
+        include_optim: bool,
+        timestamp: int,
+    ) -> None:
+        """Bring in those rows of files that this rank owns; other rows stay.
+
+        Args:
+            emb_file_path: of keys, which the rank of this number has written.
+            score_file_path, opt_file_path: None = there is none.
+            include_optim: whether state, and the optimizer's options, are loaded.
+            timestamp: as of `dump`.
+
+        Raises:
+            ValueError: a file is not of as many rows as there are keys.
+        """
+        options, info, calls = self._options(table_id), self._tables.tables[table_id], self._tables.calls
+        store, dumps = self._tables.rows.store, TableDumps(self._tables)
+        store.build()
+        with open(meta_file_path) as text:
+            meta = json.load(text)
+        key_N = np.fromfile(emb_file_path, "<i8")
+        count = meta.get("num_embeddings", info.num_embeddings)
+        id_N = key_of_file(meta.get("dist_type", options.dist_type), calls.rank, key_N, calls.size, count)
+        value_ND = _of_rows(embedding_file_path, "<f4", len(id_N))
+        score_NS = None if score_file_path is None else _of_rows(score_file_path, "<i8", len(id_N))
+        with_state = include_optim and opt_file_path is not None and store.format.state_width > 0
+        state_NZ = _of_rows(str(opt_file_path), "<f4", len(id_N)) if with_state else None
+        own = self._tables.own(table_id, id_N)
+        if len(own):
+            state_UZ = None if state_NZ is None else state_NZ[own]
+            score_US = None if score_NS is None else score_NS[own]
+            dumps.put(table_id, id_N[own], value_ND[own], state_UZ, score_US, timestamp)
+        if include_optim:
+            dumps.take_options(table_id, meta)
+
+    def _options(self, table_id: int) -> DynamicEmbTableOptions:
+        return self._tables.tables[table_id].options
+
+    def _counts_back(self, table_id: int) -> bool:
+        return self._options(table_id).score_strategy is DynamicEmbScoreStrategy.TIMESTAMP
 
     def size(self) -> int:
         """Rows of all tables on this rank."""
@@ -77,7 +215,22 @@ class Storage:
         """Weights and state of a row, as numbers."""
         return self.embedding_dim() + self._tables.rows.store.format.state_width
 
-    max_embedding_dim, max_value_dim = embedding_dim, value_dim
+    def max_embedding_dim(self) -> int:
+        """Weights of a row, which all tables have alike."""
+        return self.embedding_dim()
+
+    def max_value_dim(self) -> int:
+        """Weights and state of a row, which all tables have alike."""
+        return self.value_dim()
+
+    def embedding_dims(self, on_device: bool = False) -> torch.Tensor:
+        """Weights of a row of each table, int64 [tables]; on the CPU unless `on_device`."""
+        device = self._tables.rows.weights[0].device if on_device else torch.device("cpu")
+        return torch.full((self.num_tables(),), self.embedding_dim(), dtype=torch.int64, device=device)
+
+    def all_dims_vec4(self) -> bool:
+        """Whether weights, and weights and state, are by fours."""
+        return self.embedding_dim() % 4 == self.value_dim() % 4 == 0
 
     def init_optimizer_state(self) -> float:
         """What the state of a new row begins with."""
@@ -90,3 +243,11 @@ class DynamicEmbStorage(Storage):
 
 class HybridStorage(Storage):
     """Rows of which dynamicemb would keep a part on the GPU and a part on the host. Here they are in one place."""
+
+
+def _of_rows(path: str, dtype: str, rows: int) -> np.ndarray:
+    """The numbers of a file, of as many rows."""
+    numbers = np.fromfile(path, dtype)
+    if len(numbers) % rows if rows else len(numbers):
+        raise ValueError(f"{path} must have numbers of {rows} rows, as there are keys, got {len(numbers)} numbers")
+    return numbers.reshape(rows, len(numbers) // max(1, rows))

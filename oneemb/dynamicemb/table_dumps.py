@@ -102,7 +102,7 @@ class TableDumps:
         def begin() -> None:
             if by_first:
                 self._check_seed(t, counter)
-            metas.append(self._meta(t, layout, optim))
+            metas.append(self.meta(t, layout, optim))
             rank, ranks = (0, 1) if by_first else (calls.rank, calls.size)
             if not by_first or calls.first:
                 writers.append(
@@ -177,7 +177,7 @@ class TableDumps:
             counts.append(block.take(count, torch.int64).numpy())
         return np.concatenate(ids), np.concatenate(counts)
 
-    def _meta(self, t: int, layout: Layout, optim: bool) -> dict[str, Any]:
+    def meta(self, t: int, layout: Layout, optim: bool) -> dict[str, Any]:
         """What the last file of a dump says."""
         row_optimizer = self._tables.rows.row_optimizer
         its = self.opt_args(t) if optim or row_optimizer is None or row_optimizer.name in _OPT_ARGS else {}
@@ -296,20 +296,35 @@ class TableDumps:
                 own = own[np.isin(id_N[own], kept)]
             if len(own) == 0:
                 continue
-            table_U, id_U = np.full(len(own), t, np.int32), id_N[own]
             state_NZ = rows.state_NZ[own] if rows.state_NZ is not None and dump.state_width else None
-            format = store.format if state_NZ is not None else dataclasses.replace(store.format, state=())
-            store.put(table_U, id_U, encode_rows(format, rows.value_ND[own], state_NZ))
-            if rows.score_NS is not None:
-                score_U, time_U = self._scores_of(t, rows.score_NS[own], now)
-                store.set_scores(table_U, id_U, score_U, time_U)
+            score_NS = None if rows.score_NS is None else rows.score_NS[own]
+            self.put(t, id_N[own], rows.value_ND[own], state_NZ, score_NS, now)
         if optim:
-            self._take_options(t, dump.meta)
+            self.take_options(t, dump.meta)
         self._tables.score[t] = int(dump.meta.get("step_score", self._tables.score[t]))
         if counter and dump.has_counters:
             for id_N, count_N in dump.counters(_ROWS):
                 self._tables.forget_sightings(t, id_N)
                 self._tables.add_sightings(t, id_N, count_N)
+
+    def put(
+        self, t: int, id_U: np.ndarray, value_UD: np.ndarray, state_UZ: np.ndarray | None, score_US: np.ndarray | None,
+        now: int,
+    ) -> None:  # fmt: skip
+        """Write rows of this rank, of a store that is built.
+
+        Args:
+            state_UZ: None = as that of new rows.
+            score_US: as files have them; None = as of a lookup.
+            now: `timestamp` of the store, the same for all rows.
+        """
+        store = self._tables.rows.store
+        format = store.format if state_UZ is not None else dataclasses.replace(store.format, state=())
+        table_U = np.full(len(id_U), t, np.int32)
+        store.put(table_U, id_U, encode_rows(format, value_UD, state_UZ))
+        if score_US is not None:
+            score_U, time_U = self._scores_of(t, score_US, now)
+            store.set_scores(table_U, id_U, score_U, time_U)
 
     def _ids_of(self, t: int, dump: Dump, rank: int, key_N: np.ndarray) -> np.ndarray:
         """The ids that keys of a dump stand for."""
@@ -354,7 +369,7 @@ class TableDumps:
             return score_N, score_N
         return np.ascontiguousarray(score_NS[:, 0]).view(np.uint64), None
 
-    def _take_options(self, t: int, meta: Mapping[str, Any]) -> None:
+    def take_options(self, t: int, meta: Mapping[str, Any]) -> None:
         """Go on with the options that a dump has of its optimizer."""
         optimizer = self._tables.optimizers[t]
         if optimizer is None:

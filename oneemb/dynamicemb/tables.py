@@ -184,7 +184,7 @@ class DynamicTables:
             t = self.index(name)
             id_N, score_N, time_N = self.rows.store.uses(t)
             id_N = id_N[(time_N if self._goes_by_time(t) else score_N) >= np.uint64(max(0, threshold))]
-            parts = [rows.value_ND for rows in self._read(t, np.sort(id_N), scored=False)]
+            parts = [rows.value_ND for rows in self.read(t, np.sort(id_N), scored=False)]
             values = np.concatenate([np.empty((0, self.rows.embedding_dim), np.float32), *parts])
             own = np.sort(id_N), values
             its = [own]
@@ -217,7 +217,7 @@ class DynamicTables:
         Args:
             rank_of: gives the rank of each id.
         """
-        own = self._read(t, np.sort(self.rows.store.uses(t)[0]), scored=True)
+        own = self.read(t, np.sort(self.rows.store.uses(t)[0]), scored=True)
         if self.calls.size == 1:
             for rows in own:
                 take(rows)
@@ -243,8 +243,8 @@ class DynamicTables:
                     pending.append(_unpacked(block, int(count)))
             pending.reverse()  # so that they are taken in the order of the ranks
 
-    def _read(self, t: int, id_N: np.ndarray, *, scored: bool) -> Iterator[DumpRows]:
-        """These rows, which this rank has."""
+    def read(self, t: int, id_N: np.ndarray, *, scored: bool) -> Iterator[DumpRows]:
+        """These rows, which this rank has, in this order, which is that of their ids; some at a time."""
         store = self.rows.store
         if not store.built:
             return

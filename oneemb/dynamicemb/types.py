@@ -1,12 +1,15 @@
-"""What dynamicemb's modules share: enums, how rows begin, and the interfaces of admission.
+"""What dynamicemb's modules share: enums, how rows begin, and the interfaces of stores, caches and admission.
 
 Names and values are dynamicemb's.
 """
 
 import abc
 import enum
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 from oneemb.options import (
@@ -19,13 +22,23 @@ from oneemb.options import (
 )
 
 __all__ = [
-    "BUCKET_ALIGNMENT", "DEMB_TABLE_ALIGN_SIZE", "MAX_BUCKET_CAPACITY", "AdmissionStrategy", "Counter",
-    "DynamicEmbDataType", "DynamicEmbInitializerArgs", "DynamicEmbInitializerMode", "EvictStrategy", "MemoryType",
-    "initializer_of",
+    "BUCKET_ALIGNMENT", "COUNTER_TYPE", "DEMB_TABLE_ALIGN_SIZE", "EMBEDDING_TYPE", "KEY_TYPE", "MAX_BUCKET_CAPACITY",
+    "OPT_STATE_TYPE", "SCORE_TYPE", "AdmissionStrategy", "Cache", "CopyMode", "Counter", "DynamicEmbDataType",
+    "DynamicEmbInitializerArgs", "DynamicEmbInitializerMode", "EvictStrategy", "Found", "MemoryType", "OptimizerT",
+    "OptionsT", "Storage", "bounds_of", "initializer_of", "torch_dtype_to_np_dtype",
 ]  # fmt: skip
 
 DEMB_TABLE_ALIGN_SIZE = BUCKET_ALIGNMENT = 16
 MAX_BUCKET_CAPACITY = 2**63 - 1
+
+KEY_TYPE = SCORE_TYPE = COUNTER_TYPE = torch.int64
+EMBEDDING_TYPE = OPT_STATE_TYPE = torch.float32
+"""Of the numbers in the files of a dump."""
+
+torch_dtype_to_np_dtype = {torch.uint64: np.uint64, torch.int64: np.int64, torch.float32: np.float32}
+
+OptionsT = TypeVar("OptionsT")
+OptimizerT = TypeVar("OptimizerT")
 
 
 class DynamicEmbDataType(enum.Enum):
@@ -63,6 +76,13 @@ class MemoryType(enum.Enum):
     HOST = "host"
 
 
+class CopyMode(enum.Enum):
+    """What `Storage.find` gives of a row: its weights, or its weights and then its optimizer's state."""
+
+    EMBEDDING = "embedding"
+    VALUE = "value"
+
+
 class DynamicEmbInitializerMode(enum.Enum):
     """By which distribution rows begin. DEBUG: every weight is the row's id modulo 100,000."""
 
@@ -93,6 +113,12 @@ class DynamicEmbInitializerArgs:
     value: float = 0.0
 
 
+def bounds_of(args: DynamicEmbInitializerArgs, num_embeddings: int | None) -> tuple[float, float]:
+    """The bounds of UNIFORM and TRUNCATED_NORMAL; arguments as of `initializer_of`."""
+    low, high = (0.0, 1.0) if num_embeddings is None else (-(num_embeddings**-0.5), num_embeddings**-0.5)
+    return low if args.lower is None else args.lower, high if args.upper is None else args.upper
+
+
 def initializer_of(args: DynamicEmbInitializerArgs, num_embeddings: int | None) -> Initializer:
     """The same, as tables have it.
 
@@ -102,8 +128,7 @@ def initializer_of(args: DynamicEmbInitializerArgs, num_embeddings: int | None) 
     Raises:
         ValueError: the arguments are none of such a distribution.
     """
-    low, high = (0.0, 1.0) if num_embeddings is None else (-(num_embeddings**-0.5), num_embeddings**-0.5)
-    low, high = low if args.lower is None else args.lower, high if args.upper is None else args.upper
+    low, high = bounds_of(args, num_embeddings)
     match args.mode:
         case DynamicEmbInitializerMode.NORMAL:
             return make_normal_initializer(args.mean, args.std_dev)
@@ -116,6 +141,143 @@ def initializer_of(args: DynamicEmbInitializerArgs, num_embeddings: int | None) 
         case DynamicEmbInitializerMode.DEBUG:
             return make_id_initializer(100_000)
     raise ValueError(f"mode must be a DynamicEmbInitializerMode, got {args.mode!r}")
+
+
+class Found(NamedTuple):
+    """What `Storage.find` gives: N ids, M of them without a row."""
+
+    num_missing: int
+    """M"""
+    missing_keys: torch.Tensor
+    missing_indices: torch.Tensor
+    """Where they are among the N, int64 [M]."""
+    missing_table_ids: torch.Tensor
+    missing_scores: torch.Tensor | None
+    """Scores that they were looked up with; None = none."""
+    founds: torch.Tensor
+    """Which ids have a row, bool [N]."""
+    scores: torch.Tensor
+    """int64 [N], or [N, 2] of two scores; 0 of ids without a row."""
+    values: torch.Tensor
+    """float32 [N, D], or [N, D + Z] with state; zeros of ids without a row."""
+
+
+class Storage(abc.ABC, Generic[OptionsT, OptimizerT]):
+    """Interface of what has the rows of tables; N ids, M of them without a row, D weights and Z numbers of state."""
+
+    @abc.abstractmethod
+    def find(
+        self,
+        unique_keys: torch.Tensor,
+        table_ids: torch.Tensor,
+        copy_mode: CopyMode,
+        lfu_accumulated_frequency: torch.Tensor | None = None,
+    ) -> "Found":
+        """Read rows, and say which ids have none."""
+
+    @abc.abstractmethod
+    def insert(
+        self,
+        keys: torch.Tensor,
+        table_ids: torch.Tensor,
+        values: torch.Tensor,
+        scores: torch.Tensor | None = None,
+        preserve_existing: bool = False,
+    ) -> None:
+        """Write rows, [N, D + Z]; where `preserve_existing`, those that there are stay as they are."""
+
+    @abc.abstractmethod
+    def dump(
+        self,
+        table_id: int,
+        meta_file_path: str,
+        emb_key_path: str,
+        embedding_file_path: str,
+        score_file_path: str | None,
+        opt_file_path: str | None,
+        timestamp: int,
+    ) -> None:
+        """Write a table into these files."""
+
+    @abc.abstractmethod
+    def load(
+        self,
+        table_id: int,
+        meta_file_path: str,
+        emb_file_path: str,
+        embedding_file_path: str,
+        score_file_path: str | None,
+        opt_file_path: str | None,
+        include_optim: bool,
+        timestamp: int,
+    ) -> None:
+        """Read a table from such files."""
+
+    @abc.abstractmethod
+    def embedding_dtype(self) -> torch.dtype:
+        """That of weights."""
+
+    @abc.abstractmethod
+    def embedding_dim(self, table_id: int) -> int:
+        """Weights of a row."""
+
+    @abc.abstractmethod
+    def value_dim(self, table_id: int) -> int:
+        """Weights and state of a row, as numbers."""
+
+    @abc.abstractmethod
+    def max_embedding_dim(self) -> int:
+        """Most weights of a row, of all tables."""
+
+    @abc.abstractmethod
+    def max_value_dim(self) -> int:
+        """Most weights and state of a row, of all tables."""
+
+    @abc.abstractmethod
+    def embedding_dims(self, on_device: bool = False) -> torch.Tensor:
+        """Weights of a row of each table, int64; on the CPU unless `on_device`."""
+
+    @abc.abstractmethod
+    def all_dims_vec4(self) -> bool:
+        """Whether weights, and weights and state, are by fours in every table."""
+
+    @abc.abstractmethod
+    def init_optimizer_state(self) -> float:
+        """What the state of a new row begins with."""
+
+    @abc.abstractmethod
+    def export_keys_values(
+        self, device: torch.device, batch_size: int = 65536, table_id: int = 0
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]]:
+        """Ids, weights, state and scores of a table, batch by batch."""
+
+
+class Cache(abc.ABC):
+    """Interface of a cache of rows before a `Storage`."""
+
+    @abc.abstractmethod
+    def lookup(
+        self, unique_keys: torch.Tensor, table_ids: torch.Tensor, lfu_accumulated_frequency: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Scores of ids, which of them are there, and their slots, -1 of those that are not."""
+
+    @abc.abstractmethod
+    def insert_and_evict(
+        self, keys: torch.Tensor, table_ids: torch.Tensor, scores: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Slots of ids that come in; how many leave; and ids, slots, scores and tables of these."""
+
+    @abc.abstractmethod
+    def reset(self) -> None:
+        """Empty it."""
+
+    @abc.abstractmethod
+    def cache_metrics(self) -> torch.Tensor:
+        """What was counted of lookups."""
+
+    @abc.abstractmethod
+    def set_record_cache_metrics(self, record: bool) -> None:
+        """Count lookups from now on, or do not."""
 
 
 class AdmissionStrategy(abc.ABC):

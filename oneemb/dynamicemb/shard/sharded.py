@@ -1,7 +1,4 @@
-"""Sharders of collections of which some tables are dynamic, and what they make.
-
-Dynamic tables are those of `oneemb.torchrec`, with the policies that their options ask for; others are TorchRec's own.
-"""
+"""Base of the sharders of `oneemb.dynamicemb.shard`, and of what they make."""
 
 import functools
 import logging
@@ -10,11 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-import torchrec
-from torchrec.distributed.embedding import EmbeddingCollectionSharder as TorchRecSharder
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.embedding_types import BaseEmbeddingSharder, KJTList
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder as TorchRecBagSharder
 from torchrec.distributed.types import (
     Awaitable,
     LazyAwaitable,
@@ -39,22 +33,13 @@ from oneemb.dynamicemb.dynamicemb_config import (
 from oneemb.dynamicemb.planner import DynamicEmbParameterSharding
 from oneemb.dynamicemb.tables import DynamicTables, TableInfo
 from oneemb.dynamicemb.types import initializer_of
-from oneemb.torchrec import (
-    EmbeddingBagCollection,
-    EmbeddingBagCollectionSharder,
-    EmbeddingCollection,
-    EmbeddingCollectionSharder,
-)
 from oneemb.torchrec.collection import TableRows, holder_of, in_backward_optimizers
 from oneemb.torchrec.configs import columns_of
 from oneemb.torchrec.optimizers import row_stepper
 from oneemb.torchrec.sharded import LookupContext, ShardedCollection
 from oneemb.torchrec.sharder import collection_on_ranks, comm_dtype_of, configs_of, rows_of
 
-__all__ = [
-    "DynamicEmbeddingBagCollectionSharder", "DynamicEmbeddingCollectionSharder", "ShardedDynamicEmbeddingBagCollection",
-    "ShardedDynamicEmbeddingCollection",
-]  # fmt: skip
+__all__ = ["DynamicSharder", "ShardedDynamic"]
 
 _log = logging.getLogger("oneemb")
 
@@ -109,7 +94,7 @@ class _RowDist:
     _dist_type_per_feature: dict[str, str]
 
 
-class _ShardedDynamic(ShardedModule[KJTList, list[Any], Any, _Context], FusedOptimizerModule):
+class ShardedDynamic(ShardedModule[KJTList, list[Any], Any, _Context], FusedOptimizerModule):
     """Base of both sharded collections.
 
     Args:
@@ -223,22 +208,14 @@ class _ShardedDynamic(ShardedModule[KJTList, list[Any], Any, _Context], FusedOpt
         self._dynamic[0].close()
 
 
-class ShardedDynamicEmbeddingCollection(_ShardedDynamic):
-    """What `DynamicEmbeddingCollectionSharder` makes of a collection; see there."""
-
-
-class ShardedDynamicEmbeddingBagCollection(_ShardedDynamic):
-    """What `DynamicEmbeddingBagCollectionSharder` makes of a collection; see there."""
-
-
-class _Sharder(BaseEmbeddingSharder[torch.nn.Module]):
+class DynamicSharder(BaseEmbeddingSharder[torch.nn.Module]):
     """Base of both sharders; see `DynamicEmbeddingCollectionSharder`."""
 
     _stock: type[Any]
     _of: type[torch.nn.Module]
     _own: type[Any]
     _own_sharder: type[Any]
-    _sharded: type[_ShardedDynamic]
+    _sharded: type[ShardedDynamic]
 
     def __init__(
         self, fused_params: Mapping[str, Any] | None, qcomm_codecs_registry: Mapping[str, QuantizedCommCodecs] | None,
@@ -330,65 +307,6 @@ class _Sharder(BaseEmbeddingSharder[torch.nn.Module]):
         return self._own_sharder(
             self.fused_params, self._codecs, module_type=self._of, seed=self._seed, num_threads=self._num_threads
         )
-
-
-class DynamicEmbeddingCollectionSharder(_Sharder):
-    """Shards TorchRec's EmbeddingCollections, of which some tables are dynamic.
-
-    Args:
-        fused_params: the optimizer and its options, by FBGEMM's names.
-        qcomm_codecs_registry: what `get_qcomm_codecs_registry` gave; see `oneemb.torchrec`.
-        use_index_dedup: of tables that are not dynamic, on a GPU; each key of a dynamic one is sent once.
-        seed: rows of dynamic tables are a pure function of (seed, table, id).
-        num_threads: threads that run the kernels; None = the cores there are.
-
-    Raises:
-        ValueError: an option of `fused_params` is refused; the message names it.
-    """
-
-    _stock, _of = TorchRecSharder, torchrec.EmbeddingCollection
-    _own, _own_sharder = EmbeddingCollection, EmbeddingCollectionSharder
-    _sharded = ShardedDynamicEmbeddingCollection
-
-    def __init__(
-        self,
-        fused_params: Mapping[str, Any] | None = None,
-        qcomm_codecs_registry: Mapping[str, QuantizedCommCodecs] | None = None,
-        use_index_dedup: bool = False,
-        *,
-        seed: int = 0,
-        num_threads: int | None = None,
-    ):
-        # FBGEMM deduplicates on GPUs alone.
-        dedup = use_index_dedup and torch.cuda.is_available()
-        super().__init__(fused_params, qcomm_codecs_registry, seed, num_threads, use_index_dedup=dedup)
-
-
-class DynamicEmbeddingBagCollectionSharder(_Sharder):
-    """Shards TorchRec's EmbeddingBagCollections, of which some tables are dynamic.
-
-    Args:
-        fused_params, qcomm_codecs_registry, seed, num_threads: as of `DynamicEmbeddingCollectionSharder`.
-        sharded_module_order_overwrite: of tables that are not dynamic.
-    """
-
-    _stock, _of = TorchRecBagSharder, torchrec.EmbeddingBagCollection
-    _own, _own_sharder = EmbeddingBagCollection, EmbeddingBagCollectionSharder
-    _sharded = ShardedDynamicEmbeddingBagCollection
-
-    def __init__(
-        self,
-        fused_params: Mapping[str, Any] | None = None,
-        qcomm_codecs_registry: Mapping[str, QuantizedCommCodecs] | None = None,
-        sharded_module_order_overwrite: list[str] | None = None,
-        *,
-        seed: int = 0,
-        num_threads: int | None = None,
-    ):
-        super().__init__(
-            fused_params, qcomm_codecs_registry, seed, num_threads,
-            sharded_module_order_overwrite=sharded_module_order_overwrite,
-        )  # fmt: skip
 
 
 def _table_rows(

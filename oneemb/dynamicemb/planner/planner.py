@@ -1,13 +1,4 @@
-"""Plans of models of which some tables are dynamic.
-
-    constraints = {"users": DynamicEmbParameterConstraints(use_dynamicemb=True, dynamicemb_options=...), ...}
-    enumerator = DynamicEmbeddingEnumerator(topology, constraints=constraints)
-    planner = DynamicEmbeddingShardingPlanner(eb_configs, topology, enumerator=enumerator, constraints=constraints)
-    plan = planner.collective_plan(model, [DynamicEmbeddingCollectionSharder()], dist.GroupMember.WORLD)
-
-TorchRec plans the others. A dynamic table has a place in its reckoning, of some rows; its rows are spread over all
-ranks by id, whatever comes out.
-"""
+"""Constraints and plans of dynamic tables, and the planner; see `oneemb.dynamicemb.planner`."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -21,15 +12,11 @@ from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from torchrec.distributed.planner.constants import BATCH_SIZE
-from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import (
     Enumerator,
     Partitioner,
     PerfModel,
     Proposer,
-    ShardEstimator,
-    ShardingOption,
     Stats,
     StorageReservation,
 )
@@ -40,17 +27,15 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from oneemb.dynamicemb.dynamicemb_config import (
     DEFAULT_INDEX_TYPE,
     DynamicEmbTableOptions,
+    complete_initializer_args,
     data_type_to_dtype,
     get_sharded_table_capacity,
 )
+from oneemb.dynamicemb.planner.enumerators import DynamicEmbeddingEnumerator, is_dynamic
 
 __all__ = [
-    "DynamicEmbParameterConstraints", "DynamicEmbParameterSharding", "DynamicEmbeddingEnumerator",
-    "DynamicEmbeddingShardingPlanner",
+    "DynamicEmbParameterConstraints", "DynamicEmbParameterSharding", "DynamicEmbeddingShardingPlanner",
 ]  # fmt: skip
-
-_PLANNED_ROWS = 1 << 14
-"""Rows of a dynamic table as TorchRec's planner sees it, which would refuse what has no end."""
 
 
 @dataclass
@@ -74,59 +59,6 @@ class DynamicEmbParameterSharding(ParameterSharding):
     customized_compute_kernel: str | None = "DynamicEmb"
     dist_type: str = "roundrobin"
     dynamicemb_options: DynamicEmbTableOptions = field(default_factory=DynamicEmbTableOptions)
-
-
-class _SomeRows:
-    """A sharder that gives a planner some rows of dynamic tables.
-
-    Args:
-        sharder: which is asked for everything else.
-        dynamic: the names of dynamic tables.
-    """
-
-    def __init__(self, sharder: ModuleSharder[torch.nn.Module], dynamic: set[str]):
-        self._sharder, self._dynamic = sharder, dynamic
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._sharder, name)
-
-    def shardable_parameters(self, module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-        parameters = self._sharder.shardable_parameters(module)
-        for name in self._dynamic & parameters.keys():
-            weight = parameters[name]
-            rows = min(len(weight), _PLANNED_ROWS)
-            parameters[name] = torch.nn.Parameter(torch.empty(rows, weight.shape[1], dtype=weight.dtype, device="meta"))
-        return parameters
-
-
-class DynamicEmbeddingEnumerator(EmbeddingEnumerator):
-    """TorchRec's enumerator, of models with dynamic tables.
-
-    Args:
-        topology, batch_size, estimator, use_exact_enumerate_order: as of TorchRec's.
-        constraints: by table; those of dynamic ones are DynamicEmbParameterConstraints.
-    """
-
-    def __init__(
-        self,
-        topology: Topology,
-        batch_size: int | None = BATCH_SIZE,
-        constraints: Mapping[str, ParameterConstraints] | None = None,
-        estimator: ShardEstimator | list[ShardEstimator] | None = None,
-        use_exact_enumerate_order: bool | None = False,
-    ):
-        super().__init__(
-            topology, BATCH_SIZE if batch_size is None else batch_size, dict(constraints or {}), estimator,
-            use_exact_enumerate_order,
-        )  # fmt: skip
-        self._dynamic = {name for name, its in (constraints or {}).items() if _is_dynamic(its)}
-
-    def enumerate(
-        self, module: torch.nn.Module, sharders: list[ModuleSharder[torch.nn.Module]]
-    ) -> list[ShardingOption]:
-        """What there is to choose from."""
-        seen: list[Any] = [_SomeRows(sharder, self._dynamic) for sharder in sharders]
-        return super().enumerate(module, seen)
 
 
 class DynamicEmbeddingShardingPlanner:
@@ -175,7 +107,7 @@ class DynamicEmbeddingShardingPlanner:
         for name, its in constraints.items():
             # The planner looks at what a table may be sharded by.
             others[name] = (
-                ParameterConstraints(sharding_types=[ShardingType.ROW_WISE.value]) if _is_dynamic(its) else its
+                ParameterConstraints(sharding_types=[ShardingType.ROW_WISE.value]) if is_dynamic(its) else its
             )
         self._planner = EmbeddingShardingPlanner(
             topology, batch_size, enumerator, storage_reservation, proposer, partitioner, performance_model, stats,
@@ -184,7 +116,7 @@ class DynamicEmbeddingShardingPlanner:
         self._dynamic = {
             config.name: _sharding_of(config, its.dynamicemb_options, topology)
             for config in eb_configs
-            if isinstance(its := constraints[config.name], DynamicEmbParameterConstraints) and _is_dynamic(its)
+            if isinstance(its := constraints[config.name], DynamicEmbParameterConstraints) and is_dynamic(its)
         }
 
     def collective_plan(
@@ -208,17 +140,14 @@ class DynamicEmbeddingShardingPlanner:
         return plan
 
 
-def _is_dynamic(constraints: ParameterConstraints) -> bool:
-    return bool(getattr(constraints, "use_dynamicemb", False))
-
-
 def _sharding_of(
     config: BaseEmbeddingConfig, options: DynamicEmbTableOptions, topology: Topology
 ) -> DynamicEmbParameterSharding:
     ranks = topology.world_size
     rows = options.max_capacity or get_sharded_table_capacity(config, ranks, options.bucket_capacity)
     options = replace(
-        options, max_capacity=rows, init_capacity=min(options.init_capacity or rows, rows), dim=config.embedding_dim,
+        options, initializer_args=complete_initializer_args(options.initializer_args, embedding_config=config),
+        max_capacity=rows, init_capacity=min(options.init_capacity or rows, rows), dim=config.embedding_dim,
         index_type=options.index_type or DEFAULT_INDEX_TYPE,
         embedding_dtype=options.embedding_dtype or data_type_to_dtype(config.data_type),
         local_hbm_for_values=-(-options.global_hbm_for_values // ranks),

@@ -1,0 +1,363 @@
+"""Tables for inference that torch.export takes: ids, and rows that do not change.
+
+    model = apply_inference_embedding_collection(model, {"users": True}, {"users": 1 << 20})
+    model.embeddings.load_from_dynamicemb_file("dump/model.embeddings")
+    torch.export.export(...)
+
+A program has all rows inside, and ops of torch alone. N ids, F features, B bags, T tables, D weights of a row, S slots.
+
+Invariants:
+- the slots of table t are begin_T[t] to begin_T[t + 1]; in the first size_T[t] of them its ids are, sorted;
+- row 0 is zeros, which ids without a row read as; the row of slot s is row s + 1.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torchrec
+from torchrec.modules.embedding_configs import EmbeddingConfig
+
+from oneemb.dynamicemb.dynamicemb_config import DynamicEmbTableOptions
+from oneemb.dynamicemb.types import DynamicEmbInitializerArgs, DynamicEmbInitializerMode
+from oneemb.storage.errors import StoreFullError
+from oneemb.storage.foreign.dynamicemb_files import key_of_file
+from oneemb.storage.foreign.dynamicemb_reader import Dump, find_dump
+from oneemb.torchrec import EmbeddingCollection
+
+__all__ = [
+    "InferenceEmbeddingCollection", "InferenceLinearBucketTable", "apply_inference_embedding_collection",
+    "create_inference_embedding_collection",
+]  # fmt: skip
+
+_NO_POOLING, _SUM, _MEAN = -1, 1, 2
+_ROWS = 65536
+"""Rows of a dump that are read at a time."""
+
+
+def _device_of(device: torch.device | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+class InferenceLinearBucketTable(torch.nn.Module):
+    """The ids of tables, found by search.
+
+    Args:
+        capacity: ids of each table at most.
+        key_type: torch.int64 or torch.uint64.
+        bucket_capacity: has no effect: there are no buckets.
+        device: None = the current GPU, or the CPU where there is none.
+    """
+
+    key_S: torch.Tensor
+    begin_T: torch.Tensor
+    size_T: torch.Tensor
+
+    def __init__(
+        self,
+        capacity: list[int],
+        key_type: torch.dtype = torch.int64,
+        bucket_capacity: int = 128,
+        device: torch.device | None = None,
+    ):
+        super().__init__()
+        self.device = _device_of(device)
+        self.key_type_, self.bucket_capacity_ = key_type, bucket_capacity
+        self.num_tables_, self.capacity_ = len(capacity), sum(capacity)
+        self._halvings = max(capacity, default=0).bit_length()
+        begins = torch.tensor([0, *itertools.accumulate(capacity)], device=self.device)
+        # One slot more, so that there is one to look at where tables have none.
+        self.register_buffer("key_S", torch.zeros(self.capacity_ + 1, dtype=torch.int64, device=self.device))
+        self.register_buffer("begin_T", begins)
+        self.register_buffer("size_T", torch.zeros(len(capacity), dtype=torch.int64, device=self.device))
+
+    def fill(self, table_id: int, keys: torch.Tensor) -> None:
+        """Let a table have these ids, which are sorted and distinct, and no others.
+
+        Raises:
+            StoreFullError: it has no room for them.
+        """
+        begin, end = self.begin_T[table_id : table_id + 2].tolist()
+        if len(keys) > end - begin:
+            raise StoreFullError(
+                f"table {table_id} has room for {end - begin} ids, got {len(keys)}: raise init_capacity or max_capacity"
+            )
+        self.key_S[begin : begin + len(keys)] = keys.to(self.key_S)
+        self.size_T[table_id] = len(keys)
+
+    def lookup(
+        self,
+        keys: torch.Tensor,
+        table_ids: torch.Tensor,
+        score_value: torch.Tensor | None = None,
+        score_policy: int = 0,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Find ids in their tables.
+
+        Args:
+            keys, table_ids: integers [N].
+            score_value, score_policy: have no effect: a lookup changes nothing.
+
+        Returns:
+            Scores, zeros int64 [N]; which ids are there, bool [N]; and their places in their tables, int64 [N], -1 of
+            those that are not.
+        """
+        id_N = keys.view(torch.int64) if keys.dtype == torch.uint64 else keys.long()
+        begin_N = self.begin_T[table_ids]
+        end_N = begin_N + self.size_T[table_ids]
+        low_N, high_N = begin_N, end_N
+        for _ in range(self._halvings):
+            middle_N = (low_N + high_N) // 2
+            is_below_N = (self.key_S[middle_N] < id_N) & (low_N < high_N)
+            low_N, high_N = torch.where(is_below_N, middle_N + 1, low_N), torch.where(is_below_N, high_N, middle_N)
+        found_N = (low_N < end_N) & (self.key_S[low_N] == id_N)
+        return torch.zeros_like(id_N), found_N, torch.where(found_N, low_N - begin_N, -1)
+
+
+class InferenceEmbeddingCollection(torch.nn.Module):
+    """Tables of one width that a program has inside.
+
+    Args:
+        table_options: of each table: `dim`, and `init_capacity` or `max_capacity`, which is how many rows it has.
+        use_dynamic_hash: whether any int64 is an id; off, the ids of a table are its rows, 0 to its capacity - 1.
+        pooling_mode: -1 = each id gives a row; 1 = bags give sums, 2 = means, in which ids without a row count.
+        table_names: None = table_0, table_1 and so on.
+        feature_names: of features, for the user.
+        feature_table_map: the table of each feature, never falling; None = feature f is looked up in table f.
+        output_dtype: float32 or float16.
+        device: None = the current GPU, or the CPU where there is none.
+        key_type: torch.int64 or torch.uint64.
+
+    Raises:
+        ValueError: an argument is not as above; the message names it.
+
+    Reference: dynamicemb.exportable_tables.InferenceEmbeddingCollection.
+    """
+
+    weight: torch.Tensor
+    feature_table_map_: torch.Tensor
+
+    def __init__(
+        self,
+        table_options: list[Any],
+        use_dynamic_hash: bool,
+        pooling_mode: int,
+        table_names: list[str] | None = None,
+        feature_names: list[str] | None = None,
+        feature_table_map: list[int] | None = None,
+        output_dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+        key_type: torch.dtype = torch.int64,
+    ):
+        super().__init__()
+        capacities = [_capacity_of(options) for options in table_options]
+        names = [f"table_{t}" for t in range(len(capacities))] if table_names is None else list(table_names)
+        features = list(range(len(capacities))) if feature_table_map is None else list(feature_table_map)
+        dims = {options.dim for options in table_options}
+        _check_one_of("pooling_mode", pooling_mode, [_NO_POOLING, _SUM, _MEAN])
+        _check_one_of("key_type", key_type, [torch.int64, torch.uint64])
+        _check_one_of("output_dtype", output_dtype, [torch.float32, torch.float16])
+        if len(dims) != 1 or not (dim := dims.pop()) or dim < 1:
+            raise ValueError(f"table_options must have one dim above 0, got {[its.dim for its in table_options]}")
+        if len(names) != len(capacities):
+            raise ValueError(f"table_names must be one for each of {len(capacities)} tables, got {names}")
+        if not features or features != sorted(features) or not 0 <= features[0] <= features[-1] < len(capacities):
+            raise ValueError(
+                f"feature_table_map must be tables 0 to {len(capacities) - 1}, never falling, got {features}"
+            )
+        self.embedding_configs = table_options
+        self.device = _device_of(device)
+        self.use_dynamic_hash, self.pooling_mode_, self.emb_dim_ = use_dynamic_hash, pooling_mode, dim
+        self.output_dtype_, self.key_type_ = output_dtype, key_type
+        self.num_tables_, self.table_names_, self.feature_names_ = len(capacities), names, feature_names
+        self.hash_table = InferenceLinearBucketTable(capacities, key_type, device=self.device)
+        self.register_buffer("feature_table_map_", torch.tensor(features, device=self.device))
+        self.register_buffer("weight", torch.zeros(sum(capacities) + 1, dim, dtype=output_dtype, device=self.device))
+
+    def load_from_embedding_table(self, table_weights: torch.Tensor) -> None:
+        """Take rows, [at most as many as all tables have, D]: those of the first table first. With `use_dynamic_hash`,
+        row r of a table is that of id r.
+
+        Raises:
+            ValueError: there are too many, or they are of another width.
+        """
+        slots = len(self.weight) - 1
+        if table_weights.dim() != 2 or table_weights.shape[1] != self.emb_dim_ or len(table_weights) > slots:
+            raise ValueError(
+                f"table_weights must be [at most {slots}, {self.emb_dim_}], got {list(table_weights.shape)}"
+            )
+        self.weight.zero_()
+        self.weight[1 : len(table_weights) + 1] = table_weights.detach().to(self.weight)
+        begins = self.hash_table.begin_T.tolist()
+        for t, (begin, end) in enumerate(itertools.pairwise(begins)):
+            there = max(0, min(end, len(table_weights)) - begin)
+            self.hash_table.fill(t, torch.arange(there, device=self.hash_table.key_S.device))
+
+    def load_from_dynamicemb_file(self, save_dir: str, table_names: list[str] | None = None) -> None:
+        """Take the rows of tables of a dump, of any number of ranks; tables that are not named have none then.
+
+        Args:
+            save_dir: the folder of the collection in what `DynamicEmbDump` has written.
+            table_names: None = all.
+
+        Raises:
+            ValueError: a name is none of the tables'; or ids are the rows (`use_dynamic_hash` is off).
+            StorageError: a file is missing, or not what it has to be.
+            StoreFullError: a table has no room for its rows; other tables may have theirs already.
+        """
+        unknown = sorted(set(table_names or []) - set(self.table_names_))
+        if unknown:
+            raise ValueError(f"table_names must be some of {self.table_names_}, got {unknown}")
+        if not self.use_dynamic_hash:
+            raise ValueError("a dump's ids are any int64, and use_dynamic_hash is off: load_from_embedding_table")
+        named = self.table_names_ if table_names is None else table_names
+        dumps = {name: find_dump(save_dir, name, dim=self.emb_dim_) for name in named}
+        for name, dump in dumps.items():
+            dump.check_distinct(self._num_embeddings(name, dump))
+        self.weight.zero_()
+        self.hash_table.size_T.zero_()
+        for name, dump in dumps.items():
+            self._take(self.table_names_.index(name), dump, self._num_embeddings(name, dump))
+
+    def _num_embeddings(self, name: str, dump: Dump) -> int | None:
+        """By which the keys of a dump are places in blocks, where they are."""
+        config = self.embedding_configs[self.table_names_.index(name)]
+        found: int | None = dump.meta.get("num_embeddings", getattr(config, "num_embeddings", None))
+        return found
+
+    def _take(self, t: int, dump: Dump, num_embeddings: int | None) -> None:
+        dist = dump.meta.get("dist_type", "roundrobin") if dump.version == "today" else "roundrobin"
+        ids, rows = [np.empty(0, np.int64)], [np.empty((0, self.emb_dim_), np.float32)]
+        for part in dump.read(_ROWS, state=False):
+            ids.append(key_of_file(dist, part.rank, part.key_N, dump.ranks, num_embeddings))
+            rows.append(part.value_ND)
+        id_N, row_ND = np.concatenate(ids), np.concatenate(rows)
+        order_N = np.argsort(id_N)
+        self.hash_table.fill(t, torch.from_numpy(id_N[order_N]))
+        first = int(self.hash_table.begin_T[t]) + 1
+        self.weight[first : first + len(id_N)] = torch.from_numpy(row_ND[order_N]).to(self.weight)
+
+    def forward(
+        self,
+        keys: torch.Tensor,
+        offsets: torch.Tensor,
+        pooling_offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Look ids up.
+
+        Args:
+            keys: int64 [N], those of the first feature first.
+            offsets: int64 [F + 1], where the ids of each feature begin, and the end; or [F * B + 1], of each bag.
+            pooling_offsets: int64 [B + 1], where each bag begins, and the end; of `pooling_mode` 1 and 2.
+            per_sample_weights: [N], by which rows are multiplied before they are summed.
+
+        Returns:
+            [N, D], or [B, D] of bags.
+        """
+        features = self.feature_table_map_.shape[0]
+        bags = (offsets.shape[0] - 1) // features
+        ends_F = offsets[torch.arange(1, features + 1, device=offsets.device) * bags]
+        place_N = torch.arange(keys.shape[0], device=keys.device)
+        table_N = self.feature_table_map_[torch.searchsorted(ends_F, place_N, right=True)]
+        begin_N = self.hash_table.begin_T[table_N]
+        if self.use_dynamic_hash:
+            _, found_N, at_N = self.hash_table.lookup(keys, table_N)
+        else:
+            at_N = keys.long()
+            found_N = (at_N >= 0) & (at_N < self.hash_table.begin_T[table_N + 1] - begin_N)
+        rows_ND = self.weight[torch.where(found_N, begin_N + at_N + 1, 0)]
+        if self.pooling_mode_ == _NO_POOLING:
+            return rows_ND
+        assert pooling_offsets is not None, "pooling_offsets must be given where bags are pooled"
+        bag_N = torch.searchsorted(pooling_offsets, place_N, right=True) - 1
+        wide_ND = rows_ND.float()
+        if per_sample_weights is not None:
+            wide_ND = wide_ND * per_sample_weights[:, None]
+        # Of one bag more, so that a program is the same for one bag, or none.
+        sum_BD = wide_ND.new_zeros(pooling_offsets.shape[0], self.emb_dim_).index_add(0, bag_N, wide_ND)
+        if self.pooling_mode_ == _MEAN:
+            one_N = torch.ones_like(bag_N).float()
+            count_B = wide_ND.new_zeros(pooling_offsets.shape[0]).index_add(0, bag_N, one_N)
+            sum_BD = sum_BD / count_B.clamp(min=1)[:, None]
+        return sum_BD[:-1].to(self.output_dtype_)
+
+
+def _capacity_of(options: DynamicEmbTableOptions) -> int:
+    capacity = options.max_capacity if options.init_capacity is None else options.init_capacity
+    if not capacity or capacity < 1:
+        raise ValueError(f"table_options must have init_capacity or max_capacity above 0, got {options}")
+    return capacity
+
+
+def _check_one_of(name: str, given: object, known: Sequence[object]) -> None:
+    if given not in known:
+        raise ValueError(f"{name} must be one of {known}, got {given}")
+
+
+def create_inference_embedding_collection(
+    embedding_configs: list[EmbeddingConfig], pooling_mode: int = _NO_POOLING, use_dynamic: bool = True
+) -> InferenceEmbeddingCollection:
+    """Tables of TorchRec's configs, of `num_embeddings` rows each, without rows yet; arguments as of the class."""
+    options = [
+        DynamicEmbTableOptions(
+            embedding_dtype=torch.float32, dim=config.embedding_dim, max_capacity=config.num_embeddings,
+            initializer_args=DynamicEmbInitializerArgs(DynamicEmbInitializerMode.NORMAL), training=False,
+        ) for config in embedding_configs
+    ]  # fmt: skip
+    made = InferenceEmbeddingCollection(
+        options, use_dynamic, pooling_mode, [config.name for config in embedding_configs],
+        [feature for config in embedding_configs for feature in config.feature_names],
+        [t for t, config in enumerate(embedding_configs) for _ in config.feature_names],
+    )  # fmt: skip
+    made.embedding_configs = embedding_configs
+    return made
+
+
+def apply_inference_embedding_collection(
+    model: torch.nn.Module, dynamic_table_configs: Mapping[str, bool], trained_emb_table_sizes: Mapping[str, int]
+) -> torch.nn.Module:
+    """Put an `InferenceEmbeddingCollection`, without rows yet, in the place of each EmbeddingCollection of a model,
+    TorchRec's or one of `oneemb.torchrec`.
+
+    Args:
+        dynamic_table_configs: by table, whether any int64 is an id (`use_dynamic_hash`). Those of a collection say the
+            same, and a collection has one or more.
+        trained_emb_table_sizes: by table, how many rows it has in the end; others have `num_embeddings` of the config.
+
+    Returns:
+        The model, which is changed.
+
+    Raises:
+        ValueError: tables of a collection do not say the same, or none of them is named; nothing has changed.
+    """
+    kinds = torchrec.EmbeddingCollection, EmbeddingCollection
+    found = {path: cast(Any, its) for path, its in model.named_modules() if isinstance(its, kinds)}
+    made = {
+        path: _in_place_of(path, its.embedding_configs(), dynamic_table_configs, trained_emb_table_sizes)
+        for path, its in found.items()
+    }
+    for path, its in made.items():
+        if not path:
+            return its
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, its)
+    return model
+
+
+def _in_place_of(
+    path: str, configs: list[EmbeddingConfig], dynamic: Mapping[str, bool], sizes: Mapping[str, int]
+) -> InferenceEmbeddingCollection:
+    said = {config.name: dynamic[config.name] for config in configs if config.name in dynamic}
+    if len(set(said.values())) != 1:
+        raise ValueError(
+            f"dynamic_table_configs must say the same of all tables of {path or 'the model'!r}, of one at least; tables"
+            f" are {[config.name for config in configs]}, got {said}"
+        )
+    sized = [replace(config, num_embeddings=sizes.get(config.name, config.num_embeddings)) for config in configs]
+    return create_inference_embedding_collection(sized, use_dynamic=said.popitem()[1])

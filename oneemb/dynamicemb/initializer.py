@@ -1,0 +1,105 @@
+"""What fills rows of a tensor as new rows begin; of tables themselves, `initializer_args` say it.
+
+fill = create_initializer_from_args(DynamicEmbInitializerArgs(DynamicEmbInitializerMode.NORMAL, std_dev=0.1))
+fill(buffer, torch.tensor([3, 5]), None)            rows 3 and 5 are drawn anew, by torch's generator
+"""
+
+import abc
+
+import torch
+
+from oneemb.dynamicemb.dynamicemb_config import complete_initializer_args
+from oneemb.dynamicemb.types import DynamicEmbInitializerArgs, DynamicEmbInitializerMode, bounds_of
+
+__all__ = [
+    "BaseDynamicEmbInitializer", "ConstantInitializer", "DebugInitializer", "NormalInitializer",
+    "TruncatedNormalInitializer", "UniformInitializer", "create_initializer_from_args",
+]  # fmt: skip
+
+_MODULUS = 100_000
+
+
+class BaseDynamicEmbInitializer(abc.ABC):
+    """Fills rows of a tensor.
+
+    Args:
+        args: how; bounds that are None are 0 and 1.
+    """
+
+    def __init__(self, args: DynamicEmbInitializerArgs):
+        self._args = complete_initializer_args(args)
+
+    def __call__(self, buffer: torch.Tensor, indices: torch.Tensor, keys: torch.Tensor | None) -> None:
+        """Fill rows.
+
+        Args:
+            buffer: [rows, D], which is written to.
+            indices: which rows, integers [N].
+            keys: their ids, integers [N], which DEBUG asks for.
+        """
+        with torch.no_grad():
+            row_ND = torch.empty(len(indices), buffer.shape[1], dtype=torch.float32, device=buffer.device)
+            buffer[indices.long()] = self._filled(row_ND, keys).to(buffer.dtype)
+
+    @abc.abstractmethod
+    def _filled(self, row_ND: torch.Tensor, keys: torch.Tensor | None) -> torch.Tensor:
+        """The same rows, filled."""
+
+
+class NormalInitializer(BaseDynamicEmbInitializer):
+    """Draws of a normal distribution."""
+
+    def _filled(self, row_ND: torch.Tensor, keys: torch.Tensor | None) -> torch.Tensor:
+        return row_ND.normal_(self._args.mean, self._args.std_dev)
+
+
+class TruncatedNormalInitializer(BaseDynamicEmbInitializer):
+    """Draws of a normal distribution, between the bounds."""
+
+    def _filled(self, row_ND: torch.Tensor, keys: torch.Tensor | None) -> torch.Tensor:
+        low, high = bounds_of(self._args, None)
+        return torch.nn.init.trunc_normal_(row_ND, self._args.mean, self._args.std_dev, low, high)
+
+
+class UniformInitializer(BaseDynamicEmbInitializer):
+    """Draws between the bounds."""
+
+    def _filled(self, row_ND: torch.Tensor, keys: torch.Tensor | None) -> torch.Tensor:
+        return row_ND.uniform_(*bounds_of(self._args, None))
+
+
+class ConstantInitializer(BaseDynamicEmbInitializer):
+    """One value."""
+
+    def _filled(self, row_ND: torch.Tensor, keys: torch.Tensor | None) -> torch.Tensor:
+        return row_ND.fill_(self._args.value)
+
+
+class DebugInitializer(BaseDynamicEmbInitializer):
+    """Each id modulo 100,000, from 0 up."""
+
+    def _filled(self, row_ND: torch.Tensor, keys: torch.Tensor | None) -> torch.Tensor:
+        if keys is None or len(keys) != len(row_ND):
+            raise ValueError(f"keys must be given for each of {len(row_ND)} rows, which DEBUG makes of them")
+        return (keys.long() % _MODULUS).to(row_ND)[:, None].expand_as(row_ND)
+
+
+_KINDS: dict[DynamicEmbInitializerMode, type[BaseDynamicEmbInitializer]] = {
+    DynamicEmbInitializerMode.NORMAL: NormalInitializer,
+    DynamicEmbInitializerMode.TRUNCATED_NORMAL: TruncatedNormalInitializer,
+    DynamicEmbInitializerMode.UNIFORM: UniformInitializer,
+    DynamicEmbInitializerMode.CONSTANT: ConstantInitializer,
+    DynamicEmbInitializerMode.DEBUG: DebugInitializer,
+}
+
+
+def create_initializer_from_args(initializer_args: DynamicEmbInitializerArgs) -> BaseDynamicEmbInitializer:
+    """The initializer of a mode.
+
+    Raises:
+        ValueError: `mode` is none.
+    """
+    kind = _KINDS.get(initializer_args.mode)
+    if kind is None:
+        raise ValueError(f"mode must be a DynamicEmbInitializerMode, got {initializer_args.mode!r}")
+    return kind(initializer_args)

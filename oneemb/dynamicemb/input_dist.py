@@ -1,0 +1,135 @@
+"""Ids of a batch, dealt to ranks by `dist_type`, as dynamicemb deals them. Lookups here go by owners of keys instead.
+
+N ids, F features, P bags of all features, R ranks.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import distributed
+from torchrec.distributed.dist_data import KJTAllToAll
+from torchrec.distributed.embedding_sharding import BaseSparseFeaturesDist
+from torchrec.distributed.types import Awaitable
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from oneemb.storage.foreign.dynamicemb_files import DIST_TYPES, file_key, owner_of_key
+
+__all__ = ["RwSparseFeaturesDist", "bucketize_kjt_before_all2all"]
+
+
+def bucketize_kjt_before_all2all(
+    kjt: KeyedJaggedTensor,
+    num_buckets: int,
+    block_sizes: torch.Tensor,
+    output_permute: bool = False,
+    bucketize_pos: bool = False,
+    block_bucketize_row_pos: Sequence[torch.Tensor] | None = None,
+    dist_type_per_feature: Mapping[str, str] | None = None,
+) -> tuple[KeyedJaggedTensor, torch.Tensor | None]:
+    """A batch whose features come once for each rank, each time with the ids of that rank, in their order.
+
+    Args:
+        num_buckets: R.
+        block_sizes: int64 [F], ids of a rank under "continuous", where ids become places in its block.
+        output_permute: whether it is said where ids have come.
+        bucketize_pos: whether the place of each id in its bag stands for its weight, where there are no weights.
+        block_bucketize_row_pos: is to be left out: `dist_type` says where ids go.
+        dist_type_per_feature: "continuous", "roundrobin" or "hash_roundrobin" of each feature.
+
+    Returns:
+        The batch; and where each id has come, int64 [N], or None.
+
+    Raises:
+        ValueError: an argument is not as above; the message names it.
+    """
+    features, dists = kjt.keys(), dict(dist_type_per_feature or {})
+    if len(block_sizes) != len(features):
+        raise ValueError(f"block_sizes must be one for each of {len(features)} features, got {len(block_sizes)}")
+    wrong = {feature: dists.get(feature) for feature in features if dists.get(feature) not in DIST_TYPES}
+    if wrong:
+        raise ValueError(f"dist_type_per_feature must be one of {list(DIST_TYPES)} for each feature, got {wrong}")
+    if block_bucketize_row_pos is not None:
+        raise ValueError("block_bucketize_row_pos is not supported; leave it out, dist_type says where ids go")
+    values, device = kjt.values(), kjt.values().device
+    length_P = kjt.lengths().view(-1).cpu().numpy()
+    bag_N = np.repeat(np.arange(len(length_P)), length_P)
+    ends_F = np.cumsum(kjt.length_per_key())
+    bucket_N, key_N = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    for feature, id_M, block in zip(
+        features, np.split(values.cpu().numpy(), ends_F[:-1]), block_sizes.tolist(), strict=True
+    ):
+        its = dists[feature], id_M.astype(np.int64), num_buckets, block * num_buckets
+        bucket_N.append(owner_of_key(*its))
+        key_N.append(file_key(*its))
+    place_N = np.concatenate(bucket_N) * len(length_P) + bag_N
+    order_N = np.argsort(place_N, kind="stable")
+    order = torch.from_numpy(order_N).to(device)
+    weights = kjt.weights_or_none()
+    if weights is not None:
+        weights = weights[order]
+    elif bucketize_pos:
+        begin_P = np.cumsum(length_P) - length_P
+        weights = torch.from_numpy((np.arange(len(bag_N)) - begin_P[bag_N])[order_N]).to(values)
+    lengths = torch.from_numpy(np.bincount(place_N, minlength=num_buckets * len(length_P))).to(kjt.lengths())
+    varies = kjt.variable_stride_per_key()
+    dealt = KeyedJaggedTensor(
+        keys=features * num_buckets,
+        values=torch.from_numpy(np.concatenate(key_N)[order_N]).to(values),
+        weights=weights,
+        lengths=lengths,
+        stride=None if varies else kjt.stride(),
+        stride_per_key_per_rank=kjt.stride_per_key_per_rank() * num_buckets if varies else None,
+    )
+    return dealt, torch.from_numpy(np.argsort(order_N)).to(device) if output_permute else None
+
+
+class RwSparseFeaturesDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
+    """Sends the ids of a batch to the ranks that `dist_type` says.
+
+    Args:
+        pg: the ranks, each of which makes the calls.
+        num_features: F.
+        feature_hash_sizes: `num_embeddings` of each feature's table.
+        device: of the buffers.
+        is_sequence: whether `unbucketize_permute_tensor` says, after a call, where ids have come.
+        has_feature_processor, need_pos: whether places in bags stand for weights: of batches without weights, and with.
+        dist_type_per_feature: as of `bucketize_kjt_before_all2all`.
+    """
+
+    _feature_block_sizes_tensor: torch.Tensor
+
+    def __init__(
+        self,
+        pg: distributed.ProcessGroup,
+        num_features: int,
+        feature_hash_sizes: list[int],
+        device: torch.device | None = None,
+        is_sequence: bool = False,
+        has_feature_processor: bool = False,
+        need_pos: bool = False,
+        dist_type_per_feature: Mapping[str, str] | None = None,
+    ):
+        super().__init__()
+        self._world_size = pg.size()
+        blocks = [-(-size // self._world_size) for size in feature_hash_sizes]
+        self.register_buffer("_feature_block_sizes_tensor", torch.tensor(blocks, device=device, dtype=torch.int64))
+        self._dist = KJTAllToAll(pg, [num_features] * self._world_size)
+        self._is_sequence, self._need_pos = is_sequence, need_pos
+        self._has_feature_processor = has_feature_processor
+        self._dist_type_per_feature = dict(dist_type_per_feature or {})
+        self.unbucketize_permute_tensor: torch.Tensor | None = None
+
+    def forward(self, sparse_features: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
+        """The ids that all ranks have for this one, when both are waited for.
+
+        Raises:
+            ValueError: as `bucketize_kjt_before_all2all`.
+        """
+        by_place = self._has_feature_processor if sparse_features.weights_or_none() is None else self._need_pos
+        dealt, self.unbucketize_permute_tensor = bucketize_kjt_before_all2all(
+            sparse_features, self._world_size, self._feature_block_sizes_tensor, output_permute=self._is_sequence,
+            bucketize_pos=by_place, dist_type_per_feature=self._dist_type_per_feature,
+        )  # fmt: skip
+        sent: Awaitable[Awaitable[KeyedJaggedTensor]] = self._dist(dealt)
+        return sent

@@ -1,0 +1,22 @@
+"""Plans of models of which some tables are dynamic.
+
+    constraints = {"users": DynamicEmbParameterConstraints(use_dynamicemb=True, dynamicemb_options=...), ...}
+    enumerator = DynamicEmbeddingEnumerator(topology, constraints=constraints)
+    planner = DynamicEmbeddingShardingPlanner(eb_configs, topology, enumerator=enumerator, constraints=constraints)
+    plan = planner.collective_plan(model, [DynamicEmbeddingCollectionSharder()], dist.GroupMember.WORLD)
+
+TorchRec plans the others. A dynamic table has a place in its reckoning, of some rows; its rows are spread over all
+ranks by id, whatever comes out.
+"""
+
+from oneemb.dynamicemb.planner.enumerators import DynamicEmbeddingEnumerator
+from oneemb.dynamicemb.planner.planner import (
+    DynamicEmbeddingShardingPlanner,
+    DynamicEmbParameterConstraints,
+    DynamicEmbParameterSharding,
+)
+
+__all__ = [
+    "DynamicEmbParameterConstraints", "DynamicEmbParameterSharding", "DynamicEmbeddingEnumerator",
+    "DynamicEmbeddingShardingPlanner",
+]  # fmt: skip
