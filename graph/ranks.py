@@ -150,6 +150,14 @@ _NEXT = "give the next batch of a loop over a loader"
 _HAS_ONE, _HAS_NONE = 0, 1
 
 
+def check_between_ranks(gradients: str, comm_dtype: torch.dtype) -> None:
+    """Raise ValueError unless ranks can treat gradients so, and send them as this dtype."""
+    if not isinstance(gradients, str) or gradients not in ("mean", "sum"):
+        raise ValueError(f'gradients_of_ranks must be "mean" or "sum", got {gradients!r}')
+    if not isinstance(comm_dtype, torch.dtype) or comm_dtype not in _COMM_DTYPES:
+        raise ValueError(f"comm_dtype must be torch.float32, torch.float16 or torch.bfloat16, got {comm_dtype!r}")
+
+
 class Ranks:
     """The ranks of a process group.
 
@@ -168,14 +176,16 @@ class Ranks:
         self, group: "distributed.ProcessGroup", gradients: str = "mean", comm_dtype: torch.dtype = torch.float32,
         name: str = "", made: str = "",
     ):  # fmt: skip
-        if gradients not in ("mean", "sum"):
-            raise ValueError(f'gradients_of_ranks must be "mean" or "sum", got {gradients!r}')
-        if comm_dtype not in _COMM_DTYPES:
-            raise ValueError(f"comm_dtype must be torch.float32, torch.float16 or torch.bfloat16, got {comm_dtype!r}")
+        check_between_ranks(gradients, comm_dtype)
         if group is distributed.GroupMember.NON_GROUP_MEMBER:
             raise ValueError(
                 "this process is not in the process_group; only its ranks may make an embedding with it, and every one"
                 " of them must"
+            )
+        if not callable(getattr(group, "rank", None)):
+            raise TypeError(
+                f"process_group must be a group of torch.distributed, got {type(group).__name__} {group!r}; that of all"
+                " ranks is torch.distributed.group.WORLD"
             )
         self.group = group
         self.gradients, self.comm_dtype = gradients, comm_dtype

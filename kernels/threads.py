@@ -60,14 +60,16 @@ class Threads:
         count: threads in use at once, the calling one among them; None = the cores this process may run on.
 
     Raises:
-        ValueError: count is below 1.
+        TypeError, ValueError: count is no int, or below 1.
     """
 
     def __init__(self, count: int | None = None):
         if count is None:
             count = available_cores()
+        if isinstance(count, bool) or not isinstance(count, int):
+            raise TypeError(f"num_threads must be an int, or None for all cores, got {type(count).__name__} {count!r}")
         if count < 1:
-            raise ValueError(f"the number of threads must be at least 1, got {count}")
+            raise ValueError(f"num_threads: the number of threads must be at least 1, got {count}")
         self.count = count
         self._pool: ThreadPoolExecutor | None = None
         if count > 1:

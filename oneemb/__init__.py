@@ -39,10 +39,27 @@ _MODULES = {
 }
 _WHERE = {name: f"oneemb.{module}" for module, names in _MODULES.items() for name in names}
 _WHERE |= {
+    **{
+        name: "oneemb.storage.errors"
+        for name in (
+            "BrokenStoreError",
+            "CorruptTableError",
+            "ForkedProcessError",
+            "FormatVersionError",
+            "IndexMemoryError",
+            "LockedError",
+            "OtherSnapshotError",
+            "RowWidthError",
+            "SnapshotExistsError",
+            "SnapshotNeededError",
+            "SnapshotNotFoundError",
+        )  # fmt: skip
+    },
     "BuildError": "oneemb.graph.build_error",
     "LostRowsError": "oneemb.storage.remote.parameter_server",
     "NonFiniteGradientError": "oneemb.graph.ops",
     "RankError": "oneemb.graph.ranks",
+    "RenameUncertainError": "oneemb.storage.table.snapshot_file",
     "ServerError": "oneemb.storage.remote.parameter_server",
     "ServerTimeoutError": "oneemb.storage.remote.parameter_server",
     "StorageError": "oneemb.storage.row_store",

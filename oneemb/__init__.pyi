@@ -43,6 +43,19 @@ from oneemb.rows.import_rows import import_rows as import_rows
 from oneemb.rows.reader import make_persistent_table_reader as make_persistent_table_reader
 from oneemb.rows.writer import make_persistent_table_writer as make_persistent_table_writer
 from oneemb.serving.inference import InferenceEmbedding as InferenceEmbedding
+from oneemb.storage.errors import (
+    BrokenStoreError as BrokenStoreError,
+    CorruptTableError as CorruptTableError,
+    ForkedProcessError as ForkedProcessError,
+    FormatVersionError as FormatVersionError,
+    IndexMemoryError as IndexMemoryError,
+    LockedError as LockedError,
+    OtherSnapshotError as OtherSnapshotError,
+    RowWidthError as RowWidthError,
+    SnapshotExistsError as SnapshotExistsError,
+    SnapshotNeededError as SnapshotNeededError,
+    SnapshotNotFoundError as SnapshotNotFoundError,
+)
 from oneemb.storage.remote.parameter_server import (
     LostRowsError as LostRowsError,
     ServerError as ServerError,
@@ -52,6 +65,7 @@ from oneemb.storage.row_store import (
     StorageError as StorageError,
     StoreFullError as StoreFullError,
 )
+from oneemb.storage.table.snapshot_file import RenameUncertainError as RenameUncertainError
 from oneemb.train_graph import TrainGraph as TrainGraph
 
 __version__: str

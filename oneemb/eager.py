@@ -3,7 +3,7 @@
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Never
 
 import torch
@@ -63,6 +63,16 @@ class Optimizer(torch.optim.Optimizer):
         skip_nonfinite: bool = False,
         fused: bool = False,
     ):
+        if not hasattr(optimizer, "param_groups"):
+            raise TypeError(
+                f"optimizer must be a torch optimizer made on embedding.parameters(), got {type(optimizer).__name__}"
+                f" {optimizer!r}"
+            )
+        embeddings = list(embeddings) if isinstance(embeddings, Iterable) else embeddings
+        if embeddings is not None and not (
+            isinstance(embeddings, list) and all(isinstance(one, TableEmbedding) for one in embeddings)
+        ):
+            raise TypeError(f"embeddings must be a list of embeddings that the optimizer trains, got {embeddings!r}")
         self._inner: torch.optim.Optimizer | None = None
         super().__init__(
             [torch.empty(0, dtype=torch.float32, device="cpu")], {}

@@ -30,7 +30,7 @@ from oneemb.graph.build_error import warn_user
 from oneemb.graph.building import building_now
 from oneemb.graph.modules import embeddings_in
 from oneemb.graph.ops.batch_ids import pooling_of
-from oneemb.graph.ranks import Ranks
+from oneemb.graph.ranks import Ranks, check_between_ranks
 from oneemb.graph.row_optimizers import SAME_STATE, RowOptimizer
 from oneemb.kernels.threads import Threads
 from oneemb.named_snapshot import SnapshotName, decode, encode
@@ -74,6 +74,7 @@ class TableEmbedding(torch.nn.Module):
         starts_empty: bool = True,
     ):
         super().__init__()
+        check_between_ranks(gradients_of_ranks, comm_dtype)
         self.ranks = None if process_group is None else Ranks(process_group, gradients_of_ranks, comm_dtype)
         """The ranks that own the rows together; None = this process has them all."""
         check_arguments(
@@ -823,6 +824,9 @@ def copied(
     embedding: Embedding, persistent_path: AnyPath, *, weights_only: bool, change: ChangeRows | None = None
 ) -> Embedding:
     """What `copy_to` gives; `change` changes the rows on their way."""
+    if not isinstance(persistent_path, str | bytes | os.PathLike):
+        got = f"{type(persistent_path).__name__} {persistent_path!r}"
+        raise TypeError(f"persistent_path must be the folder of the copy's rows, got {got}")
     options = dataclasses.replace(embedding.store_options, persistent_path=(absolute_path(persistent_path),))
     taken = [embedding.store.plan.persistent_path, *embedding.store_options.persistent_path]
     if os.path.realpath(*options.persistent_path) in map(os.path.realpath, taken):

@@ -57,14 +57,23 @@ def check_arguments(
     """Raise TypeError or ValueError unless an embedding can be made of these, as `MultiTableEmbedding` says."""
     if not isinstance(name, str) or not name:
         raise TypeError(f"name must be a word, got {name!r}")
-    if not dim_C or any(isinstance(dim, bool) or not isinstance(dim, int) or dim < 1 for dim in dim_C):
+    for dim in dim_C:
+        if isinstance(dim, bool) or not isinstance(dim, int | float):
+            raise TypeError(f"embedding_dim must be an int of 1 or more, got {_with_type(dim)}; give the rows' width")
+    if not dim_C or any(not isinstance(dim, int) or dim < 1 for dim in dim_C):
         raise ValueError(f"embedding_dim must be 1 or more, got {list(dim_C)}")
-    if dtype not in DTYPE_NAMES:
-        raise TypeError(f"dtype must be torch.float32, float16 or bfloat16, got {dtype}")
-    if key_type not in (torch.int64, torch.int32):
-        raise TypeError(f"key_type must be torch.int64 or torch.int32, got {key_type}")
-    if not tables or not all(isinstance(table, TableOptions) for table in tables):
-        raise TypeError(f"tables must be a list of one or more oneemb.make_table(...), got {tables!r}")
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPE_NAMES:
+        raise TypeError(
+            f"dtype must be torch.float32, float16 or bfloat16, got {_with_type(dtype)}; rows hold no other"
+        )
+    if not isinstance(key_type, torch.dtype) or key_type not in (torch.int64, torch.int32):
+        raise TypeError(f"key_type must be torch.int64 or torch.int32, got {_with_type(key_type)}; it is that of ids")
+    if not isinstance(tables, list | tuple) or not tables or not all(isinstance(t, TableOptions) for t in tables):
+        swapped = "; store_options come after tables" if isinstance(tables, StoreOptions) else ""
+        raise TypeError(
+            f"tables must be a list of one or more oneemb.make_table(...), got {_with_type(tables)}"
+            f"{swapped or '; of two alike give [oneemb.make_table()] * 2'}"
+        )
     if len(tables) > TABLE_MAX + 1:
         raise ValueError(f"an embedding has at most {TABLE_MAX + 1} tables, got {len(tables)}")
     for t, table in enumerate(tables):
@@ -80,7 +89,10 @@ def check_arguments(
             )
         _check_range("default_initializer", default_initializer, dtype)
     if not isinstance(store_options, StoreOptions):
-        raise TypeError(f"store_options must be made by one of oneemb.make_*_store_options, got {store_options!r}")
+        raise TypeError(
+            f"store_options must be made by one of oneemb.make_*_store_options, got {_with_type(store_options)};"
+            " make_device_mem_store_options(folder) keeps rows in memory"
+        )
     if len(store_options.persistent_path) not in (1, ranks):
         raise ValueError(
             f"persistent_path must name a folder, or one for each of {ranks} ranks, got"
@@ -95,6 +107,11 @@ def check_arguments(
         raise ValueError(f"padding_idx must be a {key_type}, got {padding_idx}")
     if not -(2**63) <= seed < 2**64:
         raise ValueError(f"seed must fit in 64 bits, got {seed}")
+
+
+def _with_type(value: object) -> str:
+    """A value as errors show it: torch's own as they are called, others with their type."""
+    return str(value) if value is None or isinstance(value, torch.dtype) else f"{type(value).__name__} {value!r}"
 
 
 def initial_rows(

@@ -38,7 +38,18 @@ class FusedMLP(torch.nn.Module):
         skip_final_activation: bool = False,
     ):
         super().__init__()
+        if hidden_features is not None and not isinstance(hidden_features, list | tuple):
+            raise TypeError(f"hidden_features must be a list of widths, got {_with_type(hidden_features)}")
         hidden = list(hidden_features or [])
+        for name, width in (
+            ("in_features", in_features), *(("hidden_features", one) for one in hidden), ("out_features", out_features),
+        ):  # fmt: skip
+            if isinstance(width, bool) or not isinstance(width, int):
+                raise TypeError(f"{name} must be an int of at least 1, got {_with_type(width)}")
+        if not isinstance(hidden_dropout_rates, int | float | list | tuple | None):
+            raise TypeError(f"hidden_dropout_rates must be a number or a list, got {_with_type(hidden_dropout_rates)}")
+        if not isinstance(out_dropout_rate, int | float):
+            raise TypeError(f"out_dropout_rate must be a number, got {_with_type(out_dropout_rate)}")
         if hidden_dropout_rates is None or isinstance(hidden_dropout_rates, int | float):
             hidden_dropout_rates = [hidden_dropout_rates or 0.0] * len(hidden)
         if len(hidden_dropout_rates) != len(hidden):
@@ -61,3 +72,7 @@ class FusedMLP(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]"""
         return self.layers(x)
+
+
+def _with_type(value: object) -> str:
+    return f"{type(value).__name__} {value!r}"

@@ -107,7 +107,10 @@ class TableOptions:
         if not isinstance(self.replicate, bool):
             raise TypeError(f"replicate must be True or False, got {self.replicate!r}")
         if not self.columns or not all(isinstance(column, ColumnOptions) for column in self.columns):
-            raise TypeError(f"a table needs one or more columns made by make_column_options, got {self.columns!r}")
+            raise TypeError(
+                "a table (param of make_table) needs one or more columns made by make_column_options, got"
+                f" {self.columns!r}"
+            )
 
 
 def make_column_options(initializer: Initializer | None = None) -> ColumnOptions:
@@ -143,7 +146,9 @@ def make_table_options(
         return TableOptions((param,), replicate)
     if isinstance(param, list | tuple):
         return TableOptions(tuple(param), replicate)
-    raise TypeError(f"make_table_options takes an initializer or a list of columns, got {param!r}")
+    raise TypeError(
+        f"param of make_table must be an initializer or a list of columns, got {type(param).__name__} {param!r}"
+    )
 
 
 make_table = make_table_options
@@ -416,7 +421,7 @@ def _as_tuple(value: object) -> object:
 
 def _paths(paths: _Paths) -> tuple[str, ...]:
     """The paths as a tuple; `_check_store` looks at what they are, and makes them strings."""
-    return cast(tuple[str, ...], (paths,) if isinstance(paths, str | bytes | os.PathLike) else tuple(paths))
+    return cast(tuple[str, ...], tuple(paths) if isinstance(paths, list | tuple) else (paths,))
 
 
 def _check_store(options: StoreOptions) -> None:

@@ -168,7 +168,7 @@ class Plan:
     def __str__(self) -> str:
         total = sum(self.memory_bytes.values())
         machines = -(-self.ranks // self.ranks_per_machine)
-        on = "one process" if self.ranks == 1 else f"{self.ranks:,} ranks on {machines:,} machines"
+        on = "one process" if self.ranks == 1 else f"{self.ranks:,} ranks on {machines:,} machine{'s' * (machines > 1)}"
         rows = [
             ("step", f"{self.step_ms:.2f} ms", f"{self.samples_per_s:,.0f} samples/s on {on}"),
             *((f"  {name}", f"{ms:.2f} ms", f"{ms / self.step_ms:.0%}") for name, ms in self.parts_ms.items()),

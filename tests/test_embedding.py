@@ -401,7 +401,7 @@ def test_store_options_of_another_kind_or_more_ranks_are_refused(tmp_path):
     def make(options):
         oneemb.MultiTableEmbedding("items", 4, torch.float32, torch.int64, [oneemb.make_table()], options)
 
-    with pytest.raises(TypeError, match="made by one of oneemb.make_.*_store_options, got {'path'"):
+    with pytest.raises(TypeError, match="made by one of oneemb.make_.*_store_options, got dict {'path'"):
         make({"path": "/rows"})
     with pytest.raises(ValueError, match="must name a folder, or one for each of 1 ranks, got 2"):
         make(oneemb.make_device_mem_store_options([tmp_path / "a", tmp_path / "b"]))

@@ -84,7 +84,10 @@ def test_a_table_is_made_of_an_initializer_columns_or_nothing():
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda: oneemb.make_table("normal"), "an initializer or a list of columns, got 'normal'"),
+        (
+            lambda: oneemb.make_table("normal"),
+            "param of make_table must be an initializer or a list of columns, got str 'normal'",
+        ),
         (lambda: oneemb.make_table([]), "one or more columns"),
         (lambda: oneemb.make_table([oneemb.make_normal_initializer()]), "made by make_column_options"),
         (lambda: oneemb.make_column_options(0.5), "made by one of oneemb.make_.*_initializer, got 0.5"),

@@ -40,7 +40,10 @@ VALUES = ("float32", "float16")
 
 def as_list(paths: Paths) -> list[str]:
     """The paths, absolute."""
-    return [absolute_path(path) for path in ([paths] if isinstance(paths, str | bytes | os.PathLike) else paths)]
+    named = [paths] if isinstance(paths, str | bytes | os.PathLike) else paths
+    if not isinstance(named, list | tuple) or not all(isinstance(one, str | bytes | os.PathLike) for one in named):
+        raise TypeError(f"paths must name a folder, or be a list of folders, got {type(paths).__name__} {paths!r}")
+    return [absolute_path(path) for path in named]
 
 
 def as_embedding(place: "TableEmbedding | Paths") -> "TableEmbedding | None":
@@ -67,7 +70,10 @@ def name_of(dtype: AnyDtype) -> str:
 
 def dtype_of(argument: str, dtype: AnyDtype, *allowed: str) -> np.dtype:
     """The dtype as NumPy's; TypeError unless it is one of those allowed."""
-    name = name_of(dtype)
+    try:
+        name = name_of(dtype)
+    except TypeError:
+        name = ""
     if name not in allowed:
         raise TypeError(f"{argument} must be {' or '.join(allowed)}, got {dtype}")
     return np.dtype(name)

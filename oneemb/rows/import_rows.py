@@ -113,11 +113,21 @@ def import_rows(
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be 1 or more, got {batch_size}")
+    if not hasattr(table, "__index__"):
+        raise TypeError(f"table must be an int, got {type(table).__name__} {table!r}")
+    if not isinstance(values, str | list | tuple):
+        raise TypeError(f"values must be the name of a column or a list of names, got {type(values).__name__}")
     if not 0 <= table <= TABLE_MAX:
         raise ValueError(f"table must be from 0 to {TABLE_MAX}, got {table}")
     names = values if isinstance(values, str) else tuple(values)
     columns = Columns(keys, names, tables, state if with_state else None)
     embedding = as_embedding(target)
+    swapped = embedding is None and hasattr(source, "store")
+    if swapped or embedding is None and not isinstance(target, str | bytes | os.PathLike | list | tuple):
+        raise TypeError(
+            f"target must be an embedding or the folder of a table, got {type(target).__name__}; it comes first, the"
+            " source of its rows second: import_rows(embedding, (ids, vectors))"
+        )
     if embedding is not None and (snapshot is not None or dtype is not None):
         raise ValueError("snapshot and dtype are for the folder of a table, the target is an embedding; leave them out")
     if embedding is None and not snapshot:

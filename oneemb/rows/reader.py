@@ -115,6 +115,8 @@ def make_persistent_table_reader(
     key_dtype = dtype_of("key_type", key_type, "int64", "int32")
     value_dtype = dtype_of("value_type", value_type, *VALUES)
     check_format(format)
+    if not isinstance(snapshot_name, str):
+        raise TypeError(f"snapshot_name must be a str, got {type(snapshot_name).__name__} {snapshot_name!r}")
     if batch_size < 1:
         raise ValueError(f"batch_size must be 1 or more, got {batch_size}")
     path_list = as_list(paths)

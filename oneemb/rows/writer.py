@@ -180,6 +180,10 @@ def make_persistent_table_writer(
     """
     key_dtype = dtype_of("key_type", key_type, "int64", "int32")
     value_dtype = dtype_of("value_type", value_type, *VALUES)
+    if not isinstance(snapshot_name, str):
+        raise TypeError(f"snapshot_name must be a str, got {type(snapshot_name).__name__} {snapshot_name!r}")
+    if not hasattr(storage_dim, "__index__"):
+        raise TypeError(f"storage_dim must be an int, got {type(storage_dim).__name__} {storage_dim!r}")
     dim = storage_dim if embedding_dim is None else embedding_dim
     if not 1 <= dim <= storage_dim:
         raise ValueError(f"embedding_dim must be from 1 to storage_dim={storage_dim}, got {dim}")
