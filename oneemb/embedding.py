@@ -864,7 +864,9 @@ class MultiTableEmbedding(TableEmbedding):
     `weight`, a parameter of shape [0, D], stands for all rows in `parameters()` and in param groups. So it is in the
     group of matrices where groups are made by `ndim`, counts as no parameter (`numel()` is 0; there are
     `stats()["rows"] * embedding_dim` weights), and what averages or copies parameters does nothing to rows: `copy_to`
-    and `oneemb.AveragedEmbedding` do. `state_dict()` holds no weight but the name of a snapshot.
+    and `oneemb.AveragedEmbedding` do. Initializers of torch, `weight.data = ...` and other writes of values to it are
+    errors: tables have initializers, and pretrained vectors come in by `oneemb.import_rows`. `state_dict()` holds no
+    weight but the name of a snapshot.
 
     Args:
         name: names the embedding in errors and snapshots.
