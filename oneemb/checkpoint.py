@@ -33,6 +33,7 @@ from typing import IO, NamedTuple, TypeVar, cast
 from oneemb.compiled_graph import CompiledGraph
 from oneemb.embedding import TableEmbedding, embeddings_of
 from oneemb.graph_state import (
+    LoadedKeys,
     State,
     check_between_updates,
     check_fits,
@@ -79,14 +80,14 @@ def save_checkpoint(graph: CompiledGraph, train: TrainState, path: str, keep: in
     return kept if calls.first else 0
 
 
-def load_checkpoint(graph: CompiledGraph, train: TrainState, path: str) -> None:
+def load_checkpoint(graph: CompiledGraph, train: TrainState, path: str, strict: bool) -> LoadedKeys:
     """Read a checkpoint; see `TrainGraph.load`."""
-    calls, what = _calls_of(graph), f"load {path!r}"
+    calls, what = _calls_of(graph), f"load {path!r}{'' if strict else ', strict=False'}"
 
-    def load() -> None:
-        _restore(graph, train, _read_together(path, calls, what), path, calls, what)
+    def load() -> LoadedKeys:
+        return _restore(graph, train, _read_together(path, calls, what), path, calls, what, strict=strict)
 
-    _together(graph, calls, "load", what, load)
+    return _together(graph, calls, "load", what, load)
 
 
 def _together(graph: CompiledGraph, calls: RankCalls, verb: str, what: str, call: Callable[[], T]) -> T:
@@ -255,10 +256,14 @@ def _parsed(data: Callable[[], bytes], where: str, calls: RankCalls, what: str) 
     return found[0]
 
 
-def _restore(graph: CompiledGraph, train: TrainState, state: State, where: str, calls: RankCalls, what: str) -> None:
-    embeddings = named_embeddings(graph)
-    calls.agree(what, lambda: check_fits(graph, train, state, where))
-    for name, snapshot in state["embeddings"].items():
+def _restore(
+    graph: CompiledGraph, train: TrainState, state: State, where: str, calls: RankCalls, what: str, *,
+    strict: bool = True,
+) -> LoadedKeys:  # fmt: skip
+    embeddings, found = named_embeddings(graph), list[LoadedKeys]()
+    calls.agree(what, lambda: found.append(check_fits(graph, train, state, where, strict=strict)))
+    snapshots = {name: snapshot for name, snapshot in state["embeddings"].items() if name in embeddings}
+    for name, snapshot in snapshots.items():
         if snapshot["oneemb_snapshot"] is not None:
             embeddings[name].rank_snapshots.check_named(
                 snapshot["oneemb_snapshot"], snapshot["oneemb_identity"], f"{where}, for embedding {name!r},"
@@ -267,7 +272,7 @@ def _restore(graph: CompiledGraph, train: TrainState, state: State, where: str, 
     changed = False
     try:
         with undisturbed:
-            for name, snapshot in state["embeddings"].items():
+            for name, snapshot in snapshots.items():
                 embeddings[name].load_named(snapshot)
                 changed = True
             changed = True
@@ -278,6 +283,7 @@ def _restore(graph: CompiledGraph, train: TrainState, state: State, where: str, 
             for embedding in embeddings.values():
                 embedding.store.turns.cut_short(error)
         raise
+    return found[0]
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ Invariants:
 - bytes hold numbers, tensors and names only, and are read as such: loading them runs no code.
 """
 
+import errno
 import hashlib
 import io
 import pickle
@@ -25,13 +26,14 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, Any, Literal, NotRequired, TypedDict, cast
+from typing import IO, Any, Literal, NamedTuple, NotRequired, TypedDict, cast
 
 import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from oneemb.compiled_graph import CompiledGraph
+from oneemb.eager import Optimizer
 from oneemb.embedding import TableEmbedding, embeddings_of
 from oneemb.named_snapshot import SnapshotName
 from oneemb.rank_calls import RankCalls
@@ -39,6 +41,7 @@ from oneemb.row_step import embedding_of
 from oneemb.train_state import TrainState
 
 __all__ = [
+    "LoadedKeys",
     "Other",
     "State",
     "check_between_updates",
@@ -82,6 +85,8 @@ class State(TypedDict):
     extra: dict[str, Any]
     optimizers: list[dict[str, Any]]
     optimizer_classes: list[str]
+    optimizer_names: NotRequired[list[list[list[str | None]]]]
+    """Of each optimizer and group, the names of its parameters; older states have none."""
     skipped: list[int]
     lr_schedulers: list[dict[str, Any] | None]
     grad_scaler: dict[str, Any] | None
@@ -90,6 +95,15 @@ class State(TypedDict):
     random: _Random
     others: NotRequired[list[Other]]
     loader: NotRequired[Any]
+
+
+class LoadedKeys(NamedTuple):
+    """What a load has left out, by name."""
+
+    missing_keys: list[str]
+    """Of the graph, what the state has not: it is as it was."""
+    unexpected_keys: list[str]
+    """Of the state, what the graph has not."""
 
 
 # ---- taken ----------------------------------------------------------------------------------------------------------
@@ -144,6 +158,7 @@ def state_of(
         "extra": {name: module.get_extra_state() for name, module in _with_extra_state(graph).items()},
         "optimizers": [optimizer.state_dict() for optimizer in train.optimizers],
         "optimizer_classes": [type(optimizer.optimizer).__name__ for optimizer in train.optimizers],
+        "optimizer_names": [_names_of(graph, optimizer) for optimizer in train.optimizers],
         "skipped": [optimizer.skipped for optimizer in train.optimizers],
         "lr_schedulers": [None if scheduler is None else scheduler.state_dict() for scheduler in train.lr_schedulers],
         "grad_scaler": None if train.scaler is None else train.scaler.state_dict(),
@@ -291,6 +306,13 @@ def _buffers(graph: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+def _names_of(graph: torch.nn.Module, optimizer: Optimizer) -> list[list[str | None]]:
+    """The names of the parameters in each of its groups; None for one that is no part of the graph."""
+    plain = _plain_names(graph)
+    names = {id(parameter): plain(name) for name, parameter in graph.named_parameters()}
+    return [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
+
+
 def _own_scalers(graph: torch.nn.Module) -> dict[str, torch.amp.GradScaler]:
     """The GradScalers that are attributes of the graph, which its `build` scales with."""
     return {name: value for name, value in vars(graph).items() if isinstance(value, torch.amp.GradScaler)}
@@ -310,12 +332,18 @@ def _with_extra_state(graph: torch.nn.Module) -> dict[str, torch.nn.Module]:
 # ---- compared -------------------------------------------------------------------------------------------------------
 
 
-def check_fits(graph: CompiledGraph, train: TrainState, state: State, where: str) -> None:
+def check_fits(
+    graph: CompiledGraph, train: TrainState, state: State, where: str, *, strict: bool = True
+) -> LoadedKeys:  # fmt: skip
     """Raise ValueError unless the state, of which this says nothing of rows, fits the graph; the message says what
     differs.
 
     Args:
         where: the state is from.
+        strict: whether each must have all that the other has; off, what both have must fit.
+
+    Returns:
+        What only one of them has.
     """
     if state.get("format") != _FORMAT:
         raise ValueError(f"{where} has format {state.get('format')!r}, this version of oneemb reads {_FORMAT}")
@@ -324,10 +352,20 @@ def check_fits(graph: CompiledGraph, train: TrainState, state: State, where: str
     saved = _shapes(state["tensors"])
     hold_nothing = {f"{name}.weight" for name in embeddings}
     for name in sorted({*shapes, *saved} - hold_nothing):
-        if shapes.get(name) != saved.get(name):
+        if shapes.get(name) != saved.get(name) and (strict or name in shapes and name in saved):
             raise ValueError(
                 f"{where} does not fit: {name} is {saved.get(name)} there, {shapes.get(name)} in the graph"
             )
+    if not strict:
+        for cls, optimizer in zip(state["optimizer_classes"], train.optimizers, strict=False):
+            if cls != type(optimizer.optimizer).__name__:
+                name = type(optimizer.optimizer).__name__
+                raise ValueError(
+                    f"{where} does not fit: what is the state of {cls} there is that of {name} in the graph"
+                )
+        keys, saved_keys = _keys_of_graph(graph, train), _keys_of_state(state) - _not_taken(train, state)
+        hold_nothing |= {f"{name}.weight" for name in state["embeddings"]}
+        return LoadedKeys(sorted(keys - saved_keys - hold_nothing), sorted(saved_keys - keys - hold_nothing))
     expected = (
         ("embeddings", sorted(state["embeddings"]), sorted(embeddings)),
         ("modules with extra state", sorted(state["extra"]), sorted(_with_extra_state(graph))),
@@ -352,6 +390,37 @@ def check_fits(graph: CompiledGraph, train: TrainState, state: State, where: str
     for what, there, here in expected:
         if there != here:
             raise ValueError(f"{where} does not fit: {what} are {there} there, {here} in the graph")
+    return LoadedKeys([], [])
+
+
+def _not_taken(train: TrainState, state: State) -> set[str]:
+    """The names of what a state has of optimizers and schedulers that cannot take it: those whose groups are others."""
+    keys = set[str]()
+    for n, (optimizer, saved) in enumerate(zip(train.optimizers, state["optimizers"], strict=False)):
+        here, there = _group_sizes(optimizer.state_dict()), _group_sizes(saved)
+        if here != there and "optimizer_names" not in state:  # Nothing says whose state is whose.
+            keys.add(f"optimizers.{n}")
+        if len(here) != len(there):
+            keys.add(f"lr_schedulers.{n}")
+    return keys
+
+
+def _keys_of_graph(graph: CompiledGraph, train: TrainState) -> set[str]:
+    """The names of all that a state of the graph has."""
+    keys = {*_tensors(graph), *named_embeddings(graph), *_own_scalers(graph)}
+    keys |= {f"{name}._extra_state" for name in _with_extra_state(graph)}
+    keys |= {f"optimizers.{n}" for n in range(len(train.optimizers))}
+    keys |= {f"lr_schedulers.{n}" for n, scheduler in enumerate(train.lr_schedulers) if scheduler is not None}
+    return keys | ({"grad_scaler"} if train.scaler is not None else set())
+
+
+def _keys_of_state(state: State) -> set[str]:
+    """The names of all that a state has."""
+    keys = {*state["tensors"], *state["embeddings"], *state.get("own_grad_scalers", ())}
+    keys |= {f"{name}._extra_state" for name in state["extra"]}
+    keys |= {f"optimizers.{n}" for n in range(len(state["optimizers"]))}
+    keys |= {f"lr_schedulers.{n}" for n, its in enumerate(state["lr_schedulers"]) if its is not None}
+    return keys | ({"grad_scaler"} if state["grad_scaler"] is not None else set())
 
 
 def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -366,7 +435,7 @@ def _group_sizes(state: dict[str, Any]) -> list[int]:
 
 
 def restore_dense(graph: CompiledGraph, train: TrainState, state: State, calls: RankCalls) -> None:
-    """Put everything back but rows, as it is for this rank. The state fits the graph."""
+    """Put everything back but rows, as it is for this rank. The state fits the graph, as far as both have the same."""
     others = state.get("others", [])
     saved_tensors, saved_extra = state["tensors"], state["extra"]
     if calls.rank > 0 and calls.size == 1 + len(others):
@@ -374,16 +443,18 @@ def restore_dense(graph: CompiledGraph, train: TrainState, state: State, calls: 
         saved_tensors, saved_extra = saved_tensors | own["tensors"], saved_extra | own["extra"]
     with torch.no_grad():
         for name, tensor in _tensors(graph).items():
-            tensor.copy_(saved_tensors[name])
+            if name in saved_tensors:
+                tensor.copy_(saved_tensors[name])
     for name, module in _with_extra_state(graph).items():
-        module.set_extra_state(saved_extra[name])
-    for optimizer, optimizer_state, skipped in zip(
-        train.optimizers, state["optimizers"], state["skipped"], strict=True
-    ):
-        optimizer.load_state_dict(optimizer_state)
-        optimizer.skipped = skipped
-    for scheduler, scheduler_state in zip(train.lr_schedulers, state["lr_schedulers"], strict=True):
-        if scheduler is not None and scheduler_state is not None:
+        if name in saved_extra:
+            module.set_extra_state(saved_extra[name])
+    not_taken = _not_taken(train, state)
+    for n, (optimizer, skipped) in enumerate(zip(train.optimizers, state["skipped"], strict=False)):
+        if f"optimizers.{n}" not in not_taken:
+            optimizer.load_state_dict(_state_for(graph, optimizer, state, n))
+            optimizer.skipped = skipped
+    for n, (scheduler, scheduler_state) in enumerate(zip(train.lr_schedulers, state["lr_schedulers"], strict=False)):
+        if scheduler is not None and scheduler_state is not None and f"lr_schedulers.{n}" not in not_taken:
             scheduler.load_state_dict(scheduler_state)
     if train.scaler is not None and state["grad_scaler"] is not None:
         train.scaler.load_state_dict(state["grad_scaler"])
@@ -395,6 +466,28 @@ def restore_dense(graph: CompiledGraph, train: TrainState, state: State, calls: 
     all_ranks: list[State | Other] = [state, *others]
     graph.at_loader_state(all_ranks[calls.rank].get("loader") if calls.size == len(all_ranks) else None)
     _restore_random([state["random"], *(own["random"] for own in others)], calls)
+
+
+def _state_for(graph: CompiledGraph, optimizer: Optimizer, state: State, n: int) -> dict[str, Any]:
+    """The saved state of an optimizer; of parameters that were not there, what it has of them now."""
+    saved, now = state["optimizers"][n], optimizer.state_dict()
+    names = state["optimizer_names"][n] if "optimizer_names" in state else None
+    if names is None or names == _names_of(graph, optimizer):
+        return saved
+    of_name = {
+        name: saved["state"][number]
+        for group, its in zip(saved["param_groups"], names, strict=True)
+        for number, name in zip(group["params"], its, strict=True)
+        if name is not None and number in saved["state"]
+    }
+    merged = dict(now["state"])
+    for group, its in zip(now["param_groups"], _names_of(graph, optimizer), strict=True):
+        merged |= {n: of_name[name] for n, name in zip(group["params"], its, strict=True) if name in of_name}
+    groups = [
+        {**group, **(saved["param_groups"][g] if g < len(saved["param_groups"]) else {}), "params": group["params"]}
+        for g, group in enumerate(now["param_groups"])
+    ]
+    return {"state": merged, "param_groups": groups}
 
 
 def _restore_random(saved: Sequence[_Random], calls: RankCalls) -> None:
@@ -472,5 +565,7 @@ def _load(file: str | IO[bytes], where: str, *, mmap: bool = False) -> Any:
                 file.seek(0)
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except (pickle.UnpicklingError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError,
-            ValueError, KeyError, UnicodeDecodeError) as error:  # fmt: skip
+            ValueError, KeyError, UnicodeDecodeError, OSError) as error:  # fmt: skip
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # which is a place before the file's begin
+            raise
         raise ValueError(f"{where} is not a checkpoint of a TrainGraph, or is damaged: {error}") from error

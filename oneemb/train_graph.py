@@ -17,6 +17,7 @@ from oneemb.graph.build_error import BuildError
 from oneemb.graph.building import Expected, building_now, steps_itself
 from oneemb.graph.modules import REGISTER, say_not_registered, unregistered_modules
 from oneemb.graph.prefetch import Prepared
+from oneemb.graph_state import LoadedKeys
 from oneemb.row_step import embedding_of, settle_rows
 from oneemb.scaling import Scaling, scalers_in, scalers_of
 from oneemb.storage.fs import AnyPath
@@ -324,7 +325,7 @@ class TrainGraph(CompiledGraph):
                 stacklevel=2,
             )
 
-    def load(self, path: AnyPath) -> None:
+    def load(self, path: AnyPath, *, strict: bool = True) -> LoadedKeys:
         """Go on from a checkpoint, bit for bit.
 
         The ranks that saved it may have been more or fewer than those of `process_group`, or none; every rank makes the
@@ -332,6 +333,17 @@ class TrainGraph(CompiledGraph):
         with what the first one had, but for rows, which are the same, and for random generators: each rank that was
         there has its own, each further one those that follow from the first's and its number; generators that were the
         same on several ranks are the same on all.
+
+        Args:
+            strict: whether graph and checkpoint must have the same. Off, what both have is loaded, and what only one
+                has is passed over: parameters and buffers, embeddings, optimizers and the rest, which stay as they are
+                in the graph. What both have under one name must fit all the same. State of optimizers goes by the names
+                of parameters; checkpoints of older versions have none, and state of other groups is passed over.
+
+        Returns:
+            `missing_keys` of the graph that the checkpoint has not, and `unexpected_keys` that it has and the graph has
+            not, as of `torch.nn.Module.load_state_dict`: names of tensors, embeddings and modules' `_extra_state`,
+            `optimizers.0`, `lr_schedulers.0`, `grad_scaler`.
 
         Raises:
             ValueError: it is no checkpoint, or one of another graph; the message says what differs. Nothing changed.
@@ -341,7 +353,7 @@ class TrainGraph(CompiledGraph):
             KeyboardInterrupt, and whatever else stops a load half way: every call of the graph's embeddings raises
                 `BrokenStoreError` until another load.
         """
-        load_checkpoint(self, self._train_state, os.fsdecode(path))
+        return load_checkpoint(self, self._train_state, os.fsdecode(path), strict)
 
     def state(self) -> GraphState:
         """The graph's whole state for torch.distributed.checkpoint: `dcp.save({"graph": graph.state()}, ...)`.

@@ -762,3 +762,42 @@ def test_killed_ranks_lose_no_checkpoint_that_they_have_announced(tmp_path, time
     assert last
     save(None, root, last + 1)
     assert_only(root, None)
+
+
+def partly_loaded(group, path, wider):
+    options = oneemb.make_device_mem_store_options(f"{path}/rows", capacity=10_000)
+    embedding = oneemb.MultiTableEmbedding(
+        "rows", 4, torch.float32, torch.int64, [oneemb.make_table()], options, process_group=group
+    )
+
+    class Graph(oneemb.TrainGraph):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.embedding, self.dense = embedding, torch.nn.Linear(4, 1)
+            self.added = torch.nn.Linear(4, 4) if wider else torch.nn.Identity()
+            self.add_optimizer(torch.optim.Adam(self.parameters(), lr=0.1))
+
+        def build(self, ids):
+            loss = self.dense(self.added(self.embedding(ids))).square().sum()
+            loss.backward()
+            return loss.detach()
+
+    graph, found = Graph(), None
+    if wider:
+        found = tuple(graph.load(f"{path}/checkpoint", strict=False))
+    else:
+        graph(torch.arange(6) + group.rank())
+        graph.save(f"{path}/checkpoint")
+    weights = graph.dense.weight.tolist(), embedding.eval()(torch.arange(8)).tolist()
+    graph(torch.arange(6))
+    embedding.close()
+    return found, weights
+
+
+def test_ranks_load_together_what_fits(tmp_path, rank_pool):
+    before = rank_pool(2, partly_loaded, str(tmp_path), False)
+    for ranks in (2, 3):
+        after = rank_pool(ranks, partly_loaded, str(tmp_path), True)
+        assert all(found == (["added.bias", "added.weight"], []) for found, _ in after)
+        assert [weights for _, weights in after] == [before[0][1]] * ranks

@@ -137,6 +137,11 @@ def test_a_damaged_checkpoint_is_refused_and_changes_nothing(tmp_path):
             assert state_of(graph) == loaded
             before = loaded
     assert refused > 50
+    end, flipped = whole.rindex(b"PK\x01\x02"), bytearray(whole)
+    flipped[end + 45] ^= 0x80  # where the last record lies: as good as before the file's begin
+    (tmp_path / "flipped").write_bytes(flipped)
+    with pytest.raises(ValueError, match="flipped is not a checkpoint of a TrainGraph, or is damaged"):
+        graph.load(tmp_path / "flipped")
     for size in (0, 10, len(whole) // 2, len(whole) - 3):
         (tmp_path / "cut").write_bytes(whole[:size])
         with pytest.raises(ValueError, match="cut is not a checkpoint of a TrainGraph, or is damaged"):
@@ -603,3 +608,102 @@ def test_a_child_does_not_hold_what_a_save_of_its_parent_is_about_to_make(tmp_pa
             time.sleep(0.01)
     os.close(told)
     os.waitpid(child, 0)
+
+
+class Wider(Normed):
+    """The same with a layer more, in front of the others."""
+
+    def __init__(self, width=8):
+        super().__init__(width)
+        self.added = torch.nn.Linear(width, width)
+
+    def forward(self, x):
+        return super().forward(x + self.added(x))
+
+
+def graph_of(path, dense, more=()):
+    torch.manual_seed(1)
+    modules = {
+        name: oneemb.MultiTableEmbedding(
+            name, 4, torch.float32, torch.int64, [oneemb.make_table()] * 2,
+            oneemb.make_device_mem_store_options(f"{path}/{name}"),
+        )
+        for name in ("embedding", *more)
+    }  # fmt: skip
+    return make_graph({**modules, "dense": dense}, build_of_any, optimizers)
+
+
+def build_of_any(self, ids):
+    rows = [module(ids).flatten(1) for module in self.children() if isinstance(module, oneemb.MultiTableEmbedding)]
+    loss = self.dense(sum(rows)).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def adam_of(graph):
+    (optimizer,) = graph.optimizers
+    state = optimizer.optimizer.state
+    return {name: state[p]["exp_avg"].tolist() for name, p in graph.named_parameters() if state.get(p)}
+
+
+def grown(path, more=()):
+    return graph_of(path, Wider(), more)
+
+
+@pytest.mark.filterwarnings("ignore:embedding '.*' starts empty")
+def test_an_added_layer_and_embedding_are_passed_over_where_a_load_is_not_strict(tmp_path):
+    graph = graph_of(tmp_path, Normed())
+    for ids in (IDS, IDS + 1):
+        graph(ids)
+    graph.save(tmp_path / "checkpoint")
+    rows, weights, moments = rows_of(graph.embedding), dict(graph.dense.state_dict()), adam_of(graph)
+    graph.embedding.close()
+    again = grown(tmp_path, more=["new"])
+    added = again.dense.added.weight.tolist()
+    with pytest.raises(ValueError, match="dense.added.bias is None there"):
+        again.load(tmp_path / "checkpoint")
+    assert again.steps == 0 and again.embedding.stats()["rows"] == 0
+    missing, unexpected = again.load(tmp_path / "checkpoint", strict=False)
+    assert (missing, unexpected) == (["dense.added.bias", "dense.added.weight", "new"], [])
+    assert rows_of(again.embedding) == rows and again.new.stats()["rows"] == 0 and again.steps == 2
+    assert all(torch.equal(again.dense.state_dict()[name], value) for name, value in weights.items())
+    assert again.dense.added.weight.tolist() == added and adam_of(again) == moments
+    assert again.optimizers[0].param_groups[0]["lr"] == graph.optimizers[0].param_groups[0]["lr"]
+    again(IDS)
+    again.save(tmp_path / "wider")
+    missing, unexpected = again.load(tmp_path / "wider")
+    assert missing == unexpected == []
+    rows, moments = rows_of(again.embedding), adam_of(again)
+    again.embedding.close()
+    again.new.close()
+    narrow = graph_of(tmp_path, Normed())
+    missing, unexpected = narrow.load(tmp_path / "wider", strict=False)
+    assert (missing, unexpected) == ([], ["dense.added.bias", "dense.added.weight", "new"])
+    assert rows_of(narrow.embedding) == rows
+    assert adam_of(narrow) == {name: its for name, its in moments.items() if "added" not in name}
+    narrow(IDS)
+
+
+@pytest.mark.filterwarnings("ignore:embedding '.*' starts empty")
+def test_a_load_that_is_not_strict_refuses_what_does_not_fit_and_takes_older_files(tmp_path):
+    graph = graph_of(tmp_path, Normed())
+    graph(IDS)
+    graph.save(tmp_path / "checkpoint")
+    before = state_of(graph)
+    file = torch.load(tmp_path / "checkpoint", weights_only=False)
+    torch.save({**file, "tensors": {**file["tensors"], "dense.linear.bias": torch.ones(2)}}, tmp_path / "other")
+    with pytest.raises(ValueError, match="dense.linear.bias is"):
+        graph.load(tmp_path / "other", strict=False)
+    torch.save({**file, "optimizer_classes": ["SGD"]}, tmp_path / "other")
+    with pytest.raises(ValueError, match="the state of SGD there is that of Adam"):
+        graph.load(tmp_path / "other", strict=False)
+    assert state_of(graph) == before
+    del file["optimizer_names"]
+    torch.save(file, tmp_path / "older")
+    graph.load(tmp_path / "older")
+    graph.embedding.close()
+    again = grown(tmp_path)
+    missing, _ = again.load(tmp_path / "older", strict=False)
+    assert missing == ["dense.added.bias", "dense.added.weight", "optimizers.0"] and adam_of(again) == {}
+    assert rows_of(again.embedding) == before[0]
+    again(IDS)
