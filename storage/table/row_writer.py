@@ -30,6 +30,8 @@ from oneemb.storage.table.live_rows import LiveRows
 __all__ = ["RowWriter"]
 
 _RUN_BYTES = 4 << 20
+# Blocks of a run's first buffer: many tables are small.
+_BLOCKS_MIN = 16
 # Runs that may wait for the disk, beside the one that fills.
 _RUNS_SEALED_MAX = 3
 # A share of a copy smaller than this is not worth waking a thread for.
@@ -37,11 +39,14 @@ _SHARE_BYTES_MIN = 2 << 20
 
 
 class _Run:
-    """The buffer of one run, made for the first row, and the rows in it, which begin at block `block` of `chunk`."""
+    """The buffer of one run, which grows to its size with the rows, and the rows in it, which begin at block `block`
+    of `chunk`."""
 
     def __init__(self, geometry: Geometry, blocks: int):
         self.geometry, self.blocks_max = geometry, blocks
-        self._make_buffer(0)
+        self.byte_N, self.sum_B = np.empty(0, np.uint8), np.empty(0, np.uint32)
+        self.table_N, self.id_N = np.empty(0, np.int32), np.empty(0, np.int64)
+        self.word_X = self.byte_N.view(np.uint64)
         self.rows = 0
         self.chunk: ChunkFile | None = None
         # The run's first block in its chunk, the most blocks of the chunk, and the chunk's first block in the table.
@@ -71,8 +76,7 @@ class _Run:
 
     def take(self, table_N: np.ndarray, id_N: np.ndarray, row_NW: np.ndarray, threads: Threads) -> np.ndarray:
         """Copy rows in, with the checksums of the blocks that they fill; returns their places."""
-        if len(self.sum_B) == 0:
-            self._make_buffer(self.blocks_max)
+        self._have(self.rows + len(id_N))
         first, self.rows = self.rows, self.rows + len(id_N)
         self.table_N[first : self.rows] = table_N
         self.id_N[first : self.rows] = id_N
@@ -103,11 +107,18 @@ class _Run:
         self.begin = begin
         self.record_N, self.end = key_record(begin, table_N, id_N, self.sum_B[: self.blocks])
 
-    def _make_buffer(self, blocks: int) -> None:
-        byte_N, rows = aligned_bytes(blocks * self.geometry.block_bytes), blocks * self.geometry.rows_per_block
-        self.table_N, self.id_N = np.empty(rows, np.int32), np.empty(rows, np.int64)
-        # The checksums last: where memory runs out there is no buffer, and the next row asks again.
-        self.byte_N, self.word_X, self.sum_B = byte_N, byte_N.view(np.uint64), np.empty(blocks, np.uint32)
+    def _have(self, rows: int) -> None:
+        """Have a buffer for so many rows."""
+        per_block, before = self.geometry.rows_per_block, len(self.sum_B)
+        if rows <= before * per_block:
+            return
+        blocks = min(self.blocks_max, max(-(-rows // per_block), 2 * before, _BLOCKS_MIN))
+        byte_N, sum_B = aligned_bytes(blocks * self.geometry.block_bytes), np.empty(blocks, np.uint32)
+        table_N, id_N = np.empty(blocks * per_block, np.int32), np.empty(blocks * per_block, np.int64)
+        byte_N[: len(self.byte_N)], sum_B[:before] = self.byte_N, self.sum_B
+        table_N[: self.rows], id_N[: self.rows] = self.table_N[: self.rows], self.id_N[: self.rows]
+        self.byte_N, self.word_X, self.sum_B = byte_N, byte_N.view(np.uint64), sum_B
+        self.table_N, self.id_N = table_N, id_N
 
 
 class RowWriter:

@@ -12,6 +12,8 @@ from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import StoreFullError
 from oneemb.storage.merged_store import MergedStore
 from oneemb.storage.row_places import SlotPlaces
+from oneemb.storage.table import row_writer
+from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.tiers import growing_array, reservation
 from oneemb.storage.tiers.growing_array import GrowingArray
 from oneemb.storage.tiers.hot_tier import SLOT_OVERHEAD_BYTES, HotTier
@@ -270,6 +272,17 @@ def test_many_embeddings_fit_under_a_limit_of_address_space():
             one.store.build()
             one.store.release(one.store.acquire(distinct(*keys_of([(0, 1)])))[0])
     assert all(one.store.stats()["rows"] == 1 for one in embeddings)
+
+
+def test_a_table_of_few_rows_on_disk_has_a_small_buffer(tmp_path, monkeypatch):
+    made, make = [], row_writer.aligned_bytes
+    monkeypatch.setattr(row_writer, "aligned_bytes", lambda size: (made.append(size), make(size))[1])
+    table = PersistentTable.open(tmp_path, row_width=W, threads=THREADS, background=False)
+    put(table, 20)
+    assert sum(made) <= 1 << 16
+    put(table, 20_000)
+    assert rows_of(table, 20_000).tobytes() == written(20_000).tobytes()
+    table.close()
 
 
 # ---- arrays ----------------------------------------------------------------------------------------------------------
