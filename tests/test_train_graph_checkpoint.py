@@ -137,8 +137,8 @@ def test_a_damaged_checkpoint_is_refused_and_changes_nothing(tmp_path):
             assert state_of(graph) == loaded
             before = loaded
     assert refused > 50
-    end, flipped = whole.rindex(b"PK\x01\x02"), bytearray(whole)
-    flipped[end + 45] ^= 0x80  # where the last record lies: as good as before the file's begin
+    flipped = bytearray(whole)
+    flipped[whole.rindex(b"PK\x06\x06") + 50] ^= 0x80  # The directory would lie before the file's begin.
     (tmp_path / "flipped").write_bytes(flipped)
     with pytest.raises(ValueError, match="flipped is not a checkpoint of a TrainGraph, or is damaged"):
         graph.load(tmp_path / "flipped")
