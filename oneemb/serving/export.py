@@ -18,7 +18,7 @@ import tempfile
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +48,9 @@ __all__ = ["FORMATS", "METADATA", "export_graph"]
 FORMATS = ("export", "aot_inductor", "torchscript")
 METADATA = "oneemb.json"
 """What a program says of itself: an extra file of torch.export and TorchScript, an entry of AOTInductor's metadata."""
+
+
+_Alone = Callable[[Callable[[], Any]], Any]
 
 
 class _Options(NamedTuple):
@@ -83,7 +86,14 @@ def export_graph(
     if dynamic_shapes is None:
         _check_batch(args, given)
     locks = [embedding.store.step_lock for embedding in embeddings_of(graph).values()]
-    between_steps(locks, "export", lambda: _export(graph, build, path, args, given, options, dynamic_shapes))
+    if options.format == "torchscript" or [*scalers_in(vars(graph).values()), *scalers_of(build)]:
+        # A trace of it draws random numbers or scales losses, as steps do; both are put back afterwards.
+        whole: _Alone = lambda call: call()  # noqa: E731
+        between_steps(locks, "export", lambda: _export(graph, build, path, args, given, options, dynamic_shapes, whole))
+    else:
+        _export(
+            graph, build, path, args, given, options, dynamic_shapes, lambda call: between_steps(locks, "export", call)
+        )
 
 
 def _check_options(options: _Options) -> None:
@@ -116,23 +126,38 @@ def _check_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 def _export(
     graph: torch.nn.Module, build: Callable[..., Any], path: str, args: tuple[Any, ...], kwargs: dict[str, Any],
-    options: _Options, dynamic_shapes: Any,
+    options: _Options, dynamic_shapes: Any, alone: _Alone,
 ) -> None:  # fmt: skip
+    """Write the file.
+
+    Args:
+        alone: calls what no step may change meanwhile.
+    """
+    copies = ExitStack()
     try:
         work, lock = _work_folder(path)
     except OSError as error:
         raise storage_error(error, "write", path) from error
     try:
         described: dict[str, Any] = {
-            "oneemb": oneemb.__version__, "graph": type(graph).__name__, "steps": getattr(graph, "steps", None),
+            "oneemb": oneemb.__version__, "graph": type(graph).__name__, "steps": None,
             "format": options.format, "dtype": options.dtype, "lookup": options.lookup, "absent": options.absent,
             "embeddings": {},
         }  # fmt: skip
-        stands_for: dict[torch.nn.Module, torch.nn.Module] = {}
-        for name, embedding in embeddings_of(graph).items():
-            stands_for[embedding], said = _frozen(embedding, work, options)
-            described["embeddings"][name] = said
-        copy = frozen_copy(graph, stands_for)
+        embeddings = embeddings_of(graph)
+        stands_for: dict[torch.nn.Module, FrozenEmbedding] = {
+            one: FrozenEmbedding(one, one.dtype) for one in embeddings.values()
+        }
+
+        def copied() -> tuple[list[PartedSnapshot], torch.nn.Module]:
+            described["steps"] = getattr(graph, "steps", None)
+            snapshots = [copies.enter_context(_snapshot_of(one, options.snapshot)) for one in embeddings.values()]
+            return snapshots, frozen_copy(graph, stands_for)
+
+        snapshots, copy = alone(copied)
+        for found, (name, embedding) in zip(snapshots, embeddings.items(), strict=True):
+            stands_for[embedding].lookup, described["embeddings"][name] = _frozen(embedding, found, work, options)
+        copies.close()
         program = _Program(copy, functools.partial(_build_of(build, graph), copy), build)
         made = os.path.join(work, "program.pt2")
         with _scalers_kept(graph, build), warnings.catch_warnings(), torch.no_grad():
@@ -148,6 +173,7 @@ def _export(
         raise storage_error(error, "write", path) from error
     finally:
         with undisturbed:
+            copies.close()
             shutil.rmtree(work, ignore_errors=True)
             os.close(lock)
 
@@ -188,9 +214,11 @@ def _locked(folder: str) -> int:
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
 
-def _frozen(embedding: TableEmbedding, work: str, options: _Options) -> tuple[torch.nn.Module, dict[str, Any]]:
-    """What stands for an embedding, and what the program says of its rows."""
-    with _snapshot_of(embedding, options.snapshot) as found, tempfile.TemporaryDirectory(dir=work) as folder:
+def _frozen(
+    embedding: TableEmbedding, found: PartedSnapshot, work: str, options: _Options
+) -> tuple[FrozenRows | HashedRows, dict[str, Any]]:
+    """The rows of an embedding, of a snapshot, and what the program says of them."""
+    with tempfile.TemporaryDirectory(dir=work) as folder:
         threads, file_path = Threads(torch.get_num_threads()), os.path.join(folder, "rows")
         make_file(file_path, found, options.dtype, None, threads=threads)
         file = ServedFile(file_path, threads=threads)
@@ -211,7 +239,7 @@ def _frozen(embedding: TableEmbedding, work: str, options: _Options) -> tuple[to
             "step": SnapshotRows.of_meta(found.info.meta, found.name).step, "rows": info.rows,
             "error_max": info.error_max, "error_rms": info.error_rms,
         }  # fmt: skip
-        return FrozenEmbedding(embedding, rows, embedding.dtype), said
+        return rows, said
 
 
 @contextmanager

@@ -16,8 +16,6 @@ import torch
 from oneemb.embedding import TableEmbedding
 from oneemb.graph.ops.batch_ids import check_ids, pooling_of
 from oneemb.serving.free_sizes import FreeSizes
-from oneemb.serving.frozen_op import HashedRows
-from oneemb.serving.frozen_rows import FrozenRows
 
 __all__ = ["FrozenEmbedding"]
 
@@ -29,16 +27,17 @@ class FrozenEmbedding(torch.nn.Module):
 
     Args:
         embedding: what it stands for: names, widths and dtypes are its.
-        lookup: the rows.
         dtype: of what lookups give.
     """
 
-    def __init__(self, embedding: TableEmbedding, lookup: FrozenRows | HashedRows, dtype: torch.dtype):
+    lookup: torch.nn.Module
+    """The rows, `FrozenRows` or `HashedRows`."""
+
+    def __init__(self, embedding: TableEmbedding, dtype: torch.dtype):
         super().__init__()
         self.name, self.dtype, self.key_type = embedding.name, dtype, embedding.key_type
         self.embedding_dim, self.column_dims = embedding.embedding_dim, embedding.column_dims
         self.num_tables, self.padding_idx = embedding.num_tables, embedding.padding_idx
-        self.lookup: torch.nn.Module = lookup
         self.free_sizes = FreeSizes()
         self.eval()
 

@@ -1,4 +1,5 @@
-"""A copy of a module tree in which other modules stand for embeddings. It has the memory of the tree's parameters.
+"""A copy of a module tree in which other modules stand for embeddings. It has parameters of its own, which steps of
+the tree do not change.
 
 Invariant: nothing of the tree that is copied is written to, tensors and containers that are plain attributes among it,
 so that nothing need be put back, whatever interrupts. Objects of other classes are shared.
@@ -24,8 +25,8 @@ _COPIED = {"_parameters", "_buffers", "_modules", "_flat_weights"}
 def frozen_copy(
     root: torch.nn.Module, stands_for: Mapping[torch.nn.Module, torch.nn.Module]
 ) -> torch.nn.Module:  # fmt: skip
-    """The module as it is in eval mode, with others in place of embeddings, buffers of its own, and parameters without
-    gradient that share the memory of its.
+    """The module as it is in eval mode, with others in place of embeddings, and buffers and parameters of its own,
+    without gradient.
 
     Raises:
         ValueError: an embedding is kept where torch does not know of it, or a module cannot be part of a program.
@@ -93,7 +94,7 @@ class _Copying:
     def _weight(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
         """A parameter that several modules have stays one."""
         if parameter not in self._weights:
-            self._weights[parameter] = torch.nn.Parameter(parameter.detach(), requires_grad=False)
+            self._weights[parameter] = torch.nn.Parameter(parameter.detach().clone(), requires_grad=False)
         return self._weights[parameter]
 
     def finish(self) -> None:

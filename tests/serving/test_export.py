@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 import warnings
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import oneemb
+from oneemb.serving import export
 from oneemb.storage.errors import StorageError
 from tests.support.export_models import LOOKUPS, Click, Score, embedding_at, run_alone, train_rows, trained_click
 
@@ -303,6 +305,26 @@ def test_a_snapshot_is_exported_by_name_and_the_program_says_which(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_steps_do_not_wait_for_what_is_made_of_the_copies_and_do_not_change_it(tmp_path, monkeypatch, named):
+    click, ids = trained_click(tmp_path), some_ids()
+    graph, steps = Score(click), []
+    want, make_file = graph(ids), export.make_file
+    if named:
+        click.embedding.save_snapshot("now")
+
+    def make_while_training(*args, **kwargs):
+        step = threading.Thread(target=lambda: steps.append(click(some_ids(32), torch.ones(32))))
+        step.start()
+        step.join(60)
+        assert len(steps) == 1, "it waits for the export"
+        return make_file(*args, **kwargs)
+
+    monkeypatch.setattr(export, "make_file", make_while_training)
+    graph.export(tmp_path / "score", ids, snapshot="now" if named else None)
+    assert torch.equal(load(tmp_path / "score")[0](ids), want) and not torch.equal(graph(ids), want)
+
+
 # ---- what is left as it was ------------------------------------------------------------------------------------------
 
 
@@ -332,6 +354,7 @@ def test_the_graph_and_the_folder_are_as_before_however_an_export_ends(tmp_path,
     graph.ends, scaler = True, torch.amp.GradScaler("cpu")  # which has scaled nothing, and has no scale
     graph.scaler = scaler
     (tmp_path / "program").write_text("former")
+    graph.embedding.description()  # keeps what it has made of the tables
     before, rows, scales = everything(graph), graph.embedding.stats()["rows"], dict(vars(scaler))
     files, random = sorted(str(path) for path in tmp_path.rglob("*.snapshot")), torch.random.get_rng_state()
     if error is None:
