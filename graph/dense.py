@@ -9,6 +9,7 @@ keys.
 """
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
@@ -218,7 +219,7 @@ class _Captured:
                     self.give_up("batches were being prepared whenever it was to be captured")
                 return False
             try:
-                with _unchanged(self._module), _without_autocast_cache():
+                with _unchanged(self._module), _without_autocast_cache(), _allocations_of_others_allowed():
                     self._graphs[kind] = torch.cuda.make_graphed_callables(_Call(self._module, call), samples)
             except Exception as error:
                 self.give_up(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}")
@@ -281,6 +282,19 @@ def _unchanged(module: torch.nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, values in before:
                 buffer.copy_(values)
+
+
+@contextlib.contextmanager
+def _allocations_of_others_allowed() -> Iterator[None]:
+    """Let captures forbid calls that are unsafe during a capture to the capturing thread alone: in torch's default mode
+    an allocation by any other thread, such as one that evaluates, fails. `make_graphed_callables` has no argument for
+    the mode; one thread captures at a time."""
+    before = torch.cuda.graph
+    torch.cuda.graph = functools.partial(before, capture_error_mode="thread_local")  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        torch.cuda.graph = before  # type: ignore[misc]
 
 
 @contextlib.contextmanager

@@ -16,23 +16,25 @@ _PLACE_MASK = (1 << 40) - 1
 @cuda
 def acquire_loop(
     cell_C2: Array, table_U: Array, id_U: Array, size_2: Array, pin_S: Array, score_S: Array, pins: Number,
-    tick: Number, count_U: Array, slot_U: Array, count_3: Array,
+    tick: Number, count_U: Array, slot_U: Array, inserted_2: Array, count_4: Array,
 ) -> None:  # fmt: skip
     """slot_U[u] = the slot of key u, pinned `pins` times more; -1 where there is none: for the first size_2[0] keys.
 
     A slot's score becomes `tick`, the time of this use; if that is negative it grows by -tick for each of count_U[u]
     uses, or for one if count_U is empty.
-    count_3: keys that have no slot are added to its first value; the others become those of size_2.
+    count_4: keys that have no slot are added to its first value; the next two become those of size_2, and the last one
+    inserted_2[1], the keys for which no insertion has ever found a cell.
     """
     u = cuda.grid(1)
     if u == 0:
-        count_3[1] = size_2[0]
-        count_3[2] = size_2[1]
+        count_4[1] = size_2[0]
+        count_4[2] = size_2[1]
+        count_4[3] = inserted_2[1]
     while u < size_2[0]:
         c = seek(cell_C2, table_U[u], id_U[u])
         if c < 0:
             slot_U[u] = -1
-            cuda.atomic.add(count_3, 0, 1)
+            cuda.atomic.add(count_4, 0, 1)
         else:
             s = (cell_C2[c, 1] & _PLACE_MASK) - 1
             slot_U[u] = s

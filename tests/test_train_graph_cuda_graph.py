@@ -174,6 +174,25 @@ def test_on_the_cpu_one_warning_says_so():
     assert len(caught) == 1
 
 
+def test_a_capture_forbids_nothing_to_other_threads(captures, monkeypatch):
+    modes, before = [], torch.cuda.make_graphed_callables
+
+    class Graph:
+        def __init__(self, graph, pool=None, capture_error_mode="global"):
+            modes.append(capture_error_mode)
+
+    def make_graphed_callables(module, samples):
+        torch.cuda.graph("of the forward pass", pool=None)  # as torch's own does
+        return before(module, samples)
+
+    monkeypatch.setattr(torch.cuda, "graph", Graph)
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", make_graphed_callables)
+    graph = graph_of(True)
+    for ids, label in zip(IDS[:6], LABEL[:6], strict=True):
+        graph(ids, label)
+    assert captures and set(modes) == {"thread_local"} and torch.cuda.graph is Graph
+
+
 def test_what_cannot_be_captured_runs_as_it_is_with_one_warning(captures, monkeypatch):
     def fails(module, samples):
         raise RuntimeError("operation not permitted when stream is capturing\nand more")

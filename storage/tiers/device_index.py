@@ -9,6 +9,7 @@ import torch
 
 from oneemb.kernels.hash_index_cuda import erase_loop, find_loop, insert_loop, items_loop, rehash_loop
 from oneemb.kernels.launch import Gpu
+from oneemb.storage.turns import changing
 
 __all__ = ["DeviceIndex"]
 
@@ -28,6 +29,9 @@ class DeviceIndex:
         self._gpu = gpu
         self._size = 0
         self._taken = 0  # cells that hold a key or held one: an upper bound, since cells given up are used again
+        self.inserted_2 = gpu.full(2, value=0, dtype=torch.int64)
+        """On the device: cells that insertions have taken for the first time, and keys that found no cell, which is a
+        fault of ours. No insertion waits: whoever reads from the device next looks at it, by `check_inserted`."""
         self.cell_C2 = self._empty_cells(expected)
 
     def __len__(self) -> int:
@@ -48,8 +52,7 @@ class DeviceIndex:
     def insert(self, table_U: torch.Tensor, id_U: torch.Tensor, place_U: torch.Tensor) -> None:
         """Put distinct keys that are not here."""
         self.reserve(len(id_U))
-        count_2 = self._gpu.full(2, value=0, dtype=torch.int64)
-        self._gpu.run(insert_loop, len(id_U), self.cell_C2, table_U, id_U, place_U, count_2)
+        self._gpu.run(insert_loop, len(id_U), self.cell_C2, table_U, id_U, place_U, self.inserted_2)
         self._size += len(id_U)
         self._taken += len(id_U)
 
@@ -57,7 +60,8 @@ class DeviceIndex:
         """Take distinct keys out. Returns the places they had, -1 for a key that was not here: int64 [U]."""
         old_U = self._gpu.empty(len(id_U), dtype=torch.int64)
         self._gpu.run(erase_loop, len(id_U), self.cell_C2, table_U, id_U, old_U)
-        self._size -= self._gpu.read((old_U >= 0).sum())[0]
+        with changing:  # Keys are gone that still count.
+            self._size -= self._gpu.read((old_U >= 0).sum())[0]
         return old_U
 
     def items(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -81,8 +85,14 @@ class DeviceIndex:
         cells = self._empty_cells(2 * (self._size + more))
         count_2 = self._gpu.full(2, value=0, dtype=torch.int64)
         self._gpu.run(rehash_loop, len(self.cell_C2), self.cell_C2, cells, count_2)
+        self.check_inserted(self._gpu.read(count_2)[1])
         self.cell_C2 = cells
         self._taken = self._size
+
+    def check_inserted(self, lost: int) -> None:
+        """Raise AssertionError if so many keys, of `inserted_2`, have found no cell: their rows would be lost."""
+        if lost:
+            raise AssertionError(f"{lost} keys found no cell in an index of {len(self.cell_C2)} cells: rows were lost")
 
     def clear(self) -> None:
         """Forget every key."""

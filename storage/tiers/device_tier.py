@@ -466,17 +466,18 @@ class DeviceTier:
         """The slots of keys, -1 for one that is not here, the keys cut to as many as there are, and how many of them
         are not here. Rows that are here are pinned once more if `pins` is 1, and count as used now."""
         slot_U = self._gpu.empty(len(keys.id_U), dtype=torch.int64)
-        count_3 = self._gpu.full(3, value=0, dtype=torch.int64)
+        count_4 = self._gpu.full(4, value=0, dtype=torch.int64)
         self._tick += 1
         count_U = self._gpu.empty(0, dtype=torch.int64) if count_U is None else count_U
         self._gpu.run(
             acquire_loop, len(slot_U), self._index.cell_C2, keys.table_U, keys.id_U, keys.size_2, self._pin_S,
             self._score_S, pins, self._tick if self._policy == "lru" else -int(self._use_score), count_U, slot_U,
-            count_3,
+            self._index.inserted_2, count_4,
         )  # fmt: skip
         # Bags of no ids have a size_2 that no launch has copied.
-        counts = self._gpu.read(count_3) if len(slot_U) else [0, *self._gpu.read(keys.size_2)]
-        missed, size, wrong = counts
+        counts = self._gpu.read(count_4) if len(slot_U) else [0, *self._gpu.read(keys.size_2), 0]
+        missed, size, wrong, lost = counts
+        self._index.check_inserted(lost)
         slot_U = slot_U[:size]
         if wrong:
             if pins:
@@ -633,7 +634,7 @@ class DeviceTier:
         self.row_SW, self._table_S, self._id_S, self._score_S, self._pin_S, self._dirty_S = arrays
 
     def _arrays(self) -> list[torch.Tensor]:
-        return [*self._slot_arrays(), self._free.stack_X, self._index.cell_C2]
+        return [*self._slot_arrays(), self._free.stack_X, self._index.cell_C2, self._index.inserted_2]
 
     def _slot_arrays(self) -> list[torch.Tensor]:
         return [self.row_SW, self._table_S, self._id_S, self._score_S, self._pin_S, self._dirty_S]

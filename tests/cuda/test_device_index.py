@@ -137,3 +137,14 @@ def test_a_rehash_into_too_few_cells_says_so(gpu):
     few_C2, count_2 = gpu.full(4, 2, value=0, dtype=torch.int64), gpu.full(2, value=0, dtype=torch.int64)
     gpu.run(rehash_loop, len(index.cell_C2), index.cell_C2, few_C2, count_2)
     assert count_2.tolist() == [4, 2]
+
+
+def test_an_index_that_has_lost_a_key_says_so(gpu):
+    index, expected = DeviceIndex(gpu), {}
+    insert(gpu, index, expected, [(0, i) for i in range(6)], 0)
+    assert index.inserted_2.tolist() == [6, 0]
+    index.reserve = lambda more: None
+    index.cell_C2 = gpu.full(4, 2, value=0, dtype=torch.int64)
+    insert(gpu, index, {}, [(1, i) for i in range(6)], 0)
+    with pytest.raises(AssertionError, match="2 keys found no cell in an index of 4 cells"):
+        index.check_inserted(index.inserted_2.tolist()[1])

@@ -273,3 +273,12 @@ def test_a_slab_grows_by_way_of_the_host_where_the_device_has_no_room_for_both(t
         model.release(keys, slot_U)
         monkeypatch.undo()
     assert len(model.begun) == 2800 and model.tier.pinned == 0
+
+
+def test_a_tier_whose_index_has_lost_a_key_says_so_at_the_next_lookup(tier, gpu):
+    model = Model(tier(), gpu)
+    keys = model.tier._loops.distinct_keys(gpu.put(np.zeros(5, np.int32)), gpu.put(np.arange(5)))
+    model.tier.acquire(keys)
+    model.tier._index.inserted_2[1] = 1
+    with pytest.raises(AssertionError, match="rows were lost"):
+        model.tier.acquire(keys)

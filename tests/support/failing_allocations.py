@@ -3,7 +3,7 @@
     python failing_allocations.py LIBRARY STORE FOLDER
 
 After each failure the embedding says that it is broken, or its slots are all accounted for, nothing stays pinned, and
-its rows are those from before the call or from after it. The oracle is a dict: a row of `DIM` equal weights begins as
+its rows are those from before the call or from after it. The oracle is a dict: a row of equal weights begins as
 1 and loses 0.5 with each step. What does not hold is printed, a line each, and then how much was tried.
 """
 
@@ -19,7 +19,6 @@ import oneemb
 from oneemb.policies import LFU, AdmitAfter, RowPolicy
 from oneemb.storage.errors import BrokenStoreError
 
-DIM, IDS, BATCH = 128, 4000, 800
 STEP = 0.5
 
 
@@ -40,12 +39,13 @@ def options(kind, folder):
 class Subject:
     """An embedding, and what its rows should be."""
 
-    def __init__(self, kind, folder, seed):
-        self.kind, self.folder, self.rng = kind, folder, np.random.default_rng(seed)
+    def __init__(self, kind, folder, seed, *, dim=128, ids=4000, batch=800):
+        self.kind, self.rng = kind, np.random.default_rng(seed)
+        self.dim, self.id_count, self.batch = dim, ids, batch
         self.has_policy = "policy" in kind
         policy = RowPolicy(evict=LFU(half_life=None), admit=AdmitAfter(2)) if self.has_policy else None
         self.embedding = oneemb.MultiTableEmbedding(
-            "rows", DIM, torch.float32, torch.int64, [oneemb.make_table(oneemb.make_constant_initializer(1.0))],
+            "rows", dim, torch.float32, torch.int64, [oneemb.make_table(oneemb.make_constant_initializer(1.0))],
             options(kind, folder), num_threads=2, policy=policy,
         )  # fmt: skip
         self.optimizer = torch.optim.SGD(self.embedding.parameters(), lr=STEP)
@@ -54,7 +54,7 @@ class Subject:
         self.names = 0
 
     def ids(self):
-        return self.rng.choice(IDS, BATCH, replace=False)
+        return self.rng.choice(self.id_count, self.batch, replace=False)
 
     # Each of these prepares a call, and gives the call and what rows are after it.
 
@@ -77,7 +77,7 @@ class Subject:
         return call, {**self.row, **{id: self.row.get(id, 1.0) - STEP for id in ids.tolist()}}
 
     def bags(self):
-        ids, offsets = torch.from_numpy(self.ids()), torch.arange(0, BATCH + 1, 4)
+        ids, offsets = torch.from_numpy(self.ids()), torch.arange(0, self.batch + 1, 4)
 
         def call():
             self.embedding(ids, offsets=offsets)
@@ -136,7 +136,7 @@ class Subject:
 
     def import_rows(self):
         ids = self.ids()
-        rows = np.full((BATCH, DIM), 3.0, np.float32)
+        rows = np.full((self.batch, self.dim), 3.0, np.float32)
 
         def call():
             oneemb.import_rows(self.embedding, (ids, rows))
@@ -152,8 +152,8 @@ class Subject:
         """The weight of each of these ids; rows whose weights differ from each other are None."""
         id_N = np.array(sorted(ids), np.int64)
         found = {}
-        for n in range(0, len(id_N), BATCH):
-            its = id_N[n : n + BATCH]
+        for n in range(0, len(id_N), self.batch):
+            its = id_N[n : n + self.batch]
             rows = self.embedding.read(torch.from_numpy(its)).numpy()
             same = (rows == rows[:, :1]).all(1)
             found |= {id: float(row[0]) if ok else None for id, row, ok in zip(its.tolist(), rows, same, strict=True)}
@@ -215,7 +215,7 @@ def run(subject, allocations, operations=OPERATIONS, most=400):
             subject.step()[0]()
         getattr(subject, name)()[0]()  # which compiles and imports what it needs
         subject.optimizer.zero_grad()
-        subject.row = subject.read(range(IDS))
+        subject.row = subject.read(range(subject.id_count))
         for n in range(most):
             call, after = getattr(subject, name)()
             before, error = dict(subject.row), None
@@ -236,7 +236,7 @@ def run(subject, allocations, operations=OPERATIONS, most=400):
                 for _ in range(3):
                     subject.step()[0]()
                 subject.embedding.save_snapshot(f"again{failures}")
-                subject.row = subject.read(range(IDS))
+                subject.row = subject.read(range(subject.id_count))
                 subject.saved[f"again{failures}"] = dict(subject.row)
             elif found:
                 wrong += [f"{subject.kind}: {name}, allocation {n} of {count}, {error}: {it}" for it in found]
