@@ -26,7 +26,7 @@ def to_be_handed(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     memory = mmap.mmap(-1, max(count * dtype.itemsize, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     weights: Any = torch.frombuffer(memory, dtype=dtype, count=count).reshape(size)
     weights.handed = memory
-    return weights  # type: ignore[no-any-return]
+    return weights
 
 
 def hand_over(weights: torch.Tensor) -> Iterator[tuple[np.ndarray, np.ndarray]]:
