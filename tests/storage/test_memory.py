@@ -2,8 +2,10 @@
 
 import gc
 import os
+import re
 import resource
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -380,3 +382,18 @@ def test_a_slot_takes_the_bytes_that_are_reserved_for_it(limited):
     put(one, most)
     with pytest.raises(StoreFullError):
         put(one, 2, first=most)
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the system has no huge pages")
+def test_an_array_that_has_grown_large_lies_in_huge_pages():
+    array = GrowingArray(1 << 22, (4,), np.float32)
+    for rows in range(1 << 16, 1 << 20, 1 << 16):
+        array.grow(rows)
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    first = array.array.ctypes.data
+    at = next(
+        n for n, line in enumerate(lines)
+        if (found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)) and int(found[1], 16) <= first < int(found[2], 16)
+    )  # fmt: skip
+    flags = next(line for line in lines[at:] if line.startswith("VmFlags"))
+    assert " hg" in flags and array.mapped % (1 << 21) == 0
