@@ -20,7 +20,7 @@ import torch
 
 from oneemb.embedding import MultiTableEmbedding, TableEmbedding, copied
 from oneemb.graph import ops
-from oneemb.graph.ops.batch_ids import pooling_of
+from oneemb.graph.ops.batch_ids import columns_of, pooling_of
 from oneemb.graph.ops.lookup import DTYPES
 from oneemb.kernels.arrays import Array
 from oneemb.kernels.loops import Keys, Loops
@@ -154,11 +154,11 @@ class AveragedEmbedding(torch.nn.Module):
         """The averages of the rows of ids, without a gradient; arguments, result and errors are those of the
         embedding in eval mode."""
         refuse_tracers(self.embedding, ids)
-        rows, averages, pools = self.rows, _Averages(self), pooling_of(pooling, offsets)
+        rows, averages, pools = self.rows, _Averages(self), pooling or "sum"
 
         def keys() -> ops.Keys:
-            its_columns = None if columns is None else tuple(columns)
-            return rows.keys_of(ids, table_ids, offsets, per_sample_weights, pools, its_columns)
+            pooling_of(pooling, offsets)  # raises on every rank
+            return rows.keys_of(ids, table_ids, offsets, per_sample_weights, pools, columns_of(columns))
 
         def look_up() -> torch.Tensor:
             if rows.asked_ranks is None:

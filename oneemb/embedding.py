@@ -29,7 +29,7 @@ from oneemb.graph import ops
 from oneemb.graph.build_error import warn_user
 from oneemb.graph.building import building_now
 from oneemb.graph.modules import embeddings_in
-from oneemb.graph.ops.batch_ids import pooling_of
+from oneemb.graph.ops.batch_ids import columns_of, pooling_of
 from oneemb.graph.ranks import Ranks, check_between_ranks
 from oneemb.graph.row_optimizers import SAME_STATE, RowOptimizer
 from oneemb.kernels.threads import Threads
@@ -185,13 +185,29 @@ class TableEmbedding(torch.nn.Module):
             )
         arguments: dict[str, Any] = {
             "ids": ids, "table_ids": table_ids, "offsets": offsets, "per_sample_weights": per_sample_weights,
-            "pooling": pooling_of(pooling, offsets), "columns": None if columns is None else tuple(columns),
+            "pooling": self._pooling_of(pooling, offsets), "columns": columns_of(columns),
         }  # fmt: skip
         building = building_now()
         if building is None:
             return self._look_up(self.training, has_gradient, **arguments)
         look_up = functools.partial(self._look_up, self.training, has_gradient, **arguments)
         return building.look_up(self, arguments, has_gradient, look_up)
+
+    def _pooling_of(self, pooling: str | None, offsets: object) -> str:
+        try:
+            return pooling_of(pooling, offsets)
+        except ValueError as error:
+            failure = error
+        ranks = self.asked_ranks
+        if ranks is None or building_now() is not None:  # A graph tells the ranks of whatever `build` raises.
+            raise failure
+
+        def fail() -> Never:
+            raise failure
+
+        # In the place of the lookup's own exchange, in which the others wait.
+        ranks.agree(ops.lookup_of(self.name, self.training, ranks, ops.in_backward()), fail)
+        raise AssertionError("ranks have agreed on a lookup that has failed")
 
     @torch._disable_dynamo
     def read(self, ids: torch.Tensor, table_ids: torch.Tensor | None = None) -> torch.Tensor:

@@ -4,8 +4,8 @@ N ids, P bags, B samples, T tables, C columns.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Literal, cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -13,7 +13,16 @@ import torch
 from oneemb.kernels.arrays import Array
 from oneemb.kernels.loops import Loops
 
-__all__ = ["POOLINGS", "bags_of_ids", "check_ids", "check_no_columns", "check_tables", "pooling_of", "tables_and_ids"]
+__all__ = [
+    "POOLINGS",
+    "bags_of_ids",
+    "check_ids",
+    "check_no_columns",
+    "check_tables",
+    "columns_of",
+    "pooling_of",
+    "tables_and_ids",
+]
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -25,7 +34,7 @@ def pooling_of(pooling: str | None, offsets: object) -> Literal["sum", "mean", "
     """What a bag gives of its ids, "sum" where it is not said; raise ValueError where it is said of ids in no bags."""
     if pooling is None:
         return "sum"
-    if pooling not in POOLINGS:
+    if not isinstance(pooling, str) or pooling not in POOLINGS:
         raise ValueError(f'pooling must be "sum", "mean" or "max", got {pooling!r}')
     if offsets is None:
         raise ValueError(
@@ -33,6 +42,11 @@ def pooling_of(pooling: str | None, offsets: object) -> Literal["sum", "mean", "
             " of ids yourself, embedding(ids).sum(1)"
         )
     return cast(Literal["sum", "mean", "max"], pooling)
+
+
+def columns_of(columns: Any) -> Any:
+    """The tables of columns as a tuple, or what is none of them, which the lookup refuses. Any: what a user gives."""
+    return tuple(columns) if isinstance(columns, Iterable) else columns
 
 
 def check_ids(ids: torch.Tensor, table_ids: torch.Tensor | None, num_tables: int, key_type: torch.dtype) -> None:

@@ -127,7 +127,7 @@ class InferenceEmbedding(torch.nn.Module):
         """
         refuse_tracers(self, ids)
         served = self._now()
-        pools = batch_ids.pooling_of(pooling, offsets)
+        pools, columns = batch_ids.pooling_of(pooling, offsets), batch_ids.columns_of(columns)
         if per_sample_weights is not None and (offsets is None or pools != "sum"):
             raise ValueError('per_sample_weights are for bags that are summed; pass offsets, and pooling="sum"')
         if offsets is not None:
