@@ -37,7 +37,7 @@ from oneemb.named_snapshot import SnapshotName, decode, encode
 from oneemb.options import Initializer, NormalInitializer, StoreOptions, TableOptions, to_tree
 from oneemb.rank_snapshots import RankSnapshots
 from oneemb.row_calls import RowCalls
-from oneemb.row_weight import RowWeight, refuse_values
+from oneemb.row_weight import RowWeight, changes_no_row, refuse_values
 from oneemb.stats import EmbeddingStats
 from oneemb.storage.embedding_store import ChangeRows, EmbeddingStore
 from oneemb.storage.fs import AnyPath, absolute_path
@@ -549,7 +549,7 @@ class TableEmbedding(torch.nn.Module):
             f" default_initializer {zlib.crc32(initializers.encode()):08x}{described(self.policies)}"
         )
 
-    # The weight holds nothing: it is in no state dict, and one that is in an older one is passed over.
+    # The weight holds nothing: it is in no state dict. An empty one, as older ones have, is passed over.
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         if self._weights_of_another is not None:
@@ -560,8 +560,11 @@ class TableEmbedding(torch.nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if self._weights_of_another is not None:
             return
-        weight = self.weight
+        weight, given = self.weight, state_dict.get(f"{prefix}weight")
         super()._load_from_state_dict({**state_dict, f"{prefix}weight": weight.detach()}, prefix, *args)
+        if isinstance(given, torch.Tensor) and given.numel():
+            what = f"a state dict with {prefix}weight of shape {list(given.shape)}"
+            args[-1].append(changes_no_row(self.name, what))  # as torch has it of tensors of another shape
         self.weight = weight  # load_state_dict(assign=True) has put another one in its place
 
     @property

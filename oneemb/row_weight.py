@@ -4,14 +4,16 @@ It holds no row, so that an initializer, a copy or an assignment would change no
 parameter itself is let through: optimizers do it, with gradients of zeros too, and it changes nothing.
 """
 
+import copy
 import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Never
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
-__all__ = ["RowWeight", "refuse_values"]
+__all__ = ["RowWeight", "changes_no_row", "refuse_values"]
 
 _TENSOR: Any = torch.Tensor  # Any: its properties are declared as attributes.
 
@@ -29,17 +31,22 @@ _CHANGE_VALUES = (
 
 
 def refuse_values(name: str, what: str) -> Never:
-    """Raise what a write to the weight of an embedding means.
+    """Raise RuntimeError: `changes_no_row` with these arguments."""
+    raise RuntimeError(changes_no_row(name, what))
+
+
+def changes_no_row(name: str, what: str) -> str:
+    """The words of an error: a write to the weight of an embedding changes no row, and what does.
 
     Args:
         name: of the embedding.
         what: is done to its weight.
     """
-    raise RuntimeError(
+    return (
         f"{what} would change no row of embedding {name!r}, whose weight has shape [0, D]: it stands for the rows and"
         " holds none. How rows begin is said by an initializer, oneemb.make_table(oneemb.make_normal_initializer(...))"
         " or init_fn of a TorchRec config; rows that there are, such as pretrained vectors, come in by"
-        " oneemb.import_rows(embedding, (ids, vectors)) or load_state_dict"
+        " oneemb.import_rows(embedding, (ids, vectors)) or load_state_dict of what state_dict of an embedding gave"
     )
 
 
@@ -66,14 +73,21 @@ class _HoldsNone(torch.Tensor):
         embedding = self.embedding()
         return "" if embedding is None else embedding.name
 
+    # A frame that torch compiles sees a class like this one as its Python, of which it must not follow what is not
+    # simple, nor find a getter of torch's that it takes for this one again.
+
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
         """As of any tensor."""
+        if is_dynamo_compiling():
+            return self.size()
         self._refuse_initializer(sys._getframe(1))
         return _TENSOR.shape.__get__(self)
 
     def numel(self) -> int:
         """As of any tensor."""
+        if is_dynamo_compiling():
+            return self.size().numel()
         self._refuse_initializer(sys._getframe(1))
         return torch.Tensor.numel(self)
 
@@ -89,6 +103,8 @@ class RowWeight(torch.nn.Parameter, _HoldsNone):
     @property
     def data(self) -> torch.Tensor:
         """As of any tensor; what changes it in place is refused too."""
+        if is_dynamo_compiling():
+            return self.detach()
         data = _TENSOR.data.__get__(self).as_subclass(_Data)
         data.embedding = self.embedding
         return data
@@ -101,9 +117,24 @@ class RowWeight(torch.nn.Parameter, _HoldsNone):
 
 
 class _Data(_HoldsNone):
-    """What `weight.data` gives."""
+    """What `weight.data` gives. Its copies, and the results of its methods, are ordinary tensors."""
 
-    __torch_function__: Any = torch._C._disabled_torch_function_impl  # Results of its methods are ordinary tensors.
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    def detach(self) -> torch.Tensor:
+        """As of any tensor; of this class, without which torch makes no parameter of it."""
+        data = torch.Tensor.detach(self).as_subclass(_Data)
+        data.embedding = self.embedding
+        return data
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return copy.deepcopy(self.as_subclass(torch.Tensor), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(self.as_subclass(torch.Tensor))
 
 
 for _method in _GIVE_VALUES:

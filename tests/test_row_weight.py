@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import io
 import pickle
 
 import pytest
@@ -29,6 +30,8 @@ WRITES = {
     "data.mul_": lambda e: e.weight.data.mul_(0.02),
     "data.clamp_": lambda e: e.weight.data.clamp_(-1, 1),
     "fill_": lambda e: e.weight.fill_(0.0),
+    "state dict": lambda e: e.load_state_dict({**e.state_dict(), "weight": VECTORS}),
+    "state dict, not strict": lambda e: e.load_state_dict({"weight": VECTORS}, strict=False, assign=True),
     "weight = parameter": lambda e: setattr(e, "weight", torch.nn.Parameter(VECTORS, requires_grad=False)),
 }
 
@@ -86,3 +89,33 @@ def test_what_tools_do_to_every_parameter_goes_through(tmp_path):
     with pytest.raises(TypeError, match="cannot be pickled"):
         pickle.dumps(weight)
     assert copy.deepcopy(weight).shape == (0, 4)
+
+
+def test_what_the_weight_gives_is_copied_and_saved_as_any_tensor(tmp_path):
+    weight = make_embedding(tmp_path).weight
+    file = io.BytesIO()
+    torch.save({"data": weight.data, "detached": weight.detach()}, file)
+    file.seek(0)
+    for its in (*torch.load(file).values(), copy.deepcopy(weight.data), pickle.loads(pickle.dumps(weight.data))):
+        assert type(its) is torch.Tensor and its.shape == (0, 4)
+    assert repr(weight.data) == repr(torch.empty(0, 4))
+    for parameter in (copy.copy(weight), torch.nn.Parameter(weight.data), type(weight)(weight.data)):
+        assert isinstance(parameter, torch.nn.Parameter) and parameter.shape == (0, 4) and parameter.requires_grad
+
+
+def test_a_compiled_function_of_all_parameters_sees_the_weight_as_any_parameter(tmp_path):
+    model = torch.nn.Sequential(make_embedding(tmp_path), torch.nn.Linear(4, 1))
+    averages = [torch.zeros_like(parameter) for parameter in model.parameters()]
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def average():
+        shapes, numbers = [], 0
+        for one, parameter in zip(averages, model.parameters(), strict=True):
+            one.lerp_(parameter.data, 0.5)
+            shapes.append(parameter.shape)
+            numbers += parameter.numel()
+        return shapes, numbers
+
+    shapes, numbers = average()
+    assert shapes[0] == (0, 4) and numbers == 5
+    torch.testing.assert_close(averages[1], model[1].weight.detach() / 2)
