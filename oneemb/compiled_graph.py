@@ -1,6 +1,7 @@
 """What training and evaluation graphs share: `build` called, its lookups made ahead of it, and shown."""
 
 import functools
+import inspect
 import traceback
 import warnings
 import zlib
@@ -8,7 +9,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Self, TypeVar
+from typing import Any, Literal, NamedTuple, Self, TypeVar, cast
 
 import torch
 from torch import fx
@@ -120,6 +121,12 @@ class _Known:
             self.plan = None
 
 
+def _goes_on(forward: object) -> bool:
+    """Whether a method calls `super().forward`, as one does that is around a graph's step."""
+    code = getattr(inspect.unwrap(cast(Any, forward)), "__code__", None)
+    return code is not None and {"super", "forward"} <= set(code.co_names)
+
+
 _Key = tuple[Structure, tuple[bool, tuple[tuple[Any, ...], ...]]]
 """What a plan is compiled for: the nesting of inputs, and of each embedding its store and what matters of it."""
 
@@ -129,11 +136,15 @@ class CompiledGraph(torch.nn.Module):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if cls.forward is not CompiledGraph.forward:
-            raise TypeError(
-                f"{cls.__name__} defines forward, which would take the place of the graph's step, so that a call would"
-                " update nothing; name it build, which the step calls, or give it another name"
-            )
+        for base in cls.__mro__[: cls.__mro__.index(CompiledGraph)]:
+            if "forward" in vars(base) and not _goes_on(vars(base)["forward"]):
+                its = "" if base is cls else f" in its base {base.__name__}"
+                remedy = "give it another name" if base is cls else "name that base after the graph"
+                raise TypeError(
+                    f"{cls.__name__} defines forward{its}, which would take the place of the graph's step, so that a"
+                    f" call would update nothing; name it build, which the step calls, or {remedy}; one that surrounds"
+                    " the step calls super().forward"
+                )
 
     def __init__(self) -> None:
         super().__init__()
