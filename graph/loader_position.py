@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from oneemb.graph.build_error import warn_user
+
 __all__ = ["LoaderPosition"]
 
 
@@ -28,6 +30,8 @@ class LoaderPosition:
         """The same of each batch that is read and not trained."""
         self._called = 0
         """Batches among them whose calls are made, and that no update has used yet."""
+        self._has_failed = False
+        """Whether the loader's `state_dict` has."""
         self._end: list[Any] = []
         """The same when the loader had no more batches."""
 
@@ -37,12 +41,25 @@ class LoaderPosition:
         return len(self._read)
 
     def read(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The batches of a loader."""
-        state_dict = getattr(loader, "state_dict", lambda: None)
+        """The batches of a loader. Where it cannot say where it is, a warning tells it, and the batches come."""
         for batch in loader:
-            self._read.append(copy.deepcopy(state_dict()))  # A loader may give its own object, and change it.
+            self._read.append(self._state_of(loader))
             yield batch
-        self._end.append(copy.deepcopy(state_dict()))
+        self._end.append(self._state_of(loader))
+
+    def _state_of(self, loader: Iterable[Any]) -> Any:
+        state_dict = getattr(loader, "state_dict", None)
+        if state_dict is None or self._has_failed:
+            return None
+        try:
+            return copy.deepcopy(state_dict())  # A loader may give its own object, and change it.
+        except Exception as error:  # Loaders that wrap another one have the method whether or not that one has.
+            self._has_failed = True
+            warn_user(
+                f"state_dict of {type(loader).__name__} cannot be called or copied ({type(error).__name__}: {error}):"
+                " the loop goes on, and loader_state is None"
+            )
+            return None
 
     def trained(self, updated: bool = True) -> None:
         """The call of the next batch is made.

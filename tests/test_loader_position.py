@@ -178,3 +178,20 @@ def test_each_rank_has_the_state_of_its_own_loader(tmp_path, rank_pool):
     assert (first[-1]["epoch"], second[-1]["at"], second[-1]["epoch"]) == (1, 5, 0)
     assert rank_pool(2, on_ranks, str(tmp_path), True) == [[first[-1]], [second[-1]]]
     assert rank_pool(3, on_ranks, str(tmp_path), True) == [[None]] * 3
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("what", ["called", "copied"])
+def test_a_loader_whose_state_cannot_be_had_is_run_with_a_warning(depth, what):
+    class Wraps(Loader):
+        """As loaders of other libraries do, which have the method whether or not what they wrap has it."""
+
+        def state_dict(self):
+            return threading.Lock() if what == "copied" else self.wrapped.state_dict()
+
+    graph, loader = Graph(), Wraps()
+    with pytest.warns(
+        UserWarning, match="state_dict of Wraps cannot be called or copied .* loader_state is None"
+    ) as warned:
+        assert len(list(graph.run(loader, prefetch_depth=depth))) == BATCHES
+    assert len(warned) == 1 and graph.loader_state is None
