@@ -36,7 +36,8 @@ class Reservation:
         self.bytes = bytes
         self.mapped = 0
         """Address space taken."""
-        _book.add(self)
+        with _lock:
+            _book.add(self)
 
     def raise_to(self, bytes: int) -> None:
         """Reserve so much in all at least.

@@ -4,6 +4,7 @@ import gc
 import os
 import re
 import resource
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -222,6 +223,21 @@ def test_rows_that_are_loaded_are_reserved_for_before_others_are_forgotten(limit
     one.check_holds(200_000)
     with pytest.raises(StoreFullError):
         put(tier(), 150_000)
+
+
+def test_a_tier_enters_the_book_when_no_other_thread_reads_it():
+    entered = threading.Event()
+
+    def make():
+        kept.append(reservation.Reservation("device"))
+        entered.set()
+
+    kept, maker = [], threading.Thread(target=make)
+    with reservation._lock:
+        maker.start()
+        assert not entered.wait(0.2)
+    maker.join()
+    assert kept[0] in reservation._book
 
 
 def test_a_child_of_fork_has_a_book_of_its_own(limited):
