@@ -185,7 +185,7 @@ def cut_bags(
     place_U[order_U] = np.arange(keys) - np.repeat(np.cumsum([0, *sent_R[:-1]]), sent_R)
     known_N = np.flatnonzero(inverse_N >= 0)
     key_N, bag_N = inverse_N[known_N], bag_N[known_N]
-    order_N, id_R = _by_rank(owner_U[key_N], ranks)
+    order_N, id_R = _by_rank(owner_U.take(key_N), ranks)
     key_N, bag_N = key_N[order_N], bag_N[order_N]
     rank_N = np.repeat(np.arange(ranks), id_R)
     begins_N = np.ones(len(key_N), bool)
@@ -196,7 +196,7 @@ def cut_bags(
     if not parts_move_fewer_bytes(keys - sent_R[rank], parts, ids, row_bytes, grad_bytes):
         return None
     size_S = np.diff(begin_S, append=len(key_N)).astype(np.int32)
-    key_RN = torch.from_numpy(place_U[key_N]).split(id_R)
+    key_RN = torch.from_numpy(place_U.take(key_N)).split(id_R)
     size_RS = torch.from_numpy(size_S).split(count_R)
     ids_P = np.bincount(bag_N, minlength=len(size_P))
     parts_R = [Parts(its_keys, sizes) for its_keys, sizes in zip(key_RN, size_RS, strict=True)]

@@ -143,7 +143,7 @@ def join_grads(parts: Sequence[RowGrads]) -> RowGrads | None:
 def _slots_of(store: EmbeddingStore | MergedStore, unique: Any, slot_N: Array) -> Array:
     """The slot of each key: where it was lent a row before it got one, that of the one that it got."""
     if isinstance(store, MergedStore) or not store.lends:
-        return slot_N[unique.head_U]
+        return slot_N.take(unique.head_U)
     loops = store.loops
     inverse_N, slot_of_N = (loops.tensor(array).cpu().numpy() for array in (unique.inverse_N, slot_N))
     kept = np.flatnonzero(~np.isin(slot_of_N, store.lent()))

@@ -160,7 +160,7 @@ def _uses_by_steps(store: EmbeddingStore, leases: Sequence[Lease], summed: RowGr
         table_N, id_N = (loops.array(torch.cat([*map(loops.tensor, its)])) for its in zip(*keys, strict=True))
         # Keys that are summed are distinct and come first: they are the unique ones, in their order.
         unique = loops.unique_keys(table_N, id_N, tables=TABLE_MAX + 1, padding_id=None, check=None)
-        key_N = loops.tensor(unique.inverse_N).cpu().numpy()[len(uses_U) :]
+        key_N = loops.tensor(unique.inverse_N).cpu().numpy()[len(uses_U) :].astype(np.int64)
         np.add.at(uses_U, key_N, np.concatenate([loops.uses_of(its.keys.unique) for its in evaluated]))
     return torch.from_numpy(uses_U.astype(np.int32))
 

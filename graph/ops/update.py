@@ -172,7 +172,7 @@ def _by_step(grads: RowGrads) -> list[tuple[RowGrads, int]]:
     if len(steps) == 1:
         return [(grads, steps[0])]
     step_M = np.array([member.step for member in grads.store.members])
-    step_U = step_M[grads.store.members_of(grads.table_U)]
+    step_U = step_M.take(grads.store.members_of(grads.table_U))
     return [(grads.rows(np.flatnonzero(step_U == step)), step) for step in steps]
 
 

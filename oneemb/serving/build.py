@@ -110,7 +110,7 @@ def make_file(
             row_bytes_of(weights, format.dim), 0, 0, count, served, (), (), embedding, 0.0, 0.0, "",
         )  # fmt: skip
         served_T = np.isin(np.arange(count), served)
-        keys = rows.keys(lambda table_N, id_N: served_T[table_N])
+        keys = rows.keys(lambda table_N, id_N: served_T.take(table_N))
         return write_served_file(
             path, info, keys, _weights(rows, format, weights, served_T), threads=threads, progress=progress
         )
@@ -124,7 +124,7 @@ def _weights(
     rows: OwnedRows, format: RowFormat, weights: str, served_T: np.ndarray
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     for table_N, id_N, row_NW in rows.scan():
-        kept = served_T[table_N]
+        kept = served_T.take(table_N)
         table_N, id_N, row_NW = table_N[kept], id_N[kept], row_NW[kept]
         if weights == format.dtype:
             yield table_N, id_N, format.weights(row_NW)[:, : format.dim]

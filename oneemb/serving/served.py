@@ -67,7 +67,7 @@ class Served:
 
     def tables_of_columns(self, column_N: np.ndarray) -> np.ndarray:
         """The tables of ids, or bags, whose columns these are."""
-        return column_N if self._in_order else self.table_C[column_N]
+        return column_N if self._in_order else self.table_C.take(column_N)
 
     def only_served(self, table_N: np.ndarray) -> np.ndarray:
         """These tables.
@@ -75,7 +75,7 @@ class Served:
         Raises:
             ValueError: one of them is not served.
         """
-        if len(table_N) and len(self.table_C) < len(self.is_served_T) and not self.is_served_T[table_N].all():
+        if len(table_N) and len(self.table_C) < len(self.is_served_T) and not self.is_served_T.take(table_N).all():
             raise ValueError(f"table_ids must be of the tables that are served, {self.table_C.tolist()}")
         return table_N
 

@@ -108,7 +108,7 @@ class IDTransformer:
         come_F = new_K[: self.num_embedding - len(self)]
         place_U[come_F] = self._take(keys.id_U[come_F])
         self._use(keys.id_U, place_U, count_U, come_F, time)
-        cache_N, begin = place_U[keys.inverse_N], 0
+        cache_N, begin = place_U.take(keys.inverse_N), 0
         for its in cache_ids:
             its.copy_(torch.from_numpy(cache_N[begin : begin + its.numel()]).view(its.shape))
             begin += its.numel()

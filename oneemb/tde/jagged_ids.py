@@ -61,7 +61,7 @@ class JaggedIds:
         features = self._features
         values = features.values().detach().to("cpu", copy=True)
         for slices, inverse_N, cache_U in zip(self._slices_T, self._inverse_T, cache_TU, strict=True):
-            cache_N, begin = torch.from_numpy(cache_U[inverse_N]), 0
+            cache_N, begin = torch.from_numpy(cache_U.take(inverse_N)), 0
             for its in slices:
                 size = its.stop - its.start
                 values[its] = cache_N[begin : begin + size].to(values.dtype)

@@ -76,6 +76,17 @@ class Subject:
 
         return call, {**self.row, **{id: self.row.get(id, 1.0) - STEP for id in ids.tolist()}}
 
+    def two_lookups(self):
+        ids = self.ids()
+
+        def call():
+            for part in np.split(ids, 2):
+                self.embedding(torch.from_numpy(part)).sum().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+        return call, {**self.row, **{id: self.row.get(id, 1.0) - STEP for id in ids.tolist()}}
+
     def bags(self):
         ids, offsets = torch.from_numpy(self.ids()), torch.arange(0, self.batch + 1, 4)
 
@@ -204,7 +215,7 @@ class Preloaded:
         return self._library.counted()
 
 
-OPERATIONS = "lookup step bags save load step erase import_rows delta load step clear".split()
+OPERATIONS = "lookup step two_lookups bags save load step erase import_rows delta load step clear".split()
 
 
 def run(subject, allocations, operations=OPERATIONS, most=400):
