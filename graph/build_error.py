@@ -16,7 +16,7 @@ class BuildError(RuntimeError):
 
 
 def user_line() -> str:
-    """Where the user's code is, as " at file:line: code"; "" if nowhere."""
+    """Location of the user's code, as " at file:line: code"; "" if there is none."""
     frame = _user_frame()
     if frame is None:
         return ""
@@ -25,7 +25,7 @@ def user_line() -> str:
 
 
 def warn_user(text: str) -> None:
-    """Give a UserWarning that names the line of the user's code, however many of torch's frames lie between."""
+    """Give a UserWarning at the line of the user's code, however many frames of torch lie between."""
     frame = _user_frame()
     if frame is None:
         warnings.warn(text, stacklevel=3)
@@ -35,7 +35,7 @@ def warn_user(text: str) -> None:
 
 
 def _user_frame() -> FrameType | None:
-    """The innermost frame of this thread that is neither torch's nor ours."""
+    """Innermost frame of this thread that is neither torch's nor ours."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         package, filename = frame.f_globals.get("__name__", "").partition(".")[0], frame.f_code.co_filename

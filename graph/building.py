@@ -240,7 +240,7 @@ class Building:
                     f" train its rows; {REGISTER}, or freeze it with requires_grad_(False)"
                 )
             return now()
-        again = ops.in_backward()  # It was made in the forward pass: no plan has it.
+        again = ops.in_backward()  # A plan has the lookup of the forward pass alone, not the one that repeats it.
         if self.tape is not None and not again:
             self._announced.miss(embedding.store, inserts=embedding.training)
             return self.tape.lookup(name, arguments, now)
@@ -330,8 +330,8 @@ class _Mode(TorchFunctionMode):
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         building, kwargs = self._building, kwargs or {}
-        # torch.compile would look into what follows, and compile it too. Unlike is_compiling, this is of the frame that
-        # it traces, not of the process.
+        # torch.compile would trace and compile the lines below. Unlike is_compiling, this call asks about the frame
+        # that is traced, not about the process.
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **kwargs)
         if building_now() is not building:  # An interrupt has ended it while torch took the mode away.

@@ -286,9 +286,11 @@ def _unchanged(module: torch.nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _allocations_of_others_allowed() -> Iterator[None]:
-    """Let captures forbid calls that are unsafe during a capture to the capturing thread alone: in torch's default mode
-    an allocation by any other thread, such as one that evaluates, fails. `make_graphed_callables` has no argument for
-    the mode; one thread captures at a time."""
+    """Capture in mode "thread_local", so that other threads, such as one that evaluates, may allocate meanwhile.
+
+    In torch's default mode their allocations fail. `make_graphed_callables` has no argument for the mode, so
+    torch.cuda.graph is replaced for a time; one thread captures at a time.
+    """
     before = torch.cuda.graph
     torch.cuda.graph = functools.partial(before, capture_error_mode="thread_local")  # type: ignore[misc, assignment]
     try:

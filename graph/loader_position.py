@@ -1,4 +1,4 @@
-"""Where a loader is, for the batches that a loop has trained: the loop's thread reads batches ahead of their steps.
+"""State of a loader as of the batch trained last, while the loop's thread reads batches ahead of their steps.
 
 position = LoaderPosition(state)
 for batch in position.read(loader):      on the thread that loads
@@ -17,31 +17,31 @@ __all__ = ["LoaderPosition"]
 
 
 class LoaderPosition:
-    """How far a loop is behind what it has read of its loader.
+    """State of a loader as of the batch trained last, and the number of batches read since.
 
     Args:
-        state: of a loader, until a batch is trained.
+        state: the loader's state until a batch is trained.
     """
 
     def __init__(self, state: Any = None):
         self.state = state
-        """The loader's `state_dict()` as it was when it had given the batch trained last; None = it has none."""
+        """The loader's `state_dict()` right after it gave the batch trained last; None = the loader has no state."""
         self._read: deque[Any] = deque()
-        """The same of each batch that is read and not trained."""
+        """The loader's state right after each batch that is read and in no update yet."""
         self._called = 0
-        """Batches among them whose calls are made, and that no update has used yet."""
+        """Number of these batches whose calls are made; the next update uses them."""
         self._has_failed = False
-        """Whether the loader's `state_dict` has."""
+        """Whether the loader's `state_dict` has failed; it is not called again."""
         self._end: list[Any] = []
-        """The same when the loader had no more batches."""
+        """The loader's state after its last batch, once the loader has ended; else empty."""
 
     @property
     def ahead(self) -> int:
-        """How many batches have been read and are in no update yet."""
+        """Number of batches that are read and in no update yet."""
         return len(self._read)
 
     def read(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The batches of a loader. Where it cannot say where it is, a warning tells it, and the batches come."""
+        """Yield the batches of a loader, and note its state after each; a state_dict that fails gives a warning."""
         for batch in loader:
             self._read.append(self._state_of(loader))
             yield batch
@@ -62,10 +62,10 @@ class LoaderPosition:
             return None
 
     def trained(self, updated: bool = True) -> None:
-        """The call of the next batch is made.
+        """Note that the call of the next batch is made.
 
         Args:
-            updated: whether it has ended with an update, of the batches since the last one together.
+            updated: whether the call ended with an update, which uses all batches since the update before.
         """
         self._called += 1
         while updated and self._called:
@@ -73,6 +73,6 @@ class LoaderPosition:
             self._called -= 1
 
     def ended(self) -> None:
-        """The loop has come to its end: the loader is at its own, unless a loop of other ranks has ended before."""
+        """Note that the loop has ended: the state is that of the loader's end, unless another rank's loader ended first."""
         if self._end and not self._read:
             self.state = self._end.pop()

@@ -66,7 +66,7 @@ class Prepared:
     announced: ops.Announced | None = None
     """The lookups that ranks have announced; None = there are none."""
     position: LoaderPosition | None = None
-    """Of the loop that it is a batch of; None = it is a call's."""
+    """Position of the loop that read the batch; None = a call by itself gave it."""
     error: BaseException | None = None
     last: bool = False
     mark: Mark = field(default_factory=list)

@@ -151,7 +151,7 @@ _HAS_ONE, _HAS_NONE = 0, 1
 
 
 def check_between_ranks(gradients: str, comm_dtype: torch.dtype) -> None:
-    """Raise ValueError unless ranks can treat gradients so, and send them as this dtype."""
+    """Raise ValueError unless both are among the values that ranks support."""
     if not isinstance(gradients, str) or gradients not in ("mean", "sum"):
         raise ValueError(f'gradients_of_ranks must be "mean" or "sum", got {gradients!r}')
     if not isinstance(comm_dtype, torch.dtype) or comm_dtype not in _COMM_DTYPES:
@@ -184,8 +184,8 @@ class Ranks:
             )
         if not callable(getattr(group, "rank", None)):
             raise TypeError(
-                f"process_group must be a group of torch.distributed, got {type(group).__name__} {group!r}; that of all"
-                " ranks is torch.distributed.group.WORLD"
+                f"process_group must be a group of torch.distributed, got {type(group).__name__} {group!r}; pass"
+                " torch.distributed.group.WORLD for all ranks"
             )
         self.group = group
         self.gradients, self.comm_dtype = gradients, comm_dtype

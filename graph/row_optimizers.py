@@ -82,7 +82,7 @@ class RowOptimizer:
         run: steps the rows.
         check: raises ValueError where the group's options have changed into what the rows cannot follow. Called for
             every row optimizer of a step before any of them runs.
-        fixed: options that must stay as they are, with their values: rows that differ in them are not stepped as one.
+        fixed: options that must stay as they are, with their values; rows with other values are stepped separately.
     """
 
     name: str

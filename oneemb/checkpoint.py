@@ -91,7 +91,7 @@ def load_checkpoint(graph: CompiledGraph, train: TrainState, path: str, strict: 
 
 
 def _together(graph: CompiledGraph, calls: RankCalls, verb: str, what: str, call: Callable[[], T]) -> T:
-    """As `RankCalls.together`; what its embeddings do in the call is said to be part of it."""
+    """Make a call on all ranks; exchanges of the graph's embeddings within it name the call."""
 
     def run() -> T:
         with ExitStack() as stack:

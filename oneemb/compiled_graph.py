@@ -158,9 +158,9 @@ class CompiledGraph(torch.nn.Module):
         self._dense: dict[tuple[bool, bool], DenseCompiler | None] = {}
         self._signature = Signature(self.build)
         self._position = LoaderPosition()
-        """Of the loop that was begun last."""
+        """Position of the loop that was begun last."""
         self._called_by: LoaderPosition | None = None
-        """That of a loop without a thread, which is about to make a call."""
+        """Position of the loop without a thread that is about to make a call; None = no loop is."""
         self._connections: list[tuple[object, Ranks]] = []
         """Those that no loop uses: the group of the embeddings, and its ranks as the thread of `run` knows them."""
         self._connected: list[Ranks] = []
@@ -432,8 +432,8 @@ class CompiledGraph(torch.nn.Module):
         loops: batches that others have loaded beyond it are left out. If one raises, every rank does. Ranks that leave
         the loop early leave it at the same batch.
 
-        The loader is ahead of the steps: `batches_ahead` says by how many batches, and `loader_state` is what its
-        `state_dict()` gave with the batch that was trained last.
+        The loader is ahead of the steps: `batches_ahead` is the number of batches between them, and `loader_state` is
+        the loader's `state_dict()` as of the batch trained last.
 
         Args:
             loader: gives batches: a tuple or list of `build`'s arguments, a dict of them by name, or, if `build`
@@ -492,22 +492,22 @@ class CompiledGraph(torch.nn.Module):
 
     @property
     def batches_ahead(self) -> int:
-        """How many batches the loop begun last has read from its loader that are in no update yet."""
+        """Number of batches that the loop begun last has read from its loader and that are in no update yet."""
         return self._position.ahead
 
     @property
     def loader_state(self) -> Any:
-        """The loader's state as of the batch that a loop over `run` has trained last, whatever the thread has read
-        since: a copy of what its `state_dict()` gave then. None if it has no such method, or no loop was run.
+        """State of the loader as of the batch that a loop over `run` trained last, however far the thread has read: a
+        copy of its `state_dict()`. None for a loader without that method, and before the first loop.
 
-        A checkpoint holds it, and `load` brings it back: after `loader.load_state_dict(graph.loader_state)` the loop
-        goes on with the next batch. Of ranks each has its own, which is None after a load of what more or fewer have
-        saved.
+        A checkpoint holds the state, and `load` brings it back: after `loader.load_state_dict(graph.loader_state)` the
+        loop goes on with the next batch. Each rank has its own, which is None after a load of a checkpoint of another
+        number of ranks.
         """
         return self._position.state
 
     def at_loader_state(self, state: Any) -> None:
-        """Let this be the `loader_state`, as a checkpoint says, until a loop trains a batch."""
+        """Set `loader_state` to that of a checkpoint, until a loop trains a batch."""
         self._position.state = state
 
     def _loop(
@@ -574,7 +574,7 @@ class CompiledGraph(torch.nn.Module):
         Args:
             follow: told the versions of the tensors that preparing is about to read.
             ranks: those whom its lookups are announced to, with connections of their own.
-            position: of the loop that it is a batch of.
+            position: of the loop that read the batch.
         """
         with ops.Announcement(ranks) as announcement:
             prepared = self._prepare_lookups(batch, announcement, follow)

@@ -74,9 +74,8 @@ class Optimizer(torch.optim.Optimizer):
         ):
             raise TypeError(f"embeddings must be a list of embeddings that the optimizer trains, got {embeddings!r}")
         self._inner: torch.optim.Optimizer | None = None
-        super().__init__(
-            [torch.empty(0, dtype=torch.float32, device="cpu")], {}
-        )  # whose groups and state nobody sees: see below
+        # Nobody sees the groups and state of this call's parameter: see below.
+        super().__init__([torch.empty(0, dtype=torch.float32, device="cpu")], {})
         self._inner = optimizer
         self.steps_rows_itself = True
         groups: dict[TrainedRows, tuple[int, ...]] = {}

@@ -124,7 +124,7 @@ class TableEmbedding(torch.nn.Module):
         self._saved: tuple[SnapshotName, int] | None = None
         """The snapshot saved or loaded last, and the store's count of changes then."""
         self._may_be_empty = starts_empty
-        """Whether no lookup has asked yet whether rows begin beside snapshots; see `say_if_empty`."""
+        """Whether the warning of `say_if_empty` may still come."""
 
     # ---- lookups ----------------------------------------------------------------------------------------------------
 
@@ -294,7 +294,7 @@ class TableEmbedding(torch.nn.Module):
         return keys
 
     def say_if_empty(self) -> None:
-        """Warn, the first time, where rows are about to begin in a folder of whose snapshots none was loaded."""
+        """Warn, once, if rows are about to begin in a folder with snapshots of which none was loaded."""
         asks, self._may_be_empty = self._may_be_empty, False
         if not asks or self.store.changes or self._saved is not None or not self._speaks:
             return
@@ -344,7 +344,7 @@ class TableEmbedding(torch.nn.Module):
         weight.register_hook(ops.refuse_dense)
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
-        """As of any module; pretrained vectors in the place of `weight`, which stands for rows, are an error."""
+        """Register a parameter; refuse one with values as `weight`, which stands for the rows."""
         if name == "weight" and param is not None and param.dim() and len(param):
             refuse_values(self.name, f"weight = a parameter of shape {list(param.shape)}")
         super().register_parameter(name, param)
@@ -476,12 +476,12 @@ class TableEmbedding(torch.nn.Module):
         if changed is not None and self._speaks:
             warn_user(
                 f"snapshot {name!r} was saved with {changed[0]}, embedding {self.name!r} has {changed[1]}: ids that the"
-                " snapshot does not hold begin, and the padding reads, as the embedding says; make it as that one was"
-                " to go on as before"
+                " snapshot lacks begin, and the padding reads, by the embedding's arguments; give it the snapshot's to"
+                " go on as before"
             )
 
     def _load(self, name: str, weights_only: bool = False) -> tuple[str, str] | None:
-        """Load, and return how the embedding that saved the snapshot was made otherwise; see `differences`."""
+        """Load a snapshot, and return the `differences` of the embedding that saved it from this one."""
         info, as_saved = self.rank_snapshots.load(name, weights_only=weights_only, check=self._check_tables)
         self.drop_grads()
         snapshot: SnapshotName = {"oneemb_snapshot": name, "oneemb_identity": info.identity}
@@ -524,7 +524,7 @@ class TableEmbedding(torch.nn.Module):
         return to_tree(self.tables)
 
     def description(self) -> dict[str, Any]:
-        """What snapshots say of the embedding that saved them. Nobody may change its list of tables."""
+        """Description of the embedding, as snapshots hold it. Callers must not change its list of tables."""
         said_T = [policy.absent for policy in self.policies or ()]
         absent = [said if isinstance(said, str) else to_tree(said) for said in said_T]
         return {
@@ -539,7 +539,7 @@ class TableEmbedding(torch.nn.Module):
         }
 
     def _made(self) -> str:
-        """How the embedding was made, as far as it has to be the same on all ranks."""
+        """Arguments of the embedding that must be the same on all ranks, as text."""
         assert self.ranks is not None
         initializers = json.dumps([self._table_trees, repr(self.default_initializer)])
         return (

@@ -110,7 +110,7 @@ def check_arguments(
 
 
 def _with_type(value: object) -> str:
-    """A value as errors show it: torch's own as they are called, others with their type."""
+    """Text of a value for an error, with its type unless it is None or a dtype."""
     return str(value) if value is None or isinstance(value, torch.dtype) else f"{type(value).__name__} {value!r}"
 
 
@@ -139,11 +139,11 @@ def _check_range(what: str, initializer: Initializer, dtype: torch.dtype) -> Non
 
 
 def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> tuple[str, str] | None:
-    """How two embeddings were made, as far as rows begin or read otherwise in them; None where they do not.
+    """Arguments by which rows begin or read differently in two embeddings, as a text for each; None if there are none.
 
     Args:
-        theirs: the `description` in a snapshot; {} or a part of it where another release has saved that.
-        ours: that of an embedding with as many tables or more.
+        theirs: the `description` in a snapshot; other releases may have saved less of it, or none.
+        ours: the `description` of an embedding with at least as many tables.
     """
     names = [name for name in ("seed", "padding_idx", "key_type", "column_dims") if name in theirs]
     found = [(f"{name}={theirs[name]}", f"{name}={ours[name]}") for name in names if theirs[name] != ours[name]]
@@ -162,7 +162,7 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> tuple[str
 
 
 def _begins(table: Mapping[str, Any], default: Mapping[str, Any]) -> str:
-    """How the rows of a table begin, in words, given what a description says of it."""
+    """Initializers of a table of a description, as text."""
     said = []
     for column in table["columns"]:
         its = dict(column["initializer"] or default)

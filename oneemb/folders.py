@@ -1,4 +1,4 @@
-"""Folders that an object of this process holds, and how it lets go of them."""
+"""Release of folders that an object of this process holds."""
 
 import os
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ def release(path: AnyPath | Sequence[AnyPath]) -> None:
             of one process and the tables of a collection. With `process_group` every rank makes the call.
 
     Warns:
-        UserWarning: rows are lost that no snapshot holds as they were; it says how many, and of what.
+        UserWarning: rows that no snapshot holds are lost; the warning counts them, and names the object that had them.
 
     Raises:
         RuntimeError: this thread is in the middle of a step with the object; it stays open. The step of another

@@ -86,7 +86,7 @@ class State(TypedDict):
     optimizers: list[dict[str, Any]]
     optimizer_classes: list[str]
     optimizer_names: NotRequired[list[list[list[str | None]]]]
-    """Of each optimizer and group, the names of its parameters; older states have none."""
+    """Names of the parameters of each group of each optimizer; older states have none."""
     skipped: list[int]
     lr_schedulers: list[dict[str, Any] | None]
     grad_scaler: dict[str, Any] | None
@@ -98,12 +98,12 @@ class State(TypedDict):
 
 
 class LoadedKeys(NamedTuple):
-    """What a load has left out, by name."""
+    """Names that a load has passed over."""
 
     missing_keys: list[str]
-    """Of the graph, what the state has not: it is as it was."""
+    """Names that only the graph has; they keep their values."""
     unexpected_keys: list[str]
-    """Of the state, what the graph has not."""
+    """Names that only the state has."""
 
 
 # ---- taken ----------------------------------------------------------------------------------------------------------
@@ -187,15 +187,15 @@ def _own(graph: CompiledGraph, differ: set[str]) -> Other:
 
 
 def _loader_state(graph: CompiledGraph) -> Any:
-    """The state of the loader, if it is one that a state can hold; else None, with a warning."""
+    """State of the loader; None if there is none, or, with a warning, if a checkpoint cannot hold it."""
     if (state := graph.loader_state) is None:
         return None
     try:
         _load(io.BytesIO(to_bytes(state)), "the state of the loader")
     except (ValueError, TypeError, AttributeError, RuntimeError, pickle.PicklingError) as error:
         warnings.warn(
-            "the state of the loader is left out of what is saved, which holds numbers, strings and tensors, in lists"
-            f" and dicts: save graph.loader_state yourself ({error})",
+            "the state of the loader is not saved, since a checkpoint holds numbers, strings and tensors, in lists and"
+            f" dicts; save graph.loader_state yourself ({error})",
             stacklevel=2,
         )
         return None
@@ -307,7 +307,7 @@ def _buffers(graph: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _names_of(graph: torch.nn.Module, optimizer: Optimizer) -> list[list[str | None]]:
-    """The names of the parameters in each of its groups; None for one that is no part of the graph."""
+    """Names of the parameters in each group of an optimizer; None for one that is no part of the graph."""
     plain = _plain_names(graph)
     names = {id(parameter): plain(name) for name, parameter in graph.named_parameters()}
     return [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
@@ -335,15 +335,14 @@ def _with_extra_state(graph: torch.nn.Module) -> dict[str, torch.nn.Module]:
 def check_fits(
     graph: CompiledGraph, train: TrainState, state: State, where: str, *, strict: bool = True
 ) -> LoadedKeys:  # fmt: skip
-    """Raise ValueError unless the state, of which this says nothing of rows, fits the graph; the message says what
-    differs.
+    """Raise ValueError unless the state, apart from its rows, fits the graph; the message says what differs.
 
     Args:
         where: the state is from.
-        strict: whether each must have all that the other has; off, what both have must fit.
+        strict: whether both must have the same names; if not, only what both have must fit.
 
     Returns:
-        What only one of them has.
+        The names that only one of them has.
     """
     if state.get("format") != _FORMAT:
         raise ValueError(f"{where} has format {state.get('format')!r}, this version of oneemb reads {_FORMAT}")
@@ -360,9 +359,7 @@ def check_fits(
         for cls, optimizer in zip(state["optimizer_classes"], train.optimizers, strict=False):
             if cls != type(optimizer.optimizer).__name__:
                 name = type(optimizer.optimizer).__name__
-                raise ValueError(
-                    f"{where} does not fit: what is the state of {cls} there is that of {name} in the graph"
-                )
+                raise ValueError(f"{where} does not fit: the optimizer is {cls} there, {name} in the graph")
         keys, saved_keys = _keys_of_graph(graph, train), _keys_of_state(state) - _not_taken(train, state)
         hold_nothing |= {f"{name}.weight" for name in state["embeddings"]}
         return LoadedKeys(sorted(keys - saved_keys - hold_nothing), sorted(saved_keys - keys - hold_nothing))
@@ -394,11 +391,11 @@ def check_fits(
 
 
 def _not_taken(train: TrainState, state: State) -> set[str]:
-    """The names of what a state has of optimizers and schedulers that cannot take it: those whose groups are others."""
+    """Names of optimizers and schedulers that cannot take their saved state, since their groups differ."""
     keys = set[str]()
     for n, (optimizer, saved) in enumerate(zip(train.optimizers, state["optimizers"], strict=False)):
         here, there = _group_sizes(optimizer.state_dict()), _group_sizes(saved)
-        if here != there and "optimizer_names" not in state:  # Nothing says whose state is whose.
+        if here != there and "optimizer_names" not in state:  # No name says which parameter a state is of.
             keys.add(f"optimizers.{n}")
         if len(here) != len(there):
             keys.add(f"lr_schedulers.{n}")
@@ -406,7 +403,7 @@ def _not_taken(train: TrainState, state: State) -> set[str]:
 
 
 def _keys_of_graph(graph: CompiledGraph, train: TrainState) -> set[str]:
-    """The names of all that a state of the graph has."""
+    """Names of all that a state of the graph would have."""
     keys = {*_tensors(graph), *named_embeddings(graph), *_own_scalers(graph)}
     keys |= {f"{name}._extra_state" for name in _with_extra_state(graph)}
     keys |= {f"optimizers.{n}" for n in range(len(train.optimizers))}
@@ -415,7 +412,7 @@ def _keys_of_graph(graph: CompiledGraph, train: TrainState) -> set[str]:
 
 
 def _keys_of_state(state: State) -> set[str]:
-    """The names of all that a state has."""
+    """Names of all that a state has."""
     keys = {*state["tensors"], *state["embeddings"], *state.get("own_grad_scalers", ())}
     keys |= {f"{name}._extra_state" for name in state["extra"]}
     keys |= {f"optimizers.{n}" for n in range(len(state["optimizers"]))}
@@ -435,7 +432,7 @@ def _group_sizes(state: dict[str, Any]) -> list[int]:
 
 
 def restore_dense(graph: CompiledGraph, train: TrainState, state: State, calls: RankCalls) -> None:
-    """Put everything back but rows, as it is for this rank. The state fits the graph, as far as both have the same."""
+    """Restore everything but rows, as it is for this rank. What graph and state both have must fit."""
     others = state.get("others", [])
     saved_tensors, saved_extra = state["tensors"], state["extra"]
     if calls.rank > 0 and calls.size == 1 + len(others):
@@ -469,7 +466,7 @@ def restore_dense(graph: CompiledGraph, train: TrainState, state: State, calls: 
 
 
 def _state_for(graph: CompiledGraph, optimizer: Optimizer, state: State, n: int) -> dict[str, Any]:
-    """The saved state of an optimizer; of parameters that were not there, what it has of them now."""
+    """Saved state of an optimizer, by the names of parameters; parameters that it lacks keep their present state."""
     saved, now = state["optimizers"][n], optimizer.state_dict()
     names = state["optimizer_names"][n] if "optimizer_names" in state else None
     if names is None or names == _names_of(graph, optimizer):
@@ -482,7 +479,7 @@ def _state_for(graph: CompiledGraph, optimizer: Optimizer, state: State, n: int)
     }
     merged = dict(now["state"])
     for group, its in zip(now["param_groups"], _names_of(graph, optimizer), strict=True):
-        merged |= {n: of_name[name] for n, name in zip(group["params"], its, strict=True) if name in of_name}
+        merged |= {number: of_name[name] for number, name in zip(group["params"], its, strict=True) if name in of_name}
     groups = [
         {**group, **(saved["param_groups"][g] if g < len(saved["param_groups"]) else {}), "params": group["params"]}
         for g, group in enumerate(now["param_groups"])
@@ -566,6 +563,7 @@ def _load(file: str | IO[bytes], where: str, *, mmap: bool = False) -> Any:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except (pickle.UnpicklingError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError,
             ValueError, KeyError, UnicodeDecodeError, OSError) as error:  # fmt: skip
-        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # which is a place before the file's begin
+        # torch seeks to a place before the begin of a damaged file: EINVAL. Other errors of the system are no damage.
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
             raise
         raise ValueError(f"{where} is not a checkpoint of a TrainGraph, or is damaged: {error}") from error

@@ -295,7 +295,7 @@ def test_pooling_of_ids_in_no_bags_is_an_error(tmp_path, pooling):
 
     score = Score()
     for look_up in (embedding, embedding.eval(), averaged, score):
-        with pytest.raises(ValueError, match=f"pooling='{pooling}' is of bags.*pass offsets"):
+        with pytest.raises(ValueError, match=f"pooling='{pooling}' is for bags.*pass offsets"):
             look_up(ids, pooling=pooling)
         assert look_up(ids).shape == (2, 2, DIM)
         assert look_up(ids.reshape(-1), offsets=torch.arange(5), pooling=pooling).shape == (2, 2, DIM)

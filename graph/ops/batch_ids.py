@@ -27,19 +27,19 @@ __all__ = [
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 POOLINGS = ("sum", "mean", "max")
-"""What a bag may give of its ids."""
+"""Poolings of a bag."""
 
 
 def pooling_of(pooling: str | None, offsets: object) -> Literal["sum", "mean", "max"]:
-    """What a bag gives of its ids, "sum" where it is not said; raise ValueError where it is said of ids in no bags."""
+    """Pooling of bags, "sum" for None; raise ValueError for one that is unknown, or given without `offsets`."""
     if pooling is None:
         return "sum"
     if not isinstance(pooling, str) or pooling not in POOLINGS:
         raise ValueError(f'pooling must be "sum", "mean" or "max", got {pooling!r}')
     if offsets is None:
         raise ValueError(
-            f"pooling={pooling!r} is of bags, which offsets tell apart, got none; pass offsets, or pool the rows"
-            " of ids yourself, embedding(ids).sum(1)"
+            f"pooling={pooling!r} is for bags, which need offsets, got None; pass offsets, or pool the rows of ids"
+            " yourself, embedding(ids).sum(1)"
         )
     return cast(Literal["sum", "mean", "max"], pooling)
 

@@ -151,8 +151,8 @@ def unique_keys(
 
 
 def in_backward() -> bool:
-    """Whether this thread runs a backward pass: a lookup in it is one of the forward pass, made again by what
-    activation checkpointing recomputes."""
+    """Whether this thread runs a backward pass. A lookup there repeats one of the forward pass, since activation
+    checkpointing recomputes it."""
     return bool(torch._C._current_graph_task_id() >= 0)
 
 
@@ -223,7 +223,7 @@ class Lease:
         self.has_grad = False
         """Whether a gradient has come."""
         self.lookups = 1
-        """How many lookups' rows these are: see `of_keys`."""
+        """Number of lookups whose rows the lease holds; above 1 by `of_keys` alone."""
         self.order = next_order()
         """Grows from lookup to lookup: gradients of a row are summed in the order in which lookups were made."""
         self._keys = keys
@@ -244,7 +244,7 @@ class Lease:
 
     @classmethod
     def of_keys(cls, store: EmbeddingStore, table_U: Array, id_U: Array, lookups: int = 1) -> "Lease":
-        """The rows of these distinct keys, which other leases have had, of so many lookups, pinned."""
+        """A pinned lease of distinct keys, in place of the leases of so many lookups."""
         unique = store.loops.distinct_keys(table_U, id_U)
         lease = cls(store, Keys(torch.Size((len(id_U),)), unique, None, store.loops))
         lease.lookups = lookups
@@ -279,7 +279,7 @@ class Lease:
     inserts = False
     """As what is reserved: its unknown keys are inserted by the step that trains them."""
     repeated_by = -1
-    """The number of the backward pass that has made the lookup again."""
+    """Number of the backward pass that repeated the lookup last; -1 = none has."""
 
     def acquire(self) -> "Lease":
         """This, as what is reserved gives it: the lookup is made now, after those that were made before."""
@@ -421,7 +421,7 @@ class Lease:
 
 
 def full(error: StoreFullError, waiting: int) -> StoreFullError:
-    """The error; where rows that lookups hold leave no room, one that says how many of these wait for `zero_grad`.
+    """The error; where pinned rows leave no room, an error that says how many lookups wait for `zero_grad()`.
 
     Args:
         waiting: the number of lookups whose gradients are kept.
@@ -436,17 +436,17 @@ def full(error: StoreFullError, waiting: int) -> StoreFullError:
 
 
 class LeaseAgain(Lease):
-    """A lookup that was made before, and is made again in the backward pass: to policies it is no other use of rows.
+    """Lease of a lookup that the backward pass repeats; policies count no other use of its rows.
 
-    Rows are read where the first lease has them, if there is one still: an id that was refused a row then may have got
-    one by a lookup since.
+    The rows are read at the slots of the first lookup's lease, if it is still pinned: an id that got no row in the
+    forward pass may have got one by another lookup since.
     """
 
     def read(self) -> torch.Tensor:
         """See `Lease`."""
         backward, own_U = torch._C._current_graph_task_id(), self.slot_U
         leases = [one for one in self.store.pins.owners() if isinstance(one, Lease) and self._repeats(one)]
-        # Several lookups of the same ids are made again in the order in which they were made, each once.
+        # Lookups of the same ids are repeated in the order in which they were made, each once.
         first = min(leases, key=lambda one: (one.repeated_by == backward, one.order), default=self)
         first.repeated_by, self.slot_U = backward, first.slot_U
         try:
@@ -455,7 +455,7 @@ class LeaseAgain(Lease):
             self.slot_U = own_U
 
     def _repeats(self, first: Lease) -> bool:
-        """Whether the other lease is of a first lookup of the same keys."""
+        """Whether `first` is the lease of a first lookup of the same keys."""
         if isinstance(first, LeaseAgain) or first.slot_U is None or len(first.slot_U) != len(self.keys.unique.id_U):
             return False
         tensor, one, other = self.store.loops.tensor, self.keys.unique, first.keys.unique

@@ -276,7 +276,7 @@ def look_up_on_ranks(
 
 
 def lookup_of(name: str, inserts: bool, ranks: Ranks, again: bool = False) -> str:
-    """What ranks do that look up an embedding of this name; what must be the same on all is in it."""
+    """Name of a lookup on ranks, which contains all that must be the same on them."""
     once_more = " once more, in the backward pass," if again else ""
     return f"look up {name!r}{once_more} in {'training' if inserts else 'eval'} mode, comm_dtype {ranks.comm_dtype}"
 

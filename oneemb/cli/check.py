@@ -55,7 +55,7 @@ def _unneeded_text(result: "CheckResult") -> str:
     if result.unreadable:
         return (
             f"{files} files belong to no snapshot that can be read; {kept} of them stay, since"
-            f" {', '.join(result.unreadable)} may need them: restore that from a copy, or delete the snapshot"
+            f" {', '.join(result.unreadable)} may need them: restore the file from a copy, or delete the snapshot"
         )
     stay = f"; but {kept} of them stay until `oneemb compact --remove-orphans`" if kept else ""
     return f"{files} files belong to no snapshot: a job's, or what the next one removes{stay}"

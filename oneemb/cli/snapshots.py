@@ -22,8 +22,8 @@ def snapshot() -> None:
 def list_snapshots(ctx: click.Context, path: str, as_json: bool) -> None:
     """List the snapshots of the table at PATH, or of the ranks that have their tables there, oldest first.
 
-    Those that cannot be read, or of which parts are missing, or what a delta goes on from, are named beside the list,
-    with the reason; then the command exits with 1.
+    Snapshots that cannot be read, or that lack parts or a delta's parent, are named beside the list with the reason;
+    the command then exits with 1.
     """
     names, damaged, incomplete = snapshot_names([path])
     result = {"path": path, "snapshots": names, "damaged": damaged, "incomplete": incomplete}
