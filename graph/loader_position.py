@@ -73,6 +73,7 @@ class LoaderPosition:
             self._called -= 1
 
     def ended(self) -> None:
-        """Note that the loop has ended: the state is that of the loader's end, unless another rank's loader ended first."""
+        """Note that the loop has ended: the loader is at its end, unless another rank's ended first or a batch is in no
+        update."""
         if self._end and not self._read:
             self.state = self._end.pop()

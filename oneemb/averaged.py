@@ -73,9 +73,7 @@ class AveragedEmbedding(torch.nn.Module):
     def __init__(self, embedding: TableEmbedding, persistent_path: AnyPath, decay: float | None = None):
         super().__init__()
         if not isinstance(embedding, TableEmbedding):
-            raise TypeError(
-                f"embedding must be one of oneemb's, to average its rows, got {type(embedding).__name__} {embedding!r}"
-            )
+            raise TypeError(f"embedding must be one of oneemb's, got {type(embedding).__name__} {embedding!r}")
         if decay is not None and (not isinstance(decay, int | float) or not 0 <= decay <= 1):
             raise ValueError(f"decay must be from 0 to 1, or None for a mean, got {decay!r}")
         if embedding.policies is not None:

@@ -39,7 +39,7 @@ class _Optimizer(torch.optim.Optimizer):
     """
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take a state as `load_state_dict` gives it, of older ones with counts that are ints."""
+        """Take a state of `load_state_dict`; counts of older states, which are ints, become tensors."""
         super().__setstate__(state)
         for its in self.state.values():
             if isinstance(its.get("step"), int):
@@ -231,7 +231,7 @@ class Ftrl(_Optimizer):
         if not state:
             state["n"] = torch.full_like(param, group["initial_accumulator_value"])
             state["z"] = torch.zeros_like(param)
-        if not group["lr"] > 0:  # A step with gradients of zeros, by which tools make an optimizer's state.
+        if not group["lr"] > 0:  # Tools step with gradients of zeros to make an optimizer's state.
             return
         grad = _l2_grad(param, grad, group)
         n, z = state["n"], state["z"]
@@ -290,8 +290,8 @@ class SmartDecayAdam(_Optimizer):
         _check_betas(self, group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take a state as `load_state_dict` gives it. Older ones count the steps of a group, and have of each parameter
-        the number of its last step."""
+        """Take a state of `load_state_dict`. Older states have a count of steps for each group, and the number of the
+        last step for each parameter."""
         super().__setstate__(state)
         for group in self.param_groups:
             step = group.pop("step", None)
@@ -495,7 +495,7 @@ class Lars(_Optimizer):
 
 
 def _count(steps: int) -> torch.Tensor:
-    """A count of steps as torch.optim has it, whatever the default dtype and device are."""
+    """Count of steps as torch.optim keeps it, whatever the default dtype and device are."""
     return torch.tensor(float(steps), dtype=torch.float32, device="cpu")
 
 

@@ -251,7 +251,7 @@ def make_device_mem_store_options(
         capacity: rows of all tables together at most; None = as many as the memory holds. Memory is taken as rows
             come, not at once. Rows in memory of all embeddings of a process share nine tenths of what it may use (of
             the machine, its control groups and `ulimit`); with a capacity, memory for so many rows is reserved for
-            this embedding before the first comes, if it is there.
+            this embedding before its first row comes, if so much is free.
         size_factor: values of a row as a multiple of its weights. None = what the optimizer needs. If it is too small
             for the optimizer, attaching the optimizer is an error that says how much is needed.
         storage_dim: values of a row, an alternative to size_factor; -1 is None.
@@ -373,7 +373,7 @@ def to_json(options: Options | Sequence[Options]) -> str:
 
 
 def to_tree(value: object) -> Any:
-    """What the text of `to_json` stands for: dicts, lists and plain values."""
+    """Options as dicts, lists and plain values, of which `to_json` is the text."""
     names = _FIELDS.get(type(value))
     if names is None:
         return [to_tree(item) for item in value] if isinstance(value, list | tuple) else value

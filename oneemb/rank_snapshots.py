@@ -95,12 +95,12 @@ class RankSnapshots:
         return self._calls.together(what.partition(" ")[0], self.words(what), call)
 
     def words(self, what: str) -> str:
-        """What ranks are doing, as exchanges say it."""
+        """Name of an operation, as exchanges have it."""
         return f"{self._part_of}{what} of embedding {self._name!r}"
 
     @contextmanager
     def part_of(self, what: str) -> Iterator[None]:
-        """Within it, exchanges say that they are part of this call, of a graph."""
+        """Name a graph's call in the exchanges that are made within it."""
         self._part_of, former = f"{what}: ", self._part_of
         try:
             yield

@@ -259,7 +259,7 @@ class RowStep:
             grad = taken.weight.grad
             if isinstance(grad, ops.RowGrad):
                 (self._spent if grad.spent else self.grads).append((taken, grad))
-            # A gradient of zeros, by which tools make an optimizer's state, is dropped: rows have theirs.
+            # Tools step with gradients of zeros to make an optimizer's state; rows have their own, so it is dropped.
             taken.weight.grad = None
 
     def put_back(self) -> None:
@@ -470,11 +470,11 @@ def rows_stepped(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _steps_others(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it steps other optimizers, as TorchRec's CombinedOptimizer does: their turns come."""
+    """Whether an optimizer steps others, which have steps of their own, as TorchRec's CombinedOptimizer does."""
     return getattr(optimizer, "steps_rows_itself", False) or hasattr(optimizer, "optimizers")
 
 
-# torch.compile of a step goes around these hooks, as around a lookup.
+# torch.compile leaves the hooks below uncompiled, as it does lookups.
 
 
 @torch._disable_dynamo
@@ -521,7 +521,7 @@ def _after(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> No
         step.end()
     has_rows = False
     for _, weight, _ in row_weights(optimizer):
-        # A step with gradients of zeros, by which tools make an optimizer's state, writes to what stands for rows.
+        # Tools step with gradients of zeros to make an optimizer's state, which writes to what stands for rows.
         weight.stepped_version = version_of(weight)  # type: ignore[attr-defined]
         has_rows = True
     if has_rows and not hasattr(optimizer, "names_rows") and not _steps_others(optimizer):
@@ -532,8 +532,8 @@ def _after(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> No
 
 
 def _name_rows(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Say in a state dict that weights that stand for rows have no state, if others have: the tools of
-    torch.distributed.checkpoint miss a parameter that is not there."""
+    """Give weights that stand for rows an empty state in a state dict, if other parameters have one there: the tools of
+    torch.distributed.checkpoint refuse a parameter without an entry."""
     state, groups = state_dict["state"], zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
     if state:
         for group, packed in groups:
@@ -543,8 +543,8 @@ def _name_rows(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
 
 
 def _forget_state(optimizer: torch.optim.Optimizer) -> None:
-    """Drop what a load has given weights that stand for rows."""
-    if not isinstance(optimizer, torch.optim.Adagrad):  # It makes that of all parameters itself, and needs it.
+    """Drop the state that a load has given weights that stand for rows."""
+    if not isinstance(optimizer, torch.optim.Adagrad):  # Adagrad needs the state that it made at first.
         for _, weight, _ in row_weights(optimizer):
             optimizer.state.pop(weight, None)
 

@@ -1,7 +1,7 @@
-"""The parameter that stands for the rows of an embedding, [0, D]: what would give it values is an error.
+"""Parameter that stands for the rows of an embedding, [0, D]; a write of values to it is an error.
 
-It holds no row, so that an initializer, a copy or an assignment would change none, and say nothing. Arithmetic on the
-parameter itself is let through: optimizers do it, with gradients of zeros too, and it changes nothing.
+The parameter holds no row: an initializer, a copy or an assignment would change none, silently. Arithmetic on the
+parameter itself is allowed, since optimizers do it, with gradients of zeros too; it changes nothing.
 """
 
 import copy
@@ -31,21 +31,21 @@ _CHANGE_VALUES = (
 
 
 def refuse_values(name: str, what: str) -> Never:
-    """Raise RuntimeError: `changes_no_row` with these arguments."""
+    """Raise RuntimeError with the text of `changes_no_row`."""
     raise RuntimeError(changes_no_row(name, what))
 
 
 def changes_no_row(name: str, what: str) -> str:
-    """The words of an error: a write to the weight of an embedding changes no row, and what does.
+    """Text of the error for a write of values to the weight of an embedding.
 
     Args:
-        name: of the embedding.
-        what: is done to its weight.
+        name: name of the embedding.
+        what: the write, as the error names it.
     """
     return (
         f"{what} would change no row of embedding {name!r}, whose weight has shape [0, D]: it stands for the rows and"
-        " holds none. How rows begin is said by an initializer, oneemb.make_table(oneemb.make_normal_initializer(...))"
-        " or init_fn of a TorchRec config; rows that there are, such as pretrained vectors, come in by"
+        " holds none. For new rows give an initializer, oneemb.make_table(oneemb.make_normal_initializer(...)), or"
+        " init_fn of a TorchRec config; bring rows such as pretrained vectors in by"
         " oneemb.import_rows(embedding, (ids, vectors)) or load_state_dict of what state_dict of an embedding gave"
     )
 
@@ -65,11 +65,11 @@ class _HoldsNone(torch.Tensor):
     """A tensor that stands for rows."""
 
     embedding: Callable[[], Any] = staticmethod(lambda: None)
-    """Gives the embedding whose rows they are; None = it is gone, or this is a copy."""
+    """Returns the embedding whose rows the tensor stands for; None = it is gone, or the tensor is a copy."""
 
     @property
     def name(self) -> str:
-        """Of the embedding."""
+        """Name of the embedding."""
         embedding = self.embedding()
         return "" if embedding is None else embedding.name
 
@@ -92,7 +92,7 @@ class _HoldsNone(torch.Tensor):
         return torch.Tensor.numel(self)
 
     def _refuse_initializer(self, caller: FrameType) -> None:
-        # Some of torch's initializers ask for these first, and leave a tensor without elements alone.
+        # Some of torch's initializers read shape or numel first, and skip a tensor without elements.
         if caller.f_globals.get("__name__") == "torch.nn.init":
             refuse_values(self.name, f"torch.nn.init.{caller.f_code.co_name}(weight)")
 
@@ -102,7 +102,7 @@ class RowWeight(torch.nn.Parameter, _HoldsNone):
 
     @property
     def data(self) -> torch.Tensor:
-        """As of any tensor; what changes it in place is refused too."""
+        """As of any tensor; writes to it in place are refused too."""
         if is_dynamo_compiling():
             return self.detach()
         data = _TENSOR.data.__get__(self).as_subclass(_Data)
@@ -117,7 +117,7 @@ class RowWeight(torch.nn.Parameter, _HoldsNone):
 
 
 class _Data(_HoldsNone):
-    """What `weight.data` gives. Its copies, and the results of its methods, are ordinary tensors."""
+    """Tensor that `weight.data` gives. Its copies, and the results of its methods, are ordinary tensors."""
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 

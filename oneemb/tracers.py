@@ -15,11 +15,11 @@ _mode_of, _dispatch_modes = torch._C._get_dispatch_mode, torch._C._len_torch_dis
 _functions_seen_by, _function_modes = torch._C._get_function_stack_at, torch._C._len_torch_function_stack
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
 _STAND_INS = {"FakeTensor", "FunctionalTensor"}
-"""Tensors that exporters have in place of values."""
+"""Classes of tensors that exporters put in the place of values."""
 
 
 def tracer_of(*values: object) -> str | None:
-    """The name of what records the call in this thread, or has stand-ins for its tensors; None = nothing does.
+    """Name of the tool that records the call in this thread, or that gave it tensors without values; None = none does.
 
     Args:
         values: tensors of the call, or None in their place.
@@ -45,10 +45,10 @@ def _is_traced_before_dispatch() -> bool:
 
 
 def refuse_tracers(embedding: torch.nn.Module, ids: object) -> None:
-    """Raise RuntimeError if torch records or transforms a lookup: its rows would be constants of what comes of it."""
+    """Raise RuntimeError if torch records or transforms a lookup: a recording would hold its rows as constants."""
     plain = type(ids) is torch.Tensor and _tracing_state() is None and _transform() is None
     if plain and not _dispatch_modes() and not _function_modes():
-        return  # as most lookups do, which take little longer than this
+        return  # as most lookups do; every lookup pays for these few calls
     if (tracer := tracer_of(ids)) is not None:
         raise RuntimeError(
             f"ids must have values where {_name_of(embedding)} looks them up, got those of {tracer}, which would keep"
@@ -58,7 +58,7 @@ def refuse_tracers(embedding: torch.nn.Module, ids: object) -> None:
     if _transform() is not None:
         raise RuntimeError(
             f"{_name_of(embedding)} must not look ids up inside of a function that torch.func or torch.vmap transforms,"
-            " since rows have no gradient and no batch there; look ids up outside, and pass the rows to the function"
+            " since rows get no gradient and no batch dimension there; look ids up outside, and pass the rows to it"
         )
 
 

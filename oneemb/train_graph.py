@@ -335,14 +335,14 @@ class TrainGraph(CompiledGraph):
         same on several ranks are the same on all.
 
         Args:
-            strict: whether graph and checkpoint must have the same. Off, what both have is loaded, and what only one
-                has is passed over: parameters and buffers, embeddings, optimizers and the rest, which stay as they are
-                in the graph. What both have under one name must fit all the same. State of optimizers goes by the names
-                of parameters; checkpoints of older versions have none, and state of other groups is passed over.
+            strict: whether graph and checkpoint must have the same names of parameters, buffers, embeddings,
+                optimizers and the rest. If not, names that both have are loaded, and must fit; names that only one
+                has are passed over, and stay as they are in the graph. The state of an optimizer goes by the names of
+                its parameters; older checkpoints lack these, and state of other groups is then passed over.
 
         Returns:
-            `missing_keys` of the graph that the checkpoint has not, and `unexpected_keys` that it has and the graph has
-            not, as of `torch.nn.Module.load_state_dict`: names of tensors, embeddings and modules' `_extra_state`,
+            `missing_keys`, which only the graph has, and `unexpected_keys`, which only the checkpoint has, as
+            `torch.nn.Module.load_state_dict` gives them: names of tensors, embeddings and modules' `_extra_state`,
             `optimizers.0`, `lr_schedulers.0`, `grad_scaler`.
 
         Raises:

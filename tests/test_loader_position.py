@@ -104,6 +104,7 @@ def test_a_step_that_raises_and_micro_batches_without_an_update_do_not_count(dep
     loader.load_state_dict(graph.loader_state)
     seen = [graph.loader_state["at"] for _ in graph.run(loader, prefetch_depth=depth)]
     assert seen == [4, 6, 6, 8, 8] and graph.steps == 4
+    assert graph.loader_state["at"] == 8 and graph.batches_ahead == 1, "the last batch was in no update"
 
 
 def test_a_loader_without_state_is_known_by_the_batches_ahead(tmp_path):

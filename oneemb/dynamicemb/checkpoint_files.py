@@ -89,7 +89,7 @@ class LoadingFiles(NamedTuple):
 
 
 def get_loading_files(root_path: str, name: str, rank: int, world_size: int) -> LoadingFiles:
-    """The files of a table that a rank of so many reads: its own, where as many ranks have written them, else all.
+    """Files of a table that a rank reads: its own if `world_size` ranks have written them, else those of all.
 
     Raises:
         StorageError: a file is missing, or there is no folder.

@@ -249,7 +249,7 @@ def _asking(strategy: AdmissionStrategy) -> Callable[[int, np.ndarray, np.ndarra
 def complete_initializer_args(
     initializer_args: DynamicEmbInitializerArgs, *, embedding_config: BaseEmbeddingConfig | None = None
 ) -> DynamicEmbInitializerArgs:
-    """The same, with the bounds that UNIFORM lacks; an object of its own where some are put in.
+    """Arguments with the bounds that UNIFORM lacks; a copy if any were missing, else the same object.
 
     Args:
         embedding_config: of the table, whose `num_embeddings` N gives -1 / sqrt(N) and 1 / sqrt(N); None = 0 and 1.

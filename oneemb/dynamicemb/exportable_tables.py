@@ -77,7 +77,7 @@ class InferenceLinearBucketTable(torch.nn.Module):
         self.register_buffer("size_T", torch.zeros(len(capacity), dtype=torch.int64, device=self.device))
 
     def fill(self, table_id: int, keys: torch.Tensor) -> None:
-        """Let a table have these ids, which are sorted and distinct, and no others.
+        """Replace the ids of a table by these, which are sorted and distinct.
 
         Raises:
             StoreFullError: it has no room for them.
@@ -199,7 +199,7 @@ class InferenceEmbeddingCollection(torch.nn.Module):
             self.hash_table.fill(t, torch.arange(there, device=self.hash_table.key_S.device))
 
     def load_from_dynamicemb_file(self, save_dir: str, table_names: list[str] | None = None) -> None:
-        """Take the rows of tables of a dump, of any number of ranks; tables that are not named have none then.
+        """Take the rows of tables of a dump of any number of ranks; tables that are not named have no rows afterwards.
 
         Args:
             save_dir: the folder of the collection in what `DynamicEmbDump` has written.
@@ -225,7 +225,7 @@ class InferenceEmbeddingCollection(torch.nn.Module):
             self._take(self.table_names_.index(name), dump, self._num_embeddings(name, dump))
 
     def _num_embeddings(self, name: str, dump: Dump) -> int | None:
-        """By which the keys of a dump are places in blocks, where they are."""
+        """Number of ids from which the ranks' blocks of "continuous" keys follow; None = it is not known."""
         config = self.embedding_configs[self.table_names_.index(name)]
         found: int | None = dump.meta.get("num_embeddings", getattr(config, "num_embeddings", None))
         return found
@@ -279,7 +279,7 @@ class InferenceEmbeddingCollection(torch.nn.Module):
         wide_ND = rows_ND.float()
         if per_sample_weights is not None:
             wide_ND = wide_ND * per_sample_weights[:, None]
-        # Of one bag more, so that a program is the same for one bag, or none.
+        # One bag more is summed, so that a program is the same for one bag, and for none.
         sum_BD = wide_ND.new_zeros(pooling_offsets.shape[0], self.emb_dim_).index_add(0, bag_N, wide_ND)
         if self.pooling_mode_ == _MEAN:
             one_N = torch.ones_like(bag_N).float()
@@ -326,15 +326,15 @@ def apply_inference_embedding_collection(
     TorchRec's or one of `oneemb.torchrec`.
 
     Args:
-        dynamic_table_configs: by table, whether any int64 is an id (`use_dynamic_hash`). Those of a collection say the
-            same, and a collection has one or more.
-        trained_emb_table_sizes: by table, how many rows it has in the end; others have `num_embeddings` of the config.
+        dynamic_table_configs: by table, whether any int64 is an id (`use_dynamic_hash`): the same for all tables of a
+            collection, of which one at least is named.
+        trained_emb_table_sizes: by table, its number of rows; that of others is `num_embeddings` of the config.
 
     Returns:
         The model, which is changed.
 
     Raises:
-        ValueError: tables of a collection do not say the same, or none of them is named; nothing has changed.
+        ValueError: tables of a collection differ in `dynamic_table_configs`, or none is named; nothing has changed.
     """
     kinds = torchrec.EmbeddingCollection, EmbeddingCollection
     found = {path: cast(Any, its) for path, its in model.named_modules() if isinstance(its, kinds)}

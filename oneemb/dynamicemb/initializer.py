@@ -1,4 +1,4 @@
-"""What fills rows of a tensor as new rows begin; of tables themselves, `initializer_args` say it.
+"""Initializers that fill rows of a tensor. The rows of tables begin by `initializer_args` alone.
 
 fill = create_initializer_from_args(DynamicEmbInitializerArgs(DynamicEmbInitializerMode.NORMAL, std_dev=0.1))
 fill(buffer, torch.tensor([3, 5]), None)            rows 3 and 5 are drawn anew, by torch's generator

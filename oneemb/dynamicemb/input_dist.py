@@ -27,18 +27,18 @@ def bucketize_kjt_before_all2all(
     block_bucketize_row_pos: Sequence[torch.Tensor] | None = None,
     dist_type_per_feature: Mapping[str, str] | None = None,
 ) -> tuple[KeyedJaggedTensor, torch.Tensor | None]:
-    """A batch whose features come once for each rank, each time with the ids of that rank, in their order.
+    """A batch that has all features once for each rank, with the ids that go to this rank, in their order.
 
     Args:
         num_buckets: R.
         block_sizes: int64 [F], ids of a rank under "continuous", where ids become places in its block.
-        output_permute: whether it is said where ids have come.
-        bucketize_pos: whether the place of each id in its bag stands for its weight, where there are no weights.
-        block_bucketize_row_pos: is to be left out: `dist_type` says where ids go.
+        output_permute: whether the new places of ids are returned.
+        bucketize_pos: whether the place of each id in its bag becomes its weight, in a batch without weights.
+        block_bucketize_row_pos: must be None: `dist_type` says where ids go.
         dist_type_per_feature: "continuous", "roundrobin" or "hash_roundrobin" of each feature.
 
     Returns:
-        The batch; and where each id has come, int64 [N], or None.
+        The batch; and the new place of each id, int64 [N], or None.
 
     Raises:
         ValueError: an argument is not as above; the message names it.
@@ -92,8 +92,9 @@ class RwSparseFeaturesDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
         num_features: F.
         feature_hash_sizes: `num_embeddings` of each feature's table.
         device: of the buffers.
-        is_sequence: whether `unbucketize_permute_tensor` says, after a call, where ids have come.
-        has_feature_processor, need_pos: whether places in bags stand for weights: of batches without weights, and with.
+        is_sequence: whether `unbucketize_permute_tensor` has, after a call, the new place of each id.
+        has_feature_processor: whether places in bags become weights, in batches without weights.
+        need_pos: has no effect: batches with weights keep them.
         dist_type_per_feature: as of `bucketize_kjt_before_all2all`.
     """
 
@@ -115,21 +116,19 @@ class RwSparseFeaturesDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
         blocks = [-(-size // self._world_size) for size in feature_hash_sizes]
         self.register_buffer("_feature_block_sizes_tensor", torch.tensor(blocks, device=device, dtype=torch.int64))
         self._dist = KJTAllToAll(pg, [num_features] * self._world_size)
-        self._is_sequence, self._need_pos = is_sequence, need_pos
-        self._has_feature_processor = has_feature_processor
+        self._is_sequence, self._has_feature_processor = is_sequence, has_feature_processor
         self._dist_type_per_feature = dict(dist_type_per_feature or {})
         self.unbucketize_permute_tensor: torch.Tensor | None = None
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
-        """The ids that all ranks have for this one, when both are waited for.
+        """Awaitable of an awaitable of the ids that all ranks have for this one.
 
         Raises:
             ValueError: as `bucketize_kjt_before_all2all`.
         """
-        by_place = self._has_feature_processor if sparse_features.weights_or_none() is None else self._need_pos
         dealt, self.unbucketize_permute_tensor = bucketize_kjt_before_all2all(
             sparse_features, self._world_size, self._feature_block_sizes_tensor, output_permute=self._is_sequence,
-            bucketize_pos=by_place, dist_type_per_feature=self._dist_type_per_feature,
+            bucketize_pos=self._has_feature_processor, dist_type_per_feature=self._dist_type_per_feature,
         )  # fmt: skip
         sent: Awaitable[Awaitable[KeyedJaggedTensor]] = self._dist(dealt)
         return sent

@@ -89,7 +89,7 @@ class Storage(Interface[Any, Any]):
         Args:
             keys, table_ids: int64 [N]; no key twice.
             scores: int64 [N]; None = as of a lookup.
-            preserve_existing: leave the rows that there are as they are.
+            preserve_existing: leave existing rows as they are.
         """
         store = self._tables.rows.store
         store.build()
@@ -158,7 +158,7 @@ class Storage(Interface[Any, Any]):
         include_optim: bool,
         timestamp: int,
     ) -> None:
-        """Bring in those rows of files that this rank owns; other rows stay.
+        """Bring in the rows of files that this rank owns; other rows stay.
 
         Args:
             emb_file_path: of keys, which the rank of this number has written.
@@ -246,7 +246,7 @@ class HybridStorage(Storage):
 
 
 def _of_rows(path: str, dtype: str, rows: int) -> np.ndarray:
-    """The numbers of a file, of as many rows."""
+    """Numbers of a file, [rows, numbers of a row]."""
     numbers = np.fromfile(path, dtype)
     if len(numbers) % rows if rows else len(numbers):
         raise ValueError(f"{path} must have numbers of {rows} rows, as there are keys, got {len(numbers)} numbers")

@@ -311,10 +311,10 @@ class TableDumps:
         self, t: int, id_U: np.ndarray, value_UD: np.ndarray, state_UZ: np.ndarray | None, score_US: np.ndarray | None,
         now: int,
     ) -> None:  # fmt: skip
-        """Write rows of this rank, of a store that is built.
+        """Write rows of this rank; the store must be built.
 
         Args:
-            state_UZ: None = as that of new rows.
+            state_UZ: optimizer's state; None = that of new rows.
             score_US: as files have them; None = as of a lookup.
             now: `timestamp` of the store, the same for all rows.
         """

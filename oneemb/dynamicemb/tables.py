@@ -244,7 +244,7 @@ class DynamicTables:
             pending.reverse()  # so that they are taken in the order of the ranks
 
     def read(self, t: int, id_N: np.ndarray, *, scored: bool) -> Iterator[DumpRows]:
-        """These rows, which this rank has, in this order, which is that of their ids; some at a time."""
+        """Yield these rows of this rank, whose ids rise, some at a time."""
         store = self.rows.store
         if not store.built:
             return

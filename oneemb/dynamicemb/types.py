@@ -1,4 +1,4 @@
-"""What dynamicemb's modules share: enums, how rows begin, and the interfaces of stores, caches and admission.
+"""Enums, initializers of rows, and interfaces of stores, caches and admission, shared by dynamicemb's modules.
 
 Names and values are dynamicemb's.
 """
@@ -33,7 +33,7 @@ MAX_BUCKET_CAPACITY = 2**63 - 1
 
 KEY_TYPE = SCORE_TYPE = COUNTER_TYPE = torch.int64
 EMBEDDING_TYPE = OPT_STATE_TYPE = torch.float32
-"""Of the numbers in the files of a dump."""
+"""Dtypes of the numbers in the files of a dump."""
 
 torch_dtype_to_np_dtype = {torch.uint64: np.uint64, torch.int64: np.int64, torch.float32: np.float32}
 
@@ -144,7 +144,7 @@ def initializer_of(args: DynamicEmbInitializerArgs, num_embeddings: int | None) 
 
 
 class Found(NamedTuple):
-    """What `Storage.find` gives: N ids, M of them without a row."""
+    """Result of `Storage.find` for N ids, M of them without a row."""
 
     num_missing: int
     """M"""
@@ -163,7 +163,7 @@ class Found(NamedTuple):
 
 
 class Storage(abc.ABC, Generic[OptionsT, OptimizerT]):
-    """Interface of what has the rows of tables; N ids, M of them without a row, D weights and Z numbers of state."""
+    """Interface of a store of tables' rows; N ids, M of them without a row, D weights and Z numbers of state."""
 
     @abc.abstractmethod
     def find(
@@ -184,7 +184,7 @@ class Storage(abc.ABC, Generic[OptionsT, OptimizerT]):
         scores: torch.Tensor | None = None,
         preserve_existing: bool = False,
     ) -> None:
-        """Write rows, [N, D + Z]; where `preserve_existing`, those that there are stay as they are."""
+        """Write rows, [N, D + Z]; with `preserve_existing`, existing rows stay as they are."""
 
     @abc.abstractmethod
     def dump(
@@ -215,7 +215,7 @@ class Storage(abc.ABC, Generic[OptionsT, OptimizerT]):
 
     @abc.abstractmethod
     def embedding_dtype(self) -> torch.dtype:
-        """That of weights."""
+        """Dtype of weights."""
 
     @abc.abstractmethod
     def embedding_dim(self, table_id: int) -> int:
@@ -243,7 +243,7 @@ class Storage(abc.ABC, Generic[OptionsT, OptimizerT]):
 
     @abc.abstractmethod
     def init_optimizer_state(self) -> float:
-        """What the state of a new row begins with."""
+        """Number that fills the optimizer's state of a new row."""
 
     @abc.abstractmethod
     def export_keys_values(
@@ -259,7 +259,7 @@ class Cache(abc.ABC):
     def lookup(
         self, unique_keys: torch.Tensor, table_ids: torch.Tensor, lfu_accumulated_frequency: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Scores of ids, which of them are there, and their slots, -1 of those that are not."""
+        """Scores of ids; whether each is there; and its slot, -1 if it is not."""
 
     @abc.abstractmethod
     def insert_and_evict(
@@ -269,11 +269,11 @@ class Cache(abc.ABC):
 
     @abc.abstractmethod
     def reset(self) -> None:
-        """Empty it."""
+        """Empty the cache."""
 
     @abc.abstractmethod
     def cache_metrics(self) -> torch.Tensor:
-        """What was counted of lookups."""
+        """Counts of the lookups."""
 
     @abc.abstractmethod
     def set_record_cache_metrics(self, record: bool) -> None:

@@ -86,14 +86,12 @@ def export_graph(
     if dynamic_shapes is None:
         _check_batch(args, given)
     locks = [embedding.store.step_lock for embedding in embeddings_of(graph).values()]
+    export = functools.partial(_export, graph, build, path, args, given, options, dynamic_shapes)
     if options.format == "torchscript" or [*scalers_in(vars(graph).values()), *scalers_of(build)]:
-        # A trace of it draws random numbers or scales losses, as steps do; both are put back afterwards.
-        whole: _Alone = lambda call: call()  # noqa: E731
-        between_steps(locks, "export", lambda: _export(graph, build, path, args, given, options, dynamic_shapes, whole))
+        # The trace draws random numbers or scales losses, as steps do; both are put back before the next step.
+        between_steps(locks, "export", lambda: export(lambda call: call()))
     else:
-        _export(
-            graph, build, path, args, given, options, dynamic_shapes, lambda call: between_steps(locks, "export", call)
-        )
+        export(functools.partial(between_steps, locks, "export"))
 
 
 def _check_options(options: _Options) -> None:
@@ -131,7 +129,7 @@ def _export(
     """Write the file.
 
     Args:
-        alone: calls what no step may change meanwhile.
+        alone: makes a call beside which no step runs.
     """
     copies = ExitStack()
     try:
@@ -217,7 +215,7 @@ def _locked(folder: str) -> int:
 def _frozen(
     embedding: TableEmbedding, found: PartedSnapshot, work: str, options: _Options
 ) -> tuple[FrozenRows | HashedRows, dict[str, Any]]:
-    """The rows of an embedding, of a snapshot, and what the program says of them."""
+    """Rows of an embedding in a snapshot, and their description in the program."""
     with tempfile.TemporaryDirectory(dir=work) as folder:
         threads, file_path = Threads(torch.get_num_threads()), os.path.join(folder, "rows")
         make_file(file_path, found, options.dtype, None, threads=threads)

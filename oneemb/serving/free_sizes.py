@@ -1,9 +1,9 @@
 """Keeps the number of samples free in exported programs whose lookups are of bags: 0 and 1 are among its values.
 
-While torch.export traces, it assumes of each free dimension of an input that it is 2 or more; then it lets 0 and 1 in
-too, since they run through the same ops. Of a size that follows from one, as the number of samples does from that of
-offsets, it assumes nothing: it writes a check against 0 or 1 into the program where an op asks for either. So the
-assumption is made of the samples here, and taken back like torch's.
+While torch.export traces, it assumes that each free dimension of an input is 2 or more; afterwards it admits 0 and 1
+too, since they run through the same ops. It assumes nothing about a size that follows from such a dimension, as the
+number of samples follows from that of offsets: where an op asks whether this size is 0 or 1, it writes a check into the
+program. So this module makes the same assumption about the samples, and takes it back afterwards.
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 __all__ = ["SAMPLES_MIN", "FreeSizes"]
 
 SAMPLES_MIN = 2
-"""Examples that a batch must have, as many as torch assumes of a dimension."""
+"""Least number of examples of a batch, the same that torch assumes of a dimension."""
 _TRIED = (*range(SAMPLES_MIN, 40), 1000, 1 << 20)
 
 
@@ -24,12 +24,12 @@ class _Assumed(NamedTuple):
     """A size of an input, large enough for two samples."""
 
     symbol: Any
-    """Of sympy, as the size is called in the ShapeEnv."""
+    """Sympy's symbol for the size, in the ShapeEnv."""
     env: Any
     none: int
     """The value for no sample."""
     each: int
-    """What one sample adds."""
+    """The number that one sample adds."""
 
     @property
     def least(self) -> int:
@@ -53,7 +53,7 @@ class FreeSizes:
         if bags.node.hint < SAMPLES_MIN * bags_a_sample:
             raise ValueError(
                 f"the example batch must have {SAMPLES_MIN} examples or more, so that their number stays free: its"
-                f" offsets are of {bags.node.hint} bags, {bags_a_sample} of each example; give more, or dynamic_shapes="
+                f" offsets have {bags.node.hint} bags, {bags_a_sample} of each example; give more, or dynamic_shapes="
                 " if the first dimension of offsets is fixed"
             )
         expression, env = bags.node.expr, bags.node.shape_env
@@ -93,7 +93,7 @@ def _from(lower: Any, found: Any) -> Any:
 
 
 def _remove_checks(graph: torch.fx.Graph, assumed: _Assumed) -> None:
-    """Remove the checks that none and one sample alone do not pass."""
+    """Remove the checks that only batches of no sample or one fail."""
     for node in list(graph.nodes):
         if node.target is torch.ops.aten._assert_scalar.default and isinstance(node.args[0], torch.fx.Node):
             condition = node.args[0].meta.get("val")

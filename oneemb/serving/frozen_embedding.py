@@ -116,7 +116,7 @@ class FrozenEmbedding(torch.nn.Module):
             return pooled_CBD.transpose(0, 1).contiguous()
         if table_ids is not None or self.num_tables == 1:
             return pooled
-        # At once it would be compared with what it was, which it equals if there is no sample.
+        # In two steps: one reshape would compare both shapes, which are equal if there is no sample.
         flat = pooled.reshape(-1).reshape(-1, self.num_tables * self.embedding_dim)
         return flat.reshape(-1, self.num_tables, self.embedding_dim)
 
@@ -136,7 +136,7 @@ class FrozenEmbedding(torch.nn.Module):
         """The offsets of what is left where padding is left out."""
         if self.padding_idx is None:
             return offsets
-        # Not by pad: an AOTInductor package reads what it pads, though there be nothing.
+        # Not by pad: an AOTInductor package reads the padded tensor even if it is empty.
         before_N1 = torch.cat([ids.new_zeros(1, dtype=torch.int64), (ids != self.padding_idx).long().cumsum(0)])
         return before_N1.index_select(0, offsets)
 

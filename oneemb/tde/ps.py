@@ -56,7 +56,7 @@ class PS:
         traffic: in which order servers are called; None = this one's own.
         pushes: whether this process pushes rows; False = another one has the same and does.
         rank: of this process.
-        new_state: number of which the optimizer's state of a new row consists.
+        new_state: number that fills the optimizer's state of a new row.
 
     Raises:
         ValueError: a shard has not all columns of its rows.
@@ -239,7 +239,7 @@ class PSCollection:
         ps_config: `{"chunk_size": ...}`, see `PS`.
         traffic: in which order servers are called; None = this one's own.
         rank: of this process, which decides who pushes tables that all ranks have.
-        new_states: number of which the optimizer's state of a new row consists, by table; None = 0 of all.
+        new_states: number that fills the optimizer's state of a new row, by table; None = 0 for all.
 
     Raises:
         ValueError: an option is not known, or a table is sharded by its columns.

@@ -80,7 +80,7 @@ def check_optimizers(
 
 
 def new_states(module: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, float]:
-    """The number of which the state of a new row consists, by table; tables that are not here begin with 0.
+    """Number that fills the state of a new row, by table; 0 for tables that the dict lacks.
 
     Args:
         optimizers: of tables that all ranks have. FBGEMM's, which train the others, have no other number than 0.

@@ -140,7 +140,7 @@ class TableParameter(torch.nn.Module):
         self._state = state
 
     def state_now(self) -> TableState | None:
-        """What `serves` was given has of the table now; None on meta."""
+        """State of the table now, by the function that `serves` was given; None on meta."""
         return None if self._state is None else self._state()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
@@ -178,7 +178,7 @@ class TableParameter(torch.nn.Module):
 
 
 def holder_of(tables: Mapping[str, torch.nn.Module]) -> torch.nn.ModuleDict:
-    """The module that has tables by name, and loads those together that a state dict gives together."""
+    """Module of tables by name; it loads tables together whose entries in a state dict name one snapshot."""
     holder = torch.nn.ModuleDict(dict(tables))
     holder.register_load_state_dict_pre_hook(_load_together)
     return holder
@@ -285,7 +285,7 @@ class Collection(torch.nn.Module):
         return begin
 
     def _begins_empty(self, t: int) -> bool:
-        """Whether all rows of a table begin as they are met."""
+        """Whether a table begins without rows, so that each begins at its first lookup."""
         return self._options[t] is not None or self.configs[t].use_virtual_table
 
     def _rows_on_ranks(self, begin: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -372,7 +372,7 @@ class Collection(torch.nn.Module):
         return group
 
     def _initializer(self, t: int) -> Initializer:
-        """How rows of a table begin that are met."""
+        """Initializer of the rows of a table that begin at a lookup."""
         return initializer_of(self.configs[t]) if self._begins_empty(t) else later_rows(self.configs[t])
 
     def _table_rows(self, t: int) -> TableRows | None:
@@ -477,8 +477,8 @@ class Collection(torch.nn.Module):
             begins_empty = self._begins_empty(group.tables[0])
             if group.rows.stats()["rows"] and begins_empty:
                 raise RuntimeError(
-                    f"tables {group.rows.name} have rows that were met; make the collection on the meta device, shard"
-                    " it, and load a snapshot of these rows"
+                    f"tables {group.rows.name} have rows that lookups began; make the collection on the meta device,"
+                    " shard it, and load a snapshot of these rows"
                 )
             for place, t in enumerate(group.tables):
                 if not begins_empty:

@@ -49,8 +49,8 @@ def check_configs(tables: Sequence[BaseEmbeddingConfig], kind: type[BaseEmbeddin
             raise ValueError(f"every table needs a name, got {config!r}")
         if hasattr(torch.nn.ModuleDict, config.name) or "." in config.name:
             raise ValueError(
-                f"table {config.name!r} must be named otherwise: a torch.nn.ModuleDict has tables by name, which may"
-                " be none of its own attributes, and have no dot"
+                f"names of tables must have no dot and be no attribute of torch.nn.ModuleDict, which has the tables by"
+                f" name, got {config.name!r}; rename the table"
             )
         if config.name in names:
             raise ValueError(f"Duplicate table name {config.name}: names of tables must differ")
@@ -104,7 +104,7 @@ def pooling_of(config: BaseEmbeddingConfig) -> str:
 
 
 def initializer_of(config: BaseEmbeddingConfig) -> Initializer:
-    """How new rows begin, of a table that has no end: as `init_fn` says, or where that is TorchRec's default, between
+    """Initializer of new rows of a table without end: that of `init_fn`, or, for TorchRec's default, draws between
     `bounds_of`.
 
     Raises:

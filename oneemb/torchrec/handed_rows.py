@@ -1,6 +1,6 @@
 """Rows that a table begins with, in memory that is given back while they move into the embedding.
 
-TorchRec fills whole tables, [N, D], and so they are here before there are rows: without this, memory would hold both.
+TorchRec's initializers fill a whole table, [N, D], before it moves: without this module, memory would hold it twice.
 """
 
 import math
@@ -30,8 +30,8 @@ def to_be_handed(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def hand_over(weights: torch.Tensor) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(row_N, weight_ND): all rows, some at a time, as float32, good until the next are asked for. A tensor of
-    `to_be_handed` holds none afterwards."""
+    """Yield (row_N, weight_ND), float32, for some rows at a time, valid until the next are asked for. A tensor of
+    `to_be_handed` holds no rows afterwards."""
     memory: mmap.mmap | None = getattr(weights, "handed", None)
     its_own = memory is not None and weights.data_ptr() == np.frombuffer(memory, np.uint8).ctypes.data
     row_bytes = weights.shape[1] * weights.element_size()

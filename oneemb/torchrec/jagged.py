@@ -37,7 +37,7 @@ class Jagged(NamedTuple):
 
 
 def is_call_on_values(features: KeyedJaggedTensor) -> bool:
-    """Whether features have values, and are not those by which a model is traced or exported in this thread."""
+    """Whether features have values; they have none where this thread traces or exports a model."""
     if torch.compiler.is_dynamo_compiling():  # of this frame, while the compiler traces it
         return not is_exported_by_compiler()
     if not isinstance(features, KeyedJaggedTensor):

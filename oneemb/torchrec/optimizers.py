@@ -191,7 +191,7 @@ def row_stepper(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def same_optimizer(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
-    """An optimizer of another parameter: with the class, the options and the constructor's options of `optimizer`."""
+    """An optimizer of another parameter, with the class, the options and the defaults of `optimizer`."""
     make: Callable[..., torch.optim.Optimizer] = type(optimizer)
     made = make([{**optimizer.param_groups[0], "params": [parameter]}])
     # Some options are read from here alone, as Adagrad's initial_accumulator_value is.

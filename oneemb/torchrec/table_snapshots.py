@@ -1,13 +1,13 @@
 """Loads some tables of a snapshot of an embedding; the rows of its other tables stay as they are.
 
-A state dict has an entry for each table, and may have some of them only, or those of other tables than there are now.
-Where no other table has rows, the snapshot is loaded as a whole, and rows of other tables leave again: the embedding
-has the step of the snapshot then. Else the tables' rows are read from it one by one, with their optimizer's state, and
+A state dict has an entry for each table; it may lack some tables of the embedding, and have others. If no other table
+of the embedding has rows, the whole snapshot is loaded, and the rows of other tables are erased again: the embedding
+then has the step of the snapshot. Else the tables' rows are read from the snapshot, with their optimizer's state, and
 the embedding keeps its step.
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -28,14 +28,14 @@ _BATCH = 1 << 16
 
 
 def load_tables(rows: MultiTableEmbedding, snapshot: SnapshotName, tables: Sequence[int]) -> None:
-    """Let these tables, and no others, have the rows that a snapshot has of them. With ranks every one makes the call.
+    """Load the rows of these tables, and of no others, from a snapshot. Every rank makes the call.
 
     Args:
         snapshot: as `named_snapshot` gives it; tables that it does not hold have no rows afterwards.
 
     Raises:
         StorageError: the snapshot is not there, or its rows do not fit; or a lookup whose step is still to come holds a
-            row that is to leave. No row has changed.
+            row that is to be erased. No row has changed.
     """
     others = [t for t in range(rows.num_tables) if t not in tables]
     name, identity = snapshot["oneemb_snapshot"], snapshot.get("oneemb_identity")
@@ -46,10 +46,9 @@ def load_tables(rows: MultiTableEmbedding, snapshot: SnapshotName, tables: Seque
     ids = _ids_of(rows.store)
     if not any(rows.rank_snapshots.of_all("load_state_dict", any(len(ids.get(t, ())) for t in others))):
         rows.load_named(snapshot)
-        ids, tables = _ids_of(rows.store), others
-        name = None
-    for t in tables:
-        rows.erase(torch.from_numpy(ids.get(t, np.empty(0, np.int64))), t)
+        _erase(rows, _ids_of(rows.store), others)
+        return
+    _erase(rows, ids, tables)
     if name is not None:
         snapshots = rows.rank_snapshots
         what = f"load tables {list(tables)} of snapshot {name!r}"
@@ -71,6 +70,11 @@ def _ids_of(store: EmbeddingStore) -> dict[int, np.ndarray]:
 
     store.visit(note)
     return {t: np.concatenate(ids) for t, ids in found.items()}
+
+
+def _erase(rows: MultiTableEmbedding, ids: Mapping[int, np.ndarray], tables: Sequence[int]) -> None:
+    for t in tables:
+        rows.erase(torch.from_numpy(ids.get(t, np.empty(0, np.int64))), t)
 
 
 def _put(rows: MultiTableEmbedding, snapshot: PartedSnapshot, tables: Sequence[int]) -> None:

@@ -128,7 +128,7 @@ def let_go(states: Iterable["TableState"]) -> None:
 
 
 def load_together(entries: Iterable[tuple["TableState", object]]) -> None:
-    """Note which tables a state dict gives by one snapshot: they are loaded together, and no other table with them.
+    """Note which tables of a state dict name one snapshot: they are loaded together, without other tables.
 
     Args:
         entries: the state of each table, and what the state dict has of it.
@@ -174,7 +174,7 @@ class TableState:
         self.table = table
         """Which of the tables of `rows` this is."""
         self.loads_with: frozenset[int] = frozenset()
-        """Tables of `rows` that the state dict being loaded gives by the same snapshot as this one."""
+        """Tables of `rows` that name the same snapshot in the state dict that is being loaded."""
 
     @property
     def name(self) -> str:

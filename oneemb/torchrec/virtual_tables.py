@@ -49,10 +49,10 @@ def bounds_of(config: BaseEmbeddingConfig, dtype: torch.dtype) -> tuple[float, f
 
 
 def policy_of(config: BaseEmbeddingConfig) -> RowPolicy | None:
-    """Which rows a table keeps; None = all.
+    """Policy of the rows of a table; None = every row stays.
 
     Raises:
-        ValueError: by a policy that there is not.
+        ValueError: the config's policy is none of those above.
     """
     policy: Any = config.virtual_table_eviction_policy
     if policy is None or not config.use_virtual_table or isinstance(policy, NoEvictionPolicy):

@@ -33,7 +33,8 @@ _OF_TORCHREC = (
 
 
 def pass_over_collections() -> None:
-    """Have TorchRec's sharders plan nothing for a module that is, or has, a collection of this library.
+    """Replace `shardable_parameters` of TorchRec's sharders by one that gives nothing for a module that is, or has, a
+    collection of this library.
 
     Each table's parameter has no rows, by which TorchRec's planner would divide. A planner runs on the first rank
     alone, and the others wait for its plan.
@@ -73,8 +74,8 @@ class _ManagedCollisionSharder(BaseEmbeddingSharder[torch.nn.Module]):
         return self._kind
 
     def shardable_parameters(self, module: Any) -> dict[str, torch.nn.Parameter]:
-        """The parameters of the collection inside, by other names: of tables that it knows, TorchRec's planner refuses
-        those that ranks cannot share evenly, on the first rank alone."""
+        """Parameters of the collection inside, by other names. By their own, TorchRec's planner would know the tables,
+        and refuse those that ranks cannot share evenly, on the first rank alone."""
         inside = module._embedding_module
         sharder = self._sharders.get(type(inside))
         its = {} if sharder is None else sharder.shardable_parameters(inside)

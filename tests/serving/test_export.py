@@ -152,7 +152,7 @@ def test_every_format_takes_none_and_one_and_any_number_of_examples_and_ids(tmp_
 def test_one_example_of_bags_is_refused_as_the_example_batch(tmp_path):
     make, batch = LOOKUPS["sum"]
     with pytest.raises(
-        oneemb.BuildError, match="2 examples or more.*its offsets are of 3 bags, 3 of each example; give more"
+        oneemb.BuildError, match="2 examples or more.*its offsets have 3 bags, 3 of each example; give more"
     ):
         make(embedding_at(tmp_path)).export(tmp_path / "one", *batch(1, 1))
 

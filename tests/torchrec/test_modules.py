@@ -616,8 +616,8 @@ def test_weights_are_for_sums():
     "change, message",
     [
         ({"name": ""}, "every table needs a name"),
-        ({"name": "items"}, "'items' must be named otherwise"),
-        ({"name": "a.b"}, "'a.b' must be named otherwise"),
+        ({"name": "items"}, "no attribute of torch.nn.ModuleDict.* got 'items'"),
+        ({"name": "a.b"}, "must have no dot.* got 'a.b'"),
         ({"feature_names": ["f", "f"]}, "names a feature twice"),
         ({"data_type": DataType.INT8}, "data_type must be FP32, FP16 or BF16"),
         ({"num_embeddings_post_pruning": 3}, "is for inference"),

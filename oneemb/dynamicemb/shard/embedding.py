@@ -15,7 +15,7 @@ __all__ = ["DynamicEmbeddingCollectionSharder", "ShardedDynamicEmbeddingCollecti
 
 
 class ShardedDynamicEmbeddingCollection(ShardedDynamic):
-    """What `DynamicEmbeddingCollectionSharder` makes of a collection; see there."""
+    """Sharded collection that `DynamicEmbeddingCollectionSharder` makes; see there."""
 
 
 class DynamicEmbeddingCollectionSharder(DynamicSharder):

@@ -14,7 +14,7 @@ __all__ = ["DynamicEmbeddingBagCollectionSharder", "ShardedDynamicEmbeddingBagCo
 
 
 class ShardedDynamicEmbeddingBagCollection(ShardedDynamic):
-    """What `DynamicEmbeddingBagCollectionSharder` makes of a collection; see there."""
+    """Sharded collection that `DynamicEmbeddingBagCollectionSharder` makes; see there."""
 
 
 class DynamicEmbeddingBagCollectionSharder(DynamicSharder):

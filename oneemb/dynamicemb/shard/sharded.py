@@ -1,4 +1,4 @@
-"""Base of the sharders of `oneemb.dynamicemb.shard`, and of what they make."""
+"""Bases of the sharders and of the sharded collections of `oneemb.dynamicemb.shard`."""
 
 import functools
 import logging
