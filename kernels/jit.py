@@ -12,6 +12,7 @@ launched by `oneemb.kernels.launch`. Nothing of CUDA is imported before the firs
 then binds `cuda`, `load`, `store` and `move` to what they mean on a GPU or in numba's simulator.
 """
 
+import builtins
 import functools
 import hashlib
 import os
@@ -24,6 +25,7 @@ import numba
 from numba import types
 from numba.core import caching
 from numba.core.compiler_lock import global_compiler_lock
+from numba.core.registry import cpu_target
 
 __all__ = [
     "CpuLoop", "CudaLoop", "Number", "around_compiling", "compiling", "cpu", "cuda", "external",
@@ -44,6 +46,12 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _OPTIONS = dict(nogil=True, error_model="numpy", fastmath=False)
 
 
+# While any thread exports a program, torch has objects of its own in the place of `min`, `max` and `math.pow`. numba
+# learns here what Python's own mean, and not when it compiles first.
+_BUILTINS = dict(vars(builtins))
+cpu_target.typing_context.refresh()
+cpu_target.target_context.refresh()
+
 # numba's lock: held while a loop is compiled or loaded.
 compiling = global_compiler_lock
 
@@ -58,6 +66,14 @@ class Compiling:
 
 
 around_compiling = Compiling()
+
+
+def _bind_builtins(function: Any) -> None:
+    """Let a function have Python's own `min`, `max` and the like among its globals, whatever is in their place when it
+    is compiled."""
+    for name in function.__code__.co_names:
+        if name in _BUILTINS:
+            function.__globals__.setdefault(name, _BUILTINS[name])
 
 
 def rule(function: _F) -> _F:
@@ -94,6 +110,7 @@ class CudaLoop:
     def __init__(self, function: Any, *, inner: bool = False, constants: tuple[tuple[str, Any], ...] = ()):
         self.__name__, self.__doc__ = function.__name__, function.__doc__
         self.function = function
+        _bind_builtins(function)
         self.inner = inner
         self.constants = constants
         self._variants: dict[tuple[tuple[str, Any], ...], CudaLoop] = {}
@@ -186,6 +203,7 @@ class _Cache(caching.FunctionCache):
 
 def _cached(dispatcher: Any) -> Any:
     """Let the dispatcher keep its compiled code in a file; in memory only if there is no folder to write to."""
+    _bind_builtins(getattr(dispatcher, "py_func", dispatcher))
     try:
         dispatcher._cache = _Cache(dispatcher.py_func)
     except (AttributeError, RuntimeError):  # jit is switched off; no locator found a folder

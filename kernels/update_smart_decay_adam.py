@@ -18,6 +18,7 @@ embedding rows.
 """
 
 import math
+from math import pow as power  # not math.pow, which torch replaces while any thread exports a program
 
 import numpy as np
 
@@ -39,8 +40,8 @@ def smart_decay(skipped: Number, beta1: Number, beta2: Number) -> tuple:
     """beta1^k, beta2^k and catch_up for k = skipped, in float32. The betas are float64."""
     # A snapshot may hold rows of a later step than that of a run which counts from 1 again: k is at least 1.
     k = max(skipped, 1)
-    catch_up = beta1 * (1 - math.pow(beta1, k - 1)) / (1 - beta1)
-    return np.float32(math.pow(beta1, k)), np.float32(math.pow(beta2, k)), np.float32(catch_up)
+    catch_up = beta1 * (1 - power(beta1, k - 1)) / (1 - beta1)
+    return np.float32(power(beta1, k)), np.float32(power(beta2, k)), np.float32(catch_up)
 
 
 @rule

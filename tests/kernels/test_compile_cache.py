@@ -53,3 +53,23 @@ def test_the_cache_is_used_again_by_another_install_of_the_same_sources(package,
 
 def test_kernels_compile_where_nothing_can_be_written(package, tmp_path):
     assert owners(package, tmp_path / "cache") == owners(package, "/proc/nowhere")
+
+
+def test_loops_are_compiled_while_another_thread_exports_a_program(tmp_path):
+    """torch has objects of its own in the place of `min`, `max` and `math.pow` then."""
+    code = """
+import builtins, functools, math, numpy as np
+from oneemb.kernels.owner import owner_of
+from oneemb.kernels.reduce_grads import row_of
+
+both = lambda *numbers, real: real(*numbers)
+before = builtins.min, builtins.max, math.pow
+builtins.min, builtins.max = functools.partial(both, real=min), functools.partial(both, real=max)
+math.pow = lambda x, y: x**y
+print(row_of(np.zeros((3, 8), np.float32), np.arange(3), np.arange(3), 1, 2, 0, 8))
+builtins.min, builtins.max, math.pow = before
+print(len(owner_of(np.zeros(64, np.int32), np.arange(64), 7)))
+"""
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0 and done.stdout == "1\n64\n", done.stderr[-2000:]
