@@ -180,29 +180,33 @@ def submit(pool: Executor, function: Callable[..., _T], *args: Any) -> Future[_T
     - no thread can be started: the pool has the work all the same, and one of its threads may run it first;
     - a signal handler has interrupted a call of this function: the pools' locks are not reentrant.
     """
-    runs, done = itertools.count(), Future[_T]()
+    once, done = threading.Lock(), list[Future[_T]]()
 
-    def run() -> None:
-        if next(runs) == 0:
-            try:
-                done.set_result(function(*args))
-            except BaseException as error:
-                done.set_exception(error)
-
-    def run_in_pool() -> _T:
-        run()
-        return done.result()
+    def run() -> Future[_T]:
+        with once:  # Another thread that has begun is waited for.
+            if not done:
+                done.append(_run(function, *args))
+        return done[0]
 
     if not _here.submitting:
         _here.submitting = True
         try:
-            return pool.submit(run_in_pool)
+            return pool.submit(lambda: run().result())
         except RuntimeError as error:
             if not any(reason in str(error) for reason in _NOT_RUN):
                 raise
         finally:
             _here.submitting = False
-    run()
+    return run()
+
+
+def _run(function: Callable[..., _T], *args: Any) -> Future[_T]:
+    """Run a function here. Returns its result or error, as an executor does."""
+    done: Future[_T] = Future()
+    try:
+        done.set_result(function(*args))
+    except BaseException as error:
+        done.set_exception(error)
     return done
 
 

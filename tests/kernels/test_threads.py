@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -148,6 +149,26 @@ def test_threads_are_kept_off_the_core_that_calls():
     (cores,) = seen.values()
     assert cores == os.sched_getaffinity(0) - {threads._kept_off[0]}
     assert len(os.sched_getaffinity(0)) == available_cores()
+    threads.close()
+
+
+def test_loops_wait_for_shares_that_a_thread_has_begun_though_another_one_cannot_be_started(monkeypatch):
+    threads, begun, ended = Threads(2), threading.Event(), []
+    hand_out = threads._pool.submit
+
+    def hand_out_and_raise(work):
+        hand_out(work)  # to a thread that is there, which has begun when the pool tries to start another one
+        begun.wait(20)
+        raise RuntimeError("can't start new thread")
+
+    def slow(first, last):
+        begun.set()
+        time.sleep(0.01)
+        ended.append(first)
+
+    monkeypatch.setattr(threads._pool, "submit", hand_out_and_raise)
+    threads.run(slow, 100, share_min=1)
+    assert len(ended) == 16
     threads.close()
 
 
