@@ -1,6 +1,6 @@
-"""Packages that only some calls need, and what is said where one of them is missing.
+"""Imports of optional packages, and the error where one is missing.
 
-Invariant: who needs one asks for it first, before anything has changed: not in the middle of a lookup.
+Invariant: a feature imports its package when it is set up, before anything has changed, never within a lookup.
 """
 
 import importlib
@@ -12,19 +12,19 @@ _MORE = {
     "torchrec": "; on a machine without a GPU, pip install fbgemm-gpu-cpu tensordict pyre-extensions iopath, then"
     " pip install --no-deps torchrec"
 }
-"""What else to know of an extra."""
+"""Further advice for an extra, at the end of the error."""
 
 
 def need(module: str, what: str, extra: str) -> ModuleType:
-    """A module of a package that oneemb does not install by itself.
+    """Import a module of an optional package.
 
     Args:
-        module: its full name.
-        what: needs it, in words.
-        extra: of oneemb, which installs it.
+        module: full name of the module.
+        what: the feature that needs it, for the error.
+        extra: oneemb's extra that installs the package.
 
     Raises:
-        ImportError: it is not there, or cannot be imported; the message says how to install it.
+        ImportError: the module is missing or fails to import; the message says how to install it.
     """
     try:
         return importlib.import_module(module)
@@ -33,6 +33,6 @@ def need(module: str, what: str, extra: str) -> ModuleType:
 
 
 def missing(what: str, package: str, extra: str) -> ImportError:
-    """The error that says that something needs a package, or a module of one, and how to install it."""
+    """The error for a feature whose package, or module of a package, is missing."""
     name = package.partition(".")[0]
     return ImportError(f"{what} needs {name}: pip install 'oneemb[{extra}]'{_MORE.get(extra, '')}")

@@ -22,8 +22,7 @@ def acquire_loop(
 
     A slot's score becomes `tick`, the time of this use; if that is negative it grows by -tick for each of count_U[u]
     uses, or for one if count_U is empty.
-    count_4: keys that have no slot are added to its first value; the next two become those of size_2, and the last one
-    inserted_2[1], the keys for which no insertion has ever found a cell.
+    count_4: number of keys without a slot, added up; then size_2; then inserted_2[1], the keys that found no cell.
     """
     u = cuda.grid(1)
     if u == 0:

@@ -162,7 +162,7 @@ _RUNS_OTHERS = {"_bootstrap", "_bootstrap_inner", "run", "_worker"}
 """What is on the stack of every thread below what it runs, and holds no lock then."""
 
 
-# What RuntimeErrors of `submit` say when a pool cannot run what it is given.
+# Messages of a pool's RuntimeErrors after which `submit` runs the work itself.
 _NOT_RUN = ("cannot schedule new futures after", "can't start new thread")
 
 
@@ -177,7 +177,7 @@ def submit(pool: Executor, function: Callable[..., _T], *args: Any) -> Future[_T
     """`pool.submit`, but the caller runs the function itself where the pool cannot:
 
     - the interpreter is shutting down and pools accept no work, while the user's threads and exit functions still run;
-    - no thread can be started: the pool has the work all the same, and one of its threads may run it first;
+    - no thread can be started: the pool has queued the work all the same, and another of its threads may run it first;
     - a signal handler has interrupted a call of this function: the pools' locks are not reentrant.
     """
     once, done = threading.Lock(), list[Future[_T]]()

@@ -138,7 +138,7 @@ class EmbeddingStore:
         threads: runs the loops.
         bottom: what lies below the tiers; None = a persistent table at the plan's path.
         policies: which rows each table keeps; None = all of them.
-        name: of the embedding, for those of its process that want its folder.
+        name: name of the embedding, for errors of other objects of this process that want its folder.
 
     Raises:
         StorageError: the path cannot be made or written to.
@@ -161,9 +161,9 @@ class EmbeddingStore:
         self.saved: tuple[str, int] | None = None
         """The identity of the snapshot that was saved last, and `changes` then."""
         self._kept_in: tuple[str | None, int] = None, 0
-        """The snapshot that has all rows, and `changes` when they were equal; None = there were no rows then."""
+        """Name of the snapshot that has all rows as of `changes`, and that count; None = there were no rows then."""
         self.owner: Callable[[], _Closes | None] = weakref.ref(self)
-        """Gives who is to be closed where the folder is to be free."""
+        """Returns the object to close in order to free the folder."""
         self.replaced = 0
         """Counts how often other rows have taken the place of those that were looked up, or none have."""
         self.turns = Turns(f"the embedding on {bottom.name}", _MEND, rank=0)
@@ -187,7 +187,7 @@ class EmbeddingStore:
         self.journal = Journal(self._rows, self.replicas, threads)
         """The snapshots since which a delta can be saved. In a turn only."""
         self._closed = ""
-        """Why there are no rows any more; "" = there may be."""
+        """Advice of the error of a closed store; "" = it is open."""
 
     # ---- form and place -----------------------------------------------------------------------------------------
 
@@ -599,8 +599,7 @@ class EmbeddingStore:
 
     @_reading
     def check_slots(self) -> list[str]:
-        """Slots of any tier that were lost or that several rows have, in words; empty if there are none: the slots used
-        are those of the index, those that are free and those of temporary rows."""
+        """One text for each fault of a tier's slots, see `Tier.check_slots`; empty if there is none."""
         self.pins.release_abandoned()
         return self._rows.check_slots()
 
@@ -733,7 +732,7 @@ class EmbeddingStore:
     ) -> None:
         """Have these rows, of a store that was at this step, for `copy_to`. There are none here yet."""
         self._rows.copy_from(rows, with_state=with_state, change=change)
-        with changing:  # Rows that the ledger does not know would never leave.
+        with changing:  # Until the ledger knows the rows: others would never be evicted.
             self.step = step if with_state else 0
             if self.kept is not None:
                 clock = None if kept is None else kept.ledger.counted()
@@ -1011,7 +1010,7 @@ class EmbeddingStore:
         self._check_open()
         self.journal.check_not_needed(name, "deleted")
         if self._kept_in[0] == name:
-            self._kept_in = None, -1  # first: an error may come when it is gone
+            self._kept_in = None, -1  # First: a deletion may fail after the snapshot is gone.
         self._rows.delete(name)
         self.journal.forget(name)
 
@@ -1093,7 +1092,7 @@ class EmbeddingStore:
 
     def give_way(self, other: str) -> str:
         """As `Holder.give_way`."""
-        if self.plan.owners > 1:  # Those of other ranks may have rows to save, which takes all of them.
+        if self.plan.owners > 1:  # Other ranks may have unsaved rows, and a save takes all ranks.
             return "whose ranks give way together: make this call on all of them"
         why = between_steps_now(self.step_lock, lambda: self._give_way(other))
         return "which is in the middle of a step, a save or a load" if why is None else why
@@ -1119,10 +1118,10 @@ class EmbeddingStore:
         return lost
 
     def _close_all(self) -> None:
-        (self.owner() or self).close()  # It may be gone, and a loss that is kept still have the store.
+        (self.owner() or self).close()  # The embedding may be gone while a loss that is kept refers to its store.
 
     def _unsaved(self) -> int:
-        """How many rows there are, if they are not as a snapshot has them; 0 where nothing can be saved any more."""
+        """Number of rows, if they differ from `_kept_in`; 0 if they do not, or can no longer be saved."""
         with self.turns:
             lost = self.changes != self._kept_in[1] and self.built and not self._broken and self.owner() is not None
             return max(1, len(self._rows)) if lost else 0

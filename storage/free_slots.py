@@ -1,13 +1,13 @@
 """Free slots: a stack of the slots that were given back, and the slots that were never used.
 
-    slot_N = free.reserve(n)     the next n free slots: a copy, so that they are still free
-    ...                          write rows into them, put their keys into an index: all of that may fail
-    free.commit(n)               now they are taken
+    slot_N = free.reserve(n, slots)     the next n free slots, which stay free
+    ...                                 write rows into them, put their keys into an index: each line may fail
+    free.commit(n)                      takes the slots
 
 Invariants:
 - `commit` and `give_back` need no memory and cannot fail: the stack has room for every slot that was ever used;
 - `reserve` changes nothing that `commit`, `give_back` or another `reserve` sees;
-- every slot below `used` is taken or on the stack, once, and no slot is given out that is not there.
+- every slot below `used` is either taken or on the stack, once, and no slot beyond the slab is given out.
 """
 
 from collections.abc import Callable
@@ -25,46 +25,51 @@ class FreeSlots:
     """The free slots of a tier.
 
     Args:
-        arange: makes an array of the numbers 0 to size - 1, int64, where slots are needed: on the host or on a GPU.
+        arange: makes an array of the numbers 0 to size - 1, int64, on the host or on the tier's GPU.
     """
 
     def __init__(self, arange: Callable[[int], Array]):
         self._arange = arange
         self.stack_X: Array = arange(0)
-        """The memory of the stack: int64."""
+        """The stack, int64: its first `returned` slots are free, the rest is room."""
         self._top = 0
         self.used = 0
-        """Slots from here on were never used."""
+        """Number of slots that have ever been taken: all slots from this one on are new."""
 
     @property
     def returned(self) -> int:
-        """How many slots are on the stack."""
+        """Number of slots on the stack."""
         return self._top
 
     @property
     def returned_N(self) -> Array:
-        """The slots on the stack: int64, a view that is good until the next call."""
+        """The slots on the stack: int64, a view that is valid until the next call."""
         return self.stack_X[: self._top]
 
+    def left(self, slots: int) -> int:
+        """Number of free slots in a slab of so many."""
+        return slots - self.used + self._top
+
     def fresh(self, size: int) -> int:
-        """How many of the next `size` free slots were never used."""
+        """Number of new slots, which were never used, among the next `size` free ones."""
         return max(0, size - self._top)
 
     def reserve(self, size: int, slots: int) -> Array:
-        """The next `size` free slots, int64 [size], those given back last first. They stay free until `commit`.
+        """The next `size` free slots, int64 [size]: those on the stack, then new ones. All stay free until `commit`.
 
         Args:
-            slots: how many slots there are now.
+            size: slots to reserve.
+            slots: slots of the slab now.
 
         Raises:
-            MemoryError, torch.OutOfMemoryError: there is no memory for them; nothing has changed.
+            MemoryError, torch.OutOfMemoryError: there is no memory for the slots' numbers; nothing has changed.
         """
-        fresh = self.fresh(size)
-        if self.used + fresh > slots:
+        if size > self.left(slots):
             raise AssertionError(
-                f"{size} slots were asked for, {self._top} were given back and {slots - self.used} of {slots} were"
-                " never used: slots were lost"
+                f"{size} slots were asked for and {self.left(slots)} of {slots} are free ({self._top} were given back):"
+                " slots were lost"
             )
+        fresh = self.fresh(size)
         self.make_stack(self.used + fresh)
         slot_N = self._arange(size)
         slot_N += self.used - (size - fresh)
@@ -72,36 +77,36 @@ class FreeSlots:
         return slot_N
 
     def make_stack(self, need: int) -> None:
-        """Have a stack for this many slots, and for some more to come."""
+        """Make room on the stack for `need` slots and for some more."""
         if need > len(self.stack_X):
             grown_X = self._arange(max(need, 2 * len(self.stack_X), _STACK_MIN))
             grown_X[: self._top] = self.stack_X[: self._top]
             self.stack_X = grown_X
 
     def commit(self, size: int) -> None:
-        """Take the slots that the last `reserve`, of this size, has given."""
+        """Take the slots of the last `reserve`, which must have had this size."""
         fresh = self.fresh(size)
         self.used += fresh
         self._top -= size - fresh
 
     def give_back(self, slot_N: Array) -> None:
-        """Free slots that are taken."""
+        """Put slots that were taken on the stack."""
         top = self._top + len(slot_N)
         self.stack_X[self._top : top] = slot_N
         self._top = top
 
     def clear(self) -> None:
-        """Free all slots, as if none was ever used."""
+        """Free all slots; all are new again."""
         self._top = self.used = 0
 
     def problems(self, name: str, taken_N: np.ndarray, returned_N: np.ndarray, lent: int) -> list[str]:
-        """Slots that were lost, or that several rows have, in words; empty if there are none.
+        """One text for each fault: slots that were lost, slots with several rows. Empty if there is none.
 
         Args:
-            name: of the tier.
-            taken_N: the slots of the keys in the tier's index: int64.
-            returned_N: `returned_N`, on the host.
-            lent: how many slots hold temporary rows, which are in no index.
+            name: the tier's name.
+            taken_N: slots of the keys in the tier's index, int64.
+            returned_N: the slots on the stack, on the host.
+            lent: number of slots with temporary rows, which are in no index.
         """
         found = []
         if self.used != len(taken_N) + len(returned_N) + lent:

@@ -6,9 +6,8 @@ has to be room for, and what the ledger knows of each row's use goes into its re
 Invariants:
 - the ledger has every row of the store, and its numbers are those in the rows' records;
 - what leaves is held by no lookup, and does not depend on what is held for coming ones;
-- an `acquire` that does not fit has let no row leave but such as had expired. Tiers are written and read last, with the
-  room that was made: where that fails, the rows that left for it stay gone, from tiers and ledger alike, and nothing
-  else has changed.
+- an `acquire` without room for its rows evicts only rows that had expired. Reads and writes of tiers come last: if one
+  fails, the rows that were evicted for it stay gone from tiers and ledger alike, and nothing else has changed.
 
 Nothing here is thread-safe: `EmbeddingStore` calls it in a turn.
 """
@@ -151,7 +150,7 @@ class KeptRows:
                 ledger.clock.shard = shard
             raise
         try:
-            with changing:  # The rows of new keys are there, and their uses are not known yet.
+            with changing:  # New rows are in the tier and not yet in the ledger.
                 if not again and not len(lent):
                     self._use(table_U, id_U, place_U, uses_U, step, second, slot_U)
                 elif not again or len(new):
@@ -273,7 +272,7 @@ class KeptRows:
     # ---- rows that leave --------------------------------------------------------------------------------------------
 
     def _leave(self, departing: Departing) -> np.ndarray:
-        """Let rows leave that no lookup holds. Returns which there were, bool [V]."""
+        """Evict rows that no lookup holds. Returns which keys had a row, bool [V]."""
         table_V, id_V, reason = departing
         erased_V = self._pins.erase(table_V, id_V)
         with changing:

@@ -1,7 +1,6 @@
-"""Which rows of the hot tier are held, and for whom: lookups hold theirs until they are done, coming ones what was
-prefetched for them.
+"""Owners of pinned rows of the hot tier: lookups, until they are done, and prefetched rows of coming lookups.
 
-Nothing here is thread-safe: `EmbeddingStore` calls it in a turn, but for what says that it needs none.
+Nothing here is thread-safe: `EmbeddingStore` calls it in a turn, except methods that need none and say so.
 """
 
 import threading
@@ -43,10 +42,10 @@ class Pins(weakref.ref):
 
 
 class PinBook:
-    """Who holds rows of the hot tier.
+    """Pins of the hot tier and their owners.
 
     Args:
-        rows: those of the store.
+        rows: rows of the store.
         placed: whether every lookup's rows have places in a ledger: see `note_places`.
     """
 
@@ -64,8 +63,8 @@ class PinBook:
     # ---- of lookups -------------------------------------------------------------------------------------------------
 
     def own(self, owner: object, slot_U: Array) -> Pins:
-        """Let an object own the pins of slots, in the turn in which they were made: they are released for it when it
-        is dropped, and at once where this call raises."""
+        """Let an object own the pins of these slots, in the turn that pinned them. When the object is dropped its pins
+        are released; if this call raises, they are released at once."""
         (of_slots, place_U, lent_M), self._places = self._places, _NOWHERE
         assert not self._placed or of_slots is slot_U, "pins are owned in the turn in which they were made"
         try:
@@ -79,7 +78,7 @@ class PinBook:
         return pins
 
     def _give_back(self, slot_U: Array, lent_M: Array | None) -> None:
-        """Unpin slots that nobody is going to own, and free those of temporary rows."""
+        """Unpin slots that get no owner, and free those of temporary rows."""
         with undisturbed:
             self._rows.hot.release(slot_U)
         if lent_M is not None:
@@ -102,7 +101,7 @@ class PinBook:
             self._pins.pop(id(pins), None)
 
     def release_abandoned(self) -> None:
-        """Unpin what nobody owns any more, and have rows back that were lent."""
+        """Release the pins of dropped lookups and reclaim the slots of temporary rows."""
         while self.abandoned:
             self.release(self.abandoned.popleft(), dropped=True)
         while self._released:
@@ -115,15 +114,15 @@ class PinBook:
         return (pins for pins in list(self._pins.values()) if pins.generation == self._rows.generation)
 
     def owners(self) -> list[object]:
-        """Those that own pins now."""
+        """Objects that own pins now."""
         return [owner for pins in self._owned() if (owner := pins()) is not None]
 
     def places(self) -> list[np.ndarray]:
-        """Where the rows that lookups hold are in the ledger."""
+        """Places in the ledger of the rows that lookups hold."""
         return [pins.place_U for pins in self._owned()]
 
     def lent(self) -> np.ndarray:
-        """The slots of rows that are lent now: int64."""
+        """Slots of temporary rows, int64."""
         slots = [self._rows.loops.tensor(its.lent_M).cpu().numpy() for its in self._owned() if its.lent_M is not None]
         return np.concatenate([np.empty(0, np.int64), *slots])
 

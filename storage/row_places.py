@@ -29,9 +29,9 @@ class LyingRows(Protocol):
     """All rows there are, which lie still in one slab."""
 
     row_SW: np.ndarray
-    """float32 [S, W]; it grows where it lies."""
+    """float32 [S, W]; it grows in place."""
     slots: int
-    """Rows that it may come to have."""
+    """Most rows that the slab may ever have."""
 
     @property
     def index(self) -> HashIndex:
@@ -172,7 +172,7 @@ class SlotPlaces:
         return self
 
     def _have(self, slots: int) -> None:
-        """Have memory for the numbers of so many slots."""
+        """Make room for the numbers of so many slots."""
         for array in self._arrays:
             array.grow(slots)
         self.held_P, self.table_P, self.score_P = (array.array for array in self._arrays)

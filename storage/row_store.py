@@ -37,7 +37,7 @@ class StoreFullError(StorageError):
 
     @classmethod
     def of_pins(cls, message: str) -> "StoreFullError":
-        """One with `pinned`."""
+        """An error with `pinned` set."""
         error = cls(message)
         error.pinned = True
         return error

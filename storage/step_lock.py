@@ -94,10 +94,10 @@ def between_steps(locks: Iterable[StepLock], what: str, call: Callable[[], T]) -
 
 
 def between_steps_now(one: StepLock, call: Callable[[], T]) -> T | None:
-    """Run `call` with this lock held and no step under way; returns what it gives. None = a step is under way, on this
-    thread, or for too long on another one.
+    """Run `call` with this lock held, between steps. Returns its result; None = a step is under way on this thread, or
+    another thread's step takes longer than a second.
 
-    For who has other locks and turns already, and is in an `undisturbed` block: nobody waits for ever.
+    The wait is bounded, so that a caller that holds other locks, in an `undisturbed` block, cannot deadlock.
     """
     lock = one.lock
     owned = lock._is_owned()
@@ -111,9 +111,10 @@ def between_steps_now(one: StepLock, call: Callable[[], T]) -> T | None:
 
 
 def _taking_turns(locks: Iterable[StepLock]) -> Iterator[Any]:
-    """Python's lock of each of these, when others have had their turn; the caller takes it before it asks for the next.
+    """Yield the inner lock of each step lock; the caller takes it before it asks for the next one.
 
-    Python's locks are not fair: a thread that takes one again and again would leave others waiting.
+    Threads that wait already go first: Python's locks are not fair, and a thread that takes one again and again would
+    leave them waiting.
     """
     me = threading.get_ident()
     for one in locks:
@@ -128,17 +129,17 @@ def _taking_turns(locks: Iterable[StepLock]) -> Iterator[Any]:
             yield lock
             one.waiting.discard(me)
         finally:
-            one.waiting.discard(me)
+            one.waiting.discard(me)  # Again: an interrupt may come before either line.
         if not owned:
             one.stepping = False  # An interrupt may have ended a step before it could say so.
 
 
 def while_held(locks: Iterable[Any], call: Callable[[], T]) -> T:
-    """Run `call` with these locks held; returns what it gives.
+    """Run `call` with these locks held. Returns its result.
 
-    Python looks for interrupts between its own instructions alone: in one of them `extend` takes a lock and notes it,
-    in one `deque` gives all back. Not an ExitStack: an interrupt within its own code would leave a lock taken. Nor a
-    `with` in a call for each lock: a thousand are more than Python's stack has room for.
+    Interrupts come between instructions of Python only: one instruction, `extend`, takes each lock and notes it; one,
+    `deque`, releases all. An ExitStack would leave a lock taken if an interrupt came within its code. Nested `with`
+    blocks would overflow Python's stack with a thousand locks.
     """
     held: list[Any] = []
     giving_back = map(_RELEASE, held)

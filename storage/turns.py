@@ -4,9 +4,8 @@ A *turn* is the time in which one thread has the object for itself: `with turns:
 
     signals     Python's signal handlers (Ctrl-C raises KeyboardInterrupt) run before a turn or after it: `undisturbed`
                 holds signals back while a block runs, and handles them when it has ended
-    errors      an error that comes while the object is half changed (a block of `changing`), or that no code raises
-                on purpose, leaves the object *broken*: it raises BrokenStoreError until it is told that its rows are
-                new
+    errors      an error within a block of `changing`, where the object is half changed, and an error that no code
+                raises on purpose, leave the object *broken*: it raises BrokenStoreError until its rows are new
     forks       a child process has a copy of the object and shares its files: it may read, not change. A fork waits
                 for the `undisturbed` blocks of other threads, so that the copy is whole; each turn is such a block
 
@@ -262,7 +261,7 @@ around_compiling.begin, around_compiling.end = undisturbed.hold_signals, undistu
 
 
 def _says_memory_ran_out(error: BaseException) -> bool:
-    """Whether an error is torch's of memory that ran out, on a GPU or on the host. torch is not imported for it."""
+    """Whether torch raised this error because memory ran out, on a GPU or on the host. torch is not imported."""
     return (
         type(error).__name__ == "OutOfMemoryError"
         or isinstance(error, RuntimeError)
@@ -271,8 +270,8 @@ def _says_memory_ran_out(error: BaseException) -> bool:
 
 
 class _Changing:
-    """`with changing:` is a block in which an object is half changed. An error that leaves the block, of whatever type,
-    breaks the objects in whose turns it comes; an interrupt that the block lets in on purpose does not.
+    """`with changing:` marks lines between which an object is half changed. Any error that leaves the block breaks each
+    object whose turn is under way; an interrupt that the block lets in by `raise_interrupt` does not.
     """
 
     def __enter__(self) -> None:
@@ -346,8 +345,8 @@ class Turns:
             self.lock.acquire()
 
     def note(self, error: BaseException | None) -> None:
-        """Note that a call has ended, with this error or without one: an error that has left the object half changed,
-        or that no code raises on purpose, breaks the object."""
+        """Note the end of a call. An error that left the object half changed (`changing`), or that no code raises on
+        purpose, breaks the object."""
         if error is None or error is undisturbed.interrupt:
             return
         if not (isinstance(error, _FORESEEN) or _says_memory_ran_out(error)) or hasattr(error, "left_half_changed"):

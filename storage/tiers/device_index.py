@@ -30,8 +30,9 @@ class DeviceIndex:
         self._size = 0
         self._taken = 0  # cells that hold a key or held one: an upper bound, since cells given up are used again
         self.inserted_2 = gpu.full(2, value=0, dtype=torch.int64)
-        """On the device: cells that insertions have taken for the first time, and keys that found no cell, which is a
-        fault of ours. No insertion waits: whoever reads from the device next looks at it, by `check_inserted`."""
+        """On the device: number of cells that insertions took for the first time, and number of keys that found no
+        cell, which must stay 0. An insertion does not wait for it: the next read of the device passes it to
+        `check_inserted`."""
         self.cell_C2 = self._empty_cells(expected)
 
     def __len__(self) -> int:
@@ -60,7 +61,7 @@ class DeviceIndex:
         """Take distinct keys out. Returns the places they had, -1 for a key that was not here: int64 [U]."""
         old_U = self._gpu.empty(len(id_U), dtype=torch.int64)
         self._gpu.run(erase_loop, len(id_U), self.cell_C2, table_U, id_U, old_U)
-        with changing:  # Keys are gone that still count.
+        with changing:  # The keys are gone, and `_size` still counts them.
             self._size -= self._gpu.read((old_U >= 0).sum())[0]
         return old_U
 
@@ -90,7 +91,7 @@ class DeviceIndex:
         self._taken = self._size
 
     def check_inserted(self, lost: int) -> None:
-        """Raise AssertionError if so many keys, of `inserted_2`, have found no cell: their rows would be lost."""
+        """Raise AssertionError unless `lost`, the second number of `inserted_2`, is 0: such keys lose their rows."""
         if lost:
             raise AssertionError(f"{lost} keys found no cell in an index of {len(self.cell_C2)} cells: rows were lost")
 

@@ -185,8 +185,8 @@ class DeviceTier:
 
     @_in_order
     def bring_known(self, keys: DeviceKeys, slot_U: torch.Tensor, wanted: torch.Tensor) -> int:
-        """As `HotRows.bring_known`. No slots are made for rows: that moves those which steps may be using on other
-        streams. Where there are none, `StoreFullError` says so."""
+        """As `HotRows.bring_known`, but the slab does not grow: growing moves rows that steps on other streams may use.
+        Without free slots the call raises `StoreFullError`."""
         if self._resident or len(wanted) == 0:
             return 0
         assert self._below is not None
@@ -536,11 +536,11 @@ class DeviceTier:
         self, slot_N: torch.Tensor, table_N: torch.Tensor, id_N: torch.Tensor, row_NW: np.ndarray | None, *,
         dirty: bool | torch.Tensor,
     ) -> Iterator[None]:  # fmt: skip
-        """Let keys that are not here live in these slots, which were reserved, with these rows, None = those that are
-        there. Whoever has a block of this does in it what belongs to the same change."""
+        """Enter keys that are not here, with these rows, into reserved slots; None = the rows are there already. The
+        block that follows is part of the same change."""
         if row_NW is not None:
             self._rows_in(slot_N, row_NW)
-        # What is in free slots is nobody's, as long as they are not dirty.
+        # Writes to free slots harm nothing, as long as the slots are not dirty.
         self._table_S[slot_N] = table_N
         self._id_S[slot_N] = id_N
         self._score_S[slot_N] = self._tick if self._policy == "lru" else int(self._use_score)
@@ -576,9 +576,9 @@ class DeviceTier:
         return self.slots - self._held()
 
     def _reserve(self, size: int) -> torch.Tensor:
-        """Free slots, evicting for them, and room for their keys in the index. They are free until they are committed.
-        The caller has checked that there is room."""
-        short = size - (self.slots - len(self._index) - self._lent)
+        """Slots for so many rows, and room for their keys in the index; other rows are evicted if need be. The slots
+        stay free until `commit`. The caller has checked that there is room."""
+        short = size - self._free.left(self.slots)
         if short > 0:
             self._evict(max(short, int(self.slots * _EVICT_SHARE)))
         self._grow(self._free.used + self._free.fresh(size))
@@ -586,7 +586,7 @@ class DeviceTier:
         return self._free.reserve(size, len(self._pin_S))
 
     def _grow(self, need: int) -> None:
-        """Have memory for this many slots, and for as many again while there are that many to come.
+        """Get memory for so many slots, and for as many again while that many may come.
 
         A slab doubles by being copied, for which the device needs room for both: each row is copied once or twice in
         its life. Where there is no such room it goes by way of the host's memory, twice over the bus; so a store comes
@@ -604,7 +604,7 @@ class DeviceTier:
             self._gpu.wait()
 
     def _enlarge(self, size: int, need: int) -> None:
-        """Have memory for `size` slots, or at least for `need`."""
+        """Get memory for `size` slots, or at least for `need`."""
         have = len(self._pin_S)
         arrays = self._slot_arrays()
         try:

@@ -1,13 +1,13 @@
-"""Arrays that grow where they lie, so that what other threads read never moves, and take address space as they grow.
+"""Arrays that grow in place: no row ever moves, and address space is taken as rows come.
 
-Each lies at the beginning of addresses that are kept free for all that it may come to have: between 16 and 80 TiB,
-where the system puts nothing by itself. Nothing is mapped there before it is needed, so that many arrays fit under
+Each array has a span of addresses of its own, long enough for all rows that it may ever have, between 16 and 80 TiB,
+where the system maps nothing by itself. Only the used beginning of a span is mapped, so that many arrays fit under
 `ulimit -v`.
 
 Invariants:
-- an array of before `grow` is a part of the one after it, the same memory, and stays good as long as somebody has it;
-- the first row's address is a multiple of a row's bytes: rows of one width lie a whole number of rows apart, whichever
-  arrays they are in, so that one loop can reach all of them.
+- an array taken before `grow` shares memory with the one after it, and stays valid while anything refers to it;
+- the address of row 0 is a multiple of a row's bytes: rows of one width in several arrays are a whole number of rows
+  apart, so that one loop can reach all of them.
 """
 
 import ctypes
@@ -23,13 +23,13 @@ __all__ = ["GrowingArray"]
 
 _FIRST, _LAST = 1 << 44, 5 << 44
 
-# A new array gets this part of the addresses that are free at most, and less where there are many arrays.
+# A new span gets at most one part in so many of the free addresses, and less where there are many spans.
 _SHARES_MIN = 8
 
-# Between two tries to find addresses where nobody else is.
+# Distance between two tries to find unmapped addresses, in bytes.
 _STEP = 1 << 36
 
-# Arrays of so many bytes or more lie in huge pages: in small ones a step takes a fifth longer.
+# Arrays of so many bytes or more ask for huge pages: in small pages a step takes a fifth longer.
 _HUGE_MIN = 1 << 22
 _HUGE_PAGE = 1 << 21
 _MADV_HUGEPAGE = 14
@@ -51,9 +51,9 @@ class GrowingArray:
     """Zeros [S, ...] of which S grows.
 
     Args:
-        most: rows that there may come to be. There may be fewer where very many arrays share the addresses.
-        shape: of a row.
-        dtype: of the numbers.
+        most: most rows that the array may ever have; fewer where very many arrays share the addresses.
+        shape: shape of a row.
+        dtype: dtype of the numbers.
 
     Raises:
         MemoryError: there is no address space.
@@ -66,18 +66,18 @@ class GrowingArray:
         self._first = self._span.begin + -self._span.begin % self._row_bytes
         self.most = min(most, (self._span.end - self._first) // self._row_bytes)
         self.array = self._of(0)
-        """The rows there are."""
+        """The rows that are mapped now."""
 
     @property
     def mapped(self) -> int:
-        """Bytes of address space taken."""
+        """Bytes of address space that are mapped."""
         return self._span.mapped
 
     def grow(self, rows: int) -> None:
-        """Have so many rows at least.
+        """Make room for at least so many rows.
 
         Raises:
-            MemoryError: the system gives no memory for them; the array is as it was.
+            MemoryError: the system gives no memory for the rows; the array is as it was.
         """
         if rows > len(self.array):
             assert rows <= self.most
@@ -90,7 +90,7 @@ class GrowingArray:
 
 
 class _Memory:
-    """Memory from an address on, as NumPy takes that of others; keeps what it lies in."""
+    """Memory at an address, for `np.asarray`; keeps the span alive."""
 
     def __init__(self, address: int, shape: tuple[int, ...], typestr: str, span: "_Span"):
         self.__array_interface__ = {"data": (address, False), "shape": shape, "typestr": typestr, "version": 3}
@@ -98,7 +98,7 @@ class _Memory:
 
 
 class _Span:
-    """Addresses that are kept for one array, the first of them mapped."""
+    """The addresses of one array, mapped from the beginning."""
 
     def __init__(self, bytes: int):
         self.mapped = 0
@@ -107,43 +107,42 @@ class _Span:
             _spans.add(self)
 
     def grow(self, bytes: int) -> None:
-        """Map so many bytes at least, where the others are."""
+        """Map at least so many bytes from the beginning."""
         size = _pages(bytes)
         if size <= self.mapped:
             return
-        if size >= _HUGE_MIN:  # A huge page is used where all of it is mapped when it is first written to.
+        if size >= _HUGE_MIN:  # The system uses a huge page only if all of it is mapped at its first write.
             size = min(size + -(self.begin + size) % _HUGE_PAGE, _pages(self.end - self.begin))
         if _remap(self.begin, self.mapped, size, 0) == _FAILED:  # in place or not at all
             raise _no_memory(size - self.mapped)
         self.mapped = size
         if size >= _HUGE_MIN:
-            _advise(self.begin, size, _MADV_HUGEPAGE)  # A system that has none refuses, which changes nothing.
+            _advise(self.begin, size, _MADV_HUGEPAGE)  # A system without huge pages refuses: no harm.
 
-    # The function is kept: at exit the module's names may be gone before the last array.
+    # The default keeps the function: at exit the module's names may be gone before the last array.
     def __del__(self, unmap: Any = _unmap) -> None:
         if self.mapped:
             unmap(self.begin, self.mapped)
 
 
 def _place(bytes: int) -> tuple[int, int, int]:
-    """Beginning and end of addresses for a span, as many or, where there are very many spans, fewer; and how many
-    bytes of them are mapped: a page."""
+    """Begin and end of a new span, and its mapped bytes: a page. With very many spans the new one is shorter."""
     page, kind, access = mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ | mmap.PROT_WRITE
     taken = sorted((one.begin, one.end) for one in list(_spans))
     free = _LAST - _FIRST - sum(end - begin for begin, end in taken)
     size = min(bytes, free // (_SHARES_MIN + len(taken)) // page * page)
     begin = _FIRST
     for other_begin, other_end in [*taken, (_LAST, _LAST)]:
-        # A page between two, so that the system does not take them for one mapping.
+        # A page stays free between two spans, so that the system does not join their mappings.
         while begin + size + page <= other_begin:
             at = _map(begin, page, access, kind | _MAP_FIXED_NOREPLACE, -1, 0)
             if at == begin:
                 return begin, begin + size, page
-            if at != _FAILED:  # Old kernels take the address for a wish.
+            if at != _FAILED:  # Old kernels may map elsewhere.
                 _unmap(at, page)
-            begin += max(size, _STEP)  # Somebody else lies here, or the system has no such addresses.
+            begin += max(size, _STEP)  # These addresses are mapped already, or the system has none so high.
         begin = max(begin, other_end + page)
-    # All at once, where the system likes. What is not written takes no memory.
+    # No span is free: map all bytes now, wherever the system puts them. Unwritten pages take no memory.
     at = _map(None, bytes, access, kind | _MAP_NORESERVE, -1, 0)
     if at == _FAILED:
         raise _no_memory(bytes)
@@ -155,7 +154,7 @@ def _pages(bytes: int) -> int:
 
 
 def _no_memory(bytes: int) -> MemoryError:
-    return MemoryError(f"the system gives no {bytes} bytes more: {os.strerror(ctypes.get_errno())}")
+    return MemoryError(f"the system gives no {bytes} bytes more of address space: {os.strerror(ctypes.get_errno())}")
 
 
 _spans: "weakref.WeakSet[_Span]" = weakref.WeakSet()
@@ -164,7 +163,7 @@ _lock = threading.Lock()
 
 def _in_child() -> None:
     global _lock
-    _lock = threading.Lock()  # which a thread of the parent may have held
+    _lock = threading.Lock()  # A thread of the parent may have held the old one.
 
 
 os.register_at_fork(after_in_child=_in_child)

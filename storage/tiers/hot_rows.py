@@ -37,7 +37,8 @@ class Tier(RowStore, Protocol):
         """Raise `StoreFullError` if this many rows in all are more than the tier may ever know or hold."""
 
     def check_slots(self) -> list[str]:
-        """Slots that were lost, or that several rows have, in words; empty if used = indexed + free + lent."""
+        """One text for each fault: slots that were lost, slots with several rows. Empty if each used slot is in the
+        index, free, or of a temporary row."""
 
     def reload(self) -> None:
         """Forget every row here and start from those of the store below. One that raises leaves the tier empty."""

@@ -79,7 +79,7 @@ class HotTier:
         refused: writes what keys read as that get no row; None = the same.
         threads: runs the copies.
         writing: held by whoever writes rows in place; None = nobody does.
-        expected: rows to reserve memory for at once, if it is there, in a resident tier.
+        expected: rows for which a resident tier reserves memory at construction, if that fits.
 
     Raises:
         StoreFullError: the system gives no address space for the slots of a cache.
@@ -159,8 +159,8 @@ class HotTier:
             raise
 
     def acquire_at(self, keys: Keys, slot_U: np.ndarray) -> None:
-        """As `acquire`, where the caller knows in which slots rows lie still: slot_U has them, and -1 for keys that
-        have no row, of which it gets those."""
+        """As `acquire`, for a tier in which rows lie still, where the caller knows the slots: slot_U. It has -1 for
+        keys without a row, which this call fills in."""
         missing = np.flatnonzero(slot_U < 0)
         slot_U[missing] = self._bring_in(keys.table_U[missing], keys.id_U[missing])
         self._counters.hits += len(slot_U) - len(missing)
@@ -444,10 +444,10 @@ class HotTier:
     # ---- inside -----------------------------------------------------------------------------------------------
 
     def _have_slots(self, rows: int) -> None:
-        """Have memory for so many rows in all, in a resident tier. No slot moves."""
+        """Get memory for so many rows in all, in a resident tier. No slot moves."""
         if rows > len(self.row_SW):
             self._arrays.have(rows)
-            # The slab last: whoever sees that there is another one looks at the others anew.
+            # The slab last: readers that find a new slab take the other arrays anew.
             self._dirty_S, self._pin_S, self._score_S, self.row_SW = self._arrays.arrays
 
     def _bring_in(self, table_M: np.ndarray, id_M: np.ndarray) -> np.ndarray:
@@ -484,8 +484,7 @@ class HotTier:
         return slot_M
 
     def _take(self, table_N: np.ndarray, id_N: np.ndarray, row_NW: np.ndarray, *, dirty: bool) -> np.ndarray:
-        """Keep these rows, of keys that are not here. Returns their slots. The caller has checked that there is
-        room."""
+        """Keep rows of keys that are not here. Returns their slots. The caller has checked that there is room."""
         slot_N = self._reserve(table_N, id_N)
         copy_rows_in(self.row_SW, slot_N, np.ascontiguousarray(row_NW), threads=self._threads)
         self._index.put(table_N, id_N, slot_N)
@@ -496,8 +495,8 @@ class HotTier:
         return slot_N
 
     def _reserve(self, table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray:
-        """Free slots for rows of these keys, evicting for them. They are free, and their rows anybody's, until they are
-        committed, right after their keys are in the index. The caller has checked that there is room."""
+        """Slots for rows of these keys; other rows are evicted if need be. The slots stay free until `commit`, which
+        comes right after the index has the keys. The caller has checked that there is room."""
         self._evict_for(len(id_N))
         self._index.reserve_keys(table_N, id_N)
         return self._free.reserve(len(id_N), len(self.row_SW))
@@ -550,8 +549,8 @@ class HotTier:
         return self.slots - self._held()
 
     def _evict_for(self, size: int) -> None:
-        """Have this many free slots."""
-        short = size - (self.slots - len(self._index) - self._lent)
+        """Evict rows until so many slots are free."""
+        short = size - self._free.left(self.slots)
         if short > 0:
             self._evict(max(short, int(self.slots * _EVICT_SHARE)))
 

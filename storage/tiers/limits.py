@@ -1,6 +1,5 @@
 """What every tier in memory counts and refuses: how many rows fit, how many there may be, what calls have found."""
 
-import math
 import weakref
 from collections.abc import Sized
 from dataclasses import asdict, dataclass
@@ -9,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from oneemb.storage.row_store import RowStore, StoreFullError
+from oneemb.storage.tiers.reservation import mebibytes
 
 __all__ = ["Counters", "Limits"]
 
@@ -23,8 +23,8 @@ class Limits:
         slot_bytes: memory of one, with all that is kept beside the row.
         resident: whether all rows have to be here.
         row_limit: rows that may be known to this tier and those below together; None = no limit.
-        have_memory: the tier's method that gets memory for so many rows in all, where they are resident, or raises
-            `StoreFullError`; None = there is memory. Weak, since the tier has this.
+        have_memory: method of a resident tier that gets memory for so many rows in all or raises `StoreFullError`;
+            None = nothing is to be asked. Weak, since the tier refers to this object.
     """
 
     name: str
@@ -35,11 +35,10 @@ class Limits:
     have_memory: "weakref.WeakMethod[Any] | None" = None
 
     def check_fits(self, more: int, held: int) -> None:
-        """Have room for so many rows more beside those held: all there are where rows are resident, else those that
-        are pinned.
+        """Make room for so many more rows beside those held: all rows of a resident tier, the pinned ones of a cache.
 
         Raises:
-            StoreFullError: there is none.
+            StoreFullError: there is no room.
         """
         if held + more <= self.slots:
             self._have(held + more)
@@ -68,10 +67,10 @@ class Limits:
         )
 
     def check_holds(self, rows: int) -> None:
-        """Have room for so many rows in all.
+        """Make room for so many rows in all.
 
         Raises:
-            StoreFullError: so many may never be known, or held.
+            StoreFullError: the tier may not know, or cannot hold, so many.
         """
         if self.row_limit is not None and rows > self.row_limit:
             raise StoreFullError(
@@ -89,8 +88,8 @@ class Limits:
             have(rows)
 
     def mebibytes(self, rows: int) -> int:
-        """Memory for so many rows, rounded up."""
-        return math.ceil(rows * self.slot_bytes / 2**20)
+        """MiB for so many rows, rounded up."""
+        return mebibytes(rows * self.slot_bytes)
 
 
 @dataclass

@@ -1,7 +1,8 @@
-"""Memory of the host that this process may use: the least of what machine, control groups and resource limits allow.
+"""Host memory that this process may use: the least of these limits.
 
-Where it looks: physical memory; `memory.max` (cgroup v2) or `memory.limit_in_bytes` (v1) of the process's control group
-and of every one above it that can be seen; RLIMIT_AS and RLIMIT_DATA, less what the process has taken already.
+- the machine's physical memory;
+- `memory.max` (cgroup v2) or `memory.limit_in_bytes` (v1) of the process's control group and of each visible parent;
+- RLIMIT_AS and RLIMIT_DATA, less the address space that the process has taken for anything but rows.
 """
 
 import os
@@ -20,8 +21,8 @@ class MemoryLimit:
     """A limit of memory.
 
     Args:
-        bytes: that may be used.
-        name: what sets the limit, as errors say it.
+        bytes: bytes that may be used.
+        name: the limit's source, for errors.
     """
 
     bytes: int
@@ -29,11 +30,11 @@ class MemoryLimit:
 
 
 def memory_limit(taken: int = 0, process: Path = _PROCESS) -> MemoryLimit:
-    """The least of the limits of this process.
+    """The least limit of this process.
 
     Args:
-        taken: address space that the caller has taken already and counts itself.
-        process: its folder in /proc.
+        taken: bytes of address space that the caller counts as rows; they are not subtracted.
+        process: the process's folder in /proc.
     """
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [MemoryLimit(machine, "the machine's memory"), *_of_control_groups(process), *_of_resources(taken)]
@@ -41,7 +42,7 @@ def memory_limit(taken: int = 0, process: Path = _PROCESS) -> MemoryLimit:
 
 
 def _of_resources(taken: int) -> Iterator[MemoryLimit]:
-    """What is left by the limits that `ulimit` sets, beside what others than the caller have taken."""
+    """The limits that `ulimit` sets, less the address space that is not the caller's."""
     for kind, field, name in ((resource.RLIMIT_AS, 0, "ulimit -v"), (resource.RLIMIT_DATA, 5, "ulimit -d")):
         limit, _ = resource.getrlimit(kind)
         if limit != resource.RLIM_INFINITY:
@@ -51,7 +52,7 @@ def _of_resources(taken: int) -> Iterator[MemoryLimit]:
 
 
 def _of_control_groups(process: Path) -> Iterator[MemoryLimit]:
-    """The limits of the process's control groups and of those above them, in every hierarchy that counts memory."""
+    """Memory limits of the process's control groups and of their parents, in every hierarchy that counts memory."""
     try:
         groups = (process / "cgroup").read_text().splitlines()
         mounts = (process / "mountinfo").read_text().splitlines()
@@ -72,15 +73,15 @@ def _of_control_groups(process: Path) -> Iterator[MemoryLimit]:
             for folder in _folders_up(Path(point), PurePosixPath(root), PurePosixPath(path)):
                 try:
                     limit = (folder / file).read_text().strip()
-                except OSError:  # The root has none, nor has a group whose parent does not count memory.
+                except OSError:  # The root group has no such file, nor has a group whose parent counts no memory.
                     continue
                 if limit.isdecimal():
                     yield MemoryLimit(int(limit), f"the limit in {folder / file}")
 
 
 def _folders_up(point: Path, root: PurePosixPath, path: PurePosixPath) -> Iterator[Path]:
-    """The folders of a group and of those above it, where a hierarchy is mounted from `root` on at `point`."""
-    # Within a container the group may be named as the host names it, though only what is below it is mounted.
+    """Folders of the group `path` and of its parents, in a hierarchy whose group `root` is mounted at `point`."""
+    # In a container /proc may name the group as the host does, though only a part of the hierarchy is mounted.
     inside = path.relative_to(root) if path.is_relative_to(root) else PurePosixPath()
     if ".." in inside.parts:
         inside = PurePosixPath()
@@ -91,7 +92,7 @@ def _folders_up(point: Path, root: PurePosixPath, path: PurePosixPath) -> Iterat
 
 
 def _plain(word: str) -> str:
-    """A path of mountinfo, in which blanks are written as octal numbers."""
+    """The path that a word of mountinfo names: there blanks and backslashes are octal numbers."""
     for code, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
         word = word.replace(code, character)
     return word

@@ -3,14 +3,14 @@
 It holds all rows, as a host tier may, above a persistent table that has them as of the last snapshot. Of each row it
 remembers the key and when it was pushed, a word in an index; the row itself travels with that number, its *stamp*:
 
-    value = the row's 32-bit words, a word 0 where they are odd in number, 8 bytes: stamp XOR checksum
+    value = the row's 32-bit words, a zero word if their number is odd, 8 bytes: stamp XOR checksum
     checksum = XXH64 of the words before, with the id as the seed
 
-A job reads no value that it has not pushed itself, so that this layout is no file format: no job meets an older one.
+A job reads only values that it has pushed itself, so no job meets a value of another layout.
 
 Invariants:
-- a row that comes back without the stamp of its last push, or is not what was pushed then, is an error: a server that
-  has restarted empty or with older rows, that drops rows, or that somebody else writes to, is never taken at its word;
+- a row that comes back without the stamp of its last push, or with other words, is an error: a server that has
+  restarted empty or with older rows, that drops rows, or that another client writes to, is found out;
 - a key that has no row here is not asked of the server: what an earlier job has left there is nobody's row;
 - a push that fails has changed no row that a later call gives: whoever pushed has the row still, and pushes it again.
 """
@@ -33,7 +33,7 @@ __all__ = ["RemoteTier"]
 
 _STAMP_WORDS = 2
 
-# Rows whose checksums one thread makes at least.
+# Fewest rows whose checksums are worth another thread.
 _SHARE_MIN = 512
 
 _COUNT_BITS = 39
@@ -56,7 +56,7 @@ class RemoteTier:
         self.name = "remote"
         self.row_width = row_width
         self._width = row_width + row_width % 2 + _STAMP_WORDS
-        """Of a value, in 32-bit words."""
+        """32-bit words of a value."""
         self._server, self._prefix, self._below, self._threads = server, name, below, threads
         # Of each row, twice the number of the push that it was in, and 1 where the store below does not have it so.
         self._index = HashIndex(threads)
@@ -130,13 +130,13 @@ class RemoteTier:
             word_NX.view(np.uint64)[:, -1] = self._stamps(np.array([self._pushes])) ^ self._sums(word_NX, id_N)
             place_N = np.full(len(id_N), 2 * self._pushes + dirty)
             self._server.push(self._table(table), id_N, [word_NX])
-            with changing:  # The server has other rows than the index knows of.
+            with changing:  # The server has the new rows, the index the old stamps.
                 old_N = self._index.put(table_N, id_N, place_N)
                 self._dirty += len(id_N) * dirty - _dirty(old_N)
                 self._pushed += len(id_N)
 
     def _sums(self, word_NX: np.ndarray, id_N: np.ndarray) -> np.ndarray:
-        """The checksums of values: uint64 [N]."""
+        """Checksums of values, uint64 [N]."""
         stride, sum_N = self._width // 2, np.empty(len(id_N), np.uint64)
         self._threads.run(
             rows_sum, len(id_N), word_NX.view(np.uint64).reshape(-1), stride, stride - 1, id_N.view(np.uint64), sum_N,
@@ -234,7 +234,7 @@ class RemoteTier:
         """As `Tier.only_read`: nothing is kept of what is read."""
 
     def check_slots(self) -> list[str]:
-        """As `Tier.check_slots`: rows are in no slots here."""
+        """As `Tier.check_slots`; this tier has no slots."""
         return []
 
     def stats(self) -> dict[str, Any]:

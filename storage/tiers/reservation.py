@@ -1,13 +1,13 @@
-"""The book of the memory that tiers on the host have reserved, in all of this process.
+"""Memory reservations of all host tiers of this process.
 
-A tier that holds all rows reserves memory as its rows come; where a capacity says how many there will be, it reserves
-for all of them at once, if that fits. Caches have reserved the budgets that the user gave them.
+A resident tier reserves memory as its rows come; with a capacity it reserves memory for all of them at construction, if
+that fits. A cache reserves its budget at construction, whether that fits or not.
 
 Invariants:
-- what tiers that hold all rows reserve never makes the sum exceed nine tenths of the limit of the process;
+- a resident tier reserves more only if the sum stays within nine tenths of the process's memory limit;
 - a reservation ends when its tier is closed or collected;
-- a child of fork has a book of its own. Stores that it has a copy of come to take no more, so that what they had
-  reserved and not used is free in it.
+- a child of fork has reservations of its own. The parent's stores cannot grow in the child, so there each of their
+  reservations shrinks to the memory in use.
 """
 
 import os
@@ -17,33 +17,33 @@ import weakref
 from oneemb.storage.row_store import StoreFullError
 from oneemb.storage.tiers.memory_limit import memory_limit
 
-__all__ = ["Reservation", "usable_bytes"]
+__all__ = ["Reservation", "mebibytes", "usable_bytes"]
 
-# Of the memory that the process may use; the rest is for batches, gradients and what is not rows.
+# Share of the process's memory limit that rows may take; the rest is for batches, gradients and everything else.
 _MEMORY_SHARE = 0.9
 
 
 class Reservation:
-    """Memory that one tier counts as its own.
+    """Memory reserved by one tier.
 
     Args:
-        name: what errors call the tier.
-        bytes: reserved at once, whether there is room or not.
+        name: the tier's name, for errors.
+        bytes: bytes reserved at once, whether they fit or not.
     """
 
     def __init__(self, name: str, bytes: int = 0):
         self._name = name
         self.bytes = bytes
         self.mapped = 0
-        """Address space taken."""
+        """Bytes of address space that the tier's arrays have mapped."""
         with _lock:
             _book.add(self)
 
     def raise_to(self, bytes: int) -> None:
-        """Reserve so much in all at least.
+        """Raise the reservation to at least `bytes` in all.
 
         Raises:
-            StoreFullError: there is no room for it. Nothing has changed.
+            StoreFullError: that would exceed the share of rows; nothing has changed.
         """
         if bytes <= self.bytes:
             return
@@ -53,26 +53,27 @@ class Reservation:
             reserved = sum(one.bytes for one in others) - self.bytes
             if reserved + bytes > limit.bytes * _MEMORY_SHARE:
                 raise StoreFullError(
-                    f"the {self._name} tier needs {_mebibytes(bytes)} MiB; rows in memory may take"
-                    f" {_mebibytes(int(limit.bytes * _MEMORY_SHARE))} MiB in this process (nine tenths of"
-                    f" {limit.name}), of which other tiers have reserved {_mebibytes(reserved)} MiB. Give this"
+                    f"the {self._name} tier needs {mebibytes(bytes)} MiB; rows in memory may take"
+                    f" {mebibytes(int(limit.bytes * _MEMORY_SHARE))} MiB in this process (nine tenths of"
+                    f" {limit.name}), of which other tiers have reserved {mebibytes(reserved)} MiB. Give this"
                     " embedding, or others, a cached store with a cache_budget_mb, or a smaller capacity; or give the"
                     " process more memory"
                 )
             self.bytes = bytes
 
     def release(self) -> None:
-        """Give back what was reserved."""
+        """End the reservation."""
         self.bytes = self.mapped = 0
 
 
 def usable_bytes() -> int:
-    """Memory that rows may take in this process, if no other tier had any."""
+    """Bytes that the rows of all tiers of this process may take together."""
     with _lock:
         return int(memory_limit(sum(one.mapped for one in list(_book))).bytes * _MEMORY_SHARE)
 
 
-def _mebibytes(bytes: int) -> int:
+def mebibytes(bytes: int) -> int:
+    """MiB, rounded up, as errors give memory."""
     return -(-bytes // 2**20)
 
 
@@ -82,7 +83,7 @@ _lock = threading.Lock()
 
 def _in_child() -> None:
     global _lock
-    _lock = threading.Lock()  # which a thread of the parent may have held
+    _lock = threading.Lock()  # A thread of the parent may have held the old one.
     for one in list(_book):
         one.bytes = min(one.bytes, one.mapped)
 

@@ -1,7 +1,7 @@
-"""The arrays that a tier on the host has of its slots: the rows, and beside them dirty bits, pins and scores.
+"""The slot arrays of a host tier: rows, dirty bits, pins and scores.
 
-In a tier that holds all rows they grow with the rows, as far as the book of reservations lets them; a cache has all of
-its slots at once.
+The arrays of a resident tier grow with its rows, within the memory that reservation.py grants; a cache has all of its
+slots at once.
 """
 
 import contextlib
@@ -10,11 +10,11 @@ import numpy as np
 
 from oneemb.storage.row_store import StoreFullError
 from oneemb.storage.tiers.growing_array import GrowingArray
-from oneemb.storage.tiers.reservation import Reservation
+from oneemb.storage.tiers.reservation import Reservation, mebibytes
 
 __all__ = ["SlotArrays"]
 
-# Slots that are made beyond those asked for: a share of them, and memory for some more.
+# Spare slots that come with those asked for: this share of them, and this memory.
 _MORE = 1 / 32
 _MORE_BYTES = 1 << 18
 
@@ -23,12 +23,12 @@ class SlotArrays:
     """Arrays of S slots, zeros at first.
 
     Args:
-        name: what errors call the tier.
+        name: the tier's name, for errors.
         row_width: 32-bit words of a row.
-        slots: that there may come to be.
-        slot_bytes: memory of one, with its key.
+        slots: most slots that the tier may ever have.
+        slot_bytes: bytes of a slot, its key included.
         resident: whether the tier holds all rows.
-        expected: slots to reserve memory for at once, if it is there, in a tier that holds all rows.
+        expected: slots for which a resident tier reserves memory at construction, if that fits.
 
     Raises:
         StoreFullError: the system gives no address space for the slots of a cache.
@@ -41,31 +41,31 @@ class SlotArrays:
             row = GrowingArray(slots, (row_width,), np.float32)
             self._row: GrowingArray | None = row
             self._dirty = GrowingArray(slots, (), np.bool_)
-            # Nobody asks for scores where no row is evicted.
-            self._pin, self._score = GrowingArray(slots, (), np.int32), GrowingArray(slots, (), np.float64)
+            self._pin = GrowingArray(slots, (), np.int32)
+            self._score = GrowingArray(slots, (), np.float64)  # stays empty in a resident tier, which evicts no row
         except MemoryError as error:
             raise self._no_memory(slots, error) from error
         self.most = min(slots, row.most, self._dirty.most, self._pin.most, self._score.most)
-        """Slots that there may come to be."""
+        """Most slots that the tier may ever have."""
         self._scores = not resident
         if not resident:
             self._grow(self.most)
         elif expected:
-            with contextlib.suppress(StoreFullError):  # Other tiers have it now: rows take what there is as they come.
+            with contextlib.suppress(StoreFullError):  # It does not fit now: the tier reserves memory as rows come.
                 self._reserved.raise_to(expected * slot_bytes)
 
     @property
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """dirty_S bool, pin_S int32, score_S float64 and row_SW float32, as many slots each, but for scores, which
-        only a cache has. Those of before hold the same memory."""
+        """dirty_S bool, pin_S int32, score_S float64 and row_SW float32. score_S is empty in a resident tier. Arrays
+        that were taken before the tier grew share their memory."""
         assert self._row is not None
         return self._dirty.array, self._pin.array, self._score.array, self._row.array
 
     def have(self, slots: int) -> None:
-        """Have so many slots at least.
+        """Make room for at least so many slots.
 
         Raises:
-            StoreFullError: there is no memory for them; nothing has changed.
+            StoreFullError: there is no memory for that; nothing has changed.
         """
         more = slots + int(slots * _MORE) + _MORE_BYTES // self._slot_bytes
         try:
@@ -74,7 +74,7 @@ class SlotArrays:
             self._reserve_and_grow(slots)
 
     def release(self) -> None:
-        """Count nothing as reserved any more, and have no rows: their memory is free when nobody looks at it."""
+        """End the reservation and drop the rows, whose memory is free when nobody refers to it."""
         self._reserved.release()
         self._row = None
 
@@ -99,8 +99,8 @@ class SlotArrays:
             self._reserved.mapped = sum(array.mapped for array in arrays)
 
     def _no_memory(self, slots: int, error: MemoryError) -> StoreFullError:
-        mebibytes = -(-slots * self._slot_bytes // 2**20)
         return StoreFullError(
-            f"the {self._name} tier needs address space for {slots} rows ({mebibytes} MiB), and {error}; raise the"
-            " limit of the process (ulimit -v), or give the embedding a smaller cache_budget_mb or capacity"
+            f"the {self._name} tier needs address space for {slots} rows ({mebibytes(slots * self._slot_bytes)} MiB),"
+            f" and {error}; raise the limit of the process (ulimit -v), or give the embedding a smaller"
+            " cache_budget_mb or capacity"
         )

@@ -71,9 +71,9 @@ def test_giving_back_needs_no_memory():
     free = FreeSlots(arange)
     slot_N = free.reserve(3000, 5000)
     free.commit(3000)
-    arange.n = 0
+    stack_X, arange.n = free.stack_X, 0
     free.give_back(slot_N)
-    assert free.returned == 3000
+    assert free.returned == 3000 and free.stack_X is stack_X
     with pytest.raises(MemoryError):
         free.reserve(10, 5000)
     assert (free.used, free.returned) == (3000, 3000)
