@@ -328,6 +328,7 @@ def test_a_state_whose_counts_are_ints_is_loaded_as_before(cls):
     other = torch.nn.Parameter(param.detach().clone())
     loaded = cls([other], lr=0.1)
     loaded.load_state_dict(older)
+    assert isinstance(loaded.state[other]["step"], torch.Tensor), "a load in place could not reach an int"
     for each, its in ((param, optimizer), (other, loaded)):
         train(each, its, grads[24:])
     assert torch.equal(other, param) and loaded.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
