@@ -682,16 +682,17 @@ def test_a_traced_or_scripted_collection_looks_up_and_trains(shape):
     assert all(torch.equal(traced[name].values(), one.values()) for name, one in its(kjt).items())
 
 
+class OfTensors(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.ebc = EmbeddingBagCollection(configs("two widths"))
+
+    def forward(self, values, lengths):
+        return self.ebc(KeyedJaggedTensor.from_lengths_sync(list("fghi"), values, lengths)).values()
+
+
 def test_an_exported_model_looks_up_while_its_tables_are_there():
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.ebc = EmbeddingBagCollection(configs("two widths"))
-
-        def forward(self, values, lengths):
-            return self.ebc(KeyedJaggedTensor.from_lengths_sync(list("fghi"), values, lengths)).values()
-
-    model, kjt = Model().eval(), batch(1, "fghi")
+    model, kjt = OfTensors().eval(), batch(1, "fghi")
     exported = torch.export.export(model, (kjt.values(), kjt.lengths()), strict=False)
     assert "oneemb.embedding_bags" in exported.graph_module.code
     with torch.no_grad():
@@ -719,15 +720,7 @@ def test_batches_beside_a_thread_that_exports_or_compiles_are_checked_and_expand
 
 
 def test_a_strict_export_has_the_lookup_as_an_op_and_a_compiled_model_checks_its_batches():
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.ebc = EmbeddingBagCollection(configs("two widths"))
-
-        def forward(self, values, lengths):
-            return self.ebc(KeyedJaggedTensor.from_lengths_sync(list("fghi"), values, lengths)).values()
-
-    model, kjt = Model().eval(), batch(1, "fghi")
+    model, kjt = OfTensors().eval(), batch(1, "fghi")
     program = torch.export.export(model, (kjt.values(), kjt.lengths()), strict=True)
     assert "oneemb.embedding_bags" in program.graph_module.code
     with another_thread("export"), ThreadPoolExecutor(1) as pool:  # for torch leaves its state in one that compiles now
