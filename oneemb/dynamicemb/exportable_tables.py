@@ -259,6 +259,9 @@ class InferenceEmbeddingCollection(torch.nn.Module):
 
         Returns:
             [N, D], or [B, D] of bags.
+
+        Raises:
+            ValueError: `pooling_offsets` is None, and bags are pooled.
         """
         features = self.feature_table_map_.shape[0]
         bags = (offsets.shape[0] - 1) // features
@@ -274,7 +277,11 @@ class InferenceEmbeddingCollection(torch.nn.Module):
         rows_ND = self.weight[torch.where(found_N, begin_N + at_N + 1, 0)]
         if self.pooling_mode_ == _NO_POOLING:
             return rows_ND
-        assert pooling_offsets is not None, "pooling_offsets must be given where bags are pooled"
+        if pooling_offsets is None:
+            raise ValueError(
+                f"pooling_offsets must be given with pooling_mode {self.pooling_mode_}, got None; pass the begins of"
+                " bags and their end, int64 [B + 1]"
+            )
         bag_N = torch.searchsorted(pooling_offsets, place_N, right=True) - 1
         wide_ND = rows_ND.float()
         if per_sample_weights is not None:
