@@ -441,7 +441,8 @@ class CompiledGraph(torch.nn.Module):
                 are. It runs on the thread: if both it and the steps draw random numbers from torch, give it a
                 generator of its own. A batch must not be changed once it is handed over.
             prefetch_depth: batches prepared ahead; 0 = none, and no thread. Rows of that many more batches should fit
-                in the cache; those that do not are read when their step comes.
+                in the cache; those that do not are read when their step comes. A graph whose `forward` surrounds the
+                step prepares none: a batch is known when `forward` hands it on.
 
         Yields:
             What `build` returns, for each batch.
@@ -453,6 +454,8 @@ class CompiledGraph(torch.nn.Module):
         """
         if isinstance(prefetch_depth, bool) or not isinstance(prefetch_depth, int) or prefetch_depth < 0:
             raise ValueError(f"prefetch_depth must be an int of at least 0, got {prefetch_depth!r}")
+        if type(self).forward is not CompiledGraph.forward:
+            prefetch_depth = 0
         ranks = self._ranks()
         self._position = position = LoaderPosition(self._position.state)
         if ranks is None:
@@ -527,7 +530,11 @@ class CompiledGraph(torch.nn.Module):
                 for batch in loader:
                     args, kwargs = self._signature.spread(batch)
                     self._called_by = position
-                    yield _of_a_loop(functools.partial(self, *args, **kwargs))
+                    result = _of_a_loop(functools.partial(self, *args, **kwargs))
+                    if self._called_by is not None:  # A forward around the step has made none of this batch.
+                        self._called_by = None
+                        position.trained(updated=False)
+                    yield result
             position.ended()
         finally:
             leave()

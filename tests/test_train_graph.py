@@ -821,6 +821,36 @@ def test_a_graph_with_forward_in_place_of_build_is_an_error(kind):
             return ids
 
 
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_loop_calls_a_forward_around_the_step_which_may_leave_a_batch_out(made, depth):
+    class Graph(oneemb.TrainGraph):
+        def __init__(self, embedding):
+            super().__init__()
+            self.embedding = embedding
+            self.add_optimizer(torch.optim.SGD(self.parameters(), lr=1.0))
+
+        def build(self, ids):
+            loss = self.embedding(ids).sum()
+            loss.backward()
+            return loss
+
+        def forward(self, ids):
+            return super().forward(ids) if len(ids) else None
+
+    class Loader(list):
+        def __iter__(self):
+            for self.at, ids in enumerate(super().__iter__(), 1):
+                yield ids
+
+        def state_dict(self):
+            return self.at
+
+    graph, seen = Graph(made()), []
+    for loss in graph.run(Loader(torch.arange(4).view(2, 2)[:rows] for rows in (1, 0, 2)), depth):
+        seen.append((loss is None, graph.loader_state, graph.batches_ahead, graph.steps))
+    assert seen == [(False, 1, 0, 1), (True, 1, 1, 1), (False, 3, 0, 2)]
+
+
 def test_a_forward_around_the_step_is_no_error(made):
     class Counts(torch.nn.Module):
         calls = 0
