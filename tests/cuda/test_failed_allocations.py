@@ -50,15 +50,26 @@ class Allocations(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("kind", ["device", "host", "policy"])
-def test_memory_of_the_device_that_runs_out_harms_nothing_or_breaks_the_store(gpu, kind, tmp_path, monkeypatch):
+def wrongs(gpu, kind, folder, monkeypatch, operations, **options):
     made = device_tier.DeviceTier
-    monkeypatch.setattr(device_tier, "DeviceTier", lambda *its, slots, **options: made(
-        *its, slots=slots if kind != "host" else 30, **options))  # fmt: skip
-    subject = Subject(kind, tmp_path / "rows", 0, dim=4, ids=60, batch=12)
+    monkeypatch.setattr(device_tier, "DeviceTier", lambda *its, slots, **others: made(
+        *its, slots=slots if kind != "host" else 15, **others))  # fmt: skip
+    subject = Subject(kind, folder, 0, dim=4, ids=30, batch=6)
     with warnings.catch_warnings(), on_gpu(gpu, subject.embedding), Allocations() as allocations:
         warnings.simplefilter("ignore")
-        wrong, failures, broken = run(subject, allocations, ["lookup", "step", "erase"])
+        wrong, failures, broken = run(subject, allocations, operations, **options)
     subject.embedding.close()
-    assert not wrong, "\n".join(wrong)
-    assert failures > 40 and broken < failures / 2
+    assert broken < failures / 2 and failures > 10
+    return "\n".join(wrong)
+
+
+def test_memory_of_the_device_that_runs_out_harms_nothing_or_breaks_the_store(gpu, tmp_path, monkeypatch):
+    assert not wrongs(gpu, "host", tmp_path / "rows", monkeypatch, ["lookup"], stride=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["device", "host", "policy"])
+def test_memory_of_the_device_that_runs_out_in_any_call_harms_nothing_or_breaks_the_store(
+    gpu, kind, tmp_path, monkeypatch
+):
+    assert not wrongs(gpu, kind, tmp_path / "rows", monkeypatch, ["lookup", "step", "erase"])

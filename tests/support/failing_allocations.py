@@ -218,8 +218,8 @@ class Preloaded:
 OPERATIONS = "lookup step two_lookups bags save load step erase import_rows delta load step clear".split()
 
 
-def run(subject, allocations, operations=OPERATIONS, most=400):
-    """What did not hold; and how many failures there were, how many of which broke the embedding."""
+def run(subject, allocations, operations=OPERATIONS, *, stride=1, most=400):
+    """Let every allocation of each operation fail, or each `stride`-th. Returns what did not hold; and how many failures there were, how many of which broke the embedding."""
     wrong, failures, broken = [], 0, 0
     for name in operations:
         for _ in range(2):
@@ -227,7 +227,7 @@ def run(subject, allocations, operations=OPERATIONS, most=400):
         getattr(subject, name)()[0]()  # which compiles and imports what it needs
         subject.optimizer.zero_grad()
         subject.row = subject.read(range(subject.id_count))
-        for n in range(most):
+        for n in range(0, most, stride):
             call, after = getattr(subject, name)()
             before, error = dict(subject.row), None
             allocations.fail_after(n)
