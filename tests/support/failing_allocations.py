@@ -219,8 +219,8 @@ OPERATIONS = "lookup step two_lookups bags save load step erase import_rows delt
 
 
 def run(subject, allocations, operations=OPERATIONS, *, stride=1, most=400):
-    """Let each `stride`-th allocation of each operation fail. Returns a line for each thing that did not hold, the number of
-    failures, and how many of them broke the embedding."""
+    """Let each `stride`-th allocation of each operation fail. Returns a line for each thing that did not hold, the
+    number of failures, and how many of them broke the embedding."""
     wrong, failures, broken = [], 0, 0
     for name in operations:
         for _ in range(2):
