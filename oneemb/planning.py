@@ -71,7 +71,7 @@ class PlannedEmbedding:
             _check_count("bags", self.bags)
         _check_share("unique", self.unique, above_0=True)
         for name in ("dtype", "comm_dtype"):
-            if getattr(self, name) not in _DTYPE_BYTES:
+            if not isinstance(getattr(self, name), str) or getattr(self, name) not in _DTYPE_BYTES:
                 raise ValueError(f"{name} must be one of {', '.join(_DTYPE_BYTES)}, got {getattr(self, name)!r}")
         if self.physical_block_size not in (512, 4096):
             raise ValueError(f"physical_block_size must be 512 or 4096, got {self.physical_block_size!r}")

@@ -158,6 +158,8 @@ class AdmitChance:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.probability is None:
+            raise TypeError("probability must be a number above 0, 1 at most, got None; it has no default")
         _check_positive("probability", self.probability)
         if self.probability > 1:
             raise ValueError(f"probability must be 1 at most, got {self.probability!r}")
@@ -256,9 +258,10 @@ class RowPolicy:
             raise TypeError(f"admit must be one of oneemb.policies, such as AdmitAfter(2), got {self.admit!r}")
         for name in ("absent", "refused"):
             value = getattr(self, name)
-            if not isinstance(value, Initializer) and value not in ("initial", "zeros", *[None] * (name == "refused")):
+            is_word = isinstance(value, str) and value in ("initial", "zeros")
+            if not isinstance(value, Initializer) and not is_word and (value is not None or name == "absent"):
                 raise ValueError(f'{name} must be "initial", "zeros" or an initializer, got {value!r}')
-        if self.when_full not in ("raise", "refuse"):
+        if not isinstance(self.when_full, str) or self.when_full not in ("raise", "refuse"):
             raise ValueError(f'when_full must be "raise" or "refuse", got {self.when_full!r}')
         if self.when_full == "refuse" and self.capacity is None and self.capacity_mb is None:
             raise ValueError('when_full="refuse" is of tables with a capacity or a capacity_mb; give one')

@@ -60,7 +60,26 @@ CALLS = {
     }),
     "import": (lambda folder, **more: oneemb.import_rows(
         **{"target": embedding(folder), "source": (torch.arange(2), torch.ones(2, 4)), **more}
-    ), {"target": ("x", [1]), "table": (True, 3), "values": ("x", [1])}),
+    ), {"target": ("x", [1]), "table": (True, 3), "keys": ("x",),
+        "values": ("x", [1]), "tables": (None, "x"), "state": ("x",), "with_state": (True,), "allow_nonfinite": (True,),
+        "batch_size": (3,), "progress": (None,), "snapshot": (None,), "dtype": (None,),
+    }),
+    "export": (lambda folder, **more: oneemb.export_rows(
+        **{"source": embedding(folder), "target": folder / "rows.npz", **more}
+    ), {
+        "source": ("x",), "target": (), "table": (None, 3), "with_state": (True,), "overwrite": (True,),
+        "batch_size": (3,), "progress": (None,), "snapshot": (None,),
+    }),
+    "plan": (lambda folder, **more: oneemb.plan(**{"rows": 10, "embedding_dim": 4, "batch": 3, **more}), {
+        "rows": (3,), "embedding_dim": (3,), "batch": (3,), "ids": (3,), "bags": (None, 3), "dtype": (),
+        "comm_dtype": (), "unique": (True,), "optimizer": (3,), "ranks": (3,), "physical_block_size": (),
+    }),
+    "admit by chance": (lambda folder, **more: oneemb.policies.AdmitChance(**{"probability": 0.5, **more}), {
+        "probability": (), "seed": (3,),
+    }),
+    "policy": (lambda folder, **more: oneemb.policies.RowPolicy(**more), {
+        "evict": (None,), "admit": (None,), "absent": (), "refused": (None,), "when_full": (), "capacity": (None, 3),
+    }),
     "reader": (table_file(oneemb.make_persistent_table_reader), {
         "paths": ("x",), "snapshot_name": ("x",), "key_type": (None, {}), "value_type": (None, {}, torch.float32),
     }),
@@ -103,6 +122,36 @@ def test_an_argument_of_a_wrong_type_is_named(tmp_path, call, argument):
 def test_a_common_mistake_is_told_with_its_remedy(tmp_path, make, said):
     with pytest.raises(TypeError, match=said):
         make(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["keys", "values", "tables", "state"])
+def test_names_of_columns_of_a_source_without_any_are_an_error(tmp_path, name):
+    target, arrays = embedding(tmp_path / "rows"), (np.arange(2), np.ones((2, 4), np.float32))
+    paths = [tmp_path / "keys.npy", tmp_path / "values.npy"]
+    for path, array in zip(paths, arrays, strict=True):
+        np.save(path, array)
+    for source in (arrays, paths, [arrays], iter([arrays]), paths[1]):
+        with pytest.raises(ValueError, match=f"^{name} names a column of a file .*; leave {name} out"):
+            oneemb.import_rows(target, source, **{name: "other"})
+    assert oneemb.import_rows(target, paths[1], keys=None) == 2
+
+
+def test_a_folder_for_served_files_that_is_the_tables_own_is_an_error(tmp_path):
+    trained = embedding(tmp_path)
+    trained(torch.arange(3))
+    trained.save_snapshot("first")
+    with pytest.raises(ValueError, match="folder must be one for served files alone"):
+        oneemb.InferenceEmbedding.open(tmp_path, folder=tmp_path / ".")
+
+
+def test_columns_that_are_no_list_are_told_by_every_lookup(tmp_path):
+    trained, ids, offsets = embedding(tmp_path), torch.arange(3), torch.tensor([0, 3])
+    trained(ids)
+    trained.save_snapshot("first")
+    for look_up in (trained, trained.eval(), oneemb.InferenceEmbedding.open(tmp_path)):
+        with pytest.raises(TypeError, match="columns must be a list of the table of each column, ints, got 3"):
+            look_up(ids, offsets=offsets, columns=3)
+        assert look_up(ids, offsets=offsets, columns=range(1)).shape == (1, 1, 4)
 
 
 def test_a_plan_for_one_machine_says_so():

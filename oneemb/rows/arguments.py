@@ -25,6 +25,7 @@ __all__ = [
     "Paths",
     "as_embedding",
     "as_list",
+    "check_batches",
     "check_format",
     "dtype_of",
     "keys_as",
@@ -51,6 +52,21 @@ def as_embedding(place: "TableEmbedding | Paths") -> "TableEmbedding | None":
     if isinstance(place, str | bytes | os.PathLike) or not hasattr(place, "store"):
         return None
     return cast("TableEmbedding", place)
+
+
+def check_batches(batch_size: object, progress: object, **flags: object) -> None:
+    """Raise TypeError or ValueError unless rows can be moved in such batches; flags must be bools."""
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int | np.integer):
+        got = f"{type(batch_size).__name__} {batch_size!r}"
+        raise TypeError(f"batch_size must be an int of 1 or more, got {got}; it counts rows")
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be 1 or more, got {batch_size}")
+    if progress is not None and not callable(progress):
+        got = f"{type(progress).__name__} {progress!r}"
+        raise TypeError(f"progress must be a function of (rows done, rows in all), got {got}")
+    for name, flag in flags.items():
+        if not isinstance(flag, bool | np.bool_):
+            raise TypeError(f"{name} must be True or False, got {type(flag).__name__} {flag!r}")
 
 
 def check_format(format: str) -> str:

@@ -13,7 +13,7 @@ from typing import cast
 import numpy as np
 
 from oneemb.embedding import TableEmbedding
-from oneemb.rows.arguments import Paths, as_embedding
+from oneemb.rows.arguments import Paths, as_embedding, check_batches
 from oneemb.rows.files import SUFFIXES, Batch, Progress, RowFileWriter, suffix_of, whole_batches
 from oneemb.rows.files_numpy import NpyWriter, NpzWriter
 from oneemb.rows.files_parquet import ParquetWriter
@@ -79,8 +79,19 @@ def export_rows(
         >>> numpy.load(folder + "/vectors.npz")["values"]
         array([[1., 2.]], dtype=float32)
     """
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be 1 or more, got {batch_size}")
+    check_batches(batch_size, progress, with_state=with_state, overwrite=overwrite)
+    if table is not None and (isinstance(table, bool) or not isinstance(table, int | np.integer)):
+        raise TypeError(f"table must be the number of a table, or None for all, got {type(table).__name__} {table!r}")
+    for argument, value in (("source", source), ("target", target)):
+        each = value if isinstance(value, list | tuple) else [value]
+        if not all(isinstance(one, str | bytes | os.PathLike) for one in each) and (
+            argument == "target" or as_embedding(source) is None
+        ):
+            what = "an embedding or the folder of a table" if argument == "source" else "a file, or files .npy"
+            raise TypeError(
+                f"{argument} must be {what}, got {type(value).__name__}; the source of the rows comes first, the file"
+                " second: export_rows(embedding, path)"
+            )
     paths = _target_paths(target, table, with_state)
     embedding = as_embedding(source)
     if embedding is None or embedding.ranks is None:

@@ -17,7 +17,7 @@ import numpy as np
 from oneemb.kernels.hash_index import TABLE_MAX
 from oneemb.kernels.owner import owner_of
 from oneemb.kernels.unique_keys import unique_keys
-from oneemb.rows.arguments import AnyDtype, Paths, as_embedding, as_list, name_of
+from oneemb.rows.arguments import AnyDtype, Paths, as_embedding, as_list, check_batches, name_of
 from oneemb.rows.files import SUFFIXES, Batch, Columns, Progress, RowFile, checked_batch, suffix_of, whole_batches
 from oneemb.rows.files_numpy import NpzRows, array_rows, npy_rows
 from oneemb.rows.files_parquet import ParquetRows
@@ -111,8 +111,10 @@ def import_rows(
         >>> embedding(torch.tensor([8])).tolist()
         [[3.0, 4.0]]
     """
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be 1 or more, got {batch_size}")
+    check_batches(batch_size, progress, with_state=with_state, allow_nonfinite=allow_nonfinite)
+    for argument, name in {"keys": keys, "tables": tables, "state": state}.items():
+        if not isinstance(name, str) and (name is not None or argument == "state"):
+            raise TypeError(f"{argument} must be the name of a column, got {type(name).__name__} {name!r}")
     if not hasattr(table, "__index__"):
         raise TypeError(f"table must be an int, got {type(table).__name__} {table!r}")
     if not isinstance(values, str | list | tuple):
@@ -122,6 +124,12 @@ def import_rows(
     names = values if isinstance(values, str) else tuple(values)
     columns = Columns(keys, names, tables, state if with_state else None)
     embedding = as_embedding(target)
+    is_path = isinstance(source, str | bytes | os.PathLike)
+    if not is_path or suffix_of(absolute_path(cast(AnyPath, source))) == ".npy":
+        _refuse_names(
+            source, keys=keys == "keys" or keys is None and is_path, values=names == "values", tables=tables is None,
+            state=state == "state",
+        )  # fmt: skip
     swapped = embedding is None and hasattr(source, "store")
     if swapped or embedding is None and not isinstance(target, str | bytes | os.PathLike | list | tuple):
         raise TypeError(
@@ -178,6 +186,17 @@ def import_rows(
 
     snapshots.together("import_rows", bring_on_ranks)
     return counts[0]
+
+
+def _refuse_names(source: Source, **are_left_out: bool) -> None:
+    """Raise ValueError where names of columns are given for a source that has none."""
+    for argument, is_left_out in are_left_out.items():
+        if not is_left_out:
+            what = ".npy" if isinstance(source, str | bytes | os.PathLike) else type(source).__name__
+            raise ValueError(
+                f"{argument} names a column of a file .npz, .parquet or .safetensors, got a {what}, whose columns have"
+                f" their places and no names; leave {argument} out"
+            )
 
 
 def _open_source(source: Source, columns: Columns, with_state: bool) -> RowFile:

@@ -95,6 +95,11 @@ class InferenceEmbedding(torch.nn.Module):
                 )
         else:
             where = os.path.join(paths[0], "serving") if folder is None else absolute_path(folder)
+            if os.path.realpath(where) in map(os.path.realpath, paths):
+                raise ValueError(
+                    f"folder must be one for served files alone, got {where}, the path of the table, whose writer has"
+                    f" the lock that making a file waits for; leave it out, which makes them in {paths[0]}/serving"
+                )
             source = Source(paths, where, dtype, chosen)
             opened = open_snapshot(source, snapshot, threads=threads)
             assert opened is not None  # it has not been stopped, and every sequence will do
