@@ -10,7 +10,7 @@ import torch
 from oneemb.kernels.host_loops import HostLoops
 from oneemb.kernels.init_rows import CONSTANT, UNIFORM, InitialRows
 from oneemb.kernels.threads import Threads
-from oneemb.storage import embedding_store
+from oneemb.storage import embedding_store, pins as pin_module
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.errors import BrokenStoreError
 from oneemb.storage.row_store import StorageError, StoreFullError
@@ -207,6 +207,23 @@ def test_abandoned_pins_are_released_by_the_next_acquire(open_store):
     store.pins.release(pins)
     store.pins.release(pins)
     assert store.stats()["device"]["pinned"] == 0
+
+
+@pytest.mark.parametrize("temporary", [False, True])
+def test_pins_that_get_no_owner_for_want_of_memory_are_released(temporary, open_store, monkeypatch):
+    def no_memory(*arguments):
+        raise MemoryError
+
+    store = open_store("ssd")
+    store.attach(*ADAM)
+    key = keys(*range(30))
+    slot_U = store.hot.lend(key.table_U, key.id_U) if temporary else store.acquire(key)[0]
+    if temporary:  # Each row is pinned twice: for its lookup, and because its slot is in no index.
+        store.pins.note_places(slot_U, np.full(30, -1), slot_U)
+    monkeypatch.setattr(pin_module, "Pins", no_memory)
+    with pytest.raises(MemoryError):
+        store.pins.own(pytest, slot_U)
+    assert store.stats()["device"]["pinned"] == 0 and store.check_slots() == []
 
 
 # ---- optimizers that come, stay, and differ --------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import oneemb
 from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError, StorageError
 from oneemb.storage.remote.file_server import FileServer
 from oneemb.storage.remote.parameter_server import ServerError
+from oneemb.storage.table import chunk_files
 from oneemb.storage.table.compact_snapshots import compact_snapshots
 from oneemb.storage.unfinished import mark, marks_at
 from tests.remote.test_file_server import IDS, rows, values_of
@@ -218,10 +219,12 @@ def test_a_save_that_has_failed_for_that_is_made_good_by_the_next_one():
     assert Table().found(on_disk(fs)) == world.saved
 
 
-def test_many_full_chunks_are_synced_before_too_many_files_are_open():
+@pytest.mark.parametrize(("spare", "most"), [(4, 64), (1 << 10, 2)])
+def test_many_full_chunks_are_synced_before_too_many_files_are_open(spare, most, monkeypatch):
     fs = FaultyFileSystem()
     world = crash.World(fs)
-    fs.spare_files = lambda: 4
+    fs.spare_files = lambda: spare
+    monkeypatch.setattr(chunk_files, "_UNSYNCED_MAX", most)
     for _ in range(6):
         world.put(170)
         world.table.flush()
