@@ -72,7 +72,7 @@ class TableBottom:
         physical_block_size: 512 or 4096.
         threads: runs lookups and copies.
         mend: what to do when a call on the table was cut short, for errors.
-        holder: whose rows they are; kept by a weak reference.
+        holder: object that owns the rows, weakly referenced.
 
     Raises:
         StorageError: the folder cannot be made or written to.

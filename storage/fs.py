@@ -58,7 +58,7 @@ class FileSystem(Protocol):
         """Bytes of a file. Raises FileNotFoundError."""
 
     def is_linked(self, path: str) -> bool:
-        """Whether the file has another name too, as in a copy that was made of links. Raises FileNotFoundError."""
+        """Whether the file has another hard link, as one in a copy made by `cp -l`. Raises FileNotFoundError."""
 
     def create(self, path: str, *, direct: bool = False) -> int:
         """Make a new file for reading and writing. Raises FileExistsError."""
@@ -76,7 +76,7 @@ class FileSystem(Protocol):
     def close(self, file: int) -> None: ...
 
     def spare_files(self) -> int:
-        """How many files a table may keep open now beside those that it needs."""
+        """Number of files that a table may keep open beside those that it needs."""
         ...
 
     def truncate(self, path: str, size: int) -> None: ...
@@ -164,7 +164,7 @@ class LocalFileSystem:
         os.close(file)
 
     def spare_files(self) -> int:
-        # A quarter of what the process may open, shared by all tables that it has locked.
+        # A quarter of the process's limit of open files, shared by all tables that it has locked.
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return (1 << 20 if limit == resource.RLIM_INFINITY else limit) // (4 * max(1, len(_lock_files)))
 

@@ -72,7 +72,7 @@ def folders_at(paths: Iterable[str]) -> list[str]:
 
 
 def unmade_at(path: str) -> list[str]:
-    """The folders of ranks in a path that have no table: whoever made them was killed as they began, or begins now."""
+    """Folders of ranks in a path that have no table: a job or a reshard has just made them, or was killed then."""
     return [folder for folder in _rank_folders(path) if not _has_table(folder)]
 
 
@@ -281,7 +281,7 @@ class FoundParts:
         ]  # fmt: skip
 
     def broken(self) -> dict[str, str]:
-        """Those that are there and cannot be loaded, since what they go on from is not, each with the reason."""
+        """Whole snapshots that cannot be loaded, by name, each with the reason: its parent, say, is missing."""
         reasons = {}
         for snapshot in self.snapshots():
             try:
@@ -354,7 +354,7 @@ def incomplete_text(parts: list[Part]) -> str:
 
 
 def leftover_text(part: Part) -> str:
-    """What to say of a part that is of no use."""
+    """The text for a part that no snapshot needs."""
     return (
         f"{part.folder} has part {part.whole.shard} of {part.whole.shards} of a snapshot {part.whole.name!r} that is"
         " not whole or was replaced: a save, a delete or a reshard goes on, or was killed; what was killed leaves it to"

@@ -24,7 +24,7 @@ from oneemb.storage.foreign.oneflow_table import (
 from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path
 from oneemb.storage.hash_index import HashIndex
 from oneemb.storage.table.geometry import PHYSICAL_BLOCK_SIZES
-from oneemb.storage.table.writer_lock import WriterLock
+from oneemb.storage.table.writer_lock import IN_USE, WriterLock
 
 __all__ = ["OneFlowWriter"]
 
@@ -157,7 +157,7 @@ class OneFlowWriter:
             lock.release()
 
     def give_way(self, other: str) -> str:
-        return "which somebody uses"
+        return IN_USE
 
     def let_go(self) -> int:
         lost = len(self._index) if self._made else 0

@@ -32,7 +32,7 @@ from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_pat
 from oneemb.storage.remote.parameter_server import LostRowsError, ServerError
 from oneemb.storage.remote.value_names import Value, ValueNames, replace_file
 from oneemb.storage.table.persistent_table import PersistentTable
-from oneemb.storage.table.writer_lock import WriterLock
+from oneemb.storage.table.writer_lock import IN_USE, WriterLock
 
 __all__ = ["FileServer", "read_file_url"]
 
@@ -188,7 +188,7 @@ class FileServer:
                 self._release()
 
     def give_way(self, other: str) -> str:
-        return "which somebody uses"
+        return IN_USE
 
     def let_go(self) -> int:
         raise LockedError(f"{self.name} serves embeddings of this process: close those, or release their folders")

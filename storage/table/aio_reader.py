@@ -91,7 +91,7 @@ class AioReader:
             self._kept.append(self._byte_N)  # The reads were not waited for and may still write into these buffers.
 
     def free_buffers(self) -> None:
-        """Have no buffers until the next read."""
+        """Free the buffers; the next read makes others."""
         self._byte_N = np.empty(0, np.uint8)
 
     def stats(self) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class AioReader:
         self._context = None
 
     def __del__(self) -> None:
-        # At exit the system frees contexts, in less time.
+        # At exit the system frees contexts, and faster.
         if hasattr(self, "_context") and not sys.is_finalizing():
             self.close()
 

@@ -41,11 +41,11 @@ class CheckResult:
         rows: rows of all of them; a shared row counts once for each.
         bytes_read: bytes of chunks that were read, each once.
         unneeded: files that no snapshot needs: a live writer's, or what the next open of the table removes.
-        kept: those of them that it does not remove, because it is not known which snapshots there were, or what one
-            needs that cannot be read.
-        unreadable: paths of the snapshots that cannot be read; while there is one, nothing is removed.
-        left_over: one text for each part of a snapshot that a killed call has left in a rank's folder, and for each
-            folder that it has left without a table.
+        kept: files among `unneeded` that the next open keeps, because a snapshot is lost or cannot be read, and may
+            need them.
+        unreadable: paths of snapshots that cannot be read; while there is one, nothing is removed.
+        left_over: one text for each part of a snapshot, and for each rank's folder without a table, that a killed call
+            has left.
     """
 
     problems: list[str] = field(default_factory=list)
@@ -67,7 +67,7 @@ def check_table(
         path: the table's folder.
         fs: where files are; None = this machine's.
         progress: called with (bytes of blocks read, bytes in all).
-        leftovers: names of snapshots that are of no use, and that nobody needs.
+        leftovers: names of snapshots to count as unneeded files: killed calls have left them.
 
     Raises:
         StorageError: there is no table, or the device fails in a way that says nothing about the files.

@@ -7,8 +7,8 @@ so a prefix of a chunk, which a snapshot or a scan refers to, never changes.
 Invariants:
 - a number is not used again while files of its earlier use may exist;
 - files are removed when, and only when, the last hold of the chunk is released;
-- a file is synced on the descriptor that wrote it, which stays open until then: a failure to write a file back is
-  reported to descriptors that were open at that time, but to later ones only until some process has been told;
+- a file is synced on the descriptor that wrote it, which stays open until then: Linux reports a failed writeback to
+  each descriptor that was open, but to one that is opened later only if no process has been told before;
 - a chunk whose sync has failed stays `suspect`: the system may have dropped its pages, so no new snapshot may rely on
   it.
 """
@@ -50,8 +50,8 @@ EVERY_NUMBER = 1 << 62
 _RUN = struct.Struct("<3Q")
 _SUM = struct.Struct("<Q")
 _FILES_OPEN_MAX = 256
-# Chunks that are full and not synced yet, and so still open. One more, and the oldest is synced; the system has written
-# it back by then.
+# Most full chunks that stay open because they are not synced. With one more the oldest is synced, which the system has
+# written back by then.
 _UNSYNCED_MAX = 64
 _CHUNK_NAME = re.compile(r"([0-9]{12})\.(?:rows|keys)")
 
@@ -124,7 +124,7 @@ class ChunkFiles:
         self._direct = direct
         self._directory_synced = True
         self._unremoved: list[str] = []
-        self._unsynced: dict[ChunkFile, None] = {}  # sealed ones, oldest first, whose files are still open
+        self._unsynced: dict[ChunkFile, None] = {}  # sealed chunks whose files are still open, oldest first
         self.files_open_max = _FILES_OPEN_MAX
         self.sync_threads = 1
         self.keep_below = 0
@@ -207,7 +207,7 @@ class ChunkFiles:
         self.bytes_written += chunk.nbytes - before
 
     def seal(self, chunk: ChunkFile) -> None:
-        """Note that no run follows. The files are closed when they are synced."""
+        """Note that no run follows. The next sync closes the files."""
         if chunk.suspect or chunk.synced_bytes == chunk.nbytes:
             self._close_written(chunk)
             return
@@ -298,8 +298,8 @@ class ChunkFiles:
                 self._remove(path)
 
     def rows_file(self, chunk: ChunkFile) -> int:
-        """The rows file, open for reading. At most `files_open_max` stay open for that: the one used least recently is
-        closed."""
+        """The rows file, open for reading. At most `files_open_max` files stay open for reading alone: beyond that the
+        least recently used one is closed."""
         if chunk.rows_out is not None:
             return chunk.rows_out
         file = self._rows_file.pop(chunk, None)

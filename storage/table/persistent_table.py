@@ -43,7 +43,7 @@ from oneemb.storage.table.snapshot_load import load_live_rows
 from oneemb.storage.table.snapshot_manifest import ArrayPart, ChunkPart, SnapshotInfo
 from oneemb.storage.table.snapshot_reader import SnapshotReader, read_snapshot_info
 from oneemb.storage.table.snapshot_store import Cut, SnapshotStore, rows_not_in
-from oneemb.storage.table.writer_lock import Holder, WriterLock
+from oneemb.storage.table.writer_lock import IN_USE, Holder, WriterLock
 from oneemb.storage.turns import Turns
 
 __all__ = ["PersistentTable", "SnapshotReader", "read_snapshot_info"]
@@ -134,7 +134,8 @@ class PersistentTable:
             background: write and compact in background threads; False = in the calls themselves.
             fs: where files are; None = this machine's.
             mend: what errors advise after a call was cut short.
-            holder: whose table it is, to which one that has the path gives way; None = its own, and none does.
+            holder: object that owns the table; another object of this process that holds the path is asked to give way
+                to it. None = the table itself, and none is asked.
 
         Raises:
             LockedError: another table object writes to this path.
@@ -450,7 +451,7 @@ class PersistentTable:
                 self._lock.release()
 
     def give_way(self, other: str) -> str:
-        return "which somebody uses"
+        return IN_USE
 
     def let_go(self) -> int:
         lost = self._count["rows_put"] - self._put_at_save

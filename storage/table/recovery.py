@@ -4,7 +4,7 @@ Invariants:
 - while a snapshot cannot be read, nothing is removed, because it is not known what it needs;
 - when a snapshot is missing that was not deleted here, all files of that moment are kept until the user gives it up;
 - files with names that no release gives to a file are left alone;
-- no file is cut back that has another name too: a copy of the folder, made of links, may need all of it.
+- a file with another hard link is not cut back: a copy of the folder that was made of links may need all of it.
 """
 
 from collections.abc import Collection

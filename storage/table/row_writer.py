@@ -30,7 +30,7 @@ from oneemb.storage.table.live_rows import LiveRows
 __all__ = ["RowWriter"]
 
 _RUN_BYTES = 4 << 20
-# Blocks of a run's first buffer: many tables are small.
+# Blocks of a run's first buffer, small because many tables are.
 _BLOCKS_MIN = 16
 # Runs that may wait for the disk, beside the one that fills.
 _RUNS_SEALED_MAX = 3
@@ -39,8 +39,7 @@ _SHARE_BYTES_MIN = 2 << 20
 
 
 class _Run:
-    """The buffer of one run, which grows to its size with the rows, and the rows in it, which begin at block `block`
-    of `chunk`."""
+    """Rows of one run, from block `block` of `chunk` on, in a buffer that grows with them."""
 
     def __init__(self, geometry: Geometry, blocks: int):
         self.geometry, self.blocks_max = geometry, blocks
@@ -108,7 +107,7 @@ class _Run:
         self.record_N, self.end = key_record(begin, table_N, id_N, self.sum_B[: self.blocks])
 
     def _have(self, rows: int) -> None:
-        """Have a buffer for so many rows."""
+        """Grow the buffer to hold so many rows."""
         per_block, before = self.geometry.rows_per_block, len(self.sum_B)
         if rows <= before * per_block:
             return
@@ -268,7 +267,7 @@ class RowWriter:
         self._filling.follow(run)
         before = self._sealed[-1][1] if self._sealed else None
         assert before is not None or not self._sealed
-        self._sealed.append((run, None))  # which another call writes, if no thread can be asked to
+        self._sealed.append((run, None))  # `finish` writes it if `submit` raises
         if self._beside is not None:
             self._sealed[-1] = run, submit(self._beside, self._write, run, before)
 

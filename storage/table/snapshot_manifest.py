@@ -175,16 +175,16 @@ class _Meta(dict[str, Any]):
     """The other fields."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)  # Copies are the caller's own.
+        return dict, (dict(self),)  # A copy is a plain dict, which the caller may change.
 
 
-# By the bytes of manifests, for as long as somebody has them: a load reads the same file several times, and that of an
-# embedding of a hundred thousand tables takes a third of a second to parse.
+# Parsed manifests by their bytes, while anything refers to the meta: a load reads the same file several times, and a
+# manifest of a hundred thousand tables takes a third of a second to parse.
 _metas: "weakref.WeakValueDictionary[bytes, _Meta]" = weakref.WeakValueDictionary()
 
 
 def _parsed(body: bytes) -> Any:
-    """What JSON says. The meta of equal bytes is one object; nobody may change it."""
+    """The manifest, from JSON. Equal bytes give the same meta object, which must not be changed."""
     meta = _metas.get(body)
     if meta is None:
         manifest = json.loads(body)

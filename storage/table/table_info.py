@@ -26,8 +26,8 @@ class TableInfo:
         holder: the holder of the writer's lock, in words; None = nobody holds it.
         chunks: number of chunks, two files each.
         disk_bytes: bytes of all files.
-        unsaved_bytes: those that no snapshot needs: they belong to a writer, or are left from one.
-        missing: by path, how many bytes that snapshots need are not there.
+        unsaved_bytes: bytes that no snapshot needs: a writer's, or left from one.
+        missing: number of missing bytes of each file, by path, that a snapshot needs.
         live_bytes: bytes of the rows of snapshots; a row that several share counts once.
         garbage_bytes: the most bytes that compaction could free, with the few that files need beside rows.
         lost: names of snapshots that are missing though they were not deleted here.
@@ -57,7 +57,7 @@ def table_info(path: AnyPath, fs: FileSystem | None = None) -> TableInfo:
     """
     fs, path = fs or LocalFileSystem(), absolute_path(path)
     info = _look(fs, path)
-    # A writer may have deleted a snapshot, and with it files, since its own was read.
+    # A writer may have deleted a snapshot and its chunks after this call had read the snapshot: look again.
     return _look(fs, path) if info.missing else info
 
 

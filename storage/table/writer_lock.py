@@ -1,8 +1,8 @@
 """One writer for each path: the lock, its holder, and a record of the table's snapshots.  FORMAT.md has the bytes.
 
 The system frees the lock when its holder ends, in whatever way. The name that a dead holder has left in the file tells
-the next one whose lock it takes over. A holder of this very process is known as an object, so that it can be named, and
-closed: in a notebook an object that a cell has made lives on when the cell is run again.
+the next one whose lock it takes over. A holder in this process is known as an object, which errors name and
+`oneemb.release` closes: in a notebook the object of a cell lives on when the cell is run again.
 
 Invariants:
 - the file is one block that is written once and from then on only overwritten, so that a full disk keeps no process
@@ -26,7 +26,10 @@ from oneemb.kernels.checksum import xxh64
 from oneemb.storage.errors import LockedError, StorageError
 from oneemb.storage.fs import FileSystem, storage_error
 
-__all__ = ["Holder", "KnownSnapshots", "WriterLock", "holders_below", "known_snapshots", "lock_holder"]
+__all__ = ["IN_USE", "Holder", "KnownSnapshots", "WriterLock", "holders_below", "known_snapshots", "lock_holder"]
+
+IN_USE = "which somebody uses"
+"""The reason of a holder that never gives way."""
 
 _BLOCK_BYTES = 4096
 _HOLDER_BYTES = 512
@@ -67,22 +70,22 @@ class KnownSnapshots:
 
 
 class Holder(Protocol):
-    """An object that holds a lock, as others of its process know it."""
+    """An object that holds a lock, as other objects of its process see it."""
 
     @property
     def what(self) -> str:
         """The object in words, such as "embedding 'items'"."""
 
     def give_way(self, other: str) -> str:
-        """Close, if nothing is lost by it, for an object in whose words `other` is. Returns why not, as in "whose 3
-        rows no snapshot holds"; "" = it is closed."""
+        """Close, if that loses nothing, so that `other`, an object in words, gets the lock. Returns the reason against
+        it, such as "whose 3 rows no snapshot holds"; "" = closed."""
 
     def let_go(self) -> int:
-        """Close. Returns how many rows are lost.
+        """Close. Returns the number of rows that are lost.
 
         Raises:
-            LockedError: the object is not one that can be closed alone.
-            RuntimeError: it is in the middle of a step of this thread.
+            LockedError: the object cannot be closed alone.
+            RuntimeError: this thread is in the middle of the object's step.
         """
 
 
@@ -92,8 +95,8 @@ class WriterLock:
     Args:
         fs: where the table is.
         path: of the lock's file.
-        holder: who has the lock, kept by a weak reference; None = a call, which ends by itself.
-        takes_over: whether a holder of this process is asked to give way.
+        holder: object that holds the lock, weakly referenced; None = a call, which ends by itself.
+        takes_over: whether another holder in this process is asked to give way.
         foreign: the file is of another program's table: it names the holder and is empty after `release`.
 
     Raises:
@@ -124,7 +127,11 @@ class WriterLock:
         _held[id(self)] = self
 
     def _take(self, newcomer: str) -> int:
-        """Take the lock, for an object in these words to which others of this process give way; "" = they do not."""
+        """Take the lock. Returns its file.
+
+        Args:
+            newcomer: the object, in words, to which a holder in this process is asked to give way; "" = it is not.
+        """
         try:
             return self._fs.lock(self.path)
         except BlockingIOError as error:
@@ -137,7 +144,7 @@ class WriterLock:
                 ) from error
             held = here.ask(newcomer)
         if held:
-            gc.collect()  # Perhaps nobody has it any more.
+            gc.collect()  # The holder may be garbage.
         try:
             return self._fs.lock(self.path)
         except BlockingIOError as error:
@@ -148,16 +155,16 @@ class WriterLock:
             ) from error
 
     def ask(self, newcomer: str) -> str:
-        """Ask the holder to give way. Returns who it is and why it does not; "" = it has."""
+        """Ask the holder to give way. Returns the holder and its reason against it; "" = it has given way."""
         holder = self.holder
         if holder is None:
             return "a call that is under way"
-        why = holder.give_way(newcomer) if newcomer else "which somebody uses"
+        why = holder.give_way(newcomer) if newcomer else IN_USE
         return f"{holder.what}, {why}" if why else ""
 
     @property
     def holder(self) -> Holder | None:
-        """Who has the lock; None where a call has it, or the collector has taken the object."""
+        """The object that holds the lock; None = a call holds it, or the object has been collected."""
         return None if self._holder is None else self._holder()
 
     @property
@@ -218,13 +225,13 @@ _held: "weakref.WeakValueDictionary[int, WriterLock]" = weakref.WeakValueDiction
 
 
 def _held_here() -> list[WriterLock]:
-    """The locks that this process holds. Those that it has from before a fork are its parent's."""
+    """Locks that this process holds; those from before a fork are its parent's."""
     locks = [reference() for reference in _held.valuerefs()]
     return [lock for lock in locks if lock is not None and lock._pid == os.getpid()]
 
 
 def holders_below(folder: str) -> list[tuple[str, Holder]]:
-    """The objects of this process that hold a folder or folders below it, with the folder of each, outer ones first."""
+    """Objects of this process that hold a folder or a folder below it, each after its folder, outer folders first."""
     found, top = [], os.path.join(os.path.realpath(folder), "")
     for lock in _held_here():
         its, holder = os.path.dirname(lock.path), lock.holder
