@@ -157,8 +157,11 @@ class SlotPlaces:
 
     def add(self, table_N: np.ndarray, id_N: np.ndarray, slot_N: np.ndarray | None) -> np.ndarray:
         """See `OwnPlaces`; slot_N says where the rows are, None = the index does."""
-        self._have(len(self._rows.row_SW))
         place_N = self.index.find(table_N, id_N) if slot_N is None else slot_N
+        try:
+            self._have(len(self._rows.row_SW))
+        except MemoryError:  # The slab has more slots than are used: those that were reserved for are enough.
+            self._have(int(place_N.max(initial=-1)) + 1)
         self.table_P[place_N] = table_N
         return place_N
 

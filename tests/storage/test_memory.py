@@ -391,6 +391,19 @@ def test_numbers_beside_rows_grow_with_them():
     assert len(np.unique(place_N)) == 50_000 and not places.held_P.any()
 
 
+def test_numbers_that_are_reserved_for_need_no_memory(monkeypatch):
+    one = tier()
+    put(one, 10)
+    places = SlotPlaces(one, 0)
+    table_N, id_N = np.zeros(5000, np.int32), np.arange(10, 5010)
+    places.reserve(table_N, id_N)
+    put(one, 5000, first=10)
+    one.check_holds(10**6)  # The slab has more slots now than are used.
+    monkeypatch.setattr(growing_array, "_remap", lambda *arguments: growing_array._FAILED)
+    place_N = places.add(table_N, id_N, None)
+    assert len(np.unique(place_N)) == 5000 and not places.held_P[place_N].any()
+
+
 def test_a_slot_takes_the_bytes_that_are_reserved_for_it(limited):
     limited(20 * MIB)
     most = int(20 * MIB * 0.9) // (W * 4 + SLOT_OVERHEAD_BYTES)
