@@ -101,6 +101,16 @@ def test_tables_that_a_state_dict_lacks_keep_their_rows_and_the_state_of_these(t
     both.check()
 
 
+def test_a_state_dict_of_all_tables_is_loaded_as_a_whole_and_brings_its_step(tmp_path):
+    both = Both(["user", "ad"], tmp_path)
+    both.train(2)
+    state = both.state()
+    both.train(3)
+    both.load(state, "user", "ad")
+    both.check()
+    assert both.ours.rows[0].stats()["step"] == 2
+
+
 def test_a_row_that_is_not_in_the_snapshot_leaves_the_table_that_is_loaded_alone(tmp_path):
     both = Both(["user", "ad"], tmp_path)
     begun = both.read()
