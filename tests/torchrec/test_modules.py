@@ -1176,7 +1176,7 @@ class Values(torch.nn.Module):
 
 def test_tables_that_begin_as_torchrec_draws_them_take_their_memory_once():
     tables = [
-        EmbeddingBagConfig(num_embeddings=40_000, embedding_dim=256, name=name, feature_names=[name]) for name in "ab"
+        EmbeddingBagConfig(num_embeddings=120_000, embedding_dim=256, name=name, feature_names=[name]) for name in "ab"
     ]
     ours, childs = os.pipe()
     child = os.fork()
@@ -1195,8 +1195,9 @@ def test_tables_that_begin_as_torchrec_draws_them_take_their_memory_once():
     with open(ours) as said:
         taken, rows = map(int, said.read().split())
     os.waitpid(child, 0)
-    assert rows == 80_000
-    assert taken <= 1.15 * rows * 256 * 4
+    assert rows == 240_000
+    # Tests before this one leave gaps in the heap, in which batches on their way take some megabytes more.
+    assert taken <= 1.15 * rows * 256 * 4, taken / (rows * 256 * 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
