@@ -26,6 +26,7 @@ def release(path: AnyPath | Sequence[AnyPath]) -> None:
         UserWarning: rows that no snapshot holds are lost; the warning counts them, and names the object that had them.
 
     Raises:
+        TypeError: `path` is none.
         RuntimeError: this thread is in the middle of a step with the object; it stays open. The step of another
             thread is waited for.
         LockedError: another process holds the folder, or it is that of a `file://` server.
@@ -48,7 +49,13 @@ def release(path: AnyPath | Sequence[AnyPath]) -> None:
         >>> second(torch.arange(3)).shape
         torch.Size([3, 4])
     """
-    for one in [path] if isinstance(path, str | bytes | os.PathLike) else path:
+    paths = path if isinstance(path, list | tuple) else [path]
+    if not all(isinstance(one, str | bytes | os.PathLike) for one in paths):
+        raise TypeError(
+            f"path must be the persistent_path of an embedding, or a list of them, got {type(path).__name__}; an"
+            " embedding that a variable names is closed by embedding.close()"
+        )
+    for one in paths:
         folder = absolute_path(one)
         for its, holder in holders_below(folder):
             if lost := holder.let_go():

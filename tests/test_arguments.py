@@ -52,6 +52,7 @@ CALLS = {
         **{"embedding": embedding(folder / "rows"), "persistent_path": folder / "averages", **more}
     ), {"embedding": (), "decay": (None, True)}),
     "copy": (lambda folder, **more: embedding(folder).copy_to(**more), {"persistent_path": ("x",)}),
+    "release": (lambda folder, **more: oneemb.release(**more), {"path": ("x",)}),
     "mlp": (lambda folder, **more: oneemb.nn.FusedMLP(
         **{"in_features": 4, "hidden_features": [8], "out_features": 1, **more}
     ), {
