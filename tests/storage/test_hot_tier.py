@@ -22,6 +22,7 @@ from oneemb.storage.errors import IndexMemoryError
 from oneemb.storage.remote.memory_server import MemoryServer
 from oneemb.storage.row_store import StorageError, StoreFullError
 from oneemb.storage.table.persistent_table import PersistentTable
+from oneemb.storage.tiers import hot_tier
 from oneemb.storage.tiers.hot_tier import HotTier
 from oneemb.storage.tiers.remote_tier import RemoteTier
 from tests.support.keys import distinct
@@ -992,3 +993,18 @@ def test_rows_of_one_width_lie_a_whole_number_of_rows_apart_and_cost_no_memory_u
         assert tier.row_SW.shape == (tier.slots, row_width) and tier.row_SW.flags.c_contiguous
         assert tier.row_SW.ctypes.data % (row_width * 4) == 0
         tier.row_SW[-1] = 1.0  # the last slot too is the tier's own memory
+
+
+def test_rows_that_could_not_be_copied_in_lose_no_slot(monkeypatch):
+    def no_memory(*arguments, **options):
+        raise MemoryError
+
+    tier = HotTier("device", row_width=3, slots=100, below=None, resident=True, threads=Threads(1))
+    its = (*keys_of([(0, 1), (0, 2)]), np.ones((2, 3), np.float32))
+    monkeypatch.setattr(hot_tier, "copy_rows_in", no_memory)
+    with pytest.raises(MemoryError):
+        tier.put(*its)
+    assert tier.check_slots() == [] and len(tier) == 0
+    monkeypatch.undo()
+    tier.put(*its)
+    assert tier.check_slots() == [] and len(tier) == 2
