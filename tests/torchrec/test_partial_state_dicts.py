@@ -111,6 +111,19 @@ def test_a_state_dict_of_all_tables_is_loaded_as_a_whole_and_brings_its_step(tmp
     assert both.ours.rows[0].stats()["step"] == 2
 
 
+def test_rows_with_state_that_are_loaded_before_the_first_step_bring_their_step(tmp_path):
+    both = Both(["user", "ad"], tmp_path)
+    both.train(2)
+    state = both.ours.state_dict()
+    made = EmbeddingBagCollection(
+        configs(["user", "ad"]), store_options=oneemb.make_device_mem_store_options(str(tmp_path))
+    )
+    oneemb.Optimizer(torch.optim.Adagrad(made.parameters(), lr=RATE), made.rows)
+    made(batch(["user", "ad"]))  # Rows of the other table begin, without a step.
+    made.load_state_dict({key_of("user"): state[key_of("user")]}, strict=False)
+    assert made.rows[0].stats()["step"] == 2
+
+
 def test_a_row_that_is_not_in_the_snapshot_leaves_the_table_that_is_loaded_alone(tmp_path):
     both = Both(["user", "ad"], tmp_path)
     begun = both.read()
