@@ -269,7 +269,7 @@ def test_marks_that_come_while_rows_are_listed_have_room(tmp_path):
         return items()
 
     tier._index.items = mark_meanwhile
-    table_N, id_N, slot_N = tier._keys_of(tier._dirty_S[: tier._used])
+    table_N, id_N, slot_N = tier._keys_of(tier._dirty_S[: tier._free.used])
     del tier._index.items
     assert sorted(slot_N.tolist()) == list(range(10)) and len(table_N) == len(id_N) == 10
     assert np.array_equal(tier._index.find(table_N, id_N), slot_N)
