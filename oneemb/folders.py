@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 from oneemb.graph.build_error import warn_user
 from oneemb.storage.errors import LockedError
@@ -49,7 +50,7 @@ def release(path: AnyPath | Sequence[AnyPath]) -> None:
         >>> second(torch.arange(3)).shape
         torch.Size([3, 4])
     """
-    paths = path if isinstance(path, list | tuple) else [path]
+    paths: Sequence[Any] = path if isinstance(path, list | tuple) else [path]
     if not all(isinstance(one, str | bytes | os.PathLike) for one in paths):
         raise TypeError(
             f"path must be the persistent_path of an embedding, or a list of them, got {type(path).__name__}; an"
