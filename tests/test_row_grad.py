@@ -509,7 +509,7 @@ def test_a_state_dict_holds_no_weight_and_may_be_mapped(tmp_path):
     assert "0.weight" not in state
     expected = pair.rows(torch.arange(IDS)).detach().clone()
     plain(pair, 0, pair.optimizers[0], torch.arange(IDS))
-    model.load_state_dict({**state, "0.weight": torch.zeros(1)})
+    model.load_state_dict({**state, "0.weight": torch.zeros(0, DIM)})  # as a tool has it that lists all parameters
     assert torch.equal(pair.rows(torch.arange(IDS)), expected)
     assert sum(parameter.numel() for parameter in model.parameters()) == DIM + 1 and pair.rows.weight.ndim == 2
 
