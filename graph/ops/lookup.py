@@ -216,7 +216,7 @@ class Lease:
         self.scale_N: Array | None = None
         """By what each id was multiplied on its way into its bag; None = 1."""
         self.pooling = "sum"
-        """What a bag gives: one of `batch_ids.POOLINGS`."""
+        """Pooling of a bag: one of `batch_ids.POOLINGS`."""
         self.argmax_PD: Array | None = None
         """Of bags that gave their maximum, the place in the bag of the id that each number is of: see
         `Loops.pool_max`."""

@@ -77,7 +77,7 @@ class MemoryType(enum.Enum):
 
 
 class CopyMode(enum.Enum):
-    """What `Storage.find` gives of a row: its weights, or its weights and then its optimizer's state."""
+    """Columns that `Storage.find` returns of a row: the weights, or the weights and then the optimizer state."""
 
     EMBEDDING = "embedding"
     VALUE = "value"

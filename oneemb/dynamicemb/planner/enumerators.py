@@ -69,6 +69,6 @@ class DynamicEmbeddingEnumerator(EmbeddingEnumerator):
     def enumerate(
         self, module: torch.nn.Module, sharders: list[ModuleSharder[torch.nn.Module]]
     ) -> list[ShardingOption]:
-        """What there is to choose from."""
+        """The choices."""
         seen: list[Any] = [_SomeRows(sharder, self._dynamic) for sharder in sharders]
         return super().enumerate(module, seen)
