@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from oneemb.graph.ops.op import OPS
+from oneemb.storage.fs import AnyPath, file_path
 
 __all__ = ["OpStats", "Profile", "StepStats", "stats_table"]
 
@@ -122,8 +123,13 @@ class Profile:
             )
         return f"{self.step} of {self.steps} steps noted\n{_aligned(rows)}"
 
-    def save(self, path: str) -> None:
-        """Write a Chrome trace: open it in ui.perfetto.dev or chrome://tracing. Prepare and compute are two rows."""
+    def save(self, path: AnyPath) -> None:
+        """Write a Chrome trace: open it in ui.perfetto.dev or chrome://tracing. Prepare and compute are two rows.
+
+        Raises:
+            TypeError: `path` is no path.
+        """
+        path = file_path(path, "the file to write")
         rows = {"compute": 0, "prepare": 1}
         process = os.getpid()
         named = [

@@ -82,6 +82,7 @@ def save_checkpoint(graph: CompiledGraph, train: TrainState, path: str, keep: in
 
 def load_checkpoint(graph: CompiledGraph, train: TrainState, path: str, strict: bool) -> LoadedKeys:
     """Read a checkpoint; see `TrainGraph.load`."""
+    _check_strict(strict)
     calls, what = _calls_of(graph), f"load {path!r}{'' if strict else ', strict=False'}"
 
     def load() -> LoadedKeys:
@@ -129,13 +130,22 @@ class GraphState:
     The state names a snapshot of each embedding, as the embedding's own `state_dict` does. Where ranks own rows
     together, each of them makes the call, and has the same state: whichever of them writes it, it is that of all.
 
+    Args:
+        graph: saved and loaded.
+        train: its optimizers and counts.
+        strict: whether graph and state must have the same names, as of `TrainGraph.load`.
+
     Raises:
+        TypeError: `strict` is no bool.
         ValueError: the graph's embeddings are not of the same ranks.
     """
 
-    def __init__(self, graph: CompiledGraph, train: TrainState):
-        self._graph, self._train = graph, train
+    def __init__(self, graph: CompiledGraph, train: TrainState, strict: bool = True):
+        _check_strict(strict)
+        self._graph, self._train, self._strict = graph, train, strict
         self._calls = _calls_of(graph)
+        self.loaded: LoadedKeys | None = None
+        """What the last `load_state_dict` gave, which `dcp.load` does not hand on."""
 
     def state_dict(self) -> dict[str, bytes]:
         """The state as one value, so that it fits whatever state the optimizers have added since."""
@@ -150,19 +160,47 @@ class GraphState:
         others = others_of(graph, calls, what)
         return calls.of_first(what, lambda: to_bytes(state_of(graph, train, snapshots, others)))
 
-    def load_state_dict(self, state_dict: Mapping[str, bytes]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, bytes]) -> LoadedKeys:
         """Load what `state_dict` gave.
 
+        Returns:
+            `missing_keys` and `unexpected_keys`, as `TrainGraph.load` gives them; `loaded` is the same afterwards.
+
         Raises:
-            ValueError, StorageError: it does not fit the graph; nothing has changed.
+            TypeError, ValueError, StorageError: it is no state of a graph, or does not fit this one; nothing has
+                changed.
         """
-        what, where = "load_state_dict of a graph", "the state"
+        what = f"load_state_dict of a graph{'' if self._strict else ', strict=False'}"
+        where = "the state"
 
-        def load() -> None:
-            read = _parsed(lambda: state_dict["oneemb_graph"], where, self._calls, what)
-            _restore(self._graph, self._train, read, where, self._calls, what)
+        def load() -> LoadedKeys:
+            read = _parsed(lambda: _state_in(state_dict), where, self._calls, what)
+            return _restore(self._graph, self._train, read, where, self._calls, what, strict=self._strict)
 
-        _together(self._graph, self._calls, "load_state_dict", what, load)
+        self.loaded = _together(self._graph, self._calls, "load_state_dict", what, load)
+        return self.loaded
+
+
+def _check_strict(strict: object) -> None:
+    if not isinstance(strict, bool):
+        raise TypeError(
+            f"strict must be True or False, got {type(strict).__name__} {strict!r:.100}; False passes over names that"
+            " only the graph or only the checkpoint has"
+        )
+
+
+def _state_in(state_dict: object) -> bytes:
+    """The bytes in what `GraphState.state_dict` gave."""
+    content = state_dict.get("oneemb_graph") if isinstance(state_dict, Mapping) else None
+    if not isinstance(content, bytes):
+        given = type(state_dict).__name__
+        if isinstance(state_dict, Mapping):
+            given += f" with {', '.join(map(repr, list(state_dict)[:5])) or 'nothing'}"
+        raise TypeError(
+            f"state_dict must be what state_dict() of a graph's state() gave, a dict with bytes at 'oneemb_graph', got"
+            f" {given}; give graph.state().state_dict(), or load a file of graph.save by graph.load"
+        )
+    return content
 
 
 # ---- save -----------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from oneemb.graph.ranks import Ranks, Together, mark_told, moment, whole_exchang
 from oneemb.graph.recorder import Profile, StepStats, stats_table
 from oneemb.graph.tape import Tape
 from oneemb.graph.text import graph_text
-from oneemb.storage.fs import AnyPath
+from oneemb.storage.fs import AnyPath, file_path
 from oneemb.storage.step_lock import StepLock, in_step
 
 __all__ = ["Batch", "PLANS_MAX", "CompiledGraph", "GraphConfig", "OnAcquired", "step_locks"]
@@ -302,9 +302,11 @@ class CompiledGraph(torch.nn.Module):
 
         Raises:
             BuildError: `build` branches on values, fixes the number of examples, or does what torch.export cannot do.
+            TypeError: `path` is no path, `kwargs` no dict, or `snapshot` no name.
             ValueError: an argument is not as above, something is not on the CPU, or the graph holds what no program
                 can: a collection of `oneemb.torchrec`, an `InferenceEmbedding`.
             FileNotFoundError: the folder of `path` is not there.
+            IsADirectoryError: `path` is a folder.
             StorageError: there is no such snapshot, rows do not fit in the dtype, or files cannot be read or written.
             Whatever is raised, `path` is as it was.
 
@@ -391,25 +393,31 @@ class CompiledGraph(torch.nn.Module):
             lines.append(f"{where}  {messages:,}  {sent / 1e6:,.1f}  {sum(one.seconds for one in traffic):,.2f}")
         return ["\n".join(lines)]
 
-    def draw(self, path: str) -> None:
+    def draw(self, path: AnyPath) -> None:
         """Draw the lookups as they were recorded and as each pass left them, side by side.
 
         Args:
             path: the file to write; its suffix chooses the format: svg, png or pdf.
 
         Raises:
+            TypeError, ValueError: `path` is no path, or its suffix no format's.
             ImportError: matplotlib is not installed; the extra `draw` brings it.
             RuntimeError: nothing is compiled, as for `compiled`.
         """
         from oneemb.graph.draw import draw_history
 
-        draw_history(self._plan_of_last_call().history, path)
+        draw_history(self._plan_of_last_call().history, file_path(path, "the picture to write"))
 
     def profile(self, steps: int) -> Profile:
         """Record when each op of the next steps begins and ends; `print` shows a table, `.save` writes a Chrome trace.
 
         Example: `profile = graph.profile(20)`, run 20 steps, `print(profile)`, `profile.save("trace.json")`.
+
+        Raises:
+            ValueError: steps is not an int of at least 1.
         """
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise ValueError(f"steps must be an int of at least 1, got {steps!r}")
         self._profile = Profile(steps)
         return self._profile
 
@@ -442,7 +450,9 @@ class CompiledGraph(torch.nn.Module):
                 generator of its own. A batch must not be changed once it is handed over.
             prefetch_depth: batches prepared ahead; 0 = none, and no thread. Rows of that many more batches should fit
                 in the cache; those that do not are read when their step comes. A graph whose `forward` surrounds the
-                step prepares none: a batch is known when `forward` hands it on.
+                step, or which has forward or backward hooks when the loop begins, prepares none: a batch is known when
+                `forward` or a hook hands it on. Hooks that are registered later, or for all modules at once, run in the
+                graph's modules, and for the graph itself only where nothing is prepared.
 
         Yields:
             What `build` returns, for each batch.
@@ -454,7 +464,7 @@ class CompiledGraph(torch.nn.Module):
         """
         if isinstance(prefetch_depth, bool) or not isinstance(prefetch_depth, int) or prefetch_depth < 0:
             raise ValueError(f"prefetch_depth must be an int of at least 0, got {prefetch_depth!r}")
-        if type(self).forward is not CompiledGraph.forward:
+        if type(self).forward is not CompiledGraph.forward or self._has_hooks():
             prefetch_depth = 0
         ranks = self._ranks()
         self._position = position = LoaderPosition(self._position.state)
@@ -471,6 +481,11 @@ class CompiledGraph(torch.nn.Module):
             for one in batches:
                 one.leave()
             raise
+
+    def _has_hooks(self) -> bool:
+        """Whether a call of the graph runs hooks around the step."""
+        its = self._forward_pre_hooks, self._forward_hooks, self._backward_pre_hooks, self._backward_hooks
+        return any(its)
 
     def _connect(self, ranks: Ranks) -> Ranks:
         """The ranks, with connections that no other loop uses; every rank calls it."""

@@ -1,10 +1,11 @@
 """Watches the losses of a call of `build`: whether a GradScaler scales them, and how often gradients are taken."""
 
 import inspect
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import CellType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -13,7 +14,7 @@ from oneemb.graph.building import building_now
 from oneemb.graph.tape import version_of
 from oneemb.storage.turns import undisturbed
 
-__all__ = ["Scaling", "scalers_in", "scalers_of"]
+__all__ = ["Scaling", "idle_copy", "scalers_in", "scalers_of", "set_apart"]
 
 
 class Scaling:
@@ -134,6 +135,49 @@ class _Noted:
             self._tell(self._scaler)
         method = self.own or getattr(type(self._scaler), self._name).__get__(self._scaler)
         return method(*args, **kwargs)
+
+
+def idle_copy(scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
+    """A copy that scales losses, and unscales, steps and updates nothing: no call of it changes the scaler."""
+    kind: Any = type(scaler)
+    made = kind.__new__(kind)
+    for name, value in vars(scaler).items():
+        value = value.own if isinstance(value, _Noted) else value
+        if value is not None or name not in ("scale", "update"):
+            vars(made)[name] = value.clone() if isinstance(value, torch.Tensor) else value
+    vars(made).update(unscale_=_nothing, step=_nothing, update=_nothing)
+    return cast(torch.amp.GradScaler, made)
+
+
+def _nothing(*args: object, **kwargs: object) -> None:
+    """Takes any arguments."""
+
+
+def set_apart(scaler: torch.amp.GradScaler) -> Callable[[], None]:
+    """Let this thread's calls of a scaler be those of an idle copy, while other threads' calls are as before.
+
+    Returns:
+        A function that ends it. No two threads make one of these calls for one scaler at the same moment.
+    """
+    idle, before, thread = idle_copy(scaler), cast(Any, type(scaler)), threading.get_ident()
+
+    class Apart(before):  # type: ignore[misc, valid-type]
+        is_over, of = False, before
+
+        def __getattribute__(self, name: str) -> Any:
+            here = self is scaler and not Apart.is_over and threading.get_ident() == thread
+            return getattr(idle, name) if here else super().__getattribute__(name)
+
+    def end() -> None:
+        Apart.is_over = True
+        kind: Any = type(scaler)
+        while vars(kind).get("is_over"):  # Another export's class may lie over this one until it ends, too.
+            kind = kind.of
+        scaler.__class__ = kind
+
+    Apart.__name__, Apart.__qualname__, Apart.__module__ = before.__name__, before.__qualname__, before.__module__
+    scaler.__class__ = Apart
+    return end
 
 
 def scalers_in(values: Iterable[object]) -> list[torch.amp.GradScaler]:

@@ -1,6 +1,5 @@
 """A training step as a graph: called for each batch or run over a loader, its lookups made ahead of it."""
 
-import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,7 +19,7 @@ from oneemb.graph.prefetch import Prepared
 from oneemb.graph_state import LoadedKeys
 from oneemb.row_step import embedding_of, settle_rows
 from oneemb.scaling import Scaling, scalers_in, scalers_of
-from oneemb.storage.fs import AnyPath
+from oneemb.storage.fs import AnyPath, file_path
 from oneemb.storage.step_lock import between_steps
 from oneemb.storage.turns import undisturbed
 from oneemb.train_state import LearningRateScheduler, TrainState
@@ -311,16 +310,18 @@ class TrainGraph(CompiledGraph):
             RuntimeError: there are micro-batches that no update has used yet; or a hook, a scheduler or a signal
                 handler calls it in the middle of a step of the same thread. Call it between two calls of the graph. Or
                 a dense parameter is sharded over ranks.
+            TypeError: `path` is no path.
             ValueError: the file at `path` is no checkpoint; `keep` is below 1; or the graph's embeddings are not of the
                 same ranks.
             RankError: another rank has failed; no checkpoint was written.
             StorageError, OSError: the disk fails. Either what was at `path` is still there, or the new checkpoint is
                 there and its name in the folder could not be made durable.
         """
-        kept = save_checkpoint(self, self._train_state, os.fsdecode(path), keep)
+        path = file_path(path, "the file to write")
+        kept = save_checkpoint(self, self._train_state, path, keep)
         if kept >= _MANY_SNAPSHOTS and kept & (kept - 1) == 0:
             warnings.warn(
-                f"{kept} snapshots of earlier checkpoints at {os.fsdecode(path)} are kept, for copies of the file may"
+                f"{kept} snapshots of earlier checkpoints at {path} are kept, for copies of the file may"
                 " name them; save(path, keep=n) keeps the last n, embedding.delete_snapshot(name) deletes one",
                 stacklevel=2,
             )
@@ -346,6 +347,7 @@ class TrainGraph(CompiledGraph):
             `optimizers.0`, `lr_schedulers.0`, `grad_scaler`.
 
         Raises:
+            TypeError: `path` is no path, or `strict` no bool.
             ValueError: it is no checkpoint, or one of another graph; the message says what differs. Nothing changed.
             RankError: another rank has failed; it says whether anything has changed.
             StorageError: a snapshot that it names is missing or another run's, or its rows hold another optimizer's
@@ -353,18 +355,22 @@ class TrainGraph(CompiledGraph):
             KeyboardInterrupt, and whatever else stops a load half way: every call of the graph's embeddings raises
                 `BrokenStoreError` until another load.
         """
-        return load_checkpoint(self, self._train_state, os.fsdecode(path), strict)
+        return load_checkpoint(self, self._train_state, file_path(path, "a file that save has written"), strict)
 
-    def state(self) -> GraphState:
+    def state(self, *, strict: bool = True) -> GraphState:
         """The graph's whole state for torch.distributed.checkpoint: `dcp.save({"graph": graph.state()}, ...)`.
 
         Where ranks own rows together every rank makes each call, as torch.distributed.checkpoint has it; what is in the
         state, and what becomes of it on another number of ranks, is as for `save` and `load`.
 
+        Args:
+            strict: as of `load`, for `load_state_dict` of what this gives: `dcp.load` has no way to pass it.
+
         Raises:
+            TypeError: `strict` is no bool.
             ValueError: the graph's embeddings are not of the same ranks.
         """
-        return GraphState(self, self._train_state)
+        return GraphState(self, self._train_state, strict)
 
     def _accumulation(self) -> int:
         steps = self.config.accumulation_steps

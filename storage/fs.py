@@ -30,6 +30,8 @@ __all__ = [
     "absolute_path",
     "aligned_bytes",
     "close_in_child",
+    "file_path",
+    "path_text",
     "storage_error",
 ]
 
@@ -268,8 +270,44 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 def absolute_path(path: AnyPath) -> str:
-    """The path that the caller means now, whatever becomes the current directory later: `~` is the user's home."""
-    return str(Path(os.path.expanduser(os.fsdecode(path))).absolute())
+    """The path that the caller means now, whatever becomes the current directory later: `~` is the user's home.
+
+    Raises:
+        TypeError: it is no path.
+    """
+    return str(Path(os.path.expanduser(path_text(path, "a file or folder"))).absolute())
+
+
+def path_text(path: AnyPath, what: str) -> str:
+    """Text of a path that a caller gave.
+
+    Args:
+        path: the caller's argument `path`.
+        what: it leads to, for the error.
+
+    Raises:
+        TypeError: it is no path.
+    """
+    try:
+        return os.fsdecode(path)
+    except TypeError:
+        raise TypeError(
+            f"path must be a str, bytes or os.PathLike, got {type(path).__name__} {path!r:.100}; give the path of"
+            f" {what}"
+        ) from None
+
+
+def file_path(path: AnyPath, what: str) -> str:
+    """Text of the path of a file that a caller gave; arguments as of `path_text`.
+
+    Raises:
+        TypeError: it is no path.
+        ValueError: it is empty, or has a null byte.
+    """
+    text = path_text(path, what)
+    if not text or "\0" in text:
+        raise ValueError(f"path must not be empty or have a null byte, got {text!r}; give the path of {what}")
+    return text
 
 
 def aligned_bytes(size: int) -> np.ndarray:

@@ -29,14 +29,14 @@ import oneemb
 from oneemb.embedding import TableEmbedding, embeddings_of
 from oneemb.graph.build_error import BuildError
 from oneemb.kernels.threads import Threads
-from oneemb.scaling import scalers_in, scalers_of
+from oneemb.scaling import scalers_of, set_apart
 from oneemb.serving.build import DTYPES, find_snapshot, make_file
 from oneemb.serving.frozen_embedding import FrozenEmbedding
 from oneemb.serving.frozen_modules import frozen_copy
 from oneemb.serving.frozen_op import HashedRows
 from oneemb.serving.frozen_rows import FrozenRows
 from oneemb.storage.bottom import EXPORTED
-from oneemb.storage.fs import AnyPath, absolute_path, storage_error
+from oneemb.storage.fs import AnyPath, absolute_path, file_path, storage_error
 from oneemb.storage.serving.served_file import ServedFile
 from oneemb.storage.snapshot_parts import PartedSnapshot
 from oneemb.storage.snapshot_rows import SnapshotRows
@@ -78,20 +78,22 @@ def export_graph(
     """See `CompiledGraph.export`."""
     options = _Options(format, dtype, lookup, absent, snapshot)
     _check_options(options)
-    path = absolute_path(path)
+    path = absolute_path(file_path(path, "the file to write"))
+    if os.path.isdir(path):
+        raise IsADirectoryError(f"path must be a file, {path} is a folder; give the path of the file to write in it")
     if not os.path.isdir(os.path.dirname(path)):
         raise FileNotFoundError(f"{os.path.dirname(path)} is not a folder; make it first")
+    if not isinstance(kwargs, Mapping | None) or not isinstance(snapshot, str | None):
+        name, value = ("snapshot", snapshot) if isinstance(kwargs, Mapping | None) else ("kwargs", kwargs)
+        needed = "the name of a snapshot" if name == "snapshot" else "a dict of build's arguments by name"
+        raise TypeError(f"{name} must be {needed}, or None, got {type(value).__name__} {value!r:.100}")
     given = dict(kwargs or {})
     _check_places(graph, args, given)
     if dynamic_shapes is None:
         _check_batch(args, given)
     locks = [embedding.store.step_lock for embedding in embeddings_of(graph).values()]
-    export = functools.partial(_export, graph, build, path, args, given, options, dynamic_shapes)
-    if options.format == "torchscript" or [*scalers_in(vars(graph).values()), *scalers_of(build)]:
-        # The trace draws random numbers or scales losses, as steps do; both are put back before the next step.
-        between_steps(locks, "export", lambda: export(lambda call: call()))
-    else:
-        export(functools.partial(between_steps, locks, "export"))
+    alone = functools.partial(between_steps, locks, "export")
+    _export(graph, build, path, args, given, options, dynamic_shapes, alone)
 
 
 def _check_options(options: _Options) -> None:
@@ -131,7 +133,7 @@ def _export(
     Args:
         alone: makes a call beside which no step runs.
     """
-    copies = ExitStack()
+    copies, apart = ExitStack(), ExitStack()
     try:
         work, lock = _work_folder(path)
     except OSError as error:
@@ -150,7 +152,10 @@ def _export(
         def copied() -> tuple[list[PartedSnapshot], torch.nn.Module]:
             described["steps"] = getattr(graph, "steps", None)
             snapshots = [copies.enter_context(_snapshot_of(one, options.snapshot)) for one in embeddings.values()]
-            return snapshots, frozen_copy(graph, stands_for)
+            copy = frozen_copy(graph, stands_for)
+            for scaler in dict.fromkeys(scalers_of(build)):  # Those that are attributes are copied.
+                apart.callback(set_apart(scaler))
+            return snapshots, copy
 
         snapshots, copy = alone(copied)
         for found, (name, embedding) in zip(snapshots, embeddings.items(), strict=True):
@@ -158,10 +163,11 @@ def _export(
         copies.close()
         program = _Program(copy, functools.partial(_build_of(build, graph), copy), build)
         made = os.path.join(work, "program.pt2")
-        with _scalers_kept(graph, build), warnings.catch_warnings(), torch.no_grad():
+        with warnings.catch_warnings(), torch.no_grad():
             warnings.filterwarnings("ignore", category=FutureWarning)  # of torch's own parts to each other
             warnings.filterwarnings("ignore", "The tensor attribute", UserWarning)  # of a copy that nobody keeps
-            content = _made(program, args, kwargs, options, dynamic_shapes, json.dumps(described))
+            content = _made(program, args, kwargs, options, dynamic_shapes, json.dumps(described), alone)
+        alone(apart.close)
         with open(made, "wb") as file:
             file.write(content.getbuffer())
             file.flush()
@@ -172,6 +178,7 @@ def _export(
     finally:
         with undisturbed:
             copies.close()
+            apart.close()
             shutil.rmtree(work, ignore_errors=True)
             os.close(lock)
 
@@ -310,25 +317,15 @@ class _Program(torch.nn.Module):
         self.forward = forward
 
 
-@contextmanager
-def _scalers_kept(graph: torch.nn.Module, build: Callable[..., Any]) -> Iterator[None]:
-    """Within it `build` may scale losses: GradScalers are as they were afterwards."""
-    scalers = [*scalers_in(vars(graph).values()), *scalers_of(build)]
-    kept = [(scaler, dict(vars(scaler))) for scaler in scalers]
-    try:
-        yield
-    finally:
-        with undisturbed:
-            for scaler, state in kept:
-                vars(scaler).clear()
-                vars(scaler).update(state)
-
-
 def _made(
     program: _Program, args: tuple[Any, ...], kwargs: dict[str, Any], options: _Options, dynamic_shapes: Any,
-    described: str,
+    described: str, alone: _Alone,
 ) -> io.BytesIO:  # fmt: skip
-    """The content of the file. It is made in memory: where torch cannot write, its writer ends the process."""
+    """The content of the file. It is made in memory: where torch cannot write, its writer ends the process.
+
+    Args:
+        alone: as of `_export`.
+    """
     # Also before a script is traced: only torch.export refuses a `build` that depends on values.
     exported = _exported(program, args, kwargs, dynamic_shapes)
     content = io.BytesIO()
@@ -344,7 +341,10 @@ def _made(
                 configs["aot_inductor.check_lowerbound"] = False
             aoti_compile_and_package(exported, package_path=content, inductor_configs=configs)
         else:
-            torch.jit.save(_scripted(program, args, kwargs), content, _extra_files={METADATA: described})
+            script = functools.partial(_scripted, program, args, kwargs)
+            # A trace computes, on the generator of the process if it draws: steps wait until that is put back.
+            traced = alone(lambda: _with_generator_kept(script)) if _may_draw(exported) else script()
+            torch.jit.save(traced, content, _extra_files={METADATA: described})
     except (OSError, ValueError, MemoryError, BuildError):
         raise
     except Exception as error:
@@ -395,11 +395,24 @@ def _why(error: Exception) -> str:
     return f"{type(error).__name__}: {first}"
 
 
+def _may_draw(exported: torch.export.ExportedProgram) -> bool:
+    """Whether an op of a program may draw random numbers."""
+    graphs = [one for one in exported.graph_module.modules() if isinstance(one, torch.fx.GraphModule)]
+    targets = [node.target for one in graphs for node in one.graph.nodes if node.op == "call_function"]
+    return any(torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()) for target in targets)
+
+
+def _with_generator_kept(script: Callable[[], torch.jit.ScriptModule]) -> torch.jit.ScriptModule:
+    """Result of `script`; torch's generator of random numbers is as before afterwards."""
+    with torch.random.fork_rng(devices=[]):
+        return script()
+
+
 def _scripted(program: _Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.jit.ScriptModule:
     bound = inspect.signature(program.forward).bind(*args, **kwargs)
     if bound.kwargs:
         raise ValueError(f"a script takes its inputs by position, {list(bound.kwargs)} of build can only be named")
-    with warnings.catch_warnings(record=True) as caught, torch.random.fork_rng(devices=[]):
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for module in program.modules():
             if isinstance(module, FrozenEmbedding):

@@ -2,7 +2,8 @@
 the tree do not change.
 
 Invariant: nothing of the tree that is copied is written to, tensors and containers that are plain attributes among it,
-so that nothing need be put back, whatever interrupts. Objects of other classes are shared.
+so that nothing need be put back, whatever interrupts. A GradScaler's copy scales, and changes nothing. Objects of other
+classes are shared.
 """
 
 import copy
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from oneemb.graph.modules import is_embedding, say_not_registered, unregistered_modules
+from oneemb.scaling import idle_copy, scalers_in
 
 __all__ = ["frozen_copy"]
 
@@ -115,6 +117,8 @@ class _Copying:
             return _bound(value, self._copies.get(value.__self__, value.__self__))
         if id(value) in self._values:
             return self._values[id(value)][1]
+        if scalers_in([value]):
+            return self._kept(value, idle_copy(value))
         if isinstance(value, torch.Tensor):
             return self._kept(value, value.detach().clone())
         kind = type(value)

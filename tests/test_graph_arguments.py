@@ -1,0 +1,134 @@
+"""Arguments of a graph's calls: wrong ones are told by name, with what to give; states that fit in part are loaded."""
+
+import io
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tests.support.graph_models import make_graph
+from tests.support.models import make_embedding
+
+IDS = torch.tensor([[1], [2], [3]])
+
+
+def build(self, ids):
+    loss = self.dense(self.embedding(ids).flatten(1)).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def graph_of(folder, width=1):
+    modules = {"embedding": make_embedding(folder), "dense": torch.nn.Linear(4, width)}
+    return make_graph(modules, build, lambda owner: [(torch.optim.SGD(owner.parameters(), lr=0.1), None)])
+
+
+@pytest.fixture
+def graph(tmp_path):
+    graph = graph_of(tmp_path / "rows")
+    graph(IDS)
+    graph(IDS)
+    return graph
+
+
+def calls_with_a_path(graph):
+    return {
+        "save": graph.save, "load": graph.load, "draw": graph.draw, "export": lambda path: graph.export(path, IDS),
+        "profile": graph.profile(1).save,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("call", ["save", "load", "draw", "export", "profile"])
+def test_a_path_that_names_no_file_is_told_with_what_to_give(graph, call):
+    call = calls_with_a_path(graph)[call]
+    for path in (3, None, True, 1.5, ["file"], io.BytesIO()):
+        with pytest.raises(TypeError, match=f"path must be a str, .* got {type(path).__name__} .*; give the path of "):
+            call(path)
+    for path in ("", b"", "a\0b"):
+        with pytest.raises(ValueError, match="path must not be empty or have a null byte, got .*; give the path of "):
+            call(path)
+
+
+@pytest.mark.parametrize("more, said", [
+    ({"kwargs": 3}, "kwargs must be a dict of build's arguments by name, or None, got int 3"),
+    ({"kwargs": ["ids"]}, "kwargs must be a dict .* got list"),
+    ({"snapshot": 3}, "snapshot must be the name of a snapshot, or None, got int 3"),
+])  # fmt: skip
+def test_other_arguments_of_an_export_are_told_by_name(graph, tmp_path, more, said):
+    with pytest.raises(TypeError, match=said):
+        graph.export(tmp_path / "program.pt2", IDS, **more)
+
+
+def test_an_export_to_a_folder_says_so(graph, tmp_path):
+    with pytest.raises(IsADirectoryError, match="path must be a file, .* is a folder; give the path of the file"):
+        graph.export(tmp_path, IDS)
+
+
+def test_strict_is_true_or_false(graph, tmp_path):
+    graph.save(tmp_path / "checkpoint")
+    for strict in ("no", 0, None):
+        with pytest.raises(TypeError, match="strict must be True or False, got "):
+            graph.load(tmp_path / "checkpoint", strict=strict)
+        with pytest.raises(TypeError, match="strict must be True or False, got "):
+            graph.state(strict=strict)
+
+
+def test_a_profile_is_of_a_number_of_steps(graph):
+    for steps in ("3", 0, -1, True, 1.5):
+        with pytest.raises(ValueError, match="steps must be an int of at least 1, got "):
+            graph.profile(steps)
+
+
+def test_a_state_that_is_none_is_told_with_what_to_give(graph):
+    for state, said in [
+        (3, "int"), (None, "NoneType"), ([1], "list"), ({}, "dict with nothing"),
+        ({"oneemb_graph": 3}, "dict with 'oneemb_graph'"), ({"dense.bias": 1}, "dict with 'dense.bias'"),
+    ]:  # fmt: skip
+        with pytest.raises(TypeError, match=f"state_dict must be what state_dict.. of a graph's .* got {said}; give"):
+            graph.state().load_state_dict(state)
+
+
+def test_a_state_in_memory_is_loaded_in_part_as_a_file_is(graph, tmp_path):
+    class Wider(torch.nn.Linear):
+        def __init__(self):
+            super().__init__(4, 1)
+            self.scale = torch.nn.Parameter(torch.ones(1))
+
+    state, bias = graph.state().state_dict(), graph.dense.bias.tolist()
+    graph.dense = Wider()
+    graph.__dict__["_train_state"].optimizers.clear()
+    with pytest.raises(ValueError, match="dense.scale is None there"):
+        graph.state().load_state_dict(state)
+    assert graph.dense.bias.tolist() != bias
+    found = graph.state(strict=False)
+    assert found.loaded is None
+    keys = found.load_state_dict(state)
+    assert keys == found.loaded and keys.missing_keys == ["dense.scale"]
+    assert graph.dense.bias.tolist() == bias and keys.unexpected_keys == ["optimizers.0"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_distributed_checkpoint_is_loaded_in_part(graph, tmp_path):
+    dcp.save({"graph": graph.state()}, checkpoint_id=tmp_path / "checkpoint")
+    bias = graph.dense.bias.tolist()
+    graph.dense.register_buffer("more", torch.ones(2))
+    with torch.no_grad():
+        graph.dense.bias.zero_()
+    state = graph.state(strict=False)
+    dcp.load({"graph": state}, checkpoint_id=tmp_path / "checkpoint")
+    assert graph.dense.bias.tolist() == bias and state.loaded == (["dense.more"], [])
+    graph(IDS)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_hooks_of_a_graph_run_in_a_loop_at_any_depth(graph, depth):
+    seen = []
+    handles = [
+        graph.register_forward_pre_hook(lambda graph, args: (args[0] + 1,)),
+        graph.register_forward_hook(lambda graph, args, loss: seen.append(args[0].tolist()) or loss * 0),
+    ]
+    assert [loss.item() for loss in graph.run([(IDS,)] * 3, prefetch_depth=depth)] == [0.0] * 3
+    assert seen == [(IDS + 1).tolist()] * 3
+    for handle in handles:
+        handle.remove()
+    assert all(loss.item() for loss in graph.run([(IDS,)] * 3, prefetch_depth=depth)) and len(seen) == 3
