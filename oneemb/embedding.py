@@ -43,6 +43,7 @@ from oneemb.storage.embedding_store import ChangeRows, EmbeddingStore
 from oneemb.storage.fs import AnyPath, absolute_path
 from oneemb.storage.policies import GivenScore, RowPolicy, described
 from oneemb.storage.row_store import StorageError
+from oneemb.storage.table.json_lists import LongList
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.tracers import refuse_tracers
 
@@ -482,11 +483,12 @@ class TableEmbedding(torch.nn.Module):
 
     def _load(self, name: str, weights_only: bool = False) -> tuple[str, str] | None:
         """Load a snapshot, and return the `differences` of the embedding that saved it from this one."""
+        ours = self.description()  # First: a list of tables that is known already is not parsed.
         info, as_saved = self.rank_snapshots.load(name, weights_only=weights_only, check=self._check_tables)
         self.drop_grads()
         snapshot: SnapshotName = {"oneemb_snapshot": name, "oneemb_identity": info.identity}
         self._saved = (snapshot, self.store.changes) if as_saved else None
-        return differences(self._check_tables(info), self.description())
+        return differences(self._check_tables(info), ours)
 
     def check_fits(self, name: str) -> None:
         """Raise StorageError unless there is a snapshot of this name whose rows fit, as `load_snapshot` does."""
@@ -520,8 +522,8 @@ class TableEmbedding(torch.nn.Module):
         return self.rank_snapshots.names()
 
     @functools.cached_property
-    def _table_trees(self) -> list[Any]:
-        return to_tree(self.tables)
+    def _table_trees(self) -> LongList:
+        return LongList(to_tree(self.tables))
 
     def description(self) -> dict[str, Any]:
         """Description of the embedding, as snapshots hold it. Callers must not change its list of tables."""

@@ -4,6 +4,7 @@ import gc
 import json
 import math
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -22,10 +23,12 @@ import torch.distributed.checkpoint
 
 import oneemb
 from oneemb.kernels import jit_cuda
+from oneemb.options import to_json
 from oneemb.stats import EmbeddingStats, TableStats, TierStats
 from oneemb.storage.dropped import close_when_dropped
 from oneemb.storage.errors import BrokenStoreError
 from oneemb.storage.table.persistent_table import PersistentTable
+from oneemb.storage.table.snapshot_reader import read_snapshot_info
 from tests.kernels.test_init_rows import uniform_python
 from tests.support.interrupts import AtLine
 from tests.support.models import STORES, make_embedding, reopen, rows_of, store_options
@@ -521,33 +524,50 @@ def test_snapshots_are_listed_overwritten_and_deleted(made):
             call("a")
 
 
-def test_a_save_and_a_load_write_and_read_the_tables_of_a_snapshot_once(made, monkeypatch):
-    texts = {"dumps": [], "loads": []}
+def test_a_description_is_written_as_json_once_and_never_parsed(made, monkeypatch):
+    done = {"written": 0, "parsed": 0}  # characters
+    encode, raw_decode = json.JSONEncoder.encode, json.JSONDecoder.raw_decode
 
-    def note(name, run):
-        def noted(value, *args, **kwargs):
-            done = run(value, *args, **kwargs)
-            texts[name].append(str(value if isinstance(value, str | bytes) else done).count("ConstantInitializer"))
-            return done
+    def counted_encode(self, value):
+        text = encode(self, value)
+        done["written"] += len(text)
+        return text
 
-        monkeypatch.setattr(json, name, noted)
+    def counted_decode(self, text, idx=0):
+        value, end = raw_decode(self, text, idx)
+        done["parsed"] += end - idx
+        return value, end
 
-    for name in texts:
-        note(name, getattr(json, name))
-    # Each table has another one, and its description is long.
-    tables = [oneemb.make_table(oneemb.make_constant_initializer(t)) for t in range(50)]
+    monkeypatch.setattr(json.JSONEncoder, "encode", counted_encode)
+    monkeypatch.setattr(json.JSONDecoder, "raw_decode", counted_decode)
+
+    def cost_of(call, size):
+        done.update(written=0, parsed=0)
+        call()
+        return round(done["written"] / size, 1), round(done["parsed"] / size, 1)
+
+    # Each table has another one, and the description is long.
+    tables = [oneemb.make_table(oneemb.make_constant_initializer(t)) for t in range(2000)]
+    size = len(to_json(tables))
+    assert size > 200_000
     embedding = made(tables=tables)
-    embedding(torch.tensor([[1] * 50]))
-    embedding.save_snapshot("s")
-    # What it gets of the embedding, and the file, are each made once, and no more.
-    assert (texts["dumps"].count(50), texts["loads"].count(50)) == (2, 1)
+    embedding(torch.tensor([[1] * 2000]))
+    assert cost_of(lambda: embedding.save_snapshot("first"), size) == (1, 0)
+    for name in ("second", "third"):
+        assert cost_of(lambda name=name: embedding.save_snapshot(name), size) == (0, 0)
     assert embedding.description()["tables"] is embedding.description()["tables"]
-    for again in (lambda one: one, reopen):
-        embedding = again(embedding)
-        texts["loads"].clear(), texts["dumps"].clear()
-        embedding.load_snapshot("s")
-        assert texts["dumps"].count(50) == 0 and texts["loads"].count(50) <= 1  # none where it is known still
+    assert cost_of(lambda: embedding.load_snapshot("second"), size) == (0, 0)
+    embedding = reopen(embedding)
+    gc.collect()
+    assert cost_of(lambda: embedding.load_snapshot("second"), size) == (1, 0)
     embedding.close()
+    gc.collect()
+    files = [read_snapshot_info(embedding.store_options.persistent_path[0])]
+    assert cost_of(lambda: files.append(read_snapshot_info(embedding.store_options.persistent_path[0])), size) == (0, 0)
+    read = [info.meta["embedding"]["tables"] for infos in files for info in infos]
+    assert len(read) == 6 and all(one == json.loads(to_json(tables)) for one in read)
+    copy = pickle.loads(pickle.dumps(read[0]))
+    assert type(copy) is list and copy == read[0]
 
 
 @pytest.mark.parametrize("store", STORES)

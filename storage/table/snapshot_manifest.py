@@ -4,11 +4,9 @@ Invariant: a right checksum says that bytes are as they were written, not that t
 before it is used.
 """
 
-import json
 import math
 import struct
 import time
-import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +16,7 @@ from oneemb.kernels.checksum import xxh64
 from oneemb.storage.errors import CorruptTableError
 from oneemb.storage.table.file_header import HEADER_BYTES, SNAPSHOT_MAGIC, pack_header
 from oneemb.storage.table.geometry import Geometry, geometry_problem
+from oneemb.storage.table.json_lists import from_json, to_json
 
 __all__ = ["ArrayPart", "ChunkPart", "SnapshotInfo", "SnapshotRecord", "decode_manifest", "encode_snapshot"]
 
@@ -151,7 +150,7 @@ def encode_snapshot(record: SnapshotRecord) -> bytes:
         manifest["arrays"] = [
             [name, array.dtype, list(array.shape), f"{array.sum:016x}"] for name, array in record.arrays.items()
         ]
-    body = json.dumps(manifest, ensure_ascii=True).encode()
+    body = to_json(manifest).encode()
     body += b" " * (-len(body) % 8)
     offset = HEADER_BYTES + len(body) + _SUM.size
     for part, data in zip(record.parts, bits, strict=True):
@@ -166,34 +165,6 @@ def encode_snapshot(record: SnapshotRecord) -> bytes:
 
 def _padded(data: bytes) -> bytes:
     return data + bytes(-len(data) % 8)
-
-
-class _Meta(dict[str, Any]):
-    """The `meta` of a manifest that was read."""
-
-    beside: dict[str, Any]
-    """The other fields."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)  # A copy is a plain dict, which the caller may change.
-
-
-# Parsed manifests by their bytes, while anything refers to the meta: a load reads the same file several times, and a
-# manifest of a hundred thousand tables takes a third of a second to parse.
-_metas: "weakref.WeakValueDictionary[bytes, _Meta]" = weakref.WeakValueDictionary()
-
-
-def _parsed(body: bytes) -> Any:
-    """The manifest, from JSON. Equal bytes give the same meta object, which must not be changed."""
-    meta = _metas.get(body)
-    if meta is None:
-        manifest = json.loads(body)
-        if not isinstance(manifest, dict) or not isinstance(manifest.get("meta"), dict):
-            return manifest
-        meta = _Meta(manifest.pop("meta"))
-        meta.beside = manifest
-        _metas[body] = meta
-    return {**meta.beside, "meta": meta}
 
 
 def decode_manifest(body: bytes, bits_offset: int, path: str, name: str) -> SnapshotRecord:
@@ -224,7 +195,7 @@ def decode_manifest(body: bytes, bits_offset: int, path: str, name: str) -> Snap
         return int(value, 16)
 
     try:
-        manifest = _parsed(body)
+        manifest = from_json(body)
     except (ValueError, RecursionError) as error:
         raise CorruptTableError(f"{path}: the manifest at offset {HEADER_BYTES} is not JSON: {error}") from error
     need(isinstance(manifest, dict), "fields", manifest)

@@ -8,7 +8,6 @@ Invariants:
 """
 
 import errno
-import json
 import os
 import socket
 import uuid
@@ -23,6 +22,7 @@ from oneemb.storage.fs import FileSystem, storage_error
 from oneemb.storage.table.chunk_files import ROWS_BEGIN, ChunkFile, ChunkFiles, chunk_numbers
 from oneemb.storage.table.chunk_scan import live_rows
 from oneemb.storage.table.geometry import Geometry
+from oneemb.storage.table.json_lists import from_json, to_json
 from oneemb.storage.table.recovery import Recovery, find_lost, needed_bytes, read_snapshots, remove_orphans
 from oneemb.storage.table.snapshot_file import RenameUncertainError, SnapshotFiles
 from oneemb.storage.table.snapshot_manifest import ChunkPart, SnapshotInfo, SnapshotRecord
@@ -138,8 +138,8 @@ class SnapshotStore:
     ) -> SnapshotRecord:
         """The record of a snapshot to be written."""
         try:
-            meta = json.loads(json.dumps(meta))
-        except (TypeError, ValueError) as error:
+            meta = from_json(to_json(meta))
+        except (TypeError, ValueError, RecursionError) as error:
             raise TypeError(f"meta must be a dict that JSON can hold: {error}; got {meta!r}") from error
         if not isinstance(meta, dict):
             raise TypeError(f"meta must be a dict, got {meta!r}")

@@ -1,0 +1,114 @@
+"""JSON whose long lists are written and parsed once, in however many texts they occur.
+
+All snapshots of an embedding describe its tables, of which there may be a hundred thousand; of such a list a text takes
+a third of a second to parse. A list is found again by its text, while anything refers to it.
+
+Invariants:
+- `to_json` and `from_json` give what `json.dumps` and `json.loads` do;
+- nobody changes a `LongList`: metas share it.
+"""
+
+import json
+import re
+import weakref
+from typing import Any
+
+__all__ = ["LongList", "from_json", "to_json"]
+
+# Characters of a list that is kept, and of a text in which lists are looked for.
+_LONG_MIN = 1 << 16
+
+_decoder = json.JSONDecoder()
+_blanks = re.compile(r"[ \t\n\r]*")
+
+
+class LongList(list[Any]):
+    """A list that knows its JSON text.
+
+    Args:
+        items: the list, as JSON gives it back: of lists rather than tuples, of dicts whose keys are strings.
+        text: its JSON; None = as `json.dumps` writes it.
+    """
+
+    def __init__(self, items: list[Any], text: str | None = None):
+        super().__init__(items)
+        self.text = json.dumps(items) if text is None else text
+        if len(self.text) >= _LONG_MIN:
+            _known[self.text] = self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self),)  # A copy is a plain list, which the caller may change.
+
+
+_known: "weakref.WeakValueDictionary[str, LongList]" = weakref.WeakValueDictionary()
+
+
+def to_json(value: Any) -> str:
+    """JSON text of a value.
+
+    Raises:
+        TypeError, ValueError, RecursionError: JSON cannot hold it.
+    """
+    if isinstance(value, LongList):
+        return value.text
+    if isinstance(value, dict) and all(type(key) is str for key in value):
+        return "{" + ", ".join(f"{json.dumps(key)}: {to_json(item)}" for key, item in value.items()) + "}"
+    return json.dumps(value)
+
+
+def from_json(data: bytes | str) -> Any:
+    """The value of a JSON text. Equal long lists in objects are one `LongList`.
+
+    Raises:
+        ValueError, RecursionError: it is not JSON, or nested too deep.
+    """
+    if len(data) < _LONG_MIN:
+        return json.loads(data)
+    text = data if isinstance(data, str) else data.decode(json.detect_encoding(data), "surrogatepass")
+    value, end = _value(text, _after_blanks(text, 0))
+    if _after_blanks(text, end) != len(text):
+        raise json.JSONDecodeError("Extra data", text, end)
+    return value
+
+
+def _value(text: str, at: int) -> tuple[Any, int]:
+    """The value that begins there, and where it ends."""
+    if text.startswith("{", at):
+        return _object(text, at)
+    if not text.startswith("[", at):
+        return _decoder.raw_decode(text, at)
+    for known, found in list(_known.items()):
+        if text.startswith(known, at):  # A list ends at its bracket: no longer text begins with it.
+            return found, at + len(known)
+    value, end = _decoder.raw_decode(text, at)
+    return (LongList(value, text[at:end]) if end - at >= _LONG_MIN else value), end
+
+
+def _object(text: str, at: int) -> tuple[dict[str, Any], int]:
+    found: dict[str, Any] = {}
+    at = _after_blanks(text, at + 1)
+    while not (text.startswith("}", at) and not found):
+        if not text.startswith('"', at):
+            raise json.JSONDecodeError("Expecting property name enclosed in double quotes", text, at)
+        key, at = _decoder.raw_decode(text, at)
+        at = _after(":", text, at)
+        found[key], at = _value(text, at)
+        at = _after_blanks(text, at)
+        if text.startswith("}", at):
+            break
+        at = _after(",", text, at)
+    return found, at + 1
+
+
+def _after(mark: str, text: str, at: int) -> int:
+    """Where what follows a mark begins."""
+    at = _after_blanks(text, at)
+    if not text.startswith(mark, at):
+        raise json.JSONDecodeError(f"Expecting {mark!r} delimiter", text, at)
+    return _after_blanks(text, at + 1)
+
+
+def _after_blanks(text: str, at: int) -> int:
+    match = _blanks.match(text, at)
+    assert match is not None
+    return match.end()
