@@ -8,6 +8,7 @@ from collections import Counter
 import numpy as np
 import torch
 
+from oneemb.graph.ops.lookup import free_failed_passes
 from oneemb.graph.ranks import Ranks
 from oneemb.rank_calls import RankCalls
 from oneemb.storage.embedding_store import EmbeddingStore
@@ -38,6 +39,7 @@ class RowCalls:
         return self._calls.together("erase", what, lambda: self._erase_named(what, ids, table))
 
     def _erase_named(self, what: str, ids: torch.Tensor, table: int) -> int:
+        free_failed_passes(self._store)  # Rows that nobody will train are in use by no lookup.
         table_N, id_N = self._named_by_ranks(what, ids, table)
         order_N = np.lexsort((id_N, table_N))
         table_N, id_N = table_N[order_N], id_N[order_N]

@@ -721,3 +721,58 @@ def test_a_full_store_says_nothing_of_lookups_that_hold_no_rows_it_could_do_with
             embedding(torch.arange(4) + 4 * i).sum().backward()
             if steps:
                 optimizer.step()
+
+
+class _Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ZeroDivisionError("in a backward pass")
+
+
+def _raise(grad):
+    raise ZeroDivisionError("in a hook")
+
+
+def _failing(embedding, ids, where):
+    """A backward pass that raises."""
+    other = torch.ones((), requires_grad=True)
+    if where == "hook of another parameter":
+        other.register_hook(_raise)
+    elif where == "hook of the weight":
+        embedding.weight.register_hook(_raise)
+    rows = embedding(ids)
+    if where == "function":
+        rows = _Raises.apply(rows)
+    with torch.autograd.set_detect_anomaly(where == "anomaly", check_nan=True):
+        loss = (rows * other).sum() * (math.nan if where == "anomaly" else 1.0)
+        loss.backward()
+
+
+@pytest.mark.parametrize("where", ["hook of another parameter", "hook of the weight", "function", "anomaly"])
+@pytest.mark.parametrize("policy", [None, oneemb.policies.RowPolicy(capacity=950, evict=oneemb.policies.LRU())])
+@pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:Error detected")
+def test_a_lookup_gets_the_room_of_one_whose_backward_pass_has_raised(tmp_path, where, policy):
+    embedding = make_embedding(str(tmp_path), store="host", dim=256, policy=policy)  # 985 rows fit in its cache
+    for i in range(3):
+        with pytest.raises((ZeroDivisionError, RuntimeError)):
+            _failing(embedding, torch.arange(900) + 1000 * i, where)
+        embedding.weight._backward_hooks = None
+        for inference in (False, True):
+            with torch.inference_mode(inference):
+                embedding(torch.arange(900) + 1000 * i + 100_000 * (1 + inference))
+    assert embedding.weight.grad is None and embedding.stats()["device"]["pinned"] == 0
+
+
+def test_rows_of_a_backward_pass_that_has_raised_can_be_erased(tmp_path):
+    embedding = make_embedding(str(tmp_path))
+    with pytest.raises(ZeroDivisionError):
+        _failing(embedding, torch.arange(10), "hook of another parameter")
+    rows = embedding(torch.arange(5, 8))
+    with pytest.raises(oneemb.StorageError, match="3 of the rows to erase are in use"):
+        embedding.erase(torch.arange(10))
+    del rows
+    assert embedding.erase(torch.arange(10)) == 10

@@ -1,5 +1,6 @@
 """Embeddings whose rows are alike are looked up and updated at once: the same numbers, errors, pins and steps."""
 
+import dataclasses
 import gc
 import traceback
 import tracemalloc
@@ -542,6 +543,48 @@ def test_a_full_store_raises_in_its_line_and_nothing_stays_pinned():
         assert "self.c(x[:, 1])" in raised_in(caught.value)
         assert [modules[name].stats()["device"]["pinned"] for name in NAMES] == [0, 0, 0]
     assert [one.stats()["step"] for one in map(modules.get, NAMES)] == before
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 100])
+def test_a_full_cache_says_how_many_merged_lookups_wait_for_zero_grad(accumulation_steps):
+    def build(self, few, many):
+        loss = self.a(few).sum() + self.c(many).sum()
+        loss.backward()
+        return loss.detach()
+
+    graph = make_graph(modules_of("host", tables=(1, 1, 1), dims=(256,) * 3), build, sgd)  # 985 rows fit
+    graph.config = dataclasses.replace(graph.config, accumulation_steps=accumulation_steps)
+    few, many = torch.arange(3), torch.arange(100)
+    for i in range(9):
+        graph(few, many + 100 * i)
+    assert "merged_0" in str(graph)
+    if accumulation_steps == 1:
+        graph(few, many + 1000)
+        with pytest.raises(StoreFullError, match="or use fewer ids a step") as caught:
+            graph(few, torch.arange(1000))
+        assert "zero_grad" not in str(caught.value)
+    else:
+        with pytest.raises(StoreFullError, match="^9 lookups wait for zero_grad.*or use fewer ids a step"):
+            graph(few, many + 1000)
+
+
+def test_merged_lookups_get_the_room_of_those_whose_backward_pass_has_raised():
+    def build(self, few, many, fails):
+        loss = self.a(few).sum() + self.c(many).sum()
+        scale = torch.ones((), requires_grad=True)
+        if fails.item():
+            scale.register_hook(lambda grad: 1 / 0)
+        (loss * scale).backward()
+        return loss.detach()
+
+    graph = make_graph(modules_of("host", tables=(1, 1, 1), dims=(256,) * 3), build, sgd)  # 985 rows fit
+    few = torch.arange(3)
+    for i in range(4):
+        graph(few, torch.arange(900) + 1000 * i, torch.tensor(0))
+        with pytest.raises(ZeroDivisionError):
+            graph(few, torch.arange(900) + 1000 * i + 100_000, torch.tensor(1))
+    graph(few, torch.arange(900) + 1_000_000, torch.tensor(0))
+    assert graph.c.stats()["device"]["pinned"] == 0
 
 
 def test_errors_are_those_of_the_lookup_they_are_of():

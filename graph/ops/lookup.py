@@ -14,7 +14,7 @@ N ids, U unique keys, P bags, B samples, T tables, D weights of a row, W words o
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -42,9 +42,11 @@ from oneemb.storage.turns import undisturbed
 
 __all__ = [
     "DTYPES", "Keys", "Lease", "REPLACED", "Remote", "Reserved", "acquire", "acquire_later",
-    "check_pooling", "full", "gather", "in_backward", "keep", "measure_gather", "measure_unique_keys", "peek",
-    "prefetch", "read_ids", "reserve", "spread_max_grads", "unique_keys",
+    "check_pooling", "free_failed_passes", "full", "full_of", "gather", "in_backward", "keep", "measure_gather",
+    "measure_unique_keys", "peek", "prefetch", "read_ids", "reserve", "spread_max_grads", "unique_keys", "with_room",
 ]  # fmt: skip
+
+_T = TypeVar("_T")
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -316,6 +318,9 @@ class Lease:
         if self.is_pinned:
             return
         self.check_not_replaced()
+        with_room(self.store, lambda: self._pin(prefetched, again))
+
+    def _pin(self, prefetched: Prefetched | None, again: bool) -> None:
         # In one turn, so that what is pinned has an owner. The turn is the outermost block: Ctrl-C ends a wait for it.
         with self.store.turns:
             again = again or self.generation != -1
@@ -418,6 +423,42 @@ class Lease:
         """Raise StorageError if other rows have taken the place of those that were looked up."""
         if self._replaced != self.store.replaced:
             raise StorageError(REPLACED)
+
+
+def with_room(store: EmbeddingStore, pin: Callable[[], _T]) -> _T:
+    """Result of `pin`, which pins rows. Where there is no room, it is called again once rows are unpinned of which only
+    backward passes that have raised know: see `free_failed_passes`.
+
+    Raises:
+        StoreFullError: there is no room.
+    """
+    try:
+        return pin()
+    except StoreFullError as error:
+        if not error.pinned or not free_failed_passes(store):
+            raise
+    return pin()
+
+
+def free_failed_passes(store: EmbeddingStore) -> bool:
+    """Drop the gradients that backward passes of this thread have left that raised. torch has them in the queue of the
+    thread until its next backward pass, and their rows stay pinned as long.
+
+    Returns:
+        Whether pinned rows of the store have lost their owner.
+    """
+    if in_backward():
+        return False
+    # No mode of torch's sees this: a tape would record it, and a graph is told of backward passes of `build`.
+    with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad():
+        nothing = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
+        torch.autograd.backward([nothing.clone()])
+    return bool(store.pins.abandoned)
+
+
+def full_of(store: EmbeddingStore, error: StoreFullError) -> StoreFullError:
+    """The error of a lookup, as `full` has it."""
+    return full(error, sum(one.lookups for one in store.pins.owners() if isinstance(one, Lease) and one.has_grad))
 
 
 def full(error: StoreFullError, waiting: int) -> StoreFullError:
@@ -541,8 +582,7 @@ def acquire(
     try:
         lease.pin(prefetched, again=again)
     except StoreFullError as error:
-        owners = store.pins.owners()
-        raise full(error, sum(one.lookups for one in owners if isinstance(one, Lease) and one.has_grad)) from None
+        raise full_of(store, error) from None
     return lease
 
 

@@ -26,8 +26,10 @@ from oneemb.graph.ops.lookup import (
     Keys,
     Lease,
     check_pooling,
+    full_of,
     measure_gather,
     measure_unique_keys,
+    with_room,
 )
 from oneemb.graph.ops.op import LOOKUP, PREPARE, Op
 from oneemb.kernels import unique_keys as kernel
@@ -36,6 +38,7 @@ from oneemb.kernels.host_loops import HostLoops
 from oneemb.kernels.reduce_grads import Segments
 from oneemb.kernels.threads import Threads
 from oneemb.storage.merged_store import MergedPrefetched, MergedStore
+from oneemb.storage.row_store import StoreFullError
 from oneemb.storage.turns import whole
 
 __all__ = [
@@ -167,12 +170,19 @@ class MergedReserved:
         """
         lease = self.leases[p]
         if lease is None:
-            rows, m = self.rows, self.rows.member_P[p]
-            store = rows.store.members[m]
-            with store.turns:  # so that what is pinned has an owner
-                slot_U = rows.store.acquire_rest(m, rows.keys.unique, rows.begin_M1, self._prefetched)
-                lease = self.leases[p] = Lease(store, None, slot_U, (rows, p))
+            store = self.rows.store.members[self.rows.member_P[p]]
+            try:
+                lease = self.leases[p] = with_room(store, lambda: self._pin(p))
+            except StoreFullError as error:
+                raise full_of(store, error) from None
         return lease.acquire()
+
+    def _pin(self, p: int) -> Lease:
+        rows, m = self.rows, self.rows.member_P[p]
+        store = rows.store.members[m]
+        with store.turns:  # so that what is pinned has an owner
+            slot_U = rows.store.acquire_rest(m, rows.keys.unique, rows.begin_M1, self._prefetched)
+            return Lease(store, None, slot_U, (rows, p))
 
     def drop_part(self, p: int) -> None:
         """Unpin the rows of lookup p."""

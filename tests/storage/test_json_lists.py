@@ -6,6 +6,7 @@ import json
 
 import pytest
 from hypothesis import given, settings, strategies as st
+
 from oneemb.storage.table import json_lists
 from oneemb.storage.table.json_lists import LongList, from_json, to_json
 
