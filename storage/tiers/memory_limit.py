@@ -3,8 +3,12 @@
 - the machine's physical memory;
 - `memory.max` (cgroup v2) or `memory.limit_in_bytes` (v1) of the process's control group and of each visible parent;
 - RLIMIT_AS and RLIMIT_DATA, less the address space that the process has taken for anything but rows.
+
+Which files hold the limits of control groups is found once for a process; a limit itself may change at any time, and is
+read each time. A process that is moved into another control group keeps to the limits of the first one.
 """
 
+import functools
 import os
 import resource
 from collections.abc import Iterator
@@ -53,11 +57,29 @@ def _of_resources(taken: int) -> Iterator[MemoryLimit]:
 
 def _of_control_groups(process: Path) -> Iterator[MemoryLimit]:
     """Memory limits of the process's control groups and of their parents, in every hierarchy that counts memory."""
+    for file in _limit_files(process, os.getpid()):
+        try:
+            with open(file, "rb") as opened:
+                limit = opened.read().strip()
+        except OSError:  # The root group has no such file, nor has a group whose parent counts no memory.
+            continue
+        if limit.isdigit():
+            yield MemoryLimit(int(limit), f"the limit in {file}")
+
+
+@functools.lru_cache(maxsize=16)
+def _limit_files(process: Path, pid: int) -> tuple[str, ...]:
+    """Files that may hold limits of these groups.
+
+    Args:
+        pid: number of this process: a child of fork may be in another control group.
+    """
     try:
         groups = (process / "cgroup").read_text().splitlines()
         mounts = (process / "mountinfo").read_text().splitlines()
     except OSError:  # A system without control groups, or one that hides them.
-        return
+        return ()
+    files = []
     for line in groups:
         number, controllers, path = line.split(":", 2)
         unified = number == "0" and controllers == ""
@@ -70,13 +92,9 @@ def _of_control_groups(process: Path) -> Iterator[MemoryLimit]:
             if type != ("cgroup2" if unified else "cgroup") or not unified and "memory" not in options.split(","):
                 continue
             file = "memory.max" if unified else "memory.limit_in_bytes"
-            for folder in _folders_up(Path(point), PurePosixPath(root), PurePosixPath(path)):
-                try:
-                    limit = (folder / file).read_text().strip()
-                except OSError:  # The root group has no such file, nor has a group whose parent counts no memory.
-                    continue
-                if limit.isdecimal():
-                    yield MemoryLimit(int(limit), f"the limit in {folder / file}")
+            folders = _folders_up(Path(point), PurePosixPath(root), PurePosixPath(path))
+            files += [str(folder / file) for folder in folders]
+    return tuple(files)
 
 
 def _folders_up(point: Path, root: PurePosixPath, path: PurePosixPath) -> Iterator[Path]:

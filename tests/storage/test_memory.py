@@ -1,6 +1,7 @@
 """Memory on the host: which limits hold, what tiers reserve of it together, and arrays that grow where they lie."""
 
 import gc
+import mmap
 import os
 import re
 import resource
@@ -126,6 +127,20 @@ def test_limits_of_the_first_version_of_control_groups_hold(tmp_path):
     assert memory_limit(process=process) == MemoryLimit(5 * MIB, f"the limit in {tree}/memory.limit_in_bytes")
 
 
+def test_a_limit_that_changes_holds_at_once_and_its_files_are_looked_for_once(tmp_path, monkeypatch):
+    mounts = [f"30 22 0:28 / {tmp_path}/p/tree rw - cgroup2 cgroup2 rw"]
+    process = a_process(tmp_path / "p", ["0::/a/b"], mounts, {"tree/a/b/memory.max": f"{6 * MIB}"})
+    assert memory_limit(process=process).bytes == 6 * MIB
+    read, read_text = [], Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path, *args: (read.append(path.name), read_text(path, *args))[1])
+    for limit in (5 * MIB, 7 * MIB):
+        (tmp_path / "p/tree/a/b/memory.max").write_text(str(limit))
+        assert memory_limit(process=process).bytes == limit
+    (tmp_path / "p/tree/a/memory.max").write_text(str(3 * MIB))  # a parent that counted none before
+    assert memory_limit(process=process) == MemoryLimit(3 * MIB, f"the limit in {tmp_path}/p/tree/a/memory.max")
+    assert not {"cgroup", "mountinfo"} & set(read)
+
+
 @pytest.mark.parametrize("path", ["/../../other", "/elsewhere"])
 def test_a_group_outside_of_what_is_mounted_has_the_limit_of_the_mount(path, tmp_path):
     mounts = [f"30 22 0:28 /job {tmp_path}/p/tree rw - cgroup2 cgroup2 rw"]
@@ -146,6 +161,18 @@ def test_a_limit_of_address_space_counts_less_what_others_have_taken(tmp_path):
         assert memory_limit(process=tmp_path).bytes <= 64 * MIB
         assert "ulimit -v" in memory_limit(process=tmp_path).name
         assert 64 * MIB < memory_limit(taken=32 * MIB, process=tmp_path).bytes <= 96 * MIB
+
+
+def test_a_limit_of_data_counts_less_what_others_have_taken(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_DATA, (used + 64 * MIB, before[1]))
+    try:
+        least, more = memory_limit(process=tmp_path), memory_limit(taken=32 * MIB, process=tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+    assert least.bytes <= 64 * MIB and "ulimit -d" in least.name
+    assert 64 * MIB < more.bytes <= 96 * MIB
 
 
 # ---- reservations ----------------------------------------------------------------------------------------------------
@@ -273,6 +300,18 @@ def test_memory_that_the_system_refuses_is_an_error_that_says_what_to_do(monkeyp
     put(one, 2_000)
 
 
+def test_a_reservation_is_given_back_where_the_system_refuses_the_memory(limited, monkeypatch):
+    limited(200 * MIB)
+    one, two = tier(), tier()
+    put(one, 100)
+    with monkeypatch.context() as patch:
+        patch.setattr(growing_array, "_remap", lambda *_: growing_array._FAILED)
+        with pytest.raises(StoreFullError, match="address space"):
+            one.check_room(2_000_000, 0)  # 122 of 180 MiB
+    two.check_room(2_000_000, 0)
+    assert rows_of(one, 100).tobytes() == written(100).tobytes()
+
+
 def test_many_tiers_fit_under_a_limit_of_address_space():
     with address_space(128 * MIB):
         tiers = [tier() for _ in range(300)]
@@ -324,6 +363,25 @@ def test_an_array_grows_where_it_lies(width):
     del one
     gc.collect()
     assert (first[1:] == 7).all()  # as long as somebody has a part of it
+
+
+def test_an_array_that_cannot_grow_where_it_lies_does_not_move():
+    one = GrowingArray(1 << 28, (3,), np.float32)
+    one.grow(1000)
+    one.array[:] = 7
+    before, page, rows = one.array, resource.getpagesize(), len(one.array)
+    # Somebody has the addresses behind it: the array would have to move.
+    behind = one._span.begin + one._span.mapped
+    access, kind = mmap.PROT_READ, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | growing_array._MAP_FIXED_NOREPLACE
+    assert growing_array._map(behind, page, access, kind, -1, 0) == behind
+    try:
+        with pytest.raises(MemoryError, match="address space"):
+            one.grow(100_000)
+        assert len(one.array) == rows and one.array.ctypes.data == before.ctypes.data and (before == 7).all()
+    finally:
+        growing_array._unmap(behind, page)
+    one.grow(100_000)
+    assert one.array.ctypes.data == before.ctypes.data and (one.array[:rows] == 7).all()
 
 
 def test_addresses_are_used_again():
