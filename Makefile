@@ -11,7 +11,7 @@ ready = $(VENV)/ready-$(1)
 endif
 INSTALL = $(RUN) -m pip install -q --disable-pip-version-check
 
-.PHONY: demo test test-slow gpu-test gpu-bench gpu-sanitize check bench clean
+.PHONY: demo test test-slow gpu-test gpu-bench gpu-sanitize check bench bench-compare clean
 
 demo: $(call ready,demo)  ## Train a click model with its embeddings on the cached-SSD store.
 	$(RUN) examples/kuairand_dlrm.py --store ssd
@@ -57,6 +57,11 @@ check: $(call ready,test)  ## Style, what the oldest Python knows, types, and wh
 
 bench: $(call ready,bench)  ## Every benchmark of a CPU: a table for people and one JSON line a case.
 	for bench in $(filter-out benchmarks/bench_gpu_%,$(wildcard benchmarks/bench_*.py)); do $(RUN) $$bench || exit 1; done
+
+# make bench-compare BASE=v1.0 CASES="'small/*' 'eval/*'"
+BASE ?= main
+bench-compare: $(call ready,test)  ## Whether this tree is slower than the revision BASE; exit code 1 if it is.
+	$(RUN) benchmarks/compare.py $(BASE) $(if $(CASES),--cases $(CASES))
 
 # What a target installs is pinned by its own file of constraints; each file begins with the one before it.
 $(VENV)/ready-demo: setup.cfg pyproject.toml constraints/demo.txt

@@ -1,19 +1,21 @@
-"""The systems that bench_embedding_step.py runs beside oneemb, each behind the same two calls.
+"""The systems that bench_embedding_step.py runs beside oneemb, each behind the same calls.
 
     system.lookup(i)    forward on batch i, no gradient
     system.step(i)      forward on batch i, backward from a gradient that is there already, update
+    system.step(i, f)   the same with f(rows) for the backward pass; oneemb's module and torch's have it
 
 Each gets the batch in its own native form, made before anything is measured, and starts with every row in memory.
 """
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from _small import GraphSteps
 
 __all__ = ["Batch", "Case", "make_batches", "peers_of", "systems_of"]
 
@@ -107,7 +109,7 @@ class Oneemb:
             "row_wise_adagrad": lambda: oneemb.optim.RowWiseAdagrad(parameters, lr=LEARNING_RATE),
             "adam": lambda: torch.optim.Adam(parameters, lr=LEARNING_RATE),
         }
-        self._optimizer = oneemb.Optimizer(makers[case.optimizer](), [self.embedding])
+        self._attach(makers[case.optimizer]())
         with torch.no_grad():
             for begin in range(0, case.rows, 16384):
                 id_N = _scattered(np.arange(begin, min(begin + 16384, case.rows)))
@@ -122,6 +124,11 @@ class Oneemb:
             else:
                 self._inputs.append((id_N.reshape(case.batch, case.tables), {}))
 
+    def _attach(self, optimizer: torch.optim.Optimizer) -> None:
+        import oneemb
+
+        self._optimizer = oneemb.Optimizer(optimizer, [self.embedding])
+
     def _forward(self, i: int) -> torch.Tensor:
         ids, options = self._inputs[i % len(self._inputs)]
         return self.embedding(ids, **options).reshape(self._grad.shape)
@@ -130,9 +137,9 @@ class Oneemb:
         with torch.no_grad():
             return self._forward(i)
 
-    def step(self, i: int) -> Any:
+    def step(self, i: int, backward: Callable[[torch.Tensor], None] | None = None) -> Any:
         rows = self._forward(i)
-        rows.backward(self._grad)
+        rows.backward(self._grad) if backward is None else backward(rows)
         self._optimizer.step()
         self._optimizer.zero_grad()
         return rows
@@ -140,6 +147,20 @@ class Oneemb:
     def close(self) -> None:
         self.embedding.close()
         self._folder.cleanup()
+
+
+class OneembGraph(Oneemb):
+    """The same embedding in a TrainGraph that is called."""
+
+    name = "oneemb_graph"
+
+    def _attach(self, optimizer: torch.optim.Optimizer) -> None:
+        self._steps = GraphSteps(self.embedding, optimizer)
+
+    def step(self, i: int, backward: Callable[[torch.Tensor], None] | None = None) -> Any:
+        assert backward is None, "the graph has a build of its own"
+        ids, options = self._inputs[i % len(self._inputs)]
+        return self._steps(ids, self._grad, **options)
 
 
 class Fbgemm:
@@ -216,9 +237,9 @@ class TorchEmbeddingBag:
         with torch.no_grad():
             return self._bag(*self._inputs[i % len(self._inputs)])
 
-    def step(self, i: int) -> Any:
+    def step(self, i: int, backward: Callable[[torch.Tensor], None] | None = None) -> Any:
         out = self._bag(*self._inputs[i % len(self._inputs)])
-        out.backward(self._grad)
+        out.backward(self._grad) if backward is None else backward(out)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return out
@@ -337,14 +358,15 @@ def _scattered(id_N: np.ndarray) -> np.ndarray:
     return (id_N.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)).view(np.int64)
 
 
-SYSTEMS: dict[str, Any] = {system.name: system for system in (Oneemb, Fbgemm, TorchEmbeddingBag, TorchRec)}
+SYSTEMS: dict[str, Any] = {system.name: system for system in (Oneemb, OneembGraph, Fbgemm, TorchEmbeddingBag, TorchRec)}
 KEYED_SYSTEMS: dict[str, Any] = {
     system.name: system for system in (OneembCollection, TorchRecFused, TorchRec, OneembSharded)
 }
 """Those of the whole call of a collection; oneemb's is the first."""
 
-# What the other systems have on the CPU.
+# What systems beside oneemb's module have on the CPU.
 _OPTIMIZERS = {
+    "oneemb_graph": ("sgd", "adagrad", "row_wise_adagrad", "adam"),
     "fbgemm": ("lookup", "sgd", "adagrad", "row_wise_adagrad"),
     "torch": ("lookup", "sgd", "adagrad", "adam"),
     "torchrec": ("lookup", "sgd", "adagrad", "row_wise_adagrad"),

@@ -1,16 +1,17 @@
 """What a benchmark says about the machine it ran on, and what every measurement shares."""
 
 import ctypes
+import importlib.metadata
+import json
 import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-import torch
-
-__all__ = ["copy_bandwidth", "interleaved", "keep_freed_memory", "machine", "table"]
+__all__ = ["copy_bandwidth", "interleaved", "keep_freed_memory", "machine", "save_results", "table"]
 
 
 # Before each measurement: the OpenMP threads of the system before go on spinning for some milliseconds after its call,
@@ -31,7 +32,7 @@ def machine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": importlib.metadata.version("torch"),
     }
 
 
@@ -52,6 +53,8 @@ def keep_freed_memory() -> None:
 
 def copy_bandwidth(size_bytes: int = 2**28, runs: int = 9) -> float:
     """Bytes read plus bytes written per second by torch's copy of a large tensor, on torch's threads."""
+    import torch  # Not above: what compares revisions of small trees runs without it.
+
     source, target = torch.ones(size_bytes // 4), torch.empty(size_bytes // 4)
     return 2 * size_bytes / statistics.median(_seconds(lambda: target.copy_(source)) for _ in range(runs))
 
@@ -86,3 +89,15 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     widths = [max(len(row[c]) for row in [head, *rows]) for c in range(len(head))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [head, *rows]]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def save_results(path: str | None, about: Mapping[str, Any], cases: Sequence[Mapping[str, Any]]) -> None:
+    """Write a file of results in place of the one before: {"about": machine and versions, "cases": [...]}, a line each.
+
+    `benchmarks/readme_tables.py` makes the tables of README.md of those in benchmarks/results.
+    """
+    if path is None:
+        return
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join(json.dumps(case) for case in cases)
+    Path(path).write_text(f'{{"about": {json.dumps(about)},\n"cases": [\n{lines}\n]}}\n')

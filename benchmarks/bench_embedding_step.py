@@ -4,6 +4,8 @@
     python benchmarks/bench_embedding_step.py --all                            every optimizer, width, batch, ids
     python benchmarks/bench_embedding_step.py --optimizer adam --dim 16 128    some of them
     python benchmarks/bench_embedding_step.py --keyed                          TorchRec's EmbeddingBagCollection, whole
+    python benchmarks/bench_embedding_step.py --optimizer row_wise_adagrad --batch 1 16 256 4096 65536
+                                               --out benchmarks/results/batch_sizes.json
 
 All systems run in turn on the same ids in one process. A row of the table gives the median of a case in
 milliseconds, its ratio to each peer (below 1: oneemb takes less time), and how far it is from the memory's limit:
@@ -22,8 +24,9 @@ import sys
 from collections.abc import Sequence
 
 import torch
+from _case import Measured, Timed
 from _embedding_systems import Batch, Case, make_batches, peers_of, systems_of
-from _machine import copy_bandwidth, interleaved, keep_freed_memory, machine, table
+from _machine import copy_bandwidth, interleaved, keep_freed_memory, machine, save_results, table
 
 _OPTIMIZERS = ("lookup", "row_wise_adagrad", "sgd", "adagrad", "adam")
 
@@ -35,10 +38,11 @@ def main() -> None:
     about = machine() | {"threads": options.threads}
     bandwidth = copy_bandwidth()
     print(json.dumps(about | {"copy_gb_per_s": round(bandwidth / 1e9, 1)}), flush=True)
-    rows = []
+    rows, results = [], []
     for case in _cases(options):
         result = _measure(case, options.peers, options.threads, options.runs, bandwidth)
         print(json.dumps(result), flush=True)
+        results.append(result)
         rows.append(
             [
                 str(case),
@@ -51,6 +55,7 @@ def main() -> None:
                 f"{result['of_copy_bandwidth']:.0%}",
             ]
         )
+    save_results(options.out, about | {"copy_gb_per_s": round(bandwidth / 1e9, 1)}, results)
     heads = [f"{peer} ms (ratio)" for peer in options.peers]
     print(table(["case", "oneemb ms", *heads, "must move, MB", "of copy bandwidth"], rows))
 
@@ -70,10 +75,13 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=30)
     parser.add_argument("--keyed", action="store_true", help="the whole call of EmbeddingBagCollection")
     parser.add_argument("--peers", nargs="*", help="default: all that there are")
+    parser.add_argument("--out", help="file of the results")
     options = parser.parse_args()
     if options.peers is None:
         options.peers = (
-            ["torchrec_fused", "torchrec", "oneemb_sharded"] if options.keyed else ["fbgemm", "torch", "torchrec"]
+            ["torchrec_fused", "torchrec", "oneemb_sharded"]
+            if options.keyed
+            else ["oneemb_graph", "fbgemm", "torch", "torchrec"]
         )
     return options
 
@@ -133,6 +141,33 @@ def _bytes(case: Case, batch: Batch) -> int:
     if case.optimizer == "lookup":
         return lookup
     return lookup + out + 2 * 4 * (case.dim + state_width[case.optimizer]) * batch.unique
+
+
+def _compared(system: str, optimizer: str, batch: int = 4096, rows: int = 200_000, pooled: bool = False) -> Measured:
+    case = Case(optimizer, 64, batch, 26, rows, "zipf", pooled)
+    grad = torch.randn(batch, case.tables * case.dim, generator=torch.Generator().manual_seed(0)) * 1e-3
+    made = systems_of(case)[system](case, make_batches(case, 4 if pooled else 8), grad, 2)
+    return Timed(made.lookup if optimizer == "lookup" else made.step, made.close)
+
+
+_SYSTEMS = {"eager": "oneemb", "graph": "oneemb_graph"}
+COMPARED = {
+    "headline/lookup": lambda: _compared("oneemb", "lookup"),
+    **{
+        f"headline/{optimizer}/{name}": lambda system=system, optimizer=optimizer: _compared(system, optimizer)
+        for optimizer in _OPTIMIZERS if optimizer != "lookup" for name, system in _SYSTEMS.items()
+    },
+    **{
+        f"headline/pooled/{name}": lambda system=system: _compared(system, "row_wise_adagrad", pooled=True)
+        for name, system in _SYSTEMS.items()
+    },
+    **{
+        f"batch/{batch}/{name}": lambda system=system, batch=batch: _compared(
+            system, "row_wise_adagrad", batch, 50_000)
+        for batch in (1, 16, 256, 4096, 65536) for name, system in _SYSTEMS.items()
+    },
+}  # fmt: skip
+"""Cases of compare.py."""
 
 
 if __name__ == "__main__":
