@@ -45,7 +45,7 @@ from oneemb.storage.policies import GivenScore, RowPolicy, described
 from oneemb.storage.row_store import StorageError
 from oneemb.storage.table.json_lists import LongList
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
-from oneemb.tracers import refuse_tracers
+from oneemb.tracers import hidden_from_modes, refuse_tracers
 
 __all__ = ["MultiTableEmbedding", "MultiTableMultiColumnEmbedding", "TableEmbedding", "copied", "embeddings_of"]
 
@@ -188,11 +188,12 @@ class TableEmbedding(torch.nn.Module):
             "ids": ids, "table_ids": table_ids, "offsets": offsets, "per_sample_weights": per_sample_weights,
             "pooling": self._pooling_of(pooling, offsets), "columns": columns_of(columns),
         }  # fmt: skip
-        building = building_now()
-        if building is None:
-            return self._look_up(self.training, has_gradient, **arguments)
-        look_up = functools.partial(self._look_up, self.training, has_gradient, **arguments)
-        return building.look_up(self, arguments, has_gradient, look_up)
+        with hidden_from_modes():
+            building = building_now()
+            if building is None:
+                return self._look_up(self.training, has_gradient, **arguments)
+            look_up = functools.partial(self._look_up, self.training, has_gradient, **arguments)
+            return building.look_up(self, arguments, has_gradient, look_up)
 
     def _pooling_of(self, pooling: str | None, offsets: object) -> str:
         try:
@@ -218,7 +219,8 @@ class TableEmbedding(torch.nn.Module):
             ids, table_ids: as of `forward`.
         """
         refuse_tracers(self, ids)
-        return self._look_up(False, False, ids, table_ids, None, None, "sum")
+        with hidden_from_modes():
+            return self._look_up(False, False, ids, table_ids, None, None, "sum")
 
     def _look_up(
         self,

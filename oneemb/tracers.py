@@ -7,13 +7,17 @@ Invariant: the answer concerns the tensors of the call and the thread that makes
 import torch
 from torch import fx
 
-__all__ = ["is_exported_by_compiler", "refuse_tracers", "tracer_of"]
+__all__ = ["hidden_from_modes", "is_exported_by_compiler", "refuse_tracers", "tracer_of"]
 
 _tracing_state = torch._C._get_tracing_state
 _transform = torch._C._functorch.peek_interpreter_stack
 _mode_of, _dispatch_modes = torch._C._get_dispatch_mode, torch._C._len_torch_dispatch_stack
 _functions_seen_by, _function_modes = torch._C._get_function_stack_at, torch._C._len_torch_function_stack
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
+hidden_from_modes = torch._C._DisableTorchDispatch
+"""Context in which torch's dispatch modes see no op. A lookup that the backward pass repeats makes other ops than the
+first one; selective activation checkpointing, a mode that counts ops, would take one's result for another's."""
+
 _STAND_INS = {"FakeTensor", "FunctionalTensor"}
 """Classes of tensors that exporters put in the place of values."""
 

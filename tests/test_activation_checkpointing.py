@@ -22,7 +22,22 @@ WAYS = {
     "plain": lambda function, *args: function(*args),
     "recorded": lambda function, *args: torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False),
     "reentrant": lambda function, *args: torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=True),
+    "selective": lambda function, *args: torch.utils.checkpoint.checkpoint(
+        function, *args, use_reentrant=False, context_fn=_saves_products
+    ),
+    "selective, all": lambda function, *args: torch.utils.checkpoint.checkpoint(
+        function, *args, use_reentrant=False, context_fn=_saves_all
+    ),
 }
+
+
+def _saves_products():
+    return torch.utils.checkpoint.create_selective_checkpoint_contexts([torch.ops.aten.addmm.default])
+
+
+def _saves_all():
+    policy = torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
+    return torch.utils.checkpoint.create_selective_checkpoint_contexts(lambda *_, **__: policy)
 
 
 class Model(torch.nn.Module):
@@ -85,6 +100,16 @@ def test_what_is_recomputed_is_the_same_lookup(tmp_path, policy, store, compiled
     expected = train(Model(tmp_path / "plain", POLICIES[policy], "plain", store), compiled)
     recorded = train(Model(tmp_path / "recorded", POLICIES[policy], "recorded", store), compiled)
     assert recorded == expected
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("policy", ["admitted by sightings", "lfu"])
+def test_selective_checkpoints_count_no_op_of_a_lookup(tmp_path, policy, compiled):
+    plain, *others = (
+        train(Model(tmp_path / way, POLICIES[policy], way), compiled)
+        for way in ("plain", "selective", "selective, all")
+    )
+    assert others == [plain, plain]
 
 
 class OneLookup(Model):
