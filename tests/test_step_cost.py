@@ -1,0 +1,90 @@
+"""The cost of a small step in numbers that depend on no machine: calls of functions, and loops launched.
+
+A bound is today's count, noted beside it, and a few more calls. A change that makes a step dearer raises a bound, and
+says in its message why; one that makes it cheaper lowers it.
+"""
+
+import pytest
+from _case import count_calls
+from _small import READS, STEPS
+
+from oneemb.kernels.threads import Threads
+
+# Of one step or lookup: the most calls of Python functions, of C functions, and loops launched. Counted with Python
+# 3.11 and the torch of constraints/test.txt; later Pythons inline comprehensions and count less.
+STEP_BOUNDS = {
+    "eager": (710, 780, 6),  # 676, 742, 6
+    "graph": (940, 1060, 6),  # 895, 1011, 6
+}
+READ_BOUNDS = {
+    "eval": (116, 145, 2),  # 110, 136, 2
+    "served": (44, 40, 1),  # 41, 35, 1
+}
+
+
+def least(call):
+    """The fewest calls of a few times: a collection of garbage may call what belongs to other tests."""
+    counted = [count_calls(call) for _ in range(5)]
+    return min(its.python for its in counted), min(its.c for its in counted)
+
+
+def launched(call, monkeypatch):
+    run, loops = Threads.run, []
+
+    def counted(self, loop, *args, **kwargs):
+        loops.append(loop)
+        return run(self, loop, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Threads, "run", counted)
+        call()
+    return len(loops)
+
+
+def costs(system, call, monkeypatch):
+    try:
+        for _ in range(3):
+            call(0)
+        return *least(lambda: call(0)), launched(lambda: call(0), monkeypatch)
+    finally:
+        system.close()
+
+
+@pytest.mark.parametrize("name", STEP_BOUNDS)
+def test_a_small_step_makes_no_more_calls_and_launches_no_more_loops_than_it_did(name, monkeypatch):
+    system = STEPS[name]()
+    found = costs(system, system.step, monkeypatch)
+    assert all(one <= most for one, most in zip(found, STEP_BOUNDS[name], strict=True)), found
+
+
+@pytest.mark.parametrize("name", READ_BOUNDS)
+def test_a_lookup_of_one_sample_makes_no_more_calls_and_launches_no_more_loops_than_it_did(name, monkeypatch):
+    system = READS[name]()
+    found = costs(system, system.read, monkeypatch)
+    assert all(one <= most for one, most in zip(found, READ_BOUNDS[name], strict=True)), found
+
+
+def test_a_step_that_has_become_a_tenth_dearer_is_found(monkeypatch):
+    system = STEPS["graph"]()
+
+    def dearer(i):
+        system.step(i)
+        for _ in range(100):
+            (lambda: len(""))()
+
+    python, c, _ = costs(system, dearer, monkeypatch)
+    assert python > STEP_BOUNDS["graph"][0] and c > STEP_BOUNDS["graph"][1]
+
+
+def test_a_loop_more_is_found(monkeypatch):
+    system = STEPS["eager"]()
+    twice = costs(system, lambda i: [system.step(i), system.read(i)], monkeypatch)
+    assert twice[2] > STEP_BOUNDS["eager"][2]
+
+
+def test_calls_are_counted_by_kind():
+    def inner():
+        return len("")
+
+    counted = count_calls(lambda: [inner(), inner(), abs(-1)])
+    assert (counted.python, counted.c) == (2, 3)
