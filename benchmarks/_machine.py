@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["copy_bandwidth", "interleaved", "keep_freed_memory", "machine", "save_results", "table"]
+__all__ = ["copy_bandwidth", "interleaved", "keep_freed_memory", "load_results", "machine", "save_results", "table"]
 
 
 # Before each measurement: the OpenMP threads of the system before go on spinning for some milliseconds after its call,
@@ -101,3 +101,8 @@ def save_results(path: str | None, about: Mapping[str, Any], cases: Sequence[Map
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(json.dumps(case) for case in cases)
     Path(path).write_text(f'{{"about": {json.dumps(about)},\n"cases": [\n{lines}\n]}}\n')
+
+
+def load_results(path: str) -> list[Mapping[str, Any]]:
+    """The cases of such a file."""
+    return json.loads(Path(path).read_text())["cases"]

@@ -26,21 +26,22 @@ from _case import Measured, Timed
 from _embedding_systems import Case, make_batches, systems_of
 from _machine import keep_freed_memory, machine, save_results, table
 
-BATCHES = 8
+BATCHES, ROWS = 8, 100_000
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=30)
     parser.add_argument("--batch", type=int, default=4096)
+    parser.add_argument("--rows", type=int, default=ROWS, help="rows of a table")
     parser.add_argument("--out", help="file of the results")
     options = parser.parse_args()
     keep_freed_memory()
     torch.set_num_threads(2)
     about = machine() | {"threads": 2}
     print(json.dumps(about), flush=True)
-    models = {"oneemb": Model("oneemb", "row_wise_adagrad", options.batch),
-              "nn.EmbeddingBag": Model("torch", "sgd", options.batch)}  # fmt: skip
+    models = {"oneemb": Model("oneemb", "row_wise_adagrad", options.batch, options.rows),
+              "nn.EmbeddingBag": Model("torch", "sgd", options.batch, options.rows)}  # fmt: skip
     ms: dict[str, list[dict[str, float]]] = {name: [] for name in models}
     for turn in range(-BATCHES, options.turns):
         for name, model in models.items():
@@ -66,8 +67,8 @@ def share_of(turns: list[dict[str, float]]) -> float:
 class Model:
     """One system's rows under an MLP."""
 
-    def __init__(self, system: str, optimizer: str, batch: int):
-        case = Case(optimizer, 64, batch, 26, 100_000, "zipf", False)
+    def __init__(self, system: str, optimizer: str, batch: int = 4096, rows: int = ROWS):
+        case = Case(optimizer, 64, batch, 26, rows, "zipf", False)
         torch.manual_seed(0)
         self._grad = torch.randn(batch, case.tables * case.dim) * 1e-3
         self._system = systems_of(case)[system](case, make_batches(case, BATCHES), self._grad, 2)
@@ -109,12 +110,12 @@ class Model:
 
 
 def whole_step() -> Measured:
-    model = Model("oneemb", "row_wise_adagrad", 4096)
+    model = Model("oneemb", "row_wise_adagrad")
     return Timed(model.whole, model.close)
 
 
 def share() -> Measured:
-    model = Model("oneemb", "row_wise_adagrad", 4096)
+    model = Model("oneemb", "row_wise_adagrad")
     for i in range(BATCHES):
         model.turn(i)
     gc.collect()

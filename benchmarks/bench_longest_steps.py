@@ -30,6 +30,7 @@ SLOT_BYTES = DIM * 4 + 40
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slots", type=int, default=1_000_000, help="rows that the cache holds")
+    parser.add_argument("--batch", type=int, default=BATCH)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--store", nargs="+", choices=("host", "ssd"), default=["host", "ssd"])
     parser.add_argument("--out", help="file of the results")
@@ -40,7 +41,7 @@ def main() -> None:
     print(json.dumps(about), flush=True)
     results = []
     for store in options.store:
-        training = {policy: Training(store, policy, options.slots) for policy in ("none", "LFU")}
+        training = {policy: Training(store, policy, options.slots, options.batch) for policy in ("none", "LFU")}
         seconds: dict[str, list[float]] = {policy: [] for policy in training}
         for _ in range(options.steps):
             for policy, its in training.items():
@@ -68,7 +69,7 @@ def spread(seconds: list[float]) -> dict[str, float]:
 class Training:
     """An embedding whose cache is full."""
 
-    def __init__(self, store: str, policy: str, slots: int):
+    def __init__(self, store: str, policy: str, slots: int, batch: int = BATCH):
         from oneemb.policies import LFU, RowPolicy
 
         self._folder = tempfile.TemporaryDirectory(prefix="oneemb-bench-")
@@ -81,12 +82,13 @@ class Training:
             num_threads=2, **chosen,
         )  # fmt: skip
         self._optimizer = oneemb.Optimizer(torch.optim.SGD(self._embedding.parameters(), lr=0.01), [self._embedding])
-        self._grad = torch.ones(BATCH, TABLES, DIM) * 1e-3
-        self._batches = _batches(slots)
+        self._grad = torch.ones(batch, TABLES, DIM) * 1e-3
+        self._batches = _batches(slots, batch)
         with torch.no_grad():
             per_table = slots // TABLES
-            for begin in range(0, per_table, BATCH):
-                ids = torch.arange(begin, min(begin + BATCH, per_table))
+            some = max(1, min(BATCH, per_table // 4))  # a lookup of them all would not fit in the cache
+            for begin in range(0, per_table, some):
+                ids = torch.arange(begin, min(begin + some, per_table))
                 self._embedding(ids[:, None].expand(-1, TABLES))
         self.rows = 0
 
@@ -106,17 +108,17 @@ class Training:
         self._folder.cleanup()
 
 
-def _batches(slots: int) -> Iterator[torch.Tensor]:
-    """Ids of a step, [BATCH, TABLES]."""
+def _batches(slots: int, batch: int) -> Iterator[torch.Tensor]:
+    """Ids of a step, [batch, TABLES]."""
     rng = np.random.default_rng(0)
     known = 2 * slots // TABLES
     cumulated_V = np.cumsum(1 / np.arange(1, known + 1) ** 1.05)
     cumulated_V /= cumulated_V[-1]
     rank_to_id_V, newest = rng.permutation(known), known
     while True:
-        rank_BT = np.searchsorted(cumulated_V, rng.random((BATCH, TABLES))).clip(max=known - 1)
+        rank_BT = np.searchsorted(cumulated_V, rng.random((batch, TABLES))).clip(max=known - 1)
         id_BT = rank_to_id_V[rank_BT]
-        new_BT = rng.random((BATCH, TABLES)) < 0.05
+        new_BT = rng.random((batch, TABLES)) < 0.05
         id_BT[new_BT] = newest + np.arange(np.count_nonzero(new_BT))
         newest += int(np.count_nonzero(new_BT))
         yield torch.from_numpy(id_BT)

@@ -28,6 +28,7 @@ IDS = (768, 3_072, 12_288, 49_152)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ids", type=int, nargs="+", default=IDS)
+    parser.add_argument("--rows", type=int, default=ROWS, help="rows of a table")
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--out", help="file of the results")
     options = parser.parse_args()
@@ -35,7 +36,7 @@ def main() -> None:
     torch.set_num_threads(2)
     about = machine()
     print(json.dumps(about), flush=True)
-    embeddings = {threads: Lookups(threads) for threads in (1, 2)}
+    embeddings = {threads: Lookups(threads, options.rows) for threads in (1, 2)}
     results = []
     for ids in options.ids:
         timed = {threads: its.timed(ids) for threads, its in embeddings.items()}
@@ -58,7 +59,7 @@ def main() -> None:
 class Lookups:
     """An embedding in eval mode that has every row."""
 
-    def __init__(self, threads: int):
+    def __init__(self, threads: int, rows: int = ROWS):
         self._folder = tempfile.TemporaryDirectory(prefix="oneemb-bench-")
         self._embedding = oneemb.MultiTableEmbedding(
             "lookups", DIM, torch.float32, torch.int64, [oneemb.make_table()] * TABLES,
@@ -67,13 +68,14 @@ class Lookups:
         # An optimizer says how wide rows are, and lookups of training insert them.
         self._optimizer = oneemb.Optimizer(torch.optim.SGD(self._embedding.parameters(), lr=0.01), [self._embedding])
         with torch.no_grad():
-            for begin in range(0, ROWS, 10_000):
-                self._embedding(torch.arange(begin, begin + 10_000)[:, None].expand(-1, TABLES))
+            for begin in range(0, rows, 10_000):
+                self._embedding(torch.arange(begin, min(begin + 10_000, rows))[:, None].expand(-1, TABLES))
         self._embedding.eval()
+        self._rows = rows
 
     def timed(self, ids: int) -> Timed:
         generator = torch.Generator().manual_seed(ids)
-        batches = [torch.randint(ROWS, (ids,), generator=generator) for _ in range(8)]
+        batches = [torch.randint(self._rows, (ids,), generator=generator) for _ in range(8)]
         tables = torch.arange(ids) % TABLES
 
         def look(i: int) -> Any:

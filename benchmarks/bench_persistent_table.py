@@ -27,7 +27,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from _machine import interleaved, machine, table
+from _machine import interleaved, machine, save_results, table
 
 from oneemb.kernels.aio import AIO_NUMBERS
 from oneemb.kernels.threads import Threads
@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("--path", default="bench_persistent_table.tmp", help="a directory on the disk to measure")
     parser.add_argument("--blocks", type=int, nargs="+", default=[512, 4096], choices=[512, 4096])
     parser.add_argument("--peers", nargs="*", default=["rocksdb", "lmdb"], choices=["rocksdb", "lmdb"])
+    parser.add_argument("--out", help="file of the results")
     arguments = parser.parse_args()
     print(json.dumps({"machine": machine(), "rows": arguments.rows, "row_bytes": WIDTH * 4}), flush=True)
     shutil.rmtree(arguments.path, ignore_errors=True)
@@ -58,6 +59,7 @@ def main() -> None:
             cases += measure(arguments, block)
     finally:
         shutil.rmtree(arguments.path, ignore_errors=True)
+    save_results(arguments.out, machine() | {"rows": arguments.rows, "row_bytes": WIDTH * 4}, cases)
     head = ["block", "case", "oneemb", "raw disk", "of raw", *arguments.peers]
     print(table(head, [line(case, arguments.peers) for case in cases]))
 

@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 from _embedding_systems import Batch, Case, make_batches
-from _machine import keep_freed_memory, machine, table
+from _machine import keep_freed_memory, load_results, machine, save_results, table
 from bench_train_step import DenseDLRM
 from torch import distributed, multiprocessing
 from torch.nn.parallel import DistributedDataParallel
@@ -49,6 +49,7 @@ LEARNING_RATE = 0.01
 def main() -> None:
     options = parse()
     print(json.dumps(machine() | {"threads": 1}), flush=True)
+    save_results(options.out, machine() | {"threads": 1}, [])
     for ranks in options.ranks:
         with tempfile.TemporaryDirectory(prefix="oneemb-bench-") as folder:
             multiprocessing.spawn(work, (ranks, folder, options), nprocs=ranks)
@@ -67,6 +68,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=8, help="steps in a stretch")
     parser.add_argument("--warm", type=int, default=2, help="rounds that are not counted")
+    parser.add_argument("--out", help="file of the results")
     return parser.parse_args()
 
 
@@ -285,7 +287,7 @@ def report(
     # Keys go there twice, with the lookup and with the gradients; the owner of an id is another rank as often as not.
     number_bytes = getattr(torch, options.comm_dtype).itemsize
     of_each_id = ids * (ranks - 1) / ranks * 2 * (8 + 4 + options.dim * number_bytes)
-    rows = []
+    rows, lines = [], []
     for name, ms in medians.items():
         sent, spent = traffic[name]
         line = {"case": case, "system": name, "ms": round(ms, 2)}
@@ -298,9 +300,12 @@ def report(
             }
             cells[3:] = [f"{sent / 1e6:.2f} MB", f"{of_each_id / 1e6:.2f} MB", f"{spent * 1e3:.1f}"]
         print(json.dumps(line))
+        lines.append(line)
         rows.append(cells)
     head = [case, "ms", "of TorchRec's best", "sent", "for each id", "ms in exchanges"]
     print(table(head, rows), flush=True)
+    if options.out:  # of fewer ranks there are some already
+        save_results(options.out, machine() | {"threads": 1}, [*load_results(options.out), *lines])
 
 
 if __name__ == "__main__":

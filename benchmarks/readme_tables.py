@@ -1,0 +1,178 @@
+"""Tables of README.md and docs/, made of the results in benchmarks/results.
+
+    python benchmarks/readme_tables.py              writes each table anew between its markers
+    python benchmarks/readme_tables.py --check      exit code 1 if a table is not what its results say
+
+A table stands between two markers, and everything between them is written by this program:
+
+    <!-- table: small_step -->
+    ...
+    <!-- end of table -->
+
+It is made of benchmarks/results/small_step.json, which that benchmark writes where it is told
+`--out benchmarks/results/small_step.json`. Below a table stand the machine and the versions that gave its figures.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["TABLES", "TableError", "filled"]
+
+ROOT = Path(__file__).resolve().parent.parent
+
+Case = Mapping[str, Any]
+
+_MARKED = re.compile(r"(<!-- table: ([^>]*?) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
+_BEGIN, _END = "<!-- table: ", "<!-- end of table -->"
+
+
+class TableError(ValueError):
+    """A table cannot be made: its markers, its name or its results are wrong."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", type=Path, help="default: README.md and docs/*.md")
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
+    options = parser.parse_args(arguments)
+    status = 0
+    for file in options.files or [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        text = file.read_text()
+        try:
+            new = filled(text, options.results)
+        except TableError as error:
+            print(f"{file}: {error}", file=sys.stderr)
+            status = 1
+            continue
+        if new != text and options.check:
+            print(f"{file}: a table differs from its results; run python benchmarks/readme_tables.py", file=sys.stderr)
+            status = 1
+        elif new != text:
+            file.write_text(new)
+            print(f"{file}: written")
+    return status
+
+
+def filled(text: str, results: Path) -> str:
+    """The text with each table made anew.
+
+    Raises:
+        TableError: a marker has no other half, no table has its name, or its results are not there or lack a figure.
+    """
+    if not text.count(_BEGIN) == text.count(_END) == len(_MARKED.findall(text)):
+        raise TableError(f"each marker `{_BEGIN}NAME -->`, alone on its line, needs one `{_END}` below it")
+    return _MARKED.sub(lambda match: match[1] + _made(match[2], results) + match[4], text)
+
+
+def _made(name: str, results: Path) -> str:
+    if name not in TABLES:
+        raise TableError(f"there is no table {name!r}; there are {', '.join(TABLES)}")
+    file = results / f"{name}.json"
+    if not file.exists():
+        raise TableError(f"table {name!r} is made of {file}, which is not there; its benchmark writes it with --out")
+    found = json.loads(file.read_text())
+    head, rows_of = TABLES[name]
+    try:
+        rows = rows_of(found["cases"])
+        about = found["about"]
+        machine = f"{about['cpu']}, {about['cores']} cores, Python {about['python']}, torch {about['torch']}."
+    except KeyError as error:
+        raise TableError(f"{file} has no {error}: it is of another version of its benchmark; run that anew") from None
+    lines = ["| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *rows]]
+    return "\n".join(["", *lines, "", machine, ""]) + "\n"
+
+
+# ---- one function a table: from the cases of its results to its rows -------------------------------------------------
+
+_STEPS = {"lookup": "lookup", "row_wise_adagrad": "row-wise Adagrad", "sgd": "SGD", "adagrad": "Adagrad",
+          "adam": "Adam"}  # fmt: skip
+_PEERS = ("oneemb_graph", "fbgemm", "torch", "torchrec")
+_PEER_HEADS = ["oneemb", "in a graph", "FBGEMM, CPU", "nn.EmbeddingBag, sparse", "TorchRec DMP, one rank"]
+
+
+def _systems(case: Case) -> list[str]:
+    """Milliseconds of oneemb and of each peer, with oneemb's share of the peer's time."""
+    ms, ratio = case["median_ms"], case["ratio"]
+    return [_ms(ms["oneemb"]), *(f"{_ms(ms[peer])} ({ratio[peer]:.2f})" if peer in ratio else "" for peer in _PEERS)]
+
+
+def _embedding_step(cases: Sequence[Case]) -> list[list[str]]:
+    pooled = {True: ", 1 to 20 ids pooled", False: ""}
+    return [
+        [_STEPS[its["case"]["optimizer"]] + pooled[its["case"]["pooled"]], *_systems(its)] for its in cases
+    ]  # fmt: skip
+
+
+def _batch_sizes(cases: Sequence[Case]) -> list[list[str]]:
+    return [[f"{its['case']['batch']:,}", *_systems(its)] for its in cases]
+
+
+def _small_step(cases: Sequence[Case]) -> list[list[str]]:
+    what = {"step": "step", "read": "lookup of one sample"}
+    return [
+        [what[its["what"]], its["system"], _ms(its["ms"]), f"{its['ratio']:.2f}", f"{its['python_calls']:,}",
+         f"{its['c_calls']:,}"] for its in cases
+    ]  # fmt: skip
+
+
+def _lookup_threads(cases: Sequence[Case]) -> list[list[str]]:
+    return [
+        [f"{its['ids']:,}", _ms(its["ms_one"]), _ms(its["ms_two"]), f"{its['two_over_one']:.2f}"] for its in cases
+    ]  # fmt: skip
+
+
+def _dense_share(cases: Sequence[Case]) -> list[list[str]]:
+    return [[its["system"], *(_ms(its[part]) for part in ("whole", "dense", "rows")), f"{its['share']:.2f}"]
+            for its in cases]  # fmt: skip
+
+
+def _longest_steps(cases: Sequence[Case]) -> list[list[str]]:
+    return [
+        [its["store"], its["policy"], f"{its['slots']:,}", _ms(its["ms"]), f"{its['p99']:.1f}", f"{its['longest']:.1f}"]
+        for its in cases
+    ]
+
+
+def _scale_out(cases: Sequence[Case]) -> list[list[str]]:
+    ours = {its["case"]: its["ms"] for its in cases if its["system"] == "oneemb, run"}
+    return [
+        [its["case"], its["system"], _ms(its["ms"]), f"{ours[its['case']] / its['ms']:.2f}",
+         f"{its['sent_bytes'] / 1e6:.1f}" if "sent_bytes" in its else ""]
+        for its in cases
+    ]  # fmt: skip
+
+
+def _persistent_table(cases: Sequence[Case]) -> list[list[str]]:
+    return [
+        [its["case"], f"{its['block']:,}", f"{its['oneemb']:,.3g} {its['unit']}",
+         f"{its['of_raw']:.2f}" if its["of_raw"] else ""]
+        for its in cases
+    ]  # fmt: skip
+
+
+def _ms(value: float) -> str:
+    """Three digits."""
+    return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
+
+
+TABLES: dict[str, tuple[list[str], Callable[[Sequence[Case]], list[list[str]]]]] = {
+    "embedding_step": (["ms a step", *_PEER_HEADS], _embedding_step),
+    "batch_sizes": (["batch", *_PEER_HEADS], _batch_sizes),
+    "small_step": (["what", "system", "ms", "of nn.Embedding", "calls of Python", "of C"], _small_step),
+    "lookup_threads": (["ids", "one thread, ms", "two threads, ms", "two / one"], _lookup_threads),
+    "dense_share": (["system", "whole, ms", "dense, ms", "rows, ms", "(whole - dense) / rows"], _dense_share),
+    "longest_steps": (["store", "policy", "slots", "median, ms", "p99 / median", "longest / median"], _longest_steps),
+    "scale_out": (["case", "system", "ms a step", "oneemb's share", "MB sent by each"], _scale_out),
+    "persistent_table": (["case", "block", "oneemb", "of the disk"], _persistent_table),
+}  # fmt: skip
+"""Head of each table, and its rows of the cases in its results."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
