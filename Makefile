@@ -11,7 +11,7 @@ ready = $(VENV)/ready-$(1)
 endif
 INSTALL = $(RUN) -m pip install -q --disable-pip-version-check
 
-.PHONY: demo test test-slow gpu-test gpu-bench gpu-sanitize check bench bench-compare clean
+.PHONY: demo test test-slow gpu-test gpu-bench gpu-sanitize check bench bench-compare bench-tables clean
 
 demo: $(call ready,demo)  ## Train a click model with its embeddings on the cached-SSD store.
 	$(RUN) examples/kuairand_dlrm.py --store ssd
@@ -62,6 +62,15 @@ bench: $(call ready,bench)  ## Every benchmark of a CPU: a table for people and 
 BASE ?= main
 bench-compare: $(call ready,test)  ## Whether this tree is slower than the revision BASE; exit code 1 if it is.
 	$(RUN) benchmarks/compare.py $(BASE) $(if $(CASES),--cases $(CASES))
+
+# On a quiet machine, for half an hour.
+RESULTS = benchmarks/results
+bench-tables: $(call ready,bench)  ## Measure what the tables of README.md say, and write them.
+	$(RUN) benchmarks/bench_embedding_step.py --runs 20 --out $(RESULTS)/embedding_step.json
+	$(RUN) benchmarks/bench_embedding_step.py --optimizer row_wise_adagrad --batch 1 16 256 4096 65536 --out $(RESULTS)/batch_sizes.json
+	for bench in small_step lookup_threads dense_share longest_steps scale_out persistent_table; do \
+		$(RUN) benchmarks/bench_$$bench.py --out $(RESULTS)/$$bench.json || exit 1; done
+	$(RUN) benchmarks/readme_tables.py
 
 # What a target installs is pinned by its own file of constraints; each file begins with the one before it.
 $(VENV)/ready-demo: setup.cfg pyproject.toml constraints/demo.txt

@@ -71,7 +71,7 @@ class Calls:
 
 
 def count_calls(call: Callable[[], Any]) -> Calls:
-    """Calls of functions that one call makes, on all threads that begin or go on in Python code of this thread."""
+    """Calls of functions within one call: those of this thread, and of threads that begin meanwhile."""
     counts = {"call": 0, "c_call": 0}
 
     def watch(frame: FrameType, event: str, argument: object) -> None:

@@ -321,7 +321,18 @@ def dry_make(*arguments):
     return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=outside).stdout
 
 
-TARGETS = ["demo", "test", "test-slow", "check", "bench", "bench-compare", "gpu-test", "gpu-bench", "gpu-sanitize"]
+TARGETS = [
+    "demo",
+    "test",
+    "test-slow",
+    "check",
+    "bench",
+    "bench-compare",
+    "bench-tables",
+    "gpu-test",
+    "gpu-bench",
+    "gpu-sanitize",
+]
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")

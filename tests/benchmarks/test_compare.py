@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import pytest
 from _checkout import link_packages
 
 ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
 
 CASES = """
 import time
