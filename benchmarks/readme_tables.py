@@ -10,8 +10,8 @@ A table stands between two markers, and everything between them is written by th
     <!-- end of table -->
 
 It is made of benchmarks/results/small_step.json, which that benchmark writes where it is told
-`--out benchmarks/results/small_step.json`; `make bench-tables` runs all of them. Below a table stand the machine and the
-versions that gave its figures.
+`--out benchmarks/results/small_step.json`; `make bench-tables` runs all of them. Below a table stand the machine
+and the versions that gave its figures.
 """
 
 import argparse
