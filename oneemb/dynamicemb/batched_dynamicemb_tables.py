@@ -17,6 +17,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torch import distributed
 
+from oneemb.dynamicemb.absent import absent
 from oneemb.dynamicemb.checkpoint_files import (
     encode_checkpoint_file_path,
     encode_counter_checkpoint_file_path,
@@ -40,6 +41,15 @@ __all__ = [
     "BatchedDynamicEmbeddingTables", "BatchedDynamicEmbeddingTablesV2", "encode_checkpoint_file_path",
     "encode_counter_checkpoint_file_path", "encode_meta_json_file_path", "find_files", "get_loading_files",
 ]  # fmt: skip
+
+
+__getattr__ = absent(
+    __name__,
+    {
+        "StorageLayout": "store options say where rows live; give DynamicEmbTableOptions an external_storage, made by"
+        " one of oneemb.make_*_store_options, and read rows.stats()"
+    },
+)
 
 
 class BatchedDynamicEmbeddingTablesV2(torch.nn.Module):

@@ -1,6 +1,6 @@
 """Two models that begin with the same rows: one of dynamic tables, one of TorchRec's own. For tests of users."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,17 +11,42 @@ from torchrec import KeyedJaggedTensor
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
+from oneemb.dynamicemb.absent import absent
 from oneemb.dynamicemb.dump_load import get_dynamic_emb_module
 from oneemb.dynamicemb.dynamicemb_config import DynamicEmbTableOptions
 from oneemb.dynamicemb.get_planner import get_planner
 from oneemb.dynamicemb.shard import DynamicEmbeddingBagCollectionSharder, DynamicEmbeddingCollectionSharder
 
-__all__ = ["ConstructTwinModule"]
+__all__ = ["ConstructTwinModule", "generate_sparse_feature"]
+
+__getattr__ = absent(
+    __name__,
+    {"Platform": "plans reckon with no GPU's memory or bandwidth; give the planner a torchrec Topology, or None"},
+)
 
 
 def _init_fn(weights: torch.Tensor) -> None:
     with torch.no_grad():
         weights.uniform_(0, 1)
+
+
+def generate_sparse_feature(
+    feature_names: Sequence[str], num_embeddings_list: Sequence[int], local_batch_size: int, lookup_iter: int = 0
+) -> KeyedJaggedTensor:
+    """A batch of a series in which every id of every table comes once, one id a sample.
+
+    Args:
+        feature_names, num_embeddings_list: of the features, and of the table of each.
+        local_batch_size: samples B.
+        lookup_iter: number of the batch, from 0 up: it has ids lookup_iter * B to (lookup_iter + 1) * B - 1, and no id
+            in the samples of a table that has fewer.
+    """
+    begin = lookup_iter * local_batch_size
+    sizes = [min(max(size - begin, 0), local_batch_size) for size in num_embeddings_list]
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    values = torch.cat([torch.arange(begin, begin + size, device=device) for size in sizes])
+    lengths = torch.cat([(torch.arange(local_batch_size, device=device) < size).long() for size in sizes])
+    return KeyedJaggedTensor(keys=list(feature_names), values=values, lengths=lengths)
 
 
 class ConstructTwinModule:

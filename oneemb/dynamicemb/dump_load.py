@@ -54,6 +54,23 @@ def find_sharded_modules(module: torch.nn.Module, path: str = "") -> list[tuple[
     return found
 
 
+def check_emb_collection_modules(
+    module: torch.nn.Module, ret_list: list[torch.nn.Module], visited: set[int] | None = None
+) -> list[torch.nn.Module]:
+    """Add the sharded collections of a model to a list, each once, and give the list.
+
+    Args:
+        ret_list: is added to.
+        visited: ids of modules that are passed over; those that were looked at are added. None = none.
+    """
+    visited = set() if visited is None else visited
+    for _, _, its in find_sharded_modules(module):
+        if id(its) not in visited:
+            visited.add(id(its))
+            ret_list.append(its)
+    return ret_list
+
+
 def get_dynamic_emb_module(model: torch.nn.Module) -> list[BatchedDynamicEmbeddingTablesV2]:
     """The dynamic tables of a model, those of each embedding together."""
     its = model.modules()

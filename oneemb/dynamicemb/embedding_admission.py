@@ -4,7 +4,8 @@ DynamicEmbTableOptions(admit_strategy=FrequencyAdmissionStrategy(threshold=3), a
 """
 
 import os
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -56,15 +57,49 @@ class KVCounter:
         self.key_type = key_type
 
 
+class _OwnCounts:
+    """Counts of ids, with the methods that `DynamicTables` has for its own."""
+
+    def __init__(self, counters: Sequence[KVCounter]):
+        if not all(isinstance(one, KVCounter) for one in counters):
+            raise TypeError(f"kv_counters must be KVCounters, one for each table, got {counters!r:.200}")
+        self.names = [f"t_{t}" for t in range(len(counters))]
+        self._capacities = [one.capacity for one in counters]
+        self._counts: list[dict[int, int]] = [{} for _ in counters]  # those looked up last are last
+
+    def sightings(self, t: int) -> tuple[np.ndarray, np.ndarray]:
+        id_N, count_N = (np.array(list(its), np.int64) for its in (self._counts[t], self._counts[t].values()))
+        order_N = np.argsort(id_N)
+        return id_N[order_N], count_N[order_N]
+
+    def add_sightings(self, t: int, id_N: np.ndarray, count_N: np.ndarray) -> None:
+        counts = self._counts[t]
+        for id, count in zip(id_N.tolist(), count_N.tolist(), strict=True):
+            counts[id] = counts.pop(id, 0) + count
+        for id in list(counts)[: max(0, len(counts) - self._capacities[t])]:
+            del counts[id]
+
+    def forget_sightings(self, t: int, id_N: np.ndarray) -> None:
+        for id in id_N.tolist():
+            self._counts[t].pop(id, None)
+
+    @property
+    def sightings_bytes(self) -> int:
+        return sum(map(sys.getsizeof, self._counts))
+
+
 class MultiTableKVCounter(Counter):
-    """The counts of the ids without a row that this rank has of some tables.
+    """Counts of ids without a row, of some tables.
 
     Args:
-        tables: whose ids they are.
+        kv_counters: one for each table, whose `capacity` bounds its ids; or tables, whose ids without a row this rank
+            counts.
+        device: has no effect: counts are on the host.
     """
 
-    def __init__(self, tables: "DynamicTables"):
-        self._tables = tables
+    def __init__(self, kv_counters: "Sequence[KVCounter] | DynamicTables", device: torch.device | None = None):
+        its = kv_counters
+        self._tables: DynamicTables | _OwnCounts = _OwnCounts(its) if isinstance(its, Sequence) else its
         self.score_name_ = "counter"
         self.score_names_ = [self.score_name_]
 

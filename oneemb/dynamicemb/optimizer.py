@@ -1,11 +1,35 @@
 """Optimizers by the names that FBGEMM and dynamicemb have for them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 
-__all__ = ["EmbOptimType", "OptimizerArgs", "get_optimizer_ckpt_state_dim", "get_optimizer_state_dim"]
+from oneemb.dynamicemb.absent import absent
+
+__all__ = [
+    "EmbOptimType", "OptimizerArgs", "get_optimizer_ckpt_state_dim", "get_optimizer_state_dim", "get_required_arg",
+    "string_to_opt_type",
+]  # fmt: skip
+
+_UPDATES = "rows are updated by torch's optimizer classes; fused_params of a sharder name the class and its options"
+_PADDED = "rows have no padded state; DynamicEmbLoad and DynamicEmbDump convert the state in files"
+__getattr__ = absent(
+    __name__,
+    {
+        **dict.fromkeys(
+            (
+                "AdaGradDynamicEmbeddingOptimizer", "AdamDynamicEmbeddingOptimizer", "BaseDynamicEmbeddingOptimizer",
+                "RowWiseAdaGradDynamicEmbeddingOptimizer", "SGDDynamicEmbeddingOptimizer",
+            ),
+            _UPDATES,
+        ),
+        "pad_optimizer_states_from_checkpoint": _PADDED,
+        "truncate_optimizer_states_for_checkpoint": _PADDED,
+    },
+)  # fmt: skip
 
 
 @dataclass
@@ -36,6 +60,30 @@ class OptimizerArgs:
     weight_norm_coefficient: float = 0
     lower_bound: float = 0
     regularization_mode: int = 0
+
+
+def string_to_opt_type(optimizer_str: str) -> EmbOptimType:
+    """Member of EmbOptimType of this value, such as "adam".
+
+    Raises:
+        ValueError: there is none.
+    """
+    try:
+        return EmbOptimType(optimizer_str)
+    except ValueError:
+        known = ", ".join(repr(its.value) for its in EmbOptimType)
+        raise ValueError(f"optimizer_str must be one of {known}, got {optimizer_str!r}") from None
+
+
+def get_required_arg(args: Mapping[str, Any], key: str) -> Any:
+    """Value of an optimizer's argument.
+
+    Raises:
+        ValueError: it is missing.
+    """
+    if key not in args:
+        raise ValueError(f"args must have {key!r}, got {', '.join(map(repr, args)) or 'nothing'}; add it")
+    return args[key]
 
 
 def get_optimizer_state_dim(optimizer_type: EmbOptimType, dim: int, dtype: torch.dtype | None = None) -> int:

@@ -30,7 +30,7 @@ from oneemb.torchrec.collection import Collection, OnRanks, TableRows, at_paths
 from oneemb.torchrec.modules import EmbeddingBagCollection, EmbeddingCollection
 from oneemb.torchrec.optimizers import MakeOptimizer, from_classes, from_fused_params
 from oneemb.torchrec.sharded import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
-from oneemb.torchrec.wrapped import managed_collision_sharders, pass_over_collections
+from oneemb.torchrec.wrapped import managed_collision_sharders, pass_over_collections, refuse_behind_managed_collisions
 
 __all__ = [
     "EmbeddingBagCollectionSharder", "EmbeddingCollectionSharder", "collection_on_ranks", "comm_dtype_of", "configs_of",
@@ -112,9 +112,22 @@ class _Sharder(BaseEmbeddingSharder[torch.nn.Module]):
             module_fqn: names it in messages.
 
         Raises:
-            ValueError: an optimizer that rows cannot follow, or there is no process group.
+            ValueError: an optimizer that rows cannot follow, or there is no process group; or the module is in one of
+                managed collisions, which has no sharder.
             RuntimeError: the module has rows that cannot be taken over.
         """
+        refuse_behind_managed_collisions(module, module_fqn or "")
+        return self.shard_inside(module, params, env, device, module_fqn)
+
+    def shard_inside(
+        self,
+        module: torch.nn.Module,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> Any:
+        """As `shard`, also for a module that the sharder of a module around it brings."""
         if env.process_group is None:
             raise ValueError(f"module {module_fqn!r} is sharded between the ranks of a process group, env has none")
         self._check_plan(params, env, module_fqn or type(module).__name__)

@@ -241,12 +241,12 @@ class TableState:
             )
 
     def load(self, state: "torch.Tensor | ShardedTensor | DTensor") -> None:
-        """Take a snapshot's name, or rows of which row r becomes id r, num_embeddings at most.
+        """Take a snapshot's name, or num_embeddings rows, of which row r becomes id r.
 
         Of rows that are sharded each rank has its part; every rank makes the call.
 
         Raises:
-            ValueError: it is neither, or of other tables.
+            ValueError: it is neither, or of other tables; or rows are more or fewer, as TorchRec's tables refuse too.
             StorageError: the snapshot cannot be loaded.
         """
         rows, config = self.rows, self._config
@@ -279,10 +279,11 @@ class TableState:
                 f"rows must be floats [rows, {config.embedding_dim}], or the name of a snapshot, got {state.dtype}"
                 f" {list(state.shape)}"
             )
-        if len(state) > config.num_embeddings:
+        if len(state) != config.num_embeddings:
             raise ValueError(
-                f"rows must be as many as num_embeddings, {config.num_embeddings}, or fewer, got {len(state)}; give"
-                f" table {config.name!r} num_embeddings={len(state)} or more"
+                f"table {config.name!r} must be given as many rows as its num_embeddings, {config.num_embeddings}, got"
+                f" {len(state)}; make its config with num_embeddings={len(state)}, or bring in rows of some ids by"
+                f" oneemb.import_rows(rows, (ids, vectors), table={self.table}) for its embedding in collection.rows"
             )
         # What was written into tensors of weights is what is loaded now, or it takes their place; that of state stays.
         self.given[:] = [given for given in self.given if given.part != "weight"]

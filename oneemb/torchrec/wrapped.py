@@ -6,6 +6,7 @@ training step, on every rank, where an error of the planner would leave all rank
 """
 
 import functools
+import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +25,10 @@ from torchrec.modules.mc_embedding_modules import (
 
 from oneemb.torchrec.collection import Collection
 
-__all__ = ["managed_collision_sharders", "pass_over_collections"]
+__all__ = ["managed_collision_sharders", "pass_over_collections", "refuse_behind_managed_collisions"]
+
+_INSIDE = "_embedding_module"
+"""Attribute of a module of managed collisions that has its collection."""
 
 _OF_TORCHREC = (
     EmbeddingBagCollectionSharder, EmbeddingCollectionSharder, FeatureProcessedEmbeddingBagCollectionSharder,
@@ -58,6 +62,28 @@ def managed_collision_sharders(sharders: Sequence[Any]) -> list[ModuleSharder[to
     """Sharders of TorchRec's modules of managed collisions, which shard the collection inside by one of `sharders`."""
     kinds = ManagedCollisionEmbeddingBagCollection, ManagedCollisionEmbeddingCollection
     return [_ManagedCollisionSharder(kind, sharders) for kind in kinds]
+
+
+def refuse_behind_managed_collisions(module: torch.nn.Module, module_fqn: str) -> None:
+    """Raise ValueError if a collection that is sharded by itself is in a module of managed collisions: the module's ids
+    would be mapped by each rank in its own way.
+
+    Args:
+        module: the collection.
+        module_fqn: its path in the model.
+    """
+    path, _, name = module_fqn.rpartition(".")
+    if name != _INSIDE:  # Nothing tells a module what it is in; the search below looks at every object there is.
+        return
+    kinds = ManagedCollisionEmbeddingBagCollection, ManagedCollisionEmbeddingCollection
+    for around in gc.get_objects():
+        if issubclass(type(around), kinds) and around._embedding_module is module:
+            raise ValueError(
+                f"sharders must have one for module {path!r}, a {type(around).__name__}, got only one for the"
+                f" {type(module).__name__} inside it; give DistributedModelParallel"
+                " sharders=oneemb.torchrec.get_default_sharders(), which shards both on one rank, or leave the managed"
+                " collisions out: oneemb's tables take any int64 as an id"
+            )
 
 
 class _ManagedCollisionSharder(BaseEmbeddingSharder[torch.nn.Module]):
@@ -103,5 +129,6 @@ class _ManagedCollisionSharder(BaseEmbeddingSharder[torch.nn.Module]):
             )
         inside = module._embedding_module
         its = self._sharders[type(inside)]
-        module._embedding_module = its.shard(inside, params, env, device, f"{module_fqn or ''}._embedding_module")
+        fqn = f"{module_fqn or ''}.{_INSIDE}"
+        module._embedding_module = its.shard_inside(inside, params, env, device, fqn)
         return module

@@ -17,7 +17,7 @@ VERSIONS = ["seed", "today"]
 
 NOT_HERE = {
     # Helpers of the first version's debugging, and of its files, which are one module here.
-    "broadcast_string", "check_emb_collection_modules", "debug_check_dynamic_table_is_zero", "debug_dump", "debug_load",
+    "broadcast_string", "debug_check_dynamic_table_is_zero", "debug_dump", "debug_load",
     "export_keys_values", "gather_and_export", "load_from_json", "load_table", "pad_to_length", "save_to_json",
 }  # fmt: skip
 

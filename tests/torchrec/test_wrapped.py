@@ -25,7 +25,7 @@ from torchrec.modules.mc_modules import (
 )
 
 import oneemb.torchrec
-from oneemb.torchrec import EmbeddingBagCollectionSharder, get_default_sharders
+from oneemb.torchrec import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder, get_default_sharders
 from tests.support.rank_jobs import RankJob
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*what the plan says")
@@ -155,6 +155,8 @@ def refused(group):
         said(group, with_managed_collisions(ours), [ManagedCollisionEmbeddingBagCollectionSharder(own)]),
         said(group, with_managed_collisions(ours, "ids"), sharders_of_torchrec()),
         said(group, tower, [EmbeddingTowerSharder()]),
+        said(group, with_managed_collisions(ours), [own]),
+        said(group, with_managed_collisions(ours, "ids"), [EmbeddingCollectionSharder()]),
         said(group, with_managed_collisions(ours), get_default_sharders()),
         said(group, with_managed_collisions(torchrec, "ids"), get_default_sharders()),
     ]
@@ -180,6 +182,7 @@ def test_on_two_ranks_processors_train_as_unsharded_and_other_sharders_are_refus
             assert sum(positions, []) == pytest.approx(sum(whole[1], []), rel=1e-4)
     assert messages == others
     assert all("oneemb.torchrec.get_default_sharders()" in message for message in messages)
+    assert all("sharders must have one for module 'sparse', a Managed" in message for message in messages[-4:-2])
     assert all("cannot be sharded over 2 ranks" in message for message in messages[-2:])
 
 

@@ -9,6 +9,7 @@ TorchRec plans the others. A dynamic table has a place in its reckoning, of some
 ranks by id, whatever comes out.
 """
 
+from oneemb.dynamicemb.absent import absent
 from oneemb.dynamicemb.planner.enumerators import DynamicEmbeddingEnumerator
 from oneemb.dynamicemb.planner.planner import (
     DynamicEmbeddingShardingPlanner,
@@ -20,3 +21,8 @@ __all__ = [
     "DynamicEmbParameterConstraints", "DynamicEmbParameterSharding", "DynamicEmbeddingEnumerator",
     "DynamicEmbeddingShardingPlanner",
 ]  # fmt: skip
+
+__getattr__ = absent(
+    __name__,
+    {"rw_sharding": "rows of dynamic tables go to ranks by id, whatever a plan says; use oneemb.dynamicemb.shard"},
+)

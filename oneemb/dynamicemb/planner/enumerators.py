@@ -69,6 +69,17 @@ class DynamicEmbeddingEnumerator(EmbeddingEnumerator):
     def enumerate(
         self, module: torch.nn.Module, sharders: list[ModuleSharder[torch.nn.Module]]
     ) -> list[ShardingOption]:
-        """The choices."""
+        """Sharding options of each table of a model, of which a proposer makes plans.
+
+        A dynamic table is enumerated as one of 16,384 rows at most, since TorchRec's estimators reckon with memory for
+        all `num_embeddings` rows.
+
+        Args:
+            module: the model.
+            sharders: by the class of each collection in it; a table of a class without one has no option.
+
+        Raises:
+            RuntimeError: constraints leave a table no sharding type or kernel.
+        """
         seen: list[Any] = [_SomeRows(sharder, self._dynamic) for sharder in sharders]
         return super().enumerate(module, seen)
