@@ -64,23 +64,23 @@ def managed_collision_sharders(sharders: Sequence[Any]) -> list[ModuleSharder[to
     return [_ManagedCollisionSharder(kind, sharders) for kind in kinds]
 
 
-def refuse_behind_managed_collisions(module: torch.nn.Module, module_fqn: str) -> None:
+def refuse_behind_managed_collisions(collection: torch.nn.Module, module_fqn: str) -> None:
     """Raise ValueError if a collection that is sharded by itself is in a module of managed collisions: the module's ids
     would be mapped by each rank in its own way.
 
     Args:
-        module: the collection.
+        collection: is sharded.
         module_fqn: its path in the model.
     """
     path, _, name = module_fqn.rpartition(".")
     if name != _INSIDE:  # Nothing tells a module what it is in; the search below looks at every object there is.
         return
     kinds = ManagedCollisionEmbeddingBagCollection, ManagedCollisionEmbeddingCollection
-    for around in gc.get_objects():
-        if issubclass(type(around), kinds) and around._embedding_module is module:
+    for module in gc.get_objects():
+        if issubclass(type(module), kinds) and module._embedding_module is collection:
             raise ValueError(
-                f"sharders must have one for module {path!r}, a {type(around).__name__}, got only one for the"
-                f" {type(module).__name__} inside it; give DistributedModelParallel"
+                f"sharders must have one for module {path!r}, a {type(module).__name__}, got only one for the"
+                f" {type(collection).__name__} inside it; give DistributedModelParallel"
                 " sharders=oneemb.torchrec.get_default_sharders(), which shards both on one rank, or leave the managed"
                 " collisions out: oneemb's tables take any int64 as an id"
             )
