@@ -261,8 +261,13 @@ class InferenceEmbeddingCollection(torch.nn.Module):
             [N, D], or [B, D] of bags.
 
         Raises:
-            ValueError: `pooling_offsets` is None, and bags are pooled.
+            ValueError: `keys` are not as above; or `pooling_offsets` is None, and bags are pooled.
         """
+        if keys.dim() != 1 or keys.is_floating_point():
+            raise ValueError(
+                f"keys must be integers [N], those of the first feature first, got {keys.dtype} {list(keys.shape)};"
+                " call keys.long(), and lay the ids feature by feature"
+            )
         features = self.feature_table_map_.shape[0]
         bags = (offsets.shape[0] - 1) // features
         ends_F = offsets[torch.arange(1, features + 1, device=offsets.device) * bags]

@@ -164,6 +164,9 @@ def test_what_cannot_be_is_refused_by_name(trained):
         InferenceEmbeddingCollection(options, False, -1, list(IDS)).load_from_dynamicemb_file(str(trained[0]))
     with pytest.raises(ValueError, match="pooling_offsets must be given with pooling_mode 1"):
         InferenceEmbeddingCollection(options, True, 1)(torch.tensor([1, 2]), torch.tensor([0, 1, 2]))
+    for keys in (torch.tensor([[1, 2]]), torch.tensor([1.5, 2.0])):
+        with pytest.raises(ValueError, match=r"keys must be integers \[N\]"):
+            InferenceEmbeddingCollection(options, True, -1)(keys, torch.tensor([0, 1, 2]))
 
 
 def test_a_table_without_ids_finds_none():
