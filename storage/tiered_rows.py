@@ -34,7 +34,7 @@ from oneemb.storage.snapshot_rows import PartOf, SnapshotRows, shard_of
 from oneemb.storage.table.delta import rows_of
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.tiers.hot_rows import HotRows, Tier
-from oneemb.storage.tiers.stack import NewRows, StorePlan, check_room, make_tiers
+from oneemb.storage.tiers.stack import NewRows, StorePlan, make_tiers, with_room
 from oneemb.storage.turns import undisturbed
 
 __all__ = ["ChangeRows", "NewPart", "TieredRows"]
@@ -154,9 +154,13 @@ class TieredRows:
         if format.same_words(before.format) and loops is before.loops:
             before.format = format
             return
-        check_room(self._plan, format, loops, len(self))
+        with with_room(self._plan, self.tiers, format, loops, len(self)):
+            self._replace(before, after, step)
+
+    def _replace(self, before: NewRows, after: NewRows, step: int) -> None:
+        """Make the tiers anew, or bring those of before back."""
         saved: str | None = None
-        if format.same_words(before.format):
+        if after.format.same_words(before.format):
             self.hot.flush()  # The store at the bottom has all rows, and keeps them.
         elif len(self):
             saved = _rescue_name()

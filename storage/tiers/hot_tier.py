@@ -41,6 +41,7 @@ from oneemb.storage.hash_index import HashIndex
 from oneemb.storage.row_store import RowStore, StorageError
 from oneemb.storage.tiers.hot_rows import BeginRows
 from oneemb.storage.tiers.limits import Counters, Limits
+from oneemb.storage.tiers.reservation import Reservation
 from oneemb.storage.tiers.slot_arrays import SlotArrays
 from oneemb.storage.turns import changing, undisturbed
 
@@ -263,6 +264,11 @@ class HotTier:
 
     def mark_dirty(self, slot_U: np.ndarray) -> None:
         set_marks(self._dirty_S, slot_U, True, threads=self._threads)
+
+    @property
+    def reserved(self) -> Reservation:
+        """Memory that is reserved for the rows."""
+        return self._arrays.reserved
 
     @property
     def index(self) -> HashIndex:

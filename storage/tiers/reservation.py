@@ -6,6 +6,7 @@ that fits. A cache reserves its budget at construction, whether that fits or not
 Invariants:
 - a resident tier reserves more only if the sum stays within nine tenths of the process's memory limit;
 - a reservation ends when its tier is closed or collected;
+- memory granted by `granted` is there for the tiers that are made within, whatever the limit is then;
 - a child of fork has reservations of its own. The parent's stores cannot grow in the child, so there each of their
   reservations shrinks to the memory in use.
 """
@@ -13,11 +14,13 @@ Invariants:
 import os
 import threading
 import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from oneemb.storage.row_store import StoreFullError
 from oneemb.storage.tiers.memory_limit import memory_limit
 
-__all__ = ["Reservation", "mebibytes", "usable_bytes"]
+__all__ = ["Reservation", "granted", "mebibytes", "usable_bytes"]
 
 # Share of the process's memory limit that rows may take; the rest is for batches, gradients and everything else.
 _MEMORY_SHARE = 0.9
@@ -36,6 +39,8 @@ class Reservation:
         self.bytes = bytes
         self.mapped = 0
         """Bytes of address space that the tier's arrays have mapped."""
+        self._grant: Reservation | None = None
+        """The grant to which the bytes go back."""
         with _lock:
             _book.add(self)
 
@@ -48,28 +53,75 @@ class Reservation:
         if bytes <= self.bytes:
             return
         with _lock:
-            others = list(_book)
-            limit = memory_limit(sum(one.mapped for one in others))
-            reserved = sum(one.bytes for one in others) - self.bytes
-            if reserved + bytes > limit.bytes * _MEMORY_SHARE:
-                raise StoreFullError(
-                    f"the {self._name} tier needs {mebibytes(bytes)} MiB; rows in memory may take"
-                    f" {mebibytes(int(limit.bytes * _MEMORY_SHARE))} MiB in this process (nine tenths of"
-                    f" {limit.name}), of which other tiers have reserved {mebibytes(reserved)} MiB. Give this"
-                    " embedding, or others, a cached store with a cache_budget_mb, or a smaller capacity; or give the"
-                    " process more memory"
-                )
+            grant = _grants.get(threading.get_ident())
+            given = 0 if grant is None else min(bytes - self.bytes, grant.bytes)
+            if given < bytes - self.bytes:
+                self._ask_for(bytes, given)
+            if grant is not None and given:
+                grant.bytes -= given
+                self._grant = grant
             self.bytes = bytes
+
+    def _ask_for(self, bytes: int, given: int) -> None:
+        """Raise StoreFullError unless there is memory for so many bytes in all, `given` of them from a grant."""
+        others = list(_book)
+        limit = memory_limit(sum(one.mapped for one in others))
+        reserved = sum(one.bytes for one in others) - self.bytes - given
+        if reserved + bytes > limit.bytes * _MEMORY_SHARE:
+            raise StoreFullError(
+                f"the {self._name} tier needs {mebibytes(bytes)} MiB; rows in memory may take"
+                f" {mebibytes(int(limit.bytes * _MEMORY_SHARE))} MiB in this process (nine tenths of"
+                f" {limit.name}), of which other tiers have reserved {mebibytes(reserved)} MiB. Give this"
+                " embedding, or others, a cached store with a cache_budget_mb, or a smaller capacity; or give the"
+                " process more memory"
+            )
+
+    def lower_to(self, bytes: int) -> None:
+        """Lower the reservation to so many bytes; those of a grant go back to it."""
+        if self._grant is not None:
+            with _lock:
+                if self._grant is _grants.get(threading.get_ident()):
+                    self._grant.bytes += self.bytes - bytes
+        self.bytes = bytes
 
     def release(self) -> None:
         """End the reservation."""
-        self.bytes = self.mapped = 0
+        self.lower_to(0)
+        self.mapped = 0
+
+
+@contextmanager
+def granted(name: str, bytes: int, instead: Sequence[Reservation]) -> Iterator[None]:
+    """Keep memory for tiers that this thread makes within, in place of others that it closes within.
+
+    Args:
+        name: name of the tiers, for errors.
+        bytes: most that the new tiers need.
+        instead: reservations of the tiers to be closed; they can be made anew within.
+
+    Raises:
+        StoreFullError: there is no memory for that; nothing has changed.
+    """
+    grant = Reservation(name)
+    grant.raise_to(max(bytes - sum(one.bytes for one in instead), 0))
+    with _lock:
+        for one in instead:
+            one._grant = grant
+        _grants[threading.get_ident()] = grant
+    try:
+        yield
+    finally:
+        with _lock:
+            del _grants[threading.get_ident()]
+        grant.release()
 
 
 def usable_bytes() -> int:
-    """Bytes that the rows of all tiers of this process may take together."""
+    """Bytes that the rows of all tiers of this process may take together, and at least what this thread is granted."""
     with _lock:
-        return int(memory_limit(sum(one.mapped for one in list(_book))).bytes * _MEMORY_SHARE)
+        grant = _grants.get(threading.get_ident())
+        limit = memory_limit(sum(one.mapped for one in list(_book))).bytes
+        return max(int(limit * _MEMORY_SHARE), 0 if grant is None else grant.bytes)
 
 
 def mebibytes(bytes: int) -> int:
@@ -77,6 +129,8 @@ def mebibytes(bytes: int) -> int:
     return -(-bytes // 2**20)
 
 
+_grants: dict[int, Reservation] = {}
+"""What threads are granted, by the thread."""
 _book: "weakref.WeakSet[Reservation]" = weakref.WeakSet()
 _lock = threading.Lock()
 
@@ -84,6 +138,7 @@ _lock = threading.Lock()
 def _in_child() -> None:
     global _lock
     _lock = threading.Lock()  # A thread of the parent may have held the old one.
+    _grants.clear()
     for one in list(_book):
         one.bytes = min(one.bytes, one.mapped)
 

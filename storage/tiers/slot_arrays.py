@@ -61,6 +61,11 @@ class SlotArrays:
         assert self._row is not None
         return self._dirty.array, self._pin.array, self._score.array, self._row.array
 
+    @property
+    def reserved(self) -> Reservation:
+        """Memory that is reserved for the arrays."""
+        return self._reserved
+
     def have(self, slots: int) -> None:
         """Make room for at least so many slots.
 
@@ -84,7 +89,7 @@ class SlotArrays:
         try:
             self._grow(slots)
         except BaseException:
-            self._reserved.bytes = before
+            self._reserved.lower_to(before)
             raise
 
     def _grow(self, slots: int) -> None:

@@ -6,8 +6,8 @@ cached SSD       hot tier (cache)     [->  host tier (cache)]    ->  persistent 
 cached remote    hot tier (cache)      ->  remote tier (all rows) -> persistent table (snapshots)
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -25,9 +25,9 @@ from oneemb.storage.row_store import RowStore, StoreFullError
 from oneemb.storage.tiers.hot_rows import HotRows, Tier
 from oneemb.storage.tiers.hot_tier import SLOT_OVERHEAD_BYTES, HotTier
 from oneemb.storage.tiers.remote_tier import RemoteTier
-from oneemb.storage.tiers.reservation import usable_bytes
+from oneemb.storage.tiers.reservation import granted, usable_bytes
 
-__all__ = ["NewRows", "RemotePlan", "StorePlan", "check_room", "make_tiers"]
+__all__ = ["NewRows", "RemotePlan", "StorePlan", "make_tiers", "with_room"]
 
 # Of the GPU's memory that is free, what a tier without a budget may come to use.
 _MEMORY_SHARE = 0.9
@@ -209,16 +209,26 @@ def _device_tier(plan: StorePlan, begin: NewRows, below: RowStore) -> HotRows:
     return cast(HotRows, tier)
 
 
-def check_room(plan: StorePlan, format: RowFormat, loops: Loops, rows: int) -> None:
-    """Raise StoreFullError if a tier on the host that holds all rows could not hold so many of this format."""
+@contextmanager
+def with_room(plan: StorePlan, tiers: Sequence[Tier], format: RowFormat, loops: Loops, rows: int) -> Iterator[None]:
+    """Keep memory for tiers that hold so many rows of this format in place of `tiers`, and for `tiers` made anew.
+
+    Raises:
+        StoreFullError: a tier on the host that holds all rows could not hold them; nothing has changed.
+    """
+    bytes = 0
     for name, budget_bytes in (("device", plan.cache_bytes), ("host", plan.host_bytes)):
-        slots = _host_slots(plan, format, budget_bytes)
         on_host = name == "host" or isinstance(loops, HostLoops)
-        if budget_bytes is None and on_host and rows > slots:
-            raise StoreFullError(
-                f"the {name} tier has room for {slots} rows of {format.row_bytes} bytes and must hold all of"
-                f" {rows}; they are as they were. Give it more memory or capacity, or an optimizer with less state"
-            )
+        if budget_bytes is None and on_host:
+            if rows > (slots := _host_slots(plan, format, None)):
+                raise StoreFullError(
+                    f"the {name} tier has room for {slots} rows of {format.row_bytes} bytes and must hold all of"
+                    f" {rows}; they are as they were. Give it more memory or capacity, or an optimizer with less state"
+                )
+            bytes += rows * (format.row_bytes + SLOT_OVERHEAD_BYTES)
+    instead = [tier.reserved for tier in tiers if isinstance(tier, HotTier) and tier.lies_still]
+    with granted(tiers[0].name, bytes, instead):
+        yield
 
 
 def _host_slots(plan: StorePlan, format: RowFormat, budget_bytes: int | None) -> int:

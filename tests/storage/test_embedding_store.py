@@ -263,6 +263,62 @@ def test_an_optimizer_whose_wider_rows_do_not_fit_leaves_the_rows(kind, open_sto
     assert values(store, *range(500))[:, :DIM].tobytes() == weights.tobytes() and store.snapshots() == ["users"]
 
 
+def _rows_and_weights(store, count=500):
+    store.build()
+    for begin in range(0, count, 25):
+        store.release(store.acquire(keys(*range(begin, begin + 25)))[0])
+    return values(store, *range(count))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("kind", ["device", "host"])
+def test_a_limit_that_shrinks_while_rows_are_made_wider_breaks_nothing(kind, fails, open_store, monkeypatch):
+    store = open_store(kind)
+    weights = _rows_and_weights(store)
+    before = sum(one.bytes for one in list(reservation._book))
+    limit, close, reload = [1 << 30], HotTier.close, HotTier.reload
+    monkeypatch.setattr(reservation, "memory_limit", lambda taken: MemoryLimit(limit[0], "the limit of the test"))
+
+    def close_and_shrink(tier):  # The rows are in no tier any more.
+        close(tier)
+        limit[0] = 1000
+
+    def fail_once(tier):
+        monkeypatch.setattr(HotTier, "reload", reload)
+        reload(tier)
+        raise StorageError("the disk fails")
+
+    monkeypatch.setattr(HotTier, "close", close_and_shrink)
+    if fails:
+        monkeypatch.setattr(HotTier, "reload", fail_once)
+        with pytest.raises(StorageError, match="the disk fails"):
+            store.attach(*ADAM)
+    else:
+        store.attach(*ADAM)
+    assert limit[0] == 1000
+    assert store.stats()["rows"] == 500 and store.snapshots() == []
+    assert values(store, *range(500))[:, :DIM].tobytes() == weights.tobytes()
+    assert not reservation._grants
+    assert sum(one.bytes for one in list(reservation._book)) <= before + 500 * 88  # and no grant is left in the book
+    with pytest.raises(StoreFullError, match="slots"):
+        store.acquire(keys(*range(10_000, 30_000)))
+
+
+@pytest.mark.parametrize("kind", ["device", "host"])
+def test_wider_rows_for_which_others_leave_no_memory_are_refused_before_anything_moves(kind, open_store, monkeypatch):
+    store = open_store(kind)
+    weights, closed = _rows_and_weights(store), []
+    other = reservation.Reservation("other", 10 << 20)
+    limit = int((sum(one.bytes for one in list(reservation._book)) + 1000) / 0.9)
+    monkeypatch.setattr(reservation, "memory_limit", lambda taken: MemoryLimit(limit, "the limit of the test"))
+    monkeypatch.setattr(HotTier, "close", lambda tier: closed.append(tier))
+    with pytest.raises(StoreFullError, match="needs 2 MiB; .* of which other tiers have reserved"):
+        store.attach("adam", np.zeros(1000, np.float32))  # 2 MiB for all, of 10 MiB that another tier has
+    assert not closed and store.snapshots() == []
+    assert values(store, *range(500)).tobytes() == weights.tobytes()
+    other.release()
+
+
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("kind", PLANS)
 def test_rows_survive_an_optimizer_that_cannot_be_attached(kind, times, open_store, monkeypatch):
