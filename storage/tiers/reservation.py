@@ -39,7 +39,7 @@ class Reservation:
         self.bytes = bytes
         self.mapped = 0
         """Bytes of address space that the tier's arrays have mapped."""
-        self._grant: Reservation | None = None
+        self.grant: Reservation | None = None
         """The grant to which the bytes go back."""
         with _lock:
             _book.add(self)
@@ -59,7 +59,7 @@ class Reservation:
                 self._ask_for(bytes, given)
             if grant is not None and given:
                 grant.bytes -= given
-                self._grant = grant
+                self.grant = grant
             self.bytes = bytes
 
     def _ask_for(self, bytes: int, given: int) -> None:
@@ -78,10 +78,10 @@ class Reservation:
 
     def lower_to(self, bytes: int) -> None:
         """Lower the reservation to so many bytes; those of a grant go back to it."""
-        if self._grant is not None:
+        if self.grant is not None:
             with _lock:
-                if self._grant is _grants.get(threading.get_ident()):
-                    self._grant.bytes += self.bytes - bytes
+                if self.grant is _grants.get(threading.get_ident()):
+                    self.grant.bytes += self.bytes - bytes
         self.bytes = bytes
 
     def release(self) -> None:
@@ -106,7 +106,7 @@ def granted(name: str, bytes: int, instead: Sequence[Reservation]) -> Iterator[N
     grant.raise_to(max(bytes - sum(one.bytes for one in instead), 0))
     with _lock:
         for one in instead:
-            one._grant = grant
+            one.grant = grant
         _grants[threading.get_ident()] = grant
     try:
         yield
