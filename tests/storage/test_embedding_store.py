@@ -691,7 +691,7 @@ class FailingCalls:
         self.error, self.first, self.times, self.calls = error, first, times, 0
         for name in _CALLS:
             self._count(monkeypatch, PersistentTable, name)
-        self._count(monkeypatch, stack, "HotTier")
+        self._count(monkeypatch, stack, "_host_tier")
 
     def _count(self, monkeypatch, owner, name):
         original = inspect.getattr_static(owner, name)
