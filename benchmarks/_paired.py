@@ -73,13 +73,17 @@ def order(turn: int) -> tuple[int, int]:
     return (0, 1) if turn % 2 == 0 else (1, 0)
 
 
-def slower(first: Comparison, again: Callable[[], Comparison]) -> tuple[bool, Comparison | None]:
-    """Whether a case is slower, and its second measurement if there was one.
+def slower(first: Comparison, again: Callable[[], Comparison]) -> bool:
+    """Whether a case is slower.
 
-    A suspect is measured once more, in new processes: two processes of the same code may differ for as long as they
-    live, by where their memory lies. It is slower if the second ratio lies above the bound too.
+    A suspect is measured again, in new processes each time, until two of at most three ratios lie on the same side of
+    the bound: two processes of the same code may differ by a tenth for as long as they live, by where their memory
+    lies, and no number of rounds shows that.
     """
     if first.low <= SLOWER:
-        return False, None
-    second = again()
-    return second.ratio > SLOWER, second
+        return False
+    above = below = 0
+    while max(above, below) < 2:
+        is_above = again().ratio > SLOWER
+        above, below = above + is_above, below + (not is_above)
+    return above == 2

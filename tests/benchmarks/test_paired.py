@@ -39,9 +39,9 @@ def test_the_interval_holds_the_true_ratio_about_as_often_as_it_says():
 
 
 def test_equal_revisions_are_not_slower_and_a_tenth_is():
-    equal = [slower(compare(*pairs(1.0, 60, seed)), lambda: compare(*pairs(1.0, 60, 999)))[0] for seed in range(200)]
+    equal = [slower(compare(*pairs(1.0, 60, seed)), lambda: compare(*pairs(1.0, 60, 999))) for seed in range(200)]
     tenth = [
-        slower(compare(*pairs(1.1, 80, s, 0.04)), lambda s=s: compare(*pairs(1.1, 80, s + 500, 0.04)))[0]
+        slower(compare(*pairs(1.1, 80, s, 0.04)), lambda s=s: compare(*pairs(1.1, 80, s + 500, 0.04)))
         for s in range(200)
     ]
     assert sum(equal) == 0
@@ -54,14 +54,22 @@ def test_a_drift_that_both_share_moves_no_ratio():
     assert its.low == pytest.approx(1.02) and its.high == pytest.approx(1.02)
 
 
-def test_a_suspect_is_measured_again_and_counts_as_slower_if_it_is_so_twice():
-    fine, slow = compare([1.0] * 12, [1.02] * 12), compare([1.0] * 12, [1.1] * 12)
-    asked = []
-    assert slower(fine, lambda: asked.append(1)) == (False, None) and not asked
-    assert slower(slow, lambda: slow) == (True, slow)
-    assert slower(slow, lambda: fine) == (False, fine)
-    at_the_bound = compare([1.0] * 12, [SLOWER] * 12)
-    assert slower(at_the_bound, lambda: slow) == (False, None)
+@pytest.mark.parametrize(
+    "first, again, is_slower",
+    [
+        (1.02, "", False),
+        (SLOWER, "", False),
+        (1.1, "ss", True),
+        (1.1, "ff", False),
+        (1.1, "sfs", True),
+        (1.1, "fsf", False),
+    ],
+)
+def test_a_suspect_is_measured_again_until_two_of_three_agree(first, again, is_slower):
+    ratios = {"s": compare([1.0] * 12, [1.1] * 12), "f": compare([1.0] * 12, [1.02] * 12)}
+    left = [ratios[one] for one in reversed(again)]
+    assert slower(compare([1.0] * 12, [first] * 12), left.pop) is is_slower
+    assert not left
 
 
 def test_rounds_end_where_the_interval_is_narrow_wherever_it_lies():
