@@ -66,9 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
         about = {"date": datetime.date.today().isoformat(), **machine()}
         about |= {"base": revisions[0].name, "new": revisions[1].name}
         print(json.dumps(about), flush=True)
-        results = _run(cases, revisions, options)
-    if options.out:
-        _save(options.out, about, results)
+        results = _run(cases, revisions, about, options)
     return _report(results)
 
 
@@ -129,7 +127,9 @@ def _revision(root: Path, revision: str | None, folder: Path) -> Iterator[Revisi
         )
 
 
-def _run(cases: list[str], revisions: list[Revision], options: argparse.Namespace) -> list[dict[str, Any]]:
+def _run(
+    cases: list[str], revisions: list[Revision], about: dict[str, Any], options: argparse.Namespace
+) -> list[dict[str, Any]]:
     results: list[dict[str, Any]] = []
     with ExitStack() as stack:
         sides: list[Side] = []
@@ -149,6 +149,8 @@ def _run(cases: list[str], revisions: list[Revision], options: argparse.Namespac
                 result["slower"] = slower(result["comparison"], again)
             results.append(result)
             print(_line(result), flush=True)
+            if options.out:  # after each case: a comparison may be stopped
+                _save(options.out, about, results)
     return results
 
 
