@@ -40,8 +40,9 @@ from oneemb.storage.turns import changing
 
 __all__ = ["SLOT_OVERHEAD_BYTES", "DeviceTier"]
 
-# Memory beside the row for each slot: the index at its usual load, key, score, pins, dirty bit, stack of free slots.
-SLOT_OVERHEAD_BYTES = 16 * 2 + 12 + 8 + 4 + 1 + 8
+# Memory beside the row for each slot: the index at its usual load; then key, score, pins, dirty bit, stack of free slots.
+_INDEX_BYTES = 16 * 2
+SLOT_OVERHEAD_BYTES = _INDEX_BYTES + 12 + 8 + 4 + 1 + 8
 
 # Evicting sorts the scores, so it makes room for this share of the slots at a time.
 _EVICT_SHARE = 1 / 16
@@ -117,9 +118,6 @@ class DeviceTier:
         self._order = StreamOrder(gpu)
         self._tick = 0
         self._use_score = _USE_SCORE  # what a use counts now, for "lfu": see oneemb.storage.tiers.hot_tier
-        # Rows known here and below; None = nobody has counted. A store below may be far away: it is asked when somebody
-        # wants to know, or where there is a limit.
-        self._rows: int | None = 0 if below is None or resident else None
         self.row_SW: torch.Tensor
         self._score_S: torch.Tensor
         self._pin_S: torch.Tensor
@@ -127,6 +125,9 @@ class DeviceTier:
         with self._order(self._arrays):
             self._index = DeviceIndex(gpu)
             self._forget()
+        # Number of rows known here and below; None = it is not known. A store below may be far away: it counts its rows
+        # when a caller, or a limit, needs the number.
+        self._rows: int | None = 0 if below is None or resident else None
 
     def __len__(self) -> int:
         if self._rows is None:
@@ -444,7 +445,7 @@ class DeviceTier:
             "pinned": self.pinned,
             "dirty": int(self._dirty_S[: self._free.used].sum()),
             **self._counters.stats(),
-            "bytes": len(self._pin_S) * self._slot_bytes + self._index.nbytes,
+            "bytes": len(self._pin_S) * (self._limits.slot_bytes - _INDEX_BYTES) + self._index.nbytes,
         }
 
     def only_read(self) -> None:
@@ -454,11 +455,6 @@ class DeviceTier:
         self._forget()
 
     # ---- inside -----------------------------------------------------------------------------------------------
-
-    @property
-    def _slot_bytes(self) -> int:
-        """Of a slot, the index left out."""
-        return self.row_SW.shape[1] * 4 + 12 + 8 + 4 + 1 + 8
 
     def _find_and_pin(
         self, keys: DeviceKeys, pins: int, count_U: torch.Tensor | None
@@ -623,7 +619,7 @@ class DeviceTier:
                 failure = error.with_traceback(None)  # whose frames hold what there was memory for
         self._hold([_enlarged(array, have, self._gpu.device) for array in kept])
         free = torch.cuda.mem_get_info(self._gpu.device)[0] if self._gpu.device.type == "cuda" else 0
-        fits = have + free // (self._slot_bytes + SLOT_OVERHEAD_BYTES)
+        fits = have + free // self._limits.slot_bytes
         raise StoreFullError(
             f"the {self.name} tier needs memory for {need} rows ({self._limits.mebibytes(need)} MiB) of its"
             f" {self._limits.mebibytes(self.slots)} MiB, and the device has {free // 2**20} MiB left, enough for about"

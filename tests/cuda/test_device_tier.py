@@ -50,6 +50,14 @@ def test_a_device_tier_keeps_the_contract(tier, kind, check_store):
     check_store(lambda: STORES[kind](tier))
 
 
+def test_a_new_cache_counts_the_rows_of_the_store_below(tier):
+    below = DictStore(W)
+    table_U, id_U = keys_of((0, i) for i in range(7))
+    below.put(table_U, id_U, np.ones((7, W), np.float32))
+    assert len(tier(below, 40)) == 7
+    assert len(tier(below, 40, resident=True)) == 0  # It has the rows after `reload`.
+
+
 class Model:
     """A tier whose rows say which key they belong to, and what acquisition must do to it."""
 
