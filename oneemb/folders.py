@@ -1,4 +1,4 @@
-"""Release of folders that an object of this process holds."""
+"""Release of folders that objects of this process hold."""
 
 import os
 from collections.abc import Sequence
@@ -13,23 +13,23 @@ __all__ = ["release"]
 
 
 def release(path: AnyPath | Sequence[AnyPath]) -> None:
-    """Close whatever object of this process holds a folder: an embedding, its averages, a writer of rows.
+    """Close the objects of this process that hold a folder: an embedding, its averages, a writer of rows.
 
-    In a notebook the embedding that a cell has made lives on when the cell runs again, in a traceback for instance,
-    and keeps its folder. A new embedding takes over by itself from one whose rows are all in a snapshot; this call
-    closes any other one too. Where nothing holds the folder it does nothing.
+    When a notebook's cell runs again, the embedding that it made before may live on, in a traceback for instance, and
+    keep its folder. A new embedding takes the folder over by itself if all rows of the old one are in a snapshot; this
+    call closes the old one in any case. It does nothing if no object holds the folder.
 
     Args:
-        path: the `persistent_path`, or the list of them. What holds folders below it is closed as well, such as ranks
+        path: the `persistent_path`, or the list of them. Holders of folders below it are closed as well, such as ranks
             of one process and the tables of a collection. With `process_group` every rank makes the call.
 
     Warns:
-        UserWarning: rows that no snapshot holds are lost; the warning counts them, and names the object that had them.
+        UserWarning: rows that no snapshot holds are lost; the warning says how many, and of which object.
 
     Raises:
-        TypeError: `path` is none.
-        RuntimeError: this thread is in the middle of a step with the object; it stays open. The step of another
-            thread is waited for.
+        TypeError: `path` is neither a path nor a list of paths.
+        RuntimeError: this thread is in the middle of a step with the object; it stays open. If another thread is in
+            the middle of one, the call waits until the step ends.
         LockedError: another process holds the folder, or it is that of a `file://` server.
 
     Example:

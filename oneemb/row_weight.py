@@ -73,19 +73,19 @@ class _HoldsNone(torch.Tensor):
         embedding = self.embedding()
         return "" if embedding is None else embedding.name
 
-    # A frame that torch compiles sees a class like this one as its Python, of which it must not follow what is not
-    # simple, nor find a getter of torch's that it takes for this one again.
+    # torch's compiler traces the methods below as Python code. It cannot trace `sys._getframe`, and it would take
+    # `_TENSOR.shape` for this class's own property again: while it traces, other methods answer.
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        """As of any tensor."""
+        """Shape of the tensor."""
         if is_dynamo_compiling():
             return self.size()
         self._refuse_initializer(sys._getframe(1))
         return _TENSOR.shape.__get__(self)
 
     def numel(self) -> int:
-        """As of any tensor."""
+        """Number of elements."""
         if is_dynamo_compiling():
             return self.size().numel()
         self._refuse_initializer(sys._getframe(1))
@@ -102,7 +102,7 @@ class RowWeight(torch.nn.Parameter, _HoldsNone):
 
     @property
     def data(self) -> torch.Tensor:
-        """As of any tensor; writes to it in place are refused too."""
+        """The tensor without gradient; writes to it in place are refused too."""
         if is_dynamo_compiling():
             return self.detach()
         data = _TENSOR.data.__get__(self).as_subclass(_Data)
@@ -117,12 +117,12 @@ class RowWeight(torch.nn.Parameter, _HoldsNone):
 
 
 class _Data(_HoldsNone):
-    """Tensor that `weight.data` gives. Its copies, and the results of its methods, are ordinary tensors."""
+    """Tensor that `weight.data` returns. Its copies, and the results of its methods, are ordinary tensors."""
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     def detach(self) -> torch.Tensor:
-        """As of any tensor; of this class, without which torch makes no parameter of it."""
+        """The tensor, detached, of the same class: torch makes no parameter of a tensor that loses its class."""
         data = torch.Tensor.detach(self).as_subclass(_Data)
         data.embedding = self.embedding
         return data

@@ -15,15 +15,15 @@ _mode_of, _dispatch_modes = torch._C._get_dispatch_mode, torch._C._len_torch_dis
 _functions_seen_by, _function_modes = torch._C._get_function_stack_at, torch._C._len_torch_function_stack
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
 hidden_from_modes = torch._C._DisableTorchDispatch
-"""Context in which torch's dispatch modes see no op. A lookup that the backward pass repeats makes other ops than the
-first one; selective activation checkpointing, a mode that counts ops, would take one's result for another's."""
+"""Context in which torch's dispatch modes see no op. Selective activation checkpointing is a mode that counts ops; a
+lookup repeated in the backward pass runs other ops than the first lookup, so the mode would mix up their results."""
 
 _STAND_INS = {"FakeTensor", "FunctionalTensor"}
 """Classes of tensors that exporters put in the place of values."""
 
 
 def tracer_of(*values: object) -> str | None:
-    """Name of the tool that records the call in this thread, or that gave it tensors without values; None = none does.
+    """Name of the tool that records the call in this thread, or made its tensors, without values; None = no tool.
 
     Args:
         values: tensors of the call, or None in their place.
@@ -42,8 +42,8 @@ def tracer_of(*values: object) -> str | None:
 
 
 def _is_traced_before_dispatch() -> bool:
-    """Whether make_fx(pre_dispatch=True), or torch.export, traces this thread. Only the mode of functions tells:
-    the stack of modes before dispatch is the process's, and its key stays set in a thread that compiles meanwhile."""
+    """Whether make_fx(pre_dispatch=True), or torch.export, traces this thread. Only the stack of function modes tells: the
+    stack of pre-dispatch modes is the process's, and its key stays set in a thread that compiles meanwhile."""
     modes = (_functions_seen_by(k) for k in range(_function_modes()))
     return any(type(mode).__name__ == "PreDispatchTorchFunctionMode" for mode in modes)
 
@@ -52,7 +52,7 @@ def refuse_tracers(embedding: torch.nn.Module, ids: object) -> None:
     """Raise RuntimeError if torch records or transforms a lookup: a recording would hold its rows as constants."""
     plain = type(ids) is torch.Tensor and _tracing_state() is None and _transform() is None
     if plain and not _dispatch_modes() and not _function_modes():
-        return  # as most lookups do; every lookup pays for these few calls
+        return  # Most lookups end here; every lookup pays for the calls above, which are few.
     if (tracer := tracer_of(ids)) is not None:
         raise RuntimeError(
             f"ids must have values where {_name_of(embedding)} looks them up, got those of {tracer}, which would keep"
@@ -72,12 +72,12 @@ def _name_of(embedding: torch.nn.Module) -> str:
 
 
 def is_exported_by_compiler() -> bool:
-    """Whether the frame that torch's compiler traces, in this thread, is traced for torch.export. To be called in such
-    a frame alone; the compiler takes the answer for a constant."""
+    """Whether the frame that torch's compiler traces in this thread is traced for torch.export. Only code in such a
+    frame may call this; the compiler takes the answer as a constant."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     return bool(InstructionTranslator.current_tx().export)
 
 
-# As torch.compiler.assume_constant_result does, which imports the compiler; that takes a second.
+# The same as torch.compiler.assume_constant_result, which would import the compiler; the import takes a second.
 vars(is_exported_by_compiler)["_dynamo_marked_constant"] = True

@@ -1,7 +1,7 @@
 """Free slots: a stack of the slots that were given back, and the slots that were never used.
 
-    slot_N = free.reserve(n, slots)     the next n free slots, which stay free
-    ...                                 write rows into them, put their keys into an index: each line may fail
+    slot_N = free.reserve(n, slots)     the next n free slots; they stay free
+    ...                                 write rows into them and put their keys into an index; these lines may fail
     free.commit(n)                      takes the slots
 
 Invariants:
@@ -34,7 +34,7 @@ class FreeSlots:
         """The stack, int64: its first `returned` slots are free, the rest is room."""
         self._top = 0
         self.used = 0
-        """Number of slots that have ever been taken: all slots from this one on are new."""
+        """Number of slots that have ever been taken. Slot `used` and all after it are new."""
 
     @property
     def returned(self) -> int:
@@ -47,19 +47,20 @@ class FreeSlots:
         return self.stack_X[: self._top]
 
     def left(self, slots: int) -> int:
-        """Number of free slots in a slab of so many."""
+        """Number of free slots in a slab of `slots` slots."""
         return slots - self.used + self._top
 
     def fresh(self, size: int) -> int:
-        """Number of new slots, which were never used, among the next `size` free ones."""
+        """Number of new slots among the next `size` free ones; a new slot has never been taken."""
         return max(0, size - self._top)
 
     def reserve(self, size: int, slots: int) -> Array:
-        """The next `size` free slots, int64 [size]: those on the stack, then new ones. All stay free until `commit`.
+        """The next `size` free slots, int64 [size]: first slots on the stack, then new ones. All stay free until
+        `commit`.
 
         Args:
             size: slots to reserve.
-            slots: slots of the slab now.
+            slots: number of slots in the slab now.
 
         Raises:
             MemoryError, torch.OutOfMemoryError: there is no memory for the slots' numbers; nothing has changed.
@@ -77,14 +78,14 @@ class FreeSlots:
         return slot_N
 
     def make_stack(self, need: int) -> None:
-        """Make room on the stack for `need` slots and for some more."""
+        """Make room on the stack for `need` slots or more."""
         if need > len(self.stack_X):
             grown_X = self._arange(max(need, 2 * len(self.stack_X), _STACK_MIN))
             grown_X[: self._top] = self.stack_X[: self._top]
             self.stack_X = grown_X
 
     def commit(self, size: int) -> None:
-        """Take the slots of the last `reserve`, which must have had this size."""
+        """Take the slots that the last `reserve` returned; `size` is their number."""
         fresh = self.fresh(size)
         self.used += fresh
         self._top -= size - fresh

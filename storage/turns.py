@@ -63,13 +63,13 @@ class _Undisturbed:
     def __init__(self) -> None:
         self._depth = 0
         self._handlers: dict[int, Any] = {}
-        """Of each signal, the handler that was there when a block began."""
+        """Handler of each signal when a block began, by the signal's number."""
         self._held: dict[int, FrameType | None] = {}
         self._note: Callable[[int, FrameType | None], None] = self._hold
         self.interrupt: BaseException | None = None
-        """What a block has let Ctrl-C raise."""
-        self._inside: dict[int, int] = {}  # of each thread that is in blocks, in how many
-        self._forking: int | None = None  # the thread that is about to
+        """The KeyboardInterrupt that `raise_interrupt` has raised in a block."""
+        self._inside: dict[int, int] = {}  # number of nested blocks that a thread is in, by the thread
+        self._forking: int | None = None  # the thread that is about to fork
         self._forks_now = False
         self._forked = threading.Event()
         self._one_fork = threading.Lock()
@@ -96,7 +96,7 @@ class _Undisturbed:
 
     @property
     def outermost(self) -> bool:
-        """In a block, whether this thread is in no other one."""
+        """Whether this thread is in exactly one block."""
         return self._inside.get(threading.get_ident()) == 1
 
     def close_for_fork(self) -> None:
@@ -125,7 +125,7 @@ class _Undisturbed:
             time.sleep(1e-4)
 
     def open_after_fork(self) -> None:
-        """The end of that block. Signals that were held come a moment later: see `signals_come_later`."""
+        """End the block that `close_for_fork` began. Held signals come a moment later: see `signals_come_later`."""
         self._forking, self._forks_now = None, False
         self._forked.set()
         self._one_fork.release()
@@ -188,7 +188,7 @@ class _Undisturbed:
                 self._end()
 
     def signals_come_later(self) -> None:
-        """The end of `hold_signals`; what was held comes a moment later. For hooks, whose errors Python drops."""
+        """End `hold_signals`; held signals come a moment later. For hooks, since Python drops their errors."""
         if threading.get_ident() == threading.main_thread().ident and self._depth == 1 and self._held:
             held = dict(self._held)
             self._held.clear()
@@ -209,9 +209,9 @@ class _Undisturbed:
             self._handle()
 
     def raise_interrupt(self) -> None:
-        """Raise KeyboardInterrupt if Ctrl-C was held back, where it does no harm.
+        """Raise KeyboardInterrupt if Ctrl-C was held back. Called where an interrupt does no harm.
 
-        Handlers of the user's still wait: they may call what is in the middle of something.
+        Handlers that the user has installed still wait: they may call an object that is half changed.
         """
         number = int(signal.SIGINT)
         if number in self._held and threading.get_ident() == threading.main_thread().ident:
@@ -298,9 +298,9 @@ class Turns:
         self.lock = threading.Condition(threading.RLock())
         self.rank = rank
         self.waiting = 0
-        """Threads that wait for a turn, about."""
+        """Number of threads that wait for a turn; not exact."""
         self.before_fork: Callable[[], Callable[[], None] | None] = lambda: None
-        """Gives what to call in a turn before the process forks, so that a child can read without its threads."""
+        """Returns a function to call in a turn before the process forks, so that a child can read without threads."""
         self._what, self._mend = what, mend
         self._broken: str | None = None
         self._pid = os.getpid()
@@ -406,9 +406,9 @@ class Turns:
 
 @contextmanager
 def whole(objects: Iterable[Turns]) -> Iterator[None]:
-    """Signals come before this block or after it, and an error that nobody foresaw breaks these objects.
+    """Hold signals back during a block; an error that no code raises on purpose breaks these objects.
 
-    For what changes several objects together, or needs no turn. The block may let errors out that it has put in order.
+    For a change of several objects together, or one that needs no turn.
     """
     with undisturbed:
         try:

@@ -1,11 +1,11 @@
-"""JSON whose long lists are written and parsed once, in however many texts they occur.
+"""JSON in which a long list is written and parsed once, however many texts contain it.
 
-All snapshots of an embedding describe its tables, of which there may be a hundred thousand; of such a list a text takes
-a third of a second to parse. A list is found again by its text, while anything refers to it.
+Every snapshot of an embedding has the list of the embedding's tables. A list of a hundred thousand tables takes a third
+of a second to parse, so a parsed list is kept, by its text, as long as anything refers to it.
 
 Invariants:
-- `to_json` and `from_json` give what `json.dumps` and `json.loads` do;
-- nobody changes a `LongList`: metas share it.
+- `to_json` and `from_json` return what `json.dumps` and `json.loads` return;
+- no caller changes a `LongList`: several snapshots share it.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Any
 
 __all__ = ["LongList", "from_json", "to_json"]
 
-# Characters of a list that is kept, and of a text in which lists are looked for.
+# Least number of characters of a list that is kept, and of a text that is searched for such lists.
 _LONG_MIN = 1 << 16
 
 _decoder = json.JSONDecoder()
@@ -26,8 +26,8 @@ class LongList(list[Any]):
     """A list that knows its JSON text.
 
     Args:
-        items: the list, as JSON gives it back: of lists rather than tuples, of dicts whose keys are strings.
-        text: its JSON; None = as `json.dumps` writes it.
+        items: the list, with lists rather than tuples and with strings as keys of dicts, as a parsed JSON has it.
+        text: the list's JSON; None = the text that `json.dumps` writes.
     """
 
     def __init__(self, items: list[Any], text: str | None = None):
@@ -72,13 +72,13 @@ def from_json(data: bytes | str) -> Any:
 
 
 def _value(text: str, at: int) -> tuple[Any, int]:
-    """The value that begins there, and where it ends."""
+    """The value that begins at `at`, and the place after its end."""
     if text.startswith("{", at):
         return _object(text, at)
     if not text.startswith("[", at):
         return _decoder.raw_decode(text, at)
     for known, found in list(_known.items()):
-        if text.startswith(known, at):  # A list ends at its bracket: no longer text begins with it.
+        if text.startswith(known, at):  # A list ends with its bracket, so no longer list begins with this text.
             return found, at + len(known)
     value, end = _decoder.raw_decode(text, at)
     return (LongList(value, text[at:end]) if end - at >= _LONG_MIN else value), end
@@ -101,7 +101,7 @@ def _object(text: str, at: int) -> tuple[dict[str, Any], int]:
 
 
 def _after(mark: str, text: str, at: int) -> int:
-    """Where what follows a mark begins."""
+    """Place of the first character, other than a blank, after a mark that comes next."""
     at = _after_blanks(text, at)
     if not text.startswith(mark, at):
         raise json.JSONDecodeError(f"Expecting {mark!r} delimiter", text, at)

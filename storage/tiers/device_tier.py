@@ -40,7 +40,7 @@ from oneemb.storage.turns import changing
 
 __all__ = ["SLOT_OVERHEAD_BYTES", "DeviceTier"]
 
-# Memory beside the row for each slot: the index at its usual load; then key, score, pins, dirty bit, stack of free slots.
+# Memory beside the row for each slot: the index at its usual load; then key, score, pins, dirty bit, stack of slots.
 _INDEX_BYTES = 16 * 2
 SLOT_OVERHEAD_BYTES = _INDEX_BYTES + 12 + 8 + 4 + 1 + 8
 

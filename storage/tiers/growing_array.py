@@ -1,8 +1,8 @@
 """Arrays that grow in place: no row ever moves, and address space is taken as rows come.
 
-Each array has a span of addresses of its own, long enough for all rows that it may ever have, between 16 and 80 TiB,
-where the system maps nothing by itself. Only the used beginning of a span is mapped, so that many arrays fit under
-`ulimit -v`.
+Each array has a span of addresses of its own, long enough for all rows that it may ever have. Spans lie between 16 and
+80 TiB, where the system maps nothing by itself. Only the used beginning of a span is mapped, so that many arrays fit
+under `ulimit -v`.
 
 Invariants:
 - an array taken before `grow` shares memory with the one after it, and stays valid while anything refers to it;
@@ -23,7 +23,7 @@ __all__ = ["GrowingArray"]
 
 _FIRST, _LAST = 1 << 44, 5 << 44
 
-# A new span gets at most one part in so many of the free addresses, and less where there are many spans.
+# A new span gets at most this part (1 / 8) of the free addresses, and less the more spans there are.
 _SHARES_MIN = 8
 
 # Distance between two tries to find unmapped addresses, in bytes.
@@ -51,7 +51,8 @@ class GrowingArray:
     """Zeros [S, ...] of which S grows.
 
     Args:
-        most: most rows that the array may ever have; fewer where very many arrays share the addresses.
+        most: most rows that the array may ever have. The attribute `most` is less where very many arrays share the
+            addresses.
         shape: shape of a row.
         dtype: dtype of the numbers.
 
@@ -98,7 +99,7 @@ class _Memory:
 
 
 class _Span:
-    """The addresses of one array, mapped from the beginning."""
+    """Addresses of one array; the first `mapped` bytes of them are mapped."""
 
     def __init__(self, bytes: int):
         self.mapped = 0
@@ -107,7 +108,7 @@ class _Span:
             _spans.add(self)
 
     def grow(self, bytes: int) -> None:
-        """Map at least so many bytes from the beginning."""
+        """Map at least the first `bytes` bytes."""
         size = _pages(bytes)
         if size <= self.mapped:
             return
@@ -119,7 +120,7 @@ class _Span:
         if size >= _HUGE_MIN:
             _advise(self.begin, size, _MADV_HUGEPAGE)  # A system without huge pages refuses: no harm.
 
-    # The default keeps the function: at exit the module's names may be gone before the last array.
+    # The default argument keeps `_unmap` alive: at exit Python may drop the module's names before the last array.
     def __del__(self, unmap: Any = _unmap) -> None:
         if self.mapped:
             unmap(self.begin, self.mapped)
@@ -140,7 +141,7 @@ def _place(bytes: int) -> tuple[int, int, int]:
                 return begin, begin + size, page
             if at != _FAILED:  # Old kernels may map elsewhere.
                 _unmap(at, page)
-            begin += max(size, _STEP)  # These addresses are mapped already, or the system has none so high.
+            begin += max(size, _STEP)  # The addresses are mapped already, or beyond what the system has.
         begin = max(begin, other_end + page)
     # No span is free: map all bytes now, wherever the system puts them. Unwritten pages take no memory.
     at = _map(None, bytes, access, kind | _MAP_NORESERVE, -1, 0)

@@ -110,8 +110,8 @@ class HotTier:
         self._arrays = SlotArrays(name, row_width, slots, slot_bytes, resident, expected)
         self._dirty_S, self._pin_S, self._score_S, self.row_SW = self._arrays.arrays
         self.slots = self._arrays.most
-        have = weakref.WeakMethod(self._have_slots)
-        self._limits = Limits(name, self.slots, slot_bytes, resident, row_limit, have)
+        make_room = weakref.WeakMethod(self._make_room)
+        self._limits = Limits(name, self.slots, slot_bytes, resident, row_limit, make_room)
         self._counters = Counters()
         self._below = below
         self._resident = resident
@@ -121,8 +121,9 @@ class HotTier:
         self._writing = threading.Lock() if writing is None else writing
         self._index = HashIndex(threads)
         self._policy = policy
-        # A resident tier evicts nothing and counts pins for its statistics only: it notes them, and adds them up when
-        # they are asked for. Most are taken back before, by the array they were given with.
+        # A resident tier evicts nothing and counts pins for its statistics only: it keeps a list of pins and adds them
+        # up when the statistics are read. Most pins are released before, with the very array that they were made with,
+        # and leave the list again.
         self._noted_pins: list[tuple[np.ndarray, int]] = []
         self._pin_lock = threading.Lock()  # a slot may be pinned for one batch while another unpins it
         self._keeps_reads = True  # whether a cache keeps rows that were read from below
@@ -130,11 +131,12 @@ class HotTier:
         self._mark_bytes = 1 if resident else 13
         self._free = FreeSlots(np.arange)
         self._lent = 0  # slots of rows that are in no index
-        # What a use counts now. Old uses are not made to count less, but new ones more: scores of rows used at any two
-        # times compare, and only rows that are used have theirs changed. "lru" counts calls.
+        # Score of one use now. Instead of lowering the scores of old uses, the tier raises that of new ones: scores of
+        # any two times can be compared, and a use changes only the score of its row. For "lru" the score is the number
+        # of the call.
         self._use_score = 1.0
-        # Rows known here and below; None = nobody has counted. A store below may be far away: it is asked when somebody
-        # wants to know, or where there is a limit.
+        # Number of rows known here and below; None = it is not known. A store below may be far away: it counts its rows
+        # when a caller, or a limit, needs the number.
         self._rows: int | None = 0 if below is None or resident else None
 
     def __len__(self) -> int:
@@ -160,8 +162,11 @@ class HotTier:
             raise
 
     def acquire_at(self, keys: Keys, slot_U: np.ndarray) -> None:
-        """As `acquire`, for a tier in which rows lie still, where the caller knows the slots: slot_U. It has -1 for
-        keys without a row, which this call fills in."""
+        """Do as `acquire` in a tier whose rows lie still, where the caller knows the slots.
+
+        Args:
+            slot_U: the slot of each key; -1 = the key has no row, and this call fills its slot in.
+        """
         missing = np.flatnonzero(slot_U < 0)
         slot_U[missing] = self._bring_in(keys.table_U[missing], keys.id_U[missing])
         self._counters.hits += len(slot_U) - len(missing)
@@ -413,7 +418,7 @@ class HotTier:
 
     def reload(self) -> None:
         """Forget every row here and start from those of the store below: a resident tier copies them all, a cache
-        reads each when it is asked for. One that fails leaves the tier empty, never with a part of the rows."""
+        reads each when a lookup needs it. A call that fails leaves the tier empty, never with a part of the rows."""
         assert self._below is not None
         self._forget()
         try:
@@ -449,10 +454,10 @@ class HotTier:
 
     # ---- inside -----------------------------------------------------------------------------------------------
 
-    def _have_slots(self, rows: int) -> None:
+    def _make_room(self, rows: int) -> None:
         """Get memory for so many rows in all, in a resident tier. No slot moves."""
         if rows > len(self.row_SW):
-            self._arrays.have(rows)
+            self._arrays.make_room(rows)
             # The slab last: readers that find a new slab take the other arrays anew.
             self._dirty_S, self._pin_S, self._score_S, self.row_SW = self._arrays.arrays
 
@@ -595,9 +600,9 @@ class HotTier:
         self._counters.written_down += len(slot_N)
 
     def _keys_of(self, chosen_S: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(table, id, slot) of the rows in the chosen slots, in the index's order: what is done with them there is done
-        to one part of it after the other."""
-        chosen_S = chosen_S.copy()  # Marks may come while we look, and the arrays have room for those counted here.
+        """(table, id, slot) of the rows in the chosen slots, in the order of the index, so that a change to the index
+        touches one part of it after the other."""
+        chosen_S = chosen_S.copy()  # Another thread may set marks meanwhile, and the arrays below have room for these.
         size = int(np.count_nonzero(chosen_S))
         table_V, id_V, slot_V = np.empty(size, np.int32), np.empty(size, np.int64), np.empty(size, np.int64)
         found = 0

@@ -1,4 +1,4 @@
-"""What every tier in memory counts and refuses: how many rows fit, how many there may be, what calls have found."""
+"""Limits and counters of a tier in memory: how many rows fit, how many may be known, how many calls have found."""
 
 import weakref
 from collections.abc import Sized
@@ -15,16 +15,16 @@ __all__ = ["Counters", "Limits"]
 
 @dataclass(frozen=True)
 class Limits:
-    """How many rows a tier may hold.
+    """Limits of a tier's rows.
 
     Args:
         name: what errors call the tier.
         slots: rows that fit.
-        slot_bytes: memory of one, with all that is kept beside the row.
+        slot_bytes: bytes of a slot: the row and all that is kept beside it.
         resident: whether all rows have to be here.
         row_limit: rows that may be known to this tier and those below together; None = no limit.
-        have_memory: method of a resident tier that gets memory for so many rows in all or raises `StoreFullError`;
-            None = nothing is to be asked. Weak, since the tier refers to this object.
+        get_memory: method of a resident tier that gets memory for a number of rows in all, or raises `StoreFullError`;
+            None = the tier has the memory of all its slots. Weak, since the tier refers to this object.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Limits:
     slot_bytes: int
     resident: bool
     row_limit: int | None
-    have_memory: "weakref.WeakMethod[Any] | None" = None
+    get_memory: "weakref.WeakMethod[Any] | None" = None
 
     def check_fits(self, more: int, held: int) -> None:
         """Make room for so many more rows beside those held: all rows of a resident tier, the pinned ones of a cache.
@@ -41,7 +41,7 @@ class Limits:
             StoreFullError: there is no room.
         """
         if held + more <= self.slots:
-            self._have(held + more)
+            self._get_memory(held + more)
             return
         how = "taken" if self.resident else "in use by this step"
         raise (StoreFullError if self.resident else StoreFullError.of_pins)(
@@ -81,11 +81,11 @@ class Limits:
                 f"the {self.name} tier has {self.slots} slots and must hold all of {rows} rows; give it at least"
                 f" {self.mebibytes(rows)} MiB"
             )
-        self._have(rows)
+        self._get_memory(rows)
 
-    def _have(self, rows: int) -> None:
-        if self.resident and self.have_memory is not None and (have := self.have_memory()) is not None:
-            have(rows)
+    def _get_memory(self, rows: int) -> None:
+        if self.resident and self.get_memory is not None and (get_memory := self.get_memory()) is not None:
+            get_memory(rows)
 
     def mebibytes(self, rows: int) -> int:
         """MiB for so many rows, rounded up."""
@@ -94,7 +94,7 @@ class Limits:
 
 @dataclass
 class Counters:
-    """What a tier has done since it was made, in rows."""
+    """Numbers of rows that a tier has found, made and moved since it was made."""
 
     hits: int = 0
     misses: int = 0
@@ -103,5 +103,5 @@ class Counters:
     written_down: int = 0
 
     def stats(self) -> dict[str, Any]:
-        """As `RowStore.stats` has them."""
+        """The counters as entries of `RowStore.stats`."""
         return asdict(self)

@@ -1,11 +1,11 @@
-"""Host memory that this process may use: the least of these limits.
+"""Host memory that this process may use, which is the least of these limits.
 
 - the machine's physical memory;
 - `memory.max` (cgroup v2) or `memory.limit_in_bytes` (v1) of the process's control group and of each visible parent;
 - RLIMIT_AS and RLIMIT_DATA, less the address space that the process has taken for anything but rows.
 
-Which files hold the limits of control groups is found once for a process; a limit itself may change at any time, and is
-read each time. A process that is moved into another control group keeps to the limits of the first one.
+The files with the limits of control groups are found once for a process, but read at each call, since a limit may
+change at any time. A process that moves to another control group keeps to the limits of the first one.
 """
 
 import functools
@@ -37,7 +37,7 @@ def memory_limit(taken: int = 0, process: Path = _PROCESS) -> MemoryLimit:
     """The least limit of this process.
 
     Args:
-        taken: bytes of address space that the caller counts as rows; they are not subtracted.
+        taken: bytes of address space that the caller has mapped for rows; they do not lessen RLIMIT_AS and RLIMIT_DATA.
         process: the process's folder in /proc.
     """
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -46,7 +46,7 @@ def memory_limit(taken: int = 0, process: Path = _PROCESS) -> MemoryLimit:
 
 
 def _of_resources(taken: int) -> Iterator[MemoryLimit]:
-    """The limits that `ulimit` sets, less the address space that is not the caller's."""
+    """Limits that `ulimit` sets, less the address space that the process has taken for anything but rows."""
     for kind, field, name in ((resource.RLIMIT_AS, 0, "ulimit -v"), (resource.RLIMIT_DATA, 5, "ulimit -d")):
         limit, _ = resource.getrlimit(kind)
         if limit != resource.RLIM_INFINITY:
@@ -61,7 +61,7 @@ def _of_control_groups(process: Path) -> Iterator[MemoryLimit]:
         try:
             with open(file, "rb") as opened:
                 limit = opened.read().strip()
-        except OSError:  # The root group has no such file, nor has a group whose parent counts no memory.
+        except OSError:  # The root group, and a group whose parent does not count memory, have no such file.
             continue
         if limit.isdigit():
             yield MemoryLimit(int(limit), f"the limit in {file}")
@@ -110,7 +110,7 @@ def _folders_up(point: Path, root: PurePosixPath, path: PurePosixPath) -> Iterat
 
 
 def _plain(word: str) -> str:
-    """The path that a word of mountinfo names: there blanks and backslashes are octal numbers."""
+    """Path that a word of mountinfo names; the file has octal numbers in place of blanks and backslashes."""
     for code, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
         word = word.replace(code, character)
     return word

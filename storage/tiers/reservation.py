@@ -6,7 +6,7 @@ that fits. A cache reserves its budget at construction, whether that fits or not
 Invariants:
 - a resident tier reserves more only if the sum stays within nine tenths of the process's memory limit;
 - a reservation ends when its tier is closed or collected;
-- memory granted by `granted` is there for the tiers that are made within, whatever the limit is then;
+- within a block of `granted`, new tiers get the granted memory, whatever the limit has become;
 - a child of fork has reservations of its own. The parent's stores cannot grow in the child, so there each of their
   reservations shrinks to the memory in use.
 """
@@ -40,7 +40,7 @@ class Reservation:
         self.mapped = 0
         """Bytes of address space that the tier's arrays have mapped."""
         self.grant: Reservation | None = None
-        """The grant to which the bytes go back."""
+        """The grant that gets the bytes back when the reservation shrinks; None = none."""
         with _lock:
             _book.add(self)
 
@@ -92,12 +92,12 @@ class Reservation:
 
 @contextmanager
 def granted(name: str, bytes: int, instead: Sequence[Reservation]) -> Iterator[None]:
-    """Keep memory for tiers that this thread makes within, in place of others that it closes within.
+    """Keep memory, during a block, for tiers that this thread makes in place of others that it closes.
 
     Args:
         name: name of the tiers, for errors.
         bytes: most that the new tiers need.
-        instead: reservations of the tiers to be closed; they can be made anew within.
+        instead: reservations of the tiers to be closed; their memory is kept too, so that they can be made anew.
 
     Raises:
         StoreFullError: there is no memory for that; nothing has changed.
@@ -117,7 +117,7 @@ def granted(name: str, bytes: int, instead: Sequence[Reservation]) -> Iterator[N
 
 
 def usable_bytes() -> int:
-    """Bytes that the rows of all tiers of this process may take together, and at least what this thread is granted."""
+    """Bytes that the rows of all tiers of this process may take together; at least this thread's grant."""
     with _lock:
         grant = _grants.get(threading.get_ident())
         limit = memory_limit(sum(one.mapped for one in list(_book))).bytes
@@ -130,7 +130,7 @@ def mebibytes(bytes: int) -> int:
 
 
 _grants: dict[int, Reservation] = {}
-"""What threads are granted, by the thread."""
+"""Grant of each thread, by the thread's number."""
 _book: "weakref.WeakSet[Reservation]" = weakref.WeakSet()
 _lock = threading.Lock()
 

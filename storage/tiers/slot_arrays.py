@@ -66,7 +66,7 @@ class SlotArrays:
         """Memory that is reserved for the arrays."""
         return self._reserved
 
-    def have(self, slots: int) -> None:
+    def make_room(self, slots: int) -> None:
         """Make room for at least so many slots.
 
         Raises:
