@@ -145,7 +145,7 @@ class GraphState:
         self._graph, self._train, self._strict = graph, train, strict
         self._calls = _calls_of(graph)
         self.loaded: LoadedKeys | None = None
-        """What the last `load_state_dict` gave, which `dcp.load` does not hand on."""
+        """Result of the last `load_state_dict`; `dcp.load` does not return it."""
 
     def state_dict(self) -> dict[str, bytes]:
         """The state as one value, so that it fits whatever state the optimizers have added since."""
@@ -207,14 +207,14 @@ def _state_in(state_dict: object) -> bytes:
 
 
 class _Plan(NamedTuple):
-    """What the first rank has found at a path, and how what is made now is to be named."""
+    """Files and snapshots that the first rank has found at a path, and the names of the new ones."""
 
     earlier: list[_Snapshots]
-    """Those that saves to this path have made, newest first."""
+    """Snapshots of earlier saves to this path, newest first."""
     left: list[str]
     """The intents of saves that were stopped."""
     snapshot: str
-    """The name of what is saved now of each embedding."""
+    """Name of the snapshot that this save makes of each embedding."""
 
 
 def _save(graph: CompiledGraph, train: TrainState, path: str, keep: int | None, calls: RankCalls, what: str) -> int:
@@ -345,7 +345,7 @@ def _named_by(path: str) -> list[_Snapshots]:
 
 
 class _Intent:
-    """What a save is about to make, in a file beside the checkpoint that is locked while the save goes on.
+    """Snapshots that a save is about to make, in a file beside the checkpoint; it is locked while the save goes on.
 
         {"snapshots": {embedding: {"oneemb_snapshot": name, "oneemb_identity": null}, ...}}
         in place        appended when the checkpoint is written and about to be renamed
@@ -458,8 +458,8 @@ def _read_intent(intent: str) -> tuple[_Snapshots, bool]:
 
 
 def _existing(embeddings: _Embeddings, of_saves: Sequence[_Snapshots]) -> list[list[str]]:
-    """Of the snapshots of each save, the names of those modules whose snapshot still exists, though it may not be
-    readable. Of another identity is none."""
+    """Names of the modules whose snapshot still exists, for each save. The snapshot need not be readable; one with
+    another identity does not count."""
     found: list[list[str]] = [[] for _ in of_saves]
     for name, embedding in embeddings.items():
         named = [(n, snapshots[name]) for n, snapshots in enumerate(of_saves) if name in snapshots]

@@ -1,4 +1,4 @@
-"""What training and evaluation graphs share: `build` called, its lookups made ahead of it, and shown."""
+"""Base of training and evaluation graphs: it calls `build`, makes its lookups ahead of the call, and shows them."""
 
 import functools
 import inspect
@@ -81,12 +81,12 @@ class Batch(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     values: list[Any]
-    """What is nested in them, see `oneemb.graph.inputs`."""
+    """Values nested in the inputs, see `oneemb.graph.inputs`."""
     structure: Structure
 
 
 class _Known:
-    """What is known of the lookups of one structure of inputs."""
+    """Lookups of `build` for one structure of inputs, as far as they are known."""
 
     def __init__(self) -> None:
         self.plan: Plan | None = None
@@ -101,7 +101,7 @@ class _Known:
         return self.plan is None and self.recorded == RECORDED_MAX
 
     def tape(self, batch: Batch) -> Tape | None:
-        """What to record the lookups with; None = they are recorded, or were too often."""
+        """Tape to record the lookups with; None = they are recorded, or recording has failed too often."""
         if self.plan is not None or self.given_up:
             return None
         left_out = [name for name, missed in self.missed.items() if missed >= MISSED_MAX]
@@ -128,7 +128,7 @@ def _goes_on(forward: object) -> bool:
 
 
 _Key = tuple[Structure, tuple[bool, tuple[tuple[Any, ...], ...]]]
-"""What a plan is compiled for: the nesting of inputs, and of each embedding its store and what matters of it."""
+"""Key of a plan: the nesting of inputs; for each embedding its store, and options that change the plan."""
 
 
 class CompiledGraph(torch.nn.Module):
@@ -162,12 +162,12 @@ class CompiledGraph(torch.nn.Module):
         self._called_by: LoaderPosition | None = None
         """Position of the loop without a thread that is about to make a call; None = no loop is."""
         self._connections: list[tuple[object, Ranks]] = []
-        """Those that no loop uses: the group of the embeddings, and its ranks as the thread of `run` knows them."""
+        """Ranks that no loop uses: the group of the embeddings, and its ranks as the thread of `run` knows them."""
         self._connected: list[Ranks] = []
         """All there are."""
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
-        """What a call computes; each graph defines it."""
+        """Compute the result of a call; each graph defines it."""
         raise NotImplementedError(f"{type(self).__name__} must define build(self, ...)")
 
     # ---- compiling --------------------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ class CompiledGraph(torch.nn.Module):
         self._dropped += 1
 
     def _key(self, batch: Batch) -> _Key:
-        """What a plan is compiled for. Calls with equal keys share a plan."""
+        """Key of a call's plan. Calls with equal keys share a plan."""
         inserts = self._inserts()
         lookups = [
             (
@@ -381,7 +381,7 @@ class CompiledGraph(torch.nn.Module):
         return "\n\n".join([text, "\n".join(caches), *self._explain_ranks()])
 
     def _explain_ranks(self) -> list[str]:
-        """What this rank has exchanged; a line, or none."""
+        """Table of this rank's traffic, as one text; empty without ranks."""
         own = [embedding.ranks for embedding in embeddings_of(self).values() if embedding.ranks is not None]
         if not own:
             return []
@@ -500,7 +500,7 @@ class CompiledGraph(torch.nn.Module):
         return mine
 
     def _ranks(self) -> Ranks | None:
-        """Those who own rows of the graph's embeddings; None = this process has all."""
+        """Ranks that own rows of the graph's embeddings; None = this process has all rows."""
         groups = {one.ranks.group: one.ranks for one in embeddings_of(self).values() if one.ranks is not None}
         if len(groups) > 1:
             raise ValueError(
@@ -660,7 +660,7 @@ class CompiledGraph(torch.nn.Module):
         self, batch: Batch, prepared: Prepared, on_acquired: OnAcquired | None, expected: list[Expected],
         **surrounding: Any,
     ) -> Any:  # fmt: skip
-        """What `build` gives.
+        """Call `build`, and return its result.
 
         Args:
             expected: the lookups that it is expected to make are added to this list.
@@ -707,7 +707,7 @@ class CompiledGraph(torch.nn.Module):
         return nullcontext() if dense is None else dense.in_place_of(self, self._why_not_captured())
 
     def _why_not_captured(self) -> str:
-        """What forbids that dense modules are captured as CUDA graphs; empty = nothing does."""
+        """Reason why dense modules must not be captured as CUDA graphs; "" = they may be."""
         return ""
 
 
@@ -717,7 +717,8 @@ def step_locks(graph: torch.nn.Module) -> list[StepLock]:
 
 
 def _of_a_loop(step: Callable[[], Result]) -> Result:
-    """What a step of a loop gives. Its StopIteration, which Python lets no generator pass on, is told from the end."""
+    """Result of a step of a loop. A StopIteration of the step becomes a RuntimeError, since a generator cannot pass it
+    on, and its caller would take it for the end of the loop."""
     try:
         return step()
     except StopIteration as error:

@@ -1,8 +1,8 @@
-"""What a training graph is beside its rows: taken from it, made bytes, compared, put back.
+"""State of a training graph beside its rows: taken from the graph, made bytes, compared, restored.
 
     state      dense parameters and buffers, optimizers, schedulers, scaler, steps, random generators, and for each
                embedding the name and identity of a snapshot
-    others     of ranks that own rows together: what those after the first have of their own
+    others     where ranks own rows together: the state that each rank after the first has of its own
 
 Dense parameters and what optimizers keep of them are the same on all ranks, as DistributedDataParallel has it, and are
 there once, those of the first rank. Random generators are there of each rank, and so are buffers and extra states of
@@ -62,13 +62,13 @@ class _Random(TypedDict):
 
     torch: torch.Tensor
     cuda: list[torch.Tensor]
-    """Of all GPUs; of a rank, that of its own."""
+    """States of the generators of all GPUs; on a rank, of its own GPU."""
     python: tuple[Any, ...]
     numpy: list[Any]
 
 
 class Other(TypedDict):
-    """What a rank after the first has of its own."""
+    """State that a rank after the first has of its own."""
 
     random: _Random
     tensors: dict[str, torch.Tensor]
@@ -119,10 +119,10 @@ def check_between_updates(graph: CompiledGraph, train: TrainState) -> None:
 
 
 def others_of(graph: CompiledGraph, calls: RankCalls, what: str) -> list[Other] | None:
-    """What the ranks after the first have of their own, for the first one; None = no ranks own rows together.
+    """Own states of the ranks after the first, gathered on the first; None = no ranks own rows together.
 
     Args:
-        what: the ranks are doing: they call it together.
+        what: the operation of the ranks, which make this call together.
 
     Raises:
         RuntimeError: parameters are sharded over ranks, so that none has them all.
@@ -174,7 +174,7 @@ def state_of(
 
 
 def _own(graph: CompiledGraph, differ: set[str]) -> Other:
-    """What this rank has of its own: `differ` is what it has otherwise than the first one."""
+    """State that this rank has of its own; `differ` names the tensors and extra states unlike the first rank's."""
     buffers, modules = _buffers(graph), _with_extra_state(graph)
     own: Other = {
         "random": _random_now(of_rank=True),
@@ -206,7 +206,7 @@ _EXTRA = "the extra state of "
 
 
 def _hashes(graph: CompiledGraph) -> dict[str, str]:
-    """Of each tensor and extra state, what is the same on two ranks if and only if it is."""
+    """Hash of each tensor and extra state, by name."""
     tensors = _tensors(graph)
     for name, tensor in tensors.items():
         if hasattr(tensor, "device_mesh"):

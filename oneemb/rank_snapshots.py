@@ -130,7 +130,7 @@ class RankSnapshots:
         return self._find(what).get(name, identity, named_by)
 
     def _find(self, what: str, check: Callable[[], object] = lambda: None) -> FoundParts:
-        """What lies in the folders: each rank looks at its own, the first one at all that are no rank's."""
+        """Parts in the folders: each rank looks at its own folder, the first rank also at folders of no rank."""
 
         def look() -> FoundParts:
             check()
@@ -148,15 +148,15 @@ class RankSnapshots:
     # ---- exchanges --------------------------------------------------------------------------------------------------
 
     def agree(self, what: str, check: Callable[[], object] = lambda: None) -> None:
-        """As `Ranks.agree`."""
+        """Call `Ranks.agree`."""
         self._calls.agree(what, check)
 
     def all_gather(self, what: str, make: Callable[[], T]) -> list[T]:
-        """As `Ranks.all_gather`."""
+        """Call `Ranks.all_gather`."""
         return self._calls.all_gather(what, make)
 
     def of_all(self, what: str, mine: T) -> list[T]:
-        """What each rank says."""
+        """All-gather `mine`."""
         if self._calls.alone:
             return [mine]
         return self.together(what, lambda: self.all_gather(self.words(what), lambda: mine))
@@ -340,8 +340,8 @@ class RankSnapshots:
         self.together(f"check_fits {name!r}", look)
 
     def existing(self, named: Sequence[tuple[str, str | None]]) -> list[bool]:
-        """Of each snapshot, given by name and identity (None = whichever has the name), whether it is there, though it
-        may not be readable. Ranks give the same ones."""
+        """Whether each snapshot exists, given by name and identity (None = any identity). It need not be readable. All
+        ranks give the same list."""
         if not named:
             return []
         check: Callable[[str, str | None, str], object] = self._store.check_snapshot
@@ -392,7 +392,7 @@ class RankSnapshots:
         return Loaded(snapshot.info, as_saved)
 
     def _open(self, what: str, snapshot: PartedSnapshot, *, weights_only: bool, read: bool) -> "_Opened":
-        """What this rank is to load, once all ranks have found that it fits."""
+        """Rows that this rank is to load. Returns after all ranks have found that theirs fit."""
         own = snapshot.part_in(self._own, self._rank, self._size)
         owned: OwnedRows | None = None
 
@@ -502,7 +502,7 @@ class RankSnapshots:
 
 
 class _Opened(NamedTuple):
-    """What a rank is to load."""
+    """Rows that a rank is to load."""
 
     info: SnapshotInfo
     owned: OwnedRows | None

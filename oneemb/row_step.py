@@ -36,7 +36,7 @@ __all__ = ["RowStep", "TrainedRows", "attach", "embedding_of", "row_weights", "r
 
 
 class TrainedRows(Protocol):
-    """What a step asks of an embedding."""
+    """Interface of an embedding, as a step uses it."""
 
     name: str
     store: EmbeddingStore
@@ -45,7 +45,7 @@ class TrainedRows(Protocol):
 
     @property
     def weights(self) -> tuple[torch.nn.Parameter, ...]:
-        """Those that stand for the rows: of each table, or one of all."""
+        """Parameters that stand for the rows: one for each table, or one for all."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -213,7 +213,7 @@ class RowStep:
         self.grads: list[tuple[RowWeight, ops.RowGrad]] = []
         """The gradients that have been taken out of weights."""
         self._spent: list[tuple[RowWeight, ops.RowGrad]] = []
-        """Those too, of rows that were updated in the backward pass."""
+        """Gradients taken out of weights whose rows were updated in the backward pass."""
         self.groups_of_tables: Callable[[], Sequence[Group | None]] | None = None
         """Gives the options of each table, None for one that is frozen, where they are not those of the param group."""
         self._groups: dict[EmbeddingStore, tuple[int, ...]] = {}
@@ -231,7 +231,7 @@ class RowStep:
 
     @property
     def embeddings(self) -> dict[TrainedRows, None]:
-        """Those whose gradients have been taken."""
+        """Embeddings whose gradients have been taken."""
         return {taken.embedding: None for taken, _ in self.grads}
 
     def take_grads(self) -> None:
@@ -304,7 +304,7 @@ class RowStep:
             ops.may_step(ops.check_finite([self], grads), [self])
 
     def changes(self) -> list[int]:
-        """What tells whether something is done to the gradients that are taken."""
+        """Numbers that change whenever a gradient that has been taken is changed or replaced."""
         return [number for _, grad in self.grads for number in (id(grad), grad.changes)]
 
     def update(self, grads: Sequence[ops.RowGrads], go: bool, options: ops.Groups, stats: StepStats) -> None:
@@ -376,8 +376,8 @@ class _Hooked(RowStep):
         self._options = ops.options_of(self.optimizer)
 
     def _agree(self, ranks: Ranks) -> str | None:
-        """What `_ready` gives on any rank. Once they have agreed the others make the step: Ctrl-C that came while this
-        one waited for them comes a moment later, as if it had been pressed in the middle of torch's step."""
+        """Result of `_ready` of the ranks together. After this exchange the other ranks make the step, so a Ctrl-C that
+        came during the wait is raised a moment later, as if it had come in the middle of torch's step."""
         undisturbed.hold_signals()
         try:
             found: str | None = ranks.agree(f"step by {type(self.optimizer).__name__}", self._ready)
@@ -450,7 +450,7 @@ class _Hooked(RowStep):
 
 
 class _Arguments(tuple[Any, ...]):
-    """Those of a step, which end with it: an error that is not kept lets go of them."""
+    """Arguments of a step. They are freed with it, or with an error of it that nobody keeps."""
 
     step: _Hooked
 

@@ -42,8 +42,8 @@ def tracer_of(*values: object) -> str | None:
 
 
 def _is_traced_before_dispatch() -> bool:
-    """Whether make_fx(pre_dispatch=True), or torch.export, traces this thread. Only the stack of function modes tells: the
-    stack of pre-dispatch modes is the process's, and its key stays set in a thread that compiles meanwhile."""
+    """Whether make_fx(pre_dispatch=True), or torch.export, traces this thread. Only the stack of function modes tells:
+    the stack of pre-dispatch modes is the process's, and its key stays set in a thread that compiles meanwhile."""
     modes = (_functions_seen_by(k) for k in range(_function_modes()))
     return any(type(mode).__name__ == "PreDispatchTorchFunctionMode" for mode in modes)
 

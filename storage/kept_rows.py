@@ -73,8 +73,8 @@ class KeptRows:
 
     @property
     def ledger(self) -> Ledger:
-        """What is known of each row's use; where all rows lie still on the host, by their own records. In a turn or
-        between steps only: who asks first after rows have moved lets it go by them."""
+        """The usage index; it uses the rows' own records where all rows lie still on the host. In a turn or between
+        steps only: the first call after rows have moved goes over to the new place."""
         hot = self._rows.hot if self._rows.built else None
         if hot is not self._hot:
             lying = hot if isinstance(hot, HotTier) and hot.lies_still else None
@@ -93,7 +93,7 @@ class KeptRows:
 
     @property
     def policies(self) -> Sequence[RowPolicy]:
-        """Of each table."""
+        """The policy of each table."""
         return self._policies
 
     @property
@@ -377,15 +377,15 @@ class KeptRows:
     # ---- snapshots --------------------------------------------------------------------------------------------------
 
     def to_meta(self) -> dict[str, Any]:
-        """What the meta of a snapshot says beside the rows."""
+        """Entries of the policies for the meta of a snapshot."""
         return self.ledger.to_meta()
 
     def to_arrays(self) -> dict[str, np.ndarray]:
-        """What a snapshot holds beside them."""
+        """Arrays of the policies for a snapshot."""
         return {} if self.admission is None else self.admission.to_arrays()
 
     def loaded_admission(self, arrays: Mapping[str, np.ndarray], name: str) -> Admission | None:
-        """What goes on from the sightings among the arrays of snapshot `name`; ids are counted on from here."""
+        """Admission that continues from the sightings among the arrays of snapshot `name`."""
         admission = self.new_admission()
         if admission is not None and self.admission is not None:
             admission.admitted, admission.refused = self.admission.admitted, self.admission.refused
@@ -414,7 +414,7 @@ class KeptRows:
             self.admission.clear()
 
     def stats(self) -> dict[str, Any]:
-        """What has left, and what has been counted."""
+        """Numbers of rows that have left, and of ids that were admitted or refused."""
         counts: dict[str, Any] = {"left": dict(self.ledger.left), "bytes": self.ledger.nbytes}
         if self.admission is not None:
             counts |= {"admitted": self.admission.admitted, "refused": self.admission.refused}

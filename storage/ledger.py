@@ -1,4 +1,4 @@
-"""What is known of each row's use, and which rows are to leave for it.
+"""Index of the usage of every row, and choice of the rows to evict.
 
 The ledger knows the key of every row of a store, its score, and when it was last used. It is asked before a lookup's
 rows are made, and told after; the same numbers are in the row's record (`MARKS` words of it), which moves between tiers
@@ -63,7 +63,7 @@ class Departing(NamedTuple):
 
 @dataclass
 class LedgerClock:
-    """What a ledger counts, which a snapshot keeps."""
+    """Counts of a ledger; a snapshot keeps them."""
 
     lookups: int = 0
     shard: int = 0
@@ -80,10 +80,10 @@ class LedgerClock:
 
     @classmethod
     def of_meta(cls, meta: dict[str, Any], name: str) -> "LedgerClock | None":
-        """What `Ledger.to_meta` has put into the meta of the snapshot `name`; None if nothing.
+        """The clock that `Ledger.to_meta` has put into the meta of snapshot `name`; None = it is not there.
 
         Raises:
-            CorruptTableError: it is what no ledger says.
+            CorruptTableError: the entry is none that a ledger writes.
         """
         found = meta.get("ledger")
         if found is None:
@@ -221,11 +221,11 @@ class Ledger:
         return self._stamp
 
     def counted(self) -> LedgerClock:
-        """What has been counted up to now."""
+        """Counts up to now."""
         return replace(self.clock, seconds=self.second)
 
     def to_meta(self) -> dict[str, Any]:
-        """What the meta of a snapshot says beside the rows."""
+        """Entries of the ledger for the meta of a snapshot."""
         stamps = {"timestamps": True} if self.stamps else {}
         return {"ledger": asdict(self.counted()), "score_rules": self.rules(), **stamps}
 
@@ -281,12 +281,12 @@ class Ledger:
         return self._rows_in(range(SHARDS))
 
     def marks(self, place_N: np.ndarray) -> np.ndarray:
-        """What the records of rows at these places are to hold: uint32 [N, MARKS]."""
+        """Usage metadata of the rows at these places, for their records: uint32 [N, MARKS]."""
         first = self._places.first
         return self._places.word_PX[place_N, first : first + MARKS]
 
     def scores(self, place_N: np.ndarray) -> np.ndarray:
-        """Of rows at these places: uint64 [N]."""
+        """Scores of the rows at these places, uint64 [N]."""
         return self._places.score_P[place_N]
 
     @property
@@ -301,7 +301,7 @@ class Ledger:
             raise ValueError("scores of LFU with a half-life are bits of finite float64 numbers, 0 or more, got others")
 
     def set_scores(self, place_N: np.ndarray, score_N: np.ndarray) -> None:
-        """Of rows at these places."""
+        """Set the scores of the rows at these places."""
         self._places.score_P[place_N] = score_N
         self._set_numbers(place_N, score_N, 0)
 
@@ -315,14 +315,14 @@ class Ledger:
         self._rules.given_T[table] = score
 
     def uses(self, table: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of the rows of a table: ids int64 [N], scores and times of last use, both uint64 [N]."""
+        """Ids int64 [N], scores and times of last use, both uint64 [N], of the rows of a table."""
         table_N, id_N, place_N = self._rows_in(range(SHARDS))
         its = np.flatnonzero(table_N == table)
         mark_N2 = self.marks(place_N[its]).view(np.uint64)
         return id_N[its], mark_N2[:, 0].copy(), mark_N2[:, 1].copy()
 
     def set_times(self, place_N: np.ndarray, time_N: np.ndarray) -> None:
-        """Of the last use of rows at these places, uint64."""
+        """Set the times of last use, uint64, of the rows at these places."""
         self._set_numbers(place_N, time_N, 2)
         self._stamp = max(self._stamp, min(int(time_N.max(initial=0)), _UNLIMITED))
 
@@ -473,7 +473,7 @@ class Ledger:
         return Departing(np.concatenate(tables), np.concatenate(ids), "capacity")
 
     def _choose_in(self, shards: range, excess_T: np.ndarray, excess: int) -> np.ndarray:
-        """Those that leave of the rows in these shards: the cells that their keys are in."""
+        """Rows of these shards to evict: the cells of the index that have their keys."""
         cell_N, score_N = self._free_rows(shards)
         chosen = [cell_N[:0]]
         if tables := [t for t in self._limits if self._evicts_T[t]]:
@@ -572,10 +572,10 @@ class Ledger:
     def unwanted(
         self, table_N: np.ndarray, id_N: np.ndarray, weight_ND: np.ndarray, held: Sequence[np.ndarray]
     ) -> list[Departing]:
-        """Those of these rows that are to leave by their weights, float32 [N, D].
+        """The rows among these that are to leave for their weights, float32 [N, D].
 
         Raises:
-            ValueError: `expire_where` gives what it is not to give.
+            ValueError: the result of `expire_where` is not as it must be.
         """
         departing = []
         with self._holding(held):
@@ -624,7 +624,7 @@ class Ledger:
         self.clock.steps += step
 
     def first_marks(self, table_N: np.ndarray, id_N: np.ndarray, step: int) -> np.ndarray:
-        """What the records of rows that are loaded without marks are to hold: they count as used once, then."""
+        """Usage metadata for rows that are loaded without any: they count as used once, now."""
         rows, second = len(id_N), 0
         if self.stamps:
             step, second = _halves(self.timestamp())
@@ -662,5 +662,5 @@ class Ledger:
             )
 
     def rules(self) -> list[list[float]]:
-        """Of each table, by which rule rows are scored, as a snapshot says it."""
+        """Rule by which the rows of each table are scored, as a snapshot has it."""
         return [[int(kind), float(param)] for kind, param in zip(*self._rules[:2], strict=True)]

@@ -139,8 +139,8 @@ class PartedSnapshot:
 
     @cached_property
     def info(self) -> SnapshotInfo:
-        """What the snapshot is; of a delta, that of which it has the changes too. A part without rows may not know yet
-        what state rows have: the others say.
+        """Description of the whole snapshot. A part without rows may not know yet what state rows have; then it comes
+        from another part.
 
         Raises:
             CorruptTableError: parts hold rows of several kinds.
@@ -198,14 +198,14 @@ class FoundParts:
 
     @classmethod
     def together(cls, found: "Sequence[FoundParts]") -> "FoundParts":
-        """What several have found, each in other folders."""
+        """Parts that several ranks have found, each in other folders, in one object."""
         parts = [part for some in found for part in some.parts]
         damaged = [one for some in found for one in some.damaged]
         return cls(parts, damaged, list(dict.fromkeys(folder for some in found for folder in some.folders)))
 
     @cached_property
     def _whole(self) -> dict[str, PartedSnapshot]:
-        """Of each name the whole snapshot that was saved last."""
+        """The newest whole snapshot of each name."""
         newest: dict[str, PartedSnapshot] = {}
         for group in self._groups.values():
             by_shard = {part.whole.shard: part for part in reversed(group)}
@@ -223,7 +223,7 @@ class FoundParts:
         return groups
 
     def snapshots(self) -> list[PartedSnapshot]:
-        """Those that are there, oldest first."""
+        """Whole snapshots, oldest first."""
         return sorted(self._whole.values(), key=lambda whole: (whole.sequence, whole.parts[0].info.created))
 
     def get(self, name: str, identity: str | None = None, named_by: str = "") -> PartedSnapshot:
@@ -307,7 +307,7 @@ class FoundParts:
         return list(dict.fromkeys([part.folder for part in parts] + [one.folder for one in self.damaged_of(name)]))
 
     def damaged_of(self, name: str) -> list[Damaged]:
-        """Those of the damaged ones that may be parts of a snapshot of this name."""
+        """Damaged files that may be parts of a snapshot of this name."""
         return [one for one in self.damaged if one.name == name or one.name.startswith(f"{name}~")]
 
     def parts_of(self, name: str) -> list[Part]:
@@ -342,7 +342,7 @@ def _check_kind(what: str, parts: Sequence[Part]) -> None:
 
 
 def incomplete_text(parts: list[Part]) -> str:
-    """What to say of a snapshot that is not whole."""
+    """Text of the error for a snapshot that is not whole."""
     whole = parts[0].whole
     missing = sorted(set(range(whole.shards)) - {part.whole.shard for part in parts})
     there = ", ".join(f"{part.whole.shard} in {part.folder}" for part in parts)

@@ -1,4 +1,4 @@
-"""What both collections are: tables by name, and the embeddings that hold their rows.
+"""Base of both collections: tables by name, and the embeddings that hold their rows.
 
 Tables of one width, dtype and pooling in one store are one embedding underneath (`rows`), so that their ids are found,
 read and updated by one loop each. Each table has a parameter of its own, [0, D], that stands for its rows.
@@ -64,25 +64,25 @@ class TableRows:
     initializer: Initializer
     policy: RowPolicy
     cache_budget_mb: int | None = None
-    """Of rows in the host's memory, the cache on the device; None = rows are where lookups run. With `store_options`
-    these say so."""
+    """Size of the cache on the device, for rows in the host's memory; None = rows are where lookups run. Not used with
+    `store_options`, which say where rows are."""
 
 
 @dataclasses.dataclass(frozen=True)
 class OnRanks:
-    """What a sharder says of tables whose rows ranks own together."""
+    """Options that a sharder gives to tables whose rows ranks own together."""
 
     process_group: "torch.distributed.ProcessGroup | None"
-    """None = there is one, which asks nobody."""
+    """None = there is one rank, which exchanges nothing."""
     gradients: Literal["mean", "sum"]
     comm_dtype: torch.dtype
     steppers: Sequence[MakeOptimizer]
-    """What makes the optimizer of each table."""
+    """Functions that make the optimizer of each table."""
     begin: Sequence[torch.Tensor | None]
     """The rows that each table begins with; None = none."""
     tables: Sequence[TableRows] | None = None
-    """Of each table what its config does not say; None = of none. State dicts hold nothing of such rows without a
-    path."""
+    """Options of each table that are not in its config; None = no table has any. State dicts hold no such rows without
+    a path."""
 
 
 class Group(NamedTuple):
@@ -99,16 +99,16 @@ class Group(NamedTuple):
 
 
 class Lookups(NamedTuple):
-    """What a call of a collection looks up."""
+    """Lookups of one call of a collection."""
 
     groups: Sequence[Group]
     arguments: Sequence[dict[str, Any]]
-    """Those of the lookup of each group, as `MultiTableEmbedding.keys_of` takes them."""
+    """Arguments of the lookup of each group, as `MultiTableEmbedding.keys_of` takes them."""
     output: Callable[[Sequence[torch.Tensor]], Any]
-    """What the call gives, of the rows of each group."""
+    """Makes the result of the call from the rows of each group."""
 
     def look_up(self) -> Any:
-        """What the call gives."""
+        """Make the lookups; returns the result of the call."""
         its = zip(self.groups, self.arguments, strict=True)
         return self.output([group.rows(**arguments) for group, arguments in its])
 
@@ -229,9 +229,9 @@ class Collection(torch.nn.Module):
         self.store_options = store_options
         self._on_ranks = on_ranks
         self._paths: list[str] = []
-        """Of tables without a path: temporary folders, one a rank."""
+        """Temporary folders of tables without a path, one a rank."""
         self._remove_own: Callable[[], object] = lambda: None
-        """Removes this rank's."""
+        """Removes this rank's temporary folder."""
         self._options = self._options_of(store_options)
         holders = {config.name: TableParameter(config, self._device) for config in tables}
         setattr(self, named, holder_of(holders))
@@ -241,12 +241,12 @@ class Collection(torch.nn.Module):
         """The embeddings that hold the rows: `rows[0].stats()`, `rows[0].save_snapshot(name)` and the like."""
         self._groups: list[Group] = []
         self._steppers: list[tuple[torch.optim.Optimizer, ...]] = []
-        """What steps each table in the backward pass, as `apply_optimizer_in_backward` has it."""
+        """Optimizers that step each table in the backward pass, as `apply_optimizer_in_backward` gives them."""
         self._in_backward: list[Optimizer] = []
-        """What steps rows in the backward pass, of each embedding whose tables are stepped so."""
+        """Optimizers that step rows in the backward pass, one for each embedding whose tables are stepped there."""
         self._regrouping = threading.RLock()
         self.states: list[TableState | None] = [None] * len(self.configs)
-        """What state dicts have of each table; None where there are no rows."""
+        """State of each table for state dicts; None = the table has no rows yet."""
         self._introduce()
         if on_ranks is not None:
             for table, make in zip(self._tables, on_ranks.steppers, strict=True):
@@ -410,7 +410,7 @@ class Collection(torch.nn.Module):
         optimizer = Optimizer(same_optimizer(steppers[0], one), [rows], fused=True)
 
         def options() -> list[Options | None]:
-            """As their optimizers have them at this step."""
+            """Options of each table at this step, from its own optimizer."""
             return [
                 options_now(optimizer, stepper) if weight.requires_grad else None
                 for weight, optimizer, stepper in zip(weights, optimizers, steppers, strict=True)
@@ -614,7 +614,7 @@ class Collection(torch.nn.Module):
 
 
 def _state_of(reference: "weakref.ref[Collection]", table: int) -> TableState:
-    """What a collection has of a table now: state dicts are asked for, and loaded, before the first lookup too."""
+    """Current state of a table of a collection; state dicts need it before the first lookup too."""
     collection = reference()
     if collection is None:
         raise RuntimeError("the collection of this table is gone, and its rows with it")
@@ -640,12 +640,12 @@ def arguments_of(
 
 
 def in_backward_optimizers(weight: torch.Tensor) -> tuple[torch.optim.Optimizer, ...]:
-    """What torch's `_apply_optimizer_in_backward` has given a parameter."""
+    """Optimizers that torch's `_apply_optimizer_in_backward` has given a parameter."""
     return tuple(getattr(weight, "_in_backward_optimizers", ()))
 
 
 def _kind_of(steppers: Sequence[torch.optim.Optimizer]) -> tuple[Any, ...] | None:
-    """What is the same of tables that can be stepped as one in the backward pass; None = they are not stepped there.
+    """Key that tables share which can be stepped as one in the backward pass; None = they are not stepped there.
 
     Raises:
         ValueError: there are several of one table, or the class is not supported for rows.
