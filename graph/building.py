@@ -1,4 +1,4 @@
-"""What surrounds a call of `build`: the lookups that it is expected to make, or what records them.
+"""Surroundings of a call of `build`: the lookups that it is expected to make, or the tape that records them.
 
     Building(...).call(build, batch)
             self.embedding(ids)       Building.look_up: is it expected, with these ids? Then its rows are at hand;
@@ -30,7 +30,7 @@ __all__ = ["Building", "Expected", "building_now", "steps_itself"]
 
 
 class LooksUp(Protocol):
-    """What a graph asks of an embedding module."""
+    """Interface of an embedding module, as a graph uses it."""
 
     name: str
     store: EmbeddingStore
@@ -40,7 +40,7 @@ class LooksUp(Protocol):
 
     @property
     def weights(self) -> tuple[torch.nn.Parameter, ...]:
-        """Those that stand for the rows."""
+        """Parameters that stand for the rows."""
 
     @property
     def is_trained(self) -> bool:
@@ -92,7 +92,7 @@ class Expected:
     pooling: str | None
     origin: torch.Tensor | None
     lease: ops.Lease | None = None
-    """Of the lookup, once it is made."""
+    """Lease of the lookup; None = the lookup is not made yet."""
 
     def __post_init__(self) -> None:
         self._handed_over: Callable[[], ops.Lease | None] = lambda: None
@@ -126,7 +126,7 @@ class Expected:
 
     @property
     def inserts(self) -> bool:
-        """As of what is reserved."""
+        """Whether the lookup inserts unknown keys; see `Reserved.inserts`."""
         return self.reserved is not None and self.reserved.inserts
 
     def hand_over(self) -> None:
@@ -201,7 +201,7 @@ class Building:
             on_all_made()
 
     def call(self, build: Callable[..., Any], *args: object, **kwargs: object) -> Any:
-        """What `build` gives. Whatever interrupts it, nothing stays in place: Python ends the context by itself."""
+        """Call `build`, and return its result. After an interrupt nothing stays in place: Python ends the context."""
         context = contextvars.copy_context()
         try:
             return context.run(self._call, build, args, kwargs)
@@ -315,7 +315,7 @@ class Building:
 
 
 def steps_itself(stepper: object) -> str:
-    """That `build` steps what the graph steps, and what to do."""
+    """Text of the error for a `build` that steps an optimizer or scheduler of the graph."""
     return f"build steps {type(stepper).__name__}{user_line()}, which the graph does after build; leave it out"
 
 

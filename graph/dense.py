@@ -39,7 +39,7 @@ Call = Callable[..., Any]
 
 
 class DenseCompiler:
-    """What runs in the place of modules.
+    """Makes compiled calls that run in the place of modules.
 
     Args:
         compiles: each goes through torch.compile at its first call, for any batch size.
@@ -105,7 +105,7 @@ class DenseCompiler:
                     module._compiled_call_impl = call
 
     def of(self, module: torch.nn.Module, why_not_captured: str = "") -> Call:
-        """What to call in the module's place.
+        """The function to call in the module's place.
 
         Args:
             why_not_captured: what in the graph forbids it; empty = nothing does.
@@ -155,7 +155,7 @@ class DenseCompiler:
 
 
 class _InPlace:
-    """What runs in the place of a module while `build` does; the module where an interrupt has left it there."""
+    """Runs in the place of a module while `build` runs. If an interrupt has left it in place, it runs the module."""
 
     def __init__(self, module: torch.nn.Module, run: Call):
         self._module, self._run = module, run
@@ -177,7 +177,7 @@ class _Captured:
         self._tries = 0
 
     def run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:
-        """What `call`, the module or what was compiled of it, gives."""
+        """Result of `call`, which is the module or its compiled form."""
         if self._given_up or not (self._module.training and torch.is_grad_enabled()):
             return call(*args, **kwargs)
         if why := self._why_not(args, kwargs):

@@ -1,4 +1,4 @@
-"""What `build` is called with: nested arguments as a flat list of values and the structure they lie in.
+"""Inputs of `build`: nested arguments as a flat list of values and the structure they lie in.
 
     build(self, batch, scale=None)   called with   ({"ids": a, "label": b},)
     values     [a, b]

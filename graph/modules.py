@@ -55,7 +55,7 @@ def _modules_in(value: object, where: str) -> Iterator[tuple[str, torch.nn.Modul
 
 
 def say_not_registered(root: torch.nn.Module, module: torch.nn.Module) -> str:
-    """That a module is no part of a graph, and what to do."""
+    """Text of the error for a module that is no part of a graph."""
     what = f"embedding {module.name!r}" if is_embedding(module) else type(module).__name__
     where = next((where for where, held in unregistered_modules(root) if held is module), "")
     place = f"kept in {where}, a plain list or the like" if where else "reached by a closure, a global or the like"

@@ -66,7 +66,7 @@ class Plan:
     find: Find
 
     def run_ahead(self, values: Sequence[Any], announcement: ops.Announcement, profile: Profile | None) -> list[Any]:
-        """What the first half gives for the values of a batch.
+        """Run the first half for the values of a batch, and return its results.
 
         Args:
             announcement: of the batch, for the lookups of ranks.

@@ -56,13 +56,13 @@ class Prepared:
     """A batch, with what was made of it ahead of its step."""
 
     batch: Any
-    """What `prepare` has made of a loader's batch for `compute`."""
+    """Batch for `compute`, which `prepare` has made of a loader's batch."""
     plan: Plan | None = None
-    """What prepared it; None = it is not prepared."""
+    """Plan by which the batch was prepared; None = it is not prepared."""
     values: Sequence[Any] | None = None
-    """What the first half of the plan gave."""
+    """Results of the first half of the plan."""
     versions: list[tuple[int, int]] | None = None
-    """What `Plan.versions` said when it was prepared."""
+    """Result of `Plan.versions` when the batch was prepared."""
     announced: ops.Announced | None = None
     """The lookups that ranks have announced; None = there are none."""
     position: LoaderPosition | None = None
@@ -161,7 +161,7 @@ class _Worker(Generic[Batch]):
         return prepared
 
     def step(self, prepared: Prepared, compute: Callable[[Prepared, Callable[[], None]], Result]) -> Result:
-        """What `compute` gives. Once the rows are acquired one more batch may be prepared."""
+        """Run `compute`, and return its result. Once the rows are acquired one more batch may be prepared."""
         told = False
 
         def acquired() -> None:
@@ -237,7 +237,7 @@ def prefetch(
     at_end: Callable[[], object] = lambda: None,
     failing: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Generator[Result, None, None]:
-    """What `compute` gives for each batch, the batches being loaded and prepared up to `depth` ahead on a thread.
+    """Yield the result of `compute` for each batch; a thread loads and prepares up to `depth` batches ahead.
 
     Args:
         prepare: of a batch; it calls its second argument with the versions of the buffers it is about to read.

@@ -34,7 +34,7 @@ from oneemb.storage.turns import undisturbed
 __all__ = ["Blocks", "RankError", "Ranks", "Received", "Together", "Traffic", "mark_told", "moment", "whole_exchange"]
 
 Blocks = Sequence[Sequence[torch.Tensor]]
-"""What to send to each rank: tensors of any shape, one after another."""
+"""Tensors to send to each rank, of any shape, one after another."""
 
 
 _COMM_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -55,7 +55,7 @@ class RankError(RuntimeError):
 
 @dataclass
 class Traffic:
-    """What a rank has sent to others, and how long it has taken part in exchanges."""
+    """Messages and bytes that a rank has sent to others, and the time that it has spent in exchanges."""
 
     messages: int = 0
     """Exchanges of one tensor each."""
@@ -71,7 +71,7 @@ class Traffic:
 
 
 class Received:
-    """What a rank has sent: its tensors, taken one after another."""
+    """Tensors that a rank has sent, taken one after another."""
 
     def __init__(self, sent_N: torch.Tensor):
         self._sent_N = sent_N
@@ -366,7 +366,7 @@ class Ranks:
             return next(its for its in self._gather(pickled) if its is not None)
 
     def all_gather(self, what: str, make: Callable[[], Any]) -> list[Any]:
-        """What `make` gives on each rank, in their order. Any: objects that can be pickled.
+        """Results of `make` on all ranks, in the order of the ranks. Any: objects that can be pickled.
 
         Args:
             what: as for `exchange`.
@@ -489,7 +489,7 @@ class Ranks:
         return [size for _, _, size in got]
 
     def _words(self, what: str, failure: BaseException | None) -> torch.Tensor:
-        """What this rank says when ranks raise, uint8 [_WORDS]."""
+        """Error report of this rank for the others, uint8 [_WORDS]."""
         said = None if failure is None else _said_of(failure)
         words_N = torch.zeros(_WORDS, dtype=torch.uint8, device="cpu")
         said_bytes = b""
@@ -515,7 +515,7 @@ class Ranks:
     def _raise_without_words(
         self, what: str, failed: list[BaseException], left: int, failed_R: Sequence[bool]
     ) -> Never:
-        """As `_raise`, where a rank has left this exchange."""
+        """Raise as `_raise`, where a rank has left this exchange."""
         if failed:
             mark_told(failed[0])
             raise failed.pop()
@@ -530,7 +530,7 @@ class Ranks:
             return self._all_gather(torch.tensor(values, dtype=torch.float64, device="cpu"))
 
     def _gather(self, pickled: bytes) -> list[Any]:
-        """What each rank has pickled: before its header, since the others would wait for one that fails at it."""
+        """All-gather pickled bytes. Callers pickle before the exchange: an error in it would leave other ranks waiting."""
         mine = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
         sizes = [int(size) for size in self._all_gather(torch.tensor([len(mine)], device="cpu"))]
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
@@ -539,7 +539,7 @@ class Ranks:
         return [pickle.loads(its[:size].numpy().tobytes()) for its, size in zip(of_all, sizes, strict=True)]
 
     def _all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        """Of all ranks, this tensor, which has the same shape on each; in memory of the host."""
+        """All-gather a tensor that has the same shape on each rank; the results are in the host's memory."""
         begin, mine = time.perf_counter(), mine.to(self._device)
         of_all = [torch.empty_like(mine) for _ in range(self.size)]
         self.group.allgather(of_all, mine).wait()
@@ -596,7 +596,7 @@ def _is_told(error: BaseException | None, since: int) -> bool:
 
 
 _Said = tuple[str, str | None, str, str]
-"""Of a rank: what it was doing, what has failed there, and the name of what it owns and how that was made."""
+"""Error report of one rank: operation, error, object, configuration."""
 
 
 def _said_of(failure: BaseException) -> str:
@@ -631,7 +631,7 @@ def _by_rank(of_all: Iterable[object]) -> str:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Its bytes, and zeros up to a multiple of 8, as views of what follows need it."""
+    """Bytes of a tensor, and zeros up to a multiple of 8, so that the next tensor is aligned."""
     if tensor.numel() == 0:  # whose strides may be any
         return torch.empty(0, dtype=torch.uint8, device=tensor.device)
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)

@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 @dataclass
 class OpStats:
-    """What one op has done since it was compiled."""
+    """Counters of one op since it was compiled."""
 
     calls: int = 0
     ns: int = 0
@@ -162,7 +162,7 @@ class StepStats:
         self._stats: dict[str, OpStats] = {}
 
     def call(self, label: str, function: Callable[..., Result], /, *args: object, **kwargs: object) -> Result:
-        """What a function gives."""
+        """Call a function, measure it, and return its result."""
         begin = time.perf_counter_ns()
         result = function(*args, **kwargs)
         end = time.perf_counter_ns()

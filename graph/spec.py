@@ -18,7 +18,7 @@ from oneemb.graph.ops.op import Op
 __all__ = ["READS", "STAGES", "check_stage"]
 
 READS = {function for function, op in OPS.items() if "lookup" in op.stages and "prepare" not in op.stages}
-"""What inserts, moves or reads rows, and so has its place in the step itself."""
+"""Ops that insert, move or read rows; they stay in the step itself."""
 
 STAGES: dict[str, set[object]] = {
     stage: {function for function, op in OPS.items() if stage in op.stages}

@@ -80,7 +80,7 @@ Stream = Any
 
 
 class Cuda(Protocol):
-    """What is asked of `torch.cuda`, or of what stands for it in a test."""
+    """Interface of `torch.cuda`, as this module uses it; tests replace it."""
 
     def is_initialized(self) -> bool:
         """Whether this process uses CUDA."""
@@ -100,7 +100,7 @@ class Cuda(Protocol):
 
 
 Mark = list[tuple[torch.device, Any]]
-"""Of each device, the event that says when all that was launched is done."""
+"""An event for each device; it comes when everything launched so far is done."""
 
 
 class Ahead:
@@ -168,7 +168,7 @@ class Ahead:
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:
-    """Those on a GPU among a value's parts: of containers and of dataclasses, such as keys and prefetched rows."""
+    """Tensors on a GPU within a value, in containers and dataclasses, such as keys and prefetched rows."""
     if isinstance(value, torch.Tensor):
         if value.is_cuda:
             yield value

@@ -80,7 +80,7 @@ class Tape:
         self._sizes += [(value, node) for value, node in zip(values, inputs, strict=True) if type(value) is int]
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What one of torch's functions gives."""
+        """Call one of torch's functions, record it, and return its result."""
         leaves = list(_leaves((args, kwargs)))
         call = None
         if not self._paused and any(id(value) in self._known for value in leaves):
@@ -97,7 +97,7 @@ class Tape:
         return result
 
     def lookup(self, name: str, arguments: Mapping[str, object], look_up: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What `look_up` gives, not recorded itself; the lookup is, if it succeeds and its ids come from the batch.
+        """Call `look_up` unrecorded, and return its result. Record the lookup, if its ids come from the batch.
 
         Args:
             name: of the embedding.
@@ -127,7 +127,7 @@ class Tape:
         self._lookups.append(self._graph.call_module(name, kwargs=given | pooled))
 
     def graph(self) -> fx.Graph:
-        """What was recorded: a graph that gives what each lookup gave, without what none of them needs."""
+        """Recorded graph: it returns the result of each lookup, and has no call that no lookup needs."""
         self._graph.output(tuple(self._lookups))
         for node in reversed(list(self._graph.nodes)):
             if not node.users and node.op not in ("placeholder", "output"):
@@ -177,7 +177,7 @@ class Tape:
         return "call_function", func, *arguments
 
     def _argument(self, value: Any) -> Any:
-        """What stands for a value in the graph.
+        """Node or constant that stands for a value in the graph.
 
         Raises:
             _Unknown: it cannot be known before `build` runs.

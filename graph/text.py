@@ -29,7 +29,7 @@ def graph_text(graph: fx.Graph) -> str:
 
 
 def node_label(node: fx.Node) -> str:
-    """What a node does, without its name."""
+    """Text of a node's operation, without the node's name."""
     if node.op == "output":
         return f"return {_argument(node.args[0])}"
     if node.op in ("placeholder", "get_attr"):
@@ -53,7 +53,7 @@ def node_label(node: fx.Node) -> str:
 
 
 def _index(value: object) -> str:
-    """What stands between brackets, of one dimension."""
+    """Text of the index of one dimension, as it stands between brackets."""
     if isinstance(value, slice):
         parts = ["" if part is None else _argument(part) for part in (value.start, value.stop, value.step)]
         return ":".join(parts if parts[2] else parts[:2])

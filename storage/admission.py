@@ -134,7 +134,7 @@ class Admission:
     # ---- snapshots --------------------------------------------------------------------------------------------------
 
     def to_arrays(self) -> dict[str, np.ndarray]:
-        """What snapshots hold of the sightings."""
+        """Arrays of the sightings, for snapshots."""
         return {sightings_name(t): counters.to_array() for t, counters in self._counters.items()}
 
     def from_arrays(self, arrays: Mapping[str, np.ndarray], name: str) -> None:

@@ -1,4 +1,4 @@
-"""What lies below an embedding's tiers: a `RowStore` that is opened once the width of a row is known.
+"""Store below an embedding's tiers: a `RowStore` that is opened once the width of a row is known.
 
 `TableBottom` is a persistent table in a folder. Any other `RowStore` will do: one that has no snapshots (see
 `oneemb.storage.row_store.Snapshots`) refuses to save and load, and rows in it keep the width with which they began.
@@ -32,9 +32,9 @@ class Bottom(Protocol):
     """Opens the store at the bottom, and reads the snapshots it keeps without opening it."""
 
     name: str
-    """What errors call it."""
+    """Name of the store in errors."""
     keeps_rows: bool
-    """Whether the store has its rows again when it is opened again; one that does not begins without any."""
+    """Whether the store still has its rows when it is opened again."""
 
     def open(self, row_width: int) -> RowStore:
         """The store for rows of this width.
@@ -44,10 +44,10 @@ class Bottom(Protocol):
         """
 
     def snapshots(self) -> list[SnapshotInfo]:
-        """Those there are, oldest first; none where the store keeps none."""
+        """Snapshots, oldest first; empty if the store keeps none."""
 
     def snapshot(self, name: str) -> SnapshotInfo:
-        """What a snapshot is.
+        """Description of a snapshot.
 
         Raises:
             SnapshotNotFoundError: there is none of that name.
@@ -61,7 +61,7 @@ class Bottom(Protocol):
         """The rows of a snapshot, those of a delta with those that have not changed; raises as `snapshot`."""
 
     def arrays(self, name: str) -> dict[str, np.ndarray]:
-        """What a snapshot holds beside its rows; raises as `snapshot`."""
+        """Arrays of a snapshot beside its rows, by name; raises as `snapshot`."""
 
 
 class TableBottom:

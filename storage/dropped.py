@@ -1,4 +1,4 @@
-"""What is dropped without being closed is closed all the same."""
+"""Closes objects that are dropped without being closed."""
 
 import _thread
 import threading

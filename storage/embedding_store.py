@@ -67,13 +67,13 @@ _PREFETCH_CHUNK = 4096
 
 
 class Watcher(Protocol):
-    """Wants to know of rows before they change."""
+    """An object that is told of rows before they change."""
 
     def before_change(self, table_U: Array, id_U: Array, weight_UD: torch.Tensor) -> None:
-        """These rows are about to change, whose weights are these. One that raises keeps them from it."""
+        """Note that these rows, with these weights, are about to change. An error keeps them from changing."""
 
     def erase(self, table_U: np.ndarray, id_U: np.ndarray) -> None:
-        """The rows of these keys have been erased."""
+        """Note that the rows of these keys have been erased."""
 
 
 class _Closes(Protocol):
@@ -170,7 +170,7 @@ class EmbeddingStore:
         self.step_lock = StepLock()
         """Held by steps, and by whoever takes all rows as they are or puts others in their place; before any turn."""
         self.watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
-        """Those who are told which rows a step, or `put`, is about to change."""
+        """Objects that a step, or `put`, tells which rows it is about to change."""
         self.writing = threading.Lock()
         """Held by loops that write rows in place, and by those that read rows which may be written; after any turn."""
         self.replicas = Replicas(plan, threads)
@@ -179,7 +179,7 @@ class EmbeddingStore:
         format = RowFormat(dim, dtype, marks=0 if policies is None else MARKS)
         self._rows = TieredRows(plan, bottom, format, initial, HostLoops(threads), threads, self.writing, policies)
         self.pins = PinBook(self._rows, placed=policies is not None)
-        """Who holds rows. In a turn only."""
+        """Owners of pinned rows. In a turn only."""
         self.kept: KeptRows | None = None
         """Which rows policies keep; None where no table has one, and all stay. In a turn only."""
         if policies is not None:
@@ -198,12 +198,12 @@ class EmbeddingStore:
 
     @property
     def format(self) -> RowFormat:
-        """What a row is made of, and whose state it holds."""
+        """Format of a row, and the optimizer whose state it holds."""
         return self._rows.new_rows.format
 
     @property
     def loops(self) -> Loops:
-        """Those that run where the hot tier is. Keys and slots are arrays of theirs."""
+        """Loops that run where the hot tier is. Keys and slots are arrays of that place."""
         return self._rows.new_rows.loops
 
     @property
@@ -511,7 +511,7 @@ class EmbeddingStore:
 
     @_reading
     def uses(self, table: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of the rows of a table here: ids int64 [N], scores and, with `timestamps`, the times of their last uses, both
+        """Ids int64 [N] of a table's rows in this store; their scores and, with `timestamps`, times of last use, both
         uint64 [N]."""
         return self._need_policy().ledger.uses(table)
 
@@ -787,7 +787,7 @@ class EmbeddingStore:
 
     @property
     def absent_rows(self) -> InitialRows:
-        """What keys read as that have no row."""
+        """Rows as which keys without a row read."""
         return self._rows.new_rows.absent_rows
 
     def members_of(self, table_U: Array) -> np.ndarray:
@@ -1015,7 +1015,7 @@ class EmbeddingStore:
         self.journal.forget(name)
 
     def snapshot(self, name: str) -> SnapshotInfo:
-        """What a snapshot is.
+        """Description of a snapshot.
 
         Raises:
             SnapshotNotFoundError: there is none of that name; the message names those there are.
@@ -1091,7 +1091,7 @@ class EmbeddingStore:
                 self.threads.close()
 
     def give_way(self, other: str) -> str:
-        """As `Holder.give_way`."""
+        """Close, if no row is lost; see `Holder.give_way`."""
         if self.plan.owners > 1:  # Other ranks may have unsaved rows, and a save takes all ranks.
             return "whose ranks give way together: make this call on all of them"
         why = between_steps_now(self.step_lock, lambda: self._give_way(other))
@@ -1105,10 +1105,10 @@ class EmbeddingStore:
         return ""
 
     def let_go(self) -> int:
-        """As `Holder.let_go`.
+        """Close, and return the number of lost rows; see `Holder.let_go`.
 
         Raises:
-            RuntimeError: it comes in the middle of a step of this thread.
+            RuntimeError: this thread is in the middle of a step.
         """
         return between_steps((self.step_lock,), "oneemb.release", self._let_go)
 

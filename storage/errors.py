@@ -1,4 +1,4 @@
-"""What can go wrong with a persistent table, beside what can go wrong with any row store."""
+"""Errors of a persistent table, beside those of every row store."""
 
 from oneemb.storage.row_store import StorageError, StoreFullError
 
@@ -48,7 +48,7 @@ class OtherSnapshotError(StorageError):
 
     @classmethod
     def named_by(cls, what: str, name: str, identity: str, where: str, found: object) -> "OtherSnapshotError":
-        """What to say where a state dict or a checkpoint names a snapshot, and another one is found under the name."""
+        """The error for a state dict or checkpoint that names a snapshot, where another snapshot has that name."""
         return cls(
             f"{what} names the snapshot {name!r} with identity {identity}; the one of that name in {where} is another"
             f" run's: {found}. Use the persistent_path of the run that saved {what}"

@@ -85,7 +85,7 @@ Initializer = ConstantInitializer | UniformInitializer | NormalInitializer | Tru
 
 
 def encoded(initializer: Initializer) -> tuple[int, list[float]]:
-    """Its kind, and the parameters of that, as `InitialRows` has them."""
+    """Kind and parameters of an initializer, as `InitialRows` has them."""
     match initializer:
         case ConstantInitializer(value):
             return init_rows.CONSTANT, [value]

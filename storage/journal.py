@@ -1,4 +1,4 @@
-"""What has happened to rows since the snapshots that a store has saved or loaded last: what a delta is made of.
+"""Changes to rows since the snapshots that a store has saved or loaded last; deltas are made of them.
 
 A point is a snapshot at which the rows here were those that it holds, and where they lay then. What was written since
 lies elsewhere, and a key whose place is free, and that has none, is gone: so nothing has to be noted of rows that are
@@ -47,7 +47,7 @@ class Point:
     """How many one has at most who loads it: more, where deltas did not say which had left."""
     places: Places
     opened: int
-    """Of the store at the bottom; see `TieredRows.opened`."""
+    """Value of `TieredRows.opened` at that time."""
     exact: bool = True
     """Whether who loads it has the rows that there were here: a delta may not say which had left."""
     erased: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Point:
 
     @property
     def number(self) -> int:
-        """Its number in a chain of deltas."""
+        """Number of the snapshot in its chain of deltas."""
         return number_of(self.info)
 
 
@@ -132,7 +132,7 @@ class Journal:
         return point
 
     def delta(self, since: str, rows: int, keep_evicted: bool) -> tuple[Places, np.ndarray, Delta]:
-        """What a delta since this snapshot holds.
+        """Places, erased keys and description of a delta since this snapshot.
 
         Args:
             rows: how many there are now.

@@ -31,7 +31,7 @@ class LinkedRows:
 
     @property
     def info(self) -> SnapshotInfo:
-        """Of the last snapshot, or of a part of it."""
+        """Description of the last snapshot, or of a part of it."""
         return self._links[-1][0].info
 
     def __len__(self) -> int:
@@ -75,7 +75,7 @@ class LinkedRows:
         return gone_keys(reader.array(GONE) if GONE in reader.arrays else None, reader.info.name)
 
     def arrays(self) -> list[dict[str, np.ndarray]]:
-        """What each part of the last snapshot holds beside its rows, by name, but for the keys that are gone."""
+        """Arrays of each part of the last snapshot beside its rows, by name, without the keys that are gone."""
         return [{name: its.array(name) for name in its.arrays if name != GONE} for its in self._links[-1]]
 
     def close(self) -> None:

@@ -36,12 +36,12 @@ __all__ = ["MergedPrefetched", "MergedStore"]
 
 @dataclass(eq=False)
 class MergedPrefetched:
-    """What was prefetched of a coming lookup in each member."""
+    """Rows of a coming lookup that were prefetched in each member."""
 
     store: "MergedStore"
     parts: list[Prefetched]
     slot_U: np.ndarray
-    """As many as keys were asked for."""
+    """As long as the number of keys."""
 
 
 class MergedStore:
@@ -71,7 +71,7 @@ class MergedStore:
 
     @property
     def format(self) -> RowFormat:
-        """That of every member."""
+        """Format of a row, the same in every member."""
         return self.members[0].format
 
     @property

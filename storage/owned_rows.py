@@ -63,7 +63,7 @@ class OwnedRows:
         yield from self._linked.scan(batch, self._is_own)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """What the parts hold beside their rows, by name, as far as it is the owner's."""
+        """The owner's share of the parts' arrays beside their rows, by name."""
         return joined_arrays(self._linked.arrays(), self._is_own)
 
     def close(self) -> None:

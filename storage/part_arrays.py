@@ -1,4 +1,4 @@
-"""What snapshots hold beside their rows, by name; joined from several parts for one owner of keys.
+"""Arrays of snapshots beside their rows, by name, joined from several parts for one owner of keys.
 
 sightings of table t     of ids that have no row: see admission.py
 """
@@ -20,10 +20,10 @@ def sightings_name(table: int) -> str:
 
 
 def joined_arrays(parts: Sequence[Mapping[str, np.ndarray]], is_own: Keep) -> dict[str, np.ndarray]:
-    """What parts of a snapshot hold beside their rows, as far as it is of keys of one owner.
+    """One owner's share of the arrays that parts of a snapshot have beside their rows.
 
     Args:
-        parts: what each holds.
+        parts: arrays of each part, by name.
         is_own: whether keys are the owner's.
     """
     joined = {}

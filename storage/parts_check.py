@@ -45,7 +45,7 @@ def check_parts(
 
 
 def _broken_chains(found: FoundParts, fs: FileSystem | None) -> list[str]:
-    """What deltas lack."""
+    """Problems of chains of deltas: snapshots or rows that they lack."""
     broken = found.broken()
     problems = list(broken.values())
     for snapshot in [one for one in found.snapshots() if one.name not in broken]:

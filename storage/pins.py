@@ -52,9 +52,9 @@ class PinBook:
     def __init__(self, rows: TieredRows, *, placed: bool):
         self._rows, self._placed = rows, placed
         self.abandoned: deque[Pins] = deque()
-        """Those of lookups that were dropped unfinished; `release_abandoned` releases them."""
+        """Pins of lookups that were dropped unfinished; `release_abandoned` releases them."""
         self.prefetched: set[Prefetched] = set()
-        """What is held for coming lookups."""
+        """Rows that are pinned for coming lookups."""
         self._pins: dict[int, Pins] = {}
         self._released: deque[Pins] = deque()
         """Pins that were released, of lookups to which rows were lent."""
@@ -155,7 +155,7 @@ class PinBook:
     # ---- rows -------------------------------------------------------------------------------------------------------
 
     def acquire(self, keys: Keys, prefetched: Prefetched | None = None) -> tuple[Array, Keys]:
-        """As `HotRows.acquire`; what was prefetched, for these keys or others, gives way where there is no room."""
+        """Pin rows; see `HotRows.acquire`. Without room it first cancels prefetches, of these keys or others."""
         hot = self._rows.hot
         if prefetched is not None and self.take(prefetched):
             with suppress(StoreFullError):

@@ -309,7 +309,7 @@ class RowPolicy:
 
 
 def described(policies: Sequence[RowPolicy] | None) -> str:
-    """What policies say, in words that are equal where they are: of functions that they have one."""
+    """Text of policies, equal for equal policies. Of a function it says only that there is one."""
     if policies is None:
         return ""
     plain = [{field.name: _plain(getattr(its, field.name)) for field in fields(its)} for its in policies]
@@ -325,7 +325,7 @@ def _plain(value: object) -> object:
 def rows_instead(
     policies: Sequence[RowPolicy] | None, initial: InitialRows, of: Literal["absent", "refused"]
 ) -> InitialRows:
-    """What ids read as that have no row, or that are refused one, where `initial` is how rows begin."""
+    """Rows as which ids without a row read, or ids that are refused one; `initial` is how rows begin."""
     return reads_as(
         [
             policy.refused if of == "refused" and policy.refused is not None else policy.absent
@@ -336,7 +336,7 @@ def rows_instead(
 
 
 def reads_as(said_T: Sequence[Absent], initial: InitialRows) -> InitialRows:
-    """What ids of tables read as of which this is said, where `initial` is how rows begin."""
+    """Rows as which ids of each table read, by the table's `Absent`; `initial` is how rows begin."""
     kind_TC, param_TC4 = initial.kind_TC.copy(), initial.param_TC4.copy()
     for t, said in enumerate(said_T):
         if said != "initial":

@@ -19,7 +19,7 @@ from oneemb.storage.tiers.stack import StorePlan
 __all__ = ["REPLICATED_BYTES_MAX", "Keys", "Replicas"]
 
 REPLICATED_BYTES_MAX = 1 << 30
-"""What the rows of all replicated tables of an embedding may take on a rank, weights and optimizer state."""
+"""Most bytes of the rows of all replicated tables of an embedding on a rank, with optimizer state."""
 
 Keys = tuple[np.ndarray, np.ndarray]
 """Tables, int32 [N], and ids, int64 [N]."""
@@ -99,7 +99,7 @@ class Replicas:
             self._index.put(*keys, np.zeros(len(keys[1]), np.int64))
 
     def forget(self, table_U: np.ndarray, id_U: np.ndarray) -> None:
-        """Of these keys, of any tables, none has a row any more."""
+        """Note that these keys, of any tables, have no row any more."""
         if self:
             self._index.erase(table_U, id_U)
 

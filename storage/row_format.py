@@ -1,4 +1,4 @@
-"""What one row is made of: the weights, then the optimizer's state, in one record of 32-bit words.
+"""Format of a row: the weights, then the optimizer's state, in one record of 32-bit words.
 
 words   0 .. mark_begin              D weights of the table's dtype; half-width weights lie two a word, and an
                                      odd last one is followed by 16 zero bits
@@ -16,7 +16,7 @@ from oneemb.kernels.arrays import Array
 __all__ = ["BITS", "WEIGHTS", "RowFormat"]
 
 BITS = {"float32": np.float32, "float16": np.uint16, "bfloat16": np.int16}
-"""As what the weights' bits lie in a NumPy array; see oneemb.kernels.jit_code."""
+"""Dtype of the NumPy array that holds the bits of weights; see oneemb.kernels.jit_code."""
 
 WEIGHTS = tuple(BITS)
 """The dtypes of weights."""
@@ -24,7 +24,7 @@ WEIGHTS = tuple(BITS)
 
 @dataclass(frozen=True)
 class RowFormat:
-    """What the words of a row are, and whose state they hold.
+    """Meaning of the words of a row, and the optimizer whose state they hold.
 
     Args:
         dim: weights of a row, D.

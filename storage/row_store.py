@@ -115,4 +115,4 @@ class Snapshots(Protocol):
         """Forget a snapshot."""
 
     def snapshots(self) -> "list[SnapshotInfo]":
-        """Those there are, oldest first."""
+        """Snapshots, oldest first."""

@@ -1,4 +1,4 @@
-"""What the rows of a snapshot are: kept in its `meta`, so that whoever reads it knows what the words mean."""
+"""Description of a snapshot's rows, kept in its `meta`, so that readers know what the words mean."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _STEP_MAX = 1 << 62
 
 @dataclass(frozen=True)
 class SnapshotRows:
-    """What the rows of a snapshot are, and how far their training has come.
+    """Format of a snapshot's rows, and how far their training has come.
 
     Args:
         format: of a row.
@@ -44,7 +44,7 @@ class SnapshotRows:
 
     @classmethod
     def of_meta(cls, meta: dict[str, Any], name: str) -> "SnapshotRows":
-        """What `to_meta` wrote.
+        """Read what `to_meta` wrote.
 
         Raises:
             StorageError: the snapshot was not saved by an embedding or a writer.
@@ -91,17 +91,17 @@ class PartOf:
         return info.name if part is None else part.name
 
     def to_meta(self, table_name: str) -> dict[str, Any]:
-        """What the meta of the table's snapshot of this name says of this: nothing, if that is the whole."""
+        """Entries for the meta of the table's snapshot `table_name`: none, if it is the whole snapshot."""
         if self.shards == 1 and table_name == self.name:
             return {}
         return {"snapshot": self.name, "shard": [self.shard, self.shards]}
 
 
 def part_of(meta: dict[str, Any], name: str) -> PartOf | None:
-    """What `PartOf.to_meta` has put into the meta of the snapshot `name` of a table; None if nothing.
+    """The part that `PartOf.to_meta` has described in the meta of snapshot `name`; None = the snapshot is no part.
 
     Raises:
-        CorruptTableError: it says what no embedding and no writer says.
+        CorruptTableError: the entry is none that an embedding or a writer writes.
     """
     if "snapshot" not in meta:
         return None

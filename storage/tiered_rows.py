@@ -41,7 +41,7 @@ __all__ = ["ChangeRows", "NewPart", "TieredRows"]
 
 
 class NewPart(NamedTuple):
-    """Of which snapshot a store is about to save its part."""
+    """Snapshot of which a store is about to save its part."""
 
     name: str
     identity: str
@@ -57,8 +57,8 @@ MarksOf = Callable[..., np.ndarray]
 
 
 def _rescue_name() -> str:
-    """Of the snapshot that holds rows while they are given another width. It is left where a process is killed then,
-    and where rows are nowhere else: so no two have one name."""
+    """Name of a snapshot that holds rows while they get another width. It stays if the process is killed then, or if
+    the rows are nowhere else, so each has a name of its own."""
     return f"rows-before-a-relayout-{uuid.uuid4().hex[:8]}"
 
 
@@ -87,7 +87,7 @@ class TieredRows:
         self.whole = True
         """False when a call was cut short and a part of the rows is gone, until `dismantle`."""
         self.tiers: list[Tier] = []
-        """Those above the store at the bottom, the hot one first. Empty until `build`."""
+        """Tiers above the store at the bottom, the hot one first. Empty until `build`."""
         self.opened = 0
         """How often the store at the bottom has been opened: what `places` gave is of one of these times."""
         self.lie_as_saved = False

@@ -42,8 +42,8 @@ from oneemb.storage.tiers.hot_rows import Prefetched
 __all__ = ["Announced", "AnnouncedLookup", "Announcement", "announce", "announced_lookup"]
 
 Lookup = tuple[str, Ranks, EmbeddingStore, bool, Keys, bool]
-"""Of an embedding: its name, the ranks that make the lookup, the rows that this one owns, whether unknown keys are
-inserted, the keys, and whether it gives sums or means of bags: see `sums_bags`."""
+"""Lookup of an embedding: its name, the ranks that make the lookup, the rows that this one owns, whether unknown keys
+are inserted, the keys, and whether the result is sums or means of bags: see `sums_bags`."""
 
 _MISSED_IN_EVAL, _MISSED_IN_TRAINING = -2, -1  # what ranks tell; otherwise the number of the lookup they have announced
 
@@ -121,10 +121,10 @@ class Announced:
             for number, lookup in enumerate(lookups)
         ]
         self.waiting = [] if routed is None else list(self.lookups)
-        """Those of which this rank has told nothing yet."""
+        """Lookups of which this rank has told nothing yet."""
 
     def tell(self, lookup: AnnouncedLookup, number: int) -> list[int]:
-        """What the ranks tell of the lookup that they make now."""
+        """Exchange with the ranks which lookup each makes now; `number` is this rank's."""
         self.waiting.remove(lookup)
         try:
             return lookup.ranks.tell(_what(lookup), lambda: number)
@@ -153,7 +153,7 @@ class Announced:
                 agreed.read(told).unpin()
 
     def end(self) -> None:
-        """Let go of all there is."""
+        """Release everything."""
         self.waiting.clear()
         self.drop()
 
@@ -174,7 +174,7 @@ def _no_keys(store: EmbeddingStore) -> Keys:
 
 
 def _of_some(routed: Routed, told: Sequence[int], rank: int) -> Routed:
-    """What remains if those ranks that have missed ask for nothing."""
+    """The request without the part of ranks that have missed."""
     takes_R = [number >= 0 for number in told]
     asked = routed.asked
     takes_N = torch.from_numpy(np.repeat(takes_R, asked.count_R))

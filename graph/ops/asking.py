@@ -1,4 +1,4 @@
-"""What a rank asks others for in a lookup: unique keys of their rows, or sums of these over parts of bags.
+"""Request of a rank to others in a lookup: unique keys of their rows, or sums of these over parts of bags.
 
 The ids of a bag that one rank owns are a *part* of it. An owner answers with a row for each key, or with a sum for each
 part; of the latter the rank that has asked makes the sums or means of its bags:
@@ -27,7 +27,7 @@ __all__ = [
 ]  # fmt: skip
 
 _PLACE_BYTES = 4
-"""Of an id's place among keys, and of the size of a part. They travel with the keys, which go to owners twice."""
+"""Bytes of an id's place among keys, and of the size of a part. They travel with the keys, which go to owners twice."""
 
 
 class KeysByRank(NamedTuple):
@@ -102,13 +102,13 @@ class CutBags:
 
     @property
     def scale_S(self) -> torch.Tensor:
-        """What sums of parts are multiplied by where bags give their mean: float32, on the CPU."""
+        """Factor of each part's sum where bags give their mean: float32, on the CPU."""
         return (1 / self.ids_P.clamp(1).to(torch.float32))[self.bag_S]
 
 
 @dataclass(frozen=True)
 class Asking:
-    """What a rank asks others for: its unique keys, and where bags are cut the parts to sum."""
+    """Request of a rank to the others: its unique keys and, where bags are cut, the parts to sum."""
 
     sent: KeysByRank
     cut: CutBags | None
@@ -121,11 +121,11 @@ class Asking:
         return self.sent.count_R if self.cut is None else self.cut.count_R
 
     def counts(self, r: int) -> tuple[int, int, int]:
-        """What a rank is told first: how many keys, parts and ids of parts follow; -1 parts = a row for each key."""
+        """First message to a rank: numbers of keys, parts and ids of parts to come; -1 parts = a row for each key."""
         return counts_of(self.sent.id_R[r], None if self.cut is None else self.cut.parts_R[r])
 
     def tensors(self, r: int) -> list[torch.Tensor]:
-        """What follows."""
+        """Second message to a rank: keys, parts and, for policies, uses."""
         keys = tensors_of(self.sent.id_R[r], self.sent.table_R[r], None if self.cut is None else self.cut.parts_R[r])
         return keys if self.uses_R is None else [*keys, self.uses_R[r]]
 

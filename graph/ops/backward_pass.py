@@ -1,4 +1,4 @@
-"""What a backward pass leaves for a lookup."""
+"""Gradient that a backward pass leaves for a lookup."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -13,13 +13,13 @@ __all__ = ["Pass", "grads_of_leases", "reduce_passes"]
 
 
 class Pass(NamedTuple):
-    """What one backward pass has left for one lookup."""
+    """Gradient that one backward pass has left for one lookup."""
 
     lease: Lease
     grad_NX: torch.Tensor
     """d loss / d rows of the lookup: [N, D], or of bags [P, D]."""
     version: int
-    """Of the tensor, when it came: it may be one that the user has, who gave it to `backward` or keeps it by a hook."""
+    """The tensor's version when it came. The user may have the tensor too, from a hook or as argument of `backward`."""
 
     def checked(self) -> torch.Tensor:
         """The gradient.

@@ -75,7 +75,7 @@ def check_ids(ids: torch.Tensor, table_ids: torch.Tensor | None, num_tables: int
 
 
 def _check_dtype(ids: torch.Tensor, key_type: torch.dtype, columns: int) -> None:
-    """Of ids of several columns, or of any shape where there is one column."""
+    """Raise TypeError or ValueError unless ids have this dtype; with several columns, also that shape."""
     # Nothing is put into words, and no device is made into an object, before something is wrong: a lookup of few rows
     # takes little longer than this.
     if not isinstance(ids, torch.Tensor):
@@ -217,5 +217,5 @@ def _check_offsets(offset_P1: torch.Tensor, ids: int) -> None:
 
 
 def _values(tensor: torch.Tensor) -> np.ndarray | torch.Tensor:
-    """What to compute on: on the CPU an array, since torch's threads go on spinning on the cores that kernels need."""
+    """Values to compute on: on the CPU an array, since torch's threads would spin on the cores that kernels need."""
     return tensor.numpy() if tensor.device.type == "cpu" else tensor

@@ -86,7 +86,7 @@ def _surely_finite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads
 
 
 def _find_nonfinite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads]) -> str | None:
-    """What is not finite, in words; None = all is."""
+    """First number that is not finite, in words; None = all are."""
     for row_grads in grads:
         finite_U = row_grads.store.loops.tensor(row_grads.finite_U).cpu().numpy()
         if not finite_U.all():

@@ -66,7 +66,7 @@ class RowGrads:
 
     @property
     def terms(self) -> Terms:
-        """What the sums are made of."""
+        """Terms of the sums."""
         if self.segments is None:
             return Terms(self.grad_UD, None, 1)
         return Terms(self.segments.grad_NX, self.segments.scale_N, len(self.segments.order_N))

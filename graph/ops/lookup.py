@@ -60,7 +60,7 @@ next_order = itertools.count().__next__
 REPLACED = (
     "the rows of a lookup were replaced since (load_snapshot, clear, close, another device); look the ids up again"
 )
-"""What a lookup says whose slots mean nothing any more."""
+"""Text of the error for a lookup whose slots have other rows now."""
 
 
 # ---- ids -------------------------------------------------------------------------------------------------------------
@@ -82,13 +82,13 @@ class Keys:
     """The unique keys of a batch of ids and the shape the ids had."""
 
     shape: torch.Size
-    """That of the ids; of bags, [B, T] or [P]."""
+    """Shape of the ids; with bags, [B, T] or [P]."""
     unique: kernels.Keys
     bags: Bags | None
     loops: Loops
-    """Those that work where the ids are."""
+    """Loops that work where the ids are."""
     uses_U: np.ndarray | None = None
-    """int64: how many ids of ranks' batches each key is of, for policies; None = as `unique` says."""
+    """int64: number of ids in the ranks' batches that each key has, for policies; None = the number in `unique`."""
 
     def prefetch(self, store: EmbeddingStore) -> Prefetched:
         """See the op."""
@@ -176,13 +176,13 @@ class Remote:
 
     ranks: Ranks
     weight_SX: Array
-    """Their weights, as they came; or where owners sum parts of bags, those sums."""
+    """Weights of the rows, as they came; where owners sum parts of bags, the sums."""
     slot_U: Array
-    """int64: where those of each unique key are, or of each part."""
+    """int64: place in `weight_SX` of each unique key, or of each part."""
     owned: "Lease | None"
     """The rows that ranks have asked this one for; None = they are not pinned."""
     asking: Asking
-    """What has been asked for."""
+    """This rank's request."""
 
 
 class Lease:
@@ -214,14 +214,13 @@ class Lease:
         self.shared = shared
         self.remote = remote
         self.generation = -1
-        """The store's when the rows were pinned."""
+        """`generation` of the store when the rows were pinned."""
         self.scale_N: Array | None = None
-        """By what each id was multiplied on its way into its bag; None = 1."""
+        """Factor of each id in its bag; None = 1."""
         self.pooling = "sum"
         """Pooling of a bag: one of `batch_ids.POOLINGS`."""
         self.argmax_PD: Array | None = None
-        """Of bags that gave their maximum, the place in the bag of the id that each number is of: see
-        `Loops.pool_max`."""
+        """For bags pooled by their maximum: place in the bag of the id that gave each number, see `Loops.pool_max`."""
         self.has_grad = False
         """Whether a gradient has come."""
         self.lookups = 1
@@ -254,10 +253,10 @@ class Lease:
         return lease
 
     def use(self) -> "Lease | None":
-        """Use rows as often as `uses_U` of the keys says, those of it that are used at all; unknown ones are inserted.
+        """Let a policy count the uses in `uses_U` of the keys; keys without a row that are used get one.
 
         Returns:
-            A lease on them, pinned; None = there is nothing to use, or it is used already.
+            A pinned lease on the used rows; None = no row is used, or they were counted already.
 
         Raises:
             As `pin`.
@@ -279,12 +278,12 @@ class Lease:
         return self._pins is not None and self.generation == self.store.generation
 
     inserts = False
-    """As what is reserved: its unknown keys are inserted by the step that trains them."""
+    """See `Reserved.inserts`: the step that trains unknown keys inserts them."""
     repeated_by = -1
     """Number of the backward pass that repeated the lookup last; -1 = none has."""
 
     def acquire(self) -> "Lease":
-        """This, as what is reserved gives it: the lookup is made now, after those that were made before."""
+        """This lease. The lookup counts as made now; see `order`."""
         self.order = next_order()
         return self
 
@@ -301,7 +300,7 @@ class Lease:
         return self._replaced == self.store.replaced and (self.slot_U is None or self.is_pinned)
 
     def pool_by(self, keys: Keys, per_sample_weights: torch.Tensor | None, pooling: str) -> None:
-        """Say what `read` gives of bags; see `gather`. `keys` are the lookup's own, or its part of merged ones."""
+        """Set how `read` pools bags; see `gather`. `keys` are the lookup's own, or its part of merged ones."""
         self.scale_N = _scales_of(keys, per_sample_weights, pooling, self.store)
         self.pooling = pooling
 
@@ -309,7 +308,7 @@ class Lease:
         """Make the rows resident and pin them, if they are not; unknown ones are inserted.
 
         Args:
-            again: it is no other use of the rows, as it is none where this lease has had them before.
+            again: whether policies count no new use of the rows. They never do if the lease has pinned them before.
 
         Raises:
             StoreFullError: they do not fit.
@@ -339,7 +338,7 @@ class Lease:
             self.store.pins.release(pins)
 
     def reduce(self, grads: Sequence[torch.Tensor]) -> RowGrads:
-        """These gradients, of one backward pass each, those of each key to be summed."""
+        """Gradients of unique keys, from one gradient of the lookup for each backward pass; sums are made later."""
         unique, loops = self.keys.unique, self.store.loops
         grad_NX = loops.array(self.sum_passes(grads).contiguous())
         bags = self.keys.bags if self.argmax_PD is None else None
@@ -348,7 +347,7 @@ class Lease:
         return RowGrads(self.store, self.generation, unique.table_U, unique.id_U, slot_U, segments=segments)
 
     def reduce_once(self, grads: Sequence[torch.Tensor]) -> RowGrads:
-        """The same, made once for those who ask for the same gradients one after another."""
+        """Result of `reduce`, kept for a next call with the same gradients."""
         if self._reduced is not None:
             before, slot_U, reduced = self._reduced
             same = len(before) == len(grads) and all(one is two for one, two in zip(before, grads, strict=True))
@@ -426,8 +425,8 @@ class Lease:
 
 
 def with_room(store: EmbeddingStore, pin: Callable[[], _T]) -> _T:
-    """Result of `pin`, which pins rows. Where there is no room, it is called again once rows are unpinned of which only
-    backward passes that have raised know: see `free_failed_passes`.
+    """Call `pin`, which pins rows, and return its result. Without room, unpin the rows that only failed backward passes
+    hold, and call it again: see `free_failed_passes`.
 
     Raises:
         StoreFullError: there is no room.
@@ -441,15 +440,15 @@ def with_room(store: EmbeddingStore, pin: Callable[[], _T]) -> _T:
 
 
 def free_failed_passes(store: EmbeddingStore) -> bool:
-    """Drop the gradients that backward passes of this thread have left that raised. torch has them in the queue of the
-    thread until its next backward pass, and their rows stay pinned as long.
+    """Drop gradients of failed backward passes of this thread. torch keeps them in the thread's queue until its next
+    backward pass, and so long their rows stay pinned.
 
     Returns:
         Whether pinned rows of the store have lost their owner.
     """
     if in_backward():
         return False
-    # No mode of torch's sees this: a tape would record it, and a graph is told of backward passes of `build`.
+    # Hidden from torch's modes: a tape would record it, and a graph would take it for a backward pass of `build`.
     with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad():
         nothing = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
         torch.autograd.backward([nothing.clone()])
@@ -457,12 +456,12 @@ def free_failed_passes(store: EmbeddingStore) -> bool:
 
 
 def full_of(store: EmbeddingStore, error: StoreFullError) -> StoreFullError:
-    """The error of a lookup, as `full` has it."""
+    """The error of a lookup without room; see `full`."""
     return full(error, sum(one.lookups for one in store.pins.owners() if isinstance(one, Lease) and one.has_grad))
 
 
 def full(error: StoreFullError, waiting: int) -> StoreFullError:
-    """The error; where pinned rows leave no room, an error that says how many lookups wait for `zero_grad()`.
+    """The same error; if pinned rows leave no room, one that says how many lookups wait for `zero_grad()`.
 
     Args:
         waiting: the number of lookups whose gradients are kept.
@@ -477,7 +476,7 @@ def full(error: StoreFullError, waiting: int) -> StoreFullError:
 
 
 class LeaseAgain(Lease):
-    """Lease of a lookup that the backward pass repeats; policies count no other use of its rows.
+    """Lease of a lookup that the backward pass repeats; policies do not count it as a use of its rows.
 
     The rows are read at the slots of the first lookup's lease, if it is still pinned: an id that got no row in the
     forward pass may have got one by another lookup since.
@@ -545,11 +544,11 @@ _Reserved = TypeVar("_Reserved", covariant=True)
 
 
 class AnyKeys(Protocol[_StoreOfKeys, _Prefetched, _Reserved]):
-    """What `Keys` and `MergedKeys` have in common."""
+    """Interface of `Keys` and `MergedKeys`."""
 
     @property
     def loops(self) -> Loops:
-        """Those that work where the ids are."""
+        """Loops that work where the ids are."""
 
     def reserve(self, store: _StoreOfKeys, prefetched: _Prefetched | None) -> _Reserved:
         """See the op."""
@@ -629,15 +628,15 @@ def prefetch(store: _Store, keys: AnyKeys[_Store, _Prefetched, object]) -> _Pref
 
 
 class ReadRows(Protocol):
-    """What can be peeked into: a store, or what reads as one."""
+    """Interface of a store that can be read without a lease."""
 
     @property
     def format(self) -> RowFormat:
-        """Of a row."""
+        """Format of a row."""
 
     @property
     def loops(self) -> Loops:
-        """Those that work where the rows are."""
+        """Loops that work where the rows are."""
 
     def read(self, keys: kernels.Keys) -> tuple[Array, kernels.Keys]:
         """The rows of these keys; see `EmbeddingStore.read`."""
@@ -704,7 +703,7 @@ def spread_max_grads(keys: Keys, argmax_PD: Array, grad_PD: torch.Tensor, loops:
 
 @Op(PREPARE, takes=("keys",))
 def check_pooling(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: str) -> None:
-    """Check what `gather` is going to be given.
+    """Check the arguments of a coming `gather`.
 
     Raises:
         TypeError, ValueError: it would refuse it.
@@ -726,7 +725,7 @@ def check_pooling(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: 
 
 
 def _scales_of(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: str, store: ReadRows) -> Array | None:
-    """By what each id is multiplied on its way into its bag: float32 [N]; None = 1.
+    """Factor of each id in its bag: float32 [N]; None = 1.
 
     Raises:
         TypeError, ValueError: as `check_pooling`.
@@ -744,7 +743,9 @@ def _scales_of(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: str
 def peek(
     store: ReadRows, keys: Keys, per_sample_weights: torch.Tensor | None = None, pooling: str = "sum"
 ) -> torch.Tensor:
-    """What `gather` gives, without a gradient and without inserting: an unknown id reads as its initial value.
+    """Read the weights of each id, or bag, without a gradient and without inserting; else as `gather`.
+
+    An unknown id reads as its initial value.
 
     Raises:
         TypeError, ValueError: as `gather`; or the ids are not where the embedding is.

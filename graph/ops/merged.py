@@ -57,11 +57,11 @@ class KeysPart:
 
     first_table: int
     ids: slice
-    """Its ids among those of all lookups."""
+    """The lookup's ids among those of all lookups."""
     keys: Keys
-    """Its shape, bags and `inverse_N`; the unique keys are those of all lookups."""
+    """Shape, bags and `inverse_N` of the lookup; the unique keys are those of all lookups."""
     unique: slice
-    """Its unique keys among those of all lookups."""
+    """The lookup's unique keys among those of all lookups."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class MergedReserved:
                 None if slots[m] is None else Lease(rows.store.members[m], None, slots[m], (rows, p))
                 for p, m in enumerate(rows.member_P)
             ]
-            """Of each lookup; None = it has unknown keys, and is not acquired yet."""
+            """Lease of each lookup; None = it has unknown keys, and is not acquired yet."""
 
     def acquire(self, p: int) -> Lease:
         """The rows of lookup p, pinned; unknown keys are inserted. The lookup is made now: see `Lease.acquire`.
@@ -205,7 +205,7 @@ class ReservedPart:
     reserved: MergedReserved
     p: int
     inserts = True
-    """As of `Reserved`."""
+    """See `Reserved.inserts`."""
 
     def acquire(self) -> Lease:
         """See `Reserved`."""
@@ -406,8 +406,8 @@ def _measure_gather_merged(args: object, rows: Sequence[torch.Tensor | None]) ->
 def gather_merged(
     reserved: MergedReserved, read: Sequence[tuple[int, torch.Tensor | None, str]]
 ) -> tuple[torch.Tensor | None, ...]:
-    """What `gather` gives of each of these lookups, from one loop over the rows of all; None for those that have
-    unknown keys.
+    """Result of `gather` for each of these lookups, from one loop over the rows of all; None = the lookup has unknown
+    keys.
 
     Args:
         read: (p, per_sample_weights, pooling) of each, p growing; see `gather`.

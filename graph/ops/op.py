@@ -1,4 +1,4 @@
-"""What the compiler knows of an op, written above the op's function.
+"""Properties of an op for the compiler, written above the op's function.
 
     @Op(PREPARE, takes=("store", "keys"), measure=_measure_prefetch)
     def prefetch(store, keys): ...

@@ -47,15 +47,15 @@ class RowGrad(torch.Tensor):
     summed: RowGrads | None
     """A gradient that is summed already, beside the passes."""
     holders: list[Lease]
-    """Those that pin the rows of `summed`."""
+    """Leases that pin the rows of `summed`."""
     ranks: Ranks | None
-    """Those who own the rows together; None = this process has all."""
+    """Ranks that own the rows together; None = this process has all."""
     settled: bool
-    """Whether nothing waits to be brought to the owners: see `settle`."""
+    """Whether every gradient is with its owner: see `settle`."""
     tables: frozenset[int] | None
-    """Those whose rows it is of; None = all."""
+    """Tables whose rows have the gradient; None = all tables."""
     changes: int = 0
-    """How often something has been done to what it holds."""
+    """Number of changes to the gradient."""
     spent: bool = False
     """Whether the rows have been updated in the backward pass, so that nothing can be done to their gradient any more.
     It holds none."""
@@ -358,7 +358,7 @@ def _norms(row_grads: Sequence[RowGrad], ord: float = 2, *, dtype: Any = None) -
 
 
 def _counted(grads: RowGrads, store: EmbeddingStore) -> RowGrads:
-    """Those of rows that count on this rank: of a row of a replicated table every rank has a copy."""
+    """Gradients of the rows that count on this rank. Every rank has a copy of a replicated table's row; one counts."""
     loops = store.loops
     table_U, id_U = (loops.tensor(array).cpu().numpy() for array in (grads.table_U, grads.id_U))
     return grads.rows(loops.put(np.flatnonzero(store.replicas.are_counted(table_U, id_U))))
@@ -432,13 +432,13 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.clamp.default: lambda grad, min=None, max=None: _clamp_(grad.copy_of(), min, max),
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
 }
-"""What each op does to gradients of rows."""
+"""Functions that do an op's work on gradients of rows, by the op."""
 
 _OF_SPENT = {
     _detach, aten.alias.default, aten.clone.default, aten.add.Tensor, aten.add_.Tensor, aten.zero_.default,
     aten._foreach_zero_.default,
 }  # fmt: skip
-"""What is done to a gradient that is spent: it gives way to the next one."""
+"""Ops allowed on a spent gradient; the next gradient replaces it."""
 
 _FOREACH: dict[Any, Callable[..., Any]] = {
     aten._foreach_norm.Scalar: _norm,
@@ -453,7 +453,7 @@ _FOREACH: dict[Any, Callable[..., Any]] = {
     aten._foreach_clamp_max_.Scalar: lambda grad, max: _clamp_(grad, None, max),
     aten._foreach_zero_.default: _zero_,
 }
-"""What they do to each of a list."""
+"""Functions that do the work of an op on a list, by the op; each gets one element."""
 
 
 # ---- what becomes of them ------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a GradScaler does to the gradients of a step that several optimizers share."""
+"""Unscaling, by a GradScaler, of the gradients of a step that several optimizers share."""
 
 from collections.abc import Sequence
 

@@ -83,7 +83,7 @@ class Left(NamedTuple):
     table_R: Sequence[torch.Tensor]
     """int32 [number]: their tables."""
     parts_R: Sequence[Parts | None]
-    """What the gradients are of; None = each key."""
+    """Parts of bags to which the gradients belong; None = to the keys."""
     grad_ND: torch.Tensor
     """float32, of each key, or of each part; those for rank 0 first."""
     uses_R: Sequence[torch.Tensor] | None = None
@@ -98,7 +98,7 @@ class Left(NamedTuple):
 
     @classmethod
     def joined(cls, those: Sequence[Self]) -> Self:
-        """Those of several lookups, one after another."""
+        """Gradients of several lookups in one object, one after another."""
         if len(those) == 1:
             return those[0]
         of_ranks, grads_R = [], zip(*(one.grad_ND.split(one.rows_R) for one in those), strict=True)
@@ -121,7 +121,7 @@ def _all_left(row_grads: Sequence[GradOfRanks], ranks: Ranks) -> list[Left | Non
 
 
 def _left(row_grad: GradOfRanks, ranks: Ranks) -> Left | None:
-    """What lookups of this rank have left; None = nothing."""
+    """Gradients that lookups of this rank have left; None = none."""
     store, of_keys, left, leases = row_grad.store, [], [], []
     for lease, grads in grads_of_leases(row_grad.passes):
         cut = None if lease.remote is None else lease.remote.asking.cut
@@ -232,7 +232,7 @@ _NONE = -1  # in place of a count: the rank has no gradients of an embedding
 
 
 def _block(sent: Sequence[Left | None], r: int) -> list[torch.Tensor]:
-    """What a rank is sent: how much of each embedding there is, and the keys."""
+    """Message to a rank: the numbers for each embedding, and the keys."""
     counts: list[int] = []
     keys: list[torch.Tensor] = []
     for left in sent:

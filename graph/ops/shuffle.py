@@ -59,7 +59,7 @@ class Asked:
     count_R: Sequence[int]
     """How many are each rank's."""
     parts_R: Sequence[Parts | None]
-    """What each rank asks for; None = the row of each of its keys."""
+    """Parts of bags that each rank asks for; None = the row of each of its keys."""
     uses_N: torch.Tensor | None = None
     """int32: how many ids each is of; None = no policy asks."""
 
@@ -111,7 +111,7 @@ def asked_by(
     store: EmbeddingStore, ranks: Ranks, received: Sequence[Received], counts_R: Sequence[Sequence[int]], *,
     uses: bool = False,
 ) -> Asked:  # fmt: skip
-    """What ranks ask this one for: `counts_R` is what they have told first, the rest is what they have sent next.
+    """Request of all ranks to this one, from their first messages, `counts_R`, and their second ones, `received`.
 
     Args:
         uses: whether they have sent how many ids each key is of.
@@ -226,8 +226,8 @@ def rows_like(store: EmbeddingStore, ranks: Ranks) -> torch.Tensor:
 def shuffle_rows(
     ranks: Ranks, what: str, routed: Routed, read: Callable[[], torch.Tensor], store: EmbeddingStore
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What this rank has asked for, from the owners: [S, D], of the store's dtype, and where in it the weights of each
-    key are, int64 [U], or the sum of each part.
+    """Weights or sums that the owners send to this rank, [S, D], of the store's dtype; and the place in it of each key,
+    int64 [U], or of each part.
 
     Args:
         what: as for `shuffle_keys`.

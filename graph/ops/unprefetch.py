@@ -1,4 +1,4 @@
-"""What `prefetch` and `announce` have pinned, let go."""
+"""Release of rows that `prefetch` and `announce` have pinned."""
 
 from collections.abc import Iterable
 

@@ -19,7 +19,7 @@ __all__ = ["Groups", "StepOptimizer", "add_note", "advance", "options_of", "step
 
 
 class StepOptimizer(Protocol):
-    """What ops ask of an optimizer: `oneemb.Optimizer` is one."""
+    """Interface of an optimizer, as ops use it; `oneemb.Optimizer` has it."""
 
     skip_nonfinite: bool
     skipped: int
@@ -35,7 +35,7 @@ class StepOptimizer(Protocol):
 
 
 class Scheduler(Protocol):
-    """What ops ask of a learning rate scheduler: those of torch are such."""
+    """Interface of a learning rate scheduler, as ops use it; torch's schedulers have it."""
 
     def step(self) -> object:
         """Set the rates of the next step."""

@@ -18,7 +18,7 @@ def with_grad(
     rows: torch.Tensor, lease: Lease, weights: Sequence[torch.Tensor], per_sample_weights: torch.Tensor | None = None,
     ranks: Ranks | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """What `gather` gave of a lookup, differentiable: a backward pass through it gives each weight a `RowGrad`.
+    """Result of `gather`, made differentiable: a backward pass through it gives each weight a `RowGrad`.
 
     The rows need not be pinned: those of an embedding in eval mode are inserted by the step that trains them.
 

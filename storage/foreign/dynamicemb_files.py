@@ -41,7 +41,7 @@ DIST_TYPES = ("continuous", "roundrobin", "hash_roundrobin")
 """By which dynamicemb deals ids to ranks."""
 
 UNFINISHED = ".unfinished"
-"""What temporary names end with."""
+"""End of temporary names."""
 RANKED = re.compile(r"(emb_keys|emb_values|emb_scores|opt_values|counter_keys|counter_frequencies)"
                     r"\.rank_(\d+)\.world_size_([1-9]\d*)")  # fmt: skip
 """Names of files of "today", without that of the table."""
@@ -71,8 +71,8 @@ def owner_of_key(dist_type: str, id_N: np.ndarray, ranks: int, num_embeddings: i
 
 
 def file_key(dist_type: str, id_N: np.ndarray, ranks: int, num_embeddings: int | None) -> np.ndarray:
-    """What stands in the file of its rank for each id: int64 [N]. Under "continuous" a place in the rank's block; ids
-    beyond all blocks are dealt round."""
+    """Number that stands for each id in the file of its rank, int64 [N]: under "continuous" the id's place in the
+    rank's block, else the id. Ids beyond all blocks are dealt to the ranks in turn."""
     if dist_type != "continuous":
         return id_N
     unsigned_N, block = id_N.astype(np.uint64), np.uint64(_block(ranks, num_embeddings))
@@ -111,7 +111,7 @@ def check_name(table: str) -> None:
 
 
 def part_of(table: str, name: str, pattern: "re.Pattern[str]") -> "re.Match[str] | None":
-    """What a pattern finds in the name of a file of a table; None = it is none."""
+    """Match of a pattern with a file's name after that of the table; None = no match, or another table's file."""
     return pattern.fullmatch(name.removeprefix(f"{table}_")) if name.startswith(f"{table}_") else None
 
 

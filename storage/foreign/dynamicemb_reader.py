@@ -344,7 +344,7 @@ _SAID: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("iters", "step_score"), ("an integer, 0 or more", _is_count)),
     **dict.fromkeys(("lr", "beta1", "beta2", "eps", "weight_decay"), ("a number", _is_number)),
 }
-"""What the last file of a dump may say, so that it can be used."""
+"""Values that the last file of a dump may have: a description and a check of each, by name."""
 
 
 def _twice(key_N: np.ndarray) -> int:

@@ -140,7 +140,7 @@ def chunk_number(name: str, kind: str) -> int | None:
 
 
 def names_in(fs: FileSystem, directory: str) -> list[str]:
-    """What is in a folder; nothing if there is none."""
+    """Names in a folder; empty if there is no folder."""
     try:
         return fs.names(directory)
     except (FileNotFoundError, NotADirectoryError):

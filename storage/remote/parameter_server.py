@@ -39,7 +39,7 @@ class ParameterServer(Protocol):
 
     @property
     def name(self) -> str:
-        """What errors call it: its URL, without passwords."""
+        """Name of the server in errors: its URL, without passwords."""
 
     def pull(self, table: str, id_N: np.ndarray, widths: Sequence[int]) -> tuple[list[np.ndarray], np.ndarray]:
         """Read rows.

@@ -28,14 +28,14 @@ __all__ = ["OnAllFetched", "OnFetched", "OnPushed", "Plugin", "PullParameter", "
 _U32, _I64S, _ADDRESS = ctypes.c_uint32, ctypes.POINTER(ctypes.c_int64), ctypes.c_void_p
 
 OnFetched = ctypes.CFUNCTYPE(None, _ADDRESS, _U32, _U32, _ADDRESS, _U32)
-"""What a plugin calls with each value it has: context, offset (row * columns + column), part, data, bytes of data."""
+"""Callback for each value that a plugin has: context, offset (row * columns + column), part, data, bytes of data."""
 
 OnAllFetched = OnPushed = ctypes.CFUNCTYPE(None, _ADDRESS)
-"""What a plugin calls when it has given all values, and when it has kept all: context."""
+"""Callback for the end of a pull, and of a push: context."""
 
 
 class PullParameter(ctypes.Structure):
-    """What `IO_Pull` is given."""
+    """Argument of `IO_Pull`."""
 
     _fields_ = (
         ("table_name", ctypes.c_char_p),
@@ -51,7 +51,7 @@ class PullParameter(ctypes.Structure):
 
 
 class PushParameter(ctypes.Structure):
-    """What `IO_Push` is given: the bytes of value v, [id][column][part], are `data[offsets[v] : offsets[v + 1]]`."""
+    """Argument of `IO_Push`: the bytes of value v, [id][column][part], are `data[offsets[v] : offsets[v + 1]]`."""
 
     _fields_ = (
         ("table_name", ctypes.c_char_p),

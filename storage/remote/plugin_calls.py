@@ -28,21 +28,21 @@ _numbers = itertools.count(1)
 
 
 def fetched(number: int | None, n: int, p: int, data: int | None, size: int) -> None:
-    """What plugins call with a value, from any thread."""
+    """Take a value from a plugin. Plugins call this from any thread."""
     call = _unanswered.get(number or 0)
     if call is not None:
         call.take(n, p, data, size)
 
 
 def answered(number: int | None) -> None:
-    """What plugins call when a call is done, from any thread."""
+    """Note that a plugin has done a call. Plugins call this from any thread."""
     call = _unanswered.get(number or 0)
     if call is not None:
         call.answer()
 
 
 class Kept(Protocol):
-    """What a call was made with."""
+    """Arguments of a call, kept until the plugin has answered."""
 
     nbytes: int
 
@@ -154,7 +154,7 @@ class Calls:
             )
 
     def run(self, what: str, function: Callable[[], Any], *, late: bool = False) -> Any:
-        """What a function returns that gives no answer; with `late` it is called even when nobody waits any more."""
+        """Run a function that has no answer, and return its result; `late`: also when the caller waits no more."""
         call = Call(what, None, None)
         call.late = late
         self.ask(call, function)

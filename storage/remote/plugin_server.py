@@ -134,7 +134,7 @@ def _end(calls: Calls, plugin: Plugin, instance: int) -> None:
 
 
 class _Pull:
-    """What a plugin is asked for, and what it has given so far."""
+    """Ids that a plugin is asked for, and the values that it has given so far."""
 
     def __init__(self, server: str, table: str, id_N: np.ndarray, widths: Sequence[int]):
         self._server, self._table_name = server, table
@@ -178,7 +178,7 @@ class _Pull:
 
 
 class _Push:
-    """What a plugin is given to keep: copies, which it may read when the caller has left."""
+    """Values that a plugin is given to keep: copies, since it may read them after the caller has returned."""
 
     def __init__(self, table: str, id_N: np.ndarray, parts: Sequence[np.ndarray]):
         self.what = f"IO_Push of {len(id_N)} rows of table {table!r}"

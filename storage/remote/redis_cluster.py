@@ -87,4 +87,4 @@ _AS_ONE: dict[str, Callable[[list[Any]], Any]] = {
     "EXISTS": sum,
     "TYPE": lambda answers: answers[0],
 }
-"""What a server's answer to one command on all keys would be."""
+"""Functions that join the answers of several servers into the answer of one, by command."""

@@ -51,7 +51,7 @@ class Request:
 
 
 def client_options(url: RedisURL) -> dict[str, Any]:
-    """What the client's classes are told about a server. They try nothing again by themselves."""
+    """Arguments for the client's classes. They make the client retry nothing by itself."""
     options: dict[str, Any] = {
         "host": url.host,
         "port": url.port,
@@ -234,7 +234,7 @@ class _Link:
         return self.answer()
 
     def _client_info(self) -> tuple[str, ...]:
-        """What the server knows this connection by; () if it does not say."""
+        """Name and number by which the server knows this connection; () = it does not say."""
         try:
             told = self._ask("CLIENT", "INFO").decode()
         except redis.ResponseError:

@@ -1,4 +1,4 @@
-"""What an error of the Redis client means, and what to do about it.
+"""Causes of errors of the Redis client, and what to do about each.
 
 Invariant: what a message has of an error is the server's or the client's text, which has no password in it.
 """

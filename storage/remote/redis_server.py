@@ -28,7 +28,7 @@ __all__ = ["RedisServer"]
 _REQUEST_BYTES = 2**20
 _KEY_BYTES = 64
 _VALUE_BYTES = 2**29
-"""Of a Redis string, at most."""
+"""Most bytes of a Redis string."""
 
 
 class RedisServer:

@@ -1,4 +1,4 @@
-"""What the URL of a Redis server says: `redis://[user[:password]@]host[:port][/][?key=value&&key=value]`.
+"""URL of a Redis server: `redis://[user[:password]@]host[:port][/][?key=value&&key=value]`.
 
 Invariants:
 - no error and no name has a password in it;
@@ -40,7 +40,7 @@ class RedisURL:
 
 
 def read_redis_url(scheme: str, rest: str) -> RedisURL:
-    """What `scheme://rest` says.
+    """Parse `scheme://rest`.
 
     Args:
         scheme: `redis`, or `rediss` for TLS.
@@ -98,7 +98,7 @@ def read_redis_url(scheme: str, rest: str) -> RedisURL:
 
 
 def _without_password(rest: str) -> str:
-    """What a URL has behind `://`, with *** for its password; and for all before the last `@` that is not plain."""
+    """Part of a URL after `://`, with *** in place of its password, or of the whole login if that is no plain name."""
     login, at, place = rest.rpartition("@")
     user, colon, _ = login.partition(":")
     return f"{user}:***@{place}" if re.fullmatch(r"\w*", user) and colon else f"***@{place}" if at else rest

@@ -13,7 +13,7 @@ from oneemb.storage.remote.plugin_server import TIMEOUT_S, PluginServer
 __all__ = ["check_installed", "check_url", "open_server", "register_io"]
 
 _in_memory: dict[str, dict[tuple[str, int, int], bytes]] = {}
-"""What the servers in memory keep, by name: whoever opens a name again finds its rows."""
+"""Values of the servers in memory, by the server's name: a server opened again by its name has its rows."""
 
 _plugins: dict[str, tuple[Plugin, float]] = {}
 """The plugins that were registered and their timeouts, by scheme."""

@@ -23,11 +23,11 @@ _VERSION = 1
 
 
 class Value:
-    """What is known of one part of one table's rows.
+    """Stored form of one part of one table's rows.
 
     Args:
-        number: the table of our own that its values are in.
-        widths: those that values of it have had, in the order in which they came.
+        number: number of the server's table that has the values.
+        widths: widths that its values have had, in the order in which they came.
     """
 
     def __init__(self, number: int, widths: list[int]):
@@ -74,11 +74,11 @@ class ValueNames:
         return sorted({width for value in self._values.values() for width in value.widths})
 
     def find(self, table: str, part: int) -> Value | None:
-        """What is known of a part; None = no row of the table has had it."""
+        """Stored form of a part; None = no row of the table has had it."""
         return self._values.get((table, part))
 
     def add(self, table: str, part: int, width: int) -> Value:
-        """What is known of a part, values of this width included. Durable when this returns.
+        """Note that a part has values of this width. Returns the part's stored form; it is durable then.
 
         Raises:
             StorageError: it cannot be written; what was known is known still.

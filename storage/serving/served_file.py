@@ -61,7 +61,7 @@ _CHECKED = 1 << 14  # blocks that are compared before progress is told
 
 @dataclass(frozen=True)
 class ServedInfo:
-    """What a file holds; FORMAT.md says what each of these is."""
+    """Contents of a file; FORMAT.md says what each field is."""
 
     name: str
     identity: str
@@ -87,18 +87,18 @@ class ServedInfo:
 
     @property
     def slots(self) -> int:
-        """Of all tables."""
+        """Number of slots of all tables."""
         parts = parts_and_buckets(np.array(self.rows_of_tables, np.int64))[0].tolist()
         return sum(parts * slots for parts, slots in zip(parts, self.slots_of_tables, strict=True))
 
     @property
     def buckets(self) -> int:
-        """Of all tables; one at least."""
+        """Number of buckets of all tables; one at least."""
         return max(1, int(parts_and_buckets(np.array(self.rows_of_tables, np.int64))[1].sum()))
 
     @property
     def blocks(self) -> int:
-        """Of records, and of the zeros of one where there is none."""
+        """Number of blocks of records; without a record, those of one record of zeros."""
         return -(-max(1, self.slots) * self.record_bytes // BLOCK_BYTES)
 
     @property
@@ -127,7 +127,7 @@ def row_bytes_of(weights: str, dim: int) -> int:
 
 
 def array_dtype(weights: str) -> np.dtype:
-    """Of arrays of rows: of float32 weights, the bits of narrower ones, or bytes."""
+    """Dtype of arrays of rows: float32 weights, the bits of narrower weights, or bytes."""
     return np.dtype(np.uint8 if weights in QUANTIZED else BITS[weights])
 
 
@@ -289,7 +289,7 @@ class ServedFile:
 
 
 def _info_of(found: Any) -> ServedInfo:
-    """What a manifest says, every number in its range; ValueError, TypeError or KeyError if it is wrong."""
+    """Checked contents of a manifest. Raises ValueError, TypeError or KeyError if it is wrong."""
     info = ServedInfo(**found)
 
     def need(right: bool, what: str) -> None:

@@ -33,7 +33,7 @@ _Progress = Callable[[int, int], None]
 
 @dataclass
 class CheckResult:
-    """What a check found.
+    """Result of a check.
 
     Args:
         problems: one text for each problem, which names the file; empty = nothing is damaged.

@@ -67,7 +67,7 @@ _MOVED_FILL_MAX = 0.98
 
 @dataclass
 class CompactionResult:
-    """What compaction did.
+    """Result of a compaction.
 
     Args:
         chunks: chunks that were emptied.

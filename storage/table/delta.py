@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Delta:
-    """What a delta is.
+    """Description of a delta.
 
     Args:
         since, identity, since_number: name, identity and number of its parent.
@@ -65,15 +65,15 @@ class Delta:
     inserted: int
 
     def to_meta(self) -> dict[str, Any]:
-        """What the meta of the snapshot says of this."""
+        """Entry for the meta of the snapshot."""
         return {"delta": asdict(self)}
 
     @classmethod
     def of_meta(cls, meta: Mapping[str, Any], name: str) -> "Delta | None":
-        """What the meta of the snapshot `name` says; None for a whole one.
+        """The delta that the meta of snapshot `name` describes; None = the snapshot is whole.
 
         Raises:
-            CorruptTableError: it says what no delta says.
+            CorruptTableError: the entry is none that a delta writes.
         """
         found = meta.get("delta")
         if found is None:
@@ -151,7 +151,7 @@ def deltas_since(identity: str, infos: Iterable[SnapshotInfo]) -> list[str]:
 
 
 def in_chain_text(name: str, done: str, deltas: Sequence[str]) -> str:
-    """What to say of a snapshot that deltas go on from, which is not to be `done`."""
+    """Text of the error for a snapshot that deltas need, and that cannot be `done` ("deleted", "replaced")."""
     return (
         f"snapshot {name!r} cannot be {done}: {', '.join(map(repr, deltas))}, deltas since it, need it; make the last"
         " of them whole with `oneemb merge-deltas` and delete them first"

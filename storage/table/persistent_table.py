@@ -187,7 +187,7 @@ class PersistentTable:
             return missing_U
 
     def erase(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
-        """As `RowStore.erase`. Existing snapshots keep the rows; later ones do not have them."""
+        """Erase rows; see `RowStore.erase`. Existing snapshots keep the rows; later ones do not have them."""
         with self._turns:
             self._begin()
             return self._live.erase(table_U, id_U)

@@ -1,4 +1,4 @@
-"""What opening a table finds, and what it removes: everything that no snapshot needs.
+"""Opening of a table: it finds the whole snapshots, and removes every file that none of them needs.
 
 Invariants:
 - while a snapshot cannot be read, nothing is removed, because it is not known what it needs;
@@ -22,7 +22,7 @@ __all__ = ["Recovery", "find_lost", "lost_text", "needed_bytes", "read_snapshots
 
 @dataclass
 class Recovery:
-    """What the last open of a table found and did.
+    """Result of the last open of a table.
 
     Args:
         snapshots: names of the snapshots that are whole.

@@ -88,7 +88,7 @@ class ArrayPart:
     """An array that a snapshot holds beside its rows."""
 
     dtype: str
-    """As NumPy says it, with the order of bytes: "<i8"."""
+    """Dtype in NumPy's notation, with the order of bytes: "<i8"."""
     shape: tuple[int, ...]
     sum: int = 0
     offset: int = 0

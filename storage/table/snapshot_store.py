@@ -67,7 +67,7 @@ class Cut:
 
 
 def rows_not_in(part: ChunkPart, other: ChunkPart | None) -> ChunkPart:
-    """Those rows of a part that are not in another part of the same chunk."""
+    """Rows of a part that are not in another part of the same chunk."""
     if other is None:
         return part
     bit_N, size = part.bit_N.copy(), min(len(part.bit_N), len(other.bit_N))

@@ -18,7 +18,7 @@ __all__ = ["TableInfo", "chunk_bytes_of", "live_bits", "lost_and_kept", "need_ta
 
 @dataclass
 class TableInfo:
-    """What lies at a path.
+    """Snapshots and files of a table.
 
     Args:
         snapshots: oldest first.
@@ -50,7 +50,7 @@ class TableInfo:
 
 
 def table_info(path: AnyPath, fs: FileSystem | None = None) -> TableInfo:
-    """What lies at a path. A live writer may go on meanwhile.
+    """Snapshots and files of the table at a path. A live writer may go on meanwhile.
 
     Raises:
         StorageError: there is no table, or its files cannot be listed.
@@ -107,7 +107,7 @@ def _snapshots(fs: FileSystem, path: str) -> tuple[SnapshotFiles, list[SnapshotR
 def lost_and_kept(
     fs: FileSystem, path: str, files: SnapshotFiles, needed: dict[int, tuple[int, int]], held: bool
 ) -> tuple[list[str], int, list[str]]:
-    """What opening the table would find lost, and the paths of the files it would keep for that.
+    """Names of snapshots that an open of the table would find lost, the number of others, and files it would keep.
 
     Args:
         needed: by chunk number, the bytes that snapshots need of its two files.

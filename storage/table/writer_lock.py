@@ -45,7 +45,7 @@ _NUMBER_MAX = 1 << 62
 
 @dataclass(frozen=True)
 class KnownSnapshots:
-    """What LOCK says of a table's snapshots.
+    """A table's snapshots as LOCK records them.
 
     Args:
         names: of snapshots that must exist, as many as fit.
@@ -241,13 +241,13 @@ def holders_below(folder: str) -> list[tuple[str, Holder]]:
 
 
 def lock_holder(fs: FileSystem, path: str) -> str | None:
-    """Who holds the lock, in words; None when nobody does."""
+    """The lock's holder, in words; None = the lock is free."""
     block = fs.read_lock(path)
     return None if block is None else _holder_text(block)
 
 
 def known_snapshots(fs: FileSystem, path: str) -> KnownSnapshots | None:
-    """What LOCK says of a table's snapshots, read without taking the lock; None if it does not say."""
+    """A table's snapshots as LOCK records them, read without taking the lock; None = it has no record."""
     try:
         file = fs.open(path)
         try:

@@ -142,7 +142,7 @@ class DeviceTier:
 
     @_in_order
     def acquire(self, keys: DeviceKeys, count_U: torch.Tensor | None = None) -> tuple[torch.Tensor, DeviceKeys]:
-        """As `HotRows.acquire`.
+        """Make rows resident and pin them; see `HotRows.acquire`.
 
         Args:
             count_U: int64 [U], how often each key occurs, for "lfu"; None = once.
@@ -186,8 +186,8 @@ class DeviceTier:
 
     @_in_order
     def bring_known(self, keys: DeviceKeys, slot_U: torch.Tensor, wanted: torch.Tensor) -> int:
-        """As `HotRows.bring_known`, but the slab does not grow: growing moves rows that steps on other streams may use.
-        Without free slots the call raises `StoreFullError`."""
+        """Pin known rows; see `HotRows.bring_known`. The slab does not grow, since that would move rows which steps on
+        other streams may use: without free slots the call raises `StoreFullError`."""
         if self._resident or len(wanted) == 0:
             return 0
         assert self._below is not None
@@ -358,7 +358,7 @@ class DeviceTier:
 
     @_in_order
     def erase(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
-        """As `RowStore.erase`.
+        """Erase rows; see `RowStore.erase`.
 
         Raises:
             StorageError: a row is pinned; nothing has changed.

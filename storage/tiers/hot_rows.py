@@ -31,17 +31,17 @@ class Tier(RowStore, Protocol):
     """Rows above a store that has them too, or some of them."""
 
     name: str
-    """What errors and statistics call the tier."""
+    """Name of the tier in errors and statistics."""
 
     def check_holds(self, rows: int) -> None:
-        """Raise `StoreFullError` if this many rows in all are more than the tier may ever know or hold."""
+        """Get memory for `rows` rows in all. Raises `StoreFullError` if the tier may not know or cannot hold them."""
 
     def check_slots(self) -> list[str]:
         """One text for each fault: slots that were lost, slots with several rows. Empty if each used slot is in the
         index, free, or of a temporary row."""
 
     def reload(self) -> None:
-        """Forget every row here and start from those of the store below. One that raises leaves the tier empty."""
+        """Forget every row here and start from those of the store below. A call that raises leaves the tier empty."""
 
     def only_read(self) -> None:
         """In a child of fork: keep no row of those that are read."""
@@ -136,8 +136,8 @@ class HotRows(Tier, Protocol):
         """Say that loops have changed the rows in these slots."""
 
     def check_room(self, more: int, leaving: int) -> None:
-        """Raise `StoreFullError` unless so many rows more fit here beside those that are pinned, when `leaving` of the
-        others have been erased."""
+        """Get memory for `more` rows beside the pinned ones, once `leaving` of the others have been erased. Raises
+        `StoreFullError` if they do not fit."""
 
 
 @dataclass(eq=False)

@@ -366,7 +366,7 @@ class HotTier:
             self._below.put(table_U[gone], id_U[gone], row_UW[gone])
 
     def erase(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
-        """As `RowStore.erase`.
+        """Erase rows; see `RowStore.erase`.
 
         Raises:
             StorageError: a row is pinned; nothing has changed.

@@ -37,8 +37,7 @@ _STAMP_WORDS = 2
 _SHARE_MIN = 512
 
 _COUNT_BITS = 39
-"""Of a stamp, how many count pushes; a bit less than a place of the index has, which says as well whether the row is
-dirty."""
+"""Bits of a stamp that count pushes. A place of the index has one bit more, which says whether the row is dirty."""
 
 
 class RemoteTier:
@@ -73,7 +72,7 @@ class RemoteTier:
     # ---- rows -----------------------------------------------------------------------------------------------------
 
     def get(self, table_U: np.ndarray, id_U: np.ndarray, out_UW: np.ndarray) -> np.ndarray:
-        """As `RowSource.get`.
+        """Read rows; see `RowSource.get`.
 
         Raises:
             LostRowsError: the server has another row than was pushed, or none.
@@ -112,7 +111,7 @@ class RemoteTier:
         )
 
     def put(self, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray) -> None:
-        """As `RowStore.put`.
+        """Write rows; see `RowStore.put`.
 
         Raises:
             ServerError: the server cannot be reached, or refuses: it is full, for instance.
@@ -151,7 +150,7 @@ class RemoteTier:
         return f"{self._prefix}.{table}"
 
     def erase(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
-        """As `RowStore.erase`. What the server does not erase stays there as nobody's row."""
+        """Erase rows; see `RowStore.erase`. A row that the server cannot erase stays there, and no job reads it."""
         erased_U = self._index.find(table_U, id_U) >= 0
         gone_U = erased_U if self._below is None else self._below.erase(table_U, id_U)
         with changing:
@@ -173,11 +172,11 @@ class RemoteTier:
         self._left_behind += len(id_N)
 
     def contains(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
-        """As `RowSource.contains`."""
+        """Whether each key has a row; see `RowSource.contains`."""
         return self._index.find(table_U, id_U) >= 0
 
     def scan(self, batch: int = 65536) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """As `RowSource.scan`; raises as `get`."""
+        """Yield all rows; see `RowSource.scan`. Raises as `get`."""
         for table_N, id_N, place_N in self._index.items(batch):
             yield table_N, id_N, self._pull(table_N, id_N, place_N)
 
@@ -204,10 +203,10 @@ class RemoteTier:
     # ---- the tier -------------------------------------------------------------------------------------------------
 
     def check_holds(self, rows: int) -> None:
-        """As `Tier.check_holds`: only the server knows how many it has room for, and says so when they come."""
+        """Do nothing: only the server knows its room, and a push beyond it raises."""
 
     def reload(self) -> None:
-        """As `Tier.reload`: push every row of the store below."""
+        """Push every row of the store below; see `Tier.reload`."""
         assert self._below is not None
         self._forget()
         try:
@@ -219,7 +218,7 @@ class RemoteTier:
             raise
 
     def clear(self) -> None:
-        """As `RowStore.clear`. The server keeps what it has, as nobody's rows, until they are pushed anew."""
+        """Forget all rows; see `RowStore.clear`. The server keeps its copies, which no job reads, until new pushes."""
         if self._below is not None:
             self._below.clear()
         with changing:
@@ -231,10 +230,10 @@ class RemoteTier:
         self._dirty = 0
 
     def only_read(self) -> None:
-        """As `Tier.only_read`: nothing is kept of what is read."""
+        """Do nothing: this tier keeps no copy of a row that is read."""
 
     def check_slots(self) -> list[str]:
-        """As `Tier.check_slots`; this tier has no slots."""
+        """An empty list: this tier has no slots."""
         return []
 
     def stats(self) -> dict[str, Any]:

@@ -105,7 +105,7 @@ class NewRows:
 
     @property
     def absent_rows(self) -> InitialRows:
-        """What keys read as that have no row."""
+        """Rows as which keys without a row read."""
         return self.initial if self._policies is None else rows_instead(self._policies, self.initial, "absent")
 
     def of(self, format: RowFormat, loops: Loops) -> "NewRows":

@@ -1,4 +1,4 @@
-"""What is asked of a tier on several of a GPU's streams happens there in the order in which it was asked for.
+"""Order of a tier's calls on several of a GPU's streams: the device runs them in the order in which the host made them.
 
 Streams and events are torch's and not cuda-python's: its allocator must know which stream still uses what is freed.
 """
@@ -25,10 +25,10 @@ class StreamOrder:
 
     @contextlib.contextmanager
     def __call__(self, arrays: Callable[[], list[torch.Tensor]]) -> Iterator[None]:
-        """What is launched inside, on the current stream, comes after all that was launched inside before.
+        """Let launches of a block, on the current stream, run after the launches of all blocks before.
 
         Args:
-            arrays: those that it uses and that outlive it.
+            arrays: returns the arrays that the block uses and that outlive it.
         """
         if not self._on_gpu:
             yield
@@ -51,6 +51,6 @@ class StreamOrder:
             self._released[stream] = stream.record_event()
 
     def after_releases(self) -> None:
-        """What is launched from here on comes after the releases so far, and so after what their steps wrote."""
+        """Let launches from here on run after the releases so far, and so after the writes of their steps."""
         for event in list(self._released.values()):  # Other threads release meanwhile.
             torch.cuda.current_stream(self._gpu.device).wait_event(event)
