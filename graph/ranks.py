@@ -530,7 +530,7 @@ class Ranks:
             return self._all_gather(torch.tensor(values, dtype=torch.float64, device="cpu"))
 
     def _gather(self, pickled: bytes) -> list[Any]:
-        """All-gather pickled bytes. Callers pickle before the exchange: an error in it would leave other ranks waiting."""
+        """All-gather bytes. Callers pickle before the exchange: an error within it would leave other ranks waiting."""
         mine = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
         sizes = [int(size) for size in self._all_gather(torch.tensor([len(mine)], device="cpu"))]
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")

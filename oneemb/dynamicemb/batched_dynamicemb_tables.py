@@ -173,7 +173,7 @@ class BatchedDynamicEmbeddingTablesV2(torch.nn.Module):
         batch_size_per_feature_per_rank: list[list[int]] | None = None,
         total_unique_indices: int | None = None,
     ) -> torch.Tensor:
-        """What bags of ids give.
+        """Pool the rows of bags of ids.
 
         Args:
             indices: integers [N]; those of the first feature first.
@@ -229,7 +229,7 @@ class BatchedDynamicEmbeddingTablesV2(torch.nn.Module):
 
     @property
     def table_names(self) -> list[str]:
-        """Of the tables."""
+        """Names of the tables."""
         return self._dynamic.names
 
     @property
@@ -239,16 +239,16 @@ class BatchedDynamicEmbeddingTablesV2(torch.nn.Module):
 
     @property
     def dynamic(self) -> DynamicTables:
-        """What makes the calls below."""
+        """The tables that make the calls below."""
         return self._dynamic
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """What steps the rows in the backward pass."""
+        """Optimizer that steps the rows in the backward pass."""
         return self.rows.optimizer
 
     def set_learning_rate(self, lr: float) -> None:
-        """Of all tables, from the next backward pass on."""
+        """Set the rate of all tables, from the next backward pass on."""
         self._dynamic.set_learning_rate(lr)
 
     def split_embedding_weights(self) -> list[torch.Tensor]:
@@ -313,7 +313,7 @@ class BatchedDynamicEmbeddingTablesV2(torch.nn.Module):
 
 
 BatchedDynamicEmbeddingTables = BatchedDynamicEmbeddingTablesV2
-"""Its older name."""
+"""Older name of `BatchedDynamicEmbeddingTablesV2`."""
 
 
 def _check(options: Sequence[DynamicEmbTableOptions], names: Sequence[str], features: Sequence[int]) -> None:

@@ -1,7 +1,7 @@
 """Dumps of the dynamic tables of a model, in dynamicemb's files.
 
-A folder has one for each collection, named by its path in the model, "model.embedding_module"; there each table has
-files of its own. Those of today's dynamicemb, and those that it had at first, are read; either is written.
+A dump has a folder for each collection, named by the collection's path in the model, "model.embedding_module"; in it
+each table has files of its own. Both the layout of today's dynamicemb and its first layout are read and written.
 """
 
 import os
@@ -84,7 +84,7 @@ def dynamic_tables(model: torch.nn.Module) -> list[tuple[str, str, list[DynamicT
 
 
 def named_for(named: Mapping[str, Any], path: str, name: str) -> Any:
-    """What is given for a collection, by its path or its last name; None = nothing."""
+    """Entry for a collection, by its path or its last name; None = there is none."""
     return named.get(path, named.get(name))
 
 
@@ -101,17 +101,17 @@ def DynamicEmbDump(
 ) -> None:
     """Write the rows of dynamic tables into files. Every rank makes the call.
 
-    What is in a file is there for good when the call returns. A dump of a table that was cut short is none: its last
-    file is missing, which is `<table>_opt_args.json`, or `<table>_keys` where "seed" has no optimizer's state.
+    All files are durable when the call returns. A table's dump that was cut short lacks its last file and is not read:
+    `<table>_opt_args.json`, or `<table>_keys` in the layout "seed" without an optimizer's state.
 
     Args:
         path: a folder that all ranks see, new or without files.
         model: with dynamic tables.
         table_names: those to dump, by collection; None = all.
         optim: whether the optimizer's state is written.
-        counter: whether the counts of ids without a row are; or `pg`, which had this place at first.
+        counter: whether the counts of ids without a row are written; or `pg`, which had this place at first.
         pg: the ranks; None = all.
-        allow_overwrite: whether there may be files.
+        allow_overwrite: whether the folder may have files.
         layout: of today's dynamicemb, with files of each rank; or "seed", the first one's, with one file for all and
             without counts.
 
@@ -146,16 +146,15 @@ def DynamicEmbLoad(
     """Bring the rows of a dump, of any number of ranks and any `dist_type`, into dynamic tables. Every rank makes the
     call. Other rows stay.
 
-    All files are looked at before a row changes: that those are there that have to be, each as long as it has to be.
-    Where a table has a capacity, and a rank no room for all its rows of the dump, those of the least scores are left
-    out, which a warning says.
+    Before a row changes, the call checks that all files are there and have the right length. If a table has a capacity,
+    and a rank has no room for all its rows of the dump, the rows of least score are left out, with a warning.
 
     Args:
         path: a folder that `DynamicEmbDump`, or dynamicemb, has written.
         model: with dynamic tables.
         table_names: those to load, by collection; None = all.
         optim: whether the optimizer's state is loaded, its options and its count of steps.
-        counter: whether the counts of ids without a row are; or `pg`, which had this place at first.
+        counter: whether the counts of ids without a row are loaded; or `pg`, which had this place at first.
         pg: the ranks; None = all.
 
     Raises:

@@ -59,7 +59,7 @@ _COUNTERS = 1 << 20
 
 @enum.unique
 class DynamicEmbCheckMode(enum.IntEnum):
-    """What becomes of ids for which a table has no room: all of a lookup's rows cannot be in it at a time.
+    """Treatment of ids for which a table has no room, because a lookup has more rows than fit at a time.
 
     ERROR: the lookup raises StoreFullError, which says how many rows there have to be. WARNING: a warning says how many
     there were; they read as zeros, and their gradients are dropped. IGNORE: the same, in silence.
@@ -71,7 +71,7 @@ class DynamicEmbCheckMode(enum.IntEnum):
 
 
 class DynamicEmbPoolingMode(enum.IntEnum):
-    """What a lookup gives of a bag: its sum, its mean, or each id by itself."""
+    """Pooling of a bag: the sum, the mean, or none, a row for each id."""
 
     SUM = 0
     MEAN = 1
@@ -90,7 +90,7 @@ class DynamicEmbEvictStrategy(enum.Enum):
 
 
 class DynamicEmbScoreStrategy(enum.IntEnum):
-    """What a row's score is; rows of the least score leave a full table first.
+    """Score of a row; rows of the least score leave a full table first.
 
     TIMESTAMP: when it was looked up last, in nanoseconds. STEP: the number of the lookup of its table in which that
     was. CUSTOMIZED: what `set_score` said before that lookup. LFU: how many ids of lookups were of it. NO_EVICTION: its
@@ -196,7 +196,7 @@ def evicting_strategy(strategy: ScoreStrategy | None) -> DynamicEmbScoreStrategy
 
 
 def evict_strategy_of(strategy: ScoreStrategy | None) -> EvictStrategy:
-    """What dumps call it."""
+    """Name of a strategy in dumps."""
     its = {DynamicEmbScoreStrategy.TIMESTAMP: EvictStrategy.KLru, DynamicEmbScoreStrategy.LFU: EvictStrategy.KLfu}
     return its.get(evicting_strategy(strategy), EvictStrategy.KCustomized)
 

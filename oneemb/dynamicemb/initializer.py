@@ -9,14 +9,12 @@ import abc
 import torch
 
 from oneemb.dynamicemb.dynamicemb_config import complete_initializer_args
-from oneemb.dynamicemb.types import DynamicEmbInitializerArgs, DynamicEmbInitializerMode, bounds_of
+from oneemb.dynamicemb.types import DEBUG_MODULUS, DynamicEmbInitializerArgs, DynamicEmbInitializerMode, bounds_of
 
 __all__ = [
     "BaseDynamicEmbInitializer", "ConstantInitializer", "DebugInitializer", "NormalInitializer",
     "TruncatedNormalInitializer", "UniformInitializer", "create_initializer_from_args",
 ]  # fmt: skip
-
-_MODULUS = 100_000
 
 
 class BaseDynamicEmbInitializer(abc.ABC):
@@ -76,12 +74,12 @@ class ConstantInitializer(BaseDynamicEmbInitializer):
 
 
 class DebugInitializer(BaseDynamicEmbInitializer):
-    """Each id modulo 100,000, from 0 up."""
+    """Weights of a row, each of which is the row's id modulo `DEBUG_MODULUS`, from 0 up."""
 
     def _filled(self, row_ND: torch.Tensor, keys: torch.Tensor | None) -> torch.Tensor:
         if keys is None or len(keys) != len(row_ND):
             raise ValueError(f"keys must be given for each of {len(row_ND)} rows, which DEBUG makes of them")
-        return (keys.long() % _MODULUS).to(row_ND)[:, None].expand_as(row_ND)
+        return (keys.long() % DEBUG_MODULUS).to(row_ND)[:, None].expand_as(row_ND)
 
 
 _KINDS: dict[DynamicEmbInitializerMode, type[BaseDynamicEmbInitializer]] = {

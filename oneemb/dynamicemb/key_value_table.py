@@ -204,7 +204,7 @@ class Storage(Interface[Any, Any]):
         return len(self._tables.tables)
 
     def embedding_dtype(self) -> torch.dtype:
-        """That of weights."""
+        """Dtype of weights."""
         return self._tables.rows.dtype
 
     def embedding_dim(self, table_id: int = 0) -> int:
@@ -233,7 +233,7 @@ class Storage(Interface[Any, Any]):
         return self.embedding_dim() % 4 == self.value_dim() % 4 == 0
 
     def init_optimizer_state(self) -> float:
-        """What the state of a new row begins with."""
+        """Number that fills the optimizer's state of a new row."""
         return next(iter(self._tables.rows.store.format.state), 0.0)
 
 

@@ -1,4 +1,4 @@
-"""What tools of dynamicemb give its tables of scores; see `MultiTableKVCounter.lookup`."""
+"""Arguments of lookups in dynamicemb's tables of scores; see `MultiTableKVCounter.lookup`."""
 
 import enum
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ __all__ = ["ScoreArg", "ScorePolicy"]
 
 
 class ScorePolicy(enum.Enum):
-    """What becomes of a score that is looked up or inserted."""
+    """Treatment of a score that is looked up or inserted."""
 
     CONST = 0
     ASSIGN = 1

@@ -34,10 +34,10 @@ _OPT_ARGS = {
     "adagrad": ("exact_adagrad", ("eps", "initial_accumulator_value")),
     "row_wise_adagrad": ("exact_row_wise_adagrad", ("eps", "initial_accumulator_value")),
 }
-"""What dumps call an optimizer, and what they say of it, by the names that rows have for it."""
+"""Name of an optimizer in dumps, and the options that they have of it, by the optimizer's name here."""
 
 _NOT_OF_SEED = {"opt_type", "initial_accumulator_value"}
-"""What only today's dumps say of it."""
+"""Options that only today's dumps have."""
 
 
 class TableDumps:
@@ -53,10 +53,10 @@ class TableDumps:
     # ---- dumps ------------------------------------------------------------------------------------------------------
 
     def opt_args(self, t: int) -> dict[str, Any]:
-        """What a dump says of the table's optimizer.
+        """Options of the table's optimizer for a dump.
 
         Raises:
-            ValueError: dynamicemb's files know none such.
+            ValueError: dynamicemb's files cannot hold this optimizer.
         """
         row_optimizer, optimizer = self._tables.rows.row_optimizer, self._tables.optimizers[t]
         if row_optimizer is None or optimizer is None:
@@ -178,7 +178,7 @@ class TableDumps:
         return np.concatenate(ids), np.concatenate(counts)
 
     def meta(self, t: int, layout: Layout, optim: bool) -> dict[str, Any]:
-        """What the last file of a dump says."""
+        """Contents of the last file of a dump."""
         row_optimizer = self._tables.rows.row_optimizer
         its = self.opt_args(t) if optim or row_optimizer is None or row_optimizer.name in _OPT_ARGS else {}
         if layout == "seed":
@@ -192,7 +192,7 @@ class TableDumps:
         return its
 
     def _states(self) -> list[tuple[str, int]]:
-        """What parts the state of a row has, with names of the older files, and how many numbers each is."""
+        """Parts of a row's state: the name in the older files, and the number of values."""
         row_optimizer, dim = self._tables.rows.row_optimizer, self._tables.rows.embedding_dim
         if row_optimizer is None:
             return []

@@ -65,17 +65,17 @@ class DynamicTables:
     ):  # fmt: skip
         self.rows, self.tables, self.optimizers = rows, tuple(tables), list(optimizers)
         self.calls = RankCalls(rows.ranks, [rows.store])
-        """What makes calls on all ranks."""
+        """Makes calls on all ranks."""
         self.score = {
             t: int(evicting_strategy(table.options.score_strategy) in (Score.STEP, Score.LFU))
             for t, table in enumerate(self.tables)
         }
-        """What the next lookup gives rows of each table, of STEP and CUSTOMIZED; 0 = `set_score` has not said it."""
+        """Score that the next lookup gives a table's rows, for STEP and CUSTOMIZED; 0 = `set_score` has set none."""
         self._told_full = 0
 
     @property
     def names(self) -> list[str]:
-        """Of the tables."""
+        """Names of the tables."""
         return [table.name for table in self.tables]
 
     def index(self, name: str) -> int:
@@ -132,7 +132,7 @@ class DynamicTables:
             self._told_full = full
 
     def set_learning_rate(self, lr: float) -> None:
-        """Of all tables, from the next step on."""
+        """Set the rate of all tables, from the next step on."""
         for optimizer in self.optimizers:
             for group in [] if optimizer is None else optimizer.param_groups:
                 group["lr"] = lr
@@ -160,8 +160,8 @@ class DynamicTables:
             self.score[t] = score
 
     def get_score(self) -> dict[str, int]:
-        """What `incremental_dump` takes, later, for what changes from now on: by table the time, or the score that the
-        next lookup gives."""
+        """Score by table, for a later `incremental_dump` of the rows changed from now on: the time, or the score that
+        the next lookup gives."""
         return {table.name: self._score_now(t) for t, table in enumerate(self.tables)}
 
     def _score_now(self, t: int) -> int:
@@ -205,7 +205,7 @@ class DynamicTables:
         return found
 
     def rank_by_dist(self, t: int) -> Callable[[np.ndarray], np.ndarray]:
-        """What gives the ranks of ids of a table by its `dist_type`."""
+        """Function that returns the ranks of ids of a table by its `dist_type`."""
         table, ranks = self.tables[t], self.calls.size
         return lambda id_N: owner_of_key(table.options.dist_type, id_N, ranks, table.num_embeddings)
 

@@ -22,13 +22,14 @@ from oneemb.options import (
 )
 
 __all__ = [
-    "BUCKET_ALIGNMENT", "COUNTER_TYPE", "DEMB_TABLE_ALIGN_SIZE", "EMBEDDING_TYPE", "KEY_TYPE", "MAX_BUCKET_CAPACITY",
-    "OPT_STATE_TYPE", "SCORE_TYPE", "AdmissionStrategy", "Cache", "CopyMode", "Counter", "DynamicEmbDataType",
-    "DynamicEmbInitializerArgs", "DynamicEmbInitializerMode", "EvictStrategy", "Found", "MemoryType", "OptimizerT",
-    "OptionsT", "Storage", "bounds_of", "initializer_of", "torch_dtype_to_np_dtype",
+    "BUCKET_ALIGNMENT", "COUNTER_TYPE", "DEBUG_MODULUS", "DEMB_TABLE_ALIGN_SIZE", "EMBEDDING_TYPE", "KEY_TYPE",
+    "MAX_BUCKET_CAPACITY", "OPT_STATE_TYPE", "SCORE_TYPE", "AdmissionStrategy", "Cache", "CopyMode", "Counter",
+    "DynamicEmbDataType", "DynamicEmbInitializerArgs", "DynamicEmbInitializerMode", "EvictStrategy", "Found",
+    "MemoryType", "OptimizerT", "OptionsT", "Storage", "bounds_of", "initializer_of", "torch_dtype_to_np_dtype",
 ]  # fmt: skip
 
 DEMB_TABLE_ALIGN_SIZE = BUCKET_ALIGNMENT = 16
+DEBUG_MODULUS = 100_000
 MAX_BUCKET_CAPACITY = 2**63 - 1
 
 KEY_TYPE = SCORE_TYPE = COUNTER_TYPE = torch.int64
@@ -42,7 +43,7 @@ OptimizerT = TypeVar("OptimizerT")
 
 
 class DynamicEmbDataType(enum.Enum):
-    """Of ids and weights."""
+    """Dtype of ids and weights."""
 
     Float32 = 0
     BFloat16 = 1
@@ -57,7 +58,7 @@ class DynamicEmbDataType(enum.Enum):
 
 
 class EvictStrategy(enum.Enum):
-    """By what rows leave a full table, as dumps name it."""
+    """Rule by which rows leave a full table, in dumps."""
 
     KLru = 0
     KLfu = 1
@@ -68,7 +69,7 @@ class EvictStrategy(enum.Enum):
 
 @enum.unique
 class MemoryType(enum.Enum):
-    """Where memory is."""
+    """Place of memory."""
 
     DEVICE = "device"
     MANAGED = "managed"
@@ -84,7 +85,7 @@ class CopyMode(enum.Enum):
 
 
 class DynamicEmbInitializerMode(enum.Enum):
-    """By which distribution rows begin. DEBUG: every weight is the row's id modulo 100,000."""
+    """Distribution of a new row's weights. DEBUG: every weight is the row's id modulo `DEBUG_MODULUS`."""
 
     NORMAL = "normal"
     TRUNCATED_NORMAL = "truncated_normal"
@@ -120,13 +121,13 @@ def bounds_of(args: DynamicEmbInitializerArgs, num_embeddings: int | None) -> tu
 
 
 def initializer_of(args: DynamicEmbInitializerArgs, num_embeddings: int | None) -> Initializer:
-    """The same, as tables have it.
+    """Initializer of a table, for dynamicemb's arguments.
 
     Args:
         num_embeddings: of the table's config; None = there is none.
 
     Raises:
-        ValueError: the arguments are none of such a distribution.
+        ValueError: the distribution cannot have these arguments.
     """
     low, high = bounds_of(args, num_embeddings)
     match args.mode:
@@ -139,7 +140,7 @@ def initializer_of(args: DynamicEmbInitializerArgs, num_embeddings: int | None) 
         case DynamicEmbInitializerMode.CONSTANT:
             return make_constant_initializer(args.value)
         case DynamicEmbInitializerMode.DEBUG:
-            return make_id_initializer(100_000)
+            return make_id_initializer(DEBUG_MODULUS)
     raise ValueError(f"mode must be a DynamicEmbInitializerMode, got {args.mode!r}")
 
 
@@ -150,12 +151,12 @@ class Found(NamedTuple):
     """M"""
     missing_keys: torch.Tensor
     missing_indices: torch.Tensor
-    """Where they are among the N, int64 [M]."""
+    """Places of the missing ids among the N, int64 [M]."""
     missing_table_ids: torch.Tensor
     missing_scores: torch.Tensor | None
     """Scores that they were looked up with; None = none."""
     founds: torch.Tensor
-    """Which ids have a row, bool [N]."""
+    """Whether each id has a row, bool [N]."""
     scores: torch.Tensor
     """int64 [N], or [N, 2] of two scores; 0 of ids without a row."""
     values: torch.Tensor
@@ -299,7 +300,7 @@ class AdmissionStrategy(abc.ABC):
         """
 
     def initialize_non_admitted_embeddings(self, buffer: torch.Tensor, indices: torch.Tensor) -> bool:
-        """Nobody calls it: see `initializer_args`."""
+        """Not called; `initializer_args` says what ids without a row read as."""
         return False
 
 

@@ -33,7 +33,7 @@ class Column(NamedTuple):
     """Which of the configs it is of."""
     feature: str
     name: str
-    """As the output calls it: the feature, or feature@table where several tables have it."""
+    """Name in the output: the feature, or feature@table where several tables have it."""
 
 
 def check_configs(tables: Sequence[BaseEmbeddingConfig], kind: type[BaseEmbeddingConfig]) -> None:
@@ -87,12 +87,12 @@ def columns_of(tables: Sequence[BaseEmbeddingConfig]) -> list[Column]:
 
 
 def dtype_of(config: BaseEmbeddingConfig) -> torch.dtype:
-    """That of the table's weights."""
+    """Dtype of the table's weights."""
     return _DTYPES[config.data_type]
 
 
 def pooling_of(config: BaseEmbeddingConfig) -> str:
-    """What a bag gives: "sum" or "mean".
+    """Pooling of a table's bags: "sum" or "mean".
 
     Raises:
         ValueError: the config says something else.
@@ -165,8 +165,8 @@ _INITIALIZERS: dict[Callable[..., Any], Callable[..., Initializer]] = {
 
 
 def first_rows(config: BaseEmbeddingConfig) -> torch.Tensor:
-    """What torch's module of a table begins with, [num_embeddings, D], before `init_fn` fills it: it takes the numbers
-    from torch's generator that TorchRec's module takes, so that a script with a seed goes on with the same ones.
+    """Rows of torch's module of a table before `init_fn` fills them, [num_embeddings, D]. The call draws as many
+    numbers from torch's generator as TorchRec's module does, so that a script with a seed goes on with the same ones.
 
     Raises:
         ValueError: it is more than memory has.

@@ -1,4 +1,4 @@
-"""What a sharded module says of the optimizers that step its rows in the backward pass, as TorchRec's tools ask."""
+"""Optimizers that step a sharded module's rows in the backward pass, in the form that TorchRec's tools ask for."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

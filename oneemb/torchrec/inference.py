@@ -47,7 +47,7 @@ DEFAULT_QUANT_MAPPING: dict[str, type[torch.nn.Module]] = {
     **theirs.DEFAULT_QUANT_MAPPING,
     **{torch.typename(float_class): its for float_class, its in _QUANTIZED.items()},
 }
-"""What TorchRec's `quantize_inference_model` takes as `quantization_mapping`, with the classes of both."""
+"""Argument `quantization_mapping` of TorchRec's `quantize_inference_model`, with TorchRec's classes and ours."""
 
 
 class FeatureProcessedEmbeddingBagCollection(torch.nn.Module):
@@ -192,7 +192,7 @@ class _Sharder(BaseQuantEmbeddingSharder[torch.nn.Module]):
         return self._unsharded
 
     def shardable_parameters(self, module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-        """What a planner plans for: the bytes of each table's rows."""
+        """Parameters for a planner: each has the bytes of a table's rows."""
         return {
             # A planner divides by the rows.
             name: torch.nn.Parameter(torch.empty(max(1, rows), size, dtype=torch.uint8, device="meta"), False)
@@ -260,7 +260,7 @@ class QuantEmbeddingCollectionSharder(_Sharder):
 DEFAULT_SHARDERS: list[ModuleSharder[torch.nn.Module]] = [
     *theirs.DEFAULT_SHARDERS, QuantEmbeddingBagCollectionSharder(), QuantEmbeddingCollectionSharder(),
 ]  # fmt: skip
-"""What TorchRec's `shard_quant_model` takes as `sharders`, those of both."""
+"""Argument `sharders` of TorchRec's `shard_quant_model`: TorchRec's and ours."""
 
 
 def shard_quant_model(

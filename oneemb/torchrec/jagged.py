@@ -1,4 +1,4 @@
-"""What is looked up of a KeyedJaggedTensor: ids feature by feature, as they lie, without a copy where that can be.
+"""Ids of a KeyedJaggedTensor for lookups: feature by feature, as they lie, without a copy where possible.
 
 F features, B samples, N ids. The bag of sample b of feature f is bag f * B + b.
 """
@@ -28,7 +28,7 @@ class Jagged(NamedTuple):
     weights: torch.Tensor | None
     """float32 [N]"""
     samples: list[int]
-    """Of each feature; all the same, but where batches are of variable size."""
+    """Number of samples of each feature; all the same unless batches are of variable size."""
 
     @property
     def is_even(self) -> bool:

@@ -139,7 +139,7 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
 
     @torch.jit.unused
     def lookups_of(self, features: KeyedJaggedTensor) -> Lookups:
-        """What a call with these features looks up; it gives a KeyedTensor.
+        """Lookups of a call with these features; its result is a KeyedTensor.
 
         Raises:
             TypeError, ValueError: as `forward`.
@@ -181,7 +181,7 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
 
     @torch.jit.unused
     def _even(self, groups: Sequence[Group], selected_of: Sequence[Jagged], jagged: Jagged) -> Lookups:
-        """Of as many samples for each feature.
+        """Lookups of a batch with as many samples for each feature.
 
         Args:
             selected_of: the bags of each group's features. All are selected before anything is looked up: a feature
@@ -211,7 +211,7 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
 
     @torch.jit.unused
     def _uneven(self, keys: Sequence[str], jagged: Jagged, inverse: tuple[list[str], torch.Tensor] | None) -> Lookups:
-        """Of batches whose features have samples of their own, of which `inverse` makes one batch."""
+        """Lookups of a batch whose features have samples of their own; `inverse` makes one batch of them."""
         order, index_KB = order_of_inverse(jagged, keys, inverse, self._feature_names)
         groups = self.ready()
         wanted_of = [[self._feature_names[c] for c in group.columns] for group in groups]
@@ -320,7 +320,7 @@ class EmbeddingCollection(Collection, EmbeddingCollectionInterface):
 
     @torch.jit.unused
     def lookups_of(self, features: KeyedJaggedTensor) -> Lookups:
-        """What a call with these features looks up; it gives JaggedTensors by name.
+        """Lookups of a call with these features; its result is JaggedTensors by name.
 
         Raises:
             TypeError, ValueError: as `forward`.
@@ -403,9 +403,9 @@ class EmbeddingCollection(Collection, EmbeddingCollectionInterface):
         return self._need_indices
 
     def use_gather_select(self) -> bool:
-        """What TorchRec's sharding was told."""
+        """Argument for TorchRec's sharding, which has no effect here."""
         return self._use_gather_select
 
     def use_gather_select_per_sharding(self) -> dict[str, bool] | None:
-        """What TorchRec's sharding was told."""
+        """Argument for TorchRec's sharding, which has no effect here."""
         return self._use_gather_select_per_sharding

@@ -18,7 +18,7 @@ __all__ = ["ON_META", "LooksUpJagged", "know"]
 
 
 class LooksUpJagged(Protocol):
-    """What the ops ask of a collection."""
+    """Interface of a collection, as the ops use it."""
 
     def look_up(
         self, values: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None
@@ -57,7 +57,7 @@ ON_META = (
     " DistributedModelParallel of oneemb.torchrec does, TorchRec's where it is given sharders="
     "oneemb.torchrec.get_default_sharders()"
 )
-"""What a lookup says of numbers that are not there."""
+"""Text of the error for a lookup of ids without values."""
 
 _library = library.Library("oneemb", "FRAGMENT")
 _library.define(

@@ -59,7 +59,7 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
     "lamb": ("lr", "eps", "betas", "weight_decay"),
     "lars_sgd": ("lr", "momentum", "eta", "weight_decay"),
 }
-"""What each has of FBGEMM's options, by torch's names."""
+"""FBGEMM's options that each optimizer has, by torch's names."""
 
 # FBGEMM's defaults, which are not torch's; and of lr there is one for all.
 _DEFAULTS = {"lr": 0.01, "eps": 1e-8, "weight_decay": 0.0}
@@ -84,7 +84,7 @@ _UNUSED = {"exact_sgd", "sgd", "exact_adagrad", "adagrad"}
 
 
 def from_fused_params(fused_params: Mapping[str, Any]) -> MakeOptimizer:
-    """What makes the optimizer that FBGEMM's options ask for; SGD at rate 0.01 if they name none, as there.
+    """Function that makes the optimizer of FBGEMM's options; SGD at rate 0.01 if they name none, as FBGEMM does.
 
     Args:
         fused_params: `optimizer`, an EmbOptimType or its value, `learning_rate`, `eps`, `beta1`, `beta2`,
@@ -147,7 +147,7 @@ def _make(name: str, options: Mapping[str, Any]) -> MakeOptimizer:
 
 
 def from_classes(classes: Sequence[type], options: Sequence[Mapping[str, Any]]) -> MakeOptimizer:
-    """What makes the optimizer that `apply_optimizer_in_backward` was given, from what it has noted of a parameter.
+    """Function that makes the optimizer that a parameter was given by `apply_optimizer_in_backward`.
 
     Raises:
         ValueError: it was called twice, or has an option that rows cannot follow.

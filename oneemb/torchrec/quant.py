@@ -274,8 +274,8 @@ class EmbeddingCollection(QuantCollection, EmbeddingCollectionInterface):
 
 
 class ShardedEmbeddingBagCollection(EmbeddingBagCollection):
-    """What `QuantEmbeddingBagCollectionSharder` makes of a collection, whose rows are on several devices or ranks."""
+    """Collection that `QuantEmbeddingBagCollectionSharder` has sharded, with rows on several devices or ranks."""
 
 
 class ShardedEmbeddingCollection(EmbeddingCollection):
-    """What `QuantEmbeddingCollectionSharder` makes of a collection; see `ShardedEmbeddingBagCollection`."""
+    """Collection that `QuantEmbeddingCollectionSharder` has sharded; see `ShardedEmbeddingBagCollection`."""

@@ -1,4 +1,4 @@
-"""What both quantized collections are: rows of tables, of a trained collection or a state dict, that lie in groups.
+"""Base of both quantized collections: rows of tables, of a trained collection or a state dict, in groups.
 
 F features, N ids, D weights of a row.
 
@@ -289,7 +289,7 @@ class QuantCollection(torch.nn.Module):
     # ---- what TorchRec's modules have -------------------------------------------------------------------------------
 
     def output_dtype(self) -> torch.dtype:
-        """That of what lookups give."""
+        """Dtype of results."""
         return self._output_dtype
 
     @property

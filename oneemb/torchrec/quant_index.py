@@ -30,7 +30,7 @@ _CELL_BYTES = 16
 class _Made(NamedTuple):
     cell_C2: np.ndarray
     begin_TD: np.ndarray | None
-    """What ids without a row read as, zeros, where it depends on the id."""
+    """Rows as which ids without a row read, by table; zeros if the rows depend on the id."""
     at: tuple[int, int]
     """Where the rows and their scales are."""
     arrays: FrozenArrays
@@ -76,7 +76,7 @@ class RowIndex:
         return index
 
     def _now(self) -> Threads:
-        """As many threads as torch has."""
+        """Threads, as many as torch has now."""
         threads, count = self._threads, torch.get_num_threads()
         if threads.count != count:
             self._threads = threads = Threads(count)
@@ -130,6 +130,6 @@ class RowIndex:
 
 
 def _begins(frozen: FrozenRows, table_M: torch.Tensor, id_M: torch.Tensor) -> torch.Tensor:
-    """What ids without a row read as, float32 [M, D]."""
+    """Rows as which ids without a row read, float32 [M, D]."""
     begin_MD: torch.Tensor = frozen.begins(table_M, id_M) if frozen.draws else frozen.begin_TD[table_M]
     return begin_MD

@@ -33,7 +33,7 @@ __all__ = [
 ]  # fmt: skip
 
 DATA_TYPES = {DataType.FP32: 32, DataType.FP16: 16, DataType.INT8: 8, DataType.INT4: 4, DataType.INT2: 2}
-"""What rows can be, and bits of a weight."""
+"""Formats of rows, and the bits of a weight in each."""
 
 _AS_THEY_ARE = {DataType.FP32: torch.float32, DataType.FP16: torch.float16}
 _TRAINED = [torch.float32, torch.float16, torch.bfloat16]
@@ -49,7 +49,7 @@ def _row_bytes(dim: int, data_type: DataType) -> int:
 
 
 class RowsOfTable(NamedTuple):
-    """What a state dict holds of a table."""
+    """A table's rows in a state dict."""
 
     ids: torch.Tensor
     """int64 [S], sorted"""
@@ -73,7 +73,7 @@ class RowsOfTable(NamedTuple):
 
     @property
     def number(self) -> int:
-        """That of the table."""
+        """Number of the table."""
         return int(self.absent[1])
 
     @property
@@ -240,7 +240,7 @@ class IndexedRows(torch.nn.Module):
         self._index = RowIndex()
 
     def forward(self, table_N: torch.Tensor, id_N: torch.Tensor) -> torch.Tensor:
-        """As of `FrozenRows`."""
+        """Read rows; see `FrozenRows.forward`."""
         if not torch.jit.is_scripting():
             if _is_called(id_N):
                 return self._found(table_N, id_N)
@@ -266,7 +266,7 @@ class IndexedRows(torch.nn.Module):
 
     @torch.jit.unused
     def pool(self, bags: Jagged, table_F: torch.Tensor, begins: list[int], means: bool, out_BE: torch.Tensor) -> None:
-        """As `RowIndex.pool`."""
+        """Pool rows; see `RowIndex.pool`."""
         self._index.pool(self.frozen, bags, table_F, np.array(begins), means, out_BE)
 
 

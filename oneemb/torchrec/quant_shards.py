@@ -26,10 +26,10 @@ class Place(Protocol):
     """Says where rows are."""
 
     def __call__(self, tables: Sequence[RowsOfTable], dim: int, data_type: DataType) -> torch.nn.Module:
-        """What looks the rows of these tables up; see `frozen_rows`."""
+        """Module that looks the rows of these tables up; see `frozen_rows`."""
 
     def together(self, call: Callable[[], Any]) -> Any:
-        """What a call gives that may raise, and after which rows are looked up."""
+        """Result of a call that may raise; rows are looked up after it."""
 
 
 class OnOneDevice:
@@ -135,7 +135,7 @@ class RowsOnDevices(torch.nn.Module):
         self.owners, self.dim = len(shards), shards[0].dim
 
     def forward(self, table_N: torch.Tensor, id_N: torch.Tensor) -> torch.Tensor:
-        """As of `FrozenRows`."""
+        """Read rows; see `FrozenRows.forward`."""
         owner_N = owner_of_keys(table_N, id_N, self.owners)
         weight_ND = id_N.new_zeros([id_N.size(0), self.dim], dtype=torch.float32)
         for d, shard in enumerate(self.shards):
@@ -161,7 +161,7 @@ class RowsOnRanks(torch.nn.Module):
 
     @torch._disable_dynamo
     def forward(self, table_N: torch.Tensor, id_N: torch.Tensor) -> torch.Tensor:
-        """As of `FrozenRows`.
+        """Read rows; see `FrozenRows.forward`.
 
         Raises:
             RankError: another rank has failed.

@@ -111,7 +111,7 @@ class _KeysSent(Awaitable[_Sent]):
 
 @dataclass
 class LookupContext(Multistreamable):
-    """What one call of a sharded collection knows from `input_dist` on."""
+    """State of one call of a sharded collection, from `input_dist` on."""
 
     lookups: Lookups | None = None
 
@@ -146,12 +146,12 @@ class ShardedCollection(ShardedModule[KJTList, list[torch.Tensor], Any, LookupCo
 
     @property
     def collection(self) -> EmbeddingBagCollection | EmbeddingCollection:
-        """What looks rows up; its `rows` are this module's."""
+        """Collection that looks rows up; its `rows` are this module's."""
         return self._collection[0]
 
     @property
     def fused_optimizer(self) -> FusedRowsOptimizer:
-        """What steps the rows in the backward pass."""
+        """Optimizer that steps the rows in the backward pass."""
         return self._fused_optimizer
 
     def create_context(self) -> LookupContext:
@@ -201,7 +201,7 @@ class ShardedCollection(ShardedModule[KJTList, list[torch.Tensor], Any, LookupCo
         return [sent.rows() for sent in dist_input]
 
     def output_dist(self, ctx: LookupContext, output: list[torch.Tensor]) -> LazyAwaitable[Any]:
-        """What the collection gives."""
+        """Result of the collection."""
         assert ctx.lookups is not None
         return LazyNoWait(ctx.lookups.output(output))
 
@@ -223,8 +223,8 @@ class ShardedCollection(ShardedModule[KJTList, list[torch.Tensor], Any, LookupCo
 
 
 class ShardedEmbeddingBagCollection(ShardedCollection):
-    """What `EmbeddingBagCollectionSharder` makes of a collection; see there."""
+    """Collection that `EmbeddingBagCollectionSharder` has sharded; see there."""
 
 
 class ShardedEmbeddingCollection(ShardedCollection):
-    """What `EmbeddingCollectionSharder` makes of a collection; see there."""
+    """Collection that `EmbeddingCollectionSharder` has sharded; see there."""

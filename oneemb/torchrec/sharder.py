@@ -44,7 +44,7 @@ _KERNELS = (EmbeddingComputeKernel.FUSED, EmbeddingComputeKernel.DENSE)
 _KERNELS_OF_GPU = (
     EmbeddingComputeKernel.FUSED_UVM, EmbeddingComputeKernel.FUSED_UVM_CACHING, EmbeddingComputeKernel.KEY_VALUE,
 )  # fmt: skip
-"""Those that TorchRec's planner has costs for, by device."""
+"""Compute kernels for which TorchRec's planner has costs, by device."""
 
 
 pass_over_collections()
@@ -82,12 +82,12 @@ class _Sharder(BaseEmbeddingSharder[torch.nn.Module]):
         return [kind.value for kind in ShardingType]
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """Those that a plan may say."""
+        """Compute kernels that a plan may have."""
         its = _KERNELS + _KERNELS_OF_GPU if compute_device_type == "cuda" else _KERNELS
         return [kernel.value for kernel in its]
 
     def shardable_parameters(self, module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-        """What a planner plans for: a table's width, and some of its rows."""
+        """Parameters for a planner: each has a table's width, and some of its rows."""
         return {
             config.name: torch.nn.Parameter(
                 torch.empty(
@@ -127,7 +127,7 @@ class _Sharder(BaseEmbeddingSharder[torch.nn.Module]):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> Any:
-        """As `shard`, also for a module that the sharder of a module around it brings."""
+        """Shard a module as `shard` does, also one inside a module that another sharder shards."""
         if env.process_group is None:
             raise ValueError(f"module {module_fqn!r} is sharded between the ranks of a process group, env has none")
         self._check_plan(params, env, module_fqn or type(module).__name__)
@@ -302,13 +302,13 @@ def _in_subfolder(options: Any, name: str) -> Any:
 
 
 def configs_of(module: Any) -> list[BaseEmbeddingConfig]:
-    """Those of a collection, of TorchRec's or one of ours."""
+    """Configs of a collection, of TorchRec's or one of ours."""
     configs = module.embedding_bag_configs if hasattr(module, "embedding_bag_configs") else module.embedding_configs
     return list(configs())
 
 
 def _arguments_of(module: Any) -> dict[str, Any]:
-    """Those of the module's class that its own collection needs too."""
+    """Arguments of the module's class that our collection needs too."""
     if hasattr(module, "is_weighted"):
         return {"is_weighted": module.is_weighted()}
     return {"need_indices": module.need_indices()}

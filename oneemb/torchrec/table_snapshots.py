@@ -1,9 +1,9 @@
 """Loads some tables of a snapshot of an embedding; the rows of its other tables stay as they are.
 
-A state dict has an entry for each table; it may lack some tables of the embedding, and have others. If no other table
-of the embedding has rows, the whole snapshot is loaded, and the rows of other tables are erased again: the embedding
-then has the step of the snapshot. Else the tables' rows are read from the snapshot, with their optimizer's state, and
-the embedding keeps its step.
+A state dict has an entry for each table; it may lack some tables of the embedding, and have entries of others. If the
+tables that it lacks have no rows, the whole snapshot is loaded and their rows are erased again: the embedding then has
+the step of the snapshot. Else the rows of the named tables are read from the snapshot, with their optimizer's state,
+and the embedding keeps its step.
 """
 
 import warnings
@@ -78,7 +78,7 @@ def _erase(rows: MultiTableEmbedding, ids: Mapping[int, np.ndarray], tables: Seq
 
 
 def _put(rows: MultiTableEmbedding, snapshot: PartedSnapshot, tables: Sequence[int]) -> None:
-    """Put the rows that this rank owns."""
+    """Put rows of the snapshot that this rank owns into the store."""
     store, saved = rows.store, SnapshotRows.of_meta(snapshot.info.meta, snapshot.info.name)
     store.build()
     has_state = bool(saved.format.state_width) and bool(store.format.state_width)

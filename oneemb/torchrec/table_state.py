@@ -1,4 +1,4 @@
-"""What state dicts hold of a table: where it has a path, the name of a snapshot; else tensors, as TorchRec's do.
+"""State of a table in state dicts: the name of a snapshot, if the table has a path; else tensors, as TorchRec's.
 
     state = TableState(rows, table, configs, of_rows, is_kept=False)
     state.give()                    its rows 0 to num_embeddings - 1, [N, D]
@@ -50,7 +50,7 @@ class _Given:
 
     def __init__(self, tensor: torch.Tensor, changes: int, put: Callable[[torch.Tensor], None], part: str):
         self.part = part
-        """What it is of rows: "weight", "step", or the name of a part of the state."""
+        """Kind of the tensor: "weight", "step", or the name of a part of the optimizer's state."""
         self._held: torch.Tensor | None = tensor
         self._tensor = weakref.ref(tensor)
         self._version, self._changes = tensor._version, changes
@@ -166,7 +166,7 @@ class TableState:
         of_rows.append(self)
         self._of_rows = of_rows
         self.checked = -1
-        """Of the first table: at which count of changes no table had rows of other ids than 0 to num_embeddings - 1."""
+        """Count of changes at which no table had rows beyond ids 0 to num_embeddings - 1; set on the first table."""
         self.is_kept, self._is_empty = is_kept, is_empty and not is_kept
         self.given: list[_Given] = []
         """Tensors that state dicts have."""
@@ -178,7 +178,7 @@ class TableState:
 
     @property
     def name(self) -> str:
-        """That of the table."""
+        """Name of the table."""
         return self._config.name
 
     def give(self) -> torch.Tensor:
@@ -398,7 +398,7 @@ class TableState:
 
 
 def _whole(state: "torch.Tensor | ShardedTensor | DTensor", rows: MultiTableEmbedding) -> torch.Tensor:
-    """What ranks have parts of, put together."""
+    """Whole tensor, put together of the ranks' parts."""
     if hasattr(state, "full_tensor"):
         found: torch.Tensor = state.full_tensor()
         return found

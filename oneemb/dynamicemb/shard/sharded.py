@@ -46,7 +46,7 @@ _log = logging.getLogger("oneemb")
 
 @dataclass
 class _Context(Multistreamable):
-    """What one call knows: of dynamic tables, and of the others."""
+    """Contexts of one call: of the dynamic tables, and of the others."""
 
     dynamic: LookupContext = field(default_factory=LookupContext)
     static: Any = None
@@ -58,7 +58,7 @@ class _Context(Multistreamable):
 
 
 class _Merged(LazyAwaitable[Any]):
-    """What a call gives, of dynamic tables and of the others.
+    """Result of a call, joined from the dynamic tables and the others.
 
     Args:
         parts: of each what it gives.
@@ -153,7 +153,7 @@ class ShardedDynamic(ShardedModule[KJTList, list[Any], Any, _Context], FusedOpti
 
     @property
     def fused_optimizer(self) -> KeyedOptimizer:
-        """What steps the rows in the backward pass."""
+        """Optimizer that steps the rows in the backward pass."""
         return self._fused_optimizer
 
     def create_context(self) -> _Context:
@@ -186,7 +186,7 @@ class ShardedDynamic(ShardedModule[KJTList, list[Any], Any, _Context], FusedOpti
         return found
 
     def output_dist(self, ctx: _Context, output: list[Any]) -> LazyAwaitable[Any]:
-        """What the collection gives."""
+        """Result of the collection."""
         static = self._static[0]
         if static is None:
             return self._dynamic[0].output_dist(ctx.dynamic, output)
@@ -234,16 +234,16 @@ class DynamicSharder(BaseEmbeddingSharder[torch.nn.Module]):
         return self._of
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Those that a plan may say: TorchRec's, and row-wise, by which dynamic tables are planned."""
+        """Sharding types that a plan may have: TorchRec's, and row-wise, which is that of dynamic tables."""
         its = list(self._static.sharding_types(compute_device_type))
         return its if "row_wise" in its else [*its, "row_wise"]
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """Those that a plan may say."""
+        """Compute kernels that a plan may have."""
         return list(self._static.compute_kernels(sharding_type, compute_device_type))
 
     def shardable_parameters(self, module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-        """What a planner plans for."""
+        """Parameters for a planner."""
         return dict(self._static.shardable_parameters(module))
 
     def shard(
