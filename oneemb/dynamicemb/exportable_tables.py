@@ -253,22 +253,25 @@ class InferenceEmbeddingCollection(torch.nn.Module):
 
         Args:
             keys: int64 [N], those of the first feature first.
-            offsets: int64 [F + 1], where the ids of each feature begin, and the end; or [F * B + 1], of each bag.
-            pooling_offsets: int64 [B + 1], where each bag begins, and the end; of `pooling_mode` 1 and 2.
-            per_sample_weights: [N], by which rows are multiplied before they are summed.
+            offsets: integers [F + 1], where the ids of each feature begin, and the end, N; or [F * B + 1], of each bag.
+            pooling_offsets: integers [B + 1], where each bag begins, and the end, N; of `pooling_mode` 1 and 2.
+            per_sample_weights: [N], by which rows are multiplied before they are summed; of `pooling_mode` 1 and 2.
 
         Returns:
             [N, D], or [B, D] of bags.
 
         Raises:
-            ValueError: `keys` are not as above; or `pooling_offsets` is None, and bags are pooled.
+            ValueError: an argument is not as above, is missing, or has no effect in this `pooling_mode`; of an exported
+                program, which knows the values of offsets when it runs, a RuntimeError with the same message.
         """
         if keys.dim() != 1 or keys.is_floating_point():
             raise ValueError(
                 f"keys must be integers [N], those of the first feature first, got {keys.dtype} {list(keys.shape)};"
                 " call keys.long(), and lay the ids feature by feature"
             )
+        self._check_pooling(keys, pooling_offsets, per_sample_weights)
         features = self.feature_table_map_.shape[0]
+        offsets = _checked_offsets("offsets", offsets, keys, features)
         bags = (offsets.shape[0] - 1) // features
         ends_F = offsets[torch.arange(1, features + 1, device=offsets.device) * bags]
         place_N = torch.arange(keys.shape[0], device=keys.device)
@@ -282,11 +285,8 @@ class InferenceEmbeddingCollection(torch.nn.Module):
         rows_ND = self.weight[torch.where(found_N, begin_N + at_N + 1, 0)]
         if self.pooling_mode_ == _NO_POOLING:
             return rows_ND
-        if pooling_offsets is None:
-            raise ValueError(
-                f"pooling_offsets must be given with pooling_mode {self.pooling_mode_}, got None; pass the begins of"
-                " bags and their end, int64 [B + 1]"
-            )
+        assert pooling_offsets is not None
+        pooling_offsets = _checked_offsets("pooling_offsets", pooling_offsets, keys)
         bag_N = torch.searchsorted(pooling_offsets, place_N, right=True) - 1
         wide_ND = rows_ND.float()
         if per_sample_weights is not None:
@@ -298,6 +298,46 @@ class InferenceEmbeddingCollection(torch.nn.Module):
             count_B = wide_ND.new_zeros(pooling_offsets.shape[0]).index_add(0, bag_N, one_N)
             sum_BD = sum_BD / count_B.clamp(min=1)[:, None]
         return sum_BD[:-1].to(self.output_dtype_)
+
+    def _check_pooling(
+        self, keys: torch.Tensor, pooling_offsets: torch.Tensor | None, per_sample_weights: torch.Tensor | None
+    ) -> None:
+        if self.pooling_mode_ == _NO_POOLING:
+            given = {"pooling_offsets": pooling_offsets, "per_sample_weights": per_sample_weights}
+            if names := [name for name, its in given.items() if its is not None]:
+                raise ValueError(
+                    f"{' and '.join(names)} must be None with pooling_mode -1, where each id gives its row as it is;"
+                    " leave it out, or make the tables with pooling_mode 1 or 2"
+                )
+            return
+        if pooling_offsets is None:
+            raise ValueError(
+                f"pooling_offsets must be given with pooling_mode {self.pooling_mode_}, got None; pass the begins of"
+                " bags and their end, integers [B + 1]"
+            )
+        if per_sample_weights is not None and per_sample_weights.shape != keys.shape:
+            raise ValueError(
+                f"per_sample_weights must be one for each of {keys.shape[0]} keys, got shape"
+                f" {list(per_sample_weights.shape)}"
+            )
+
+
+def _checked_offsets(name: str, offsets: torch.Tensor, keys: torch.Tensor, features: int = 1) -> torch.Tensor:
+    """The offsets as int64, after a check that they have parts of as many as `features` and cover the keys."""
+    if offsets.dim() != 1 or offsets.is_floating_point() or offsets.shape[0] < 1:
+        raise ValueError(
+            f"{name} must be integers [number of parts + 1], got {offsets.dtype} {list(offsets.shape)}; call .long()"
+        )
+    counted = "" if features == 1 else f", and be 1 + a multiple of the number of features, {features}"
+    must = f"{name} must begin with 0, never fall and end with the number of keys{counted}"
+    offsets = offsets.long()
+    holds = (offsets[0] == 0) & (offsets[-1] == keys.shape[0]) & (offsets[1:] >= offsets[:-1]).all()
+    holds = holds & (offsets.new_full((), (offsets.shape[0] - 1) % features) == 0)
+    if torch.compiler.is_compiling() or type(holds) is not torch.Tensor:  # Whoever records this has no values.
+        torch._assert_async(holds, must)
+    elif not holds:
+        raise ValueError(f"{must}, got {offsets.tolist()[:20]} of {len(offsets)}, for {keys.shape[0]} keys")
+    return offsets
 
 
 def _capacity_of(options: DynamicEmbTableOptions) -> int:

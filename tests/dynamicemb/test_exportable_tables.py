@@ -169,6 +169,52 @@ def test_what_cannot_be_is_refused_by_name(trained):
             InferenceEmbeddingCollection(options, True, -1)(keys, torch.tensor([0, 1, 2]))
 
 
+WRONG_OFFSETS = [[0, 1, 2], [0, 1, 2, 4], [1, 1, 2, 3], [0, 2, 1, 3], [0, 1, 2, 3, 3], [0, 3], [5]]
+"""Of three features with three ids: too few ids, too many, a late begin, a fall, and counts of no number of bags."""
+
+
+@pytest.mark.parametrize("wrong", WRONG_OFFSETS)
+def test_offsets_that_do_not_cover_the_ids_are_refused_by_name(trained, wrong):
+    ids, good = torch.tensor([5, 0, 6]), torch.tensor([0, 1, 2, 3])
+    with pytest.raises(ValueError, match=r"^offsets must begin with 0, never fall and end .* features, 3, got \["):
+        loaded(trained[0])(ids, torch.tensor(wrong))
+    if len(wrong) == 4 or wrong == [5]:  # Bags may be of any number.
+        with pytest.raises(ValueError, match=r"^pooling_offsets must begin with 0, .* number of keys, got \["):
+            loaded(trained[0], 1)(ids, good, torch.tensor(wrong))
+
+
+def test_an_exported_program_refuses_offsets_that_do_not_cover_its_ids(trained):
+    made, dynamic = loaded(trained[0], 1), {0: torch.export.Dim.DYNAMIC}
+    ids, good, pooled = torch.tensor([5, 0, 6]), torch.tensor([0, 1, 2, 3]), torch.tensor([0, 1, 3])
+    with symbolic_shapes.patch(backed_size_oblivious=True):
+        exported = torch.export.export(made, (ids, good, pooled), dynamic_shapes=[dynamic] * 3)
+    program = exported.module()
+    assert torch.equal(program(ids, good, pooled), made(ids, good, pooled))
+    two_each = torch.tensor([0, 1, 1, 2, 2, 2, 3])  # offsets of two bags of each feature
+    assert torch.equal(program(ids, two_each, pooled), made(ids, two_each, pooled))
+    for wrong in WRONG_OFFSETS:
+        with pytest.raises(RuntimeError, match="^offsets must begin with 0"):
+            program(ids, torch.tensor(wrong), pooled)
+    for wrong in ([0, 1, 2], [1, 2, 3], [0, 2, 1, 3], [0, 4]):
+        with pytest.raises(RuntimeError, match="^pooling_offsets must begin with 0"):
+            program(ids, good, torch.tensor(wrong))
+
+
+def test_arguments_without_effect_and_of_other_shapes_are_refused_by_name(trained):
+    ids, offsets, pooled = torch.tensor([5, 0, 6]), torch.tensor([0, 1, 2, 3]), torch.tensor([0, 1, 3])
+    for more in ({"pooling_offsets": pooled}, {"per_sample_weights": torch.ones(3)}):
+        with pytest.raises(ValueError, match=f"{next(iter(more))} must be None with pooling_mode -1"):
+            loaded(trained[0])(ids, offsets, **more)
+    made = loaded(trained[0], 1)
+    for weights in (torch.ones(1), torch.ones(4), torch.ones(3, 1)):
+        with pytest.raises(ValueError, match="per_sample_weights must be one for each of 3 keys"):
+            made(ids, offsets, pooled, weights)
+    for wrong in (offsets.float(), offsets[None], offsets[:0]):
+        with pytest.raises(ValueError, match=r"^offsets must be integers \[number of parts \+ 1\]"):
+            made(ids, wrong, pooled)
+    assert torch.equal(made(ids, offsets.int(), pooled.int()), made(ids, offsets, pooled))
+
+
 def test_a_table_without_ids_finds_none():
     _, found, places = InferenceLinearBucketTable([4, 4]).lookup(torch.tensor([0, 0]), torch.tensor([0, 1]))
     assert found.tolist() == [False, False] and places.tolist() == [-1, -1]
