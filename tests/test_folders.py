@@ -434,6 +434,22 @@ def test_release_of_what_nobody_holds_does_nothing(tmp_path):
     oneemb.release(tmp_path / "rows")
 
 
+def test_release_knows_a_folder_that_has_another_name_now(tmp_path):
+    (tmp_path / "disk").mkdir()
+    os.symlink(tmp_path / "disk", tmp_path / "link")
+    linked, renamed = make_embedding(tmp_path / "link" / "rows"), make_embedding(tmp_path / "rows")
+    for embedding in (linked, renamed):
+        step(embedding, 1)
+    os.unlink(tmp_path / "link")
+    os.rename(tmp_path / "rows", tmp_path / "other")
+    for folder in (tmp_path / "disk" / "rows", tmp_path / "other"):
+        second = make_embedding(folder)
+        assert f"oneemb.release('{folder}')" in refused(second)
+        with pytest.warns(UserWarning, match="its 1 rows are gone"):
+            oneemb.release(folder)
+        step(second, 1)
+
+
 def test_an_embedding_whose_folder_was_removed_is_no_hindrance_to_one_in_a_new_folder(tmp_path):
     first = make_embedding(tmp_path / "rows")
     step(first, 1)

@@ -231,11 +231,15 @@ def _held_here() -> list[WriterLock]:
 
 
 def holders_below(folder: str) -> list[tuple[str, Holder]]:
-    """Objects of this process that hold a folder or a folder below it, each after its folder, outer folders first."""
-    found, top = [], os.path.join(os.path.realpath(folder), "")
+    """Objects of this process that hold a folder or a folder below it, each after its folder, outer folders first.
+
+    A folder that was renamed since, or whose link leads elsewhere now, is known by its lock's file."""
+    found, top, path = [], os.path.join(os.path.realpath(folder), ""), os.path.join(folder, "LOCK")
     for lock in _held_here():
         its, holder = os.path.dirname(lock.path), lock.holder
-        if holder is not None and os.path.join(os.path.realpath(its), "").startswith(top):
+        if holder is not None and (
+            os.path.join(os.path.realpath(its), "").startswith(top) or lock._fs.still_locks(lock._file, path)
+        ):
             found.append((its, holder))
     return sorted(found, key=lambda one: len(one[0]))
 
