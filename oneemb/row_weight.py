@@ -1,7 +1,8 @@
 """Parameter that stands for the rows of an embedding, [0, D]; a write of values to it is an error.
 
-The parameter holds no row: an initializer, a copy or an assignment would change none, silently. Arithmetic on the
-parameter itself is allowed, since optimizers do it, with gradients of zeros too; it changes nothing.
+The parameter holds no row: an initializer, a copy or an assignment would change none, silently. So would a write into
+`weight.data`, `weight.detach()` or a view of these. Arithmetic on the parameter itself is allowed, since optimizers do
+it, with gradients of zeros too; it changes nothing.
 """
 
 import copy
@@ -24,8 +25,9 @@ _GIVE_VALUES = (
 """Methods that give a tensor values which do not depend on those it has."""
 
 _CHANGE_VALUES = (
-    "add_", "addcdiv_", "addcmul_", "clamp_", "clamp_max_", "clamp_min_", "div_", "lerp_", "masked_fill_", "mul_",
-    "neg_", "renorm_", "sub_", "__iadd__", "__idiv__", "__imul__", "__isub__", "__itruediv__",
+    "add_", "addcdiv_", "addcmul_", "clamp_", "clamp_max_", "clamp_min_", "div_", "index_add_", "index_copy_",
+    "index_fill_", "index_put_", "lerp_", "masked_fill_", "masked_scatter_", "mul_", "neg_", "put_", "renorm_",
+    "scatter_", "scatter_add_", "sub_", "__iadd__", "__idiv__", "__imul__", "__isub__", "__itruediv__",
 )  # fmt: skip
 """Methods that change the values which a tensor has."""
 
@@ -104,10 +106,8 @@ class RowWeight(torch.nn.Parameter, _HoldsNone):
     def data(self) -> torch.Tensor:
         """The tensor without gradient; writes to it in place are refused too."""
         if is_dynamo_compiling():
-            return self.detach()
-        data = _TENSOR.data.__get__(self).as_subclass(_Data)
-        data.embedding = self.embedding
-        return data
+            return torch.Tensor.detach(self)
+        return _data_of(_TENSOR.data.__get__(self), self)
 
     @data.setter
     def data(self, data: torch.Tensor) -> None:
@@ -115,17 +115,46 @@ class RowWeight(torch.nn.Parameter, _HoldsNone):
             refuse_values(self.name, f"weight.data = a tensor of shape {list(data.shape)}")
         _TENSOR.data.__set__(self, data)
 
+    def detach(self) -> torch.Tensor:
+        """The tensor without gradient; writes to it in place are refused too."""
+        if is_dynamo_compiling():
+            return torch.Tensor.detach(self)
+        return _data_of(torch.Tensor.detach(self), self)
+
 
 class _Data(_HoldsNone):
-    """Tensor that `weight.data` returns. Its copies, and the results of its methods, are ordinary tensors."""
+    """Tensor that `weight.data`, `weight.detach()` and views of these give. Copies, and other results, are ordinary
+    tensors."""
 
-    __torch_function__: Any = torch._C._disabled_torch_function_impl
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        written = kwargs.get("out")
+        if name in _ALL and name != "copy_":  # of which the method has decided
+            written = args[0] if args else kwargs.get("input", kwargs.get("self"))
+        if isinstance(written, _Data):
+            refuse_values(written.name, f"torch.{name} into the weight")
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **kwargs)
+            source = args[0] if args and isinstance(args[0], _Data) else None
+            if source is None or name == "as_subclass":
+                return found
+            if isinstance(found, tuple | list):
+                return type(found)(_view_of(one, source) for one in found) if type(found) in (tuple, list) else found
+            return _view_of(found, source)
 
     def detach(self) -> torch.Tensor:
+<<<<<<< HEAD
         """The tensor, detached, of the same class: torch makes no parameter of a tensor that loses its class."""
         data = torch.Tensor.detach(self).as_subclass(_Data)
         data.embedding = self.embedding
         return data
+=======
+        """The same tensor, of this class: torch makes no parameter of another one."""
+        return _data_of(torch.Tensor.detach(self), self)
+>>>>>>> b24d763 (Writes into data, detached tensors and views of an embedding's weight are an error)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return copy.deepcopy(self.as_subclass(torch.Tensor), memo)
@@ -135,6 +164,21 @@ class _Data(_HoldsNone):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return repr(self.as_subclass(torch.Tensor))
+
+
+def _data_of(tensor: torch.Tensor, holder: _HoldsNone) -> _Data:
+    """A tensor of the holder's memory that refuses values."""
+    data = tensor.as_subclass(_Data)
+    data.embedding = holder.embedding
+    return data
+
+
+def _view_of(found: Any, source: _Data) -> Any:
+    """Result of a function; a view of `source` refuses values."""
+    return _data_of(found, source) if isinstance(found, torch.Tensor) and found._is_view() else found
+
+
+_ALL = {*_GIVE_VALUES, *_CHANGE_VALUES}
 
 
 for _method in _GIVE_VALUES:

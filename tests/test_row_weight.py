@@ -30,6 +30,18 @@ WRITES = {
     "data.mul_": lambda e: e.weight.data.mul_(0.02),
     "data.clamp_": lambda e: e.weight.data.clamp_(-1, 1),
     "fill_": lambda e: e.weight.fill_(0.0),
+    "data[0:1].fill_": lambda e: e.weight.data[0:1].fill_(1.0),
+    "data.view(-1).fill_": lambda e: e.weight.data.view(-1).fill_(1.0),
+    "data.T.fill_": lambda e: e.weight.data.T.fill_(1.0),
+    "data.chunk.fill_": lambda e: e.weight.data.chunk(2, 1)[1].fill_(1.0),
+    "zero_ of data": lambda e: torch.zero_(e.weight.data),
+    "fill_ of data": lambda e: torch.fill_(e.weight.data, 1.0),
+    "normal, out=data": lambda e: torch.normal(0.0, 1.0, (0, 4), out=e.weight.data),
+    "detach().normal_": lambda e: e.weight.detach().normal_(),
+    "detach()[...].zero_": lambda e: e.weight.detach()[:3].zero_(),
+    "detach().copy_ of one vector": lambda e: e.weight.detach().copy_(VECTORS[0]),
+    "initializer of a view": lambda e: torch.nn.init.normal_(e.weight.data[0:1]),
+    "data.index_copy_": lambda e: e.weight.data.index_copy_(0, torch.empty(0, dtype=torch.long), torch.empty(0, 4)),
     "state dict": lambda e: e.load_state_dict({**e.state_dict(), "weight": VECTORS}),
     "state dict, not strict": lambda e: e.load_state_dict({"weight": VECTORS}, strict=False, assign=True),
     "weight = parameter": lambda e: setattr(e, "weight", torch.nn.Parameter(VECTORS, requires_grad=False)),
@@ -42,9 +54,10 @@ def embedding(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", INITIALIZERS)
-@pytest.mark.parametrize("of", ["weight", "data"])
+@pytest.mark.parametrize("of", ["weight", "data", "detached"])
 def test_an_initializer_of_torch_on_the_weight_is_an_error(embedding, name, of):
-    tensor = embedding.weight if of == "weight" else embedding.weight.data
+    weight = embedding.weight
+    tensor = {"weight": lambda: weight, "data": lambda: weight.data, "detached": weight.detach}[of]()
     with pytest.raises(RuntimeError, match="would change no row of embedding 'items'.*make_table.*import_rows"):
         INITIALIZERS[name](tensor, *MORE.get(name, ()))
 
@@ -89,6 +102,30 @@ def test_what_tools_do_to_every_parameter_goes_through(tmp_path):
     with pytest.raises(TypeError, match="cannot be pickled"):
         pickle.dumps(weight)
     assert copy.deepcopy(weight).shape == (0, 4)
+
+
+def test_what_tools_do_to_detached_parameters_goes_through(tmp_path):
+    model = torch.nn.Sequential(make_embedding(tmp_path), torch.nn.Linear(4, 1))
+    averages = [parameter.detach().clone() for parameter in model.parameters()]
+    with torch.no_grad():
+        torch._foreach_lerp_(averages, [parameter.data for parameter in model.parameters()], 0.5)
+        torch._foreach_copy_([parameter.detach() for parameter in model.parameters()], averages)
+        for average, parameter in zip(averages, model.parameters(), strict=True):
+            average.lerp_(parameter.detach(), 0.5)
+            parameter.detach().copy_(average)
+            parameter.data.copy_(average)
+    weight = model[0].weight
+    flat = torch.cat([parameter.detach().view(-1) for parameter in model.parameters()])
+    results = (flat, weight.detach().clone(), weight.data + 1, torch.zeros_like(weight.detach()), weight.data.cpu() * 2)
+    assert flat.shape == (5,) and all(type(one) is torch.Tensor for one in results)
+    assert weight.detach().norm().item() == 0.0 and weight.detach().requires_grad is False
+    assert weight.detach().untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+    assert weight.detach().numpy().shape == (0, 4) and weight.data[0:1].tolist() == []
+    safetensors = pytest.importorskip("safetensors.torch")
+    file = safetensors.save({"weight": weight.detach(), "data": weight.data})
+    assert {name: its.shape for name, its in safetensors.load(file).items()} == dict.fromkeys(
+        ("weight", "data"), (0, 4)
+    )
 
 
 def test_what_the_weight_gives_is_copied_and_saved_as_any_tensor(tmp_path):
