@@ -146,15 +146,8 @@ class _Data(_HoldsNone):
             return _view_of(found, source)
 
     def detach(self) -> torch.Tensor:
-<<<<<<< HEAD
         """The tensor, detached, of the same class: torch makes no parameter of a tensor that loses its class."""
-        data = torch.Tensor.detach(self).as_subclass(_Data)
-        data.embedding = self.embedding
-        return data
-=======
-        """The same tensor, of this class: torch makes no parameter of another one."""
         return _data_of(torch.Tensor.detach(self), self)
->>>>>>> b24d763 (Writes into data, detached tensors and views of an embedding's weight are an error)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return copy.deepcopy(self.as_subclass(torch.Tensor), memo)
