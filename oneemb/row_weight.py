@@ -168,7 +168,10 @@ def _data_of(tensor: torch.Tensor, holder: _HoldsNone) -> _Data:
 
 def _view_of(found: Any, source: _Data) -> Any:
     """Result of a function; a view of `source` refuses values."""
-    return _data_of(found, source) if isinstance(found, torch.Tensor) and found._is_view() else found
+    if not isinstance(found, torch.Tensor):
+        return found
+    tensor = found
+    return _data_of(tensor, source) if tensor._is_view() else tensor
 
 
 _ALL = {*_GIVE_VALUES, *_CHANGE_VALUES}
