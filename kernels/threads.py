@@ -10,27 +10,33 @@ Linux tends to wake a thread that has slept for some milliseconds on the core of
 both there for as long as a loop takes; so the threads are kept off the core of the caller.
 
 Why not numba's own parallel loops: two Python threads that enter one at the same time abort the process under its
-default threading layer, the other layers are not there on every machine, and compiling takes three times as long.
+default threading layer, the other layers are not there on every machine, and compiling takes three times as long. Why
+not torch's OpenMP threads: a caller waits for each of them to begin, however long that takes.
 """
 
 import ctypes
-import itertools
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from types import FrameType
 from typing import Any, TypeVar
+
+import numpy as np
+
+from oneemb.kernels.jit import CpuLoop
+from oneemb.kernels.team import TEAM_WORDS, begin_team, end_team, launcher, serve
 
 __all__ = ["Threads", "available_cores", "submit", "within_thread_code"]
 
 _T = TypeVar("_T")
 
-# The smallest share worth waking a thread for: that costs about 20 microseconds.
-_SHARE_MIN = 512
+# The smallest share worth waking a thread for: that costs about 10 microseconds.
+_SHARE_MIN = 2048
 
-# Shares for each thread: more of them balance cores of different speed; each costs about 10 microseconds.
+# Shares for each thread: more of them balance cores of different speed.
 _SHARES = 8
 
 
@@ -71,72 +77,93 @@ class Threads:
         if count < 1:
             raise ValueError(f"num_threads: the number of threads must be at least 1, got {count}")
         self.count = count
-        self._pool: ThreadPoolExecutor | None = None
-        if count > 1:
-            self._make_pool()
+        self._team: _Team | None = None
+        self._closed = False
 
-    def _make_pool(self) -> ThreadPoolExecutor:
-        """The threads of this process. A forked child has none of its parent's threads, and locks that they held at the
-        fork stay held in it, so it makes a pool of its own."""
-        self._thread_ids: list[int] = []
-        self._kept_off: tuple[int, int] | None = None  # the core, and the number of threads kept off it
-        # Threads must not refer to this object: they end when it is garbage collected.
-        pool = ThreadPoolExecutor(
-            self.count - 1, thread_name_prefix="oneemb-kernel", initializer=_note_thread, initargs=(self._thread_ids,)
-        )
-        self._pool, self._process = pool, os.getpid()
-        return pool
-
-    def run(self, loop: Callable[..., Any], size: int, *args: Any, share_min: int = _SHARE_MIN) -> None:
+    def run(self, loop: CpuLoop, size: int, *args: Any, share_min: int = _SHARE_MIN) -> None:
         """Call `loop(begin, end, *args)` so that the shares cover 0..size exactly once.
 
-        An exception in any share is raised here, after all shares have ended.
+        Args:
+            loop: a CPU loop.
+
+        Raises:
+            MemoryError: a loop got no memory, after all shares have ended.
         """
-        pool = self._pool
-        if size < 2 * share_min or self.count == 1 or pool is None:
-            loop(0, size, *args)
+        if size < 2 * share_min or self.count == 1 or self._closed:
+            launcher(loop)(0, 0, 1, size, *args)
             return
+        team = self._team
+        if team is None or team.process != os.getpid():
+            # Two threads that come here at once make two teams, of which one ends with the call.
+            team = self._team = _Team(self.count - 1)
+        team.keep_off_this_core()
         shares = min(self.count * _SHARES, size // share_min)
-        if self._process != os.getpid():
-            pool = self._make_pool()
-        begin = itertools.count()
-        errors = []
+        launcher(loop)(team.address, min(self.count, shares) - 1, shares, size, *args)
 
-        def work() -> None:
-            while (i := next(begin)) < shares:
-                try:
-                    loop(size * i // shares, size * (i + 1) // shares, *args)
-                except BaseException as error:
-                    errors.append(error)
+    def close(self) -> None:
+        """End the threads. Loops run on the calling thread afterwards."""
+        self._closed = True
+        if self._team is not None:
+            self._team.close()
 
-        self._keep_off_this_core()
-        others = [submit(pool, work) for _ in range(min(self.count, shares) - 1)]
-        try:
-            work()
-        finally:
-            wait([other for other in others if not other.cancel()])
-        if errors:
-            raise errors[0]
 
-    def _keep_off_this_core(self) -> None:
+class _Team:
+    """The threads that help in one process. A forked child has none of its parent's, and finds the memory that they
+    share as it was at the fork."""
+
+    def __init__(self, helpers: int):
+        words = np.zeros(TEAM_WORDS + 8, np.int64)
+        self.address = -(-words.ctypes.data // 64) * 64
+        self.process = os.getpid()
+        begin_team(self.address)
+        self.thread_ids: list[int] = []
+        self.kept_off: tuple[int, int] | None = None  # the core, and the number of threads kept off it
+        self._end = weakref.finalize(self, _end, words, self.address, self.process)
+        self._end.atexit = False  # The program's exit functions may still run loops.
+        self.threads = list[threading.Thread]()
+        for _ in range(helpers):
+            # Its target must not refer to this object: the thread ends when the object is garbage collected.
+            thread = threading.Thread(
+                target=_serve, args=(words, self.address, self.thread_ids), name="oneemb-kernel", daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError:  # No thread can be started: others do all the work.
+                break
+            self.threads.append(thread)
+
+    def keep_off_this_core(self) -> None:
         if _core is None:
             return
-        now = _core(), len(self._thread_ids)
-        cores = os.sched_getaffinity(0) - {now[0]} if now != self._kept_off else None
+        now = _core(), len(self.thread_ids)
+        cores = os.sched_getaffinity(0) - {now[0]} if now != self.kept_off else None
         if not cores:
             return
-        for thread_id in self._thread_ids[: now[1]]:
+        for thread_id in self.thread_ids[: now[1]]:
             try:
                 os.sched_setaffinity(thread_id, cores)
             except OSError:  # the thread has ended, or may not choose: it runs where it is put
                 pass
-        self._kept_off = now
+        self.kept_off = now
 
     def close(self) -> None:
-        """End the threads. The object cannot run a loop on several threads afterwards."""
-        if self._pool is not None and self._process == os.getpid():
-            self._pool.shutdown()
-        self._pool = None
+        if self.process == os.getpid():
+            self._end()
+            for thread in self.threads:
+                thread.join()
+
+
+def _serve(words: np.ndarray, address: int, thread_ids: list[int]) -> None:
+    """Help until the team ends. The thread keeps the team's memory as long as it lives."""
+    thread_ids.append(threading.get_native_id())
+    serve(address)
+    del words
+
+
+def _end(words: np.ndarray, address: int, process: int) -> None:
+    if process == os.getpid():
+        end_team(address)
+    del words
 
 
 def within_thread_code() -> bool:
@@ -208,7 +235,3 @@ def _run(function: Callable[..., _T], *args: Any) -> Future[_T]:
     except BaseException as error:
         done.set_exception(error)
     return done
-
-
-def _note_thread(thread_ids: list[int]) -> None:
-    thread_ids.append(threading.get_native_id())

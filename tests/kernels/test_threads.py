@@ -1,6 +1,11 @@
 """Threads cover a loop's range exactly once, and pass on what goes wrong."""
 
+import gc
+import multiprocessing
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -8,8 +13,51 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from oneemb.kernels.jit import cpu, external
+from oneemb.kernels.team import add_word, watch_word
 from oneemb.kernels.threads import Threads, available_cores, submit
 from tests.support.forks import ended_well, in_child
+
+_self = external("pthread_self", "int64", [])
+_PATIENCE = 2_000_000_000
+
+
+@cpu
+def note_share(begin, end, counter, share_S3):
+    """Append (begin, end, thread) of a share."""
+    i = add_word(counter, 0, 1)
+    share_S3[i, 0], share_S3[i, 1], share_S3[i, 2] = begin, end, _self()
+
+
+@cpu
+def meet(begin, end, counter, count, late_1):
+    """Wait in each share until this many shares have begun."""
+    add_word(counter, 0, 1)
+    for _ in range(_PATIENCE):
+        if watch_word(counter, 0) >= count:
+            return
+    late_1[0] = 1
+
+
+@cpu
+def stay_away(begin, end, counter):
+    """Wait in each share until word 1 is set."""
+    add_word(counter, 0, 1)
+    while watch_word(counter, 1) == 0:
+        pass
+
+
+@cpu
+def add_one(begin, end, total_S):
+    for i in range(begin, end):
+        total_S[i] += 1
+
+
+@cpu
+def fail_in(begin, end, bad, ended_S):
+    if begin == bad:
+        raise MemoryError
+    ended_S[begin] = 1
 
 
 @pytest.fixture(params=[1, 2, 3, 7])
@@ -20,9 +68,16 @@ def threads(request):
 
 
 def run_shares(threads, size, **options):
-    shares = []
-    threads.run(lambda begin, end: shares.append((begin, end, threading.get_ident())), size, **options)
-    return sorted(shares)
+    counter_1, share_S3 = np.zeros(1, np.int64), np.zeros((size + 1, 3), np.int64)
+    threads.run(note_share, size, counter_1.ctypes.data, share_S3, **options)
+    return sorted(map(tuple, share_S3[: counter_1[0]].tolist()))
+
+
+def run_together(threads, count):
+    """Whether `count` shares run at the same time."""
+    counter_1, late_1 = np.zeros(1, np.int64), np.zeros(1, np.int64)
+    threads.run(meet, count, counter_1.ctypes.data, count, late_1, share_min=1)
+    return late_1[0] == 0
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 6, 7, 8, 100, 1001])
@@ -34,79 +89,88 @@ def test_shares_cover_the_range_once(threads, size):
 
 
 def test_shares_of_a_large_range_are_even(threads):
-    sizes = [end - begin for begin, end, _ in run_shares(threads, 10_000)]
+    sizes = [end - begin for begin, end, _ in run_shares(threads, 100_000)]
     assert len(sizes) >= threads.count and max(sizes) - min(sizes) <= 1
 
 
 def test_a_small_range_wakes_no_thread(threads):
     assert run_shares(threads, 100) == [(0, 100, threading.get_ident())]
+    assert threads._team is None
 
 
 def test_the_calling_thread_waits_for_no_thread_that_has_not_begun():
-    threads = Threads(2)
-    begun, end = threading.Barrier(3, timeout=20), threading.Event()
-
-    def stay_away(first, last):
-        begun.wait()
-        end.wait(20)
-
-    other = threading.Thread(target=lambda: threads.run(stay_away, 2, share_min=1))
+    threads, word_2 = Threads(2), np.zeros(2, np.int64)
+    other = threading.Thread(target=threads.run, args=(stay_away, 2, word_2.ctypes.data), kwargs={"share_min": 1})
     other.start()
-    begun.wait()  # The one helper is away in that loop.
+    while word_2[0] < 2:  # The one helper is away in that loop.
+        time.sleep(0.001)
     try:
         assert {ident for _, _, ident in run_shares(threads, 100, share_min=1)} == {threading.get_ident()}
     finally:
-        end.set()
+        word_2[1] = 1
         other.join()
+        threads.close()
+
+
+def test_helpers_join_a_job_that_is_not_the_newest():
+    threads, word_2 = Threads(3), np.zeros(2, np.int64)
+    away = [
+        threading.Thread(target=threads.run, args=(stay_away, 2, word_2.ctypes.data), kwargs={"share_min": 1})
+        for _ in range(2)
+    ]
+    for one in away:
+        one.start()
+    while word_2[0] < 4:
+        time.sleep(0.001)
+    word_2[1] = 1
+    for one in away:
+        one.join()
+    assert run_together(threads, 3)
+    threads.close()
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_child_of_fork_runs_loops_on_threads_of_its_own_whatever_its_parent_was_doing():
-    threads = Threads(3)
-    run_shares(threads, 100, share_min=1)
-
-    def all_shares_on_several_threads():
-        meet = threading.Barrier(3, timeout=20)
-        threads.run(lambda begin, end: meet.wait() if begin in (0, 1, 2) else None, 24, share_min=1)
-        return len(run_shares(threads, 1000, share_min=1)) == 24
-
-    with threads._pool._shutdown_lock:  # as where another thread handed out shares
-        child = in_child(all_shares_on_several_threads)
+    threads, word_2 = Threads(3), np.zeros(2, np.int64)
+    assert run_together(threads, 3)
+    other = threading.Thread(target=threads.run, args=(stay_away, 2, word_2.ctypes.data), kwargs={"share_min": 1})
+    other.start()
+    while word_2[0] < 2:
+        time.sleep(0.001)
+    child = in_child(lambda: run_together(threads, 3) and len(run_shares(threads, 1000, share_min=1)) == 24)
     assert ended_well(child) is True
+    word_2[1] = 1
+    other.join()
     assert len(run_shares(threads, 1000, share_min=1)) == 24
     threads.close()
 
 
 def test_shares_run_at_the_same_time():
-    barrier = threading.Barrier(3, timeout=20)
-    Threads(3).run(lambda begin, end: barrier.wait(), 3, share_min=1)
+    threads = Threads(3)
+    assert run_together(threads, 3)
+    time.sleep(0.05)  # until the helpers sleep
+    assert run_together(threads, 3)
+    threads.close()
 
 
 @pytest.mark.parametrize("bad", [0, 1, 2])
-def test_an_error_in_a_share_is_raised_when_all_have_ended(bad):
-    ended = []
-
-    def loop(begin, end):
-        if begin == bad:
-            raise KeyError(begin)
-        ended.append(begin)
-
-    with pytest.raises(KeyError, match=str(bad)):
-        Threads(3).run(loop, 3, share_min=1)
-    assert sorted(ended) == [n for n in range(3) if n != bad]
+def test_a_share_without_memory_is_an_error_when_all_have_ended(bad):
+    threads, ended_S = Threads(3), np.zeros(3, np.int64)
+    with pytest.raises(MemoryError):
+        threads.run(fail_in, 3, bad, ended_S, share_min=1)
+    assert np.flatnonzero(ended_S).tolist() == [n for n in range(3) if n != bad]
+    with pytest.raises(MemoryError):
+        Threads(1).run(fail_in, 3, 0, ended_S)
+    threads.close()
 
 
-def test_two_python_threads_may_run_loops_at_once():
+def test_several_python_threads_may_run_loops_at_once():
     threads, sums = Threads(2), {}
 
     def work(name):
         total_S = np.zeros(100_000, np.int64)
-
-        def loop(begin, end):
-            total_S[begin:end] += 1
-
-        for _ in range(20):
-            threads.run(loop, len(total_S))
+        for _ in range(50):
+            threads.run(add_one, len(total_S), total_S)
         sums[name] = total_S
 
     workers = [threading.Thread(target=work, args=(name,)) for name in range(4)]
@@ -114,14 +178,36 @@ def test_two_python_threads_may_run_loops_at_once():
         worker.start()
     for worker in workers:
         worker.join()
-    assert all((sums[name] == 20).all() for name in range(4))
+    assert all((sums[name] == 50).all() for name in range(4))
+    threads.close()
+
+
+def test_many_launches_in_a_row_lose_no_share():
+    threads, total_S = Threads(3), np.zeros(64, np.int64)
+    for _ in range(20_000):
+        threads.run(add_one, 64, total_S, share_min=1)
+    assert (total_S == 20_000).all()
+    threads.close()
 
 
 def test_a_closed_object_still_runs_on_the_calling_thread():
     threads = Threads(2)
+    run_together(threads, 2)
     threads.close()
     threads.close()
-    assert run_shares(threads, 10_000) == [(0, 10_000, threading.get_ident())]
+    assert run_shares(threads, 10_000, share_min=1) == [(0, 10_000, threading.get_ident())]
+    assert not any(thread.name == "oneemb-kernel" for thread in threading.enumerate())
+
+
+def test_threads_end_with_the_object():
+    threads = Threads(3)
+    run_together(threads, 3)
+    helpers = threads._team.threads
+    del threads
+    gc.collect()
+    for helper in helpers:
+        helper.join(20)
+        assert not helper.is_alive()
 
 
 def test_the_default_is_the_cores_this_process_may_use():
@@ -136,40 +222,69 @@ def test_fewer_than_one_thread_is_refused(count):
 
 @pytest.mark.skipif(available_cores() < 2, reason="one core")
 def test_threads_are_kept_off_the_core_that_calls():
-    threads, barrier = Threads(2), threading.Barrier(2, timeout=20)
-    seen = {}
-
-    def loop(begin, end):
-        barrier.wait()
-        seen[threading.get_ident()] = os.sched_getaffinity(0)
-
+    threads = Threads(2)
     for _ in range(2):  # a thread that is only just begun is told from the next run on
-        threads.run(loop, 2, share_min=1)
-    seen.pop(threading.get_ident())
-    (cores,) = seen.values()
-    assert cores == os.sched_getaffinity(0) - {threads._kept_off[0]}
+        assert run_together(threads, 2)
+    (helper,) = threads._team.thread_ids
+    assert os.sched_getaffinity(helper) == os.sched_getaffinity(0) - {threads._team.kept_off[0]}
     assert len(os.sched_getaffinity(0)) == available_cores()
     threads.close()
 
 
-def test_loops_wait_for_shares_that_a_thread_has_begun_though_another_one_cannot_be_started(monkeypatch):
-    threads, begun, ended = Threads(2), threading.Event(), []
-    hand_out = threads._pool.submit
-
-    def hand_out_and_raise(work):
-        hand_out(work)  # to a thread that is there, which has begun when the pool tries to start another one
-        begun.wait(20)
+def test_a_loop_runs_on_the_calling_thread_where_no_thread_can_be_started(monkeypatch):
+    def start(thread):
         raise RuntimeError("can't start new thread")
 
-    def slow(first, last):
-        begun.set()
-        time.sleep(0.01)
-        ended.append(first)
-
-    monkeypatch.setattr(threads._pool, "submit", hand_out_and_raise)
-    threads.run(slow, 100, share_min=1)
-    assert len(ended) == 16
+    threads = Threads(3)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert {ident for _, _, ident in run_shares(threads, 100, share_min=1)} == {threading.get_ident()}
     threads.close()
+
+
+def test_a_program_ends_while_its_threads_sleep_and_after_its_exit_functions_have_run_loops():
+    code = """
+import atexit, threading, numpy as np
+from oneemb.kernels.threads import Threads
+from tests.kernels.test_threads import add_one
+threads, total_S = Threads(2), np.zeros(1000, np.int64)
+def run():
+    threads.run(add_one, 1000, total_S, share_min=1)
+    print(total_S.min(), total_S.max(), flush=True)
+atexit.register(run)
+threading._register_atexit(run)
+run()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1 1\n2 2\n3 3\n", "")
+
+
+def test_an_interrupt_comes_after_the_loop_that_it_finds():
+    def interrupt():
+        while word_2[0] < 2:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.05)
+        word_2[1] = 1
+
+    threads, word_2 = Threads(2), np.zeros(2, np.int64)
+    other = threading.Thread(target=interrupt)
+    other.start()
+    with pytest.raises(KeyboardInterrupt):
+        threads.run(stay_away, 2, word_2.ctypes.data, share_min=1)
+        other.join()
+    assert word_2[1] == 1
+    other.join()
+    assert run_together(threads, 2)
+    threads.close()
+
+
+def test_loops_run_in_a_process_that_is_spawned():
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply(run_in_another_process) == 24
+
+
+def run_in_another_process():
+    return len(run_shares(Threads(3), 1000, share_min=1))
 
 
 @pytest.mark.parametrize("earlier", [0, 1], ids=["no thread", "a thread"])
