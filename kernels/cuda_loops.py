@@ -63,6 +63,9 @@ class CudaLoops:
     def tensor(self, array: torch.Tensor) -> torch.Tensor:
         return array
 
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone(memory_format=torch.contiguous_format)
+
     def put(self, array: np.ndarray) -> torch.Tensor:
         return self.gpu.put(array)
 

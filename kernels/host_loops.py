@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from oneemb.kernels.arrays import Bags, RowsOfIds, Terms, rows_of_columns
+from oneemb.kernels.copy_array import copied
 from oneemb.kernels.gather import copy_words_in, gather
 from oneemb.kernels.init_rows import InitialRows, init_rows
 from oneemb.kernels.jit import CpuLoop
@@ -52,6 +53,12 @@ class HostLoops:
 
     def tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array)
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_contiguous() or tensor.dtype not in BITS:
+            return tensor.clone(memory_format=torch.contiguous_format)
+        copy = torch.from_numpy(copied(self.array(tensor), threads=self.threads))
+        return copy if tensor.dtype == copy.dtype else copy.view(tensor.dtype)
 
     def put(self, array: np.ndarray) -> np.ndarray:
         return array

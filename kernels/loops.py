@@ -85,6 +85,9 @@ class Loops(Protocol):
     def tensor(self, array: Array) -> torch.Tensor:
         """The array's memory as a tensor."""
 
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A C-contiguous copy of gradients or rows."""
+
     def put(self, array: np.ndarray) -> Array:
         """A host array where loops run: itself, or a copy."""
 

@@ -256,7 +256,7 @@ def _launch_job(team: Any, helpers: Any, shares: Any, size: Any, entry: Any, arg
     return word_at(job, _FAILED)
 
 
-def launcher(loop: CpuLoop) -> CpuLoop:
+def launcher(loop: Any) -> CpuLoop:
     """Compiled function `(team, helpers, shares, size, *arguments of the loop)` that runs all shares of 0..size.
 
     The launcher raises MemoryError where a share has failed: a loop fails for want of memory alone.
@@ -268,7 +268,7 @@ def launcher(loop: CpuLoop) -> CpuLoop:
     return made
 
 
-def _launch_function(loop: CpuLoop, count: int) -> FunctionType:
+def _launch_function(loop: Any, count: int) -> FunctionType:
     """The function of a launcher, whose compiled code is kept under the name of the loop.
 
     The number of arguments is written out, since numba's calls with `*arguments` are slow.

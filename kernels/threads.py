@@ -89,7 +89,8 @@ class Threads:
         Raises:
             MemoryError: a loop got no memory, after all shares have ended.
         """
-        if size < 2 * share_min or self.count == 1 or self._closed:
+        shares = self.shares_of(size, share_min)
+        if shares == 1:
             launcher(loop)(0, 0, 1, size, *args)
             return
         team = self._team
@@ -97,8 +98,13 @@ class Threads:
             # Two threads that come here at once make two teams, of which one ends with the call.
             team = self._team = _Team(self.count - 1)
         team.keep_off_this_core()
-        shares = min(self.count * _SHARES, size // share_min)
         launcher(loop)(team.address, min(self.count, shares) - 1, shares, size, *args)
+
+    def shares_of(self, size: int, share_min: int) -> int:
+        """The number of shares that a range is run in."""
+        if size < 2 * share_min or self.count == 1 or self._closed:
+            return 1
+        return min(self.count * _SHARES, size // share_min)
 
     def close(self) -> None:
         """End the threads. Loops run on the calling thread afterwards."""

@@ -42,13 +42,18 @@ from oneemb.storage.turns import undisturbed
 
 __all__ = [
     "DTYPES", "Keys", "Lease", "REPLACED", "Remote", "Reserved", "acquire", "acquire_later",
-    "check_pooling", "free_failed_passes", "full", "full_of", "gather", "in_backward", "keep", "measure_gather",
-    "measure_unique_keys", "peek", "prefetch", "read_ids", "reserve", "spread_max_grads", "unique_keys", "with_room",
+    "check_pooling", "equal", "free_failed_passes", "full", "full_of", "gather", "in_backward", "keep",
+    "measure_gather", "measure_unique_keys", "peek", "prefetch", "read_ids", "reserve", "spread_max_grads",
+    "unique_keys", "with_room",
 ]  # fmt: skip
 
 _T = TypeVar("_T")
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+# From this many values on torch copies on several threads; up to that many one thread takes less time than it costs to
+# wait for a core where threads spin.
+_OPENMP_MIN, _NUMPY_MAX = 1 << 15, 1 << 20
 
 _ONE_THREAD = Threads(1)
 _NO_LOOPS = HostLoops(_ONE_THREAD)
@@ -70,8 +75,23 @@ REPLACED = (
 def keep(value: Any) -> Any:
     """A copy of a batch's value that nobody else has: of a tensor, array or list. Any: other values are themselves."""
     if isinstance(value, torch.Tensor):
-        return value.detach().clone()
+        value = value.detach()
+        return torch.from_numpy(value.numpy().copy()) if _on_one_thread(value) else value.clone()
     return value.copy() if isinstance(value, np.ndarray | list) else value
+
+
+def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """`torch.equal` of tensors of one dtype on one device."""
+    if _on_one_thread(one) and _on_one_thread(other):
+        return np.array_equal(one.numpy(), other.numpy())
+    return torch.equal(one, other)
+
+
+def _on_one_thread(ids: torch.Tensor) -> bool:
+    """Whether NumPy copies and compares these ids. torch does so on several OpenMP threads, which go on spinning for
+    some milliseconds, on the cores that the lookup's own threads are to use."""
+    is_host = ids.device.type == "cpu" and ids.dtype in (torch.int64, torch.int32) and ids.is_contiguous()
+    return is_host and _OPENMP_MIN <= ids.numel() <= _NUMPY_MAX and type(ids) is torch.Tensor
 
 
 # ---- keys ------------------------------------------------------------------------------------------------------------

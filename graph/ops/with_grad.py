@@ -91,7 +91,7 @@ class _WithGrad(torch.autograd.Function):
         flat = grad.detach().reshape(-1, grad.shape[-1])
         # Nor is it copied where rows are updated before this backward pass is over: who changes it then is told so.
         as_is = alone or ctx.at_once and flat.is_contiguous()
-        grad_NX = flat if as_is else flat.clone(memory_format=torch.contiguous_format)
+        grad_NX = flat if as_is else lease.store.loops.copy(flat)
         lease.has_grad = True
         one = Pass(lease, grad_NX, version_of(grad_NX))
         row_grads = [

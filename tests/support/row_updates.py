@@ -45,11 +45,8 @@ class SmallShares(Threads):
         self.shares = 0
 
     def run(self, loop, size, *args, share_min=1):
-        def counted(begin, end, *rest):
-            self.shares += 1
-            loop(begin, end, *rest)
-
-        super().run(counted, size, *args, share_min=share_min)
+        self.shares += self.shares_of(size, share_min)
+        super().run(loop, size, *args, share_min=share_min)
 
 
 THREADS = {1: SmallShares(1), 2: SmallShares(2)}
