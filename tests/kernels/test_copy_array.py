@@ -1,0 +1,31 @@
+"""Copies have the bits of what they are of, and memory of their own."""
+
+import numpy as np
+import pytest
+import torch
+
+from oneemb.kernels.host_loops import HostLoops
+from oneemb.kernels.threads import Threads
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(0, 4), (1, 1), (3, 5), (1 << 10, 8), (5, 1 << 13), (9000, 33)])
+def test_a_copy_has_the_bits_and_memory_of_its_own(shape, dtype, count):
+    threads = Threads(count)
+    bits = torch.from_numpy(np.random.default_rng(0).integers(-(1 << 15), 1 << 15, shape, np.int16))
+    given = bits.view(dtype) if dtype.itemsize == 2 else (bits.to(torch.int32) << 16 | 77).view(dtype)
+    copy = HostLoops(threads).copy(given)
+    assert copy.dtype == dtype and copy.is_contiguous() and copy.shape == given.shape
+    word = torch.int16 if dtype.itemsize == 2 else torch.int32
+    before = given.view(word).clone()
+    assert torch.equal(copy.view(word), before)
+    given.view(word).zero_()
+    assert torch.equal(copy.view(word), before)
+    threads.close()
+
+
+def test_what_lies_in_strides_is_copied_together():
+    given = torch.arange(12.0).reshape(3, 4).T
+    copy = HostLoops(Threads(1)).copy(given)
+    assert copy.is_contiguous() and torch.equal(copy, given)
