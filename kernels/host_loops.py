@@ -21,12 +21,15 @@ from oneemb.kernels.threads import Threads
 from oneemb.kernels.unique_by_table import KeysByTable, unique_keys_by_table
 from oneemb.kernels.unique_keys import UniqueKeys, unique_keys
 
-__all__ = ["BITS", "SUM_MAX", "HostLoops"]
+__all__ = ["BITS", "OPENMP_MIN", "SUM_MAX", "HostLoops"]
 
 BITS = {torch.float32: torch.float32, torch.float16: torch.uint16, torch.bfloat16: torch.int16}
 """How loops see weights of each dtype."""
 SUM_MAX = 2.0**127
 """Sums of float32 whose exact value is below this stay finite, whatever their roundings."""
+
+OPENMP_MIN = 1 << 15
+"""Values from which on torch copies and compares tensors on several threads."""
 
 _NO_INVERSE = np.empty(0, np.int32)
 
@@ -55,7 +58,7 @@ class HostLoops:
         return torch.from_numpy(array)
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_contiguous() or tensor.dtype not in BITS:
+        if tensor.numel() < OPENMP_MIN or not tensor.is_contiguous() or tensor.dtype not in BITS:
             return tensor.clone(memory_format=torch.contiguous_format)
         copy = torch.from_numpy(copied(self.array(tensor), threads=self.threads))
         return copy if tensor.dtype == copy.dtype else copy.view(tensor.dtype)

@@ -1,7 +1,7 @@
 """Decorators for rules and loops, and the folder in which compiled code is kept.
 
-With jit_code, the few instructions Python lacks, jit_lanes, vectors for CPU loops, and jit_cuda, this is all that
-imports numba.
+With jit_code, the few instructions Python lacks, jit_lanes, vectors for CPU loops, jit_team, the threads of CPU loops,
+and jit_cuda, this is all that imports numba.
 
 A **rule** is a scalar function with arithmetic: an optimizer step, a hash, a random draw. It has no explicit
 signature, so that a loop of any backend may call it. A **CPU loop** moves data: it takes its range of work

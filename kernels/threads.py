@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from oneemb.kernels.jit import CpuLoop
-from oneemb.kernels.team import TEAM_WORDS, begin_team, end_team, launcher, serve
+from oneemb.kernels.jit_team import TEAM_WORDS, begin_team, end_team, launcher, serve
 
 __all__ = ["Threads", "available_cores", "submit", "within_thread_code"]
 

@@ -28,7 +28,7 @@ from oneemb.graph.ops.op import LOOKUP, PREPARE, Op
 from oneemb.graph.ranks import Ranks
 from oneemb.kernels import loops as kernels
 from oneemb.kernels.arrays import Array, Bags, RowsOfIds
-from oneemb.kernels.host_loops import HostLoops
+from oneemb.kernels.host_loops import OPENMP_MIN, HostLoops
 from oneemb.kernels.loops import Loops
 from oneemb.kernels.places import loops_of
 from oneemb.kernels.threads import Threads
@@ -51,9 +51,8 @@ _T = TypeVar("_T")
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
-# From this many values on torch copies on several threads; up to that many one thread takes less time than it costs to
-# wait for a core where threads spin.
-_OPENMP_MIN, _NUMPY_MAX = 1 << 15, 1 << 20
+# Up to this many ids one thread copies in less time than it costs to wait for a core on which torch's threads spin.
+_NUMPY_MAX = 1 << 20
 
 _ONE_THREAD = Threads(1)
 _NO_LOOPS = HostLoops(_ONE_THREAD)
@@ -91,7 +90,7 @@ def _on_one_thread(ids: torch.Tensor) -> bool:
     """Whether NumPy copies and compares these ids. torch does so on several OpenMP threads, which go on spinning for
     some milliseconds, on the cores that the lookup's own threads are to use."""
     is_host = ids.device.type == "cpu" and ids.dtype in (torch.int64, torch.int32) and ids.is_contiguous()
-    return is_host and _OPENMP_MIN <= ids.numel() <= _NUMPY_MAX and type(ids) is torch.Tensor
+    return is_host and OPENMP_MIN <= ids.numel() <= _NUMPY_MAX and type(ids) is torch.Tensor
 
 
 # ---- keys ------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from oneemb.kernels.jit import cpu, external
-from oneemb.kernels.team import add_word, watch_word
+from oneemb.kernels.jit_team import add_word, watch_word
 from oneemb.kernels.threads import Threads, available_cores, submit
 from tests.support.forks import ended_well, in_child
 
