@@ -95,7 +95,7 @@ class AveragedEmbedding(torch.nn.Module):
             num_threads=embedding.store.threads.count,
             process_group=None if embedding.ranks is None else embedding.ranks.group,
         )  # fmt: skip
-        """What is stored of the averages."""
+        """Stored averages."""
         weight = self.rows.to(embedding.store.loops.device).weight.detach()
         del self.rows.weight
         self.rows.register_buffer("weight", weight)  # It is no parameter: no optimizer trains averages.
@@ -113,8 +113,8 @@ class AveragedEmbedding(torch.nn.Module):
 
     @property
     def decay(self) -> float | None:
-        """What an average keeps of itself at an averaging; None = it is a mean. It cannot change: averages that are
-        not up to date would follow the new one for averagings before it."""
+        """Weight of the old average at an averaging; None = the average is a mean. It cannot change: averages that are
+        not up to date would use the new value for averagings before the change."""
         return self._decay
 
     @property
@@ -239,7 +239,7 @@ class AveragedEmbedding(torch.nn.Module):
         lease.unpin()
 
     def _kept(self, then_U: torch.Tensor) -> torch.Tensor:
-        """What is left of averages that have seen so many averagings: float32 [U]. The first one leaves nothing."""
+        """Share that averages as of `then_U` averagings keep by now: float32 [U]. The first averaging leaves none."""
         now, loops = self.n_averaged, self.rows.store.loops
         if self.decay is None or now == 0:
             return (then_U.double() / max(1, now)).float()

@@ -92,7 +92,7 @@ class Optimizer(torch.optim.Optimizer):
         self.embeddings = tuple(groups)
         self._groups_of = {embedding.store: its for embedding, its in groups.items()}
         self.row_step = RowStep(optimizer, skip_nonfinite)
-        """What this optimizer does to rows."""
+        """Step of this optimizer on rows."""
         if fused and any(len(embedding.weights) > 1 for embedding in self.embeddings):
             raise ValueError(
                 "fused=True updates the rows of an embedding as soon as their gradient has come, and those of tables"

@@ -213,7 +213,7 @@ class TableEmbedding(torch.nn.Module):
 
     @torch._disable_dynamo
     def read(self, ids: torch.Tensor, table_ids: torch.Tensor | None = None) -> torch.Tensor:
-        """What lookups in eval mode give, without gradient, whatever mode the embedding is in: nothing is inserted.
+        """Look ids up as in eval mode, whatever the embedding's mode: without gradient, and without inserting.
 
         Args:
             ids, table_ids: as of `forward`.
@@ -577,7 +577,7 @@ class TableEmbedding(torch.nn.Module):
         return self.ranks is None or self.ranks.rank == 0
 
     def get_extra_state(self) -> torch.Tensor:
-        """What `state_dict()` holds of the rows: name and identity of a snapshot that has them as they are now.
+        """Entry of `state_dict()` for the rows: name and identity of a snapshot that has them as they are now.
 
         Saves one, named `state-<step>-<digits>`, unless the last one saved or loaded still has the rows as they are.
         These snapshots stay until `delete_snapshot`: a state dict that is kept, or was written to a file, may name any
@@ -846,7 +846,7 @@ Embedding = TypeVar("Embedding", bound=TableEmbedding)
 def copied(
     embedding: Embedding, persistent_path: AnyPath, *, weights_only: bool, change: ChangeRows | None = None
 ) -> Embedding:
-    """What `copy_to` gives; `change` changes the rows on their way."""
+    """Do as `copy_to`; `change` changes the rows on their way."""
     if not isinstance(persistent_path, str | bytes | os.PathLike):
         got = f"{type(persistent_path).__name__} {persistent_path!r}"
         raise TypeError(f"persistent_path must be the folder of the copy's rows, got {got}")
@@ -1013,7 +1013,7 @@ def _in_ddp(weights: Sequence[torch.Tensor]) -> bool:
 
 
 def _why_no_gpu(failure: BaseException) -> str:
-    """What keeps a GPU from being used, and what to install, as far as that can be told."""
+    """Reason why no GPU can be used, and what to install, as far as known."""
     from oneemb.kernels.launch import Gpu
 
     try:

@@ -117,7 +117,7 @@ def _with_type(value: object) -> str:
 def initial_rows(
     seed: int, dim_C: Sequence[int], tables: Sequence[TableOptions], default: Initializer
 ) -> init_rows.InitialRows:
-    """What begins new rows: for each table and column the kind of its initializer and that one's parameters."""
+    """Initial rows: for each table and column the kind of its initializer, and the parameters of that."""
     kind_TC = np.empty((len(tables), len(dim_C)), np.int64)
     param_TC4 = np.zeros((len(tables), len(dim_C), 4))
     for t, table in enumerate(tables):
@@ -180,7 +180,7 @@ def rank_folders(options: StoreOptions, ranks: Ranks | None) -> list[str]:
 
 
 def store_plan(name: str, options: StoreOptions, tables: Sequence[TableOptions], ranks: Ranks | None) -> StorePlan:
-    """What the store of these options is built of, on this rank, for an embedding of this name."""
+    """Plan of the store with these options, on this rank, for an embedding of this name."""
     rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
     folder = rank_folders(options, ranks)[rank]
     cache_bytes: int | None

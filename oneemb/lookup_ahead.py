@@ -78,7 +78,7 @@ class LookupAhead:
         return self._embedding.keys_of(**self._arguments)
 
     def rows(self) -> torch.Tensor:
-        """What `embedding(...)` gives; once.
+        """Result of `embedding(...)`. Call this once.
 
         Raises:
             RankError: another rank has failed.

@@ -16,7 +16,7 @@ __all__ = ["QUIET", "Machine", "StepCost", "measure_machine", "run_measurement",
 
 @dataclass(frozen=True)
 class StepCost:
-    """What a step takes on the cores of a rank, messages left out.
+    """Time of a step on the cores of a rank, without messages.
 
     The time is a sum: `call_us + lookups * lookup_us + ids * id_ns + ids * D * id_weight_ns + keys * key_ns + keys *
     words * key_word_ns`, where ids are those of the batch, keys the unique ones of them, and words those of a row,
@@ -91,13 +91,13 @@ class Machine:
         return max(1.0, ranks * self.threads / self.cores)
 
     def latency_ms(self, ranks: int, ranks_per_machine: int) -> float:
-        """Of a collective call that sends next to nothing."""
+        """Time of a collective call that sends next to nothing."""
         local = ranks == ranks_per_machine
         first = self.local_us * self.contention(ranks) if local else self.network_us
         return (first + (ranks - 2) * self.peer_us) / 1e3
 
     def message_ms(self, ranks: int, ranks_per_machine: int, local: float, remote: float) -> float:
-        """Of a collective call in which a rank sends so many bytes to others of its machine, and of other machines.
+        """Time of a collective call in which a rank sends `local` bytes within its machine and `remote` to others.
 
         The network of a machine is shared by its ranks, and so are its cores, which copy between them.
         """
@@ -171,7 +171,7 @@ def measure_machine(path: str | None = None, *, threads: int = 1, **figures: Any
 
 
 def _in_processes(count: int, name: str, *args: Any) -> Any:
-    """What this function of this module gives on the first of so many processes of a gloo group.
+    """Result of a function of this module on the first of `count` processes of a gloo group.
 
     They are processes of their own, so that threads and memory of this one do no harm, and it need not be importable.
     """
@@ -217,7 +217,7 @@ def run_measurement(folder: str, rank: str, ranks: str, name: str, args: str) ->
 
 
 def _measure_steps(threads: int) -> list[dict[str, Any]]:
-    """Of each case, the ms of a step and its sizes."""
+    """Milliseconds of a step, and its sizes, for each case."""
     import tempfile
 
     import numpy as np

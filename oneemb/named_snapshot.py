@@ -1,4 +1,4 @@
-"""What a state dict holds of an embedding's rows: name and identity of a snapshot, as a tensor.
+"""Entry of a state dict for an embedding's rows: name and identity of a snapshot, as a tensor.
 
 It is a tensor because tools that save and map state dicts (safetensors, trainers, `{k: v.clone() ...}`) take tensors
 only. It is of one length, so that it fits into the place of another.
@@ -21,7 +21,7 @@ class SnapshotName(TypedDict):
     oneemb_snapshot: str | None
     """None = there are no rows."""
     oneemb_identity: NotRequired[str | None]
-    """Of this snapshot alone: names repeat from folder to folder and from run to run."""
+    """Identity of this very snapshot; names repeat from folder to folder and from run to run."""
     oneemb_table: NotRequired[list[Any]]
     """Number and name of a table, where a state dict has an entry for each table of an embedding."""
 
@@ -32,7 +32,7 @@ def encode(snapshot: SnapshotName) -> torch.Tensor:
 
 
 def decode(state: torch.Tensor) -> SnapshotName:
-    """What `encode` was given.
+    """Decode a tensor of `encode`.
 
     Raises:
         ValueError: the tensor is none of its, or its values have been changed.

@@ -1,4 +1,4 @@
-"""What a training job takes before it is run: bytes between ranks, memory, reads from disk, time, and what limits it.
+"""Cost of a training job before it runs: bytes between ranks, memory, reads from disk, time, and the limiting part.
 
     print(oneemb.plan(rows=10**9, embedding_dim=64, ids=26, unique=0.4, batch=4096, ranks=64, ranks_per_machine=8))
 
@@ -123,9 +123,9 @@ class MessageCost:
 
     name: str
     bytes: int
-    """That a rank sends to others."""
+    """Bytes that a rank sends to others."""
     bytes_off_machine: int
-    """Of them, to ranks of other machines."""
+    """Bytes among them that go to ranks of other machines."""
     ms: float
     ahead: bool
     """Whether it is sent while the step before computes."""
@@ -133,7 +133,7 @@ class MessageCost:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a step of a job takes, a rank. `print` shows a table."""
+    """Cost of a step of a job, on a rank. `print` shows a table."""
 
     ranks: int
     ranks_per_machine: int
@@ -151,12 +151,12 @@ class Plan:
     memory_bytes: dict[str, int]
     """By what it is for."""
     disk_reads_per_s: float
-    """Of a rank, at this step time."""
+    """Reads from a rank's disk at this step time."""
     step_ms: float
     parts_ms: dict[str, float]
     """The step time by what it goes to. What is hidden behind a step is left out."""
     samples_per_s: float
-    """Of all ranks."""
+    """Samples of all ranks."""
     binds: str
     """The part that takes longest, or "memory" where it does not suffice."""
     advice: tuple[str, ...]
@@ -207,7 +207,7 @@ def plan(
     machine: Machine | None = None,
     **embedding: Any,
 ) -> Plan:
-    """What a step of a training job takes, by a model of its cost.
+    """Cost of a step of a training job, by a model.
 
     Args:
         embeddings: what is looked up in a step. A job of one embedding gives the arguments of `PlannedEmbedding` here
@@ -370,7 +370,7 @@ class _Job:
         return {name: ms for name, ms in parts.items() if ms > 0}
 
     def _fresh_bytes(self, one: PlannedEmbedding) -> int:
-        """What a lookup gives and its gradient, where that is more than the C library keeps for the next step."""
+        """Bytes of a lookup's result and gradient, if more than the C library keeps for the next step; else 0."""
         size = self.batch * one.rows_given * one.embedding_dim * one.weight_bytes
         return 2 * size if size >= _KEPT_BYTES else 0
 
@@ -415,7 +415,7 @@ class _Job:
     # ---- what limits ------------------------------------------------------------------------------------------------
 
     def _judge(self, parts: dict[str, float], memory: dict[str, int]) -> tuple[str, tuple[str, ...]]:
-        """What limits the job, and what to do about it."""
+        """Part that limits the job, and advice."""
         need, there = sum(memory.values()), self.machine.memory_gib * 2**30 / self.per_machine
         if need > there:
             fit = self.ranks * need / there

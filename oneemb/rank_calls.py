@@ -82,11 +82,11 @@ class RankCalls:
         raise error
 
     def agree(self, what: str, check: Callable[[], Any] = lambda: None) -> Any:
-        """As `Ranks.agree`. Any: what `check` gives."""
+        """Call `Ranks.agree`. Any: the result of `check`."""
         return check() if self._ranks is None else self._ranks.agree(what, check)
 
     def by_first(self, what: str, call: Callable[[], T]) -> T:
-        """What `call` gives on the first rank, on all of them. On the others it is not called.
+        """Result of `call` on the first rank, for all ranks. Others do not call it.
 
         Raises:
             As `Ranks.agree`.
@@ -94,16 +94,16 @@ class RankCalls:
         return cast(T, self.agree(what, lambda: call() if self.first else None))
 
     def all_gather(self, what: str, make: Callable[[], T]) -> list[T]:
-        """As `Ranks.all_gather`."""
+        """Call `Ranks.all_gather`."""
         return [make()] if self._ranks is None else self._ranks.all_gather(what, make)
 
     def exchange(self, what: str, make: Callable[[], Blocks]) -> list[Received]:
-        """As `Ranks.exchange`, where there are ranks."""
+        """Call `Ranks.exchange`. There must be ranks."""
         assert self._ranks is not None
         return self._ranks.exchange(what, make)
 
     def of_first(self, what: str, make: Callable[[], bytes]) -> bytes:
-        """As `by_first`, of bytes, however many.
+        """Do as `by_first`, for any number of bytes.
 
         Raises:
             As `Ranks.exchange`.

@@ -506,7 +506,7 @@ class _Opened(NamedTuple):
 
     info: SnapshotInfo
     owned: OwnedRows | None
-    """Its rows in the parts of others; None = its own part."""
+    """The rank's rows in the parts of others; None = its own part."""
     replicated: Keys | None
     """The keys of replicated tables among them; None = there are no such tables."""
 

@@ -1,4 +1,4 @@
-"""What ranks send each other in a step of training: which messages, when, and of how many bytes.
+"""Messages between ranks in a step of training: which, when, and of how many bytes.
 
 The one place that knows it beside the code that sends (graph/ranks.py, graph/ops): `oneemb.plan` asks it.
 
@@ -13,13 +13,13 @@ __all__ = ["KeyCounts", "Message", "PartCounts", "messages_of"]
 
 _ID_BYTES, _TABLE_BYTES, _PLACE_BYTES, _COUNT_BYTES = 8, 4, 4, 8
 _COUNTS_BYTES = 3 * _COUNT_BYTES
-"""Of a lookup: how many keys, parts of bags and ids of parts a rank is asked for."""
+"""Bytes of a lookup's counts: keys, parts of bags and ids of parts that a rank is asked for."""
 _PAD_BYTES = 8
 """Every tensor of a message takes a multiple of it."""
 _HEADER_BYTES = 24
-"""Of an exchange, in a message of its own: what the rank does, whether that has failed, how much follows."""
+"""Bytes of an exchange's header, a message of its own: the rank's operation, whether it has failed, sizes to follow."""
 _ANSWER_HEADER_BYTES = 16
-"""Where the sizes are known, in the same message."""
+"""Bytes of a header in the same message, where the sizes are known."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class KeyCounts:
     parts: PartCounts | None = None
 
     def key_bytes(self, r: int) -> int:
-        """Of the keys that rank r is asked for, and their parts."""
+        """Bytes of the keys that rank r is asked for, and of their parts."""
         size = self.asks_R[r] * _ID_BYTES + _padded(self.asks_R[r] * _TABLE_BYTES)
         if self.parts is not None:
             size += _padded(self.parts.ids_R[r] * _PLACE_BYTES) + _padded(self.parts.asks_R[r] * _PLACE_BYTES)

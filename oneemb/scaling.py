@@ -39,7 +39,7 @@ class Scaling:
         parameters: Iterable[torch.nn.Parameter] = (),
     ):
         self.scaler = given
-        """What has scaled the losses; None = nothing has."""
+        """The scaler that has scaled the losses; None = none has."""
         self._given, self._before = given, before
         self._on_second_pass = on_second_pass
         self._passes = 0
@@ -82,7 +82,7 @@ class Scaling:
 
     @property
     def backward(self) -> Callable[..., None] | None:
-        """What to call in place of `Tensor.backward`; None = it can be left alone."""
+        """Function to call in place of `Tensor.backward`; None = no replacement is needed."""
         return self._backward if self._given is not None or self._on_second_pass else None
 
     def _backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
@@ -116,7 +116,7 @@ class _Noted:
     def __init__(self, scaler: torch.amp.GradScaler, name: str, tell: Callable[[torch.amp.GradScaler], None]):
         self._scaler, self._name, self._tell = scaler, name, tell
         self.own = vars(scaler).get(name)
-        """What the user has put there; None = the class's is meant."""
+        """Attribute that the user has set; None = the class's method counts."""
         if isinstance(self.own, _Noted):
             self.own = self.own.own
 
@@ -150,7 +150,7 @@ def idle_copy(scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
 
 
 def _nothing(*args: object, **kwargs: object) -> None:
-    """Takes any arguments."""
+    """Do nothing, with any arguments."""
 
 
 def set_apart(scaler: torch.amp.GradScaler) -> Callable[[], None]:

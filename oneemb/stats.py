@@ -1,4 +1,4 @@
-"""What `embedding.stats()` gives: sizes now, and counters since the tiers were made."""
+"""Result of `embedding.stats()`: sizes now, and counters since the tiers were made."""
 
 from typing import NotRequired, TypedDict
 
@@ -69,7 +69,7 @@ class TableStats(TypedDict):
 
 
 class PolicyStats(TypedDict):
-    """What a policy has done, and what it takes."""
+    """Counters of a policy, and its memory."""
 
     left: dict[str, int]
     """Rows that have left since the embedding was made, by reason: "capacity", "expired", "norm", "where", "erased"."""
@@ -78,7 +78,7 @@ class PolicyStats(TypedDict):
     admitted: NotRequired[int]
     """Ids that were looked up, each once a lookup, and got a row by a rule of admission."""
     refused: NotRequired[int]
-    """Those that got none."""
+    """Ids that were looked up, and got no row by a rule of admission."""
     turned_away: NotRequired[int]
     """Ids of lookups that got no row since their table was full, with `when_full="refuse"`."""
 
@@ -89,13 +89,13 @@ class EmbeddingStats(TypedDict):
     rows: int
     """Known ids of all tables; with `process_group`, those whose rows this rank has."""
     replicated_rows: int
-    """Those of replicated tables, of which other ranks have copies too; 0 without `process_group`."""
+    """Known ids of replicated tables, of which other ranks have copies too; 0 without `process_group`."""
     step: int
     """Updates made."""
     hit_rate: float
     """Share of unique keys found in the hot tier; of ids, in lookups without gradient on the device store."""
     policy: NotRequired[PolicyStats]
-    """Of an embedding with a policy."""
+    """Counters of the policy, if the embedding has one."""
     device: NotRequired[TierStats]
     host: NotRequired[TierStats]
     remote: NotRequired[RemoteStats]

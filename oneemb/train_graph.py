@@ -90,7 +90,7 @@ class TrainGraph(CompiledGraph):
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """What `add_optimizer` was given, joined with the embeddings each trains; `.optimizer` is the torch object."""
+        """Optimizers given to `add_optimizer`, with the embeddings each trains; `.optimizer` is the torch object."""
         return self._train_state.optimizers
 
     @property
@@ -234,7 +234,7 @@ class TrainGraph(CompiledGraph):
         return "gradients are accumulated over several calls" if self._accumulation() > 1 else ""
 
     def _on_second_pass(self) -> Callable[[], None] | None:
-        """What to do before a second backward pass of one step: a replayed module would overwrite its gradients."""
+        """Function to call before a second backward pass of a step: a replayed module would overwrite its gradients."""
         dense = self._dense_compiler()
         return dense.refuse_second_pass if dense is not None and self.config.cuda_graph else None
 
@@ -394,7 +394,7 @@ class _Refused:
     def __init__(self, scheduler: LearningRateScheduler):
         self._scheduler = scheduler
         self.own = vars(scheduler).get("step")
-        """What the user has put there; None = the class's is meant."""
+        """Attribute that the user has set; None = the class's method counts."""
         if isinstance(self.own, _Refused):
             self.own = self.own.own
 

@@ -1,4 +1,4 @@
-"""What a training graph keeps from call to call beside its modules: optimizers, the scaler, what is not updated yet."""
+"""State of a training graph from call to call beside its modules: optimizers, scaler, calls since the last update."""
 
 from collections.abc import Iterable
 from typing import Any, Protocol
@@ -12,7 +12,7 @@ __all__ = ["LearningRateScheduler", "TrainState"]
 
 
 class LearningRateScheduler(Protocol):
-    """What a graph asks of a scheduler; those of torch.optim.lr_scheduler are such."""
+    """Interface of a scheduler, as a graph uses it; those of torch.optim.lr_scheduler have it."""
 
     def step(self) -> object: ...
 
@@ -29,12 +29,12 @@ class TrainState:
         self.lr_schedulers: list[LearningRateScheduler | None] = []
         """One for each optimizer."""
         self.max_norms: list[float | None] = []
-        """What each optimizer's gradients are clipped to; None = they are not clipped."""
+        """Norm to which each optimizer's gradients are clipped; None = they are not clipped."""
         self.scaler: torch.amp.GradScaler | None = None
         self.micro_batches = 0
         """Calls since the last update."""
         self.scaled_by: torch.amp.GradScaler | None = None
-        """What has scaled the losses since the last update."""
+        """The scaler that has scaled the losses since the last update."""
         self.steps = 0
         """Updates made or skipped."""
 

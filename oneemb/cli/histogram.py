@@ -1,4 +1,4 @@
-"""What `inspect --histogram` shows: how scores, ages and norms of a snapshot's rows are spread, table by table."""
+"""Histograms of `inspect --histogram`: scores, ages and norms of a snapshot's rows, table by table."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any

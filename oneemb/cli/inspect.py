@@ -184,7 +184,7 @@ def _lines(snapshots: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _delta_text(saved: Mapping[str, Any]) -> str:
-    """What a delta has of the rows there are then."""
+    """Text of the parent and the changed rows of a delta; "-" for a whole snapshot."""
     if saved["since"] is None:
         return "-"
     return f"since {saved['since']!r}: {saved['changed_rows']:,} changed, {saved['inserted_rows']:,} of them new"
@@ -237,13 +237,13 @@ class _Snapshot(TypedDict):
     shard: int | None
     shards: int | None
     since: str | None
-    """Of a delta, what it goes on from. Its `rows` are those that there are then."""
+    """Parent of a delta. Its `rows` are all rows after it is applied."""
     changed_rows: int | None
     inserted_rows: int | None
 
 
 def _described(info: "SnapshotInfo", changed: int | None = None) -> _Snapshot:
-    """Of a delta of several parts, `changed` are the rows that they hold."""
+    """Description of a snapshot; `changed` is the number of rows in all parts of a delta."""
     from oneemb.storage.errors import StorageError
     from oneemb.storage.snapshot_rows import SnapshotRows, shard_of
     from oneemb.storage.table.delta import Delta

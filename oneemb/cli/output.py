@@ -1,4 +1,4 @@
-"""What all commands share: their options, and results as text, as JSON and as a progress bar."""
+"""Options of all commands, and their results as text, as JSON and as a progress bar."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence

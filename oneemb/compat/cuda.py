@@ -1,4 +1,4 @@
-"""What stands for `torch.cuda` in rewritten scripts: one device, number 0, which is the CPU.
+"""Replacement of `torch.cuda` in rewritten scripts: one device, number 0, which is the CPU.
 
 Functions have the names and arguments of `torch.cuda`. What only a GPU needs does nothing: `set_device`, `device`,
 `synchronize`, `empty_cache`. `manual_seed` and `manual_seed_all` seed the generator of the CPU. No GPU is asked, and
@@ -28,7 +28,7 @@ def pretend(name: str | None) -> None:
 
 
 def place(value: Any) -> Any:
-    """What a script has given for a device, "cpu" where that is a GPU's number."""
+    """A script's argument for a device, with "cpu" in place of a GPU's number."""
     return "cpu" if isinstance(value, int) and not isinstance(value, bool) else value
 
 
@@ -72,7 +72,7 @@ def manual_seed(seed: int) -> None:
 
 
 def manual_seed_all(seed: int) -> None:
-    """As `manual_seed`."""
+    """Do as `manual_seed`."""
     manual_seed(seed)
 
 
@@ -83,7 +83,7 @@ def get_device_name(device: Any = None) -> str:
 
 @dataclass(frozen=True)
 class _Properties:
-    """Of a device: its name, and the bytes of its memory, here those of the machine."""
+    """Name of a device, and the bytes of its memory, here the machine's."""
 
     name: str
     total_memory: int

@@ -232,7 +232,7 @@ class _Finder(MetaPathFinder):
 
 @dataclass(frozen=True)
 class _Job:
-    """What a process has to know to run the script's code.
+    """Facts that a process needs to run the script's code.
 
     A spawned process knows nothing of its parent but what multiprocessing sends to it, and imports the script by its
     path. So this object travels with what is sent, and begins where it is unpickled, which is before that import. No

@@ -1,4 +1,4 @@
-"""What the formats of files of rows have in common: columns of keys, values, tables and state, read in batches.
+"""Base of the formats of files of rows: columns of keys, values, tables and state, read in batches.
 
     tables  int32 [N]      which table a key is of          values  float [N, D]     the weights
     keys    int64 [N]                                       state   float32 [N, Z]   the optimizer's state
@@ -73,9 +73,9 @@ class RowFile(Protocol):
     """A file of rows, open for reading."""
 
     note: SnapshotRows | None
-    """What `export_rows` noted of the rows; None in files of others."""
+    """Note of `export_rows` on the rows; None = another program wrote the file."""
     dtype: str
-    """Of the weights: "float32", "float16" or "bfloat16"; wider ones are read as float32."""
+    """Dtype of weights: "float32", "float16" or "bfloat16"; wider ones are read as float32."""
     dim: int
     """Weights of a row."""
     state_width: int
@@ -129,7 +129,7 @@ def write_note(rows: SnapshotRows) -> str:
 
 
 def read_note(path: str, text: str | bytes) -> SnapshotRows | None:
-    """What `write_note` wrote; None of an empty note.
+    """Read a note of `write_note`; None = the note is empty.
 
     Raises:
         ValueError: it is not what `write_note` writes.

@@ -289,7 +289,7 @@ class _BatchRows:
 
 
 def _description_of(rows: RowFile, with_state: bool) -> SnapshotRows:
-    """What the rows of a source are, as far as the source says."""
+    """Description of a source's rows, as far as the source has one."""
     known = rows.note
     dtype = known.format.dtype if known else rows.dtype
     if known and with_state:

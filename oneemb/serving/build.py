@@ -29,7 +29,7 @@ from oneemb.storage.snapshot_rows import SnapshotRows
 __all__ = ["DTYPES", "Progress", "Source", "find_snapshot", "make_file", "open_snapshot"]
 
 DTYPES = ("float32", "float16", "int8", "int4")
-"""Of files; "float32" = as trained."""
+"""Formats of weights in files; "float32" = as trained."""
 
 _LOOKS = 4  # for the newest snapshot, while each finds a newer one
 
@@ -199,7 +199,7 @@ def _file_of(snapshot: PartedSnapshot, path: str, threads: Threads) -> ServedFil
 
 
 def _kind(source: Source) -> str:
-    """What the names of files of one dtype and of the same tables end with."""
+    """End of the names of files with this dtype and these tables."""
     if source.tables is None:
         return source.dtype
     tables = "-".join(map(str, source.tables))

@@ -47,7 +47,8 @@ __all__ = ["FORMATS", "METADATA", "export_graph"]
 
 FORMATS = ("export", "aot_inductor", "torchscript")
 METADATA = "oneemb.json"
-"""What a program says of itself: an extra file of torch.export and TorchScript, an entry of AOTInductor's metadata."""
+"""Name of a program's description: an extra file with torch.export and TorchScript, an entry of the metadata with
+AOTInductor."""
 
 
 _Alone = Callable[[Callable[[], Any]], Any]
@@ -249,8 +250,8 @@ def _frozen(
 
 @contextmanager
 def _snapshot_of(embedding: TableEmbedding, name: str | None) -> Iterator[PartedSnapshot]:
-    """The snapshot with the rows that are wanted: the named one, one that has the rows as they are now, or one of our
-    own, which is gone afterwards."""
+    """The snapshot to export: the named one, or one that has the rows as they are now. If there is none, the block gets
+    a temporary one, which is deleted afterwards."""
     paths = list(embedding.store_options.persistent_path)
     if name is not None:
         yield find_snapshot(paths, name)
@@ -287,7 +288,7 @@ def _build_of(build: Callable[..., Any], graph: torch.nn.Module) -> Callable[...
 
 
 class _WithoutBackward(TorchFunctionMode):
-    """Within it `Tensor.backward` does nothing."""
+    """Makes `Tensor.backward` do nothing in its block."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -296,7 +297,7 @@ class _WithoutBackward(TorchFunctionMode):
 
 
 class _Program(torch.nn.Module):
-    """What is traced: a call of it is one of `build`, whose arguments it has.
+    """Module that is traced. A call of it is a call of `build` with the same arguments.
 
     Args:
         graph: holds the parameters.

@@ -1,4 +1,4 @@
-"""What stands for an embedding in an exported program: its lookups over frozen rows, bags pooled in aten ops.
+"""Embedding of an exported program: lookups over frozen rows, bags pooled in aten ops.
 
 B samples, T tables, N ids, P bags, D weights.
 
@@ -51,7 +51,7 @@ class FrozenEmbedding(torch.nn.Module):
         *,
         columns: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """As `MultiTableEmbedding.forward` in eval mode."""
+        """Look ids up; see `MultiTableEmbedding.forward` in eval mode."""
         pools = pooling_of(pooling, offsets)
         if offsets is None and (columns is not None or per_sample_weights is not None):
             raise ValueError("columns and per_sample_weights are for bags; pass offsets")
@@ -63,7 +63,7 @@ class FrozenEmbedding(torch.nn.Module):
         return self._pooled(ids, table_ids, offsets, per_sample_weights, pools, columns)
 
     def read(self, ids: torch.Tensor, table_ids: torch.Tensor | None = None) -> torch.Tensor:
-        """As `MultiTableEmbedding.read`."""
+        """Look ids up; see `MultiTableEmbedding.read`."""
         return self(ids, table_ids)
 
     def _tables_of(self, ids: torch.Tensor, table_ids: torch.Tensor | None) -> torch.Tensor:
@@ -78,7 +78,8 @@ class FrozenEmbedding(torch.nn.Module):
         return ids if self.key_type == torch.int64 else (ids ^ 0).long()
 
     def _in_range(self, table_ids: torch.Tensor) -> torch.Tensor:
-        """Those below 0, of which some compilers count from the end, are above all tables, which ends the call."""
+        """The table ids, with `num_tables` in place of negative ones: that ends the call with an error. Some compilers
+        would count a negative id from the end."""
         return torch.where(table_ids < 0, self.num_tables, table_ids)
 
     def _pooled(

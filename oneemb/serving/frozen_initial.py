@@ -19,7 +19,7 @@ _LOW = 0xFFFFFFFF
 
 
 def constants_of(initial: InitialRows | None, num_tables: int, dim: int, trained: torch.dtype) -> torch.Tensor | None:
-    """What an id of each table begins with, float32 [T, D], where no weight depends on the id; None = one does.
+    """Initial rows of each table, float32 [T, D], if no weight depends on the id; None = one does.
 
     Args:
         initial: None = with zeros.
@@ -157,7 +157,7 @@ class InitialValues(torch.nn.Module):
         return words.flatten(1)[:, : self.dim]
 
     def _normal_quantile(self, p: torch.Tensor) -> torch.Tensor:
-        """Of `kernels/init_rows.py`, float64; all three of its rational functions."""
+        """Normal quantile of `kernels/init_rows.py`, float64, with all three of its rational functions."""
         q = p - 0.5
         r = torch.sqrt(-torch.log(torch.minimum(p, 1.0 - p)))
         r_3 = torch.stack([0.180625 - q * q, r - 1.6, r - 5.0]).unsqueeze(1)

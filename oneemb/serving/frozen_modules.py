@@ -20,7 +20,7 @@ from oneemb.scaling import idle_copy, scalers_in
 __all__ = ["frozen_copy"]
 
 _WRAPPERS = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module"}
-"""Of torch, and what they wrap: what they add has no place in a program."""
+"""torch's wrappers of modules, and the attribute with the wrapped module; a program contains that module alone."""
 _COPIED = {"_parameters", "_buffers", "_modules", "_flat_weights"}
 
 

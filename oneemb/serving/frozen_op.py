@@ -117,7 +117,7 @@ class HashedRows(torch.nn.Module):
             self.register_buffer(name, torch.from_numpy(array.copy()).clone())  # in memory of torch, which is aligned
 
     def forward(self, table_N: torch.Tensor, id_N: torch.Tensor) -> torch.Tensor:
-        """As `FrozenRows.forward`."""
+        """Read rows; see `FrozenRows.forward`."""
         found: torch.Tensor = torch.ops.oneemb.frozen_rows(
             table_N, id_N, self.region_T6, self.pilot_B, self.record_SW, self.kind_TC, self.param_TC4, self.end_C,
             self.key_0, self.key_1, self.dim, self.weights, self.trained, self.padding_idx,

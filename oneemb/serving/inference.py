@@ -151,7 +151,7 @@ class InferenceEmbedding(torch.nn.Module):
         return served.rows(served.only_served(table_N), id_N, ids.shape)
 
     def read(self, ids: torch.Tensor, table_ids: torch.Tensor | None = None) -> torch.Tensor:
-        """As `MultiTableEmbedding.read`: a model that calls it can be served as it is."""
+        """Look ids up; a model that calls `MultiTableEmbedding.read` can be served as it is."""
         rows: torch.Tensor = self(ids, table_ids)
         return rows
 
@@ -221,12 +221,12 @@ class InferenceEmbedding(torch.nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what lookups give."""
+        """Dtype of results."""
         return self._version_now().dtype
 
     @property
     def quantization_error(self) -> tuple[float, float]:
-        """Of the weights served, beside those trained: the largest error, and the root of the mean square."""
+        """Errors of the served weights against the trained ones: the largest, and the root of the mean square."""
         info = self._version_now().file.info
         return info.error_max, info.error_rms
 
@@ -311,7 +311,7 @@ class InferenceEmbedding(torch.nn.Module):
             follower.close()
 
     def _stopped(self) -> Follower | None:
-        """Who follows, told to stop: nobody does now. The caller has the lock: of two who follow one would be lost."""
+        """Tell the follower to stop, and return it. The caller has the lock, so that there is one follower at most."""
         follower = self._follower
         if follower is not None:
             follower.stop()

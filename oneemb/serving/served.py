@@ -90,7 +90,7 @@ class Served:
         return out
 
     def _room(self, shape: Sequence[int]) -> tuple[torch.Tensor, np.ndarray]:
-        """What a lookup is to give, and its rows as an array."""
+        """Tensor for the result of a lookup, and its rows as an array."""
         # Made by NumPy, as a view of it in both: torch's empty, view and numpy would take longer than a short lookup.
         dim = self.file.info.dim
         array = np.empty((*shape, dim), self._bits)

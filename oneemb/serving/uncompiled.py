@@ -16,8 +16,8 @@ _T = TypeVar("_T")
 
 
 def uncompiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """As torch.compiler.disable; but the import of torch's compiler, which takes a second and 100 MB, is left to those
-    who compile, and a call that nothing compiled has made takes no longer than the function."""
+    """Do as torch.compiler.disable, but import torch's compiler only where code is compiled, since the import takes a
+    second and 100 MB. A call from uncompiled code takes no longer than the function."""
     disabled = torch._disable_dynamo(function)
 
     @functools.wraps(function)

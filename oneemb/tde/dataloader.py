@@ -79,7 +79,7 @@ class DataLoader:
 
 
 class _Read(NamedTuple):
-    """What the loader gave, and the KeyedJaggedTensors in it."""
+    """Batch of the loader, and the KeyedJaggedTensors in it."""
 
     data: Any
     jagged: dict[str, KeyedJaggedTensor]
@@ -90,7 +90,7 @@ class _Next(NamedTuple):
 
     read: _Read
     gathered: Gathered | None
-    """Its ids on all ranks; None = they were not exchanged yet, since an interrupt came between."""
+    """The batch's ids on all ranks; None = not exchanged yet, since an interrupt came between."""
 
 
 class DataLoaderIter:
@@ -269,7 +269,7 @@ def _work(calls: "queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None
 
 
 def _leave(worker: _Worker | None, steps: Steps, given: list[Batch], begun: "deque[tuple[Batch, _Read]]") -> None:
-    """What an iterator leaves behind is nobody's: called once, when it ends, is collected, or the interpreter exits."""
+    """Free an iterator's worker and batches. Called once, when it ends, is collected, or the interpreter exits."""
     if worker is not None:
         worker.stop()
     while given:

@@ -28,7 +28,7 @@ _FREE_WINDOW = 4096
 
 
 class TransformResult(NamedTuple):
-    """What a transformation gave."""
+    """Result of a transformation."""
 
     success: bool
     """Whether every id has a cache id."""
@@ -37,7 +37,7 @@ class TransformResult(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """What a batch of distinct ids needs."""
+    """Changes that a batch of distinct ids needs."""
 
     cache_U: np.ndarray
     """int64 [U]: the cache id of each."""
@@ -171,7 +171,7 @@ class IDTransformer:
         self._pins_S[cache_U] -= 1
 
     def used(self) -> np.ndarray:
-        """What `save` would give, int64 [S, 2], by cache id."""
+        """Result that `save` would have, int64 [S, 2], by cache id."""
         cache_S = np.flatnonzero(self._used_S)
         return np.stack([self._id_S[cache_S], cache_S], 1)
 

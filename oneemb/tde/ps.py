@@ -134,7 +134,7 @@ class PS:
     # ---- what handles call ----------------------------------------------------------------------------------------
 
     def pull(self, pair_N2: np.ndarray) -> list[_Pulled]:
-        """Of each shard the pairs that are its, their parts, and which of them the server has."""
+        """Pairs of each shard, their parts, and which of them the server has."""
         found: list[_Pulled] = []
         for _, pairs in self._own(pair_N2):
             parts, found_NP = self._server.pull(self.table_name, np.ascontiguousarray(pairs[:, 0]), self._widths)

@@ -1,4 +1,4 @@
-"""What the ranks of a job tell each other of a batch, over gloo, on the thread that trains.
+"""Exchange of a batch's ids between the ranks of a job, over gloo, on the thread that trains.
 
 Every rank has every id of a batch and makes the same cache ids of them: transformers are the same on all ranks without
 being sent. One exchange a batch says the ids, another one whether its rows are there.
@@ -24,7 +24,7 @@ class Ranks:
         self._group = dist.new_group(backend="gloo") if self.size > 1 else None
 
     def exchange(self, mine: _T) -> list[_T]:
-        """What each rank brings."""
+        """All-gather `mine`."""
         if self._group is None:
             return [mine]
         found: list[_T] = [mine] * self.size

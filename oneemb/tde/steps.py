@@ -52,20 +52,20 @@ class CachedTable(NamedTuple):
 
 
 class HasTables(Protocol):
-    """What `Steps` asks of a collection."""
+    """Interface of a collection, as `Steps` uses it."""
 
     @property
     def tables(self) -> Sequence[CachedTable]:
-        """Its tables."""
+        """Tables of the collection."""
 
 
 class Gathered(NamedTuple):
     """The ids of a batch on all ranks."""
 
     jagged: dict[str, JaggedIds]
-    """Of this rank, by path."""
+    """Ids of this rank, by path."""
     of_ranks: list[dict[str, list[tuple[np.ndarray, np.ndarray]]]]
-    """Of each rank, by path, of each table the distinct ids and how often each occurs."""
+    """Distinct ids of each table, and how often each occurs, by path, for each rank."""
 
 
 class Batch:

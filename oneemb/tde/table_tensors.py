@@ -14,7 +14,7 @@ __all__ = ["check_optimizers", "new_states", "table_tensors"]
 def table_tensors(
     path: str, module: torch.nn.Module, params_plan: Mapping[str, Any], optimizers: Iterable[torch.optim.Optimizer]
 ) -> dict[str, list[torch.Tensor]]:
-    """Of each table its weights and each state of its rows, in memory that the module and its optimizer use.
+    """Weights and states of the rows of each table, in memory that the module and its optimizer use.
 
     Args:
         path: of the module.

@@ -1,4 +1,4 @@
-"""What goes to parameter servers and comes from them, in order, on any thread.
+"""Traffic to parameter servers and from them, in order, on any thread.
 
 Invariants:
 - calls are made one at a time, in the order in which they were added: a row that was pushed is what a later pull of its
