@@ -2,17 +2,16 @@
 
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from types import CellType
 from typing import Any, cast
 
 import torch
 
 from oneemb.graph.build_error import BuildError, user_line
-from oneemb.graph.building import building_now
 from oneemb.graph.tape import version_of
-from oneemb.storage.turns import undisturbed
+from oneemb.stand_ins import StandIn, standing_in
 
 __all__ = ["Scaling", "idle_copy", "scalers_in", "scalers_of", "set_apart"]
 
@@ -49,19 +48,10 @@ class Scaling:
         self._parameters = [] if given is None else list(parameters)
         self._grads = self._read_grads()
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Within it calls of `scale` are noted, and those of `update` refused."""
+    def watching(self) -> AbstractContextManager[None]:
+        """A context in which calls of `scale` by `build` are noted, and those of `update` refused."""
         told = {"scale": self.note, "update": self.refuse_update}
-        noted = [_Noted(scaler, name, tell) for scaler in self._watched for name, tell in told.items()]
-        try:
-            for method in noted:
-                method.hide()
-            yield
-        finally:
-            with undisturbed:
-                for method in noted:
-                    method.show()
+        return standing_in((scaler, name, tell) for scaler in self._watched for name, tell in told.items())
 
     def note(self, scaler: torch.amp.GradScaler) -> None:
         """Note that `build` scales by this one.
@@ -110,39 +100,12 @@ class Scaling:
             )
 
 
-class _Noted:
-    """Stands for a method of a scaler while `build` runs. One that an interrupt has left there does what it hides."""
-
-    def __init__(self, scaler: torch.amp.GradScaler, name: str, tell: Callable[[torch.amp.GradScaler], None]):
-        self._scaler, self._name, self._tell = scaler, name, tell
-        self.own = vars(scaler).get(name)
-        """Attribute that the user has set; None = the class's method counts."""
-        if isinstance(self.own, _Noted):
-            self.own = self.own.own
-
-    def hide(self) -> None:
-        """Take the method's place."""
-        vars(self._scaler)[self._name] = self
-
-    def show(self) -> None:
-        """Give it back."""
-        vars(self._scaler).pop(self._name, None)
-        if self.own is not None:
-            vars(self._scaler)[self._name] = self.own
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if building_now() is not None:
-            self._tell(self._scaler)
-        method = self.own or getattr(type(self._scaler), self._name).__get__(self._scaler)
-        return method(*args, **kwargs)
-
-
 def idle_copy(scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
     """A copy that scales losses, and unscales, steps and updates nothing: no call of it changes the scaler."""
     kind: Any = type(scaler)
     made = kind.__new__(kind)
     for name, value in vars(scaler).items():
-        value = value.own if isinstance(value, _Noted) else value
+        value = value.own if isinstance(value, StandIn) else value
         if value is not None or name not in ("scale", "update"):
             vars(made)[name] = value.clone() if isinstance(value, torch.Tensor) else value
     vars(made).update(unscale_=_nothing, step=_nothing, update=_nothing)

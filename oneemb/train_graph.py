@@ -1,8 +1,8 @@
 """A training step as a graph: called for each batch or run over a loader, its lookups made ahead of it."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -13,12 +13,13 @@ from oneemb.eager import Optimizer, step_together
 from oneemb.embedding import embeddings_of
 from oneemb.graph import ops
 from oneemb.graph.build_error import BuildError
-from oneemb.graph.building import Expected, building_now, steps_itself
+from oneemb.graph.building import Expected, steps_itself
 from oneemb.graph.modules import REGISTER, say_not_registered, unregistered_modules
 from oneemb.graph.prefetch import Prepared
 from oneemb.graph_state import LoadedKeys
 from oneemb.row_step import embedding_of, settle_rows
 from oneemb.scaling import Scaling, scalers_in, scalers_of
+from oneemb.stand_ins import standing_in
 from oneemb.storage.fs import AnyPath, file_path
 from oneemb.storage.step_lock import between_steps
 from oneemb.storage.turns import undisturbed
@@ -202,7 +203,8 @@ class TrainGraph(CompiledGraph):
         with ExitStack() as committing:  # An interrupt comes before the update, or after the step has been counted.
             try:
                 scaling = Scaling(known, state.scaler, state.scaled_by, self._on_second_pass(), self.parameters())
-                with scaling.watching(), _refusing(state.lr_schedulers):
+                schedulers = [(one, "step", _refuse_step) for one in state.lr_schedulers if one is not None]
+                with scaling.watching(), standing_in(schedulers):
                     steppers = [stepper for joined in state.optimizers for stepper in (joined, joined.optimizer)]
                     result = self._run_build(
                         batch, prepared, on_acquired, expected, backward=scaling.backward, steppers=steppers
@@ -388,37 +390,8 @@ class TrainGraph(CompiledGraph):
         return self._train_state.optimizers
 
 
-class _Refused:
-    """Stands for a scheduler's `step` while `build` runs. One that an interrupt has left there does what it hides."""
-
-    def __init__(self, scheduler: LearningRateScheduler):
-        self._scheduler = scheduler
-        self.own = vars(scheduler).get("step")
-        """Attribute that the user has set; None = the class's method counts."""
-        if isinstance(self.own, _Refused):
-            self.own = self.own.own
-
-    def __call__(self, *args: object, **kwargs: object) -> object:
-        if building_now() is not None:
-            raise BuildError(steps_itself(self._scheduler))
-        own = self.own or type(self._scheduler).step.__get__(self._scheduler)
-        return own(*args, **kwargs)
-
-
-@contextmanager
-def _refusing(lr_schedulers: Iterable[LearningRateScheduler | None]) -> Iterator[None]:
-    """Within it a step of one of these schedulers by `build` is an error."""
-    refused = {scheduler: _Refused(scheduler) for scheduler in lr_schedulers if scheduler is not None}
-    try:
-        for scheduler, refusal in refused.items():
-            scheduler.step = refusal  # type: ignore[method-assign]  # hides the class's
-        yield
-    finally:
-        with undisturbed:
-            for scheduler, refusal in refused.items():
-                vars(scheduler).pop("step", None)
-                if refusal.own is not None:
-                    vars(scheduler)["step"] = refusal.own
+def _refuse_step(scheduler: LearningRateScheduler) -> None:
+    raise BuildError(steps_itself(scheduler))
 
 
 def _no_backward(*args: object, **kwargs: object) -> None:

@@ -34,11 +34,11 @@ class Pins(weakref.ref):
     slot_U: Array
     generation: int
     lent_M: Array | None
-    """Slots among them of rows that are not kept."""
+    """Slots among them of temporary rows."""
     place_U: np.ndarray
-    """Where the rows are in the ledger, if there is one."""
+    """Places of the rows in the usage index, if there is one."""
     released: threading.Lock
-    """Held by the one who releases them."""
+    """Taken by the thread that releases the pins, so that they are released once."""
 
 
 class PinBook:
@@ -57,7 +57,7 @@ class PinBook:
         """Rows that are pinned for coming lookups."""
         self._pins: dict[int, Pins] = {}
         self._released: deque[Pins] = deque()
-        """Pins that were released, of lookups to which rows were lent."""
+        """Released pins of lookups with temporary rows."""
         self._places = _NOWHERE
 
     # ---- of lookups -------------------------------------------------------------------------------------------------
@@ -85,15 +85,15 @@ class PinBook:
             self._rows.hot.take_back(lent_M)
 
     def note_places(self, slot_U: Array, place_U: np.ndarray, lent_M: Array | None) -> None:
-        """Say where the rows in these slots are in the ledger, and which are lent; `own` of them follows."""
+        """Note the places of these slots' rows in the usage index, and the temporary rows, for the next `own`."""
         self._places = slot_U, place_U, lent_M
 
     def release(self, pins: Pins, *, dropped: bool = False) -> None:
-        """Unpin what `own` has noted, once, if its slots still mean anything. Needs no turn."""
+        """Release pins, once, if their slots still have the same rows. Needs no turn."""
         with undisturbed:
             if not pins.released.acquire(blocking=False):
                 return
-            # First the pins: rows without a place here are taken for free ones.
+            # Release first: a row that is pinned but not in `_pins` would count as evictable.
             if pins.generation == self._rows.generation:
                 self._rows.hot.release(pins.slot_U, elsewhere=dropped)
                 if pins.lent_M is not None:
@@ -127,7 +127,7 @@ class PinBook:
         return np.concatenate([np.empty(0, np.int64), *slots])
 
     def in_use(self, table_U: np.ndarray, id_U: np.ndarray) -> int:
-        """How many of the rows of these keys lookups hold."""
+        """Number of these keys' rows that lookups hold."""
         slot_U = self._slots_here(table_U, id_U)
         held = [self._rows.loops.tensor(pins.slot_U) for pins in self._owned()]
         return int(torch.isin(slot_U, torch.cat(held)).sum()) if held else 0
@@ -135,20 +135,20 @@ class PinBook:
     # ---- of coming lookups ------------------------------------------------------------------------------------------
 
     def take(self, prefetched: Prefetched) -> bool:
-        """Let the caller have these pins. Returns whether there are any that still mean anything."""
+        """Hand the pins over to the caller. Returns whether there are any whose slots still have the same rows."""
         valid = prefetched.held and prefetched.generation == self._rows.generation
         prefetched.held = False
         self.prefetched.discard(prefetched)
         return valid
 
     def give_up(self, prefetched: Prefetched) -> None:
-        """Unpin what was prefetched, if no lookup has taken it over."""
+        """Cancel a prefetch, if no lookup has taken its rows over."""
         if self.take(prefetched):
             with undisturbed:
                 self._rows.hot.release(prefetched.slot_U, elsewhere=True)
 
     def give_way(self) -> None:
-        """Unpin all that was prefetched: a step needs the slots."""
+        """Cancel all prefetches: a step needs the slots."""
         for prefetched in list(self.prefetched):
             self.give_up(prefetched)
 
@@ -198,8 +198,7 @@ class PinBook:
         return slot_U
 
     def erase(self, table_V: np.ndarray, id_V: np.ndarray) -> np.ndarray:
-        """Erase rows that no lookup holds. What has been prefetched of them gives way, as without prefetching. Returns
-        which there were, bool [V]."""
+        """Erase rows that no lookup holds, and cancel prefetches of them. Returns whether each existed, bool [V]."""
         if self.prefetched:
             slot_V = self._slots_here(table_V, id_V)
             for held in list(self.prefetched):
@@ -208,7 +207,7 @@ class PinBook:
         return self._rows.hot.erase(table_V, id_V)
 
     def _slots_here(self, table_V: np.ndarray, id_V: np.ndarray) -> torch.Tensor:
-        """Slots of the hot tier that the rows of these keys are in, of those that are there."""
+        """Slots of the rows of these keys that are in the hot tier."""
         hot, loops = self._rows.hot, self._rows.loops
         found_V, *_ = hot.pin_resident(loops.distinct_keys(loops.put(table_V), loops.put(id_V)))
         with undisturbed:

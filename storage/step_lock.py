@@ -38,12 +38,12 @@ class StepLock:
         self._lock, self._pid = threading.RLock(), os.getpid()
         self.waiting: set[int] = set()
         self.stepping = False
-        """Whether who holds it is in the middle of a step."""
+        """Whether the holder is in the middle of a step."""
 
     @property
     def lock(self) -> Any:
-        """A context manager; Any, since threading.RLock is no type in Python 3.11. A child of fork gets a new lock: the
-        old one may be held by a thread that is not there."""
+        """The lock, a context manager. Any, since threading.RLock is no type in Python 3.11. A child of fork gets a new
+        lock: a thread that the child lacks may hold the old one."""
         if self._pid != os.getpid():
             self._lock, self._pid, self.waiting = threading.RLock(), os.getpid(), set()
         return self._lock
@@ -76,8 +76,8 @@ def between_steps(locks: Iterable[StepLock], what: str, call: Callable[[], T]) -
     """Run `call` with these locks held and no step under way on any thread; returns what it gives.
 
     Raises:
-        RuntimeError: it is asked for in the middle of a step of this very thread, by a hook, a scheduler or a handler
-            of a signal; nothing has been done.
+        RuntimeError: this thread is in the middle of a step, since a hook, a scheduler or a signal handler calls;
+            nothing has been done.
     """
 
     def run() -> T:

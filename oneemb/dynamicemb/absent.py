@@ -1,4 +1,4 @@
-"""Names of dynamicemb that have no meaning here: an import of one says why, and what there is instead."""
+"""Names of dynamicemb that this library does not have: an import of one raises an error with the reason and advice."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -101,16 +101,16 @@ class ConstructTwinModule:
 
     @property
     def dynamicemb_model(self) -> DistributedModelParallel:
-        """The one of dynamic tables."""
+        """Model with dynamic tables."""
         return self._models[0]
 
     @property
     def torchrec_model(self) -> DistributedModelParallel:
-        """The one of TorchRec's own."""
+        """Model with TorchRec's own tables."""
         return self._models[1]
 
     def init_twin_embedding_model(self) -> None:
-        """Make both, and give the dynamic tables the rows of the others."""
+        """Make both models, and copy the rows of TorchRec's tables into the dynamic ones."""
         self._models = [self._made(dynamic=True), self._made(dynamic=False)]
         its = {name: (tables, t) for tables in get_dynamic_emb_module(self.dynamicemb_model)
                for t, name in enumerate(tables.table_names)}  # fmt: skip

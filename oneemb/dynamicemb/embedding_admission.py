@@ -105,7 +105,7 @@ class MultiTableKVCounter(Counter):
 
     @property
     def table_(self) -> "MultiTableKVCounter":
-        """This: dynamicemb's counter has a hash table of this name, with the methods below."""
+        """The counter itself, in place of the hash table that dynamicemb's counter has by this name."""
         return self
 
     def size(self, table_id: int | None = None) -> int:
@@ -114,7 +114,7 @@ class MultiTableKVCounter(Counter):
         return sum(len(self._tables.sightings(t)[0]) for t in tables)
 
     def lookup(self, keys: torch.Tensor, table_ids: torch.Tensor, score: Any = None) -> tuple[torch.Tensor, ...]:
-        """Counts int64 [N], 0 of ids that are not counted; which are, bool [N]; and their places, -1 of others."""
+        """Counts of ids, int64 [N], 0 = not counted; whether each is counted, bool [N]; and its place, or -1."""
         counts, founds = (
             torch.zeros(len(keys), dtype=torch.int64, device="cpu"),
             torch.zeros(len(keys), dtype=torch.bool, device="cpu"),
@@ -134,7 +134,7 @@ class MultiTableKVCounter(Counter):
         return counts.to(keys.device), founds.to(keys.device), places.to(keys.device)
 
     def add(self, keys: torch.Tensor, table_ids: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
-        """Count more of these ids, which are distinct, and give what is counted now: int64 [N]."""
+        """Add to the counts of distinct ids. Returns the new counts, int64 [N]."""
         for t in table_ids.unique().tolist():
             of_table = table_ids == t
             self._tables.add_sightings(t, keys[of_table].cpu().numpy(), frequencies[of_table].cpu().numpy())
@@ -146,13 +146,13 @@ class MultiTableKVCounter(Counter):
             self._tables.forget_sightings(t, keys[table_ids == t].cpu().numpy())
 
     def memory_usage(self, mem_type: MemoryType = MemoryType.DEVICE) -> int:
-        """Bytes of memory, all of the host."""
+        """Bytes of memory; all of it is the host's."""
         return self._tables.sightings_bytes if mem_type is MemoryType.HOST else 0
 
     def _batched_export_keys_scores(
         self, score_names: list[str], device: torch.device, table_id: int = 0, **_: Any
     ) -> Iterator[tuple[torch.Tensor, Mapping[str, torch.Tensor], None]]:
-        """The ids of a table and their counts, as dynamicemb's tools ask for them."""
+        """Yield the ids of a table and their counts, as dynamicemb's tools call it."""
         id_N, count_N = (torch.from_numpy(array).to(device) for array in self._tables.sightings(table_id))
         yield id_N, dict.fromkeys(score_names, count_N), None
 

@@ -1,14 +1,16 @@
-"""Tables for inference that torch.export takes: ids, and rows that do not change.
+"""Tables for inference that torch.export can export: ids, and rows that do not change.
 
     model = apply_inference_embedding_collection(model, {"users": True}, {"users": 1 << 20})
     model.embeddings.load_from_dynamicemb_file("dump/model.embeddings")
     torch.export.export(...)
 
-A program has all rows inside, and ops of torch alone. N ids, F features, B bags, T tables, D weights of a row, S slots.
+The exported program holds all rows and consists of torch's own ops.
+
+N ids, F features, B bags, T tables, D weights of a row, S slots.
 
 Invariants:
-- the slots of table t are begin_T[t] to begin_T[t + 1]; in the first size_T[t] of them its ids are, sorted;
-- row 0 is zeros, which ids without a row read as; the row of slot s is row s + 1.
+- table t has the slots begin_T[t] to begin_T[t + 1] - 1; the first size_T[t] of them hold its ids, sorted;
+- row 0 is zeros, for ids without a row; row s + 1 belongs to slot s.
 """
 
 import itertools
@@ -45,10 +47,10 @@ def _device_of(device: torch.device | None) -> torch.device:
 
 
 class InferenceLinearBucketTable(torch.nn.Module):
-    """The ids of tables, found by search.
+    """Index of the ids of tables, by binary search.
 
     Args:
-        capacity: ids of each table at most.
+        capacity: most ids of each table.
         key_type: torch.int64 or torch.uint64.
         bucket_capacity: has no effect: there are no buckets.
         device: None = the current GPU, or the CPU where there is none.
@@ -71,16 +73,19 @@ class InferenceLinearBucketTable(torch.nn.Module):
         self.num_tables_, self.capacity_ = len(capacity), sum(capacity)
         self._halvings = max(capacity, default=0).bit_length()
         begins = torch.tensor([0, *itertools.accumulate(capacity)], device=self.device)
-        # One slot more, so that there is one to look at where tables have none.
+        # One slot more, so that a search has a slot to read even if no table has one.
         self.register_buffer("key_S", torch.zeros(self.capacity_ + 1, dtype=torch.int64, device=self.device))
         self.register_buffer("begin_T", begins)
         self.register_buffer("size_T", torch.zeros(len(capacity), dtype=torch.int64, device=self.device))
 
     def fill(self, table_id: int, keys: torch.Tensor) -> None:
-        """Replace the ids of a table by these, which are sorted and distinct.
+        """Replace the ids of a table.
+
+        Args:
+            keys: the new ids, sorted and distinct.
 
         Raises:
-            StoreFullError: it has no room for them.
+            StoreFullError: the table has no room for them.
         """
         begin, end = self.begin_T[table_id : table_id + 2].tolist()
         if len(keys) > end - begin:
@@ -104,8 +109,8 @@ class InferenceLinearBucketTable(torch.nn.Module):
             score_value, score_policy: have no effect: a lookup changes nothing.
 
         Returns:
-            Scores, zeros int64 [N]; which ids are there, bool [N]; and their places in their tables, int64 [N], -1 of
-            those that are not.
+            Scores, zeros int64 [N]; whether each id is there, bool [N]; and its place in its table, int64 [N], -1 if it
+            is not.
         """
         id_N = keys.view(torch.int64) if keys.dtype == torch.uint64 else keys.long()
         begin_N = self.begin_T[table_ids]
@@ -120,12 +125,12 @@ class InferenceLinearBucketTable(torch.nn.Module):
 
 
 class InferenceEmbeddingCollection(torch.nn.Module):
-    """Tables of one width that a program has inside.
+    """Tables of one width, for an exported program.
 
     Args:
-        table_options: of each table: `dim`, and `init_capacity` or `max_capacity`, which is how many rows it has.
+        table_options: for each table `dim`, and `init_capacity` or `max_capacity`, its number of rows.
         use_dynamic_hash: whether any int64 is an id; off, the ids of a table are its rows, 0 to its capacity - 1.
-        pooling_mode: -1 = each id gives a row; 1 = bags give sums, 2 = means, in which ids without a row count.
+        pooling_mode: -1 = a row for each id; 1 = the sum of each bag, 2 = its mean, in which ids without a row count.
         table_names: None = table_0, table_1 and so on.
         feature_names: of features, for the user.
         feature_table_map: the table of each feature, never falling; None = feature f is looked up in table f.
@@ -199,16 +204,16 @@ class InferenceEmbeddingCollection(torch.nn.Module):
             self.hash_table.fill(t, torch.arange(there, device=self.hash_table.key_S.device))
 
     def load_from_dynamicemb_file(self, save_dir: str, table_names: list[str] | None = None) -> None:
-        """Take the rows of tables of a dump of any number of ranks; tables that are not named have no rows afterwards.
+        """Load rows of tables from a dump of any number of ranks. Tables that are not named have no rows afterwards.
 
         Args:
             save_dir: the folder of the collection in what `DynamicEmbDump` has written.
             table_names: None = all.
 
         Raises:
-            ValueError: a name is none of the tables'; or ids are the rows (`use_dynamic_hash` is off).
-            StorageError: a file is missing, or not what it has to be.
-            StoreFullError: a table has no room for its rows; other tables may have theirs already.
+            ValueError: no table has a name that is given; or `use_dynamic_hash` is off.
+            StorageError: a file is missing or damaged.
+            StoreFullError: a table has no room for its rows; rows of other tables may be loaded already.
         """
         unknown = sorted(set(table_names or []) - set(self.table_names_))
         if unknown:
@@ -291,7 +296,7 @@ class InferenceEmbeddingCollection(torch.nn.Module):
         wide_ND = rows_ND.float()
         if per_sample_weights is not None:
             wide_ND = wide_ND * per_sample_weights[:, None]
-        # One bag more is summed, so that a program is the same for one bag, and for none.
+        # One bag more is summed, so that the program also serves one bag, or none.
         sum_BD = wide_ND.new_zeros(pooling_offsets.shape[0], self.emb_dim_).index_add(0, bag_N, wide_ND)
         if self.pooling_mode_ == _MEAN:
             one_N = torch.ones_like(bag_N).float()
@@ -374,16 +379,16 @@ def create_inference_embedding_collection(
 def apply_inference_embedding_collection(
     model: torch.nn.Module, dynamic_table_configs: Mapping[str, bool], trained_emb_table_sizes: Mapping[str, int]
 ) -> torch.nn.Module:
-    """Put an `InferenceEmbeddingCollection`, without rows yet, in the place of each EmbeddingCollection of a model,
-    TorchRec's or one of `oneemb.torchrec`.
+    """Replace each EmbeddingCollection of a model, TorchRec's or one of `oneemb.torchrec`, by an
+    `InferenceEmbeddingCollection` without rows.
 
     Args:
-        dynamic_table_configs: by table, whether any int64 is an id (`use_dynamic_hash`): the same for all tables of a
-            collection, of which one at least is named.
-        trained_emb_table_sizes: by table, its number of rows; that of others is `num_embeddings` of the config.
+        dynamic_table_configs: by table, whether any int64 is an id (`use_dynamic_hash`). At least one table of each
+            collection must be named, and all tables of a collection must be alike.
+        trained_emb_table_sizes: number of rows by table; other tables have `num_embeddings` of their config.
 
     Returns:
-        The model, which is changed.
+        The same model, changed in place.
 
     Raises:
         ValueError: tables of a collection differ in `dynamic_table_configs`, or none is named; nothing has changed.

@@ -1,4 +1,5 @@
-"""Ids of a batch, dealt to ranks by `dist_type`, as dynamicemb deals them. Lookups here go by owners of keys instead.
+"""Distribution of a batch's ids to ranks by `dist_type`, as in dynamicemb. Lookups of this library do not use it: they
+send each key to its owner.
 
 N ids, F features, P bags of all features, R ranks.
 """
@@ -27,7 +28,7 @@ def bucketize_kjt_before_all2all(
     block_bucketize_row_pos: Sequence[torch.Tensor] | None = None,
     dist_type_per_feature: Mapping[str, str] | None = None,
 ) -> tuple[KeyedJaggedTensor, torch.Tensor | None]:
-    """A batch that has all features once for each rank, with the ids that go to this rank, in their order.
+    """Split a batch by the rank that gets each id. The result has every feature once for each rank.
 
     Args:
         num_buckets: R.

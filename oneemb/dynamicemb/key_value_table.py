@@ -1,4 +1,4 @@
-"""The rows of tables, as dynamicemb's tools look at them."""
+"""Access to the rows of tables for dynamicemb's tools."""
 
 import json
 from collections.abc import Iterator
@@ -84,11 +84,11 @@ class Storage(Interface[Any, Any]):
         scores: torch.Tensor | None = None,
         preserve_existing: bool = False,
     ) -> None:
-        """Give rows, those of them that this rank owns, weights and state: float32 [N, D + Z].
+        """Write weights and state, float32 [N, D + Z], of the rows among these that this rank owns.
 
         Args:
             keys, table_ids: int64 [N]; no key twice.
-            scores: int64 [N]; None = as of a lookup.
+            scores: int64 [N]; None = the scores that a lookup would give.
             preserve_existing: leave existing rows as they are.
         """
         store = self._tables.rows.store
@@ -123,7 +123,7 @@ class Storage(Interface[Any, Any]):
 
         Args:
             score_file_path, opt_file_path: None = there is none.
-            timestamp: from which scores of TIMESTAMP count back.
+            timestamp: time from which the dump counts scores of TIMESTAMP back.
         """
         options, info, calls = self._options(table_id), self._tables.tables[table_id], self._tables.calls
         parts = self._tables.export(table_id)
@@ -158,16 +158,16 @@ class Storage(Interface[Any, Any]):
         include_optim: bool,
         timestamp: int,
     ) -> None:
-        """Bring in the rows of files that this rank owns; other rows stay.
+        """Load the rows in the files that this rank owns; other rows stay.
 
         Args:
-            emb_file_path: of keys, which the rank of this number has written.
+            emb_file_path: file of keys that the rank of the same number has written.
             score_file_path, opt_file_path: None = there is none.
             include_optim: whether state, and the optimizer's options, are loaded.
             timestamp: as of `dump`.
 
         Raises:
-            ValueError: a file is not of as many rows as there are keys.
+            ValueError: a file does not have as many rows as there are keys.
         """
         options, info, calls = self._options(table_id), self._tables.tables[table_id], self._tables.calls
         store, dumps = self._tables.rows.store, TableDumps(self._tables)
@@ -238,11 +238,11 @@ class Storage(Interface[Any, Any]):
 
 
 class DynamicEmbStorage(Storage):
-    """Rows in one place: where lookups run, or with caching=True in the host's memory."""
+    """Rows in one place: where lookups run or, with caching=True, in the host's memory."""
 
 
 class HybridStorage(Storage):
-    """Rows of which dynamicemb would keep a part on the GPU and a part on the host. Here they are in one place."""
+    """Rows that dynamicemb would keep partly on the GPU and partly on the host. Here they are in one place."""
 
 
 def _of_rows(path: str, dtype: str, rows: int) -> np.ndarray:

@@ -1,9 +1,9 @@
-"""Keeps the number of samples free in exported programs whose lookups are of bags: 0 and 1 are among its values.
+"""Keeps the number of samples free in exported programs that look up bags, so that 0 and 1 samples work too.
 
 While torch.export traces, it assumes that each free dimension of an input is 2 or more; afterwards it admits 0 and 1
-too, since they run through the same ops. It assumes nothing about a size that follows from such a dimension, as the
-number of samples follows from that of offsets: where an op asks whether this size is 0 or 1, it writes a check into the
-program. So this module makes the same assumption about the samples, and takes it back afterwards.
+too, since they run through the same ops. It makes no assumption about a size that is computed from such a dimension, as
+the number of samples is from the length of offsets: if an op asks whether such a size is 0 or 1, torch writes a check
+into the program. So this module makes the assumption for the samples, and takes it back afterwards.
 """
 
 from typing import Any, NamedTuple
@@ -70,7 +70,7 @@ class FreeSizes:
                 self._assumed.append(made)
 
     def take_back(self, exported: torch.export.ExportedProgram) -> None:
-        """Let the program take fewer samples than were assumed."""
+        """Let the program accept fewer samples than were assumed."""
         ranges = exported.range_constraints
         of_symbols = {size: found for size, found in ranges.items() if size.is_Symbol}
         lowered = {size: _from(found.lower, found) for size, found in of_symbols.items()}
@@ -88,7 +88,7 @@ class FreeSizes:
 
 
 def _from(lower: Any, found: Any) -> Any:
-    """A range that begins with another number; with 0 in place of 2, as torch has it."""
+    """The range `found` from another number on; torch writes 0 in place of 2."""
     return ValueRanges(0 if lower == SAMPLES_MIN else lower, found.upper)
 
 

@@ -1,6 +1,6 @@
-"""Rows that a table begins with, in memory that is given back while they move into the embedding.
+"""First rows of a table, in memory that is freed piece by piece while they move into the embedding.
 
-TorchRec's initializers fill a whole table, [N, D], before it moves: without this module, memory would hold it twice.
+TorchRec's initializers fill a whole table, [N, D], before it moves. Without this module memory would hold it twice.
 """
 
 import math

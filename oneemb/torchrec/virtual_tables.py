@@ -1,16 +1,16 @@
 """Virtual tables of TorchRec's configs: how their rows begin, and which of them leave.
 
-    use_virtual_table                   rows begin as they are met, without `store_options` too
-    virtual_table_eviction_policy       which rows leave; TorchRec reads it of virtual tables alone, and so it is here
+    use_virtual_table                   a row begins at its first lookup, without `store_options` too
+    virtual_table_eviction_policy       which rows leave; for virtual tables only, as in TorchRec
 
     NoEvictionPolicy                    no row leaves
     TimestampBasedEvictionPolicy        rows leave that were not looked up for eviction_ttl_mins
     FeatureL2NormBasedEvictionPolicy    rows leave whose norm is below eviction_threshold
-    FeatureScoreBasedEvictionPolicy     with eviction_ttl_mins as TimestampBasedEvictionPolicy; without, it is refused
+    FeatureScoreBasedEvictionPolicy     the same as TimestampBasedEvictionPolicy; refused without eviction_ttl_mins
     CountBasedEvictionPolicy,
     CountTimestampMixedEvictionPolicy   are refused, unless thresholds and ages are 0, by which no row leaves
 
-A 256th of the rows is looked at in a step, and none while a rank has training_id_eviction_trigger_count rows or fewer.
+Each step checks a 256th of the rows, or none while a rank has training_id_eviction_trigger_count rows or fewer.
 """
 
 import math
@@ -32,11 +32,11 @@ from oneemb.policies import RowPolicy
 __all__ = ["bounds_of", "policy_of"]
 
 _ENDLESS = 4_000_000_000
-"""A table of more rows begins as a virtual one: bounds of 1 / sqrt(num_embeddings) would become 0 in float16."""
+"""A table with more rows has the bounds of a virtual one: 1 / sqrt(num_embeddings) could be 0 in float16."""
 
 
 def bounds_of(config: BaseEmbeddingConfig, dtype: torch.dtype) -> tuple[float, float]:
-    """The bounds of new weights where neither `init_fn` nor `weight_init_min` and `_max` say them.
+    """Bounds of new weights, unless `init_fn` makes them: `weight_init_min` and `_max`, or defaults.
 
     Reference: torchrec.distributed.batched_embedding_kernel, `_generate_init_range_for_virtual_tables`.
     """
@@ -52,7 +52,7 @@ def policy_of(config: BaseEmbeddingConfig) -> RowPolicy | None:
     """Policy of the rows of a table; None = every row stays.
 
     Raises:
-        ValueError: the config's policy is none of those above.
+        ValueError: the config's policy is refused; see the head of this file.
     """
     policy: Any = config.virtual_table_eviction_policy
     if policy is None or not config.use_virtual_table or isinstance(policy, NoEvictionPolicy):
@@ -80,4 +80,4 @@ _OFF_AT_0 = (
     TimestampBasedEvictionPolicy, FeatureL2NormBasedEvictionPolicy, CountBasedEvictionPolicy,
     CountTimestampMixedEvictionPolicy,
 )  # fmt: skip
-"""Policies of which thresholds of 0 say that no row leaves."""
+"""Policies by which no row leaves if their thresholds are 0."""

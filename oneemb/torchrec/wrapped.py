@@ -1,8 +1,8 @@
 """TorchRec's modules around a collection: feature processors, managed collisions and towers, when a model is sharded.
 
-A collection of this library is sharded by this library's sharders, wherever in a model it is. TorchRec's sharders plan
-nothing for such a collection, nor for a module around one: a model that has no other sharder says so at the first
-training step, on every rank, where an error of the planner would leave all ranks but the first waiting.
+This library's sharders shard its collections, wherever in a model they are. TorchRec's sharders plan nothing for such a
+collection, nor for a module around one. If a model has no other sharder, its first training step raises, on every rank;
+an error of the planner would come on the first rank alone, and leave the others waiting.
 """
 
 import functools
@@ -28,7 +28,7 @@ from oneemb.torchrec.collection import Collection
 __all__ = ["managed_collision_sharders", "pass_over_collections", "refuse_behind_managed_collisions"]
 
 _INSIDE = "_embedding_module"
-"""Attribute of a module of managed collisions that has its collection."""
+"""Attribute of a module of managed collisions that holds the collection."""
 
 _OF_TORCHREC = (
     EmbeddingBagCollectionSharder, EmbeddingCollectionSharder, FeatureProcessedEmbeddingBagCollectionSharder,
@@ -37,11 +37,11 @@ _OF_TORCHREC = (
 
 
 def pass_over_collections() -> None:
-    """Replace `shardable_parameters` of TorchRec's sharders by one that gives nothing for a module that is, or has, a
-    collection of this library.
+    """Let `shardable_parameters` of TorchRec's sharders be empty for a module that is, or contains, a collection of
+    this library.
 
-    Each table's parameter has no rows, by which TorchRec's planner would divide. A planner runs on the first rank
-    alone, and the others wait for its plan.
+    TorchRec's planner would divide by the rows of each table's parameter, which are 0; and since it runs on the first
+    rank alone, the others would wait for its plan.
     """
     for sharder in _OF_TORCHREC:
         sharder.shardable_parameters = _passing_over(sharder.shardable_parameters)
@@ -65,15 +65,15 @@ def managed_collision_sharders(sharders: Sequence[Any]) -> list[ModuleSharder[to
 
 
 def refuse_behind_managed_collisions(collection: torch.nn.Module, module_fqn: str) -> None:
-    """Raise ValueError if a collection that is sharded by itself is in a module of managed collisions: the module's ids
-    would be mapped by each rank in its own way.
+    """Raise ValueError if a collection is about to be sharded alone, though it is in a module of managed collisions:
+    each rank would map the module's ids in its own way.
 
     Args:
-        collection: is sharded.
+        collection: the collection to shard.
         module_fqn: its path in the model.
     """
     path, _, name = module_fqn.rpartition(".")
-    if name != _INSIDE:  # Nothing tells a module what it is in; the search below looks at every object there is.
+    if name != _INSIDE:  # A module does not know its parent, and the search below looks at every object of Python.
         return
     kinds = ManagedCollisionEmbeddingBagCollection, ManagedCollisionEmbeddingCollection
     for module in gc.get_objects():
@@ -87,7 +87,7 @@ def refuse_behind_managed_collisions(collection: torch.nn.Module, module_fqn: st
 
 
 class _ManagedCollisionSharder(BaseEmbeddingSharder[torch.nn.Module]):
-    """Shards the collection in a module of managed collisions on one rank; on several it refuses, on each of them."""
+    """Shards the collection in a module of managed collisions on one rank; on several ranks it raises on each."""
 
     def __init__(self, kind: type[torch.nn.Module], sharders: Sequence[Any]):
         super().__init__()
@@ -100,8 +100,8 @@ class _ManagedCollisionSharder(BaseEmbeddingSharder[torch.nn.Module]):
         return self._kind
 
     def shardable_parameters(self, module: Any) -> dict[str, torch.nn.Parameter]:
-        """Parameters of the collection inside, by other names. By their own, TorchRec's planner would know the tables,
-        and refuse those that ranks cannot share evenly, on the first rank alone."""
+        """Parameters of the collection inside, under other names. By the real names TorchRec's planner would find the
+        tables, and refuse those that ranks cannot share evenly, on the first rank alone."""
         inside = module._embedding_module
         sharder = self._sharders.get(type(inside))
         its = {} if sharder is None else sharder.shardable_parameters(inside)
@@ -115,7 +115,7 @@ class _ManagedCollisionSharder(BaseEmbeddingSharder[torch.nn.Module]):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> Any:
-        """The module, with the collection inside sharded.
+        """Shard the collection inside the module; returns the module.
 
         Raises:
             ValueError: there are several ranks.
