@@ -207,7 +207,7 @@ class ChunkFiles:
         self.bytes_written += chunk.nbytes - before
 
     def seal(self, chunk: ChunkFile) -> None:
-        """Note that no run follows. The next sync closes the files."""
+        """Note that no run follows. The sync of the last run closes the files."""
         if chunk.suspect or chunk.synced_bytes == chunk.nbytes:
             self._close_written(chunk)
             return
@@ -241,7 +241,8 @@ class ChunkFiles:
             chunk.suspect = True
             raise storage_error(error, "sync", path) from error
         finally:
-            if chunk in self._unsynced:
+            # A run that was appended during this sync waits for the next one.
+            if chunk in self._unsynced and (chunk.suspect or chunk.synced_bytes == chunk.nbytes):
                 self._close_written(chunk)
 
     def sync_all(self, chunks: Iterable[ChunkFile]) -> None:
