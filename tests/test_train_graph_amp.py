@@ -6,7 +6,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import oneemb
 from oneemb.scaling import Scaling
-from oneemb.train_graph import _refusing
+from oneemb.stand_ins import standing_in
 from tests.support.graph_models import adam, make_eager, make_embedding, make_graph, rows_of, sgd, weights_of
 from tests.support.tracing_threads import KINDS, another_thread
 
@@ -384,7 +384,7 @@ def test_what_an_interrupt_leaves_on_a_scaler_or_scheduler_does_no_harm():
     graph = make_graph(modules_of(), build, lambda owner: [(one := sgd(owner)[0], StepLR(one, 1))])
     graph.scaler = scaler_of()
     scheduler, scaling = graph._train_state.lr_schedulers[0], Scaling([graph.scaler], None)
-    with _refusing([scheduler]), scaling.watching():
+    with standing_in([(scheduler, "step", lambda one: pytest.fail("no build runs"))]), scaling.watching():
         left = scheduler.step, graph.scaler.scale
     scheduler.step, graph.scaler.scale = left
     rates = []
