@@ -62,7 +62,7 @@ class RowsOfIds(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What sums are made of: at most `number` values of an array, times those that scale them."""
+    """The terms of sums: at most `number` values of an array for each sum, times those that scale them."""
 
     grad_NX: Array
     scale_N: Array | None

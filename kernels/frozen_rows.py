@@ -45,7 +45,7 @@ class FrozenArrays(NamedTuple):
     empty."""
 
     address: int
-    """Of cells, int64 [C, 2], aligned to a line of the cache."""
+    """Address of cells, int64 [C, 2], aligned to a line of the cache."""
     cells: int
     weight_SX: np.ndarray | None
     """float32, uint16 or int16 [S, D]; None = rows are bytes."""
@@ -54,7 +54,7 @@ class FrozenArrays(NamedTuple):
     scale_S2: np.ndarray | None
     """Scale and low of bytes, float32 or uint16 (float16)."""
     bits: int
-    """Of a weight of bytes."""
+    """Bits of a weight of bytes."""
 
 
 # Of the two arrays of rows one is None. Each is asked for by itself: the compiler drops what would read the other one.

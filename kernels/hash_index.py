@@ -155,7 +155,7 @@ def shard_find(
     begin: Number, end: Number, address: Number, cells: Number, table_U: Array, id_U: Array, place_U: Array,
     home_2K: Array,
 ) -> None:  # fmt: skip
-    """As `cells_find`, in an index of one shard. home_2K: int64, room for `SHARD_ROOM` numbers."""
+    """Do the work of `cells_find` in an index of one shard. home_2K: int64, room for `SHARD_ROOM` numbers."""
     homes = _AHEAD_HOMES
     _homes(begin, min(begin + _AHEAD, end), address, cells, table_U, id_U, home_2K, natural(0))
     now = natural(0)

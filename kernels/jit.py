@@ -37,7 +37,7 @@ Number = Any
 that it may be. Arrays of compiled code are `oneemb.kernels.arrays.Array`."""
 
 CpuLoop = Callable[..., Any]
-"""What `cpu` gives: called with begin, end and the loop's own arguments."""
+"""A compiled CPU loop: called with begin, end and its own arguments."""
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

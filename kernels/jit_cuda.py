@@ -138,7 +138,7 @@ def _device_function(loop: CudaLoop, constants: tuple[tuple[str, Any], ...]) -> 
 
 @functools.cache
 def kernel_of(loop: CudaLoop) -> Any:
-    """What launches the loop: kernel[grid, block, stream](*arrays)."""
+    """The compiled loop, launched by kernel[grid, block, stream](*arrays)."""
     return cuda.jit(bound(loop, loop.constants))
 
 

@@ -99,7 +99,7 @@ def load_lanes(typingctx: Any, array: Any, row: Any, column: Any) -> Any:
 
 @intrinsic
 def load_wide(typingctx: Any, array: Any, row: Any, column: Any) -> Any:
-    """As `load_lanes`, for 64 weights."""
+    """Load 64 weights; see `load_lanes`."""
     return _load(_wide, array, row, column)
 
 
@@ -145,7 +145,7 @@ def move_lanes(typingctx: Any, to: Any, to_row: Any, to_column: Any, array: Any,
 
 
 def copy_lanes(to: Any, to_row: Any, to_column: Any, array: Any, row: Any, column: Any) -> None:
-    """As `move_lanes`, between two of the formats of weights: rounded where they differ, else the very bits."""
+    """Move lanes between two of the formats of weights: rounded where they differ, else the very bits."""
     raise TypeError("copy_lanes is for compiled loops")
 
 

@@ -1,4 +1,4 @@
-"""What loops do, wherever they run: on the host's cores (`host_loops.py`) or on a GPU (`cuda_loops.py`).
+"""The work of loops, wherever they run: on the host's cores (`host_loops.py`) or on a GPU (`cuda_loops.py`).
 
 Everything above the kernels works with a `Loops` and never asks which of the two it is. A store has one;
 `oneemb.kernels.places` gives that of a device or of a tensor. Letters: N ids in P bags, U unique keys, M new keys,
@@ -50,7 +50,7 @@ class Segments(Protocol):
 
     @property
     def grad_NX(self) -> Array:
-        """Of ids, or of bags."""
+        """Gradients of ids, or of bags."""
 
     @property
     def order_N(self) -> Array:

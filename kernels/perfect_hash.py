@@ -80,8 +80,8 @@ class PerfectHash(NamedTuple):
 
     @classmethod
     def of_keys(cls, table_N: np.ndarray, id_N: np.ndarray, tables: int, *, threads: Threads) -> "PerfectHash":
-        """That of these keys: int32, below `tables`, and int64. Whoever chooses keys to do harm can choose them for one
-        salt, or for any that is known before; so the others are drawn.
+        """Perfect hash of these keys: int32, below `tables`, and int64. Hostile keys can be chosen for one salt, or for
+        any that is known before; so the others are drawn.
 
         Raises:
             DuplicateKeyError: a key comes twice.

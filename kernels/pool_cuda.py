@@ -89,7 +89,7 @@ def bags_of_cuda(
 
 
 def _rows(row_P: torch.Tensor | None, gpu: Gpu) -> torch.Tensor:
-    """As loops take it: empty for None."""
+    """The argument of a loop: an empty array for None."""
     return gpu.empty(0, dtype=torch.int32) if row_P is None else row_P
 
 

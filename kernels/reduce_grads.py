@@ -59,7 +59,7 @@ class Segments:
         return len(self.begin_U1) - 1, self.grad_NX.shape[1]
 
     def arrays(self) -> tuple:
-        """What `row_grads` reads."""
+        """The arrays that `row_grads` reads."""
         return self.grad_NX, self.order_N, self.begin_U1, self.scale_N
 
 

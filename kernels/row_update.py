@@ -1,4 +1,4 @@
-"""What row updates share: rules that torch's optimizers use, and the call of a loop on the host's threads.
+"""Common parts of row updates: rules that torch's optimizers use, and the call of a loop on the host's threads.
 
 The arrays of an update, the same for every optimizer (see oneemb.storage.row_format for the row):
 

@@ -51,7 +51,7 @@ _MOST = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
 class ScoreRules(NamedTuple):
-    """Those of T tables."""
+    """Rules of T tables."""
 
     kind_T: np.ndarray
     """int64: LOOKUP and so on."""
@@ -162,7 +162,7 @@ def score_uses(
 
 
 def ties_of(table_N: np.ndarray, id_N: np.ndarray, *, threads: Threads) -> np.ndarray:
-    """What decides between rows of one score, a function of the key alone: uint64 [N]."""
+    """The order of rows of one score, a function of the key alone: uint64 [N]."""
     return hashes_of(table_N, id_N, int(_TIE_SALT), threads=threads)
 
 

@@ -307,7 +307,7 @@ class ServedRows:
     def unchecked(
         cls, region_T6: np.ndarray, pilot_B: np.ndarray, record_SW: np.ndarray, weights: np.dtype, bits: int
     ) -> Self:
-        """Of arrays that were compared before."""
+        """Rows over arrays that were compared before."""
         return cls(
             region_T6, pilot_B, record_SW, weights, bits, np.empty(0, np.uint32), np.empty(0, np.bool_),
             np.empty(0, np.uint64),
@@ -316,7 +316,7 @@ class ServedRows:
     def arguments(
         self, table_N: np.ndarray, id_N: np.ndarray, padding_id: int | None
     ) -> tuple[tuple, np.ndarray, tuple, np.ndarray]:
-        """What loops take: keys, room for places, blocks, and where the number of a damaged block is left."""
+        """Arguments of loops: keys, room for places, blocks, and where the number of a damaged block is left."""
         damage_1 = np.empty(1, np.int64)
         damage_1[0] = -1
         padded = padding_id is not None

@@ -87,7 +87,7 @@ def rows_of_shards(
 
 
 def keys_in_cells(cell_N: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What is in cells of an index at these addresses: tables int32, ids and places int64 [N]."""
+    """Contents of an index's cells at these addresses: tables int32, ids and places int64 [N]."""
     size = len(cell_N)
     table_N, id_N, place_N = np.empty(size, np.int32), np.empty(size, np.int64), np.empty(size, np.int64)
     _keys_in_cells_cpu(cell_N, table_N, id_N, place_N)

@@ -192,7 +192,7 @@ def within_thread_code() -> bool:
 
 _THREAD_CODE = {sys.modules[kind.__module__].__file__ for kind in (threading.Thread, Future, ThreadPoolExecutor)}
 _RUNS_OTHERS = {"_bootstrap", "_bootstrap_inner", "run", "_worker"}
-"""What is on the stack of every thread below what it runs, and holds no lock then."""
+"""Functions on the stack of every thread below the function that it runs; they hold no lock then."""
 
 
 # Messages of a pool's RuntimeErrors after which `submit` runs the work itself.

@@ -64,8 +64,8 @@ class KeysByTable(NamedTuple):
     def occurrences(
         self, of_bags: bool = True, scale_N: np.ndarray | None = None, *, threads: Threads = _ONE_THREAD
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """As oneemb.kernels.unique_keys.occurrences, in the order of J: the bags in which each key occurs, or the ids.
-        Bags are numbered sample by sample, however they lie."""
+        """The occurrences of each key (see oneemb.kernels.unique_keys), in the order of J: the bags in which a key
+        occurs, or the ids. Bags are numbered sample by sample, however they lie."""
         begin_U1, size, tables = self.begin_U1, int(self.begin_U1[-1]), len(self.key_T1) - 1
         order_N = np.empty(size, np.int32)
         scale_M = None if scale_N is None else np.empty(size, np.float32)

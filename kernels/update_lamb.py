@@ -50,7 +50,7 @@ def lamb_squares(
     lr: Number, beta1: Number, beta1_rest: Number, beta2: Number, beta2_rest: Number, correction1: Number,
     correction2: Number, eps: Number, weight_decay: Number,
 ) -> tuple:  # fmt: skip
-    """What a weight adds to the row's two sums."""
+    """One weight's terms of the row's two sums."""
     r, _, _ = lamb_direction(
         w, m, v, g, lr, beta1, beta1_rest, beta2, beta2_rest, correction1, correction2, eps, weight_decay
     )  # fmt: skip

@@ -36,7 +36,7 @@ def lars_squares(
     momentum: Number,
     weight_decay: Number,
 ) -> tuple:
-    """What a weight adds to the row's two sums."""
+    """One weight's terms of the row's two sums."""
     return w * w, g * g
 
 

@@ -35,7 +35,7 @@ def partial_row_wise_square(
     lr: Number, beta1: Number, beta1_rest: Number, beta2: Number, beta2_rest: Number, correction1: Number,
     correction2: Number, eps: Number, weight_decay: Number,
 ) -> tuple:  # fmt: skip
-    """What a weight adds to two sums, of which the first is not used."""
+    """One weight's terms of two sums, of which the first is not used."""
     return np.float32(0), g * g
 
 

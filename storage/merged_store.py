@@ -41,7 +41,7 @@ class MergedPrefetched:
     store: "MergedStore"
     parts: list[Prefetched]
     slot_U: np.ndarray
-    """As long as the number of keys."""
+    """Array with one element for each key."""
 
 
 class MergedStore:

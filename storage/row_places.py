@@ -108,7 +108,7 @@ class OwnPlaces:
         return known_V
 
     def cleared(self) -> "OwnPlaces":
-        """Such as these, of no row."""
+        """An empty set of places of the same kind."""
         return OwnPlaces(self._threads, self._most)
 
 

@@ -117,7 +117,7 @@ class _Copies:
         self._copies: dict[fx.Node, fx.Node] = {}
 
     def of(self, argument: fx.node.Argument) -> fx.node.Argument:
-        """What a lookup is to be given for an argument."""
+        """The node that stands for an argument of a lookup."""
         if not isinstance(argument, fx.Node) or argument not in self._outside:
             return argument
         if argument not in self._copies:

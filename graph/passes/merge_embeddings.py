@@ -18,7 +18,7 @@ class Member:
     """Where a store is merged."""
 
     merged: str
-    """What names the merged store."""
+    """The name of the merged store."""
     first_table: int
     """The merged table at which the store's tables begin."""
 

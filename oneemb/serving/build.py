@@ -49,7 +49,7 @@ class Source(NamedTuple):
 
 
 class _StoppedError(Exception):
-    """Nobody wants the file any more."""
+    """The build was given up: no reader wants the file any more."""
 
 
 def _never() -> bool:
