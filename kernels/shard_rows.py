@@ -9,7 +9,7 @@ import numpy as np
 from oneemb.kernels.arrays import Array
 from oneemb.kernels.hash_index import PLACE_BITS
 from oneemb.kernels.jit import Number, cpu
-from oneemb.kernels.jit_code import natural, prefetch_row, word_at
+from oneemb.kernels.jit_code import natural, prefetch, prefetch_row, word_at
 from oneemb.kernels.threads import Threads
 
 __all__ = ["keys_in_cells", "rows_of_shards"]
@@ -32,19 +32,23 @@ def _rows_of_shards_cpu(
 ) -> None:  # fmt: skip
     """The rows in pieces begin to end - 1 go to begin_G[begin] and on, one after another; size_G[begin] = how many."""
     n = begin_G[begin]
-    read = n
+    read = kept = n
     for g in range(begin, end):
         for c in range(cells_G[g]):
             place = (word_at(address_G[g], 2 * c + 1) & _PLACE_MASK) - 1
-            if place >= 0 and not held_S[natural(place)]:
+            if place >= 0:
+                prefetch(held_S, natural(place))
                 prefetch_row(word_SW, natural(place), first, 2)
                 cell_N[n] = address_G[g] + _CELL_BYTES * c
                 n += 1
         while read < (n if g == end - 1 else n - _AHEAD):
             at = natural((word_at(cell_N[read], 1) & _PLACE_MASK) - 1)
-            number_N[read] = np.uint64(word_SW[at, first]) | np.uint64(word_SW[at, first + 1]) << np.uint64(32)
+            if not held_S[at]:
+                cell_N[kept] = cell_N[read]
+                number_N[kept] = np.uint64(word_SW[at, first]) | np.uint64(word_SW[at, first + 1]) << np.uint64(32)
+                kept += 1
             read += 1
-    size_G[begin] = n - begin_G[begin]
+    size_G[begin] = kept - begin_G[begin]
 
 
 @cpu
@@ -63,7 +67,7 @@ def rows_of_shards(
     Args:
         address_P, cells_P: where the cells of each shard are, and how many.
         word_SW: uint32, the records of rows; their numbers begin at word `first`.
-        held_S: bool.
+        held_S: bool, or int32 of which 0 says that the row is not held.
 
     Returns:
         Addresses of their cells, int64 [N], for `keys_in_cells` as long as the index does not change; and their

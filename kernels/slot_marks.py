@@ -7,9 +7,9 @@ import numpy as np
 
 from oneemb.kernels.arrays import Array
 from oneemb.kernels.jit import Number, cpu
-from oneemb.kernels.threads import Threads
+from oneemb.kernels.threads import SHARES, Threads
 
-__all__ = ["add_marks", "pick_keys", "set_marks"]
+__all__ = ["add_marks", "add_pins", "pick_keys", "set_marks", "share_counts"]
 
 # The fewest slots that are worth waking a thread for.
 _SHARE_MIN = 1 << 15
@@ -20,6 +20,20 @@ def _add_marks_cpu(begin: Number, end: Number, mark_S: Array, slot_U: Array, cou
     for u in range(begin, end):
         if slot_U[u] >= 0:
             mark_S[slot_U[u]] += count
+
+
+@cpu
+def _add_pins_cpu(
+    begin: Number, end: Number, pin_S: Array, slot_U: Array, count: Number, shares: Number, pinned_X: Array
+) -> None:
+    more = 0
+    for u in range(begin, end):
+        if slot_U[u] >= 0:
+            before = pin_S[slot_U[u]]
+            pin_S[slot_U[u]] = before + count
+            more += int(before + count > 0) - int(before > 0)
+    # Share x begins at size * x // shares.
+    pinned_X[-(-begin * shares // max(len(slot_U), 1))] += more
 
 
 @cpu
@@ -46,6 +60,21 @@ def _pick_keys_cpu(
 def add_marks(mark_S: np.ndarray, slot_U: np.ndarray, count: float, *, threads: Threads) -> None:
     """mark_S[slot_U] += count"""
     threads.run(_add_marks_cpu, len(slot_U), mark_S, slot_U, count, share_min=_SHARE_MIN)
+
+
+def share_counts(threads: Threads) -> np.ndarray:
+    """Zeros, int64, for each share that a loop of these threads may be run in."""
+    return np.zeros(max(1, threads.count * SHARES), np.int64)
+
+
+def add_pins(pin_S: np.ndarray, slot_U: np.ndarray, count: int, pinned_X: np.ndarray, *, threads: Threads) -> None:
+    """pin_S[slot_U] += count, and the sum of pinned_X grows by the number of slots that are above 0 for it.
+
+    Args:
+        pinned_X: of `share_counts` for the same threads. Counting needs no memory, so that it cannot fail halfway.
+    """
+    shares = threads.shares_of(len(slot_U), _SHARE_MIN)
+    threads.run(_add_pins_cpu, len(slot_U), pin_S, slot_U, count, shares, pinned_X, share_min=_SHARE_MIN)
 
 
 def set_marks(mark_S: np.ndarray, slot_U: np.ndarray, value: float, *, threads: Threads) -> None:

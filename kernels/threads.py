@@ -29,15 +29,15 @@ import numpy as np
 from oneemb.kernels.jit import CpuLoop
 from oneemb.kernels.jit_team import TEAM_WORDS, begin_team, end_team, launcher, serve
 
-__all__ = ["Threads", "available_cores", "submit", "within_thread_code"]
+__all__ = ["SHARES", "Threads", "available_cores", "submit", "within_thread_code"]
 
 _T = TypeVar("_T")
 
 # The smallest share worth waking a thread for: that costs about 10 microseconds.
 _SHARE_MIN = 2048
 
-# Shares for each thread: more of them balance cores of different speed.
-_SHARES = 8
+SHARES = 8
+"""Shares for each thread, at most: more of them balance cores of different speed."""
 
 
 def available_cores() -> int:
@@ -104,7 +104,7 @@ class Threads:
         """The number of shares that a range is run in."""
         if size < 2 * share_min or self.count == 1 or self._closed:
             return 1
-        return min(self.count * _SHARES, size // share_min)
+        return min(self.count * SHARES, size // share_min)
 
     def close(self) -> None:
         """End the threads. Loops run on the calling thread afterwards."""

@@ -6,8 +6,9 @@ and an SSD, because it is itself a `RowStore`.
 Two ways to be:
 - **resident**: holds every row there is; the store below, if any, is only where `flush` writes to. A full one
   raises `StoreFullError`.
-- **cache** (not resident): holds some rows of the store below and evicts unpinned ones in bulk, those of least score
-  first, writing the dirty ones down before.
+- **cache** (not resident): holds some rows of the store below and evicts unpinned ones in rounds, those of least score
+  first, writing the dirty ones down before. A round looks at a part of the rows, in proportion to the slots that are
+  needed now (victims.py): no step waits for a walk over the cache.
 
 The score of a row says how it was used since it came in, by the cache's policy:
 - "lru": the time of its last use; rows that were not used for longest leave first;
@@ -32,9 +33,8 @@ from typing import Any
 import numpy as np
 
 from oneemb.kernels.gather import copy_rows_in, copy_rows_out
-from oneemb.kernels.least import least_of
 from oneemb.kernels.loops import Keys
-from oneemb.kernels.slot_marks import add_marks, pick_keys, set_marks
+from oneemb.kernels.slot_marks import add_marks, add_pins, pick_keys, set_marks, share_counts
 from oneemb.kernels.threads import Threads
 from oneemb.storage.free_slots import FreeSlots
 from oneemb.storage.hash_index import HashIndex
@@ -43,15 +43,13 @@ from oneemb.storage.tiers.hot_rows import BeginRows
 from oneemb.storage.tiers.limits import Counters, Limits
 from oneemb.storage.tiers.reservation import Reservation
 from oneemb.storage.tiers.slot_arrays import SlotArrays
+from oneemb.storage.tiers.victims import VictimClock
 from oneemb.storage.turns import changing, undisturbed
 
 __all__ = ["HALF_LIFE", "SLOT_OVERHEAD_BYTES", "HotTier"]
 
 # Memory beside the row for each slot of a cache: the index at its usual load, score, pins, dirty bit.
 SLOT_OVERHEAD_BYTES = 40
-
-# Evicting reads the whole index once, so it makes room for this share of the slots at a time.
-_EVICT_SHARE = 1 / 16
 
 # Uses of rows in which a use comes to count half as much, as a multiple of the slots. By bench_cache_policy.py, caches
 # miss least at 8 to 32, on Zipf's law and on real clicks; the faster popularity drifts, the shorter it had better be.
@@ -120,11 +118,13 @@ class HotTier:
         self._threads = threads
         self._writing = threading.Lock() if writing is None else writing
         self._index = HashIndex(threads)
+        self._victims = VictimClock(self._index, self.slots, threads)
         self._policy = policy
         # A resident tier evicts nothing and counts pins for its statistics only: it keeps a list of pins and adds them
         # up when the statistics are read. Most pins are released before, with the very array that they were made with,
         # and leave the list again.
         self._noted_pins: list[tuple[np.ndarray, int]] = []
+        self._pinned_X = share_counts(threads)  # pinned slots, as counted by each share of the loops over pins
         self._pin_lock = threading.Lock()  # a slot may be pinned for one batch while another unpins it
         self._keeps_reads = True  # whether a cache keeps rows that were read from below
         # Dirty bits; and in a cache, pins and scores. What is never written takes no memory.
@@ -293,7 +293,7 @@ class HotTier:
     def pinned(self) -> int:
         with self._pin_lock:
             self._add_noted_pins()
-        return int(np.count_nonzero(self._pin_S[: self._free.used]))
+            return int(self._pinned_X.sum())
 
     def check_slots(self) -> list[str]:
         _, _, slot_N = self._keys_of(np.ones(len(self.row_SW), np.bool_))
@@ -516,7 +516,7 @@ class HotTier:
         """Count pins. The caller may not change `slot_U` afterwards."""
         with self._pin_lock:
             if not self._resident:
-                add_marks(self._pin_S, slot_U, count, threads=self._threads)
+                add_pins(self._pin_S, slot_U, count, self._pinned_X, threads=self._threads)
                 return
             for n, (noted_U, noted) in enumerate(self._noted_pins):
                 if noted_U is slot_U and noted == -count:
@@ -528,7 +528,7 @@ class HotTier:
 
     def _add_noted_pins(self) -> None:
         for slot_U, count in self._noted_pins:
-            add_marks(self._pin_S, slot_U, count, threads=self._threads)
+            add_pins(self._pin_S, slot_U, count, self._pinned_X, threads=self._threads)
         self._noted_pins.clear()
 
     def _touch(self, slot_N: np.ndarray, *, first: bool = False) -> None:
@@ -561,28 +561,16 @@ class HotTier:
 
     def _evict_for(self, size: int) -> None:
         """Evict rows until so many slots are free."""
-        short = size - self._free.left(self.slots)
-        if short > 0:
-            self._evict(max(short, int(self.slots * _EVICT_SHARE)))
-
-    def _evict(self, count: int) -> None:
-        """Drop the `count` unpinned rows of least score, of equal ones those in lower slots; or all there are."""
-        score_S = self._score_S[: self._free.used].copy()
-        score_S[self._pin_S[: self._free.used] > 0] = np.inf
-        score_S[self._free.returned_N] = np.inf
-        count = min(count, int(np.count_nonzero(score_S < np.inf)))
-        if count == 0:
-            return
-        below, equal = least_of(score_S, count)
-        victim_S = np.zeros(len(score_S), np.bool_)
-        victim_S[below] = victim_S[equal[: count - len(below)]] = True
-        table_V, id_V, slot_V = self._keys_of(victim_S)
-        dirty = np.flatnonzero(self._dirty_S[slot_V])
-        self._put_below(table_V[dirty], id_V[dirty], slot_V[dirty])
-        self._index.erase(table_V, id_V)
-        with changing:
-            self._free.give_back(slot_V)
-            self._counters.evicted += len(slot_V)
+        while (short := size - self._free.left(self.slots)) > 0:
+            table_V, id_V, slot_V = self._victims.choose(short, self._score_S, self._pin_S)
+            if len(slot_V) == 0:
+                return  # All rows are pinned.
+            dirty = np.flatnonzero(self._dirty_S[slot_V])
+            self._put_below(table_V[dirty], id_V[dirty], slot_V[dirty])
+            self._index.erase(table_V, id_V)
+            with changing:
+                self._free.give_back(slot_V)
+                self._counters.evicted += len(slot_V)
 
     def _write_down(self) -> None:
         self._put_below(*self._keys_of(self._dirty_S[: self._free.used]))
@@ -615,7 +603,9 @@ class HotTier:
         self._index.clear()
         with self._pin_lock:
             self._noted_pins.clear()
+            self._pinned_X[:] = 0
         self._pin_S[: self._free.used] = 0
+        self._victims.restart()
         self._dirty_S[: self._free.used] = False
         self._free.clear()
         self._lent = self._rows = 0
