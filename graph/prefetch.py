@@ -33,7 +33,7 @@ from oneemb.graph import ops
 from oneemb.graph.loader_position import LoaderPosition
 from oneemb.graph.plan import Plan
 from oneemb.graph.streams import Ahead, Mark, capture_gate
-from oneemb.kernels.threads import within_thread_code
+from oneemb.kernels.threads import start, within_thread_code
 
 __all__ = ["Prepared", "prefetch"]
 
@@ -111,7 +111,7 @@ class _Worker(Generic[Batch]):
         self._thread = threading.Thread(target=self._run, name="oneemb-prefetch", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        start(self._thread)
 
     def _run(self) -> None:
         self._process = os.getpid()

@@ -15,7 +15,9 @@ not torch's OpenMP threads: a caller waits for each of them to begin, however lo
 """
 
 import ctypes
+import mmap
 import os
+import resource
 import sys
 import threading
 import weakref
@@ -29,7 +31,7 @@ import numpy as np
 from oneemb.kernels.jit import CpuLoop
 from oneemb.kernels.jit_team import TEAM_WORDS, begin_team, end_team, launcher, serve
 
-__all__ = ["SHARES", "Threads", "available_cores", "submit", "within_thread_code"]
+__all__ = ["SHARES", "Threads", "available_cores", "start", "submit", "within_thread_code"]
 
 _T = TypeVar("_T")
 
@@ -133,7 +135,7 @@ class _Team:
                 target=_serve, args=(words, self.address, self.thread_ids), name="oneemb-kernel", daemon=True
             )
             try:
-                thread.start()
+                start(thread)
             except RuntimeError:  # No thread can be started: others do all the work.
                 break
             self.threads.append(thread)
@@ -210,7 +212,8 @@ def submit(pool: Executor, function: Callable[..., _T], *args: Any) -> Future[_T
     """`pool.submit`, but the caller runs the function itself where the pool cannot:
 
     - the interpreter is shutting down and pools accept no work, while the user's threads and exit functions still run;
-    - no thread can be started: the pool has queued the work all the same, and another of its threads may run it first;
+    - no thread can be started: the pool may have queued the work all the same, and another of its threads may run it
+      first; see `start`;
     - a signal handler has interrupted a call of this function: the pools' locks are not reentrant.
     """
     once, done = threading.Lock(), list[Future[_T]]()
@@ -221,7 +224,7 @@ def submit(pool: Executor, function: Callable[..., _T], *args: Any) -> Future[_T
                 done.append(_run(function, *args))
         return done[0]
 
-    if not _here.submitting:
+    if not _here.submitting and (_is_full(pool) or _has_room_for_thread()):
         _here.submitting = True
         try:
             return pool.submit(lambda: run().result())
@@ -231,6 +234,45 @@ def submit(pool: Executor, function: Callable[..., _T], *args: Any) -> Future[_T
         finally:
             _here.submitting = False
     return run()
+
+
+def start(thread: threading.Thread) -> None:
+    """`thread.start()`, but too little memory for a thread is an error.
+
+    Python's own call waits for ever if the new thread runs out of memory before it has said that it began.
+
+    Raises:
+        RuntimeError: the thread cannot be started.
+    """
+    if not _has_room_for_thread():
+        raise RuntimeError("can't start new thread: its stack and first objects do not fit the process's memory limit")
+    thread.start()
+
+
+# Beside its stack a thread takes an arena of Python's, and keeps address space for one of the C library's.
+_OBJECT_BYTES, _ARENA_BYTES = 4 << 20, 64 << 20
+_STACK_BYTES = 8 << 20
+
+
+def _has_room_for_thread() -> bool:
+    """Whether a new thread fits the limits of address space and data, if the process has any."""
+    infinity = resource.RLIM_INFINITY
+    if all(resource.getrlimit(kind)[0] == infinity for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)):
+        return True
+    stack = threading.stack_size() or resource.getrlimit(resource.RLIMIT_STACK)[0]
+    stack = _STACK_BYTES if stack == infinity else stack
+    anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    try:
+        with mmap.mmap(-1, stack + _OBJECT_BYTES, flags=anonymous):
+            mmap.mmap(-1, _ARENA_BYTES, flags=anonymous, prot=mmap.PROT_READ).close()
+    except (OSError, MemoryError):
+        return False
+    return True
+
+
+def _is_full(pool: Executor) -> bool:
+    """Whether the pool has all its threads, so that it starts none."""
+    return isinstance(pool, ThreadPoolExecutor) and len(pool._threads) >= pool._max_workers
 
 
 def _run(function: Callable[..., _T], *args: Any) -> Future[_T]:

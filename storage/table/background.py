@@ -6,6 +6,7 @@ Invariants: at most one job runs at a time; an error is kept until a call has ra
 import threading
 from collections.abc import Callable
 
+from oneemb.kernels.threads import start
 from oneemb.storage.row_store import StorageError
 
 __all__ = ["Background"]
@@ -31,7 +32,7 @@ class Background:
         """Run the job in the background. No other may be running."""
         assert not self.busy
         self._thread = threading.Thread(target=self._run, args=(job,), name=f"oneemb-{self._name}", daemon=True)
-        self._thread.start()
+        start(self._thread)
 
     def raise_error(self) -> None:
         """Raise what ended a job early, as a StorageError, once."""

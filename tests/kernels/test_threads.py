@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from oneemb.kernels import threads as module
 from oneemb.kernels.jit import cpu, external
 from oneemb.kernels.jit_team import add_word, watch_word
 from oneemb.kernels.threads import Threads, available_cores, submit
@@ -305,3 +306,55 @@ def test_work_is_done_once_though_no_thread_can_be_started(earlier, monkeypatch)
             end.set()
             busy.result()
     assert runs == [1]
+
+
+SMALL = """
+import resource, sys, threading
+from concurrent.futures import ThreadPoolExecutor
+from oneemb.kernels.threads import _Team, start, submit
+_Team(0)  # compiled
+def limit(mib):
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + int(mib * 2**20), resource.RLIM_INFINITY))
+hoard = []
+def fill():  # No free memory is left in Python's own arenas.
+    try:
+        while True:
+            hoard.append(bytearray(400))
+    except MemoryError:
+        hoard[-50:] = []
+threading.stack_size(256 << 10)
+calls = [1]
+for mib in (*(kib / 1024 for kib in range(248, 480, 4)), 1, 2, 40, 600):
+    if mib < 1:
+        limit(0)
+        fill()
+    limit(mib)
+    team, pool = _Team(1), ThreadPoolExecutor(1)
+    assert len(team.threads) == (mib == 600)
+    assert submit(pool, sum, [1, 2]).result() == 3
+    try:
+        thread = threading.Thread(target=calls.clear)
+        start(thread)
+        thread.join()
+        assert mib == 600 and not calls
+    except RuntimeError as error:
+        assert mib < 600 and "can't start new thread" in str(error) and calls
+    hoard.clear()
+print("done")
+"""
+
+
+def test_threads_that_do_not_fit_the_memory_limit_are_not_waited_for():
+    done = subprocess.run([sys.executable, "-c", SMALL], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "done\n", done.stderr
+
+
+def test_work_for_a_thread_that_does_not_fit_is_done_by_the_caller(monkeypatch):
+    monkeypatch.setattr(module, "_has_room_for_thread", lambda: False)
+    with ThreadPoolExecutor(1) as pool:
+        assert submit(pool, threading.get_ident).result() == threading.get_ident()
+        pool.submit(int).result()  # now it has its thread
+        assert submit(pool, threading.get_ident).result() != threading.get_ident()
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        module.start(threading.Thread())
