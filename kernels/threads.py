@@ -270,9 +270,9 @@ def _has_room_for_thread() -> bool:
     return True
 
 
-def _is_full(pool: Executor) -> bool:
-    """Whether the pool has all its threads, so that it starts none."""
-    return isinstance(pool, ThreadPoolExecutor) and len(pool._threads) >= pool._max_workers
+def _is_full(executor: Executor) -> bool:
+    """Whether a pool has all its threads, so that it starts none."""
+    return isinstance(executor, ThreadPoolExecutor) and len(executor._threads) >= executor._max_workers
 
 
 def _run(function: Callable[..., _T], *args: Any) -> Future[_T]:
