@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from oneemb.kernels.arrays import Bags, RowsOfIds, Terms, rows_of_columns
-from oneemb.kernels.copy_array import copied
+from oneemb.kernels.copy_array import copy_into
 from oneemb.kernels.gather import copy_words_in, gather
 from oneemb.kernels.init_rows import InitialRows, init_rows
 from oneemb.kernels.jit import CpuLoop
@@ -60,8 +60,9 @@ class HostLoops:
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.numel() < OPENMP_MIN or not tensor.is_contiguous() or tensor.dtype not in BITS:
             return tensor.clone(memory_format=torch.contiguous_format)
-        copy = torch.from_numpy(copied(self.array(tensor), threads=self.threads))
-        return copy if tensor.dtype == copy.dtype else copy.view(tensor.dtype)
+        copy = torch.empty_like(tensor)
+        copy_into(self.array(copy), self.array(tensor), threads=self.threads)
+        return copy
 
     def put(self, array: np.ndarray) -> np.ndarray:
         return array
