@@ -197,7 +197,7 @@ def test_a_closed_object_still_runs_on_the_calling_thread():
     threads.close()
     threads.close()
     assert run_shares(threads, 10_000, share_min=1) == [(0, 10_000, threading.get_ident())]
-    assert not any(thread.name == "oneemb-kernel" for thread in threading.enumerate())
+    assert not any(thread.is_alive() for thread in threads._team.threads)
 
 
 def test_threads_end_with_the_object():
