@@ -62,6 +62,7 @@ class _Undisturbed:
 
     def __init__(self) -> None:
         self._depth = 0
+        self._main = threading.main_thread().ident
         self._handlers: dict[int, Any] = {}
         """Handler of each signal when a block began, by the signal's number."""
         self._held: dict[int, FrameType | None] = {}
@@ -74,17 +75,35 @@ class _Undisturbed:
         self._forked = threading.Event()
         self._one_fork = threading.Lock()
 
+    # A step has a dozen blocks: most of them end in these lines, without calls of other methods.
+
     def __enter__(self) -> None:
-        self.hold_signals()
+        me = threading.get_ident()
+        if self._depth and me == self._main:
+            self._depth += 1
+        else:
+            self.hold_signals()
         try:
-            self._hold_forks(interruptible=True)
+            self._inside[me] = depth = self._inside.get(me, 0) + 1  # Write, then read: see `_hold_forks`.
+            if depth == 1 and self._forking is not None:
+                del self._inside[me]
+                self._hold_forks(interruptible=True)
         except BaseException:
             self._let_signals_come()
             raise
 
     def __exit__(self, *error: object) -> None:
-        self._let_forks_come()
-        self._let_signals_come()
+        me = threading.get_ident()
+        depth = self._inside.get(me, 0)
+        if depth > 1:
+            self._inside[me] = depth - 1
+        elif depth == 1:
+            del self._inside[me]
+        if me == self._main:
+            if self._depth > 1:
+                self._depth -= 1
+            elif self._depth == 1:
+                self._end()
 
     def _let_forks_come(self) -> None:
         me = threading.get_ident()
@@ -164,7 +183,7 @@ class _Undisturbed:
 
     def hold_signals(self) -> None:
         """In the main thread, hold signals back until as many calls of `signals_come_later`."""
-        if threading.get_ident() != threading.main_thread().ident:
+        if threading.get_ident() != self._main:
             return
         if self._depth:
             self._depth += 1
@@ -181,7 +200,7 @@ class _Undisturbed:
             raise
 
     def _let_signals_come(self) -> None:
-        if threading.get_ident() == threading.main_thread().ident:
+        if threading.get_ident() == self._main:
             if self._depth > 1:
                 self._depth -= 1
             elif self._depth == 1:
@@ -189,7 +208,7 @@ class _Undisturbed:
 
     def signals_come_later(self) -> None:
         """End `hold_signals`; held signals come a moment later. For hooks, since Python drops their errors."""
-        if threading.get_ident() == threading.main_thread().ident and self._depth == 1 and self._held:
+        if threading.get_ident() == self._main and self._depth == 1 and self._held:
             held = dict(self._held)
             self._held.clear()
             try:
@@ -206,7 +225,8 @@ class _Undisturbed:
         try:
             self._put_back()
         finally:
-            self._handle()
+            if self._held:
+                self._handle()
 
     def raise_interrupt(self) -> None:
         """Raise KeyboardInterrupt if Ctrl-C was held back. Called where an interrupt does no harm.
@@ -214,7 +234,7 @@ class _Undisturbed:
         Handlers that the user has installed still wait: they may call an object that is half changed.
         """
         number = int(signal.SIGINT)
-        if number in self._held and threading.get_ident() == threading.main_thread().ident:
+        if number in self._held and threading.get_ident() == self._main:
             if self._handlers[number] is signal.default_int_handler:
                 del self._held[number]
                 self.interrupt = KeyboardInterrupt()
@@ -223,6 +243,7 @@ class _Undisturbed:
     def start_anew(self) -> None:
         """In a child process, whose only thread is the one that forked: forget what was held back."""
         self._inside = {}
+        self._main = threading.main_thread().ident  # in Python too: its hook comes before ours
         self._forking, self._forks_now = None, False
         self._forked, self._one_fork = threading.Event(), threading.Lock()
         self._depth = 0
@@ -330,7 +351,8 @@ class Turns:
             self.waiting -= 1
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.note(error)
+        if error is not None:
+            self.note(error)
         self.lock.release()
         undisturbed.__exit__()
 
