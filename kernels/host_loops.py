@@ -187,7 +187,10 @@ class HostLoops:
             if not largest * max(1, number) < SUM_MAX:
                 return False
         # A sum is finite only if its terms are, and costs one pass.
-        return all(bool(torch.isfinite(grad.sum())) for grad in dense)
+        for grad in dense:
+            if not bool(torch.isfinite(grad.sum())):
+                return False
+        return True
 
     def norm(self, grad_UD: np.ndarray, p: float) -> float:
         return rows_norm(grad_UD, p, threads=self.threads)

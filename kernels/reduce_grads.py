@@ -34,7 +34,11 @@ _ROWS_AHEAD = 8
 
 # Values in which one iteration finds the largest; and for each format, all bits but the sign.
 _BLOCK = 1 << 15
-_MAGNITUDE = {"float32": np.uint32(0x7FFFFFFF), "uint16": np.uint16(0x7FFF), "int16": np.uint16(0x7FFF)}
+_MAGNITUDE = {
+    np.dtype(np.float32): np.uint32(0x7FFFFFFF),
+    np.dtype(np.uint16): np.uint16(0x7FFF),
+    np.dtype(np.int16): np.uint16(0x7FFF),
+}
 
 
 @dataclass(frozen=True)
@@ -189,7 +193,7 @@ def largest_magnitude(values: np.ndarray, *, threads: Threads) -> float:
     """
     bits_V = values.reshape(-1).view(np.uint32 if values.dtype == np.float32 else np.uint16)
     largest_K = np.zeros(-(-len(bits_V) // _BLOCK), np.uint32)
-    threads.run(_largest_cpu, len(largest_K), bits_V, _MAGNITUDE[values.dtype.name], largest_K, share_min=2)
+    threads.run(_largest_cpu, len(largest_K), bits_V, _MAGNITUDE[values.dtype], largest_K, share_min=2)
     bits = largest_K.max(initial=0)
     if values.dtype == np.int16:
         return float((np.uint32(bits) << np.uint32(16)).view(np.float32))

@@ -194,7 +194,7 @@ class EmbeddingStore:
     @property
     def built(self) -> bool:
         """Whether the tiers are there. Until then no row is known here, and every id reads as its initial value."""
-        return self._rows.built
+        return bool(self._rows.tiers)
 
     @property
     def format(self) -> RowFormat:
@@ -309,14 +309,14 @@ class EmbeddingStore:
     @property
     def row_SW(self) -> Array:
         """The hot tier's slab, float32 [S, W], and on a GPU a tensor [S, at least W]. Read it anew for every use."""
-        if not self._rows.built:
+        if not self._rows.tiers:
             raise StorageError(f"the embedding on {self._bottom.name} has no rows in memory any more: closed")
         return self._rows.hot.row_SW
 
     @property
     def weight_SX(self) -> Array:
         """The same memory as weights' bits."""
-        return self.format.weights(self.row_SW)
+        return self._rows.new_rows.format.weights(self.row_SW)
 
     @property
     def members(self) -> tuple["EmbeddingStore"]:
@@ -351,10 +351,11 @@ class EmbeddingStore:
         """
         with self.turns:
             self.turns.check(changes=True)
-            self._check_open()
+            if self._closed:
+                self._check_open()
             self.pins.release_abandoned()
-            hot, kept = self.hot, self.kept
-            begun, new = hot.begun, self._new_replicas(keys)
+            hot, kept = self._rows.hot, self.kept
+            begun, new = hot.begun, self._new_replicas(keys) if self.replicas else None
             if kept is None:
                 found = self.pins.acquire(keys, prefetched)
             else:
@@ -374,10 +375,8 @@ class EmbeddingStore:
                     self.replicas.add(new)
             return found
 
-    def _new_replicas(self, keys: Keys) -> ReplicatedKeys | None:
-        """Keys of replicated tables that are about to be begun; None where there are no such tables."""
-        if not self.replicas:
-            return None
+    def _new_replicas(self, keys: Keys) -> ReplicatedKeys:
+        """Keys of replicated tables that are about to be begun."""
         keys = self.loops.counted(keys)
         table_U, id_U = (self.loops.tensor(array).cpu().numpy() for array in (keys.table_U, keys.id_U))
         return self.replicas.new(table_U, id_U, self.format.row_bytes)
@@ -749,7 +748,7 @@ class EmbeddingStore:
     def mark_dirty(self, table_U: Array, slot_U: Array) -> None:
         """Say that the rows of keys of these tables, in these slots, have changed."""
         with undisturbed:
-            self.hot.mark_dirty(slot_U)
+            self._rows.hot.mark_dirty(slot_U)
             self.changes += 1
 
     @_reading
@@ -777,13 +776,14 @@ class EmbeddingStore:
 
         Keys may be there many times. None where rows move: read those of unique keys.
         """
-        self._check_open()
-        return self.hot.slots_of(table_N, id_N) if self.reads_in_place else None
+        if self._closed:
+            self._check_open()
+        return self._rows.hot.slots_of(table_N, id_N) if self.reads_in_place else None
 
     @property
     def reads_in_place(self) -> bool:
         """Whether rows lie still, so that `slots_of` gives their slots."""
-        return self.built and self.hot.lies_still
+        return bool(self._rows.tiers) and self._rows.hot.lies_still
 
     @property
     def absent_rows(self) -> InitialRows:

@@ -7,6 +7,7 @@ words   state_begin .. row_width     the optimizer's state, float32 whatever the
                                      gradients underflow in float16
 """
 
+import functools
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -40,27 +41,27 @@ class RowFormat:
     state: tuple[float, ...] = ()
     marks: int = 0
 
-    @property
+    @functools.cached_property
     def state_width(self) -> int:
         """Words of state."""
         return len(self.state)
 
-    @property
+    @functools.cached_property
     def mark_begin(self) -> int:
         """Word at which the weights have ended."""
         return -(-self.dim * np.dtype(BITS[self.dtype]).itemsize // 4)
 
-    @property
+    @functools.cached_property
     def state_begin(self) -> int:
         """Word at which the state begins."""
         return self.mark_begin + self.marks
 
-    @property
+    @functools.cached_property
     def row_width(self) -> int:
         """32-bit words of a row, W."""
         return self.state_begin + self.state_width
 
-    @property
+    @functools.cached_property
     def row_bytes(self) -> int:
         return self.row_width * 4
 

@@ -28,6 +28,7 @@ _PATIENCE = 1.0
 # Naps of 20 microseconds at most, in which a thread that takes a lock lets waiting ones go first.
 _NAPS_MAX = 500
 
+_STEPPING = operator.attrgetter("stepping")
 _ACQUIRE, _RELEASE = operator.methodcaller("acquire"), operator.methodcaller("release")
 
 
@@ -60,7 +61,7 @@ def in_step(locks: Iterable[StepLock], step: Callable[[], T]) -> T:
     locks = tuple(locks)
 
     def run() -> T:
-        before = [lock.stepping for lock in locks]
+        before = list(map(_STEPPING, locks))
         try:
             for lock in locks:
                 lock.stepping = True
@@ -69,7 +70,7 @@ def in_step(locks: Iterable[StepLock], step: Callable[[], T]) -> T:
             for lock, stepping in zip(locks, before, strict=True):
                 lock.stepping = stepping
 
-    return alone(locks, run)
+    return while_held(_taking_turns(sorted(locks, key=id)), run)
 
 
 def between_steps(locks: Iterable[StepLock], what: str, call: Callable[[], T]) -> T:

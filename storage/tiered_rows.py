@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -104,7 +104,8 @@ class TieredRows:
     @property
     def hot(self) -> HotRows:
         """The hot tier of a built one."""
-        return cast(HotRows, self.tiers[0])
+        hot: HotRows = self.tiers[0]  # type: ignore[assignment]  # the first tier is one
+        return hot
 
     @property
     def format(self) -> RowFormat:

@@ -22,6 +22,7 @@ import _signal  # type: ignore[import-not-found]
 # fork must be free while ours wait for other threads.
 import concurrent.futures.thread  # noqa: F401
 import logging  # noqa: F401
+import operator
 import os
 import signal
 import threading
@@ -63,6 +64,10 @@ class _Undisturbed:
     def __init__(self) -> None:
         self._depth = 0
         self._main = threading.main_thread().ident
+        self._found: list[Any] = [None] * len(_NUMBERS)
+        """Handler of each of `_NUMBERS` when the last block began; most blocks find the same."""
+        self._handled: list[int] = []
+        """Those of `_NUMBERS` whose handlers are functions of Python's."""
         self._handlers: dict[int, Any] = {}
         """Handler of each signal when a block began, by the signal's number."""
         self._held: dict[int, FrameType | None] = {}
@@ -190,7 +195,11 @@ class _Undisturbed:
             return
         try:
             self._depth = 1  # What handlers and the garbage collector begin meanwhile is within this block.
-            for number in _NUMBERS:
+            found = list(map(_signal.getsignal, _NUMBERS))
+            if not all(map(operator.is_, found, self._found)):
+                self._handled = [n for n, handler in zip(_NUMBERS, found, strict=True) if callable(handler)]
+                self._found = found
+            for number in self._handled:
                 handler = _signal.getsignal(number)
                 if callable(handler) and handler is not self._note:
                     self._handlers[number] = handler
@@ -426,19 +435,26 @@ class Turns:
         return True
 
 
-@contextmanager
-def whole(objects: Iterable[Turns]) -> Iterator[None]:
-    """Hold signals back during a block; an error that no code raises on purpose breaks these objects.
+class whole:
+    """`with whole(objects):` Signals come before this block or after it, and an error that nobody foresaw breaks these
+    objects.
 
-    For a change of several objects together, or one that needs no turn.
+    For what changes several objects together, or needs no turn. The block may let errors out that it has put in order.
     """
-    with undisturbed:
+
+    def __init__(self, objects: Iterable[Turns]):
+        self._objects = objects
+
+    def __enter__(self) -> None:
+        undisturbed.__enter__()
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
-            yield
-        except BaseException as error:
-            for turns in objects:
-                turns.note(error)
-            raise
+            if error is not None:
+                for turns in self._objects:
+                    turns.note(error)
+        finally:
+            undisturbed.__exit__()
 
 
 # A fork is of the whole process, and signals are too: what they wait for is known here, for all objects.

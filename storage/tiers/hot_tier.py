@@ -175,7 +175,7 @@ class HotTier:
 
     def _acquire(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
         slot_U = self._index.find(table_U, id_U)
-        missing = np.flatnonzero(slot_U < 0)
+        missing = (slot_U < 0).nonzero()[0]
         if len(missing):
             hit_H, table_M, id_M = slot_U[slot_U >= 0], table_U[missing], id_U[missing]
             self._pin(hit_H, 1)  # so that they are not evicted
@@ -308,7 +308,7 @@ class HotTier:
 
     def get(self, table_U: np.ndarray, id_U: np.ndarray, out_UW: np.ndarray) -> np.ndarray:
         slot_U = self._index.find(table_U, id_U)
-        hit = np.flatnonzero(slot_U >= 0)
+        hit = (slot_U >= 0).nonzero()[0]
         with self._writing:
             out_UW[hit] = copy_rows_out(self.row_SW, slot_U[hit], threads=self._threads)
         self._touch(slot_U[hit])
