@@ -108,11 +108,16 @@ class Expected:
         counted = ids is self.origin and not ids.is_inference()  # A tensor of inference mode counts no changes.
         if counted and self.waits and (ids.data_ptr(), version_of(ids)) == self._version:
             ids = self.ids  # Its values are known to be the same: nobody waits for a GPU to compare them.
-        return _same(ids, self.ids) and _same(table_ids, self.table_ids) and _same(offsets, self.offsets)
+        return (
+            (ids is self.ids or _same(ids, self.ids))
+            and (table_ids is self.table_ids or _same(table_ids, self.table_ids))
+            and (offsets is self.offsets or _same(offsets, self.offsets))
+        )
 
     def read(self, store: EmbeddingStore, per_sample_weights: torch.Tensor | None, pooling: str) -> torch.Tensor | None:
         """The rows as they are now; None if they cannot be had from what was reserved."""
-        same = pooling == self.pooling and _same(per_sample_weights, self.per_sample_weights)
+        scales = self.per_sample_weights
+        same = pooling == self.pooling and (per_sample_weights is scales or _same(per_sample_weights, scales))
         if self.rows is not None and same and store.changes == self.changes:
             return self.rows
         if self.lease is None or not self.lease.is_valid:
@@ -152,8 +157,6 @@ class Expected:
 
 def _same(given: Any, guessed: torch.Tensor | None) -> bool:
     # Any: what a user gives; what is no tensor is refused by the lookup itself.
-    if given is guessed:
-        return True
     if given is None or guessed is None:
         return False
     alike = isinstance(given, torch.Tensor) and given.dtype == guessed.dtype and given.device == guessed.device
@@ -275,11 +278,13 @@ class Building:
     def _take(self, name: str, embedding: LooksUp, arguments: dict[str, Any]) -> Expected | None:
         """The lookup that was expected, acquired."""
         waiting = self._expected.get(name, [])
-        sums_bags = ops.sums_bags(arguments["offsets"], arguments["per_sample_weights"], arguments["pooling"])
+        ids, table_ids, offsets, columns = map(arguments.__getitem__, KEY_ARGUMENTS)
         for lookup in waiting:
             in_this_mode = lookup.inserts == embedding.training
-            in_this_mode &= embedding.asked_ranks is None or lookup.sums_bags == sums_bags
-            if in_this_mode and lookup.is_of(*(arguments[name] for name in KEY_ARGUMENTS)):
+            if embedding.asked_ranks is not None:
+                sums_bags = ops.sums_bags(offsets, arguments["per_sample_weights"], arguments["pooling"])
+                in_this_mode &= lookup.sums_bags == sums_bags
+            if in_this_mode and lookup.is_of(ids, table_ids, offsets, columns):
                 waiting.remove(lookup)
                 lookup.lease = None if lookup.reserved is None else lookup.reserved.acquire()
                 self._waiting -= 1

@@ -20,8 +20,8 @@ A variable batch size changes no structure.
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import SUPPORTED_NODES
@@ -34,11 +34,12 @@ _Kind = inspect.Parameter
 # Levels of nesting at which strings are structure: of an argument that is one, of *args and **kwargs, of a default.
 _ITSELF, _MEMBERS, _ALL = 1, 2, 1 << 30
 
+_PLAIN = (_Kind.POSITIONAL_ONLY, _Kind.POSITIONAL_OR_KEYWORD)
+
 _CONSTANTS = (type(None), bool, torch.dtype, torch.device)
 
 
-@dataclass(frozen=True)
-class Structure:
+class Structure(NamedTuple):
     """The nesting of a call's arguments; hashable.
 
     Args:
@@ -91,6 +92,9 @@ class Signature:
 
     def __init__(self, build: Callable[..., object]):
         self._signature = inspect.signature(build)
+        parameters = self._signature.parameters
+        self._plain = tuple(parameters) if all(its.kind in _PLAIN for its in parameters.values()) else None
+        """Names of the arguments, where each is one that a call may give by its place; None = others are among them."""
 
     def flatten(self, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[list[Any], Structure]:
         """(values, structure) of a call.
@@ -98,11 +102,16 @@ class Signature:
         Raises:
             TypeError: these are not arguments of `build`.
         """
+        values: list[Any] = []
+        parts: list[Structure] = []
+        names = self._plain
+        if names is not None and not kwargs and len(args) == len(names):
+            for name, argument in zip(names, args, strict=True):
+                parts.append(_flatten(argument, name, values, _ITSELF))
+            return values, Structure("dict", (dict, names), tuple(parts))
         bound = self._signature.bind(*args, **kwargs)
         passed = set(bound.arguments)
         bound.apply_defaults()
-        values: list[Any] = []
-        parts = []
         for name, argument in bound.arguments.items():
             # *args and **kwargs hold arguments of their own.
             several = self._signature.parameters[name].kind in (_Kind.VAR_POSITIONAL, _Kind.VAR_KEYWORD)
@@ -133,6 +142,9 @@ def _flatten(argument: Any, name: str, values: list[Any], depth: int) -> Structu
     Args:
         depth: how many levels of nesting, from this one, hold strings that are structure.
     """
+    if type(argument) is torch.Tensor:
+        values.append(argument)
+        return Structure("value", name)
     if isinstance(argument, _CONSTANTS) or depth > 0 and isinstance(argument, str):
         # With its class: True and 1 are equal, and are not the same to build.
         return Structure("constant", (type(argument), argument))

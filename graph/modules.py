@@ -29,9 +29,24 @@ def is_embedding(module: torch.nn.Module) -> bool:
     return isinstance(module.__dict__.get("store"), EmbeddingStore)
 
 
-def embeddings_in(module: torch.nn.Module) -> Embeddings:
+def embeddings_in(module: torch.nn.Module) -> dict[str, Any]:
     """The embedding modules below a module, by qualified name, each once."""
-    return {name: child for name, child in module.named_modules() if is_embedding(child)}
+    found: dict[str, Any] = {}
+    seen: set[torch.nn.Module] = set()
+    waiting = [("", module)]
+    while waiting:  # as `named_modules`, whose nested generators take longer than a lookup: every step asks
+        name, one = waiting.pop()
+        if one in seen:
+            continue
+        if type(one).named_modules is not torch.nn.Module.named_modules:
+            return {name: child for name, child in module.named_modules() if is_embedding(child)}
+        seen.add(one)
+        if isinstance(one.__dict__.get("store"), EmbeddingStore):
+            found[name] = one
+        for child_name, child in reversed(one._modules.items()):
+            if child is not None:
+                waiting.append((f"{name}.{child_name}" if name else child_name, child))
+    return found
 
 
 def unregistered_modules(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:

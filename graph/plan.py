@@ -6,6 +6,7 @@
 Invariant: whatever passes run, the rows are those of eager mode.
 """
 
+import functools
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ class Plan:
         prepared: list[Any] = self.prepare([*values, announcement] if self.announces else values, profile)
         return prepared
 
-    @property
+    @functools.cached_property
     def announces(self) -> bool:
         """Whether lookups are announced to other ranks."""
         return any(node.target is ops.announce for node in self.prepare.graph.nodes)

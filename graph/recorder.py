@@ -15,7 +15,7 @@ from typing import TypeVar
 from oneemb.graph.ops.op import OPS
 from oneemb.storage.fs import AnyPath, file_path
 
-__all__ = ["OpStats", "Profile", "StepStats", "stats_table"]
+__all__ = ["OpStats", "Profile", "UNCOUNTED", "StepStats", "stats_table"]
 
 Result = TypeVar("Result")
 
@@ -29,13 +29,6 @@ class OpStats:
     rows: int = 0
     """Ids looked up, or unique rows acquired, reduced or updated."""
     bytes: int = 0
-
-    def add(self, ns: int, rows: int = 0, size: int = 0) -> None:
-        """Count one call."""
-        self.calls += 1
-        self.ns += ns
-        self.rows += rows
-        self.bytes += size
 
 
 def stats_table(halves: Iterable[tuple[str, Iterable[tuple[str, OpStats]]]]) -> str:
@@ -167,7 +160,15 @@ class StepStats:
         result = function(*args, **kwargs)
         end = time.perf_counter_ns()
         measure = op.measure if (op := OPS.get(function)) is not None else None
-        self._stats.setdefault(label, OpStats()).add(end - begin, *(measure(args, result) if measure else ()))
+        its = self._stats.get(label)
+        if its is None:
+            its = self._stats.setdefault(label, OpStats())
+        its.calls += 1
+        its.ns += end - begin
+        if measure is not None:
+            rows, size = measure(args, result)
+            its.rows += rows
+            its.bytes += size
         if self.profile is not None:
             self.profile.note("compute", label, begin, end)
         return result
@@ -175,3 +176,14 @@ class StepStats:
     def stats(self) -> list[tuple[str, OpStats]]:
         """Each op with its counts and times, in the order in which they first ran."""
         return list(self._stats.items())
+
+
+class _Uncounted(StepStats):
+    """Calls ops as they are, where nobody asks for counts and times."""
+
+    def call(self, label: str, function: Callable[..., Result], /, *args: object, **kwargs: object) -> Result:
+        """See `StepStats`."""
+        return function(*args, **kwargs)
+
+
+UNCOUNTED = _Uncounted()

@@ -7,7 +7,7 @@ import warnings
 import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Self, TypeVar, cast
 
@@ -88,7 +88,8 @@ class Batch(NamedTuple):
 class _Known:
     """Lookups of `build` for one structure of inputs, as far as they are known."""
 
-    def __init__(self) -> None:
+    def __init__(self, key: "_Key") -> None:
+        self.key = key
         self.plan: Plan | None = None
         """None = they are to be recorded."""
         self.recorded = 0
@@ -115,7 +116,8 @@ class _Known:
     def look_back(self, building: Building, plan: Plan) -> None:
         """Have the lookups recorded anew if a step has made others than were expected."""
         in_vain = building.in_vain
-        self.missed.update(in_vain)
+        if in_vain:
+            self.missed.update(in_vain)
         # A plan that misses none and lacks some is still better than none, once there is no other to be had.
         if in_vain or building.others > plan.others and self.recorded < RECORDED_MAX:
             self.plan = None
@@ -203,8 +205,9 @@ class CompiledGraph(torch.nn.Module):
         if known is None:
             self._forget_exchanged(batch.embeddings)
             self._make_room(batch.structure)
-            known = self._known[key] = _Known()
-        self._known.move_to_end(key)
+            known = self._known[key] = _Known(key)
+        if known.key is not next(reversed(self._known)):
+            self._known.move_to_end(key)
         return known
 
     def _forget_exchanged(self, embeddings: Mapping[str, TableEmbedding]) -> None:
@@ -567,16 +570,19 @@ class CompiledGraph(torch.nn.Module):
         except GeneratorExit:
             raise
         except BaseException as error:
-            if one_step and not isinstance(error, Exception) and self._steps_made() > made:
-                mark_told(error)  # An interrupt that came when the step was made: what the others have done, it has.
-            embeddings = list(embeddings_of(self).values())
-            # An evaluation that asks no rank is this one's own: others have come to nothing in which they wait for it.
-            asks = any(embedding.asked_ranks is not None for embedding in embeddings)
-            told = embeddings if asks or self._inserts() or not one_step else []
-            for embedding in told:
-                if embedding.ranks is not None:
-                    embedding.ranks.fail(f"run {type(self).__name__}", error, since)
+            self._fail_together(error, since, made, one_step=one_step)
             raise
+
+    def _fail_together(self, error: BaseException, since: int, made: int, *, one_step: bool) -> None:
+        if one_step and not isinstance(error, Exception) and self._steps_made() > made:
+            mark_told(error)  # An interrupt that came when the step was made: what the others have done, it has.
+        embeddings = list(embeddings_of(self).values())
+        # An evaluation that asks no rank is this one's own: others have come to nothing in which they wait for it.
+        asks = any(embedding.asked_ranks is not None for embedding in embeddings)
+        told = embeddings if asks or self._inserts() or not one_step else []
+        for embedding in told:
+            if embedding.ranks is not None:
+                embedding.ranks.fail(f"run {type(self).__name__}", error, since)
 
     def _steps_made(self) -> int:
         """How many steps the graph has made."""
@@ -643,10 +649,18 @@ class CompiledGraph(torch.nn.Module):
             What `build`, a hook, an optimizer or a scheduler raises: a note says what was updated before. A step whose
                 scheduler failed has been made and is counted.
         """
-        with self._failing_together(one_step=True):
-            prepared, self._called_by = Prepared(None, position=self._called_by), None
+        since, made = moment(), self._steps_made()
+        try:  # As `_failing_together`.
+            prepared = Prepared(None, position=self._called_by)
+            if self._called_by is not None:  # Assignments to modules take long.
+                self._called_by = None
             batch = self._batch(args, kwargs)
-            return self._in_step(batch, lambda: self._step(batch, prepared, None))
+            return self._in_step(batch, functools.partial(self._step, batch, prepared, None))
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            self._fail_together(error, since, made, one_step=True)
+            raise
 
     def _in_step(self, batch: Batch, step: Callable[[], Any]) -> Any:
         return in_step([embedding.store.step_lock for embedding in batch.embeddings.values()], step)
@@ -676,15 +690,21 @@ class CompiledGraph(torch.nn.Module):
             self._expect(expected, plan, batch, prepared, profile)
         all_made = on_acquired or (lambda: None)
         building = Building(names, expected, all_made, tape, announced=prepared.announced, **surrounding)
-        with self._dense_modules():
-            result = self._stats.call("build", building.call, self.build, *batch.args, **batch.kwargs)
+        dense = self._dense_compiler()
+        call = functools.partial(self._stats.call, "build", building.call, self.build, *batch.args, **batch.kwargs)
+        if dense is None:
+            result = call()
+        else:
+            with dense.in_place_of(self, self._why_not_captured()):
+                result = call()
         if tape is not None:
             known.keep(
                 compile_plan(tape, self, batch.embeddings, self._trainers(), self._merged, inserts=self._inserts())
             )
         elif plan is not None:
             known.look_back(building, plan)
-        self._latest = known.plan or self._latest
+        if known.plan is not None and known.plan is not self._latest:
+            self._latest = known.plan
         if profile is not None:
             profile.step += 1
         return result
@@ -695,16 +715,12 @@ class CompiledGraph(torch.nn.Module):
         """Add the lookups that `build` is expected to make."""
         try:
             fits = prepared.plan is plan and prepared.values is not None and prepared.versions == plan.versions()
-            if not fits:
+            if not fits and (prepared.values is not None or prepared.announced is not None):
                 prepared.drop()
             expected += plan.expect(batch.values, prepared.values if fits else None, profile)
         except Exception:  # `build` will make them as in eager mode; what is wrong it will say, in its line.
             prepared.drop()
         prepared.values = None  # Its rows are the lookups' own, or dropped.
-
-    def _dense_modules(self) -> AbstractContextManager[object]:
-        dense = self._dense_compiler()
-        return nullcontext() if dense is None else dense.in_place_of(self, self._why_not_captured())
 
     def _why_not_captured(self) -> str:
         """Reason why dense modules must not be captured as CUDA graphs; "" = they may be."""

@@ -10,7 +10,7 @@ import torch
 
 from oneemb.embedding import TableEmbedding
 from oneemb.graph import ops
-from oneemb.graph.recorder import StepStats
+from oneemb.graph.recorder import UNCOUNTED, StepStats
 from oneemb.graph.row_optimizers import Group, RowOptimizer
 from oneemb.row_step import RowStep, TrainedRows, attach, groups_of_rows, row_weights, rows_stepped, settle_rows
 from oneemb.storage.embedding_store import EmbeddingStore
@@ -267,14 +267,14 @@ def step_together(
     optimizers: Sequence[Optimizer],
     scaler: torch.amp.GradScaler | None = None,
     *,
-    commit: Callable[[], object] = lambda: None,
-    stats: StepStats | None = None,
+    commit: Callable[[], object] | None = None,
+    stats: StepStats = UNCOUNTED,
 ) -> bool:
     """Make one step of several optimizers, dense parameters and rows: all of it or, if a gradient is not finite, none.
 
     Args:
         scaler: the GradScaler that has scaled and unscaled the gradients: a step that overflows is then left out.
-        commit: called before the first change.
+        commit: called before the first change; None = nothing is.
         stats: counts and times each op.
 
     Returns:
@@ -284,7 +284,6 @@ def step_together(
         NonFiniteGradientError: a gradient is NaN or infinite; nothing has changed.
         What a torch optimizer or a hook of it raises: no row has changed; dense parameters may have.
     """
-    stats = stats or StepStats()
     for optimizer in optimizers:
         for embedding in optimizer.embeddings:
             embedding.store.turns.check(changes=True)
@@ -294,28 +293,35 @@ def step_together(
     def ready() -> str | None:
         for row_step in rows:
             row_step.take_grads()
-        grads.extend(row_step.reduce(stats) for row_step in rows)
-        return stats.call("check_finite", ops.check_finite, rows, [grad for each in grads for grad in each])
+        every: list[ops.RowGrads] = []
+        for row_step in rows:
+            grads.append(row_step.reduce(stats))
+            every += grads[-1]
+        return stats.call("check_finite", ops.check_finite, rows, every)
 
-    what = f"step by {', '.join(map(_name, rows))}"
     try:
         ranks = stats.call("settle", settle_rows, [row_step.optimizer for row_step in rows])
         if ranks is None:
             go = ops.may_step(ready(), rows, scaler)
-            commit()
+            if commit is not None:
+                commit()
         with undisturbed:  # An interrupt comes before the step or after all of it.
             if ranks is not None:
                 # Once they have agreed the other ranks make the step: one that is interrupted must make it too.
                 with undisturbed.forks_allowed():
-                    found = ranks.agree(what, ready)
+                    found = ranks.agree(f"step by {', '.join(map(_name, rows))}", ready)
                 go = ops.may_step(found, rows, scaler)
-                commit()
+                if commit is not None:
+                    commit()
             try:
                 options = []
                 for row_step, its_grads in zip(rows, grads, strict=True):
-                    with rows_stepped(row_step.optimizer):
+                    try:
+                        rows_stepped.add(row_step.optimizer)
                         after_hooks = _after_hooks(row_step, its_grads, go)
                         options.append(stats.call(f"step({_name(row_step)})", ops.step, row_step, go, after_hooks))
+                    finally:
+                        rows_stepped.discard(row_step.optimizer)
                 for row_step, its_grads, its_options in zip(rows, grads, options, strict=True):
                     row_step.update(its_grads, go, its_options, stats)
                     row_step.taken += go
@@ -331,11 +337,12 @@ def step_together(
     return go
 
 
-def _after_hooks(row_step: RowStep, grads: list[ops.RowGrads], go: bool) -> Callable[[], None]:
-    """Give weights their gradients back for hooks of the torch optimizer; what this gives takes them anew."""
+def _after_hooks(row_step: RowStep, grads: list[ops.RowGrads], go: bool) -> Callable[[], None] | None:
+    """Give weights their gradients back for hooks of the torch optimizer, if it has any. Returns what takes them
+    anew."""
     optimizer = row_step.optimizer
     if not go or not optimizer._optimizer_step_pre_hooks:
-        return lambda: None
+        return None
     changes = row_step.changes()
     row_step.put_back()
     return lambda: row_step.reduce_again(grads, changes)

@@ -175,10 +175,11 @@ class TableEmbedding(torch.nn.Module):
         """
         refuse_tracers(self, ids)
         scaled = isinstance(per_sample_weights, torch.Tensor) and per_sample_weights.requires_grad
-        has_gradient = torch.is_grad_enabled() and (self.is_trained or scaled)
+        is_trained = torch.is_grad_enabled() and self.is_trained
+        has_gradient = is_trained or scaled and torch.is_grad_enabled()
         if not self.training and self.store.turns.forked:
             has_gradient = False  # A child of fork may read rows, not train them.
-        if has_gradient and self.is_trained and _in_ddp(self.weights):
+        if has_gradient and is_trained and _in_ddp(self):
             raise RuntimeError(
                 f"embedding {self.name!r} is inside DistributedDataParallel, which would leave each rank with rows of"
                 " its own; wrap the dense modules alone, and look ids up outside of them; TorchRec's"
@@ -186,7 +187,8 @@ class TableEmbedding(torch.nn.Module):
             )
         arguments: dict[str, Any] = {
             "ids": ids, "table_ids": table_ids, "offsets": offsets, "per_sample_weights": per_sample_weights,
-            "pooling": self._pooling_of(pooling, offsets), "columns": columns_of(columns),
+            "pooling": "sum" if pooling is None else self._pooling_of(pooling, offsets),
+            "columns": None if columns is None else columns_of(columns),
         }  # fmt: skip
         with hidden_from_modes():
             building = building_now()
@@ -293,7 +295,8 @@ class TableEmbedding(torch.nn.Module):
             columns,
             threads=self.store.threads,
         )
-        ops.check_pooling(keys, per_sample_weights, pooling or "sum")
+        if per_sample_weights is not None or pooling != "sum":
+            ops.check_pooling(keys, per_sample_weights, pooling or "sum")
         return keys
 
     def say_if_empty(self) -> None:
@@ -316,13 +319,19 @@ class TableEmbedding(torch.nn.Module):
     @property
     def weights(self) -> tuple[torch.nn.Parameter, ...]:
         """The parameters that stand for rows: one for all, or see `belongs_to`."""
+        if self._weights_of_another is not None:
+            return self._weights_of_another
         # Asked anew each time: torch's tools, such as fully_shard, put other parameters in a module's place.
-        return (self.weight,) if self._weights_of_another is None else self._weights_of_another
+        weight = self._parameters.get("weight")
+        return (self.weight if weight is None else weight,)
 
     @property
     def is_trained(self) -> bool:
         """Whether rows, of any table, are to get a gradient."""
-        return any(weight.requires_grad for weight in self.weights)
+        for weight in self.weights:  # a loop, which is quicker than `any`: every lookup asks
+            if weight.requires_grad:
+                return True
+        return False
 
     def belongs_to(self, weights: Sequence[torch.nn.Parameter], *, is_kept: bool = True) -> None:
         """Let parameters of another module stand for the rows of each table, in place of `weight`: so tables can be
@@ -878,7 +887,8 @@ def copied(
 
 def embeddings_of(module: torch.nn.Module) -> dict[str, TableEmbedding]:
     """The embeddings below a module, by qualified name, each once."""
-    return cast(dict[str, TableEmbedding], embeddings_in(module))  # The graph package cannot import this class.
+    found: dict[str, TableEmbedding] = embeddings_in(module)  # The graph package cannot import this class.
+    return found
 
 
 class MultiTableEmbedding(TableEmbedding):
@@ -1005,11 +1015,13 @@ class _RowsOf(weakref.ref):
         )
 
 
-def _in_ddp(weights: Sequence[torch.Tensor]) -> bool:
-    """Whether DistributedDataParallel runs, and counts one of these among those whose gradients it sums over ranks."""
+def _in_ddp(embedding: TableEmbedding) -> bool:
+    """Whether DistributedDataParallel runs, and counts a weight of the embedding among the parameters whose gradients
+    it sums over ranks."""
     ddp = torch.nn.parallel.DistributedDataParallel._active_ddp_module
-    its = () if ddp is None else ddp._module_parameters
-    return any(parameter is weight for parameter in its for weight in weights)
+    if ddp is None:
+        return False
+    return any(parameter is weight for parameter in ddp._module_parameters for weight in embedding.weights)
 
 
 def _why_no_gpu(failure: BaseException) -> str:

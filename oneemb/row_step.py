@@ -14,8 +14,7 @@ until the next step, they are gone, with a warning. `oneemb.Optimizer` puts them
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -25,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from oneemb.graph import ops
 from oneemb.graph.building import building_now
 from oneemb.graph.ranks import Ranks
-from oneemb.graph.recorder import StepStats
+from oneemb.graph.recorder import UNCOUNTED, StepStats
 from oneemb.graph.row_optimizers import Group, RowOptimizer, row_optimizer_of
 from oneemb.graph.tape import version_of
 from oneemb.storage.embedding_store import EmbeddingStore
@@ -75,26 +74,38 @@ class RowWeight(NamedTuple):
     embedding: TrainedRows
 
 
-def row_weights(optimizer: torch.optim.Optimizer) -> Iterator[RowWeight]:
+def row_weights(optimizer: torch.optim.Optimizer) -> list[RowWeight]:
     """The parameters of an optimizer that stand for rows."""
+    found = []
     for g, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            if (embedding := embedding_of(parameter)) is not None:
-                yield RowWeight(g, parameter, embedding)
+            reference = getattr(parameter, "embedding", None)  # as `embedding_of`
+            if isinstance(reference, weakref.ref) and (embedding := reference()) is not None:
+                found.append(RowWeight(g, parameter, embedding))
+    return found
 
 
-def groups_of_rows(optimizer: torch.optim.Optimizer) -> dict[TrainedRows, tuple[int, ...]]:
+def groups_of_rows(
+    optimizer: torch.optim.Optimizer, weights: Iterable[RowWeight] | None = None
+) -> dict[TrainedRows, tuple[int, ...]]:
     """The numbers of the param groups that each embedding is in: of each of its weights, or of one that stands for all.
+
+    Args:
+        weights: result of `row_weights`; None = call it.
 
     Raises:
         ValueError: some tables of an embedding are in no group, and are not frozen.
     """
     of_weights: dict[TrainedRows, dict[int, int]] = {}
-    for g, weight, embedding in row_weights(optimizer):
+    for g, weight, embedding in row_weights(optimizer) if weights is None else weights:
         of_weights.setdefault(embedding, {})[id(weight)] = g
-    groups = {}
+    groups: dict[TrainedRows, tuple[int, ...]] = {}
     for embedding, its in of_weights.items():
-        missing = [t for t, weight in enumerate(embedding.weights) if id(weight) not in its and weight.requires_grad]
+        its_weights = embedding.weights
+        if len(its_weights) == 1 and (only := id(its_weights[0])) in its:
+            groups[embedding] = (its[only],)
+            continue
+        missing = [t for t, weight in enumerate(its_weights) if id(weight) not in its and weight.requires_grad]
         if missing:
             raise ValueError(
                 f"the rows of embedding {embedding.name!r} are trained by one optimizer: {type(optimizer).__name__}"
@@ -102,7 +113,7 @@ def groups_of_rows(optimizer: torch.optim.Optimizer) -> dict[TrainedRows, tuple[
                 " requires_grad_(False)"
             )
         first = next(iter(its.values()))
-        groups[embedding] = tuple(its.get(id(weight), first) for weight in embedding.weights)
+        groups[embedding] = tuple(its.get(id(weight), first) for weight in its_weights)
     return groups
 
 
@@ -175,11 +186,11 @@ def settle_rows(optimizers: Iterable[torch.optim.Optimizer]) -> Ranks | None:
     """
     embeddings: dict[TrainedRows, torch.nn.Parameter] = {}
     for optimizer in optimizers:
-        embeddings |= {
-            embedding: weight
-            for _, weight, embedding in row_weights(optimizer)
-            if embedding.ranks is not None and (weight.requires_grad or _has_grad(weight))
-        }
+        for _, weight, embedding in row_weights(optimizer):
+            if embedding.ranks is not None and (weight.requires_grad or _has_grad(weight)):
+                embeddings[embedding] = weight
+    if not embeddings:
+        return None
     grads: list[ops.RowGrad] = []
     for embedding, weight in embeddings.items():
         # Also where this rank has looked nothing up: it owns rows that others have.
@@ -195,7 +206,7 @@ def settle_rows(optimizers: Iterable[torch.optim.Optimizer]) -> Ranks | None:
             weight.grad = grad
     # Of all of them: lookups of tables that are all replicated ask no rank, so that nothing else tells how these were
     # made.
-    return Ranks.joined(ranks) if ranks else None
+    return Ranks.joined(ranks)
 
 
 class RowStep:
@@ -226,7 +237,8 @@ class RowStep:
             if embedding.store is store and embedding.row_optimizer is not None:
                 if self.groups_of_tables is not None:
                     return embedding.row_optimizer, self.groups_of_tables()
-                return embedding.row_optimizer, [self.optimizer.param_groups[g] for g in self._groups[store]]
+                param_groups = self.optimizer.param_groups
+                return embedding.row_optimizer, list(map(param_groups.__getitem__, self._groups[store]))
         return None
 
     @property
@@ -240,9 +252,12 @@ class RowStep:
         Raises:
             ValueError, TypeError, StorageError: an embedding cannot be attached; its gradient stays where it is.
         """
-        weights = list(row_weights(self.optimizer))
-        found = {embedding: None for _, weight, embedding in weights if _has_grad(weight)}
-        groups = groups_of_rows(self.optimizer) if found else {}
+        weights = row_weights(self.optimizer)
+        found: dict[TrainedRows, None] = {}
+        for _, weight, embedding in weights:
+            if _has_grad(weight):
+                found[embedding] = None
+        groups = groups_of_rows(self.optimizer, weights) if found else {}
         for embedding in found:
             if embedding.optimizer is not self.optimizer:
                 if embedding.optimizer is not None:
@@ -285,8 +300,10 @@ class RowStep:
             store.turns.check(changes=True)
             its = self._groups[store]
             of_group.setdefault(its[:1] if len(set(its)) == 1 else (*its, id(store)), []).append(grad)
-        reduced = [stats.call("reduce_grads", ops.reduce_grads, group) for group in of_group.values()]
-        return [grads for each in reduced for grads in each]
+        reduced: list[ops.RowGrads] = []
+        for group in of_group.values():
+            reduced += stats.call("reduce_grads", ops.reduce_grads, group)
+        return reduced
 
     def reduce_again(self, grads: list[ops.RowGrads], changes: Sequence[int]) -> None:
         """Take the gradients, which hooks of the user's have seen since they were reduced: `grads`, changed in place if
@@ -300,7 +317,7 @@ class RowStep:
         """
         self.take_grads()
         if self.changes() != changes:
-            grads[:] = self.reduce(StepStats())
+            grads[:] = self.reduce(UNCOUNTED)
             ops.may_step(ops.check_finite([self], grads), [self])
 
     def changes(self) -> list[int]:
@@ -310,8 +327,9 @@ class RowStep:
     def update(self, grads: Sequence[ops.RowGrads], go: bool, options: ops.Groups, stats: StepStats) -> None:
         """Update the rows, let them be evicted, and give the weights their gradients back: as torch's, they stay until
         `zero_grad`."""
+        label = f"update({type(self.optimizer).__name__})"
         for grad in grads:
-            stats.call(f"update({type(self.optimizer).__name__})", ops.update, self, grad, go, options)
+            stats.call(label, ops.update, self, grad, go, options)
         for _, row_grad in self.grads:
             row_grad.unpin()
         self.put_back()
@@ -335,7 +353,7 @@ class RowStep:
 
         def ready() -> str | None:
             self.take_grads()
-            grads.extend(self.reduce(StepStats()))
+            grads.extend(self.reduce(UNCOUNTED))
             return ops.check_finite([self], grads)
 
         ranks = settle_rows([self.optimizer])
@@ -345,7 +363,7 @@ class RowStep:
                 with undisturbed.forks_allowed():
                     found = ranks.agree(f"step by {type(self.optimizer).__name__} in the backward pass", ready)
             go = ops.may_step(found, [self])
-            self.update(grads, go, ops.options_of(self.optimizer), StepStats())
+            self.update(grads, go, ops.options_of(self.optimizer), UNCOUNTED)
             self.taken += go
 
 
@@ -390,7 +408,7 @@ class _Hooked(RowStep):
         self._follow_scaler()
         if not self.grads or not self._go:
             return None
-        self._reduced = self.reduce(StepStats())
+        self._reduced = self.reduce(UNCOUNTED)
         return ops.check_finite([self], self._reduced)
 
     def _follow_scaler(self) -> None:
@@ -413,8 +431,8 @@ class _Hooked(RowStep):
     def _update_rows(self) -> None:
         try:
             if any(grads.generation != grads.store.generation for grads in self._reduced):
-                self._reduced = self.reduce(StepStats())  # A hook, or another thread, has moved or replaced the rows.
-            self.update(self._reduced, self._go, self._options, StepStats())
+                self._reduced = self.reduce(UNCOUNTED)  # A hook, or another thread, has moved or replaced the rows.
+            self.update(self._reduced, self._go, self._options, UNCOUNTED)
         except Exception as error:
             name = type(self.optimizer).__name__
             ops.add_note(error, f"{name}.step() has stepped the dense parameters, not all rows")
@@ -456,17 +474,8 @@ class _Arguments(tuple[Any, ...]):
 
 
 _begun: "weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[_Hooked]]" = weakref.WeakKeyDictionary()
-_stepped: "weakref.WeakSet[torch.optim.Optimizer]" = weakref.WeakSet()
-
-
-@contextmanager
-def rows_stepped(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Within it a step of a torch optimizer leaves rows to the caller, who has taken their gradients."""
-    try:
-        _stepped.add(optimizer)
-        yield
-    finally:
-        _stepped.discard(optimizer)
+rows_stepped: "weakref.WeakSet[torch.optim.Optimizer]" = weakref.WeakSet()
+"""Optimizers in the middle of a step that leaves rows to the caller, who has taken their gradients."""
 
 
 def _steps_others(optimizer: torch.optim.Optimizer) -> bool:
@@ -487,7 +496,7 @@ def _begin(waiting: weakref.ref[_Hooked], *_: object) -> None:
 def _before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if (building := building_now()) is not None:
         building.check_step(optimizer)
-    if optimizer in _stepped or _steps_others(optimizer):
+    if optimizer in rows_stepped or _steps_others(optimizer):
         return None
     left = _begun.pop(optimizer, None)
     if left is not None and (raised := left()) is not None:

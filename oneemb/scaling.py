@@ -3,15 +3,14 @@
 import inspect
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
-from types import CellType
+from types import CellType, FunctionType, MethodType
 from typing import Any, cast
 
 import torch
 
 from oneemb.graph.build_error import BuildError, user_line
 from oneemb.graph.tape import version_of
-from oneemb.stand_ins import StandIn, standing_in
+from oneemb.stand_ins import StandIn
 
 __all__ = ["Scaling", "idle_copy", "scalers_in", "scalers_of", "set_apart"]
 
@@ -48,10 +47,12 @@ class Scaling:
         self._parameters = [] if given is None else list(parameters)
         self._grads = self._read_grads()
 
-    def watching(self) -> AbstractContextManager[None]:
-        """A context in which calls of `scale` by `build` are noted, and those of `update` refused."""
-        told = {"scale": self.note, "update": self.refuse_update}
-        return standing_in((scaler, name, tell) for scaler in self._watched for name, tell in told.items())
+    def methods(self) -> list[tuple[Any, str, Callable[[Any], None]]]:
+        """Methods to stand in for while `build` runs: calls of `scale` are noted, and those of `update` refused."""
+        methods: list[tuple[Any, str, Callable[[Any], None]]] = []
+        for scaler in self._watched:
+            methods += [(scaler, "scale", self.note), (scaler, "update", self.refuse_update)]
+        return methods
 
     def note(self, scaler: torch.amp.GradScaler) -> None:
         """Note that `build` scales by this one.
@@ -85,8 +86,11 @@ class Scaling:
 
     def _read_grads(self) -> list[tuple[int, int] | None]:
         """Other readings mean that gradients have come."""
-        grads = [parameter.grad for parameter in self._parameters]
-        return [None if grad is None else (id(grad), version_of(grad)) for grad in grads]
+        read: list[tuple[int, int] | None] = []
+        for parameter in self._parameters:
+            grad = parameter.grad
+            read.append(None if grad is None else (id(grad), version_of(grad)))
+        return read
 
     def check(self) -> None:
         """Raise BuildError if gradients have come that are not scaled, though they should be."""
@@ -152,9 +156,9 @@ def scalers_in(values: Iterable[object]) -> list[torch.amp.GradScaler]:
 def scalers_of(build: Callable[..., object]) -> list[torch.amp.GradScaler]:
     """The GradScalers that a function, or one that a decorator has wrapped, has in a closure or as globals now: all
     globals of its module, since a function that it calls may name them."""
-    function = inspect.unwrap(build)
-    if not inspect.isroutine(function):
+    function = inspect.unwrap(build) if hasattr(build, "__wrapped__") else build
+    if not isinstance(function, MethodType | FunctionType) and not inspect.isroutine(function):
         return []
-    cells = getattr(function, "__closure__", None) or ()
-    held = [cell.cell_contents for cell in cells if cell != CellType()]  # but for those that are empty
+    cells = getattr(function, "__closure__", None)
+    held = [cell.cell_contents for cell in cells if cell != CellType()] if cells else []  # but for those that are empty
     return scalers_in([*held, *getattr(function, "__globals__", {}).values()])

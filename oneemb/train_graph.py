@@ -1,9 +1,9 @@
 """A training step as a graph: called for each batch or run over a loader, its lookups made ahead of it."""
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -199,16 +199,22 @@ class TrainGraph(CompiledGraph):
         updates_before, updates_now = state.updates_made(), state.micro_batches + 1 >= self._accumulation()
         kept: list[Expected] = []
         known = [*scalers_in(vars(self).values()), *scalers_of(self.build)]
-        scalers = {*known, *(scaler for scaler in (state.scaler, state.scaled_by) if scaler is not None)}
-        with ExitStack() as committing:  # An interrupt comes before the update, or after the step has been counted.
+        given = state.scaler, state.scaled_by
+        with _Committing() as committing:  # An interrupt comes before the update, or after the step has been counted.
             try:
                 scaling = Scaling(known, state.scaler, state.scaled_by, self._on_second_pass(), self.parameters())
-                schedulers = [(one, "step", _refuse_step) for one in state.lr_schedulers if one is not None]
-                with scaling.watching(), standing_in(schedulers):
-                    steppers = [stepper for joined in state.optimizers for stepper in (joined, joined.optimizer)]
-                    result = self._run_build(
-                        batch, prepared, on_acquired, expected, backward=scaling.backward, steppers=steppers
-                    )
+                steppers = [stepper for joined in state.optimizers for stepper in (joined, joined.optimizer)]
+                surrounding = {"backward": scaling.backward, "steppers": steppers}
+                build = functools.partial(self._run_build, batch, prepared, on_acquired, expected, **surrounding)
+                methods = scaling.methods()
+                for scheduler in state.lr_schedulers:
+                    if scheduler is not None:
+                        methods.append((scheduler, "step", _refuse_step))
+                if methods:
+                    with standing_in(methods):
+                        result = build()
+                else:
+                    result = build()
                 self._check_trained(batch, scaling)
                 state.scaled_by = scaling.scaler or state.scaled_by
                 if updates_now:
@@ -217,7 +223,7 @@ class TrainGraph(CompiledGraph):
                     kept = [lookup for lookup in expected if lookup.has_grad]
             except BaseException:
                 with undisturbed:
-                    state.drop_gradients(scalers)
+                    state.drop_gradients({scaler for scaler in (*known, *given) if scaler is not None})
                     if state.updates_made() > updates_before:  # a scheduler failed, after the update
                         state.steps += 1
                         prepared.trained()
@@ -244,9 +250,11 @@ class TrainGraph(CompiledGraph):
         """Raise BuildError if gradients have come that no optimizer of the graph uses."""
         state = self._train_state
         scaling.check()
-        trained = {store for optimizer in state.optimizers for store in (e.store for e in optimizer.embeddings)}
-        looked_up = [one for one in batch.embeddings.values() if any(weight.grad is not None for weight in one.weights)]
-        untrained = [one for one in looked_up if one.store not in trained and one.optimizer is None]
+        untrained = []
+        for one in batch.embeddings.values():
+            if one.optimizer is None and any(weight.grad is not None for weight in one.weights):
+                if not any(one.store is its.store for optimizer in state.optimizers for its in optimizer.embeddings):
+                    untrained.append(one)
         for embedding in untrained:
             embedding.drop_grads()
         if untrained:
@@ -265,11 +273,11 @@ class TrainGraph(CompiledGraph):
         groups = [group for optimizer in self._train_state.optimizers for group in optimizer.param_groups]
         return any(parameter.grad is not None for group in groups for parameter in group["params"])
 
-    def _update(self, committing: ExitStack) -> None:
+    def _update(self, committing: "_Committing") -> None:
         """Step all optimizers with the gradients there are."""
         state, call = self._train_state, self._stats.call
         scaler = state.scaled_by if state.optimizers else None
-        if scaler is not None or any(max_norm is not None for max_norm in state.max_norms):
+        if scaler is not None or state.max_norms.count(None) < len(state.max_norms):
             # Norms and overflows are found by all ranks, also by one that has looked nothing up.
             call("settle", settle_rows, [optimizer.optimizer for optimizer in state.optimizers])
         if scaler is not None:
@@ -278,9 +286,7 @@ class TrainGraph(CompiledGraph):
             if max_norm is not None:
                 parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
                 call("clip_grad_norm_", torch.nn.utils.clip_grad_norm_, parameters, max_norm)
-        go = step_together(
-            state.optimizers, scaler, commit=lambda: committing.enter_context(undisturbed), stats=self._stats
-        )
+        go = step_together(state.optimizers, scaler, commit=committing.begin, stats=self._stats)
         if scaler is not None:
             call("update_scale", ops.update_scale, scaler, go)
         state.scaled_by = None
@@ -388,6 +394,24 @@ class TrainGraph(CompiledGraph):
 
     def _trainers(self) -> Sequence[Optimizer]:
         return self._train_state.optimizers
+
+
+class _Committing:
+    """`with _Committing() as committing:` From `begin` to the end of the block signals are held back."""
+
+    _begun = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def begin(self) -> None:
+        """Hold signals back."""
+        undisturbed.__enter__()
+        self._begun = True
+
+    def __exit__(self, *error: object) -> None:
+        if self._begun:
+            undisturbed.__exit__()
 
 
 def _refuse_step(scheduler: LearningRateScheduler) -> None:

@@ -46,7 +46,10 @@ class TrainState:
 
     def updates_made(self) -> int:
         """Updates that optimizers have made; those that were skipped do not count."""
-        return sum(optimizer.taken for optimizer in self.optimizers)
+        made = 0
+        for optimizer in self.optimizers:
+            made += optimizer.row_step.taken
+        return made
 
     def drop_gradients(self, scalers: Iterable[torch.amp.GradScaler]) -> None:
         """Drop every gradient that no update has used, of rows and dense parameters, of all micro-batches so far.

@@ -384,7 +384,7 @@ def test_what_an_interrupt_leaves_on_a_scaler_or_scheduler_does_no_harm():
     graph = make_graph(modules_of(), build, lambda owner: [(one := sgd(owner)[0], StepLR(one, 1))])
     graph.scaler = scaler_of()
     scheduler, scaling = graph._train_state.lr_schedulers[0], Scaling([graph.scaler], None)
-    with standing_in([(scheduler, "step", lambda one: pytest.fail("no build runs"))]), scaling.watching():
+    with standing_in([(scheduler, "step", lambda one: pytest.fail("no build runs")), *scaling.methods()]):
         left = scheduler.step, graph.scaler.scale
     scheduler.step, graph.scaler.scale = left
     rates = []

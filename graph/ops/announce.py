@@ -155,7 +155,8 @@ class Announced:
     def end(self) -> None:
         """Release everything."""
         self.waiting.clear()
-        self.drop()
+        if self.lookups:
+            self.drop()
 
     def drop(self) -> None:
         """Unpin the rows that were prefetched for ranks."""

@@ -44,6 +44,8 @@ def grads_of_leases(passes: Iterable[Pass]) -> list[tuple[Lease, list[torch.Tens
     grads_of: dict[Lease, list[torch.Tensor]] = {}
     for one in passes:
         grads_of.setdefault(one.lease, []).append(one.checked())
+    if len(grads_of) == 1:
+        return list(grads_of.items())
     return sorted(grads_of.items(), key=lambda its: its[0].order)
 
 

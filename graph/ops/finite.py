@@ -27,7 +27,7 @@ def check_finite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads |
             count has changed.
         StorageError: there is no room for the averages of rows (`oneemb.AveragedEmbedding`); nothing has changed.
     """
-    present = [grad for grad in grads if grad is not None]
+    present = list(filter(None, grads))
     for optimizer in optimizers:
         for grad in present:
             rows = optimizer.rows_of(grad.stores[0])
@@ -71,13 +71,12 @@ def _surely_finite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads
     by_place: dict[str, list[RowGrads]] = {}
     for grad in grads:
         by_place.setdefault(grad.store.loops.place, []).append(grad)
-    dense: list[torch.Tensor] = [
-        parameter.grad
-        for optimizer in optimizers
-        for group in optimizer.optimizer.param_groups
-        for parameter in group["params"]
-        if parameter.grad is not None
-    ]
+    dense: list[torch.Tensor] = []
+    for optimizer in optimizers:
+        for group in optimizer.optimizer.param_groups:
+            for parameter in group["params"]:
+                if (grad_of := parameter.grad) is not None:
+                    dense.append(grad_of)
     for there in by_place.values():
         if not there[0].store.loops.surely_finite([grad.terms for grad in there], dense):
             return False

@@ -92,7 +92,10 @@ class RowGrads:
             StorageError: a watcher keeps them from it.
         """
         store = self.store
-        if not any(member.watchers for member in store.members):
+        for member in store.members:
+            if member.watchers:
+                break
+        else:
             return
         weight_UD = weights_in(store.weight_SX, self.slot_U, store.format, store.loops)
         if isinstance(store, EmbeddingStore):

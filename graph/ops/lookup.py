@@ -13,6 +13,7 @@ N ids, U unique keys, P bags, B samples, T tables, D weights of a row, W words o
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -155,7 +156,8 @@ def unique_keys(
     """
     loops = loops_of(ids, threads) if isinstance(ids, torch.Tensor) else _NO_LOOPS  # which is refused just below
     if offsets is None:
-        batch_ids.check_no_columns(columns)
+        if columns is not None:
+            batch_ids.check_no_columns(columns)
         batch_ids.check_ids(ids, table_ids, num_tables, key_type)
         table_N, id_N, check = batch_ids.tables_and_ids(ids, table_ids, num_tables, loops)
         unique = loops.unique_keys(table_N, id_N, tables=num_tables, padding_id=padding_idx, check=check)
@@ -320,7 +322,8 @@ class Lease:
 
     def pool_by(self, keys: Keys, per_sample_weights: torch.Tensor | None, pooling: str) -> None:
         """Set how `read` pools bags; see `gather`. `keys` are the lookup's own, or its part of merged ones."""
-        self.scale_N = _scales_of(keys, per_sample_weights, pooling, self.store)
+        sums = per_sample_weights is None and pooling == "sum"
+        self.scale_N = None if sums else _scales_of(keys, per_sample_weights, pooling, self.store)
         self.pooling = pooling
 
     def pin(self, prefetched: Prefetched | None = None, *, again: bool = False) -> None:
@@ -333,18 +336,20 @@ class Lease:
             StoreFullError: they do not fit.
             StorageError: they were replaced since the lookup.
         """
-        if self.is_pinned:
+        if self._pins is not None and self.generation == self.store.generation:
             return
         self.check_not_replaced()
-        with_room(self.store, lambda: self._pin(prefetched, again))
+        with_room(self.store, functools.partial(self._pin, prefetched, again))
 
     def _pin(self, prefetched: Prefetched | None, again: bool) -> None:
         # In one turn, so that what is pinned has an owner. The turn is the outermost block: Ctrl-C ends a wait for it.
-        with self.store.turns:
+        store, keys = self.store, self.keys
+        with store.turns:
             again = again or self.generation != -1
-            self.slot_U, unique = self.store.acquire(self.keys.unique, prefetched, again=again, uses_U=self.keys.uses_U)
-            self._keys = dataclasses.replace(self.keys, unique=unique)
-            self.generation, self._pins = self.store.generation, self.store.pins.own(self, self.slot_U)
+            self.slot_U, unique = store.acquire(keys.unique, prefetched, again=again, uses_U=keys.uses_U)
+            if unique is not keys.unique:
+                self._keys = dataclasses.replace(keys, unique=unique)
+            self.generation, self._pins = store.generation, store.pins.own(self, self.slot_U)
 
     def unpin(self) -> None:
         """Let the rows be evicted; `pin` brings them back."""
@@ -358,9 +363,9 @@ class Lease:
 
     def reduce(self, grads: Sequence[torch.Tensor]) -> RowGrads:
         """Gradients of unique keys, from one gradient of the lookup for each backward pass; sums are made later."""
-        unique, loops = self.keys.unique, self.store.loops
-        grad_NX = loops.array(self.sum_passes(grads).contiguous())
-        bags = self.keys.bags if self.argmax_PD is None else None
+        keys, loops = self.keys, self.store.loops
+        unique, grad_NX = keys.unique, loops.array(self.sum_passes(grads).contiguous())
+        bags = keys.bags if self.argmax_PD is None else None
         segments = loops.segments(unique, bags, grad_NX, self.scale_N)
         slot_U = nowhere(loops, len(unique.id_U)) if self.slot_U is None else self.slot_U
         return RowGrads(self.store, self.generation, unique.table_U, unique.id_U, slot_U, segments=segments)
@@ -396,7 +401,8 @@ class Lease:
             self._keys = dataclasses.replace(self.keys, unique=unique)
             return self._read(store.format.weights(row_UW), store.loops.arange(len(row_UW)))
         weight_SX = store.weight_SX
-        self.check_generation()  # Another thread may have closed the store; the slab taken before stays what it is.
+        if self.generation != store.generation:
+            self.check_generation()  # Another thread may have closed the store; the slab taken before stays what it is.
         with undisturbed, store.writing:  # undisturbed, so that a fork finds no lock held
             return self._read(weight_SX, slot_U)
 
@@ -698,8 +704,9 @@ def _read(
     store: ReadRows, weight_SX: Array, slot_U: Array, keys: Keys, scale_N: Array | None, pooling: str
 ) -> tuple[torch.Tensor, Array | None]:
     """The weights of each id, or of each bag, from the rows in slot_U; and the `argmax_PD` of a maximum."""
-    loops, dim, rows = store.loops, store.format.dim, RowsOfIds(weight_SX, slot_U, keys.unique.inverse_N)
-    out = torch.empty(*keys.shape, dim, dtype=DTYPES[store.format.dtype], device=loops.device)
+    loops, layout, rows = store.loops, store.format, RowsOfIds(weight_SX, slot_U, keys.unique.inverse_N)
+    dim = layout.dim
+    out = torch.empty(*keys.shape, dim, dtype=DTYPES[layout.dtype], device=loops.device)
     out_ND = loops.array(out.view(-1, dim))
     argmax_PD = None
     if keys.bags is None:
@@ -806,13 +813,14 @@ def read_ids(
     table_N, id_N, check = batch_ids.tables_and_ids(ids, table_ids, num_tables, loops)
     if check is not None:
         check()
-    out = torch.empty(*ids.shape, store.format.dim, dtype=DTYPES[store.format.dtype], device="cpu")
-    out_ND = loops.array(out.view(-1, store.format.dim))
+    layout = store.format
+    out = torch.empty(*ids.shape, layout.dim, dtype=DTYPES[layout.dtype], device="cpu")
+    out_ND = loops.array(out.view(-1, layout.dim))
     with store.turns:  # Nothing is pinned: the rows must be there until they are read.
         slot_N = store.slots_of(table_N, id_N)
         if slot_N is None:
             return None
-        missing = np.flatnonzero(slot_N < 0)
+        missing = (slot_N < 0).nonzero()[0]
         if padding_idx is not None:
             missing = missing[id_N[missing] != padding_idx]
             slot_N[id_N == padding_idx] = -1  # a snapshot of another embedding may have brought it
@@ -825,5 +833,5 @@ def read_ids(
             loops.gather(RowsOfIds(store.weight_SX, None, slot_N), out_ND)
         if len(missing) and not inserts:
             row_MW, _ = store.read(loops.distinct_keys(table_N[missing], id_N[missing]))
-            out_ND[missing] = store.format.weights(row_MW)[:, : store.format.dim]
+            out_ND[missing] = layout.weights(row_MW)[:, : layout.dim]
     return out

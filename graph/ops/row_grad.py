@@ -141,25 +141,28 @@ class RowGrad(torch.Tensor):
             lookups = sum(lease.lookups for lease in self.holders)
             lease = Lease.of_keys(self.store, self.summed.table_U, self.summed.id_U, lookups)
             self.summed, self.holders = self.summed.with_slots(lease.slot_U, lease.generation), [lease]
-            for one in used:
-                if one is not None:
-                    one.unpin()
-        for lease in dict.fromkeys(lease for lease, *_ in self.passes):
-            lease.pin()
+            for its in used:
+                if its is not None:
+                    its.unpin()
+        for one in self.passes:
+            one.lease.pin()
 
     def merged_in(self) -> MergedStore | None:
         """The merged store whose lookups gave all of this, with their rows still pinned; None if there is none."""
-        stores = {lease.shared[0].store for lease, *_ in self.passes if lease.shared is not None and lease.is_pinned}
-        whole = (
-            self.summed is None
-            and self.tables is None
-            and all(lease.shared is not None and lease.is_pinned for lease, *_ in self.passes)
-        )
-        return stores.pop() if whole and len(stores) == 1 else None
+        if self.summed is not None or self.tables is not None:
+            return None
+        stores = set()
+        for lease, *_ in self.passes:
+            if lease.shared is None or not lease.is_pinned:
+                return None
+            stores.add(lease.shared[0].store)
+        return stores.pop() if len(stores) == 1 else None
 
     def unpin(self) -> None:
         """Let the rows be evicted. The gradient stays what it is."""
-        for lease in {**dict.fromkeys(lease for lease, *_ in self.passes), **dict.fromkeys(self.holders)}:
+        for one in self.passes:
+            one.lease.unpin()
+        for lease in self.holders:
             lease.unpin()
 
     def set_values(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -461,7 +464,10 @@ _FOREACH: dict[Any, Callable[..., Any]] = {
 
 def _measure_reduce(args: object, grads: Sequence[RowGrads]) -> tuple[int, int]:
     # The sums themselves are made by whoever reads them: an update, row by row, or clipping.
-    return sum(len(grad.slot_U) for grad in grads), 0
+    rows = 0
+    for grad in grads:
+        rows += len(grad.slot_U)
+    return rows, 0
 
 
 @Op(UPDATE, measure=_measure_reduce)

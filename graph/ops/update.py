@@ -47,18 +47,18 @@ Groups = dict[int, Group]
 
 def options_of(optimizer: torch.optim.Optimizer) -> Groups:
     """The options of each param group as they are now."""
-    return {
-        id(group): {
-            name: option.clone() if isinstance(option, torch.Tensor) else option
-            for name, option in group.items()
-            if name != "params"
-        }
-        for group in optimizer.param_groups
-    }
+    options: Groups = {}
+    for group in optimizer.param_groups:
+        its = options[id(group)] = dict(group)
+        its.pop("params", None)
+        for name, option in its.items():
+            if isinstance(option, torch.Tensor):
+                its[name] = option.clone()
+    return options
 
 
 @Op(UPDATE)
-def step(optimizer: StepOptimizer, go: bool, after_hooks: Callable[[], None] = lambda: None) -> Groups:
+def step(optimizer: StepOptimizer, go: bool, after_hooks: Callable[[], None] | None = None) -> Groups:
     """Step the dense parameters. It comes before rows are updated, since it runs what may fail: hooks of the user's.
 
     Args:
@@ -75,7 +75,8 @@ def step(optimizer: StepOptimizer, go: bool, after_hooks: Callable[[], None] = l
         return groups
 
     def keep(*_: object) -> None:
-        after_hooks()
+        if after_hooks is not None:
+            after_hooks()
         groups.update(options_of(optimizer.optimizer))
 
     handle = optimizer.optimizer.register_step_pre_hook(keep)  # after those that there are
@@ -117,7 +118,7 @@ def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: G
     if grads is None or rows is None or not go:
         return
     store, (row_optimizer, its_groups) = grads.store, rows
-    options = [group if group is None else (groups or {}).get(id(group), group) for group in its_groups]
+    options = [groups.get(id(group), group) if group and groups else group for group in its_groups]
     for member in grads.stores:
         member.turns.check(changes=True)
     if grads.generation != store.generation:  # A hook, or another thread beside torch's own step, has loaded others.
@@ -127,21 +128,29 @@ def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: G
 
     def write() -> None:
         with changing:
+            row_SW, layout, loops = store.row_SW, store.format, store.loops
+            weight_SX = layout.weights(row_SW)
             for part, step, group in parts:
                 row_optimizer.update(
-                    store.weight_SX, store.row_SW, part.slot_U, part.segments or part.grad_UD,
-                    state_begin=store.format.state_begin, group=group, step=step + 1, loops=store.loops,
+                    weight_SX, row_SW, part.slot_U, part.segments or part.grad_UD,
+                    state_begin=layout.state_begin, group=group, step=step + 1, loops=loops,
                 )  # fmt: skip
             for member in grads.stores:
                 member.step += 1
             store.mark_dirty(grads.table_U, grads.slot_U)
 
-    with whole(member.turns for member in grads.stores):
-        while_held(sorted((member.writing for member in grads.stores), key=id), write)
+    turns, writing = [], []
+    for member in grads.stores:
+        turns.append(member.turns)
+        writing.append(member.writing)
+    with whole(turns):
+        while_held(sorted(writing, key=id), write)
 
 
 def _by_group(grads: RowGrads, options: Sequence[Group | None]) -> list[tuple[RowGrads, Group]]:
     """The gradients and the options of their tables: those of tables that have others, apart."""
+    if len(options) == 1:
+        return [] if options[0] is None else [(grads, options[0])]
     alike: list[tuple[Group | None, list[int]]] = []
     for t, group in enumerate(options):
         its = next((tables for other, tables in alike if other is group or _same_options(other, group)), None)
@@ -168,6 +177,8 @@ def _same(one: object, other: object) -> bool:
 
 def _by_step(grads: RowGrads) -> list[tuple[RowGrads, int]]:
     """The gradients and the steps that their store has made; of merged stores that are not equally far, apart."""
+    if len(grads.stores) == 1:
+        return [(grads, grads.stores[0].step)]
     steps = sorted({member.step for member in grads.stores})
     if len(steps) == 1:
         return [(grads, steps[0])]

@@ -66,7 +66,10 @@ class _WithGrad(torch.autograd.Function):
         ctx: Any, scales: torch.Tensor | None, lease: Lease, rows: _Rows, ranks: Ranks | None, *weights: torch.Tensor
     ) -> torch.Tensor:
         ctx.lease, ctx.ranks = lease, ranks
-        ctx.at_once = all(getattr(weight, "is_stepped_in_backward", False) for weight in weights)
+        ctx.at_once = True
+        for weight in weights:
+            if not getattr(weight, "is_stepped_in_backward", False):
+                ctx.at_once = False
         return rows.tensor
 
     @staticmethod
