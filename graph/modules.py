@@ -43,7 +43,7 @@ def embeddings_in(module: torch.nn.Module) -> dict[str, Any]:
         seen.add(one)
         if isinstance(one.__dict__.get("store"), EmbeddingStore):
             found[name] = one
-        for child_name, child in reversed(one._modules.items()):
+        for child_name, child in reversed(vars(one)["_modules"].items()):
             if child is not None:
                 waiting.append((f"{name}.{child_name}" if name else child_name, child))
     return found

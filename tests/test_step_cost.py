@@ -13,11 +13,11 @@ from oneemb.kernels.threads import Threads
 # Of one step or lookup: the most calls of Python functions, of C functions, and loops launched. Counted with Python
 # 3.11 and the torch of constraints/test.txt; later Pythons inline comprehensions and count less.
 STEP_BOUNDS = {
-    "eager": (710, 780, 6),  # 676, 742, 6
-    "graph": (940, 1060, 6),  # 895, 1011, 6
+    "eager": (480, 470, 7),  # 456, 439, 7
+    "graph": (537, 600, 7),  # 511, 571, 7
 }
 READ_BOUNDS = {
-    "eval": (116, 145, 2),  # 110, 136, 2
+    "eval": (70, 75, 2),  # 65, 68, 2
     "served": (44, 40, 1),  # 41, 35, 1
 }
 
