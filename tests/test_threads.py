@@ -467,7 +467,6 @@ ENDING = """
 import atexit, signal, sys, threading
 sys.path.insert(0, {here!r})
 import torch
-from concurrent.futures import thread as pools
 from tests.test_threads import Model, batch
 model = Model({path!r} + "/rows", {store!r})
 def save(*_):
@@ -478,17 +477,18 @@ model(*batch(0))
 WAYS = {
     "at exit": "atexit.register(save)",
     "after the main thread": "threading.Thread(target=lambda: (threading.main_thread().join(), save())).start()",
-    # A signal that comes while a loop of a lookup wakes its threads.
+    # A signal that comes while a loop of a lookup is about to wake its threads.
     "within a lookup": """
+from oneemb.kernels import threads
 signal.signal(signal.SIGALRM, save)
-honest = pools._WorkItem.__init__
-def init(self, *args, **options):
-    pools._WorkItem.__init__ = honest
+honest = threads.Threads.shares_of
+def shares_of(self, *range_and_least):
+    threads.Threads.shares_of = honest
     signal.raise_signal(signal.SIGALRM)
-    honest(self, *args, **options)
-pools._WorkItem.__init__ = init
-model.embedding(batch(0)[0].repeat(200, 1))
-assert pools._WorkItem.__init__ is honest
+    return honest(self, *range_and_least)
+threads.Threads.shares_of = shares_of
+model.embedding(batch(0)[0].repeat(2000, 1))
+assert threads.Threads.shares_of is honest
 """,
 }
 

@@ -313,9 +313,9 @@ import resource, sys, threading
 from concurrent.futures import ThreadPoolExecutor
 from oneemb.kernels.threads import _Team, start, submit
 _Team(0)  # compiled
-def limit(mib):
+def above_use(mib):
     used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + int(mib * 2**20), resource.RLIM_INFINITY))
+    return used + int(mib * 2**20), resource.RLIM_INFINITY
 hoard = []
 def fill():  # No free memory is left in Python's own arenas.
     try:
@@ -326,10 +326,11 @@ def fill():  # No free memory is left in Python's own arenas.
 threading.stack_size(256 << 10)
 calls = [1]
 for mib in (*(kib / 1024 for kib in range(248, 480, 4)), 1, 2, 40, 600):
+    nothing, more = above_use(0), above_use(mib)  # made while there is memory
     if mib < 1:
-        limit(0)
+        resource.setrlimit(resource.RLIMIT_AS, nothing)
         fill()
-    limit(mib)
+    resource.setrlimit(resource.RLIMIT_AS, more)
     team, pool = _Team(1), ThreadPoolExecutor(1)
     assert len(team.threads) == (mib == 600)
     assert submit(pool, sum, [1, 2]).result() == 3

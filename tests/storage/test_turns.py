@@ -178,7 +178,7 @@ def test_a_signal_at_any_line_leaves_handlers_and_blocks_in_order(way):
         turn_of(turns)
         came.append(number)
 
-    came = []
+    came, reached = [], 0
     before = signal.signal(signal.SIGUSR1, handler)
     try:
         lines = count_lines(call, "signal")
@@ -188,7 +188,9 @@ def test_a_signal_at_any_line_leaves_handlers_and_blocks_in_order(way):
             if way == "within a turn":
                 with AtLine(at, number=signal.SIGUSR1) as line:
                     call()
-                assert line.place is not None and len(came) == at
+                # A call that finds the handlers of the one before runs some lines less.
+                reached += line.place is not None
+                assert (line.place is not None or at > line.lines) and len(came) == reached
                 assert signal.getsignal(signal.SIGUSR1) is handler and undisturbed._depth == 0, line.place
             with turns:
                 pass

@@ -983,7 +983,8 @@ def test_optimizers_make_their_state_before_the_first_lookup():
     with pytest.raises(RuntimeError, match="weight.zero_ would change no row of embedding 't, u'.*init_fn"):
         torch.nn.init.zeros_(next(model.parameters()))
     model(batch(0))
-    torch.nn.init.zeros_(next(model.parameters()).detach())
+    with torch.no_grad():
+        torch.zero_(next(model.parameters()))
     with pytest.raises(RuntimeError, match="was written to"):
         model(batch(0))
 
