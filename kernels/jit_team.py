@@ -214,11 +214,9 @@ def _launch_job(team: Any, helpers: Any, shares: Any, size: Any, entry: Any, arg
     """Run all shares of a range, with up to this many helpers. Returns the number of shares that have failed.
 
     Args:
-        team: address of a team; 0 = the calling thread runs the range in one share.
+        team: address of a team.
         entry, arguments: address of a C function of `_entry_of`, and of its arguments.
     """
-    if team == 0:
-        return _call(entry, 0, size, arguments)
     mutex, job = team + 8 * _MUTEX, _new_job()
     set_word(job, _SHARES, shares)
     set_word(job, _SIZE, size)

@@ -91,15 +91,15 @@ class Threads:
         Raises:
             MemoryError: a loop got no memory, after all shares have ended.
         """
-        launch: CpuLoop = getattr(loop, "launcher", None) or launcher(loop)
         if size < 2 * share_min or (shares := self.shares_of(size, share_min)) == 1:
-            launch(0, 0, 1, size, *args)
+            loop(0, size, *args)
             return
         team = self._team
         if team is None or team.process != os.getpid():
             # Two threads that come here at once make two teams, of which one ends with the call.
             team = self._team = _Team(self.count - 1)
         team.keep_off_this_core()
+        launch: CpuLoop = getattr(loop, "launcher", None) or launcher(loop)
         launch(team.address, min(self.count, shares) - 1, shares, size, *args)
 
     def shares_of(self, size: int, share_min: int) -> int:
