@@ -28,7 +28,7 @@ _BENCHMARKS = (
 
 
 def all_cases(file: str | None = None) -> Mapping[str, Callable[[], Measured]]:
-    """What makes each case, by its name."""
+    """The maker of each case, by its name."""
     if file is None:
         modules = [importlib.import_module(name) for name in _BENCHMARKS]
     else:
@@ -40,7 +40,7 @@ def all_cases(file: str | None = None) -> Mapping[str, Callable[[], Measured]]:
 
 
 class Cases:
-    """What is answered: one case at a time is made, sampled, and closed.
+    """Answers to requests: one case at a time is made, sampled, and closed.
 
     A request is {"make": case, "calls": of a turn, null where this side chooses}, {"sample": calls} or {"close": case}.
     """

@@ -24,7 +24,7 @@ import oneemb
 
 TABLES, DIM, BATCH = 26, 16, 4096
 SLOT_BYTES = DIM * 4 + 40
-"""Of the cache's budget: a row and what the hot tier keeps beside it."""
+"""Bytes of the cache's budget for each slot: a row and what the hot tier keeps beside it."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What a step and a lookup cost that are too small to be anything but Python, beside nn.Embedding.
+"""Cost of a step and a lookup that are too small to be anything but Python, beside nn.Embedding.
 
     python benchmarks/bench_small_step.py --out benchmarks/results/small_step.json
 

@@ -67,7 +67,7 @@ class _Undisturbed:
         self._found: list[Any] = [None] * len(_NUMBERS)
         """Handler of each of `_NUMBERS` when the last block began; most blocks find the same."""
         self._handled: list[int] = []
-        """Those of `_NUMBERS` whose handlers are functions of Python's."""
+        """Numbers of the signals whose handlers are Python functions."""
         self._handlers: dict[int, Any] = {}
         """Handler of each signal when a block began, by the signal's number."""
         self._held: dict[int, FrameType | None] = {}

@@ -170,7 +170,7 @@ def test_what_cannot_be_is_refused_by_name(trained):
 
 
 WRONG_OFFSETS = [[0, 1, 2], [0, 1, 2, 4], [1, 1, 2, 3], [0, 2, 1, 3], [0, 1, 2, 3, 3], [0, 3], [5]]
-"""Of three features with three ids: too few ids, too many, a late begin, a fall, and counts of no number of bags."""
+"""Offsets of three features with three ids: too few ids, too many, a late begin, a fall, wrong numbers of bags."""
 
 
 @pytest.mark.parametrize("wrong", WRONG_OFFSETS)
