@@ -1,0 +1,61 @@
+"""The helper that chooses which combinations of parameters `make test` runs."""
+
+import itertools
+
+import pytest
+from hypothesis import given, strategies as st
+
+from tests.support.pairwise import covering, pairwise
+
+
+def _pairs(rows):
+    """Each two values of two axes that occur in a row together."""
+    return {(i, j, row[i], row[j]) for row in rows for i, j in itertools.combinations(range(len(row)), 2)}
+
+
+def _fast(params):
+    return [param.values for param in params if not param.marks]
+
+
+@given(st.lists(st.integers(1, 5), min_size=2, max_size=5))
+def test_each_pair_of_values_occurs_in_few_rows(sizes):
+    axes = [[f"{axis}{value}" for value in range(size)] for axis, size in enumerate(sizes)]
+    product = list(itertools.product(*axes))
+    rows = pairwise(*axes)
+    assert _pairs(rows) == _pairs(product) and rows == pairwise(*axes)
+    assert rows == [row for row in product if row in rows], "another order than the product's"
+    largest, second = sorted(sizes)[:-3:-1]
+    assert len(rows) <= 2 * largest * second
+
+
+def test_a_covering_has_the_whole_product_and_marks_the_rest_slow():
+    axes = ["abc", [1, 2, 3], [False, True], [[], {}]]
+    params = covering(*axes)
+    assert [param.values for param in params] == list(itertools.product(*axes))
+    assert _fast(params) == pairwise(*axes) and len(_fast(params)) < 12
+    assert {mark.name for param in params for mark in param.marks} == {"slow"}
+
+
+def test_illegal_combinations_are_not_there_and_the_legal_ones_are_covered():
+    def legal(first, second, third):
+        return first != second or third
+
+    axes = [range(3), range(3), [False, True]]
+    params = covering(*axes, legal=legal)
+    product = [row for row in itertools.product(*axes) if legal(*row)]
+    assert [param.values for param in params] == product
+    assert _pairs(_fast(params)) == _pairs(product)
+
+
+@pytest.mark.parametrize("sizes", [(4, 3), (2, 2, 2), (5,)])
+def test_of_strength_one_each_value_occurs(sizes):
+    rows = _fast(covering(*map(range, sizes), strength=1))
+    assert len(rows) == max(sizes)
+    assert [{row[axis] for row in rows} for axis in range(len(sizes))] == [set(range(size)) for size in sizes]
+
+
+def test_short_products_are_whole():
+    assert pairwise("ab") == [("a",), ("b",)]
+    assert pairwise("ab", [1, 2]) == [("a", 1), ("a", 2), ("b", 1), ("b", 2)]
+    assert pairwise("ab", []) == []
+    assert _fast(covering("ab")) == [("a",), ("b",)]
