@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from _machine import machine
 
-from oneemb.kernels.launch import SIMULATED, Gpu
+from oneemb.kernels.launch import SIMULATED, Gpu, gpu_at
 
 __all__ = ["about", "copy_bandwidth", "milliseconds", "open_gpu", "write"]
 
@@ -21,7 +21,7 @@ def open_gpu(tiny: bool) -> Gpu | None:
         print("the simulator runs with --tiny only")
         return None
     try:
-        return Gpu()
+        return gpu_at(torch.device("cuda"))
     except (ImportError, RuntimeError) as error:
         print(f"left out: {error}")
         return None

@@ -45,7 +45,11 @@ _plain = contextvars.ContextVar("_plain", default=False)
 
 @contextlib.contextmanager
 def without_contraction() -> Iterator[None]:
-    """Compile inside without contraction: a product and a sum are rounded one after the other."""
+    """Compile inside without contraction: a product and a sum are rounded one after the other.
+
+    Loops are compiled with `lto=False`: the linker makes machine code from LTO-IR, and it contracts whatever libNVVM was
+    told.
+    """
     token = _plain.set(True)
     try:
         yield
@@ -133,13 +137,14 @@ def _names_in(code: python_types.CodeType) -> set[str]:
 def _device_function(loop: CudaLoop, constants: tuple[tuple[str, Any], ...]) -> Any:
     constants = tuple(sorted({**dict(constants), **dict(loop.constants)}.items()))
     function = bound(loop, constants)
-    return function if SIMULATED else cuda.jit(device=True)(function)
+    return function if SIMULATED else cuda.jit(device=True, lto=False)(function)
 
 
 @functools.cache
 def kernel_of(loop: CudaLoop) -> Any:
     """The compiled loop, launched by kernel[grid, block, stream](*arrays)."""
-    return cuda.jit(bound(loop, loop.constants))
+    function = bound(loop, loop.constants)
+    return cuda.jit(function) if SIMULATED else cuda.jit(function, lto=False)
 
 
 def compile_ptx(loop: CudaLoop, argument_types: tuple, compute_capability: tuple[int, int]) -> str:

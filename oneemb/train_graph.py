@@ -154,6 +154,12 @@ class TrainGraph(CompiledGraph):
 
         between_steps(step_locks(self), "add_optimizer", add)
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        try:
+            return super()._apply(fn, recurse)
+        finally:
+            self._train_state.move_dense_states()
+
     def _refuse_foreign_embeddings(self, optimizer: torch.optim.Optimizer) -> None:
         registered = {id(parameter) for parameter in self.parameters()}
         unregistered = {

@@ -44,6 +44,17 @@ class TrainState:
         self.lr_schedulers.append(lr_scheduler)
         self.max_norms.append(max_norm)
 
+    def move_dense_states(self) -> None:
+        """Move the optimizers' states of dense parameters to the parameters' devices; torch moves the parameters alone."""
+        for joined in self.optimizers:
+            for group in joined.param_groups:
+                steps_move = group.get("capturable") or group.get("fused")  # Others count steps on the CPU.
+                for parameter in group["params"]:
+                    state = joined.optimizer.state.get(parameter, {})
+                    for name, value in state.items():
+                        if isinstance(value, torch.Tensor) and (name != "step" or steps_move):
+                            state[name] = value.to(parameter.device)
+
     def updates_made(self) -> int:
         """Updates that optimizers have made; those that were skipped do not count."""
         made = 0

@@ -280,7 +280,7 @@ class DeviceTier:
     _release_in_order = _in_order(_release)
 
     def mark_dirty(self, slot_U: torch.Tensor) -> None:
-        self._dirty_S[slot_U] = True
+        self._dirty_S.index_fill_(0, slot_U, True)  # An assignment would wait for the device.
 
     @property
     def begun(self) -> int:

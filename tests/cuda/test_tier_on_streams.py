@@ -113,16 +113,16 @@ def test_a_slab_that_grows_keeps_what_another_stream_is_still_writing(make, gpu,
     monkeypatch.setattr(device_tier, "_SLOTS_MIN", 64)
     tier = make()
     with streams.on(0):
-        slot_U = acquire(tier, gpu, 0, 50)
+        slot_U, again_U = acquire(tier, gpu, 0, 50), acquire(tier, gpu, 0, 50)
     with streams.on(0, busy=True):
         update(tier, slot_U)
     with streams.on(1):
         slab = tier.row_SW
-        other_U = acquire(tier, gpu, 50, 130)
+        acquire(tier, gpu, 50, 130)
         assert tier.row_SW is not slab
-    with streams.on(0):  # nor is what this one writes now lost to a copy that is still going on
-        update(tier, other_U)
-    assert rows_of(tier, 0, 130) == [i + 0.5 for i in range(130)]
+    with streams.on(0):  # An update of this moment is not lost to the copy of the slab.
+        update(tier, again_U)
+    assert rows_of(tier, 0, 130) == [i + 1.0 for i in range(50)] + list(range(50, 130))
 
 
 def test_slots_that_are_released_on_another_stream_are_not_overwritten_before(make, gpu, streams):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from oneemb.kernels import jit_cuda
 from tests.cuda.loops import all_loops
 from tests.cuda_compile.ptx import TARGETS, measure, ptxas
 from tests.cuda_compile.signatures import CASES
@@ -51,6 +52,19 @@ def test_vector_forms_move_16_bytes_at_a_time():
 def test_only_powers_of_float32_hold_merged_products():
     for name, row in RESOURCES["sm_90"].items():
         assert (row["merged"] > 0) == ("ftrl power" in name), name
+
+
+def test_a_launched_loop_is_compiled_without_link_time_optimization():
+    # The linker contracts products with sums in LTO-IR, whatever libNVVM was told.
+    loop, _ = CASES["adagrad float32 x4"]
+    assert jit_cuda.kernel_of(loop).targetoptions["lto"] is False
+
+
+@pytest.mark.parametrize("name", ["adagrad float32 x4", "sgd float32 x1"])
+def test_products_and_sums_say_that_they_are_rounded(name):
+    # ptxas merges a `mul.f32` into an `add.f32`, and no `mul.rn.f32`.
+    loop, argument_types = CASES[name]
+    assert not re.search(r"\b(?:mul|add|sub)\.f32", jit_cuda.compile_ptx(loop, argument_types, (9, 0)))
 
 
 def test_every_loop_is_compiled():
