@@ -47,8 +47,7 @@ _plain = contextvars.ContextVar("_plain", default=False)
 def without_contraction() -> Iterator[None]:
     """Compile inside without contraction: a product and a sum are rounded one after the other.
 
-    Loops are compiled with `lto=False`: the linker makes machine code from LTO-IR, and it contracts whatever libNVVM was
-    told.
+    Loops are compiled with `lto=False`: a linker that is given LTO-IR contracts, whatever libNVVM was told.
     """
     token = _plain.set(True)
     try:

@@ -45,7 +45,7 @@ class TrainState:
         self.max_norms.append(max_norm)
 
     def move_dense_states(self) -> None:
-        """Move the optimizers' states of dense parameters to the parameters' devices; torch moves the parameters alone."""
+        """Move the optimizers' states of dense parameters to the devices of the parameters."""
         for joined in self.optimizers:
             for group in joined.param_groups:
                 steps_move = group.get("capturable") or group.get("fused")  # Others count steps on the CPU.

@@ -769,26 +769,19 @@ def test_bad_ids_are_named_as_in_eager_mode(made):
 
 
 def test_states_of_dense_parameters_move_with_the_graph():
-    class Graph(oneemb.TrainGraph):
-        def __init__(self):
-            super().__init__()
-            self.linear = torch.nn.Linear(2, 1)
-            adagrad = torch.optim.Adagrad([self.linear.weight], lr=0.1)
-            self.add_optimizer(adagrad)
-            self.add_optimizer(torch.optim.Adam([self.linear.bias], lr=0.1))
-
-        def build(self, x):
-            loss = self.linear(x).sum()
-            loss.backward()
-            return loss
-
-    graph = Graph()
-    graph(torch.ones(3, 2))
-    graph.to("meta")  # A device that every machine has.
-    adagrad, adam = graph.optimizers
-    of_weight, of_bias = adagrad.optimizer.state[graph.linear.weight], adam.optimizer.state[graph.linear.bias]
-    devices = {name: value.device.type for name, value in (of_weight | of_bias).items()}
-    assert devices == {"sum": "meta", "step": "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}
+    graph = oneemb.TrainGraph()
+    graph.linear = torch.nn.Linear(2, 1, device="meta")  # A device that every machine has.
+    adam = torch.optim.Adam(graph.parameters(), lr=0.1)
+    graph.add_optimizer(adam)
+    for parameter in graph.parameters():
+        adam.state[parameter] = {"step": torch.ones(()), "exp_avg": torch.zeros(parameter.shape)}
+    graph.float()
+    for parameter in graph.parameters():
+        state = adam.state[parameter]
+        assert (state["exp_avg"].device.type, state["step"].device.type) == ("meta", "cpu")
+    adam.param_groups[0]["capturable"] = True
+    graph.float()
+    assert all(adam.state[parameter]["step"].is_meta for parameter in graph.parameters())
 
 
 class Dropped(oneemb.TrainGraph):
