@@ -82,7 +82,8 @@ def _made(name: str, results: Path) -> str:
     try:
         rows = rows_of(found["cases"])
         about = found["about"]
-        machine = f"{about['cpu']}, {about['cores']} cores, Python {about['python']}, torch {about['torch']}."
+        gpu = f"{about['gpu']}, CUDA {about['cuda']}, " if "gpu" in about else ""
+        machine = f"{gpu}{about['cpu']}, {about['cores']} cores, Python {about['python']}, torch {about['torch']}."
     except KeyError as error:
         raise TableError(f"{file} has no {error}: it is of another version of its benchmark; run that anew") from None
     lines = ["| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *rows]]
@@ -157,6 +158,15 @@ def _persistent_table(cases: Sequence[Case]) -> list[list[str]]:
     ]  # fmt: skip
 
 
+def _gpu(cases: Sequence[Case]) -> list[list[str]]:
+    peers = "EmbeddingBag sparse, ms", "EmbeddingBag dense, ms"
+    return [
+        [its["store"], its["optimizer"], _ms(ms := its["oneemb, ms"]),
+         *(f"{_ms(its[peer])} ({ms / its[peer]:.2f})" for peer in peers), str(its["loops"]), str(its["waits"])]
+        for its in cases if its["bench"] == "gpu_step"
+    ]  # fmt: skip
+
+
 def _ms(value: float) -> str:
     """Three digits."""
     return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
@@ -170,6 +180,7 @@ TABLES: dict[str, tuple[list[str], Callable[[Sequence[Case]], list[list[str]]]]]
     "dense_share": (["system", "whole, ms", "dense, ms", "rows, ms", "(whole - dense) / rows"], _dense_share),
     "longest_steps": (["store", "policy", "slots", "median, ms", "p99 / median", "longest / median"], _longest_steps),
     "scale_out": (["case", "system", "ms a step", "oneemb's share", "MB sent by each"], _scale_out),
+    "gpu": (["store", "optimizer", "oneemb, ms", "nn.EmbeddingBag, sparse", "dense", "loops", "waits"], _gpu),
     "persistent_table": (["case", "block", "oneemb", "of the disk"], _persistent_table),
 }  # fmt: skip
 """Head of each table, and its rows of the cases in its results."""

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from readme_tables import filled
 
 from tests.cuda.conftest import SIMULATED
 
@@ -30,6 +31,8 @@ def test_a_benchmark_runs_in_the_simulator_and_writes_its_results(bench, argumen
     results = json.loads(out.read_text())
     assert results["about"]["simulated"] and results["about"]["torch"] and len(results["cases"]) >= cases(arguments)
     assert all(case["bench"] == bench.removeprefix("bench_").removesuffix(".py") for case in results["cases"])
+    made = filled("<!-- table: gpu -->\n<!-- end of table -->\n", out.parent)
+    assert made.count("\n| ") == 2 + (len(results["cases"]) if "step" in bench else 0)
     again = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"})
     assert again.returncode == 0, again.stderr
     assert len(json.loads(out.read_text())["cases"]) == 2 * len(results["cases"])
