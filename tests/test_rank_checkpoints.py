@@ -754,8 +754,8 @@ def test_killed_ranks_lose_no_checkpoint_that_they_have_announced(tmp_path, time
     rng, last, root = random.Random(number), 0, tmp_path / "job"
     for n in range(times):
         # On a machine that is busy a first save may take seconds.
-        size, waits, preload = rng.choice([2, 2, 3, 0]), n % 4 != 1, ["tests.test_rank_checkpoints"]
-        begun, announced = killed(size, saves_until_it_is_killed, str(root), rng=rng, waits=waits, preload=preload)
+        size, waits = rng.choice([2, 2, 3, 0]), n % 4 != 1
+        begun, announced = killed(size, saves_until_it_is_killed, str(root), rng=rng, waits=waits)
         assert begun == last
         last = version_at(root, 0, None) if (root / "c").exists() else 0
         assert last >= announced, f"version {announced} was announced, {last} was found"

@@ -42,7 +42,7 @@ def version_in(root, name):
 
 def kill_and_check(root, size, rng, last):
     """Kill one of the ranks, or all; returns the version that is there afterwards."""
-    begun, announced = killed(size, train, str(root), rng=rng, preload=["tests.test_rank_snapshots_kill"])
+    begun, announced = killed(size, train, str(root), rng=rng)
     assert begun == last
     try:
         found = version_in(root, "last")

@@ -91,7 +91,7 @@ def loop_threads():
 def dies(tmp_path, way, rng, how):
     """Kill a rank at a random moment, and look at the others and at what is there."""
     path = str(tmp_path / "rows")
-    job = RankJob(RANKS, trains, path, way, timeout_s=TIMEOUT_S, preload=["tests.test_ranks_dying"])
+    job = RankJob(RANKS, trains, path, way, timeout_s=TIMEOUT_S)
     job.wait_for("begins")
     time.sleep(rng.uniform(0, 0.5))
     victim = rng.randrange(RANKS)

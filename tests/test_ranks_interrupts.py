@@ -114,7 +114,7 @@ def looks_up(embedding, ids):
 
 
 def run(path, way, interrupts, rng):
-    job = RankJob(RANKS, trains, str(path), way, timeout_s=20, preload=["tests.test_ranks_interrupts"])
+    job = RankJob(RANKS, trains, str(path), way, timeout_s=20)
     job.wait_for("begins")
     for _ in range(interrupts):
         time.sleep(rng.uniform(0.005, 0.15))

@@ -1,7 +1,16 @@
-"""Work in children of fork."""
+"""Work in children of fork, and processes that are forks of a server which has torch and oneemb loaded."""
 
 import multiprocessing
 import os
+
+
+def fork_context():
+    """A context of multiprocessing whose processes have loaded already what tests/support/rank_imports.py loads."""
+    if os.environ.get("ONEEMB_TEST_GPU"):  # A fork of a process that has asked for GPUs cannot use them.
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.support.rank_imports"])
+    return context
 
 
 def in_child(work):

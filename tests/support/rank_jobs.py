@@ -11,13 +11,14 @@ it, and gives the greatest version that a rank has saved.
 
 import contextlib
 import datetime
-import multiprocessing
 import os
 import shutil
 import signal
 import tempfile
 import time
 import weakref
+
+from tests.support.forks import fork_context
 
 __all__ = ["RankJob", "killed"]
 
@@ -28,12 +29,10 @@ class RankJob:
     Args:
         size: how many; 0 = one process, whose function gets None for a group.
         timeout_s: of their process group.
-        preload: the module of the test, which is imported once for all jobs.
     """
 
-    def __init__(self, size, function, *args, timeout_s=6.0, preload=()):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*preload, "torch.distributed", "oneemb"])
+    def __init__(self, size, function, *args, timeout_s=6.0):
+        context = fork_context()
         self.folder = tempfile.mkdtemp()
         weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         self._processes, self._pipes, self.reports = [], [], [[] for _ in range(max(1, size))]

@@ -5,12 +5,13 @@ def looks_up(ranks_group, path): ...           at the top level of a test's modu
 results = rank_pool(3, looks_up, path)          what it gave on ranks 0, 1 and 2
 """
 
-import multiprocessing
 import os
 import pathlib
 import sys
 import tempfile
 import traceback
+
+from tests.support.forks import fork_context
 
 RANKS_MAX = 4
 SECONDS = 120
@@ -55,7 +56,7 @@ class RankPool:
         return results
 
     def _start(self):
-        context = multiprocessing.get_context("spawn")
+        context = fork_context()
         folder = tempfile.mkdtemp()
         for rank in range(RANKS_MAX):
             here, there = context.Pipe()

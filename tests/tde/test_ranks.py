@@ -18,7 +18,7 @@ def runs(group, report, function, args):
 
 
 def on_two_ranks(function, *args):
-    job = RankJob(2, runs, function, args, timeout_s=60, preload=["tests.tde.test_ranks"])
+    job = RankJob(2, runs, function, args, timeout_s=60)
     ended = job.end(200)
     assert all(code == 0 for code, _ in ended), job.texts()
     return [reports[0] for _, reports in ended]

@@ -52,7 +52,7 @@ def runs(group, report, function, args):
 
 
 def on_ranks(size, function, *args):
-    job = RankJob(size, runs, function, args, timeout_s=60, preload=["tests.tde.test_training"])
+    job = RankJob(size, runs, function, args, timeout_s=60)
     ended = job.end(200)
     assert all(code == 0 for code, _ in ended), job.texts()
     return [reports[0] for _, reports in ended]

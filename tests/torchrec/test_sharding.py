@@ -145,7 +145,7 @@ def runs(group, report, function, args):
 
 def on_ranks(size, function, *args):
     """What `function(group, *args)` gives on each of so many processes of their own: TorchRec makes groups of all."""
-    job = RankJob(size, runs, function, args, timeout_s=60, preload=["tests.torchrec.test_sharding"])
+    job = RankJob(size, runs, function, args, timeout_s=60)
     ended = job.end(120)
     assert all(code == 0 for code, _ in ended), job.texts()
     return [reports[0] for _, reports in ended]

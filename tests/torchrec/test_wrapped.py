@@ -167,7 +167,7 @@ def runs(group, report, functions):
 
 
 def on_ranks(size, *functions):
-    job = RankJob(size, runs, functions, timeout_s=30, preload=["tests.torchrec.test_wrapped"])
+    job = RankJob(size, runs, functions, timeout_s=30)
     ended = job.end(90)
     assert all(code == 0 for code, _ in ended), job.texts()
     return [reports[0] for _, reports in ended]

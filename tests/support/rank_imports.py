@@ -1,0 +1,25 @@
+"""What the processes of tests load, imported once by the server that they are forks of.
+
+Without it each of them would spend two seconds on torch, numba and torch._dynamo, which the first optimizer imports,
+and four where it needs TorchRec. Nothing here may start a thread: a fork would not have it.
+"""
+
+import contextlib
+import threading
+
+import numba  # noqa: F401
+import pytest  # noqa: F401
+import torch._dynamo
+import torch.distributed
+import torch.profiler  # noqa: F401
+
+import oneemb
+
+for _name in oneemb.__all__:
+    getattr(oneemb, _name)
+with contextlib.suppress(ImportError):  # Machines with a GPU have no TorchRec.
+    import torchrec  # noqa: F401
+
+    import oneemb.torchrec  # noqa: F401
+
+assert threading.active_count() == 1
