@@ -150,7 +150,12 @@ def set_apart(scaler: torch.amp.GradScaler) -> Callable[[], None]:
 def scalers_in(values: Iterable[object]) -> list[torch.amp.GradScaler]:
     """The GradScalers among these."""
     # By `type`: `isinstance` asks a stand-in that loads something lazily for its class, and loads it.
-    return [value for value in values if issubclass(type(value), torch.amp.GradScaler)]  # type: ignore[misc]
+    values = list(values)
+    kinds = list(map(type, values))
+    # A step asks for the globals of a module: thousands, maybe, and of few classes, each of which is looked at once.
+    distinct = dict(zip(map(id, kinds), kinds, strict=True)).values()
+    scalers = [kind for kind in distinct if issubclass(kind, torch.amp.GradScaler)]
+    return [value for value, kind in zip(values, kinds, strict=True) if kind in scalers] if scalers else []
 
 
 def scalers_of(build: Callable[..., object]) -> list[torch.amp.GradScaler]:
