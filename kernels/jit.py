@@ -16,6 +16,7 @@ import builtins
 import functools
 import hashlib
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +29,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
 
 __all__ = [
-    "CpuLoop", "CudaLoop", "Number", "around_compiling", "compiling", "cpu", "cuda", "external",
+    "CpuLoop", "CudaLoop", "Number", "around_compiling", "compiling", "cpu", "cuda", "external", "imported_kernels",
     "load", "move", "part", "rule", "store",
 ]  # fmt: skip
 
@@ -154,17 +155,38 @@ def move(to: Any, to_row: Any, to_column: Any, array: Any, row: Any, column: Any
     raise TypeError("move is for CUDA loops")
 
 
+_IMPORT = re.compile(r"^\s*(?:from|import) oneemb\.kernels(?:\.(\w+)| import \(?([\w, ]+))", re.MULTILINE)
+
+_FOLDER = Path(__file__).parent
+
+
+def imported_kernels(text: str) -> set[Path]:
+    """Files of the kernels that a source text imports."""
+    names = {name for match in _IMPORT.findall(text) for name in " ".join(match).replace(",", " ").split()}
+    return {found for name in names if (found := _FOLDER / f"{name}.py").exists()}
+
+
 @functools.cache
-def _sources_digest() -> str:
-    """A digest of all that compiled code depends on: the kernels' sources and the compiler's version."""
+def _source(path: Path) -> tuple[bytes, set[Path]]:
+    text = path.read_bytes()
+    return text, imported_kernels(text.decode())
+
+
+@functools.cache
+def _sources_digest(file: str) -> str:
+    """A digest of all that the compiled loops of a file depend on: the file, the kernels that it imports, what these
+    import, and the compiler's version."""
+    found = set(front := {Path(file), _FOLDER / "jit_team.py"})  # Launchers of loops are made by jit_team.
+    while front := {one for path in front for one in _source(path)[1]} - found:
+        found |= front
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    for path in sorted(found, key=lambda path: path.name):
+        digest.update(path.name.encode() + b"\0" + _source(path)[0])
     return digest.hexdigest()[:24]
 
 
 class _Locator(caching._CacheLocator):
-    """Keeps compiled code in the user's cache folder, under the digest of all kernels.
+    """Keeps compiled code in the user's cache folder, under the digest of its sources.
 
     numba's own locators compare the loop's file only, and would go on using a loop after a rule in another file has
     changed. This one also works for an install that cannot be written to, and for the same version installed again.
@@ -172,13 +194,14 @@ class _Locator(caching._CacheLocator):
 
     def __init__(self, function: Any, file: Any) -> None:
         self._name = f"{Path(file).stem}-{function.__code__.co_firstlineno}"
+        self._digest = _sources_digest(str(file))
 
     def get_cache_path(self) -> Any:
         root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-        return os.path.join(root, "oneemb", "kernels", _sources_digest())
+        return os.path.join(root, "oneemb", "kernels", self._digest)
 
     def get_source_stamp(self) -> Any:
-        return _sources_digest()
+        return self._digest
 
     def get_disambiguator(self) -> Any:
         return self._name

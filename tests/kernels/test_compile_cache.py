@@ -1,5 +1,6 @@
 """The cache of compiled kernels: never a loop whose rule has changed, and no need of a writable install."""
 
+import ast
 import os
 import shutil
 import subprocess
@@ -7,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from oneemb.kernels import jit
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 OWNERS = (
@@ -49,6 +52,29 @@ def test_the_cache_is_used_again_by_another_install_of_the_same_sources(package,
     shutil.move(package / "oneemb", tmp_path / "elsewhere" / "oneemb")
     assert owners(tmp_path / "elsewhere", tmp_path / "cache") == before
     assert compiled_files(tmp_path / "cache") == files
+
+
+def test_a_change_of_a_file_that_a_loop_does_not_depend_on_compiles_nothing(package, tmp_path):
+    owners(package, tmp_path / "cache")
+    files = compiled_files(tmp_path / "cache")
+    (package / "oneemb" / "kernels" / "update_adam.py").write_text("# Another rule.\n")
+    owners(package, tmp_path / "cache")
+    assert compiled_files(tmp_path / "cache") == files
+
+
+def modules_imported(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "oneemb.kernels":
+            yield from (one.name for one in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield (node.module or "").removeprefix("oneemb.kernels.")
+
+
+def test_every_import_of_a_kernel_is_part_of_its_digest():
+    files = {path.stem: path for path in KERNELS.glob("*.py")}
+    for path in files.values():
+        imported = {files[name] for name in modules_imported(ast.parse(path.read_text())) if name in files}
+        assert jit.imported_kernels(path.read_text()) == imported, path
 
 
 def test_kernels_compile_where_nothing_can_be_written(package, tmp_path):
