@@ -11,13 +11,16 @@ ready = $(VENV)/ready-$(1)
 endif
 INSTALL = $(RUN) -m pip install -q --disable-pip-version-check
 
-.PHONY: demo test test-slow gpu-test gpu-bench gpu-sanitize check bench bench-compare bench-tables clean
+.PHONY: demo test test-changed test-slow test-nightly gpu-test gpu-bench gpu-sanitize check bench bench-compare bench-tables clean
 
 demo: $(call ready,demo)  ## Train a click model with its embeddings on the cached-SSD store.
 	$(RUN) examples/kuairand_dlrm.py --store ssd
 
-# A process for each core. `python -m pytest` alone runs in one, as a debugger wants it.
-PYTEST = $(RUN) -m pytest -n logical --maxprocesses 8 --dist worksteal
+# Tests wait for children, disks and timeouts: more processes than cores, and folders in memory where there is room.
+# `python -m pytest` alone runs in one process, as a debugger wants it.
+WORKERS ?= $(shell n=$$(($$(nproc) * 2)); echo $$((n < 8 ? n : 8)))
+MEMORY := $(shell [ "$$(df --output=avail /dev/shm 2>/dev/null | tail -1)" -gt 6000000 ] 2>/dev/null && echo /dev/shm)
+PYTEST = $(if $(MEMORY),TMPDIR=$(MEMORY)) $(RUN) -m pytest -n $(WORKERS) --dist worksteal
 
 # CUDA loops run in numba's simulator and are compiled for two GPUs; each reads its switch once a process.
 test: $(call ready,test)  ## The test suite.
@@ -25,8 +28,17 @@ test: $(call ready,test)  ## The test suite.
 	NUMBA_ENABLE_CUDASIM=1 $(PYTEST) -q tests/cuda
 	ONEEMB_TEST_COMPILE=1 $(PYTEST) -q tests/cuda_compile
 
-test-slow: $(call ready,test)  ## The long proofs: many crashes, many random models.
+test-changed: $(call ready,test)  ## The tests nearest to what differs from BASE, for three minutes.
+	$(RUN) -m tests.changed --base $(BASE)
+
+test-slow: $(call ready,test)  ## The long proofs: many crashes, many random models; tests/README.md lists them.
 	$(PYTEST) -m slow
+	NUMBA_ENABLE_CUDASIM=1 $(PYTEST) -q -m slow tests/cuda
+	ONEEMB_TEST_COMPILE=1 $(PYTEST) -q -m slow tests/cuda_compile
+
+MINUTES ?= 60
+test-nightly: $(call ready,test)  ## Tests that draw, with new seeds, for MINUTES; nightly.log has seeds and failures.
+	$(RUN) -m tests.nightly --minutes $(MINUTES) -- -n $(WORKERS)
 
 # On a machine with a GPU whose driver knows CUDA 13, in the environment of RUN.
 gpu-test: $(call ready,test)  ## The tests of CUDA loops, of the device tier and of training, on the GPU.

@@ -2,7 +2,9 @@
 
 import itertools
 import signal
+import zlib
 
+import hypothesis
 import pytest
 from hypothesis import settings
 
@@ -14,7 +16,34 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # The same examples on every run, so that a failure is the change's and not the day's; those of the slow tests differ
 # from run to run. Compiling a loop takes seconds, so no example has a deadline.
 settings.register_profile("same", derandomize=True, deadline=None, database=None, print_blob=True)
+settings.register_profile("drawn", parent=settings.get_profile("same"), derandomize=False)
 settings.load_profile("same")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--seed", type=int, help="seed of tests that draw, those of Hypothesis included; default: each test's own"
+    )
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "drawn: draws from the fixture `seed`; --seed gives it another")
+    if (seed := config.getoption("--seed")) is not None:
+        settings.load_profile("drawn")
+        hypothesis.core.global_force_seed = seed
+
+
+def pytest_itemcollected(item):
+    if "seed" in getattr(item, "fixturenames", ()):
+        item.add_marker(pytest.mark.drawn)
+
+
+@pytest.fixture
+def seed(request):
+    """Seed of a test that draws: of its name, or of the name and the number that `--seed` gives."""
+    drawn = zlib.crc32(f"{request.node.nodeid} {request.config.getoption('--seed')}".encode())
+    print(f"seed {drawn}, replayed by --seed {request.config.getoption('--seed')}")
+    return drawn
 
 
 @pytest.fixture(scope="session")

@@ -327,7 +327,9 @@ def dry_make(*arguments):
 TARGETS = [
     "demo",
     "test",
+    "test-changed",
     "test-slow",
+    "test-nightly",
     "check",
     "bench",
     "bench-compare",
