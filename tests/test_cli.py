@@ -447,9 +447,17 @@ def wait_for_a_handler(child, number):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("what", ["export", "import"])
-def test_a_command_that_is_told_to_end_says_so_and_leaves_nothing(tmp_path, what, number, code):
+INTERRUPTED, ENDED = (signal.SIGINT, 130), (signal.SIGTERM, 143)
+
+
+@pytest.mark.parametrize(
+    ("what", "signalled", "delays"),
+    [("export", INTERRUPTED, (0, 0.5)), ("import", ENDED, (0, 0.5))]
+    + [pytest.param(what, signalled, (0, 0.5, 1.0, 1.5), marks=pytest.mark.slow)
+       for what in ("export", "import") for signalled in (INTERRUPTED, ENDED)],
+)  # fmt: skip
+def test_a_command_that_is_told_to_end_says_so_and_leaves_nothing(tmp_path, what, signalled, delays):
+    number, code = signalled
     rows = 400_000
     np.savez(tmp_path / "in.npz", keys=np.arange(rows), values=np.ones((rows, 8), np.float32))
     oneemb.import_rows(tmp_path / "table", tmp_path / "in.npz", snapshot="there")
@@ -459,7 +467,7 @@ def test_a_command_that_is_told_to_end_says_so_and_leaves_nothing(tmp_path, what
     }[what]
     before = sorted(os.listdir(tmp_path))
     stopped = 0
-    for delay in (0, 0.5, 1.0, 1.5):
+    for delay in delays:
         child = subprocess.Popen([sys.executable, "-m", "oneemb", *map(str, arguments)], stderr=subprocess.PIPE)
         wait_for_a_handler(child, signal.SIGTERM)
         time.sleep(delay)

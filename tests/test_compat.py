@@ -17,6 +17,7 @@ import torch
 
 from oneemb.compat import cuda, install, names
 from oneemb.compat.rewrite import rewrite
+from tests.support.forks import run_code
 
 STAND_IN = {
     "__init__.py": "class Options: pass\n",
@@ -53,15 +54,31 @@ def place(tmp_path):
     return tmp_path
 
 
-def run(place, *arguments, cwd=None, launcher=(), **environment):
-    command = [sys.executable, *launcher, place / "driver.py", *arguments]
+# The driver in a process that has torch loaded, as python would run it.
+IN_FORK = """
+import os, runpy, sys
+sys.path[1:1] = os.environ["PYTHONPATH"].split(os.pathsep)
+sys.argv.pop(0)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def run(place, *arguments, cwd=None, launcher=(), fresh=False, **environment):
+    """What the driver gives.
+
+    Args:
+        fresh: whether a python of its own runs it, which takes seconds to load torch.
+    """
     env = NO_GPU | {"PYTHONPATH": str(place / "lib")} | environment
+    if not fresh:
+        return run_code(IN_FORK, place / "driver.py", *arguments, cwd=cwd or place, environment=env)
+    command = [sys.executable, *launcher, place / "driver.py", *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd or place, env=env, timeout=300)
 
 
-def run_script(place, text, *arguments, options=(), **files):
+def run_script(place, text, *arguments, options=(), fresh=False, **files):
     write(place / "job", {"script.py": text} | {f"{name}.py": one for name, one in files.items()})
-    return run(place, *options, "dynamicemb", "job/script.py", *arguments)
+    return run(place, *options, "dynamicemb", "job/script.py", *arguments, fresh=fresh)
 
 
 def lines_of(done):
@@ -307,7 +324,7 @@ def test_a_script_runs_as_python_runs_it(place):
         assert __builtins__.len([]) == 0
         print(beside.where, Planner.__module__, type(pickle.loads(pickle.dumps(Mine()))) is Mine)
     """
-    done = run_script(place, text, "--train", "-m", "--help")
+    done = run_script(place, text, "--train", "-m", "--help", fresh=True)
     path, folder = str(place / "job" / "script.py"), str(place / "job")
     arguments = ["job/script.py", "--train", "-m", "--help"]
     assert lines_of(done) == [
@@ -454,9 +471,9 @@ SPAWNING = """
 """
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])
 def test_spawned_processes_and_theirs_run_the_rewritten_script(place, method):
-    done = run_script(place, SPAWNING, method, options=["--gpu-name", "A100"], beside="name = 'cuda'\n")
+    done = run_script(place, SPAWNING, method, options=["--gpu-name", "A100"], beside="name = 'cuda'\n", fresh=True)
     assert lines_of(done) == ["[0, 1]", "True 0 cpu cpu A100 True", "True grandchild cpu cpu"]
     assert done.stderr.count("torch finds no GPU") == 1, "processes that are spawned do not say it again"
 
@@ -476,12 +493,12 @@ def test_spawned_processes_of_a_script_that_keeps_its_devices_have_the_names(pla
             process.join()
             print(name, type(options) is dynamicemb.Options)
     """
-    assert lines_of(run_script(place, text, options=["--keep-devices"])) == ["cuda True"]
+    assert lines_of(run_script(place, text, options=["--keep-devices"], fresh=True)) == ["cuda True"]
 
 
 def test_a_module_is_run_and_spawns(place):
     write(place / "job", {"package/__init__.py": "", "package/job.py": SPAWNING, "beside.py": "name = 'cuda'\n"})
-    done = run(place, "--gpu-name=H100", "dynamicemb", "-m", "package.job", "spawn", cwd=place / "job")
+    done = run(place, "--gpu-name=H100", "dynamicemb", "-m", "package.job", "spawn", cwd=place / "job", fresh=True)
     assert lines_of(done) == ["[0, 1]", "True 0 cpu cpu H100 True", "True grandchild cpu cpu"]
 
 
@@ -580,7 +597,7 @@ RANKS = """
 def test_a_script_runs_on_two_ranks(place):
     write(place / "job", {"script.py": RANKS})
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = run(place, "dynamicemb", "job/script.py", "--train", launcher=launcher)
+    done = run(place, "dynamicemb", "job/script.py", "--train", launcher=launcher, fresh=True)
     assert done.returncode == 0, done.stderr
     for rank in range(2):
         assert (place / "job" / f"rank{rank}").read_text() == "True cpu 3.0 True True compat_stand_in\n"

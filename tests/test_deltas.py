@@ -492,7 +492,7 @@ def test_power_is_lost_at_every_call_of_a_chain_of_saves():
                 assert of_chain(disk, "/t", there[: n + 1]) == states[there[n]], (call, fate)
 
 
-@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [17, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_merge_that_is_killed_anywhere_leaves_the_chain_and_all_of_the_new_one_or_nothing(
     tmp_path, monkeypatch, stride
 ):
@@ -536,7 +536,7 @@ def test_a_merge_that_is_killed_anywhere_leaves_the_chain_and_all_of_the_new_one
         run("check", root)
         shutil.rmtree(root)
         at += stride
-    assert outcomes[2] > 5 and outcomes[3] > 0
+    assert outcomes[2] > 2 and outcomes[3] > 0
 
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------
@@ -566,7 +566,9 @@ def train_on_ranks(group, path, load, deltas, policy):
     return states, refused
 
 
-@pytest.mark.parametrize("policy", [None, RowPolicy(LRU(), 18)], ids=["all", "lru"])
+@pytest.mark.parametrize(
+    "policy", [pytest.param(None, marks=pytest.mark.slow, id="all"), pytest.param(RowPolicy(LRU(), 18), id="lru")]
+)
 def test_ranks_save_deltas_that_any_number_of_ranks_loads(tmp_path, rank_pool, policy):
     path = str(tmp_path / "rows")
     of_ranks = rank_pool(2, train_on_ranks, path, None, [("s0", None), ("s1", "s0"), ("s2", "s1")], policy)

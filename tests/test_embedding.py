@@ -6,8 +6,6 @@ import math
 import os
 import pickle
 import re
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -30,6 +28,7 @@ from oneemb.storage.errors import BrokenStoreError
 from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.table.snapshot_reader import read_snapshot_info
 from tests.kernels.test_init_rows import uniform_python
+from tests.support.forks import fork_context
 from tests.support.interrupts import AtLine
 from tests.support.models import STORES, make_embedding, reopen, rows_of, store_options
 
@@ -953,25 +952,24 @@ def test_lookups_without_gradient_count_ids_that_are_found(made):
 
 # ---- paths -----------------------------------------------------------------------------------------------------------
 
-_HOLDER = """
-import sys, torch
-from tests.support.models import make_embedding
-embedding = make_embedding(sys.argv[1])
-embedding(torch.tensor([1, 2]))
-embedding.save_snapshot("of-the-holder")
-print("ready", flush=True)
-sys.stdin.readline()
-embedding(torch.tensor([3]))
-embedding.save_snapshot("second")
-print("saved", flush=True)
-"""
+
+def hold(path, pipe):
+    embedding = make_embedding(path)
+    embedding(torch.tensor([1, 2]))
+    embedding.save_snapshot("of-the-holder")
+    pipe.send("ready")
+    pipe.recv()
+    embedding(torch.tensor([3]))
+    embedding.save_snapshot("second")
+    pipe.send("saved")
 
 
 def test_a_second_process_on_a_path_is_refused_and_the_first_goes_on(made, tmp_path):
-    command = [sys.executable, "-c", _HOLDER, str(tmp_path / "rows")]
-    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    pipe, theirs = fork_context().Pipe()
+    holder = fork_context().Process(target=hold, args=(str(tmp_path / "rows"), theirs))
+    holder.start()
     try:
-        assert holder.stdout.readline() == "ready\n"
+        assert pipe.poll(60) and pipe.recv() == "ready"
         embedding = made()
         for call in (
             lambda: embedding(torch.tensor([1])),
@@ -981,17 +979,15 @@ def test_a_second_process_on_a_path_is_refused_and_the_first_goes_on(made, tmp_p
             with pytest.raises(oneemb.StorageError, match=f"process {holder.pid} on host"):
                 call()
         assert embedding.row_optimizer is None and embedding.snapshots() == ["of-the-holder"]
-        holder.stdin.write("\n")
-        holder.stdin.flush()
-        assert holder.stdout.readline() == "saved\n"
-        assert holder.wait(60) == 0
+        pipe.send("go on")
+        assert pipe.poll(60) and pipe.recv() == "saved"
+        holder.join(60)
+        assert holder.exitcode == 0
         embedding.load_snapshot("second")
         assert embedding.stats()["rows"] == 3
     finally:
         holder.kill()
-        holder.wait()
-        holder.stdin.close()
-        holder.stdout.close()
+        holder.join()
 
 
 def test_a_path_under_a_file_is_refused(tmp_path):
@@ -1186,7 +1182,8 @@ def test_an_interrupt_while_a_dropped_embedding_is_closed_comes_a_moment_later()
     close_when_dropped(owner, Table())
     with pytest.raises(KeyboardInterrupt):
         del owner
-        time.sleep(10)
+        for _ in range(1000):  # It does not end a sleep.
+            time.sleep(0.01)
 
 
 @pytest.mark.parametrize("why", ["damaged", "interrupted"])

@@ -16,6 +16,7 @@ from oneemb.storage.errors import BrokenStoreError
 from tests.support.interrupts import WAYS, count_lines, each_line, interrupted, some_lines
 from tests.support.keys import distinct
 from tests.support.models import make_embedding
+from tests.support.pairwise import covering
 
 IDS = 300
 BATCHES = [torch.from_numpy(np.random.default_rng(t).integers(0, IDS, (40, 2))) for t in range(7)]
@@ -84,11 +85,6 @@ class Model:
         return self.embedding.stats()["device"]["pinned"]
 
 
-@pytest.fixture(params=["device", "ssd"])
-def store(request):
-    return request.param
-
-
 @pytest.fixture
 def states(tmp_path, store):
     """The state after each step of a run that nobody stops."""
@@ -150,13 +146,13 @@ def check_steps(tmp_path, store, states, how, way, number):
     model.embedding.close()
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("how", ["eager", "graph"])
+@pytest.mark.parametrize(("store", "how", "way"), covering([*STORES], ["eager", "graph"], WAYS))
 def test_a_step_that_is_stopped_is_done_or_not(tmp_path, store, states, how, way):
     check_steps(tmp_path, store, states, how, way, 6)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("how", ["eager", "graph"])
 def test_a_step_that_is_stopped_at_each_line_is_done_or_not(tmp_path, store, states, how, way):
@@ -220,12 +216,13 @@ def check_snapshots(tmp_path, store, states, way, number):
     embedding.close()
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("store", "way"), covering([*STORES], WAYS, strength=1))
 def test_snapshots_that_are_stopped_are_there_or_not(tmp_path, store, states, way):
     check_snapshots(tmp_path, store, states, way, 6)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("way", WAYS)
 def test_snapshots_that_are_stopped_at_each_line_are_there_or_not(tmp_path, store, states, way):
     check_snapshots(tmp_path, store, states, way, None)

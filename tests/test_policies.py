@@ -15,7 +15,14 @@ import pytest
 import torch
 from click.testing import CliRunner
 from hypothesis import settings, strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 import oneemb
 import oneemb.embedding
@@ -439,8 +446,15 @@ class Jobs(RuleBasedStateMachine):
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-Jobs.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+Jobs.TestCase.settings = settings(max_examples=12, stateful_step_count=25, deadline=None)
 TestJobs = Jobs.TestCase
+
+
+@pytest.mark.slow
+def test_many_jobs():
+    run_state_machine_as_test(
+        Jobs, settings=settings(max_examples=200, stateful_step_count=40, deadline=None, derandomize=False)
+    )
 
 
 @pytest.mark.parametrize("above", [{"sweep_above_mb": 1}, {"sweep_above": 50}])

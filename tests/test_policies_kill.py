@@ -1,13 +1,8 @@
 """A job whose rows come, leave, expire and are erased is killed at random moments: it goes on from what it announced as
 if nothing had happened, and what was erased does not come back."""
 
-import os
 import random
-import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +10,7 @@ import torch
 
 import oneemb
 from oneemb.policies import LFU, AdmitAfter, RowPolicy
+from tests.support.rank_jobs import RankJob
 from tests.support.resources import resident_bytes
 
 DIM = 16
@@ -61,11 +57,10 @@ def same(one, other):
     return one[0] == other[0] and all(np.array_equal(one[1][name], other[1][name]) for name in one[1])
 
 
-def job(path):
-    """Runs until it is killed; prints the steps of each snapshot that is there."""
+def job(group, report, path):
+    """Runs until it is killed; reports the steps of each snapshot that is there."""
     embedding, optimizer = open_rows(path, ssd=True)
     latest = load_last(embedding)
-    print("ready", flush=True)
     while True:
         step = embedding.stats()["step"]
         one_step(embedding, optimizer, step)
@@ -78,7 +73,7 @@ def job(path):
             else:
                 embedding.save_delta(name, latest)
             latest = name
-            print(step + 1, flush=True)
+            report(step + 1)
 
 
 def load_last(embedding):
@@ -91,25 +86,24 @@ def load_last(embedding):
 
 def killed(path, saves, seconds):
     """The last step that a job announced before it was killed, some time after so many saves."""
-    child = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", f"from tests.test_policies_kill import job; job({str(path)!r})"],
-        stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1],
-    )  # fmt: skip
-    assert child.stdout is not None and child.stdout.readline() == "ready\n"
-    announced = [int(child.stdout.readline()) for _ in range(saves)]
+    child = RankJob(0, job, str(path))
+    end = time.monotonic() + 120
+    while len(child.reports[0]) < saves:
+        assert time.monotonic() < end, child.texts()
+        time.sleep(0.005)
+        child.read()
     time.sleep(seconds)
-    os.kill(child.pid, signal.SIGKILL)
-    announced += [int(line) for line in child.stdout.read().splitlines()]
-    child.wait()
+    child.kill(0)
+    ((_, announced),) = child.end()
     return max(announced)
 
 
 @pytest.mark.filterwarnings("ignore:.*starts empty")
-@pytest.mark.parametrize("kills", [3, pytest.param(80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(80, marks=pytest.mark.slow)])
 def test_a_job_that_is_killed_goes_on_as_if_nothing_had_happened(tmp_path, kills):
     rng, announced, straight = random.Random(kills), 0, open_rows(tmp_path / "straight", ssd=False)
     for _ in range(kills):
-        announced = max(announced, killed(tmp_path / "killed", rng.randrange(5, 10), rng.uniform(0, 0.1)))
+        announced = max(announced, killed(tmp_path / "killed", rng.randrange(8, 13), rng.uniform(0, 0.1)))
         embedding, _ = open_rows(tmp_path / "killed", ssd=True)
         load_last(embedding)
         step = embedding.stats()["step"]

@@ -15,6 +15,7 @@ from tests.support.rank_jobs import RankJob
 
 RANKS, IDS, TIMEOUT_S = 3, 30, 4.0
 WAYS = ["eager", "call", "run 0", "run 1", "run 3", "save"]
+FAST = ["eager", "run 1", "save"]
 
 
 def make(path, group):
@@ -44,16 +45,14 @@ def trains(group, report, path, way):
     graph = Graph(embedding)
     own = torch.arange(IDS)[group.rank() :: group.size(), None]
     steps = 0
-    begin = time.monotonic()
 
     def made():
-        nonlocal steps, begin
+        nonlocal steps
         steps += 1
         report(("begins",)) if steps == 2 else None
         if way == "save" or steps % 4 == 0:
             embedding.save_snapshot("last", overwrite=True)
             report(("saved", steps))
-        begin = time.monotonic()
 
     def loader():
         while True:
@@ -73,7 +72,7 @@ def trains(group, report, path, way):
                     graph(own)
                 made()
     except Exception as error:
-        report(("raised", type(error).__name__, str(error), time.monotonic() - begin))
+        report(("raised", type(error).__name__, str(error)))
     gc.collect()
     left, end = loop_threads(), time.monotonic() + 10
     while left and time.monotonic() < end:
@@ -96,22 +95,20 @@ def dies(tmp_path, way, rng, how):
     time.sleep(rng.uniform(0, 0.5))
     victim = rng.randrange(RANKS)
     job.kill(victim, how)
-    begin = time.monotonic()
     if how == signal.SIGSTOP:
-        time.sleep(TIMEOUT_S + 4)
+        job.wait_for("raised", ranks=[rank for rank in range(RANKS) if rank != victim])
         job.kill(victim, signal.SIGKILL)
     results = job.end()
-    assert time.monotonic() - begin < TIMEOUT_S + 25
     saved = max((report[1] for _, reports in results for report in reports if report[0] == "saved"), default=0)
     for rank, (code, reports) in enumerate(results):
         if rank == victim:
             continue
         found = {report[0]: report[1:] for report in reports}
         assert code == 0 and "closed" in found, (code, reports[-3:], job.texts())
-        kind, text, seconds = found["raised"]
+        kind, text = found["raised"]
         assert kind == "RankError", text
         assert "another rank has ended, was killed, or did not come" in text and "from its last snapshot" in text
-        assert seconds < TIMEOUT_S + 5 and found["threads"] == ([],), (seconds, found["threads"])
+        assert found["threads"] == ([],)
     check_last(path, saved)
 
 
@@ -130,13 +127,13 @@ def check_last(path, saved):
 
 
 @pytest.mark.filterwarnings("ignore:embedding 'items' starts empty")
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [way if way in FAST else pytest.param(way, marks=pytest.mark.slow) for way in WAYS])
 def test_where_a_rank_is_killed_the_others_raise_and_end(tmp_path, way):
     dies(tmp_path, way, random.Random(way), signal.SIGKILL)
 
 
 @pytest.mark.filterwarnings("ignore:embedding 'items' starts empty")
-@pytest.mark.parametrize("way", ["eager", "run 1"])
+@pytest.mark.parametrize("way", [pytest.param("eager", marks=pytest.mark.slow), "run 1"])
 def test_where_a_rank_is_silent_the_others_raise_after_the_timeout_of_the_group(tmp_path, way):
     dies(tmp_path, way, random.Random(way), signal.SIGSTOP)
 

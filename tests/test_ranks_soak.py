@@ -420,7 +420,7 @@ def check_against_one_process(path, trained_R, weights):
 
 
 def test_a_short_soak_of_ranks(tmp_path, rank_pool):
-    run_soak(rank_pool, tmp_path, seed=1, seconds=20, steps=200)
+    run_soak(rank_pool, tmp_path, seed=1, seconds=100, steps=60)
 
 
 @pytest.mark.slow

@@ -3,8 +3,6 @@ for bit: losses, rows with their optimizer state, dense weights."""
 
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -18,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import oneemb
+from tests.support.forks import run_code
 from tests.support.models import STORES, make_embedding
 from tests.support.training import DIM, OPTIMIZERS, STEPS, Job
 
@@ -27,9 +26,8 @@ CASES = [(name, "ssd") for name in OPTIMIZERS] + [("adam", store) for store in S
 
 def run_process(do, folder):
     cases = [f"{name}/{store}" for name, store in CASES]
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.support.training", do, str(folder), *cases], timeout=300
-    ).returncode
+    code = "import runpy; runpy.run_module('tests.support.training', run_name='__main__')"
+    return run_code(code, do, folder, *cases, seconds=300).returncode
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,10 @@ import torch
 import oneemb
 from oneemb.rows import export_rows as row_export
 from oneemb.storage.step_lock import StepLock, alone, while_held
+from tests.support.forks import run_code
 from tests.support.interrupts import WAYS, count_lines, interrupted
 from tests.support.models import make_embedding
+from tests.support.pairwise import covering
 
 STEPS = 25
 
@@ -102,8 +104,10 @@ def expected(tmp_path_factory):
     return losses, states
 
 
-@pytest.mark.parametrize("store", ["device", "host", "ssd"])
-@pytest.mark.parametrize("what", ["snapshot", "export", "checkpoint", "evaluate", "look"])
+@pytest.mark.parametrize(
+    ("what", "store"),
+    covering(["snapshot", "export", "checkpoint", "evaluate", "look"], ["ssd", "device", "host"], strength=1),
+)
 def test_what_another_thread_does_meanwhile_changes_no_number_and_is_of_one_moment(tmp_path, expected, store, what):
     model = Model(tmp_path / "rows", store)
     score, ids = Score(model), batch(0)[0]
@@ -225,8 +229,13 @@ def train():
     print(model.steps, model.embedding.stats()["step"], flush=True)
 threading.Thread(target=train).start()
 """
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    ended = python(code)
     assert ended.stdout == "30 30\n", ended.stderr
+
+
+def python(code):
+    """What a process of its own makes of it, which ends as Python does."""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
 
 
 def test_the_first_graph_that_a_process_traces_is_freed_like_the_others(tmp_path):
@@ -242,7 +251,7 @@ for turn in range(2):
     gc.collect()
     print(store() is None)
 """
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    ended = run_code(code)
     assert ended.stdout == "True\nTrue\n", ended.stderr
 
 
@@ -362,8 +371,9 @@ def test_an_import_with_state_is_whole_beside_a_step_of_another_thread(tmp_path)
 BAGS = {"offsets": torch.tensor([0, 2, 4])}
 
 
-@pytest.mark.parametrize("store", ["device", "ssd"])
-@pytest.mark.parametrize("how", ["gradient", "bags", "no gradient", "eval"])
+@pytest.mark.parametrize(
+    ("how", "store"), covering(["gradient", "bags", "no gradient", "eval"], ["device", "ssd"], strength=1)
+)
 def test_a_lookup_waits_for_the_rows_that_another_thread_is_writing(tmp_path, store, how):
     embedding = make_embedding(tmp_path / "rows", store=store)
     oneemb.Optimizer(torch.optim.SGD(embedding.parameters(), lr=1.0), [embedding])
@@ -493,11 +503,10 @@ assert threads.Threads.shares_of is honest
 }
 
 
-@pytest.mark.parametrize("store", ["device", "ssd"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "store"), covering([*WAYS], ["device", "ssd"], strength=1))
 def test_a_save_as_the_program_ends_or_in_the_middle_of_a_lookup_is_made(tmp_path, store, way):
     code = ENDING.format(here=os.getcwd(), path=str(tmp_path), store=store) + WAYS[way]
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    ended = run_code(code) if way == "within a lookup" else python(code)
     assert (ended.returncode, ended.stdout) == (0, "saved 1\n"), ended.stderr
     again = Model(tmp_path / "rows", store)
     again.load(tmp_path / "c")
@@ -527,7 +536,7 @@ except KeyboardInterrupt:
     print(asked)
 model(*batch(0))
 """
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    ended = run_code(code)
     assert (ended.returncode, ended.stdout) == (0, "[1, 2]\n"), ended.stderr
 
 
@@ -583,6 +592,5 @@ print("freed")
 
 @pytest.mark.skipif(not hasattr(threading, "_shutdown_locks"), reason="this Python has other locks of threads")
 def test_an_embedding_that_is_collected_while_a_thread_begins_is_closed():
-    command = [sys.executable, "-c", DROPPED_AS_A_THREAD_BEGINS]
-    done = subprocess.run(command, timeout=60, capture_output=True, text=True)
+    done = run_code(DROPPED_AS_A_THREAD_BEGINS)
     assert done.stdout == "freed\n", done.stderr

@@ -6,8 +6,6 @@ import json
 import os
 import random
 import shutil
-import subprocess
-import sys
 import time
 import warnings
 
@@ -21,6 +19,7 @@ from oneemb import checkpoint
 from oneemb.rank_calls import RankCalls
 from oneemb.storage.errors import BrokenStoreError
 from oneemb.storage.fs import LocalFileSystem
+from tests.support.forks import run_code
 from tests.support.graph_models import make_graph, rows_of, weights_of
 from tests.support.interrupts import count_lines, interrupted, some_lines
 
@@ -458,7 +457,7 @@ os.replace = lambda *paths: replace(*paths) if "checkpoint-" in paths[1] else os
 graph.save({str(tmp_path / "c")!r}, keep=1)
 """
     code = code.replace("os.replace = lambda", "replace = os.replace\nos.replace = lambda")
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 3
+    assert run_code(code).returncode == 3
     assert len(os.listdir(tmp_path)) == 4, "the file, the folder, the file's successor and what it was to name"
     graph = graph_at(tmp_path / "rows")
     assert len(graph.embedding.snapshots()) == 2
@@ -558,7 +557,7 @@ graph(IDS)
 os.unlink = lambda path: os._exit(9)
 graph.save({str(tmp_path / "c")!r})
 """
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 9
+    assert run_code(code).returncode == 9
     os.rename(tmp_path / "c", tmp_path / "best")
     graph = graph_at(tmp_path / "rows")
     graph(IDS)

@@ -167,7 +167,7 @@ def check(model, steps):
         assert all(torch.equal(a, b) for a, b in zip(weights, results[0][2], strict=True))
 
 
-@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 @given(models())
 def test_any_model_compiled_or_prefetched_equals_eager(model):
     check(model, steps=4)

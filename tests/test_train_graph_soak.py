@@ -89,14 +89,18 @@ def fork(graph):
     assert child.exitcode == 0
 
 
-def soak(steps, seed, folder):
-    """Two graphs see the same steps: one in loops with everything that may happen to them, one in plain calls."""
+def soak(steps, seed, folder, batches_max=30):
+    """Two graphs see the same steps: one in loops with everything that may happen to them, one in plain calls.
+
+    Each event comes once before any comes again.
+    """
     graph, plain = graph_of(), graph_of()
     choose, rng = random.Random(seed), np.random.default_rng(seed)
-    memory, before, done = [], None, 0
-    while done < steps:
-        batches = [batch_of(rng) for _ in range(choose.randint(1, 30))]
-        how = choose.choice(EVENTS)
+    memory, before, done, events = [], None, 0, []
+    while done < steps or events:
+        batches = [batch_of(rng) for _ in range(choose.randint(1, batches_max))]
+        events = events or choose.sample(EVENTS, len(EVENTS))
+        how = events.pop()
         stop = choose.randrange(len(batches))
         if how == "bad batch":
             loader = [*batches[:stop], (batches[stop][0].int(), batches[stop][1])]
@@ -161,7 +165,7 @@ def failing(batches):
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_short_soak(tmp_path):
-    soak(120, 1, tmp_path)
+    soak(1, 1, tmp_path, batches_max=8)
 
 
 @pytest.mark.slow

@@ -1,19 +1,22 @@
-"""The script under torchrun: killed, and resumed by other numbers of processes, it ends as one process does alone."""
+"""The script on the processes of a job: killed, and resumed by other numbers of them, it ends as one does alone."""
 
 import re
-import subprocess
-import sys
+import signal
+import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import kuairand_dlrm
 import pytest
+
+from tests.support.forks import run_code
 
 SMALL = ["--generate", "3000", "--batch-size", "64", "--epochs", "3", "--cache-mb", "1"]
 STEPS = 40  # of an epoch, about
 SCRIPT = kuairand_dlrm.REPOSITORY / "examples/kuairand_dlrm_distributed.py"
 
+RUN = "import kuairand_dlrm_distributed as script\nscript.main()"
 KILLED = """
-import os, signal, sys
-sys.path.insert(0, {examples!r})
+import os, signal
 import kuairand_dlrm_distributed as script
 
 batch, calls = script.ClickLog.batch, 0
@@ -30,10 +33,21 @@ script.main()
 """
 
 
-def torchrun(processes, script, folder, *arguments):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command += [str(script), *SMALL, "--workdir", str(folder), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+def run(processes, code, folder, *arguments):
+    """What the first process gives, and the exit codes of all, with the variables that torchrun sets."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        job = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
+    job |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+
+    def run_rank(rank):
+        own = job | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        given = [*SMALL, "--workdir", folder, *arguments]
+        return run_code(code, *given, cwd=SCRIPT.parent, environment=own, seconds=300)
+
+    with ThreadPoolExecutor(processes) as ranks:
+        ended = list(ranks.map(run_rank, range(processes)))
+    return ended[0], [its.returncode for its in ended]
 
 
 def figures(text):
@@ -45,16 +59,15 @@ def figures(text):
 def test_a_killed_run_goes_on_with_other_numbers_of_processes_as_if_one_had_run_alone(tmp_path, capsys, resumed_on):
     alone = kuairand_dlrm.main([*SMALL, "--workdir", str(tmp_path / "alone"), "--store", "device"])
     rows = figures(capsys.readouterr().out)[3][-1]
-    folder, killed_script = tmp_path / "ranks", tmp_path / "killed.py"
-    killed_script.write_text(KILLED.format(examples=str(SCRIPT.parent), call=STEPS + 20))
+    folder = tmp_path / "ranks"
 
-    killed = torchrun(2, killed_script, folder)
-    assert killed.returncode != 0
+    killed, codes = run(2, KILLED.format(call=STEPS + 20), folder)
+    assert codes == [1, -signal.SIGKILL]
     printed = figures(killed.stdout)
     assert list(printed) == [1], killed.stdout + killed.stderr
     for processes, epochs in resumed_on.items():
-        resumed = torchrun(processes, SCRIPT, folder, "--resume", "--epochs", epochs)
-        assert resumed.returncode == 0, resumed.stderr
+        resumed, codes = run(processes, RUN, folder, "--resume", "--epochs", epochs)
+        assert codes == [0] * processes, resumed.stderr
         assert f"resumed after epoch {max(printed)} on {processes} processes" in resumed.stdout
         printed |= figures(resumed.stdout)
     for epoch, expected in enumerate(alone, 1):

@@ -1,21 +1,16 @@
 """TorchRec's introduction runs with oneemb's collections."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.support.forks import run_code
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def test_torchrec_tutorial():
-    ran = subprocess.run(
-        [sys.executable, str(EXAMPLES / "torchrec_tutorial.py")],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    script = str(EXAMPLES / "torchrec_tutorial.py")
+    ran = run_code(f"import runpy; runpy.run_path({script!r}, run_name='__main__')", seconds=300)
     assert ran.returncode == 0, ran.stderr[-4000:]
     assert "rows before and after two ids that no table of 4096 rows has: 8192 8194" in ran.stdout
     assert "the same numbers: True" in ran.stdout

@@ -1,5 +1,6 @@
 """AOTInductor packages, and programs in a process of C++."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -26,18 +27,22 @@ def some_ids(samples, seed=5):
 
 @pytest.fixture(scope="module")
 def serve(tmp_path_factory):
-    """The example, compiled."""
+    """The example, compiled; kept in build/, for a quarter of a minute is long."""
     if not (TORCH / "include" / "torch" / "csrc" / "inductor" / "aoti_package").is_dir():
         pytest.skip("torch has come without its headers")
-    program = tmp_path_factory.mktemp("serve_cpp") / "serve"
     include, abi = TORCH / "include", int(torch.compiled_with_cxx11_abi())
-    subprocess.run(
-        ["g++", "-std=c++20", "-O0", f"-D_GLIBCXX_USE_CXX11_ABI={abi}", f"-I{include}",
-         f"-I{include}/torch/csrc/api/include", EXAMPLE / "main.cpp", "-o", program, f"-L{TORCH}/lib",
-         f"-Wl,-rpath,{TORCH}/lib", "-ltorch", "-ltorch_cpu", "-lc10"],
-        check=True,
-    )  # fmt: skip
-    return program
+    command = ["g++", "-std=c++20", "-O0", f"-D_GLIBCXX_USE_CXX11_ABI={abi}", f"-I{include}",
+               f"-I{include}/torch/csrc/api/include", EXAMPLE / "main.cpp", f"-L{TORCH}/lib",
+               f"-Wl,-rpath,{TORCH}/lib", "-ltorch", "-ltorch_cpu", "-lc10"]  # fmt: skip
+    what = repr((command, torch.__version__, (EXAMPLE / "main.cpp").read_bytes()))
+    kept = EXAMPLE.parents[1] / "build" / f"serve_cpp-{hashlib.sha256(what.encode()).hexdigest()[:16]}"
+    if not kept.exists():
+        made = tmp_path_factory.mktemp("serve_cpp") / "serve"
+        subprocess.run([*command, "-o", made], check=True)
+        kept.parent.mkdir(exist_ok=True)
+        shutil.copy(made, f"{kept}.{os.getpid()}")
+        os.replace(f"{kept}.{os.getpid()}", kept)
+    return kept
 
 
 def served(serve, program, ids):

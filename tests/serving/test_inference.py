@@ -18,6 +18,7 @@ from oneemb.serving.inference import InferenceEmbedding
 from oneemb.storage.errors import StorageError
 from oneemb.storage.serving.served_file import SERVED_MAGIC, ServedFile
 from oneemb.storage.table.file_header import pack_header
+from tests.support.forks import fork_context
 
 TABLES = 3
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -426,17 +427,21 @@ def test_the_command_line_makes_checks_and_shows_a_file(tmp_path):
     assert done.exit_code == 1 and "offset 4096" in done.output
 
 
-def test_processes_that_open_at_once_make_one_file_and_a_killed_one_disturbs_none(tmp_path):
-    import signal
-    import subprocess
-    import sys
+def _opens(path, said):
+    with open(said, "w") as file:
+        file.write(oneemb.InferenceEmbedding.open(path).version.name)
 
+
+def test_processes_that_open_at_once_make_one_file_and_a_killed_one_disturbs_none(tmp_path):
     trained(tmp_path).close()
-    code = f"import oneemb; e = oneemb.InferenceEmbedding.open({str(tmp_path)!r}); print(e.version.name)"
-    children = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    children[0].send_signal(signal.SIGKILL)
-    assert [child.communicate()[0].strip() for child in children[1:]] == ["one", "one"]
-    children[0].communicate()
+    context, said = fork_context(), [tmp_path / f"said-{n}" for n in range(3)]
+    children = [context.Process(target=_opens, args=(str(tmp_path), str(path))) for path in said]
+    for child in children:
+        child.start()
+    children[0].kill()
+    for child in children:
+        child.join()
+    assert [path.read_text() for path in said[1:]] == ["one", "one"]
     only_file(tmp_path)
     assert not [name for name in os.listdir(tmp_path / "serving") if name.endswith(".tmp")]
 

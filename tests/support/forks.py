@@ -2,6 +2,12 @@
 
 import multiprocessing
 import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import types
 
 
 def fork_context():
@@ -28,3 +34,40 @@ def ended_well(child, patience_s=60):
         child.join()
         return "it hangs"
     return child.exitcode == 0
+
+
+def run_code(code, *arguments, cwd=None, environment=None, seconds=600):
+    """What `python -c code arguments...` gives, as `subprocess.run` with captured text does, from a fork of the server.
+
+    Where an interpreter's beginning or its end is what a test is about, it starts a process instead.
+
+    Args:
+        environment: variables beside those of this process.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = [str(its) for its in arguments]
+        process = fork_context().Process(target=_main, args=(code, arguments, cwd, environment or {}, folder))
+        process.start()
+        process.join(seconds)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            raise subprocess.TimeoutExpired(code, seconds)
+        said = [pathlib.Path(folder, name) for name in ("stdout", "stderr")]
+        said = [file.read_text() if file.exists() else "" for file in said]
+        return subprocess.CompletedProcess(code, process.exitcode, *said)
+
+
+def _main(code, arguments, cwd, environment, folder):
+    """Run `code` as the program of this process."""
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT), number)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.update(environment)
+    if cwd is not None:
+        os.chdir(cwd)
+    sys.path.insert(0, os.getcwd())
+    sys.argv = ["-c", *arguments]
+    program = types.ModuleType("__main__")
+    sys.modules["__main__"] = program
+    exec(compile(code, "<string>", "exec"), program.__dict__)

@@ -46,12 +46,12 @@ class RankJob:
             self._processes.append(process)
             self._pipes.append(ours)
 
-    def wait_for(self, word, seconds=60):
-        """Wait until every rank has reported this word, or a tuple that begins with it."""
-        end = time.monotonic() + seconds
-        while not all(any(_word(report) == word for report in its) for its in self.reports):
+    def wait_for(self, word, seconds=60, ranks=None):
+        """Wait until every rank, or each of these, has reported this word, or a tuple that begins with it."""
+        end, ranks = time.monotonic() + seconds, range(len(self.reports)) if ranks is None else ranks
+        while not all(any(_word(report) == word for report in self.reports[rank]) for rank in ranks):
             self.read()
-            assert time.monotonic() < end, f"no {word!r} from all ranks:\n{self.texts()}"
+            assert time.monotonic() < end, f"no {word!r} from ranks {list(ranks)}:\n{self.texts()}"
             time.sleep(0.01)
 
     def kill(self, rank, number=signal.SIGKILL):

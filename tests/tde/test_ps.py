@@ -1,8 +1,5 @@
 """Rows of tables on their way to a server and back; collections; the names that upstream's scripts import."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -10,6 +7,7 @@ from torchrec import EmbeddingConfig
 
 from oneemb.storage.remote.servers import open_server
 from oneemb.tde import PS, IDTransformerCollection, NoRoomError
+from tests.support.forks import run_code
 from tests.tde.tables import Tables, kjt_of
 
 
@@ -106,7 +104,7 @@ try:
 except Exception as error:
     print(type(error).__name__)
 """
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=100)
+    done = run_code(code)
     assert done.returncode == 0 and "Error" in done.stdout, done.stderr
 
 

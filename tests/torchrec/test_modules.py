@@ -30,6 +30,7 @@ from torchrec.types import DataType  # noqa: E402
 
 from oneemb.torchrec import EmbeddingBagCollection, EmbeddingCollection  # noqa: E402
 from oneemb.torchrec.handed_rows import hand_over, to_be_handed  # noqa: E402
+from tests.support.pairwise import covering  # noqa: E402
 from tests.support.resources import resident_bytes  # noqa: E402
 from tests.support.tracing_threads import KINDS, another_thread  # noqa: E402
 
@@ -324,8 +325,7 @@ def train(model, steps, optimizer, batches, seed=0):
     return torch.stack(losses)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("kind", ["bags", "sequences"])
+@pytest.mark.parametrize(("name", "kind"), covering([*OPTIMIZERS], ["bags", "sequences"], strength=1))
 def test_fifty_steps_of_torchs_optimizers(name, kind):
     ours, theirs = pair("two widths") if kind == "bags" else sequences("one width")
     make, options = OPTIMIZERS[name]
@@ -335,7 +335,7 @@ def test_fifty_steps_of_torchs_optimizers(name, kind):
     close(rows_of(ours), rows_of(theirs), 1e-6 if "adam" not in name else 2e-5)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adagrad", "adam"])
+@pytest.mark.parametrize("name", ["adagrad", *(pytest.param(its, marks=pytest.mark.slow) for its in ["sgd", "adam"])])
 def test_fifty_steps_in_backward(name):
     make, options = OPTIMIZERS[name]
     ours, theirs = pair("two widths")

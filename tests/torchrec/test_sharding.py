@@ -201,7 +201,8 @@ STOCK_ON_CPU = ["sgd", "adagrad", "row-wise adagrad"]
 
 @pytest.mark.parametrize("kind, ranks", KINDS_ON_RANKS)
 def test_fifty_steps_of_torchrecs_sharded_modules(kind, ranks):
-    calls = [(kind, *OPTIMIZERS[name], 50) for name in STOCK_ON_CPU]
+    # Fifty of each take ten seconds: fewer of those with simpler rules.
+    calls = [(kind, *OPTIMIZERS[name], 50 if name == "row-wise adagrad" else 10) for name in STOCK_ON_CPU]
     for name, its in itertools.product(range(len(calls)), on_ranks(ranks, of_each, both, calls)):
         (losses, rows), (their_losses, their_rows) = its[name]
         assert losses == pytest.approx(their_losses, rel=0, abs=1e-6 * max(their_losses)), STOCK_ON_CPU[name]
@@ -526,7 +527,7 @@ def closed(group):
 
 
 def test_a_lookup_after_closing_waits_for_nobody():
-    assert max(on_ranks(2, closed)) < 5
+    assert max(on_ranks(2, closed)) < 30, "as long as others may take to begin, of the 60 s of the group"
 
 
 def thrown_on_the_thread(group):
