@@ -34,7 +34,8 @@ def pytest_configure(config):
 
 
 def pytest_itemcollected(item):
-    if "seed" in getattr(item, "fixturenames", ()):
+    callspec = getattr(item, "callspec", None)
+    if "seed" in getattr(item, "fixturenames", ()) and (callspec is None or "seed" not in callspec.params):
         item.add_marker(pytest.mark.drawn)
 
 

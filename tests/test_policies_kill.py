@@ -100,8 +100,8 @@ def killed(path, saves, seconds):
 
 @pytest.mark.filterwarnings("ignore:.*starts empty")
 @pytest.mark.parametrize("kills", [2, pytest.param(80, marks=pytest.mark.slow)])
-def test_a_job_that_is_killed_goes_on_as_if_nothing_had_happened(tmp_path, kills):
-    rng, announced, straight = random.Random(kills), 0, open_rows(tmp_path / "straight", ssd=False)
+def test_a_job_that_is_killed_goes_on_as_if_nothing_had_happened(tmp_path, kills, seed):
+    rng, announced, straight = random.Random(seed), 0, open_rows(tmp_path / "straight", ssd=False)
     for _ in range(kills):
         announced = max(announced, killed(tmp_path / "killed", rng.randrange(8, 13), rng.uniform(0, 0.1)))
         embedding, _ = open_rows(tmp_path / "killed", ssd=True)

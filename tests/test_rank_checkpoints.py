@@ -752,10 +752,8 @@ def saves_until_it_is_killed(group, report, root):
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(60, marks=pytest.mark.slow)])
-def test_killed_ranks_lose_no_checkpoint_that_they_have_announced(tmp_path, times):
-    number = 7 if times < 10 else random.randrange(10**6)
-    print(f"seed {number}")
-    rng, last, root = random.Random(number), 0, tmp_path / "job"
+def test_killed_ranks_lose_no_checkpoint_that_they_have_announced(tmp_path, times, seed):
+    rng, last, root = random.Random(seed), 0, tmp_path / "job"
     for n in range(times):
         # On a machine that is busy a first save may take seconds.
         size, waits = rng.choice([2, 2, 3, 0]), n % 4 != 1

@@ -58,9 +58,7 @@ def kill_and_check(root, size, rng, last):
 
 
 @pytest.mark.parametrize("times", [3, pytest.param(100, marks=pytest.mark.slow)])
-def test_killed_ranks_lose_nothing_that_they_have_announced(tmp_path, times):
-    seed = 7 if times < 10 else random.randrange(10**6)
-    print(f"seed {seed}")
+def test_killed_ranks_lose_nothing_that_they_have_announced(tmp_path, times, seed):
     rng, last = random.Random(seed), 0
     for _ in range(times):
         last = kill_and_check(tmp_path / "root", rng.choice([2, 2, 3, 0]), rng, last)

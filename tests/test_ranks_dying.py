@@ -128,21 +128,19 @@ def check_last(path, saved):
 
 @pytest.mark.filterwarnings("ignore:embedding 'items' starts empty")
 @pytest.mark.parametrize("way", [way if way in FAST else pytest.param(way, marks=pytest.mark.slow) for way in WAYS])
-def test_where_a_rank_is_killed_the_others_raise_and_end(tmp_path, way):
-    dies(tmp_path, way, random.Random(way), signal.SIGKILL)
+def test_where_a_rank_is_killed_the_others_raise_and_end(tmp_path, way, seed):
+    dies(tmp_path, way, random.Random(seed), signal.SIGKILL)
 
 
 @pytest.mark.filterwarnings("ignore:embedding 'items' starts empty")
 @pytest.mark.parametrize("way", [pytest.param("eager", marks=pytest.mark.slow), "run 1"])
-def test_where_a_rank_is_silent_the_others_raise_after_the_timeout_of_the_group(tmp_path, way):
-    dies(tmp_path, way, random.Random(way), signal.SIGSTOP)
+def test_where_a_rank_is_silent_the_others_raise_after_the_timeout_of_the_group(tmp_path, way, seed):
+    dies(tmp_path, way, random.Random(seed), signal.SIGSTOP)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:embedding 'items' starts empty")
-def test_a_hundred_kills(tmp_path):
-    seed = random.randrange(10**6)
-    print(f"seed {seed}")
+def test_a_hundred_kills(tmp_path, seed):
     rng = random.Random(seed)
     for n in range(100):
         folder = tmp_path / str(n)

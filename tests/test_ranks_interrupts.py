@@ -133,10 +133,10 @@ def run(path, way, interrupts, rng):
 @pytest.mark.parametrize(
     "way", [way if way in ("call", "run 1", "saves") else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
 )
-def test_ranks_go_on_after_interrupts_with_the_same_bits(tmp_path, way):
+def test_ranks_go_on_after_interrupts_with_the_same_bits(tmp_path, way, seed):
     expected = run(tmp_path / "plain", way, 0, None)
     assert not any(caught for _, caught in expected)
-    found = run(tmp_path / "interrupted", way, 12, random.Random(way))
+    found = run(tmp_path / "interrupted", way, 12, random.Random(seed))
     print([caught for _, caught in found])
     assert [rows for rows, _ in found] == [rows for rows, _ in expected]
     assert any("KeyboardInterrupt" in caught for _, caught in found)
@@ -215,9 +215,7 @@ def test_ctrl_c_in_any_message_changes_no_bit(tmp_path, rank_pool, way):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_many_interrupts(tmp_path, way):
-    seed = random.randrange(10**6)
-    print(f"seed {seed}")
+def test_many_interrupts(tmp_path, way, seed):
     rng = random.Random(seed)
     expected = run(tmp_path / "plain", way, 0, None)
     for n in range(20):

@@ -164,14 +164,14 @@ def failing(batches):
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_short_soak(tmp_path):
-    soak(1, 1, tmp_path, batches_max=8)
+def test_a_short_soak(tmp_path, seed):
+    soak(1, seed, tmp_path, batches_max=8)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_soak_of_20_000_steps_keeps_its_memory(tmp_path):
-    memory = soak(20_000, 2, tmp_path)
+def test_a_soak_of_20_000_steps_keeps_its_memory(tmp_path, seed):
+    memory = soak(20_000, seed, tmp_path)
     half, last = memory[len(memory) // 2], memory[-1]
     print(f"resident: {memory[0] >> 20} MiB, halfway {half >> 20} MiB, at the end {last >> 20} MiB")
     assert last < half + 32 * 2**20

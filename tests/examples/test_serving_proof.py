@@ -266,7 +266,6 @@ class Proof:
 
 def run(folder, arguments, kills, seed):
     """Figures of a run in which `kills(versions so far, random)` says whom to kill: "" for nobody."""
-    print("seed", seed)
     rng, proof, begin = random.Random(seed), None, time.monotonic()
     try:
         proof = Proof(folder, arguments)
@@ -303,11 +302,11 @@ def test_training_and_serving_processes_that_are_killed_disturb_no_other_and_ans
 
 
 @pytest.mark.slow
-def test_ten_thousand_steps_of_training_and_serving_with_kills(tmp_path):
+def test_ten_thousand_steps_of_training_and_serving_with_kills(tmp_path, seed):
     whom = ["job", "float32", "int8", "follower", "maker", "maker"]
     figures = run(
         tmp_path, LONG, lambda version, rng: "" if version % 20 else whom[version // 20 % len(whom)],
-        random.randrange(10**6),
+        seed,
     )  # fmt: skip
     assert figures["versions"] > 400 and figures["killed while making a file"] > 0
     assert all(count > 0 for count in figures["kills"].values())

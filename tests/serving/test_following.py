@@ -352,9 +352,8 @@ def serve(folder, seed, dtype, ends):
 
 
 @pytest.mark.slow
-def test_processes_open_follow_roll_back_and_are_killed_beside_a_job_that_removes_snapshots(tmp_path):
-    print("seed 0")
-    rng, job, ends = random.Random(0), Job(tmp_path / "job"), str(tmp_path / "ends")
+def test_processes_open_follow_roll_back_and_are_killed_beside_a_job_that_removes_snapshots(tmp_path, seed):
+    rng, job, ends = random.Random(seed), Job(tmp_path / "job"), str(tmp_path / "ends")
     job.save()
     begin = [child(lambda n=n: serve(job.folder, n, "float32" if n % 2 else "int8", ends)) for n in range(3)]
     try:

@@ -81,8 +81,8 @@ def kill_and_check(path, rng, least):
 
 
 @pytest.mark.parametrize("times", [6, pytest.param(200, marks=pytest.mark.slow)])
-def test_a_killed_process_loses_nothing_that_it_saved(tmp_path, times):
-    rng, last = random.Random(5), 0
+def test_a_killed_process_loses_nothing_that_it_saved(tmp_path, times, seed):
+    rng, last = random.Random(seed), 0
     for _ in range(times):
         last = kill_and_check(tmp_path, rng, last)
     assert last >= times // 4, "the process never got to work"

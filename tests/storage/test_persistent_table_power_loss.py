@@ -96,7 +96,6 @@ def check_losses(tmp_path, losses, seed):
     disk.write_bytes(bytes(DISK_MIB << 20))
     subprocess.run(["mkfs.ext4", "-q", "-F", disk], check=True)
     choose = random.Random(seed)
-    print("seed", seed)
     with mounted(disk, tmp_path / "mounted") as folder:
         command = f"from tests.storage.test_persistent_table_power_loss import write; write({str(folder / 't')!r})"
         writer = subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE)
@@ -137,5 +136,5 @@ def check_survivors(path, durable):
 
 
 @pytest.mark.slow
-def test_whatever_had_not_reached_the_disk_no_snapshot_is_missing(tmp_path):
-    check_losses(tmp_path, 60, seed=5)
+def test_whatever_had_not_reached_the_disk_no_snapshot_is_missing(tmp_path, seed):
+    check_losses(tmp_path, 60, seed)
