@@ -185,23 +185,40 @@ def _simulated_rule(dispatcher: Any) -> Any:
 
     Compiled functions return Python's numbers: a float32 would become a float64 at its next use.
     """
-    casts = {types.float32: np.float32, types.float64: np.float64, types.uint64: np.uint64, types.int64: np.int64}
-    casts |= {types.uint32: np.uint32, types.int32: np.int32, types.uint16: np.uint16, types.int16: np.int16}
+    known: dict[tuple[type, ...], Any] = {}  # what becomes of the result, by the types of scalars
 
     def call(*args: Any) -> Any:
         args = tuple(getattr(getattr(arg, "_item", arg), "_ary", arg) for arg in args)
         result = dispatcher(*args)
-        kinds = tuple(map(numba.typeof, args))
-        resolved = dispatcher.overloads.get(kinds)
-        if resolved is None:
-            resolved = next(iter(dispatcher.overloads.values())) if len(dispatcher.overloads) == 1 else None
-        assert resolved is not None, f"{dispatcher.py_func.__name__} has no version for {kinds}"
-        kind = resolved.signature.return_type
-        if isinstance(kind, types.BaseTuple):
-            return tuple(casts.get(part_kind, _same)(part) for part_kind, part in zip(kind, result, strict=True))
-        return casts.get(kind, _same)(result)
+        kinds = tuple(map(type, args))
+        cast = known.get(kinds)
+        if cast is None:
+            cast = _cast_of_result(dispatcher, args)
+            if all(issubclass(kind, (np.generic, float)) for kind in kinds):
+                known[kinds] = cast
+        return cast(result)
 
     return call
+
+
+_CASTS: dict[Any, Any] = {
+    types.float32: np.float32, types.float64: np.float64, types.uint64: np.uint64, types.int64: np.int64,
+    types.uint32: np.uint32, types.int32: np.int32, types.uint16: np.uint16, types.int16: np.int16,
+}  # fmt: skip
+
+
+def _cast_of_result(dispatcher: Any, args: tuple[Any, ...]) -> Any:
+    """The function that gives the result of a rule, called with `args`, its NumPy type."""
+    kinds = tuple(map(numba.typeof, args))
+    resolved = dispatcher.overloads.get(kinds)
+    if resolved is None:
+        resolved = next(iter(dispatcher.overloads.values())) if len(dispatcher.overloads) == 1 else None
+    assert resolved is not None, f"{dispatcher.py_func.__name__} has no version for {kinds}"
+    kind = resolved.signature.return_type
+    if not isinstance(kind, types.BaseTuple):
+        return _CASTS.get(kind, _same)
+    casts = [_CASTS.get(part_kind, _same) for part_kind in kind]
+    return lambda result: tuple(cast(part) for cast, part in zip(casts, result, strict=True))
 
 
 def _same(x: Any) -> Any:
@@ -222,7 +239,15 @@ def _weight_from_float(x: Number, like: Number) -> Number:
 
 
 if SIMULATED:
-    _to_float32, _from_float32 = _simulated_rule(_weight_to_float), _simulated_rule(_weight_from_float)
+    # Float32 stays as it is: a call of a compiled rule takes longer than all else that a thread does for a weight.
+    _widen, _narrow = _simulated_rule(_weight_to_float), _simulated_rule(_weight_from_float)
+
+    def _to_float32(x: Any) -> Any:
+        return x if type(x) is np.float32 else _widen(x)
+
+    def _from_float32(x: Any, like: Any) -> Any:
+        return x if type(x) is type(like) is np.float32 else _narrow(x, like)
+
 else:
 
     @intrinsic

@@ -20,6 +20,11 @@ from tests.cuda.branches import missing_branches
 SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
 ON_GPU = os.environ.get("ONEEMB_TEST_GPU") == "1"
 
+if SIMULATED:
+    from tests.cuda import simulator
+
+    simulator.install()
+
 SOURCES = str(Path(oneemb.kernels.__path__[0]) / "*.py")
 NOTES = pytest.StashKey[str]()
 

@@ -28,6 +28,7 @@ from tests.storage.test_persistent_table_crash import (
     save,
 )
 from tests.support.faulty_fs import FaultyFileSystem, PowerLoss
+from tests.support.power_losses import power_losses
 from tests.support.table_model import check, put_random, scanned
 
 
@@ -240,25 +241,18 @@ def test_records_of_a_later_release_are_left_alone(tmp_path):
 
 @pytest.mark.parametrize("operation", [save, overwrite, delete, compact, recover, put], ids=lambda o: o.__name__)
 def test_a_snapshot_that_somebody_removes_after_a_crash_is_missed(operation):
-    whole = FaultyFileSystem()
-    world = World(whole)
-    first = len(whole.calls)
-    operation(world)
-    for call in range(first, len(whole.calls) + 1):
-        fs = FaultyFileSystem()
-        world = World(fs)
-        fs.crash_at = call
-        try:
-            operation(world)
-        except PowerLoss:
-            pass
-        for fate, disk in fs.survivors(1, seed=call):
-            del disk.entries["/t/snapshots/a.snapshot"]
-            chunks = {path: bytes(disk.entries[path].now) for path in disk.entries if path.endswith((".rows", ".keys"))}
-            with open_faulty(disk) as table:
-                assert table.recovery.lost == ["a"], (operation, call, fate)
-            kept = {path: bytes(disk.entries[path].now) for path in disk.entries if path.endswith((".rows", ".keys"))}
-            assert kept == chunks, (operation, call, fate)
+    fs = FaultyFileSystem()
+    world = World(fs)
+
+    def look(disk, call, half, fate):
+        del disk.entries["/t/snapshots/a.snapshot"]
+        chunks = {path: bytes(disk.entries[path].now) for path in disk.entries if path.endswith((".rows", ".keys"))}
+        with open_faulty(disk) as table:
+            assert table.recovery.lost == ["a"], (operation, call, fate)
+        kept = {path: bytes(disk.entries[path].now) for path in disk.entries if path.endswith((".rows", ".keys"))}
+        assert kept == chunks, (operation, call, fate)
+
+    assert power_losses(fs, lambda: operation(world), look, torn=1) > 4
 
 
 def test_every_byte_of_lock_may_be_damaged():

@@ -6,7 +6,8 @@ import pytest
 from oneemb.storage.errors import SnapshotNotFoundError, StorageError
 from oneemb.storage.foreign.oneflow_reader import OneFlowReader
 from oneemb.storage.foreign.oneflow_writer import OneFlowWriter
-from tests.support.faulty_fs import FaultyFileSystem, PowerLoss
+from tests.support.faulty_fs import FaultyFileSystem
+from tests.support.power_losses import power_losses
 
 ROWS = {"first": 30, "second": 50}
 
@@ -43,38 +44,33 @@ def test_power_is_lost_at_every_call_of_a_second_save():
     save(whole, "first")
     begun = len(whole.calls)
     save(whole, "second")
-    calls = whole.calls[begun:]
+    calls = [*whole.calls[begun:], "the end"]
+    save(fs := FaultyFileSystem(), "first")
     seen = set()
-    for call in range(len(calls)):
-        for half in (False, True):
-            fs = FaultyFileSystem()
-            save(fs, "first")
-            fs.crash_at, fs.half = begun + call, half
-            with pytest.raises(PowerLoss):
-                save(fs, "second")
-            for fate, disk in fs.survivors(torn=2, seed=call):
-                assert found(disk, "first") == expected("first"), (calls[call], half, fate)
-                assert found(disk, "second") in (None, expected("second")), (calls[call], half, fate)
-                seen.add(found(disk, "second") is None)
-                if found(disk, "second") is None:
-                    save(disk, "second")
-                    assert found(disk, "second") == expected("second")
+
+    def look(disk, call, half, fate):
+        assert found(disk, "first") == expected("first"), (calls[call - begun], half, fate)
+        assert found(disk, "second") in (None, expected("second")), (calls[call - begun], half, fate)
+        seen.add(found(disk, "second") is None)
+        if found(disk, "second") is None:
+            save(disk, "second")
+            assert found(disk, "second") == expected("second")
+
+    power_losses(fs, lambda: save(fs, "second"), look)
     assert seen == {True, False}
 
 
 def test_power_is_lost_at_every_call_of_the_first_save():
-    whole = FaultyFileSystem()
-    save(whole, "first")
-    for call in range(len(whole.calls)):
-        fs = FaultyFileSystem()
-        fs.crash_at = call
-        with pytest.raises(PowerLoss):
-            save(fs, "first")
-        for fate, disk in fs.survivors(torn=2, seed=call):
-            try:
-                assert found(disk, "first") in (None, expected("first")), (whole.calls[call], fate)
-            except StorageError as error:
-                assert "no table of OneFlow" in str(error) or "must hold a positive number" in str(error)
+    fs = FaultyFileSystem()
+
+    def look(disk, call, half, fate):
+        try:
+            assert found(disk, "first") in (None, expected("first")), (fs.calls[call:], fate)
+        except StorageError as error:
+            assert "no table of OneFlow" in str(error) or "must hold a positive number" in str(error)
+
+    power_losses(fs, lambda: save(fs, "first"), look)
+    assert found(fs, "first") == expected("first")
 
 
 def test_the_crash_test_notices_a_list_that_comes_before_its_index(monkeypatch):

@@ -5,7 +5,8 @@ import pytest
 
 from oneemb.kernels.threads import Threads
 from oneemb.storage.table.persistent_table import PersistentTable
-from tests.support.faulty_fs import FaultyFileSystem, PowerLoss
+from tests.support.faulty_fs import FaultyFileSystem
+from tests.support.power_losses import power_losses
 from tests.support.table_model import check, put_random, scanned
 
 THREADS = Threads(1)
@@ -129,30 +130,17 @@ def failures(operation, make_fs=FaultyFileSystem, torn=2, stop_at_first=False):
     before, first = dict(world.saved), len(whole.calls)
     operation(world)
     after, end = dict(world.saved), len(whole.calls)
-    found, disks = [], 0
-    for call in range(first, end + 1):
-        for half in (False, True):
-            fs = make_fs()
-            world = World(fs)
-            assert len(fs.calls) == first, "the past is not the same twice"
-            fs.crash_at, fs.half = call, half
-            try:
-                operation(world)
-                finished = True
-            except PowerLoss:
-                finished = False
-            assert finished == (call == end)
-            for fate, disk in fs.survivors(torn, seed=call):
-                disks += 1
-                wrong = contradictions(disk, [after] if finished else [before, after])
-                if wrong:
-                    at = whole.calls[call] if call < end else "the end"
-                    found.append(f"{operation.__name__}: power lost at call {call - first} ({at}), {fate}: {wrong}")
-                    if stop_at_first:
-                        return found, disks
-            if call == end or not whole.calls[call].startswith("write"):
-                break
-    return found, disks
+    world, found = World(fs := make_fs()), []
+    assert len(fs.calls) == first, "the past is not the same twice"
+
+    def look(disk, call, half, fate):
+        wrong = contradictions(disk, [after] if call == end else [before, after])
+        if wrong:
+            at = whole.calls[call] if call < end else "the end"
+            found.append(f"{operation.__name__}: power lost at call {call - first} ({at}), {fate}: {wrong}")
+        return bool(found) and stop_at_first
+
+    return found, power_losses(fs, lambda: operation(world), look, torn=torn)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda o: o.__name__)

@@ -13,6 +13,7 @@ A file that the system could not write back (`writeback_fails`) reports that as 
 descriptor that was open, and to one that is opened later only if nobody has been told before.
 """
 
+import contextlib
 import errno
 import os
 import random
@@ -88,6 +89,7 @@ class FaultyFileSystem:
         self.crash_at = None
         self.half = False
         self.fail = None  # a function of (call, path) that may raise OSError
+        self.watch = None  # a function of `half`, called before each call that is counted, and after half of a write
         self._open = {}
         self._errors_known = {}  # descriptor -> errors of its file of which it knows
         self._next = 3
@@ -280,6 +282,12 @@ class FaultyFileSystem:
 
     def _count(self, call, path, half=None):
         self._alive()
+        if self.watch is not None:
+            self.watch(False)
+            if half is not None:
+                with self._undone(path):
+                    half()
+                    self.watch(True)
         if self.crash_at is not None and len(self.calls) == self.crash_at:
             if self.half and half is not None:
                 half()
@@ -293,6 +301,14 @@ class FaultyFileSystem:
                 if half is not None:
                     half()
                 raise
+
+    @contextlib.contextmanager
+    def _undone(self, path):
+        """What is done inside to the open file of this path is undone."""
+        before = [(inode, bytes(inode.now), list(inode.unsynced)) for inode, at in self._open.values() if at == path]
+        yield
+        for inode, now, unsynced in before:
+            inode.now, inode.unsynced = bytearray(now), unsynced
 
     def _alive(self):
         if self._dead:
