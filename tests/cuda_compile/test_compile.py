@@ -1,5 +1,7 @@
 """Every CUDA loop compiles for sm_80 and sm_90, with no spill and no stack, and no worse than resources.json says.
 
+One form of each loop for sm_90 is compiled by `make test`, all for both by `make test-slow`.
+
 After a change that is worth more registers: ONEEMB_TEST_COMPILE=1 python -m tests.cuda_compile.write_resources
 """
 
@@ -22,8 +24,26 @@ REGISTERS_SLACK = 8
 PRODUCTS_OF_32_BITS = re.compile(r"(?m)^\s*(?:mul|mad)\.lo\.[su]32.*$")
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=lambda target: f"sm_{target[0]}{target[1]}")
-@pytest.mark.parametrize("name", CASES)
+def one_form_of_each_loop():
+    """A name in CASES for each loop and optimizer, in another form (dtype, width, fused) from loop to loop."""
+    forms = {}
+    for name in CASES:
+        loop = re.sub(r"^fused(, scaled)? | (float32|float16|bfloat16)( x\d)?$", "", name)
+        forms.setdefault(loop, []).append(name)
+    return {names[n % len(names)] for n, names in enumerate(forms.values())}
+
+
+QUICK = one_form_of_each_loop()
+TARGETS_OF_CASES = [
+    pytest.param(
+        name, target, id=f"{name}-sm_{target[0]}{target[1]}",
+        marks=() if name in QUICK and target == TARGETS[-1] else pytest.mark.slow,
+    )
+    for name in CASES for target in TARGETS
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, target", TARGETS_OF_CASES)
 def test_a_loop_compiles_and_is_no_worse(name, target):
     loop, argument_types = CASES[name]
     ptx, found = measure(loop, argument_types, target)
@@ -68,9 +88,11 @@ def test_products_and_sums_say_that_they_are_rounded(name):
 
 
 def test_every_loop_is_compiled():
-    compiled = {loop.function for loop, _ in CASES.values()}
+    compiled = {CASES[name][0].function for name in QUICK}
     missing = [name for name, loop in all_loops().items() if not loop.inner and loop.function not in compiled]
     assert not missing
+    forms = {form for name in QUICK for form in re.findall("^fused, scaled|^fused|b?float16|float32|x[148]", name)}
+    assert forms == {"fused, scaled", "fused", "float32", "float16", "bfloat16", "x1", "x4", "x8"}
 
 
 def test_resources_are_those_of_the_cases_there_are():

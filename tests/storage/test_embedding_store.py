@@ -20,6 +20,7 @@ from oneemb.storage.tiers.hot_tier import HotTier
 from oneemb.storage.tiers.memory_limit import MemoryLimit
 from oneemb.storage.tiers.stack import StorePlan
 from tests.support.keys import distinct
+from tests.support.pairwise import covering
 from tests.support.row_store_suite import DictBottom, keys_of
 
 DIM = 4
@@ -706,10 +707,12 @@ class FailingCalls:
         monkeypatch.setattr(owner, name, classmethod(counted) if isinstance(original, classmethod) else counted)
 
 
-@pytest.mark.parametrize("times", [1, 2, 100])
-@pytest.mark.parametrize("error", [StorageError("it fails"), RuntimeError("it fails")])
-@pytest.mark.parametrize("what", ["move", "attach"])
-@pytest.mark.parametrize("kind", ["device", "host", "ssd"])
+@pytest.mark.parametrize(
+    "kind, what, error, times",
+    covering(
+        ("device", "host", "ssd"), ("move", "attach"), (StorageError("it fails"), RuntimeError("it fails")), (1, 2, 100)
+    ),
+)
 def test_rows_are_where_they_were_or_where_the_error_says(kind, what, error, times, open_store, monkeypatch):
     monkeypatch.setattr(embedding_store, "loops_at", lambda device, threads: ElsewhereLoops(threads))
     first = 0

@@ -49,10 +49,11 @@ def collected_fast():
     gc.unfreeze()
 
 
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("store", CASES)
 @pytest.mark.usefixtures("collected_fast")
 @pytest.mark.filterwarnings("ignore")
-def test_a_call_that_fails_for_want_of_memory_harms_nothing_or_breaks_the_store(store, tmp_path):
+def test_a_call_that_fails_for_want_of_memory_harms_nothing_or_breaks_the_store(store, every, tmp_path):
     calls, subject = Calls(), Subject(store, tmp_path / "rows", 0, dim=512, ids=2000, batch=200)
     for name in CASES[store]:
         n, failed, ends = 0, "to begin with", set()
@@ -74,5 +75,5 @@ def test_a_call_that_fails_for_want_of_memory_harms_nothing_or_breaks_the_store(
             wrong = subject.wrongs(before, after)
             assert not wrong, f"{name}: {failed}"
             ends.add("sound" if wrong is not None else "broken")
-            n += 1
+            n += every
         assert n > 5 and ends == {"sound", "broken"}

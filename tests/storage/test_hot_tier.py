@@ -408,7 +408,9 @@ def test_rows_that_were_frequent_leave_when_others_are():
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 def test_scores_stay_numbers_however_long_a_cache_is_used(policy):
     tier = cache(DictStore(W), 2, policy=policy)
-    for n in range(20_000):  # 1,250 half-lives of the cache's scores
+    for n in range(600):
+        if policy == "lfu" and n % 150 == 0:
+            tier._use_score *= 2.0**490  # What 490 half-lives, nearly 4,000 more calls, would make it.
         tier.release(acquire(tier, ids(n % 3, 3)))
     assert np.isfinite(tier._score_S).all() and 0 < tier._use_score < 2.0**501
     assert 3 in {id for _, id in (key for key in ids(0, 1, 2, 3) if tier._index.find(*keys_of([key]))[0] >= 0)}
@@ -950,7 +952,7 @@ class TierMachine(RuleBasedStateMachine):
 
 
 def test_any_calls_in_any_order_agree_with_a_dict():
-    run_state_machine_as_test(TierMachine, settings=settings(max_examples=150, stateful_step_count=30))
+    run_state_machine_as_test(TierMachine, settings=settings(max_examples=80, stateful_step_count=30))
 
 
 @pytest.mark.slow

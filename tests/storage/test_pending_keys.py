@@ -278,7 +278,7 @@ def test_rows_can_be_got_while_the_index_takes_in_a_list(tmp_path, monkeypatch):
 @pytest.mark.parametrize("most", [1, 50])
 def test_any_sequence_of_operations_agrees_with_a_dict_with_short_lists(monkeypatch, most):
     short_lists(monkeypatch, most)
-    run(TableMachine, examples=40, steps=30)
+    run(TableMachine, examples=20, steps=30)
 
 
 @pytest.mark.parametrize("rows", [50_000, 66_000, 100_000, 131_072])

@@ -390,18 +390,26 @@ def test_a_snapshot_is_read_by_other_processes_while_the_writer_goes_on(tmp_path
         table.save_snapshot("s", {"n": 1})
         saved = dict(rows)
         script = (
-            "import sys, hashlib\n"
+            "import hashlib\n"
             "from oneemb.storage.table.snapshot_reader import SnapshotReader\n"
             "from tests.support.table_model import scanned\n"
-            f"rows = scanned(SnapshotReader.open({str(tmp_path)!r}, 's'))\n"
-            "print(hashlib.sha256(repr(sorted(rows.items())).encode()).hexdigest())\n"
+            "print('ready', flush=True)\n"
+            "input()\n"
+            "for _ in range(3):\n"
+            f"    rows = scanned(SnapshotReader.open({str(tmp_path)!r}, 's'))\n"
+            "    print(hashlib.sha256(repr(sorted(rows.items())).encode()).hexdigest())\n"
         )
-        readers = [subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=ROOT) for _ in range(2)]
-        while any(reader.poll() is None for reader in readers):
+        reader = subprocess.Popen(
+            [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+        )
+        assert reader.stdin is not None and reader.stdout is not None and reader.stdout.readline() == "ready\n"
+        reader.stdin.write("go\n")
+        reader.stdin.flush()
+        while reader.poll() is None:
             put_random(table, rows, rng, 500)
             table.save_snapshot("t", {}, overwrite=True)
         expected = hashlib.sha256(repr(sorted(saved.items())).encode()).hexdigest()
-        assert [reader.communicate()[0].decode().strip() for reader in readers] == [expected] * 2
+        assert reader.communicate()[0].split() == [expected] * 3
         check(table, rows)
 
 

@@ -14,6 +14,7 @@ from oneemb.storage.table.check import check_table
 from oneemb.storage.table.chunk_files import ChunkFiles
 from oneemb.storage.table.persistent_table import PersistentTable
 from tests.support.interrupts import WAYS, count_lines, each_line, interrupted, some_lines
+from tests.support.pairwise import covering
 from tests.support.table_model import check, got, note, put_random, random_keys, random_rows, scanned
 
 THREADS = Threads(2)
@@ -131,9 +132,7 @@ def check_stopped(tmp_path, call, way, background, number):
     assert broken == 0 or way == "raise"
 
 
-@pytest.mark.parametrize("background", [False, True], ids=["alone", "with threads"])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call, way, background", covering(CALLS, list(WAYS), (False, True)))
 def test_a_call_that_is_stopped_is_done_or_not(tmp_path, call, way, background):
     check_stopped(tmp_path, call, way, background, 4)
 

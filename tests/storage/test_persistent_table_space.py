@@ -173,7 +173,7 @@ def small_extents(monkeypatch):
 
 @pytest.mark.parametrize("background", [False, True], ids=["in puts", "beside puts"])
 @pytest.mark.parametrize("kept", [1, 3])
-@pytest.mark.parametrize("saves", [40, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("saves", [25, pytest.param(500, marks=pytest.mark.slow)])
 def test_disk_use_stays_bounded_over_saves_of_any_pattern(saves, kept, background):
     rng = np.random.default_rng(saves + kept)
     job = Job(9000, background=background)
@@ -357,4 +357,4 @@ class ManySlotsMachine(TableMachine):
 def test_any_sequence_of_operations_agrees_with_a_dict_with_chunks_of_many_extents(monkeypatch):
     monkeypatch.setattr(geometry, "_EXTENT_BYTES", 1)
     monkeypatch.setattr(geometry, "_CHUNKS_MIN", 2)
-    run(ManySlotsMachine, examples=40, steps=30)
+    run(ManySlotsMachine, examples=25, steps=30)

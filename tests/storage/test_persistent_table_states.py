@@ -167,7 +167,7 @@ def run(machine, examples, steps, phases=tuple(Phase)):
 
 
 def test_any_sequence_of_operations_agrees_with_a_dict():
-    run(TableMachine, examples=120, steps=30)
+    run(TableMachine, examples=60, steps=30)
 
 
 @pytest.mark.slow
