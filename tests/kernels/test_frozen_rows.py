@@ -7,6 +7,7 @@ import torch
 from oneemb.kernels.frozen_rows import FrozenArrays, cells_for, pool_frozen, put_cells, read_frozen
 from oneemb.storage.fs import aligned_bytes
 from tests.kernels.test_reduce_grads import TORCH, float32_of
+from tests.support.pairwise import covering
 from tests.support.row_updates import SmallShares, to_bits
 
 ROWS, TABLES = 300, 3
@@ -91,9 +92,7 @@ def embedding_bag(row_ND, offset_P1, scale_N, means):
     ).numpy()  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dim", [1, 3, 16, 83])
-@pytest.mark.parametrize("how", ["sum", "mean", "weighted"])
+@pytest.mark.parametrize("kind, dim, how", covering(KINDS, (1, 3, 16, 83), ("sum", "mean", "weighted")))
 def test_bags_have_the_bits_of_torchs_embedding_bag(kind, dim, how):
     case, features, samples = Case(kind, dim), 5, 13
     other_TD = case.rng.normal(0, 1, (TABLES, dim)).astype(np.float32)

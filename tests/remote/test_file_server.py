@@ -17,9 +17,10 @@ from oneemb.storage.errors import CorruptTableError, LockedError
 from oneemb.storage.remote.file_server import FileServer
 from oneemb.storage.remote.parameter_server import Erases, LostRowsError, ServerError
 from oneemb.storage.remote.servers import open_server
-from tests.support.faulty_fs import FaultyFileSystem, PowerLoss
+from tests.support.faulty_fs import FaultyFileSystem
 from tests.support.forks import ended_well, in_child
 from tests.support.parameter_server_suite import SUITE, check_pull, push, random_ids, random_part, run_check
+from tests.support.power_losses import power_losses
 
 IDS = np.array([5, 7, -9])
 
@@ -419,22 +420,17 @@ def is_between(found, before, after):
     )
 
 
-@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 5])
-def test_power_loss_at_any_call_loses_nothing_that_was_announced(every):
+@pytest.mark.parametrize("torn", [pytest.param(3, marks=pytest.mark.slow), 1])
+def test_power_loss_at_any_call_loses_nothing_that_was_announced(torn):
     fs, done = FaultyFileSystem(), []
-    work(FileServer("/rows", fs=fs, background=False), done)
-    calls = len(fs.calls)
+
+    def look(disk, call, half, fate):
+        found = found_on(disk)
+        before, after = STATES[len(done)], STATES[min(len(done) + 1, 5)]
+        assert is_between(found, before, after), f"call {call}, {fate}, {len(done)} steps: {found}"
+
+    power_losses(fs, lambda: work(FileServer("/rows", fs=fs, background=False), done), look, torn=torn)
     assert found_on(fs.survivors()[0][1]) == list(STATES[5])
-    for call in range(0, calls, every):
-        for half in (False, True) if every == 1 else (bool(call % 2),):
-            fs, done = FaultyFileSystem(), []
-            fs.crash_at, fs.half = call, half
-            with pytest.raises(PowerLoss):
-                work(FileServer("/rows", fs=fs, background=False), done)
-            for fate, disk in fs.survivors(torn=1 if every > 1 else 3, seed=call):
-                found = found_on(disk)
-                before, after = STATES[len(done)], STATES[min(len(done) + 1, 5)]
-                assert is_between(found, before, after), f"call {call}, {fate}, {len(done)} steps: {found}"
 
 
 @pytest.mark.parametrize("save_bytes", [0, 1 << 20])

@@ -238,8 +238,16 @@ def test_a_password_is_in_no_text(tmp_path):
 # ---- servers that last -----------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def twin_in_memory(tmp_path_factory):
+    """Options of a job, its losses and its rows in memory."""
+    options = {"batch": 2000, "ids": 300_000}
+    twin = Job(tmp_path_factory.mktemp("twin"), "adam", **options)
+    return options, twin.run(0, 12), twin.rows()
+
+
 @pytest.mark.parametrize("kind", ["redis", "file", "plugin"])
-def test_a_job_has_the_same_bits_on_servers_that_last(kind, tmp_path, request):
+def test_a_job_has_the_same_bits_on_servers_that_last(kind, twin_in_memory, tmp_path, request):
     if kind == "redis":
         url = request.getfixturevalue("redis_place")
     elif kind == "file":
@@ -251,15 +259,13 @@ def test_a_job_has_the_same_bits_on_servers_that_last(kind, tmp_path, request):
             warnings.simplefilter("ignore")  # Another test of this process may have registered it.
             register_io(compile_plugin(MEMORY_IO, tmp_path / "memory_io.so"))
         url = "memory-io://rows"
-    options = {"batch": 2000, "ids": 300_000}
-    twin = Job(tmp_path / "twin", "adam", **options)
-    expected = twin.run(0, 12)
+    options, expected, rows = twin_in_memory
     job = Job(tmp_path, "adam", "remote", options={"url": url}, **options)
     losses = job.run(0, 6)
     job.save()
     assert losses + job.run(6, 12) == expected
     assert job.embedding.stats()["remote"]["rows_pulled"] > 1000
-    assert job.rows() == twin.rows()
+    assert job.rows() == rows
     job.load()
     assert job.run(6, 12) == expected[6:]
     job.embedding.close()
