@@ -49,7 +49,7 @@ def main() -> None:
              "unique_per_step": unique, "copy_gb_per_s": bandwidth / 1e9}  # fmt: skip
     results, lines = [], []
     for optimizer in options.optimizer:
-        peers = {} if launch.SIMULATED else bags(gpu, optimizer, batches, rows, dim)
+        peers = bags(gpu, optimizer, batches, rows, dim)
         for store in options.store:
             result = shape | {"store": store, "optimizer": optimizer}
             ms, asked = step(gpu, store, optimizer, batches, dim, runs, peers)

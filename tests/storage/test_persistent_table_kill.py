@@ -80,15 +80,9 @@ def kill_and_check(path, rng, least):
     return last
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("times", [6, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [3, pytest.param(200, marks=pytest.mark.slow)])
 def test_a_killed_process_loses_nothing_that_it_saved(tmp_path, times, seed):
     rng, last = random.Random(seed), 0
-=======
-@pytest.mark.parametrize("times", [3, pytest.param(200, marks=pytest.mark.slow)])
-def test_a_killed_process_loses_nothing_that_it_saved(tmp_path, times):
-    rng, last = random.Random(5), 0
->>>>>>> 3013d982 (Tests of storage, kernels and CUDA loops: coverings and every k-th call in make test, the whole in make test-slow)
     for _ in range(times):
         last = kill_and_check(tmp_path, rng, last)
     assert last >= times // 4, "the process never got to work"
