@@ -67,3 +67,5 @@ class Terms(NamedTuple):
     grad_NX: Array
     scale_N: Array | None
     number: int
+    finite_U: Array | None = None
+    """bool: whether each row is finite throughout, of sums that are made; None = nobody has looked"""

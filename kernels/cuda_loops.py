@@ -147,11 +147,7 @@ class CudaLoops:
         run_row_update_cuda(on_cuda, weight_SX, row_SW, slot_U, grads, state_begin, *scalars, gpu=self.gpu)
 
     def negated(self, grads: Any) -> Any:
-        if not isinstance(grads, Segments):
-            return -grads
-        grad_NX = grads.grad_NX
-        negated_NX = -grad_NX.view(_OF_BITS.get(grad_NX.dtype, grad_NX.dtype))
-        return grads._replace(grad_NX=negated_NX.view(grad_NX.dtype), part_PD=-grads.part_PD)
+        return -(self.sum_segments(grads)[0] if isinstance(grads, Segments) else grads)
 
     # ---- forward ----------------------------------------------------------------------------------------------------
 
@@ -182,12 +178,15 @@ class CudaLoops:
         bag_N = None if bags is None else bags.bag_N
         return reduce_grads_cuda.segments_of(grad_NX, order_N, begin_U1, bag_N, scale_N, gpu=self.gpu)
 
+    def sums_first(self, keys: Any, rows: int) -> bool:
+        return False  # How many keys there are may not be known yet.
+
     def sum_segments(self, segments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return sum_segments_cuda(segments, gpu=self.gpu)
 
     def surely_finite(self, terms: Sequence[Terms], dense: Sequence[torch.Tensor]) -> bool:
         found, bounds = [], []
-        for grad_NX, scale_N, number in terms:
+        for grad_NX, scale_N, number, _ in terms:
             largest = _largest(grad_NX.view(_OF_BITS[grad_NX.dtype])).double()
             if scale_N is not None and len(scale_N):
                 largest = largest * _largest(scale_N).double().clamp(min=1)

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -139,14 +138,7 @@ class HostLoops:
         )  # fmt: skip
 
     def negated(self, grads: Any) -> Any:
-        if not isinstance(grads, Segments):
-            return -grads
-        grad_NX = grads.grad_NX
-        if grad_NX.dtype == np.float32:
-            return replace(grads, grad_NX=-grad_NX)
-        # Half-width numbers are integers that hold their bits, of which the highest is the sign.
-        bits_NX = grad_NX.view(np.uint16) ^ np.uint16(1 << 15)
-        return replace(grads, grad_NX=bits_NX.view(grad_NX.dtype))
+        return -(self.sum_segments(grads)[0] if isinstance(grads, Segments) else grads)
 
     # ---- forward ----------------------------------------------------------------------------------------------------
 
@@ -175,11 +167,18 @@ class HostLoops:
             return Segments(grad_NX, *keys.occurrences(bags is not None, scale_N, threads=self.threads))
         return Segments(grad_NX, *keys.occurrences(None if bags is None else bags.bag_N, scale_N))
 
+    def sums_first(self, keys: Any, rows: int) -> bool:
+        return len(keys.id_U) <= rows
+
     def sum_segments(self, segments: Any) -> tuple[np.ndarray, np.ndarray]:
         return sum_segments(segments, threads=self.threads)
 
     def surely_finite(self, terms: Sequence[Terms], dense: Sequence[torch.Tensor]) -> bool:
-        for grad_NX, scale_N, number in terms:
+        for grad_NX, scale_N, number, finite_U in terms:
+            if finite_U is not None:
+                if not finite_U.all():
+                    return False
+                continue
             largest = largest_magnitude(grad_NX, threads=self.threads)
             if scale_N is not None:
                 scale = largest_magnitude(scale_N, threads=self.threads)

@@ -145,8 +145,9 @@ class Loops(Protocol):
     ) -> None:  # fmt: skip
         """Run an optimizer's loop for the host, or that for GPUs, over the rows of slot_U."""
 
-    def negated(self, grads: Array | Segments) -> Array | Segments:
-        """The gradients, summed or not, with the other sign: copies, in the same formats."""
+    def negated(self, grads: Array | Segments) -> Array:
+        """The sums of gradients, with the other sign. They are summed first, as torch does it: a zero's sign is that of
+        a sum."""
 
     # ---- forward
     def gather(self, rows: RowsOfIds, out_ND: Array) -> None:
@@ -172,6 +173,10 @@ class Loops(Protocol):
 
     def segments(self, keys: Keys, bags: Bags | None, grad_NX: Array, scale_N: Array | None) -> Segments:
         """The gradients of ids, or where `bags` are given those of their bags, by unique key."""
+
+    def sums_first(self, keys: Keys, rows: int) -> bool:
+        """Whether less memory moves if a gradient of so many rows is summed as it comes, than if it is copied for the
+        update to sum."""
 
     def sum_segments(self, segments: Segments) -> tuple[Array, Array]:
         """grad_UD float32 [U, D], summed in batch order; finite_U bool [U]."""

@@ -7,6 +7,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 import oneemb
+from oneemb.graph.ops.grads import Summed
 from oneemb.graph.ops.row_grad import RowGrad
 from tests.support.models import make_embedding
 
@@ -657,10 +658,60 @@ def test_rows_beside_other_values_do_not_keep_the_gradient_of_all(tmp_path):
     scale = torch.rand(3, width + DIM)
     (torch.cat([values, rows], 1) * scale).sum().backward()
     (one,) = embedding.weight.grad.passes
-    assert one.grad_NX.untyped_storage().nbytes() == one.grad_NX.nbytes
-    assert torch.equal(one.grad_NX, scale[:, width:])
+    assert one.grad.untyped_storage().nbytes() == one.grad.nbytes
+    assert torch.equal(one.grad, scale[:, width:])
     expected = torch.stack([scale[0, width:] + scale[2, width:], scale[1, width:]])
     assert torch.equal(embedding.weight.grad.row_values(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("pooling", [None, "sum", "mean"])
+def test_a_gradient_that_somebody_has_is_summed_as_it_comes_to_the_bits_of_its_copy(tmp_path, dtype, pooling):
+    at_once, kept = (make_embedding(tmp_path / name, dim=DIM, dtype=dtype) for name in ("at_once", "kept"))
+    ids = torch.tensor([3, 5, 3, 3, 8, 5])
+    how = {} if pooling is None else {"offsets": torch.tensor([0, 2, 2, 5, 6]), "pooling": pooling}
+    given = torch.randn(4 if how else 6, DIM, generator=torch.Generator().manual_seed(0)).to(dtype)
+    before = given.clone()
+    optimizers = [torch.optim.Adagrad(embedding.parameters(), lr=0.5) for embedding in (at_once, kept)]
+    at_once(ids, **how).backward(given)
+    given.zero_()
+    kept(ids, **how).backward(before, retain_graph=True)
+    (summed,), (copied,) = (embedding.weight.grad.passes for embedding in (at_once, kept))
+    assert isinstance(summed.grad, Summed) and torch.equal(copied.grad, before)
+    assert at_once.weight.grad.row_values().numpy().tobytes() == kept.weight.grad.row_values().numpy().tobytes()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert torch.equal(*(embedding.eval()(torch.arange(IDS)) for embedding in (at_once, kept)))
+
+
+def test_a_second_pass_is_added_before_the_first_is_summed(tmp_path):
+    embedding, given = make_embedding(tmp_path, dim=DIM), torch.rand(3, DIM)
+    rows = embedding(torch.tensor([3, 5, 3]))
+    rows.backward(given, retain_graph=True)
+    rows.backward(given * 1e-3)
+    assert not any(isinstance(one.grad, Summed) for one in embedding.weight.grad.passes)
+    total = given + given * 1e-3
+    assert torch.equal(embedding.weight.grad.row_values(), torch.stack([total[0] + total[2], total[1]]))
+
+
+def test_sums_of_one_pass_that_are_added_to_themselves_are_doubled(tmp_path):
+    embedding, given = make_embedding(tmp_path, dim=DIM), torch.rand(3, DIM)
+    embedding(torch.tensor([3, 5, 3])).backward(given)
+    (one,) = embedding.weight.grad.passes
+    assert isinstance(one.grad, Summed)
+    doubled = embedding.weight.grad + embedding.weight.grad
+    assert torch.equal(doubled.row_values(), 2 * embedding.weight.grad.row_values())
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_summed_gradient_that_is_not_finite_is_refused(tmp_path, bad):
+    embedding, given = make_embedding(tmp_path, dim=DIM), torch.zeros(3, DIM)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.5)
+    given[2, 1] = bad
+    embedding(torch.tensor([3, 5, 8])).backward(given)
+    assert isinstance(embedding.weight.grad.passes[0].grad, Summed)
+    with pytest.raises(oneemb.NonFiniteGradientError, match="gradients of 1 of 3 rows are not finite.*id 8"):
+        optimizer.step()
 
 
 def test_a_sum_and_a_later_pass_of_one_lookup_find_its_rows_where_they_are_now(tmp_path):

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from oneemb.graph.ops.grads import RowGrads
+from oneemb.graph.ops.grads import RowGrads, Summed
 from oneemb.graph.ops.lookup import Lease
 from oneemb.graph.tape import version_of
 
@@ -16,32 +16,34 @@ class Pass(NamedTuple):
     """Gradient that one backward pass has left for one lookup."""
 
     lease: Lease
-    grad_NX: torch.Tensor
-    """d loss / d rows of the lookup: [N, D], or of bags [P, D]."""
+    grad: torch.Tensor | Summed
+    """d loss / d rows of the lookup: [N, D], or of bags [P, D]; or its sums, see `Lease.sum_now`."""
     version: int
-    """The tensor's version when it came. The user may have the tensor too, from a hook or as argument of `backward`."""
+    """The tensor's version when it came, 0 of sums. The user may have the tensor too, from a hook or as argument of
+    `backward`."""
 
-    def checked(self) -> torch.Tensor:
+    def checked(self) -> torch.Tensor | Summed:
         """The gradient.
 
         Raises:
             RuntimeError: it was changed in place since it came.
         """
-        if version_of(self.grad_NX) != self.version:
+        grad = self.grad
+        if isinstance(grad, torch.Tensor) and version_of(grad) != self.version:
             raise RuntimeError(
                 "the gradient of rows was changed in place since its backward pass, as a buffer that is given to"
                 " backward again and again, or a tensor that a hook keeps: give or keep a clone() of it"
             )
-        return self.grad_NX
+        return grad
 
 
-def grads_of_leases(passes: Iterable[Pass]) -> list[tuple[Lease, list[torch.Tensor]]]:
+def grads_of_leases(passes: Iterable[Pass]) -> list[tuple[Lease, list[torch.Tensor | Summed]]]:
     """The gradients of each lookup, in the order in which lookups were made.
 
     Raises:
         RuntimeError: a gradient was changed in place since its backward pass.
     """
-    grads_of: dict[Lease, list[torch.Tensor]] = {}
+    grads_of: dict[Lease, list[torch.Tensor | Summed]] = {}
     for one in passes:
         grads_of.setdefault(one.lease, []).append(one.checked())
     if len(grads_of) == 1:

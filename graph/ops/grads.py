@@ -1,7 +1,7 @@
 """Gradients of rows, summed for each key."""
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +12,16 @@ from oneemb.kernels.loops import Loops, Segments
 from oneemb.storage.embedding_store import EmbeddingStore, weights_in
 from oneemb.storage.merged_store import MergedStore
 
-__all__ = ["RowGrads", "join_grads", "nowhere", "sum_over_passes"]
+__all__ = ["RowGrads", "Summed", "add_sums", "join_grads", "nowhere", "sum_over_passes"]
+
+
+class Summed(NamedTuple):
+    """Gradients of the U unique keys of one lookup, summed over its ids."""
+
+    grad_UD: Array
+    """float32 [U, D]"""
+    finite_U: Array
+    """bool [U]: whether a row's sum is finite throughout"""
 
 
 class RowGrads:
@@ -66,9 +75,9 @@ class RowGrads:
 
     @property
     def terms(self) -> Terms:
-        """Terms of the sums."""
-        if self.segments is None:
-            return Terms(self.grad_UD, None, 1)
+        """Terms of the sums; the sums themselves where they are made."""
+        if self.segments is None or self._sums is not None:
+            return Terms(self.grad_UD, None, 1, self.finite_U)
         return Terms(self.segments.grad_NX, self.segments.scale_N, len(self.segments.order_N))
 
     def with_sums(self, grad_UD: Array) -> "RowGrads":
@@ -168,3 +177,14 @@ def sum_over_passes(grads: Sequence[torch.Tensor]) -> torch.Tensor:
     for grad in grads[1:]:
         total += grad
     return total
+
+
+def add_sums(sums: Sequence[Summed], loops: Loops) -> Summed:
+    """Sums of the same keys, added up in this order; those of a single one are given as they are."""
+    first, *others = sums
+    if not others:
+        return first
+    total = loops.tensor(first.grad_UD).clone()
+    for other in others:
+        total += loops.tensor(other.grad_UD)
+    return Summed(loops.array(total), loops.array(torch.isfinite(total).all(1)))

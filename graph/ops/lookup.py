@@ -17,14 +17,14 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
 
 from oneemb.graph.ops import batch_ids
 from oneemb.graph.ops.asking import Asking, CutBags
-from oneemb.graph.ops.grads import RowGrads, nowhere, sum_over_passes
+from oneemb.graph.ops.grads import RowGrads, Summed, add_sums, nowhere, sum_over_passes
 from oneemb.graph.ops.op import LOOKUP, PREPARE, Op
 from oneemb.graph.ranks import Ranks
 from oneemb.kernels import loops as kernels
@@ -251,7 +251,7 @@ class Lease:
         self._keys = keys
         self._replaced = store.replaced
         self._pins: Pins | None = None
-        self._reduced: tuple[list[torch.Tensor], Array | None, RowGrads] | None = None
+        self._reduced: tuple[list[torch.Tensor | Summed], Array | None, RowGrads] | None = None
         if slot_U is not None:
             self._pins, self.generation = store.pins.own(self, slot_U), store.generation
 
@@ -361,16 +361,30 @@ class Lease:
             self.slot_U = None
             self.store.pins.release(pins)
 
-    def reduce(self, grads: Sequence[torch.Tensor]) -> RowGrads:
-        """Gradients of unique keys, from one gradient of the lookup for each backward pass; sums are made later."""
+    def sum_now(self, grad_NX: torch.Tensor) -> Summed | None:
+        """The gradient of the lookup's only backward pass, summed for each unique key, to the bits of `reduce`: in
+        place of a copy of it. None where the sums are better made later: by the update, by the owners of rows, over
+        several passes."""
+        if self.has_grad or self.remote is not None or self.shared is not None or self.argmax_PD is not None:
+            return None
         keys, loops = self.keys, self.store.loops
-        unique, grad_NX = keys.unique, loops.array(self.sum_passes(grads).contiguous())
-        bags = keys.bags if self.argmax_PD is None else None
-        segments = loops.segments(unique, bags, grad_NX, self.scale_N)
-        slot_U = nowhere(loops, len(unique.id_U)) if self.slot_U is None else self.slot_U
-        return RowGrads(self.store, self.generation, unique.table_U, unique.id_U, slot_U, segments=segments)
+        if not loops.sums_first(keys.unique, len(grad_NX)):
+            return None
+        return Summed(*loops.sum_segments(loops.segments(keys.unique, keys.bags, loops.array(grad_NX), self.scale_N)))
 
-    def reduce_once(self, grads: Sequence[torch.Tensor]) -> RowGrads:
+    def reduce(self, grads: Sequence[torch.Tensor | Summed]) -> RowGrads:
+        """Gradients of unique keys, from one gradient of the lookup for each backward pass; sums are made later, unless
+        `sum_now` has made them."""
+        unique, loops = self.keys.unique, self.store.loops
+        slot_U = nowhere(loops, len(unique.id_U)) if self.slot_U is None else self.slot_U
+        keys = self.store, self.generation, unique.table_U, unique.id_U, slot_U
+        if isinstance(grads[0], Summed):
+            return RowGrads(*keys, sums=add_sums(cast("Sequence[Summed]", grads), loops))
+        grad_NX = loops.array(self.sum_passes(cast("Sequence[torch.Tensor]", grads)).contiguous())
+        bags = self.keys.bags if self.argmax_PD is None else None
+        return RowGrads(*keys, segments=loops.segments(unique, bags, grad_NX, self.scale_N))
+
+    def reduce_once(self, grads: Sequence[torch.Tensor | Summed]) -> RowGrads:
         """Result of `reduce`, kept for a next call with the same gradients."""
         if self._reduced is not None:
             before, slot_U, reduced = self._reduced

@@ -513,7 +513,7 @@ def of_stores(row_grads: Sequence[RowGrad]) -> list[RowGrad]:
 def _as_one(store: EmbeddingStore, row_grads: Sequence[RowGrad]) -> RowGrad:
     first, its_tables = row_grads[0], frozenset[int]().union(*(grad.tables or () for grad in row_grads))
     tables = None if len(its_tables) == store.num_tables else its_tables
-    left = [[id(one.grad_NX) for one in grad.passes] for grad in row_grads]
+    left = [[id(one.grad) for one in grad.passes] for grad in row_grads]
     if all(its == left[0] for its in left) and all(grad.summed is None for grad in row_grads):
         return RowGrad(store, first.passes, tables=tables)
     # What was done to one of them has left sums in place of passes.

@@ -94,13 +94,18 @@ class _WithGrad(torch.autograd.Function):
         flat = grad.detach().reshape(-1, grad.shape[-1])
         # Nor is it copied where rows are updated before this backward pass is over: who changes it then is told so.
         as_is = alone or ctx.at_once and flat.is_contiguous()
-        grad_NX = flat if as_is else lease.store.loops.copy(flat)
+        # Sums are less to write than a copy. A graph that is freed has no other pass, which would be added before.
+        sums = not as_is and flat.is_contiguous() and ctx.lease is None
+        if sums and (summed := lease.sum_now(flat)) is not None:
+            one = Pass(lease, summed, 0)
+        else:
+            grad_NX = flat if as_is else lease.store.loops.copy(flat)
+            one = Pass(lease, grad_NX, version_of(grad_NX))
         lease.has_grad = True
-        one = Pass(lease, grad_NX, version_of(grad_NX))
         row_grads = [
             RowGrad(lease.store, [one], ranks=ctx.ranks, tables=None if len(of_weights) == 1 else frozenset([t]))
             if needed
             else None
             for t, needed in enumerate(of_weights)
         ]
-        return lease.grad_of_scales(grad_NX) if of_scales else None, None, None, None, *row_grads
+        return lease.grad_of_scales(flat) if of_scales else None, None, None, None, *row_grads

@@ -68,8 +68,8 @@ def test_a_step_whose_rows_are_there_launches_few_loops_and_waits_twice(gpu, nam
         with Noted() as noted:
             a_step(at, embedding, optimizer, ids)
     print(f"{name}: {at.launches - launches} loops, {len(noted.launches)} of torch's: {noted.launches}")
-    assert at.launches - launches <= LOOPS_MAX and at.waits - waits == 2
-    negated = 2 if optimizer.param_groups[0].get("maximize") else 0
+    negated = 2 if optimizer.param_groups[0].get("maximize") else 0  # summed first, by a loop, and negated
+    assert at.launches - launches <= LOOPS_MAX + negated and at.waits - waits == 2
     copied = 1  # The gradient is this test's own tensor: the step keeps a copy.
     assert len(noted.launches) <= TORCH_MAX + copied + negated
     if SIMULATED:

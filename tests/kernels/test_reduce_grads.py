@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from oneemb.kernels.host_loops import HostLoops
 from oneemb.kernels.reduce_grads import Segments, largest_magnitude, sum_segments
 from oneemb.kernels.threads import Threads
 from oneemb.kernels.unique_keys import unique_keys
@@ -110,6 +111,16 @@ def test_half_width_sums_do_not_overflow_where_float32_does_not():
     grad_UD, finite_U = sums_of(grad_NX, *unique.occurrences(), threads=Threads(1))
     assert grad_UD.tolist() == [[98304.0]]
     assert finite_U.all()
+
+
+@pytest.mark.parametrize("summed", [False, True])
+def test_gradients_are_summed_before_they_are_negated(summed):
+    """As torch does it: the sign of a zero says which came first."""
+    loops = HostLoops(Threads(1))
+    unique = unique_keys(np.zeros(4, np.int32), np.array([1, 1, 2, 3]))
+    segments = loops.segments(unique, None, np.array([[1], [-1], [0], [2]], np.float32), None)
+    negated_UD = loops.negated(loops.sum_segments(segments)[0] if summed else segments)
+    assert negated_UD.tobytes() == np.array([-0.0, -0.0, -2], np.float32).tobytes()
 
 
 def test_the_oracle_notices_another_order():
