@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from tests.support.once import made_once
+
 _SCRIPT = """
 import json, subprocess, sys, tempfile, torch, oneemb
 
@@ -79,11 +81,15 @@ print(json.dumps(said))
 
 
 @pytest.fixture(scope="module")
-def said():
+def said(tmp_path_factory):
     """What each door says where packages are missing, in a process of its own."""
-    done = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+
+    def ask(folder):
+        done = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr
+        (folder / "said").write_text(done.stdout.splitlines()[-1])
+
+    return json.loads((made_once(tmp_path_factory, "extras", ask) / "said").read_text())
 
 
 @pytest.mark.parametrize(

@@ -843,7 +843,7 @@ def test_files_of_an_export_are_different_ones(tmp_path, embedding):
 
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("places", [8, pytest.param(60, marks=pytest.mark.slow)])
-def test_an_import_that_is_interrupted_leaves_no_lock_and_all_of_a_snapshot_or_nothing(tmp_path, shards, places):
+def test_an_import_that_is_interrupted_leaves_no_lock_and_all_of_a_snapshot_or_nothing(tmp_path, shards, places, seed):
     made = []
 
     def bring():
@@ -851,7 +851,7 @@ def test_an_import_that_is_interrupted_leaves_no_lock_and_all_of_a_snapshot_or_n
         oneemb.import_rows(made[-1], (IDS, some_vectors()), snapshot="v")
 
     lines = count_lines(bring, "signal")
-    for at in some_lines(lines, places):
+    for at in some_lines(lines, places, seed):
         stopped, place = interrupted(bring, at, "signal")  # whose frames live on, as in a notebook
         there = [[info.name for info in read_snapshot_info(path)] for path in made[-1] if os.path.isdir(path)]
         assert there in ([["v"]] * shards, [[]] * len(there)), place

@@ -97,7 +97,7 @@ def states(tmp_path, store):
     return found
 
 
-def check_steps(tmp_path, store, states, how, way, number):
+def check_steps(tmp_path, store, states, how, way, number, seed=0):
     model = Model(tmp_path / "rows", store, how == "graph")
     for ids in BATCHES[:STOPPED]:
         model.step(ids)
@@ -117,7 +117,7 @@ def check_steps(tmp_path, store, states, how, way, number):
     def step():
         model.step(BATCHES[STOPPED])
 
-    lines = each_line(step, way) if number is None else some_lines(count_lines(step, way), number)
+    lines = each_line(step, way) if number is None else some_lines(count_lines(step, way), number, seed)
     done_before = done_after = broken = 0
     for at in lines:
         go_back()
@@ -139,16 +139,17 @@ def check_steps(tmp_path, store, states, how, way, number):
             broken += 1
         done_before += stopped and not done
         done_after += stopped and done
-    assert done_before and (done_after or way == "raise")
-    assert (broken > 0) == (way == "raise")
+    assert done_before and (way == "raise" or not broken)
+    if number is None:  # Few lines may all lie before the moment that counts.
+        assert (broken if way == "raise" else done_after) > 0
     go_back()
     assert model.state() == states[STOPPED] and model.pinned() == 0
     model.embedding.close()
 
 
 @pytest.mark.parametrize(("store", "how", "way"), covering([*STORES], ["eager", "graph"], WAYS))
-def test_a_step_that_is_stopped_is_done_or_not(tmp_path, store, states, how, way):
-    check_steps(tmp_path, store, states, how, way, 6)
+def test_a_step_that_is_stopped_is_done_or_not(tmp_path, store, states, how, way, seed):
+    check_steps(tmp_path, store, states, how, way, 6, seed)
 
 
 @pytest.mark.slow
@@ -159,7 +160,7 @@ def test_a_step_that_is_stopped_at_each_line_is_done_or_not(tmp_path, store, sta
     check_steps(tmp_path, store, states, how, way, None)
 
 
-def check_snapshots(tmp_path, store, states, way, number):
+def check_snapshots(tmp_path, store, states, way, number, seed=0):
     """Saving, loading, state dicts, attaching an optimizer: stopped at a line and gone on from."""
     model = Model(tmp_path / "rows", store)
     embedding = model.embedding
@@ -193,7 +194,7 @@ def check_snapshots(tmp_path, store, states, way, number):
         embedding.load_snapshot("new")
         embedding.save_snapshot("saved", overwrite=True)
         prepare(call)
-        lines = each_line(call, way) if number is None else some_lines(count_lines(call, way), number)
+        lines = each_line(call, way) if number is None else some_lines(count_lines(call, way), number, seed)
         for at in lines:
             embedding.load_snapshot("saved")
             was = model.state()[0]
@@ -217,8 +218,8 @@ def check_snapshots(tmp_path, store, states, way, number):
 
 
 @pytest.mark.parametrize(("store", "way"), covering([*STORES], WAYS, strength=1))
-def test_snapshots_that_are_stopped_are_there_or_not(tmp_path, store, states, way):
-    check_snapshots(tmp_path, store, states, way, 6)
+def test_snapshots_that_are_stopped_are_there_or_not(tmp_path, store, states, way, seed):
+    check_snapshots(tmp_path, store, states, way, 5, seed)
 
 
 @pytest.mark.slow

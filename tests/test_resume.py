@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 import oneemb
 from tests.support.forks import run_code
 from tests.support.models import STORES, make_embedding
+from tests.support.once import made_once
 from tests.support.training import DIM, OPTIMIZERS, STEPS, Job
 
 # Every optimizer, and every store.
@@ -33,12 +34,14 @@ def run_process(do, folder):
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory):
     """One process trains all cases and is killed, another resumes them."""
-    folder = tmp_path_factory.mktemp("resume")
-    for name, store in CASES:
-        os.makedirs(folder / f"{name}-{store}")
-    assert run_process("interrupted", folder) == -signal.SIGKILL
-    assert run_process("resumed", folder) == 0
-    return torch.load(folder / "resumed.pt", weights_only=False)
+
+    def resume(folder):
+        for name, store in CASES:
+            os.makedirs(folder / f"{name}-{store}")
+        assert run_process("interrupted", folder) == -signal.SIGKILL
+        assert run_process("resumed", folder) == 0
+
+    return torch.load(made_once(tmp_path_factory, "resume", resume) / "resumed.pt", weights_only=False)
 
 
 @pytest.mark.parametrize(("name", "store"), CASES)

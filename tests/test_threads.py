@@ -1,6 +1,7 @@
 """One thread trains; others save, export, evaluate and look: both get what they would have got alone."""
 
 import gc
+import itertools
 import os
 import signal
 import subprocess
@@ -503,7 +504,15 @@ assert threads.Threads.shares_of is honest
 }
 
 
-@pytest.mark.parametrize(("way", "store"), covering([*WAYS], ["device", "ssd"], strength=1))
+# That a thread saves when the main thread has ended, the test of training there sees as well.
+FAST = [("at exit", "ssd"), ("within a lookup", "device")]
+
+
+@pytest.mark.parametrize(
+    ("way", "store"),
+    [its if its in FAST else pytest.param(*its, marks=pytest.mark.slow)
+     for its in itertools.product(WAYS, ["device", "ssd"])],
+)  # fmt: skip
 def test_a_save_as_the_program_ends_or_in_the_middle_of_a_lookup_is_made(tmp_path, store, way):
     code = ENDING.format(here=os.getcwd(), path=str(tmp_path), store=store) + WAYS[way]
     ended = run_code(code) if way == "within a lookup" else python(code)

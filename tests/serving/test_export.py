@@ -15,6 +15,7 @@ from oneemb.serving import export
 from oneemb.storage.errors import StorageError
 from tests.support.export_models import LOOKUPS, Click, Score, embedding_at, run_alone, train_rows, trained_click
 from tests.support.forks import fork_context, run_code
+from tests.support.pairwise import covering
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 FORMATS = ["export", "torchscript"]
@@ -43,8 +44,7 @@ def click(tmp_path_factory):
     return trained_click(tmp_path_factory.mktemp("click"))
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("lookup", ["aten", "op"])
+@pytest.mark.parametrize(("lookup", "format"), covering(["aten", "op"], FORMATS, strength=1))
 def test_a_program_gives_the_numbers_of_its_graph_for_any_number_of_examples(tmp_path, click, format, lookup):
     graph = Score(click)
     graph.export(tmp_path / "score", some_ids(64), format=format, lookup=lookup)
@@ -78,7 +78,8 @@ def test_inputs_that_are_named_stay_named(tmp_path, click):
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [(name, torch.float32) for name in LOOKUPS]
-    + [(name, torch.float16) for name in ("ids", "mean", "max", "weighted")],
+    + [(name, torch.float16) for name in ("ids", "max")]
+    + [pytest.param(name, torch.float16, marks=pytest.mark.slow) for name in ("mean", "weighted")],
 )
 def test_every_kind_of_lookup_gives_the_bits_of_eval_mode(tmp_path, name, dtype):
     embedding = embedding_at(tmp_path, dtype=dtype)
