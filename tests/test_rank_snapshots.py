@@ -375,7 +375,7 @@ def act(ranks, path, action, calls):
     return error
 
 
-@pytest.mark.parametrize("stride", [17, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("action", "once"), [("save", False), ("overwrite", True)])
 def test_a_disk_that_is_full_on_one_rank_is_an_error_on_all_and_leaves_nothing(
     tmp_path, monkeypatch, action, once, stride
