@@ -129,7 +129,7 @@ def test_a_miss_evicts_a_small_multiple_of_the_rows_that_it_needs(misses):
 def test_a_large_cache_holds_the_same_rows_on_every_number_of_threads(policy):
     tiers = [filled(threads, policy=policy) for threads in (1, 3)]
     rng, held, uses_K = np.random.default_rng(0), [[], []], np.zeros(KEYS)
-    for _ in range(12):
+    for _ in range(6):
         id_U = np.unique(rng.zipf(1.1, 12_000) % KEYS)
         uses_K[id_U] += 1
         for tier, its in zip(tiers, held, strict=True):
