@@ -18,8 +18,7 @@ import oneemb
 for _name in oneemb.__all__:
     getattr(oneemb, _name)
 with contextlib.suppress(ImportError):  # Machines with a GPU have no TorchRec.
-    import torchrec  # noqa: F401
-
-    import oneemb.torchrec  # noqa: F401
+    import oneemb.torchrec
+    import tests.torchrec.test_sharding  # noqa: F401 - with all of TorchRec that ranks use
 
 assert threading.active_count() == 1
