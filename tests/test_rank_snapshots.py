@@ -463,12 +463,12 @@ def test_a_kill_at_any_file_call_leaves_snapshots_whole_or_absent(tmp_path, monk
 
 
 @pytest.mark.parametrize(
-    ("action", "unheard", "stride"),
-    [("save", {0}, 3)] + [pytest.param(*case, 1, marks=pytest.mark.slow) for case in [
-        ("save", {0}), ("save", {1}), ("overwrite", {0}), ("overwrite", {1}), ("delete", {0}), ("delete", {1})]],
+    ("action", "unheard"),
+    [("save", {1})] + [pytest.param(*case, marks=pytest.mark.slow) for case in [
+        ("save", {0}), ("overwrite", {0}), ("overwrite", {1}), ("delete", {0}), ("delete", {1})]],
 )  # fmt: skip
 def test_a_rank_that_dies_in_an_exchange_of_which_some_have_heard_leaves_nothing(
-    tmp_path, monkeypatch, action, unheard, stride
+    tmp_path, monkeypatch, action, unheard
 ):
     """Of three ranks the last dies; one of the others takes the exchange for done, and the other one for failed."""
     run(3, save, tmp_path / "template", 1, patch=monkeypatch, count=FEW)
@@ -492,7 +492,7 @@ def test_a_rank_that_dies_in_an_exchange_of_which_some_have_heard_leaves_nothing
         assert_nothing_is_unneeded(root)
         assert tuple(version_of(root, name) for name in MAY_BE[action]) == versions
         shutil.rmtree(root)
-        at += stride
+        at += 1
     assert len(outcomes) == 2
 
 
