@@ -25,7 +25,7 @@ def run(library, store, folder, *operations):
         [sys.executable, "-X", "faulthandler", str(SUPPORT / "failing_allocations.py"), library, store, folder,
          *operations],
         env={"LD_PRELOAD": str(library), "PATH": "/usr/bin:/bin", "HOME": str(Path.home())},
-        capture_output=True, text=True, timeout=900,
+        capture_output=True, text=True, timeout=3600,  # A guard against a hang.
     )  # fmt: skip
     *wrong, tried = done.stdout.splitlines() or [""]
     assert done.returncode == 0 and not any(wrong), done.stdout + done.stderr[-4000:]
