@@ -18,7 +18,7 @@ from oneemb.kernels.row_norms import rows_norm
 from oneemb.kernels.row_update import run_row_update
 from oneemb.kernels.threads import Threads
 from oneemb.kernels.unique_by_table import KeysByTable, unique_keys_by_table
-from oneemb.kernels.unique_keys import UniqueKeys, unique_keys
+from oneemb.kernels.unique_keys import UniqueKeys, pays_in_columns, unique_keys, unique_keys_of_columns
 
 __all__ = ["BITS", "OPENMP_MIN", "SUM_MAX", "HostLoops"]
 
@@ -83,6 +83,9 @@ class HostLoops:
     ) -> UniqueKeys:  # fmt: skip
         if check is not None:
             check()
+        if self.threads.count > 1 and pays_in_columns(len(id_N), tables):
+            if table_N is _tables_of_columns(len(id_N), tables):
+                return unique_keys_of_columns(tables, id_N, padding_id=padding_id, threads=self.threads)
         return unique_keys(table_N, id_N, padding_id=padding_id, threads=self.threads)
 
     def unique_keys_of_bags(

@@ -8,8 +8,9 @@ and always in the same order:
 
     order_N  0 2 1 3              begin_U1  0 2 3 4
 
-Ids of different tables have no key in common. `oneemb.kernels.unique_by_table` does the same, in less time, for a batch
-that is laid out table by table.
+Ids of different tables have no key in common. So several threads find the keys of a batch that is laid out sample by
+sample, table by table, and number them in batch order (`unique_keys_of_columns`). `oneemb.kernels.unique_by_table` does
+the same, in less time, for a batch that is laid out table by table.
 """
 
 from typing import NamedTuple
@@ -19,16 +20,22 @@ import numpy as np
 from oneemb.kernels.arrays import Array
 from oneemb.kernels.hash_index import hash_key
 from oneemb.kernels.jit import Number, cpu
-from oneemb.kernels.jit_code import natural, prefetch
+from oneemb.kernels.jit_code import keep_rolled, natural, prefetch
 from oneemb.kernels.threads import Threads
 
-__all__ = ["UniqueKeys", "occurrences", "unique_keys"]
+__all__ = ["UniqueKeys", "occurrences", "pays_in_columns", "unique_keys", "unique_keys_of_columns"]
 
 # Ids whose cells are prefetched ahead of the current one.
 _AHEAD = 16
 
 # The fewest ids whose hashes are worth waking a thread for.
 _HASH_SHARE_MIN = 1 << 16
+
+# The fewest ids, and samples, whose keys several threads find in less time than one.
+_SHARED_MIN, _SAMPLES_MIN = 1 << 15, 1 << 9
+
+# Ids of a block of samples, in which keys are counted and numbered.
+_BLOCK = 1 << 12
 
 _ONE_THREAD = Threads(1)
 
@@ -107,6 +114,112 @@ def unique_keys(
         cell_C, table_U, id_U, inverse_N, head_U,
     )  # fmt: skip
     return UniqueKeys(table_U[:unique], id_U[:unique], inverse_N, head_U[:unique])
+
+
+@cpu
+def _find_in_columns_cpu(
+    begin: Number, end: Number, tables: Number, id_N: Array, padded: Number, padding_id: Number, block: Number,
+    head_N: Array, new_TK: Array,
+) -> None:  # fmt: skip
+    """head_N[n] = the first occurrence of the key of id n, -1 for padding, for the ids of tables begin to end - 1, in
+    memory that stays in a core's cache. new_TK[t, k] = the number of first occurrences in block k of samples."""
+    samples = len(id_N) // tables
+    cells = 2
+    while cells < 2 * samples:
+        cells *= 2
+    mask = natural(cells - 1)
+    cell_C, id_B, hash_B = np.empty(cells, np.int32), np.empty(samples, np.int64), np.empty(samples, np.uint64)
+    for t in range(natural(begin), natural(end)):
+        for b in range(natural(samples)):
+            id_B[b] = id_N[b * natural(tables) + t]
+        for b in range(natural(samples)):
+            hash_B[b] = hash_key(np.int64(t), id_B[b], np.int64(0))
+        cell_C[:] = 0
+        for k in range(new_TK.shape[1]):
+            new = 0
+            for b in range(natural(k * block), natural(min((k + 1) * block, samples))):
+                keep_rolled()
+                prefetch(cell_C, np.int64(hash_B[min(b + natural(_AHEAD), natural(samples - 1))] & mask))
+                id, n = id_B[b], b * natural(tables) + t
+                if padded and id == padding_id:
+                    head_N[n] = -1
+                    continue
+                c = hash_B[b] & mask
+                while True:
+                    head = natural(cell_C[c]) - natural(1)
+                    if cell_C[c] == 0:
+                        cell_C[c] = b + natural(1)
+                        head = b
+                        new += 1
+                        break
+                    if id_B[head] == id:
+                        break
+                    c = (c + natural(1)) & mask
+                head_N[n] = head * natural(tables) + t
+            new_TK[t, k] = new
+
+
+@cpu
+def _number_keys_cpu(
+    begin: Number, end: Number, tables: Number, id_N: Array, head_N: Array, block: Number, first_K1: Array,
+    place_N: Array, table_U: Array, id_U: Array, head_U: Array, key_N: Array,
+) -> None:  # fmt: skip
+    """Write the keys that occur first in blocks begin to end - 1 of samples, in batch order, from first_K1[k] on.
+
+    key_N[n] = the key whose first occurrence is id n. place_N: room for the places of first occurrences.
+    """
+    for k in range(begin, end):
+        first, last = natural(k * block * tables), natural(min((k + 1) * block * tables, len(id_N)))
+        size = natural(0)
+        for n in range(first, last):  # No branch, which would be mispredicted at every other id.
+            place_N[first + size] = n
+            size += natural(head_N[n] == np.int64(n))
+        for i in range(size):
+            n, u = natural(place_N[first + i]), natural(first_K1[k]) + i
+            table_U[u] = n % natural(tables)
+            id_U[u] = id_N[n]
+            head_U[u] = n
+            key_N[n] = u
+
+
+@cpu
+def _keys_of_heads_cpu(begin: Number, end: Number, head_N: Array, key_N: Array, inverse_N: Array) -> None:
+    for n in range(natural(begin), natural(end)):
+        inverse_N[n] = key_N[natural(head_N[n])] if head_N[n] >= 0 else -1
+
+
+def pays_in_columns(ids: int, tables: int) -> bool:
+    """Whether several threads find so many keys by `unique_keys_of_columns` in less time than one by `unique_keys`."""
+    return ids >= _SHARED_MIN and tables > 1 and ids >= _SAMPLES_MIN * tables
+
+
+def unique_keys_of_columns(
+    tables: int, id_N: np.ndarray, *, padding_id: int | None = None, threads: Threads = _ONE_THREAD
+) -> UniqueKeys:
+    """Result of `unique_keys` for ids sample by sample, those of a sample of tables 0 to T - 1: id n is of n % T.
+
+    A thread finds the first occurrences in a table; these are then numbered in batch order.
+    """
+    size = len(id_N)
+    assert size < 2**31
+    samples, block = size // max(1, tables), -(-_BLOCK // max(1, tables))
+    blocks = -(-samples // block)
+    head_N, key_N, inverse_N = (np.empty(size, np.int32) for _ in range(3))
+    new_TK = np.empty((tables, blocks), np.int64)
+    share_min = 1 + _BLOCK * tables // (size + 1)
+    threads.run(
+        _find_in_columns_cpu, tables, tables, id_N, padding_id is not None, 0 if padding_id is None else padding_id,
+        block, head_N, new_TK, share_min=share_min,
+    )  # fmt: skip
+    first_K1 = np.append(0, np.cumsum(new_TK.sum(0)))
+    unique = int(first_K1[-1])
+    table_U, id_U, head_U = np.empty(unique, np.int32), np.empty(unique, np.int64), np.empty(unique, np.int32)
+    threads.run(
+        _number_keys_cpu, blocks, tables, id_N, head_N, block, first_K1, inverse_N, table_U, id_U, head_U, key_N,
+        share_min=2,
+    )  # fmt: skip
+    threads.run(_keys_of_heads_cpu, size, head_N, key_N, inverse_N, share_min=2 * _BLOCK)
+    return UniqueKeys(table_U, id_U, inverse_N, head_U)
 
 
 @cpu

@@ -29,6 +29,7 @@ from oneemb.kernels.hash_index import (
 )
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import IndexMemoryError
+from oneemb.storage.fs import aligned_bytes
 
 __all__ = ["SHARDS", "HashIndex", "check_tables"]
 
@@ -41,6 +42,9 @@ _LOAD_MAX = 0.84
 
 # Shards whose cells share a block of memory.
 _BLOCK_SHARDS = 16
+
+# Blocks of so many bytes or more ask for huge pages.
+_HUGE_MIN, _HUGE_PAGE = 1 << 22, 1 << 21
 
 # Keys that are worth waking a thread for.
 _SHARE_MIN = 512
@@ -267,10 +271,26 @@ def _new_cells(cells_G: np.ndarray) -> list[np.ndarray]:
     made: list[np.ndarray] = []
     for first in range(0, len(cells_G), _BLOCK_SHARDS):
         end_C = np.cumsum(cells_G[first : first + _BLOCK_SHARDS])
-        block_C2 = np.empty((end_C[-1] + LINE, 2), np.int64)
+        block_C2 = _block(int(end_C[-1]) + LINE)
         skip = -(block_C2.ctypes.data // block_C2.strides[0]) % LINE
         made += [block_C2[skip + end - cells : skip + end] for end, cells in zip(end_C, cells_G[first:], strict=False)]
     return made
+
+
+def _block(cells: int) -> np.ndarray:
+    """Memory of its own for so many cells, in huge pages if it is large: in small ones a search takes a third longer.
+
+    Memory that an allocator hands out again stays in the small pages that it was first written in.
+    """
+    size = cells * _CELL_BYTES
+    if size < _HUGE_MIN:
+        return np.empty((cells, 2), np.int64)
+    try:
+        memory = aligned_bytes(size + _HUGE_PAGE)
+    except OSError as error:
+        raise MemoryError(f"the system gives no {size} bytes") from error
+    first = -memory.ctypes.data % _HUGE_PAGE
+    return memory[first : first + size].view(np.int64).reshape(cells, 2)
 
 
 def _limit(cells_P: np.ndarray) -> np.ndarray:

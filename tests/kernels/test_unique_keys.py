@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from oneemb.kernels.host_loops import HostLoops
 from oneemb.kernels.threads import Threads
 from oneemb.kernels.unique_by_table import unique_keys_by_table
-from oneemb.kernels.unique_keys import occurrences, unique_keys
+from oneemb.kernels.unique_keys import occurrences, unique_keys, unique_keys_of_columns
 
 INT64 = np.iinfo(np.int64)
 INT32 = np.iinfo(np.int32)
@@ -102,6 +103,51 @@ def test_int32_ids_give_int64_keys():
 )
 def test_any_batch_agrees_with_a_dict(keys, padding_id):
     check(*batch(*keys), padding_id=padding_id)
+
+
+def check_samples(samples, tables, id_N, padding_id=None, threads=1):
+    def find(table_N, id_N, padding_id):
+        return unique_keys_of_columns(tables, id_N, padding_id=padding_id, threads=Threads(threads))
+
+    return check(np.tile(np.arange(tables, dtype=np.int32), samples), id_N, padding_id, find)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("dtype", [np.int64, np.int32])
+@pytest.mark.parametrize("samples, tables", [(5000, 7), (9000, 1), (2, 9000)])
+def test_keys_of_columns_are_those_of_their_ids_one_by_one(samples, tables, dtype, threads):
+    print("seed 0")
+    id_N = np.random.default_rng(0).zipf(1.2, samples * tables).clip(max=5000).astype(dtype)
+    check_samples(samples, tables, id_N, threads=threads)
+    check_samples(samples, tables, id_N, padding_id=1, threads=threads)
+
+
+@given(st.integers(1, 4), st.none() | st.integers(-2, 2), st.data())
+def test_any_columns_agree_with_a_dict(tables, padding_id, data):
+    samples = data.draw(st.integers(0, 6))
+    ids = data.draw(st.lists(st.integers(-2, 2) | st.integers(INT64.min, INT64.max), min_size=samples * tables,
+                             max_size=samples * tables))  # fmt: skip
+    check_samples(samples, tables, np.array(ids, np.int64), padding_id)
+
+
+@pytest.mark.parametrize("threads, samples, is_known, in_columns", [
+    (2, 6000, True, True), (1, 6000, True, False), (2, 600, True, False), (2, 6000, False, False),
+])  # fmt: skip
+def test_several_threads_find_keys_column_by_column(threads, samples, is_known, in_columns, monkeypatch):
+    loops, launched, run = HostLoops(Threads(threads)), [], Threads.run
+    table_N = loops.tables_of_columns(samples * 6, 6)
+    id_N = np.random.default_rng(0).integers(0, 500, samples * 6)
+
+    def noted(self, loop, *args, **kwargs):
+        launched.append(loop.__name__)
+        run(self, loop, *args, **kwargs)
+
+    def find(table_N, id_N, padding_id):
+        return loops.unique_keys(table_N, id_N, tables=6, padding_id=padding_id, check=None)
+
+    monkeypatch.setattr(Threads, "run", noted)
+    check(table_N if is_known else table_N.copy(), id_N, find=find)
+    assert ("_find_in_columns_cpu" in launched) == in_columns
 
 
 def check_bags(sizes, tables, id_N, padding_id=None, threads=None):

@@ -14,6 +14,7 @@ import pytest
 
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import StoreFullError
+from oneemb.storage.hash_index import HashIndex
 from oneemb.storage.merged_store import MergedStore
 from oneemb.storage.row_places import SlotPlaces
 from oneemb.storage.table import row_writer
@@ -472,17 +473,28 @@ def test_a_slot_takes_the_bytes_that_are_reserved_for_it(limited):
         put(one, 2, first=most)
 
 
+def flags_at(address):
+    """What the system notes of the mapping that holds an address."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    at = next(
+        n for n, line in enumerate(lines)
+        if (found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)) and int(found[1], 16) <= address < int(found[2], 16)
+    )  # fmt: skip
+    return next(line for line in lines[at:] if line.startswith("VmFlags"))
+
+
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the system has no huge pages")
 def test_an_array_that_has_grown_large_lies_in_huge_pages():
     array = GrowingArray(1 << 22, (4,), np.float32)
     for rows in range(1 << 16, 1 << 20, 1 << 16):
         array.grow(rows)
-    lines = Path("/proc/self/smaps").read_text().splitlines()
     first = array.array.ctypes.data
-    at = next(
-        n for n, line in enumerate(lines)
-        if (found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)) and int(found[1], 16) <= first < int(found[2], 16)
-    )  # fmt: skip
-    flags = next(line for line in lines[at:] if line.startswith("VmFlags"))
     end = first // 4096 * 4096 + array.mapped
-    assert " hg" in flags and end % (1 << 21) == 0
+    assert " hg" in flags_at(first) and end % (1 << 21) == 0
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the system has no huge pages")
+def test_a_large_index_lies_in_huge_pages():
+    index = HashIndex(Threads(1), expected=3_700_000)
+    begins = [address for address in index.shards[0].tolist() if address % (1 << 21) == 0]
+    assert len(begins) >= 16 and all(" hg" in flags_at(address) for address in begins)
