@@ -8,7 +8,7 @@ import numpy as np
 from oneemb.kernels.arrays import Array
 from oneemb.kernels.jit import Number, cpu, part
 from oneemb.kernels.jit_code import keep_rolled, natural, prefetch, prefetch_row
-from oneemb.kernels.jit_lanes import LANES, move_lanes
+from oneemb.kernels.jit_lanes import LANES, end_stream, move_lanes, stream_lanes, streams
 from oneemb.kernels.threads import Threads
 
 __all__ = ["copy_rows_in", "copy_rows_out", "copy_words_in", "gather"]
@@ -28,7 +28,9 @@ def _copy_row(to_UX: Array, u: Number, from_SX: Array, s: Number, width: Number)
 
 
 @cpu
-def _gather_cpu(begin: Number, end: Number, weight_SX: Array, slot_U: Array, inverse_N: Array, out_ND: Array) -> None:
+def _gather_cpu(
+    begin: Number, end: Number, weight_SX: Array, slot_U: Array, inverse_N: Array, out_ND: Array, streamed: Number
+) -> None:
     dim = out_ND.shape[1]
     last = natural(end - 1)
     for n in range(natural(begin), natural(end)):
@@ -41,8 +43,15 @@ def _gather_cpu(begin: Number, end: Number, weight_SX: Array, slot_U: Array, inv
         if u < 0:
             for d in range(dim):
                 out_ND[n, d] = 0
+            continue
+        s = np.int64(u) if slot_U is None else slot_U[natural(u)]
+        if streamed:
+            for d in range(0, dim, LANES):
+                keep_rolled()
+                stream_lanes(out_ND, np.int64(n), d, weight_SX, s, d)
         else:
-            _copy_row(out_ND, np.int64(n), weight_SX, np.int64(u) if slot_U is None else slot_U[natural(u)], dim)
+            _copy_row(out_ND, np.int64(n), weight_SX, s, dim)
+    end_stream()
 
 
 def gather(
@@ -59,7 +68,8 @@ def gather(
     if slot_U is not None and len(slot_U) == 0:  # nothing but padding
         out_ND[:] = 0
         return
-    threads.run(_gather_cpu, len(inverse_N), weight_SX, slot_U, inverse_N, out_ND)
+    streamed = out_ND.shape[1] % LANES == 0 and streams(out_ND)
+    threads.run(_gather_cpu, len(inverse_N), weight_SX, slot_U, inverse_N, out_ND, streamed)
 
 
 @cpu

@@ -16,14 +16,16 @@ from collections.abc import Callable
 from typing import Any, no_type_check
 
 import llvmlite.ir as ir
+import numpy as np
 from numba import types
 from numba.core import cgutils
 from numba.core.datamodel import models
 from numba.extending import intrinsic, overload, register_model
 
 __all__ = [
-    "LANES", "WIDE", "copy_lanes", "float_within", "half_within", "load_bytes", "load_lanes", "load_nibbles",
-    "load_pairs", "load_wide", "move_lanes", "multiply_add", "same_lanes", "same_wide", "store_lanes", "sum_lanes",
+    "LANES", "WIDE", "copy_lanes", "end_stream", "float_within", "half_within", "load_bytes", "load_lanes",
+    "load_nibbles", "load_pairs", "load_wide", "move_lanes", "multiply_add", "same_lanes", "same_wide", "store_lanes",
+    "stream_lanes", "streams", "sum_lanes",
 ]  # fmt: skip
 
 LANES = 16
@@ -31,6 +33,10 @@ LANES = 16
 
 WIDE = 64
 """Numbers of a wide vector."""
+
+# Bytes of a line of the cache; and those of arrays that are written past it.
+_LINE_BYTES = 64
+_STREAM_MIN = 1 << 23
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _WEIGHTS = (types.float32, types.uint16, types.int16)  # see oneemb.kernels.jit_code
@@ -142,6 +148,42 @@ def move_lanes(typingctx: Any, to: Any, to_row: Any, to_column: Any, array: Any,
         return context.get_dummy_value()
 
     return types.void(to, to_row, to_column, array, row, column), codegen
+
+
+@intrinsic
+def stream_lanes(typingctx: Any, to: Any, to_row: Any, to_column: Any, array: Any, row: Any, column: Any) -> Any:
+    """`move_lanes` past the caches, to memory that `streams` has found to be aligned: what is written is not read from
+    memory first. A loop that calls it ends with `end_stream`."""
+    if not _is_rows(to, to_row, to_column, row, column) or not _is_rows(array, row) or to.dtype != array.dtype:
+        return None
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        bits = sig.args[0].dtype.bitwidth
+        kind = ir.VectorType(ir.IntType(bits), LANES)
+        moved = builder.load(_pointer(context, builder, sig.args[3], args[3:], kind), align=bits // 8)
+        store = builder.store(moved, _pointer(context, builder, sig.args[0], args[:3], kind), align=LANES * bits // 8)
+        store.set_metadata("nontemporal", builder.module.add_metadata([_I32(1)]))
+        return context.get_dummy_value()
+
+    return types.void(to, to_row, to_column, array, row, column), codegen
+
+
+@intrinsic
+def end_stream(typingctx: Any) -> Any:
+    """Let other threads see what `stream_lanes` has written, before anything that is written later."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+def streams(array_NX: np.ndarray) -> bool:
+    """Whether rows are better written past the caches: they are aligned, and far more than a core's cache holds, so
+    that whoever reads them reads memory anyway."""
+    aligned = array_NX.ctypes.data % _LINE_BYTES == 0 and array_NX.strides[0] % _LINE_BYTES == 0
+    return aligned and array_NX.nbytes >= _STREAM_MIN
 
 
 def copy_lanes(to: Any, to_row: Any, to_column: Any, array: Any, row: Any, column: Any) -> None:

@@ -13,7 +13,7 @@ as they would on the dense gradient of a table: one that is zero but for the row
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Never
+from typing import Any, Never, cast
 
 import numpy as np
 import torch
@@ -535,7 +535,7 @@ def _merged_lookups(
             assert one.lease.shared is not None
             rows, p = one.lease.shared
             assert isinstance(rows, MergedRows)
-            lookups.setdefault(rows, {}).setdefault(p, (one.lease, []))[1].append(one.checked())
+            lookups.setdefault(rows, {}).setdefault(p, (one.lease, []))[1].append(cast(torch.Tensor, one.checked()))
     in_order = sorted(lookups.items(), key=lambda lookup: min(lease.order for lease, _ in lookup[1].values()))
     latest: dict[EmbeddingStore, int] = {}
     for _, grads in in_order:

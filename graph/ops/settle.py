@@ -14,7 +14,7 @@ do. So its copy stays equal to theirs, bit for bit.
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar, cast
 
 import numpy as np
 import torch
@@ -129,7 +129,7 @@ def _left(row_grad: GradOfRanks, ranks: Ranks) -> Left | None:
             of_keys.append(lease.reduce(grads))
             leases.append(lease)
             continue
-        sent, grad_PD = lease.remote.asking.sent, sum_over_passes(grads)
+        sent, grad_PD = lease.remote.asking.sent, sum_over_passes(cast("list[torch.Tensor]", grads))
         grad_SD = grad_PD[cut.bag_S.to(grad_PD.device)]
         if lease.pooling == "mean":
             grad_SD = grad_SD * cut.scale_S.to(grad_SD.device)[:, None]

@@ -10,7 +10,7 @@ from oneemb.kernels.threads import Threads
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [(0, 4), (1, 1), (3, 5), (1 << 10, 8), (5, 1 << 13), (9000, 33)])
+@pytest.mark.parametrize("shape", [(0, 4), (1, 1), (3, 5), (1 << 10, 8), (5, 1 << 13), (9000, 33), (9000, 259)])
 def test_a_copy_has_the_bits_and_memory_of_its_own(shape, dtype, count):
     threads = Threads(count)
     bits = torch.from_numpy(np.random.default_rng(0).integers(-(1 << 15), 1 << 15, shape, np.int16))
@@ -23,6 +23,20 @@ def test_a_copy_has_the_bits_and_memory_of_its_own(shape, dtype, count):
     given.view(word).zero_()
     assert torch.equal(copy.view(word), before)
     threads.close()
+
+
+@pytest.mark.parametrize("rows, streamed", [(9000, True), (900, False)])
+def test_a_large_array_is_copied_past_the_caches(rows, streamed, monkeypatch):
+    loops, run = [], Threads.run
+
+    def noted(self, loop, *args, **kwargs):
+        loops.append(loop.__name__)
+        run(self, loop, *args, **kwargs)
+
+    monkeypatch.setattr(Threads, "run", noted)
+    given = torch.rand(rows, 259)
+    assert torch.equal(HostLoops(Threads(2)).copy(given), given)
+    assert loops == ["_stream_cpu" if streamed else "_copy_cpu"]
 
 
 def test_what_lies_in_strides_is_copied_together():

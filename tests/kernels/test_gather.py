@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+import torch
 
 from oneemb.kernels.gather import copy_rows_in, copy_rows_out, gather
+from oneemb.kernels.jit_lanes import streams
 from oneemb.kernels.threads import Threads
 from oneemb.storage.row_format import RowFormat
 from tests.support.row_updates import SmallShares
@@ -48,6 +50,20 @@ def test_gather_copies_the_weights_of_each_id(dtype, dim):
     one, two = SmallShares(1), SmallShares(2)
     assert check_gather(dtype, dim, one) == check_gather(dtype, dim, two)
     assert two.shares > one.shares
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dim, first, streamed", [(32, 0, True), (64, 0, True), (64, 4, False), (65, 0, False)])
+def test_a_large_gather_is_written_past_the_caches(dim, first, streamed, dtype):
+    print("seed 0")
+    rng, size = np.random.default_rng(0), 150_000
+    weight_SX = rng.integers(-(1 << 15), 1 << 15, (500, dim)).astype(np.float32 if dtype == "float32" else np.int16)
+    inverse_N, slot_U = rng.integers(-1, 400, size).astype(np.int32), rng.permutation(500)[:400].astype(np.int64)
+    memory = torch.full((size * dim + first,), 77, dtype=torch.float32 if dtype == "float32" else torch.int16)
+    out_ND = memory[first:].numpy().reshape(size, dim)
+    assert streams(out_ND) == streamed
+    gather(weight_SX, slot_U, inverse_N, out_ND, threads=Threads(2))
+    assert np.array_equal(out_ND, gather_numpy(weight_SX, slot_U, inverse_N, dim))
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9])
