@@ -83,11 +83,11 @@ class Prepared:
         self.values = None
 
 
-class _Worker(Generic[Batch]):
+class Worker(Generic[Batch]):
     """The thread, and the hand-over of batches.
 
     An interrupt may come at any line of the loop's thread, and the collector may close a loop on any thread, in the
-    middle of any call. So queues only signal that something has changed, and hold no batch: a batch is in `_made` from
+    middle of any call. So queues only signal that something has changed, and hold no batch: a batch is in `made` from
     the moment it is prepared until its step is over, or the thread has dropped it.
     """
 
@@ -98,7 +98,7 @@ class _Worker(Generic[Batch]):
         self._at_end = at_end
         self._batches: list[Iterable[Batch]] = [batches]  # no longer here once the thread iterates over them
         self._prepare = prepare
-        self._made: deque[Prepared] = deque()
+        self.made: deque[Prepared] = deque()
         self._ready: SimpleQueue[None] = SimpleQueue()  # as often as a batch was made
         self._permits: SimpleQueue[None] = SimpleQueue()
         for _ in range(depth):
@@ -123,8 +123,8 @@ class _Worker(Generic[Batch]):
                     self._at_end()
                 while not self._closed:
                     self._permits.get()
-                while self._made:
-                    self._made.popleft().drop()
+                while self.made:
+                    self.made.popleft().drop()
         finally:
             self._gone = True
             self._ended.put(None)
@@ -150,13 +150,13 @@ class _Worker(Generic[Batch]):
         return not self._closed
 
     def _hand_over(self, prepared: Prepared) -> None:
-        self._made.append(prepared)
+        self.made.append(prepared)
         self._ready.put(None)
 
     def next(self) -> Prepared:
         """The batch whose turn it is, until `done`."""
         _get(self._ready)
-        prepared = self._made[0]
+        prepared = self.made[0]
         self._ahead.take_over(prepared.mark, (prepared.batch, prepared.values))
         return prepared
 
@@ -179,7 +179,7 @@ class _Worker(Generic[Batch]):
 
     def done(self) -> None:
         """The step of the batch that `next` gave is over."""
-        self._made.popleft()
+        self.made.popleft()
 
     def close(self) -> None:
         """End the thread. Where an interrupt ends this early, it may be called again."""
@@ -246,7 +246,7 @@ def prefetch(
         at_end: called, perhaps twice, when the thread loads no more: by itself, or in its place if it never begins.
         failing: gives a context for the loop, which sees what is raised in it before the thread has ended.
     """
-    worker = _Worker(batches, prepare, depth, devices, at_end)
+    worker = Worker(batches, prepare, depth, devices, at_end)
     # From here on only the thread holds the loader's iterator.
     del batches
     try:

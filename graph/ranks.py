@@ -269,7 +269,7 @@ class Ranks:
         with self._exchanging(what):
             received_R = self._headers(what, failed, sent_R)
             received = torch.empty(sum(received_R), dtype=torch.uint8, device=self._device)
-            self._all_to_all(received, sent.to(self._device), received_R, sent_R)
+            self.all_to_all(received, sent.to(self._device), received_R, sent_R)
         return [Received(part) for part in received.split(received_R)]
 
     def answer(
@@ -306,7 +306,7 @@ class Ranks:
         sent.view(torch.uint8)[self._heads_of(going, heads)] = header.to(sent.device)
         received = like.new_empty((sum(coming), like.shape[1]), device=self._device)
         with self._exchanging(what):
-            self._all_to_all(received, sent.to(self._device), coming, going)
+            self.all_to_all(received, sent.to(self._device), coming, going)
             got = received.view(torch.uint8)[self._heads_of(coming, heads)].view(self.size, -1)[:, :_HEADER]
             headers = got.clone(memory_format=torch.contiguous_format).view(torch.int64).tolist()
             if any(its_failed or its != self._code(what) for its, its_failed in headers):
@@ -336,7 +336,7 @@ class Ranks:
         """
         received = sent.new_empty((sum(received_R), *sent.shape[1:]), device=self._device)
         with self._exchanging("bring gradients of rows to their owners"):
-            self._all_to_all(received, sent.to(self._device), received_R, sent_R)
+            self.all_to_all(received, sent.to(self._device), received_R, sent_R)
         return received.to(sent.device)
 
     def agree(self, what: str, check: Callable[[], Any] = lambda: None) -> Any:
@@ -479,7 +479,7 @@ class Ranks:
         doing = self._code(what)
         header_R3 = torch.tensor([[doing, bool(failed), sent] for sent in sent_R], device=self._device)
         got_R3 = torch.empty_like(header_R3)
-        self._all_to_all(got_R3, header_R3, [1] * self.size, [1] * self.size)
+        self.all_to_all(got_R3, header_R3, [1] * self.size, [1] * self.size)
         got = got_R3.tolist()
         if any(its_failed or its != doing for its, its_failed, _ in got):
             left = [rank for rank, (_, _, number) in enumerate(got) if number == _LEFT]
@@ -546,7 +546,7 @@ class Ranks:
         self.traffic.add(mine, len(mine) * (self.size - 1), begin)
         return [its.cpu() for its in of_all]
 
-    def _all_to_all(
+    def all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, received_R: Sequence[int], sent_R: Sequence[int]
     ) -> None:
         begin = time.perf_counter()

@@ -23,7 +23,7 @@ import torch
 __all__ = ["Ahead", "capture_gate"]
 
 
-class _CaptureGate:
+class CaptureGate:
     """Keeps threads that prepare batches from launching anything while a CUDA graph is captured.
 
     A launch by another thread would spoil the capture, and fail.
@@ -70,7 +70,7 @@ class _CaptureGate:
             self._changed.notify_all()
 
 
-capture_gate = _CaptureGate()
+capture_gate = CaptureGate()
 # A child of fork has none of the threads that were preparing or capturing: it begins with an open gate.
 os.register_at_fork(after_in_child=capture_gate.__init__)  # type: ignore[misc]
 

@@ -240,7 +240,7 @@ def _save(graph: CompiledGraph, train: TrainState, path: str, keep: int | None, 
     try:
         for intent_path in plan.left:
             _undo(intent_path, embeddings, calls, what)
-        with _Intent(path, made, embeddings, calls, what) as intent:
+        with Intent(path, made, embeddings, calls, what) as intent:
             for name, embedding in embeddings.items():
                 snapshot = made[name]["oneemb_snapshot"]
                 if snapshot is not None:
@@ -267,7 +267,7 @@ def _save(graph: CompiledGraph, train: TrainState, path: str, keep: int | None, 
 
 def _plan(path: str, steps: int) -> _Plan:
     intents = glob.glob(f"{glob.escape(path)}.{'[0-9a-f]' * 8}{_SAVING}")
-    left = [intent for intent in intents if not _is_held(intent)]
+    left = [intent for intent in intents if not is_held(intent)]
     return _Plan(_named_by(path), left, f"{_PREFIX}{steps:012d}-{uuid.uuid4().hex[:8]}")
 
 
@@ -344,7 +344,7 @@ def _named_by(path: str) -> list[_Snapshots]:
     return [state["embeddings"], *state["earlier"]]
 
 
-class _Intent:
+class Intent:
     """Snapshots that a save is about to make, in a file beside the checkpoint; it is locked while the save goes on.
 
         {"snapshots": {embedding: {"oneemb_snapshot": name, "oneemb_identity": null}, ...}}
@@ -369,7 +369,7 @@ class _Intent:
             with suppress(FileNotFoundError):
                 os.unlink(self.path)
 
-    def __enter__(self) -> "_Intent":
+    def __enter__(self) -> "Intent":
         try:
             with undisturbed:
                 self._calls.by_first(f"{self._what}: what it makes", self._begin)
@@ -393,7 +393,7 @@ class _Intent:
     def _begin(self) -> None:
         self._file = open(self.path, "xb")
         close_in_child(self._file)
-        with suppress(OSError):  # On a file system without locks, `_is_held` takes every save to go on.
+        with suppress(OSError):  # On a file system without locks, `is_held` takes every save to go on.
             fcntl.flock(self._file, fcntl.LOCK_EX)
         self._note(json.dumps({"snapshots": self._made}) + "\n")
 
@@ -407,7 +407,7 @@ def _temporary_of(intent: str) -> str:
     return f"{intent.removesuffix(_SAVING)}.tmp"
 
 
-def _is_held(intent: str) -> bool:
+def is_held(intent: str) -> bool:
     """Whether the save that wrote this intent still goes on."""
     try:
         with open(intent, "rb") as file:

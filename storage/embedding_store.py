@@ -115,7 +115,7 @@ def _reading(method: Method[P, R]) -> Method[P, R]:
         with self.turns:
             self.turns.check(changes=False)
             if self.turns.forked:
-                self._rows.only_read()
+                self.rows.only_read()
             return method(self, *args, **kwargs)
 
     return run
@@ -177,14 +177,14 @@ class EmbeddingStore:
         """The keys of replicated tables."""
         self._bottom = bottom
         format = RowFormat(dim, dtype, marks=0 if policies is None else MARKS)
-        self._rows = TieredRows(plan, bottom, format, initial, HostLoops(threads), threads, self.writing, policies)
-        self.pins = PinBook(self._rows, placed=policies is not None)
+        self.rows = TieredRows(plan, bottom, format, initial, HostLoops(threads), threads, self.writing, policies)
+        self.pins = PinBook(self.rows, placed=policies is not None)
         """Owners of pinned rows. In a turn only."""
         self.kept: KeptRows | None = None
         """Which rows policies keep; None where no table has one, and all stay. In a turn only."""
         if policies is not None:
-            self.kept = KeptRows(policies, plan.capacity, self._rows, self.pins, threads, self.writing)
-        self.journal = Journal(self._rows, self.replicas, threads)
+            self.kept = KeptRows(policies, plan.capacity, self.rows, self.pins, threads, self.writing)
+        self.journal = Journal(self.rows, self.replicas, threads)
         """The snapshots since which a delta can be saved. In a turn only."""
         self._closed = ""
         """Advice of the error of a closed store; "" = it is open."""
@@ -194,22 +194,22 @@ class EmbeddingStore:
     @property
     def built(self) -> bool:
         """Whether the tiers are there. Until then no row is known here, and every id reads as its initial value."""
-        return bool(self._rows.tiers)
+        return bool(self.rows.tiers)
 
     @property
     def format(self) -> RowFormat:
         """Format of a row, and the optimizer whose state it holds."""
-        return self._rows.new_rows.format
+        return self.rows.new_rows.format
 
     @property
     def loops(self) -> Loops:
         """Loops that run where the hot tier is. Keys and slots are arrays of that place."""
-        return self._rows.new_rows.loops
+        return self.rows.new_rows.loops
 
     @property
     def generation(self) -> int:
         """Changes whenever slots handed out before mean nothing any more."""
-        return self._rows.generation
+        return self.rows.generation
 
     def build(self) -> None:
         """Make the tiers, if they are not there, for rows without state until an optimizer is attached.
@@ -223,7 +223,7 @@ class EmbeddingStore:
     def _build(self) -> None:
         self._check_open()
         if not self.built:
-            self._rows.build()
+            self.rows.build()
 
     def attach(self, optimizer: str, state: np.ndarray) -> None:
         """Let rows carry the state of this optimizer. Those that no optimizer has trained keep their weights.
@@ -241,10 +241,10 @@ class EmbeddingStore:
         self._check_open()
         format, before = self.format.with_state(optimizer, state), self.format
         if not self.built:
-            self._rows.build(format)
+            self.rows.build(format)
             return
         fits = format.same_words(before) and (before.optimizer in (None, optimizer) or not format.state)
-        if not fits and (self.step or before.state and len(self._rows)):
+        if not fits and (self.step or before.state and len(self.rows)):
             raise StorageError(
                 f"the rows hold the state of {before.optimizer!r} ({before.state_width} values a row), the optimizer"
                 f" attached is {optimizer!r} ({len(state)} values); attach {before.optimizer!r}, let its state go by"
@@ -298,9 +298,9 @@ class EmbeddingStore:
         if self.kept is not None:
             self.kept.move_out()
         try:
-            self._rows.relayout(format, loops, self.step)
+            self.rows.relayout(format, loops, self.step)
         except BaseException as error:
-            if not self._rows.whole:
+            if not self.rows.whole:
                 self.turns.cut_short(error)
             raise
 
@@ -309,14 +309,14 @@ class EmbeddingStore:
     @property
     def row_SW(self) -> Array:
         """The hot tier's slab, float32 [S, W], and on a GPU a tensor [S, at least W]. Read it anew for every use."""
-        if not self._rows.tiers:
+        if not self.rows.tiers:
             raise StorageError(f"the embedding on {self._bottom.name} has no rows in memory any more: closed")
-        return self._rows.hot.row_SW
+        return self.rows.hot.row_SW
 
     @property
     def weight_SX(self) -> Array:
         """The same memory as weights' bits."""
-        return self._rows.new_rows.format.weights(self.row_SW)
+        return self.rows.new_rows.format.weights(self.row_SW)
 
     @property
     def members(self) -> tuple["EmbeddingStore"]:
@@ -326,7 +326,7 @@ class EmbeddingStore:
     @property
     def hot(self) -> HotRows:
         """The hot tier. In a turn only."""
-        return self._rows.hot
+        return self.rows.hot
 
     def acquire(
         self, keys: Keys, prefetched: Prefetched | None = None, *, again: bool = False, admits: bool = False,
@@ -354,7 +354,7 @@ class EmbeddingStore:
             if self._closed:
                 self._check_open()
             self.pins.release_abandoned()
-            hot, kept = self._rows.hot, self.kept
+            hot, kept = self.rows.hot, self.kept
             begun, new = hot.begun, self._new_replicas(keys) if self.replicas else None
             if kept is None:
                 found = self.pins.acquire(keys, prefetched)
@@ -418,7 +418,7 @@ class EmbeddingStore:
         """
         self._check_open()
         if not self.built and self._bottom.keeps_rows:
-            self._rows.build()
+            self.rows.build()
         if not self.built:
             return np.zeros(len(id_U), np.bool_)
         self.pins.release_abandoned()
@@ -600,7 +600,7 @@ class EmbeddingStore:
     def check_slots(self) -> list[str]:
         """One text for each fault of a tier's slots, see `Tier.check_slots`; empty if there is none."""
         self.pins.release_abandoned()
-        return self._rows.check_slots()
+        return self.rows.check_slots()
 
     def unprefetch(self, prefetched: Prefetched) -> None:
         """Unpin what `prefetch` pinned, if no `acquire` has taken it over."""
@@ -703,9 +703,9 @@ class EmbeddingStore:
             self.turns.check(changes=True)
             self._check_open()
             if self._bottom.keeps_rows and not self.built:
-                self._rows.build()
+                self.rows.build()
             if self.built:
-                other.begin_with(self._rows, self.step, with_state, change, self.kept)
+                other.begin_with(self.rows, self.step, with_state, change, self.kept)
                 other.replicas.add(self.replicas.keys())
 
     @_between_steps
@@ -720,7 +720,7 @@ class EmbeddingStore:
             self.turns.check(changes=True)
             self._check_open()
             if self._bottom.keeps_rows and not self.built:
-                self._rows.build()
+                self.rows.build()
             if self.built:
                 for table_N, id_N, row_NW in self.hot.scan():
                     undisturbed.raise_interrupt()
@@ -730,7 +730,7 @@ class EmbeddingStore:
         self, rows: TieredRows, step: int, with_state: bool, change: ChangeRows | None, kept: KeptRows | None
     ) -> None:
         """Have these rows, of a store that was at this step, for `copy_to`. There are none here yet."""
-        self._rows.copy_from(rows, with_state=with_state, change=change)
+        self.rows.copy_from(rows, with_state=with_state, change=change)
         with changing:  # Until the ledger knows the rows: others would never be evicted.
             self.step = step if with_state else 0
             if self.kept is not None:
@@ -748,7 +748,7 @@ class EmbeddingStore:
     def mark_dirty(self, table_U: Array, slot_U: Array) -> None:
         """Say that the rows of keys of these tables, in these slots, have changed."""
         with undisturbed:
-            self._rows.hot.mark_dirty(slot_U)
+            self.rows.hot.mark_dirty(slot_U)
             self.changes += 1
 
     @_reading
@@ -762,12 +762,12 @@ class EmbeddingStore:
         """
         self._check_open()
         if not self.built and self._bottom.keeps_rows:
-            self._rows.build()
+            self.rows.build()
         if self.built:
             return self.hot.read(keys)
         keys = self.loops.counted(keys)
         row_UW = self.loops.put(np.zeros((len(keys.id_U), self.format.row_width), np.float32))
-        self._rows.new_rows.absent(row_UW, self.loops.arange(len(keys.id_U)), keys.table_U, keys.id_U)
+        self.rows.new_rows.absent(row_UW, self.loops.arange(len(keys.id_U)), keys.table_U, keys.id_U)
         return row_UW, keys
 
     @_reading
@@ -778,17 +778,17 @@ class EmbeddingStore:
         """
         if self._closed:
             self._check_open()
-        return self._rows.hot.slots_of(table_N, id_N) if self.reads_in_place else None
+        return self.rows.hot.slots_of(table_N, id_N) if self.reads_in_place else None
 
     @property
     def reads_in_place(self) -> bool:
         """Whether rows lie still, so that `slots_of` gives their slots."""
-        return bool(self._rows.tiers) and self._rows.hot.lies_still
+        return bool(self.rows.tiers) and self.rows.hot.lies_still
 
     @property
     def absent_rows(self) -> InitialRows:
         """Rows as which keys without a row read."""
-        return self._rows.new_rows.absent_rows
+        return self.rows.new_rows.absent_rows
 
     def members_of(self, table_U: Array) -> np.ndarray:
         """int32 [U], which of `members` each key is of."""
@@ -828,19 +828,19 @@ class EmbeddingStore:
         without = self.replicas.keys(own=False) if part is not None and self.replicas else None
         if since is not None:
             self.journal.parent(since, keep_evicted)
-        if not overwrite and any(info.name == name for info in self._rows.snapshots()):
+        if not overwrite and any(info.name == name for info in self.rows.snapshots()):
             raise SnapshotExistsError.named(name, f"in {self._bottom.name}")
         check_snapshot_name(name)
         if not name.startswith(EXPORTED):
             self._evict_before_save()
         uses, arrays = (None, None) if self.kept is None else (self.kept.to_meta(), self.kept.to_arrays())
-        loaded = rows = len(self._rows) - (0 if without is None else len(without[1]))
+        loaded = rows = len(self.rows) - (0 if without is None else len(without[1]))
         places = None
         if since is not None:
             places, gone, delta = self.journal.delta(since, rows, keep_evicted)
             loaded = delta.rows
             uses, arrays = {**(uses or {}), **delta.to_meta()}, {**(arrays or {}), GONE: gone}
-        info = self._rows.save(
+        info = self.rows.save(
             name, meta, self.step, overwrite=overwrite, part=part, without=without, more=uses, arrays=arrays,
             since=places,
         )  # fmt: skip
@@ -888,9 +888,9 @@ class EmbeddingStore:
         """
         with self.turns:
             self._check_process()
-            info = self._rows.check_loads(name, weights_only)
+            info = self.rows.check_loads(name, weights_only)
             if not self._broken:
-                self._rows.check_reads(info, weights_only)
+                self.rows.check_reads(info, weights_only)
             return self._load(info, weights_only)
 
     @_between_steps
@@ -906,10 +906,10 @@ class EmbeddingStore:
         with self.turns:
             self._check_process()
             self._check_open()
-            self._rows.check_kind(info, weights_only)
+            self.rows.check_kind(info, weights_only)
             self._check_policy(info)
             if read and not self._broken:
-                self._rows.check_reads(info, weights_only, owned)
+                self.rows.check_reads(info, weights_only, owned)
 
     @_between_steps
     def check_replicas(self, info: SnapshotInfo, rows: int, others: int, replicated: int) -> None:
@@ -952,7 +952,7 @@ class EmbeddingStore:
 
     @property
     def _broken(self) -> bool:
-        return self.turns.broken or self._rows.broken
+        return self.turns.broken or self.rows.broken
 
     def _load(self, info: SnapshotInfo, weights_only: bool, owned: OwnedRows | None = None) -> bool:
         rows, clock = SnapshotRows.of_meta(info.meta, info.name), LedgerClock.of_meta(info.meta, info.name)
@@ -967,17 +967,17 @@ class EmbeddingStore:
             self._check_open()
             try:
                 self.replaced += 1
-                self.step, same = self._rows.load(info, weights_only, owned, marks)
+                self.step, same = self.rows.load(info, weights_only, owned, marks)
                 with changing:
                     self.journal.clear()
                     self.replicas.clear()
                     if kept is not None:
                         kept.read_rows(rows.format, clock, rows.step, self.step)
                         kept.admission = admission
-                    if same and owned is None and self._rows.lie_as_saved:
-                        self.journal.add(PartOf.name_of(info), info, len(self._rows), len(self._rows))
+                    if same and owned is None and self.rows.lie_as_saved:
+                        self.journal.add(PartOf.name_of(info), info, len(self.rows), len(self.rows))
             except BaseException as error:
-                if broken or not self._rows.whole:  # Without rows, or with a part of them, there is nothing to go on.
+                if broken or not self.rows.whole:  # Without rows, or with a part of them, there is nothing to go on.
                     self.turns.cut_short(error)
                 raise
             self.changes += 1
@@ -986,7 +986,7 @@ class EmbeddingStore:
 
     def check_fits(self, name: str) -> None:
         """Raise StorageError unless `load_snapshot` would find this snapshot, and rows in it that fit."""
-        self._check_policy(self._rows.check_loads(name))
+        self._check_policy(self.rows.check_loads(name))
 
     def _check_policy(self, info: SnapshotInfo) -> None:
         """Raise StorageError unless a snapshot says of the uses of its rows what the policy here can go on with."""
@@ -1011,7 +1011,7 @@ class EmbeddingStore:
         self.journal.check_not_needed(name, "deleted")
         if self._kept_in[0] == name:
             self._kept_in = None, -1  # First: a deletion may fail after the snapshot is gone.
-        self._rows.delete(name)
+        self.rows.delete(name)
         self.journal.forget(name)
 
     def snapshot(self, name: str) -> SnapshotInfo:
@@ -1025,7 +1025,7 @@ class EmbeddingStore:
 
     def snapshots(self) -> list[str]:
         """Names of the finished snapshots in the path, oldest first."""
-        return [info.name for info in self._rows.snapshots()]
+        return [info.name for info in self.rows.snapshots()]
 
     def check_snapshot(self, name: str, identity: str | None, named_by: str) -> None:
         """Raise unless the snapshot of this name is there and is the one that is meant.
@@ -1057,8 +1057,8 @@ class EmbeddingStore:
             self._check_clock()
             self._mend()
             if self._bottom.keeps_rows and not self.built:
-                self._rows.build()
-            self._rows.clear()
+                self.rows.build()
+            self.rows.clear()
             with changing:
                 self.journal.clear()
                 self.replicas.clear()
@@ -1074,11 +1074,11 @@ class EmbeddingStore:
         if self.built and not self.turns.forked:
             self.pins.release_abandoned()
         counts: dict[str, Any] = {
-            "rows": len(self._rows), "replicated_rows": len(self.replicas), "step": self.step,
+            "rows": len(self.rows), "replicated_rows": len(self.replicas), "step": self.step,
         }  # fmt: skip
         if self.kept is not None:
             counts["policy"] = self.kept.stats()
-        return {**counts, **self._rows.stats()}
+        return {**counts, **self.rows.stats()}
 
     @_between_steps
     def close(self) -> None:
@@ -1086,7 +1086,7 @@ class EmbeddingStore:
         with self.turns:
             self._closed = self._closed or "make it again to go on"
             self.replaced += 1
-            self._rows.dismantle()
+            self.rows.dismantle()
             if not self.turns.forked:
                 self.threads.close()
 
@@ -1124,13 +1124,13 @@ class EmbeddingStore:
         """Number of rows, if they differ from `_kept_in`; 0 if they do not, or can no longer be saved."""
         with self.turns:
             lost = self.changes != self._kept_in[1] and self.built and not self._broken and self.owner() is not None
-            return max(1, len(self._rows)) if lost else 0
+            return max(1, len(self.rows)) if lost else 0
 
     def _mend(self) -> bool:
         """Let a broken store have no rows, and be sound. Returns whether it was broken."""
         broken = self._broken
         if broken:
-            self._rows.dismantle()
+            self.rows.dismantle()
             self.replicas.clear()
             if self.kept is not None:
                 self.kept.ledger.clear()

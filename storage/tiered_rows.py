@@ -92,7 +92,7 @@ class TieredRows:
         """How often the store at the bottom has been opened: what `places` gave is of one of these times."""
         self.lie_as_saved = False
         """Whether the load before has taken rows where they lie, rather than copies of them."""
-        self._store: RowStore | None = None
+        self.bottom_store: RowStore | None = None
 
     # ---- tiers ------------------------------------------------------------------------------------------------------
 
@@ -181,9 +181,9 @@ class TieredRows:
 
     def _change(self, new_rows: NewRows, saved: str | None) -> None:
         """Make the tiers anew, and bring the rows along: from the store at the bottom, or from the snapshot `saved`."""
-        if self._store is not None and self._store.row_width == new_rows.format.row_width:
+        if self.bottom_store is not None and self.bottom_store.row_width == new_rows.format.row_width:
             self._drop_tiers()
-            self.tiers = make_tiers(self._plan, new_rows, self._store, self._threads, self._writing)
+            self.tiers = make_tiers(self._plan, new_rows, self.bottom_store, self._threads, self._writing)
             self.new_rows = new_rows
             return
         self.dismantle()
@@ -202,10 +202,10 @@ class TieredRows:
     def _say_where_rows_are(self, error: BaseException, second: BaseException, saved: str | None, step: int) -> None:
         """Rows that are in no tier any more: save them if they are in no snapshot yet."""
         error.add_note(f"the rows could not be brought back to where they were either: {second}")
-        if saved is None and isinstance(self._store, Snapshots):
+        if saved is None and isinstance(self.bottom_store, Snapshots):
             name = _rescue_name()
             try:
-                self._save(self._store, name, {}, step, overwrite=False)
+                self._save(self.bottom_store, name, {}, step, overwrite=False)
             except Exception as third:
                 error.add_note(f"nor could they be saved: {third}")
                 return
@@ -236,7 +236,7 @@ class TieredRows:
         except BaseException:
             store.close()
             raise
-        self.new_rows, self.tiers, self._store = new_rows, tiers, store
+        self.new_rows, self.tiers, self.bottom_store = new_rows, tiers, store
         self.opened += 1
         # Rows that are dropped give back their threads, files and lock. At exit the system does.
         self._finalizer = close_when_dropped(self, store)
@@ -253,7 +253,7 @@ class TieredRows:
 
     def dismantle(self) -> None:
         """Have no tiers any more. Rows that no snapshot holds are gone, unless the store at the bottom keeps them."""
-        store, self._store = self._store, None
+        store, self.bottom_store = self.bottom_store, None
         self.whole = True
         self._drop_tiers()
         if store is not None:
@@ -278,13 +278,13 @@ class TieredRows:
     @property
     def broken(self) -> bool:
         """Whether the store at the bottom is of no use, since a call on it was cut short."""
-        return getattr(self._store, "broken", False)
+        return getattr(self.bottom_store, "broken", False)
 
     def stats(self) -> dict[str, Any]:
         """Sizes now and counters since the tiers were made, a dict a tier."""
         stats: dict[str, Any] = {tier.name: tier.stats() for tier in self.tiers}
-        if self._store is not None:
-            stats["persistent"] = self._store.stats()
+        if self.bottom_store is not None:
+            stats["persistent"] = self.bottom_store.stats()
         return stats
 
     # ---- snapshots --------------------------------------------------------------------------------------------------
@@ -297,12 +297,12 @@ class TieredRows:
         """
         if not self.built:
             self.build()
-        if not isinstance(self._store, Snapshots):
+        if not isinstance(self.bottom_store, Snapshots):
             raise StorageError(
                 f"{self._bottom.name} keeps no snapshots, which saving and loading rows, and giving them the state of"
                 " another optimizer, need; use a persistent table, or attach the optimizer before the first lookup"
             )
-        return self._store
+        return self.bottom_store
 
     def save(
         self, name: str, meta: dict[str, Any], step: int, *, overwrite: bool = False, part: NewPart | None = None,
@@ -362,8 +362,8 @@ class TieredRows:
 
     def snapshots(self) -> list[SnapshotInfo]:
         """The finished ones, oldest first."""
-        if isinstance(self._store, Snapshots):
-            return self._store.snapshots()
+        if isinstance(self.bottom_store, Snapshots):
+            return self.bottom_store.snapshots()
         return self._bottom.snapshots()
 
     def check_loads(self, name: str, weights_only: bool = False) -> SnapshotInfo:
@@ -498,15 +498,15 @@ class TieredRows:
     ) -> None:  # fmt: skip
         """Start from the rows of a snapshot, of this format, put one after another; without state they are given that
         of new rows."""
-        assert self._store is not None
-        self._store.clear()
+        assert self.bottom_store is not None
+        self.bottom_store.clear()
         for table_N, id_N, row_NX in self._scan(name, owned):
             if not with_state or not format.same_words(self.format):
                 row_NX = self.format.converted(row_NX, format, with_state=with_state)
                 if marks is not None and format.marks != self.format.marks:
                     its = slice(self.format.mark_begin, self.format.state_begin)
                     row_NX[:, its] = marks(table_N, id_N).view(np.float32)
-            self._store.put(table_N, id_N, row_NX)
+            self.bottom_store.put(table_N, id_N, row_NX)
 
     def copy_from(self, source: "TieredRows", *, with_state: bool, change: ChangeRows | None) -> None:
         """Make the tiers, for rows as those of `source`, and have all of them. There are none here yet.
@@ -520,7 +520,7 @@ class TieredRows:
         """
         format = replace(source.format, marks=self.format.marks)
         self.build(format if with_state else format.with_state(None, np.empty(0, np.float32)))
-        assert self._store is not None
+        assert self.bottom_store is not None
         for tier in self.tiers:
             tier.check_holds(len(source))
         for table_N, id_N, row_NW in source.hot.scan():
@@ -528,7 +528,7 @@ class TieredRows:
             row_NW = self.format.converted(row_NW, source.format, with_state=with_state)
             if change is not None:
                 change(table_N, id_N, row_NW)
-            self._store.put(table_N, id_N, row_NW)
+            self.bottom_store.put(table_N, id_N, row_NW)
         self._reload()
 
     def _scan(self, name: str, owned: OwnedRows | None = None) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:

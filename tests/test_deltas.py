@@ -23,6 +23,7 @@ from oneemb.storage.table.delta import GONE, Delta, chain_of, gone_array
 from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.table.snapshot_reader import SnapshotReader, read_snapshot_info
 from tests.support.faulty_fs import FaultyFileSystem, PowerLoss
+from tests.support.inside import snapshots_of
 from tests.support.thread_ranks import FaultyCalls, run_ranks
 
 DIM = 4
@@ -52,7 +53,7 @@ def step(embedding, optimizer, ids):
 
 def rows_of(embedding):
     rows = {}
-    for table_N, id_N, row_NW in embedding.store._rows.rows():
+    for table_N, id_N, row_NW in embedding.store.rows.rows():
         rows |= {(t, n): row.tobytes() for t, n, row in zip(table_N.tolist(), id_N.tolist(), row_NW, strict=True)}
     return rows
 
@@ -312,7 +313,7 @@ def test_a_parent_that_is_gone_by_other_means_is_none(tmp_path):
     embedding.close()
     again = made(tmp_path)
     again.load_snapshot("d2")
-    again.store._rows._store._store._held.pop("d2")  # as after a removal whose end is not certain
+    snapshots_of(again.store.rows.bottom_store)._held.pop("d2")  # as after a removal whose end is not certain
     with pytest.raises(oneemb.StorageError, match="'d2' is not there any more"):
         again.save_delta("x", "d2")
 

@@ -309,11 +309,11 @@ def test_the_step_of_another_thread_ends_before_its_folder_goes(tmp_path, monkey
     releases = threading.Thread(target=oneemb.release, args=(tmp_path,))
     with pytest.warns(UserWarning, match="its 2 rows are gone"):
         releases.start()
-        assert not embedding.store._closed
+        assert embedding.store.built
         goes_on.set()
         job.join(60)
         releases.join(60)
-    assert embedding.store._closed and not job.is_alive()
+    assert not embedding.store.built and not job.is_alive()
     second.load_snapshot("s")
     second.close()
 

@@ -116,7 +116,7 @@ def check_records(embedding):
     keys = list(zip(table_N.tolist(), id_N.tolist(), strict=True))
     known = dict(zip(keys, score_N.tolist(), strict=True))
     recorded = {}
-    for table_N, id_N, row_NW in store._rows.rows():
+    for table_N, id_N, row_NW in store.rows.rows():
         mark_N2 = np.ascontiguousarray(row_NW[:, format.mark_begin : format.state_begin]).view(np.uint64)
         recorded |= dict(zip(zip(table_N.tolist(), id_N.tolist(), strict=True), mark_N2[:, 0].tolist(), strict=True))
     assert known == recorded
@@ -568,7 +568,7 @@ def clicks(steps, seed=0):
 
 def everything(embedding):
     rows = {}
-    for table_N, id_N, row_NW in embedding.store._rows.rows():
+    for table_N, id_N, row_NW in embedding.store.rows.rows():
         rows |= {(t, n): row.tobytes() for t, n, row in zip(table_N.tolist(), id_N.tolist(), row_NW, strict=True)}
     return rows
 

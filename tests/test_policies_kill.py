@@ -48,7 +48,7 @@ def one_step(embedding, optimizer, n):
 
 def state_of(embedding):
     rows = {}
-    for table_N, id_N, row_NW in embedding.store._rows.rows():
+    for table_N, id_N, row_NW in embedding.store.rows.rows():
         rows |= {(t, n): row.tobytes() for t, n, row in zip(table_N.tolist(), id_N.tolist(), row_NW, strict=True)}
     return rows, embedding.store.kept.admission.to_arrays()
 

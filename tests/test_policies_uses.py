@@ -349,14 +349,14 @@ def test_a_thread_that_asks_whether_uses_are_counted_has_no_part_in_a_move_of_ro
     embedding = make(tmp_path / "rows", "device", RowPolicy(LFU()))
     embedding(ids(1, 2, 2))
     store, ledger = embedding.store, embedding.store.kept.ledger
-    relayout, asked = store._rows.relayout, []
+    relayout, asked = store.rows.relayout, []
 
     def asked_meanwhile(*its):
         asked.append(store.counts_uses)  # As by a thread that announces a batch, which has no turn.
         assert not ledger.lies_in_rows and len(ledger) == 2
         relayout(*its)
 
-    monkeypatch.setattr(store._rows, "relayout", asked_meanwhile)
+    monkeypatch.setattr(store.rows, "relayout", asked_meanwhile)
     torch.optim.Adam(embedding.parameters(), lr=0.1)
     embedding.detach_optimizer("drop")
     assert asked == [True] and embedding.scores(ids(1, 2)).tolist() == [1, 2]

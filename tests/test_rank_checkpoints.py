@@ -20,6 +20,7 @@ from oneemb import checkpoint
 from oneemb.graph.ranks import RankError
 from oneemb.named_snapshot import encode
 from oneemb.storage.errors import BrokenStoreError
+from tests.support.inside import train_state_of
 from tests.support.rank_jobs import killed
 from tests.support.thread_ranks import FaultyCalls, ThreadRanks, Torn, run_ranks
 from tests.support.training import OPTIMIZERS
@@ -525,7 +526,7 @@ def test_what_is_wrong_with_a_save_on_one_rank_is_an_error_on_all_and_nothing_is
         path, keep = f"{tmp_path}/c", 1
         match wrong if bad else "":
             case "micro-batches":
-                graph._train_state.micro_batches = 1
+                train_state_of(graph).micro_batches = 1
             case "another path":
                 path = f"{tmp_path}/d"
             case "another keep":
@@ -542,7 +543,7 @@ def test_what_is_wrong_with_a_save_on_one_rank_is_an_error_on_all_and_nothing_is
 
         found = caught(call)
         graph.embedding.store.step_lock.stepping = False
-        graph._train_state.micro_batches = 0
+        train_state_of(graph).micro_batches = 0
         assert graph.embedding.snapshots() == []
         graph.save(f"{tmp_path}/c")
         graph.embedding.close()

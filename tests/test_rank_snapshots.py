@@ -100,7 +100,7 @@ def content(embedding):
     rank, size = rank_of(embedding)
     found = {}
     store = embedding.store
-    for table_N, id_N, row_NW in store._rows.hot.scan():
+    for table_N, id_N, row_NW in store.rows.hot.scan():
         assert (owner_of(table_N, id_N, size) == rank).all()
         part = as_dict(table_N, id_N, row_NW[:, : store.format.row_width])
         assert found.keys().isdisjoint(part)

@@ -149,7 +149,7 @@ class Messages:
         self.at, self.count = at, 0
 
     def __enter__(self):
-        self.real = real = Ranks._all_to_all
+        self.real = real = Ranks.all_to_all
 
         def all_to_all(ranks, *args):
             real(ranks, *args)
@@ -158,11 +158,11 @@ class Messages:
                 if self.count == self.at:
                     signal.raise_signal(signal.SIGINT)
 
-        Ranks._all_to_all = all_to_all
+        Ranks.all_to_all = all_to_all
         return self
 
     def __exit__(self, *error):
-        Ranks._all_to_all = self.real
+        Ranks.all_to_all = self.real
 
 
 MESSAGES = {"call": 32, "run": 32, "optimizer": 32, "torch": 32}  # at least as many as two steps have

@@ -28,7 +28,7 @@ class Model(Whole):
 def rows_of(embedding):
     """Every row that this rank has, its state too: {(table, id): bytes}."""
     store, found = embedding.store, {}
-    for table_N, id_N, row_NW in store._rows.hot.scan():
+    for table_N, id_N, row_NW in store.rows.hot.scan():
         for table, id, row in zip(table_N.tolist(), id_N.tolist(), row_NW[:, : store.format.row_width], strict=True):
             assert (table, id) not in found
             found[table, id] = row.tobytes()
@@ -130,14 +130,14 @@ def bytes_to_others(group, path, replicated, batch):
     """What a lookup of so many ids sends to other ranks, and what it gives."""
     model = Model(path, "plain", "device", group, replicated)
     ranks, sent = model.embedding.ranks, []
-    all_to_all = ranks._all_to_all
+    all_to_all = ranks.all_to_all
 
     def note(received, tensor, received_R, sent_R):
         one = tensor[:1].numel() * tensor.element_size()
         sent.append(sum(count * one for rank, count in enumerate(sent_R) if rank != group.rank()))
         all_to_all(received, tensor, received_R, sent_R)
 
-    ranks._all_to_all = note
+    ranks.all_to_all = note
     rows = model.embedding(torch.arange(batch) + group.rank(), torch.tensor(0))
     model.embedding.close()
     return sum(sent), rows.detach().numpy()

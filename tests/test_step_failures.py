@@ -6,6 +6,7 @@ import torch
 import oneemb
 from oneemb.storage.errors import BrokenStoreError
 from tests.support.graph_models import make_eager, make_embedding, make_graph, rows_of, weights_of
+from tests.support.inside import train_state_of
 
 IDS = torch.tensor([[1, 2], [3, 1]])
 
@@ -138,7 +139,7 @@ def test_a_scaler_goes_on_after_a_scheduler_that_failed():
     with pytest.raises(KeyError):
         graph(IDS)
     graph(IDS)
-    assert graph.steps == 2 and graph._train_state.scaler.get_scale() == 16.0
+    assert graph.steps == 2 and train_state_of(graph).scaler.get_scale() == 16.0
 
 
 @pytest.mark.parametrize("make", [make_graph, make_eager])

@@ -18,6 +18,7 @@ import oneemb
 from oneemb.rows import export_rows as row_export
 from oneemb.storage.step_lock import StepLock, alone, while_held
 from tests.support.forks import run_code
+from tests.support.inside import train_state_of
 from tests.support.interrupts import WAYS, count_lines, interrupted
 from tests.support.models import make_embedding
 from tests.support.pairwise import covering
@@ -270,19 +271,19 @@ def test_marks_that_come_while_rows_are_listed_have_room(tmp_path):
     embedding = make_embedding(tmp_path / "rows", store="ssd", dim=4)
     embedding(torch.arange(200))
     tier = embedding.store.hot
-    tier._dirty_S[:] = False
-    tier._dirty_S[:10] = True
-    items = tier._index.items
+    tier.dirty_S[:] = False
+    tier.dirty_S[:10] = True
+    items = tier.index.items
 
     def mark_meanwhile():
-        tier._dirty_S[:200] = True
+        tier.dirty_S[:200] = True
         return items()
 
-    tier._index.items = mark_meanwhile
-    table_N, id_N, slot_N = tier._keys_of(tier._dirty_S[: tier._free.used])
-    del tier._index.items
+    tier.index.items = mark_meanwhile
+    table_N, id_N, slot_N = tier._keys_of(tier.dirty_S[: len(tier)])
+    del tier.index.items
     assert sorted(slot_N.tolist()) == list(range(10)) and len(table_N) == len(id_N) == 10
-    assert np.array_equal(tier._index.find(table_N, id_N), slot_N)
+    assert np.array_equal(tier.index.find(table_N, id_N), slot_N)
     embedding.close()
 
 
@@ -398,7 +399,7 @@ def test_a_lookup_waits_for_the_rows_that_another_thread_is_writing(tmp_path, st
 def test_an_update_does_not_wait_for_rows_that_another_thread_reads_from_disk(tmp_path, monkeypatch):
     embedding = make_embedding(tmp_path / "rows", store="ssd")
     embedding(torch.arange(4))
-    table, read = embedding.store._rows._store, []
+    table, read = embedding.store.rows.bottom_store, []
     honest = table.get
 
     def get(*args):
@@ -452,7 +453,7 @@ def test_a_save_in_the_middle_of_a_step_of_its_own_thread_is_refused(tmp_path, w
         if who == "scheduler":
             scheduler = torch.optim.lr_scheduler.LambdaLR(model.optimizers[0].optimizer, lambda step: 1.0)
             scheduler.step = save
-            model._train_state.lr_schedulers[0] = scheduler
+            train_state_of(model).lr_schedulers[0] = scheduler
             try:
                 model(*batch(1))
             finally:

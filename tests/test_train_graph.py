@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import oneemb
+from tests.support.inside import known_of
 from tests.support.models import make_embedding, rows_of, zipf_ids
 
 BCE = torch.nn.functional.binary_cross_entropy_with_logits
@@ -517,7 +518,7 @@ def test_a_graph_is_compiled_anew_for_another_mode_and_once_for_each(made):
     graph.train()
     graph.embedding.requires_grad_(True)
     graph(ids, label)
-    assert graph.compiled().code == trained and all(known.recorded == 1 for known in graph._known.values())
+    assert graph.compiled().code == trained and all(known.recorded == 1 for known in known_of(graph))
 
 
 def test_freezing_between_steps_freezes(made):

@@ -8,6 +8,7 @@ import oneemb
 from oneemb.scaling import Scaling
 from oneemb.stand_ins import standing_in
 from tests.support.graph_models import adam, make_eager, make_embedding, make_graph, rows_of, sgd, weights_of
+from tests.support.inside import train_state_of
 from tests.support.tracing_threads import KINDS, another_thread
 
 IDS = torch.tensor([[1, 2], [3, 4], [1, 4]])
@@ -106,7 +107,7 @@ def test_an_overflow_of_either_kind_skips_both(where):
     graph(IDS, LABEL)
     assert graph.embedding.stats()["step"] == 0 and graph.optimizers[0].skipped == 2
     assert all(torch.equal(a, b) for a, b in zip(before, weights_of(graph.mlp), strict=True))
-    assert graph._train_state.scaler.get_scale() == 2.0**8
+    assert train_state_of(graph).scaler.get_scale() == 2.0**8
 
 
 def test_scaling_in_build_clipping_and_autocast_go_together():
@@ -143,7 +144,7 @@ def test_a_scaler_with_rows_only():
     graph = make_graph({"embedding": make_embedding()}, build, sgd)
     graph.set_grad_scaler(scaler_of())
     losses = [graph(IDS) for _ in range(4)]
-    assert losses[-1] < losses[0] and graph._train_state.scaler.get_scale() == 2.0**11
+    assert losses[-1] < losses[0] and train_state_of(graph).scaler.get_scale() == 2.0**11
 
 
 def test_a_disabled_scaler_does_nothing():
@@ -383,7 +384,7 @@ def test_what_an_interrupt_leaves_on_a_scaler_or_scheduler_does_no_harm():
     """As if Ctrl-C had come at the very end of a step, before they were as before."""
     graph = make_graph(modules_of(), build, lambda owner: [(one := sgd(owner)[0], StepLR(one, 1))])
     graph.scaler = scaler_of()
-    scheduler, scaling = graph._train_state.lr_schedulers[0], Scaling([graph.scaler], None)
+    scheduler, scaling = train_state_of(graph).lr_schedulers[0], Scaling([graph.scaler], None)
     with standing_in([(scheduler, "step", lambda one: pytest.fail("no build runs")), *scaling.methods()]):
         left = scheduler.step, graph.scaler.scale
     scheduler.step, graph.scaler.scale = left

@@ -23,6 +23,7 @@ import oneemb
 from oneemb.compiled_graph import PLANS_MAX, RECORDED_MAX
 from oneemb.embedding import embeddings_of
 from tests.support.graph_models import adam, make_eager, make_embedding, make_graph, rows_of, sgd, weights_of
+from tests.support.inside import known_of, merged_stores_of, train_state_of
 
 IDS = torch.tensor([[1, 2], [3, 4], [1, 4]])
 LABEL = torch.tensor([0.0, 1.0, 1.0])
@@ -288,9 +289,9 @@ def test_nested_and_keyword_arguments_and_results():
     assert torch.equal(graph(batch, scale=3.0)["loss"], plain["loss"] * 3)
     assert torch.equal(graph(batch, torch.ones(4), torch.ones(4))["parts"][0], plain["parts"][0] + 1 + 1)
     assert graph(batch, mode="mean", x=torch.ones(3))["loss"].numel() == 1
-    known = len(graph._known)
+    known = len(known_of(graph))
     graph({"ids": (IDS[:1], None), "label": LABEL[:1]}, scale=7)
-    assert len(graph._known) == known
+    assert len(known_of(graph)) == known
     with pytest.raises(TypeError, match="batch"):
         graph()
 
@@ -299,7 +300,7 @@ def test_batch_sizes_compile_once():
     graph = make_graph(modules_of(), _autocast_build, sgd)
     for size in (1, 3, 2, 1):
         graph(IDS[:size], LABEL[:size])
-    (known,) = graph._known.values()
+    (known,) = known_of(graph)
     assert known.recorded == 1 and known.plan is not None
 
 
@@ -317,7 +318,7 @@ def test_strings_in_a_batch_are_data():
     batches = [{"ids": IDS, "session": f"s{i}", "names": ["x"] * (i + 1)} for i in range(5)]
     assert [graph(batch) for batch in batches] == [(f"s{i}", "+".join("x" * (i + 1))) for i in range(5)]
     assert list(graph.run(batches)) == [(f"s{i}", "+".join("x" * (i + 1))) for i in range(5)]
-    assert len(graph._known) == 1
+    assert len(known_of(graph)) == 1
 
 
 def test_plans_of_ever_new_structures_are_bounded_and_a_warning_says_what_changes():
@@ -332,11 +333,11 @@ def test_plans_of_ever_new_structures_are_bounded_and_a_warning_says_what_change
         for i in range(40):
             graph(IDS, [1.0] * (i + 1))
             graph(IDS, [1.0])  # used at every turn, so it is kept
-    assert len(graph._known) == PLANS_MAX == 16
+    assert len(known_of(graph)) == PLANS_MAX == 16
     (said,) = [str(one.message) for one in caught]
     assert "weights: a list of" in said and "16" in said
     assert "without what 24 plans have done" in graph.explain()
-    calls = [known.plan.whole.stats()[0][1].calls for known in graph._known.values()]
+    calls = [known.plan.whole.stats()[0][1].calls for known in known_of(graph)]
     assert max(calls) == 40, "the plan that every turn used was never dropped"
 
 
@@ -585,7 +586,7 @@ def test_a_refused_step_has_changed_nothing(what, whose_step):
         return [(optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))]
 
     graph, plain = (make_graph(modules_of(), build, with_scheduler) for _ in "ab")
-    (joined,), (scheduler,) = graph.optimizers, graph._train_state.lr_schedulers
+    (joined,), (scheduler,) = graph.optimizers, train_state_of(graph).lr_schedulers
     if whose_step != "the class's":
         scheduler.step = own = lambda step=scheduler.step: step()
     stepper = {"optimizer": joined.optimizer, "joined": joined, "scheduler": scheduler}[what]
@@ -778,7 +779,7 @@ def test_a_lookup_whose_error_build_catches_is_not_expected(ids):
         return loss.detach()
 
     graph = check_equals_eager(build)
-    (known,) = graph._known.values()
+    (known,) = known_of(graph)
     assert known.plan.others == 0 and known.recorded == 1
 
 
@@ -794,7 +795,7 @@ def test_calls_that_build_ends_with_an_error_keep_no_lookup_from_being_expected(
         with pytest.raises(ArithmeticError):
             graph(IDS, LABEL, 0)
     graph(IDS, LABEL, 1)
-    (known,) = graph._known.values()
+    (known,) = known_of(graph)
     assert known.plan is not None and known.recorded == 1
 
 
@@ -913,7 +914,7 @@ def test_a_lookup_that_comes_now_and_then_leaves_the_others_expected():
     graph = make_graph(modules_of(), build, sgd)
     for _ in range(3 * RECORDED_MAX):
         graph(IDS, LABEL)
-    (known,) = graph._known.values()
+    (known,) = known_of(graph)
     assert known.plan is not None and not known.missed
 
 
@@ -941,13 +942,13 @@ def test_an_embedding_that_is_exchanged_frees_its_rows_and_its_path():
     graph = make_graph(modules, build, lambda owner: [])
     for _ in range(3):
         graph(IDS, LABEL)
-    assert graph._merged
+    assert merged_stores_of(graph)
     gone = weakref.ref(graph.other.store)
     modules.clear()
     graph.other = torch.nn.Embedding(9, 4)
     graph(IDS, LABEL)
     gc.collect()
-    assert gone() is None and not graph._merged and graph.compiled() is not None
+    assert gone() is None and not merged_stores_of(graph) and graph.compiled() is not None
     graph(IDS, LABEL)
 
 

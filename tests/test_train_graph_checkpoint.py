@@ -21,6 +21,7 @@ from oneemb.storage.errors import BrokenStoreError
 from oneemb.storage.fs import LocalFileSystem
 from tests.support.forks import run_code
 from tests.support.graph_models import make_graph, rows_of, weights_of
+from tests.support.inside import train_state_of
 from tests.support.interrupts import count_lines, interrupted, some_lines
 
 IDS = torch.tensor([[1, 2], [3, 4], [1, 4]])
@@ -86,7 +87,7 @@ def test_a_loaded_graph_goes_on_bit_for_bit(tmp_path, way):
         [graph(IDS + step) for step in range(4)],
         state_of(graph),
         graph.steps,
-        graph._train_state.scaler.get_scale(),
+        train_state_of(graph).scaler.get_scale(),
     )
     graph.embedding.close()
 
@@ -97,7 +98,12 @@ def test_a_loaded_graph_goes_on_bit_for_bit(tmp_path, way):
     else:
         dcp.load({"graph": again.state()}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
     assert again.steps == 3
-    got = [again(IDS + step) for step in range(4)], state_of(again), again.steps, again._train_state.scaler.get_scale()
+    got = (
+        [again(IDS + step) for step in range(4)],
+        state_of(again),
+        again.steps,
+        train_state_of(again).scaler.get_scale(),
+    )
     assert got == expected
 
 
@@ -576,11 +582,11 @@ def test_what_another_save_is_about_to_make_is_left_to_it(tmp_path, monkeypatch)
 
     def write(path, data):
         found.append(graph.embedding.snapshots())
-        other = checkpoint._Intent(str(tmp_path / "c"), {}, {}, RankCalls(None, []), "save").__enter__()
+        other = checkpoint.Intent(str(tmp_path / "c"), {}, {}, RankCalls(None, []), "save").__enter__()
         left = glob.glob(f"{tmp_path}/c.*.saving")
-        assert len(left) == 2 and all(checkpoint._is_held(one) for one in left)
+        assert len(left) == 2 and all(checkpoint.is_held(one) for one in left)
         other.__exit__(None, None, None)
-        assert not checkpoint._is_held(other.path)
+        assert not checkpoint.is_held(other.path)
         os.unlink(other.path)
         honest(path, data)
 
@@ -593,16 +599,16 @@ def test_what_another_save_is_about_to_make_is_left_to_it(tmp_path, monkeypatch)
 
 def test_a_child_does_not_hold_what_a_save_of_its_parent_is_about_to_make(tmp_path):
     go_on, told = os.pipe()
-    with checkpoint._Intent(str(tmp_path / "c"), {}, {}, RankCalls(None, []), "save") as intent:
+    with checkpoint.Intent(str(tmp_path / "c"), {}, {}, RankCalls(None, []), "save") as intent:
         child = os.fork()
         if child == 0:
             os.close(told)
             os.read(go_on, 1)
             os._exit(0)
-        assert checkpoint._is_held(intent.path)
+        assert checkpoint.is_held(intent.path)
         intent._file.close()  # as the system does when the parent is killed
         end = time.monotonic() + 30
-        while checkpoint._is_held(intent.path):
+        while checkpoint.is_held(intent.path):
             assert time.monotonic() < end, "the child, which lives, has not let go of it"
             time.sleep(0.01)
     os.close(told)

@@ -73,9 +73,9 @@ def test_an_interrupt_at_any_line_of_waiting_for_the_thread_leaves_nothing():
 
 def test_the_comparison_notices_a_loop_that_is_not_closed(monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "PATIENCE_S", 0.1)
-    close = prefetch._Worker.close
+    close = prefetch.Worker.close
     workers = []
-    monkeypatch.setattr(prefetch._Worker, "close", lambda worker: workers.append(worker))
+    monkeypatch.setattr(prefetch.Worker, "close", lambda worker: workers.append(worker))
     with pytest.raises(AssertionError, match="the 9th: graph/prefetch.py:"):
         check_after_interrupts(1, [FILE], None, [9])
     for worker in workers:
@@ -193,16 +193,16 @@ def test_a_loop_closed_by_the_collector_on_its_own_thread_ends():
 
 def test_a_worker_that_never_began_or_was_closed_before_is_closed_at_once():
     def worker():
-        return prefetch._Worker([1, 2, 3], lambda batch, follow: prefetch.Prepared(batch), 1, [], lambda: None)
+        return prefetch.Worker([1, 2, 3], lambda batch, follow: prefetch.Prepared(batch), 1, [], lambda: None)
 
     never = worker()
     never.close()
     never.start()  # as where an interrupt came in the middle of it
     wait_for_threads()
-    assert not never._made
+    assert not never.made
     waits = worker()
     waits.start()
     assert waits.next().batch == 1
     waits.close()
     waits.close()
-    assert threads() == [] and not waits._made
+    assert threads() == [] and not waits.made

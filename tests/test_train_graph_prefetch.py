@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import oneemb
 from tests.support.graph_models import adam, make_embedding, make_graph, rows_of, weights_of
+from tests.support.inside import known_of
 
 
 def build(self, ids, label):
@@ -92,7 +93,7 @@ def test_rows_prepared_ahead_were_prepared():
     """The branch under test is taken: batches are prefetched once the first one's lookups are recorded."""
     graph = graph_of("ssd")
     list(graph.run(batches_of(6, 50, 100)))
-    (plan,) = [known.plan for known in graph._known.values()]
+    (plan,) = [known.plan for known in known_of(graph)]
     calls = {label.partition("(")[0]: stats.calls for label, stats in plan.prepare.stats()}
     assert calls["prefetch"] >= 4
     assert sum(stats.calls for label, stats in plan.lookup.stats() if label.startswith("reserve")) >= 4
@@ -134,7 +135,7 @@ def test_a_buffer_that_ids_depend_on_is_read_as_it_is_at_the_step(changes):
             if changes == "in the loop":
                 lookup.shift += 7
         rows.append(rows_of(lookup.embedding))
-        calls = {stats.calls for known in graph._known.values() for _, stats in known.plan.prepare.stats()}
+        calls = {stats.calls for known in known_of(graph) for _, stats in known.plan.prepare.stats()}
         assert depth == 0 or max(calls) >= 5
     assert rows[0] == rows[1] == rows[2]
 

@@ -23,20 +23,20 @@ from oneemb.storage.remote.parameter_server import ServerError, ServerTimeoutErr
 __all__ = ["Call", "Calls", "answered", "fetched"]
 
 # Calls that plugins may still answer, by the numbers that plugins know them by.
-_unanswered: dict[int, "Call"] = {}
+unanswered: dict[int, "Call"] = {}
 _numbers = itertools.count(1)
 
 
 def fetched(number: int | None, n: int, p: int, data: int | None, size: int) -> None:
     """Take a value from a plugin. Plugins call this from any thread."""
-    call = _unanswered.get(number or 0)
+    call = unanswered.get(number or 0)
     if call is not None:
         call.take(n, p, data, size)
 
 
 def answered(number: int | None) -> None:
     """Note that a plugin has done a call. Plugins call this from any thread."""
-    call = _unanswered.get(number or 0)
+    call = unanswered.get(number or 0)
     if call is not None:
         call.answer()
 
@@ -122,7 +122,7 @@ class Call:
             self.ended.set()
 
     def _forget(self) -> None:
-        _unanswered.pop(self.number, None)
+        unanswered.pop(self.number, None)
         self.kept = self.function = self._take = None
 
 
@@ -170,7 +170,7 @@ class Calls:
         self.check_process()
         call.function, call.deadline = function, time.monotonic() + self._timeout
         try:
-            _unanswered[call.number] = call
+            unanswered[call.number] = call
             self._queue.put(call)
             call.ended.wait(self._timeout)
         finally:

@@ -124,7 +124,7 @@ class ChunkFiles:
         self._direct = direct
         self._directory_synced = True
         self._unremoved: list[str] = []
-        self._unsynced: dict[ChunkFile, None] = {}  # sealed chunks whose files are still open, oldest first
+        self.unsynced: dict[ChunkFile, None] = {}  # sealed chunks whose files are still open, oldest first
         self.files_open_max = _FILES_OPEN_MAX
         self.sync_threads = 1
         self.keep_below = 0
@@ -211,10 +211,10 @@ class ChunkFiles:
         if chunk.suspect or chunk.synced_bytes == chunk.nbytes:
             self._close_written(chunk)
             return
-        self._unsynced[chunk] = None
-        if len(self._unsynced) > min(_UNSYNCED_MAX, self._fs.spare_files() // 2):
+        self.unsynced[chunk] = None
+        if len(self.unsynced) > min(_UNSYNCED_MAX, self._fs.spare_files() // 2):
             with suppress(StorageError):  # The chunk is suspect now, and the next save moves its rows.
-                self.sync(next(iter(self._unsynced)))
+                self.sync(next(iter(self.unsynced)))
 
     def sync(self, chunk: ChunkFile) -> None:
         """Return when all appended runs are on the device. May run beside appends.
@@ -242,7 +242,7 @@ class ChunkFiles:
             raise storage_error(error, "sync", path) from error
         finally:
             # A run that was appended during this sync waits for the next one.
-            if chunk in self._unsynced and (chunk.suspect or chunk.synced_bytes == chunk.nbytes):
+            if chunk in self.unsynced and (chunk.suspect or chunk.synced_bytes == chunk.nbytes):
                 self._close_written(chunk)
 
     def sync_all(self, chunks: Iterable[ChunkFile]) -> None:
@@ -329,7 +329,7 @@ class ChunkFiles:
 
     def _close_written(self, chunk: ChunkFile) -> None:
         """Close the descriptors that wrote the chunk."""
-        self._unsynced.pop(chunk, None)
+        self.unsynced.pop(chunk, None)
         for file in (chunk.rows_out, chunk.keys_out):
             if file is not None:
                 self._close(file)

@@ -110,7 +110,7 @@ class DeviceTier:
         self._below = below
         self._resident = resident
         self.lies_still = False  # What is read must be pinned: growing and evicting wait for no stream that reads.
-        self._begin, self._absent, self._refused = begin, absent or begin, refused or begin
+        self.begin_rows, self._absent, self._refused = begin, absent or begin, refused or begin
         self._limits = Limits(name, slots, _padded(row_width) * 4 + SLOT_OVERHEAD_BYTES, resident, row_limit)
         self._counters = Counters()
         self._policy = policy
@@ -120,7 +120,7 @@ class DeviceTier:
         self._use_score = _USE_SCORE  # what a use counts now, for "lfu": see oneemb.storage.tiers.hot_tier
         self.row_SW: torch.Tensor
         self._score_S: torch.Tensor
-        self._pin_S: torch.Tensor
+        self.pin_S: torch.Tensor
         self._free = FreeSlots(loops.arange)
         with self._order(self._arrays):
             self._index = DeviceIndex(gpu)
@@ -203,13 +203,13 @@ class DeviceTier:
         row_MW = np.empty((missed, self.row_width), np.float32)
         old_M = ~self._below.get(_host(table_M), _host(id_M), row_MW)
         size = int(np.count_nonzero(old_M))
-        if min(self._free.used + self._free.fresh(size), self.slots) > len(self._pin_S):
+        if min(self._free.used + self._free.fresh(size), self.slots) > len(self.pin_S):
             raise StoreFullError(f"the {self.name} tier has no slots yet for {size} more rows")
         old = self._gpu.put(np.flatnonzero(old_M))
         u = missing[old]
         slot_O = self._reserve(size)
         with self._taking(slot_O, table_M[old], id_M[old], row_MW[old_M], dirty=False):
-            self._pin_S[slot_O] = 1
+            self.pin_S[slot_O] = 1
         slot_U[u] = slot_O
         self._counters.misses += size
         return found + size
@@ -247,7 +247,7 @@ class DeviceTier:
         self._refused(self.row_SW, slot_M, table_M, id_M)
         self._table_S[slot_M] = -1  # no row's, whatever is written to it
         with changing:
-            self._pin_S[slot_M] = 2
+            self.pin_S[slot_M] = 2
             self._free.commit(len(slot_M))
             self._lent += len(slot_M)
         return slot_M
@@ -255,9 +255,9 @@ class DeviceTier:
     @_in_order
     def take_back(self, slot_M: torch.Tensor) -> None:
         self._order.after_releases()
-        left_M = self._pin_S[slot_M] - 1
+        left_M = self.pin_S[slot_M] - 1
         with changing:
-            self._pin_S[slot_M] = left_M
+            self.pin_S[slot_M] = left_M
             self._dirty_S[slot_M] = False
             self._lent -= len(slot_M)
             self._free.give_back(slot_M)
@@ -274,7 +274,7 @@ class DeviceTier:
             self._release(slot_U)
 
     def _release(self, slot_U: torch.Tensor) -> None:
-        self._gpu.run(release_loop, len(slot_U), slot_U, self._pin_S)
+        self._gpu.run(release_loop, len(slot_U), slot_U, self.pin_S)
         self._order.released(slot_U)
 
     _release_in_order = _in_order(_release)
@@ -289,7 +289,7 @@ class DeviceTier:
     @property
     def pinned(self) -> int:
         count_1 = self._gpu.full(1, value=0, dtype=torch.int64)
-        self._gpu.run(count_pinned_loop, self._free.used, self._pin_S, self._free.used, count_1)
+        self._gpu.run(count_pinned_loop, self._free.used, self.pin_S, self._free.used, count_1)
         return self._gpu.read(count_1)[0]
 
     # ---- as a store under another tier ------------------------------------------------------------------------
@@ -368,7 +368,7 @@ class DeviceTier:
         slot_U = self._index.find(table_H, id_H)
         here_U = slot_U >= 0
         slot_H = slot_U[here_U]
-        if pinned := self._gpu.read((self._pin_S[slot_H] > 0).sum())[0]:
+        if pinned := self._gpu.read((self.pin_S[slot_H] > 0).sum())[0]:
             raise StorageError(f"{pinned} of the rows to erase are in use by a lookup; erase them between two steps")
         erased_U = _host(here_U).copy()
         table_H, id_H = table_H[here_U], id_H[here_U]
@@ -445,7 +445,7 @@ class DeviceTier:
             "pinned": self.pinned,
             "dirty": int(self._dirty_S[: self._free.used].sum()),
             **self._counters.stats(),
-            "bytes": len(self._pin_S) * (self._limits.slot_bytes - _INDEX_BYTES) + self._index.nbytes,
+            "bytes": len(self.pin_S) * (self._limits.slot_bytes - _INDEX_BYTES) + self._index.nbytes,
         }
 
     def only_read(self) -> None:
@@ -466,7 +466,7 @@ class DeviceTier:
         self._tick += 1
         count_U = self._gpu.empty(0, dtype=torch.int64) if count_U is None else count_U
         self._gpu.run(
-            acquire_loop, len(slot_U), self._index.cell_C2, keys.table_U, keys.id_U, keys.size_2, self._pin_S,
+            acquire_loop, len(slot_U), self._index.cell_C2, keys.table_U, keys.id_U, keys.size_2, self.pin_S,
             self._score_S, pins, self._tick if self._policy == "lru" else -int(self._use_score), count_U, slot_U,
             self._index.inserted_2, count_4,
         )  # fmt: skip
@@ -511,13 +511,13 @@ class DeviceTier:
             row_MW = row_MW[~missing_M]
         slot_M = self._reserve(size)
         slot_N = slot_M[new_M]
-        self._begin(self.row_SW, slot_N, table_M[new_M], id_M[new_M])
+        self.begin_rows(self.row_SW, slot_N, table_M[new_M], id_M[new_M])
         if row_MW is not None and len(row_MW):
             self._rows_in(slot_M[~new_M], row_MW)
         with self._taking(slot_M, table_M, id_M, None, dirty=new_M):
             if count_M is not None and self._policy == "lfu":
                 self._score_S[slot_M] *= count_M
-            self._pin_S[slot_M] = 1
+            self.pin_S[slot_M] = 1
             self._add_known(unknown)
             self._counters.new_rows += unknown
         return slot_M
@@ -579,7 +579,7 @@ class DeviceTier:
             self._evict(max(short, int(self.slots * _EVICT_SHARE)))
         self._grow(self._free.used + self._free.fresh(size))
         self._index.reserve(size)
-        return self._free.reserve(size, len(self._pin_S))
+        return self._free.reserve(size, len(self.pin_S))
 
     def _grow(self, need: int) -> None:
         """Get memory for so many slots, and for as many again while that many may come.
@@ -588,7 +588,7 @@ class DeviceTier:
         its life. Where there is no such room it goes by way of the host's memory, twice over the bus; so a store comes
         to use all of its budget, and not two thirds.
         """
-        have = len(self._pin_S)
+        have = len(self.pin_S)
         if need <= have:
             return
         self._free.make_stack(need)
@@ -601,7 +601,7 @@ class DeviceTier:
 
     def _enlarge(self, size: int, need: int) -> None:
         """Get memory for `size` slots, or at least for `need`."""
-        have = len(self._pin_S)
+        have = len(self.pin_S)
         arrays = self._slot_arrays()
         try:
             self._hold([_enlarged(array, size, self._gpu.device) for array in arrays])
@@ -627,13 +627,13 @@ class DeviceTier:
         ) from failure
 
     def _hold(self, arrays: list[torch.Tensor]) -> None:
-        self.row_SW, self._table_S, self._id_S, self._score_S, self._pin_S, self._dirty_S = arrays
+        self.row_SW, self._table_S, self._id_S, self._score_S, self.pin_S, self._dirty_S = arrays
 
     def _arrays(self) -> list[torch.Tensor]:
         return [*self._slot_arrays(), self._free.stack_X, self._index.cell_C2, self._index.inserted_2]
 
     def _slot_arrays(self) -> list[torch.Tensor]:
-        return [self.row_SW, self._table_S, self._id_S, self._score_S, self._pin_S, self._dirty_S]
+        return [self.row_SW, self._table_S, self._id_S, self._score_S, self.pin_S, self._dirty_S]
 
     def _evict(self, count: int) -> None:
         """Drop the `count` unpinned rows of least score, or as many as there are."""
@@ -641,7 +641,7 @@ class DeviceTier:
         self._order.after_releases()
         score_S = self._score_S[used].clone()
         # Looked at once: a step on another stream may release some of them meanwhile.
-        pinned_S = self._pin_S[used] > 0
+        pinned_S = self.pin_S[used] > 0
         score_S[pinned_S] = torch.iinfo(torch.int64).max
         score_S[self._free.returned_N] = torch.iinfo(torch.int64).max
         evictable = len(self._index) + self._lent - self._gpu.read(pinned_S.sum())[0]
@@ -686,7 +686,7 @@ class DeviceTier:
         self._table_S = gpu.empty(0, dtype=torch.int32)
         self._id_S = gpu.empty(0, dtype=torch.int64)
         self._score_S = gpu.empty(0, dtype=torch.int64)
-        self._pin_S = gpu.empty(0, dtype=torch.int32)
+        self.pin_S = gpu.empty(0, dtype=torch.int32)
         self._dirty_S = gpu.empty(0, dtype=torch.bool)
         self._free = FreeSlots(self._loops.arange)
         self._lent = 0  # slots of rows that are in no index

@@ -106,7 +106,7 @@ class HotTier:
         self.row_width = row_width
         slot_bytes = row_width * 4 + SLOT_OVERHEAD_BYTES
         self._arrays = SlotArrays(name, row_width, slots, slot_bytes, resident, expected)
-        self._dirty_S, self._pin_S, self._score_S, self.row_SW = self._arrays.arrays
+        self._dirty_S, self.pin_S, self._score_S, self.row_SW = self._arrays.arrays
         self.slots = self._arrays.most
         make_room = weakref.WeakMethod(self._make_room)
         self._limits = Limits(name, self.slots, slot_bytes, resident, row_limit, make_room)
@@ -114,7 +114,7 @@ class HotTier:
         self._below = below
         self._resident = resident
         self.lies_still = resident  # rows of a cache are evicted
-        self._begin, self._absent, self._refused = begin, absent or begin, refused or begin
+        self.begin_rows, self._absent, self._refused = begin, absent or begin, refused or begin
         self._threads = threads
         self._writing = threading.Lock() if writing is None else writing
         self._index = HashIndex(threads)
@@ -375,7 +375,7 @@ class HotTier:
         here = np.flatnonzero(slot_U >= 0)
         with self._pin_lock:
             self._add_noted_pins()
-            pinned = int(np.count_nonzero(self._pin_S[slot_U[here]]))
+            pinned = int(np.count_nonzero(self.pin_S[slot_U[here]]))
         if pinned:
             raise StorageError(f"{pinned} of the rows to erase are in use by a lookup; erase them between two steps")
         erased_U = slot_U >= 0
@@ -459,7 +459,7 @@ class HotTier:
         if rows > len(self.row_SW):
             self._arrays.make_room(rows)
             # The slab last: readers that find a new slab take the other arrays anew.
-            self._dirty_S, self._pin_S, self._score_S, self.row_SW = self._arrays.arrays
+            self._dirty_S, self.pin_S, self._score_S, self.row_SW = self._arrays.arrays
 
     def _bring_in(self, table_M: np.ndarray, id_M: np.ndarray) -> np.ndarray:
         """Slots for keys that are not here: rows from below, or else new ones."""
@@ -480,8 +480,8 @@ class HotTier:
                 self._limits.check_new(len(new), self, int(table_M[new[0]]))
         slot_M = self._reserve(table_M, id_M)
         slot_O, slot_N = slot_M[old], slot_M[new]
-        assert self._begin is not None
-        self._begin(self.row_SW, slot_N, table_M[new], id_M[new])
+        assert self.begin_rows is not None
+        self.begin_rows(self.row_SW, slot_N, table_M[new], id_M[new])
         if len(old):
             copy_rows_in(self.row_SW, slot_O, row_MW[old], threads=self._threads)
         self._index.put(table_M, id_M, slot_M)
@@ -516,7 +516,7 @@ class HotTier:
         """Count pins. The caller may not change `slot_U` afterwards."""
         with self._pin_lock:
             if not self._resident:
-                add_pins(self._pin_S, slot_U, count, self._pinned_X, threads=self._threads)
+                add_pins(self.pin_S, slot_U, count, self._pinned_X, threads=self._threads)
                 return
             for n, (noted_U, noted) in enumerate(self._noted_pins):
                 if noted_U is slot_U and noted == -count:
@@ -528,7 +528,7 @@ class HotTier:
 
     def _add_noted_pins(self) -> None:
         for slot_U, count in self._noted_pins:
-            add_pins(self._pin_S, slot_U, count, self._pinned_X, threads=self._threads)
+            add_pins(self.pin_S, slot_U, count, self._pinned_X, threads=self._threads)
         self._noted_pins.clear()
 
     def _touch(self, slot_N: np.ndarray, *, first: bool = False) -> None:
@@ -562,7 +562,7 @@ class HotTier:
     def _evict_for(self, size: int) -> None:
         """Evict rows until so many slots are free."""
         while (short := size - self._free.left(self.slots)) > 0:
-            table_V, id_V, slot_V = self._victims.choose(short, self._score_S, self._pin_S)
+            table_V, id_V, slot_V = self._victims.choose(short, self._score_S, self.pin_S)
             if len(slot_V) == 0:
                 return  # All rows are pinned.
             dirty = np.flatnonzero(self._dirty_S[slot_V])
@@ -604,7 +604,7 @@ class HotTier:
         with self._pin_lock:
             self._noted_pins.clear()
             self._pinned_X[:] = 0
-        self._pin_S[: self._free.used] = 0
+        self.pin_S[: self._free.used] = 0
         self._victims.restart()
         self._dirty_S[: self._free.used] = False
         self._free.clear()

@@ -63,7 +63,7 @@ class Model:
 
     def __init__(self, tier, gpu):
         self.tier, self.gpu, self.rows, self.pins, self.begun = tier, gpu, {}, Counter(), []
-        tier._begin = self.begin
+        tier.begin_rows = self.begin
 
     def begin(self, row_SW, slot_M, table_M, id_M):
         self.begun += zip(table_M.tolist(), id_M.tolist(), strict=True)
@@ -185,10 +185,10 @@ def test_what_is_pinned_stays_whatever_its_score(tier, gpu):
 def test_a_cache_full_of_pins_says_what_it_needs_and_changes_nothing(tier, gpu):
     model = Model(tier(DictStore(W), 4), gpu)
     slot_U = model.acquire([(0, 0), (0, 1), (0, 2)])
-    pins = model.tier._pin_S.tolist()
+    pins = model.tier.pin_S.tolist()
     with pytest.raises(StoreFullError, match="4 slots; 3 of them are in use by this step and 2 more rows"):
         model.acquire([(0, 0), (0, 8), (0, 9)])
-    assert model.tier._pin_S.tolist() == pins and len(model.tier) == 3
+    assert model.tier.pin_S.tolist() == pins and len(model.tier) == 3
     model.release([(0, 0), (0, 1), (0, 2)], slot_U)
     assert model.tier.pinned == 0
 
@@ -211,10 +211,10 @@ def test_a_new_row_that_cannot_begin_leaves_no_trace(tier, gpu):
     def fail(*_):
         raise RuntimeError("no row")
 
-    model.tier._begin = fail
+    model.tier.begin_rows = fail
     with pytest.raises(RuntimeError, match="no row"):
         model.acquire([(0, 1), (0, 2)])
-    model.tier._begin = model.begin
+    model.tier.begin_rows = model.begin
     assert len(model.tier) == 0 and model.tier.pinned == 0 and model.here([(0, 1)]) == []
     model.acquire([(0, i) for i in range(4)])
 
@@ -285,7 +285,7 @@ def test_a_slab_grows_by_way_of_the_host_where_the_device_has_no_room_for_both(t
 
 def test_a_tier_whose_index_has_lost_a_key_says_so_at_the_next_lookup(tier, gpu):
     model = Model(tier(), gpu)
-    keys = model.tier._loops.distinct_keys(gpu.put(np.zeros(5, np.int32)), gpu.put(np.arange(5)))
+    keys = model.distinct([(0, i) for i in range(5)])
     model.tier.acquire(keys)
     model.tier._index.inserted_2[1] = 1
     with pytest.raises(AssertionError, match="rows were lost"):

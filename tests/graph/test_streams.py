@@ -22,7 +22,7 @@ class Cuda:
 
     def __init__(self, here=0):
         self.happened = []
-        self._here = threading.local()
+        self.here = threading.local()
         self._device = here
 
     def is_initialized(self):
@@ -36,14 +36,14 @@ class Cuda:
 
     def current_stream(self, device):
         plain = Stream(f"compute{device.index or ''}", device, self.happened)
-        return getattr(self._here, f"stream{device.index}", plain)
+        return getattr(self.here, f"stream{device.index}", plain)
 
     @contextlib.contextmanager
     def stream(self, stream):
-        setattr(self._here, f"stream{stream.device.index}", stream)
-        self._here.device = stream.device
+        setattr(self.here, f"stream{stream.device.index}", stream)
+        self.here.device = stream.device
         yield
-        delattr(self._here, f"stream{stream.device.index}")
+        delattr(self.here, f"stream{stream.device.index}")
 
 
 class Stream:
@@ -123,7 +123,7 @@ def test_batches_of_an_embedding_on_another_gpu_than_the_current_one_are_made_on
     ahead = streams.Ahead([torch.device("cpu"), SECOND, SECOND], cuda)
     with ahead.working():
         assert cuda.current_stream(SECOND).name == "ahead1" and cuda.current_stream(FIRST).name == "ahead"
-        assert cuda._here.device == FIRST, "the current device of the loop is that of the worker"
+        assert cuda.here.device == FIRST, "the current device of the loop is that of the worker"
         mark = ahead.mark([])
     ahead.take_over(mark, [])
     ahead.leave()
@@ -159,7 +159,7 @@ def test_a_buffer_that_a_step_has_changed_is_read_ahead_after_that_step():
 
 def test_a_capture_that_is_interrupted_lets_batches_be_prepared():
     for line in range(1, 40):
-        gate = streams._CaptureGate()
+        gate = streams.CaptureGate()
 
         def capture(gate=gate):
             with gate.capturing(0.1) as may:

@@ -18,6 +18,7 @@ from oneemb.kernels.jit import cpu, external
 from oneemb.kernels.jit_team import add_word, watch_word
 from oneemb.kernels.threads import Threads, available_cores, submit
 from tests.support.forks import ended_well, in_child
+from tests.support.inside import team_of
 
 _self = external("pthread_self", "int64", [])
 _PATIENCE = 2_000_000_000
@@ -96,7 +97,7 @@ def test_shares_of_a_large_range_are_even(threads):
 
 def test_a_small_range_wakes_no_thread(threads):
     assert run_shares(threads, 100) == [(0, 100, threading.get_ident())]
-    assert threads._team is None
+    assert team_of(threads) is None
 
 
 def test_the_calling_thread_waits_for_no_thread_that_has_not_begun():
@@ -197,13 +198,13 @@ def test_a_closed_object_still_runs_on_the_calling_thread():
     threads.close()
     threads.close()
     assert run_shares(threads, 10_000, share_min=1) == [(0, 10_000, threading.get_ident())]
-    assert not any(thread.is_alive() for thread in threads._team.threads)
+    assert not any(thread.is_alive() for thread in team_of(threads).threads)
 
 
 def test_threads_end_with_the_object():
     threads = Threads(3)
     run_together(threads, 3)
-    helpers = threads._team.threads
+    helpers = team_of(threads).threads
     del threads
     gc.collect()
     for helper in helpers:
@@ -226,8 +227,8 @@ def test_threads_are_kept_off_the_core_that_calls():
     threads = Threads(2)
     for _ in range(2):  # a thread that is only just begun is told from the next run on
         assert run_together(threads, 2)
-    (helper,) = threads._team.thread_ids
-    assert os.sched_getaffinity(helper) == os.sched_getaffinity(0) - {threads._team.kept_off[0]}
+    (helper,) = team_of(threads).thread_ids
+    assert os.sched_getaffinity(helper) == os.sched_getaffinity(0) - {team_of(threads).kept_off[0]}
     assert len(os.sched_getaffinity(0)) == available_cores()
     threads.close()
 

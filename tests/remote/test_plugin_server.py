@@ -274,20 +274,20 @@ def test_a_plugin_that_never_answers_runs_into_the_timeout_and_what_it_may_read_
 
 
 def test_a_late_answer_reaches_nothing_and_finds_what_it_reads(hostile):
-    server, open_before = hostile("late", SOON), set(plugin_calls._unanswered)
+    server, open_before = hostile("late", SOON), set(plugin_calls.unanswered)
     asked = IDS.copy()
     with pytest.raises(ServerTimeoutError):
         server.pull("a table", asked, [3, 3])
     asked[:] = 0
     gc.collect()
-    (number,) = set(plugin_calls._unanswered) - open_before
-    assert plugin_calls._unanswered[number].kept is not None
+    (number,) = set(plugin_calls.unanswered) - open_before
+    assert plugin_calls.unanswered[number].kept is not None
     parts, found_NP = server.pull("t", IDS + 1, [3, 3])
     taken = [np.full(size, 666) for size in range(1, 50) for _ in range(200)]  # whatever was freed too early
     hostile.loaded.let_go()
     hostile.loaded.wait_until_gone()
     del taken
-    assert set(plugin_calls._unanswered) == open_before
+    assert set(plugin_calls.unanswered) == open_before
     assert found_NP.all() and all(map(np.array_equal, parts, rows_of(IDS + 1)))
     assert (ctypes.c_char * 64).in_dll(hostile.loaded, "seen_table").value == b"a table"
     assert (ctypes.c_int64 * 4).in_dll(hostile.loaded, "seen_ids")[:3] == IDS.tolist()
@@ -302,12 +302,12 @@ def test_a_late_answer_reaches_nothing_and_finds_what_it_reads(hostile):
 
 def test_a_plugin_that_does_not_return_keeps_nobody_waiting(hostile):
     server = hostile("stuck", SOON)
-    open_before = set(plugin_calls._unanswered)
+    open_before = set(plugin_calls.unanswered)
     with pytest.raises(ServerTimeoutError, match="has not answered IO_Pull"):
         server.pull("t", IDS, [3, 3])
     with pytest.raises(ServerTimeoutError, match="has not been asked for IO_Push .* has not returned from an earlier"):
         server.push("t", IDS, rows_of(IDS))
-    assert len(plugin_calls._unanswered.keys() - open_before) == 1  # Nothing of what the plugin has not seen is kept.
+    assert len(plugin_calls.unanswered.keys() - open_before) == 1  # Nothing of what the plugin has not seen is kept.
     with pytest.raises(ServerTimeoutError, match="IO_Finalize"):
         server.close()
     assert hostile.count("finalized") == 0 and hostile.count("asked") == 1
@@ -315,7 +315,7 @@ def test_a_plugin_that_does_not_return_keeps_nobody_waiting(hostile):
     for thread in threading.enumerate():
         if thread.name == "oneemb-plugin":
             thread.join(LONG)
-    assert set(plugin_calls._unanswered) == open_before
+    assert set(plugin_calls.unanswered) == open_before
     assert (hostile.count("finalized"), hostile.count("asked")) == (1, 1)  # The push that was given up was never made.
 
 

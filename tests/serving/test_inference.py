@@ -19,6 +19,7 @@ from oneemb.storage.errors import StorageError
 from oneemb.storage.serving.served_file import SERVED_MAGIC, ServedFile
 from oneemb.storage.table.file_header import pack_header
 from tests.support.forks import fork_context
+from tests.support.inside import file_of
 
 TABLES = 3
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -262,7 +263,7 @@ def test_arguments_that_are_wrong_are_refused_in_words(tmp_path):
 def test_tables_may_be_any_integers_and_are_those_of_a_file(tmp_path, as_given):
     trained(tmp_path)
     with _opened(tmp_path, tables=as_given([2, 0])) as served:
-        want, file = served(some_ids()[:, :2]), served._served.file.path
+        want, file = served(some_ids()[:, :2]), file_of(served)
     with _opened(file, tables=as_given([2, 0])) as served:
         assert torch.equal(bits(served(some_ids()[:, :2])), bits(want))
     with pytest.raises(ValueError, match="leave both out"):
@@ -273,8 +274,8 @@ def test_a_file_of_another_snapshot_under_the_name_of_this_one_is_refused(tmp_pa
     trained(tmp_path / "job")
     trained(tmp_path / "other")
     with _opened(tmp_path / "job") as served, _opened(tmp_path / "other") as other:
-        path = served._served.file.path
-        os.replace(other._served.file.path, path)
+        path = file_of(served)
+        os.replace(file_of(other), path)
     with pytest.raises(StorageError, match="identity.*offset.*remove") as error:
         InferenceEmbedding.open(str(tmp_path / "job"))
     assert path in str(error.value)

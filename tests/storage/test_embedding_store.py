@@ -19,6 +19,7 @@ from oneemb.storage.tiers import reservation, stack
 from oneemb.storage.tiers.hot_tier import HotTier
 from oneemb.storage.tiers.memory_limit import MemoryLimit
 from oneemb.storage.tiers.stack import StorePlan
+from tests.support.inside import reserved_bytes
 from tests.support.keys import distinct
 from tests.support.pairwise import covering
 from tests.support.row_store_suite import DictBottom, keys_of
@@ -276,7 +277,7 @@ def _rows_and_weights(store, count=500):
 def test_a_limit_that_shrinks_while_rows_are_made_wider_breaks_nothing(kind, fails, open_store, monkeypatch):
     store = open_store(kind)
     weights = _rows_and_weights(store)
-    before = sum(one.bytes for one in list(reservation._book))
+    before = reserved_bytes()
     limit, close, reload = [1 << 30], HotTier.close, HotTier.reload
     monkeypatch.setattr(reservation, "memory_limit", lambda taken: MemoryLimit(limit[0], "the limit of the test"))
 
@@ -300,7 +301,7 @@ def test_a_limit_that_shrinks_while_rows_are_made_wider_breaks_nothing(kind, fai
     assert store.stats()["rows"] == 500 and store.snapshots() == []
     assert values(store, *range(500))[:, :DIM].tobytes() == weights.tobytes()
     assert not reservation._grants
-    assert sum(one.bytes for one in list(reservation._book)) <= before + 500 * 88  # and no grant is left in the book
+    assert reserved_bytes() <= before + 500 * 88  # and no grant is left in the book
     with pytest.raises(StoreFullError, match="slots"):
         store.acquire(keys(*range(10_000, 30_000)))
 
@@ -310,7 +311,7 @@ def test_wider_rows_for_which_others_leave_no_memory_are_refused_before_anything
     store = open_store(kind)
     weights, closed = _rows_and_weights(store), []
     other = reservation.Reservation("other", 10 << 20)
-    limit = int((sum(one.bytes for one in list(reservation._book)) + 1000) / 0.9)
+    limit = int((reserved_bytes() + 1000) / 0.9)
     monkeypatch.setattr(reservation, "memory_limit", lambda taken: MemoryLimit(limit, "the limit of the test"))
     monkeypatch.setattr(HotTier, "close", lambda tier: closed.append(tier))
     with pytest.raises(StoreFullError, match="needs 2 MiB; .* of which other tiers have reserved"):

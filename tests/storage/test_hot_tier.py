@@ -240,7 +240,7 @@ def beginner(begun=None):
 
 
 def acquire(tier, keys, begun=None):
-    tier._begin = beginner(begun)
+    tier.begin_rows = beginner(begun)
     return tier.acquire(distinct(*keys_of(keys)))[0]
 
 
@@ -354,7 +354,7 @@ def test_the_rows_that_leave_are_those_the_policy_says(policy, step, monkeypatch
         rng.shuffle(keys)
         slot_U = acquire(tier, keys)
         left += len(model.acquire(keys, slot_U, {key for other, _ in held for key in other}))
-        here = tier._index.find(*keys_of(ids(*range(300)))) >= 0
+        here = tier.index.find(*keys_of(ids(*range(300)))) >= 0
         assert np.flatnonzero(here).tolist() == sorted(id for _, id in model.uses)
         held.append((keys, slot_U))
         while held and (len(held) > 3 or rng.random() < 0.5):
@@ -390,7 +390,7 @@ def test_rows_used_once_push_out_no_row_that_is_used_often():
         tier.release(acquire(tier, often))
     for begin in range(100, 300, 10):
         tier.release(acquire(tier, ids(*range(begin, begin + 10))))
-    assert (tier._index.find(*keys_of(often)) >= 0).all()
+    assert (tier.index.find(*keys_of(often)) >= 0).all()
 
 
 def test_rows_that_were_frequent_leave_when_others_are():
@@ -413,7 +413,7 @@ def test_scores_stay_numbers_however_long_a_cache_is_used(policy):
             tier._use_score *= 2.0**490  # What 490 half-lives, nearly 4,000 more calls, would make it.
         tier.release(acquire(tier, ids(n % 3, 3)))
     assert np.isfinite(tier._score_S).all() and 0 < tier._use_score < 2.0**501
-    assert 3 in {id for _, id in (key for key in ids(0, 1, 2, 3) if tier._index.find(*keys_of([key]))[0] >= 0)}
+    assert 3 in {id for _, id in (key for key in ids(0, 1, 2, 3) if tier.index.find(*keys_of([key]))[0] >= 0)}
 
 
 def test_pinned_rows_are_neither_evicted_nor_moved():
@@ -464,7 +464,7 @@ def test_get_and_contains_insert_nothing():
 def state(tier):
     """Everything about a tier that a failed call must leave as it was."""
     stats = {name: tier.stats()[name] for name in ("rows", "slots", "pinned", "new_rows")}
-    return stats, len(tier), scanned(tier), tier._pin_S.tolist()
+    return stats, len(tier), scanned(tier), tier.pin_S.tolist()
 
 
 def check_refused(tier, keys, match):
@@ -541,7 +541,7 @@ def test_a_beginning_that_fails_changes_nothing():
         def begin(row_SW, slot_M, table_M, id_M):
             raise KeyboardInterrupt
 
-        tier._begin = begin
+        tier.begin_rows = begin
         for _ in range(20):  # A slot lost each time would show.
             with pytest.raises(KeyboardInterrupt):
                 tier.acquire(distinct(*keys_of(ids(1, 5, 6))))
@@ -739,12 +739,12 @@ def test_a_failing_store_below_loses_nothing(kind, half):
         failures = []
 
         def attempt(call, tier=tier, failures=failures):
-            pins = tier._pin_S.tolist()
+            pins = tier.pin_S.tolist()
             try:
                 return call()
             except OSError as error:
                 failures.append(error)
-                assert tier._pin_S.tolist() == pins
+                assert tier.pin_S.tolist() == pins
                 return call()  # The store below works again: so does the call.
 
         rows = play(tier, attempt)
@@ -807,12 +807,12 @@ class TierMachine(RuleBasedStateMachine):
 
     def attempt(self, call, *args):
         """Make a call; when the store below fails, make it again."""
-        pins = self.tier._pin_S.tolist()
+        pins = self.tier.pin_S.tolist()
         try:
             return call(*args)
         except OSError:
             self.below.fail_at = None
-            assert self.tier._pin_S.tolist() == pins
+            assert self.tier.pin_S.tolist() == pins
             return call(*args)
 
     @rule(keys=_KEYS)
@@ -965,7 +965,7 @@ def test_any_calls_in_any_order_agree_with_a_dict_at_length():
 def test_the_machine_finds_an_eviction_of_pinned_rows():
     class Careless(HotTier):
         def release(self, slot_U):
-            self._pin_S[slot_U] = 0
+            self.pin_S[slot_U] = 0
 
     class Machine(TierMachine):
         def start(self, kind, half):

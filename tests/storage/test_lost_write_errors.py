@@ -29,6 +29,7 @@ from tests.storage import (
 )
 from tests.support.faulty_fs import FaultyFileSystem
 from tests.support.graph_models import make_graph
+from tests.support.inside import chunk_files_of
 from tests.support.table_model import check, got, scanned
 
 
@@ -228,7 +229,7 @@ def test_many_full_chunks_are_synced_before_too_many_files_are_open(spare, most,
     for _ in range(6):
         world.put(170)
         world.table.flush()
-    unsynced = world.table._files._unsynced
+    unsynced = chunk_files_of(world.table).unsynced
     assert len(unsynced) == 2 and world.table.stats()["chunks"] > 5
     oldest = next(iter(unsynced))
     fs.writeback_fails(others_ask=True)
@@ -238,7 +239,7 @@ def test_many_full_chunks_are_synced_before_too_many_files_are_open(spare, most,
     assert oldest.suspect and got(world.table, world.rows) == list(world.rows.values())
     world.save("c")  # Rows of suspect chunks have moved.
     assert Table().found(on_disk(fs)) == world.saved
-    assert not world.table._files._unsynced
+    assert not chunk_files_of(world.table).unsynced
 
 
 def test_every_file_of_this_machine_is_synced_on_a_descriptor_that_may_write_it(tmp_path, monkeypatch):

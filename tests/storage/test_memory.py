@@ -1,7 +1,6 @@
 """Memory on the host: which limits hold, what tiers reserve of it together, and arrays that grow where they lie."""
 
 import gc
-import mmap
 import os
 import re
 import resource
@@ -24,6 +23,7 @@ from oneemb.storage.tiers.growing_array import GrowingArray
 from oneemb.storage.tiers.hot_tier import SLOT_OVERHEAD_BYTES, HotTier
 from oneemb.storage.tiers.memory_limit import MemoryLimit, memory_limit
 from tests.support.graph_models import make_embedding
+from tests.support.inside import forget_addresses, page_behind, refuse_growth, reserved_bytes
 from tests.support.keys import distinct
 from tests.support.row_store_suite import DictStore, keys_of
 
@@ -57,7 +57,7 @@ def written(count):
 def limited(monkeypatch):
     """Sets the limit of memory, with no reservation of other tests."""
     gc.collect()
-    before = sum(one.bytes for one in list(reservation._book))
+    before = reserved_bytes()
 
     def limit(bytes):
         bytes += int(before / 0.9) + 1
@@ -306,7 +306,7 @@ def test_a_reservation_is_given_back_where_the_system_refuses_the_memory(limited
     one, two = tier(), tier()
     put(one, 100)
     with monkeypatch.context() as patch:
-        patch.setattr(growing_array, "_remap", lambda *_: growing_array._FAILED)
+        refuse_growth(patch)
         with pytest.raises(StoreFullError, match="address space"):
             one.check_room(2_000_000, 0)  # 122 of 180 MiB
     two.check_room(2_000_000, 0)
@@ -370,17 +370,11 @@ def test_an_array_that_cannot_grow_where_it_lies_does_not_move():
     one = GrowingArray(1 << 28, (3,), np.float32)
     one.grow(1000)
     one.array[:] = 7
-    before, page, rows = one.array, resource.getpagesize(), len(one.array)
-    # Somebody has the addresses behind it: the array would have to move.
-    behind = one._span.begin + one._span.mapped
-    access, kind = mmap.PROT_READ, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | growing_array._MAP_FIXED_NOREPLACE
-    assert growing_array._map(behind, page, access, kind, -1, 0) == behind
-    try:
+    before, rows = one.array, len(one.array)
+    with page_behind(one):  # The array would have to move.
         with pytest.raises(MemoryError, match="address space"):
             one.grow(100_000)
         assert len(one.array) == rows and one.array.ctypes.data == before.ctypes.data and (before == 7).all()
-    finally:
-        growing_array._unmap(behind, page)
     one.grow(100_000)
     assert one.array.ctypes.data == before.ctypes.data and (one.array[:rows] == 7).all()
 
@@ -397,7 +391,7 @@ def test_addresses_are_used_again():
 
 def test_where_others_lie_an_array_lies_elsewhere():
     one = GrowingArray(1 << 30, (), np.bool_)
-    growing_array._spans.discard(one._span)  # as memory of which nobody here knows
+    forget_addresses(one)
     two = GrowingArray(1 << 30, (), np.bool_)
     two.grow(1 << 20)
     one.grow(1 << 20)
@@ -458,7 +452,7 @@ def test_numbers_that_are_reserved_for_need_no_memory(monkeypatch):
     places.reserve(table_N, id_N)
     put(one, 5000, first=10)
     one.check_holds(10**6)  # The slab has more slots now than are used.
-    monkeypatch.setattr(growing_array, "_remap", lambda *arguments: growing_array._FAILED)
+    refuse_growth(monkeypatch)
     place_N = places.add(table_N, id_N, None)
     assert len(np.unique(place_N)) == 5000 and not places.held_P[place_N].any()
 

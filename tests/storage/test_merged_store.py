@@ -170,7 +170,7 @@ def test_a_slab_made_anew_is_seen():
     table_U, id_U, begin_M1 = np.array([0, 1], np.int32), np.array([7, 7]), np.array([0, 1, 2])
     acquire(merged, table_U, id_U, begin_M1)
     generation = merged.generation
-    merged.members[0]._rows.dismantle()
+    merged.members[0].rows.dismantle()
     merged.build()
     assert merged.generation > generation
     slot_U = merged.merged_slots([0, 1], acquire(merged, table_U, id_U, begin_M1))

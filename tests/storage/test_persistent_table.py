@@ -25,6 +25,7 @@ from oneemb.storage.table.check import check_table
 from oneemb.storage.table.file_header import SNAPSHOT_MAGIC
 from oneemb.storage.table.persistent_table import PersistentTable, read_snapshot_info
 from oneemb.storage.table.snapshot_reader import SnapshotReader
+from tests.support.inside import snapshot_path
 from tests.support.table_model import check, got, put, put_random, random_keys, random_rows, scanned
 
 ROOT = Path(__file__).parents[2]
@@ -216,7 +217,7 @@ def test_snapshots_are_listed_in_the_order_of_saving(tmp_path):
         assert read_snapshot_info(tmp_path) == listed
         assert read_snapshot_info(tmp_path, "a") == listed[1]
         disk = sum(f.stat().st_size for f in tmp_path.rglob("*") if f.suffix in (".rows", ".keys"))
-        name = table._store.files.path("..")
+        name = snapshot_path(table, "..")
         assert listed[-1].bytes == disk + os.path.getsize(name)
         assert table.stats()["disk_bytes"] == disk
 
@@ -341,7 +342,7 @@ def test_a_snapshot_of_a_newer_format_keeps_what_it_may_need_and_can_be_deleted(
     with open_table(tmp_path) as table:
         put_random(table, {}, rng, 300)
         table.save_snapshot("s", {})
-        path = table._store.files.path("s")
+        path = snapshot_path(table, "s")
         table.clear()
         put_random(table, rows, rng, 300)
         table.save_snapshot("ours", {})
@@ -439,7 +440,7 @@ def test_the_manifest_is_json_that_others_can_read(tmp_path):
     with open_table(tmp_path) as table:
         put(table, {}, *random_keys(np.random.default_rng(0), 10), random_rows(np.random.default_rng(0), 10, 5))
         table.save_snapshot("s", {"k": "é"})
-        data = open(table._store.files.path("s"), "rb").read()
+        data = open(snapshot_path(table, "s"), "rb").read()
     manifest = json.loads(data[128 : 128 + int.from_bytes(data[40:48], "little")])
     assert manifest["meta"] == {"k": "é"} and manifest["chunks"][0][4] == 10
 

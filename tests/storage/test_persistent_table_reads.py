@@ -13,6 +13,7 @@ from oneemb.storage.table.block_reader import PreadReader, plan_reads
 from oneemb.storage.table.geometry import Geometry, make_geometry
 from oneemb.storage.table.persistent_table import PersistentTable
 from tests.support.faulty_fs import FaultyFileSystem
+from tests.support.inside import chunk_files_of
 from tests.support.table_model import check, got, put_random
 
 THREADS = Threads(2)
@@ -111,13 +112,13 @@ def test_damage_is_told_by_each_way_of_reading(tmp_path, io, how):
 def test_more_chunks_than_open_files_are_read_in_one_call(tmp_path, io):
     rng, rows = np.random.default_rng(0), {}
     with open_table(tmp_path, io=io, max_space_amplification=100.0) as table:
-        table._files.files_open_max = 3
+        chunk_files_of(table).files_open_max = 3
         for _ in range(6):
             put_random(table, rows, rng, 900)
         table.flush()
         assert table.stats()["chunks"] > 12
         check(table, rows)
-        assert len(table._files._rows_file) <= 3
+        assert len(chunk_files_of(table)._rows_file) <= 3
 
 
 def test_no_block_is_asked_for_twice_and_neighbours_go_together():

@@ -17,6 +17,7 @@ from oneemb.storage.table.live_rows import LiveRows
 from oneemb.storage.table.persistent_table import PersistentTable
 from tests.storage.test_persistent_table_states import TableMachine, run
 from tests.support.faulty_fs import FaultyFileSystem
+from tests.support.inside import chunk_files_of
 from tests.support.table_model import check
 
 THREADS = Threads(1)
@@ -265,7 +266,7 @@ def test_chunks_are_a_sixteenth_of_the_table_and_memory_follows_what_is_on_disk(
     for _ in range(4):
         job.put(job.ids("uniform", 0.7, rng))
         job.save("s")
-    chunks, stats = list(job.table._files.chunks.values()), job.table.stats()
+    chunks, stats = list(chunk_files_of(job.table).chunks.values()), job.table.stats()
     most = max(64, rows // ROWS_A_BLOCK // 16)
     assert most // 2 <= max(chunk.blocks for chunk in chunks) <= most or len(chunks) == 1
     assert len(chunks) <= 5 * 16
@@ -282,7 +283,7 @@ def test_a_table_that_shrinks_writes_smaller_chunks_again():
     job.grow(2000)
     job.put(job.ids("uniform", 3, rng))
     job.table.flush()
-    assert max(chunk.blocks for chunk in job.table._files.chunks.values()) == 64
+    assert max(chunk.blocks for chunk in chunk_files_of(job.table).chunks.values()) == 64
     job.check_rows(np.arange(2000))
 
 

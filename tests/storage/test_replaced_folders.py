@@ -89,7 +89,7 @@ def test_a_table_that_cannot_be_made_gives_its_lock_back(tmp_path, monkeypatch):
 def test_a_table_that_the_collector_closes_on_a_thread_of_its_own_is_closed(tmp_path):
     embedding = make_embedding(tmp_path / "e")
     embedding.store.build()
-    path, table = embedding.store.plan.persistent_path, embedding.store._rows._store
+    path, table = embedding.store.plan.persistent_path, embedding.store.rows.bottom_store
     ended = threading.Event()
 
     def job():

@@ -1,5 +1,6 @@
 """What signals, handlers and errors do to a turn."""
 
+import _signal
 import asyncio
 import os
 import signal
@@ -11,10 +12,9 @@ import pytest
 import torch
 
 from oneemb.kernels.jit import compiling, cpu
-from oneemb.storage import turns as turns_module
 from oneemb.storage.errors import BrokenStoreError, StorageError
 from oneemb.storage.turns import Turns, changing, undisturbed
-from tests.support.interrupts import AtLine, count_lines, interrupted
+from tests.support.interrupts import AtLine, count_lines, in_no_block, interrupted
 
 
 def test_handlers_run_once_when_the_block_has_ended_and_are_put_back():
@@ -191,7 +191,7 @@ def test_a_signal_at_any_line_leaves_handlers_and_blocks_in_order(way):
                 # A call that finds the handlers of the one before runs some lines less.
                 reached += line.place is not None
                 assert (line.place is not None or at > line.lines) and len(came) == reached
-                assert signal.getsignal(signal.SIGUSR1) is handler and undisturbed._depth == 0, line.place
+                assert signal.getsignal(signal.SIGUSR1) is handler and in_no_block(), line.place
             with turns:
                 pass
             with pytest.raises(KeyboardInterrupt):
@@ -201,7 +201,7 @@ def test_a_signal_at_any_line_leaves_handlers_and_blocks_in_order(way):
 
 
 def test_ctrl_c_is_not_lost_where_another_handler_raises_as_a_block_begins(monkeypatch):
-    getsignal = turns_module._signal.getsignal
+    getsignal = _signal.getsignal
 
     def asked(number):
         if number == signal.SIGUSR2:
@@ -210,11 +210,11 @@ def test_ctrl_c_is_not_lost_where_another_handler_raises_as_a_block_begins(monke
             raise LookupError
         return getsignal(number)
 
-    monkeypatch.setattr(turns_module._signal, "getsignal", asked)
+    monkeypatch.setattr(_signal, "getsignal", asked)
     with pytest.raises(KeyboardInterrupt):
         with undisturbed:
             raise AssertionError("it began")
-    assert undisturbed._depth == 0 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert in_no_block() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_ctrl_c_ends_the_wait_for_a_turn_but_not_a_turn():

@@ -139,7 +139,7 @@ def test_a_large_cache_holds_the_same_rows_on_every_number_of_threads(policy):
             its.append(slot_U)
             if len(its) > 2:
                 tier.release(its.pop(0))
-            assert tier.pinned == np.count_nonzero(tier._pin_S) and not tier.check_slots()
+            assert tier.pinned == np.count_nonzero(tier.pin_S) and not tier.check_slots()
         assert tiers[0].index.find(*all_keys()).tolist() == tiers[1].index.find(*all_keys()).tolist()
     for tier in tiers:
         assert tier.stats()["evicted"] > 5000

@@ -89,6 +89,16 @@ class AtLine:
         return local
 
 
+def in_no_block():
+    """Whether no block that defers signals is open."""
+    return undisturbed._depth == 0
+
+
+def holds_no_signal():
+    """Whether no deferred signal waits for the end of its block."""
+    return not undisturbed._held
+
+
 def interrupted(call, at, way, **which):
     """Whether the call was stopped before its line number `at`, and the line; None where it has no such line."""
     line = AtLine(at, way, **which)
@@ -100,7 +110,7 @@ def interrupted(call, at, way, **which):
         assert threading.current_thread() is threading.main_thread()
         stopped = True
     # Nobody waits for a block that will not end, and Ctrl-C is the program's again.
-    assert undisturbed._depth == 0 and not undisturbed._held, line.place
+    assert in_no_block() and holds_no_signal(), line.place
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, line.place
     return stopped, line.place
 

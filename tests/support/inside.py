@@ -1,0 +1,90 @@
+"""Private parts of the product that tests look into, each named in this one place."""
+
+import mmap
+import resource
+from contextlib import contextmanager
+
+from oneemb.storage.tiers import growing_array, reservation
+
+# ---- a graph ---------------------------------------------------------------------------------------------------------
+
+
+def known_of(graph):
+    """Lookups of `build` for each structure of inputs that a graph has seen, the structure used last at the end."""
+    return list(graph._known.values())
+
+
+def train_state_of(graph):
+    """Optimizers, schedulers and scaler of a graph."""
+    return graph._train_state
+
+
+def merged_stores_of(graph):
+    """Stores of a graph's embeddings that are looked up together."""
+    return graph._merged
+
+
+# ---- the persistent table --------------------------------------------------------------------------------------------
+
+
+def chunk_files_of(table):
+    """Chunk files of a persistent table."""
+    return table._files
+
+
+def snapshots_of(table):
+    """Snapshot files of a persistent table, and the chunks they hold."""
+    return table._store
+
+
+def snapshot_path(table, name):
+    """Path of a snapshot's file."""
+    return snapshots_of(table).files.path(name)
+
+
+# ---- memory and threads ----------------------------------------------------------------------------------------------
+
+
+def reserved_bytes():
+    """Bytes that all tiers of this process have reserved."""
+    return sum(one.bytes for one in list(reservation._book))
+
+
+@contextmanager
+def page_behind(array):
+    """Within the block, another mapping has the addresses behind a GrowingArray."""
+    begin, page = array._span.begin + array._span.mapped, resource.getpagesize()
+    access, kind = mmap.PROT_READ, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | growing_array._MAP_FIXED_NOREPLACE
+    assert growing_array._map(begin, page, access, kind, -1, 0) == begin
+    try:
+        yield
+    finally:
+        growing_array._unmap(begin, page)
+
+
+def forget_addresses(array):
+    """Let the addresses of a GrowingArray be those of memory that no GrowingArray knows."""
+    growing_array._spans.discard(array._span)
+
+
+def refuse_growth(monkeypatch):
+    """Let the system refuse to map more memory behind an array."""
+    monkeypatch.setattr(growing_array, "_remap", lambda *arguments: growing_array._FAILED)
+
+
+def team_of(threads):
+    """Helper threads of `Threads`, None before the first loop that needs them."""
+    return threads._team
+
+
+# ---- what serves -----------------------------------------------------------------------------------------------------
+
+
+def follower_of(served):
+    """Follower of an InferenceEmbedding."""
+    return served._follower
+
+
+def file_of(served):
+    """Path of the file that an InferenceEmbedding reads."""
+    return served._served.file.path
