@@ -154,8 +154,9 @@ def scalers_in(values: Iterable[object]) -> list[torch.amp.GradScaler]:
     kinds = list(map(type, values))
     # A step asks for the globals of a module: thousands, maybe, and of few classes, each of which is looked at once.
     distinct = dict(zip(map(id, kinds), kinds, strict=True)).values()
-    scalers = [kind for kind in distinct if issubclass(kind, torch.amp.GradScaler)]
-    return [value for value, kind in zip(values, kinds, strict=True) if kind in scalers] if scalers else []
+    scalers = {id(kind) for kind in distinct if issubclass(kind, torch.amp.GradScaler)}
+    found = [value for value in values if id(type(value)) in scalers] if scalers else []
+    return cast("list[torch.amp.GradScaler]", found)
 
 
 def scalers_of(build: Callable[..., object]) -> list[torch.amp.GradScaler]:
