@@ -1,25 +1,31 @@
-"""Runs the tests that draw with new seeds, round after round, until some minutes are over.
+"""Run the tests that draw, with new seeds, round after round, until some minutes are over.
 
     python -m tests.nightly [--minutes 60] [--seed S] [--log nightly.log] [-- arguments of pytest]
 
 A round is one run of pytest over the tests that draw from `seed` or by Hypothesis, slow ones included, with a seed of
-its own. The log has a line a round: the seed, pytest's closing line, and each test that failed with the command that
-replays it. The exit code is 1 if a test has failed in any round, else 0.
+its own. The log has, for each round, the seed and pytest's closing line, and for each test that failed the command that
+replays it. The exit code is 1 if a test has failed in any round, else 0. A round in which pytest cannot run the tests is
+the last one.
 """
 
 import argparse
 import random
 import re
+import shlex
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import pytest
+
 __all__ = ["main"]
 
 ROOT = Path(__file__).parent.parent
 DRAWN = "drawn or hypothesis"
-FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
+PASSED = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+NOT_RUN = (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -30,26 +36,28 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("pytest", nargs="*", help="arguments of pytest, after --")
     options = parser.parse_args(arguments)
     seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
-    end, failures = time.monotonic() + 60 * options.minutes, 0
+    end, failed = time.monotonic() + 60 * options.minutes, False
     with open(options.log, "a") as log:
         while True:
-            failures += round_of(seed, options.pytest, log)
+            code = run_round(seed, options.pytest, log)
+            failed |= code not in PASSED
             seed += 1
-            if time.monotonic() > end:
-                return int(failures > 0)
+            if time.monotonic() > end or code in NOT_RUN:
+                return int(failed)
 
 
-def round_of(seed, arguments, log) -> int:
+def run_round(seed, arguments, log) -> int:
+    """Run the tests with a seed, write the result to the log, and return pytest's exit code."""
     command = ["pytest", "-q", "-m", DRAWN, f"--seed={seed}", *arguments]
     done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
     failed = FAILED.findall(done.stdout)
     lines = [f"seed {seed}: {done.stdout.strip().rpartition(chr(10))[2]}"]
-    lines += [f"    python -m pytest -m '{DRAWN}' --seed={seed} '{name}'" for name in failed]
-    if done.returncode not in (0, 5):
+    lines += [f"    python -m pytest -m '{DRAWN}' --seed={seed} {shlex.quote(name)}" for name in failed]
+    if done.returncode not in PASSED:
         lines.append(done.stdout[-20_000:] + done.stderr[-2_000:])
     print(*lines[: 1 + len(failed)], sep="\n", flush=True)
     print(*lines, sep="\n", file=log, flush=True)
-    return done.returncode not in (0, 5)
+    return done.returncode
 
 
 if __name__ == "__main__":

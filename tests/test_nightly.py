@@ -64,7 +64,7 @@ def test_rounds_have_seeds_of_their_own_and_a_failure_is_logged_with_its_replay(
 
     def run(command, **options):
         rounds.append(command[command.index("-m", 2) + 1 :])
-        failed = "FAILED tests/test_a.py::test_b - assert\n1 failed" if len(rounds) == 2 else "3 passed"
+        failed = "FAILED tests/test_a.py::test_b[run 1] - assert 1 - 2\n1 failed" if len(rounds) == 2 else "3 passed"
         return subprocess.CompletedProcess(command, int(len(rounds) == 2), failed, "")
 
     monkeypatch.setattr(nightly.subprocess, "run", run)
@@ -75,6 +75,20 @@ def test_rounds_have_seeds_of_their_own_and_a_failure_is_logged_with_its_replay(
     lines = log.read_text().splitlines()
     assert lines[:3] == [
         "seed 7: 3 passed", "seed 8: 1 failed",
-        "    python -m pytest -m 'drawn or hypothesis' --seed=8 'tests/test_a.py::test_b'",
+        "    python -m pytest -m 'drawn or hypothesis' --seed=8 'tests/test_a.py::test_b[run 1]'",
     ]  # fmt: skip
     assert "seed 9: 3 passed" in lines and "seed 8: 1 failed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("code", [2, 3, 4, -9])
+def test_a_round_that_could_not_run_its_tests_fails_and_only_a_killed_one_has_a_next(tmp_path, monkeypatch, code):
+    rounds = []
+
+    def run(command, **options):
+        rounds.append(command)
+        return subprocess.CompletedProcess(command, code, "no tests ran", "")
+
+    monkeypatch.setattr(nightly.subprocess, "run", run)
+    monkeypatch.setattr(nightly.time, "monotonic", lambda: 20.0 * len(rounds))
+    assert nightly.main(["--minutes", "1", "--log", str(tmp_path / "log")]) == 1
+    assert len(rounds) == (4 if code == -9 else 1)
