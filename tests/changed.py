@@ -3,22 +3,24 @@
     python -m tests.changed [--base main] [--seconds 180] [--list] [-- arguments of pytest]
     python -m tests.changed --record report.xml [more.xml ...]
 
-A change is what differs from the merge base with `--base`, committed or not, and files that git does not know yet. A
-test file is as far from it as imports lead from the file to a changed one; names that `oneemb` loads lazily count as
-imports of their modules. The nearest files run first, the quickest among equals; what no longer fits is named, and
-`make test` runs it. Seconds of each test file are in tests/seconds.json, which `--record` writes from the reports that
+A change is what differs from the merge base with `--base`, committed or not, and files that git does not know yet. The
+distance of a test file is the number of imports that lead from it to a changed file. Names that `oneemb` loads lazily
+count as imports of their modules, and a test file imports each conftest.py above it. The nearest files are chosen
+first, the quickest among equals. How many do not fit is printed, and which changed files no test imports: `make test`
+runs all. Seconds of each test file are in tests/seconds.json, which `--record` writes from the reports that
 `pytest --junitxml=report.xml -o junit_family=xunit1` makes.
 """
 
 import argparse
 import ast
+import functools
 import json
 import os
 import subprocess
 import sys
 import xml.etree.ElementTree
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import oneemb
@@ -52,27 +54,38 @@ def main(arguments: list[str] | None = None) -> int:
     if options.record:
         SECONDS.write_text(json.dumps(recorded(options.record), indent=0, sort_keys=True) + "\n")
         return 0
-    far = distances(changed_files(options.base), {name: imports(ROOT / name) for name in source_files()})
-    tests = {name: distance for name, distance in far.items() if is_test(name)}
+    changed = changed_files(options.base)
+    imports_of = {name: imports(ROOT / name) for name in source_files()}
+    tests = {name: distance for name, distance in distances(changed, imports_of).items() if is_test(name)}
     seconds = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
     chosen = nearest(tests, seconds, options.seconds * options.processes)
     for name in chosen:
         print(f"{tests[name]}  {seconds.get(name, UNKNOWN_S):6.1f} s  {name}")
     if left_out := len(tests) - len(chosen):
         print(f"{left_out} more test files depend on the change and do not fit into {options.seconds:g} s: make test")
-    if options.list or not chosen:
+    for name in sorted(changed):
+        if not any(map(is_test, distances([name], imports_of))):
+            print(f"no test imports {name}, which has changed: make test")
+    if options.list:
         return 0
-    return max(run(group, environment, options) for group, environment in grouped(chosen))
+    codes = [run(group, environment, options) for group, environment in grouped(chosen)]
+    return next((code for code in codes if code != 0), 0)
 
 
 def changed_files(base: str) -> list[str]:
-    def git(*command: str) -> list[str]:
-        return subprocess.run(["git", *command], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split(
-            "\n"
-        )
+    """Files that differ from the merge base with `base`, and files that git does not know."""
+    (fork,) = git(
+        "merge-base", base, "HEAD", failed=f"no common commit with {base!r} is here: fetch it, or give --base"
+    )
+    return sorted({*git("diff", "--name-only", fork), *git("ls-files", "-o", "--exclude-standard")})
 
-    fork = git("merge-base", base, "HEAD")[0]
-    return [name for name in {*git("diff", "--name-only", fork), *git("ls-files", "-o", "--exclude-standard")} if name]
+
+def git(*command: str, failed: str = "") -> list[str]:
+    """Lines that a git command prints; the program ends with git's words and `failed` if the command fails."""
+    done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode != 0:
+        sys.exit("\n".join(filter(None, [done.stderr.strip(), failed])))
+    return done.stdout.splitlines()
 
 
 def source_files() -> list[str]:
@@ -83,8 +96,9 @@ def is_test(name: str) -> bool:
     return name.startswith("tests/") and Path(name).name.startswith("test_")
 
 
-def imports(path: Path) -> set[str]:
-    """Files of the tree that a file imports, relative to the root."""
+@functools.cache
+def imports(path: Path) -> frozenset[str]:
+    """Files of the tree that a file imports, relative to the root, and the conftest.py that pytest loads before it."""
     tree = ast.parse(path.read_text())
     modules: set[str] = set()
     for node in ast.walk(tree):
@@ -95,23 +109,25 @@ def imports(path: Path) -> set[str]:
             modules.update(f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "oneemb":
             modules.add(f"oneemb.{node.attr}")
-    return {found for module in modules for found in files_of(module)}
+    above = {folder / "conftest.py" for folder in path.parents if folder.is_relative_to(ROOT / "tests")} - {path}
+    found = frozenset(str(file.relative_to(ROOT)) for file in above if file.exists())
+    return found.union(*map(files_of, modules))
 
 
-def files_of(module: str) -> Iterator[str]:
+@functools.cache
+def files_of(module: str) -> frozenset[str]:
     if module.startswith("oneemb."):
         module = oneemb._WHERE.get(module.removeprefix("oneemb."), module)
         inner = module.removeprefix("oneemb.")
         if inner.split(".")[0] in ("graph", "storage", "kernels"):
             module = inner
-    for folder in PATHS:
-        place = folder.joinpath(*module.split("."))
-        for path in (place.with_suffix(".py"), place / "__init__.py"):
-            if path.exists() and path != ROOT / "oneemb" / "__init__.py":
-                yield str(path.relative_to(ROOT))
+    places = [folder.joinpath(*module.split(".")) for folder in PATHS]
+    paths = [path for place in places for path in (place.with_suffix(".py"), place / "__init__.py")]
+    own = ROOT / "oneemb" / "__init__.py"
+    return frozenset(str(path.relative_to(ROOT)) for path in paths if path != own and path.exists())
 
 
-def distances(changed: Iterable[str], imports_of: Mapping[str, set[str]]) -> dict[str, int]:
+def distances(changed: Iterable[str], imports_of: Mapping[str, Collection[str]]) -> dict[str, int]:
     """How many imports lead from each file to a changed one; files from which none lead are left out."""
     importers: dict[str, list[str]] = {}
     for name, imported in imports_of.items():

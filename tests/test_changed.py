@@ -1,5 +1,6 @@
 """The tests nearest to a change are found by imports."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -52,3 +53,61 @@ def test_seconds_are_those_of_reports(tmp_path, monkeypatch):
 def test_every_source_file_has_tests_near_it(name):
     far = changed.distances([name], {one: changed.imports(ROOT / one) for one in changed.source_files()})
     assert min(distance for one, distance in far.items() if changed.is_test(one)) == 1
+
+
+def test_a_test_file_imports_each_conftest_above_it():
+    found = changed.imports(ROOT / "tests" / "cuda" / "test_pool.py")
+    assert {"tests/conftest.py", "tests/cuda/conftest.py"} <= found
+    assert "tests/conftest.py" in changed.imports(ROOT / "tests" / "cuda" / "conftest.py")
+    assert not any("conftest" in name for name in changed.imports(ROOT / "kernels" / "hash_index.py"))
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """A git repository with a commit on the branch `main`; `changed` reads it."""
+    monkeypatch.setattr(changed, "ROOT", tmp_path)
+    for name in ("GIT_AUTHOR", "GIT_COMMITTER"):
+        monkeypatch.setenv(f"{name}_NAME", "a")
+        monkeypatch.setenv(f"{name}_EMAIL", "a@b")
+    for name in ("kept", "moved", "deleted"):
+        (tmp_path / f"{name}.py").write_text(f"{name} = {list(range(99))}\n")
+    for command in (["init", "-q", "-b", "main"], ["add", "."], ["commit", "-qm", "first"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    return tmp_path
+
+
+def test_changed_files_are_those_of_commits_of_the_tree_and_new_ones(repository):
+    changed.git("checkout", "-q", "--detach")
+    changed.git("mv", "moved.py", "moved_to.py")
+    changed.git("commit", "-qam", "second")
+    (repository / "deleted.py").unlink()
+    (repository / "new.py").touch()
+    assert changed.changed_files("main") == ["deleted.py", "moved_to.py", "new.py"]
+
+
+@pytest.mark.parametrize("base", ["not_fetched", "unrelated"])
+def test_without_a_common_commit_the_error_says_what_to_do(repository, base):
+    changed.git("checkout", "-q", "--orphan", "unrelated")
+    changed.git("commit", "-qm", "another first")
+    changed.git("checkout", "-q", "--detach", "main")
+    with pytest.raises(SystemExit, match=f"no common commit with '{base}' is here: fetch it, or give --base"):
+        changed.changed_files(base)
+
+
+@pytest.mark.parametrize(("codes", "code"), [([0, -9, 0], -9), ([0, 1, 0], 1), ([0, 0, 0], 0)])
+def test_a_process_of_tests_that_was_killed_is_a_failure(monkeypatch, codes, code):
+    ended = iter(codes)
+    names = ["tests/cuda/test_pool.py", "tests/cuda_compile/test_compile.py", "tests/test_cli.py"]
+    monkeypatch.setattr(changed, "changed_files", lambda base: names)
+    monkeypatch.setattr(changed, "source_files", lambda: names)
+    monkeypatch.setattr(changed, "run", lambda *its: next(ended))
+    assert changed.main([]) == code
+
+
+def test_changed_files_that_no_test_imports_are_named(monkeypatch, capsys):
+    monkeypatch.setattr(changed, "changed_files", lambda base: ["Makefile", "tests/test_cli.py", "kernels/gone.py"])
+    monkeypatch.setattr(changed, "source_files", lambda: ["tests/test_cli.py", "tests/test_nightly.py"])
+    assert changed.main(["--list"]) == 0
+    said = capsys.readouterr().out
+    assert "no test imports Makefile" in said and "no test imports kernels/gone.py" in said
+    assert "no test imports tests/test_cli.py" not in said
