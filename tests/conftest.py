@@ -1,8 +1,12 @@
 """Settings of every test."""
 
 import itertools
+import os
+import shutil
 import signal
+import tempfile
 import zlib
+from multiprocessing.util import Finalize
 
 import hypothesis
 import pytest
@@ -13,8 +17,8 @@ from tests.support.rank_pool import RankPool
 # A shell that starts the tests in the background has Ctrl-C ignored, which they are about.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The same examples on every run, so that a failure is the change's and not the day's; those of the slow tests differ
-# from run to run. Compiling a loop takes seconds, so no example has a deadline.
+# The same examples on every run, so that a failure is the change's and not the day's; `--seed` draws others, and so do
+# some slow tests by themselves. Compiling a loop takes seconds, so no example has a deadline.
 settings.register_profile("same", derandomize=True, deadline=None, database=None, print_blob=True)
 settings.register_profile("drawn", parent=settings.get_profile("same"), derandomize=False)
 settings.load_profile("same")
@@ -27,10 +31,20 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if not hasattr(config, "workerinput"):  # Processes of pytest-xdist inherit the variables.
+        _put_folders_into_one_that_is_removed()
     config.addinivalue_line("markers", "drawn: draws from the fixture `seed`; --seed gives it another")
     if (seed := config.getoption("--seed")) is not None:
         settings.load_profile("drawn")
         hypothesis.core.global_force_seed = seed
+
+
+def _put_folders_into_one_that_is_removed():
+    """Have each `tempfile.mkdtemp()` of this run and of its children end with this process, except `tmp_path`."""
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    tempfile.tempdir = os.environ["TMPDIR"] = folder = tempfile.mkdtemp(prefix="oneemb-tests-")
+    # After the folder of multiprocessing in it, whose priority is -100. A child of fork does not run it.
+    Finalize(None, shutil.rmtree, args=(folder,), kwargs={"ignore_errors": True}, exitpriority=-200)
 
 
 def pytest_itemcollected(item):
@@ -41,9 +55,10 @@ def pytest_itemcollected(item):
 
 @pytest.fixture
 def seed(request):
-    """Seed of a test that draws: of its name, or of the name and the number that `--seed` gives."""
-    drawn = zlib.crc32(f"{request.node.nodeid} {request.config.getoption('--seed')}".encode())
-    print(f"seed {drawn}, replayed by --seed {request.config.getoption('--seed')}")
+    """Seed of a test that draws: a hash of its name and of the number that `--seed` gives, if any."""
+    number = request.config.getoption("--seed")
+    drawn = zlib.crc32(f"{request.node.nodeid} {number}".encode())
+    print(f"seed {drawn}, the same in each run" if number is None else f"seed {drawn}, replayed by --seed {number}")
     return drawn
 
 

@@ -3,9 +3,9 @@
     python -m tests.nightly [--minutes 60] [--seed S] [--log nightly.log] [-- arguments of pytest]
 
 A round is one run of pytest over the tests that draw from `seed` or by Hypothesis, slow ones included, with a seed of
-its own. The log has, for each round, the seed and pytest's closing line, and for each test that failed the command that
-replays it. The exit code is 1 if a test has failed in any round, else 0. A round in which pytest cannot run the tests is
-the last one.
+its own. The log has the seed and pytest's closing line of each round, and for each test that failed the command that
+replays it. A round in which pytest cannot run the tests is the last one. The exit code is 1 if any round has failed,
+else 0.
 """
 
 import argparse

@@ -6,7 +6,7 @@ import pytest
 from oneemb.storage.free_slots import FreeSlots
 
 
-def test_slots_are_given_out_once_until_they_come_back(seed=0):
+def test_slots_are_given_out_once_until_they_come_back(seed):
     rng = np.random.default_rng(seed)
     free, taken = FreeSlots(np.arange), set()
     for _ in range(400):

@@ -7,6 +7,7 @@ results = rank_pool(3, looks_up, path)          what it gave on ranks 0, 1 and 2
 
 import os
 import pathlib
+import shutil
 import sys
 import tempfile
 import traceback
@@ -18,27 +19,31 @@ SECONDS = 120
 
 
 class FailedOnRank(AssertionError):
-    """What the function raised on some ranks."""
+    """Tracebacks of what the function raised, by rank."""
 
 
 class RankPool:
-    """Starts its processes when it is first called, and anew after a test that did not end."""
+    """Starts its processes when it is first called, and anew after a call that failed."""
 
     def __init__(self):
-        self._processes = []
+        self.processes, self.folder = [], None
 
     def __call__(self, ranks, function, *args, seconds=SECONDS):
-        """What `function(process_group, *args)` gives on each of the ranks.
+        """Results of `function(process_group, *args)`, one a rank.
 
         Raises:
-            FailedOnRank: it raised on some, or did not end within so many seconds.
+            FailedOnRank: the function raised on a rank, or did not end within `seconds`, or a rank has died.
         """
-        if not self._processes:
+        if not self.processes:
             self._start()
-        for _, pipe in self._processes[:ranks]:
-            pipe.send((ranks, function, args))
+        for rank, (_, pipe) in enumerate(self.processes[:ranks]):
+            try:
+                pipe.send((ranks, function, args))
+            except BrokenPipeError:
+                self.close()
+                raise FailedOnRank(f"rank {rank} of {ranks} has died before") from None
         results, failed = [], []
-        for rank, (_, pipe) in enumerate(self._processes[:ranks]):
+        for rank, (_, pipe) in enumerate(self.processes[:ranks]):
             if not pipe.poll(seconds):
                 self.close()
                 raise FailedOnRank(f"rank {rank} of {ranks} did not end within {seconds} s{''.join(failed)}")
@@ -57,20 +62,22 @@ class RankPool:
 
     def _start(self):
         context = fork_context()
-        folder = tempfile.mkdtemp()
+        self.folder = tempfile.mkdtemp()
         for rank in range(RANKS_MAX):
             here, there = context.Pipe()
-            process = context.Process(target=_work, args=(rank, folder, there), daemon=True)
+            process = context.Process(target=_work, args=(rank, self.folder, there), daemon=True)
             process.start()
             there.close()
-            self._processes.append((process, here))
+            self.processes.append((process, here))
 
     def close(self):
-        for process, pipe in self._processes:
+        for process, pipe in self.processes:
             pipe.close()
             process.kill()
             process.join()
-        self._processes = []
+        if self.folder is not None:
+            shutil.rmtree(self.folder)
+        self.processes, self.folder = [], None
 
 
 def _work(rank, folder, pipe):
