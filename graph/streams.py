@@ -31,20 +31,20 @@ class CaptureGate:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._preparing = 0  # threads
-        self._capturing: object | None = None  # stands for the block that captures
+        self.preparing_threads = 0
+        self.capturing_block: object | None = None  # stands for the block that captures
 
     @contextlib.contextmanager
     def preparing(self) -> Iterator[None]:
         """A batch is loaded and prepared inside."""
         with self._changed:
-            self._changed.wait_for(lambda: self._capturing is None)
-            self._preparing += 1
+            self._changed.wait_for(lambda: self.capturing_block is None)
+            self.preparing_threads += 1
         try:
             yield
         finally:
             with self._changed:
-                self._preparing -= 1
+                self.preparing_threads -= 1
                 self._changed.notify_all()
 
     @contextlib.contextmanager
@@ -54,9 +54,11 @@ class CaptureGate:
         try:
             try:
                 with self._changed:
-                    may = self._changed.wait_for(lambda: self._preparing == 0 and self._capturing is None, patience_s)
+                    may = self._changed.wait_for(
+                        lambda: self.preparing_threads == 0 and self.capturing_block is None, patience_s
+                    )
                     if may:
-                        self._capturing = block
+                        self.capturing_block = block
                 yield may
             finally:
                 self._captured(block)
@@ -65,8 +67,8 @@ class CaptureGate:
 
     def _captured(self, block: object) -> None:
         with self._changed:
-            if self._capturing is block:
-                self._capturing = None
+            if self.capturing_block is block:
+                self.capturing_block = None
             self._changed.notify_all()
 
 
@@ -149,7 +151,7 @@ class Ahead:
         Args:
             made: what was; its tensors may be on other devices too.
         """
-        devices = dict.fromkeys([*self._ahead, *(tensor.device for tensor in _tensors(made))]) if self._ahead else {}
+        devices = dict.fromkeys([*self._ahead, *(tensor.device for tensor in tensors_in(made))]) if self._ahead else {}
         return [(device, self._cuda.current_stream(device).record_event()) for device in devices]
 
     def take_over(self, mark: Mark, made: object) -> None:
@@ -157,7 +159,7 @@ class Ahead:
         for device, event in mark:
             self._loop[device] = self._cuda.current_stream(device)
             self._loop[device].wait_event(event)
-        for tensor in _tensors(made) if mark else ():
+        for tensor in tensors_in(made) if mark else ():
             tensor.record_stream(self._loop[tensor.device])
 
     def leave(self) -> None:
@@ -167,15 +169,15 @@ class Ahead:
             self._cuda.current_stream(device).wait_stream(stream)
 
 
-def _tensors(value: object) -> Iterator[torch.Tensor]:
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
     """Tensors on a GPU within a value, in containers and dataclasses, such as keys and prefetched rows."""
     if isinstance(value, torch.Tensor):
         if value.is_cuda:
             yield value
     elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
+        yield from tensors_in(list(value.values()))
     elif isinstance(value, tuple | list):
         for element in value:
-            yield from _tensors(element)
+            yield from tensors_in(element)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        yield from _tensors([getattr(value, field.name) for field in dataclasses.fields(value)])
+        yield from tensors_in([getattr(value, field.name) for field in dataclasses.fields(value)])

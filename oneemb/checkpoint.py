@@ -252,7 +252,7 @@ def _save(graph: CompiledGraph, train: TrainState, path: str, keep: int | None, 
             def write() -> None:
                 # The superfluous ones are named too: if their deletion fails, the next save tries again.
                 file: _File = {**state_of(graph, train, made, others), "path": path, "earlier": earlier}
-                _write(intent.temporary, to_bytes(file))
+                write_file(intent.temporary, to_bytes(file))
                 intent.put_in_place()
 
             calls.by_first(f"{what}: the file", write)
@@ -480,7 +480,7 @@ def _delete(embeddings: _Embeddings, snapshots: _Snapshots) -> None:
             embeddings[name].delete_snapshot(str(snapshots[name]["oneemb_snapshot"]))
 
 
-def _write(path: str, data: bytes) -> None:
+def write_file(path: str, data: bytes) -> None:
     """Write a file whose content is durable; its name in the folder is not yet."""
     with open(path, "wb") as file:
         file.write(data)

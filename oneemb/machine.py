@@ -128,7 +128,7 @@ class Machine:
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
 # Samples, tables, distinct ids of a table, weights of a row, embeddings: from steps of calls alone to steps of rows.
-_CASES = [
+CASES = [
     (16, 4, 1_000, 8, 1), (16, 4, 1_000, 8, 3), (512, 8, 20_000, 16, 1), (2048, 8, 200_000, 8, 1),
     (2048, 8, 1_000, 64, 1), (2048, 8, 200_000, 64, 1), (4096, 8, 200_000, 32, 1), (2048, 8, 200_000, 16, 2),
 ]  # fmt: skip
@@ -164,7 +164,7 @@ def measure_machine(path: str | None = None, *, threads: int = 1, **figures: Any
     measured["local_us"], measured["local_gb_s"] = _in_processes(2, "_measure_messages")
     machine = Machine(**measured)
     for ranks, name in ((1, "alone"), (2, "on_ranks")):
-        measured[name] = _fitted(_in_processes(ranks, "_measure_steps", threads), machine, ranks)
+        measured[name] = fitted(_in_processes(ranks, "_measure_steps", threads), machine, ranks)
     if path is not None:
         measured["disk_reads_per_s"], measured["disk_gb_s"] = _in_processes(1, "_measure_disk", os.path.abspath(path))
     return replace(Machine(), **(measured | figures))
@@ -225,7 +225,7 @@ def _measure_steps(threads: int) -> list[dict[str, Any]]:
 
     group = distributed.group.WORLD if distributed.get_world_size() > 1 else None
     with tempfile.TemporaryDirectory(prefix="oneemb-measure-") as folder:
-        cases = [_Case(f"{folder}/{c}", group, threads, *case) for c, case in enumerate(_CASES)]
+        cases = [_Case(f"{folder}/{c}", group, threads, *case) for c, case in enumerate(CASES)]
         # A stretch of steps of one case, then of the next: caches of the processor are as warm as in a loop.
         ms_RC = np.array([[case.stretch_ms(r) for case in cases] for r in range(_ROUNDS)])
         for case in cases:
@@ -233,7 +233,7 @@ def _measure_steps(threads: int) -> list[dict[str, Any]]:
     return [case.sizes | {"ms": ms} for case, ms in zip(cases, np.quantile(ms_RC, QUIET, 0).tolist(), strict=True)]
 
 
-def _fitted(cases: list[dict[str, Any]], machine: Machine, ranks: int) -> StepCost:
+def fitted(cases: list[dict[str, Any]], machine: Machine, ranks: int) -> StepCost:
     """The figures that explain the measured steps best, messages left out. What these cannot tell apart stays near the
     defaults."""
     import numpy as np

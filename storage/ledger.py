@@ -126,7 +126,7 @@ class Ledger:
         self.stamps = policies[0].timestamps
         """Whether marks hold the time of a row's last use, in nanoseconds, in place of its step and second."""
         self._stamp = 0
-        self._places: OwnPlaces | SlotPlaces = self._own_places()
+        self.places: OwnPlaces | SlotPlaces = self._own_places()
         self.left: dict[str, int] = {}
         """How many rows have left, by reason."""
         self.clear()
@@ -144,34 +144,34 @@ class Ledger:
                 self._above_T[t] = policy.sweep_above_mb * 2**20 // row_bytes
 
     def __len__(self) -> int:
-        return len(self._places.index)
+        return len(self.places.index)
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory held."""
-        return self._places.nbytes
+        return self.places.nbytes
 
     def clear(self) -> None:
         """Forget every row, and begin to count anew."""
         began = self._now()
-        self._places = self._places.cleared()
+        self.places = self.places.cleared()
         self.clock, self._began = LedgerClock(), began
-        self._rows_T = np.zeros(len(self.policies), np.int64)
+        self.rows_T = np.zeros(len(self.policies), np.int64)
 
     # ---- where rows are ---------------------------------------------------------------------------------------------
 
     @property
     def lies_in_rows(self) -> bool:
         """Whether places are slots, and what is known of rows is in their records."""
-        return isinstance(self._places, SlotPlaces)
+        return isinstance(self.places, SlotPlaces)
 
     def lie_in(self, rows: LyingRows | None, first: int) -> None:
         """Know of rows what is in their records, from word `first` on. They are those that are known now, or will be
         by `clear` and `add`. None = rows do not lie still; what was in records that did is forgotten."""
         if rows is not None:
-            self._places = SlotPlaces(rows, first)
+            self.places = SlotPlaces(rows, first)
         elif self.lies_in_rows:
-            self._places = self._own_places()
+            self.places = self._own_places()
 
     def move_out(self) -> None:
         """Know of rows what is in their records now, and go on without these.
@@ -184,7 +184,7 @@ class Ledger:
             places, mark_N4 = self._own_places(), self.marks(place_N)
             place_N = places.add(table_N, id_N, None)
             places.word_PX[place_N] = mark_N4
-            self._places = places
+            self.places = places
 
     def _own_places(self) -> OwnPlaces:
         most = self._capacity or 0
@@ -233,7 +233,7 @@ class Ledger:
 
     def find(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
         """The place of each key, -1 of one that has no row: int64 [U]."""
-        return self._places.index.find(table_U, id_U)
+        return self.places.index.find(table_U, id_U)
 
     def reserve(self, table_U: np.ndarray, id_U: np.ndarray) -> None:
         """Have memory for rows of these keys, which have none.
@@ -241,7 +241,7 @@ class Ledger:
         Raises:
             IndexMemoryError, MemoryError: there is none.
         """
-        self._places.reserve(table_U, id_U)
+        self.places.reserve(table_U, id_U)
 
     def use(
         self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray, uses_U: np.ndarray, step: int, second: int,
@@ -264,16 +264,16 @@ class Ledger:
         if self.stamps:
             step, second = _halves(self.timestamp())
         score_uses(
-            place_U, is_new_U, table_U, id_U, uses_U, self._rules, self._places.score_P,
-            self._places.word_PX, self._places.first, lookup=self.clock.lookups + 1, step=step, second=second,
+            place_U, is_new_U, table_U, id_U, uses_U, self._rules, self.places.score_P,
+            self.places.word_PX, self.places.first, lookup=self.clock.lookups + 1, step=step, second=second,
             epoch=self.clock.epoch, threads=self._threads,
         )  # fmt: skip
         self.clock.lookups += 1
 
     def _add(self, table_N: np.ndarray, id_N: np.ndarray, slot_N: np.ndarray | None = None) -> np.ndarray:
         """Know these rows, of keys that were not known. Returns their places."""
-        place_N = self._places.add(table_N, id_N, slot_N)
-        self._rows_T += np.bincount(table_N, minlength=len(self._rows_T))
+        place_N = self.places.add(table_N, id_N, slot_N)
+        self.rows_T += np.bincount(table_N, minlength=len(self.rows_T))
         return place_N
 
     def items(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -282,12 +282,12 @@ class Ledger:
 
     def marks(self, place_N: np.ndarray) -> np.ndarray:
         """Usage metadata of the rows at these places, for their records: uint32 [N, MARKS]."""
-        first = self._places.first
-        return self._places.word_PX[place_N, first : first + MARKS]
+        first = self.places.first
+        return self.places.word_PX[place_N, first : first + MARKS]
 
     def scores(self, place_N: np.ndarray) -> np.ndarray:
         """Scores of the rows at these places, uint64 [N]."""
-        return self._places.score_P[place_N]
+        return self.places.score_P[place_N]
 
     @property
     def counts_uses(self) -> bool:
@@ -302,13 +302,13 @@ class Ledger:
 
     def set_scores(self, place_N: np.ndarray, score_N: np.ndarray) -> None:
         """Set the scores of the rows at these places."""
-        self._places.score_P[place_N] = score_N
+        self.places.score_P[place_N] = score_N
         self._set_numbers(place_N, score_N, 0)
 
     def _set_numbers(self, place_N: np.ndarray, number_N: np.ndarray, word: int) -> None:
         """Put 64 bits into two words of what is known of each row."""
-        its = slice(self._places.first + word, self._places.first + word + 2)
-        self._places.word_PX[place_N, its] = np.ascontiguousarray(number_N, np.uint64).view(np.uint32).reshape(-1, 2)
+        its = slice(self.places.first + word, self.places.first + word + 2)
+        self.places.word_PX[place_N, its] = np.ascontiguousarray(number_N, np.uint64).view(np.uint32).reshape(-1, 2)
 
     def give(self, table: int, score: int) -> None:
         """Let uses of rows of a table of `GivenScore` give this score from now on."""
@@ -332,8 +332,8 @@ class Ledger:
         Args:
             erased_V: bool, which there were, where places are slots.
         """
-        known_V = self._places.forget(table_V, id_V, erased_V)
-        self._rows_T -= np.bincount(table_V[known_V], minlength=len(self._rows_T))
+        known_V = self.places.forget(table_V, id_V, erased_V)
+        self.rows_T -= np.bincount(table_V[known_V], minlength=len(self.rows_T))
         if known_V.any():
             self.left[reason] = self.left.get(reason, 0) + int(np.count_nonzero(known_V))
 
@@ -350,7 +350,7 @@ class Ledger:
         """
         if len(table_M) == 0:
             return []
-        new_T = np.bincount(table_M, minlength=len(self._rows_T))
+        new_T = np.bincount(table_M, minlength=len(self.rows_T))
         excess_T = self._excess(new_T)
         over_T, excess = (excess_T > 0) & (new_T > 0), self._excess_of_all(len(table_M))
         if not over_T.any() and excess <= 0:
@@ -367,10 +367,10 @@ class Ledger:
             held: as in `make_room`.
         """
         fits_M = np.ones(len(table_M), np.bool_)
-        new_T = np.bincount(table_M, minlength=len(self._rows_T))
+        new_T = np.bincount(table_M, minlength=len(self.rows_T))
         excess_T = self._excess(new_T)
         full = [t for t, policy in enumerate(self.policies) if policy.when_full == "refuse" and excess_T[t] > 0]
-        free_T = self._rows_T - self._in_use(held) if full else self._rows_T
+        free_T = self.rows_T - self._in_use(held) if full else self.rows_T
         for t in full:
             leaving = max(0, int(free_T[t])) if self._evicts_T[t] else 0
             many = max(0, int(new_T[t] - excess_T[t] + leaving))
@@ -380,11 +380,11 @@ class Ledger:
     def surplus(self, held: Sequence[np.ndarray], tables: Sequence[int]) -> list[Departing]:
         """Which rows have to leave of these tables where they were loaded with more than they may have, as far as they
         may."""
-        excess_T = self._excess(np.zeros(len(self._rows_T), np.int64))
+        excess_T = self._excess(np.zeros(len(self.rows_T), np.int64))
         over = [t for t in tables if self._evicts_T[t] and excess_T[t] > 0]
         if not over:
             return []
-        free_T, departing = self._rows_T - self._in_use(held), []
+        free_T, departing = self.rows_T - self._in_use(held), []
         with self._holding(held):
             cell_N, score_N = self._free_rows(range(SHARDS))
         table_N, id_N, _ = keys_in_cells(cell_N)
@@ -396,9 +396,9 @@ class Ledger:
 
     def _excess(self, new_T: np.ndarray) -> np.ndarray:
         """How many rows more than it may have each table has with so many new ones; below 0 where there is room."""
-        excess_T = np.full(len(self._rows_T), -_UNLIMITED, np.int64)
+        excess_T = np.full(len(self.rows_T), -_UNLIMITED, np.int64)
         for t, limit in self._limits.items():
-            excess_T[t] = self._rows_T[t] + new_T[t] - limit
+            excess_T[t] = self.rows_T[t] + new_T[t] - limit
         return excess_T
 
     def _excess_of_all(self, new: int) -> int:
@@ -414,7 +414,7 @@ class Ledger:
             domains.append(("the store", self._capacity, excess, None))
         most_held = sum(len(place_N) for place_N in held)
         for where, limit, leaving, t in domains:
-            known, new = (int(its_T.sum() if t is None else its_T[t]) for its_T in (self._rows_T, new_T))
+            known, new = (int(its_T.sum() if t is None else its_T[t]) for its_T in (self.rows_T, new_T))
             evicts = bool(self._evicts_T[t or 0])
             if evicts and known - most_held >= leaving:
                 continue
@@ -433,18 +433,18 @@ class Ledger:
     def _in_use(self, held: Sequence[np.ndarray]) -> np.ndarray:
         """How many rows of each table are at these places: int64 [T]."""
         place_N = np.unique(np.concatenate([np.empty(0, np.int64), *held]))
-        return np.bincount(self._places.table_P[place_N[place_N >= 0]], minlength=len(self._rows_T))
+        return np.bincount(self.places.table_P[place_N[place_N >= 0]], minlength=len(self.rows_T))
 
     @contextmanager
     def _holding(self, held: Sequence[np.ndarray]) -> Iterator[None]:
         """Rows at these places may not leave."""
         try:
             for place_N in held:
-                set_marks(self._places.held_P, place_N, True, threads=self._threads)
+                set_marks(self.places.held_P, place_N, True, threads=self._threads)
             yield
         finally:
             for place_N in held:
-                set_marks(self._places.held_P, place_N, False, threads=self._threads)
+                set_marks(self.places.held_P, place_N, False, threads=self._threads)
 
     def _choose(self, excess_T: np.ndarray, excess: int, held: Sequence[np.ndarray]) -> Departing:
         """The rows that leave, in a round or more.
@@ -456,7 +456,7 @@ class Ledger:
         """
         share = max([_ROUND_ROWS / max(len(self), 1), excess / (_ROUND_SHARE * max(len(self), 1))])
         for t in np.flatnonzero(excess_T > 0).tolist():
-            share = max(share, int(excess_T[t]) / (_ROUND_SHARE * int(self._rows_T[t])))
+            share = max(share, int(excess_T[t]) / (_ROUND_SHARE * int(self.rows_T[t])))
         many, shard = min(SHARDS, math.ceil(SHARDS * share)), self.clock.shard
         tables, ids = [np.empty(0, np.int32)], [np.empty(0, np.int64)]
         while (excess_T > 0).any() or excess > 0:
@@ -496,9 +496,9 @@ class Ledger:
     ) -> tuple[np.ndarray, np.ndarray]:
         """The rows in these shards that are not held: the cells that their keys are in; and their scores, or the 64
         bits that begin at word `first` of others."""
-        address_P, cells_P = (array[shards.start : shards.stop] for array in self._places.index.shards)
-        word_PX = self._places.score_PX if word_PX is None else word_PX
-        return rows_of_shards(address_P, cells_P, word_PX, first, self._places.held_P, threads=self._threads)
+        address_P, cells_P = (array[shards.start : shards.stop] for array in self.places.index.shards)
+        word_PX = self.places.score_PX if word_PX is None else word_PX
+        return rows_of_shards(address_P, cells_P, word_PX, first, self.places.held_P, threads=self._threads)
 
     def _rows_in(self, shards: range) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tables, ids and places of the rows in these shards."""
@@ -542,25 +542,25 @@ class Ledger:
         steps_T = np.array([_UNLIMITED if limit is None else limit for limit, _ in limits])
         seconds_T = np.array([_UNLIMITED if limit is None else limit for _, limit in limits])
         if sweeps:
-            few_T = self._rows_T <= self._above_T
+            few_T = self.rows_T <= self._above_T
             steps_T[few_T] = seconds_T[few_T] = _UNLIMITED
         step += self.clock.steps
         departing = []
         for shard in shards:
-            cell_N, last_N = self._free_rows(range(shard, shard + 1), self._places.word_PX, self._places.first + 2)
+            cell_N, last_N = self._free_rows(range(shard, shard + 1), self.places.word_PX, self.places.first + 2)
             table_N, id_N, place_N = keys_in_cells(cell_N)
             last_N2 = last_N.view(np.uint32).reshape(-1, 2)
             old_N = step - last_N2[:, 0].astype(np.int64) > steps_T.take(table_N)
             old_N |= second - last_N2[:, 1].astype(np.int64) > seconds_T.take(table_N)
             if old_N.any():
                 with self._holding(held):
-                    old = np.flatnonzero(old_N & ~self._places.held_P[place_N])
+                    old = np.flatnonzero(old_N & ~self.places.held_P[place_N])
                 departing.append(Departing(table_N[old], id_N[old], "expired"))
         return [its for its in departing if len(its.id_V)]
 
     def keys_to_weigh(self, shards: Iterable[int], most: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Tables and ids of the rows of these shards whose weights sweeps look at, at most so many at a time."""
-        weighed_T = np.array([policy.sweeps_weights for policy in self.policies]) & (self._rows_T > self._above_T)
+        weighed_T = np.array([policy.sweeps_weights for policy in self.policies]) & (self.rows_T > self._above_T)
         if weighed_T.any():
             for shard in shards:
                 table_N, id_N, _ = self._rows_in(range(shard, shard + 1))
@@ -579,7 +579,7 @@ class Ledger:
         """
         departing = []
         with self._holding(held):
-            free_N = ~self._places.held_P[self.find(table_N, id_N)]
+            free_N = ~self.places.held_P[self.find(table_N, id_N)]
         for t in np.unique(table_N).tolist():
             policy = self.policies[t]
             of_table = np.flatnonzero((table_N == t) & free_N)
@@ -639,10 +639,10 @@ class Ledger:
     def add(self, table_N: np.ndarray, id_N: np.ndarray, mark_N4: np.ndarray) -> None:
         """Know rows that have been loaded, with what their records hold."""
         place_N = self._add(table_N, id_N)
-        first = self._places.first
+        first = self.places.first
         mark_N2 = np.ascontiguousarray(mark_N4).view(np.uint64)
-        self._places.word_PX[place_N, first : first + MARKS] = mark_N4
-        self._places.score_P[place_N] = mark_N2[:, 0]
+        self.places.word_PX[place_N, first : first + MARKS] = mark_N4
+        self.places.score_P[place_N] = mark_N2[:, 0]
         if self.stamps and len(mark_N4):
             self._stamp = max(self._stamp, min(int(mark_N2[:, 1].max()), _UNLIMITED))
 

@@ -246,6 +246,96 @@ def test_every_file_call_of_the_persistent_table_goes_through_the_file_system():
     assert list(file_calls("import os\nopen('a')\nfs.open('a')\nos.fsync(1)\n")) == ["2: open", "4: os.fsync"]
 
 
+# ---- what tests may know of the packages -----------------------------------------------------------------------------
+
+# Private parts of the packages that a single test reads or replaces, since no public call shows them. What several
+# tests need has a public name, or a function in tests/support/inside.py. This list may only shrink.
+REACHED_INTO = {
+    "tests/benchmarks/test_turns.py": {"_process"},
+    "tests/changed.py": {"_WHERE"},
+    "tests/cuda/test_device_tier.py": {"_enlarged", "_index"},
+    "tests/cuda/test_launches.py": {"_compute_prepared", "_prepare"},
+    "tests/cuda/test_prefetched_rows.py": {"_release_in_order"},
+    "tests/cuda/test_tier_on_streams.py": {"_order"},
+    "tests/cuda_compile/signatures.py": {"_published"},
+    "tests/cuda_compile/test_argument_types.py": {"_Array"},
+    "tests/dynamicemb/test_tables.py": {"_admission_counter"},
+    "tests/remote/test_plugin_server.py": {"_plugins"},
+    "tests/remote/test_redis_faults.py": {"_keys"},
+    "tests/remote/test_remote_tier.py": {"_values"},
+    "tests/storage/test_block_readers.py": {"_byte_N", "_context", "_kept"},
+    "tests/storage/test_compact_snapshots.py": {"_compactor"},
+    "tests/storage/test_embedding_store.py": {"_grants"},
+    "tests/storage/test_hot_tier.py": {"_below"},
+    "tests/storage/test_json_lists.py": {"_known"},
+    "tests/storage/test_memory.py": {"_lock"},
+    "tests/storage/test_pending_keys.py": {"_new_cells"},
+    "tests/storage/test_persistent_table.py": {"_live"},
+    "tests/storage/test_persistent_table_damage.py": {"_keys_of"},
+    "tests/storage/test_persistent_table_interrupts.py": {"_LockFile"},
+    "tests/tde/test_dataloader.py": {"_pins_S"},
+    "tests/test_deltas.py": {"_held"},
+    "tests/test_layout.py": {"_MODULES", "_SUBMODULES", "_WHERE"},
+    "tests/test_persistent_table_io.py": {"_sinks"},
+    "tests/test_rank_snapshots.py": {"_saved"},
+    "tests/test_ranks.py": {"_owned"},
+    "tests/test_threads.py": {"_keys_of"},
+    "tests/test_train_graph.py": {"_latest"},
+    "tests/test_train_graph_checkpoint.py": {"_file"},
+    "tests/torchrec/test_modules.py": {"_feature_names"},
+    "tests/torchrec/test_sharding.py": {"_sender"},
+}
+REACHED_INTO_MAX = 39
+# Names that the packages have too, of a NamedTuple, and of torch's GradScaler, Tensor and Module.
+NOT_OURS = {"_replace", "_scale", "_version", "_compiled_call_impl"}
+
+
+def private_names(text):
+    """Private names that a file defines or assigns, as variables, attributes, functions or classes."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            name = node.name
+        elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+            name = node.attr if isinstance(node, ast.Attribute) else node.id
+        else:
+            continue
+        if name.startswith("_") and not name.startswith("__") and name not in NOT_OURS:
+            yield name
+
+
+def reached_into(text, private):
+    """Names of `private` that are read or set of another object than `self`, or imported from the packages."""
+    found = set()
+    private = private.intersection(re.findall(r"\b_\w+", text))
+    for node in ast.walk(ast.parse(text)) if private else ():
+        if isinstance(node, ast.Attribute) and node.attr in private:
+            owner = ast.unparse(node.value)
+            if owner not in ("self", "cls", "super()") and owner.partition(".")[0] not in ("torch", "sys"):
+                found.add(node.attr)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("oneemb"):
+            found.update(alias.name for alias in node.names)
+    return found & private
+
+
+def test_tests_reach_into_no_private_part_of_the_packages_but_those_listed():
+    private = {name for path in sources(*PACKAGES) for name in private_names(path.read_text())}
+    found = {
+        str(path.relative_to(ROOT)): names
+        for path in sources("tests")
+        if path.parent.name != "support" and (names := reached_into(path.read_text(), private))
+    }
+    assert found == REACHED_INTO
+    assert sum(map(len, REACHED_INTO.values())) <= REACHED_INTO_MAX, "use a public call, or tests/support/inside.py"
+
+
+def test_a_private_part_that_a_test_reaches_into_is_found():
+    private = set(private_names("_LIMIT = 1\nclass _Held:\n    def _end(self):\n        self._rows, self.own = 1, 2\n"))
+    assert private == {"_LIMIT", "_Held", "_end", "_rows"}
+    text = "store._rows\nself._end()\nx.y(z)._end = 1\nmodule._LIMIT\nother._name\nfrom oneemb.a import _Held as b\n"
+    assert reached_into(text, private) == {"_rows", "_end", "_LIMIT", "_Held"}
+    assert not reached_into("self._rows\nsuper()._end()\ntorch._rows\nsys._LIMIT\nb.own\n", private)
+
+
 # ---- the Pythons it runs on ------------------------------------------------------------------------------------------
 
 

@@ -327,14 +327,14 @@ def test_figures_of_a_machine_survive_json():
 def test_figures_that_explain_steps_are_found_again():
     planted = oneemb.StepCost(500.0, 120.0, 30.0, 0.9, 60.0, 0.5)
     cases = []
-    for samples, tables, vocabulary, dim, embeddings in machine_module._CASES:
+    for samples, tables, vocabulary, dim, embeddings in machine_module.CASES:
         ids = samples * tables
         keys = min(ids, vocabulary)
         ms = planted.call_us / 1e3 + embeddings * (planted.lookup_us / 1e3 + planted.rows_ms(ids, keys, dim, 2 * dim))
         cases.append(
             {"embeddings": embeddings, "dim": dim, "ids": ids * embeddings, "keys": keys * embeddings, "ms": ms}
         )
-    found = machine_module._fitted(cases, oneemb.Machine(), 1)
+    found = machine_module.fitted(cases, oneemb.Machine(), 1)
     for one in cases:
         samples = one["ids"] // one["embeddings"], one["keys"] // one["embeddings"], one["dim"], 2 * one["dim"]
         ms = found.call_us / 1e3 + one["embeddings"] * (found.lookup_us / 1e3 + found.rows_ms(*samples))

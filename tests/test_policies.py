@@ -120,10 +120,10 @@ def check_records(embedding):
         mark_N2 = np.ascontiguousarray(row_NW[:, format.mark_begin : format.state_begin]).view(np.uint64)
         recorded |= dict(zip(zip(table_N.tolist(), id_N.tolist(), strict=True), mark_N2[:, 0].tolist(), strict=True))
     assert known == recorded
-    tables, counts = Counter(table for table, _ in keys), ledger._rows_T.tolist()
+    tables, counts = Counter(table for table, _ in keys), ledger.rows_T.tolist()
     assert counts == [tables[t] for t in range(len(counts))]
-    assert ledger._places.table_P[place_N].tolist() == [table for table, _ in keys]
-    assert not ledger._places.held_P.any()
+    assert ledger.places.table_P[place_N].tolist() == [table for table, _ in keys]
+    assert not ledger.places.held_P.any()
 
 
 def tie(key):

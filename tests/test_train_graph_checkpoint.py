@@ -541,7 +541,7 @@ def test_a_failed_save_whose_traces_stay_says_why_it_failed_and_the_next_one_tak
         raise oneemb.StorageError("the device fails for a moment")
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, "_write", full)
+        patched.setattr(checkpoint, "write_file", full)
         patched.setattr(graph.embedding.store, "delete_snapshot", broken)
         for _ in range(2):  # in one process, whose number does not change
             with pytest.raises(oneemb.StorageError, match="ENOSPC|for a moment"):
@@ -590,8 +590,8 @@ def test_what_another_save_is_about_to_make_is_left_to_it(tmp_path, monkeypatch)
         os.unlink(other.path)
         honest(path, data)
 
-    honest = checkpoint._write
-    monkeypatch.setattr(checkpoint, "_write", write)
+    honest = checkpoint.write_file
+    monkeypatch.setattr(checkpoint, "write_file", write)
     graph.save(tmp_path / "c")
     assert len(found) == 1 and graph.embedding.snapshots() == found[0]
     graph.embedding.close()

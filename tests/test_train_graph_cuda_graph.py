@@ -229,7 +229,7 @@ def test_batches_are_not_prepared_while_a_graph_is_captured(captures):
     capture = torch.cuda.make_graphed_callables
 
     def captured(module, samples):
-        overlaps.append(streams.capture_gate._preparing)
+        overlaps.append(streams.capture_gate.preparing_threads)
         return capture(module, samples)
 
     torch.cuda.make_graphed_callables = captured  # the fixture restores it

@@ -136,7 +136,7 @@ def _export(
     """
     copies, apart = ExitStack(), ExitStack()
     try:
-        work, lock = _work_folder(path)
+        work, lock = work_folder(path)
     except OSError as error:
         raise storage_error(error, "write", path) from error
     try:
@@ -184,7 +184,7 @@ def _export(
             os.close(lock)
 
 
-def _work_folder(path: str) -> tuple[str, int]:
+def work_folder(path: str) -> tuple[str, int]:
     """A folder beside the file, and its lock, by which others see that somebody is at work. What exports of this file
     that were killed have left goes."""
     folder, name = os.path.split(path)

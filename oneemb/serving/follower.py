@@ -25,23 +25,23 @@ class Follower:
     def __init__(self, refresh: Callable[[Callable[[], bool]], Any], seconds: float):
         self.seconds, self._process = seconds, os.getpid()
         self._error: BaseException | None = None
-        self._ends = threading.Event()
-        self._thread = threading.Thread(
+        self.ends = threading.Event()
+        self.thread = threading.Thread(
             target=self._run, args=(weakref.WeakMethod(refresh),), name="oneemb-follow", daemon=True
         )
 
     def start(self) -> None:
-        self._thread.start()
+        self.thread.start()
 
     def _run(self, refresh: "weakref.WeakMethod[Any]") -> None:
-        while not self._ends.wait(self.seconds):
+        while not self.ends.wait(self.seconds):
             call = refresh()
             if call is None:
                 return
             try:
-                call(self._ends.is_set)
+                call(self.ends.is_set)
             except BaseException as error:
-                if not self._ends.is_set():
+                if not self.ends.is_set():
                     self._error = error
             del call
 
@@ -60,10 +60,10 @@ class Follower:
     def stop(self) -> None:
         """Let the thread end soon; a call that it is in gives up."""
         if not self.is_of_parent:  # Its thread may have held the event's lock when this process was forked.
-            self._ends.set()
+            self.ends.set()
 
     def close(self) -> None:
         """Stop, and wait until the thread has ended."""
         self.stop()
-        if not self.is_of_parent and self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join()
+        if not self.is_of_parent and self.thread.is_alive() and self.thread is not threading.current_thread():
+            self.thread.join()

@@ -32,11 +32,11 @@ from oneemb.storage.serving.served_file import QUANTIZED, ServedFile
 __all__ = ["FrozenRows"]
 
 _ROWS = 1 << 16  # that are copied in one turn
-_SALTS = 64  # tries
+SALTS_MAX = 64  # tries
 _MASK = (1 << 64) - 1
 
 
-def _salts(tables: int, attempt: int) -> np.ndarray:
+def salts_of(tables: int, attempt: int) -> np.ndarray:
     """int64 [T], the first 0: numbers whose upper bits differ, so that the keys of tables lie apart."""
     found = [0]
     for t in range(1, tables):
@@ -49,14 +49,14 @@ def _salts(tables: int, attempt: int) -> np.ndarray:
 
 def _sorted_keys(table_S: np.ndarray, id_S: np.ndarray, tables: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Salts, sorted keys, and which row each is of."""
-    for attempt in range(_SALTS):
-        salt_T = _salts(tables, attempt)
+    for attempt in range(SALTS_MAX):
+        salt_T = salts_of(tables, attempt)
         key_S = id_S ^ salt_T[table_S]
         order_S = np.argsort(key_S)
         key_S = key_S[order_S]
         if not (key_S[1:] == key_S[:-1]).any():
             return salt_T, key_S, order_S
-    raise StorageError(f"no salts of {_SALTS} keep the keys of {tables} tables apart; export fewer tables at a time")
+    raise StorageError(f"no salts of {SALTS_MAX} keep the keys of {tables} tables apart; export fewer tables at a time")
 
 
 def _rows_of(file: ServedFile, place_S: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:

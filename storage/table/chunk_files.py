@@ -115,7 +115,7 @@ class ChunkFiles:
     def __init__(
         self, fs: FileSystem, directory: str, next_number: int, direct: bool, lock: WriterLock | None = None
     ):  # fmt: skip
-        self._rows_file: OrderedDict[ChunkFile, int] = OrderedDict()
+        self.open_rows_files: OrderedDict[ChunkFile, int] = OrderedDict()
         self.chunks: dict[int, ChunkFile] = {}
         self._fs = fs
         self._lock = lock
@@ -303,12 +303,12 @@ class ChunkFiles:
         least recently used one is closed."""
         if chunk.rows_out is not None:
             return chunk.rows_out
-        file = self._rows_file.pop(chunk, None)
+        file = self.open_rows_files.pop(chunk, None)
         if file is None:
             file = self._fs.open(chunk.rows_path, direct=self._direct)
-            if len(self._rows_file) >= self.files_open_max:
-                self._close(self._rows_file.popitem(last=False)[1])
-        self._rows_file[chunk] = file
+            if len(self.open_rows_files) >= self.files_open_max:
+                self._close(self.open_rows_files.popitem(last=False)[1])
+        self.open_rows_files[chunk] = file
         return file
 
     def close(self) -> None:
@@ -322,7 +322,7 @@ class ChunkFiles:
             self.close()
 
     def _close_chunk(self, chunk: ChunkFile) -> None:
-        file = self._rows_file.pop(chunk, None)
+        file = self.open_rows_files.pop(chunk, None)
         if file is not None:
             self._close(file)
         self._close_written(chunk)

@@ -113,13 +113,13 @@ class DeviceTier:
         self.begin_rows, self._absent, self._refused = begin, absent or begin, refused or begin
         self._limits = Limits(name, slots, _padded(row_width) * 4 + SLOT_OVERHEAD_BYTES, resident, row_limit)
         self._counters = Counters()
-        self._policy = policy
+        self.policy = policy
         self._bus = PinnedRows(row_width, gpu)
         self._order = StreamOrder(gpu)
         self._tick = 0
-        self._use_score = _USE_SCORE  # what a use counts now, for "lfu": see oneemb.storage.tiers.hot_tier
+        self.use_score = _USE_SCORE  # what a use counts now, for "lfu": see oneemb.storage.tiers.hot_tier
         self.row_SW: torch.Tensor
-        self._score_S: torch.Tensor
+        self.score_S: torch.Tensor
         self.pin_S: torch.Tensor
         self._free = FreeSlots(loops.arange)
         with self._order(self._arrays):
@@ -467,7 +467,7 @@ class DeviceTier:
         count_U = self._gpu.empty(0, dtype=torch.int64) if count_U is None else count_U
         self._gpu.run(
             acquire_loop, len(slot_U), self._index.cell_C2, keys.table_U, keys.id_U, keys.size_2, self.pin_S,
-            self._score_S, pins, self._tick if self._policy == "lru" else -int(self._use_score), count_U, slot_U,
+            self.score_S, pins, self._tick if self.policy == "lru" else -int(self.use_score), count_U, slot_U,
             self._index.inserted_2, count_4,
         )  # fmt: skip
         # Bags of no ids have a size_2 that no launch has copied.
@@ -486,10 +486,10 @@ class DeviceTier:
 
     def _grow_old(self, uses: int) -> None:
         """Let uses from here on count more than those before, by the number of rows that have been used."""
-        self._use_score *= 2.0 ** (uses / (HALF_LIFE * self.slots))
-        if self._use_score > _USE_SCORE * _SCORE_STEP:
-            self._score_S //= _SCORE_STEP
-            self._use_score /= _SCORE_STEP
+        self.use_score *= 2.0 ** (uses / (HALF_LIFE * self.slots))
+        if self.use_score > _USE_SCORE * _SCORE_STEP:
+            self.score_S //= _SCORE_STEP
+            self.use_score /= _SCORE_STEP
 
     def _bring_in(self, table_M: torch.Tensor, id_M: torch.Tensor, count_M: torch.Tensor | None) -> torch.Tensor:
         """Pinned slots for keys that are not here: rows from below, or else new ones."""
@@ -515,8 +515,8 @@ class DeviceTier:
         if row_MW is not None and len(row_MW):
             self._rows_in(slot_M[~new_M], row_MW)
         with self._taking(slot_M, table_M, id_M, None, dirty=new_M):
-            if count_M is not None and self._policy == "lfu":
-                self._score_S[slot_M] *= count_M
+            if count_M is not None and self.policy == "lfu":
+                self.score_S[slot_M] *= count_M
             self.pin_S[slot_M] = 1
             self._add_known(unknown)
             self._counters.new_rows += unknown
@@ -539,7 +539,7 @@ class DeviceTier:
         # Writes to free slots harm nothing, as long as the slots are not dirty.
         self._table_S[slot_N] = table_N
         self._id_S[slot_N] = id_N
-        self._score_S[slot_N] = self._tick if self._policy == "lru" else int(self._use_score)
+        self.score_S[slot_N] = self._tick if self.policy == "lru" else int(self.use_score)
         self._grow_old(len(slot_N))
         self._index.insert(table_N, id_N, slot_N)
         with changing:
@@ -627,19 +627,19 @@ class DeviceTier:
         ) from failure
 
     def _hold(self, arrays: list[torch.Tensor]) -> None:
-        self.row_SW, self._table_S, self._id_S, self._score_S, self.pin_S, self._dirty_S = arrays
+        self.row_SW, self._table_S, self._id_S, self.score_S, self.pin_S, self._dirty_S = arrays
 
     def _arrays(self) -> list[torch.Tensor]:
         return [*self._slot_arrays(), self._free.stack_X, self._index.cell_C2, self._index.inserted_2]
 
     def _slot_arrays(self) -> list[torch.Tensor]:
-        return [self.row_SW, self._table_S, self._id_S, self._score_S, self.pin_S, self._dirty_S]
+        return [self.row_SW, self._table_S, self._id_S, self.score_S, self.pin_S, self._dirty_S]
 
     def _evict(self, count: int) -> None:
         """Drop the `count` unpinned rows of least score, or as many as there are."""
         used = slice(0, self._free.used)
         self._order.after_releases()
-        score_S = self._score_S[used].clone()
+        score_S = self.score_S[used].clone()
         # Looked at once: a step on another stream may release some of them meanwhile.
         pinned_S = self.pin_S[used] > 0
         score_S[pinned_S] = torch.iinfo(torch.int64).max
@@ -685,7 +685,7 @@ class DeviceTier:
         self.row_SW = gpu.empty(0, _padded(self.row_width), dtype=torch.float32)
         self._table_S = gpu.empty(0, dtype=torch.int32)
         self._id_S = gpu.empty(0, dtype=torch.int64)
-        self._score_S = gpu.empty(0, dtype=torch.int64)
+        self.score_S = gpu.empty(0, dtype=torch.int64)
         self.pin_S = gpu.empty(0, dtype=torch.int32)
         self._dirty_S = gpu.empty(0, dtype=torch.bool)
         self._free = FreeSlots(self._loops.arange)

@@ -106,7 +106,7 @@ class HotTier:
         self.row_width = row_width
         slot_bytes = row_width * 4 + SLOT_OVERHEAD_BYTES
         self._arrays = SlotArrays(name, row_width, slots, slot_bytes, resident, expected)
-        self._dirty_S, self.pin_S, self._score_S, self.row_SW = self._arrays.arrays
+        self._dirty_S, self.pin_S, self.score_S, self.row_SW = self._arrays.arrays
         self.slots = self._arrays.most
         make_room = weakref.WeakMethod(self._make_room)
         self._limits = Limits(name, self.slots, slot_bytes, resident, row_limit, make_room)
@@ -119,7 +119,7 @@ class HotTier:
         self._writing = threading.Lock() if writing is None else writing
         self._index = HashIndex(threads)
         self._victims = VictimClock(self._index, self.slots, threads)
-        self._policy = policy
+        self.policy = policy
         # A resident tier evicts nothing and counts pins for its statistics only: it keeps a list of pins and adds them
         # up when the statistics are read. Most pins are released before, with the very array that they were made with,
         # and leave the list again.
@@ -134,7 +134,7 @@ class HotTier:
         # Score of one use now. Instead of lowering the scores of old uses, the tier raises that of new ones: scores of
         # any two times can be compared, and a use changes only the score of its row. For "lru" the score is the number
         # of the call.
-        self._use_score = 1.0
+        self.use_score = 1.0
         # Number of rows known here and below; None = it is not known. A store below may be far away: it counts its rows
         # when a caller, or a limit, needs the number.
         self._rows: int | None = 0 if below is None or resident else None
@@ -459,7 +459,7 @@ class HotTier:
         if rows > len(self.row_SW):
             self._arrays.make_room(rows)
             # The slab last: readers that find a new slab take the other arrays anew.
-            self._dirty_S, self.pin_S, self._score_S, self.row_SW = self._arrays.arrays
+            self._dirty_S, self.pin_S, self.score_S, self.row_SW = self._arrays.arrays
 
     def _bring_in(self, table_M: np.ndarray, id_M: np.ndarray) -> np.ndarray:
         """Slots for keys that are not here: rows from below, or else new ones."""
@@ -535,17 +535,17 @@ class HotTier:
         """Score a use of the rows in these slots, the first one since they came in or a later one."""
         if self._resident:
             return
-        if first or self._policy == "lru":
-            set_marks(self._score_S, slot_N, self._use_score, threads=self._threads)
+        if first or self.policy == "lru":
+            set_marks(self.score_S, slot_N, self.use_score, threads=self._threads)
         else:
-            add_marks(self._score_S, slot_N, self._use_score, threads=self._threads)
-        if self._policy == "lru":
-            self._use_score += 1.0
+            add_marks(self.score_S, slot_N, self.use_score, threads=self._threads)
+        if self.policy == "lru":
+            self.use_score += 1.0
             return
-        self._use_score *= 2.0 ** (len(slot_N) / (HALF_LIFE * self.slots))
-        if self._use_score > _SCORE_STEP:
-            self._score_S[: self._free.used] /= _SCORE_STEP
-            self._use_score /= _SCORE_STEP
+        self.use_score *= 2.0 ** (len(slot_N) / (HALF_LIFE * self.slots))
+        if self.use_score > _SCORE_STEP:
+            self.score_S[: self._free.used] /= _SCORE_STEP
+            self.use_score /= _SCORE_STEP
 
     def _add_known(self, more: int) -> None:
         if self._rows is not None:
@@ -562,7 +562,7 @@ class HotTier:
     def _evict_for(self, size: int) -> None:
         """Evict rows until so many slots are free."""
         while (short := size - self._free.left(self.slots)) > 0:
-            table_V, id_V, slot_V = self._victims.choose(short, self._score_S, self.pin_S)
+            table_V, id_V, slot_V = self._victims.choose(short, self.score_S, self.pin_S)
             if len(slot_V) == 0:
                 return  # All rows are pinned.
             dirty = np.flatnonzero(self._dirty_S[slot_V])

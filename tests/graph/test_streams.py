@@ -106,7 +106,7 @@ def test_tensors_are_found_in_keys_and_prefetched_rows_and_nowhere_else(on_gpu):
         (tensors[7], 3, "x"),
         np.zeros(2),
     ]  # fmt: skip
-    assert [id(one) for one in streams._tensors(values)] == [id(one) for one in tensors]
+    assert [id(one) for one in streams.tensors_in(values)] == [id(one) for one in tensors]
 
 
 def test_without_cuda_nothing_is_asked_of_it():
@@ -167,7 +167,7 @@ def test_a_capture_that_is_interrupted_lets_batches_be_prepared():
 
         if not interrupted(capture, line, "signal", files=[streams.__file__])[0]:
             break
-        assert gate._capturing is None
+        assert gate.capturing_block is None
         with gate.preparing():
             pass
         with gate.capturing(0.1) as may:

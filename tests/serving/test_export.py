@@ -393,7 +393,7 @@ class Keeps(oneemb.EvalGraph):
 
 def _is_at_work(path, pipe):
     """Hold a folder of an export's work until the other end says to end."""
-    work, _lock = export._work_folder(path)
+    work, _lock = export.work_folder(path)
     open(os.path.join(work, "rows"), "w").close()
     pipe.send("at work")
     pipe.recv()

@@ -186,7 +186,7 @@ def test_a_snapshot_whose_rows_are_of_another_width_is_not_taken_over(job, call)
 def test_an_embedding_that_nobody_refers_to_follows_no_more(job):
     served = InferenceEmbedding.open(job.folder)
     served.follow(0.001)
-    thread, gone = follower_of(served)._thread, weakref.ref(served)
+    thread, gone = follower_of(served).thread, weakref.ref(served)
     del served
     assert wait_for(lambda: gc.collect() is not None and gone() is None)
     thread.join(PATIENCE_S)
@@ -282,7 +282,7 @@ def test_a_forked_child_stops_following_whatever_the_thread_of_its_parent_was_do
     served = InferenceEmbedding.open(job.folder)
     served.follow(60.0)
     arguments = {"follow": [60.0], "rollback": ["step 1"]}.get(call, [])
-    with follower_of(served)._ends._cond:  # as the thread has it for a moment when it wakes
+    with follower_of(served).ends._cond:  # as the thread has it for a moment when it wakes
         pid = child(lambda: getattr(served, call)(*arguments) is None)
     assert ends_soon(pid)
     served.close()

@@ -410,9 +410,9 @@ def test_scores_stay_numbers_however_long_a_cache_is_used(policy):
     tier = cache(DictStore(W), 2, policy=policy)
     for n in range(600):
         if policy == "lfu" and n % 150 == 0:
-            tier._use_score *= 2.0**490  # What 490 half-lives, nearly 4,000 more calls, would make it.
+            tier.use_score *= 2.0**490  # What 490 half-lives, nearly 4,000 more calls, would make it.
         tier.release(acquire(tier, ids(n % 3, 3)))
-    assert np.isfinite(tier._score_S).all() and 0 < tier._use_score < 2.0**501
+    assert np.isfinite(tier.score_S).all() and 0 < tier.use_score < 2.0**501
     assert 3 in {id for _, id in (key for key in ids(0, 1, 2, 3) if tier.index.find(*keys_of([key]))[0] >= 0)}
 
 

@@ -23,7 +23,7 @@ from oneemb.storage.tiers.growing_array import GrowingArray
 from oneemb.storage.tiers.hot_tier import SLOT_OVERHEAD_BYTES, HotTier
 from oneemb.storage.tiers.memory_limit import MemoryLimit, memory_limit
 from tests.support.graph_models import make_embedding
-from tests.support.inside import forget_addresses, page_behind, refuse_growth, reserved_bytes
+from tests.support.inside import forget_addresses, page_behind, refuse_growth, reservations, reserved_bytes
 from tests.support.keys import distinct
 from tests.support.row_store_suite import DictStore, keys_of
 
@@ -265,7 +265,7 @@ def test_a_tier_enters_the_book_when_no_other_thread_reads_it():
         maker.start()
         assert not entered.wait(0.2)
     maker.join()
-    assert kept[0] in reservation._book
+    assert kept[0] in reservations()
 
 
 def test_a_child_of_fork_has_a_book_of_its_own(limited):

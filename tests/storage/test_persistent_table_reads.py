@@ -118,7 +118,7 @@ def test_more_chunks_than_open_files_are_read_in_one_call(tmp_path, io):
         table.flush()
         assert table.stats()["chunks"] > 12
         check(table, rows)
-        assert len(chunk_files_of(table)._rows_file) <= 3
+        assert len(chunk_files_of(table).open_rows_files) <= 3
 
 
 def test_no_block_is_asked_for_twice_and_neighbours_go_together():

@@ -18,6 +18,7 @@ from oneemb.storage.table.check import check_table
 from oneemb.storage.table.compact_snapshots import compact_snapshots
 from oneemb.storage.table.live_rows import LiveRows
 from oneemb.storage.table.persistent_table import PersistentTable
+from tests.support.inside import in_the_middle_of_a_move
 from tests.support.models import make_embedding
 from tests.support.table_model import check, put_random
 
@@ -99,13 +100,8 @@ def test_a_table_that_the_collector_closes_on_a_thread_of_its_own_is_closed(tmp_
 
     embedding_of_the_thread = [embedding]
     del embedding
-    with table._turns:
-        table._compactor._moving = object()  # as in the middle of a move
-        table._compactions.start(job)
-    assert ended.wait(20), "it waits for itself"
-    with table._turns:
-        table._compactor._moving = None
-        table._turns.lock.notify_all()
+    with in_the_middle_of_a_move(table, job):
+        assert ended.wait(20), "it waits for itself"
     for thread in threading.enumerate():
         if thread.name == "close":
             thread.join(20)

@@ -42,12 +42,29 @@ def snapshot_path(table, name):
     return snapshots_of(table).files.path(name)
 
 
+@contextmanager
+def in_the_middle_of_a_move(table, job):
+    """Within the block, a table's compaction has a chunk that it moves; its thread runs the job."""
+    with table._turns:
+        table._compactor._moving = object()
+        table._compactions.start(job)
+    yield
+    with table._turns:
+        table._compactor._moving = None
+        table._turns.lock.notify_all()
+
+
 # ---- memory and threads ----------------------------------------------------------------------------------------------
+
+
+def reservations():
+    """Memory reservations of this process, of tiers that are open."""
+    return list(reservation._book)
 
 
 def reserved_bytes():
     """Bytes that all tiers of this process have reserved."""
-    return sum(one.bytes for one in list(reservation._book))
+    return sum(one.bytes for one in reservations())
 
 
 @contextmanager

@@ -372,7 +372,7 @@ def test_tables_that_do_not_go_together_are_refused_and_change_nothing():
     with pytest.raises(RuntimeError, match=r"embedding_bags: tables of one embedding have numbers of their own, got"):
         made.load_state_dict(changed(state, "absent", lambda _: state["embedding_bags.u.absent"].clone()))
     assert torch.equal(made(kjt).values(), before)
-    salts = np.array([frozen_rows._salts(2, attempt)[1] for attempt in range(frozen_rows._SALTS)])
+    salts = np.array([frozen_rows.salts_of(2, attempt)[1] for attempt in range(frozen_rows.SALTS_MAX)])
     ids = torch.from_numpy(np.unique(salts))
     hostile = changed(state, "ids", lambda _: torch.zeros(1, dtype=torch.int64))
     hostile["embedding_bags.t.weight"] = torch.zeros(1, 12, dtype=torch.uint8)
