@@ -178,6 +178,7 @@ class EmbeddingStore:
         self._bottom = bottom
         format = RowFormat(dim, dtype, marks=0 if policies is None else MARKS)
         self.rows = TieredRows(plan, bottom, format, initial, HostLoops(threads), threads, self.writing, policies)
+        """All rows, in their tiers."""
         self.pins = PinBook(self.rows, placed=policies is not None)
         """Owners of pinned rows. In a turn only."""
         self.kept: KeptRows | None = None

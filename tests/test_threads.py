@@ -18,7 +18,7 @@ import oneemb
 from oneemb.rows import export_rows as row_export
 from oneemb.storage.step_lock import StepLock, alone, while_held
 from tests.support.forks import run_code
-from tests.support.inside import train_state_of
+from tests.support.inside import dirty_keys_of, train_state_of
 from tests.support.interrupts import WAYS, count_lines, interrupted
 from tests.support.models import make_embedding
 from tests.support.pairwise import covering
@@ -280,7 +280,7 @@ def test_marks_that_come_while_rows_are_listed_have_room(tmp_path):
         return items()
 
     tier.index.items = mark_meanwhile
-    table_N, id_N, slot_N = tier._keys_of(tier.dirty_S[: len(tier)])
+    table_N, id_N, slot_N = dirty_keys_of(tier)
     del tier.index.items
     assert sorted(slot_N.tolist()) == list(range(10)) and len(table_N) == len(id_N) == 10
     assert np.array_equal(tier.index.find(table_N, id_N), slot_N)

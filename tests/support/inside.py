@@ -89,6 +89,11 @@ def refuse_growth(monkeypatch):
     monkeypatch.setattr(growing_array, "_remap", lambda *arguments: growing_array._FAILED)
 
 
+def dirty_keys_of(tier):
+    """Tables, ids and slots of the rows of a host tier that the store below lacks."""
+    return tier._keys_of(tier.dirty_S[: tier._free.used])
+
+
 def team_of(threads):
     """Helper threads of `Threads`, None before the first loop that needs them."""
     return threads._team
