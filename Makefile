@@ -16,10 +16,13 @@ INSTALL = $(RUN) -m pip install -q --disable-pip-version-check
 demo: $(call ready,demo)  ## Train a click model with its embeddings on the cached-SSD store.
 	$(RUN) examples/kuairand_dlrm.py --store ssd
 
-# Tests wait for children, disks and timeouts: more processes than cores, and folders in memory where there is room.
+# Tests wait for children, disks and timeouts: more processes than cores, and folders in memory where 6 GB are free and
+# libraries can be loaded from them, which containers may forbid.
 # `python -m pytest` alone runs in one process, as a debugger wants it.
+MOUNTS = /proc/mounts
 WORKERS ?= $(shell n=$$(($$(nproc) * 2)); echo $$((n < 8 ? n : 8)))
-MEMORY := $(shell [ "$$(df --output=avail /dev/shm 2>/dev/null | tail -1)" -gt 6000000 ] 2>/dev/null && echo /dev/shm)
+MEMORY := $(shell [ "$$(df --output=avail /dev/shm 2>/dev/null | tail -1)" -gt 6000000 ] 2>/dev/null && \
+	! grep -q ' /dev/shm [^ ]* [^ ]*noexec' $(MOUNTS) && echo /dev/shm)
 PYTEST = $(if $(MEMORY),TMPDIR=$(MEMORY)) $(RUN) -m pytest -n $(WORKERS) --dist worksteal
 
 # CUDA loops run in numba's simulator and are compiled for two GPUs; each reads its switch once a process.
@@ -31,7 +34,7 @@ test: $(call ready,test)  ## The test suite.
 test-changed: $(call ready,test)  ## The tests nearest to what differs from BASE, for three minutes.
 	$(RUN) -m tests.changed --base $(BASE)
 
-test-slow: $(call ready,test)  ## The long proofs: many crashes, many random models; tests/README.md lists them.
+test-slow: $(call ready,test)  ## The long proofs: every crash, whole products of parameters, soaks.
 	$(PYTEST) -m slow
 	NUMBA_ENABLE_CUDASIM=1 $(PYTEST) -q -m slow tests/cuda
 	ONEEMB_TEST_COMPILE=1 $(PYTEST) -q -m slow tests/cuda_compile

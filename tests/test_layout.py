@@ -439,6 +439,26 @@ def test_a_target_in_an_environment_that_is_there_makes_and_installs_nothing(tar
     assert "-m venv" in fresh and "pip install" in fresh, "without RUN it does both"
 
 
+@pytest.mark.parametrize(
+    ("df", "options", "in_memory"),
+    [
+        ("echo Avail; echo 9000000", "rw,nosuid", True),
+        ("echo Avail; echo 64000", "rw,nosuid", False),
+        ("echo Avail; echo 9000000", "rw,nosuid,noexec", False),
+        ("exit 127", "rw,nosuid", False),
+    ],
+)
+def test_folders_of_tests_are_in_memory_where_there_is_room_and_libraries_load(
+    tmp_path, monkeypatch, df, options, in_memory
+):
+    (tmp_path / "df").write_text(f"#!/bin/sh\n{df}\n")
+    (tmp_path / "df").chmod(0o755)
+    (tmp_path / "mounts").write_text(f"proc /proc proc rw,noexec 0 0\nshm /dev/shm tmpfs {options} 0 0\n")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    commands = dry_make("test", "RUN=python3", f"MOUNTS={tmp_path}/mounts")
+    assert commands.count("TMPDIR=/dev/shm") == (3 if in_memory else 0)
+
+
 def test_gpu_tests_say_once_that_there_is_no_gpu():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/cuda/test_copies.py"]
     unseen = os.environ | {"ONEEMB_TEST_GPU": "1", "CUDA_VISIBLE_DEVICES": ""}

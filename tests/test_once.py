@@ -19,7 +19,6 @@ class Factory:
 
 
 def _asks(root, pipe):
-
     os.environ["PYTEST_XDIST_WORKER"] = "gw"
     own = root / str(os.getpid())
     own.mkdir()

@@ -304,7 +304,7 @@ class FaultyFileSystem:
 
     @contextlib.contextmanager
     def _undone(self, path):
-        """What is done inside to the open file of this path is undone."""
+        """Undo at the end what the block does to the open file of this path."""
         before = [(inode, bytes(inode.now), list(inode.unsynced)) for inode, at in self._open.values() if at == path]
         yield
         for inode, now, unsynced in before:

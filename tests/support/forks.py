@@ -1,4 +1,4 @@
-"""Work in children of fork, and processes that are forks of a server which has torch and oneemb loaded."""
+"""Children of fork, and processes that a server forks which has loaded torch and oneemb."""
 
 import multiprocessing
 import os
@@ -11,7 +11,7 @@ import types
 
 
 def fork_context():
-    """A context of multiprocessing whose processes have loaded already what tests/support/rank_imports.py loads."""
+    """A context of multiprocessing whose processes have the imports of tests/support/rank_imports.py."""
     if os.environ.get("ONEEMB_TEST_GPU"):  # A fork of a process that has asked for GPUs cannot use them.
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -37,25 +37,35 @@ def ended_well(child, patience_s=60):
 
 
 def run_code(code, *arguments, cwd=None, environment=None, seconds=600):
-    """What `python -c code arguments...` gives, as `subprocess.run` with captured text does, from a fork of the server.
+    """Run `python -c code arguments...` as a fork of the server, and return its exit code, stdout and stderr.
 
-    Where an interpreter's beginning or its end is what a test is about, it starts a process instead.
+    A test of how an interpreter begins or ends must start a process instead.
 
     Args:
-        environment: variables beside those of this process.
+        environment: variables set in addition to those of this process.
+
+    Returns:
+        A CompletedProcess, as from `subprocess.run` with captured text.
+
+    Raises:
+        TimeoutExpired: the code did not end within `seconds`, and was killed.
     """
     with tempfile.TemporaryDirectory() as folder:
         arguments = [str(its) for its in arguments]
-        process = fork_context().Process(target=_main, args=(code, arguments, cwd, environment or {}, folder))
+        environment = os.environ | (environment or {})
+        process = fork_context().Process(target=_main, args=(code, arguments, cwd, environment, folder))
         process.start()
-        process.join(seconds)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-            raise subprocess.TimeoutExpired(code, seconds)
-        said = [pathlib.Path(folder, name) for name in ("stdout", "stderr")]
-        said = [file.read_text() if file.exists() else "" for file in said]
-        return subprocess.CompletedProcess(code, process.exitcode, *said)
+        try:
+            process.join(seconds)
+        finally:  # Also after Ctrl-C.
+            if late := process.exitcode is None:
+                process.kill()
+                process.join()
+        printed = [pathlib.Path(folder, name) for name in ("stdout", "stderr")]
+        printed = [file.read_text() if file.exists() else "" for file in printed]
+        if late:
+            raise subprocess.TimeoutExpired(code, seconds, *printed)
+        return subprocess.CompletedProcess(code, process.exitcode, *printed)
 
 
 def _main(code, arguments, cwd, environment, folder):
@@ -63,6 +73,7 @@ def _main(code, arguments, cwd, environment, folder):
     for name, number in (("stdout", 1), ("stderr", 2)):
         os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT), number)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
     os.environ.update(environment)
     if cwd is not None:
         os.chdir(cwd)

@@ -1,4 +1,4 @@
-"""What takes long to make, made once for all processes of a test run."""
+"""Folders that are made once for all processes of a test run."""
 
 import fcntl
 import os
@@ -6,7 +6,7 @@ import shutil
 
 
 def made_once(tmp_path_factory, name, make):
-    """A folder that `make(folder)` has filled: the first process that asks for it makes it, and the others wait."""
+    """The folder `name` of the run, filled by `make(folder)` in the first process that asks; the others wait for it."""
     root = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:  # Each process has a folder in that of the run.
         root = root.parent
@@ -14,7 +14,7 @@ def made_once(tmp_path_factory, name, make):
     with open(root / f"{name}-lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not made.exists():
-            shutil.rmtree(folder, ignore_errors=True)  # of one who failed
+            shutil.rmtree(folder, ignore_errors=True)  # Of a process that failed.
             folder.mkdir()
             make(folder)
             made.touch()

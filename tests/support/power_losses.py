@@ -4,10 +4,10 @@ import hashlib
 
 
 def power_losses(fs, write, look, *, torn=2):
-    """Run `write()` and look at each disk that is found if the power goes at one of its calls of `fs`, or at its end.
+    """Run `write()` once, and call `look` with each disk that a loss of power leaves at a call of `fs`, or at the end.
 
-    The disks are those of `crash_at` and `half` in a run for each call, without these runs. Equal disks are looked at
-    once, and once more at the end.
+    The disks are the same as from one run for each value of `crash_at` and `half`. Equal disks are looked at once, and
+    once more at the end.
 
     Args:
         fs: The `FaultyFileSystem` that `write` writes to.
@@ -45,7 +45,7 @@ def power_losses(fs, write, look, *, torn=2):
 
 
 def _digest(disk):
-    """A number of the names and the contents of a disk."""
+    """Digest of the names and the contents of a disk."""
     text = hashlib.blake2b(digest_size=16)
     for path, inode in sorted(disk.entries.items()):
         content = getattr(inode, "now", None)

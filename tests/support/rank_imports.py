@@ -1,7 +1,7 @@
-"""What the processes of tests load, imported once by the server that they are forks of.
+"""Imports of the server that forks the processes of tests.
 
-Without it each of them would spend two seconds on torch, numba and torch._dynamo, which the first optimizer imports,
-and four where it needs TorchRec. Nothing here may start a thread: a fork would not have it.
+A process that imports torch, numba and torch._dynamo by itself takes two seconds, and four with TorchRec. Nothing here
+may start a thread: a fork would not have it.
 """
 
 import contextlib
