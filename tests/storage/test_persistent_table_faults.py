@@ -72,8 +72,8 @@ class Attempts(World):
         put_random(Noting(), self.rows, self.rng, size, ids=150)
 
 
-def wrongs(operation, code, until_freed, number):
-    """Run the operation with one call failing; returns what failed, None when there is no such call."""
+def failed_call(operation, code, until_freed, number):
+    """Run the operation with one call failing, and check the table. Returns the call; None if there are fewer calls."""
     fs = FaultyFileSystem()
     world = Attempts(fs)
     before, rows_before = dict(world.saved), dict(world.rows)
@@ -142,7 +142,7 @@ def test_any_failed_call_harms_nothing(operation, code, until_freed):
 def check_failures(operation, code, until_freed, first, every):
     """Let each `every`-th call fail, in a run of its own; returns how many did."""
     for times, number in enumerate(itertools.count(first, every)):
-        if wrongs(operation, code, until_freed, number) is None:
+        if failed_call(operation, code, until_freed, number) is None:
             return times
 
 
@@ -150,7 +150,7 @@ def test_a_table_that_trusts_a_chunk_after_a_failed_sync_is_found_out(monkeypatc
     monkeypatch.setattr(ChunkFile, "suspect", property(lambda self: False, lambda self, value: None), raising=False)
     with pytest.raises(AssertionError, match="power lost after recovery from sync"):
         for number in range(100):
-            assert wrongs(save, errno.EIO, False, number) is not None
+            assert failed_call(save, errno.EIO, False, number) is not None
 
 
 def test_rows_whose_write_fails_beside_the_caller_stay_and_are_written_later(monkeypatch):
