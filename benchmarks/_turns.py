@@ -5,12 +5,15 @@ parked: it waits in a read of a pipe, and before it answers it waits until its o
 some milliseconds after their last loop. A side ends when its pipe does: it outlives no parent, however that one ends.
 """
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 __all__ = ["Side", "SideError", "rest", "serve"]
@@ -101,6 +104,16 @@ def rest(seconds_max: float = _REST_S_MAX) -> bool:
     while time.monotonic() < end:
         others = time.process_time() - time.thread_time()
         time.sleep(_QUIET_S)
-        if time.process_time() - time.thread_time() - others < _QUIET_S * _QUIET_SHARE:
+        if time.process_time() - time.thread_time() - others < _QUIET_S * _QUIET_SHARE and not _others_run():
             return True
+    return False
+
+
+def _others_run() -> bool:
+    """Whether another thread of this process uses a processor, or waits for one that other programs use."""
+    for task in os.scandir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # The thread has ended.
+            state = Path(task.path, "stat").read_text().rpartition(")")[2].split()[0]
+            if state == "R" and int(task.name) != threading.get_native_id():
+                return True
     return False

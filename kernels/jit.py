@@ -155,7 +155,9 @@ def move(to: Any, to_row: Any, to_column: Any, array: Any, row: Any, column: Any
     raise TypeError("move is for CUDA loops")
 
 
-_IMPORT = re.compile(r"^\s*(?:from|import) oneemb\.kernels(?:\.(\w+)| import \(?([\w, ]+))", re.MULTILINE)
+_IMPORT = re.compile(
+    r"^\s*(?:from|import) oneemb\.kernels(?:\.(\w+)| import (?:\(([\w,\s]+)\)|([\w, ]+)))", re.MULTILINE
+)
 
 _FOLDER = Path(__file__).parent
 

@@ -24,8 +24,6 @@ from tests.support.served_job import EXAMPLES, Client, body_of, first_examples
 from tests.support.serving_follower import digest
 
 SUPPORT = EXAMPLES.parent / "tests" / "support"
-# MKL else sums in an order that depends on where an array lies in memory.
-SAME_BITS = os.environ | {"MKL_CBWR": "AVX2,STRICT"}
 GROWTH_KB_MAX = 64 * 1024  # of a process beside the map, from when it has served some versions on
 
 
@@ -43,7 +41,7 @@ class Part:
         self.private_kb.append([])
         with open(self.out, "ab") as file:
             self.written_before = file.tell()
-            self.process = subprocess.Popen(self.command, stdout=file, stderr=subprocess.STDOUT, env=SAME_BITS)
+            self.process = subprocess.Popen(self.command, stdout=file, stderr=subprocess.STDOUT)
 
     def kill(self):
         self.kills += 1  # first: a client that is cut off then knows why
