@@ -47,6 +47,7 @@ def _put_folders_into_one_that_is_removed():
     """Have each `tempfile.mkdtemp()` of this run and of its children end with this process, except `tmp_path`."""
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     tempfile.tempdir = os.environ["TMPDIR"] = folder = tempfile.mkdtemp(prefix="oneemb-tests-")
+    os.chmod(folder, 0o711)  # A child that is another user has folders in it.
     # After the folder of multiprocessing in it, whose priority is -100. A child of fork does not run it.
     Finalize(None, shutil.rmtree, args=(folder,), kwargs={"ignore_errors": True}, exitpriority=-200)
 
