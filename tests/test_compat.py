@@ -64,7 +64,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def run(place, *arguments, cwd=None, launcher=(), fresh=False, **environment):
-    """What the driver gives.
+    """Output of the driver.
 
     Args:
         fresh: whether a python of its own runs it, which takes seconds to load torch.

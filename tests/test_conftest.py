@@ -1,4 +1,4 @@
-"""What a test run leaves behind."""
+"""A test run leaves no folder behind."""
 
 import os
 import subprocess

@@ -236,7 +236,7 @@ threading.Thread(target=train).start()
 
 
 def python(code):
-    """What a process of its own makes of it, which ends as Python does."""
+    """Result of the code in a process of its own, which ends as Python does."""
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
 
 

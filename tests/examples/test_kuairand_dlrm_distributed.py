@@ -34,7 +34,7 @@ script.main()
 
 
 def run(processes, code, folder, *arguments):
-    """What the first process gives, and the exit codes of all, with the variables that torchrun sets."""
+    """Result of the first process, and the exit codes of all; each has the variables that torchrun sets."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         job = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}

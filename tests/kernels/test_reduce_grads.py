@@ -115,7 +115,7 @@ def test_half_width_sums_do_not_overflow_where_float32_does_not():
 
 @pytest.mark.parametrize("summed", [False, True])
 def test_gradients_are_summed_before_they_are_negated(summed):
-    """As torch does it: the sign of a zero says which came first."""
+    """Gradients are summed, then negated, as in torch; the sign of a zero shows the order."""
     loops = HostLoops(Threads(1))
     unique = unique_keys(np.zeros(4, np.int32), np.array([1, 1, 2, 3]))
     segments = loops.segments(unique, None, np.array([[1], [-1], [0], [2]], np.float32), None)
