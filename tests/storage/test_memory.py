@@ -468,7 +468,7 @@ def test_a_slot_takes_the_bytes_that_are_reserved_for_it(limited):
 
 
 def flags_at(address):
-    """Lines of /proc/self/smaps about the mapping that holds an address."""
+    """Flags of the mapping that holds an address, a line of /proc/self/smaps."""
     lines = Path("/proc/self/smaps").read_text().splitlines()
     at = next(
         n for n, line in enumerate(lines)
