@@ -182,8 +182,9 @@ def end_stream(typingctx: Any) -> Any:
 def streams(array_NX: np.ndarray) -> bool:
     """Whether rows are better written past the caches: they are aligned, and far more than a core's cache holds, so
     that whoever reads them reads memory anyway."""
-    aligned = array_NX.ctypes.data % _LINE_BYTES == 0 and array_NX.strides[0] % _LINE_BYTES == 0
-    return aligned and array_NX.nbytes >= _STREAM_MIN
+    if array_NX.nbytes < _STREAM_MIN:  # First: to ask for an address takes microseconds.
+        return False
+    return array_NX.ctypes.data % _LINE_BYTES == 0 and array_NX.strides[0] % _LINE_BYTES == 0
 
 
 def copy_lanes(to: Any, to_row: Any, to_column: Any, array: Any, row: Any, column: Any) -> None:
