@@ -412,8 +412,7 @@ class _Committing:
 
     def begin(self) -> None:
         """Hold signals back."""
-        undisturbed.__enter__()
-        self._begun = True
+        self._begun = undisturbed.__enter__() is None  # type: ignore[func-returns-value]
 
     def __exit__(self, *error: object) -> None:
         if self._begun:

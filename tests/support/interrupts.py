@@ -5,6 +5,7 @@ Two ways to be stopped:
     raise     an exception appears at the line, as other threads may put one there; nothing can hold it back
 """
 
+import functools
 import gc
 import linecache
 import os
@@ -62,7 +63,6 @@ class AtLine:
             return None
         if self.way == "raise" and _in_finalizer(frame):
             return None
-        entered = set()
 
         def local(frame, event, argument):
             if event == "line":
@@ -70,11 +70,8 @@ class AtLine:
                 text = linecache.getline(file, line).strip()
                 if text == "try:" or text.startswith("collections.deque("):
                     return local
-                if text.startswith("with "):
-                    if line in entered:
-                        entered.discard(line)
-                        return local
-                    entered.add(line)
+                if text.startswith("with ") and frame.f_lasti != _first_instruction(frame.f_code, line):
+                    return local
                 if self.way == "raise" and file.endswith("/storage/turns.py"):
                     return local
                 self.lines += 1
@@ -126,6 +123,12 @@ def each_line(call, way):
     with AtLine(way=way) as line:
         call()
     return sorted({number for numbers in line._seen.values() for number in (numbers[0], numbers[-1])})
+
+
+@functools.cache
+def _first_instruction(code, line):
+    """Offset of the first instruction of a line: where a `with` block begins, not where Python comes back to end it."""
+    return min(start for start, _, number in code.co_lines() if number == line)
 
 
 def _in_finalizer(frame):
