@@ -174,6 +174,8 @@ class Building:
         backward: called in place of `Tensor.backward`, with its arguments; None = it is left alone.
         steppers: the optimizers that the graph itself steps.
         announced: those of the lookups that ranks have announced to each other, whether they are expected still or not.
+        lone: name of the embedding of a lookup that is expected where `build` makes it, and what gives it then; None =
+            there is none.
     """
 
     def __init__(
@@ -185,6 +187,7 @@ class Building:
         backward: Callable[..., None] | None = None,
         steppers: Collection[torch.optim.Optimizer] = (),
         announced: ops.Announced | None = None,
+        lone: tuple[str, Callable[[], Sequence[Expected]]] | None = None,
     ):
         self.others = 0
         """Lookups that were not expected."""
@@ -193,6 +196,7 @@ class Building:
         self._names = names
         self._expected: dict[str, list[Expected]] = {}
         self._waiting = len(expected)
+        self._lone = lone
         self.thread: int | None = None
         """The one that runs `build`."""
         for lookup in expected:
@@ -277,6 +281,10 @@ class Building:
 
     def _take(self, name: str, embedding: LooksUp, arguments: dict[str, Any]) -> Expected | None:
         """The lookup that was expected, acquired."""
+        if self._lone is not None and self._lone[0] == name:
+            (_, expect), self._lone = self._lone, None
+            self._expected[name] = list(expect())
+            self._waiting = len(self._expected[name])
         waiting = self._expected.get(name, [])
         ids, table_ids, offsets, columns = map(arguments.__getitem__, KEY_ARGUMENTS)
         for lookup in waiting:
@@ -316,7 +324,8 @@ class Building:
     @property
     def in_vain(self) -> list[str]:
         """The embeddings of which a lookup was expected and not made."""
-        return [name for name, lookups in self._expected.items() if lookups]
+        lone = [] if self._lone is None else [self._lone[0]]
+        return lone + [name for name, lookups in self._expected.items() if lookups]
 
 
 def steps_itself(stepper: object) -> str:

@@ -2,6 +2,7 @@
 
     recorded -> lower_embeddings -> [merge_embeddings] -> share_unique
              -> split_prepare       in two halves, of which the first may run while the step before computes
+             -> drop_copies         of a lone lookup that nothing ran ahead: it runs where `build` makes the lookup
 
 Invariant: whatever passes run, the rows are those of eager mode.
 """
@@ -20,6 +21,8 @@ from oneemb.graph.building import Expected
 from oneemb.graph.executor import Executor, Find
 from oneemb.graph.modules import Embeddings
 from oneemb.graph.ops.update import StepOptimizer
+from oneemb.graph.passes import output_of
+from oneemb.graph.passes.drop_copies import drop_copies
 from oneemb.graph.passes.lower_embeddings import lower_embeddings
 from oneemb.graph.passes.merge_embeddings import Member, merge_embeddings
 from oneemb.graph.passes.share_unique import share_unique
@@ -52,6 +55,8 @@ class Plan:
         whole: the lookups of a batch, from its values.
         prepare: the half that may run ahead, from the values too.
         lookup: the other half, from what the first one gives.
+        lone: a plan of one lookup, from the values of a batch at the moment of the lookup; None = there are several
+            lookups, or ranks announce theirs.
         history: the graph as recorded and after each pass.
         constants: the names of the tensors from outside the batch that the first half reads.
         others: lookups of a step that cannot be made ahead.
@@ -61,6 +66,7 @@ class Plan:
     whole: Executor
     prepare: Executor
     lookup: Executor
+    lone: Executor | None
     history: list[AfterPass]
     constants: Sequence[str]
     others: int
@@ -85,6 +91,11 @@ class Plan:
         """The lookups as they were recorded."""
         return self.history[0].graph
 
+    @functools.cached_property
+    def lone_name(self) -> str:
+        """Name of the embedding of the lone lookup."""
+        return str(output_of(self.whole.graph).args[0][0][0])  # type: ignore[index]
+
     def versions(self) -> list[tuple[int, int]]:
         """Equal readings mean that the tensors which the first half reads have not changed."""
         return [(id(tensor), version_of(tensor)) for tensor in map(self.find, self.constants)]
@@ -97,9 +108,15 @@ class Plan:
             prepared: what the first half gave for them; None = it did not run.
         """
         if prepared is None:
-            found = self.whole([*values, None] if self.announces else values, profile)
-        else:
-            found = self.lookup(prepared, profile)
+            return self._expected(self.whole([*values, None] if self.announces else values, profile))
+        return self._expected(self.lookup(prepared, profile))
+
+    def expect_lone(self, values: Sequence[Any], profile: Profile | None) -> list[Expected]:
+        """The lone lookup, of the values as they are now: it is made before anything can change them."""
+        assert self.lone is not None
+        return self._expected(self.lone(values, profile))
+
+    def _expected(self, found: Sequence[Sequence[Any]]) -> list[Expected]:
         expected = []
         for lookup in found:
             store: EmbeddingStore = self.find(f"{lookup[0]}.store")
@@ -108,7 +125,7 @@ class Plan:
 
     def executors(self) -> list[Executor]:
         """All there are."""
-        return [self.whole, self.prepare, self.lookup]
+        return [self.whole, self.prepare, self.lookup, *([] if self.lone is None else [self.lone])]
 
     def as_module(self, name: str) -> fx.GraphModule:
         """The lookups in one piece, to look at."""
@@ -152,7 +169,9 @@ def compile_plan(
     keep("split_prepare, prepare", "prepare", prepare)
     keep("split_prepare, lookup", "lookup", lookup)
     find = _finder(root, embeddings, objects, tape.constants)
-    executors = Executor(graph, find), Executor(prepare, find, "prepare"), Executor(lookup, find)
+    is_lone = len(output_of(graph).args[0]) == 1 and all(node.target is not ops.announce for node in graph.nodes)
+    lone = Executor(drop_copies(graph), find) if is_lone else None
+    executors = Executor(graph, find), Executor(prepare, find, "prepare"), Executor(lookup, find), lone
     return Plan(*executors, history, list(tape.constants), tape.others, find)
 
 

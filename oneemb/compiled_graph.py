@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import time
 import traceback
 import warnings
 import zlib
@@ -683,13 +684,15 @@ class CompiledGraph(torch.nn.Module):
         self._stats.profile = profile = self._active_profile()
         known = self._known_of(batch)
         names = {embedding.store: name for name, embedding in batch.embeddings.items()}
-        tape, plan = known.tape(batch), known.plan
+        tape, plan, lone = known.tape(batch), known.plan, None
         if plan is None:
             prepared.drop()
+        elif plan.lone is not None and on_acquired is None and prepared.plan is None:
+            lone = plan.lone_name, functools.partial(self._expect_lone, expected, plan, batch, profile)
         else:
             self._expect(expected, plan, batch, prepared, profile)
         all_made = on_acquired or (lambda: None)
-        building = Building(names, expected, all_made, tape, announced=prepared.announced, **surrounding)
+        building = Building(names, expected, all_made, tape, announced=prepared.announced, lone=lone, **surrounding)
         dense = self._dense_compiler()
         call = functools.partial(self._stats.call, "build", building.call, self.build, *batch.args, **batch.kwargs)
         if dense is None:
@@ -721,6 +724,19 @@ class CompiledGraph(torch.nn.Module):
         except Exception:  # `build` will make them as in eager mode; what is wrong it will say, in its line.
             prepared.drop()
         prepared.values = None  # Its rows are the lookups' own, or dropped.
+
+    def _expect_lone(
+        self, expected: list[Expected], plan: Plan, batch: Batch, profile: Profile | None
+    ) -> Sequence[Expected]:  # fmt: skip
+        """The lookup that `build` is about to make, if it is the plan's; it is added to `expected` too."""
+        begin = time.perf_counter_ns()
+        try:
+            found = plan.expect_lone(batch.values, profile)
+        except Exception:  # `build` will make it as in eager mode.
+            return ()
+        self._stats.leave_out(time.perf_counter_ns() - begin)
+        expected += found
+        return found
 
     def _why_not_captured(self) -> str:
         """Reason why dense modules must not be captured as CUDA graphs; "" = they may be."""

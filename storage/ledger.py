@@ -41,6 +41,9 @@ __all__ = ["MARKS", "Departing", "Ledger", "LedgerClock"]
 _ROUND_ROWS = 1 << 17
 _ROUND_SHARE = 1 / 16
 
+# Cells that a sweep looks at together, in some milliseconds.
+_RUN_CELLS = 1 << 16
+
 _UNLIMITED = 2**62
 _SECONDS_MAX = 2**32 - 1
 
@@ -500,6 +503,19 @@ class Ledger:
         word_PX = self.places.score_PX if word_PX is None else word_PX
         return rows_of_shards(address_P, cells_P, word_PX, first, self.places.held_P, threads=self._threads)
 
+    def _runs(self, shards: Iterable[int]) -> Iterator[range]:
+        """These shards, in their order, as runs of neighbours with some `_RUN_CELLS` cells each."""
+        cells_of, begin, end, cells = self.places.index.shards[1].tolist(), 0, 0, 0
+        for shard in shards:
+            if shard != end or cells >= _RUN_CELLS:
+                if begin < end:
+                    yield range(begin, end)
+                begin, cells = shard, 0
+            end = shard + 1
+            cells += cells_of[shard]
+        if begin < end:
+            yield range(begin, end)
+
     def _rows_in(self, shards: range) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tables, ids and places of the rows in these shards."""
         return keys_in_cells(self._free_rows(shards)[0])
@@ -546,8 +562,8 @@ class Ledger:
             steps_T[few_T] = seconds_T[few_T] = _UNLIMITED
         step += self.clock.steps
         departing = []
-        for shard in shards:
-            cell_N, last_N = self._free_rows(range(shard, shard + 1), self.places.word_PX, self.places.first + 2)
+        for run in self._runs(shards):
+            cell_N, last_N = self._free_rows(run, self.places.word_PX, self.places.first + 2)
             table_N, id_N, place_N = keys_in_cells(cell_N)
             last_N2 = last_N.view(np.uint32).reshape(-1, 2)
             old_N = step - last_N2[:, 0].astype(np.int64) > steps_T.take(table_N)
@@ -562,8 +578,8 @@ class Ledger:
         """Tables and ids of the rows of these shards whose weights sweeps look at, at most so many at a time."""
         weighed_T = np.array([policy.sweeps_weights for policy in self.policies]) & (self.rows_T > self._above_T)
         if weighed_T.any():
-            for shard in shards:
-                table_N, id_N, _ = self._rows_in(range(shard, shard + 1))
+            for run in self._runs(shards):
+                table_N, id_N, _ = self._rows_in(run)
                 weighed = np.flatnonzero(weighed_T.take(table_N))
                 for begin in range(0, len(weighed), most):
                     its = weighed[begin : begin + most]
