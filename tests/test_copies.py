@@ -13,6 +13,7 @@ import torch
 import oneemb
 from oneemb.embedding import copied
 from tests.support.models import STORES, make_embedding, rows_of
+from tests.support.pairwise import covering
 
 IDS, DIM = 12, 4
 
@@ -177,9 +178,10 @@ def stepped(embedding, optimizer):
     optimizer.step()
 
 
-@pytest.mark.parametrize("use", [lambda *_: None, backward, stepped], ids=["nothing", "backward", "a step"])
-@pytest.mark.parametrize("fused", [None, False, True], ids=["torch's own", "oneemb.Optimizer", "fused"])
-@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize(
+    ("store", "fused", "use"),
+    covering([*STORES], (None, False, True), (lambda *_: None, backward, stepped)),  # fused None = torch's own
+)
 def test_an_embedding_that_is_dropped_gives_its_path_back_without_the_collector(tmp_path, store, fused, use):
     gc.collect()
     gc.disable()

@@ -33,7 +33,7 @@ def run(library, store, folder, *operations):
     return failures, broken
 
 
-SOME = {"ssd": ["lookup", "step", "two_lookups", "erase"], "policy": ["step"], "device": ["import_rows"]}
+SOME = {"ssd": ["lookup", "step", "erase"], "policy": ["step"], "device": ["import_rows"]}
 
 
 @pytest.mark.parametrize("store", SOME)

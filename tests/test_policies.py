@@ -576,8 +576,12 @@ def everything(embedding):
 @pytest.mark.parametrize(
     "evict, admit",
     [
-        *((evict, None) for evict in (LRU(), LFU(half_life=3.0), MixedLFU(2), EpochLFU())),
-        *((evict, AdmitAfter(2)) for evict in (LRU(), LFU())),
+        (LFU(half_life=3.0), None),
+        (LRU(), AdmitAfter(2)),
+        *(
+            pytest.param(*its, marks=pytest.mark.slow)
+            for its in ((LRU(), None), (MixedLFU(2), None), (EpochLFU(), None), (LFU(), AdmitAfter(2)))
+        ),
     ],
     ids=str,
 )

@@ -116,7 +116,14 @@ def test_ranks_equal_one_process(tmp_path, rank_pool, ranks, how):
     check_equal_to_one(results, train(None, str(tmp_path / "one"), how, "adagrad"))
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+# One of each kind: with a count of steps, with gradients of the rows that a step has, with norms, with a state for a row,
+# with steps that a row has sat out.
+QUICK = ("adam", "sparse adam", "lars", "row-wise adagrad", "smart decay adam")
+
+
+@pytest.mark.parametrize(
+    "optimizer", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in OPTIMIZERS]
+)
 def test_with_every_optimizer(tmp_path, rank_pool, optimizer):
     results = rank_pool(4, train, str(tmp_path / "ranks"), "plain", optimizer, "device", 12)
     check_equal_to_one(results, train(None, str(tmp_path / "one"), "plain", optimizer, steps=12))

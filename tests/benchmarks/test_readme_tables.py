@@ -90,10 +90,10 @@ TINY = {
 """Sizes at which each benchmark runs to its end in seconds."""
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("persistent_table", "scale_out")]
+QUICK = ("embedding_step", "lookup_threads")
 
 
-@pytest.mark.parametrize("name", [*list(TINY)[:6], *SLOW])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in TINY])
 def test_each_benchmark_writes_what_its_table_is_made_of(name, tmp_path):
     bench = "embedding_step" if name == "batch_sizes" else name
     out = tmp_path / f"{name}.json"
