@@ -116,7 +116,7 @@ def test_ranks_equal_one_process(tmp_path, rank_pool, ranks, how):
     check_equal_to_one(results, train(None, str(tmp_path / "one"), how, "adagrad"))
 
 
-# One of each kind: a count of steps, gradients of a step's rows alone, norms, a state for a row, steps that a row sat out.
+# A count of steps, gradients of a step's rows alone, norms, a state for a row, steps that a row has sat out.
 QUICK = ("adam", "sparse adam", "lars", "row-wise adagrad", "smart decay adam")
 
 
