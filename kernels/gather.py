@@ -11,7 +11,7 @@ from oneemb.kernels.jit_code import keep_rolled, natural, prefetch, prefetch_row
 from oneemb.kernels.jit_lanes import LANES, end_stream, move_lanes, stream_lanes, streams
 from oneemb.kernels.threads import Threads
 
-__all__ = ["copy_rows_in", "copy_rows_out", "copy_words_in", "gather"]
+__all__ = ["copy_rows", "copy_rows_out", "copy_words_in", "gather"]
 
 # Rows that are prefetched ahead of the current one.
 _AHEAD = np.uint64(24)
@@ -73,18 +73,25 @@ def gather(
 
 
 @cpu
-def _copy_rows_out_cpu(begin: Number, end: Number, row_SW: Array, slot_U: Array, out_UW: Array) -> None:
-    width = row_SW.shape[1]
-    for u in range(begin, end):
-        prefetch_row(row_SW, slot_U[min(natural(u) + _AHEAD, natural(end - 1))], 0, width)
-        _copy_row(out_UW, u, row_SW, slot_U[u], width)
+def _copy_rows_cpu(begin: Number, end: Number, from_SW: Array, from_N: Array, to_SW: Array, to_N: Array) -> None:
+    width = from_SW.shape[1]
+    for n in range(begin, end):
+        prefetch_row(from_SW, from_N[min(natural(n) + _AHEAD, natural(end - 1))], 0, width)
+        _copy_row(to_SW, to_N[n], from_SW, from_N[n], width)
+
+
+def copy_rows(
+    from_SW: np.ndarray, from_N: np.ndarray, to_SW: np.ndarray, to_N: np.ndarray, *, threads: Threads
+) -> None:
+    """to_SW[to_N[n]] = from_SW[from_N[n]], whole rows of two slabs; int64 [N], those of `to_N` distinct."""
+    # As integers: a copy of float32 may quiet a signalling NaN, and state words may be any bits.
+    threads.run(_copy_rows_cpu, len(from_N), from_SW.view(np.int32), from_N, to_SW.view(np.int32), to_N)
 
 
 def copy_rows_out(row_SW: np.ndarray, slot_U: np.ndarray, *, threads: Threads) -> np.ndarray:
     """The whole rows in these slots: float32 [U, W]."""
     out_UW = np.empty((len(slot_U), row_SW.shape[1]), np.float32)
-    # As integers: a copy of float32 may quiet a signalling NaN, and state words may be any bits.
-    threads.run(_copy_rows_out_cpu, len(slot_U), row_SW.view(np.int32), slot_U, out_UW.view(np.int32))
+    copy_rows(row_SW, slot_U, out_UW, np.arange(len(slot_U)), threads=threads)
     return out_UW
 
 
@@ -99,15 +106,3 @@ def _copy_words_in_cpu(begin: Number, end: Number, row_SW: Array, slot_U: Array,
 def copy_words_in(row_SW: np.ndarray, slot_U: np.ndarray, first: int, word_UX: np.ndarray, *, threads: Threads) -> None:
     """Put int32 words into rows of distinct slots, from their word `first` on."""
     threads.run(_copy_words_in_cpu, len(slot_U), row_SW.view(np.int32), slot_U, first, word_UX)
-
-
-@cpu
-def _copy_rows_in_cpu(begin: Number, end: Number, row_SW: Array, slot_U: Array, row_UW: Array) -> None:
-    width = row_SW.shape[1]
-    for u in range(begin, end):
-        _copy_row(row_SW, slot_U[u], row_UW, u, width)
-
-
-def copy_rows_in(row_SW: np.ndarray, slot_U: np.ndarray, row_UW: np.ndarray, *, threads: Threads) -> None:
-    """Put whole rows into distinct slots."""
-    threads.run(_copy_rows_in_cpu, len(slot_U), row_SW.view(np.int32), slot_U, row_UW.view(np.int32))

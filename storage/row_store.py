@@ -53,9 +53,15 @@ class RowSource(Protocol):
     def __len__(self) -> int:
         """How many rows there are."""
 
-    def get(self, table_U: np.ndarray, id_U: np.ndarray, out_UW: np.ndarray) -> np.ndarray:
-        """Copy the rows of these keys into `out_UW`; returns missing_U, bool [U]. A missing key's row of `out_UW`
-        is left as it was."""
+    def get(
+        self, table_U: np.ndarray, id_U: np.ndarray, out_XW: np.ndarray, to_U: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Copy the rows of these keys into `out_XW`, and return which are missing, bool [U].
+
+        Args:
+            out_XW: float32 and contiguous: an array for these rows, or a slab. What a missing key's place holds stays.
+            to_U: int64 [U], the place of each key in `out_XW`; None = 0 to U - 1.
+        """
 
     def contains(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
         """Whether each key has a row: bool [U]."""

@@ -161,7 +161,9 @@ class PersistentTable:
             self._begin(changes=False)
             return len(self._live.index)
 
-    def get(self, table_U: np.ndarray, id_U: np.ndarray, out_UW: np.ndarray) -> np.ndarray:
+    def get(
+        self, table_U: np.ndarray, id_U: np.ndarray, out_XW: np.ndarray, to_U: np.ndarray | None = None
+    ) -> np.ndarray:
         check_tables(table_U)
         with self._turns:
             self._begin(changes=False)
@@ -169,12 +171,13 @@ class PersistentTable:
             missing_U = place_U < 0
             memory_U = self._writer.in_memory(place_U)
             if memory_U.any():
-                to_N = np.flatnonzero(memory_U)
-                self._writer.read(place_U[to_N], out_UW, to_N)
-            to_N = np.flatnonzero(~(missing_U | memory_U))
-            if len(to_N):
+                u = np.flatnonzero(memory_U)
+                self._writer.read(place_U[u], out_XW, u if to_U is None else to_U[u])
+            u = np.flatnonzero(~(missing_U | memory_U))
+            if len(u):
                 try:
-                    self._rows.read(self._live, table_U, id_U, place_U[to_N], to_N, out_UW)
+                    to_N = u if to_U is None else to_U[u]
+                    self._rows.read(self._live, table_U[u], id_U[u], place_U[u], to_N, out_XW)
                 except CorruptTableError as error:
                     if self._turns.forked and isinstance(error.__cause__, FileNotFoundError):
                         raise ForkedProcessError(

@@ -26,10 +26,10 @@ class RowReader:
         self._requests = self._bytes = 0
 
     def read(
-        self, live: LiveRows, table_U: np.ndarray, id_U: np.ndarray, place_N: np.ndarray, to_N: np.ndarray,
-        out_UW: np.ndarray,
+        self, live: LiveRows, table_N: np.ndarray, id_N: np.ndarray, place_N: np.ndarray, to_N: np.ndarray,
+        out_XW: np.ndarray,
     ) -> None:  # fmt: skip
-        """out_UW[to_N[n]] = the row at place_N[n], which is that of key to_N[n].
+        """out_XW[to_N[n]] = the row at place_N[n], which is that of the key (table_N[n], id_N[n]).
 
         Raises:
             CorruptTableError: a block is not what was written.
@@ -48,14 +48,15 @@ class RowReader:
             file_C = np.array([self._open(live.chunk_in(extent)) for extent in firsts[:many].tolist()], np.int64)
             file_Q = file_C[chunk_of_q[: end - begin]]
             try:
-                self._blocks.read(plan.cut(begin, end), file_Q, offset_Q[begin:end], live.sum_B, out_UW)
+                self._blocks.read(plan.cut(begin, end), file_Q, offset_Q[begin:end], live.sum_B, out_XW)
             except DamagedBlock as damage:
-                place, u = int(plan.place_P[damage.p]), int(plan.to_P[damage.p])
+                place = int(plan.place_P[damage.p])
+                n = int(np.flatnonzero(place_N == place)[0])
                 block = place // geometry.rows_per_block
                 chunk = live.chunk_in(block // geometry.blocks_per_extent)
                 raise block_damage(
                     chunk.rows_path, geometry, block - live.first_block(chunk), damage.data,
-                    int(live.sum_B[block]), int(table_U[u]), int(id_U[u]),
+                    int(live.sum_B[block]), int(table_N[n]), int(id_N[n]),
                 ) from None  # fmt: skip
             except OSError as error:
                 q = begin + (error.filename if isinstance(error.filename, int) else 0)

@@ -113,8 +113,10 @@ class SnapshotReader:
             kept = np.flatnonzero(keep(table_N, id_N))
             yield table_N[kept], id_N[kept]
 
-    def get(self, table_U: np.ndarray, id_U: np.ndarray, out_UW: np.ndarray) -> np.ndarray:
-        """Copy the rows of these keys into `out_UW`, and return missing_U. The first call makes an index of all keys:
+    def get(
+        self, table_U: np.ndarray, id_U: np.ndarray, out_XW: np.ndarray, to_U: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Copy the rows of these keys into `out_XW`, see `RowSource.get`. The first call makes an index of all keys:
         20 to 30 bytes a row.
 
         Raises:
@@ -124,9 +126,9 @@ class SnapshotReader:
         check_tables(table_U)
         live = self._find_keys()
         place_U = live.index.find(table_U, id_U)
-        to_N = np.flatnonzero(place_U >= 0)
-        if len(to_N):
-            self._rows.read(live, table_U, id_U, place_U[to_N], to_N, out_UW)
+        u = np.flatnonzero(place_U >= 0)
+        if len(u):
+            self._rows.read(live, table_U[u], id_U[u], place_U[u], u if to_U is None else to_U[u], out_XW)
         return place_U < 0
 
     def contains(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:

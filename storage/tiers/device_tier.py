@@ -295,12 +295,15 @@ class DeviceTier:
     # ---- as a store under another tier ------------------------------------------------------------------------
 
     @_in_order
-    def get(self, table_U: np.ndarray, id_U: np.ndarray, out_UW: np.ndarray) -> np.ndarray:
+    def get(
+        self, table_U: np.ndarray, id_U: np.ndarray, out_XW: np.ndarray, to_U: np.ndarray | None = None
+    ) -> np.ndarray:
         self._order.after_releases()
         slot_U, _, missed = self._find_and_pin(self._loops.distinct_keys(*map(self._gpu.put, (table_U, id_U))), 0, None)
         missing_U = _host(slot_U < 0)
         hit = np.flatnonzero(~missing_U)
-        out_UW[hit] = self._rows_out(slot_U[slot_U >= 0])
+        to_U = np.arange(len(id_U)) if to_U is None else to_U
+        out_XW[to_U[hit]] = self._rows_out(slot_U[slot_U >= 0])
         self._counters.hits += len(hit)
         self._counters.misses += missed
         if self._resident or self._below is None or not missed:
@@ -309,7 +312,7 @@ class DeviceTier:
         row_MW = np.empty((missed, self.row_width), np.float32)
         found_M = ~self._below.get(table_U[missing], id_U[missing], row_MW)
         found, row_FW = missing[found_M], row_MW[found_M]
-        out_UW[found] = row_FW
+        out_XW[to_U[found]] = row_FW
         missing_U[found] = False
         # What was read is worth keeping, as far as it fits.
         kept = min(len(found), self._room())

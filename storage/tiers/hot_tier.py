@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from oneemb.kernels.gather import copy_rows_in, copy_rows_out
+from oneemb.kernels.gather import copy_rows, copy_rows_out
 from oneemb.kernels.loops import Keys
 from oneemb.kernels.slot_marks import add_marks, add_pins, pick_keys, set_marks, share_counts
 from oneemb.kernels.threads import Threads
@@ -217,7 +217,7 @@ class HotTier:
         row_MW = np.empty((len(missing), self.row_width), np.float32)
         old = np.flatnonzero(~self._below.get(table_M, id_M, row_MW))
         u = missing[old]
-        slot_O = self._take(table_M[old], id_M[old], row_MW[old], dirty=False)
+        slot_O = self._take(table_M[old], id_M[old], row_MW, old, dirty=False)
         self._pin(slot_O, 1)
         slot_U[u] = slot_O
         self._counters.misses += len(old)
@@ -306,11 +306,14 @@ class HotTier:
 
     # ---- as a store under another tier ------------------------------------------------------------------------
 
-    def get(self, table_U: np.ndarray, id_U: np.ndarray, out_UW: np.ndarray) -> np.ndarray:
+    def get(
+        self, table_U: np.ndarray, id_U: np.ndarray, out_XW: np.ndarray, to_U: np.ndarray | None = None
+    ) -> np.ndarray:
         slot_U = self._index.find(table_U, id_U)
+        to_U = np.arange(len(id_U)) if to_U is None else to_U
         hit = (slot_U >= 0).nonzero()[0]
         with self._writing:
-            out_UW[hit] = copy_rows_out(self.row_SW, slot_U[hit], threads=self._threads)
+            copy_rows(self.row_SW, slot_U[hit], out_XW, to_U[hit], threads=self._threads)
         self._touch(slot_U[hit])
         missing_U = slot_U < 0
         self._counters.hits += len(hit)
@@ -318,16 +321,12 @@ class HotTier:
         if self._resident or self._below is None or len(hit) == len(slot_U):
             return missing_U
         missing = np.flatnonzero(missing_U)
-        row_MW = np.empty((len(missing), self.row_width), np.float32)
-        absent_M = self._below.get(table_U[missing], id_U[missing], row_MW)
-        found_M = ~absent_M
-        found, row_FW = missing[found_M], row_MW[found_M]
-        out_UW[found] = row_FW
+        found = missing[~self._below.get(table_U[missing], id_U[missing], out_XW, to_U[missing])]
         missing_U[found] = False
         # What was read is worth keeping, as far as it fits.
-        kept = min(len(found), self._room()) if self._keeps_reads else 0
-        if kept:
-            self._take(table_U[found[:kept]], id_U[found[:kept]], row_FW[:kept], dirty=False)
+        kept = found[: self._room()] if self._keeps_reads else found[:0]
+        if len(kept):
+            self._take(table_U[kept], id_U[kept], out_XW, to_U[kept], dirty=False)
         return missing_U
 
     def put(self, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray) -> None:
@@ -347,17 +346,18 @@ class HotTier:
     def _keep(
         self, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray, hit_U: np.ndarray, new: np.ndarray
     ) -> None:
+        row_UW = np.ascontiguousarray(row_UW)
         fits = min(len(new), self._room())
         if fits < len(new):  # A cache too small to keep them passes the rest on.
             rest = new[fits:]
             assert self._below is not None
             self._below.put(table_U[rest], id_U[rest], row_UW[rest])
-        self._take(table_U[new[:fits]], id_U[new[:fits]], row_UW[new[:fits]], dirty=True)
+        self._take(table_U[new[:fits]], id_U[new[:fits]], row_UW, new[:fits], dirty=True)
         # Making room may have evicted keys that were here when the call began, so they are looked up again.
         hit = np.flatnonzero(hit_U)
         slot_H = self._index.find(table_U[hit], id_U[hit])
         here = slot_H >= 0
-        copy_rows_in(self.row_SW, slot_H[here], row_UW[hit[here]], threads=self._threads)
+        copy_rows(row_UW, hit[here], self.row_SW, slot_H[here], threads=self._threads)
         self._dirty_S[slot_H[here]] = True
         self._touch(slot_H[here])
         gone = hit[~here]
@@ -426,7 +426,7 @@ class HotTier:
                 for table_N, id_N, row_NW in self._below.scan():
                     undisturbed.raise_interrupt()
                     self._limits.check_fits(len(id_N), self._held())
-                    self._take(table_N, id_N, row_NW, dirty=False)
+                    self._take(table_N, id_N, row_NW, np.arange(len(id_N)), dirty=False)
             self._rows = len(self._index) if self._resident else None
         except BaseException:
             self._forget()
@@ -468,22 +468,21 @@ class HotTier:
             return np.empty(0, np.int64)
         old = np.empty(0, np.int64)
         new = np.arange(size)
-        if self._resident:
-            self._limits.check_new(size, self, int(table_M[0]))
+        limit = self._limits.row_limit
+        if limit is not None and len(self) + size > limit:  # Before a row is evicted.
+            table_N = table_M  # of keys that no tier has
+            if not self._resident and self._below is not None:
+                table_N = table_M[~self._below.contains(table_M, id_M)]
+            self._limits.check_new(len(table_N), self, int(next(iter(table_N), 0)))
         self._limits.check_fits(size, self._held())
+        slot_M = self._reserve(table_M, id_M)
         if not self._resident:
             assert self._below is not None
-            row_MW = np.empty((size, self.row_width), np.float32)
-            missing_M = self._below.get(table_M, id_M, row_MW)
+            missing_M = self._below.get(table_M, id_M, self.row_SW, slot_M)
             old, new = np.flatnonzero(~missing_M), np.flatnonzero(missing_M)
-            if len(new):
-                self._limits.check_new(len(new), self, int(table_M[new[0]]))
-        slot_M = self._reserve(table_M, id_M)
         slot_O, slot_N = slot_M[old], slot_M[new]
         assert self.begin_rows is not None
         self.begin_rows(self.row_SW, slot_N, table_M[new], id_M[new])
-        if len(old):
-            copy_rows_in(self.row_SW, slot_O, row_MW[old], threads=self._threads)
         self._index.put(table_M, id_M, slot_M)
         with changing:
             self._free.commit(size)
@@ -494,10 +493,13 @@ class HotTier:
             self._counters.new_rows += len(new)
         return slot_M
 
-    def _take(self, table_N: np.ndarray, id_N: np.ndarray, row_NW: np.ndarray, *, dirty: bool) -> np.ndarray:
-        """Keep rows of keys that are not here. Returns their slots. The caller has checked that there is room."""
+    def _take(
+        self, table_N: np.ndarray, id_N: np.ndarray, row_XW: np.ndarray, from_N: np.ndarray, *, dirty: bool
+    ) -> np.ndarray:
+        """Keep rows row_XW[from_N] of keys that are not here, and return their slots. The caller has checked that there
+        is room."""
         slot_N = self._reserve(table_N, id_N)
-        copy_rows_in(self.row_SW, slot_N, np.ascontiguousarray(row_NW), threads=self._threads)
+        copy_rows(row_XW, from_N, self.row_SW, slot_N, threads=self._threads)
         self._index.put(table_N, id_N, slot_N)
         with changing:
             self._free.commit(len(slot_N))

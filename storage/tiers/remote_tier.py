@@ -71,7 +71,9 @@ class RemoteTier:
 
     # ---- rows -----------------------------------------------------------------------------------------------------
 
-    def get(self, table_U: np.ndarray, id_U: np.ndarray, out_UW: np.ndarray) -> np.ndarray:
+    def get(
+        self, table_U: np.ndarray, id_U: np.ndarray, out_XW: np.ndarray, to_U: np.ndarray | None = None
+    ) -> np.ndarray:
         """Read rows; see `RowSource.get`.
 
         Raises:
@@ -81,7 +83,7 @@ class RemoteTier:
         place_U = self._index.find(table_U, id_U)
         known_K = np.flatnonzero(place_U >= 0)
         row_KW = self._pull(table_U[known_K], id_U[known_K], place_U[known_K])
-        out_UW[known_K] = row_KW
+        out_XW[known_K if to_U is None else to_U[known_K]] = row_KW
         return place_U < 0
 
     def _pull(self, table_K: np.ndarray, id_K: np.ndarray, place_K: np.ndarray) -> np.ndarray:

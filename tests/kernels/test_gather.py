@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from oneemb.kernels.gather import copy_rows_in, copy_rows_out, gather
+from oneemb.kernels.gather import copy_rows, copy_rows_out, gather
 from oneemb.kernels.jit_lanes import streams
 from oneemb.kernels.threads import Threads
 from oneemb.storage.row_format import RowFormat
@@ -96,12 +96,12 @@ def test_whole_rows_come_out_and_go_in_bit_for_bit(width, count):
     print("seed 1")
     rng = np.random.default_rng(1)
     threads = SmallShares(count)
-    row_SW, row_UW = random_bits(rng, 40, width), random_bits(rng, 25, width)
-    slot_U = rng.permutation(40)[:25].astype(np.int64)
+    row_SW, row_UW = random_bits(rng, 40, width), random_bits(rng, 30, width)
+    slot_U, from_U = rng.permutation(40)[:25].astype(np.int64), rng.integers(0, 30, 25)
     assert copy_rows_out(row_SW, slot_U, threads=threads).tobytes() == row_SW[slot_U].tobytes()
     expected = row_SW.copy().view(np.uint32)
-    expected[slot_U] = row_UW.view(np.uint32)
-    copy_rows_in(row_SW, slot_U, row_UW, threads=threads)
+    expected[slot_U] = row_UW.view(np.uint32)[from_U]
+    copy_rows(row_UW, from_U, row_SW, slot_U, threads=threads)
     assert row_SW.tobytes() == expected.tobytes()
     assert threads.shares >= 2 * count
 
@@ -111,7 +111,7 @@ def test_signalling_nans_are_not_quieted():
     slot_U = np.array([3, 1], np.int64)
     assert copy_rows_out(signalling, slot_U, threads=Threads(1)).view(np.uint32).tolist() == [[0x7F800001] * 3] * 2
     row_SW = np.zeros((4, 3), np.float32)
-    copy_rows_in(row_SW, slot_U, signalling[:2], threads=Threads(1))
+    copy_rows(signalling, np.arange(2), row_SW, slot_U, threads=Threads(1))
     assert row_SW.view(np.uint32)[slot_U].tolist() == [[0x7F800001] * 3] * 2
 
 
@@ -119,5 +119,5 @@ def test_no_rows_are_copied_for_no_slots():
     row_SW = np.ones((4, 3), np.float32)
     none = np.empty(0, np.int64)
     assert copy_rows_out(row_SW, none, threads=Threads(2)).shape == (0, 3)
-    copy_rows_in(row_SW, none, np.empty((0, 3), np.float32), threads=Threads(2))
+    copy_rows(row_SW, none, row_SW, none, threads=Threads(2))
     assert (row_SW == 1).all()

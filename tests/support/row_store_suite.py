@@ -37,11 +37,11 @@ class DictStore:
     def __len__(self):
         return len(self.rows)
 
-    def get(self, table_U, id_U, out_UW):
+    def get(self, table_U, id_U, out_UW, to_U=None):
         missing_U = ~self.contains(table_U, id_U)
         for u, key in enumerate(zip(table_U.tolist(), id_U.tolist(), strict=True)):
             if not missing_U[u]:
-                out_UW[u] = np.frombuffer(self.rows[key], np.float32)
+                out_UW[u if to_U is None else to_U[u]] = np.frombuffer(self.rows[key], np.float32)
         return missing_U
 
     def put(self, table_U, id_U, row_UW):
@@ -116,9 +116,9 @@ class FailingStore:
     def __len__(self):
         return len(self.store)
 
-    def get(self, table_U, id_U, out_UW):
+    def get(self, table_U, id_U, out_UW, to_U=None):
         self._count()
-        return self.store.get(table_U, id_U, out_UW)
+        return self.store.get(table_U, id_U, out_UW, to_U)
 
     def put(self, table_U, id_U, row_UW):
         try:
@@ -320,8 +320,12 @@ def many_calls_in_any_order_agree_with_a_dict(open_store):
         elif call == "put":
             put(store, rows, table_U, id_U, random_rows(rng, len(id_U), store.row_width))
         elif call == "get":
-            out_UW = np.zeros((len(id_U), store.row_width), np.float32)
-            missing_U = store.get(table_U, id_U, out_UW)
+            slab_SW = np.zeros((len(id_U) + 9, store.row_width), np.float32)
+            in_slots = bool(rng.integers(2))
+            to_U = rng.permutation(len(slab_SW))[: len(id_U)] if in_slots else np.arange(len(id_U))
+            missing_U = store.get(table_U, id_U, slab_SW, to_U if in_slots else None)
+            out_UW, slab_SW[to_U] = slab_SW[to_U], 0
+            assert not slab_SW.any(), f"step {step}"
             assert missing_U.tolist() == [key not in rows for key in keys], f"step {step}"
             zeros = bytes(4 * store.row_width)
             assert [row.tobytes() for row in out_UW] == [rows.get(key, zeros) for key in keys], f"step {step}"
