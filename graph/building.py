@@ -72,7 +72,8 @@ class Expected:
         changes: the store's count when the rows were read.
         waits: whether the host waits for what it asks of `ids`.
         embedding: its name in the graph.
-        ids, table_ids, offsets, columns: what it is to look up; tensors that nobody else has.
+        ids, table_ids, offsets, columns: what it is to look up: copies of the batch's values; the values themselves in
+            a plan of a single lookup.
         reserved: its rows; None = they were read without a lease, for an embedding that is not trained.
         rows: what was read; None = nothing yet.
         per_sample_weights, pooling: what it was read with.
@@ -174,8 +175,8 @@ class Building:
         backward: called in place of `Tensor.backward`, with its arguments; None = it is left alone.
         steppers: the optimizers that the graph itself steps.
         announced: those of the lookups that ranks have announced to each other, whether they are expected still or not.
-        lone: name of the embedding of a lookup that is expected where `build` makes it, and what gives it then; None =
-            there is none.
+        single: the embedding's name and the function that makes the only planned lookup, called when `build` first
+            looks that embedding up; None = lookups were planned before `build`.
     """
 
     def __init__(
@@ -187,7 +188,7 @@ class Building:
         backward: Callable[..., None] | None = None,
         steppers: Collection[torch.optim.Optimizer] = (),
         announced: ops.Announced | None = None,
-        lone: tuple[str, Callable[[], Sequence[Expected]]] | None = None,
+        single: tuple[str, Callable[[], Sequence[Expected]]] | None = None,
     ):
         self.others = 0
         """Lookups that were not expected."""
@@ -196,7 +197,8 @@ class Building:
         self._names = names
         self._expected: dict[str, list[Expected]] = {}
         self._waiting = len(expected)
-        self._lone = lone
+        self._single = single
+        self._missed: list[str] = []
         self.thread: int | None = None
         """The one that runs `build`."""
         for lookup in expected:
@@ -281,11 +283,24 @@ class Building:
 
     def _take(self, name: str, embedding: LooksUp, arguments: dict[str, Any]) -> Expected | None:
         """The lookup that was expected, acquired."""
-        if self._lone is not None and self._lone[0] == name:
-            (_, expect), self._lone = self._lone, None
-            self._expected[name] = list(expect())
-            self._waiting = len(self._expected[name])
-        waiting = self._expected.get(name, [])
+        if self._single is not None and self._single[0] == name:
+            return self._take_single(embedding, arguments)
+        return self._take_of(self._expected.get(name, []), embedding, arguments)
+
+    def _take_single(self, embedding: LooksUp, arguments: dict[str, Any]) -> Expected | None:
+        """The only planned lookup, if this is it. Later it could not be told: its ids are no copies."""
+        assert self._single is not None
+        (name, make), self._single = self._single, None
+        made = list(make())
+        self._waiting = len(made)
+        taken = self._take_of(made, embedding, arguments)
+        if taken is None:
+            self._missed.append(name)
+            for lookup in made:
+                lookup.drop()
+        return taken
+
+    def _take_of(self, waiting: list[Expected], embedding: LooksUp, arguments: dict[str, Any]) -> Expected | None:
         ids, table_ids, offsets, columns = map(arguments.__getitem__, KEY_ARGUMENTS)
         for lookup in waiting:
             in_this_mode = lookup.inserts == embedding.training
@@ -324,8 +339,8 @@ class Building:
     @property
     def in_vain(self) -> list[str]:
         """The embeddings of which a lookup was expected and not made."""
-        lone = [] if self._lone is None else [self._lone[0]]
-        return lone + [name for name, lookups in self._expected.items() if lookups]
+        single = [] if self._single is None else [self._single[0]]
+        return [*self._missed, *single, *(name for name, lookups in self._expected.items() if lookups)]
 
 
 def steps_itself(stepper: object) -> str:

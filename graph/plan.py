@@ -2,7 +2,7 @@
 
     recorded -> lower_embeddings -> [merge_embeddings] -> share_unique
              -> split_prepare       in two halves, of which the first may run while the step before computes
-             -> drop_copies         of a lone lookup that nothing ran ahead: it runs where `build` makes the lookup
+             -> drop_copies         for a plan of a single lookup that is not prepared ahead; it runs inside `build`
 
 Invariant: whatever passes run, the rows are those of eager mode.
 """
@@ -55,8 +55,8 @@ class Plan:
         whole: the lookups of a batch, from its values.
         prepare: the half that may run ahead, from the values too.
         lookup: the other half, from what the first one gives.
-        lone: a plan of one lookup, from the values of a batch at the moment of the lookup; None = there are several
-            lookups, or ranks announce theirs.
+        single: the lookup of a plan that has no other, to run inside `build`; None = there are several lookups, or
+            ranks announce theirs.
         history: the graph as recorded and after each pass.
         constants: the names of the tensors from outside the batch that the first half reads.
         others: lookups of a step that cannot be made ahead.
@@ -66,7 +66,7 @@ class Plan:
     whole: Executor
     prepare: Executor
     lookup: Executor
-    lone: Executor | None
+    single: Executor | None
     history: list[AfterPass]
     constants: Sequence[str]
     others: int
@@ -92,8 +92,8 @@ class Plan:
         return self.history[0].graph
 
     @functools.cached_property
-    def lone_name(self) -> str:
-        """Name of the embedding of the lone lookup."""
+    def single_embedding(self) -> str:
+        """Name of the embedding of the single lookup."""
         return str(output_of(self.whole.graph).args[0][0][0])  # type: ignore[index]
 
     def versions(self) -> list[tuple[int, int]]:
@@ -111,10 +111,10 @@ class Plan:
             return self._expected(self.whole([*values, None] if self.announces else values, profile))
         return self._expected(self.lookup(prepared, profile))
 
-    def expect_lone(self, values: Sequence[Any], profile: Profile | None) -> list[Expected]:
-        """The lone lookup, of the values as they are now: it is made before anything can change them."""
-        assert self.lone is not None
-        return self._expected(self.lone(values, profile))
+    def expect_single(self, values: Sequence[Any], profile: Profile | None) -> list[Expected]:
+        """The single lookup, of the batch's values as they are now."""
+        assert self.single is not None
+        return self._expected(self.single(values, profile))
 
     def _expected(self, found: Sequence[Sequence[Any]]) -> list[Expected]:
         expected = []
@@ -125,7 +125,7 @@ class Plan:
 
     def executors(self) -> list[Executor]:
         """All there are."""
-        return [self.whole, self.prepare, self.lookup, *([] if self.lone is None else [self.lone])]
+        return [self.whole, self.prepare, self.lookup, *([] if self.single is None else [self.single])]
 
     def as_module(self, name: str) -> fx.GraphModule:
         """The lookups in one piece, to look at."""
@@ -169,9 +169,10 @@ def compile_plan(
     keep("split_prepare, prepare", "prepare", prepare)
     keep("split_prepare, lookup", "lookup", lookup)
     find = _finder(root, embeddings, objects, tape.constants)
-    is_lone = len(output_of(graph).args[0]) == 1 and all(node.target is not ops.announce for node in graph.nodes)
-    lone = Executor(drop_copies(graph), find) if is_lone else None
-    executors = Executor(graph, find), Executor(prepare, find, "prepare"), Executor(lookup, find), lone
+    single = None
+    if len(output_of(graph).args[0]) == 1 and all(node.target is not ops.announce for node in graph.nodes):
+        single = Executor(keep("drop_copies", "lowered", drop_copies(graph)), find)
+    executors = Executor(graph, find), Executor(prepare, find, "prepare"), Executor(lookup, find), single
     return Plan(*executors, history, list(tape.constants), tape.others, find)
 
 

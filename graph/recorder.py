@@ -83,7 +83,7 @@ class Profile:
 
     steps: int
     events: list[tuple[str, str, int, int, int]] = field(default_factory=list, repr=False)
-    """(half, op, step, begin_ns, end_ns)"""
+    """(half, op, step, begin_ns, end_ns). The lookup of a plan with a single one lies within `build`."""
     step: int = 0
     """Steps noted so far."""
 
@@ -105,8 +105,13 @@ class Profile:
         with self._lock:
             events = list(self.events)
         ns: dict[tuple[str, str], list[int]] = {}
-        for half, name, _, begin, end in events:
-            ns.setdefault((half, name), []).append(end - begin)
+        for half, name, step, begin, end in events:
+            inside = sum(
+                its_end - its_begin
+                for its_half, _, its_step, its_begin, its_end in events
+                if (its_half, its_step) == (half, step) and begin <= its_begin and its_end <= end
+            )
+            ns.setdefault((half, name), []).append(2 * (end - begin) - inside)  # The event itself is inside too.
         total = sum(map(sum, ns.values()))
         rows = [("half", "op", "calls", "ms a call", "ms at most", "share")]
         for (half, name), times in ns.items():

@@ -68,4 +68,4 @@ class Terms(NamedTuple):
     scale_N: Array | None
     number: int
     finite_U: Array | None = None
-    """bool: whether each row is finite throughout, of sums that are made; None = nobody has looked"""
+    """bool [U], given for finished sums: whether each row is finite throughout; None = not checked"""

@@ -9,7 +9,7 @@ import numpy as np
 from oneemb.kernels.arrays import Array
 from oneemb.kernels.jit import Number, cpu
 from oneemb.kernels.jit_code import natural
-from oneemb.kernels.jit_lanes import LANES, end_stream, stream_lanes, streams
+from oneemb.kernels.jit_lanes import LANES, bypasses_caches, end_stream, stream_lanes
 from oneemb.kernels.threads import Threads
 
 __all__ = ["copy_into"]
@@ -37,7 +37,7 @@ def copy_into(to: np.ndarray, array: np.ndarray, *, threads: Threads) -> None:
     from_V, to_V = array.reshape(-1).view(word), to.reshape(-1).view(word)
     lines = len(from_V) // LANES
     to_XL = to_V[: lines * LANES].reshape(lines, LANES)
-    if streams(to_XL):
+    if bypasses_caches(to_XL):
         from_XL = from_V[: lines * LANES].reshape(lines, LANES)
         threads.run(_stream_cpu, -(-lines * LANES // _BLOCK), from_XL, to_XL, share_min=4)
         to_V[lines * LANES :] = from_V[lines * LANES :]

@@ -146,9 +146,6 @@ class CudaLoops:
     ) -> None:  # fmt: skip
         run_row_update_cuda(on_cuda, weight_SX, row_SW, slot_U, grads, state_begin, *scalars, gpu=self.gpu)
 
-    def negated(self, grads: Any) -> Any:
-        return -(self.sum_segments(grads)[0] if isinstance(grads, Segments) else grads)
-
     # ---- forward ----------------------------------------------------------------------------------------------------
 
     def gather(self, rows: RowsOfIds, out_ND: torch.Tensor) -> None:
@@ -178,7 +175,7 @@ class CudaLoops:
         bag_N = None if bags is None else bags.bag_N
         return reduce_grads_cuda.segments_of(grad_NX, order_N, begin_U1, bag_N, scale_N, gpu=self.gpu)
 
-    def sums_first(self, keys: Any, rows: int) -> bool:
+    def sum_costs_less(self, keys: Any, rows: int) -> bool:
         return False  # How many keys there are may not be known yet.
 
     def sum_segments(self, segments: Any) -> tuple[torch.Tensor, torch.Tensor]:

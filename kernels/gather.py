@@ -8,7 +8,7 @@ import numpy as np
 from oneemb.kernels.arrays import Array
 from oneemb.kernels.jit import Number, cpu, part
 from oneemb.kernels.jit_code import keep_rolled, natural, prefetch, prefetch_row
-from oneemb.kernels.jit_lanes import LANES, end_stream, move_lanes, stream_lanes, streams
+from oneemb.kernels.jit_lanes import LANES, bypasses_caches, end_stream, move_lanes, stream_lanes
 from oneemb.kernels.threads import Threads
 
 __all__ = ["copy_rows", "copy_rows_out", "copy_words_in", "gather"]
@@ -68,7 +68,7 @@ def gather(
     if slot_U is not None and len(slot_U) == 0:  # nothing but padding
         out_ND[:] = 0
         return
-    streamed = out_ND.shape[1] % LANES == 0 and streams(out_ND)
+    streamed = out_ND.shape[1] % LANES == 0 and bypasses_caches(out_ND)
     threads.run(_gather_cpu, len(inverse_N), weight_SX, slot_U, inverse_N, out_ND, streamed)
 
 
@@ -83,7 +83,8 @@ def _copy_rows_cpu(begin: Number, end: Number, from_SW: Array, from_N: Array, to
 def copy_rows(
     from_SW: np.ndarray, from_N: np.ndarray, to_SW: np.ndarray, to_N: np.ndarray, *, threads: Threads
 ) -> None:
-    """to_SW[to_N[n]] = from_SW[from_N[n]], whole rows of two slabs; int64 [N], those of `to_N` distinct."""
+    """to_SW[to_N[n]] = from_SW[from_N[n]], whole float32 rows of two slabs; int64 [N], those of `to_N` distinct."""
+    assert from_SW.shape[1] == to_SW.shape[1] and from_SW.dtype == to_SW.dtype == np.float32
     # As integers: a copy of float32 may quiet a signalling NaN, and state words may be any bits.
     threads.run(_copy_rows_cpu, len(from_N), from_SW.view(np.int32), from_N, to_SW.view(np.int32), to_N)
 

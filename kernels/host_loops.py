@@ -18,7 +18,7 @@ from oneemb.kernels.row_norms import rows_norm
 from oneemb.kernels.row_update import run_row_update
 from oneemb.kernels.threads import Threads
 from oneemb.kernels.unique_by_table import KeysByTable, unique_keys_by_table
-from oneemb.kernels.unique_keys import UniqueKeys, pays_in_columns, unique_keys, unique_keys_of_columns
+from oneemb.kernels.unique_keys import UniqueKeys, columns_are_faster, unique_keys, unique_keys_of_columns
 
 __all__ = ["BITS", "OPENMP_MIN", "SUM_MAX", "HostLoops"]
 
@@ -83,7 +83,7 @@ class HostLoops:
     ) -> UniqueKeys:  # fmt: skip
         if check is not None:
             check()
-        if self.threads.count > 1 and pays_in_columns(len(id_N), tables):
+        if self.threads.count > 1 and columns_are_faster(len(id_N), tables):
             if table_N is _tables_of_columns(len(id_N), tables):
                 return unique_keys_of_columns(tables, id_N, padding_id=padding_id, threads=self.threads)
         return unique_keys(table_N, id_N, padding_id=padding_id, threads=self.threads)
@@ -140,9 +140,6 @@ class HostLoops:
             threads=self.threads,
         )  # fmt: skip
 
-    def negated(self, grads: Any) -> Any:
-        return -(self.sum_segments(grads)[0] if isinstance(grads, Segments) else grads)
-
     # ---- forward ----------------------------------------------------------------------------------------------------
 
     def gather(self, rows: RowsOfIds, out_ND: np.ndarray) -> None:
@@ -170,7 +167,7 @@ class HostLoops:
             return Segments(grad_NX, *keys.occurrences(bags is not None, scale_N, threads=self.threads))
         return Segments(grad_NX, *keys.occurrences(None if bags is None else bags.bag_N, scale_N))
 
-    def sums_first(self, keys: Any, rows: int) -> bool:
+    def sum_costs_less(self, keys: Any, rows: int) -> bool:
         return len(keys.id_U) <= rows
 
     def sum_segments(self, segments: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -25,7 +25,7 @@ from numba.extending import intrinsic, overload, register_model
 __all__ = [
     "LANES", "WIDE", "copy_lanes", "end_stream", "float_within", "half_within", "load_bytes", "load_lanes",
     "load_nibbles", "load_pairs", "load_wide", "move_lanes", "multiply_add", "same_lanes", "same_wide", "store_lanes",
-    "stream_lanes", "streams", "sum_lanes",
+    "stream_lanes", "bypasses_caches", "sum_lanes",
 ]  # fmt: skip
 
 LANES = 16
@@ -152,8 +152,8 @@ def move_lanes(typingctx: Any, to: Any, to_row: Any, to_column: Any, array: Any,
 
 @intrinsic
 def stream_lanes(typingctx: Any, to: Any, to_row: Any, to_column: Any, array: Any, row: Any, column: Any) -> Any:
-    """`move_lanes` past the caches, to memory that `streams` has found to be aligned: what is written is not read from
-    memory first. A loop that calls it ends with `end_stream`."""
+    """`move_lanes` with a non-temporal store, to memory that `bypasses_caches` has found to be aligned: the line is not
+    read from memory first. A loop that calls it ends with `end_stream`."""
     if not _is_rows(to, to_row, to_column, row, column) or not _is_rows(array, row) or to.dtype != array.dtype:
         return None
 
@@ -179,9 +179,8 @@ def end_stream(typingctx: Any) -> Any:
     return types.void(), codegen
 
 
-def streams(array_NX: np.ndarray) -> bool:
-    """Whether rows are better written past the caches: they are aligned, and far more than a core's cache holds, so
-    that whoever reads them reads memory anyway."""
+def bypasses_caches(array_NX: np.ndarray) -> bool:
+    """Whether to write these rows with non-temporal stores: aligned, and larger than a core's caches."""
     if array_NX.nbytes < _STREAM_MIN:  # First: to ask for an address takes microseconds.
         return False
     return array_NX.ctypes.data % _LINE_BYTES == 0 and array_NX.strides[0] % _LINE_BYTES == 0

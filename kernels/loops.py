@@ -145,10 +145,6 @@ class Loops(Protocol):
     ) -> None:  # fmt: skip
         """Run an optimizer's loop for the host, or that for GPUs, over the rows of slot_U."""
 
-    def negated(self, grads: Array | Segments) -> Array:
-        """The sums of gradients, with the other sign. They are summed first, as torch does it: a zero's sign is that of
-        a sum."""
-
     # ---- forward
     def gather(self, rows: RowsOfIds, out_ND: Array) -> None:
         """out_ND[n] = the weights of id n; zeros for padding."""
@@ -174,7 +170,7 @@ class Loops(Protocol):
     def segments(self, keys: Keys, bags: Bags | None, grad_NX: Array, scale_N: Array | None) -> Segments:
         """The gradients of ids, or where `bags` are given those of their bags, by unique key."""
 
-    def sums_first(self, keys: Keys, rows: int) -> bool:
+    def sum_costs_less(self, keys: Keys, rows: int) -> bool:
         """Whether less memory moves if a gradient of so many rows is summed as it comes, than if it is copied for the
         update to sum."""
 

@@ -23,7 +23,7 @@ from oneemb.kernels.jit import Number, cpu
 from oneemb.kernels.jit_code import keep_rolled, natural, prefetch
 from oneemb.kernels.threads import Threads
 
-__all__ = ["UniqueKeys", "occurrences", "pays_in_columns", "unique_keys", "unique_keys_of_columns"]
+__all__ = ["UniqueKeys", "occurrences", "columns_are_faster", "unique_keys", "unique_keys_of_columns"]
 
 # Ids whose cells are prefetched ahead of the current one.
 _AHEAD = 16
@@ -31,7 +31,7 @@ _AHEAD = 16
 # The fewest ids whose hashes are worth waking a thread for.
 _HASH_SHARE_MIN = 1 << 16
 
-# The fewest ids, and samples, whose keys several threads find in less time than one.
+# `unique_keys_of_columns` is faster on several threads from so many ids, and samples, on.
 _SHARED_MIN, _SAMPLES_MIN = 1 << 15, 1 << 9
 
 # Ids of a block of samples, in which keys are counted and numbered.
@@ -188,7 +188,7 @@ def _keys_of_heads_cpu(begin: Number, end: Number, head_N: Array, key_N: Array, 
         inverse_N[n] = key_N[natural(head_N[n])] if head_N[n] >= 0 else -1
 
 
-def pays_in_columns(ids: int, tables: int) -> bool:
+def columns_are_faster(ids: int, tables: int) -> bool:
     """Whether several threads find so many keys by `unique_keys_of_columns` in less time than one by `unique_keys`."""
     return ids >= _SHARED_MIN and tables > 1 and ids >= _SAMPLES_MIN * tables
 

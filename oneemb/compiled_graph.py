@@ -684,15 +684,15 @@ class CompiledGraph(torch.nn.Module):
         self._stats.profile = profile = self._active_profile()
         known = self._known_of(batch)
         names = {embedding.store: name for name, embedding in batch.embeddings.items()}
-        tape, plan, lone = known.tape(batch), known.plan, None
+        tape, plan, single = known.tape(batch), known.plan, None
         if plan is None:
             prepared.drop()
-        elif plan.lone is not None and on_acquired is None and prepared.plan is None:
-            lone = plan.lone_name, functools.partial(self._expect_lone, expected, plan, batch, profile)
+        elif plan.single is not None and on_acquired is None:  # A call, and no loop that prepares batches.
+            single = plan.single_embedding, functools.partial(self._expect_single, expected, plan, batch, profile)
         else:
             self._expect(expected, plan, batch, prepared, profile)
         all_made = on_acquired or (lambda: None)
-        building = Building(names, expected, all_made, tape, announced=prepared.announced, lone=lone, **surrounding)
+        building = Building(names, expected, all_made, tape, announced=prepared.announced, single=single, **surrounding)
         dense = self._dense_compiler()
         call = functools.partial(self._stats.call, "build", building.call, self.build, *batch.args, **batch.kwargs)
         if dense is None:
@@ -725,16 +725,17 @@ class CompiledGraph(torch.nn.Module):
             prepared.drop()
         prepared.values = None  # Its rows are the lookups' own, or dropped.
 
-    def _expect_lone(
+    def _expect_single(
         self, expected: list[Expected], plan: Plan, batch: Batch, profile: Profile | None
     ) -> Sequence[Expected]:  # fmt: skip
         """The lookup that `build` is about to make, if it is the plan's; it is added to `expected` too."""
         begin = time.perf_counter_ns()
         try:
-            found = plan.expect_lone(batch.values, profile)
+            found = plan.expect_single(batch.values, profile)
         except Exception:  # `build` will make it as in eager mode.
             return ()
-        self._stats.leave_out(time.perf_counter_ns() - begin)
+        finally:
+            self._stats.leave_out(time.perf_counter_ns() - begin)
         expected += found
         return found
 

@@ -48,11 +48,11 @@ class TrainState:
         """Move the optimizers' states of dense parameters to the devices of the parameters."""
         for joined in self.optimizers:
             for group in joined.param_groups:
-                steps_move = group.get("capturable") or group.get("fused")  # Others count steps on the CPU.
+                steps_move = group.get("capturable") or group.get("fused")  # Others keep what counts steps on the CPU.
                 for parameter in group["params"]:
                     state = joined.optimizer.state.get(parameter, {})
                     for name, value in state.items():
-                        if isinstance(value, torch.Tensor) and (name != "step" or steps_move):
+                        if isinstance(value, torch.Tensor) and (name not in ("step", "mu_product") or steps_move):
                             state[name] = value.to(parameter.device)
 
     def updates_made(self) -> int:

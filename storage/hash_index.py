@@ -271,16 +271,16 @@ def _new_cells(cells_G: np.ndarray) -> list[np.ndarray]:
     made: list[np.ndarray] = []
     for first in range(0, len(cells_G), _BLOCK_SHARDS):
         end_C = np.cumsum(cells_G[first : first + _BLOCK_SHARDS])
-        block_C2 = _block(int(end_C[-1]) + LINE)
+        block_C2 = _map_cells(int(end_C[-1]) + LINE)
         skip = -(block_C2.ctypes.data // block_C2.strides[0]) % LINE
         made += [block_C2[skip + end - cells : skip + end] for end, cells in zip(end_C, cells_G[first:], strict=False)]
     return made
 
 
-def _block(cells: int) -> np.ndarray:
+def _map_cells(cells: int) -> np.ndarray:
     """Memory of its own for so many cells, in huge pages if it is large: in small ones a search takes a third longer.
 
-    Memory that an allocator hands out again stays in the small pages that it was first written in.
+    Memory that malloc recycles keeps its small pages, so this maps new memory.
     """
     size = cells * _CELL_BYTES
     if size < _HUGE_MIN:

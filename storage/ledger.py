@@ -504,7 +504,7 @@ class Ledger:
         return rows_of_shards(address_P, cells_P, word_PX, first, self.places.held_P, threads=self._threads)
 
     def _runs(self, shards: Iterable[int]) -> Iterator[range]:
-        """These shards, in their order, as runs of neighbours with some `_RUN_CELLS` cells each."""
+        """Consecutive shards, in the given order, grouped until a group has `_RUN_CELLS` cells."""
         cells_of, begin, end, cells = self.places.index.shards[1].tolist(), 0, 0, 0
         for shard in shards:
             if shard != end or cells >= _RUN_CELLS:

@@ -59,7 +59,7 @@ class RowSource(Protocol):
         """Copy the rows of these keys into `out_XW`, and return which are missing, bool [U].
 
         Args:
-            out_XW: float32 and contiguous: an array for these rows, or a slab. What a missing key's place holds stays.
+            out_XW: float32 and contiguous: an array for these rows, or a slab. Rows of missing keys are not written.
             to_U: int64 [U], the place of each key in `out_XW`; None = 0 to U - 1.
         """
 

@@ -19,8 +19,8 @@ class Pass(NamedTuple):
     grad: torch.Tensor | Summed
     """d loss / d rows of the lookup: [N, D], or of bags [P, D]; or its sums, see `Lease.sum_now`."""
     version: int
-    """The tensor's version when it came, 0 of sums. The user may have the tensor too, from a hook or as argument of
-    `backward`."""
+    """Version of the gradient tensor at the end of its backward pass; 0 for `Summed`. The user may hold the tensor too,
+    from a hook or as argument of `backward`."""
 
     def checked(self) -> torch.Tensor | Summed:
         """The gradient.

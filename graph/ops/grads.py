@@ -75,7 +75,7 @@ class RowGrads:
 
     @property
     def terms(self) -> Terms:
-        """Terms of the sums; the sums themselves where they are made."""
+        """The terms that are still to be summed, or the finished sums as single terms."""
         if self.segments is None or self._sums is not None:
             return Terms(self.grad_UD, None, 1, self.finite_U)
         return Terms(self.segments.grad_NX, self.segments.scale_N, len(self.segments.order_N))
@@ -153,7 +153,7 @@ def join_grads(parts: Sequence[RowGrads]) -> RowGrads | None:
 
 
 def _slots_of(store: EmbeddingStore | MergedStore, unique: Any, slot_N: Array) -> Array:
-    """The slot of each key: where it was lent a row before it got one, that of the one that it got."""
+    """Slot of each unique key; the admitted row's slot where the key has been admitted since."""
     if isinstance(store, MergedStore) or not store.lends:
         return slot_N.take(unique.head_U)
     loops = store.loops

@@ -362,13 +362,12 @@ class Lease:
             self.store.pins.release(pins)
 
     def sum_now(self, grad_NX: torch.Tensor) -> Summed | None:
-        """The gradient of the lookup's only backward pass, summed for each unique key, to the bits of `reduce`: in
-        place of a copy of it. None where the sums are better made later: by the update, by the owners of rows, over
-        several passes."""
+        """Sums per unique key of the lookup's only backward pass, with the bits of `reduce`, in place of a copy of the
+        gradient. None = the gradient is to be kept and summed later."""
         if self.has_grad or self.remote is not None or self.shared is not None or self.argmax_PD is not None:
             return None
         keys, loops = self.keys, self.store.loops
-        if not loops.sums_first(keys.unique, len(grad_NX)):
+        if not loops.sum_costs_less(keys.unique, len(grad_NX)):
             return None
         return Summed(*loops.sum_segments(loops.segments(keys.unique, keys.bags, loops.array(grad_NX), self.scale_N)))
 

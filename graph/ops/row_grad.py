@@ -111,11 +111,12 @@ class RowGrad(torch.Tensor):
         return loops.tensor(grads.table_U), loops.tensor(grads.id_U)
 
     def row_values(self) -> torch.Tensor:
-        """Their gradients, float32 [U, D]."""
+        """Their gradients, float32 [U, D]: a copy."""
         grads = self.reduce()
         if grads is None:
             return torch.empty(0, self.shape[1], device=self.device, dtype=torch.float32)
-        return self.store.loops.tensor(grads.grad_UD)
+        grad_UD = self.store.loops.tensor(grads.grad_UD)
+        return grad_UD.clone() if grads.segments is None else grad_UD
 
     def acquire(self) -> RowGrads | None:
         """The gradient of each row, to be summed, with the slot of each: rows are resident and pinned until `unpin`.

@@ -92,20 +92,21 @@ class _WithGrad(torch.autograd.Function):
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.lease = None  # A loss that is kept keeps none of the lookup's arrays.
         flat = grad.detach().reshape(-1, grad.shape[-1])
-        # Nor is it copied where rows are updated before this backward pass is over: who changes it then is told so.
-        as_is = alone or ctx.at_once and flat.is_contiguous()
-        # Sums are less to write than a copy. A graph that is freed has no other pass, which would be added before.
-        sums = not as_is and flat.is_contiguous() and ctx.lease is None
-        if sums and (summed := lease.sum_now(flat)) is not None:
-            one = Pass(lease, summed, 0)
-        else:
-            grad_NX = flat if as_is else lease.store.loops.copy(flat)
-            one = Pass(lease, grad_NX, version_of(grad_NX))
+        row_grads: list[RowGrad | None] = [None] * len(of_weights)
+        if any(of_weights):
+            # The gradient is not copied if rows are updated within this backward pass; a later change of it raises.
+            as_is = alone or ctx.at_once and flat.is_contiguous()
+            # Sums are less to write than a copy. They are made only if autograd frees the graph: the gradient of a
+            # further pass would have to be added for each id before the sum.
+            sums = not as_is and flat.is_contiguous() and ctx.lease is None
+            if sums and (summed := lease.sum_now(flat)) is not None:
+                one = Pass(lease, summed, 0)
+            else:
+                grad_NX = flat if as_is else lease.store.loops.copy(flat)
+                one = Pass(lease, grad_NX, version_of(grad_NX))
+            for t, needed in enumerate(of_weights):
+                if needed:
+                    tables = None if len(of_weights) == 1 else frozenset([t])
+                    row_grads[t] = RowGrad(lease.store, [one], ranks=ctx.ranks, tables=tables)
         lease.has_grad = True
-        row_grads = [
-            RowGrad(lease.store, [one], ranks=ctx.ranks, tables=None if len(of_weights) == 1 else frozenset([t]))
-            if needed
-            else None
-            for t, needed in enumerate(of_weights)
-        ]
         return lease.grad_of_scales(flat) if of_scales else None, None, None, None, *row_grads

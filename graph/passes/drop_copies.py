@@ -9,7 +9,7 @@ __all__ = ["drop_copies"]
 
 
 def drop_copies(graph: fx.Graph) -> fx.Graph:
-    """The graph of a lookup that is made at the moment when `build` asks for it: nothing can change the ids meanwhile.
+    """Graph without the copies of the batch's values, for a lookup that runs inside `build`.
 
     Before:   kept = keep(ids);  keys = unique_keys(kept, ...)
     After:    keys = unique_keys(ids, ...)

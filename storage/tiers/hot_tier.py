@@ -470,10 +470,10 @@ class HotTier:
         new = np.arange(size)
         limit = self._limits.row_limit
         if limit is not None and len(self) + size > limit:  # Before a row is evicted.
-            table_N = table_M  # of keys that no tier has
+            new_table_N = table_M
             if not self._resident and self._below is not None:
-                table_N = table_M[~self._below.contains(table_M, id_M)]
-            self._limits.check_new(len(table_N), self, int(next(iter(table_N), 0)))
+                new_table_N = table_M[~self._below.contains(table_M, id_M)]
+            self._limits.check_new(len(new_table_N), self, int(new_table_N[0]) if len(new_table_N) else 0)
         self._limits.check_fits(size, self._held())
         slot_M = self._reserve(table_M, id_M)
         if not self._resident:

@@ -80,6 +80,26 @@ class IdsOfATensorThatChangesInPlace(Fields):
         return loss
 
 
+class AnotherLookupBeforeTheBatchChanges(Fields):
+    """The first lookup is none that was seen before, and the batch's own tensor changes after it."""
+
+    change = staticmethod(lambda ids: ids.add_(1))
+
+    def take(self, ids, label):
+        if self.step % 3:
+            self.rows(torch.arange(5) + self.step)
+            self.change(ids)
+        return self.error(self.rows(ids).sum(1), label)
+
+
+class AnotherLookupBeforeTheBatchChangesUnseen(AnotherLookupBeforeTheBatchChanges):
+    """torch does not see what NumPy writes."""
+
+    @staticmethod
+    def change(ids):
+        ids.numpy()[:] += 1
+
+
 class IdsOfASumThatTheBatchAddsTo(Fields):
     """What a guess does ahead must not be done to the user's tensor."""
 

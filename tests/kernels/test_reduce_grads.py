@@ -113,16 +113,6 @@ def test_half_width_sums_do_not_overflow_where_float32_does_not():
     assert finite_U.all()
 
 
-@pytest.mark.parametrize("summed", [False, True])
-def test_gradients_are_summed_before_they_are_negated(summed):
-    """Gradients are summed, then negated, as in torch; the sign of a zero shows the order."""
-    loops = HostLoops(Threads(1))
-    unique = unique_keys(np.zeros(4, np.int32), np.array([1, 1, 2, 3]))
-    segments = loops.segments(unique, None, np.array([[1], [-1], [0], [2]], np.float32), None)
-    negated_UD = loops.negated(loops.sum_segments(segments)[0] if summed else segments)
-    assert negated_UD.tobytes() == np.array([-0.0, -0.0, -2], np.float32).tobytes()
-
-
 def test_the_oracle_notices_another_order():
     def backwards(grad_NX, order_N, begin_U1, scale_N, threads):
         grad_UD, finite_U = sums_of(grad_NX, order_N, begin_U1, threads=threads)
