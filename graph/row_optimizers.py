@@ -240,8 +240,8 @@ def _run_signed(
     loops: Loops,
 ) -> None:
     """Steps rows up their gradients where the group says `maximize`, whatever the optimizer."""
-    if group.get("maximize", False):  # Summed first, as torch does it: a zero's sign is that of a sum.
-        grad_UD = -(loops.sum_segments(grad_UD)[0] if isinstance(grad_UD, Segments) else grad_UD)
+    if group.get("maximize", False):
+        grad_UD = loops.negated(grad_UD)
     run(weight_SX, row_SW, slot_U, grad_UD, state_begin=state_begin, group=group, step=step, loops=loops)
 
 

@@ -146,6 +146,9 @@ class CudaLoops:
     ) -> None:  # fmt: skip
         run_row_update_cuda(on_cuda, weight_SX, row_SW, slot_U, grads, state_begin, *scalars, gpu=self.gpu)
 
+    def negated(self, grads: Any) -> Any:
+        return -(self.sum_segments(grads)[0] if isinstance(grads, Segments) else grads)
+
     # ---- forward ----------------------------------------------------------------------------------------------------
 
     def gather(self, rows: RowsOfIds, out_ND: torch.Tensor) -> None:

@@ -140,6 +140,9 @@ class HostLoops:
             threads=self.threads,
         )  # fmt: skip
 
+    def negated(self, grads: Any) -> Any:
+        return -(self.sum_segments(grads)[0] if isinstance(grads, Segments) else grads)
+
     # ---- forward ----------------------------------------------------------------------------------------------------
 
     def gather(self, rows: RowsOfIds, out_ND: np.ndarray) -> None:

@@ -145,6 +145,10 @@ class Loops(Protocol):
     ) -> None:  # fmt: skip
         """Run an optimizer's loop for the host, or that for GPUs, over the rows of slot_U."""
 
+    def negated(self, grads: Array | Segments) -> Array:
+        """The sums of gradients, with the other sign. They are summed first, as torch does it: a zero's sign is that of
+        a sum."""
+
     # ---- forward
     def gather(self, rows: RowsOfIds, out_ND: Array) -> None:
         """out_ND[n] = the weights of id n; zeros for padding."""

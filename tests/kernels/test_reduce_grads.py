@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from oneemb.kernels.host_loops import HostLoops
 from oneemb.kernels.reduce_grads import Segments, largest_magnitude, sum_segments
 from oneemb.kernels.threads import Threads
 from oneemb.kernels.unique_keys import unique_keys
