@@ -11,7 +11,7 @@ import functools
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx
@@ -170,7 +170,8 @@ def compile_plan(
     keep("split_prepare, lookup", "lookup", lookup)
     find = _finder(root, embeddings, objects, tape.constants)
     single = None
-    if len(output_of(graph).args[0]) == 1 and all(node.target is not ops.announce for node in graph.nodes):
+    looked_up = cast("tuple[fx.node.Argument, ...]", output_of(graph).args[0])
+    if len(looked_up) == 1 and all(node.target is not ops.announce for node in graph.nodes):
         single = Executor(keep("drop_copies", "lowered", drop_copies(graph)), find)
     executors = Executor(graph, find), Executor(prepare, find, "prepare"), Executor(lookup, find), single
     return Plan(*executors, history, list(tape.constants), tape.others, find)

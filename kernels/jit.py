@@ -164,6 +164,7 @@ _FOLDER = Path(__file__).parent
 
 def imported_kernels(text: str) -> set[Path]:
     """Files of the kernels that a source text imports."""
+    text = re.sub(r"#.*", "", text)
     names = {name for match in _IMPORT.findall(text) for name in " ".join(match).replace(",", " ").split()}
     return {found for name in names if (found := _FOLDER / f"{name}.py").exists()}
 

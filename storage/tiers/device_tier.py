@@ -309,16 +309,12 @@ class DeviceTier:
         if self._resident or self._below is None or not missed:
             return missing_U
         missing = np.flatnonzero(missing_U)
-        row_MW = np.empty((missed, self.row_width), np.float32)
-        found_M = ~self._below.get(table_U[missing], id_U[missing], row_MW)
-        found, row_FW = missing[found_M], row_MW[found_M]
-        out_XW[to_U[found]] = row_FW
+        found = missing[~self._below.get(table_U[missing], id_U[missing], out_XW, to_U[missing])]
         missing_U[found] = False
         # What was read is worth keeping, as far as it fits.
-        kept = min(len(found), self._room())
-        if kept:
-            table_K, id_K = self._gpu.put(table_U[found[:kept]]), self._gpu.put(id_U[found[:kept]])
-            self._take(table_K, id_K, row_FW[:kept], dirty=False)
+        kept = found[: self._room()]
+        if len(kept):
+            self._take(self._gpu.put(table_U[kept]), self._gpu.put(id_U[kept]), out_XW[to_U[kept]], dirty=False)
         return missing_U
 
     @_in_order
