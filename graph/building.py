@@ -175,8 +175,8 @@ class Building:
         backward: called in place of `Tensor.backward`, with its arguments; None = it is left alone.
         steppers: the optimizers that the graph itself steps.
         announced: those of the lookups that ranks have announced to each other, whether they are expected still or not.
-        single: the embedding's name and the function that makes the only planned lookup, called when `build` first
-            looks that embedding up; None = lookups were planned before `build`.
+        single: the embedding's name and the function that gives the only planned lookup, called with the first ids that
+            `build` looks up in that embedding; None = lookups were planned before `build`.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class Building:
         backward: Callable[..., None] | None = None,
         steppers: Collection[torch.optim.Optimizer] = (),
         announced: ops.Announced | None = None,
-        single: tuple[str, Callable[[], Sequence[Expected]]] | None = None,
+        single: tuple[str, Callable[[object], Sequence[Expected]]] | None = None,
     ):
         self.others = 0
         """Lookups that were not expected."""
@@ -288,16 +288,17 @@ class Building:
         return self._take_of(self._expected.get(name, []), embedding, arguments)
 
     def _take_single(self, embedding: LooksUp, arguments: dict[str, Any]) -> Expected | None:
-        """The only planned lookup, if this is it. Later it could not be told: its ids are no copies."""
+        """The only planned lookup, if this is it. If not, it stays expected, unless its ids are no copies: `build` may
+        change them."""
         assert self._single is not None
-        (name, make), self._single = self._single, None
-        made = list(make())
-        self._waiting = len(made)
-        taken = self._take_of(made, embedding, arguments)
-        if taken is None:
+        (name, plan), self._single = self._single, None
+        waiting = self._expected[name] = list(plan(arguments["ids"]))
+        self._waiting = len(waiting)
+        taken = self._take_of(waiting, embedding, arguments)
+        if taken is None and waiting and waiting[0].ids is arguments["ids"]:
             self._missed.append(name)
-            for lookup in made:
-                lookup.drop()
+            self._waiting = 0
+            waiting.pop().drop()
         return taken
 
     def _take_of(self, waiting: list[Expected], embedding: LooksUp, arguments: dict[str, Any]) -> Expected | None:

@@ -55,8 +55,8 @@ class Plan:
         whole: the lookups of a batch, from its values.
         prepare: the half that may run ahead, from the values too.
         lookup: the other half, from what the first one gives.
-        single: the lookup of a plan that has no other, to run inside `build`; None = there are several lookups, or
-            ranks announce theirs.
+        single: the lookup of a plan that has no other, to run inside `build`; None = there are several lookups, ranks
+            announce theirs, or the ids are no value of the batch itself.
         history: the graph as recorded and after each pass.
         constants: the names of the tensors from outside the batch that the first half reads.
         others: lookups of a step that cannot be made ahead.
@@ -94,7 +94,14 @@ class Plan:
     @functools.cached_property
     def single_embedding(self) -> str:
         """Name of the embedding of the single lookup."""
-        return str(output_of(self.whole.graph).args[0][0][0])  # type: ignore[index]
+        return str(_looked_up(self.whole.graph)[0][0])
+
+    @functools.cached_property
+    def _ids_at(self) -> int:
+        """Place of the single lookup's ids among the values of a batch."""
+        assert self.single is not None
+        graph = self.single.graph
+        return [node for node in graph.nodes if node.op == "placeholder"].index(_looked_up(graph)[0][1])
 
     def versions(self) -> list[tuple[int, int]]:
         """Equal readings mean that the tensors which the first half reads have not changed."""
@@ -111,10 +118,12 @@ class Plan:
             return self._expected(self.whole([*values, None] if self.announces else values, profile))
         return self._expected(self.lookup(prepared, profile))
 
-    def expect_single(self, values: Sequence[Any], profile: Profile | None) -> list[Expected]:
-        """The single lookup, of the batch's values as they are now."""
+    def expect_single(self, ids: object, values: Sequence[Any], profile: Profile | None) -> list[Expected]:
+        """The single lookup, of the batch's values as they are now: without copies if it is that of these ids."""
         assert self.single is not None
-        return self._expected(self.single(values, profile))
+        if ids is values[self._ids_at]:
+            return self._expected(self.single(values, profile))
+        return self.expect(values, None, profile)
 
     def _expected(self, found: Sequence[Sequence[Any]]) -> list[Expected]:
         expected = []
@@ -170,11 +179,16 @@ def compile_plan(
     keep("split_prepare, lookup", "lookup", lookup)
     find = _finder(root, embeddings, objects, tape.constants)
     single = None
-    looked_up = cast("tuple[fx.node.Argument, ...]", output_of(graph).args[0])
-    if len(looked_up) == 1 and all(node.target is not ops.announce for node in graph.nodes):
+    looked_up, announces = _looked_up(graph), any(node.target is ops.announce for node in graph.nodes)
+    if len(looked_up) == 1 and looked_up[0][-1] is not None and not announces:
         single = Executor(keep("drop_copies", "lowered", drop_copies(graph)), find)
     executors = Executor(graph, find), Executor(prepare, find, "prepare"), Executor(lookup, find), single
     return Plan(*executors, history, list(tape.constants), tape.others, find)
+
+
+def _looked_up(graph: fx.Graph) -> Sequence[tuple[Any, ...]]:
+    """What a graph returns of each lookup: see `Expected`, whose fields from `embedding` on these are."""
+    return cast("Sequence[tuple[Any, ...]]", output_of(graph).args[0])
 
 
 def _members(

@@ -726,12 +726,12 @@ class CompiledGraph(torch.nn.Module):
         prepared.values = None  # Its rows are the lookups' own, or dropped.
 
     def _expect_single(
-        self, expected: list[Expected], plan: Plan, batch: Batch, profile: Profile | None
-    ) -> Sequence[Expected]:  # fmt: skip
-        """The lookup that `build` is about to make, if it is the plan's; it is added to `expected` too."""
+        self, expected: list[Expected], plan: Plan, batch: Batch, profile: Profile | None, ids: object
+    ) -> Sequence[Expected]:
+        """The plan's only lookup, as `build` looks up ids; it is added to `expected` too."""
         begin = time.perf_counter_ns()
         try:
-            found = plan.expect_single(batch.values, profile)
+            found = plan.expect_single(ids, batch.values, profile)
         except Exception:  # `build` will make it as in eager mode.
             return ()
         finally:

@@ -337,7 +337,7 @@ def test_plans_of_ever_new_structures_are_bounded_and_a_warning_says_what_change
     (said,) = [str(one.message) for one in caught]
     assert "weights: a list of" in said and "16" in said
     assert "without what 24 plans have done" in graph.explain()
-    calls = [known.plan.whole.stats()[0][1].calls for known in known_of(graph)]
+    calls = [known.plan.single.stats()[0][1].calls for known in known_of(graph)]
     assert max(calls) == 40, "the plan that every turn used was never dropped"
 
 
