@@ -251,8 +251,8 @@ def prefetch(
     del batches
     try:
         try:
-            worker.start()
-            with failing():
+            with failing():  # Entered first: it asks which errors ranks have heard of since then.
+                worker.start()
                 while not (prepared := worker.next()).last:
                     if prepared.error is not None:
                         raise prepared.error

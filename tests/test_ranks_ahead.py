@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import oneemb
+from oneemb.graph import prefetch
 from oneemb.graph.ops import AnnouncedLookup
 
 DIM, BATCH, STEPS = 4, 5, 24
@@ -156,3 +157,39 @@ def test_where_one_rank_raises_before_its_lookups_or_after_them_all_raise(tmp_pa
     for rank, (steps, raised, pinned) in enumerate(results):
         assert steps == 7 and pinned == [0, 0]
         assert raised.startswith("OSError" if rank == 1 else "RankError: rank 1 has failed (OSError: no such file)")
+
+
+def fail_at_once(group, path):
+    """Whether a lookup can be made after a loop whose loader has failed on a rank before the loop waits for it."""
+    graph = Graph(path, "device", group, nothing)
+    begin = prefetch.start
+
+    def begin_and_wait(thread):
+        begin(thread)
+        time.sleep(0.5 * group.rank())  # The thread of rank 1 has failed before its loop waits for it.
+
+    def loader():
+        if group.rank() == 1:
+            raise OSError("no such file")
+        yield batch_of(0, group.rank())
+
+    prefetch.start = begin_and_wait
+    try:
+        list(graph.run(loader(), prefetch_depth=2))
+    except (OSError, oneemb.RankError) as error:
+        said = f"{type(error).__name__}: {error}"
+    finally:
+        prefetch.start = begin
+    graph(*batch_of(1, group.rank()))
+    steps = graph.users.stats()["step"]
+    for embedding in (graph.users, graph.items):
+        embedding.close()
+    return said, steps
+
+
+def test_a_loader_that_fails_before_the_loop_waits_for_it_fails_one_loop_alone(tmp_path, rank_pool):
+    (first, steps), (second, others) = rank_pool(2, fail_at_once, str(tmp_path))
+    assert steps == others == 1
+    assert second == "OSError: no such file" and first.startswith(
+        "RankError: rank 1 has failed (OSError: no such file)"
+    )

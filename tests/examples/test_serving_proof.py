@@ -6,6 +6,7 @@ The oracle is the job: it notes what each version must answer before the version
 A version that a resumed job saves again must be noted alike.
 """
 
+import http.client
 import json
 import os
 import random
@@ -84,7 +85,7 @@ class Asker(threading.Thread):
                     answered = True
                     self.answered = process
                     self.ends.wait(0.004)  # Others are at work on this machine.
-            except OSError as error:
+            except (OSError, http.client.HTTPException) as error:  # The latter in the middle of an answer.
                 if answered and self.part.kills == kills:
                     self.wrong.append(f"cut off though nobody was killed: {error!r}")
                 self.ends.wait(0.02)  # It is being begun again.

@@ -16,8 +16,10 @@ import numpy as np
 import torch
 
 import oneemb
+from oneemb.kernels.threads import Threads
 from oneemb.policies import LFU, AdmitAfter, RowPolicy
 from oneemb.storage.errors import BrokenStoreError
+from oneemb.storage.hash_index import HashIndex
 
 STEP = 0.5
 
@@ -218,10 +220,20 @@ class Preloaded:
 OPERATIONS = "lookup step two_lookups bags save load step erase import_rows delta load step clear".split()
 
 
+def load_growth():
+    """Load the loops with which an index grows: LLVM ends the process where it gets no memory to load a loop."""
+    index = HashIndex(Threads(2))
+    for begin in range(0, 400_000, 50_000):
+        id_N = np.arange(begin, begin + 50_000)
+        index.put(np.zeros(len(id_N), np.int32), id_N, id_N)
+    index.erase(np.zeros(10, np.int32), np.arange(10))
+
+
 def run(subject, allocations, operations=OPERATIONS, *, stride=1, most=400):
     """Let each `stride`-th allocation of each operation fail. Returns a line for each thing that did not hold, the
     number of failures, and how many of them broke the embedding."""
     wrong, failures, broken = [], 0, 0
+    load_growth()
     for name in operations:
         for _ in range(2):
             subject.step()[0]()
