@@ -226,14 +226,13 @@ class HashIndex:
         cells_G = _cells_for(need_P[shard_G], _PHASE_P[shard_G], self._growth)
         limit_G = _limit(cells_G)
         try:
-            grown = _new_cells(cells_G)
+            grown, address_G = _new_cells(cells_G)
         except MemoryError as error:
             raise IndexMemoryError(
                 f"the index cannot grow: it holds {len(self)} keys in {self.nbytes} bytes and needs "
                 f"{int(cells_G.sum()) * _CELL_BYTES} bytes more at once, for new keys; nothing has changed, and every "
                 f"key can still be used and saved; free memory, or save and go on where there is more"
             ) from error
-        address_G = np.array([cell_C2.ctypes.data for cell_C2 in grown], np.int64)
         self._threads.run(
             cells_move, len(grown), self._address_P, self._cells_P, shard_G, address_G, cells_G, share_min=1
         )
@@ -252,29 +251,33 @@ class HashIndex:
     def clear(self) -> None:
         """Forget every key. A call that fails to get memory has changed nothing."""
         cells_P = np.full(SHARDS, _CELLS_MIN, np.int64)
-        cell_PC2 = _new_cells(cells_P)
+        cell_PC2, address_P = _new_cells(cells_P)
         for cell_C2 in cell_PC2:
-            cell_C2[:] = 0
-        address_P = np.array([cells.ctypes.data for cells in cell_PC2], np.int64)
+            cell_C2.fill(0)
         size_P, limit_P = np.zeros(SHARDS, np.int64), _limit(cells_P)
         # The arrays are kept for loops, which are given their addresses.
         self._cell_PC2, self._cells_P, self._address_P = cell_PC2, cells_P, address_P
         self._size_P, self._limit_P = size_P, limit_P
 
 
-def _new_cells(cells_G: np.ndarray) -> list[np.ndarray]:
-    """Arrays of so many cells each, int64 [cells, 2], that begin at lines of the cache and hold anything.
+def _new_cells(cells_G: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
+    """Arrays of so many cells each, int64 [cells, 2], that begin at lines of the cache and hold anything; and their
+    addresses, int64 [G].
 
     Neighbours share a block of memory, large enough for huge pages in a large index. It is given back when all of its
     shards have grown again; so they are to be shards that grow at about the same time.
     """
     made: list[np.ndarray] = []
+    address_G = np.empty(len(cells_G), np.int64)
     for first in range(0, len(cells_G), _BLOCK_SHARDS):
-        end_C = np.cumsum(cells_G[first : first + _BLOCK_SHARDS])
-        block_C2 = _map_cells(int(end_C[-1]) + LINE)
-        skip = -(block_C2.ctypes.data // block_C2.strides[0]) % LINE
-        made += [block_C2[skip + end - cells : skip + end] for end, cells in zip(end_C, cells_G[first:], strict=False)]
-    return made
+        end_B = np.cumsum(cells_G[first : first + _BLOCK_SHARDS])
+        block_C2 = _map_cells(int(end_B[-1]) + LINE)
+        address = block_C2.ctypes.data
+        end_B += -(address // _CELL_BYTES) % LINE
+        begin_B = end_B - cells_G[first : first + _BLOCK_SHARDS]
+        address_G[first : first + _BLOCK_SHARDS] = address + _CELL_BYTES * begin_B
+        made += [block_C2[begin:end] for begin, end in zip(begin_B.tolist(), end_B.tolist(), strict=True)]
+    return made, address_G
 
 
 def _map_cells(cells: int) -> np.ndarray:
