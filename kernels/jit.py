@@ -13,10 +13,12 @@ then binds `cuda`, `load`, `store` and `move` to what they mean on a GPU or in n
 """
 
 import builtins
+import fcntl
 import functools
 import hashlib
 import os
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -224,7 +226,56 @@ class _CacheImpl(caching.CompileResultCacheImpl):
 
 
 class _Cache(caching.FunctionCache):
+    """The compiled forms of one function in files. Of several processes that need one at once, one compiles it."""
+
     _impl_class = _CacheImpl
+    _compiling: dict["_Cache", int] = {}
+    """Locked file of each function that this process compiles now."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        found = super().load_overload(sig, target_context)
+        if found is not None or self in self._compiling:
+            return found
+        self._lock()
+        return super().load_overload(sig, target_context)  # Another process may have compiled it meanwhile.
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            super().save_overload(sig, data)
+        finally:
+            self._unlock()
+
+    def _lock(self) -> None:
+        """Wait until no other process compiles this function, for `_COMPILING_S` at most."""
+        path = os.path.join(self._cache_path, f"{self._impl.filename_base}.lock")
+        try:
+            file = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+        except OSError:  # A folder that cannot be written to: each process compiles for itself.
+            return
+        self._compiling[self] = file
+        end = time.monotonic() + _COMPILING_S
+        while time.monotonic() < end:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.01)
+            except OSError:  # a file system without locks
+                break
+
+    def _unlock(self) -> None:
+        if (file := self._compiling.pop(self, None)) is not None:
+            os.close(file)
+
+    @classmethod
+    def unlock_all(cls) -> None:
+        """Let others compile what this process has begun to compile."""
+        for cache in list(cls._compiling):
+            cache._unlock()
+
+
+# No function takes longer to compile, but on a machine that is very busy.
+_COMPILING_S = 60.0
 
 
 def _cached(dispatcher: Any) -> Any:
@@ -242,6 +293,7 @@ def _cached(dispatcher: Any) -> Any:
             try:
                 return compile_for_args(*args, **kwargs)
             finally:
+                _Cache.unlock_all()
                 around_compiling.end()
 
         dispatcher._compile_for_args = compile_whole

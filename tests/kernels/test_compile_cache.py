@@ -106,3 +106,22 @@ print(len(owner_of(np.zeros(64, np.int32), np.arange(64), 7)))
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 0 and done.stdout == "1\n64\n", done.stderr[-2000:]
+
+
+def test_of_processes_that_need_a_loop_at_once_one_compiles_it(package, tmp_path):
+    code = (
+        f"import sys; sys.path.insert(0, {str(package)!r}); import numpy as np; from oneemb.kernels import owner;"
+        "sys.stdin.read(); owner.owner_of(np.zeros(64, np.int32), np.arange(64), 7);"
+        "print(sum(sum(its.stats.cache_misses.values()) for its in vars(owner).values() if hasattr(its, 'overloads')))"
+    )
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        for _ in range(3)
+    ]
+    for process in processes:
+        process.stdin.close()
+    compiled = sorted(int(process.stdout.read()) for process in processes)
+    assert [process.wait() for process in processes] == [0, 0, 0]
+    assert compiled[:2] == [0, 0] and compiled[2] > 0, compiled
+    assert len(compiled_files(tmp_path / "cache")) >= compiled[2]
