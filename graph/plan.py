@@ -180,7 +180,8 @@ def compile_plan(
     find = _finder(root, embeddings, objects, tape.constants)
     single = None
     looked_up, announces = _looked_up(graph), any(node.target is ops.announce for node in graph.nodes)
-    if len(looked_up) == 1 and looked_up[0][-1] is not None and not announces:
+    of_batch = [getattr(origin, "op", "") == "placeholder" for *_, origin in looked_up]
+    if of_batch == [True] and not announces:
         single = Executor(keep("drop_copies", "lowered", drop_copies(graph)), find)
     executors = Executor(graph, find), Executor(prepare, find, "prepare"), Executor(lookup, find), single
     return Plan(*executors, history, list(tape.constants), tape.others, find)
