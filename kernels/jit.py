@@ -270,8 +270,8 @@ class _Cache(caching.FunctionCache):
     @classmethod
     def unlock_all(cls) -> None:
         """Let others compile what this process has begun to compile."""
-        for cache in list(cls._compiling):
-            cache._unlock()
+        while cls._compiling:
+            os.close(cls._compiling.popitem()[1])
 
 
 # No function takes longer to compile, but on a machine that is very busy.
