@@ -687,7 +687,7 @@ class CompiledGraph(torch.nn.Module):
         tape, plan, single = known.tape(batch), known.plan, None
         if plan is None:
             prepared.drop()
-        elif plan.single is not None and on_acquired is None:  # A call, and no loop that prepares batches.
+        elif plan.single is not None and on_acquired is None and prepared.values is None:  # A call, nothing prepared.
             single = plan.single_embedding, functools.partial(self._expect_single, expected, plan, batch, profile)
         else:
             self._expect(expected, plan, batch, prepared, profile)
