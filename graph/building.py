@@ -302,6 +302,7 @@ class Building:
         return taken
 
     def _take_of(self, waiting: list[Expected], embedding: LooksUp, arguments: dict[str, Any]) -> Expected | None:
+        """The lookup among these that has these arguments, acquired; it waits no longer."""
         ids, table_ids, offsets, columns = map(arguments.__getitem__, KEY_ARGUMENTS)
         for lookup in waiting:
             in_this_mode = lookup.inserts == embedding.training

@@ -188,7 +188,7 @@ def compile_plan(
 
 
 def _looked_up(graph: fx.Graph) -> Sequence[tuple[Any, ...]]:
-    """What a graph returns of each lookup: see `Expected`, whose fields from `embedding` on these are."""
+    """Values that a graph returns for each lookup: the fields of `Expected` from `embedding` on."""
     return cast("Sequence[tuple[Any, ...]]", output_of(graph).args[0])
 
 

@@ -18,6 +18,7 @@ import functools
 import hashlib
 import os
 import re
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -229,8 +230,8 @@ class _Cache(caching.FunctionCache):
     """The compiled forms of one function in files. Of several processes that need one at once, one compiles it."""
 
     _impl_class = _CacheImpl
-    _compiling: dict["_Cache", int] = {}
-    """Locked file of each function that this process compiles now."""
+    _compiling: dict["_Cache", tuple[int, int]] = {}
+    """Thread and locked file of each function that this process compiles now."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         found = super().load_overload(sig, target_context)
@@ -252,7 +253,7 @@ class _Cache(caching.FunctionCache):
             file = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
         except OSError:  # A folder that cannot be written to: each process compiles for itself.
             return
-        self._compiling[self] = file
+        self._compiling[self] = threading.get_ident(), file
         end = time.monotonic() + _COMPILING_S
         while time.monotonic() < end:
             try:
@@ -264,14 +265,15 @@ class _Cache(caching.FunctionCache):
                 break
 
     def _unlock(self) -> None:
-        if (file := self._compiling.pop(self, None)) is not None:
-            os.close(file)
+        if (its := self._compiling.pop(self, None)) is not None:
+            os.close(its[1])
 
     @classmethod
     def unlock_all(cls) -> None:
-        """Let others compile what this process has begun to compile."""
-        while cls._compiling:
-            os.close(cls._compiling.popitem()[1])
+        """Let others compile what this thread has begun to compile."""
+        for cache, (thread, file) in list(cls._compiling.items()):
+            if thread == threading.get_ident() and cls._compiling.pop(cache, None) is not None:
+                os.close(file)
 
 
 # No function takes longer to compile, but on a machine that is very busy.

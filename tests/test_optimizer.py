@@ -589,7 +589,7 @@ def test_rows_that_are_maximized_go_up_what_others_go_down(made, dtype, pooled):
 
 @pytest.mark.parametrize("held", [False, True])
 def test_gradients_are_summed_before_they_are_negated(made, held):
-    """As in torch: -0.0 - 0.1 * -(1 - 1) is 0.0, and -0.0 - 0.1 * (-1 + 1) is -0.0."""
+    """The order is torch's: -0.0 - 0.1 * -(1 - 1) is 0.0, and -0.0 - 0.1 * (-1 + 1) is -0.0."""
     embedding = made(tables=[oneemb.make_table(oneemb.make_constant_initializer(-0.0))])
     optimizer = oneemb.Optimizer(torch.optim.SGD(embedding.parameters(), 0.1, maximize=True), [embedding])
     grad = torch.tensor([[1.0], [-1.0]]).repeat(1, DIM)

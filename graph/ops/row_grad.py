@@ -115,8 +115,7 @@ class RowGrad(torch.Tensor):
         grads = self.reduce()
         if grads is None:
             return torch.empty(0, self.shape[1], device=self.device, dtype=torch.float32)
-        grad_UD = self.store.loops.tensor(grads.grad_UD)
-        return grad_UD.clone() if grads.segments is None else grad_UD
+        return self.store.loops.tensor(grads.grad_UD).clone()
 
     def acquire(self) -> RowGrads | None:
         """The gradient of each row, to be summed, with the slot of each: rows are resident and pinned until `unpin`.
