@@ -1,5 +1,6 @@
 """A test run leaves no folder behind."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -39,6 +40,10 @@ def test_a_run_removes_temporary_folders_and_keeps_those_of_failed_tests(tmp_pat
     (left,) = temporary.iterdir()
     assert left.name.startswith("pytest-of-")
     assert len(list(left.rglob("of a test that fails"))) == 1
+
+
+def test_collections_pass_over_what_was_there_before_the_first_test():
+    assert gc.get_freeze_count() > 100_000
 
 
 def give(group, value):

@@ -5,7 +5,7 @@ import itertools
 import pytest
 from hypothesis import given, strategies as st
 
-from tests.support.pairwise import covering, pairwise
+from tests.support.pairwise import covering, diagonal, pairwise
 
 
 def _pairs(rows):
@@ -52,6 +52,16 @@ def test_of_strength_one_each_value_occurs(sizes):
     rows = _fast(covering(*map(range, sizes), strength=1))
     assert len(rows) == max(sizes)
     assert [{row[axis] for row in rows} for axis in range(len(sizes))] == [set(range(size)) for size in sizes]
+
+
+@pytest.mark.parametrize("sizes", [(4, 3), (2, 5), (6, 3, 3), (1, 2), (3, 3)])
+def test_a_diagonal_has_each_value_and_the_rest_is_slow(sizes):
+    params = diagonal(*map(range, sizes))
+    assert [param.values for param in params] == list(itertools.product(*map(range, sizes)))
+    rows = _fast(params)
+    assert len(rows) == max(sizes)
+    assert [{row[axis] for row in rows} for axis in range(len(sizes))] == [set(range(size)) for size in sizes]
+    assert sizes != (6, 3, 3) or len({row[1:] for row in rows}) > 3, "two short axes keep step"
 
 
 def test_short_products_are_whole():

@@ -32,7 +32,25 @@ def covering(*axes, strength=2, legal=lambda *values: True):
             asked for.
     """
     product = [places for places in _product(axes) if legal(*_values(axes, places))]
-    kept = set(_covering(product, strength))
+    return _params(axes, product, set(_covering(product, strength)))
+
+
+def diagonal(*axes):
+    """A list of pytest params: the whole product, of which all but a diagonal is marked slow.
+
+    The diagonal has each value of the longest axis once. The values of a shorter one come in turn, beginning elsewhere
+    each time, so that two short axes do not keep step.
+
+    Example:
+        >>> [param.values for param in diagonal("abcd", [1, 2]) if not param.marks]
+        [('a', 1), ('b', 2), ('c', 2), ('d', 1)]
+    """
+    turns = range(max(map(len, axes)))
+    kept = {tuple((n + k * (n // len(axis))) % len(axis) for k, axis in enumerate(axes)) for n in turns}
+    return _params(axes, _product(axes), kept)
+
+
+def _params(axes, product, kept):
     return [
         pytest.param(*_values(axes, places), marks=() if places in kept else pytest.mark.slow) for places in product
     ]

@@ -5,6 +5,7 @@ may start a thread: a fork would not have it.
 """
 
 import contextlib
+import gc
 import threading
 
 import numba  # noqa: F401
@@ -20,5 +21,8 @@ for _name in oneemb.__all__:
 with contextlib.suppress(ImportError):  # Machines with a GPU have no TorchRec.
     import oneemb.torchrec
     import tests.torchrec.test_sharding  # noqa: F401 - with all of TorchRec that ranks use
+
+gc.collect()
+gc.freeze()  # A collection of a fork looks at its own objects, and copies no page of the others.
 
 assert threading.active_count() == 1
