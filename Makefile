@@ -59,15 +59,12 @@ gpu-sanitize: $(call ready,test)  ## Every CUDA loop under compute-sanitizer, wh
 	$(SANITIZE) --tool memcheck $(RUN) -m pytest -q tests/cuda --ignore=tests/cuda/test_large.py
 	$(SANITIZE) --tool racecheck $(RUN) -m pytest -q tests/cuda/test_row_updates.py tests/cuda/test_pool.py
 
-# mypy cannot see mapped folders: it is shown the package as it is installed, through links.
 check: $(call ready,test)  ## Style, what the oldest Python knows, types, and which package may import which.
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -c 'import vermin; vermin.main()' oneemb graph storage kernels examples benchmarks tests
-	rm -rf build/typed && mkdir -p build/typed/oneemb
-	ln -s $(CURDIR)/oneemb/* $(CURDIR)/graph $(CURDIR)/storage $(CURDIR)/kernels build/typed/oneemb/
-	cd build/typed && $(if $(findstring /,$(RUN)),$(abspath $(RUN)),$(RUN)) -m mypy --config-file ../../pyproject.toml -p oneemb
-	MYPYPATH=build/typed:examples $(RUN) -m mypy --allow-untyped-defs --allow-incomplete-defs examples/*.py
+	$(RUN) -m mypy -p oneemb
+	MYPYPATH=.:examples $(RUN) -m mypy --allow-untyped-defs --allow-incomplete-defs examples/*.py
 	$(RUN) -m pytest -q tests/test_layout.py
 
 bench: $(call ready,bench)  ## Every benchmark of a CPU: a table for people and one JSON line a case.
