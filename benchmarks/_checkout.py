@@ -1,7 +1,7 @@
 """Revisions of the source tree as packages that can be imported side by side, each in a process of its own.
 
-Nothing is installed: a folder of links maps the tree's folders to packages as its own setup.cfg says, as `make check`
-does for mypy. It comes first on the path, before the package that the environment has.
+Nothing is installed: a folder of links maps the tree's folders to packages as its own setup.cfg says, or else as they
+lie. It comes first on the path, before the package that the environment has.
 """
 
 import configparser

@@ -12,8 +12,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import setuptools
 
 import oneemb
+import oneemb.kernels
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ["kernels", "storage", "graph", "oneemb"]  # each may import those before it
@@ -77,14 +79,30 @@ def test_only_the_jit_modules_import_numba():
     assert users == {"jit.py", "jit_code.py", "jit_cuda.py", "jit_lanes.py", "jit_team.py"}
 
 
-def test_every_package_is_listed_for_installation():
-    listed = set(setup()["options"]["packages"].split())
-    found = set()
-    for package in PACKAGES:
-        for init in (ROOT / package).rglob("__init__.py"):
-            name = ".".join(init.parent.relative_to(ROOT).parts)
-            found.add(name if package == "oneemb" else f"oneemb.{name}")
-    assert listed == found
+def test_every_package_is_found_for_installation():
+    found = set(setuptools.find_packages(ROOT, include=[setup()["options.packages.find"]["include"]]))
+    inits = [init.parent.relative_to(ROOT) for package in PACKAGES for init in (ROOT / package).rglob("__init__.py")]
+    assert found == {".".join(("oneemb", *i.parts[i.parts[0] == "oneemb" :])) for i in inits}
+
+
+def test_a_folder_beside_oneemb_is_imported_under_one_name():
+    twice = [name for name in sys.modules if name.split(".")[0] in ("graph", "storage", "kernels")]
+    assert not twice and Path(oneemb.kernels.__file__).parent == ROOT / "oneemb" / "kernels"
+
+
+@pytest.mark.parametrize("links", ["files", "none"])
+def test_a_copy_of_the_tree_without_links_says_what_to_do(links, tmp_path):
+    shutil.copytree(ROOT / "oneemb", tmp_path / "oneemb", symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in ("graph", "storage", "kernels"):
+        (tmp_path / "oneemb" / folder).unlink()
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        if links == "files":  # as git writes a link where the system has none
+            (tmp_path / "oneemb" / folder).write_text(f"../{folder}")
+    importing = [sys.executable, "-c", "import oneemb.kernels"]
+    done = subprocess.run(importing, capture_output=True, text=True, cwd=tmp_path)
+    assert "ImportError" in done.stderr and "ln -s" in done.stderr
+    subprocess.run(done.stderr.strip().partition("root: ")[2], shell=True, check=True, cwd=tmp_path)
+    subprocess.run(importing, check=True, cwd=tmp_path)
 
 
 def test_importing_oneemb_loads_neither_torch_nor_numba():

@@ -11,7 +11,7 @@ import pytest
 
 from oneemb.kernels import jit
 
-KERNELS = Path(__file__).parents[2] / "kernels"
+KERNELS = Path(jit.__file__).parent
 OWNERS = (
     "import numpy as np; from oneemb.kernels.owner import owner_of;"
     "print(owner_of(np.zeros(64, np.int32), np.arange(64), 7).tolist())"

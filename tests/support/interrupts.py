@@ -17,7 +17,7 @@ import threading
 from oneemb.storage.turns import undisturbed
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-PACKAGES = tuple(f"{ROOT}/{name}/" for name in ("oneemb", "graph", "storage", "kernels"))
+PACKAGE = f"{ROOT}/oneemb/"
 WAYS = ("signal", "raise")
 
 
@@ -40,7 +40,7 @@ class AtLine:
     those of finalizers.
     """
 
-    def __init__(self, at=None, way="signal", *, number=signal.SIGINT, files=PACKAGES, functions=None):
+    def __init__(self, at=None, way="signal", *, number=signal.SIGINT, files=(PACKAGE,), functions=None):
         self.at, self.way, self.number, self.files, self.functions = at, way, number, tuple(files), functions
         self.lines, self.place, self._seen = 0, None, {}
 
