@@ -10,8 +10,8 @@ __version__ = "0.1.0"
 
 if os.path.isdir(__path__[0]) and not os.path.isdir(os.path.join(__path__[0], "kernels")):
     raise ImportError(
-        f"{__path__[0]} must hold graph, storage and kernels, as folders or as links to the folders beside it; this copy"
-        " of the source tree has no links, as those of some archives. Clone it with git, or run in its root:"
+        f"{__path__[0]} must hold graph, storage and kernels, as folders or as links to the folders beside it; this"
+        " copy of the source tree has no links, as those of some archives. Clone it with git, or run in its root:"
         " rm -f oneemb/graph oneemb/storage oneemb/kernels && ln -s ../graph ../storage ../kernels oneemb/"
     )
 
