@@ -24,7 +24,7 @@ from oneemb.graph.modules import REGISTER
 from oneemb.graph.ranks import Ranks
 from oneemb.graph.tape import KEY_ARGUMENTS, Tape, version_of
 from oneemb.storage.embedding_store import EmbeddingStore
-from oneemb.storage.row_store import StoreFullError
+from oneemb.storage.errors import StoreFullError
 
 __all__ = ["Building", "Expected", "building_now", "steps_itself"]
 

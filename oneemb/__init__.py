@@ -61,6 +61,8 @@ _WHERE |= {
             "SnapshotExistsError",
             "SnapshotNeededError",
             "SnapshotNotFoundError",
+            "StorageError",
+            "StoreFullError",
         )  # fmt: skip
     },
     "BuildError": "oneemb.graph.build_error",
@@ -70,8 +72,6 @@ _WHERE |= {
     "RenameUncertainError": "oneemb.storage.table.snapshot_file",
     "ServerError": "oneemb.storage.remote.parameter_server",
     "ServerTimeoutError": "oneemb.storage.remote.parameter_server",
-    "StorageError": "oneemb.storage.row_store",
-    "StoreFullError": "oneemb.storage.row_store",
 }
 _SUBMODULES = ("nn", "optim", "options", "policies")
 

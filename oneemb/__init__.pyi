@@ -55,15 +55,13 @@ from oneemb.storage.errors import (
     SnapshotExistsError as SnapshotExistsError,
     SnapshotNeededError as SnapshotNeededError,
     SnapshotNotFoundError as SnapshotNotFoundError,
+    StorageError as StorageError,
+    StoreFullError as StoreFullError,
 )
 from oneemb.storage.remote.parameter_server import (
     LostRowsError as LostRowsError,
     ServerError as ServerError,
     ServerTimeoutError as ServerTimeoutError,
-)
-from oneemb.storage.row_store import (
-    StorageError as StorageError,
-    StoreFullError as StoreFullError,
 )
 from oneemb.storage.table.snapshot_file import RenameUncertainError as RenameUncertainError
 from oneemb.train_graph import TrainGraph as TrainGraph

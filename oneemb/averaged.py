@@ -25,9 +25,9 @@ from oneemb.graph.ops.lookup import DTYPES
 from oneemb.kernels.arrays import Array
 from oneemb.kernels.loops import Keys, Loops
 from oneemb.options import make_constant_initializer, make_table
+from oneemb.storage.errors import StoreFullError
 from oneemb.storage.fs import AnyPath, absolute_path
 from oneemb.storage.row_format import RowFormat
-from oneemb.storage.row_store import StoreFullError
 from oneemb.storage.step_lock import alone, between_steps
 from oneemb.storage.turns import changing, undisturbed, whole
 from oneemb.tracers import refuse_tracers

@@ -40,9 +40,9 @@ from oneemb.row_calls import RowCalls
 from oneemb.row_weight import RowWeight, changes_no_row, refuse_values
 from oneemb.stats import EmbeddingStats
 from oneemb.storage.embedding_store import ChangeRows, EmbeddingStore
+from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import AnyPath, absolute_path
 from oneemb.storage.policies import GivenScore, RowPolicy, described
-from oneemb.storage.row_store import StorageError
 from oneemb.storage.table.json_lists import LongList
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.tracers import hidden_from_modes, refuse_tracers

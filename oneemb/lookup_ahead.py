@@ -17,7 +17,7 @@ import torch
 from oneemb.embedding import TableEmbedding
 from oneemb.graph import ops
 from oneemb.graph.ranks import Ranks
-from oneemb.storage.row_store import StorageError
+from oneemb.storage.errors import StorageError
 from oneemb.storage.tiers.hot_rows import Prefetched
 
 __all__ = ["LookupAhead"]

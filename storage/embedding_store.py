@@ -32,7 +32,13 @@ from oneemb.kernels.owner import owner_of
 from oneemb.kernels.places import loops_at
 from oneemb.kernels.threads import Threads
 from oneemb.storage.bottom import EXPORTED, Bottom, TableBottom
-from oneemb.storage.errors import OtherSnapshotError, SnapshotExistsError, SnapshotNotFoundError
+from oneemb.storage.errors import (
+    OtherSnapshotError,
+    SnapshotExistsError,
+    SnapshotNotFoundError,
+    StorageError,
+    StoreFullError,
+)
 from oneemb.storage.journal import Journal
 from oneemb.storage.kept_rows import KeptRows, refuses_some
 from oneemb.storage.ledger import MARKS, Departing, LedgerClock
@@ -41,7 +47,6 @@ from oneemb.storage.pins import PinBook
 from oneemb.storage.policies import RowPolicy
 from oneemb.storage.replicas import Keys as ReplicatedKeys, Replicas
 from oneemb.storage.row_format import RowFormat
-from oneemb.storage.row_store import StorageError, StoreFullError
 from oneemb.storage.snapshot_rows import PartOf, SnapshotRows
 from oneemb.storage.step_lock import StepLock, alone, between_steps, between_steps_now
 from oneemb.storage.table.delta import GONE

@@ -1,6 +1,4 @@
-"""Errors of a persistent table, beside those of every row store."""
-
-from oneemb.storage.row_store import StorageError, StoreFullError
+"""Errors of stores of rows."""
 
 __all__ = [
     "BrokenStoreError",
@@ -17,6 +15,24 @@ __all__ = [
     "StorageError",
     "StoreFullError",
 ]
+
+
+class StorageError(RuntimeError):
+    """A store could not do what it was asked. The message says what, where and what to do."""
+
+
+class StoreFullError(StorageError):
+    """There is no room for a row, and nothing that may make room. The call has changed nothing."""
+
+    pinned = False
+    """Whether there would be room if lookups held fewer rows."""
+
+    @classmethod
+    def of_pins(cls, message: str) -> "StoreFullError":
+        """An error with `pinned` set."""
+        error = cls(message)
+        error.pinned = True
+        return error
 
 
 class BrokenStoreError(StorageError):

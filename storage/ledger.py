@@ -29,11 +29,10 @@ from oneemb.kernels.score_rows import COUNT, DECAYED, EPOCH_COUNT, score_uses, t
 from oneemb.kernels.shard_rows import keys_in_cells, rows_of_shards
 from oneemb.kernels.slot_marks import set_marks
 from oneemb.kernels.threads import Threads
-from oneemb.storage.errors import CorruptTableError
+from oneemb.storage.errors import CorruptTableError, StorageError, StoreFullError
 from oneemb.storage.hash_index import SHARDS
 from oneemb.storage.policies import RowPolicy, rules_of
 from oneemb.storage.row_places import MARKS, LyingRows, OwnPlaces, SlotPlaces
-from oneemb.storage.row_store import StorageError, StoreFullError
 
 __all__ = ["MARKS", "Departing", "Ledger", "LedgerClock"]
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
+from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import FileSystem
-from oneemb.storage.row_store import StorageError
 from oneemb.storage.snapshot_parts import FoundParts, incomplete_text, leftover_text, look_at, unmade_at
 from oneemb.storage.table.check import CheckResult, check_table
 from oneemb.storage.table.delta import GONE, gone_keys

@@ -14,7 +14,7 @@ import torch
 
 from oneemb.kernels.arrays import Array
 from oneemb.kernels.loops import Keys
-from oneemb.storage.row_store import StoreFullError
+from oneemb.storage.errors import StoreFullError
 from oneemb.storage.tiered_rows import TieredRows
 from oneemb.storage.tiers.hot_rows import Prefetched
 from oneemb.storage.turns import undisturbed

@@ -12,8 +12,8 @@ import numpy as np
 
 from oneemb.kernels.owner import owner_of
 from oneemb.kernels.threads import Threads
+from oneemb.storage.errors import StoreFullError
 from oneemb.storage.hash_index import HashIndex
-from oneemb.storage.row_store import StoreFullError
 from oneemb.storage.tiers.stack import StorePlan
 
 __all__ = ["REPLICATED_BYTES_MAX", "Keys", "Replicas"]

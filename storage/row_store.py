@@ -11,36 +11,17 @@ Invariants, for every implementation:
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from oneemb.storage.table.snapshot_manifest import ChunkPart, SnapshotInfo
+from oneemb.storage.table.snapshot_manifest import ChunkPart, SnapshotInfo
 
-__all__ = ["Places", "RowSource", "RowStore", "Snapshots", "StorageError", "StoreFullError"]
+__all__ = ["Places", "RowSource", "RowStore", "Snapshots"]
 
 
-Places = Mapping[int, "ChunkPart"]
+Places = Mapping[int, ChunkPart]
 """By the numbers of chunks, which of their rows were live at one moment."""
-
-
-class StorageError(RuntimeError):
-    """A store could not do what it was asked. The message says what, where and what to do."""
-
-
-class StoreFullError(StorageError):
-    """There is no room for a row, and nothing that may make room. The call has changed nothing."""
-
-    pinned = False
-    """Whether there would be room if lookups held fewer rows."""
-
-    @classmethod
-    def of_pins(cls, message: str) -> "StoreFullError":
-        """An error with `pinned` set."""
-        error = cls(message)
-        error.pinned = True
-        return error
 
 
 class RowSource(Protocol):
@@ -100,8 +81,8 @@ class Snapshots(Protocol):
     def save_snapshot(
         self, name: str, meta: dict[str, Any], *, overwrite: bool = False, identity: str | None = None,
         sequence: int = 0, without: tuple[np.ndarray, np.ndarray] | None = None,
-        arrays: Mapping[str, np.ndarray] | None = None, since: "Places | None" = None,
-    ) -> "SnapshotInfo":  # fmt: skip
+        arrays: Mapping[str, np.ndarray] | None = None, since: Places | None = None,
+    ) -> SnapshotInfo:  # fmt: skip
         """Keep all rows as they are now, but for those of the keys `without`, (table_U, id_U); atomic. Without an
         identity the snapshot gets one of its own; its number among the snapshots is `sequence` or more. It holds
         `arrays` beside the rows. With `since`, which `places` gave, it holds only rows that were written after that."""
@@ -111,14 +92,14 @@ class Snapshots(Protocol):
         the `meta` of the last."""
 
     @property
-    def places(self) -> "Places":
+    def places(self) -> Places:
         """Where the rows lay of the snapshot that was saved or loaded last."""
 
-    def gone_since(self, then: "Places") -> tuple[np.ndarray, np.ndarray]:
+    def gone_since(self, then: Places) -> tuple[np.ndarray, np.ndarray]:
         """The keys that had rows at those places, and have none now."""
 
     def delete_snapshot(self, name: str) -> None:
         """Forget a snapshot."""
 
-    def snapshots(self) -> "list[SnapshotInfo]":
+    def snapshots(self) -> list[SnapshotInfo]:
         """Snapshots, oldest first."""

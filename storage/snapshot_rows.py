@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from oneemb.storage.errors import CorruptTableError
+from oneemb.storage.errors import CorruptTableError, StorageError
 from oneemb.storage.row_format import WEIGHTS, RowFormat
-from oneemb.storage.row_store import StorageError
 from oneemb.storage.table.geometry import ROW_WIDTH_MAX
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 

@@ -26,10 +26,11 @@ from oneemb.kernels.loops import Loops
 from oneemb.kernels.threads import Threads
 from oneemb.storage.bottom import Bottom
 from oneemb.storage.dropped import close_when_dropped
+from oneemb.storage.errors import StorageError, StoreFullError
 from oneemb.storage.owned_rows import OwnedRows
 from oneemb.storage.policies import RowPolicy
 from oneemb.storage.row_format import RowFormat
-from oneemb.storage.row_store import Places, RowStore, Snapshots, StorageError, StoreFullError
+from oneemb.storage.row_store import Places, RowStore, Snapshots
 from oneemb.storage.snapshot_rows import PartOf, SnapshotRows, shard_of
 from oneemb.storage.table.delta import rows_of
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo

@@ -34,8 +34,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from oneemb.kernels.jit import around_compiling, compiling
-from oneemb.storage.errors import BrokenStoreError, ForkedProcessError
-from oneemb.storage.row_store import StorageError
+from oneemb.storage.errors import BrokenStoreError, ForkedProcessError, StorageError
 
 __all__ = ["Turns", "changing", "undisturbed", "whole"]
 

@@ -9,8 +9,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import oneemb
 import oneemb.averaged
 from oneemb.graph import ops
-from oneemb.storage.errors import BrokenStoreError
-from oneemb.storage.row_store import StoreFullError
+from oneemb.storage.errors import BrokenStoreError, StoreFullError
 from tests.support.interrupts import WAYS, interrupted
 from tests.support.models import STORES, make_embedding, rows_of, zipf_ids
 

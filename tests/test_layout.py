@@ -184,13 +184,11 @@ def test_a_reach_into_private_parts_is_found():
 
 
 def imported_when_loaded(path):
-    """Modules that importing a file imports: not those within functions, nor those that only types need."""
+    """Modules that importing a file imports, those that only types need included: not those within functions."""
     found = set()
 
     def look(body):
         for node in body:
-            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-                continue
             if isinstance(node, ast.ImportFrom) and node.module:
                 whole = {f"{node.module}.{alias.name}" for alias in node.names} & MODULES.keys()
                 found.update(whole or {node.module} & MODULES.keys())

@@ -10,7 +10,7 @@ import torch
 
 import oneemb
 from oneemb.graph import plan as plans
-from oneemb.storage.row_store import StoreFullError
+from oneemb.storage.errors import StoreFullError
 from tests.support.graph_models import adam, make_eager, make_embedding, make_graph, rows_of, sgd, weights_of
 from tests.support.keys import limit_rows
 

@@ -36,7 +36,7 @@ from oneemb.graph.ops.shuffle import (
 )
 from oneemb.graph.ranks import Ranks, whole_exchange
 from oneemb.storage.embedding_store import EmbeddingStore
-from oneemb.storage.row_store import StorageError
+from oneemb.storage.errors import StorageError
 from oneemb.storage.tiers.hot_rows import Prefetched
 
 __all__ = ["Announced", "AnnouncedLookup", "Announcement", "announce", "announced_lookup"]

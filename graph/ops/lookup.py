@@ -34,10 +34,10 @@ from oneemb.kernels.loops import Loops
 from oneemb.kernels.places import loops_of
 from oneemb.kernels.threads import Threads
 from oneemb.storage.embedding_store import EmbeddingStore
+from oneemb.storage.errors import StorageError, StoreFullError
 from oneemb.storage.merged_store import MergedPrefetched, MergedStore
 from oneemb.storage.pins import Pins
 from oneemb.storage.row_format import RowFormat
-from oneemb.storage.row_store import StorageError, StoreFullError
 from oneemb.storage.tiers.hot_rows import Prefetched
 from oneemb.storage.turns import undisturbed
 

@@ -37,8 +37,8 @@ from oneemb.kernels.arrays import Bags, RowsOfIds, rows_of_columns
 from oneemb.kernels.host_loops import HostLoops
 from oneemb.kernels.reduce_grads import Segments
 from oneemb.kernels.threads import Threads
+from oneemb.storage.errors import StoreFullError
 from oneemb.storage.merged_store import MergedPrefetched, MergedStore
-from oneemb.storage.row_store import StoreFullError
 from oneemb.storage.turns import whole
 
 __all__ = [

@@ -26,8 +26,8 @@ from oneemb.graph.ops.op import UPDATE, Op
 from oneemb.graph.ops.settle import by_ranks, settle
 from oneemb.graph.ranks import Ranks
 from oneemb.storage.embedding_store import EmbeddingStore
+from oneemb.storage.errors import StoreFullError
 from oneemb.storage.merged_store import MergedStore
-from oneemb.storage.row_store import StoreFullError
 
 __all__ = ["RowGrad", "reduce_grads", "refuse_dense"]
 

@@ -11,7 +11,7 @@ from oneemb.graph.ops.lookup import REPLACED
 from oneemb.graph.ops.op import UPDATE, Op
 from oneemb.graph.row_optimizers import Group, RowOptimizer
 from oneemb.storage.embedding_store import EmbeddingStore
-from oneemb.storage.row_store import StorageError
+from oneemb.storage.errors import StorageError
 from oneemb.storage.step_lock import while_held
 from oneemb.storage.turns import changing, whole
 

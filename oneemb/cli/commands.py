@@ -49,7 +49,7 @@ class _Group(click.Group):
             ctx.exit(_INTERRUPTED)
 
     def _invoke(self, ctx: click.Context) -> Any:
-        from oneemb.storage.row_store import StorageError
+        from oneemb.storage.errors import StorageError
 
         try:
             return super().invoke(ctx)

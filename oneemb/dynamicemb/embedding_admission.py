@@ -6,15 +6,12 @@ DynamicEmbTableOptions(admit_strategy=FrequencyAdmissionStrategy(threshold=3), a
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from oneemb.dynamicemb.types import AdmissionStrategy, Counter, DynamicEmbInitializerArgs, MemoryType
-
-if TYPE_CHECKING:
-    from oneemb.dynamicemb.tables import DynamicTables
 
 __all__ = ["FrequencyAdmissionStrategy", "KVCounter", "MultiTableKVCounter"]
 
@@ -57,8 +54,29 @@ class KVCounter:
         self.key_type = key_type
 
 
+class IdCounts(Protocol):
+    """Counts of ids that have no row, table by table."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of the tables."""
+
+    def sightings(self, t: int) -> tuple[np.ndarray, np.ndarray]:
+        """The ids that are counted, in ascending order, and their counts: int64 [N] each."""
+
+    def add_sightings(self, t: int, id_N: np.ndarray, count_N: np.ndarray) -> None:
+        """Add to the counts of ids."""
+
+    def forget_sightings(self, t: int, id_N: np.ndarray) -> None:
+        """Forget ids."""
+
+    @property
+    def sightings_bytes(self) -> int:
+        """Bytes of memory."""
+
+
 class _OwnCounts:
-    """Counts of ids, with the methods that `DynamicTables` has for its own."""
+    """Counts of ids of no table's rows."""
 
     def __init__(self, counters: Sequence[KVCounter]):
         if not all(isinstance(one, KVCounter) for one in counters):
@@ -97,9 +115,9 @@ class MultiTableKVCounter(Counter):
         device: has no effect: counts are on the host.
     """
 
-    def __init__(self, kv_counters: "Sequence[KVCounter] | DynamicTables", device: torch.device | None = None):
+    def __init__(self, kv_counters: Sequence[KVCounter] | IdCounts, device: torch.device | None = None):
         its = kv_counters
-        self._tables: DynamicTables | _OwnCounts = _OwnCounts(its) if isinstance(its, Sequence) else its
+        self._tables: IdCounts = _OwnCounts(its) if isinstance(its, Sequence) else its
         self.score_name_ = "counter"
         self.score_names_ = [self.score_name_]
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
+from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import AnyPath, absolute_path
 from oneemb.storage.row_format import WEIGHTS
-from oneemb.storage.row_store import StorageError
 
 if TYPE_CHECKING:
     # Both take a second to import, and readers and writers need neither.

@@ -23,7 +23,7 @@ import numpy as np
 
 from oneemb.kernels.hash_index import TABLE_MAX
 from oneemb.new_files import close_dropped
-from oneemb.storage.row_store import StorageError
+from oneemb.storage.errors import StorageError
 from oneemb.storage.snapshot_rows import SnapshotRows
 
 __all__ = [

@@ -25,9 +25,9 @@ from oneemb.rows.files_safetensors import SafetensorsRows
 from oneemb.rows.reader import PersistentTableReader
 from oneemb.rows.values import array_of, encode_rows, state_of, weights_of
 from oneemb.rows.writer import PersistentTableWriter, open_writer
+from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import AnyPath, absolute_path
 from oneemb.storage.row_format import WEIGHTS, RowFormat
-from oneemb.storage.row_store import StorageError
 from oneemb.storage.snapshot_rows import SnapshotRows
 from oneemb.storage.turns import undisturbed
 

@@ -17,13 +17,12 @@ from oneemb.kernels.threads import Threads
 from oneemb.kernels.unique_keys import unique_keys
 from oneemb.rows.arguments import VALUES, AnyDtype, Format, Paths, as_list, check_format, dtype_of, name_of
 from oneemb.rows.values import encode_rows
-from oneemb.storage.errors import SnapshotExistsError
+from oneemb.storage.errors import SnapshotExistsError, StorageError
 from oneemb.storage.foreign.oneflow_table import is_oneflow_table, oneflow_owner_of
 from oneemb.storage.foreign.oneflow_writer import OneFlowWriter
 from oneemb.storage.fs import LocalFileSystem
 from oneemb.storage.part_folders import sweep_folder
 from oneemb.storage.row_format import WEIGHTS, RowFormat
-from oneemb.storage.row_store import StorageError
 from oneemb.storage.snapshot_parts import FoundParts, find_parts, folders_at, table_name_of
 from oneemb.storage.snapshot_rows import PartOf, SnapshotRows
 from oneemb.storage.table.persistent_table import PersistentTable

@@ -25,8 +25,8 @@ from oneemb.kernels.host_loops import BITS
 from oneemb.kernels.init_rows import InitialRows
 from oneemb.serving.frozen_initial import InitialValues, constants_of
 from oneemb.serving.initial import initial_of
+from oneemb.storage.errors import StorageError
 from oneemb.storage.policies import RowPolicy
-from oneemb.storage.row_store import StorageError
 from oneemb.storage.serving.served_file import QUANTIZED, ServedFile
 
 __all__ = ["FrozenRows"]

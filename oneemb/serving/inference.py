@@ -23,8 +23,8 @@ from oneemb.serving.build import DTYPES, Source, find_snapshot, open_snapshot
 from oneemb.serving.follower import Follower
 from oneemb.serving.served import Served, Version
 from oneemb.serving.uncompiled import uncompiled
+from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import AnyPath, absolute_path
-from oneemb.storage.row_store import StorageError
 from oneemb.storage.serving.served_file import ServedFile, is_served_file
 from oneemb.tracers import refuse_tracers
 

@@ -34,7 +34,7 @@ from oneemb.options import (
     make_table,
 )
 from oneemb.policies import RowPolicy
-from oneemb.storage.row_store import StorageError
+from oneemb.storage.errors import StorageError
 from oneemb.torchrec.configs import (
     Column,
     check_configs,

@@ -23,7 +23,7 @@ from torchrec.modules.embedding_configs import (
 from torchrec.quant.embedding_modules import MODULE_ATTR_EMB_CONFIG_NAME_TO_NUM_ROWS_POST_PRUNING_DICT
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from oneemb.storage.row_store import StorageError
+from oneemb.storage.errors import StorageError
 from oneemb.torchrec.collection import Collection
 from oneemb.torchrec.configs import Column, columns_of
 from oneemb.torchrec.jagged import is_call_on_values

@@ -22,7 +22,7 @@ from oneemb.embedding import MultiTableEmbedding
 from oneemb.kernels.init_rows import BY_ID, CONSTANT, NORMAL, TRUNC_NORMAL, UNIFORM, InitialRows
 from oneemb.rows.values import weights_of
 from oneemb.serving.frozen_rows import FrozenRows
-from oneemb.storage.row_store import StorageError
+from oneemb.storage.errors import StorageError
 from oneemb.torchrec.jagged import Jagged
 from oneemb.torchrec.quant_index import RowIndex
 from oneemb.tracers import tracer_of

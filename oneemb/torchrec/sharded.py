@@ -29,7 +29,7 @@ from torchrec.streamable import Multistreamable
 from oneemb.embedding import MultiTableEmbedding
 from oneemb.graph.ranks import Ranks
 from oneemb.lookup_ahead import LookupAhead
-from oneemb.storage.row_store import StorageError
+from oneemb.storage.errors import StorageError
 from oneemb.torchrec.collection import Lookups, in_backward_optimizers
 from oneemb.torchrec.fused_optimizer import FusedRowsOptimizer
 from oneemb.torchrec.modules import EmbeddingBagCollection, EmbeddingCollection

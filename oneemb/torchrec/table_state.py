@@ -29,7 +29,7 @@ from oneemb.kernels.owner import owner_of
 from oneemb.named_snapshot import decode, encode
 from oneemb.rows.import_rows import import_rows
 from oneemb.rows.values import encode_rows, state_of
-from oneemb.storage.row_store import StorageError
+from oneemb.storage.errors import StorageError
 from oneemb.torchrec.handed_rows import hand_over
 from oneemb.torchrec.table_snapshots import load_tables
 

@@ -17,7 +17,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from oneemb.storage.row_store import StorageError
+from oneemb.storage.errors import StorageError
 
 __all__ = ["Erases", "LostRowsError", "ParameterServer", "ServerError", "ServerTimeoutError"]
 

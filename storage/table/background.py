@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 from oneemb.kernels.threads import start
-from oneemb.storage.row_store import StorageError
+from oneemb.storage.errors import StorageError
 
 __all__ = ["Background"]
 

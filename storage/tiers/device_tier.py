@@ -28,8 +28,9 @@ from oneemb.kernels.cuda_loops import CudaLoops
 from oneemb.kernels.gather_cuda import copy_rows_in_cuda, copy_rows_out_cuda
 from oneemb.kernels.slots_cuda import acquire_loop, count_pinned_loop, release_loop
 from oneemb.kernels.unique_keys_cuda import DeviceKeys
+from oneemb.storage.errors import StorageError, StoreFullError
 from oneemb.storage.free_slots import FreeSlots
-from oneemb.storage.row_store import RowStore, StorageError, StoreFullError
+from oneemb.storage.row_store import RowStore
 from oneemb.storage.tiers.device_index import DeviceIndex
 from oneemb.storage.tiers.hot_rows import BeginRows
 from oneemb.storage.tiers.hot_tier import HALF_LIFE

@@ -36,9 +36,10 @@ from oneemb.kernels.gather import copy_rows, copy_rows_out
 from oneemb.kernels.loops import Keys
 from oneemb.kernels.slot_marks import add_marks, add_pins, pick_keys, set_marks, share_counts
 from oneemb.kernels.threads import Threads
+from oneemb.storage.errors import StorageError
 from oneemb.storage.free_slots import FreeSlots
 from oneemb.storage.hash_index import HashIndex
-from oneemb.storage.row_store import RowStore, StorageError
+from oneemb.storage.row_store import RowStore
 from oneemb.storage.tiers.hot_rows import BeginRows
 from oneemb.storage.tiers.limits import Counters, Limits
 from oneemb.storage.tiers.reservation import Reservation

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from oneemb.storage.row_store import RowStore, StoreFullError
+from oneemb.storage.errors import StoreFullError
+from oneemb.storage.row_store import RowStore
 from oneemb.storage.tiers.reservation import mebibytes
 
 __all__ = ["Counters", "Limits"]

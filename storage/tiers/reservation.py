@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from oneemb.storage.row_store import StoreFullError
+from oneemb.storage.errors import StoreFullError
 from oneemb.storage.tiers.memory_limit import memory_limit
 
 __all__ = ["Reservation", "granted", "mebibytes", "usable_bytes"]

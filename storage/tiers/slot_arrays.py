@@ -8,7 +8,7 @@ import contextlib
 
 import numpy as np
 
-from oneemb.storage.row_store import StoreFullError
+from oneemb.storage.errors import StoreFullError
 from oneemb.storage.tiers.growing_array import GrowingArray
 from oneemb.storage.tiers.reservation import Reservation, mebibytes
 

@@ -9,7 +9,7 @@ import torch
 
 from oneemb.kernels.cuda_loops import CudaLoops
 from oneemb.kernels.threads import Threads
-from oneemb.storage.row_store import StoreFullError
+from oneemb.storage.errors import StoreFullError
 from oneemb.storage.tiers import device_tier
 from oneemb.storage.tiers.device_tier import DeviceTier
 from oneemb.storage.tiers.hot_tier import HotTier

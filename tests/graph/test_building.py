@@ -9,7 +9,7 @@ from oneemb.graph import ops
 from oneemb.graph.build_error import BuildError
 from oneemb.graph.building import Building, Expected, building_now
 from oneemb.graph.tape import Tape
-from oneemb.storage.row_store import StoreFullError
+from oneemb.storage.errors import StoreFullError
 from tests.support.graph_models import make_embedding, rows_of
 from tests.support.keys import limit_rows
 

@@ -12,8 +12,7 @@ from oneemb.kernels.init_rows import CONSTANT, UNIFORM, InitialRows
 from oneemb.kernels.threads import Threads
 from oneemb.storage import embedding_store, pins as pin_module
 from oneemb.storage.embedding_store import EmbeddingStore
-from oneemb.storage.errors import BrokenStoreError
-from oneemb.storage.row_store import StorageError, StoreFullError
+from oneemb.storage.errors import BrokenStoreError, StorageError, StoreFullError
 from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.tiers import reservation, stack
 from oneemb.storage.tiers.hot_tier import HotTier

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from oneemb.storage.errors import StoreFullError
 from oneemb.storage.merged_store import MergedStore
-from oneemb.storage.row_store import StoreFullError
 from tests.support.graph_models import make_embedding
 from tests.support.keys import distinct, limit_rows, read_rows
 

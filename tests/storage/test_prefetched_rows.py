@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import oneemb
-from oneemb.storage.row_store import StoreFullError
+from oneemb.storage.errors import StoreFullError
 from tests.support.keys import distinct
 
 

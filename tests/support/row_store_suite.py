@@ -6,7 +6,7 @@ gives a new, empty store each time; the oracle is a dict.
 
 import numpy as np
 
-from oneemb.storage.row_store import StorageError
+from oneemb.storage.errors import StorageError
 from tests.support.table_model import check, note, put, put_random, random_keys, random_rows, scanned
 
 INT64 = np.iinfo(np.int64)
