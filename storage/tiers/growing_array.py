@@ -102,26 +102,36 @@ class _Span:
     """Addresses of one array; the first `mapped` bytes of them are mapped."""
 
     def __init__(self, bytes: int):
-        self.mapped = 0
+        self.mapped = self._asked = 0
         with _lock:
             self.begin, self.end, self.mapped = _place(_pages(bytes))
             _spans.add(self)
 
     def grow(self, bytes: int) -> None:
         """Map at least the first `bytes` bytes."""
+        self._complete()
         size = _pages(bytes)
         if size <= self.mapped:
             return
         if size >= _HUGE_MIN:  # The system uses a huge page only if all of it is mapped at its first write.
             size = min(size + -(self.begin + size) % _HUGE_PAGE, _pages(self.end - self.begin))
+        self._asked = size
         if _remap(self.begin, self.mapped, size, 0) == _FAILED:  # in place or not at all
+            self._asked = self.mapped
             raise _no_memory(size - self.mapped)
         self.mapped = size
         if size >= _HUGE_MIN:
             _advise(self.begin, size, _MADV_HUGEPAGE)  # A system without huge pages refuses: no harm.
 
-    # The default argument keeps `_unmap` alive: at exit Python may drop the module's names before the last array.
+    # Default arguments keep functions alive: at exit Python may drop the module's names before the last array.
+    def _complete(self, advise: Any = _advise) -> None:
+        """Note bytes that a call mapped which was cut short before it noted them. Advice on unmapped bytes fails."""
+        more = self._asked - self.mapped
+        if self.mapped and more > 0 and advise(self.begin + self.mapped, more, 0) == 0:
+            self.mapped = self._asked
+
     def __del__(self, unmap: Any = _unmap) -> None:
+        self._complete()
         if self.mapped:
             unmap(self.begin, self.mapped)
 

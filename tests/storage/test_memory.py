@@ -1,6 +1,7 @@
 """Memory on the host: which limits hold, what tiers reserve of it together, and arrays that grow where they lie."""
 
 import gc
+import itertools
 import os
 import re
 import resource
@@ -24,6 +25,7 @@ from oneemb.storage.tiers.hot_tier import SLOT_OVERHEAD_BYTES, HotTier
 from oneemb.storage.tiers.memory_limit import MemoryLimit, memory_limit
 from tests.support.graph_models import make_embedding
 from tests.support.inside import forget_addresses, page_behind, refuse_growth, reservations, reserved_bytes
+from tests.support.interrupts import interrupted
 from tests.support.keys import distinct
 from tests.support.row_store_suite import DictStore, keys_of
 
@@ -377,6 +379,31 @@ def test_an_array_that_cannot_grow_where_it_lies_does_not_move():
         assert len(one.array) == rows and one.array.ctypes.data == before.ctypes.data and (before == 7).all()
     one.grow(100_000)
     assert one.array.ctypes.data == before.ctypes.data and (one.array[:rows] == 7).all()
+
+
+def test_an_array_whose_growth_is_stopped_at_any_line_grows_on_and_leaves_nothing():
+    def mappings():
+        return len(Path("/proc/self/maps").read_text().splitlines())
+
+    def address_after_growth(at):
+        """Stop growth at a line. Returns whether there is such a line, and where the array lies."""
+        array, before = GrowingArray(1 << 28, (3,), np.float32), mappings()
+        array.grow(7)
+        array.array[:] = at
+        stopped, place = interrupted(lambda: array.grow(9000), at, "raise", files=[growing_array.__file__])
+        for rows in (9000, 9 << 10, 1 << 20):
+            array.grow(rows)
+            assert len(array.array) == rows and (array.array[:7] == at).all() and not array.array[7:].any(), place
+        assert mappings() == before, place
+        return stopped, array.array.ctypes.data
+
+    _, first = address_after_growth(10**6)
+    for at in itertools.count(1):  # Arrays that are gone leave their addresses to the next one.
+        stopped, address = address_after_growth(at)
+        assert address == first
+        if not stopped:
+            break
+    assert at > 12
 
 
 def test_addresses_are_used_again():
