@@ -59,13 +59,19 @@ def pytest_itemcollected(item):
         item.add_marker(pytest.mark.drawn)
 
 
-def pytest_collection_finish():
-    """Have the collector pass over the objects that are there before the first test.
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Have the collector pass over the objects that are there before the first test, also while they are made.
 
     Torch, TorchRec and numba alone are half a million; each `gc.collect()` in a test would take 0.2 s and more.
     """
-    gc.collect()
-    gc.freeze()
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture

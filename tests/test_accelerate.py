@@ -8,6 +8,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import oneemb
 from tests.support.click_model import assert_equal_bits, assert_equal_to_rounding, clicks, with_rows, with_tables
+from tests.support.pairwise import diagonal
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -129,8 +130,7 @@ def made(options):
     return {name: value() if callable(value) else value for name, value in options.items()}
 
 
-@pytest.mark.parametrize("make", [adagrad, joined_adagrad], ids=["torch's own", "oneemb.Optimizer"])
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(("loop", "make"), diagonal([*LOOPS], [adagrad, joined_adagrad]))
 def test_what_is_prepared_trains_rows_as_a_loop_by_hand_trains_tables(tmp_path, loop, make):
     options, hand, both = LOOPS[loop]
     expected = by_hand(with_tables(tmp_path), **made(hand), **both)

@@ -12,6 +12,7 @@ from oneemb.graph import ops
 from oneemb.storage.errors import BrokenStoreError, StoreFullError
 from tests.support.interrupts import WAYS, interrupted
 from tests.support.models import STORES, make_embedding, rows_of, zipf_ids
+from tests.support.pairwise import covering
 
 IDS, DIM, STEPS = 20, 4, 9
 
@@ -60,9 +61,7 @@ class Pair:
         torch.testing.assert_close(self.averages(), self.reference.module.weight.detach(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("joined", [False, True], ids=["torch's own", "oneemb.Optimizer"])
-@pytest.mark.parametrize("store", STORES)
-@pytest.mark.parametrize("decay", [0.9, 0.999, 0.0, 1.0, None])
+@pytest.mark.parametrize(("decay", "store", "joined"), covering([0.9, 0.999, 0.0, 1.0, None], STORES, [False, True]))
 def test_averages_are_those_of_averaged_model(tmp_path, decay, store, joined):
     pair = Pair(tmp_path, decay, store, joined)
     for n, ids in enumerate(batches()):

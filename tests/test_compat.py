@@ -6,9 +6,11 @@ The package that takes the place of dynamicemb is a stand-in here: these tests a
 import ast
 import importlib
 import os
+import socket
 import subprocess
 import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from textwrap import dedent
 
@@ -496,7 +498,31 @@ def test_spawned_processes_of_a_script_that_keeps_its_devices_have_the_names(pla
     assert lines_of(run_script(place, text, options=["--keep-devices"], fresh=True)) == ["cuda True"]
 
 
+ONE_CHILD = """
+    import torch
+    import torch.multiprocessing as mp
+    import beside
+
+    MODULE_LEVEL = torch.ones(1, device="cuda")
+
+    def child(rank, queue):
+        queue.put([rank, torch.device("cuda", rank).type, beside.name, torch.cuda.get_device_name()])
+
+    if __name__ == "__main__":
+        queue = mp.get_context("spawn").SimpleQueue()
+        mp.start_processes(child, (queue,), nprocs=1, start_method="spawn")
+        print(*queue.get())
+"""
+
+
 def test_a_module_is_run_and_spawns(place):
+    write(place / "job", {"package/__init__.py": "", "package/job.py": ONE_CHILD, "beside.py": "name = 'cuda'\n"})
+    done = run(place, "--gpu-name=H100", "dynamicemb", "-m", "package.job", cwd=place / "job", fresh=True)
+    assert lines_of(done) == ["0 cpu cpu H100"]
+
+
+@pytest.mark.slow
+def test_a_module_is_run_and_spawns_processes_that_spawn(place):
     write(place / "job", {"package/__init__.py": "", "package/job.py": SPAWNING, "beside.py": "name = 'cuda'\n"})
     done = run(place, "--gpu-name=H100", "dynamicemb", "-m", "package.job", "spawn", cwd=place / "job", fresh=True)
     assert lines_of(done) == ["[0, 1]", "True 0 cpu cpu H100 True", "True grandchild cpu cpu"]
@@ -594,14 +620,31 @@ RANKS = """
 """
 
 
-def test_a_script_runs_on_two_ranks(place):
-    write(place / "job", {"script.py": RANKS})
+def by_torchrun(place, *arguments):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = run(place, "dynamicemb", "job/script.py", "--train", launcher=launcher, fresh=True)
-    assert done.returncode == 0, done.stderr
+    done = run(place, *arguments, launcher=launcher, fresh=True)
+    return done.returncode, done.stderr
+
+
+def in_forks(place, *arguments):
+    """Two processes with the variables that torchrun sets."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        job = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
+    job |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    with ThreadPoolExecutor(2) as ranks:
+        ended = list(ranks.map(lambda rank: run(place, *arguments, **job, RANK=rank, LOCAL_RANK=rank), "01"))
+    return max(done.returncode for done in ended), "".join(done.stderr for done in ended)
+
+
+@pytest.mark.parametrize("launch", [in_forks, pytest.param(by_torchrun, marks=pytest.mark.slow)])
+def test_a_script_runs_on_two_ranks(place, launch):
+    write(place / "job", {"script.py": RANKS})
+    code, said = launch(place, "dynamicemb", "job/script.py", "--train")
+    assert code == 0, said
     for rank in range(2):
         assert (place / "job" / f"rank{rank}").read_text() == "True cpu 3.0 True True compat_stand_in\n"
-    assert done.stderr.count("torch finds no GPU") == 1, "the first rank says it for all"
+    assert said.count("torch finds no GPU") == 1, "the first rank says it for all"
 
 
 PLATFORM_TEST = {

@@ -38,7 +38,9 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(params=STORES)
+@pytest.fixture(
+    params=[store if store in ("device", "ssd") else pytest.param(store, marks=pytest.mark.slow) for store in STORES]
+)
 def model(request, tmp_path):
     """An embedding of 64 weights, of which a cache of 1 MiB holds a third, and its optimizer; all rows trained."""
     embedding = oneemb.MultiTableEmbedding(

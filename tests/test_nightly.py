@@ -1,12 +1,12 @@
 """Tests that draw say their seed, and the nightly script replays it."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests import nightly
+from tests.support.forks import run_code
 
 ROOT = Path(__file__).parent.parent
 
@@ -37,8 +37,8 @@ def draws(tmp_path):
     def run(*arguments, odd="seed % 2"):
         file.write_text(DRAWS.format(out=str(out), odd=odd))
         out.write_text("")
-        pytest_of = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "-p", "no:cacheprovider"]
-        done = subprocess.run([*pytest_of, *arguments, file], cwd=ROOT, capture_output=True, text=True)
+        options = ["-q", "-p", "tests.conftest", "-p", "no:cacheprovider"]
+        done = run_code("import pytest, sys; sys.exit(pytest.main(sys.argv[1:]))", *options, *arguments, file, cwd=ROOT)
         return done, out.read_text().splitlines()
 
     return run

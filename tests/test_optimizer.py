@@ -17,6 +17,7 @@ import torch
 
 import oneemb
 from tests.support.models import STORES, make_embedding, rows_of
+from tests.support.pairwise import diagonal
 
 IDS = 30
 DIM = 5
@@ -126,8 +127,7 @@ def close(found, expected, tolerance=1e-6):
     return float(((found - expected).abs() / scale).max()) <= tolerance
 
 
-@pytest.mark.parametrize("store", ["device", "ssd, host cache"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "store"), diagonal([*OPTIMIZERS], ["device", "ssd, host cache"]))
 def test_fifty_steps_equal_the_torch_class_on_nn_embedding(made, name, store):
     embedding = made(store=store)
     reference = Reference(rows_of(embedding, range(IDS)), OPTIMIZERS[name])

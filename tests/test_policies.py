@@ -47,6 +47,7 @@ from oneemb.policies import (
 from oneemb.rows.reshard import reshard
 from oneemb.storage.ledger import Ledger
 from oneemb.storage.tiers.stack import RemotePlan
+from tests.support.pairwise import covering
 
 DIM, RATE, KIB = 4, 0.25, 1024
 STORES = {
@@ -1234,9 +1235,15 @@ def test_inspect_shows_how_scores_ages_and_norms_are_spread(tmp_path, evict):
     assert done.exit_code == 2 and "there are: 'all'" in done.output
 
 
-@pytest.mark.parametrize("store", ["device", "ssd"])
-@pytest.mark.parametrize("evict", [LRU(), StepLRU(), LFU(half_life=5.0)], ids=str)
-@pytest.mark.parametrize("how", ["dropped", "weights only", "copied", "copied weights", "no scores"])
+@pytest.mark.parametrize(
+    ("how", "evict", "store"),
+    covering(
+        ["dropped", "weights only", "copied", "copied weights", "no scores"],
+        [LRU(), StepLRU(), LFU(half_life=5.0)],
+        ["device", "ssd"],
+    ),
+    ids=str,
+)
 def test_where_steps_begin_anew_the_rows_that_leave_are_the_same(tmp_path, how, evict, store):
     policy = RowPolicy(evict, expire_after_steps=20, sweep_steps=1)
     embedding = make(tmp_path / "rows", store, policy if how != "no scores" else None, capacity=12)

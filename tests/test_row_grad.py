@@ -10,6 +10,7 @@ import oneemb
 from oneemb.graph.ops.grads import Summed
 from oneemb.graph.ops.row_grad import RowGrad
 from tests.support.models import make_embedding
+from tests.support.pairwise import diagonal
 
 IDS, DIM, STEPS = 20, 4, 6
 STORES = ["device", "ssd"]
@@ -180,9 +181,11 @@ LOOPS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("joined", [False, True], ids=["torch's own", "oneemb.Optimizer"])
-@pytest.mark.parametrize("store", STORES)
-@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize(
+    ("loop", "store", "joined"),
+    diagonal(LOOPS, STORES, [False, True]),
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_a_loop_of_torch_trains_rows_as_a_table(tmp_path, loop, store, joined):
     pair = Pair(tmp_path, store=store, joined=joined)
     pair.norms = [], []

@@ -15,7 +15,7 @@ from oneemb.serving import export
 from oneemb.storage.errors import StorageError
 from tests.support.export_models import LOOKUPS, Click, Score, embedding_at, run_alone, train_rows, trained_click
 from tests.support.forks import fork_context, run_code
-from tests.support.pairwise import covering
+from tests.support.pairwise import covering, diagonal
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 FORMATS = ["export", "torchscript"]
@@ -236,8 +236,7 @@ def test_rounded_rows_are_within_their_bound_and_the_program_says_so(tmp_path, d
     assert said["dtype"] == dtype
 
 
-@pytest.mark.parametrize("trained", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("dtype", ["float16", "int8", "int4"])
+@pytest.mark.parametrize(("dtype", "trained"), diagonal(["float16", "int8", "int4"], [torch.float16, torch.bfloat16]))
 def test_lookups_keep_their_dtype_whatever_rows_are_rounded_to(tmp_path, trained, dtype):
     embedding = embedding_at(tmp_path, dtype=trained)
     train_rows(embedding)

@@ -20,6 +20,7 @@ from oneemb.storage.serving.served_file import SERVED_MAGIC, ServedFile
 from oneemb.storage.table.file_header import pack_header
 from tests.support.forks import fork_context
 from tests.support.inside import file_of
+from tests.support.pairwise import covering, diagonal
 
 TABLES = 3
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -51,8 +52,7 @@ def bits(tensor):
     return tensor.view(torch.int16) if tensor.element_size() == 2 else tensor.view(torch.int32)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [1, 9, 16, 80])
+@pytest.mark.parametrize(("dtype", "dim"), diagonal(DTYPES, [1, 9, 16, 80]))
 def test_rows_as_trained_are_those_of_eval_mode_bit_for_bit(tmp_path, dtype, dim):
     embedding = trained(tmp_path, dtype, dim)
     with _opened(tmp_path, "one") as served:
@@ -153,10 +153,13 @@ def test_rows_are_what_torch_unpacks(tmp_path, dtype, dim):
         assert torch.equal(bits(served(torch.arange(300))), bits(want.contiguous()))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "int4"])
-@pytest.mark.parametrize("trained_dtype", DTYPES)
-@pytest.mark.parametrize(("dim", "absent"), [(19, "initial"), (80, "zeros")])
-def test_bags_have_the_bits_of_their_rows_summed_in_order(tmp_path, dtype, trained_dtype, dim, absent):
+@pytest.mark.parametrize(
+    ("dtype", "trained_dtype", "case"),
+    covering(["float32", "float16", "int8", "int4"], DTYPES, [(19, "initial"), (80, "zeros")]),
+    ids=str,
+)
+def test_bags_have_the_bits_of_their_rows_summed_in_order(tmp_path, dtype, trained_dtype, case):
+    dim, absent = case
     trained(tmp_path, trained_dtype, dim)
     with _opened(tmp_path, dtype=dtype, absent=absent, tables=[2, 0], num_threads=2) as served:
         id_N = some_ids(700).reshape(-1)

@@ -182,15 +182,24 @@ class ForgetsSmallPuts(PersistentTable):
 
 
 class LoadsWithoutClearing(PersistentTable):
+    fewer = 0
+
     def load_snapshot(self, name):
         old = self._live
         meta = super().load_snapshot(name)
-        if len(old.index) > len(self._live.index):
+        if len(old.index) > len(self._live.index) * self.fewer:
             self.put(np.array([9], np.int32), np.array([9]), np.zeros((1, self.row_width), np.float32))
         return meta
 
 
-@pytest.mark.parametrize("saboteur", [ForgetsSmallPuts, LoadsWithoutClearing])
+class LoadsFewerRowsWithoutClearing(LoadsWithoutClearing):
+    fewer = 1
+
+
+@pytest.mark.parametrize(
+    "saboteur",
+    [ForgetsSmallPuts, LoadsWithoutClearing, pytest.param(LoadsFewerRowsWithoutClearing, marks=pytest.mark.slow)],
+)
 def test_a_table_that_is_wrong_in_a_corner_is_found_out(saboteur):
     class Sabotaged(TableMachine):
         table_class = saboteur

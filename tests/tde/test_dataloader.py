@@ -18,6 +18,7 @@ from tests.tde.tables import FaultyServer, Tables, kjt_of
 
 ROWS = 6
 DEPTHS = [0, 1, 2, 3]
+SLOW = pytest.mark.slow
 
 
 def batches_of(seed, count=40, most=3):
@@ -116,7 +117,7 @@ def test_what_a_server_raises_comes_at_a_batch_that_can_be_asked_for_again(depth
     assert failures > 2
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("depth", [0, pytest.param(1, marks=SLOW), 2, pytest.param(3, marks=SLOW)])
 def test_whoever_leaves_early_leaves_no_thread_and_the_next_pass_finds_all_rows(depth, monkeypatch):
     tables, batches = Tables(ROWS, monkeypatch), batches_of(3)
     loader, step = tables.loader(batches, depth), 0
