@@ -9,6 +9,7 @@ import torch.utils.checkpoint
 import oneemb
 from oneemb.policies import LFU, LRU, AdmitAfter, AdmitChance, RowPolicy
 from tests.support.models import make_embedding
+from tests.support.pairwise import covering, diagonal
 from tests.test_policies import everything
 
 POLICIES = {
@@ -93,9 +94,7 @@ def train(model, compiled, rank=0):
     return losses, everything(model.embedding), [p.tolist() for p in model.dense.parameters()], counted
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "graph"])
-@pytest.mark.parametrize("store", ["device", "ssd"])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "store", "compiled"), covering([*POLICIES], ["device", "ssd"], [False, True]))
 def test_what_is_recomputed_is_the_same_lookup(tmp_path, policy, store, compiled):
     expected = train(Model(tmp_path / "plain", POLICIES[policy], "plain", store), compiled)
     recorded = train(Model(tmp_path / "recorded", POLICIES[policy], "recorded", store), compiled)
@@ -141,8 +140,7 @@ def on_ranks(group, path, policy, way, compiled, kind):
     return losses, rows, dense, counted
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "graph"])
-@pytest.mark.parametrize("policy", ["admitted by sightings", "lfu"])
+@pytest.mark.parametrize(("policy", "compiled"), diagonal(["admitted by sightings", "lfu"], [False, True]))
 def test_on_ranks_too(tmp_path, rank_pool, policy, compiled):
     for way, kind in (("recorded", Model), ("reentrant", OneLookup)):
         path = tmp_path / kind.__name__

@@ -19,6 +19,7 @@ import oneemb
 from tests.support.forks import run_code
 from tests.support.models import STORES, make_embedding
 from tests.support.once import made_once
+from tests.support.pairwise import diagonal
 from tests.support.training import DIM, OPTIMIZERS, STEPS, Job
 
 # Every optimizer, and every store.
@@ -138,12 +139,16 @@ class Eager:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
 @pytest.mark.parametrize(
-    ("name", "joined"),
-    [*((name, False) for name in OPTIMIZERS), *((name, True) for name in ("sgd", "adagrad", "adam"))],
+    ("case", "flat"),
+    diagonal(
+        [*((name, False) for name in OPTIMIZERS), *((name, True) for name in ("sgd", "adagrad", "adam"))],
+        [False, True],
+    ),
+    ids=str,
 )
-def test_an_eager_loop_resumes_through_the_state_dicts_of_torchs_checkpoints(name, joined, flat, tmp_path):
+def test_an_eager_loop_resumes_through_the_state_dicts_of_torchs_checkpoints(case, flat, tmp_path):
+    name, joined = case
     job = Eager(tmp_path, name, joined, flat)
     job.run(0, 4)
     job.save(tmp_path / "checkpoint")

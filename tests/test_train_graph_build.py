@@ -24,6 +24,7 @@ from oneemb.compiled_graph import PLANS_MAX, RECORDED_MAX
 from oneemb.embedding import embeddings_of
 from tests.support.graph_models import adam, make_eager, make_embedding, make_graph, rows_of, sgd, weights_of
 from tests.support.inside import known_of, merged_stores_of, train_state_of
+from tests.support.pairwise import diagonal
 
 IDS = torch.tensor([[1, 2], [3, 4], [1, 4]])
 LABEL = torch.tensor([0.0, 1.0, 1.0])
@@ -668,8 +669,7 @@ def _without_gradient_first(self, ids, other):
     return shown + sum(embedding(other).sum() for embedding in self.embeddings)
 
 
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("take", [_either, _without_gradient_first])
+@pytest.mark.parametrize(("take", "count"), diagonal([_either, _without_gradient_first], [1, 3]))
 def test_a_lookup_has_the_room_that_it_has_in_eager_mode(take, count):
     """The cache holds either lookup, and not both."""
 

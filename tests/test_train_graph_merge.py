@@ -13,6 +13,7 @@ from oneemb.graph import plan as plans
 from oneemb.storage.errors import StoreFullError
 from tests.support.graph_models import adam, make_eager, make_embedding, make_graph, rows_of, sgd, weights_of
 from tests.support.keys import limit_rows
+from tests.support.pairwise import diagonal
 
 NAMES = ("a", "b", "c")
 
@@ -154,12 +155,14 @@ CALLS = lambda step: [step(*batch) for batch in batches_of()]  # noqa: E731
 AHEAD = lambda step: list(step.run(list(batches_of()), 2))  # noqa: E731
 
 
-@pytest.mark.parametrize("store", ["device", "ssd"])
-@pytest.mark.parametrize(
-    "build",
-    [simple, pooled, maxima, maxima_of_some, learned_scales, again, unused, chained, losses, in_place],
-    ids=lambda build: build.__name__,
-)
+def name_of(value):
+    return getattr(value, "__name__", str(value))
+
+
+BUILDS = [simple, pooled, maxima, maxima_of_some, learned_scales, again, unused, chained, losses, in_place]
+
+
+@pytest.mark.parametrize(("build", "store"), diagonal(BUILDS, ["device", "ssd"]), ids=name_of)
 def test_merged_equals_eager(build, store):
     eager = results(make_eager, build, adam, CALLS, store=store)
     for ways in (CALLS, AHEAD):

@@ -90,7 +90,7 @@ TINY = {
 """Sizes at which each benchmark runs to its end in seconds."""
 
 
-QUICK = ("embedding_step", "lookup_threads")
+QUICK = ("lookup_threads",)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in TINY])

@@ -10,7 +10,7 @@ import contextlib
 import enum
 import io
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ import oneemb
 from oneemb.compiled_graph import GraphConfig
 from tests.support.graph_models import make_embedding, rows_of
 
-__all__ = ["CRASH", "EQUAL", "REFUSED", "WRONG", "Idiom", "Outcome", "judge"]
+__all__ = ["CRASH", "EQUAL", "REFUSED", "WAYS", "WRONG", "Idiom", "Outcome", "judge"]
 
 SIZES = (4, 3, 6, 4, 2, 4, 5, 4, 3, 6, 4, 2)
 
@@ -126,12 +126,17 @@ class EagerModel(torch.nn.Module):
             optimizer.zero_grad()
 
 
-def judge(idiom: type[Idiom], graph: type[torch.nn.Module] = oneemb.TrainGraph) -> tuple[Outcome, str]:
-    """(outcome, what was found); the worse one of calling a graph and of running it."""
+WAYS = ("call", "run")
+
+
+def judge(
+    idiom: type[Idiom], graph: type[torch.nn.Module] = oneemb.TrainGraph, ways: Sequence[str] = WAYS
+) -> tuple[Outcome, str]:
+    """(outcome, what was found); the worst one of these ways: calling a graph, and running it."""
     eager = _record(idiom, EagerModel, called=True)
     if eager.error is not None:
         raise eager.error
-    found = [(how, *_compare(idiom, eager, _record(idiom, graph, called=how == "call"))) for how in ("call", "run")]
+    found = [(how, *_compare(idiom, eager, _record(idiom, graph, called=how == "call"))) for how in ways]
     how, outcome, said = max(found, key=lambda one: list(Outcome).index(one[1]))
     return outcome, f"{how}: {said}" if said else ""
 
