@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import oneemb
 from oneemb.storage.errors import ForkedProcessError
+from tests.support.pairwise import diagonal
 from tests.support.training import OPTIMIZERS
 
 TABLES, DIM, BATCH, IDS = 2, 4, 6, 40
@@ -69,7 +70,7 @@ def weights_of(embedding):
     return rows.detach().numpy()
 
 
-def train(group, path, how, optimizer, store="device", steps=30, accumulated=1, clip=None, joined=False):
+def train(group, path, how, optimizer, store="device", steps=18, accumulated=1, clip=None, joined=False):
     rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
     model = Model(path, how, store, group)
     optimizer = OPTIMIZERS[optimizer](list(model.parameters()))
@@ -109,8 +110,7 @@ def relative(found, expected):
     return np.abs(found - expected).max() / np.abs(expected).max()
 
 
-@pytest.mark.parametrize("how", LOOKUPS)
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(("how", "ranks"), diagonal(LOOKUPS, [2, 3]))
 def test_ranks_equal_one_process(tmp_path, rank_pool, ranks, how):
     results = rank_pool(ranks, train, str(tmp_path / "ranks"), how, "adagrad")
     check_equal_to_one(results, train(None, str(tmp_path / "one"), how, "adagrad"))
@@ -336,9 +336,9 @@ def runs_unevenly(group, path, depth, how):
     return steps, raised, threading.active_count()
 
 
-@pytest.mark.parametrize("depth", [0, 1, 3])
-@pytest.mark.parametrize("how, steps", [("ends", 5), ("raises", 5), ("leaves", 3)])
-def test_loops_end_together(tmp_path, rank_pool, depth, how, steps):
+@pytest.mark.parametrize(("end", "depth"), diagonal([("ends", 5), ("raises", 5), ("leaves", 3)], [0, 1, 3]), ids=str)
+def test_loops_end_together(tmp_path, rank_pool, depth, end):
+    how, steps = end
     for rank, (made, raised, threads) in enumerate(rank_pool(3, runs_unevenly, str(tmp_path), depth, how)):
         assert made == steps + 2
         if how == "raises":

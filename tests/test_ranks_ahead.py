@@ -8,8 +8,9 @@ import torch
 import oneemb
 from oneemb.graph import prefetch
 from oneemb.graph.ops import AnnouncedLookup
+from tests.support.pairwise import diagonal
 
-DIM, BATCH, STEPS = 4, 5, 24
+DIM, BATCH, STEPS = 4, 5, 18
 
 
 def batch_of(step, rank):
@@ -114,8 +115,7 @@ def one_changes_what_was_read(rank, step):
     return ("shifts",) if rank == 1 and step in (7, 8, 13) else ()
 
 
-@pytest.mark.parametrize("store", ["device", "ssd"])
-@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize(("store", "depth"), diagonal(["device", "ssd"], [1, 3]))
 def test_run_announces_lookups_and_changes_no_bit(tmp_path, rank_pool, store, depth):
     called = rank_pool(3, train, str(tmp_path / "called"), store, "called", nothing)
     run = rank_pool(3, train, str(tmp_path / "run"), store, "run", nothing, depth)

@@ -130,9 +130,7 @@ def run(path, way, interrupts, rng):
     return found
 
 
-@pytest.mark.parametrize(
-    "way", [way if way in ("call", "run 1", "saves") else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
-)
+@pytest.mark.parametrize("way", [way if way == "saves" else pytest.param(way, marks=pytest.mark.slow) for way in WAYS])
 def test_ranks_go_on_after_interrupts_with_the_same_bits(tmp_path, way, seed):
     expected = run(tmp_path / "plain", way, 0, None)
     assert not any(caught for _, caught in expected)
@@ -168,8 +166,8 @@ class Messages:
 MESSAGES = {"call": 32, "run": 32, "optimizer": 32, "torch": 32}  # at least as many as two steps have
 
 
-def is_interrupted_in_each_message(group, path, way, interrupts):
-    """Two steps at a time, in which rank 1 is interrupted in a message later each time."""
+def is_interrupted_in_messages(group, path, way, interrupts, every):
+    """Two steps at a time, in which rank 1 is interrupted in a message `every` later each time."""
     graph, rank = Graph(path, group), group.rank()
     joined = oneemb.Optimizer(graph.adam) if way == "optimizer" else None
     if way in ("call", "run"):
@@ -178,12 +176,12 @@ def is_interrupted_in_each_message(group, path, way, interrupts):
         way, lambda: graph.steps
     )
     caught, most = set(), 0
-    for at in range(1, MESSAGES[way] + 1):
+    for turn, at in enumerate(range(1, MESSAGES[way] + 1, every), 1):
         with Messages(at if interrupts and rank == 1 else 0) as messages:
-            while made() < 2 * at:
+            while made() < 2 * turn:
                 try:
                     if way == "run":
-                        for _ in graph.run([batch_of(step, rank) for step in range(made(), 2 * at)]):
+                        for _ in graph.run([batch_of(step, rank) for step in range(made(), 2 * turn)]):
                             pass
                     elif way == "call":
                         graph(*batch_of(made(), rank))
@@ -204,10 +202,11 @@ def is_interrupted_in_each_message(group, path, way, interrupts):
     return rows, caught, most
 
 
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", MESSAGES)
-def test_ctrl_c_in_any_message_changes_no_bit(tmp_path, rank_pool, way):
-    expected = rank_pool(3, is_interrupted_in_each_message, str(tmp_path / "plain"), way, False)
-    found = rank_pool(3, is_interrupted_in_each_message, str(tmp_path / "interrupted"), way, True)
+def test_ctrl_c_in_any_message_changes_no_bit(tmp_path, rank_pool, way, every):
+    expected = rank_pool(3, is_interrupted_in_messages, str(tmp_path / "plain"), way, False, every)
+    found = rank_pool(3, is_interrupted_in_messages, str(tmp_path / "interrupted"), way, True, every)
     assert all(most <= MESSAGES[way] for _, _, most in expected), expected[0][2]
     assert [rows for rows, _, _ in found] == [rows for rows, _, _ in expected]
     assert "KeyboardInterrupt" in found[1][1] and found[0][1] <= {"RankError"}
