@@ -418,7 +418,7 @@ def check_against_one_process(path, trained_R, weights):
 
 
 def test_a_short_soak_of_ranks(tmp_path, rank_pool, seed):
-    run_soak(rank_pool, tmp_path, seed, seconds=100, steps=60)
+    run_soak(rank_pool, tmp_path, seed, seconds=100, steps=40)
 
 
 @pytest.mark.slow

@@ -291,12 +291,12 @@ def run(folder, arguments, kills, seed):
             proof.close()
 
 
-SHORT = ["--generate", "2000", "--batch-size", "64", "--epochs", "4", "--save-every", "5"]
+SHORT = ["--generate", "2000", "--batch-size", "64", "--epochs", "2", "--save-every", "5"]
 LONG = ["--generate", "120000", "--batch-size", "64", "--epochs", "7", "--save-every", "25"]
 
 
 def test_training_and_serving_processes_that_are_killed_disturb_no_other_and_answer_from_whole_versions(tmp_path):
-    plan = {4: "job", 9: "maker"}
+    plan = {3: "job", 6: "maker"}
     figures = run(tmp_path, SHORT, lambda version, rng: plan.get(version, ""), 0)
     assert figures["kills"]["job"] == 1
     assert figures["float32"][1] > 1 and figures["int8"][1] > 1 and figures["follower"][1] > 1

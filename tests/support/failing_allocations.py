@@ -1,6 +1,6 @@
 """Lets every allocation of calls on an embedding fail, one at a time; run as a program with failing_malloc.c preloaded.
 
-    python failing_allocations.py LIBRARY STORE FOLDER
+    python failing_allocations.py LIBRARY STORE FOLDER STRIDE [OPERATION ...]
 
 After each failure the embedding says that it is broken, or its slots are all accounted for, nothing stays pinned, and
 its rows are those from before the call or from after it. The oracle is a dict: a row of equal weights begins as
@@ -235,6 +235,8 @@ def run(subject, allocations, operations=OPERATIONS, *, stride=1, most=400):
     number of failures, and how many of them broke the embedding."""
     wrong, failures, broken = [], 0, 0
     load_growth()
+    gc.collect()
+    gc.freeze()  # The collections below look at nothing that was there before the first call.
     for name in operations:
         for _ in range(2):
             subject.step()[0]()
@@ -275,7 +277,8 @@ def run(subject, allocations, operations=OPERATIONS, *, stride=1, most=400):
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    library, kind, folder = sys.argv[1:4]
-    wrong, failures, broken = run(Subject(kind, folder, 0), Preloaded(library), sys.argv[4:] or OPERATIONS)
+    library, kind, folder, stride = sys.argv[1:5]
+    operations = sys.argv[5:] or OPERATIONS
+    wrong, failures, broken = run(Subject(kind, folder, 0), Preloaded(library), operations, stride=int(stride))
     print(*wrong, sep="\n")
     print(f"{failures} failures, {broken} broken")
