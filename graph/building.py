@@ -125,6 +125,17 @@ class Expected:
             return None
         return ops.gather(self.lease, per_sample_weights, pooling)
 
+    def look_up(self, arguments: Mapping[str, Any], has_gradient: bool) -> None:
+        """Have ranks make the lookup, which they have not announced; `arguments` as of `Building.look_up`."""
+        reserved, (scales, pooling) = self.reserved, map(arguments.__getitem__, ("per_sample_weights", "pooling"))
+        assert isinstance(reserved, ops.AnnouncedLookup)
+
+        def check() -> None:
+            if scales is not None or pooling != "sum":
+                ops.check_pooling(reserved.keys, scales, pooling)
+
+        self.lease = reserved.look_up(check, has_gradient=has_gradient)
+
     @property
     def sums_bags(self) -> bool:
         """Whether it is to give sums or means of bags that ranks may have a part in."""
@@ -262,7 +273,7 @@ class Building:
             elif embedding.asked_ranks is not None and lookup.lease is None:
                 if lookup.reserved not in self._announced.lookups:  # Those were of what has changed since.
                     self._announced.miss(embedding.store, inserts=embedding.training)
-                return now()
+                lookup.look_up(arguments, has_gradient)
             if lookup is not None:
                 scales, lease = arguments["per_sample_weights"], lookup.lease
                 rows = lookup.read(embedding.store, scales, arguments["pooling"])

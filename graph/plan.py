@@ -55,8 +55,8 @@ class Plan:
         whole: the lookups of a batch, from its values.
         prepare: the half that may run ahead, from the values too.
         lookup: the other half, from what the first one gives.
-        single: the lookup of a plan that has no other, to run inside `build`; None = there are several lookups, ranks
-            announce theirs, or the ids are no value of the batch itself.
+        single: the lookup of a plan that has no other, to run inside `build`; None = there are several lookups, or the
+            ids are no value of the batch itself.
         history: the graph as recorded and after each pass.
         constants: the names of the tensors from outside the batch that the first half reads.
         others: lookups of a step that cannot be made ahead.
@@ -78,8 +78,11 @@ class Plan:
         Args:
             announcement: of the batch, for the lookups of ranks.
         """
-        prepared: list[Any] = self.prepare([*values, announcement] if self.announces else values, profile)
+        prepared: list[Any] = self.prepare(self._inputs(values, announcement), profile)
         return prepared
+
+    def _inputs(self, values: Sequence[Any], announcement: ops.Announcement | None = None) -> Sequence[Any]:
+        return [*values, announcement] if self.announces else values
 
     @functools.cached_property
     def announces(self) -> bool:
@@ -115,14 +118,14 @@ class Plan:
             prepared: what the first half gave for them; None = it did not run.
         """
         if prepared is None:
-            return self._expected(self.whole([*values, None] if self.announces else values, profile))
+            return self._expected(self.whole(self._inputs(values), profile))
         return self._expected(self.lookup(prepared, profile))
 
     def expect_single(self, ids: object, values: Sequence[Any], profile: Profile | None) -> list[Expected]:
         """The single lookup, of the batch's values as they are now: without copies if it is that of these ids."""
         assert self.single is not None
         if ids is values[self._ids_at]:
-            return self._expected(self.single(values, profile))
+            return self._expected(self.single(self._inputs(values), profile))
         return self.expect(values, None, profile)
 
     def _expected(self, found: Sequence[Sequence[Any]]) -> list[Expected]:
@@ -179,9 +182,8 @@ def compile_plan(
     keep("split_prepare, lookup", "lookup", lookup)
     find = _finder(root, embeddings, objects, tape.constants)
     single = None
-    looked_up, announces = _looked_up(graph), any(node.target is ops.announce for node in graph.nodes)
-    of_batch = [getattr(origin, "op", "") == "placeholder" for *_, origin in looked_up]
-    if of_batch == [True] and not announces:
+    of_batch = [getattr(origin, "op", "") == "placeholder" for *_, origin in _looked_up(graph)]
+    if of_batch == [True]:
         single = Executor(keep("drop_copies", "lowered", drop_copies(graph)), find)
     executors = Executor(graph, find), Executor(prepare, find, "prepare"), Executor(lookup, find), single
     return Plan(*executors, history, list(tape.constants), tape.others, find)

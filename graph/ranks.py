@@ -317,11 +317,10 @@ class Ranks:
         """How many rows before those of each rank hold the header of an answer of such rows."""
         return -(-_HEADER // (like.shape[1] * like.element_size()))
 
-    def behind_heads(self, count_R: Sequence[int], heads: int) -> torch.Tensor:
-        """Where rows of the ranks are, so many of each, if each rank's are behind heads: int64 [sum]."""
-        return torch.arange(sum(count_R), device="cpu") + heads * (
-            1 + torch.arange(self.size, device="cpu")
-        ).repeat_interleave(torch.tensor(count_R, device="cpu"))
+    def behind_heads(self, count_R: Sequence[int], heads: int) -> list[slice]:
+        """Where the rows of each rank are, so many of each, if each rank's are behind heads."""
+        ends = itertools.accumulate(heads + count for count in count_R)
+        return [slice(end - count, end) for end, count in zip(ends, count_R, strict=True)]
 
     def _heads_of(self, size_R: Sequence[int], heads: int) -> torch.Tensor:
         begin_R = torch.tensor([0, *size_R[:-1]], device="cpu").cumsum(0)

@@ -8,6 +8,8 @@ import oneemb
 from oneemb.graph.ops import asking, shuffle
 from oneemb.graph.ops.announce import AnnouncedLookup
 from oneemb.graph.ops.asking import cut_bags, keys_by_rank
+from oneemb.kernels.host_loops import HostLoops
+from oneemb.storage.embedding_store import EmbeddingStore
 
 DIM, IDS, SAMPLES = 32, 3000, 8
 WAYS = ["sum", "mean", "tables", "padded", "with keys", "twice", "clipped"]
@@ -186,6 +188,40 @@ def test_what_was_announced_of_bags_may_turn_out_otherwise(tmp_path, rank_pool):
         np.testing.assert_array_equal(its_weights, weights)
 
 
+def counts_finds(group, path, way, drive):
+    """How often ids of this rank, and keys that ranks ask it for, are made unique, and rows found, in one step."""
+    graph, counts, batch = (
+        Model(path, way, group),
+        dict.fromkeys(["ids", "asked", "rows"], 0),
+        batch_of(0, group.rank(), 2),
+    )
+    graph.add_optimizer(graph.optimizer)
+
+    def counted(name, function):
+        def call(*args, **kwargs):
+            counts[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostLoops, "unique_keys_of_bags", counted("ids", HostLoops.unique_keys_of_bags))
+        patch.setattr(shuffle, "keys_of_ranks", counted("asked", shuffle.keys_of_ranks))
+        patch.setattr(EmbeddingStore, "acquire", counted("rows", EmbeddingStore.acquire))
+        for _ in range(3):
+            counts.update(dict.fromkeys(counts, 0))
+            graph(*batch) if drive == "call" else list(graph.run([batch]))
+    graph.items.close()
+    return counts
+
+
+@pytest.mark.parametrize("way, drive, finds", [("sum", "call", 1), ("mean", "run", 1), ("twice", "call", 2)], ids=str)
+def test_a_step_finds_ids_keys_and_rows_once(tmp_path, rank_pool, way, drive, finds):
+    """But for gradients of several lookups, whose keys come together anew."""
+    found = {"ids": finds, "asked": finds + (finds > 1), "rows": finds + (finds > 1)}
+    assert rank_pool(2, counts_finds, str(tmp_path), way, drive) == [found] * 2
+
+
 def looks_at_gradients(group, path):
     graph = Model(path, "sum", group)
     graph.loss(*batch_of(0, group.rank(), 2)).backward()
@@ -263,7 +299,7 @@ def cut_of(bags, owners, **options):
     sent, sizes = keys_by_rank(keys.int(), keys, np.array(owners), 2), [len(bag) for bag in bags]
     return cut_bags(
         sent, np.array([key for bag in bags for key in bag], np.int32),
-        np.concatenate([[0], np.cumsum(sizes)]), np.repeat(np.arange(len(bags)), sizes),
+        np.concatenate([[0], np.cumsum(sizes)]), None,
         **{"rank": 1, "row_bytes": 1 << 20, "grad_bytes": 1 << 20, **options},
     )  # fmt: skip
 

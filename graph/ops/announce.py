@@ -15,7 +15,7 @@ Invariants: every rank tells once for each lookup, in the order in which it make
 
 import dataclasses
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Self
 
@@ -58,7 +58,7 @@ class AnnouncedLookup:
     """
 
     def __init__(self, of: "Announced", number: int, lookup: Lookup, routed: Routed | None):
-        self.name, self.ranks, self.store, self.inserts, *_ = lookup
+        self.name, self.ranks, self.store, self.inserts, self.keys, self._sums_bags = lookup
         self.routed = routed
         self.prefetched: Prefetched | None = None
         """Rows that ranks ask this one for."""
@@ -84,6 +84,23 @@ class AnnouncedLookup:
                 inserts = missed == _MISSED_IN_TRAINING
                 look_up_on_ranks(self.ranks, self.store, self.name, lambda: _no_keys(self.store), inserts=inserts)
         return lease
+
+    def look_up(self, check: Callable[[], object], *, has_gradient: bool) -> Lease:
+        """The rows, looked up unannounced, of the keys that are known already.
+
+        Args:
+            check: raises what is wrong with the lookup's other arguments: then all ranks raise.
+            has_gradient: as for `look_up_on_ranks`.
+        """
+
+        def keys() -> Keys:
+            check()
+            return self.keys
+
+        return look_up_on_ranks(
+            self.ranks, self.store, self.name, keys, inserts=self.inserts, has_gradient=has_gradient,
+            sums_bags=self._sums_bags,
+        )  # fmt: skip
 
     def read(self, told: Sequence[int]) -> Lease:
         """The rows that this rank has asked for, if it is one of those that have told so; to each of them its rows."""

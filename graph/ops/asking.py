@@ -21,6 +21,9 @@ from typing import NamedTuple, Self
 import numpy as np
 import torch
 
+from oneemb.kernels import cut_bags as kernel
+from oneemb.kernels.unique_keys import occurrences
+
 __all__ = [
     "Asking", "COUNTS", "CutBags", "KeysByRank", "Parts", "counts_of", "cut_bags", "keys_by_rank",
     "parts_move_fewer_bytes", "tensors_of",
@@ -50,16 +53,10 @@ def keys_by_rank(
     table_U: torch.Tensor, id_U: torch.Tensor, rank_N: np.ndarray, ranks: int, key_N: np.ndarray | None = None
 ) -> KeysByRank:
     """Keys by the rank that each goes to; `key_N` says which they are, None = all in their order."""
-    sorted_N, count_R = _by_rank(rank_N, ranks)
-    order_N = torch.from_numpy(sorted_N if key_N is None else key_N[sorted_N])
+    sorted_N, begin_R1, _ = occurrences(rank_N.astype(np.int32), ranks)
+    count_R = np.diff(begin_R1).tolist()
+    order_N = torch.from_numpy(sorted_N.astype(np.int64) if key_N is None else key_N[sorted_N])
     return KeysByRank(order_N, id_U[order_N].split(count_R), table_U[order_N].split(count_R))
-
-
-def _by_rank(rank_N: np.ndarray, ranks: int) -> tuple[np.ndarray, list[int]]:
-    """The places of these numbers of ranks, those of rank 0 first, int64 [N], and how many are each rank's."""
-    # A stable sort of 16 bits goes through them once.
-    order_N = np.argsort(rank_N.astype(np.uint16) if ranks <= 1 << 16 else rank_N, kind="stable")
-    return order_N, np.bincount(rank_N, minlength=ranks).tolist()
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,7 @@ class CutBags:
 
     parts_R: Sequence[Parts]
     bag_S: torch.Tensor
-    """int64: of which bag each part is."""
+    """int32: of which bag each part is."""
     ids_P: torch.Tensor
     """int64: how many ids of each bag are not padding."""
 
@@ -96,14 +93,13 @@ class CutBags:
 
     def of_bags(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The parts of bag 0 first, int32 [S], and where those of each bag begin, int64 [P + 1]."""
-        order_S = np.argsort(self.bag_S.numpy(), kind="stable").astype(np.int32)
-        parts_P = np.bincount(self.bag_S.numpy(), minlength=len(self.ids_P))
-        return torch.from_numpy(order_S), torch.from_numpy(np.concatenate([[0], np.cumsum(parts_P)]))
+        order_S, begin_P1, _ = occurrences(self.bag_S.numpy(), len(self.ids_P))
+        return torch.from_numpy(order_S), torch.from_numpy(begin_P1.astype(np.int64))
 
     @property
     def scale_S(self) -> torch.Tensor:
         """Factor of each part's sum where bags give their mean: float32, on the CPU."""
-        return (1 / self.ids_P.clamp(1).to(torch.float32))[self.bag_S]
+        return (1 / self.ids_P.clamp(1).to(torch.float32)).index_select(0, self.bag_S)
 
 
 @dataclass(frozen=True)
@@ -164,40 +160,26 @@ def parts_move_fewer_bytes(keys: int, parts: int, ids: int, row_bytes: int, grad
 
 
 def cut_bags(
-    sent: KeysByRank, inverse_N: np.ndarray, offset_P1: np.ndarray, bag_N: np.ndarray, *, rank: int, row_bytes: int,
-    grad_bytes: int,
+    sent: KeysByRank, inverse_N: np.ndarray, offset_P1: np.ndarray, row_P: np.ndarray | None, *, rank: int,
+    row_bytes: int, grad_bytes: int,
 ) -> CutBags | None:  # fmt: skip
     """Cut the bags of a lookup; None where that does not move fewer bytes.
 
     Args:
         sent: its unique keys, by their owners.
         inverse_N: the key of each id, padding too; -1 for padding.
-        offset_P1, bag_N: as in `oneemb.kernels.arrays.Bags`.
+        offset_P1, row_P: as in `oneemb.kernels.arrays.Bags`.
         rank: which this is: what it asks itself for moves nowhere.
         row_bytes, grad_bytes: of a row and its gradient on their way.
     """
-    size_P, order_U, sent_R = np.diff(offset_P1), sent.order_N.numpy(), sent.count_R
-    if np.count_nonzero(size_P) >= len(order_U):  # A part for each bag at least is as much as all keys, or nearly.
+    order_U, sent_R = sent.order_N.numpy(), sent.count_R
+    if np.count_nonzero(np.diff(offset_P1)) >= len(order_U):  # A part for each bag at least: as much as all keys.
         return None
-    ranks, keys = len(sent_R), len(order_U)
-    owner_U, place_U = np.empty(keys, np.int64), np.empty(keys, np.int32)
-    owner_U[order_U] = np.repeat(np.arange(ranks), sent_R)
-    place_U[order_U] = np.arange(keys) - np.repeat(np.cumsum([0, *sent_R[:-1]]), sent_R)
-    known_N = np.flatnonzero(inverse_N >= 0)
-    key_N, bag_N = inverse_N[known_N], bag_N[known_N]
-    order_N, id_R = _by_rank(owner_U.take(key_N), ranks)
-    key_N, bag_N = key_N[order_N], bag_N[order_N]
-    rank_N = np.repeat(np.arange(ranks), id_R)
-    begins_N = np.ones(len(key_N), bool)
-    begins_N[1:] = (bag_N[1:] != bag_N[:-1]) | (rank_N[1:] != rank_N[:-1])
-    begin_S = np.flatnonzero(begins_N)
-    count_R = np.bincount(rank_N[begin_S], minlength=ranks).tolist()
-    parts, ids = len(begin_S) - count_R[rank], len(key_N) - id_R[rank]
-    if not parts_move_fewer_bytes(keys - sent_R[rank], parts, ids, row_bytes, grad_bytes):
+    bags = inverse_N, offset_P1, row_P, kernel.places_at_ranks(order_U, sent_R)
+    parts_R, ids_R, ids_P = kernel.count_parts(*bags, len(sent_R))
+    parts, ids = int(parts_R.sum() - parts_R[rank]), int(ids_R.sum() - ids_R[rank])
+    if not parts_move_fewer_bytes(len(order_U) - sent_R[rank], parts, ids, row_bytes, grad_bytes):
         return None
-    size_S = np.diff(begin_S, append=len(key_N)).astype(np.int32)
-    key_RN = torch.from_numpy(place_U.take(key_N)).split(id_R)
-    size_RS = torch.from_numpy(size_S).split(count_R)
-    ids_P = np.bincount(bag_N, minlength=len(size_P))
-    parts_R = [Parts(its_keys, sizes) for its_keys, sizes in zip(key_RN, size_RS, strict=True)]
-    return CutBags(parts_R, torch.from_numpy(bag_N[begin_S].astype(np.int64)), torch.from_numpy(ids_P))
+    key_N, size_S, bag_S = map(torch.from_numpy, kernel.cut_bags(*bags, parts_R, ids_R))
+    its = zip(key_N.split(ids_R.tolist()), size_S.split(parts_R.tolist()), strict=True)
+    return CutBags([Parts(*its_own) for its_own in its], bag_S, torch.from_numpy(ids_P))

@@ -12,6 +12,7 @@ Every rank gets the gradients of all ranks for rows of a replicated table, and s
 do. So its copy stays equal to theirs, bit for bit.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, Self, TypeVar, cast
@@ -26,6 +27,7 @@ from oneemb.graph.ops.lookup import Lease
 from oneemb.graph.ops.op import UPDATE, Op
 from oneemb.graph.ops.shuffle import Asked, asked_by
 from oneemb.graph.ranks import Ranks, whole_exchange
+from oneemb.kernels.arrays import RowsOfIds
 from oneemb.kernels.hash_index import TABLE_MAX
 from oneemb.kernels.owner import owner_of
 from oneemb.storage.embedding_store import EmbeddingStore
@@ -70,9 +72,15 @@ def settle(row_grads: Iterable[GradOfRanks]) -> None:
     for ranks, group in by_ranks(row_grads):
         if not all(grad.settled for grad in group):
             stores, its_ranks = [grad.store for grad in group], [grad.ranks for grad in group if grad.ranks is not None]
-            make = functools.partial(_all_left, group, ranks)
-            for grad, owned in zip(group, shuffle_grads(ranks, stores, its_ranks, make), strict=True):
+            make, lookups = functools.partial(_all_left, group, ranks), [_single_lookup(grad) for grad in group]
+            for grad, owned in zip(group, shuffle_grads(ranks, stores, its_ranks, make, lookups), strict=True):
                 grad.own(owned)
+
+
+def _single_lookup(row_grad: GradOfRanks) -> Lease | None:
+    """The lookup that has left all of a gradient; None = there are several, or none."""
+    leases = {one.lease for one in row_grad.passes}
+    return leases.pop() if len(leases) == 1 else None
 
 
 class Left(NamedTuple):
@@ -130,9 +138,13 @@ def _left(row_grad: GradOfRanks, ranks: Ranks) -> Left | None:
             leases.append(lease)
             continue
         sent, grad_PD = lease.remote.asking.sent, sum_over_passes(cast("list[torch.Tensor]", grads))
-        grad_SD = grad_PD[cut.bag_S.to(grad_PD.device)]
+        loops, grad_SD = store.loops, grad_PD.new_empty(len(cut.bag_S), grad_PD.shape[1])
+        grads_of_parts = RowsOfIds(
+            loops.array(grad_PD.contiguous()), loops.arange(len(grad_PD)), loops.array(cut.bag_S.to(loops.device))
+        )
+        loops.gather(grads_of_parts, loops.array(grad_SD))
         if lease.pooling == "mean":
-            grad_SD = grad_SD * cut.scale_S.to(grad_SD.device)[:, None]
+            grad_SD *= cut.scale_S.to(grad_SD.device)[:, None]
         uses_R = None
         if store.kept is not None:
             uses_R = lease.remote.asking.uses_R or [torch.ones_like(tables) for tables in sent.table_R]
@@ -183,14 +195,17 @@ def shuffle_grads(
     stores: Sequence[EmbeddingStore],
     its_ranks: Sequence[Ranks],
     make: Callable[[], Sequence[Left | None]],
+    lookups: Sequence[Lease | None],
 ) -> list[tuple[Lease, RowGrads] | None]:
     """The gradients of the rows that this rank owns or has copies of, to be summed, from those of all ranks; with a
-    lease on them that is not pinned yet. None for a store that has a gradient on no rank.
+    lease on them, which is pinned where ranks asked for the same rows in the lookup. None for a store that has a
+    gradient on no rank.
 
     Args:
         stores: the rows that this rank owns, of each embedding.
         its_ranks: `ranks` as each embedding has them: with the `comm_dtype` and scale of its gradients.
         make: gives for each embedding the gradients of the rows that this rank has looked up; None = there are none.
+        lookups: the only lookup of each embedding whose gradients these are; None = there are several, or none.
 
     Raises:
         RankError: another rank has failed.
@@ -223,9 +238,8 @@ def shuffle_grads(
                 rows_R, grad_ND = left.rows_R, left.grad_ND
             brought.append((asked, ranks.swap(grad_ND.to(its.comm_dtype), rows_R, asked.answers_R)))
         # After the last message: a rank that fails at it, for want of memory, leaves none waiting in one.
-        return [
-            None if one is None else _owned(*one, its.grad_scale) for its, one in zip(its_ranks, brought, strict=True)
-        ]
+        its = zip(its_ranks, brought, lookups, strict=True)
+        return [None if one is None else _owned(*one, ranks.grad_scale, lookup) for ranks, one, lookup in its]
 
 
 _NONE = -1  # in place of a count: the rank has no gradients of an embedding
@@ -245,11 +259,17 @@ def _block(sent: Sequence[Left | None], r: int) -> list[torch.Tensor]:
     return [torch.tensor(counts, device="cpu"), *keys]
 
 
-def _owned(asked: Asked, grad_ND: torch.Tensor, scale: float) -> tuple[Lease, RowGrads]:
+def _owned(asked: Asked, grad_ND: torch.Tensor, scale: float, lookup: Lease | None) -> tuple[Lease, RowGrads]:
+    pinned, remote = None, None if lookup is None else lookup.remote
+    if lookup is not None and remote is not None and asked.is_as(remote.asked):
+        asked = remote.asked  # Its unique keys are known.
+        if remote.owned is not None and remote.owned.is_pinned:
+            pinned, lookup.remote = remote.owned, dataclasses.replace(remote, owned=None)  # The gradient has it now.
     keys, store = asked.keys_behind(0), asked.store
     loops, ids = store.loops, len(keys.unique.inverse_N)
     scale_N = None if scale == 1.0 else loops.array(torch.full((ids,), scale, device=loops.device, dtype=torch.float32))
     segments = loops.segments(keys.unique, keys.bags, loops.array(grad_ND.float().to(loops.device)), scale_N)
-    lease = Lease(store, keys)
     table_U, id_U = keys.unique.table_U, keys.unique.id_U
-    return lease, RowGrads(store, -1, table_U, id_U, nowhere(loops, len(id_U)), segments=segments)
+    if pinned is None or pinned.slot_U is None:
+        return Lease(store, keys), RowGrads(store, -1, table_U, id_U, nowhere(loops, len(id_U)), segments=segments)
+    return pinned, RowGrads(store, pinned.generation, table_U, id_U, pinned.slot_U, segments=segments)

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from oneemb.graph.ops.asking import COUNTS, Asking, Parts, cut_bags, keys_by_rank
-from oneemb.graph.ops.lookup import DTYPES, Keys, Lease, ReadRows, Remote, acquire, gather, peek
+from oneemb.graph.ops.lookup import DTYPES, Keys, Lease, ReadRows, Remote, acquire, equal, gather, peek
 from oneemb.graph.ops.op import LOOKUP, Op
 from oneemb.graph.ranks import Ranks, Received, whole_exchange
 from oneemb.kernels.arrays import Bags
@@ -78,33 +78,51 @@ class Asked:
     def keys_behind(self, heads: int) -> Keys:
         """The unique ones, of which a lookup gives the rows that go to each rank, behind so many rows of zeros."""
         store, ranks, answers_R = self.store, self.ranks, self.answers_R
-        keys = keys_of_ranks(store, self.table_N, self.id_N)
-        loops, inverse_N = store.loops, store.loops.tensor(keys.unique.inverse_N)
-        at_A = ranks.behind_heads(answers_R, heads)
-        answers, bags = len(at_A) + heads * ranks.size, None
-        if all(parts is None for parts in self.parts_R):
+        loops, inverse_N = store.loops, store.loops.tensor(self._unique.unique.inverse_N)
+        answers, bags, of_answer_N = sum(answers_R) + heads * ranks.size, None, inverse_N
+        if any(parts is not None for parts in self.parts_R):
+            of_answer_N, bags = self._key_of_ids, bags_of_sizes(self._sizes_behind(heads), store)
+        elif heads:
             of_answer_N = inverse_N.new_full((answers,), -1)
-            of_answer_N[at_A.to(loops.device)] = inverse_N
-        else:
-            size_A = torch.zeros(answers, dtype=torch.int64, device="cpu")
-            key_R, size_R = zip(*self._explicit_parts(), strict=True)
-            size_A[at_A] = torch.cat(size_R).long()
-            of_answer_N = inverse_N[torch.cat(key_R).to(loops.device)]
-            bags = bags_of_sizes(size_A, store)
+            for at, its in zip(ranks.behind_heads(answers_R, heads), inverse_N.split(answers_R), strict=True):
+                of_answer_N[at] = its
         uses_U = None
         if self.uses_N is not None:
-            uses_U = np.zeros(len(keys.unique.id_U), np.int64)
+            uses_U = np.zeros(len(self._unique.unique.id_U), np.int64)
             np.add.at(uses_U, inverse_N.cpu().numpy(), self.uses_N.numpy())
-        unique = keys.unique._replace(inverse_N=loops.array(of_answer_N))  # type: ignore[attr-defined]  # a NamedTuple
-        return dataclasses.replace(keys, shape=torch.Size((answers,)), unique=unique, bags=bags, uses_U=uses_U)
+        unique = self._unique.unique._replace(inverse_N=loops.array(of_answer_N))  # type: ignore[attr-defined]  # a NamedTuple
+        return Keys(torch.Size((answers,)), unique, bags, loops, uses_U)
 
-    def _explicit_parts(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """For each rank the places of the ids of its parts among all keys, and the sizes of its parts."""
-        begin_R, explicit = np.cumsum([0, *self.count_R[:-1]]).tolist(), []
-        for begin, count, parts in zip(begin_R, self.count_R, self.parts_R, strict=True):
-            its = Parts.of_each(count) if parts is None else parts
-            explicit.append((begin + its.key_N.long(), its.size_S))
-        return explicit
+    @functools.cached_property
+    def _unique(self) -> Keys:
+        return keys_of_ranks(self.store, self.table_N, self.id_N)
+
+    @functools.cached_property
+    def _key_of_ids(self) -> torch.Tensor:
+        """The unique key of each id of parts, one rank's after another."""
+        inverse_N = self.store.loops.tensor(self._unique.unique.inverse_N)
+        its = zip(inverse_N.split(list(self.count_R)), self.parts_R, strict=True)
+        return torch.cat(
+            [keys if parts is None else keys.index_select(0, parts.key_N.to(keys.device)) for keys, parts in its]
+        )
+
+    def _sizes_behind(self, heads: int) -> torch.Tensor:
+        """How many ids each part has, 0 where a head is: int64, on the CPU."""
+        size_A = torch.zeros(sum(self.answers_R) + heads * self.ranks.size, dtype=torch.int64, device="cpu")
+        for at, parts in zip(self.ranks.behind_heads(self.answers_R, heads), self.parts_R, strict=True):
+            size_A[at] = 1 if parts is None else parts.size_S
+        return size_A
+
+    def is_as(self, other: "Asked") -> bool:
+        """Whether ranks ask for the same as in another request, and no policy asks how often."""
+        if (*self.count_R, *self.answers_R) != (*other.count_R, *other.answers_R) or self.uses_N is not None:
+            return False
+        mine, others = self._tensors(), other._tensors()
+        return len(mine) == len(others) and all(equal(*its) for its in zip(mine, others, strict=True))
+
+    def _tensors(self) -> list[torch.Tensor]:
+        parts = [tensor for its in self.parts_R if its is not None for tensor in (its.key_N, its.size_S)]
+        return [self.table_N, self.id_N, *parts]
 
 
 def asked_by(
@@ -161,11 +179,12 @@ def asking_for(store: EmbeddingStore, ranks: Ranks, keys: Keys, *, sums_bags: bo
     # a sum of what it holds. Gradients of replicated rows go to all ranks.
     if sums_bags and store.format.dtype == "float32" and like.dtype != torch.float16 and not store.replicas:
         assert keys.bags is not None
-        inverse_N, offset_P1, bag_N = (
-            loops.tensor(array).cpu().numpy() for array in (keys.unique.inverse_N, keys.bags.offset_P1, keys.bags.bag_N)
+        inverse_N, offset_P1, row_P = (
+            None if array is None else loops.tensor(array).cpu().numpy()
+            for array in (keys.unique.inverse_N, *keys.bags.arrays)
         )
         row_bytes, grad_bytes = (store.format.dim * dtype.itemsize for dtype in (like.dtype, ranks.comm_dtype))
-        cut = cut_bags(sent, inverse_N, offset_P1, bag_N, rank=ranks.rank, row_bytes=row_bytes, grad_bytes=grad_bytes)
+        cut = cut_bags(sent, inverse_N, offset_P1, row_P, rank=ranks.rank, row_bytes=row_bytes, grad_bytes=grad_bytes)
     return keys, Asking(sent, cut, uses_R)
 
 
@@ -239,7 +258,8 @@ def shuffle_rows(
     like = rows_like(store, ranks)
     asking, asked = routed.asking, routed.asked
     row_SD = ranks.answer(what, lambda: read().to(like.dtype), like, asked.answers_R, asking.comes_R)
-    slot_U = ranks.behind_heads(asking.comes_R, ranks.heads(like))
+    places = ranks.behind_heads(asking.comes_R, ranks.heads(like))
+    slot_U = torch.cat([torch.arange(at.start, at.stop, device="cpu") for at in places])
     if asking.cut is None:
         slot_U = torch.empty_like(slot_U).scatter_(0, asking.sent.order_N, slot_U)
     return row_SD.to(DTYPES[store.format.dtype]), slot_U.to(like.device)
@@ -305,5 +325,5 @@ def lease_on_ranks(
 
     row_SD, slot_U = shuffle_rows(ranks, f"bring rows to {what}", routed, read, store)
     array = store.loops.array
-    remote = Remote(ranks, array(row_SD), array(slot_U), owned[0] if owned else None, routed.asking)
+    remote = Remote(ranks, array(row_SD), array(slot_U), owned[0] if owned else None, routed.asking, routed.asked)
     return Lease(store, routed.keys, remote=remote)

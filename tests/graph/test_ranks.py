@@ -42,7 +42,7 @@ def answers(group):
         heads = ranks.heads(like)
         rows = [torch.full((count + heads, like.shape[1]), to).to(like) for to, count in enumerate(sent_R)]
         got = ranks.answer("it", lambda rows=rows: torch.cat(rows), like, sent_R, received_R)
-        found.append(got[ranks.behind_heads(received_R, heads)].tolist())
+        found.append([row for its in ranks.behind_heads(received_R, heads) for row in got[its].tolist()])
     return found
 
 
