@@ -154,9 +154,14 @@ def _left(row_grad: GradOfRanks, ranks: Ranks) -> Left | None:
     summed = join_grads(of_keys)
     if summed is not None:
         loops = store.loops
-        table_U, id_U = (loops.tensor(array).cpu() for array in (summed.table_U, summed.id_U))
-        sent, grad_UD = _by_trainer(store, ranks, table_U, id_U), loops.tensor(summed.grad_UD)
-        grad_ND, uses_R = grad_UD[sent.order_N.to(grad_UD.device)], None
+        remote = leases[0].remote
+        if len(leases) == 1 and remote is not None and not store.replicas:
+            sent = remote.asking.sent  # They go where the rows came from.
+        else:
+            table_U, id_U = (loops.tensor(array).cpu() for array in (summed.table_U, summed.id_U))
+            sent = _by_trainer(store, ranks, table_U, id_U)
+        grad_UD, uses_R = loops.tensor(summed.grad_UD), None
+        grad_ND = grad_UD.index_select(0, sent.order_N.to(grad_UD.device))
         if store.kept is not None:
             uses_R = _uses_by_steps(store, leases, summed)[sent.order_N].split(sent.count_R)
         left.insert(0, Left(sent.id_R, sent.table_R, [None] * ranks.size, grad_ND, uses_R))

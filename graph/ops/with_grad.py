@@ -94,8 +94,9 @@ class _WithGrad(torch.autograd.Function):
         flat = grad.detach().reshape(-1, grad.shape[-1])
         row_grads: list[RowGrad | None] = [None] * len(of_weights)
         if any(of_weights):
-            # The gradient is not copied if rows are updated within this backward pass; a later change of it raises.
-            as_is = alone or ctx.at_once and flat.is_contiguous()
+            # The gradient is not copied if `reshape` has done so, or if rows are updated within this backward pass; a
+            # later change of it raises.
+            as_is = alone or flat.data_ptr() != grad.data_ptr() or ctx.at_once and flat.is_contiguous()
             # Sums are less to write than a copy. They are made only if autograd frees the graph: the gradient of a
             # further pass would have to be added for each id before the sum.
             sums = not as_is and flat.is_contiguous() and ctx.lease is None
