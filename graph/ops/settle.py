@@ -271,9 +271,11 @@ def _owned(asked: Asked, grad_ND: torch.Tensor, scale: float, lookup: Lease | No
         if remote.owned is not None and remote.owned.is_pinned:
             pinned, lookup.remote = remote.owned, dataclasses.replace(remote, owned=None)  # The gradient has it now.
     keys, store = asked.keys_behind(0), asked.store
-    loops, ids = store.loops, len(keys.unique.inverse_N)
-    scale_N = None if scale == 1.0 else loops.array(torch.full((ids,), scale, device=loops.device, dtype=torch.float32))
-    segments = loops.segments(keys.unique, keys.bags, loops.array(grad_ND.float().to(loops.device)), scale_N)
+    loops = store.loops
+    grad_NX = loops.array(grad_ND.float().to(loops.device))
+    if scale != 1.0:
+        grad_NX *= scale  # Rows are fewer than the terms of sums.
+    segments = loops.segments(keys.unique, keys.bags, grad_NX, None)
     table_U, id_U = keys.unique.table_U, keys.unique.id_U
     if pinned is None or pinned.slot_U is None:
         return Lease(store, keys), RowGrads(store, -1, table_U, id_U, nowhere(loops, len(id_U)), segments=segments)
