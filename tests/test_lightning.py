@@ -9,6 +9,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import oneemb
 from tests.support.click_model import assert_equal_bits, assert_equal_to_rounding, clicks, with_rows, with_tables
+from tests.support.pairwise import diagonal
 
 lightning = pytest.importorskip("pytorch_lightning")
 checkpoints = pytest.importorskip("pytorch_lightning.callbacks.model_checkpoint")
@@ -101,8 +102,7 @@ LOOPS = {
 """What a Trainer is told, and the loop by hand."""
 
 
-@pytest.mark.parametrize("make", [adagrad, joined_adagrad], ids=["torch's own", "oneemb.Optimizer"])
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(("loop", "make"), diagonal([*LOOPS], [adagrad, joined_adagrad]))
 def test_a_trainer_trains_rows_as_a_loop_by_hand_trains_tables(tmp_path, loop, make):
     options, hand = LOOPS[loop]
     expected = by_hand(with_tables(tmp_path), **hand)
