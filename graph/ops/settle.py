@@ -243,8 +243,10 @@ def shuffle_grads(
                 rows_R, grad_ND = left.rows_R, left.grad_ND
             brought.append((asked, ranks.swap(grad_ND.to(its.comm_dtype), rows_R, asked.answers_R)))
         # After the last message: a rank that fails at it, for want of memory, leaves none waiting in one.
-        its = zip(its_ranks, brought, lookups, strict=True)
-        return [None if one is None else _owned(*one, ranks.grad_scale, lookup) for ranks, one, lookup in its]
+        return [
+            None if one is None else _owned(*one, its.grad_scale, lookup)
+            for its, one, lookup in zip(its_ranks, brought, lookups, strict=True)
+        ]
 
 
 _NONE = -1  # in place of a count: the rank has no gradients of an embedding
