@@ -33,8 +33,6 @@ class Bottom(Protocol):
 
     name: str
     """Name of the store in errors."""
-    keeps_rows: bool
-    """Whether the store still has its rows when it is opened again."""
 
     def open(self, row_width: int) -> RowStore:
         """The store for rows of this width.
@@ -77,8 +75,6 @@ class TableBottom:
     Raises:
         StorageError: the folder cannot be made or written to.
     """
-
-    keeps_rows = False  # A snapshot is loaded, or there are none.
 
     def __init__(self, path: str, physical_block_size: int, threads: Threads, mend: str, holder: Holder):
         self.name = path

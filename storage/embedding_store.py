@@ -423,8 +423,6 @@ class EmbeddingStore:
             StorageError: a lookup whose step is still to come holds one; nothing has changed.
         """
         self._check_open()
-        if not self.built and self._bottom.keeps_rows:
-            self.rows.build()
         if not self.built:
             return np.zeros(len(id_U), np.bool_)
         self.pins.release_abandoned()
@@ -708,8 +706,6 @@ class EmbeddingStore:
         with self.turns, other.turns:
             self.turns.check(changes=True)
             self._check_open()
-            if self._bottom.keeps_rows and not self.built:
-                self.rows.build()
             if self.built:
                 other.begin_with(self.rows, self.step, with_state, change, self.kept)
                 other.replicas.add(self.replicas.keys())
@@ -725,8 +721,6 @@ class EmbeddingStore:
         with self.turns:
             self.turns.check(changes=True)
             self._check_open()
-            if self._bottom.keeps_rows and not self.built:
-                self.rows.build()
             if self.built:
                 for table_N, id_N, row_NW in self.hot.scan():
                     undisturbed.raise_interrupt()
@@ -767,8 +761,6 @@ class EmbeddingStore:
             ValueError: tables or offsets, on a GPU, are not as they must be.
         """
         self._check_open()
-        if not self.built and self._bottom.keeps_rows:
-            self.rows.build()
         if self.built:
             return self.hot.read(keys)
         keys = self.loops.counted(keys)
@@ -1062,8 +1054,6 @@ class EmbeddingStore:
             self._check_open()
             self._check_clock()
             self._mend()
-            if self._bottom.keeps_rows and not self.built:
-                self.rows.build()
             self.rows.clear()
             with changing:
                 self.journal.clear()
