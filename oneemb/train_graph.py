@@ -22,7 +22,7 @@ from oneemb.scaling import Scaling, scalers_in, scalers_of
 from oneemb.stand_ins import standing_in
 from oneemb.storage.fs import AnyPath, file_path
 from oneemb.storage.step_lock import between_steps
-from oneemb.storage.turns import undisturbed
+from oneemb.storage.turns import CommitBlock, undisturbed
 from oneemb.train_state import LearningRateScheduler, TrainState
 
 __all__ = ["TrainGraph"]
@@ -206,7 +206,7 @@ class TrainGraph(CompiledGraph):
         kept: list[Expected] = []
         known = [*scalers_in(vars(self).values()), *scalers_of(self.build)]
         given = state.scaler, state.scaled_by
-        with _Committing() as committing:  # An interrupt comes before the update, or after the step has been counted.
+        with CommitBlock() as committing:  # An interrupt comes before the update, or after the step has been counted.
             try:
                 scaling = Scaling(known, state.scaler, state.scaled_by, self._on_second_pass(), self.parameters())
                 steppers = [stepper for joined in state.optimizers for stepper in (joined, joined.optimizer)]
@@ -279,7 +279,7 @@ class TrainGraph(CompiledGraph):
         groups = [group for optimizer in self._train_state.optimizers for group in optimizer.param_groups]
         return any(parameter.grad is not None for group in groups for parameter in group["params"])
 
-    def _update(self, committing: "_Committing") -> None:
+    def _update(self, committing: CommitBlock) -> None:
         """Step all optimizers with the gradients there are."""
         state, call = self._train_state, self._stats.call
         scaler = state.scaled_by if state.optimizers else None
@@ -400,23 +400,6 @@ class TrainGraph(CompiledGraph):
 
     def _trainers(self) -> Sequence[Optimizer]:
         return self._train_state.optimizers
-
-
-class _Committing:
-    """`with _Committing() as committing:` From `begin` to the end of the block signals are held back."""
-
-    _begun = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def begin(self) -> None:
-        """Hold signals back."""
-        self._begun = undisturbed.__enter__() is None  # type: ignore[func-returns-value]
-
-    def __exit__(self, *error: object) -> None:
-        if self._begun:
-            undisturbed.__exit__()
 
 
 def _refuse_step(scheduler: LearningRateScheduler) -> None:

@@ -31,12 +31,12 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Self
 
 from oneemb.kernels.jit import around_compiling, compiling
 from oneemb.storage.errors import BrokenStoreError, ForkedProcessError, StorageError
 
-__all__ = ["Turns", "changing", "undisturbed", "whole"]
+__all__ = ["CommitBlock", "Turns", "changing", "undisturbed", "whole"]
 
 # Signals that programs may handle in Python, Ctrl-C first: all but those that real-time programs define. One of them is
 # SIGCHLD: its handler in torch's data loader raises when a worker has died.
@@ -287,6 +287,23 @@ def _send_again(numbers: list[int]) -> None:
 
 undisturbed = _Undisturbed()
 around_compiling.begin, around_compiling.end = undisturbed.hold_signals, undisturbed._let_signals_come
+
+
+class CommitBlock:
+    """`with CommitBlock() as block:` Signals are held back from `block.begin()` to the end of the block."""
+
+    _begun = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def begin(self) -> None:
+        """Hold signals back."""
+        self._begun = undisturbed.__enter__() is None  # type: ignore[func-returns-value]
+
+    def __exit__(self, *error: object) -> None:
+        if self._begun:
+            undisturbed.__exit__()
 
 
 def _says_memory_ran_out(error: BaseException) -> bool:
