@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import oneemb
-from tests.support.interrupts import PACKAGES
+from tests.support.interrupts import PACKAGE
 from tests.support.models import make_embedding
 
 IDS = torch.tensor([[1], [2]])
@@ -81,7 +81,7 @@ def nested_calls(job, folder, number):
 
     def watch(frame, event, argument):
         code = frame.f_code
-        if event in ("call", "return") and code.co_filename.startswith(PACKAGES):
+        if event in ("call", "return") and code.co_filename.startswith(PACKAGE):
             now[code] += 1 if event == "call" else -1
             most[code] = max(most[code], now[code])
 
