@@ -77,7 +77,7 @@ def test_the_comparison_notices_a_loop_that_is_not_closed(monkeypatch):
     close = prefetch.Worker.close
     workers = []
     monkeypatch.setattr(prefetch.Worker, "close", lambda worker: workers.append(worker))
-    with pytest.raises(AssertionError, match="the 9th: graph/prefetch.py:"):
+    with pytest.raises(AssertionError, match="the 9th: oneemb/graph/prefetch.py:"):
         check_after_interrupts(1, [FILE], None, [9])
     for worker in workers:
         close(worker)
