@@ -17,7 +17,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -40,9 +40,6 @@ from oneemb.storage.pins import Pins
 from oneemb.storage.row_format import RowFormat
 from oneemb.storage.tiers.hot_rows import Prefetched
 from oneemb.storage.turns import undisturbed
-
-if TYPE_CHECKING:
-    from oneemb.graph.ops.shuffle import Asked
 
 __all__ = [
     "DTYPES", "Keys", "Lease", "REPLACED", "Remote", "Reserved", "acquire", "acquire_later",
@@ -207,8 +204,8 @@ class Remote:
     """The rows that ranks have asked this one for; None = they are not pinned."""
     asking: Asking
     """This rank's request."""
-    asked: "Asked"
-    """What ranks have asked this one for."""
+    asked: object
+    """The `Asked` of shuffle.py: the request of all ranks to this one."""
 
 
 class Lease:

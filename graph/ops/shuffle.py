@@ -19,6 +19,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import numpy as np
 import torch
@@ -113,14 +114,18 @@ class Asked:
             size_A[at] = 1 if parts is None else parts.size_S
         return size_A
 
-    def is_as(self, other: "Asked") -> bool:
+    def is_as(self, other: object) -> TypeGuard["Asked"]:
         """Whether ranks ask for the same as in another request, and no policy asks how often."""
-        if (*self.count_R, *self.answers_R) != (*other.count_R, *other.answers_R) or self.uses_N is not None:
+        if not isinstance(other, Asked) or self.uses_N is not None:
             return False
-        mine, others = self._tensors(), other._tensors()
+        if (*self.count_R, *self.answers_R) != (*other.count_R, *other.answers_R):
+            return False
+        mine, others = self.tensors, other.tensors
         return len(mine) == len(others) and all(equal(*its) for its in zip(mine, others, strict=True))
 
-    def _tensors(self) -> list[torch.Tensor]:
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The keys, and the parts of bags."""
         parts = [tensor for its in self.parts_R if its is not None for tensor in (its.key_N, its.size_S)]
         return [self.table_N, self.id_N, *parts]
 
@@ -179,10 +184,9 @@ def asking_for(store: EmbeddingStore, ranks: Ranks, keys: Keys, *, sums_bags: bo
     # a sum of what it holds. Gradients of replicated rows go to all ranks.
     if sums_bags and store.format.dtype == "float32" and like.dtype != torch.float16 and not store.replicas:
         assert keys.bags is not None
-        inverse_N, offset_P1, row_P = (
-            None if array is None else loops.tensor(array).cpu().numpy()
-            for array in (keys.unique.inverse_N, *keys.bags.arrays)
-        )
+        offsets, row_P = keys.bags.arrays
+        inverse_N, offset_P1 = (loops.tensor(array).cpu().numpy() for array in (keys.unique.inverse_N, offsets))
+        row_P = None if row_P is None else loops.tensor(row_P).cpu().numpy()
         row_bytes, grad_bytes = (store.format.dim * dtype.itemsize for dtype in (like.dtype, ranks.comm_dtype))
         cut = cut_bags(sent, inverse_N, offset_P1, row_P, rank=ranks.rank, row_bytes=row_bytes, grad_bytes=grad_bytes)
     return keys, Asking(sent, cut, uses_R)
