@@ -210,11 +210,16 @@ class KeptRows:
         """Lend rows to those of the keys that get none. Returns their slots, which are in slot_U too."""
         if len(lent) == 0:
             return None
-        which = self._rows.loops.put(lent)
+        hot, lent_M = self._rows.hot, None
         try:
-            slot_U[which] = lent_M = self._rows.hot.lend(keys.table_U[which], keys.id_U[which])
+            which = self._rows.loops.put(lent)
+            lent_M = hot.lend(keys.table_U[which], keys.id_U[which])
+            slot_U[which] = lent_M
         except BaseException:
             self._release(slot_U)
+            if lent_M is not None:
+                self._release(lent_M)
+                hot.take_back(lent_M)
             raise
         return lent_M
 

@@ -181,8 +181,12 @@ class DeviceTier:
     @_in_order
     def pin_resident(self, keys: DeviceKeys) -> tuple[torch.Tensor, DeviceKeys, torch.Tensor]:
         slot_U, keys, missed = self._find_and_pin(keys, 1, None)
+        try:
+            missing = torch.nonzero(slot_U < 0).reshape(-1) if missed else self._gpu.empty(0, dtype=torch.int64)
+        except BaseException:
+            self.release(slot_U)
+            raise
         self._counters.hits += len(keys.id_U) - missed
-        missing = torch.nonzero(slot_U < 0).reshape(-1) if missed else self._gpu.empty(0, dtype=torch.int64)
         return slot_U, keys, missing
 
     @_in_order
@@ -195,7 +199,11 @@ class DeviceTier:
         # Steps may have brought some in since they were looked for.
         distinct = self._loops.distinct_keys(keys.table_U[wanted], keys.id_U[wanted])
         slot_M, _, missed = self._find_and_pin(distinct, 1, None)
-        slot_U[wanted] = slot_M
+        try:
+            slot_U[wanted] = slot_M
+        except BaseException:
+            self.release(slot_M)
+            raise
         found = len(wanted) - missed
         self._counters.hits += found
         missing = wanted[torch.nonzero(slot_M < 0).reshape(-1)] if found else wanted
