@@ -760,23 +760,6 @@ def test_rows_are_where_they_were_or_where_the_error_says(kind, what, error, tim
     assert first > 2
 
 
-@pytest.mark.parametrize("kind", PLANS)
-def test_rows_that_the_store_below_keeps_are_read_and_cleared_before_anything_is_acquired(kind, open_store):
-    bottom = DictBottom()
-    store = open_store(kind, bottom=bottom)
-    store.build()
-    store.release(store.acquire(keys(*range(20)))[0])
-    store.put(*keys_of([(0, 3)]), np.full((1, DIM), 7, np.float32))
-    store.hot.flush()
-    store.close()
-    again = open_store(kind, bottom=bottom)
-    assert values(again, 3)[0, 0] == 7 and again.stats()["rows"] == 20
-    again.close()
-    third = open_store(kind, bottom=bottom)
-    third.clear()
-    assert third.stats()["rows"] == 0 and len(bottom.stores[DIM]) == 0
-
-
 def test_no_slots_are_given_where_rows_move(open_store):
     store = open_store("ssd")
     store.attach(*ADAM)

@@ -81,7 +81,7 @@ class DictStore:
 class DictBottom:
     """A `Bottom` whose stores are those of `make(row_width)`, made once a width; without snapshots."""
 
-    name, keeps_rows = "a dict", True
+    name = "a dict"
 
     def __init__(self, make=DictStore):
         self.make, self.stores = make, {}
