@@ -35,7 +35,7 @@ class Bottom(Protocol):
     """Name of the store in errors."""
 
     def open(self, row_width: int) -> RowStore:
-        """The store for rows of this width.
+        """The store for rows of this width, without a row.
 
         Raises:
             StorageError: it cannot be opened.

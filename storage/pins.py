@@ -16,7 +16,7 @@ from oneemb.kernels.arrays import Array
 from oneemb.kernels.loops import Keys
 from oneemb.storage.errors import StoreFullError
 from oneemb.storage.tiered_rows import TieredRows
-from oneemb.storage.tiers.hot_rows import Prefetched
+from oneemb.storage.tiers.hot_rows import Prefetched, fill_pinned
 from oneemb.storage.turns import undisturbed
 
 _NOWHERE: tuple[Array | None, np.ndarray, Array | None] = None, np.empty(0, np.int64), None
@@ -186,7 +186,9 @@ class PinBook:
                 missing = loops.array((loops.tensor(slot_U) < 0).nonzero().view(-1))
                 if len(missing):  # Lookups before this one may have brought some of them in.
                     its = loops.distinct_keys(keys.table_U[missing], keys.id_U[missing])
-                    slot_U[missing], _, missing = hot.pin_resident(its)
+                    slot_M, _, still_missing = hot.pin_resident(its)
+                    fill_pinned(slot_U, missing, slot_M, hot.release)
+                    missing = still_missing
             try:
                 hot.check_room(len(missing), leaving)
             except StoreFullError:

@@ -290,7 +290,11 @@ around_compiling.begin, around_compiling.end = undisturbed.hold_signals, undistu
 
 
 class CommitBlock:
-    """`with CommitBlock() as block:` Signals are held back from `block.begin()` to the end of the block."""
+    """`with CommitBlock() as block:` From `block.begin()` to the end of the block signals wait.
+
+    An exception that another thread puts into the first line of `__exit__` leaves them waiting, as for `undisturbed`:
+    no Python code can rule that out.
+    """
 
     _begun = False
 

@@ -205,7 +205,7 @@ class Remote:
     asking: Asking
     """This rank's request."""
     asked: object
-    """The `Asked` of shuffle.py: the request of all ranks to this one."""
+    """Request of all ranks to this one, a `shuffle.Asked`."""
 
 
 class Lease:

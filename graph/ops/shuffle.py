@@ -115,13 +115,18 @@ class Asked:
         return size_A
 
     def is_as(self, other: object) -> TypeGuard["Asked"]:
-        """Whether ranks ask for the same as in another request, and no policy asks how often."""
+        """Whether `other` has the same keys and parts. False for embeddings with a policy."""
         if not isinstance(other, Asked) or self.uses_N is not None:
             return False
-        if (*self.count_R, *self.answers_R) != (*other.count_R, *other.answers_R):
+        if self.sizes != other.sizes:
             return False
-        mine, others = self.tensors, other.tensors
-        return len(mine) == len(others) and all(equal(*its) for its in zip(mine, others, strict=True))
+        return all(equal(*its) for its in zip(self.tensors, other.tensors, strict=True))
+
+    @property
+    def sizes(self) -> list[tuple[int, int, bool]]:
+        """Of each rank: its keys, its answers, and whether it asks for parts of bags."""
+        its = zip(self.count_R, self.answers_R, self.parts_R, strict=True)
+        return [(keys, answers, parts is not None) for keys, answers, parts in its]
 
     @property
     def tensors(self) -> list[torch.Tensor]:

@@ -32,7 +32,7 @@ from oneemb.storage.errors import StorageError, StoreFullError
 from oneemb.storage.free_slots import FreeSlots
 from oneemb.storage.row_store import RowStore
 from oneemb.storage.tiers.device_index import DeviceIndex
-from oneemb.storage.tiers.hot_rows import BeginRows
+from oneemb.storage.tiers.hot_rows import BeginRows, fill_pinned
 from oneemb.storage.tiers.hot_tier import HALF_LIFE
 from oneemb.storage.tiers.limits import Counters, Limits
 from oneemb.storage.tiers.pinned_rows import PinnedRows
@@ -199,11 +199,7 @@ class DeviceTier:
         # Steps may have brought some in since they were looked for.
         distinct = self._loops.distinct_keys(keys.table_U[wanted], keys.id_U[wanted])
         slot_M, _, missed = self._find_and_pin(distinct, 1, None)
-        try:
-            slot_U[wanted] = slot_M
-        except BaseException:
-            self.release(slot_M)
-            raise
+        fill_pinned(slot_U, wanted, slot_M, self.release)
         found = len(wanted) - missed
         self._counters.hits += found
         missing = wanted[torch.nonzero(slot_M < 0).reshape(-1)] if found else wanted
@@ -219,7 +215,7 @@ class DeviceTier:
         slot_O = self._reserve(size)
         with self._taking(slot_O, table_M[old], id_M[old], row_MW[old_M], dirty=False):
             self.pin_S[slot_O] = 1
-        slot_U[u] = slot_O
+        fill_pinned(slot_U, u, slot_O, self.release)
         self._counters.misses += size
         return found + size
 

@@ -21,7 +21,7 @@ from oneemb.kernels.arrays import Array
 from oneemb.kernels.loops import Keys
 from oneemb.storage.row_store import RowStore
 
-__all__ = ["BeginRows", "HotRows", "Prefetched", "Tier"]
+__all__ = ["BeginRows", "HotRows", "Prefetched", "Tier", "fill_pinned"]
 
 BeginRows = Callable[[Array, Array, Array, Array], None]
 """begin(row_SW, slot_M, table_M, id_M) writes the initial rows of keys into these slots of an array of rows."""
@@ -154,3 +154,12 @@ class Prefetched:
     """How many are not there yet."""
     held: bool = True
     """Whether the pins are still there."""
+
+
+def fill_pinned(slot_U: Array, at: Array, slot_M: Array, release: Callable[[Any], object]) -> None:
+    """Write pinned slots into an array, slot_U[at] = slot_M; where that fails for want of memory, release them."""
+    try:
+        slot_U[at] = slot_M
+    except BaseException:
+        release(slot_M)
+        raise

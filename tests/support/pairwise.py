@@ -38,8 +38,8 @@ def covering(*axes, strength=2, legal=lambda *values: True):
 def diagonal(*axes):
     """A list of pytest params: the whole product, of which all but a diagonal is marked slow.
 
-    The diagonal has each value of the longest axis once. The values of a shorter one come in turn, beginning elsewhere
-    each time, so that two short axes do not keep step.
+    The diagonal has each value of the longest axis once. Values of a shorter axis cycle; each cycle of the k-th axis
+    begins k places later than the one before. So two short axes side by side do not keep step; others may.
 
     Example:
         >>> [param.values for param in diagonal("abcd", [1, 2]) if not param.marks]
