@@ -114,11 +114,16 @@ def test_a_copy_of_the_tree_without_links_says_what_to_do(links, tmp_path):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
         if links == "files":  # as git writes a link where the system has none
             (tmp_path / "oneemb" / folder).write_text(f"../{folder}")
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    building = [sys.executable, "setup.py", "--name"]
+    done = subprocess.run(building, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1 and "ln -s" in done.stderr
     importing = [sys.executable, "-c", "import oneemb.kernels"]
     done = subprocess.run(importing, capture_output=True, text=True, cwd=tmp_path)
     assert "ImportError" in done.stderr and "ln -s" in done.stderr
     subprocess.run(done.stderr.strip().partition("root: ")[2], shell=True, check=True, cwd=tmp_path)
     subprocess.run(importing, check=True, cwd=tmp_path)
+    subprocess.run(building, check=True, cwd=tmp_path)
 
 
 def test_importing_oneemb_loads_neither_torch_nor_numba():

@@ -274,10 +274,10 @@ def _owned(asked: Asked, grad_ND: torch.Tensor, scale: float, lookup: Lease | No
             pinned, lookup.remote = remote.owned, dataclasses.replace(remote, owned=None)  # The gradient has it now.
     keys, store = asked.keys_behind(0), asked.store
     loops = store.loops
-    grad_NX = loops.array(grad_ND.float().to(loops.device))
-    if scale != 1.0:
-        grad_NX *= scale  # Rows are fewer than the terms of sums.
-    segments = loops.segments(keys.unique, keys.bags, grad_NX, None)
+    grad_ND = grad_ND.float().to(loops.device)
+    if scale != 1.0:  # Received rows are fewer than terms of sums. NumPy's product may raise on one rank: np.seterr.
+        grad_ND *= scale
+    segments = loops.segments(keys.unique, keys.bags, loops.array(grad_ND), None)
     table_U, id_U = keys.unique.table_U, keys.unique.id_U
     if pinned is None or pinned.slot_U is None:
         return Lease(store, keys), RowGrads(store, -1, table_U, id_U, nowhere(loops, len(id_U)), segments=segments)
