@@ -3,7 +3,6 @@
 tests/test_failed_allocations.py lets real allocations fail, but large ones only, of which few lie there.
 """
 
-import gc
 import sys
 
 import pytest
@@ -41,17 +40,8 @@ class Calls:
 CASES = {"device": ["step", "erase", "import_rows"], "ssd": ["step", "erase"], "policy": ["lookup"]}
 
 
-@pytest.fixture
-def collected_fast():
-    """What there is already is not looked at by each collection."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("store", CASES)
-@pytest.mark.usefixtures("collected_fast")
 @pytest.mark.filterwarnings("ignore")
 def test_a_call_that_fails_for_want_of_memory_harms_nothing_or_breaks_the_store(store, every, tmp_path):
     calls, subject = Calls(), Subject(store, tmp_path / "rows", 0, dim=512, ids=2000, batch=200)
