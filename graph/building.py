@@ -126,7 +126,7 @@ class Expected:
         return ops.gather(self.lease, per_sample_weights, pooling)
 
     def look_up(self, arguments: Mapping[str, Any], has_gradient: bool) -> None:
-        """Have ranks make the lookup, which they have not announced; `arguments` as of `Building.look_up`."""
+        """Make the lookup on all ranks, unannounced; `arguments` as of `Building.look_up`."""
         reserved, (scales, pooling) = self.reserved, map(arguments.__getitem__, ("per_sample_weights", "pooling"))
         assert isinstance(reserved, ops.AnnouncedLookup)
 

@@ -206,7 +206,7 @@ class TrainGraph(CompiledGraph):
         kept: list[Expected] = []
         known = [*scalers_in(vars(self).values()), *scalers_of(self.build)]
         given = state.scaler, state.scaled_by
-        with CommitBlock() as committing:  # An interrupt comes before the update, or after the step has been counted.
+        with CommitBlock() as committing:  # No interrupt comes between the update and the count of the step.
             try:
                 scaling = Scaling(known, state.scaler, state.scaled_by, self._on_second_pass(), self.parameters())
                 steppers = [stepper for joined in state.optimizers for stepper in (joined, joined.optimizer)]

@@ -1,4 +1,4 @@
-"""Errors of stores of rows."""
+"""Errors of row stores."""
 
 __all__ = [
     "BrokenStoreError",
@@ -22,7 +22,7 @@ class StorageError(RuntimeError):
 
 
 class StoreFullError(StorageError):
-    """There is no room for a row, and nothing that may make room. The call has changed nothing."""
+    """There is no room for a row, and none can be made. The call has changed nothing."""
 
     pinned = False
     """Whether there would be room if lookups held fewer rows."""

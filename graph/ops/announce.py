@@ -86,10 +86,10 @@ class AnnouncedLookup:
         return lease
 
     def look_up(self, check: Callable[[], object], *, has_gradient: bool) -> Lease:
-        """The rows, looked up unannounced, of the keys that are known already.
+        """Lease on the rows of `self.keys`, looked up without an announcement.
 
         Args:
-            check: raises what is wrong with the lookup's other arguments: then all ranks raise.
+            check: checks the lookup's other arguments; if it raises, all ranks raise.
             has_gradient: as for `look_up_on_ranks`.
         """
 

@@ -82,7 +82,7 @@ class CutBags:
 
     parts_R: Sequence[Parts]
     bag_S: torch.Tensor
-    """int32: of which bag each part is."""
+    """int32: bag of each part."""
     ids_P: torch.Tensor
     """int64: how many ids of each bag are not padding."""
 

@@ -78,7 +78,7 @@ def settle(row_grads: Iterable[GradOfRanks]) -> None:
 
 
 def _single_lookup(row_grad: GradOfRanks) -> Lease | None:
-    """The lookup that has left all of a gradient; None = there are several, or none."""
+    """Lookup to which all backward passes of a gradient belong; None = there are several, or none."""
     leases = {one.lease for one in row_grad.passes}
     return leases.pop() if len(leases) == 1 else None
 
@@ -156,7 +156,7 @@ def _left(row_grad: GradOfRanks, ranks: Ranks) -> Left | None:
         loops = store.loops
         remote = leases[0].remote
         if len(leases) == 1 and remote is not None and not store.replicas:
-            sent = remote.asking.sent  # They go where the rows came from.
+            sent = remote.asking.sent  # Gradients go to the ranks that sent the rows.
         else:
             table_U, id_U = (loops.tensor(array).cpu() for array in (summed.table_U, summed.id_U))
             sent = _by_trainer(store, ranks, table_U, id_U)
@@ -271,7 +271,7 @@ def _owned(asked: Asked, grad_ND: torch.Tensor, scale: float, lookup: Lease | No
     if lookup is not None and remote is not None and asked.is_as(remote.asked):
         asked = remote.asked  # Its unique keys are known.
         if remote.owned is not None and remote.owned.is_pinned:
-            pinned, lookup.remote = remote.owned, dataclasses.replace(remote, owned=None)  # The gradient has it now.
+            pinned, lookup.remote = remote.owned, dataclasses.replace(remote, owned=None)  # The gradient owns the pins.
     keys, store = asked.keys_behind(0), asked.store
     loops = store.loops
     grad_ND = grad_ND.float().to(loops.device)

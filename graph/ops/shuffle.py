@@ -124,7 +124,7 @@ class Asked:
 
     @property
     def sizes(self) -> list[tuple[int, int, bool]]:
-        """Of each rank: its keys, its answers, and whether it asks for parts of bags."""
+        """(keys, answers, whether it asks for parts of bags) of each rank."""
         its = zip(self.count_R, self.answers_R, self.parts_R, strict=True)
         return [(keys, answers, parts is not None) for keys, answers, parts in its]
 

@@ -76,7 +76,7 @@ class IdCounts(Protocol):
 
 
 class _OwnCounts:
-    """Counts of ids of no table's rows."""
+    """Counts that belong to no embedding."""
 
     def __init__(self, counters: Sequence[KVCounter]):
         if not all(isinstance(one, KVCounter) for one in counters):

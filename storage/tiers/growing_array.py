@@ -125,7 +125,7 @@ class _Span:
 
     # Default arguments keep functions alive: at exit Python may drop the module's names before the last array.
     def _complete(self, advise: Any = _advise) -> None:
-        """Note bytes that a call mapped which was cut short before it noted them. Advice on unmapped bytes fails."""
+        """Count bytes that an interrupted `grow` has mapped. Advice fails on unmapped bytes, so it tells."""
         more = self._asked - self.mapped
         if self.mapped and more > 0 and advise(self.begin + self.mapped, more, 0) == 0:
             self.mapped = self._asked
