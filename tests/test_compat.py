@@ -6,7 +6,6 @@ The package that takes the place of dynamicemb is a stand-in here: these tests a
 import ast
 import importlib
 import os
-import socket
 import subprocess
 import sys
 from collections import Counter
@@ -628,9 +627,8 @@ def by_torchrun(place, *arguments):
 
 def in_forks(place, *arguments):
     """Two processes with the variables that torchrun sets."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        job = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
+    store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    job = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     job |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     with ThreadPoolExecutor(2) as ranks:
         ended = list(ranks.map(lambda rank: run(place, *arguments, **job, RANK=rank, LOCAL_RANK=rank), "01"))

@@ -166,8 +166,8 @@ class Messages:
 MESSAGES = {"call": 32, "run": 32, "optimizer": 32, "torch": 32}  # at least as many as two steps have
 
 
-def is_interrupted_in_messages(group, path, way, interrupts, every):
-    """Two steps at a time, in which rank 1 is interrupted in a message `every` later each time."""
+def is_interrupted_in_messages(group, path, way, interrupts, first, every):
+    """Two steps at a time, in which rank 1 is interrupted in message `first`, then in one `every` later each time."""
     graph, rank = Graph(path, group), group.rank()
     joined = oneemb.Optimizer(graph.adam) if way == "optimizer" else None
     if way in ("call", "run"):
@@ -176,7 +176,7 @@ def is_interrupted_in_messages(group, path, way, interrupts, every):
         way, lambda: graph.steps
     )
     caught, most = set(), 0
-    for turn, at in enumerate(range(1, MESSAGES[way] + 1, every), 1):
+    for turn, at in enumerate(range(first, MESSAGES[way] + 1, every), 1):
         with Messages(at if interrupts and rank == 1 else 0) as messages:
             while made() < 2 * turn:
                 try:
@@ -204,9 +204,10 @@ def is_interrupted_in_messages(group, path, way, interrupts, every):
 
 @pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", MESSAGES)
-def test_ctrl_c_in_any_message_changes_no_bit(tmp_path, rank_pool, way, every):
-    expected = rank_pool(3, is_interrupted_in_messages, str(tmp_path / "plain"), way, False, every)
-    found = rank_pool(3, is_interrupted_in_messages, str(tmp_path / "interrupted"), way, True, every)
+def test_ctrl_c_in_any_message_changes_no_bit(tmp_path, rank_pool, way, every, seed):
+    first = 1 + seed % every
+    expected = rank_pool(3, is_interrupted_in_messages, str(tmp_path / "plain"), way, False, first, every)
+    found = rank_pool(3, is_interrupted_in_messages, str(tmp_path / "interrupted"), way, True, first, every)
     assert all(most <= MESSAGES[way] for _, _, most in expected), expected[0][2]
     assert [rows for rows, _, _ in found] == [rows for rows, _, _ in expected]
     assert "KeyboardInterrupt" in found[1][1] and found[0][1] <= {"RankError"}

@@ -1,6 +1,7 @@
 """What people write in `build`: each idiom gives what ordinary Python gives, call and run, or is refused in words."""
 
 import inspect
+import zlib
 
 import pytest
 import torch
@@ -41,13 +42,14 @@ MERGED = [merged(idiom) for idiom in idioms_of(guess)]
 
 
 def cases():
-    """Idioms and the ways in which they are judged. Of a guess `make test` tries both, of others every other one."""
-    for n, idiom in enumerate(IDIOMS):
+    """Idioms and the ways in which they are judged. `make test` tries a guess in both, others in one of the two."""
+    for idiom in IDIOMS:
         if idiom.__module__ == guess.__name__:
             yield idiom, WAYS
         else:
-            for way in range(len(WAYS)):
-                yield pytest.param(idiom, WAYS[way : way + 1], marks=() if n % 2 == way else pytest.mark.slow)
+            chosen = zlib.crc32(idiom.__name__.encode()) % len(WAYS)  # the same whatever stands before it
+            for n, way in enumerate(WAYS):
+                yield pytest.param(idiom, (way,), marks=() if n == chosen else pytest.mark.slow)
     for n, idiom in enumerate(MERGED):
         yield pytest.param(idiom, WAYS, marks=pytest.mark.slow if n % 8 else ())
 

@@ -6,6 +6,7 @@ runs a covering in `make test`; the rest of the product is marked slow.
 """
 
 import itertools
+import random
 
 import pytest
 
@@ -38,16 +39,20 @@ def covering(*axes, strength=2, legal=lambda *values: True):
 def diagonal(*axes):
     """A list of pytest params: the whole product, of which all but a diagonal is marked slow.
 
-    The diagonal has each value of the longest axis once. Values of a shorter axis cycle; each cycle of the k-th axis
-    begins k places later than the one before. So two short axes side by side do not keep step; others may.
+    The diagonal has each value of the longest axis once. Values of a shorter axis come equally often, in an order that
+    is drawn for each axis by itself, so that no two axes keep step. Equal axes give equal lists.
 
     Example:
         >>> [param.values for param in diagonal("abcd", [1, 2]) if not param.marks]
-        [('a', 1), ('b', 2), ('c', 2), ('d', 1)]
+        [('a', 1), ('b', 1), ('c', 2), ('d', 2)]
     """
-    turns = range(max(map(len, axes)))
-    kept = {tuple((n + k * (n // len(axis))) % len(axis) for k, axis in enumerate(axes)) for n in turns}
-    return _params(axes, _product(axes), kept)
+    count = max(map(len, axes))
+    rng = random.Random(len(axes))
+    places = []
+    for axis in axes:
+        its = [place for begin in range(0, count, len(axis)) for place in rng.sample(range(len(axis)), len(axis))]
+        places.append(its[:count])
+    return _params(axes, _product(axes), set(zip(*places, strict=True)))
 
 
 def _params(axes, product, kept):
