@@ -31,9 +31,9 @@ from _machine import keep_freed_memory, machine, table
 from torch import distributed
 
 import oneemb
+from oneemb.embeddings.rank_traffic import KeyCounts, messages_of
 from oneemb.kernels.owner import owner_of
-from oneemb.machine import QUIET, zipf_ids
-from oneemb.rank_traffic import KeyCounts, messages_of
+from oneemb.planning.machine import QUIET, zipf_ids
 
 TABLES, VOCABULARY, BATCHES, STEPS = 8, 200_000, 8, 60
 CASES = list(itertools.product([256, 2048, 8192], [8, 32, 128]))  # samples of a rank, weights of a row

@@ -28,7 +28,7 @@ from _machine import keep_freed_memory, machine, table
 import oneemb
 from oneemb.kernels.threads import Threads
 from oneemb.policies import LFU, LRU, RowPolicy
-from oneemb.storage.ledger import Ledger
+from oneemb.storage.policies.ledger import Ledger
 
 TABLES, DIM, BATCH = 26, 64, 4096
 

@@ -22,7 +22,7 @@ from dlrm import DLRM, TABLES, OneEmbLookup
 from kuairand import Field
 
 import oneemb
-from oneemb.named_snapshot import decode
+from oneemb.checkpoints.named_snapshot import decode
 from oneemb.serving.inference import Version
 
 __all__ = ["CHECKPOINT", "DTYPES", "Dtype", "ModelError", "Refused", "ServedModel", "load", "parse"]

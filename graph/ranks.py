@@ -29,7 +29,7 @@ import torch
 from torch import distributed
 
 from oneemb.storage.errors import ForkedProcessError
-from oneemb.storage.turns import undisturbed
+from oneemb.storage.locking.turns import undisturbed
 
 __all__ = ["Blocks", "RankError", "Ranks", "Received", "Together", "Traffic", "mark_told", "moment", "whole_exchange"]
 

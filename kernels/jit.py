@@ -61,8 +61,8 @@ compiling = global_compiler_lock
 
 
 class Compiling:
-    """Callbacks before and after a compilation, set by storage/turns.py. They hold signals back: after an interrupt
-    within a compilation numba would never release its lock."""
+    """Callbacks before and after a compilation, set by storage/locking/turns.py. They hold signals back: after an
+    interrupt within a compilation numba would never release its lock."""
 
     def __init__(self) -> None:
         self.begin: Callable[[], None] = lambda: None

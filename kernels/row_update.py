@@ -1,6 +1,6 @@
 """Common parts of row updates: rules that torch's optimizers use, and the call of a loop on the host's threads.
 
-The arrays of an update, the same for every optimizer (see oneemb.storage.row_format for the row):
+The arrays of an update, the same for every optimizer (see oneemb.storage.rows.row_format for the row):
 
     row_SW       float32 [S, W], C order: the slab; the optimizer's state begins at word `state_begin`
     weight_SX    the same memory seen as weights' bits (float32, uint16 = float16, int16 = bfloat16)

@@ -16,9 +16,9 @@ if os.path.isdir(__path__[0]) and not os.path.isdir(os.path.join(__path__[0], "k
     )
 
 _MODULES = {
-    "averaged": ("AveragedEmbedding",),
-    "embedding": ("MultiTableEmbedding", "MultiTableMultiColumnEmbedding"),
-    "eager": ("Optimizer",),
+    "embeddings.averaged": ("AveragedEmbedding",),
+    "embeddings.embedding": ("MultiTableEmbedding", "MultiTableMultiColumnEmbedding"),
+    "training.eager": ("Optimizer",),
     "options": (
         "make_cached_host_mem_store_options",
         "make_cached_remote_store_options",
@@ -33,17 +33,17 @@ _MODULES = {
         "make_trunc_normal_initializer",
         "make_uniform_initializer",
     ),
-    "named_snapshot": ("snapshot_name",),
-    "machine": ("Machine", "StepCost", "measure_machine"),
-    "planning": ("Plan", "PlannedEmbedding", "plan", "unique_share"),
+    "checkpoints.named_snapshot": ("snapshot_name",),
+    "planning.machine": ("Machine", "StepCost", "measure_machine"),
+    "planning.plan": ("Plan", "PlannedEmbedding", "plan", "unique_share"),
     "rows.reader": ("make_persistent_table_reader",),
     "rows.writer": ("make_persistent_table_writer",),
     "rows.export_rows": ("export_rows",),
     "rows.import_rows": ("import_rows",),
-    "eval_graph": ("EvalGraph",),
-    "folders": ("release",),
+    "training.eval_graph": ("EvalGraph",),
+    "checkpoints.folders": ("release",),
     "serving.inference": ("InferenceEmbedding",),
-    "train_graph": ("TrainGraph",),
+    "training.train_graph": ("TrainGraph",),
 }
 _WHERE = {name: f"oneemb.{module}" for module, names in _MODULES.items() for name in names}
 _WHERE |= {

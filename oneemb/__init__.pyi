@@ -1,23 +1,16 @@
 """What editors and type checkers see; the package itself loads each name when it is first used."""
 
 from oneemb import nn as nn, optim as optim, options as options, policies as policies
-from oneemb.averaged import AveragedEmbedding as AveragedEmbedding
-from oneemb.eager import Optimizer as Optimizer
-from oneemb.embedding import (
+from oneemb.checkpoints.folders import release as release
+from oneemb.checkpoints.named_snapshot import snapshot_name as snapshot_name
+from oneemb.embeddings.averaged import AveragedEmbedding as AveragedEmbedding
+from oneemb.embeddings.embedding import (
     MultiTableEmbedding as MultiTableEmbedding,
     MultiTableMultiColumnEmbedding as MultiTableMultiColumnEmbedding,
 )
-from oneemb.eval_graph import EvalGraph as EvalGraph
-from oneemb.folders import release as release
 from oneemb.graph.build_error import BuildError as BuildError
 from oneemb.graph.ops import NonFiniteGradientError as NonFiniteGradientError
 from oneemb.graph.ranks import RankError as RankError
-from oneemb.machine import (
-    Machine as Machine,
-    StepCost as StepCost,
-    measure_machine as measure_machine,
-)
-from oneemb.named_snapshot import snapshot_name as snapshot_name
 from oneemb.options import (
     make_cached_host_mem_store_options as make_cached_host_mem_store_options,
     make_cached_remote_store_options as make_cached_remote_store_options,
@@ -32,7 +25,12 @@ from oneemb.options import (
     make_trunc_normal_initializer as make_trunc_normal_initializer,
     make_uniform_initializer as make_uniform_initializer,
 )
-from oneemb.planning import (
+from oneemb.planning.machine import (
+    Machine as Machine,
+    StepCost as StepCost,
+    measure_machine as measure_machine,
+)
+from oneemb.planning.plan import (
     Plan as Plan,
     PlannedEmbedding as PlannedEmbedding,
     plan as plan,
@@ -64,6 +62,8 @@ from oneemb.storage.remote.parameter_server import (
     ServerTimeoutError as ServerTimeoutError,
 )
 from oneemb.storage.table.snapshot_file import RenameUncertainError as RenameUncertainError
-from oneemb.train_graph import TrainGraph as TrainGraph
+from oneemb.training.eager import Optimizer as Optimizer
+from oneemb.training.eval_graph import EvalGraph as EvalGraph
+from oneemb.training.train_graph import TrainGraph as TrainGraph
 
 __version__: str

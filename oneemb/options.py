@@ -14,7 +14,8 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, cast
 
 from oneemb.storage.fs import AnyPath, absolute_path
-from oneemb.storage.initializers import (
+from oneemb.storage.remote.servers import check_url
+from oneemb.storage.rows.initializers import (
     ConstantInitializer,
     IdInitializer,
     Initializer,
@@ -22,7 +23,6 @@ from oneemb.storage.initializers import (
     TruncNormalInitializer,
     UniformInitializer,
 )
-from oneemb.storage.remote.servers import check_url
 
 __all__ = [
     "CachePolicy", "CachedHostMemStoreOptions", "CachedRemoteStoreOptions", "CachedSsdStoreOptions", "ColumnOptions",

@@ -4,7 +4,7 @@ policy = oneemb.policies.RowPolicy(evict=oneemb.policies.LFU(half_life=10_000), 
 embedding = oneemb.MultiTableEmbedding(..., store_options=make_..._options(path, capacity=10_000_000), policy=policy)
 """
 
-from oneemb.storage.policies import (
+from oneemb.storage.policies.row_policy import (
     LFU,
     LRU,
     AdmitAfter,

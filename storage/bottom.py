@@ -14,8 +14,8 @@ import numpy as np
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import LocalFileSystem
-from oneemb.storage.linked_rows import LinkedRows
 from oneemb.storage.row_store import RowStore
+from oneemb.storage.snapshots.linked_rows import LinkedRows
 from oneemb.storage.table.delta import chain_of
 from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo

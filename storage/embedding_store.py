@@ -9,8 +9,9 @@ Invariants:
 - any thread may call a store. `prefetch`, which runs ahead of the training loop, changes nothing that anyone can see:
   not the rows known, their values or the count of changes; and rows it holds give way to a step that needs their slots.
 
-Turns: tiers are searched, filled and evicted from in a turn (storage/turns.py), and a `prefetch` gives way to whoever
-waits for one between two chunks. `release`, `mark_dirty` and kernels on pinned slots need none, only the pins' lock.
+Turns: tiers are searched, filled and evicted from in a turn (storage/locking/turns.py), and a `prefetch` gives way to
+whoever waits for one between two chunks. `release`, `mark_dirty` and kernels on pinned slots need none, only the pins'
+lock.
 """
 
 import functools
@@ -39,23 +40,23 @@ from oneemb.storage.errors import (
     StorageError,
     StoreFullError,
 )
-from oneemb.storage.journal import Journal
-from oneemb.storage.kept_rows import KeptRows, refuses_some
-from oneemb.storage.ledger import MARKS, Departing, LedgerClock
-from oneemb.storage.owned_rows import OwnedRows
-from oneemb.storage.pins import PinBook
-from oneemb.storage.policies import RowPolicy
+from oneemb.storage.locking.pins import PinBook
+from oneemb.storage.locking.step_lock import StepLock, alone, between_steps, between_steps_now
+from oneemb.storage.locking.turns import Turns, changing, undisturbed
+from oneemb.storage.policies.kept_rows import KeptRows, refuses_some
+from oneemb.storage.policies.ledger import MARKS, Departing, LedgerClock
+from oneemb.storage.policies.row_policy import RowPolicy
 from oneemb.storage.replicas import Keys as ReplicatedKeys, Replicas
-from oneemb.storage.row_format import RowFormat
-from oneemb.storage.snapshot_rows import PartOf, SnapshotRows
-from oneemb.storage.step_lock import StepLock, alone, between_steps, between_steps_now
+from oneemb.storage.rows.row_format import RowFormat
+from oneemb.storage.snapshots.journal import Journal
+from oneemb.storage.snapshots.owned_rows import OwnedRows
+from oneemb.storage.snapshots.snapshot_rows import PartOf, SnapshotRows
 from oneemb.storage.table.delta import GONE
 from oneemb.storage.table.snapshot_file import check_snapshot_name
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.tiered_rows import ChangeRows, NewPart, TieredRows
 from oneemb.storage.tiers.hot_rows import HotRows, Prefetched
 from oneemb.storage.tiers.stack import StorePlan
-from oneemb.storage.turns import Turns, changing, undisturbed
 
 __all__ = ["EXPORTED", "ChangeRows", "EmbeddingStore", "NewPart", "Watcher", "weights_in"]
 

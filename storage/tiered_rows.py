@@ -25,18 +25,18 @@ from oneemb.kernels.init_rows import InitialRows
 from oneemb.kernels.loops import Loops
 from oneemb.kernels.threads import Threads
 from oneemb.storage.bottom import Bottom
-from oneemb.storage.dropped import close_when_dropped
 from oneemb.storage.errors import StorageError, StoreFullError
-from oneemb.storage.owned_rows import OwnedRows
-from oneemb.storage.policies import RowPolicy
-from oneemb.storage.row_format import RowFormat
+from oneemb.storage.locking.dropped import close_when_dropped
+from oneemb.storage.locking.turns import undisturbed
+from oneemb.storage.policies.row_policy import RowPolicy
 from oneemb.storage.row_store import Places, RowStore, Snapshots
-from oneemb.storage.snapshot_rows import PartOf, SnapshotRows, shard_of
+from oneemb.storage.rows.row_format import RowFormat
+from oneemb.storage.snapshots.owned_rows import OwnedRows
+from oneemb.storage.snapshots.snapshot_rows import PartOf, SnapshotRows, shard_of
 from oneemb.storage.table.delta import rows_of
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.tiers.hot_rows import HotRows, Tier
 from oneemb.storage.tiers.stack import NewRows, StorePlan, make_tiers, with_room
-from oneemb.storage.turns import undisturbed
 
 __all__ = ["ChangeRows", "NewPart", "TieredRows"]
 

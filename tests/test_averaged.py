@@ -7,7 +7,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import oneemb
-import oneemb.averaged
+import oneemb.embeddings.averaged
 from oneemb.graph import ops
 from oneemb.storage.errors import BrokenStoreError, StoreFullError
 from tests.support.interrupts import WAYS, interrupted
@@ -297,7 +297,7 @@ def test_an_interrupt_at_any_line_of_bringing_averages_up_to_date_moves_none_or_
             pair.update()
         pair.update()
         pair.rows(torch.tensor([7])).sum().backward()
-        files, functions = [oneemb.averaged.__file__], {"_catch_up"}
+        files, functions = [oneemb.embeddings.averaged.__file__], {"_catch_up"}
         _, place = interrupted(pair.optimizers[0].step, at, way, files=files, functions=functions)
         if place is None:
             break

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import oneemb
-from oneemb.embedding import copied
+from oneemb.embeddings.embedding import copied
 from tests.support.models import STORES, make_embedding, rows_of
 from tests.support.pairwise import covering
 

@@ -10,15 +10,15 @@ import torch
 from click.testing import CliRunner
 
 import oneemb
-import oneemb.storage.journal
+import oneemb.storage.snapshots.journal
 from oneemb.cli.commands import oneemb as command
 from oneemb.kernels.owner import owner_of
 from oneemb.kernels.threads import Threads
 from oneemb.policies import LRU, RowPolicy
 from oneemb.rows.merge_deltas import merge_deltas
 from oneemb.rows.reshard import reshard
-from oneemb.storage.linked_rows import LinkedRows
-from oneemb.storage.snapshot_parts import look_at
+from oneemb.storage.snapshots.linked_rows import LinkedRows
+from oneemb.storage.snapshots.snapshot_parts import look_at
 from oneemb.storage.table.delta import GONE, Delta, chain_of, gone_array
 from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.table.snapshot_reader import SnapshotReader, read_snapshot_info
@@ -285,7 +285,7 @@ def test_an_erase_that_fails_halfway_brings_nothing_back(tmp_path, monkeypatch):
 
 
 def test_too_many_erased_keys_need_a_whole_snapshot(tmp_path, monkeypatch):
-    monkeypatch.setattr(oneemb.storage.journal, "ERASED_MAX", 50)
+    monkeypatch.setattr(oneemb.storage.snapshots.journal, "ERASED_MAX", 50)
     embedding, _, _ = chain(tmp_path)
     for _ in range(6):
         embedding.erase(torch.arange(10), 0)
@@ -296,7 +296,7 @@ def test_too_many_erased_keys_need_a_whole_snapshot(tmp_path, monkeypatch):
 
 
 def test_all_that_was_erased_in_many_calls_is_gone(tmp_path, monkeypatch):
-    monkeypatch.setattr(oneemb.storage.journal, "_ARRAYS_MAX", 2)
+    monkeypatch.setattr(oneemb.storage.snapshots.journal, "_ARRAYS_MAX", 2)
     embedding, _, _ = chain(tmp_path)
     embedding.save_snapshot("before")
     there = {n for n in range(200) if embedding.erase(torch.tensor([n]), 0)}

@@ -20,11 +20,11 @@ import torch
 import torch.distributed.checkpoint
 
 import oneemb
+from oneemb.embeddings.stats import EmbeddingStats, TableStats, TierStats
 from oneemb.kernels import jit_cuda
 from oneemb.options import to_json
-from oneemb.stats import EmbeddingStats, TableStats, TierStats
-from oneemb.storage.dropped import close_when_dropped
 from oneemb.storage.errors import BrokenStoreError
+from oneemb.storage.locking.dropped import close_when_dropped
 from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.table.snapshot_reader import read_snapshot_info
 from tests.kernels.test_init_rows import uniform_python
@@ -1219,6 +1219,9 @@ def test_no_state_dict_names_a_snapshot_that_an_interrupted_call_has_deleted(mad
     paths = []
     for at in range(1, 6):
         embedding = prepare()
-        with suppress(KeyboardInterrupt), AtLine(at, files=[oneemb.embedding.__file__], functions=["delete_snapshot"]):
+        with (
+            suppress(KeyboardInterrupt),
+            AtLine(at, files=[oneemb.embeddings.embedding.__file__], functions=["delete_snapshot"]),
+        ):
             embedding.delete_snapshot("s")
         assert named(embedding) in embedding.snapshots(), at

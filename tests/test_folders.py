@@ -15,8 +15,8 @@ import torch
 
 import oneemb
 from oneemb.rows.reshard import reshard
-from oneemb.storage import step_lock
 from oneemb.storage.errors import LockedError
+from oneemb.storage.locking import step_lock
 from oneemb.storage.remote.file_server import FileServer
 from oneemb.storage.table.compact_snapshots import compact_snapshots
 from tests.support.forks import ended_well, in_child

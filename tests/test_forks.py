@@ -15,10 +15,10 @@ import torch
 import oneemb
 from oneemb.kernels.jit import compiling
 from oneemb.kernels.threads import Threads
-from oneemb.storage import turns
 from oneemb.storage.errors import ForkedProcessError
+from oneemb.storage.locking import turns
+from oneemb.storage.locking.turns import whole
 from oneemb.storage.table.persistent_table import PersistentTable
-from oneemb.storage.turns import whole
 from tests.support.keys import read_rows
 from tests.support.models import make_embedding
 from tests.support.table_model import put_random

@@ -173,8 +173,8 @@ FOREIGN = {"torch", "fx", "sys", "autocast", "block", "context", "tensor", "grad
 FOREIGN |= {"aten", "ddp", "op", "dispatcher", "caching", "compiling", "lock", "_ONE_AT_A_TIME", "super", "optimizer"}
 FOREIGN |= {"group", "executor", "os"}  # os._exit is public, whatever its name
 OURS = {
-    ("storage/turns.py", "turns"), ("storage/turns.py", "undisturbed"), ("storage/turns.py", "_torn_for_fork"),
-    ("graph/inputs.py", "other"),
+    ("storage/locking/turns.py", "turns"), ("storage/locking/turns.py", "undisturbed"),
+    ("storage/locking/turns.py", "_torn_for_fork"), ("graph/inputs.py", "other"),
 }  # fmt: skip
 
 

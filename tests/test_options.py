@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import oneemb
-from oneemb.embedding_arguments import state_width_of, store_plan
+from oneemb.embeddings.embedding_arguments import state_width_of, store_plan
 from oneemb.options import from_json, to_json
-from oneemb.storage.initializers import normal_cdf
+from oneemb.storage.rows.initializers import normal_cdf
 
 STORES = {
     "device": lambda **options: oneemb.make_device_mem_store_options("/rows", **options),

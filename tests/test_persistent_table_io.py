@@ -10,10 +10,10 @@ import torch
 import xxhash
 
 import oneemb
+from oneemb.foreign.oneflow_reader import OneFlowReader
+from oneemb.foreign.oneflow_table import oneflow_snapshots
+from oneemb.foreign.oneflow_writer import OneFlowWriter
 from oneemb.storage.errors import CorruptTableError, LockedError, SnapshotExistsError, SnapshotNotFoundError
-from oneemb.storage.foreign.oneflow_reader import OneFlowReader
-from oneemb.storage.foreign.oneflow_table import oneflow_snapshots
-from oneemb.storage.foreign.oneflow_writer import OneFlowWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore:embedding 'e' starts empty")
 

@@ -10,11 +10,11 @@ import torch
 from click.testing import CliRunner
 
 import oneemb
-import oneemb.machine as machine_module
+import oneemb.planning.machine as machine_module
 from oneemb.cli.commands import oneemb as command
+from oneemb.embeddings.rank_traffic import KeyCounts, PartCounts, messages_of
 from oneemb.graph.ranks import Ranks
 from oneemb.kernels.owner import owner_of
-from oneemb.rank_traffic import KeyCounts, PartCounts, messages_of
 
 STEPS = 6
 

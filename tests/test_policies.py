@@ -25,9 +25,9 @@ from hypothesis.stateful import (
 )
 
 import oneemb
-import oneemb.embedding
+import oneemb.embeddings.embedding
 import oneemb.kernels.score_rows
-import oneemb.storage.ledger
+import oneemb.storage.policies.ledger
 from oneemb.cli.commands import oneemb as command
 from oneemb.kernels.score_rows import hashes_of, ties_of
 from oneemb.kernels.threads import Threads
@@ -45,7 +45,7 @@ from oneemb.policies import (
     StepLRU,
 )  # fmt: skip
 from oneemb.rows.reshard import reshard
-from oneemb.storage.ledger import Ledger
+from oneemb.storage.policies.ledger import Ledger
 from oneemb.storage.tiers.stack import RemotePlan
 from tests.support.pairwise import covering
 
@@ -69,16 +69,16 @@ class Clock:
 def make(path, store, policy, *, tables=1, capacity=None, padding_idx=None, threads=2):
     """An embedding whose rows begin with ones, in a store of this kind with small caches."""
     options = oneemb.make_device_mem_store_options(path, capacity=capacity, physical_block_size=512)
-    plan = oneemb.embedding.store_plan
+    plan = oneemb.embeddings.embedding.store_plan
     remote = RemotePlan(f"memory://{path}", "rows") if store == "remote" else None
-    oneemb.embedding.store_plan = lambda *its: replace(plan(*its), **STORES[store], remote=remote)
+    oneemb.embeddings.embedding.store_plan = lambda *its: replace(plan(*its), **STORES[store], remote=remote)
     try:
         return oneemb.MultiTableEmbedding(
             "rows", DIM, torch.float32, torch.int64, [oneemb.make_table()] * tables, options,
             oneemb.make_constant_initializer(1.0), padding_idx, num_threads=threads, policy=policy,
         )  # fmt: skip
     finally:
-        oneemb.embedding.store_plan = plan
+        oneemb.embeddings.embedding.store_plan = plan
 
 
 def sgd(embedding):
@@ -588,7 +588,7 @@ def everything(embedding):
 )
 def test_no_number_depends_on_stores_threads_or_prefetching(tmp_path, monkeypatch, evict, admit):
     monkeypatch.setattr(oneemb.kernels.score_rows, "_SHARE_MIN", 4)  # so that threads have their shares
-    monkeypatch.setattr(oneemb.storage.ledger, "_ROUND_ROWS", 40)
+    monkeypatch.setattr(oneemb.storage.policies.ledger, "_ROUND_ROWS", 40)
     policy = RowPolicy(evict, expire_after_steps=9, sweep_steps=5, admit=admit)
     found = []
     for way, (store, threads) in enumerate([("device", 1), *((store, 2) for store in STORES)]):
@@ -947,7 +947,7 @@ def test_what_was_prefetched_gives_way_before_a_lookup_is_refused(tmp_path):
 def test_rounds_of_a_part_of_the_rows_let_the_oldest_leave(monkeypatch, tables, capacity):
     """An eighth of the rows is looked at in a round; each table gets as many new ids as the others, in turns."""
     limit, kept = 1000, {}
-    monkeypatch.setattr(oneemb.storage.ledger, "_ROUND_ROWS", limit * tables // 8)
+    monkeypatch.setattr(oneemb.storage.policies.ledger, "_ROUND_ROWS", limit * tables // 8)
     policy = RowPolicy(LRU(), limit if capacity is None else None)
     ledger = Ledger([policy] * tables, capacity, Threads(1))
     for n in range(4 * limit):
@@ -970,8 +970,10 @@ def test_rounds_of_a_part_of_the_rows_let_the_oldest_leave(monkeypatch, tables, 
 
 @pytest.mark.parametrize("capacity", [None, 300], ids=str)
 def test_many_rounds_for_one_lookup_let_no_row_leave_twice(monkeypatch, capacity):
-    monkeypatch.setattr(oneemb.storage.ledger, "_ROUND_ROWS", 4)
-    monkeypatch.setattr(oneemb.storage.ledger, "_ROUND_SHARE", 1.0)  # so few shards a round that they come round again
+    monkeypatch.setattr(oneemb.storage.policies.ledger, "_ROUND_ROWS", 4)
+    monkeypatch.setattr(
+        oneemb.storage.policies.ledger, "_ROUND_SHARE", 1.0
+    )  # so few shards a round that they come round again
     ledger, kept = Ledger([RowPolicy(LRU(), 300 if capacity is None else None)], capacity, Threads(1)), set()
     for n in range(12):
         id_U = np.arange(n * 250, n * 250 + 250)

@@ -253,7 +253,7 @@ def test_ranks_with_other_policies_say_so(tmp_path, rank_pool):
 
 def test_replicated_tables_have_no_policy():
     with pytest.raises(ValueError, match="replicated tables keep all rows"):
-        oneemb.embedding_arguments.policies_of(
+        oneemb.embeddings.embedding_arguments.policies_of(
             RowPolicy(LRU(), 5),
             [oneemb.make_table(replicate=True)],
             oneemb.make_device_mem_store_options("x"),

@@ -371,7 +371,7 @@ def test_memory_that_is_out_in_the_middle_of_a_lookup_breaks_the_embedding(tmp_p
         raise MemoryError
 
     with monkeypatch.context() as patched:
-        patched.setattr("oneemb.storage.ledger.score_uses", out_of_memory)
+        patched.setattr("oneemb.storage.policies.ledger.score_uses", out_of_memory)
         with pytest.raises(MemoryError):
             embedding(ids(2, 3))
     with pytest.raises(BrokenStoreError):

@@ -16,9 +16,9 @@ import torch.distributed.checkpoint as dcp
 from torch.nn.parallel import DistributedDataParallel
 
 import oneemb
-from oneemb import checkpoint
+from oneemb.checkpoints import checkpoint
+from oneemb.checkpoints.named_snapshot import encode
 from oneemb.graph.ranks import RankError
-from oneemb.named_snapshot import encode
 from oneemb.storage.errors import BrokenStoreError
 from tests.support.inside import train_state_of
 from tests.support.rank_jobs import killed

@@ -26,8 +26,8 @@ from oneemb.storage.errors import (
     SnapshotNotFoundError,
 )
 from oneemb.storage.fs import LocalFileSystem
-from oneemb.storage.snapshot_parts import find_parts, folders_at, look_at
-from oneemb.storage.unfinished import mark, marks_at, unmark
+from oneemb.storage.snapshots.snapshot_parts import find_parts, folders_at, look_at
+from oneemb.storage.snapshots.unfinished import mark, marks_at, unmark
 from tests.support.thread_ranks import FaultyCalls, Torn, files_in, run_ranks
 
 DIM, TABLES, STEP = 3, 2, 41
@@ -315,7 +315,7 @@ def test_the_newer_of_two_counts_until_the_older_one_goes(tmp_path, monkeypatch,
     """As where all ranks are killed at the moment at which the newer one is whole."""
     run(first, save, tmp_path, 1, patch=monkeypatch)
     with monkeypatch.context() as patch:
-        patch.setattr("oneemb.rank_snapshots.RankSnapshots._remove", lambda *_: None)
+        patch.setattr("oneemb.checkpoints.rank_snapshots.RankSnapshots._remove", lambda *_: None)
         run(second, save, tmp_path, 2, patch=patch, overwrite=True)
     assert len(look_at([str(tmp_path)]).parts) == max(1, first) + max(1, second)
     for size in (0, 2, 3):
@@ -777,8 +777,10 @@ def test_clear_forgets_the_rows_of_all_ranks_and_keeps_snapshots(tmp_path, monke
 def test_the_first_rank_alone_says_that_an_embedding_starts_empty_beside_snapshots(tmp_path, monkeypatch, size):
     run(3, save, tmp_path, patch=monkeypatch)
     said = []
-    monkeypatch.setattr("oneemb.embedding.warn_user", lambda text: said.append((threading.current_thread().name, text)))
-    monkeypatch.setattr("oneemb.embedding.Ranks", lambda group: group)
+    monkeypatch.setattr(
+        "oneemb.embeddings.embedding.warn_user", lambda text: said.append((threading.current_thread().name, text))
+    )
+    monkeypatch.setattr("oneemb.embeddings.embedding.Ranks", lambda group: group)
 
     def begin(ranks):
         embedding = oneemb.MultiTableEmbedding(

@@ -11,9 +11,9 @@ from oneemb.graph.ranks import RankError
 from oneemb.rows.reshard import reshard
 from oneemb.storage.errors import LockedError, SnapshotExistsError, SnapshotNotFoundError
 from oneemb.storage.fs import LocalFileSystem
-from oneemb.storage.parts_check import check_parts
-from oneemb.storage.snapshot_parts import look_at
-from oneemb.storage.unfinished import mark
+from oneemb.storage.snapshots.parts_check import check_parts
+from oneemb.storage.snapshots.snapshot_parts import look_at
+from oneemb.storage.snapshots.unfinished import mark
 from tests.support.thread_ranks import FaultyCalls, run_ranks
 from tests.test_cli import run as command, run_json
 from tests.test_rank_snapshots import (
@@ -195,7 +195,7 @@ def test_what_a_killed_save_has_left_is_no_contradiction_and_goes_with_compact(t
     part = next(part for part in look_at([str(tmp_path)]).parts if part.info.name == "t")
     mark(LocalFileSystem(), part.folder, [part.info.identity])
     other = next(p for p in look_at([str(tmp_path)]).parts if p.info.name == "t" and p.folder != part.folder)
-    from oneemb.storage.part_folders import open_anew
+    from oneemb.storage.snapshots.part_folders import open_anew
 
     with open_anew(other.folder) as table:
         table.delete_snapshot("t")

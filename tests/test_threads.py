@@ -16,7 +16,7 @@ import torch
 
 import oneemb
 from oneemb.rows import export_rows as row_export
-from oneemb.storage.step_lock import StepLock, alone, while_held
+from oneemb.storage.locking.step_lock import StepLock, alone, while_held
 from tests.support.forks import run_code
 from tests.support.inside import dirty_keys_of, train_state_of
 from tests.support.interrupts import WAYS, count_lines, interrupted

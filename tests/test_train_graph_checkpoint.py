@@ -15,8 +15,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import oneemb
-from oneemb import checkpoint
-from oneemb.rank_calls import RankCalls
+from oneemb.checkpoints import checkpoint
+from oneemb.embeddings.rank_calls import RankCalls
 from oneemb.storage.errors import BrokenStoreError
 from oneemb.storage.fs import LocalFileSystem
 from tests.support.forks import run_code

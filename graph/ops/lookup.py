@@ -35,11 +35,11 @@ from oneemb.kernels.places import loops_of
 from oneemb.kernels.threads import Threads
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.errors import StorageError, StoreFullError
+from oneemb.storage.locking.pins import Pins
+from oneemb.storage.locking.turns import undisturbed
 from oneemb.storage.merged_store import MergedPrefetched, MergedStore
-from oneemb.storage.pins import Pins
-from oneemb.storage.row_format import RowFormat
+from oneemb.storage.rows.row_format import RowFormat
 from oneemb.storage.tiers.hot_rows import Prefetched
-from oneemb.storage.turns import undisturbed
 
 __all__ = [
     "DTYPES", "Keys", "Lease", "REPLACED", "Remote", "Reserved", "acquire", "acquire_later",

@@ -38,8 +38,8 @@ from oneemb.kernels.host_loops import HostLoops
 from oneemb.kernels.reduce_grads import Segments
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import StoreFullError
+from oneemb.storage.locking.turns import whole
 from oneemb.storage.merged_store import MergedPrefetched, MergedStore
-from oneemb.storage.turns import whole
 
 __all__ = [
     "MergedKeys", "MergedReserved", "MergedRows", "check_merged_pooling", "gather_merged", "part_of",

@@ -12,8 +12,8 @@ from oneemb.graph.ops.op import UPDATE, Op
 from oneemb.graph.row_optimizers import Group, RowOptimizer
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.errors import StorageError
-from oneemb.storage.step_lock import while_held
-from oneemb.storage.turns import changing, whole
+from oneemb.storage.locking.step_lock import while_held
+from oneemb.storage.locking.turns import changing, whole
 
 __all__ = ["Groups", "StepOptimizer", "add_note", "advance", "options_of", "step", "update"]
 

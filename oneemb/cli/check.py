@@ -29,8 +29,8 @@ def check(ctx: click.Context, path: str, as_json: bool) -> None:
     beside a job that writes too. Exits with 1 and a list when something contradicts. Tables of OneFlow have
     no checksums: their files are compared with each other. PATH may be a file that `oneemb quantize` has made.
     """
-    from oneemb.storage.foreign.oneflow_table import is_oneflow_table
-    from oneemb.storage.parts_check import check_parts
+    from oneemb.foreign.oneflow_table import is_oneflow_table
+    from oneemb.storage.snapshots.parts_check import check_parts
 
     if os.path.isfile(path):
         check_file(ctx, path, as_json)
@@ -64,10 +64,10 @@ def _unneeded_text(result: "CheckResult") -> str:
 def _check_oneflow(path: str, move: Callable[[int, int], None]) -> "CheckResult":
     import numpy as np
 
+    from oneemb.foreign.oneflow_reader import OneFlowReader
+    from oneemb.foreign.oneflow_table import oneflow_snapshots
     from oneemb.kernels.threads import Threads
     from oneemb.storage.errors import CorruptTableError
-    from oneemb.storage.foreign.oneflow_reader import OneFlowReader
-    from oneemb.storage.foreign.oneflow_table import oneflow_snapshots
     from oneemb.storage.hash_index import HashIndex
     from oneemb.storage.table.check import CheckResult
 
@@ -102,8 +102,8 @@ def compact(path: str, remove_orphans: bool, as_json: bool) -> None:
     crash leaves every
     snapshot at PATH whole. Files of snapshots that somebody else has removed stay until --remove-orphans is given.
     """
-    from oneemb.storage.part_folders import sweep_folder
-    from oneemb.storage.snapshot_parts import look_at
+    from oneemb.storage.snapshots.part_folders import sweep_folder
+    from oneemb.storage.snapshots.snapshot_parts import look_at
     from oneemb.storage.table.compact_snapshots import compact_snapshots
     from oneemb.storage.table.compaction import CompactionResult
     from oneemb.storage.table.table_info import table_info

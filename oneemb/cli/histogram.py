@@ -8,8 +8,8 @@ import numpy as np
 from oneemb.cli.output import table_lines
 
 if TYPE_CHECKING:
-    from oneemb.storage.owned_rows import OwnedRows
-    from oneemb.storage.snapshot_rows import SnapshotRows
+    from oneemb.storage.snapshots.owned_rows import OwnedRows
+    from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
     from oneemb.storage.table.snapshot_manifest import SnapshotInfo
     from oneemb.storage.table.snapshot_reader import SnapshotReader
 
@@ -31,8 +31,8 @@ def histograms(
     Raises:
         StorageError: a file is damaged, or no embedding has saved the snapshot.
     """
-    from oneemb.storage.ledger import MARKS, LedgerClock
-    from oneemb.storage.snapshot_rows import SnapshotRows
+    from oneemb.storage.policies.ledger import MARKS, LedgerClock
+    from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 
     found: dict[int, dict[str, list[np.ndarray]]] = {}
     for info, reader in parts:

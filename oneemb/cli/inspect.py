@@ -13,7 +13,7 @@ from oneemb.cli.output import json_option, size_text, table_lines, tell
 from oneemb.cli.quantize import inspect_file
 
 if TYPE_CHECKING:
-    from oneemb.storage.snapshot_parts import FoundParts
+    from oneemb.storage.snapshots.snapshot_parts import FoundParts
     from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 
 __all__ = ["inspect"]
@@ -31,8 +31,8 @@ def inspect(path: str, snapshot: str | None, as_json: bool) -> None:
 
     The snapshots at PATH, the disk they take, and who writes there. Reads only, beside a job that writes too.
     """
-    from oneemb.storage.foreign.oneflow_table import is_oneflow_table
-    from oneemb.storage.snapshot_parts import look_at
+    from oneemb.foreign.oneflow_table import is_oneflow_table
+    from oneemb.storage.snapshots.snapshot_parts import look_at
     from oneemb.storage.table.recovery import lost_text
     from oneemb.storage.table.table_info import table_info
 
@@ -90,8 +90,8 @@ def inspect(path: str, snapshot: str | None, as_json: bool) -> None:
 
 def _inspect_rows(path: str, snapshot: str, as_json: bool) -> None:
     from oneemb.cli.histogram import histogram_lines, histograms
-    from oneemb.storage.owned_rows import OwnedRows
-    from oneemb.storage.snapshot_parts import look_at
+    from oneemb.storage.snapshots.owned_rows import OwnedRows
+    from oneemb.storage.snapshots.snapshot_parts import look_at
     from oneemb.storage.table.snapshot_reader import SnapshotReader
 
     whole = look_at([path]).get(snapshot)
@@ -111,7 +111,7 @@ def _inspect_rows(path: str, snapshot: str, as_json: bool) -> None:
 
 def _inspect_ranks(path: str, found: "FoundParts", as_json: bool) -> None:
     """Show what the tables in the folders of ranks hold together."""
-    from oneemb.storage.snapshot_parts import incomplete_text, leftover_text
+    from oneemb.storage.snapshots.snapshot_parts import incomplete_text, leftover_text
     from oneemb.storage.table.recovery import lost_text
     from oneemb.storage.table.table_info import table_info
 
@@ -191,8 +191,8 @@ def _delta_text(saved: Mapping[str, Any]) -> str:
 
 
 def _inspect_oneflow(path: str, as_json: bool) -> None:
-    from oneemb.storage.foreign.oneflow_reader import OneFlowReader
-    from oneemb.storage.foreign.oneflow_table import oneflow_snapshots, read_oneflow_geometry
+    from oneemb.foreign.oneflow_reader import OneFlowReader
+    from oneemb.foreign.oneflow_table import oneflow_snapshots, read_oneflow_geometry
 
     geometry = read_oneflow_geometry(path)
     snapshots = []
@@ -245,7 +245,7 @@ class _Snapshot(TypedDict):
 def _described(info: "SnapshotInfo", changed: int | None = None) -> _Snapshot:
     """Description of a snapshot; `changed` is the number of rows in all parts of a delta."""
     from oneemb.storage.errors import StorageError
-    from oneemb.storage.snapshot_rows import SnapshotRows, shard_of
+    from oneemb.storage.snapshots.snapshot_rows import SnapshotRows, shard_of
     from oneemb.storage.table.delta import Delta
 
     rows: SnapshotRows | None = None

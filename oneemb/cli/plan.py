@@ -52,7 +52,7 @@ def plan_command(
     """
     import numpy as np
 
-    from oneemb.planning import plan, unique_share
+    from oneemb.planning.plan import plan, unique_share
 
     if unique is not None and log is not None:
         raise ValueError("--unique and --log both say how many ids are unique; give one of them")
@@ -94,7 +94,7 @@ def plan_command(
 
 
 def _machine(path: str | None, measure: str | None, figures: tuple[str, ...]) -> Any:
-    from oneemb.machine import Machine, measure_machine
+    from oneemb.planning.machine import Machine, measure_machine
 
     given: dict[str, Any] = {}
     if path is not None:

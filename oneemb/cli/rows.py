@@ -109,8 +109,8 @@ def import_command(
 def _table_reader(
     paths: list[str], name: str | None, embedding_dim: int | None, batch_size: int
 ) -> "PersistentTableReader":
+    from oneemb.foreign.oneflow_table import is_oneflow_table, read_oneflow_geometry
     from oneemb.rows.reader import make_persistent_table_reader
-    from oneemb.storage.foreign.oneflow_table import is_oneflow_table, read_oneflow_geometry
 
     name = name or only_snapshot(paths)
     if not is_oneflow_table(paths[0]):

@@ -48,8 +48,8 @@ def delete_snapshot(path: str, name: str, shard: tuple[str, ...], yes: bool, as_
 
     NAME is a snapshot of the table at PATH, or of the ranks that have their tables there. No job may have them.
     """
-    from oneemb.storage.part_folders import PartRemoval, to_remove
-    from oneemb.storage.snapshot_parts import look_at
+    from oneemb.storage.snapshots.part_folders import PartRemoval, to_remove
+    from oneemb.storage.snapshots.snapshot_parts import look_at
     from oneemb.storage.table.table_info import table_info
 
     paths = [path, *shard]
@@ -73,9 +73,9 @@ def delete_snapshot(path: str, name: str, shard: tuple[str, ...], yes: bool, as_
 
 def need_own_tables(paths: Sequence[str]) -> None:
     """Raise unless tables of oneemb lie there."""
-    from oneemb.storage.foreign.oneflow_table import is_oneflow_table
+    from oneemb.foreign.oneflow_table import is_oneflow_table
     from oneemb.storage.fs import LocalFileSystem
-    from oneemb.storage.snapshot_parts import folders_at
+    from oneemb.storage.snapshots.snapshot_parts import folders_at
     from oneemb.storage.table.table_info import need_table
 
     for path in paths:
@@ -89,8 +89,8 @@ def need_own_tables(paths: Sequence[str]) -> None:
 
 def snapshot_names(paths: Sequence[str]) -> tuple[list[str], dict[str, str], dict[str, str]]:
     """The snapshots of a table, or of several; of those that cannot be read, and of those that are not whole, why."""
-    from oneemb.storage.foreign.oneflow_table import is_oneflow_table, oneflow_snapshots
-    from oneemb.storage.snapshot_parts import incomplete_text, look_at
+    from oneemb.foreign.oneflow_table import is_oneflow_table, oneflow_snapshots
+    from oneemb.storage.snapshots.snapshot_parts import incomplete_text, look_at
 
     if is_oneflow_table(paths[0]):
         return oneflow_snapshots(paths[0]), {}, {}

@@ -32,10 +32,10 @@ from oneemb.dynamicemb.optimizer import EmbOptimType
 from oneemb.dynamicemb.table_dumps import TableDumps
 from oneemb.dynamicemb.tables import DynamicTables, TableInfo
 from oneemb.dynamicemb.types import initializer_of
-from oneemb.eager import Optimizer
-from oneemb.embedding import MultiTableEmbedding
+from oneemb.embeddings.embedding import MultiTableEmbedding
 from oneemb.options import make_cached_host_mem_store_options, make_device_mem_store_options, make_table
 from oneemb.torchrec.optimizers import from_fused_params
+from oneemb.training.eager import Optimizer
 
 __all__ = [
     "BatchedDynamicEmbeddingTables", "BatchedDynamicEmbeddingTablesV2", "encode_checkpoint_file_path",

@@ -7,8 +7,8 @@ path/users_opt_args.json                        encode_meta_json_file_path(path,
 import os
 from typing import NamedTuple
 
+from oneemb.foreign.dynamicemb_files import META, RANKED, names_in, part_of
 from oneemb.storage.errors import CorruptTableError
-from oneemb.storage.foreign.dynamicemb_files import META, RANKED, names_in, part_of
 from oneemb.storage.fs import LocalFileSystem
 
 __all__ = [

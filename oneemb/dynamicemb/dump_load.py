@@ -19,10 +19,10 @@ from oneemb.dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingT
 from oneemb.dynamicemb.shard import ShardedDynamicEmbeddingBagCollection, ShardedDynamicEmbeddingCollection
 from oneemb.dynamicemb.table_dumps import TableDumps
 from oneemb.dynamicemb.tables import DynamicTables
+from oneemb.embeddings.rank_calls import RankCalls
+from oneemb.foreign.dynamicemb_files import UNFINISHED
+from oneemb.foreign.dynamicemb_reader import Dump
 from oneemb.graph.ranks import Ranks
-from oneemb.rank_calls import RankCalls
-from oneemb.storage.foreign.dynamicemb_files import UNFINISHED
-from oneemb.storage.foreign.dynamicemb_reader import Dump
 from oneemb.storage.fs import AnyPath, LocalFileSystem, absolute_path
 
 __all__ = [

@@ -39,9 +39,9 @@ from oneemb.dynamicemb.types import (
     bounds_of,
     initializer_of,
 )
+from oneemb.foreign.dynamicemb_files import DIST_TYPES
 from oneemb.options import StoreOptions
 from oneemb.policies import LFU, AdmitAfter, AdmitWhere, GivenScore, RowPolicy
-from oneemb.storage.foreign.dynamicemb_files import DIST_TYPES
 
 __all__ = [
     "BATCH_SIZE_PER_DUMP", "DEFAULT_INDEX_TYPE", "DynamicEmbCheckMode", "DynamicEmbEvictStrategy",

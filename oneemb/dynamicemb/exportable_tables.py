@@ -25,9 +25,9 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 
 from oneemb.dynamicemb.dynamicemb_config import DynamicEmbTableOptions
 from oneemb.dynamicemb.types import DynamicEmbInitializerArgs, DynamicEmbInitializerMode
+from oneemb.foreign.dynamicemb_files import key_of_file
+from oneemb.foreign.dynamicemb_reader import Dump, find_dump
 from oneemb.storage.errors import StoreFullError
-from oneemb.storage.foreign.dynamicemb_files import key_of_file
-from oneemb.storage.foreign.dynamicemb_reader import Dump, find_dump
 from oneemb.torchrec import EmbeddingCollection
 
 __all__ = [

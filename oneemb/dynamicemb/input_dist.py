@@ -14,7 +14,7 @@ from torchrec.distributed.embedding_sharding import BaseSparseFeaturesDist
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from oneemb.storage.foreign.dynamicemb_files import DIST_TYPES, file_key, owner_of_key
+from oneemb.foreign.dynamicemb_files import DIST_TYPES, file_key, owner_of_key
 
 __all__ = ["RwSparseFeaturesDist", "bucketize_kjt_before_all2all"]
 

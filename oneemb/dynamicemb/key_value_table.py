@@ -11,8 +11,8 @@ from oneemb.dynamicemb.dynamicemb_config import DynamicEmbScoreStrategy, Dynamic
 from oneemb.dynamicemb.table_dumps import TableDumps
 from oneemb.dynamicemb.tables import DynamicTables
 from oneemb.dynamicemb.types import CopyMode, Found, Storage as Interface
+from oneemb.foreign.dynamicemb_files import file_key, key_of_file
 from oneemb.rows.values import encode_rows
-from oneemb.storage.foreign.dynamicemb_files import file_key, key_of_file
 
 __all__ = ["DynamicEmbStorage", "HybridStorage", "Storage"]
 

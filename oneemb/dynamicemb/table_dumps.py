@@ -16,11 +16,11 @@ import torch
 
 from oneemb.dynamicemb.dynamicemb_config import DynamicEmbScoreStrategy as Score, evict_strategy_of, policy_of
 from oneemb.dynamicemb.tables import DynamicTables
+from oneemb.foreign.dynamicemb_files import Layout, file_key, key_of_file
+from oneemb.foreign.dynamicemb_reader import Dump, DumpRows, find_dump
+from oneemb.foreign.dynamicemb_writer import DumpWriter, remove_unfinished, unpublish
 from oneemb.rows.values import encode_rows
 from oneemb.storage.errors import CorruptTableError
-from oneemb.storage.foreign.dynamicemb_files import Layout, file_key, key_of_file
-from oneemb.storage.foreign.dynamicemb_reader import Dump, DumpRows, find_dump
-from oneemb.storage.foreign.dynamicemb_writer import DumpWriter, remove_unfinished, unpublish
 
 __all__ = ["TableDumps"]
 

@@ -18,14 +18,14 @@ from oneemb.dynamicemb.dynamicemb_config import (
     DynamicEmbTableOptions,
     evicting_strategy,
 )
-from oneemb.embedding import MultiTableEmbedding
+from oneemb.embeddings.embedding import MultiTableEmbedding
+from oneemb.embeddings.rank_calls import RankCalls
+from oneemb.foreign.dynamicemb_files import owner_of_key
+from oneemb.foreign.dynamicemb_reader import DumpRows
 from oneemb.graph import ops
 from oneemb.graph.ranks import Received
 from oneemb.kernels.owner import owner_of
-from oneemb.rank_calls import RankCalls
 from oneemb.rows.values import state_of, weights_of
-from oneemb.storage.foreign.dynamicemb_files import owner_of_key
-from oneemb.storage.foreign.dynamicemb_reader import DumpRows
 
 __all__ = ["DynamicTables", "TableInfo"]
 

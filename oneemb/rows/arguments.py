@@ -9,13 +9,13 @@ import numpy.typing as npt
 
 from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import AnyPath, absolute_path
-from oneemb.storage.row_format import WEIGHTS
+from oneemb.storage.rows.row_format import WEIGHTS
 
 if TYPE_CHECKING:
     # Both take a second to import, and readers and writers need neither.
     import torch
 
-    from oneemb.embedding import TableEmbedding
+    from oneemb.embeddings.embedding import TableEmbedding
 
 __all__ = [
     "FORMATS",

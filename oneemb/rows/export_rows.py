@@ -12,7 +12,7 @@ from typing import cast
 
 import numpy as np
 
-from oneemb.embedding import TableEmbedding
+from oneemb.embeddings.embedding import TableEmbedding
 from oneemb.rows.arguments import Paths, as_embedding, check_batches
 from oneemb.rows.files import SUFFIXES, Batch, Progress, RowFileWriter, suffix_of, whole_batches
 from oneemb.rows.files_numpy import NpyWriter, NpzWriter
@@ -22,8 +22,8 @@ from oneemb.rows.reader import PersistentTableReader, make_persistent_table_read
 from oneemb.rows.values import state_of, weights_of
 from oneemb.storage.embedding_store import EXPORTED, EmbeddingStore
 from oneemb.storage.fs import absolute_path, storage_error
-from oneemb.storage.snapshot_rows import SnapshotRows
-from oneemb.storage.turns import undisturbed
+from oneemb.storage.locking.turns import undisturbed
+from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 
 __all__ = ["export_rows"]
 

@@ -21,10 +21,10 @@ from typing import IO, NamedTuple, Protocol
 
 import numpy as np
 
+from oneemb.checkpoints.new_files import close_dropped
 from oneemb.kernels.hash_index import TABLE_MAX
-from oneemb.new_files import close_dropped
 from oneemb.storage.errors import StorageError
-from oneemb.storage.snapshot_rows import SnapshotRows
+from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 
 __all__ = [
     "NOTE", "SUFFIXES", "Batch", "ColumnFiles", "Columns", "Progress", "RowFile", "RowFileWriter", "checked_batch",

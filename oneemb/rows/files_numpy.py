@@ -13,7 +13,7 @@ from typing import IO, Protocol, TypeVar
 
 import numpy as np
 
-from oneemb.new_files import new_files
+from oneemb.checkpoints.new_files import new_files
 from oneemb.rows.files import (
     NOTE,
     Batch,
@@ -25,7 +25,7 @@ from oneemb.rows.files import (
     reading,
     write_note,
 )
-from oneemb.storage.snapshot_rows import SnapshotRows
+from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 
 __all__ = ["ArrayRows", "NpyWriter", "NpzRows", "NpzWriter", "array_rows", "npy_rows"]
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
+from oneemb.checkpoints.new_files import NewFile, make_durable
 from oneemb.kernels.extras import need
-from oneemb.new_files import NewFile, make_durable
 from oneemb.rows.files import NOTE, Batch, Columns, checked_batch, pick_columns, read_note, reading, write_note
-from oneemb.storage.snapshot_rows import SnapshotRows
-from oneemb.storage.turns import undisturbed
+from oneemb.storage.locking.turns import undisturbed
+from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 
 __all__ = ["ParquetRows", "ParquetWriter"]
 

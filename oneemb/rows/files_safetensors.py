@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from oneemb.checkpoints.new_files import new_files
 from oneemb.kernels.extras import need
-from oneemb.new_files import new_files
 from oneemb.rows.files import (
     NOTE,
     Batch,
@@ -27,7 +27,7 @@ from oneemb.rows.files import (
     write_note,
 )
 from oneemb.rows.values import array_of
-from oneemb.storage.snapshot_rows import SnapshotRows
+from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 
 __all__ = ["SafetensorsRows", "SafetensorsWriter"]
 

@@ -27,15 +27,15 @@ from oneemb.rows.values import array_of, encode_rows, state_of, weights_of
 from oneemb.rows.writer import PersistentTableWriter, open_writer
 from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import AnyPath, absolute_path
-from oneemb.storage.row_format import WEIGHTS, RowFormat
-from oneemb.storage.snapshot_rows import SnapshotRows
-from oneemb.storage.turns import undisturbed
+from oneemb.storage.locking.turns import undisturbed
+from oneemb.storage.rows.row_format import WEIGHTS, RowFormat
+from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 
 if TYPE_CHECKING:
     # They take a second to import, which an import into a folder does not need.
     import torch
 
-    from oneemb.embedding import TableEmbedding
+    from oneemb.embeddings.embedding import TableEmbedding
 
 __all__ = ["Source", "import_rows"]
 

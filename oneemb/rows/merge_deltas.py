@@ -14,14 +14,14 @@ import numpy as np
 from oneemb.kernels.threads import Threads
 from oneemb.rows.arguments import Paths, as_list
 from oneemb.storage.errors import SnapshotExistsError, StorageError
-from oneemb.storage.part_folders import NewParts, sweep_folder
+from oneemb.storage.locking.turns import undisturbed
 from oneemb.storage.row_store import Places
-from oneemb.storage.snapshot_parts import Part, PartedSnapshot, look_at, table_name_of
-from oneemb.storage.snapshot_rows import PartOf, without_part
+from oneemb.storage.snapshots.part_folders import NewParts, sweep_folder
+from oneemb.storage.snapshots.snapshot_parts import Part, PartedSnapshot, look_at, table_name_of
+from oneemb.storage.snapshots.snapshot_rows import PartOf, without_part
 from oneemb.storage.table.delta import GONE, Delta, gone_array, gone_keys, number_of, without_delta
 from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.table.snapshot_reader import SnapshotReader
-from oneemb.storage.turns import undisturbed
 
 __all__ = ["merge_deltas"]
 

@@ -8,15 +8,15 @@ from typing import Protocol
 
 import numpy as np
 
+from oneemb.foreign.oneflow_reader import OneFlowReader
+from oneemb.foreign.oneflow_table import is_oneflow_table
 from oneemb.rows.arguments import VALUES, AnyDtype, Format, Paths, as_list, check_format, dtype_of, keys_as
 from oneemb.rows.values import state_of, weights_of
 from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError, StorageError
-from oneemb.storage.foreign.oneflow_reader import OneFlowReader
-from oneemb.storage.foreign.oneflow_table import is_oneflow_table
-from oneemb.storage.owned_rows import OwnedRows
-from oneemb.storage.row_format import RowFormat
-from oneemb.storage.snapshot_parts import folders_at, look_at
-from oneemb.storage.snapshot_rows import SnapshotRows
+from oneemb.storage.rows.row_format import RowFormat
+from oneemb.storage.snapshots.owned_rows import OwnedRows
+from oneemb.storage.snapshots.snapshot_parts import folders_at, look_at
+from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.table.snapshot_reader import SnapshotReader
 

@@ -14,9 +14,10 @@ from oneemb.kernels.threads import Threads
 from oneemb.rows.arguments import Paths, as_list
 from oneemb.storage.errors import SnapshotExistsError, StorageError
 from oneemb.storage.fs import LocalFileSystem
-from oneemb.storage.owned_rows import OwnedRows
-from oneemb.storage.part_folders import NewParts, PartRemoval, sweep_folder, to_remove
-from oneemb.storage.snapshot_parts import (
+from oneemb.storage.locking.turns import undisturbed
+from oneemb.storage.snapshots.owned_rows import OwnedRows
+from oneemb.storage.snapshots.part_folders import NewParts, PartRemoval, sweep_folder, to_remove
+from oneemb.storage.snapshots.snapshot_parts import (
     FoundParts,
     PartedSnapshot,
     find_parts,
@@ -25,10 +26,9 @@ from oneemb.storage.snapshot_parts import (
     rank_folder_name,
     table_name_of,
 )
-from oneemb.storage.snapshot_rows import PartOf, without_part
+from oneemb.storage.snapshots.snapshot_rows import PartOf, without_part
 from oneemb.storage.table.delta import number_of, without_delta
 from oneemb.storage.table.persistent_table import PersistentTable
-from oneemb.storage.turns import undisturbed
 
 __all__ = ["reshard"]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from oneemb.storage.row_format import RowFormat
+from oneemb.storage.rows.row_format import RowFormat
 
 if TYPE_CHECKING:
     import torch

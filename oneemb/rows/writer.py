@@ -11,6 +11,8 @@ from typing import Protocol
 
 import numpy as np
 
+from oneemb.foreign.oneflow_table import is_oneflow_table, oneflow_owner_of
+from oneemb.foreign.oneflow_writer import OneFlowWriter
 from oneemb.kernels.hash_index import TABLE_MAX
 from oneemb.kernels.owner import owner_of
 from oneemb.kernels.threads import Threads
@@ -18,16 +20,14 @@ from oneemb.kernels.unique_keys import unique_keys
 from oneemb.rows.arguments import VALUES, AnyDtype, Format, Paths, as_list, check_format, dtype_of, name_of
 from oneemb.rows.values import encode_rows
 from oneemb.storage.errors import SnapshotExistsError, StorageError
-from oneemb.storage.foreign.oneflow_table import is_oneflow_table, oneflow_owner_of
-from oneemb.storage.foreign.oneflow_writer import OneFlowWriter
 from oneemb.storage.fs import LocalFileSystem
-from oneemb.storage.part_folders import sweep_folder
-from oneemb.storage.row_format import WEIGHTS, RowFormat
-from oneemb.storage.snapshot_parts import FoundParts, find_parts, folders_at, table_name_of
-from oneemb.storage.snapshot_rows import PartOf, SnapshotRows
+from oneemb.storage.locking.turns import undisturbed
+from oneemb.storage.rows.row_format import WEIGHTS, RowFormat
+from oneemb.storage.snapshots.part_folders import sweep_folder
+from oneemb.storage.snapshots.snapshot_parts import FoundParts, find_parts, folders_at, table_name_of
+from oneemb.storage.snapshots.snapshot_rows import PartOf, SnapshotRows
+from oneemb.storage.snapshots.unfinished import mark, unmark
 from oneemb.storage.table.persistent_table import PersistentTable
-from oneemb.storage.turns import undisturbed
-from oneemb.storage.unfinished import mark, unmark
 
 __all__ = ["PersistentTableWriter", "make_persistent_table_writer", "open_writer"]
 

@@ -19,12 +19,12 @@ from oneemb.rows.values import weights_of
 from oneemb.storage.bottom import EXPORTED
 from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError, StorageError
 from oneemb.storage.fs import FileSystem, LocalFileSystem, storage_error
-from oneemb.storage.owned_rows import OwnedRows
-from oneemb.storage.row_format import RowFormat
+from oneemb.storage.rows.row_format import RowFormat
 from oneemb.storage.serving.served_file import ServedFile, ServedInfo, row_bytes_of
 from oneemb.storage.serving.served_writer import remove_unfinished, write_served_file
-from oneemb.storage.snapshot_parts import PartedSnapshot, look_at
-from oneemb.storage.snapshot_rows import SnapshotRows
+from oneemb.storage.snapshots.owned_rows import OwnedRows
+from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot, look_at
+from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 
 __all__ = ["DTYPES", "Progress", "Source", "find_snapshot", "make_file", "open_snapshot"]
 

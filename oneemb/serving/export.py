@@ -26,10 +26,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 import oneemb
-from oneemb.embedding import TableEmbedding, embeddings_of
+from oneemb.embeddings.embedding import TableEmbedding, embeddings_of
 from oneemb.graph.build_error import BuildError
 from oneemb.kernels.threads import Threads
-from oneemb.scaling import scalers_of, set_apart
 from oneemb.serving.build import DTYPES, find_snapshot, make_file
 from oneemb.serving.frozen_embedding import FrozenEmbedding
 from oneemb.serving.frozen_modules import frozen_copy
@@ -37,11 +36,12 @@ from oneemb.serving.frozen_op import HashedRows
 from oneemb.serving.frozen_rows import FrozenRows
 from oneemb.storage.bottom import EXPORTED
 from oneemb.storage.fs import AnyPath, absolute_path, file_path, storage_error
+from oneemb.storage.locking.step_lock import between_steps
+from oneemb.storage.locking.turns import undisturbed
 from oneemb.storage.serving.served_file import ServedFile
-from oneemb.storage.snapshot_parts import PartedSnapshot
-from oneemb.storage.snapshot_rows import SnapshotRows
-from oneemb.storage.step_lock import between_steps
-from oneemb.storage.turns import undisturbed
+from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot
+from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
+from oneemb.training.scaling import scalers_of, set_apart
 
 __all__ = ["FORMATS", "METADATA", "export_graph"]
 

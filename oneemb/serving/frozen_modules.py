@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from oneemb.graph.modules import is_embedding, say_not_registered, unregistered_modules
-from oneemb.scaling import idle_copy, scalers_in
+from oneemb.training.scaling import idle_copy, scalers_in
 
 __all__ = ["frozen_copy"]
 

@@ -21,8 +21,8 @@ from oneemb.kernels.init_rows import InitialRows
 from oneemb.kernels.serve_rows import MISSING, ServedRows, serve_rows
 from oneemb.kernels.threads import Threads
 from oneemb.serving.initial import first_weights, initial_of
-from oneemb.storage.policies import RowPolicy
-from oneemb.storage.row_format import RowFormat
+from oneemb.storage.policies.row_policy import RowPolicy
+from oneemb.storage.rows.row_format import RowFormat
 from oneemb.storage.serving.served_file import QUANTIZED, ServedFile, array_dtype
 
 __all__ = ["HashedRows"]

@@ -26,7 +26,7 @@ from oneemb.kernels.init_rows import InitialRows
 from oneemb.serving.frozen_initial import InitialValues, constants_of
 from oneemb.serving.initial import initial_of
 from oneemb.storage.errors import StorageError
-from oneemb.storage.policies import RowPolicy
+from oneemb.storage.policies.row_policy import RowPolicy
 from oneemb.storage.serving.served_file import QUANTIZED, ServedFile
 
 __all__ = ["FrozenRows"]

@@ -26,7 +26,7 @@ from oneemb.serving.uncompiled import uncompiled
 from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import AnyPath, absolute_path
 from oneemb.storage.serving.served_file import ServedFile, is_served_file
-from oneemb.tracers import refuse_tracers
+from oneemb.training.tracers import refuse_tracers
 
 __all__ = ["InferenceEmbedding", "Version"]
 

@@ -9,13 +9,13 @@ from typing import cast
 
 import numpy as np
 
-from oneemb.embedding_arguments import initial_rows
+from oneemb.embeddings.embedding_arguments import initial_rows
 from oneemb.kernels.init_rows import InitialRows, init_rows
 from oneemb.kernels.threads import Threads
 from oneemb.options import Initializer, TableOptions, from_json
 from oneemb.storage.errors import CorruptTableError, StorageError
-from oneemb.storage.policies import Absent, RowPolicy, reads_as, rows_instead
-from oneemb.storage.row_format import RowFormat
+from oneemb.storage.policies.row_policy import Absent, RowPolicy, reads_as, rows_instead
+from oneemb.storage.rows.row_format import RowFormat
 from oneemb.storage.serving.served_file import ServedFile
 
 __all__ = ["first_weights", "initial_of"]

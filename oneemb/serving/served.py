@@ -16,7 +16,7 @@ from oneemb.kernels.init_rows import InitialRows
 from oneemb.kernels.serve_rows import MISSING, OTHER, PADDING, pool_rows_again
 from oneemb.serving.initial import first_weights, initial_of
 from oneemb.storage.errors import CorruptTableError, StorageError
-from oneemb.storage.row_format import BITS, RowFormat
+from oneemb.storage.rows.row_format import BITS, RowFormat
 from oneemb.storage.serving.served_file import ServedFile
 
 __all__ = ["Served", "Version"]

@@ -21,8 +21,7 @@ import torch
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig, EmbeddingConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from oneemb.eager import Optimizer
-from oneemb.embedding import MultiTableEmbedding
+from oneemb.embeddings.embedding import MultiTableEmbedding
 from oneemb.graph.ranks import Ranks
 from oneemb.graph.row_optimizers import Group as Options, row_optimizer_of
 from oneemb.graph.tape import version_of
@@ -50,6 +49,7 @@ from oneemb.torchrec.ops import ON_META, LooksUpJagged, know
 from oneemb.torchrec.optimizers import MakeOptimizer, options_now, row_stepper, same_optimizer
 from oneemb.torchrec.table_state import TableState, dense_rows, let_go, load_together, put_rows, write_back
 from oneemb.torchrec.virtual_tables import policy_of
+from oneemb.training.eager import Optimizer
 
 __all__ = [
     "Collection", "Group", "Lookups", "OnRanks", "TableRows", "arguments_of", "at_paths", "holder_of",

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from oneemb.tracers import is_exported_by_compiler, tracer_of
+from oneemb.training.tracers import is_exported_by_compiler, tracer_of
 
 __all__ = [
     "Jagged", "check_jagged", "ends_of_features", "expand_samples", "is_call_on_values", "order_of_inverse",

@@ -18,14 +18,14 @@ import torch
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.types import DataType
 
-from oneemb.embedding import MultiTableEmbedding
+from oneemb.embeddings.embedding import MultiTableEmbedding
 from oneemb.kernels.init_rows import BY_ID, CONSTANT, NORMAL, TRUNC_NORMAL, UNIFORM, InitialRows
 from oneemb.rows.values import weights_of
 from oneemb.serving.frozen_rows import FrozenRows
 from oneemb.storage.errors import StorageError
 from oneemb.torchrec.jagged import Jagged
 from oneemb.torchrec.quant_index import RowIndex
-from oneemb.tracers import tracer_of
+from oneemb.training.tracers import tracer_of
 
 __all__ = [
     "DATA_TYPES", "PARTS", "IndexedRows", "RowsOfTable", "frozen_rows", "pooled_while_read", "quantized_tables",

@@ -26,9 +26,9 @@ from torchrec.distributed.types import Awaitable, LazyAwaitable, LazyNoWait, NoW
 from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.streamable import Multistreamable
 
-from oneemb.embedding import MultiTableEmbedding
+from oneemb.embeddings.embedding import MultiTableEmbedding
+from oneemb.embeddings.lookup_ahead import LookupAhead
 from oneemb.graph.ranks import Ranks
-from oneemb.lookup_ahead import LookupAhead
 from oneemb.storage.errors import StorageError
 from oneemb.torchrec.collection import Lookups, in_backward_optimizers
 from oneemb.torchrec.fused_optimizer import FusedRowsOptimizer

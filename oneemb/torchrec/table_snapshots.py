@@ -13,13 +13,13 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from oneemb.embedding import MultiTableEmbedding
-from oneemb.named_snapshot import SnapshotName
+from oneemb.checkpoints.named_snapshot import SnapshotName
+from oneemb.embeddings.embedding import MultiTableEmbedding
 from oneemb.rows.values import encode_rows, state_of, weights_of
 from oneemb.storage.embedding_store import EmbeddingStore
-from oneemb.storage.owned_rows import OwnedRows
-from oneemb.storage.snapshot_parts import PartedSnapshot
-from oneemb.storage.snapshot_rows import SnapshotRows
+from oneemb.storage.snapshots.owned_rows import OwnedRows
+from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot
+from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 
 __all__ = ["load_tables"]
 

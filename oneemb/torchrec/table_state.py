@@ -23,10 +23,10 @@ import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
-from oneemb.embedding import MultiTableEmbedding
+from oneemb.checkpoints.named_snapshot import decode, encode
+from oneemb.embeddings.embedding import MultiTableEmbedding
 from oneemb.kernels.arrays import Array
 from oneemb.kernels.owner import owner_of
-from oneemb.named_snapshot import decode, encode
 from oneemb.rows.import_rows import import_rows
 from oneemb.rows.values import encode_rows, state_of
 from oneemb.storage.errors import StorageError

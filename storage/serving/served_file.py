@@ -33,7 +33,7 @@ from oneemb.kernels.serve_rows import (
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import CorruptTableError
 from oneemb.storage.fs import AnyPath, absolute_path, storage_error
-from oneemb.storage.row_format import BITS, WEIGHTS
+from oneemb.storage.rows.row_format import BITS, WEIGHTS
 from oneemb.storage.table.file_header import HEADER_BYTES, read_header
 
 __all__ = [

@@ -42,13 +42,13 @@ import numpy as np
 
 from oneemb.storage.errors import CorruptTableError
 from oneemb.storage.fs import FileSystem
+from oneemb.storage.locking.turns import Turns, undisturbed
 from oneemb.storage.table.background import Background
 from oneemb.storage.table.chunk_files import ChunkFile, ChunkFiles
 from oneemb.storage.table.chunk_scan import live_rows, read_keys, scan_rows
 from oneemb.storage.table.live_rows import LiveRows
 from oneemb.storage.table.row_writer import RowWriter
 from oneemb.storage.table.snapshot_store import SnapshotStore
-from oneemb.storage.turns import Turns, undisturbed
 
 __all__ = ["CompactionResult", "Compactor"]
 

@@ -20,11 +20,11 @@ import numpy as np
 from oneemb.kernels.row_blocks import bits_clear, bits_set
 from oneemb.kernels.threads import Threads
 from oneemb.storage.hash_index import HashIndex
+from oneemb.storage.locking.turns import changing
 from oneemb.storage.table.chunk_files import ChunkFile, ChunkFiles
 from oneemb.storage.table.geometry import Geometry
 from oneemb.storage.table.pending_keys import PendingKeys
 from oneemb.storage.table.snapshot_manifest import ChunkPart
-from oneemb.storage.turns import changing
 
 __all__ = ["LiveRows"]
 

@@ -28,6 +28,7 @@ from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import CorruptTableError, ForkedProcessError, RowWidthError, StorageError
 from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, storage_error
 from oneemb.storage.hash_index import check_tables
+from oneemb.storage.locking.turns import Turns
 from oneemb.storage.row_store import Places
 from oneemb.storage.table.aio_reader import open_reader
 from oneemb.storage.table.background import Background
@@ -44,7 +45,6 @@ from oneemb.storage.table.snapshot_manifest import ArrayPart, ChunkPart, Snapsho
 from oneemb.storage.table.snapshot_reader import SnapshotReader, read_snapshot_info
 from oneemb.storage.table.snapshot_store import Cut, SnapshotStore, rows_not_in
 from oneemb.storage.table.writer_lock import IN_USE, Holder, WriterLock
-from oneemb.storage.turns import Turns
 
 __all__ = ["PersistentTable", "SnapshotReader", "read_snapshot_info"]
 

@@ -10,6 +10,7 @@ import numpy as np
 from oneemb.kernels.threads import Threads, submit
 from oneemb.storage.errors import CorruptTableError
 from oneemb.storage.fs import FileSystem, storage_error
+from oneemb.storage.locking.turns import undisturbed
 from oneemb.storage.table.chunk_files import ROWS_BEGIN, ChunkFile, ChunkFiles, chunk_paths
 from oneemb.storage.table.chunk_scan import ChunkKeys, check_header, fill_keys, live_rows, missing_file, read_keys
 from oneemb.storage.table.delta import GONE, gone_keys
@@ -18,7 +19,6 @@ from oneemb.storage.table.geometry import Geometry
 from oneemb.storage.table.live_rows import LiveRows
 from oneemb.storage.table.snapshot_file import SnapshotFiles
 from oneemb.storage.table.snapshot_manifest import ChunkPart, SnapshotRecord
-from oneemb.storage.turns import undisturbed
 
 __all__ = ["load_live_rows"]
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from oneemb.storage.errors import SnapshotExistsError, StorageError
 from oneemb.storage.fs import FileSystem, storage_error
+from oneemb.storage.locking.turns import undisturbed
 from oneemb.storage.table.chunk_files import ROWS_BEGIN, ChunkFile, ChunkFiles, chunk_numbers
 from oneemb.storage.table.chunk_scan import live_rows
 from oneemb.storage.table.geometry import Geometry
@@ -27,7 +28,6 @@ from oneemb.storage.table.recovery import Recovery, find_lost, needed_bytes, rea
 from oneemb.storage.table.snapshot_file import RenameUncertainError, SnapshotFiles
 from oneemb.storage.table.snapshot_manifest import ChunkPart, SnapshotInfo, SnapshotRecord
 from oneemb.storage.table.writer_lock import KnownSnapshots, WriterLock
-from oneemb.storage.turns import undisturbed
 
 __all__ = ["Cut", "SnapshotStore", "rows_not_in"]
 

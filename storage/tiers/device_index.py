@@ -9,7 +9,7 @@ import torch
 
 from oneemb.kernels.hash_index_cuda import erase_loop, find_loop, insert_loop, items_loop, rehash_loop
 from oneemb.kernels.launch import Gpu
-from oneemb.storage.turns import changing
+from oneemb.storage.locking.turns import changing
 
 __all__ = ["DeviceIndex"]
 

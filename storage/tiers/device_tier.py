@@ -29,15 +29,15 @@ from oneemb.kernels.gather_cuda import copy_rows_in_cuda, copy_rows_out_cuda
 from oneemb.kernels.slots_cuda import acquire_loop, count_pinned_loop, release_loop
 from oneemb.kernels.unique_keys_cuda import DeviceKeys
 from oneemb.storage.errors import StorageError, StoreFullError
-from oneemb.storage.free_slots import FreeSlots
+from oneemb.storage.locking.turns import changing
 from oneemb.storage.row_store import RowStore
 from oneemb.storage.tiers.device_index import DeviceIndex
+from oneemb.storage.tiers.free_slots import FreeSlots
 from oneemb.storage.tiers.hot_rows import BeginRows, fill_pinned
 from oneemb.storage.tiers.hot_tier import HALF_LIFE
 from oneemb.storage.tiers.limits import Counters, Limits
 from oneemb.storage.tiers.pinned_rows import PinnedRows
 from oneemb.storage.tiers.stream_order import StreamOrder
-from oneemb.storage.turns import changing
 
 __all__ = ["SLOT_OVERHEAD_BYTES", "DeviceTier"]
 

@@ -37,15 +37,15 @@ from oneemb.kernels.loops import Keys
 from oneemb.kernels.slot_marks import add_marks, add_pins, pick_keys, set_marks, share_counts
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import StorageError
-from oneemb.storage.free_slots import FreeSlots
 from oneemb.storage.hash_index import HashIndex
+from oneemb.storage.locking.turns import changing, undisturbed
 from oneemb.storage.row_store import RowStore
+from oneemb.storage.tiers.free_slots import FreeSlots
 from oneemb.storage.tiers.hot_rows import BeginRows
 from oneemb.storage.tiers.limits import Counters, Limits
 from oneemb.storage.tiers.reservation import Reservation
 from oneemb.storage.tiers.slot_arrays import SlotArrays
 from oneemb.storage.tiers.victims import VictimClock
-from oneemb.storage.turns import changing, undisturbed
 
 __all__ = ["HALF_LIFE", "SLOT_OVERHEAD_BYTES", "HotTier"]
 

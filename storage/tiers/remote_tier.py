@@ -23,11 +23,11 @@ import numpy as np
 
 from oneemb.kernels.checksum import rows_sum
 from oneemb.kernels.threads import Threads
-from oneemb.storage.dropped import close_when_dropped
 from oneemb.storage.hash_index import HashIndex
+from oneemb.storage.locking.dropped import close_when_dropped
+from oneemb.storage.locking.turns import changing, undisturbed
 from oneemb.storage.remote.parameter_server import Erases, LostRowsError, ParameterServer, ServerError
 from oneemb.storage.row_store import RowStore
-from oneemb.storage.turns import changing, undisturbed
 
 __all__ = ["RemoteTier"]
 
@@ -239,7 +239,7 @@ class RemoteTier:
         return []
 
     def stats(self) -> dict[str, Any]:
-        """See `oneemb.stats.RemoteStats`."""
+        """See `oneemb.embeddings.stats.RemoteStats`."""
         return {
             "rows": len(self._index),
             "dirty": self._dirty,

@@ -19,10 +19,10 @@ from oneemb.kernels.init_rows import InitialRows
 from oneemb.kernels.loops import Loops
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import StoreFullError
-from oneemb.storage.policies import RowPolicy, rows_instead
+from oneemb.storage.policies.row_policy import RowPolicy, rows_instead
 from oneemb.storage.remote.servers import open_server
-from oneemb.storage.row_format import RowFormat
 from oneemb.storage.row_store import RowStore
+from oneemb.storage.rows.row_format import RowFormat
 from oneemb.storage.tiers.hot_rows import HotRows, Tier
 from oneemb.storage.tiers.hot_tier import SLOT_OVERHEAD_BYTES, HotTier
 from oneemb.storage.tiers.remote_tier import RemoteTier

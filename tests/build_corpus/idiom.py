@@ -19,7 +19,7 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import oneemb
-from oneemb.compiled_graph import GraphConfig
+from oneemb.training.compiled_graph import GraphConfig
 from tests.support.graph_models import make_embedding, rows_of
 
 __all__ = ["CRASH", "EQUAL", "REFUSED", "WAYS", "WRONG", "Idiom", "Outcome", "judge"]

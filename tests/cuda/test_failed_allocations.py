@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import oneemb.embedding
+import oneemb.embeddings.embedding
 from oneemb.storage.tiers import device_tier
 from tests.cuda.test_train import SIMULATED, on_gpu
 from tests.support.failing_allocations import Subject, run
@@ -53,7 +53,9 @@ class Allocations(TorchDispatchMode):
 
 
 def wrongs(gpu, kind, folder, monkeypatch, operations, **options):
-    monkeypatch.setattr(oneemb.embedding, "hidden_from_modes", nullcontext)  # so that the mode below sees all ops
+    monkeypatch.setattr(
+        oneemb.embeddings.embedding, "hidden_from_modes", nullcontext
+    )  # so that the mode below sees all ops
     made = device_tier.DeviceTier
     monkeypatch.setattr(device_tier, "DeviceTier", lambda *its, slots, **others: made(
         *its, slots=slots if kind != "host" else 15, **others))  # fmt: skip

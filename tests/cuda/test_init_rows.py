@@ -9,7 +9,7 @@ import torch
 from oneemb.kernels.init_rows import CONSTANT, NORMAL, TRUNC_NORMAL, UNIFORM, InitialRows, init_rows
 from oneemb.kernels.init_rows_cuda import DeviceInitialRows, init_rows_cuda
 from oneemb.kernels.threads import Threads
-from oneemb.storage.row_format import RowFormat
+from oneemb.storage.rows.row_format import RowFormat
 
 BITS = {"float32": torch.float32, "float16": torch.uint16, "bfloat16": torch.int16}
 SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"

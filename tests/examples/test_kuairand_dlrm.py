@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import oneemb
-from oneemb.named_snapshot import decode
+from oneemb.checkpoints.named_snapshot import decode
 from tests.support.forks import run_code
 
 SMALL = ["--generate", "3000", "--batch-size", "64", "--epochs", "2"]

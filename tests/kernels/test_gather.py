@@ -7,7 +7,7 @@ import torch
 from oneemb.kernels.gather import copy_rows, copy_rows_out, gather
 from oneemb.kernels.jit_lanes import bypasses_caches
 from oneemb.kernels.threads import Threads
-from oneemb.storage.row_format import RowFormat
+from oneemb.storage.rows.row_format import RowFormat
 from tests.support.row_updates import SmallShares
 
 # Dims: one weight; an odd one, which in half width shares its word with padding; whole vectors; one left over.

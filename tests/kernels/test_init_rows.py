@@ -13,7 +13,7 @@ import scipy.stats
 import torch
 
 from oneemb.kernels.init_rows import CONSTANT, NORMAL, TRUNC_NORMAL, UNIFORM, InitialRows, init_rows, normal_quantile
-from oneemb.storage.row_format import RowFormat
+from oneemb.storage.rows.row_format import RowFormat
 from tests.kernels.test_philox import philox_python
 from tests.support.row_updates import SmallShares, to_bits
 

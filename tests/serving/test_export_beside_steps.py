@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import oneemb
-from oneemb import scaling
+from oneemb.training import scaling
 from tests.support.export_models import Click
 
 IDS = torch.arange(33 * 3).reshape(33, 3) % 70

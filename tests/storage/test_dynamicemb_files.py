@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from oneemb.foreign.dynamicemb_files import file_key, key_of_file, owner_of_key
+from oneemb.foreign.dynamicemb_reader import find_dump
+from oneemb.foreign.dynamicemb_writer import DumpWriter, remove_unfinished, unpublish
 from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError, StorageError
-from oneemb.storage.foreign.dynamicemb_files import file_key, key_of_file, owner_of_key
-from oneemb.storage.foreign.dynamicemb_reader import find_dump
-from oneemb.storage.foreign.dynamicemb_writer import DumpWriter, remove_unfinished, unpublish
 from tests.support.faulty_fs import FaultyFileSystem
 from tests.support.power_losses import power_losses
 

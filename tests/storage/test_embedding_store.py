@@ -10,9 +10,10 @@ import torch
 from oneemb.kernels.host_loops import HostLoops
 from oneemb.kernels.init_rows import CONSTANT, UNIFORM, InitialRows
 from oneemb.kernels.threads import Threads
-from oneemb.storage import embedding_store, pins as pin_module
+from oneemb.storage import embedding_store
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.errors import BrokenStoreError, StorageError, StoreFullError
+from oneemb.storage.locking import pins as pin_module
 from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.tiers import reservation, stack
 from oneemb.storage.tiers.hot_tier import HotTier

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from oneemb.storage.free_slots import FreeSlots
+from oneemb.storage.tiers.free_slots import FreeSlots
 
 
 def test_slots_are_given_out_once_until_they_come_back(seed):

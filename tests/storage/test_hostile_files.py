@@ -11,7 +11,7 @@ from oneemb.kernels.checksum import xxh64
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import CorruptTableError, StorageError
 from oneemb.storage.fs import LocalFileSystem
-from oneemb.storage.snapshot_rows import SnapshotRows
+from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 from oneemb.storage.table import check as check_module, chunk_scan
 from oneemb.storage.table.check import check_table
 from oneemb.storage.table.compact_snapshots import compact_snapshots
@@ -292,7 +292,7 @@ def test_nonsense_about_what_rows_are_is_refused(wrong):
 
 @pytest.mark.parametrize("wrong", [None, 7, [], [0], [0, 1, 2], [1, 1], [-1, 2], [0, 0], ["0", 1], [0.0, 1], {}])
 def test_nonsense_about_shards_is_refused(wrong):
-    from oneemb.storage.snapshot_rows import shard_of
+    from oneemb.storage.snapshots.snapshot_rows import shard_of
 
     assert shard_of({}, "s") == (0, 1) and shard_of({"shard": [2, 5]}, "s") == (2, 5)
     with pytest.raises(CorruptTableError, match="snapshot 's'"):

@@ -16,9 +16,9 @@ import oneemb
 from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError, StorageError
 from oneemb.storage.remote.file_server import FileServer
 from oneemb.storage.remote.parameter_server import ServerError
+from oneemb.storage.snapshots.unfinished import mark, marks_at
 from oneemb.storage.table import chunk_files
 from oneemb.storage.table.compact_snapshots import compact_snapshots
-from oneemb.storage.unfinished import mark, marks_at
 from tests.remote.test_file_server import IDS, rows, values_of
 from tests.serving import test_served_file as served
 from tests.storage import (

@@ -16,7 +16,7 @@ from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import StoreFullError
 from oneemb.storage.hash_index import HashIndex
 from oneemb.storage.merged_store import MergedStore
-from oneemb.storage.row_places import SlotPlaces
+from oneemb.storage.policies.row_places import SlotPlaces
 from oneemb.storage.table import row_writer
 from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.tiers import growing_array, reservation

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from oneemb.foreign.oneflow_reader import OneFlowReader
+from oneemb.foreign.oneflow_writer import OneFlowWriter
 from oneemb.storage.errors import SnapshotNotFoundError, StorageError
-from oneemb.storage.foreign.oneflow_reader import OneFlowReader
-from oneemb.storage.foreign.oneflow_writer import OneFlowWriter
 from tests.support.faulty_fs import FaultyFileSystem
 from tests.support.power_losses import power_losses
 

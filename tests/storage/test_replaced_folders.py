@@ -8,11 +8,11 @@ import threading
 import numpy as np
 import pytest
 
+from oneemb.foreign.oneflow_reader import OneFlowReader
+from oneemb.foreign.oneflow_table import oneflow_snapshots
+from oneemb.foreign.oneflow_writer import OneFlowWriter
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import LockedError, StorageError
-from oneemb.storage.foreign.oneflow_reader import OneFlowReader
-from oneemb.storage.foreign.oneflow_table import oneflow_snapshots
-from oneemb.storage.foreign.oneflow_writer import OneFlowWriter
 from oneemb.storage.fs import LocalFileSystem
 from oneemb.storage.table.check import check_table
 from oneemb.storage.table.compact_snapshots import compact_snapshots

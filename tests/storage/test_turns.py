@@ -13,7 +13,7 @@ import torch
 
 from oneemb.kernels.jit import compiling, cpu
 from oneemb.storage.errors import BrokenStoreError, StorageError
-from oneemb.storage.turns import Turns, changing, undisturbed
+from oneemb.storage.locking.turns import Turns, changing, undisturbed
 from tests.support.interrupts import AtLine, count_lines, in_no_block, interrupted
 
 

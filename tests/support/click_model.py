@@ -2,7 +2,7 @@
 
 import torch
 
-from oneemb.embedding import TableEmbedding
+from oneemb.embeddings.embedding import TableEmbedding
 from tests.support.models import make_embedding, rows_of
 
 ITEMS, WORDS, BAG, DIM, BATCH, BATCHES = 20, 15, 3, 4, 8, 7

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 
-from oneemb.storage.turns import undisturbed
+from oneemb.storage.locking.turns import undisturbed
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 PACKAGE = f"{ROOT}/oneemb/"
@@ -35,9 +35,9 @@ class AtLine:
 
     Where a `with` block ends, Python comes back to its line before it calls `__exit__`: what is raised there by a trace
     would skip the call, which no signal and no other thread can bring about; the same holds of a `finally` that is one
-    instruction, which gives locks back (storage/step_lock.py); where a `try` begins, it is in no block for a moment.
-    Those lines do not count, nor do, for what is raised, those of storage/turns.py, which decide about such errors, and
-    those of finalizers.
+    instruction, which gives locks back (storage/locking/step_lock.py); where a `try` begins, it is in no block for a
+    moment. Those lines do not count, nor do, for what is raised, those of storage/locking/turns.py, which decide about
+    such errors, and those of finalizers.
     """
 
     def __init__(self, at=None, way="signal", *, number=signal.SIGINT, files=(PACKAGE,), functions=None):
@@ -72,7 +72,7 @@ class AtLine:
                     return local
                 if text.startswith("with ") and frame.f_lasti != _first_instruction(frame.f_code, line):
                     return local
-                if self.way == "raise" and file.endswith("/storage/turns.py"):
+                if self.way == "raise" and file.endswith("/storage/locking/turns.py"):
                     return local
                 self.lines += 1
                 self._seen.setdefault((file, line), []).append(self.lines)

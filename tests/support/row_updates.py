@@ -10,7 +10,7 @@ import torch
 
 from oneemb.kernels.host_loops import HostLoops
 from oneemb.kernels.threads import Threads
-from oneemb.storage.row_format import RowFormat
+from oneemb.storage.rows.row_format import RowFormat
 from tests.support.pairwise import diagonal
 
 STEPS = 50

@@ -130,7 +130,7 @@ def run_ranks(size, function, *args, patch=None, dies=(), torn=None):
         torn: an exchange in which one of them dies.
     """
     if patch is not None:
-        patch.setattr("oneemb.embedding.Ranks", lambda group, *options: group)
+        patch.setattr("oneemb.embeddings.embedding.Ranks", lambda group, *options: group)
     meeting = _Meeting(size, torn)
     results, raised = [None] * size, []
 

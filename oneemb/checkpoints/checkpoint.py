@@ -1,0 +1,487 @@
+"""The whole state of a training graph in one file: written as a whole or not at all.
+
+    file       what a graph is beside its rows (graph_state.py), and for each embedding the name and identity of a
+               snapshot in its `persistent_path`
+    snapshot   the embedding's rows and their optimizer state
+
+Where ranks own rows together they make every call together: the first one reads and writes the file, for all, and
+each saves and loads its rows (oneemb/checkpoints/rank_snapshots.py).
+
+    save       1. what is to be made is written down       4. the file is renamed to its path, in which nobody else
+               2. each snapshot is saved, by all ranks        takes part: from here on it is the checkpoint
+               3. what ranks have of their own is gathered 5. snapshots that are not to be kept go
+
+Invariants:
+- the file exists with all it names, or the file that it was to replace does, whichever rank is killed at whichever
+  point: snapshots are durable before the new file takes the place of the old one;
+- a snapshot that a file names is deleted only by a save to the same path that was told how many to keep: a copy of the
+  file may name it too, wherever the copy is;
+- a checkpoint that does not fit the graph, or that names another run's snapshots, is refused before anything has
+  changed, on all ranks if on one.
+"""
+
+import fcntl
+import glob
+import io
+import json
+import os
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from typing import IO, NamedTuple, TypeVar, cast
+
+from oneemb.checkpoints.graph_state import (
+    LoadedKeys,
+    State,
+    check_between_updates,
+    check_fits,
+    load_state,
+    named_embeddings,
+    others_of,
+    restore_dense,
+    state_of,
+    to_bytes,
+)
+from oneemb.checkpoints.named_snapshot import SnapshotName
+from oneemb.checkpoints.new_files import close_dropped, make_durable
+from oneemb.embeddings.embedding import TableEmbedding, embeddings_of
+from oneemb.embeddings.rank_calls import RankCalls
+from oneemb.storage.errors import SnapshotNeededError, StorageError
+from oneemb.storage.fs import LocalFileSystem, close_in_child, storage_error
+from oneemb.storage.locking.turns import undisturbed
+from oneemb.training.compiled_graph import CompiledGraph
+from oneemb.training.train_state import TrainState
+
+__all__ = ["GraphState", "load_checkpoint", "save_checkpoint"]
+
+T = TypeVar("T")
+
+_PREFIX = "checkpoint-"
+# The suffix of the file that says what a save is about to make, and that file's last line.
+_SAVING, _IN_PLACE = ".saving", "in place\n"
+
+_Embeddings = Mapping[str, TableEmbedding]
+# The snapshots of embeddings, by the name of the module.
+_Snapshots = dict[str, SnapshotName]
+
+
+class _File(State, total=False):
+    """A state with what later saves to the same path have to know."""
+
+    path: str
+    earlier: list[_Snapshots]
+
+
+def save_checkpoint(graph: CompiledGraph, train: TrainState, path: str, keep: int | None) -> int:
+    """Write a checkpoint; see `TrainGraph.save`. Returns how many snapshots of earlier ones are kept; 0 on ranks after
+    the first."""
+    calls, what = _calls_of(graph), f"save {path!r}, keep={keep}"
+    kept = _together(graph, calls, "save", what, lambda: _save(graph, train, path, keep, calls, what))
+    return kept if calls.first else 0
+
+
+def load_checkpoint(graph: CompiledGraph, train: TrainState, path: str, strict: bool) -> LoadedKeys:
+    """Read a checkpoint; see `TrainGraph.load`."""
+    _check_strict(strict)
+    calls, what = _calls_of(graph), f"load {path!r}{'' if strict else ', strict=False'}"
+
+    def load() -> LoadedKeys:
+        return _restore(graph, train, _read_together(path, calls, what), path, calls, what, strict=strict)
+
+    return _together(graph, calls, "load", what, load)
+
+
+def _together(graph: CompiledGraph, calls: RankCalls, verb: str, what: str, call: Callable[[], T]) -> T:
+    """Make a call on all ranks; exchanges of the graph's embeddings within it name the call."""
+
+    def run() -> T:
+        with ExitStack() as stack:
+            for embedding in embeddings_of(graph).values():
+                stack.enter_context(embedding.rank_snapshots.part_of(what))
+            return call()
+
+    return calls.together(verb, what, run)
+
+
+def _calls_of(graph: CompiledGraph) -> RankCalls:
+    """The calls that the ranks of a graph's embeddings make together.
+
+    Raises:
+        ValueError: not all of its embeddings are of the same ranks.
+    """
+    embeddings = list(embeddings_of(graph).values())
+    ranks = {None if one.ranks is None else one.ranks.group: one.ranks for one in embeddings}
+    if len(ranks) > 1:
+        named = ", ".join(
+            f"{one.name!r} of {'this process alone' if one.ranks is None else one.ranks}" for one in embeddings
+        )
+        raise ValueError(
+            f"a state of {type(graph).__name__} is saved and loaded by the ranks of its embeddings together, and these"
+            f" are not of the same ranks: {named}; give all the same process_group"
+        )
+    return RankCalls(next(iter(ranks.values()), None), [embedding.store for embedding in embeddings])
+
+
+class GraphState:
+    """A graph's state for torch.distributed.checkpoint: an object with `state_dict` and `load_state_dict`.
+
+    Example: `dcp.save({"graph": graph.state()}, checkpoint_id=path)`, and `dcp.load` of the same.
+
+    The state names a snapshot of each embedding, as the embedding's own `state_dict` does. Where ranks own rows
+    together, each of them makes the call, and has the same state: whichever of them writes it, it is that of all.
+
+    Args:
+        graph: saved and loaded.
+        train: its optimizers and counts.
+        strict: whether graph and state must have the same names, as of `TrainGraph.load`.
+
+    Raises:
+        TypeError: `strict` is no bool.
+        ValueError: the graph's embeddings are not of the same ranks.
+    """
+
+    def __init__(self, graph: CompiledGraph, train: TrainState, strict: bool = True):
+        _check_strict(strict)
+        self._graph, self._train, self._strict = graph, train, strict
+        self._calls = _calls_of(graph)
+        self.loaded: LoadedKeys | None = None
+        """Result of the last `load_state_dict`; `dcp.load` does not return it."""
+
+    def state_dict(self) -> dict[str, bytes]:
+        """The state as one value, so that it fits whatever state the optimizers have added since."""
+        what = "state_dict of a graph"
+        state = _together(self._graph, self._calls, "state_dict", what, lambda: self._to_bytes(what))
+        return {"oneemb_graph": state}
+
+    def _to_bytes(self, what: str) -> bytes:
+        graph, train, calls = self._graph, self._train, self._calls
+        calls.agree(what, lambda: check_between_updates(graph, train))
+        snapshots = {name: embedding.named_snapshot() for name, embedding in named_embeddings(graph).items()}
+        others = others_of(graph, calls, what)
+        return calls.of_first(what, lambda: to_bytes(state_of(graph, train, snapshots, others)))
+
+    def load_state_dict(self, state_dict: Mapping[str, bytes]) -> LoadedKeys:
+        """Load what `state_dict` gave.
+
+        Returns:
+            `missing_keys` and `unexpected_keys`, as `TrainGraph.load` gives them; `loaded` is the same afterwards.
+
+        Raises:
+            TypeError, ValueError, StorageError: it is no state of a graph, or does not fit this one; nothing has
+                changed.
+        """
+        what = f"load_state_dict of a graph{'' if self._strict else ', strict=False'}"
+        where = "the state"
+
+        def load() -> LoadedKeys:
+            read = _parsed(lambda: _state_in(state_dict), where, self._calls, what)
+            return _restore(self._graph, self._train, read, where, self._calls, what, strict=self._strict)
+
+        self.loaded = _together(self._graph, self._calls, "load_state_dict", what, load)
+        return self.loaded
+
+
+def _check_strict(strict: object) -> None:
+    if not isinstance(strict, bool):
+        raise TypeError(
+            f"strict must be True or False, got {type(strict).__name__} {strict!r:.100}; False passes over names that"
+            " only the graph or only the checkpoint has"
+        )
+
+
+def _state_in(state_dict: object) -> bytes:
+    """The bytes in what `GraphState.state_dict` gave."""
+    content = state_dict.get("oneemb_graph") if isinstance(state_dict, Mapping) else None
+    if not isinstance(content, bytes):
+        given = type(state_dict).__name__
+        if isinstance(state_dict, Mapping):
+            given += f" with {', '.join(map(repr, list(state_dict)[:5])) or 'nothing'}"
+        raise TypeError(
+            f"state_dict must be what state_dict() of a graph's state() gave, a dict with bytes at 'oneemb_graph', got"
+            f" {given}; give graph.state().state_dict(), or load a file of graph.save by graph.load"
+        )
+    return content
+
+
+# ---- save -----------------------------------------------------------------------------------------------------------
+
+
+class _Plan(NamedTuple):
+    """Files and snapshots that the first rank has found at a path, and the names of the new ones."""
+
+    earlier: list[_Snapshots]
+    """Snapshots of earlier saves to this path, newest first."""
+    left: list[str]
+    """The intents of saves that were stopped."""
+    snapshot: str
+    """Name of the snapshot that this save makes of each embedding."""
+
+
+def _save(graph: CompiledGraph, train: TrainState, path: str, keep: int | None, calls: RankCalls, what: str) -> int:
+    path = os.path.realpath(os.path.expanduser(path))  # A link stays: the file it leads to is replaced.
+    embeddings = named_embeddings(graph)
+
+    def begin() -> tuple[_Plan | None, dict[str, int]]:
+        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+            raise ValueError(f"keep must be an int of at least 1, or None, got {keep!r}")
+        check_between_updates(graph, train)
+        changes = {name: embedding.store.changes for name, embedding in embeddings.items()}
+        return _plan(path, train.steps) if calls.first else None, changes
+
+    of_all = calls.all_gather(what, begin)
+    plan = cast(_Plan, of_all[0][0])
+    existing = _existing(embeddings, plan.earlier)
+    earlier = [snapshots for snapshots, names in zip(plan.earlier, existing, strict=True) if names]
+    kept, superfluous = (earlier, []) if keep is None else (earlier[: keep - 1], earlier[keep - 1 :])
+    made: _Snapshots = {}
+    for name in embeddings:
+        changed = any(changes.get(name) for _, changes in of_all)
+        made[name] = {"oneemb_snapshot": plan.snapshot if changed else None, "oneemb_identity": None}
+    try:
+        for intent_path in plan.left:
+            _undo(intent_path, embeddings, calls, what)
+        with Intent(path, made, embeddings, calls, what) as intent:
+            for name, embedding in embeddings.items():
+                snapshot = made[name]["oneemb_snapshot"]
+                if snapshot is not None:
+                    # Not embedding.save_snapshot: state_dict() would name this snapshot from then on.
+                    identity = embedding.rank_snapshots.save(snapshot, embedding.description())
+                    made[name]["oneemb_identity"] = identity
+            others = others_of(graph, calls, what)
+
+            def write() -> None:
+                # The superfluous ones are named too: if their deletion fails, the next save tries again.
+                file: _File = {**state_of(graph, train, made, others), "path": path, "earlier": earlier}
+                write_file(intent.temporary, to_bytes(file))
+                intent.put_in_place()
+
+            calls.by_first(f"{what}: the file", write)
+    except OSError as error:
+        raise storage_error(error, "write the checkpoint", path) from error
+    folder = os.path.dirname(path)
+    calls.by_first(f"{what}: its folder", lambda: LocalFileSystem().sync_directory(folder))
+    for snapshots in superfluous:
+        _delete(embeddings, snapshots)
+    return len(kept)
+
+
+def _plan(path: str, steps: int) -> _Plan:
+    intents = glob.glob(f"{glob.escape(path)}.{'[0-9a-f]' * 8}{_SAVING}")
+    left = [intent for intent in intents if not is_held(intent)]
+    return _Plan(_named_by(path), left, f"{_PREFIX}{steps:012d}-{uuid.uuid4().hex[:8]}")
+
+
+# ---- load -----------------------------------------------------------------------------------------------------------
+
+
+def _read_together(path: str, calls: RankCalls, what: str) -> State:
+    """The state in a file that the first rank sees, on all ranks."""
+    if calls.alone:
+        with open(os.path.expanduser(path), "rb") as file:
+            return load_state(file, path)
+
+    def read() -> bytes:
+        with open(os.path.expanduser(path), "rb") as file:
+            return file.read()
+
+    data = calls.of_first(what, read)
+    return _parsed(lambda: data, path, calls, what)
+
+
+def _parsed(data: Callable[[], bytes], where: str, calls: RankCalls, what: str) -> State:
+    found: list[State] = []
+    calls.agree(what, lambda: found.append(load_state(io.BytesIO(data()), where)))
+    return found[0]
+
+
+def _restore(
+    graph: CompiledGraph, train: TrainState, state: State, where: str, calls: RankCalls, what: str, *,
+    strict: bool = True,
+) -> LoadedKeys:  # fmt: skip
+    embeddings, found = named_embeddings(graph), list[LoadedKeys]()
+    calls.agree(what, lambda: found.append(check_fits(graph, train, state, where, strict=strict)))
+    snapshots = {name: snapshot for name, snapshot in state["embeddings"].items() if name in embeddings}
+    for name, snapshot in snapshots.items():
+        if snapshot["oneemb_snapshot"] is not None:
+            embeddings[name].rank_snapshots.check_named(
+                snapshot["oneemb_snapshot"], snapshot["oneemb_identity"], f"{where}, for embedding {name!r},"
+            )
+            embeddings[name].check_fits(snapshot["oneemb_snapshot"])
+    changed = False
+    try:
+        with undisturbed:
+            for name, snapshot in snapshots.items():
+                embeddings[name].load_named(snapshot)
+                changed = True
+            changed = True
+            calls.agree(what, lambda: restore_dense(graph, train, state, calls))
+            changed = False
+    except BaseException as error:
+        if changed:  # Some rows or weights are the checkpoint's, others are not: nobody can go on from there.
+            for embedding in embeddings.values():
+                embedding.store.turns.cut_short(error)
+        raise
+    return found[0]
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def _named_by(path: str) -> list[_Snapshots]:
+    """The snapshots, newest first, that saves to this path have made."""
+    if not os.path.lexists(path):
+        return []
+    try:
+        with open(path, "rb"):
+            pass  # torch's own error says less of a path that cannot be opened
+        state = cast(_File, load_state(path, path, mmap=True))  # Only names are needed: mmap leaves the tensors unread.
+    except OSError as error:
+        raise type(error)(error.errno, f"{error.strerror}; give the path of a file, to be written", path) from error
+    except ValueError as error:
+        raise ValueError(f"{error}; save to another path, or delete it first") from error
+    if state.get("path") != path:  # It was copied or moved here: what it names belongs to the original.
+        return []
+    return [state["embeddings"], *state["earlier"]]
+
+
+class Intent:
+    """Snapshots that a save is about to make, in a file beside the checkpoint; it is locked while the save goes on.
+
+        {"snapshots": {embedding: {"oneemb_snapshot": name, "oneemb_identity": null}, ...}}
+        in place        appended when the checkpoint is written and about to be renamed
+
+    The file is written before anything else: whatever kills the save, the next save knows what to remove. If the block
+    ends with an error, it removes what it has made itself. Of ranks the first one has the file.
+    """
+
+    def __init__(self, path: str, made: _Snapshots, embeddings: _Embeddings, calls: RankCalls, what: str):
+        self._target, self._made, self._embeddings = path, made, embeddings
+        self._calls, self._what = calls, what
+        self.path = f"{path}.{uuid.uuid4().hex[:8]}{_SAVING}"
+        self.temporary = _temporary_of(self.path)
+        self._file: IO[bytes] | None = None
+
+    def put_in_place(self) -> None:
+        """Rename the written checkpoint to its path: from then on a file names the snapshots."""
+        with undisturbed:
+            self._note(_IN_PLACE)
+            os.replace(self.temporary, self._target)
+            with suppress(FileNotFoundError):
+                os.unlink(self.path)
+
+    def __enter__(self) -> "Intent":
+        try:
+            with undisturbed:
+                self._calls.by_first(f"{self._what}: what it makes", self._begin)
+            return self
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        with undisturbed:
+            try:
+                if error is not None and (self._file is not None or not self._calls.alone):
+                    _undo(self.path, self._embeddings, self._calls, self._what)
+            except (OSError, StorageError, RuntimeError) as failed:  # RuntimeError: another rank is gone.
+                assert error is not None
+                error.add_note(f"what the save had made could not be taken away, the next one tries again: {failed}")
+            finally:
+                if self._file is not None:
+                    close_dropped(self._file)
+
+    def _begin(self) -> None:
+        self._file = open(self.path, "xb")
+        close_in_child(self._file)
+        with suppress(OSError):  # On a file system without locks, `is_held` takes every save to go on.
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+        self._note(json.dumps({"snapshots": self._made}) + "\n")
+
+    def _note(self, text: str) -> None:
+        assert self._file is not None
+        self._file.write(text.encode())
+        make_durable(self._file)
+
+
+def _temporary_of(intent: str) -> str:
+    return f"{intent.removesuffix(_SAVING)}.tmp"
+
+
+def is_held(intent: str) -> bool:
+    """Whether the save that wrote this intent still goes on."""
+    try:
+        with open(intent, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True  # It is locked; or it is gone, or cannot be locked, and is left alone.
+    return False
+
+
+def _undo(intent: str, embeddings: _Embeddings, calls: RankCalls, what: str) -> None:
+    """Remove what an unfinished save has made: snapshots that no file names, its temporary file and its intent.
+
+    Args:
+        intent: of the first rank.
+    """
+    temporary = _temporary_of(intent)
+
+    def read() -> _Snapshots:
+        made, in_place = _read_intent(intent)
+        return made if not in_place or os.path.lexists(temporary) else {}
+
+    def remove() -> None:
+        for path in (temporary, intent):
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+
+    what = f"{what}: what is taken back"
+    _delete(embeddings, calls.by_first(what, read))
+    calls.by_first(what, remove)
+
+
+def _read_intent(intent: str) -> tuple[_Snapshots, bool]:
+    """The snapshots that a save would make, and whether its checkpoint was about to be renamed."""
+    try:
+        with open(intent, "rb") as file:
+            text = file.read().decode()
+        first_line, _, rest = text.partition("\n")
+        made = json.loads(first_line)["snapshots"]
+        if all(isinstance(snapshot["oneemb_snapshot"], str | None) for snapshot in made.values()):
+            names = {name: snapshot["oneemb_snapshot"] for name, snapshot in made.items()}
+            snapshots: _Snapshots = {
+                name: {"oneemb_snapshot": snapshot, "oneemb_identity": None} for name, snapshot in names.items()
+            }
+            return snapshots, rest == _IN_PLACE
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pass
+    return {}, False  # The save ended while it wrote this file, before it made anything else.
+
+
+def _existing(embeddings: _Embeddings, of_saves: Sequence[_Snapshots]) -> list[list[str]]:
+    """Names of the modules whose snapshot still exists, for each save. The snapshot need not be readable; one with
+    another identity does not count."""
+    found: list[list[str]] = [[] for _ in of_saves]
+    for name, embedding in embeddings.items():
+        named = [(n, snapshots[name]) for n, snapshots in enumerate(of_saves) if name in snapshots]
+        named = [(n, one) for n, one in named if one["oneemb_snapshot"] is not None]
+        existing = embedding.rank_snapshots.existing(
+            [(str(one["oneemb_snapshot"]), one["oneemb_identity"]) for _, one in named]
+        )
+        for (n, _), exists in zip(named, existing, strict=True):
+            found[n] += [name] * exists
+    return found
+
+
+def _delete(embeddings: _Embeddings, snapshots: _Snapshots) -> None:
+    """Delete those of these snapshots that still exist; snapshots of another identity stay, and those that deltas go on
+    from."""
+    for name in _existing(embeddings, [snapshots])[0]:
+        with suppress(SnapshotNeededError):
+            embeddings[name].delete_snapshot(str(snapshots[name]["oneemb_snapshot"]))
+
+
+def write_file(path: str, data: bytes) -> None:
+    """Write a file whose content is durable; its name in the folder is not yet."""
+    with open(path, "wb") as file:
+        file.write(data)
+        make_durable(file)

@@ -1,0 +1,522 @@
+"""The snapshots of an embedding: of its ranks, and of whoever had other ranks in the same folders before.
+
+Each rank saves its own part (storage/snapshots/snapshot_parts.py says when parts are a snapshot) and loads what it owns
+of the parts of any number of ranks. With ranks, every call is made by all of them; where one fails, all raise.
+
+    save       1. what killed saves have left goes       4. all wait for each other, twice: the snapshot is announced
+               2. the part is marked as unfinished          when none is marked any more
+               3. it is saved, durably                   5. those that it replaces go
+
+A part has the rows that the rank owns, those of replicated tables too: a snapshot holds each row once. A rank that has
+loaded what it owns gives all others copies of its rows of replicated tables.
+
+Invariants, whichever rank is killed at whichever point:
+- the snapshot that was announced last can be loaded, and the one being saved is whole or not there;
+- what is left of the latter goes with the next save;
+- a load that does not fit is refused on all ranks before any rank has changed a row.
+"""
+
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+
+from oneemb.embeddings.rank_calls import RankCalls
+from oneemb.graph.ranks import RankError, Ranks
+from oneemb.kernels.owner import owner_of
+from oneemb.storage.embedding_store import EXPORTED, EmbeddingStore, NewPart
+from oneemb.storage.errors import (
+    CorruptTableError,
+    FormatVersionError,
+    OtherSnapshotError,
+    SnapshotExistsError,
+    SnapshotNotFoundError,
+    StorageError,
+)
+from oneemb.storage.fs import LocalFileSystem
+from oneemb.storage.replicas import Keys
+from oneemb.storage.snapshots.owned_rows import OwnedRows
+from oneemb.storage.snapshots.part_folders import PartRemoval, sweep_folder, to_remove
+from oneemb.storage.snapshots.snapshot_parts import FoundParts, PartedSnapshot, find_parts, folders_at, table_name_of
+from oneemb.storage.snapshots.unfinished import mark, unmark
+from oneemb.storage.table.delta import rows_of
+from oneemb.storage.table.snapshot_manifest import SnapshotInfo
+
+__all__ = ["Loaded", "RankSnapshots"]
+
+T = TypeVar("T")
+
+# What ranks give each other at a time of rows of replicated tables.
+_SPREAD_BYTES, _SPREAD_ROWS = 64 << 20, 1 << 16
+
+
+class Loaded(NamedTuple):
+    """A snapshot that has been loaded."""
+
+    info: SnapshotInfo
+    as_saved: bool
+    """Whether rows are what it holds, rather than those with state added."""
+
+
+class RankSnapshots:
+    """Saves, loads, lists and deletes.
+
+    Args:
+        name: of the embedding, in errors.
+        store: of this rank.
+        paths: the folders that the user has given.
+        folders: of each rank, the folder of its table.
+        ranks: None = there are none, and this process has all rows.
+    """
+
+    def __init__(
+        self, name: str, store: EmbeddingStore, paths: Sequence[str], folders: Sequence[str], ranks: Ranks | None
+    ):
+        self._name, self._store, self._paths = name, store, list(paths)
+        self._folders = list(folders)
+        self._calls = RankCalls(ranks, [store])
+        self._rank, self._size = self._calls.rank, self._calls.size
+        self._own = self._folders[self._rank]
+        self._fs = LocalFileSystem()
+        self._swept = False
+        self._part_of = ""
+        self.are_kept = True
+        """Whether the folders stay; they do not where a module that has made them takes them away."""
+
+    def together(self, what: str, call: Callable[[], T]) -> T:
+        """Run `call` between two steps, on all ranks; returns what it gives. Its first exchange must say the same.
+
+        Raises:
+            What `call` raises, here or on another rank.
+        """
+        return self._calls.together(what.partition(" ")[0], self.words(what), call)
+
+    def words(self, what: str) -> str:
+        """Name of an operation, as exchanges have it."""
+        return f"{self._part_of}{what} of embedding {self._name!r}"
+
+    @contextmanager
+    def part_of(self, what: str) -> Iterator[None]:
+        """Name a graph's call in the exchanges that are made within it."""
+        self._part_of, former = f"{what}: ", self._part_of
+        try:
+            yield
+        finally:
+            self._part_of = former
+
+    # ---- what there is ----------------------------------------------------------------------------------------------
+
+    def seen(self) -> list[str]:
+        """The names of the snapshots that this rank sees, oldest first. Not for all ranks together: for a warning."""
+        if self._is_alone():
+            return self._store.snapshots()
+        return [one.name for one in find_parts(folders_at([*self._paths, *self._folders]), self._fs).snapshots()]
+
+    def names(self) -> list[str]:
+        """The names of the snapshots, oldest first: the same on all ranks."""
+        if self._is_alone():
+            return self._store.snapshots()
+        found = self._look()
+        return [one.name for one in found.snapshots() if not one.name.startswith(EXPORTED)]
+
+    def _look(self) -> FoundParts:
+        return self.together("list snapshots", lambda: self._find(self.words("list snapshots")))
+
+    def find(self, what: str, name: str, identity: str | None, named_by: str) -> PartedSnapshot:
+        """The snapshot of this name; raises as `FoundParts.get`."""
+        return self._find(what).get(name, identity, named_by)
+
+    def _find(self, what: str, check: Callable[[], object] = lambda: None) -> FoundParts:
+        """Parts in the folders: each rank looks at its own folder, the first rank also at folders of no rank."""
+
+        def look() -> FoundParts:
+            check()
+            folders = [folder for folder in folders_at([self._own]) if folder == self._own]
+            if self._rank == 0:
+                folders += [folder for folder in folders_at(self._paths) if folder not in self._folders]
+            return find_parts(folders, self._fs)
+
+        return FoundParts.together(self.all_gather(what, look))
+
+    def _is_alone(self) -> bool:
+        """Whether the embedding has all rows, and ranks have left nothing beside its table."""
+        return self._calls.alone and not any(folder != self._own for folder in folders_at([self._own]))
+
+    # ---- exchanges --------------------------------------------------------------------------------------------------
+
+    def agree(self, what: str, check: Callable[[], object] = lambda: None) -> None:
+        """Call `Ranks.agree`."""
+        self._calls.agree(what, check)
+
+    def all_gather(self, what: str, make: Callable[[], T]) -> list[T]:
+        """Call `Ranks.all_gather`."""
+        return self._calls.all_gather(what, make)
+
+    def of_all(self, what: str, mine: T) -> list[T]:
+        """All-gather `mine`."""
+        if self._calls.alone:
+            return [mine]
+        return self.together(what, lambda: self.all_gather(self.words(what), lambda: mine))
+
+    # ---- save -------------------------------------------------------------------------------------------------------
+
+    def save(
+        self, name: str, description: dict[str, Any], *, overwrite: bool = False, since: str | None = None,
+        keep_evicted: bool = False,
+    ) -> str:  # fmt: skip
+        """Save a snapshot, or a delta; see `TableEmbedding.save_snapshot` and `save_delta`. Returns its identity."""
+        if not self.are_kept:
+            raise StorageError(
+                f"the rows of tables {self._name} are in a folder that goes with their collection, where no snapshot"
+                " lasts: give the collection store_options with a path"
+            )
+        if self._is_alone():
+            return self._store.save_snapshot(
+                name, description, overwrite=overwrite, since=since, keep_evicted=keep_evicted
+            ).identity
+        its = f"save_snapshot {name!r}" if since is None else f"save_delta {name!r} since {since!r}"
+        its += ", replacing" * overwrite + ", keep_evicted" * keep_evicted
+        return self.together(its, lambda: self._save(its, name, description, overwrite, since, keep_evicted))
+
+    def _save(
+        self, its: str, name: str, description: dict[str, Any], overwrite: bool, since: str | None = None,
+        keep_evicted: bool = False,
+    ) -> str:  # fmt: skip
+        what = self.words(its)
+        identity = self.all_gather(what, lambda: uuid.uuid4().hex)[0]
+        table_name = ""
+
+        def check() -> None:
+            nonlocal table_name
+            self._store.build()  # Its table's lock is held from here on.
+            table_name = table_name_of(name, identity, self._own, self._fs)
+
+        found = self._find(what, check)
+        former = found.folders_with(name)
+        if former and not overwrite:
+            raise SnapshotExistsError.named(name, f"in {', '.join(former)}")
+        found.check_no_deltas(name, "replaced")
+        if since is not None:
+            parents = set(self.all_gather(what, lambda: self._store.check_since(since, keep_evicted)))
+            if len(parents) > 1:
+                raise StorageError(f"ranks know different snapshots {since!r}; save a whole one")
+        self.agree(what, lambda: self._sweep(found))
+        self._bring_new_replicas(what)
+        part = NewPart(name, identity, found.next_sequence)
+        try:
+            self.agree(what, lambda: self._save_part(table_name, description, part, since, keep_evicted))
+        except BaseException:
+            self._take_back(table_name, identity)
+            raise
+        # Who comes here knows that all parts are there; who goes on from here, that no rank takes its own back, as one
+        # does that has not heard of all because another died. So no part loses its mark while others may be missing.
+        self.agree(f"{what}: all parts are there")
+        self.agree(what, lambda: self._unmark(identity))
+        if former:
+            with suppress(StorageError, RankError):  # The new one counts: the next save tries again.
+                for snapshots in to_remove(found, name):
+                    self._remove(what, snapshots)
+        return identity
+
+    def _save_part(
+        self, table_name: str, description: dict[str, Any], part: NewPart, since: str | None, keep_evicted: bool
+    ) -> None:
+        if self._size > 1:
+            mark(self._fs, self._own, [part.identity])
+        self._store.save_snapshot(table_name, description, part=part, since=since, keep_evicted=keep_evicted)
+
+    def _unmark(self, identity: str) -> None:
+        if self._size > 1:
+            with suppress(StorageError):  # All parts are there: the mark does no harm.
+                unmark(self._fs, self._own, [identity])
+
+    def _take_back(self, table_name: str, identity: str) -> None:
+        """Remove the part of a save that has failed, here or elsewhere. What cannot be now goes with the next save."""
+        with suppress(StorageError):
+            for part in find_parts([self._own], self._fs).parts:
+                if part.info.identity == identity:
+                    self._store.delete_snapshot(part.info.name)
+            unmark(self._fs, self._own, [identity])
+
+    def _sweep(self, found: FoundParts) -> None:
+        """Remove what killed saves have left: each rank in its own folder, the first one in those of no rank, which
+        may hold what killed jobs with other ranks have left."""
+        sweep_folder(self._own, found, self._store.delete_snapshot, self._fs)
+        if self._rank == 0:
+            left = {part.folder for part in found.leftovers()}
+            for folder in found.folders:
+                if folder not in self._folders and (not self._swept or folder in left):
+                    sweep_folder(folder, found, fs=self._fs)
+        self._swept = True
+
+    # ---- delete -----------------------------------------------------------------------------------------------------
+
+    def delete(self, name: str) -> None:
+        """Delete a snapshot; see `TableEmbedding.delete_snapshot`."""
+        if self._is_alone():
+            self._store.delete_snapshot(name)
+        else:
+            self.together(f"delete_snapshot {name!r}", lambda: self._delete(name))
+
+    def _delete(self, name: str) -> None:
+        what = self.words(f"delete_snapshot {name!r}")
+        found = self._find(what, self._store.build)
+        found.check_no_deltas(name, "deleted")
+        self.agree(what, lambda: self._sweep(found))  # What killed saves have left goes on from nothing.
+        for snapshots in to_remove(found, name):
+            self._remove(what, snapshots)
+
+    def _remove(self, what: str, snapshots: Sequence[Any]) -> None:
+        """Delete these snapshots of tables: each rank its own, the first one those of no rank."""
+        mine = [
+            one for one in snapshots
+            if one.folder == self._own or self._rank == 0 and one.folder not in self._folders
+        ]  # fmt: skip
+        removal = self._opened(what, mine)
+        with removal:
+            self.agree(what, removal.mark)
+            self.agree(what, removal.remove)
+            self.agree(what, removal.unmark)
+
+    def _opened(self, what: str, snapshots: Sequence[Any]) -> PartRemoval:
+        opened: list[PartRemoval] = []
+        try:
+            self.agree(
+                what,
+                lambda: opened.append(PartRemoval(snapshots, {self._own: self._store.delete_snapshot}, self._fs)),
+            )
+        except BaseException:
+            for removal in opened:
+                removal.__exit__()
+            raise
+        return opened[0]
+
+    # ---- export -----------------------------------------------------------------------------------------------------
+
+    def export(self, name: str, check: Callable[[], object], export: Callable[[list[str], str], int]) -> int:
+        """Let `export(folders, name)` read the rows as they are now, from a snapshot that is gone afterwards.
+
+        Args:
+            name: of the snapshot; that of the first rank is used.
+            check: raises if it need not begin.
+
+        Returns:
+            What it gives on the first rank.
+        """
+
+        def run() -> int:
+            what = self.words("export_rows")
+            shared = self.all_gather(what, lambda: (check(), name))[0][1]
+            self._save("export_rows", shared, {}, overwrite=False)
+            try:
+                return self.all_gather(what, lambda: export(self._folders, shared))[0]
+            finally:
+                self._delete(shared)
+
+        return self.together("export_rows", run)
+
+    # ---- load -------------------------------------------------------------------------------------------------------
+
+    def check_fits(self, name: str, check: Callable[[SnapshotInfo], object]) -> None:
+        """Raise StorageError unless there is a snapshot of this name that fits.
+
+        Args:
+            check: raises unless a snapshot of this kind fits the embedding.
+        """
+        if self._is_alone():
+            check(self._store.snapshot(name))
+            self._store.check_fits(name)
+            return
+
+        def look() -> None:
+            what = self.words(f"check_fits {name!r}")
+            snapshot = self.find(what, name, None, "")
+            self.agree(what, lambda: check(snapshot.info))
+            self._open(what, snapshot, weights_only=False, read=False)
+
+        self.together(f"check_fits {name!r}", look)
+
+    def existing(self, named: Sequence[tuple[str, str | None]]) -> list[bool]:
+        """Whether each snapshot exists, given by name and identity (None = any identity). It need not be readable. All
+        ranks give the same list."""
+        if not named:
+            return []
+        check: Callable[[str, str | None, str], object] = self._store.check_snapshot
+        if not self._is_alone():
+            check = self._look().get
+        return [_is_there(check, name, identity) for name, identity in named]
+
+    def check_named(self, name: str, identity: str | None, named_by: str) -> None:
+        """Raise unless the snapshot of this name is there and is the one that is meant; see
+        `EmbeddingStore.check_snapshot`."""
+        if self._is_alone():
+            self._store.check_snapshot(name, identity, named_by)
+        else:
+            what = f"check_snapshot {name!r} {identity or ''}"
+            self.together(what, lambda: self.find(self.words(what), name, identity, named_by))
+
+    def load(self, name: str, *, weights_only: bool, check: Callable[[SnapshotInfo], object]) -> Loaded:
+        """Load a snapshot; see `TableEmbedding.load_snapshot`. To be called by `together`.
+
+        Args:
+            check: raises unless a snapshot of this kind fits the embedding.
+        """
+        if self._is_alone():
+            info = self._store.snapshot(name)
+            check(info)
+            return Loaded(info, self._store.load_snapshot(name, weights_only=weights_only))
+        what = self.words(f"load_snapshot {name!r}")
+        snapshot = self.find(what, name, None, "")
+        self.agree(what, lambda: check(snapshot.info))
+        info, owned, replicated = self._open(what, snapshot, weights_only=weights_only, read=True)
+        as_saved = False
+
+        def load() -> None:
+            nonlocal as_saved
+            as_saved = self._store.load_rows(info, owned, weights_only=weights_only, replicated=replicated)
+
+        try:
+            self.agree(what, load)
+            if replicated is not None:
+                self._spread(what, replicated, self._store.put_replicas)
+        except BaseException as error:
+            if not self._calls.alone:  # Some ranks have the rows of the snapshot, others have not.
+                self._store.turns.cut_short(error)
+            raise
+        finally:
+            if owned is not None:
+                owned.close()
+        return Loaded(snapshot.info, as_saved)
+
+    def _open(self, what: str, snapshot: PartedSnapshot, *, weights_only: bool, read: bool) -> "_Opened":
+        """Rows that this rank is to load. Returns after all ranks have found that theirs fit."""
+        own = snapshot.part_in(self._own, self._rank, self._size)
+        owned: OwnedRows | None = None
+
+        def check() -> None:
+            nonlocal owned
+            if own is None:
+                owned = OwnedRows(snapshot, self._rank, self._size, self._fs)
+            self._store.check_rows(info, owned, weights_only=weights_only, read=read)
+
+        info = snapshot.info if own is None else own.info
+        try:
+            self.agree(what, check)
+            replicated = self._check_replicated(what, snapshot, rows_of(info) if owned is None else len(owned))
+        except BaseException:
+            if owned is not None:
+                owned.close()
+            raise
+        return _Opened(info, owned, replicated)
+
+    # ---- rows of replicated tables ----------------------------------------------------------------------------------
+
+    def _check_replicated(self, what: str, snapshot: PartedSnapshot, rows: int) -> Keys | None:
+        """The keys of replicated tables that this rank owns in a snapshot, once all ranks have found that there is room
+        for those of all; None if there are no such tables.
+
+        Args:
+            rows: how many rows of the snapshot this rank owns.
+        """
+        replicas = self._store.replicas
+        if not replicas:
+            return None
+
+        found: list[Keys] = []
+
+        def look() -> int:
+            with closing(OwnedRows(snapshot, self._rank, self._size, self._fs)) as owned:
+                found.append(owned.keys(replicas.are_of))
+            return len(found[0][1])
+
+        count_R = self.all_gather(what, look)
+        total, others = sum(count_R), sum(count_R) - count_R[self._rank]
+        self.agree(what, lambda: self._store.check_replicas(snapshot.info, rows, others, total))
+        return found[0]
+
+    def _spread(self, what: str, own: Keys, put: Callable[[np.ndarray, np.ndarray, np.ndarray], None]) -> None:
+        """Let the others `put` rows of replicated tables that this rank owns, and put theirs."""
+        store, (table_N, id_N) = self._store, own
+        batch = max(1, min(_SPREAD_BYTES // store.format.row_bytes // self._size, _SPREAD_ROWS))
+
+        def spread(u: slice) -> None:
+            of_all = self.all_gather(what, lambda: (table_N[u], id_N[u], store.replicas_of(table_N[u], id_N[u])))
+            self.agree(what, lambda: put_all(of_all))
+
+        def put_all(of_all: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> None:
+            for rank, rows in enumerate(of_all):
+                if rank != self._rank and len(rows[1]):
+                    put(*rows)
+
+        for begin in range(0, max(self.all_gather(what, lambda: len(id_N))), batch):
+            spread(slice(begin, begin + batch))
+
+    def even_out(self, what: str) -> None:
+        """Let every rank have each row of replicated tables as its owner has it. To be called by `together`.
+
+        Those who watch the rows are told. Where it fails, every rank has no rows any more, and says so.
+        """
+        store = self._store
+        if not store.replicas:
+            return
+
+        def put(table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray) -> None:
+            # At most half of the cache at once: a step of accumulated gradients may have pinned some.
+            most = max(1, store.stats()["device"]["slots"] // 2)
+            for begin in range(0, len(id_U), most):
+                u = slice(begin, begin + most)
+                store.put(table_U[u], id_U[u], row_UW[u])
+
+        try:
+            self.agree(what, store.build)
+            self._bring_new_replicas(what)
+            self._spread(what, store.replicas.keys(own=True), put)
+        except BaseException as error:
+            self._store.turns.cut_short(error)
+            raise
+
+    def _bring_new_replicas(self, what: str) -> None:
+        """Let the owners of rows of replicated tables have those that lookups of other ranks have begun."""
+        store = self._store
+        if self._calls.alone or not store.replicas:
+            return
+
+        def blocks() -> list[list[torch.Tensor]]:
+            keys = store.replicas.keys(own=False)
+            table_N, id_N, owner_N = (torch.from_numpy(column) for column in (*keys, owner_of(*keys, self._size)))
+            owned_R = [owner_N == owner for owner in range(self._size)]
+            return [[owned_N.sum().reshape(1), id_N[owned_N], table_N[owned_N]] for owned_N in owned_R]
+
+        received = self._calls.exchange(what, blocks)
+
+        def begin() -> None:
+            for block in received:
+                count = int(block.take(1, torch.int64))
+                id_U, table_U = block.take(count, torch.int64), block.take(count, torch.int32)
+                store.begin_replicas(table_U.numpy(), id_U.numpy())
+
+        self.agree(what, begin)
+
+
+class _Opened(NamedTuple):
+    """Rows that a rank is to load."""
+
+    info: SnapshotInfo
+    owned: OwnedRows | None
+    """The rank's rows in the parts of others; None = its own part."""
+    replicated: Keys | None
+    """The keys of replicated tables among them; None = there are no such tables."""
+
+
+def _is_there(check: Callable[[str, str | None, str], object], name: str, identity: str | None) -> bool:
+    """Whether a snapshot exists, as `check` says, which raises without it."""
+    try:
+        check(name, identity, "a checkpoint")
+    except (SnapshotNotFoundError, OtherSnapshotError, ValueError):
+        return False
+    except (CorruptTableError, FormatVersionError):
+        pass  # It exists, though it cannot be read.
+    return True

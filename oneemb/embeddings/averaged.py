@@ -1,0 +1,288 @@
+"""The average of an embedding's rows over the steps of training, kept beside them.
+
+An average moves at every averaging, also that of a row which no step touches. Yet a row that stays what it is draws its
+average nearer by the same rule each time, so that any number of averagings can be made up for in one:
+
+    average now = row + kept * (average then - row)        kept = decay ** (now - then), or then / now for a mean
+
+`then` and `now` count averagings. What is stored of a row is its average and `then`. A step brings the averages of the
+rows that it is about to change up to date (`EmbeddingStore.watchers`); averaging itself adds one to a count; a lookup
+makes up for the rest as it reads.
+"""
+
+import dataclasses
+import weakref
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+
+from oneemb.embeddings.embedding import MultiTableEmbedding, TableEmbedding, copied
+from oneemb.graph import ops
+from oneemb.graph.ops.batch_ids import columns_of, pooling_of
+from oneemb.graph.ops.lookup import DTYPES
+from oneemb.kernels.arrays import Array
+from oneemb.kernels.loops import Keys, Loops
+from oneemb.options import make_constant_initializer, make_table
+from oneemb.storage.errors import StoreFullError
+from oneemb.storage.fs import AnyPath, absolute_path
+from oneemb.storage.locking.step_lock import alone, between_steps
+from oneemb.storage.locking.turns import changing, undisturbed, whole
+from oneemb.storage.rows.row_format import RowFormat
+from oneemb.training.tracers import refuse_tracers
+
+__all__ = ["AveragedEmbedding"]
+
+
+class AveragedEmbedding(torch.nn.Module):
+    """The running average of an embedding's rows, of all of them, at the cost of those that steps touch.
+
+    It is to rows what `torch.optim.swa_utils.AveragedModel` is to dense parameters: the first `update_rows` takes the
+    rows as they are; each later one moves every average toward its row as it is then. A lookup reads the averages.
+
+    Averages are float32, in a store like the embedding's own, and hold the rows that were trained since the first
+    averaging; those of other rows are the rows themselves. Its snapshots belong to those of the embedding: save and
+    load both, as a state dict of a model with both modules does.
+
+    Args:
+        embedding: whose rows are averaged.
+        persistent_path: the folder of the averages.
+        decay: an average moves to decay * average + (1 - decay) * row, from 0 to 1; None = it is the mean of the rows
+            at all averagings.
+
+    Raises:
+        ValueError: `decay` is not as above.
+        StorageError: the path is in use, or cannot be made or written to.
+
+    Example:
+        >>> import tempfile, torch, oneemb
+        >>> embedding = oneemb.MultiTableEmbedding(
+        ...     "words", 2, torch.float32, torch.int64, [oneemb.make_table(oneemb.make_constant_initializer(1.0))],
+        ...     oneemb.make_device_mem_store_options(tempfile.mkdtemp()))
+        >>> averaged = oneemb.AveragedEmbedding(embedding, tempfile.mkdtemp(), decay=0.75)
+        >>> optimizer = torch.optim.SGD(embedding.parameters(), lr=4.0)
+        >>> averaged.update_rows()
+        >>> embedding(torch.tensor([7])).sum().backward()
+        >>> optimizer.step()
+        >>> averaged.update_rows()
+        >>> embedding(torch.tensor([7])).tolist(), averaged(torch.tensor([7])).tolist()
+        ([[-3.0, -3.0]], [[0.0, 0.0]])
+    """
+
+    def __init__(self, embedding: TableEmbedding, persistent_path: AnyPath, decay: float | None = None):
+        super().__init__()
+        if not isinstance(embedding, TableEmbedding):
+            raise TypeError(f"embedding must be one of oneemb's, got {type(embedding).__name__} {embedding!r}")
+        if decay is not None and (not isinstance(decay, int | float) or not 0 <= decay <= 1):
+            raise ValueError(f"decay must be from 0 to 1, or None for a mean, got {decay!r}")
+        if embedding.policies is not None:
+            raise ValueError(
+                f"the rows of embedding {embedding.name!r} leave by its policy, and averages are of rows that stay;"
+                " average an embedding without a policy"
+            )
+        self._decay = decay
+        self._embedding = (embedding,)  # no submodule: it is the model's
+        # The optimizer's state, for which these two make room, is not averaged.
+        options = dataclasses.replace(
+            embedding.store_options, persistent_path=(absolute_path(persistent_path),), size_factor=None,
+            storage_dim=None,
+        )  # fmt: skip
+        tables = [make_table(replicate=table.replicate) for table in embedding.tables]
+        self.rows = MultiTableEmbedding(
+            f"{embedding.name}, averaged", embedding.embedding_dim, torch.float32, embedding.key_type,
+            tables, options, make_constant_initializer(0.0), embedding.padding_idx,
+            num_threads=embedding.store.threads.count,
+            process_group=None if embedding.ranks is None else embedding.ranks.group,
+        )  # fmt: skip
+        """Stored averages."""
+        weight = self.rows.to(embedding.store.loops.device).weight.detach()
+        del self.rows.weight
+        self.rows.register_buffer("weight", weight)  # It is no parameter: no optimizer trains averages.
+        store = self.rows.store
+        store.owner = weakref.ref(self)
+        store.step_lock = embedding.store.step_lock  # Rows and averages are of one moment.
+        # A snapshot of averages that another rule has made does not fit: they are not up to date without theirs.
+        store.attach("mean" if decay is None else f"average, decay {float(decay)}", np.zeros(1, np.float32))
+        embedding.store.watchers.add(self)
+
+    @property
+    def embedding(self) -> TableEmbedding:
+        """The one whose rows are averaged."""
+        return self._embedding[0]
+
+    @property
+    def decay(self) -> float | None:
+        """Weight of the old average at an averaging; None = the average is a mean. It cannot change: averages that are
+        not up to date would use the new value for averagings before the change."""
+        return self._decay
+
+    @property
+    def n_averaged(self) -> int:
+        """Averagings so far."""
+        return self.rows.store.step
+
+    def update_rows(self) -> None:
+        """Move the average of every row toward the row as it is now. Call it where the averages of dense parameters
+        are updated, after the optimizer's step. It costs nothing: steps and lookups do the work.
+
+        Raises:
+            RuntimeError: it comes in the middle of a step of this thread.
+        """
+        self.rows.say_if_empty()
+        between_steps((self.rows.store.step_lock,), "update_rows", self._count)
+
+    def _count(self) -> None:
+        store = self.rows.store
+        store.turns.check(changes=True)
+        with undisturbed:
+            store.step += 1
+            store.changes += 1
+
+    # torch.compile must not look into the loops of a lookup; see `TableEmbedding.forward`.
+    @torch._disable_dynamo
+    def forward(
+        self,
+        ids: torch.Tensor,
+        table_ids: torch.Tensor | None = None,
+        offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
+        pooling: Literal["sum", "mean", "max"] | None = None,
+        *,
+        columns: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """The averages of the rows of ids, without a gradient; arguments, result and errors are those of the
+        embedding in eval mode."""
+        refuse_tracers(self.embedding, ids)
+        rows, averages, pools = self.rows, _Averages(self), pooling or "sum"
+
+        def keys() -> ops.Keys:
+            pooling_of(pooling, offsets)  # raises on every rank
+            return rows.keys_of(ids, table_ids, offsets, per_sample_weights, pools, columns_of(columns))
+
+        def look_up() -> torch.Tensor:
+            if rows.asked_ranks is None:
+                return ops.peek(averages, keys(), per_sample_weights, pools)
+            sums_bags = ops.sums_bags(offsets, per_sample_weights, pools)
+            lease = ops.look_up_on_ranks(
+                rows.asked_ranks, rows.store, rows.name, keys, source=averages, sums_bags=sums_bags
+            )
+            return ops.gather(lease, per_sample_weights, pools)
+
+        with torch.no_grad():
+            found = alone((rows.store.step_lock,), look_up)
+        return found.to(self.embedding.dtype)
+
+    def copy_to(self, persistent_path: AnyPath) -> TableEmbedding:
+        """An embedding like the one that is averaged, whose rows are the averages as they are now: to be served, or
+        trained on.
+
+        Args:
+            persistent_path: the folder of its rows.
+
+        Raises:
+            ValueError, StorageError: as those of `embedding.copy_to`.
+        """
+        return copied(self.embedding, persistent_path, weights_only=True, change=self._put_averages)
+
+    def _put_averages(self, table_N: np.ndarray, id_N: np.ndarray, row_NW: np.ndarray) -> None:
+        loops, format = self.rows.store.loops, self.embedding.store.format
+        average_ND, _ = self.read(loops.distinct_keys(loops.put(table_N), loops.put(id_N)))
+        weight_ND = torch.from_numpy(format.weights(row_NW))[:, : format.dim].view(DTYPES[format.dtype])
+        weight_ND.copy_(average_ND)
+
+    def close(self) -> None:
+        """Free memory, files and the lock on `persistent_path`. Averages that no snapshot holds are gone; the embedding
+        trains on without."""
+        self.embedding.store.watchers.discard(self)
+        self.rows.close()
+
+    def before_change(self, table_U: Array, id_U: Array, weight_UD: torch.Tensor) -> None:
+        """Bring the averages of these rows, which are about to change, up to date. The embedding's steps call it.
+
+        Args:
+            weight_UD: the rows' weights, as they are.
+
+        Raises:
+            StorageError: there is no room for the averages.
+        """
+        _check_place(self)
+        if self.n_averaged:
+            alone((self.rows.store.step_lock,), lambda: self._catch_up(table_U, id_U, weight_UD.float()))
+
+    def erase(self, table_U: np.ndarray, id_U: np.ndarray) -> None:
+        """Forget the averages of rows that have been erased: they begin anew too."""
+        self.rows.store.erase(table_U, id_U)
+
+    def _catch_up(self, table_U: Array, id_U: Array, row_UD: torch.Tensor) -> None:
+        store, dim = self.rows.store, self.rows.embedding_dim
+        store.build()  # It has no tiers after `clear` has mended it.
+        try:
+            lease = ops.Lease.of_keys(store, table_U, id_U)
+        except StoreFullError:  # The rows of the step fit into their cache; averages of narrow ones are wider.
+            half = len(id_U) // 2
+            if half == 0:
+                raise
+            self._catch_up(table_U[:half], id_U[:half], row_UD[:half])
+            self._catch_up(table_U[half:], id_U[half:], row_UD[half:])
+            return
+        slot_U = store.loops.tensor(lease.slot_U)
+        with whole((store.turns,)), store.writing:  # An average that has moved without its count would move twice.
+            row_SW = store.loops.tensor(store.row_SW)
+            count_SW = row_SW.view(torch.int32)
+            average_UD = store.weights_in(lease.slot_U)
+            moved_UD = _moved(average_UD, row_UD, self._kept(count_SW[slot_U, dim]))
+            with changing:
+                row_SW[slot_U, :dim] = moved_UD
+                count_SW[slot_U, dim] = self.n_averaged
+                store.mark_dirty(table_U, lease.slot_U)
+        lease.unpin()
+
+    def _kept(self, then_U: torch.Tensor) -> torch.Tensor:
+        """Share that averages as of `then_U` averagings keep by now: float32 [U]. The first averaging leaves none."""
+        now, loops = self.n_averaged, self.rows.store.loops
+        if self.decay is None or now == 0:
+            return (then_U.double() / max(1, now)).float()
+        # The power is not torch's, whose last bit depends on where in the tensor a value lies.
+        kept_U = loops.tensor(self.decay ** loops.array(now - then_U.double())).float()
+        return torch.where(then_U == 0, 0.0, kept_U)
+
+    def read(self, keys: Keys) -> tuple[torch.Tensor, Keys]:
+        """The averages of these keys, float32 [U, D]; and the keys, cut to as many as there are."""
+        _check_place(self)
+        source, tensor, dim = self.embedding.store, self.rows.store.loops.tensor, self.rows.embedding_dim
+        row_UW, keys = source.read(keys)
+        stored_UW = tensor(self.rows.store.read(keys)[0])
+        row_UD = tensor(source.format.weights(row_UW))[:, :dim].view(DTYPES[source.format.dtype]).float()
+        return _moved(stored_UW[:, :dim], row_UD, self._kept(stored_UW.view(torch.int32)[:, dim])), keys
+
+
+def _check_place(averaged: AveragedEmbedding) -> None:
+    rows, averages = averaged.embedding.store.loops, averaged.rows.store.loops
+    if averages.place != rows.place:
+        raise ValueError(
+            f"averages must be where the rows are, on {rows.device}, they are on {averages.device}; move both modules"
+        )
+
+
+def _moved(average_UD: torch.Tensor, row_UD: torch.Tensor, kept_U: torch.Tensor) -> torch.Tensor:
+    """row + kept * (average - row), in new memory."""
+    # Op by op, so that no machine merges a product into a sum; and what is kept whole keeps its bits.
+    moved_UD = (average_UD - row_UD).mul_(kept_U.unsqueeze(1)).add_(row_UD)
+    whole_U = kept_U == 1
+    if bool(whole_U.any()):
+        moved_UD[whole_U] = average_UD[whole_U]
+    return moved_UD
+
+
+class _Averages:
+    """Averages as `ops.peek` reads rows."""
+
+    def __init__(self, averaged: AveragedEmbedding):
+        self._averaged = averaged
+        self.format = RowFormat(averaged.rows.embedding_dim, "float32")
+        self.loops: Loops = averaged.embedding.store.loops
+
+    def read(self, keys: Keys) -> tuple[Array, Keys]:
+        average_UD, keys = self._averaged.read(keys)
+        return self.loops.array(average_UD), keys

@@ -1,0 +1,265 @@
+"""The arguments of an embedding: checked, and turned into what storage and kernels take."""
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from oneemb.graph.ops.lookup import DTYPES
+from oneemb.graph.ranks import Ranks
+from oneemb.kernels import init_rows
+from oneemb.kernels.hash_index import TABLE_MAX
+from oneemb.options import (
+    CachedHostMemStoreOptions,
+    CachedRemoteStoreOptions,
+    CachedSsdStoreOptions,
+    DeviceMemStoreOptions,
+    Initializer,
+    StoreOptions,
+    TableOptions,
+)
+from oneemb.storage.policies.row_policy import RowPolicy
+from oneemb.storage.remote.servers import check_installed
+from oneemb.storage.rows.initializers import encoded, largest_weight
+from oneemb.storage.snapshots.snapshot_parts import rank_folder_name
+from oneemb.storage.tiers.stack import RemotePlan, StorePlan
+
+__all__ = [
+    "DTYPE_NAMES",
+    "check_arguments",
+    "differences",
+    "initial_rows",
+    "policies_of",
+    "rank_folders",
+    "state_width_of",
+    "store_plan",
+]
+
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""The dtypes of rows, with the names that storage has for them."""
+
+
+def check_arguments(
+    name: str,
+    dim_C: Sequence[int],
+    dtype: torch.dtype,
+    key_type: torch.dtype,
+    tables: Sequence[TableOptions],
+    store_options: StoreOptions,
+    default_initializer: Initializer | None,
+    padding_idx: int | None,
+    seed: int,
+    ranks: int,
+) -> None:
+    """Raise TypeError or ValueError unless an embedding can be made of these, as `MultiTableEmbedding` says."""
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"name must be a word, got {name!r}")
+    for dim in dim_C:
+        if isinstance(dim, bool) or not isinstance(dim, int | float):
+            raise TypeError(f"embedding_dim must be an int of 1 or more, got {_with_type(dim)}; give the rows' width")
+    if not dim_C or any(not isinstance(dim, int) or dim < 1 for dim in dim_C):
+        raise ValueError(f"embedding_dim must be 1 or more, got {list(dim_C)}")
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPE_NAMES:
+        raise TypeError(
+            f"dtype must be torch.float32, float16 or bfloat16, got {_with_type(dtype)}; rows hold no other"
+        )
+    if not isinstance(key_type, torch.dtype) or key_type not in (torch.int64, torch.int32):
+        raise TypeError(f"key_type must be torch.int64 or torch.int32, got {_with_type(key_type)}; it is that of ids")
+    if not isinstance(tables, list | tuple) or not tables or not all(isinstance(t, TableOptions) for t in tables):
+        swapped = "; store_options come after tables" if isinstance(tables, StoreOptions) else ""
+        raise TypeError(
+            f"tables must be a list of one or more oneemb.make_table(...), got {_with_type(tables)}"
+            f"{swapped or '; of two alike give [oneemb.make_table()] * 2'}"
+        )
+    if len(tables) > TABLE_MAX + 1:
+        raise ValueError(f"an embedding has at most {TABLE_MAX + 1} tables, got {len(tables)}")
+    for t, table in enumerate(tables):
+        if len(table.columns) not in (1, len(dim_C)):
+            raise ValueError(f"table {t} has {len(table.columns)} columns, embedding_dim has {len(dim_C)}")
+        for column in table.columns:
+            if column.initializer is not None:
+                _check_range(f"table {t}", column.initializer, dtype)
+    if default_initializer is not None:
+        if not isinstance(default_initializer, Initializer):
+            raise TypeError(
+                f"default_initializer must be made by one of oneemb.make_*_initializer, got {default_initializer!r}"
+            )
+        _check_range("default_initializer", default_initializer, dtype)
+    if not isinstance(store_options, StoreOptions):
+        raise TypeError(
+            f"store_options must be made by one of oneemb.make_*_store_options, got {_with_type(store_options)};"
+            " make_device_mem_store_options(folder) keeps rows in memory"
+        )
+    if len(store_options.persistent_path) not in (1, ranks):
+        raise ValueError(
+            f"persistent_path must name a folder, or one for each of {ranks} ranks, got"
+            f" {len(store_options.persistent_path)}; the ranks are those of process_group"
+        )
+    limits = torch.iinfo(key_type)
+    if padding_idx is not None and (isinstance(padding_idx, bool) or not isinstance(padding_idx, int)):
+        raise TypeError(f"padding_idx must be an int or None, got {padding_idx!r}")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed must be an int, got {seed!r}")
+    if padding_idx is not None and not limits.min <= padding_idx <= limits.max:
+        raise ValueError(f"padding_idx must be a {key_type}, got {padding_idx}")
+    if not -(2**63) <= seed < 2**64:
+        raise ValueError(f"seed must fit in 64 bits, got {seed}")
+
+
+def _with_type(value: object) -> str:
+    """Text of a value for an error, with its type unless it is None or a dtype."""
+    return str(value) if value is None or isinstance(value, torch.dtype) else f"{type(value).__name__} {value!r}"
+
+
+def initial_rows(
+    seed: int, dim_C: Sequence[int], tables: Sequence[TableOptions], default: Initializer
+) -> init_rows.InitialRows:
+    """Initial rows: for each table and column the kind of its initializer, and the parameters of that."""
+    kind_TC = np.empty((len(tables), len(dim_C)), np.int64)
+    param_TC4 = np.zeros((len(tables), len(dim_C), 4))
+    for t, table in enumerate(tables):
+        for c in range(len(dim_C)):
+            column = table.columns[c if len(table.columns) > 1 else 0]
+            kind_TC[t, c], params = encoded(column.initializer or default)
+            param_TC4[t, c, : len(params)] = params
+    return init_rows.InitialRows(seed % 2**64, kind_TC, param_TC4, np.cumsum(dim_C, dtype=np.int64))
+
+
+def _check_range(what: str, initializer: Initializer, dtype: torch.dtype) -> None:
+    """Raise ValueError if weights may begin infinite: float16 ends at 65504."""
+    largest = largest_weight(initializer)
+    if largest > torch.finfo(dtype).max:
+        raise ValueError(
+            f"{what} begins with weights up to {largest:g}, {dtype} holds at most {torch.finfo(dtype).max:g}; choose a"
+            " narrower initializer or another dtype"
+        )
+
+
+def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Arguments by which rows begin or read differently in two embeddings, as a text for each; None if there are none.
+
+    Args:
+        theirs: the `description` in a snapshot; other releases may have saved less of it, or none.
+        ours: the `description` of an embedding with at least as many tables.
+    """
+    names = [name for name in ("seed", "padding_idx", "key_type", "column_dims") if name in theirs]
+    found = [(f"{name}={theirs[name]}", f"{name}={ours[name]}") for name in names if theirs[name] != ours[name]]
+    tables, default = theirs.get("tables", []), ours["default_initializer"]
+    their_default, other = theirs.get("default_initializer", default), list[tuple[int, str, str]]()
+    if their_default != default or tables != ours["tables"][: len(tables)]:
+        pairs = [
+            (t, _begins(table, their_default), _begins(ours["tables"][t], default)) for t, table in enumerate(tables)
+        ]
+        other = [(t, begins, now) for t, begins, now in pairs if begins != now]
+    if other:
+        t, begins, now = other[0]
+        more = f" (and others in {len(other) - 1} more)" * (len(other) > 1)
+        found.append((f"{begins} in table {t}{more}", f"{now} in it"))
+    return (", ".join(one for one, _ in found), ", ".join(one for _, one in found)) if found else None
+
+
+def _begins(table: Mapping[str, Any], default: Mapping[str, Any]) -> str:
+    """Initializers of a table of a description, as text."""
+    said = []
+    for column in table["columns"]:
+        its = dict(column["initializer"] or default)
+        kind = its.pop("type")
+        said.append(f"{kind}({', '.join(f'{name}={value}' for name, value in its.items())})")
+    return said[0] if len(set(said)) == 1 else f"[{', '.join(said)}]"
+
+
+def rank_folders(options: StoreOptions, ranks: Ranks | None) -> list[str]:
+    """Where the rows of each rank are: the folder that the options give it, or one of its own in theirs."""
+    paths = options.persistent_path
+    if ranks is None or len(paths) > 1:
+        return list(paths)
+    return [os.path.join(paths[0], rank_folder_name(rank, ranks.size)) for rank in range(ranks.size)]
+
+
+def store_plan(name: str, options: StoreOptions, tables: Sequence[TableOptions], ranks: Ranks | None) -> StorePlan:
+    """Plan of the store with these options, on this rank, for an embedding of this name."""
+    rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+    folder = rank_folders(options, ranks)[rank]
+    cache_bytes: int | None
+    host_bytes: int | None
+    remote = None
+    match options:
+        case DeviceMemStoreOptions():
+            cache_bytes, host_bytes, policy = None, 0, "lfu"
+        case CachedHostMemStoreOptions():
+            cache_bytes, host_bytes, policy = options.cache_budget_mb * 2**20, None, options.cache_policy
+        case CachedSsdStoreOptions():
+            cache_bytes, host_bytes = options.cache_budget_mb * 2**20, options.host_cache_budget_mb * 2**20
+            policy = options.cache_policy
+        case CachedRemoteStoreOptions():
+            cache_bytes, host_bytes, policy = options.cache_budget_mb * 2**20, 0, options.cache_policy
+            check_installed(options.url)
+            remote = RemotePlan(options.url, _name_on_server(name, folder))
+    replicated = tuple(t for t, table in enumerate(tables) if table.replicate)
+    return StorePlan(
+        folder, cache_bytes, host_bytes, options.capacity, options.physical_block_size, policy, rank, size, replicated,
+        remote=remote,
+    )  # fmt: skip
+
+
+def _name_on_server(name: str, folder: str) -> str:
+    """The same for a job that is started again, and another one for each rank and for a copy in another folder."""
+    return f"{name}.{hashlib.blake2s(folder.encode(), digest_size=4).hexdigest()}"
+
+
+def policies_of(
+    policy: RowPolicy | Sequence[RowPolicy] | None, tables: Sequence[TableOptions], options: StoreOptions,
+    ranks: Ranks | None,
+) -> tuple[RowPolicy, ...] | None:  # fmt: skip
+    """The policy of each table; None = they keep all rows.
+
+    Raises:
+        TypeError, ValueError: it is no policy, or none for these tables.
+    """
+    if policy is None:
+        return None
+    if ranks is not None and any(table.replicate for table in tables):
+        raise ValueError(
+            "replicated tables keep all rows: make those with a policy an embedding of their own, got replicate=True"
+            " and policy= in one"
+        )
+    policies: tuple[Any, ...] = (policy,) * len(tables)
+    if isinstance(policy, list | tuple):
+        policies = tuple(policy)
+    if not all(isinstance(one, RowPolicy) for one in policies):
+        raise TypeError(f"policy must be a oneemb.policies.RowPolicy, or a list of one for each table, got {policy!r}")
+    if len(policies) != len(tables):
+        raise ValueError(f"policy must be one for all tables, or one for each of {len(tables)}, got {len(policies)}")
+    if len({one.clock for one in policies if one.expire_after_seconds is not None}) > 1:
+        raise ValueError("the policies of an embedding have one clock=, got several")
+    if len({one.timestamps for one in policies}) > 1:
+        raise ValueError("timestamps= of a policy is the same for all tables of an embedding, got both")
+    if options.capacity is not None and len({one.evict for one in policies}) > 1:
+        raise ValueError(
+            f"tables that share the store's capacity, {options.capacity} rows, must have one evict=, so that it is"
+            " clear whose rows leave; give each table a capacity of its own, in its policy"
+        )
+    return policies
+
+
+def state_width_of(options: StoreOptions, dim: int, optimizer: str, needed: int) -> int:
+    """Values of state that a row has room for: what the options say, else the `needed` values of the optimizer."""
+    if options.storage_dim is not None:
+        if options.storage_dim < dim + needed:
+            raise ValueError(
+                f"storage_dim={options.storage_dim} is too small for {optimizer!r}: rows of {dim} weights need"
+                f" storage_dim={dim + needed}; give that, or leave it out"
+            )
+        return options.storage_dim - dim
+    if options.size_factor is not None:
+        factor = -(-(dim + needed) // dim)
+        if options.size_factor < factor:
+            raise ValueError(
+                f"size_factor={options.size_factor} is too small for {optimizer!r}: rows of {dim} weights need"
+                f" size_factor={factor}; give that, or leave it out"
+            )
+        return (options.size_factor - 1) * dim
+    return needed

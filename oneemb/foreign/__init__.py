@@ -1,0 +1,1 @@
+"""Files of rows of OneFlow and dynamicemb."""

@@ -1,0 +1,352 @@
+"""Reads dumps of dynamicemb's tables; dynamicemb_files.py says what is in them, and when they are whole.
+
+Invariant: what `find_dump` has given is whole: every file is there, and as long as it has to be.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from oneemb.foreign.dynamicemb_files import (
+    DIST_TYPES,
+    META,
+    OF_SEED,
+    RANKED,
+    Layout,
+    check_name,
+    key_of_file,
+    names_in,
+    part_of,
+)
+from oneemb.foreign.oneflow_table import doing
+from oneemb.kernels.threads import Threads
+from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError
+from oneemb.storage.fs import FileSystem, LocalFileSystem
+from oneemb.storage.hash_index import HashIndex
+
+__all__ = ["Dump", "DumpRows", "find_dump"]
+
+
+class DumpRows(NamedTuple):
+    """Some rows of a dump."""
+
+    rank: int
+    """The one that has written them."""
+    key_N: np.ndarray
+    """int64, as the file has them; see `key_of_file`."""
+    value_ND: np.ndarray
+    """float32."""
+    score_NS: np.ndarray | None
+    """int64, S of 1 or 2; None = there are none."""
+    state_NZ: np.ndarray | None
+    """float32; None = there is none."""
+
+
+class Dump:
+    """A dump of one table, looked at by `find_dump`."""
+
+    def __init__(
+        self, fs: FileSystem, version: Layout, parts: Sequence[Mapping[str, str]], meta: Mapping[str, Any], dim: int
+    ):
+        self._fs, self.version, self._parts, self.meta, self._dim = fs, version, list(parts), dict(meta), dim
+        self.ranks = len(parts)
+        """How many have written it."""
+        self._rows = [self._count(part["keys"], np.int64, 1) for part in parts]
+        self.rows = sum(self._rows)
+        words, widths = set[int](), set[int]()  # of the parts that have rows
+        self._state_parts: list[tuple[str, str]] = []
+        for part, rows in zip(parts, self._rows, strict=True):
+            self._need(part["values"], 4 * dim * rows, f"float32 [{rows}, {dim}]")
+            if "scores" in part:
+                words |= self._widths(part["scores"], 8, rows, (1, 2))
+            if "opt_values" in part:
+                widths |= self._widths(part["opt_values"], 4, rows)
+            if "counter_keys" in part:
+                counts = self._count(part["counter_keys"], np.int64, 1)
+                self._need(part["counter_frequencies"], 8 * counts, f"int64 [{counts}]")
+        self.has_scores = "scores" in parts[0]
+        """Whether there are files of them."""
+        self.score_words = self._one(words, "scores")
+        """Scores of a row: 0, 1 or 2; 0 where there is no row, too."""
+        self.state_width = self._one(widths, "numbers of state")
+        """Numbers of state of a row."""
+        if version == "seed":
+            self._look_at_states()
+        self.has_counters = all("counter_keys" in part for part in parts)
+        """Whether there are counts of ids without a row."""
+
+    def _look_at_states(self) -> None:
+        [part], [rows] = self._parts, self._rows
+        # m comes before v, as it does in the state of a row.
+        for name in sorted({found[1] for one in part if (found := OF_SEED.fullmatch(one)) and found[1]}):
+            keys, values, scores = (f"opt_state_{name}_{what}" for what in ("keys", "values", "scores"))
+            for one, other in ((keys, values), (values, keys)):
+                if other not in part and one in part:
+                    raise CorruptTableError(f"{part[one]} is there without a file of {other}; restore it from a copy")
+            if keys not in part:
+                raise CorruptTableError(f"{part[scores]} is there without files of keys and values; restore them")
+            if self._count(part[keys], np.int64, 1) != rows:
+                raise CorruptTableError(
+                    f"{part[keys]} must have the keys of {rows} rows, as {part['keys']} has, got"
+                    f" {self._fs.size(part[keys])} bytes; restore it from a copy, or load without the optimizer's state"
+                )
+            if "scores" in part:
+                if scores not in part:
+                    raise CorruptTableError(f"{part[keys]} is there without a file of {scores}; restore it from a copy")
+                self._need(part[scores], 8 * rows, f"uint64 [{rows}]")
+            self.state_width += self._one(self._widths(part[values], 4, rows), "numbers of state")
+            self._state_parts.append((part[keys], part[values]))
+
+    def _one(self, found: set[int], what: str) -> int:
+        """The number that all parts with rows have; 0 where none has rows."""
+        if len(found) > 1:
+            raise CorruptTableError(
+                f"the rows of {self._parts[0]['keys']} and its like must have as many {what} each, got"
+                f" {' and '.join(map(str, sorted(found)))}; restore the dump from a copy"
+            )
+        return min(found, default=0)
+
+    def _count(self, path: str, dtype: type, width: int) -> int:
+        size, unit = self._fs.size(path), np.dtype(dtype).itemsize * width
+        if size % unit:
+            raise CorruptTableError(f"{path} must be of whole int64 numbers, got {size} bytes; restore it from a copy")
+        return size // unit
+
+    def _need(self, path: str, size: int, what: str) -> None:
+        if (got := self._fs.size(path)) != size:
+            raise CorruptTableError(f"{path} must be {what}, {size} bytes, got {got}; restore it from a copy")
+
+    def _widths(self, path: str, unit: int, rows: int, widths: Sequence[int] | None = None) -> set[int]:
+        """The one number that a file has of each row; none where there are no rows."""
+        size = self._fs.size(path)
+        width = size // (unit * rows) if rows else 0
+        if size != unit * rows * width or rows and widths is not None and width not in widths:
+            raise CorruptTableError(
+                f"{path} must have as many numbers of {unit} bytes for each of {rows} rows, got {size} bytes; restore"
+                " it from a copy"
+            )
+        return {width} if rows else set()
+
+    def check_distinct(self, num_embeddings: int | None) -> None:
+        """Raise CorruptTableError if an id comes twice."""
+        index, dist = HashIndex(Threads(1)), self.meta.get("dist_type", "roundrobin")
+        for r, (part, rows) in enumerate(zip(self._parts, self._rows, strict=True)):
+            for begin in range(0, rows, _AT_ONCE):
+                key_N = self._read(part["keys"], np.int64, begin, min(_AT_ONCE, rows - begin), 1)[:, 0]
+                if self.version == "today":
+                    key_N = key_of_file(dist, r, key_N, self.ranks, num_embeddings)
+                table_N = np.zeros(len(key_N), np.int32)
+                seen = index.find(table_N, key_N) >= 0
+                if seen.any() or len(np.unique(key_N)) < len(key_N):
+                    twice = key_N[seen][0] if seen.any() else _twice(key_N)
+                    raise CorruptTableError(f"id {twice} comes twice in {part['keys']} and its like; restore the dump")
+                index.put(table_N, key_N, np.zeros(len(key_N), np.int64))
+
+    def check_states(self) -> None:
+        """Raise CorruptTableError if a row has no state, where state has keys of its own."""
+        for keys, _ in self._state_parts:
+            mine_N, its_N = (np.sort(self._whole(path, np.int64, 1)[:, 0]) for path in (self._parts[0]["keys"], keys))
+            if (differs_N := mine_N != its_N).any():
+                raise CorruptTableError(
+                    f"{keys} must have the ids of all rows, and no other: it has {its_N[differs_N][0]} where they have"
+                    f" {mine_N[differs_N][0]}; restore it from a copy, or load without the optimizer's state"
+                )
+
+    def read(self, batch: int, *, state: bool) -> Iterator[DumpRows]:
+        """All rows, at most so many at a time.
+
+        Args:
+            state: read it too, where there is some. `check_states` has found it whole.
+
+        Raises:
+            CorruptTableError: a file became shorter.
+        """
+        states = [self._state_of(keys, values) for keys, values in self._state_parts if state]
+        for r, (part, rows) in enumerate(zip(self._parts, self._rows, strict=True)):
+            for begin in range(0, rows, batch):
+                count = min(batch, rows - begin)
+                key_N = self._read(part["keys"], np.int64, begin, count, 1)[:, 0]
+                value_ND = self._read(part["values"], np.float32, begin, count, self._dim)
+                score_NS = state_NZ = None
+                if "scores" in part:
+                    score_NS = self._read(part["scores"], np.int64, begin, count, self.score_words)
+                if "opt_values" in part and state:
+                    state_NZ = self._read(part["opt_values"], np.float32, begin, count, self.state_width)
+                elif states:
+                    state_NZ = np.concatenate([of(key_N) for of in states], axis=1)
+                yield DumpRows(r, key_N, value_ND, score_NS, state_NZ)
+
+    def scores(self, batch: int) -> Iterator[tuple[int, np.ndarray, np.ndarray | None]]:
+        """The rank, key_N and score_NS of all rows, as `read` has them, at most so many at a time."""
+        for r, (part, rows) in enumerate(zip(self._parts, self._rows, strict=True)):
+            for begin in range(0, rows, batch):
+                count, score_NS = min(batch, rows - begin), None
+                if "scores" in part:
+                    score_NS = self._read(part["scores"], np.int64, begin, count, self.score_words)
+                yield r, self._read(part["keys"], np.int64, begin, count, 1)[:, 0], score_NS
+
+    def _state_of(self, keys: str, values: str) -> Callable[[np.ndarray], np.ndarray]:
+        """A function that gives a part of the state of ids, which it finds by their keys."""
+        key_N, rows = self._whole(keys, np.int64, 1)[:, 0], self.rows
+        value_NZ = self._whole(values, np.float32, self._one(self._widths(values, 4, rows), "numbers of state"))
+        index = HashIndex(Threads(1))
+        index.put(np.zeros(rows, np.int32), key_N, np.arange(rows))
+
+        def of(its_N: np.ndarray) -> np.ndarray:
+            found: np.ndarray = value_NZ[index.find(np.zeros(len(its_N), np.int32), its_N)]
+            return found
+
+        return of
+
+    def _whole(self, path: str, dtype: type, width: int) -> np.ndarray:
+        """A file of "seed", which has something of all rows."""
+        return self._read(path, dtype, 0, self.rows, width)
+
+    def counters(self, batch: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Ids without a row and their counts, both int64."""
+        for part in self._parts:
+            rows = self._count(part["counter_keys"], np.int64, 1)
+            for begin in range(0, rows, batch):
+                count = min(batch, rows - begin)
+                its = [self._read(part[f"counter_{what}"], np.int64, begin, count, 1)[:, 0] for what in _COUNTS]
+                yield its[0], its[1]
+
+    def _read(self, path: str, dtype: type, begin: int, rows: int, width: int) -> np.ndarray:
+        out = np.empty((rows, width), np.dtype(dtype).newbyteorder("<"))
+        data = out.reshape(-1).view(np.uint8).data
+        with doing("read", path):
+            file = self._fs.open(path)
+            try:
+                got = self._fs.read_into(file, data, begin * width * out.itemsize) if len(data) else 0
+            finally:
+                self._fs.close(file)
+        if got != len(data):
+            raise CorruptTableError(f"{path} became shorter while it was read; restore it from a copy")
+        return out.astype(dtype, copy=False)
+
+
+_COUNTS = ("keys", "frequencies")
+_AT_ONCE = 1 << 16
+
+
+def find_dump(folder: str, table: str, *, dim: int, fs: FileSystem | None = None) -> Dump:
+    """The dump of a table that lies in a folder, found to be whole.
+
+    Args:
+        dim: weights of a row.
+
+    Raises:
+        SnapshotNotFoundError: there is none; the message names the tables that there are.
+        CorruptTableError: it is not whole, or a file is not as long as it has to be.
+        StorageError: a file cannot be read.
+    """
+    check_name(table)
+    fs = fs or LocalFileSystem()
+    names = names_in(fs, folder)
+    ranked = {name: found for name in names if (found := part_of(table, name, RANKED))}
+    of_seed = {name: found for name in names if (found := part_of(table, name, OF_SEED))}
+    meta_path, has_meta = f"{folder}/{table}_{META}", f"{table}_{META}" in names
+    if not ranked and not of_seed and not has_meta:
+        raise SnapshotNotFoundError(
+            f"no dump of table {table!r} in {folder}; there are: {', '.join(_tables_in(names)) or 'none'}"
+        )
+    if not has_meta and (ranked or any(found[1] for found in of_seed.values())):
+        raise CorruptTableError(
+            f"{meta_path}, the last file of a dump, is not there: the dump of table {table!r} was cut short; load"
+            " another one"
+        )
+    if ranked and of_seed:
+        raise CorruptTableError(
+            f"{folder} has files of two dumps of table {table!r}: {min(of_seed)} and {min(ranked)}; remove those of one"
+        )
+    version: Layout = "today" if ranked else "seed"
+    parts = [{name.removeprefix(f"{table}_"): f"{folder}/{name}" for name in of_seed}]
+    if ranked:
+        parts = _parts_of_ranks(folder, table, names, list(ranked.values()))
+    for kind in ("keys", "values"):
+        if kind not in parts[0]:
+            raise CorruptTableError(
+                f"{folder}/{table}_{kind} is not there: the dump of table {table!r} was cut short, or lost it; load"
+                " another one"
+            )
+    with doing("look at", folder):
+        return Dump(fs, version, parts, _meta(fs, meta_path) if has_meta else {}, dim)
+
+
+def _parts_of_ranks(folder: str, table: str, names: set[str], found: "Sequence[re.Match[str]]") -> list[dict[str, str]]:
+    """The files of each rank, by what is in them."""
+    worlds = {int(its[3]) for its in found}
+    if len(worlds) > 1:
+        raise CorruptTableError(
+            f"{folder} has dumps of table {table!r} by {' and by '.join(map(str, sorted(worlds)))} ranks; remove the"
+            " files of all but one"
+        )
+    ranks = worlds.pop()
+    kinds = {its[1] for its in found} | {"emb_keys", "emb_values"}
+    for kind in sorted(kinds):
+        for r in range(ranks):
+            if f"{table}_{kind}.rank_{r}.world_size_{ranks}" not in names:
+                raise CorruptTableError(
+                    f"{folder}/{table}_{kind}.rank_{r}.world_size_{ranks} is not there, and other files of the dump"
+                    " are; restore it from a copy"
+                )
+    for one, other in (("counter_keys", "counter_frequencies"), ("counter_frequencies", "counter_keys")):
+        if one in kinds and other not in kinds:
+            raise CorruptTableError(f"{folder} has {table}_{one} files and no {table}_{other}; restore them")
+    return [
+        {kind.removeprefix("emb_"): f"{folder}/{table}_{kind}.rank_{r}.world_size_{ranks}" for kind in kinds}
+        for r in range(ranks)
+    ]
+
+
+def _tables_in(names: set[str]) -> list[str]:
+    of_seed = {name.removesuffix("_keys") for name in names if name.endswith("_keys") and "_opt_state_" not in name}
+    return sorted(of_seed | {name.removesuffix(f"_{META}") for name in names if name.endswith(f"_{META}")})
+
+
+def _meta(fs: FileSystem, path: str) -> dict[str, Any]:
+    with doing("read", path):
+        data, file = bytearray(fs.size(path)), fs.open(path)
+        try:
+            fs.read_into(file, memoryview(data), 0)
+        finally:
+            fs.close(file)
+    try:
+        found = json.loads(data.decode())
+    except (UnicodeDecodeError, ValueError) as error:
+        raise CorruptTableError(f"{path} must be JSON, and is not ({error}); restore it from a copy") from error
+    if not isinstance(found, dict):
+        raise CorruptTableError(f"{path} must be a JSON object, got {str(found)[:100]}; restore it from a copy")
+    for name, (what, holds) in _SAID.items():
+        if name in found and not holds(found[name]):
+            raise CorruptTableError(
+                f"{path} must have {what} for {name}, got {str(found[name])[:100]}; restore it from a copy"
+            )
+    return found
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**64
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+_SAID: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "dist_type": (f"one of {', '.join(DIST_TYPES)}", lambda value: value in DIST_TYPES),
+    "num_embeddings": ("an integer above 0", lambda value: _is_count(value) and value > 0),
+    **dict.fromkeys(("opt_type", "evict_strategy"), ("a text", lambda value: isinstance(value, str))),
+    **dict.fromkeys(("iters", "step_score"), ("an integer, 0 or more", _is_count)),
+    **dict.fromkeys(("lr", "beta1", "beta2", "eps", "weight_decay"), ("a number", _is_number)),
+}
+"""Values that the last file of a dump may have: a description and a check of each, by name."""
+
+
+def _twice(key_N: np.ndarray) -> int:
+    unique_U, count_U = np.unique(key_N, return_counts=True)
+    return int(unique_U[count_U > 1][0])

@@ -1,0 +1,198 @@
+"""Writes dumps of dynamicemb's tables; dynamicemb_files.py says what is in them, and when they are whole."""
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from oneemb.foreign.dynamicemb_files import (
+    META,
+    OF_SEED,
+    RANKED,
+    UNFINISHED,
+    Layout,
+    check_name,
+    names_in,
+    part_of,
+)
+from oneemb.foreign.oneflow_table import doing
+from oneemb.storage.fs import FileSystem, LocalFileSystem
+
+__all__ = ["DumpWriter", "remove_unfinished", "unpublish"]
+
+
+class _File:
+    """A file that is written under a temporary name, which no file may have: see `remove_unfinished`."""
+
+    def __init__(self, fs: FileSystem, path: str):
+        self._fs, self.path, self._offset = fs, path, 0
+        self.temporary = path + UNFINISHED
+        with doing("create", self.temporary):
+            self._file: int | None = fs.create(self.temporary)
+
+    def write(self, array: np.ndarray) -> None:
+        data = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes()
+        assert self._file is not None
+        with doing("write", self.temporary):
+            self._fs.write(self._file, data, self._offset)
+        self._offset += len(data)
+
+    def finish(self) -> None:
+        if self._file is not None:
+            with doing("flush", self.temporary):
+                self._fs.sync(self._file)
+            self.close()
+
+    def close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            self._fs.close(file)
+
+
+class DumpWriter:
+    """Writes what one rank has of a table, once `remove_unfinished` has been called for it.
+
+    Args:
+        folder: is there.
+        table: its name.
+        rank, ranks: which of how many writes; of "seed" one writes for all.
+        version: "today" or "seed".
+        score_words: of a row, 0 to 2; 0 = there is no file of scores.
+        states: names and widths of the parts of the state.
+        with_state: whether there are files of state, though they may be empty.
+        with_counts: whether there are files of counts.
+
+    Raises:
+        ValueError: the table's name is none of a file.
+        StorageError: a file cannot be made.
+    """
+
+    def __init__(
+        self, folder: str, table: str, *, rank: int, ranks: int, version: Layout = "today", score_words: int = 1,
+        states: Sequence[tuple[str, int]] = (), with_state: bool = False, with_counts: bool = False,
+        fs: FileSystem | None = None,
+    ):  # fmt: skip
+        check_name(table)
+        self._fs, self._folder, self._table, self._version = fs or LocalFileSystem(), folder, table, version
+        self._suffix = f".rank_{rank}.world_size_{ranks}" if version == "today" else ""
+        self._states, self._files = list(states) if with_state else [], dict[str, _File]()
+        self._has_scores, self._with_state, self._keys = score_words > 0, with_state, "keys"
+        of_rows = ["keys", "values", *["scores"] * self._has_scores]
+        names = list(of_rows)
+        if version == "today":
+            self._keys = "emb_keys"
+            names = [f"emb_{what}" for what in of_rows] + ["opt_values"] * with_state
+            names += ["counter_keys", "counter_frequencies"] if with_counts else []
+        names += [f"opt_state_{name}_{what}" for name, _ in self._states if version == "seed" for what in of_rows]
+        try:
+            for name in names:
+                self._files[name] = _File(self._fs, f"{folder}/{table}_{name}{self._suffix}")
+        except BaseException:
+            self.discard()
+            raise
+
+    def append(
+        self, key_N: np.ndarray, value_ND: np.ndarray, score_NS: np.ndarray | None, state_NZ: np.ndarray | None
+    ) -> None:
+        """Write some rows.
+
+        Args:
+            key_N: int64, as the file has them.
+            score_NS: int64, S as many as `score_words`; not looked at where that is 0.
+            state_NZ: float32; not looked at without `with_state`.
+
+        Raises:
+            StorageError: the disk fails.
+        """
+        before = "emb_" if self._version == "today" else ""
+        self._append(before, key_N, value_ND, score_NS)
+        if self._version == "seed":
+            begin = 0
+            for name, width in self._states:
+                assert state_NZ is not None
+                self._append(f"opt_state_{name}_", key_N, state_NZ[:, begin : begin + width], score_NS)
+                begin += width
+        elif self._with_state:
+            assert state_NZ is not None
+            self._files["opt_values"].write(state_NZ.astype(np.float32))
+
+    def _append(self, before: str, key_N: np.ndarray, value_NX: np.ndarray, score_NS: np.ndarray | None) -> None:
+        self._files[f"{before}keys"].write(key_N.astype(np.int64))
+        self._files[f"{before}values"].write(value_NX.astype(np.float32))
+        if self._has_scores:
+            assert score_NS is not None
+            self._files[f"{before}scores"].write(score_NS.astype(np.int64))
+
+    def append_counter(self, key_M: np.ndarray, count_M: np.ndarray) -> None:
+        """Write counts of ids without a row, both int64, of a writer `with_counts` of "today"."""
+        self._files["counter_keys"].write(key_M.astype(np.int64))
+        self._files["counter_frequencies"].write(count_M.astype(np.int64))
+
+    def finish(self) -> None:
+        """Return when what was written outlives a loss of power, under temporary names still."""
+        for file in self._files.values():
+            file.finish()
+
+    def publish(self) -> None:
+        """Give the files their names, keys last, once `unpublish` has removed those of another dump."""
+        for its in ([name for name in self._files if name != self._keys], [self._keys]):
+            for name in its:
+                file = self._files[name]
+                with doing("rename", file.temporary):
+                    self._fs.rename(file.temporary, file.path)
+            with doing("flush", self._folder):
+                self._fs.sync_directory(self._folder)
+
+    def publish_meta(self, meta: Mapping[str, Any]) -> None:
+        """Make the dump of the table whole, once all ranks have published."""
+        path = f"{self._folder}/{self._table}_{META}"
+        file = self._files[META] = _File(self._fs, path)
+        file.write(np.frombuffer(json.dumps(meta, indent=4).encode(), np.uint8))
+        file.finish()
+        with doing("rename", file.temporary):
+            self._fs.rename(file.temporary, path)
+        with doing("flush", self._folder):
+            self._fs.sync_directory(self._folder)
+
+    def discard(self) -> None:
+        """Close the files, and remove those that have not got their names."""
+        for file in self._files.values():
+            with suppress(OSError):
+                file.close()
+            with suppress(OSError):
+                self._fs.remove(file.temporary)
+
+
+def unpublish(folder: str, table: str, fs: FileSystem | None = None) -> None:
+    """Remove a table's dump, of whatever version and number of ranks: what makes it whole first.
+
+    Raises:
+        StorageError: a file cannot be removed.
+    """
+    fs = fs or LocalFileSystem()
+    names = names_in(fs, folder)
+    its = sorted(name for name in names if part_of(table, name, RANKED) or part_of(table, name, OF_SEED))
+    first = [name for name in (f"{table}_{META}", f"{table}_keys") if name in names]
+    for group in (*([name] for name in first), [name for name in its if name not in first]):
+        for name in group:
+            with doing("remove", f"{folder}/{name}"):
+                fs.remove(f"{folder}/{name}")
+        with doing("flush", folder):
+            fs.sync_directory(folder)
+
+
+def remove_unfinished(folder: str, table: str, fs: FileSystem | None = None) -> None:
+    """Remove what dumps of a table that were killed have left, of whatever number of ranks. None may be under way.
+
+    Raises:
+        StorageError: a file cannot be removed.
+    """
+    fs = fs or LocalFileSystem()
+    for name in sorted(names_in(fs, folder)):
+        its = name.removesuffix(UNFINISHED)
+        of_table = its == f"{table}_{META}" or part_of(table, its, RANKED) or part_of(table, its, OF_SEED)
+        if its != name and of_table:
+            with doing("remove", f"{folder}/{name}"):
+                fs.remove(f"{folder}/{name}")

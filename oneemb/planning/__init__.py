@@ -1,0 +1,1 @@
+"""Cost of a job before it runs."""

@@ -1,0 +1,402 @@
+"""The figures of a machine that `oneemb.plan` reckons with, and how those of this one are measured."""
+
+import functools
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from oneemb.embeddings.rank_traffic import KeyCounts, messages_of
+from oneemb.storage.tiers.memory_limit import memory_limit
+
+__all__ = ["QUIET", "Machine", "StepCost", "measure_machine", "run_measurement", "zipf_ids"]
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Time of a step on the cores of a rank, without messages.
+
+    The time is a sum: `call_us + lookups * lookup_us + ids * id_ns + ids * D * id_weight_ns + keys * key_ns + keys *
+    words * key_word_ns`, where ids are those of the batch, keys the unique ones of them, and words those of a row,
+    with state, and of its gradient.
+    """
+
+    call_us: float
+    lookup_us: float
+    id_ns: float
+    id_weight_ns: float
+    key_ns: float
+    key_word_ns: float
+
+    def rows_ms(self, ids: int, keys: int, dim: int, row_words: int) -> float:
+        """The time of the rows of one lookup."""
+        of_ids = ids * (self.id_ns + dim * self.id_weight_ns)
+        return (of_ids + keys * (self.key_ns + (row_words + dim) * self.key_word_ns)) / 1e6
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The figures of a machine.
+
+    The defaults are of a server with 32 cores, a network of 100 Gb/s and an NVMe disk, of which nothing was measured
+    but the steps: on an AMD EPYC (Zen 4), one thread a rank, on two cores with other users. `peer_us` is an assumption
+    that no measurement backs.
+
+    Args:
+        cores: of the machine, which its ranks share.
+        threads: of a rank, with which `alone` and `on_ranks` were measured.
+        memory_gib: of the machine.
+        network_gb_s: from a machine to others, all its ranks together, each way, in 10^9 bytes a second.
+        network_us: that a collective call of two ranks of different machines takes with next to no bytes.
+        local_gb_s: from a rank to others of its machine.
+        local_us: as network_us, of two ranks of one machine.
+        peer_us: that each further rank adds to a collective call.
+        fresh_gb_s: at which memory is first written to that the system has just given.
+        disk_reads_per_s: of blocks at random places, of the machine.
+        disk_gb_s: of its disk.
+        alone: what a step takes where one process has all rows.
+        on_ranks: what it takes where ranks own rows together.
+
+    Raises:
+        ValueError: a figure is not above 0.
+    """
+
+    cores: int = 32
+    threads: int = 1
+    memory_gib: float = 256.0
+    network_gb_s: float = 12.5
+    network_us: float = 100.0
+    local_gb_s: float = 1.0
+    local_us: float = 100.0
+    peer_us: float = 8.0
+    fresh_gb_s: float = 2.0
+    disk_reads_per_s: float = 500_000.0
+    disk_gb_s: float = 3.0
+    alone: StepCost = StepCost(400.0, 250.0, 30.0, 0.75, 45.0, 0.3)
+    on_ranks: StepCost = StepCost(1500.0, 1200.0, 80.0, 0.6, 200.0, 2.0)
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if one.name in ("alone", "on_ranks"):
+                if not isinstance(value, StepCost):
+                    raise ValueError(f"{one.name} must be a StepCost(...), got {value!r}")
+            elif isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise ValueError(f"{one.name} must be above 0, got {value!r}")
+
+    def contention(self, ranks: int) -> float:
+        """How much longer its cores take that so many ranks have to share."""
+        return max(1.0, ranks * self.threads / self.cores)
+
+    def latency_ms(self, ranks: int, ranks_per_machine: int) -> float:
+        """Time of a collective call that sends next to nothing."""
+        local = ranks == ranks_per_machine
+        first = self.local_us * self.contention(ranks) if local else self.network_us
+        return (first + (ranks - 2) * self.peer_us) / 1e3
+
+    def message_ms(self, ranks: int, ranks_per_machine: int, local: float, remote: float) -> float:
+        """Time of a collective call in which a rank sends `local` bytes within its machine and `remote` to others.
+
+        The network of a machine is shared by its ranks, and so are its cores, which copy between them.
+        """
+        copied = local * self.contention(ranks_per_machine) / self.local_gb_s
+        sent = remote * ranks_per_machine / self.network_gb_s
+        return self.latency_ms(ranks, ranks_per_machine) + 1e-6 * max(copied, sent)
+
+    def to_json(self) -> str:
+        """All figures, as `from_json` reads them."""
+        return json.dumps(asdict(self), indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> "Machine":
+        """The figures in `text`, the defaults where it has none.
+
+        Raises:
+            ValueError: it is no JSON object of such figures.
+        """
+        given = json.loads(text)
+        known = {one.name for one in fields(Machine)}
+        if not isinstance(given, dict) or (unknown := given.keys() - known):
+            what = ", ".join(sorted(unknown)) if isinstance(given, dict) else type(given).__name__
+            raise ValueError(f"a machine must be a JSON object of {', '.join(sorted(known))}; got {what}")
+        steps = {name: StepCost(**given[name]) for name in ("alone", "on_ranks") if name in given}
+        return Machine(**(given | steps))
+
+
+# ---- measuring ------------------------------------------------------------------------------------------------------
+
+# Samples, tables, distinct ids of a table, weights of a row, embeddings: from steps of calls alone to steps of rows.
+CASES = [
+    (16, 4, 1_000, 8, 1), (16, 4, 1_000, 8, 3), (512, 8, 20_000, 16, 1), (2048, 8, 200_000, 8, 1),
+    (2048, 8, 1_000, 64, 1), (2048, 8, 200_000, 64, 1), (4096, 8, 200_000, 32, 1), (2048, 8, 200_000, 16, 2),
+]  # fmt: skip
+_BATCHES, _ROUNDS = 8, 8
+# How much a figure's default counts, beside a step's time of 1.
+_NEAR_DEFAULTS = 0.03
+# Of equal measurements the one that a fifth are below: what else runs on the machine is not to be measured too.
+QUIET = 0.2
+_TINY_BYTES, _LARGE_BYTES, _CALLS, _LARGE_CALLS = 8, 4 << 20, 300, 12
+_FRESH_BYTES = 64 << 20
+_DISK_ROWS, _DISK_WORDS, _DISK_BATCH = 16_384, 1024, 2048
+
+
+def measure_machine(path: str | None = None, *, threads: int = 1, **figures: Any) -> Machine:
+    """The figures of this machine, in about a minute: steps on one core, messages of two processes, and a disk.
+
+    What cannot be measured on one machine, the network to others above all, has the defaults of `Machine`, or what
+    `figures` say.
+
+    Args:
+        path: a folder on the disk to measure, in which 64 MiB are written and removed; None = the disk is not measured.
+        threads: of a rank.
+        figures: of `Machine`, by name; they are taken as they are.
+
+    Raises:
+        ValueError: a figure is not above 0.
+        RuntimeError: a process that measures has failed; the message is its own.
+    """
+    cores = len(os.sched_getaffinity(0))
+    memory = memory_limit().bytes / 2**30
+    measured: dict[str, Any] = {"cores": cores, "memory_gib": round(memory, 1), "threads": threads}
+    measured["fresh_gb_s"] = _in_processes(1, "_measure_fresh")
+    measured["local_us"], measured["local_gb_s"] = _in_processes(2, "_measure_messages")
+    machine = Machine(**measured)
+    for ranks, name in ((1, "alone"), (2, "on_ranks")):
+        measured[name] = fitted(_in_processes(ranks, "_measure_steps", threads), machine, ranks)
+    if path is not None:
+        measured["disk_reads_per_s"], measured["disk_gb_s"] = _in_processes(1, "_measure_disk", os.path.abspath(path))
+    return replace(Machine(), **(measured | figures))
+
+
+def _in_processes(count: int, name: str, *args: Any) -> Any:
+    """Result of a function of this module on the first of `count` processes of a gloo group.
+
+    They are processes of their own, so that threads and memory of this one do no harm, and it need not be importable.
+    """
+    import subprocess
+    import sys
+    import tempfile
+
+    with tempfile.TemporaryDirectory(prefix="oneemb-measure-") as folder:
+        code = "import sys; from oneemb.planning.machine import run_measurement; run_measurement(*sys.argv[1:])"
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", code, folder, str(rank), str(count), name, json.dumps(args)],
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(part for part in sys.path if part)},
+            )
+            for rank in range(count)
+        ]  # fmt: skip
+        try:
+            said = [process.communicate() for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    for process, (_, error) in zip(processes, said, strict=True):
+        if process.returncode:
+            raise RuntimeError(f"{name} has failed: {error.strip()[-2000:]}")
+    return json.loads(said[0][0].splitlines()[-1])
+
+
+def run_measurement(folder: str, rank: str, ranks: str, name: str, args: str) -> None:
+    """Run one of the functions below, in a process of `_in_processes`."""
+    import torch
+    from torch import distributed
+
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=int(rank), world_size=int(ranks))
+    functions: tuple[Callable[..., Any], ...] = (_measure_steps, _measure_messages, _measure_fresh, _measure_disk)
+    measure = {function.__name__: function for function in functions}
+    found = measure[name](*json.loads(args))
+    distributed.barrier()
+    print(json.dumps(found), flush=True)
+    distributed.destroy_process_group()
+
+
+def _measure_steps(threads: int) -> list[dict[str, Any]]:
+    """Milliseconds of a step, and its sizes, for each case."""
+    import tempfile
+
+    import numpy as np
+    from torch import distributed
+
+    group = distributed.group.WORLD if distributed.get_world_size() > 1 else None
+    with tempfile.TemporaryDirectory(prefix="oneemb-measure-") as folder:
+        cases = [_Case(f"{folder}/{c}", group, threads, *case) for c, case in enumerate(CASES)]
+        # A stretch of steps of one case, then of the next: caches of the processor are as warm as in a loop.
+        ms_RC = np.array([[case.stretch_ms(r) for case in cases] for r in range(_ROUNDS)])
+        for case in cases:
+            case.close()
+    return [case.sizes | {"ms": ms} for case, ms in zip(cases, np.quantile(ms_RC, QUIET, 0).tolist(), strict=True)]
+
+
+def fitted(cases: list[dict[str, Any]], machine: Machine, ranks: int) -> StepCost:
+    """The figures that explain the measured steps best, messages left out. What these cannot tell apart stays near the
+    defaults."""
+    import numpy as np
+
+    defaults = np.array(list(asdict(machine.alone if ranks == 1 else machine.on_ranks).values()))
+    terms, target = [], []
+    for one in cases:
+        count, dim = one["embeddings"], one["dim"]
+        ids, keys, words = one["ids"], one["keys"], 3 * dim  # Adagrad has as many values of state as weights.
+        row = [1e-3, count * 1e-3, ids / 1e6, ids * dim / 1e6, keys / 1e6, keys * words / 1e6]
+        ms = one["ms"]
+        if ranks > 1:
+            each = [round(keys / count / ranks)] * ranks
+            for message in messages_of([KeyCounts(dim, 4, each, each)] * count, in_run=False):
+                ms -= machine.message_ms(ranks, ranks, sum(message.sent_R[1:]), 0)
+        terms.append(np.array(row) * machine.contention(ranks) / one["ms"])
+        target.append(max(ms, 0) / one["ms"])
+    terms += list(_NEAR_DEFAULTS * np.diag(1 / defaults))
+    target += [_NEAR_DEFAULTS] * len(defaults)
+    return StepCost(*_nonnegative(np.array(terms), np.array(target)).tolist())
+
+
+class _Case:
+    """Embeddings of some size in a graph that does nothing but to look rows up and train them."""
+
+    def __init__(
+        self, path: str, group: Any, threads: int, samples: int, tables: int, vocabulary: int, dim: int, embeddings: int
+    ):
+        import numpy as np
+        import torch
+
+        import oneemb
+
+        made = [
+            oneemb.MultiTableEmbedding(
+                f"e{e}", dim, torch.float32, torch.int64, [oneemb.make_table()] * tables,
+                oneemb.make_device_mem_store_options(f"{path}-{e}"), num_threads=threads, process_group=group,
+            )
+            for e in range(embeddings)
+        ]  # fmt: skip
+
+        class Graph(oneemb.TrainGraph):
+            def __init__(self) -> None:
+                super().__init__()
+                self.embeddings = torch.nn.ModuleList(made)
+                self.add_optimizer(torch.optim.Adagrad(self.parameters(), lr=0.01))
+
+            def build(self, *ids: torch.Tensor) -> None:
+                sums = [embedding(one).sum() for embedding, one in zip(self.embeddings, ids, strict=True)]
+                torch.stack(sums).sum().backward()
+
+        self._graph, self._embeddings = Graph(), made
+        rng = np.random.default_rng(0)
+        self._batches = [
+            [torch.from_numpy(zipf_ids(rng, vocabulary, (samples, tables))) for _ in made] for _ in range(_BATCHES)
+        ]
+        keys = sum(len(column.unique()) for batch in self._batches for ids in batch for column in ids.T) / _BATCHES
+        self.sizes = {"embeddings": embeddings, "dim": dim, "ids": samples * tables * embeddings, "keys": keys}
+
+    def stretch_ms(self, round: int) -> float:
+        """The time of a step, of some steps one after another. The first stretch begins the rows."""
+        import numpy as np
+
+        steps = [functools.partial(self._graph, *batch) for batch in self._batches]
+        spent = _seconds(steps * 2)[len(steps) :] if round == 0 else _seconds(steps)[2:]
+        return float(np.quantile(spent, QUIET)) * 1e3
+
+    def close(self) -> None:
+        for embedding in self._embeddings:
+            embedding.close()
+
+
+def zipf_ids(rng: Any, vocabulary: int, shape: tuple[int, ...]) -> Any:
+    """Ids by Zipf's law (1.05), spread over all integers: int64 of this shape."""
+    import numpy as np
+
+    weight_V = np.arange(1, vocabulary + 1) ** -1.05
+    cumulated_V = np.cumsum(weight_V / weight_V.sum())
+    return np.searchsorted(cumulated_V, rng.random(shape)).clip(max=vocabulary - 1) * np.int64(0x9E3779B97F4A7C1)
+
+
+def _seconds(calls: Sequence[Callable[[], object]]) -> list[float]:
+    spent = []
+    for call in calls:
+        begin = time.perf_counter()
+        call()
+        spent.append(time.perf_counter() - begin)
+    return spent
+
+
+def _nonnegative(terms: Any, target: Any) -> Any:
+    """The figures, none below 0, that come nearest to `terms @ figures = target`, by leaving out the lowest."""
+    import numpy as np
+
+    kept = list(range(terms.shape[1]))
+    while True:
+        found = np.linalg.lstsq(terms[:, kept], target, rcond=None)[0]
+        if found.min() >= 0:
+            figures = np.zeros(terms.shape[1])
+            figures[kept] = found
+            return figures
+        del kept[int(found.argmin())]
+
+
+def _measure_fresh() -> float:
+    """GB/s at which a large new array is filled: pages of its memory are given and cleared on the way."""
+    import numpy as np
+    import torch
+
+    spent = _seconds([lambda: torch.zeros(_FRESH_BYTES, dtype=torch.uint8, device="cpu").fill_(1)] * 10)
+    return _FRESH_BYTES / float(np.quantile(spent, QUIET)) / 1e9
+
+
+def _measure_messages() -> list[float]:
+    """us of a small exchange of the ranks, and GB/s that each sends to the others in a large one."""
+    import numpy as np
+    import torch
+    from torch import distributed
+
+    from oneemb.graph.ranks import Ranks
+
+    assert distributed.group.WORLD is not None
+    ranks = Ranks(distributed.group.WORLD)
+
+    def exchange(size: int) -> None:
+        like, sent_R = torch.empty(0, 1, dtype=torch.uint8, device="cpu"), [size] * ranks.size
+        sent = torch.zeros((size + ranks.heads(like)) * ranks.size, 1, dtype=torch.uint8, device="cpu")
+        ranks.answer("measure", lambda: sent, like, sent_R, sent_R)
+
+    def seconds(size: int, calls: int) -> float:
+        return float(np.quantile(_seconds([lambda: exchange(size)] * calls), QUIET))
+
+    tiny_s, large_s = seconds(_TINY_BYTES, _CALLS), seconds(_LARGE_BYTES, _LARGE_CALLS)
+    return [tiny_s * 1e6, _LARGE_BYTES * (ranks.size - 1) / (large_s - tiny_s) / 1e9]
+
+
+def _measure_disk(path: str) -> list[float]:
+    """Reads a second of blocks of 4,096 bytes at random places, and GB/s that are written one after another."""
+    import tempfile
+
+    import numpy as np
+
+    from oneemb.kernels.threads import Threads
+    from oneemb.storage.table.persistent_table import PersistentTable
+
+    rng = np.random.default_rng(0)
+    # A row a block: with a checksum beside it.
+    words = _DISK_WORDS - 16
+    with (
+        tempfile.TemporaryDirectory(prefix="oneemb-measure-", dir=path) as folder,
+        PersistentTable.open(f"{folder}/table", row_width=words, threads=Threads(1)) as table,
+    ):
+        id_N = np.arange(_DISK_ROWS)
+        table_N = np.zeros(_DISK_ROWS, np.int32)
+        row_NW = rng.random((_DISK_ROWS, words), np.float32)
+        written_s = sum(_seconds([lambda: table.put(table_N, id_N, row_NW), lambda: table.save_snapshot("all", {})]))
+        some = np.empty((_DISK_BATCH, words), np.float32)
+
+        def get() -> None:
+            id_U = rng.choice(id_N, _DISK_BATCH, replace=False)
+            table.get(table_N[:_DISK_BATCH], id_U, some)
+
+        before = table.stats()["read_requests"]
+        spent = _seconds([get] * 8)
+        reads = (table.stats()["read_requests"] - before) / len(spent)
+    return [reads / float(np.quantile(spent, QUIET)), row_NW.nbytes / written_s / 1e9]

@@ -1,0 +1,510 @@
+"""Cost of a training job before it runs: bytes between ranks, memory, reads from disk, time, and the limiting part.
+
+    print(oneemb.plan(rows=10**9, embedding_dim=64, ids=26, unique=0.4, batch=4096, ranks=64, ranks_per_machine=8))
+
+Bytes are those of the messages there are (rank_traffic.py), where every rank owns as many of a batch's keys as any
+other. Memory is what tiers allocate. Time is a sum of what was measured apart, in the figures of a `Machine`.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from oneemb.embeddings.rank_traffic import KeyCounts, PartCounts, messages_of
+from oneemb.graph.ops.asking import parts_move_fewer_bytes
+from oneemb.planning.machine import Machine, StepCost
+
+__all__ = ["Plan", "PlannedEmbedding", "plan"]
+
+_DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+# Memory of a key in the index of a tier, and in that of a persistent table, which grows in larger steps: see
+# storage/hash_index.py.
+_INDEX_BYTES, _TABLE_INDEX_BYTES = 24, 30
+# Beside a row, in a tier that holds all rows.
+_MARK_BYTES = 1
+# Beside a row, for each slot of a cache: storage/tiers/hot_tier.py.
+_SLOT_OVERHEAD_BYTES = 40
+# Arrays from here on are mapped anew each time they are made: the most that glibc's M_MMAP_THRESHOLD comes to be.
+_KEPT_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class PlannedEmbedding:
+    """An embedding of the job, and how it is looked up: once a step.
+
+    Args:
+        rows: that all ranks together come to have.
+        embedding_dim: weights of a row, D.
+        ids: that a sample looks up, in all tables of the embedding together.
+        bags: that these ids lie in, equally many in each, and that give sums or means; None = a row for each id.
+        unique: the share of unique keys (table, id) among the ids of one rank's batch, above 0 up to 1: see
+            `oneemb.unique_share`.
+        dtype: of the weights, "float32", "float16" or "bfloat16".
+        optimizer: a class of torch.optim or oneemb.optim by name, such as "Adagrad", with its defaults; or how many
+            values of state a row has.
+        cache_mb: MiB of each rank's cache over rows on an SSD; None = all rows are in memory.
+        hit_rate: the share of a step's unique keys that the cache holds, from 0 to 1. Needed with cache_mb.
+        physical_block_size: bytes of the disk's block, 512 or 4096.
+        comm_dtype: in which rows and gradients travel between ranks, as `MultiTableEmbedding` has it; by name.
+
+    Raises:
+        ValueError, TypeError: an argument is not as above.
+    """
+
+    rows: int
+    embedding_dim: int
+    ids: int = 1
+    bags: int | None = None
+    unique: float = 1.0
+    dtype: str = "float32"
+    optimizer: str | int = "SGD"
+    cache_mb: int | None = None
+    hit_rate: float | None = None
+    physical_block_size: int = 4096
+    comm_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "embedding_dim", "ids"):
+            _check_count(name, getattr(self, name))
+        if self.bags is not None:
+            _check_count("bags", self.bags)
+        _check_share("unique", self.unique, above_0=True)
+        for name in ("dtype", "comm_dtype"):
+            if not isinstance(getattr(self, name), str) or getattr(self, name) not in _DTYPE_BYTES:
+                raise ValueError(f"{name} must be one of {', '.join(_DTYPE_BYTES)}, got {getattr(self, name)!r}")
+        if self.physical_block_size not in (512, 4096):
+            raise ValueError(f"physical_block_size must be 512 or 4096, got {self.physical_block_size!r}")
+        if self.cache_mb is None:
+            if self.hit_rate is not None:
+                raise ValueError("hit_rate is of a cache over rows on an SSD; give cache_mb too, or leave it out")
+        else:
+            _check_count("cache_mb", self.cache_mb)
+            if self.hit_rate is None:
+                raise ValueError(
+                    "a cache needs its hit_rate, from 0 to 1: measure it with embedding.stats()['hit_rate'] in a short"
+                    " run, or with benchmarks/bench_cache_policy.py"
+                )
+            _check_share("hit_rate", self.hit_rate)
+        self.state_width  # noqa: B018  # raises where the optimizer is none
+
+    @property
+    def weight_bytes(self) -> int:
+        return _DTYPE_BYTES[self.dtype]
+
+    def keys(self, asks_R: Sequence[int], asked_R: Sequence[int], parts: PartCounts | None = None) -> KeyCounts:
+        """So many keys of a lookup, as ranks send them."""
+        comm_bytes = _DTYPE_BYTES[self.comm_dtype]
+        return KeyCounts(self.embedding_dim, min(self.weight_bytes, comm_bytes), asks_R, asked_R, comm_bytes, parts)
+
+    @property
+    def rows_given(self) -> int:
+        """How many rows a lookup gives for a sample."""
+        return self.ids if self.bags is None else self.bags
+
+    @property
+    def state_width(self) -> int:
+        """Values of state in a row."""
+        if isinstance(self.optimizer, int) and not isinstance(self.optimizer, bool):
+            if self.optimizer < 0:
+                raise ValueError(f"values of state must be 0 or more, got {self.optimizer}")
+            return self.optimizer
+        return _state_width(self.optimizer, self.embedding_dim)
+
+    @property
+    def row_words(self) -> int:
+        """32-bit words of a row, with state."""
+        return -(-self.embedding_dim * self.weight_bytes // 4) + self.state_width
+
+
+@dataclass(frozen=True)
+class MessageCost:
+    """One collective call of a step."""
+
+    name: str
+    bytes: int
+    """Bytes that a rank sends to others."""
+    bytes_off_machine: int
+    """Bytes among them that go to ranks of other machines."""
+    ms: float
+    ahead: bool
+    """Whether it is sent while the step before computes."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Cost of a step of a job, on a rank. `print` shows a table."""
+
+    ranks: int
+    ranks_per_machine: int
+    batch: int
+    """Samples of a rank."""
+    embeddings: tuple[PlannedEmbedding, ...]
+    machine: Machine = field(repr=False)
+    messages: tuple[MessageCost, ...] = field(repr=False)
+    bytes_sent: int
+    """A step, to other ranks: headers, keys, rows and gradients of rows."""
+    bytes_sent_without_deduplication: int
+    """If every id were sent, and a row and a gradient for each."""
+    dense_bytes_sent: int
+    """A step, by the all-reduce of DistributedDataParallel, in a ring."""
+    memory_bytes: dict[str, int]
+    """By what it is for."""
+    disk_reads_per_s: float
+    """Reads from a rank's disk at this step time."""
+    step_ms: float
+    parts_ms: dict[str, float]
+    """The step time by what it goes to. What is hidden behind a step is left out."""
+    samples_per_s: float
+    """Samples of all ranks."""
+    binds: str
+    """The part that takes longest, or "memory" where it does not suffice."""
+    advice: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as numbers, strings, lists and dicts, for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        total = sum(self.memory_bytes.values())
+        machines = -(-self.ranks // self.ranks_per_machine)
+        on = "one process" if self.ranks == 1 else f"{self.ranks:,} ranks on {machines:,} machine{'s' * (machines > 1)}"
+        rows = [
+            ("step", f"{self.step_ms:.2f} ms", f"{self.samples_per_s:,.0f} samples/s on {on}"),
+            *((f"  {name}", f"{ms:.2f} ms", f"{ms / self.step_ms:.0%}") for name, ms in self.parts_ms.items()),
+            ("sent a step and rank", _size(self.bytes_sent), self._sent_text()),
+            *(
+                (f"  {one.name}", _size(one.bytes), f"{one.ms:.2f} ms{', ahead' if one.ahead else ''}")
+                for one in self.messages
+            ),
+            ("memory of a rank", _size(total), f"of {_size(self._memory_of_rank())} there is"),
+            *((f"  {name}", _size(size), "") for name, size in self.memory_bytes.items()),
+        ]
+        if self.disk_reads_per_s:
+            rows.append(("reads from disk", f"{self.disk_reads_per_s:,.0f}/s", "a rank"))
+        first, second = (max(len(row[c]) for row in rows) for c in (0, 1))
+        lines = [f"{name:{first}}  {value:>{second}}  {more}".rstrip() for name, value, more in rows]
+        return "\n".join([*lines, f"binds: {self.binds}", *(f"- {one}" for one in self.advice)])
+
+    def _sent_text(self) -> str:
+        if not self.bytes_sent:
+            return ""
+        ratio = self.bytes_sent_without_deduplication / self.bytes_sent
+        dense = f"; dense all-reduce {_size(self.dense_bytes_sent)}" if self.dense_bytes_sent else ""
+        return f"{ratio:.1f} times as much without deduplication{dense}"
+
+    def _memory_of_rank(self) -> float:
+        return self.machine.memory_gib * 2**30 / self.ranks_per_machine
+
+
+def plan(
+    *embeddings: PlannedEmbedding,
+    batch: int,
+    ranks: int = 1,
+    ranks_per_machine: int | None = None,
+    dense_parameters: int = 0,
+    dense_ms: float = 0.0,
+    machine: Machine | None = None,
+    **embedding: Any,
+) -> Plan:
+    """Cost of a step of a training job, by a model.
+
+    Args:
+        embeddings: what is looked up in a step. A job of one embedding gives the arguments of `PlannedEmbedding` here
+            instead: `plan(rows=10**9, embedding_dim=64, ids=26, batch=4096)`.
+        batch: samples of a step and rank.
+        ranks: processes that own the rows together; 1 = one process without `process_group`.
+        ranks_per_machine: of them on one machine; None = all.
+        dense_parameters: float32 values whose gradients DistributedDataParallel averages.
+        dense_ms: forward and backward of the dense modules, where a rank has the machine to itself.
+        machine: its figures: `Machine()` has those of a server, `oneemb.measure_machine()` measures this one's.
+
+    Raises:
+        ValueError, TypeError: an argument is not as above, or a cache is too small for a step.
+
+    Example:
+        >>> import oneemb
+        >>> plan = oneemb.plan(rows=10**9, embedding_dim=64, ids=26, unique=0.5, batch=4096, ranks=64)
+        >>> plan.bytes_sent, plan.bytes_sent_without_deduplication
+        (28122192, 56217168)
+    """
+    if bool(embeddings) == bool(embedding):
+        raise TypeError(
+            "plan takes PlannedEmbedding(...) objects, or the arguments of one by name (rows=, embedding_dim=, ids=,"
+            f" ...), and not both; got {len(embeddings)} objects and {', '.join(embedding) or 'no such arguments'}"
+        )
+    if embedding:
+        embeddings = (PlannedEmbedding(**embedding),)
+    if not all(isinstance(one, PlannedEmbedding) for one in embeddings):
+        raise TypeError(f"plan takes PlannedEmbedding(...) objects, got {embeddings!r}")
+    _check_count("batch", batch)
+    _check_count("ranks", ranks)
+    per_machine = ranks if ranks_per_machine is None else ranks_per_machine
+    _check_count("ranks_per_machine", per_machine)
+    if per_machine > ranks:
+        raise ValueError(f"ranks_per_machine must be at most ranks, which are {ranks}, got {per_machine}")
+    for name, value in (("dense_parameters", dense_parameters), ("dense_ms", dense_ms)):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise ValueError(f"{name} must be a number from 0 up, got {value!r}")
+    if machine is None:
+        machine = Machine()
+    elif not isinstance(machine, Machine):
+        raise TypeError(f"machine must be a Machine, such as measure_machine() gives, got {machine!r}")
+    return _Job(embeddings, batch, ranks, per_machine, dense_parameters, dense_ms, machine).plan()
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Makes the plan."""
+
+    embeddings: tuple[PlannedEmbedding, ...]
+    batch: int
+    ranks: int
+    per_machine: int
+    dense_parameters: int
+    dense_ms: float
+    machine: Machine
+
+    def plan(self) -> Plan:
+        messages = self._messages([self._key_counts(one) for one in self.embeddings])
+        everything = self._messages([self._even_keys(one, self.batch * one.ids) for one in self.embeddings])
+        memory = self._memory()
+        parts = self._parts(messages)
+        hidden = sum(one.ms for one in messages if one.ahead)
+        step_ms = max(sum(parts.values()), hidden)
+        reads = sum(self._misses(one) for one in self.embeddings) / step_ms * 1e3
+        binds, advice = self._judge(parts, memory)
+        return Plan(
+            self.ranks, self.per_machine, self.batch, self.embeddings, self.machine, tuple(messages),
+            bytes_sent=sum(one.bytes for one in messages),
+            bytes_sent_without_deduplication=sum(one.bytes for one in everything),
+            dense_bytes_sent=self._dense_bytes(),
+            memory_bytes=memory,
+            disk_reads_per_s=reads,
+            step_ms=step_ms,
+            parts_ms=parts,
+            samples_per_s=self.ranks * self.batch / step_ms * 1e3,
+            binds=binds,
+            advice=advice,
+        )  # fmt: skip
+
+    def _keys(self, one: PlannedEmbedding) -> int:
+        """Unique keys of a rank's batch: as many as a rank is asked for. There are no more than rows."""
+        return max(1, min(one.rows, round(self.batch * one.ids * one.unique)))
+
+    def _misses(self, one: PlannedEmbedding) -> float:
+        return 0.0 if one.hit_rate is None else self._keys(one) * (1 - one.hit_rate)
+
+    # ---- between ranks ----------------------------------------------------------------------------------------------
+
+    def _even_keys(self, one: PlannedEmbedding, keys: int, parts: PartCounts | None = None) -> KeyCounts:
+        """So many keys, of which every rank owns equally many."""
+        # The first owner is this rank, whose own part stays: the average of a rank's counts had best be there.
+        share, more = divmod(keys, self.ranks)
+        each = [share + (0 < r <= more) for r in range(self.ranks)]
+        return one.keys(each, each, parts)
+
+    def _key_counts(self, one: PlannedEmbedding) -> KeyCounts:
+        """The keys of a lookup, and the parts of its bags if it is these that owners are asked for."""
+        keys, bags = self._keys(one), self.batch * (one.bags or 0)
+        if one.bags is None or one.dtype != "float32" or one.comm_dtype == "float16" or bags >= keys:
+            return self._even_keys(one, keys)
+        # Of a bag's ids each is of any owner; a rank has a part of the bags that it owns an id of.
+        parts = round(bags * (1 - (1 - 1 / self.ranks) ** (one.ids / one.bags)))
+        ids = self.batch * one.ids // self.ranks
+        others, row_bytes = self.ranks - 1, one.embedding_dim * _DTYPE_BYTES[one.comm_dtype]
+        if not parts_move_fewer_bytes(others * keys // self.ranks, others * parts, others * ids, row_bytes, row_bytes):
+            return self._even_keys(one, keys)
+        parts_R, ids_R = [parts] * self.ranks, [ids] * self.ranks
+        return self._even_keys(one, keys, PartCounts(parts_R, ids_R, parts_R))
+
+    def _messages(self, lookups: Sequence[KeyCounts]) -> list[MessageCost]:
+        if self.ranks == 1:
+            return []
+        costs = []
+        for message in messages_of(lookups):
+            local = sum(message.sent_R[1 : self.per_machine])
+            remote = sum(message.sent_R[self.per_machine :])
+            ms = self.machine.message_ms(self.ranks, self.per_machine, local, remote)
+            costs.append(MessageCost(message.name, local + remote, remote, ms, message.ahead))
+        return costs
+
+    def _dense_bytes(self) -> int:
+        return round(2 * (self.ranks - 1) / self.ranks * 4 * self.dense_parameters)
+
+    # ---- time -------------------------------------------------------------------------------------------------------
+
+    def _parts(self, messages: Sequence[MessageCost]) -> dict[str, float]:
+        """The time of a step by what it goes to, in ms."""
+        alone, machine = self.ranks == 1, self.machine
+        contention = machine.contention(self.per_machine)
+        cost: StepCost = machine.alone if alone else machine.on_ranks
+        rows_ms = sum(
+            cost.rows_ms(self.batch * one.ids, self._keys(one), one.embedding_dim, one.row_words)
+            for one in self.embeddings
+        )
+        calls_ms = cost.call_us / 1e3 + len(self.embeddings) * cost.lookup_us / 1e3
+        parts = {
+            "calls": calls_ms * contention,
+            "rows": rows_ms * contention,
+            "dense": self.dense_ms * contention,
+            "fresh memory": sum(self._fresh_bytes(one) for one in self.embeddings)
+            / machine.fresh_gb_s
+            / 1e6
+            * contention,
+        }
+        if not alone:
+            now = [one for one in messages if not one.ahead]
+            latency_ms = machine.latency_ms(self.ranks, self.per_machine)
+            parts["latency"] = len(now) * latency_ms
+            parts["transfer"] = sum(one.ms for one in now) - parts["latency"]
+            if self.dense_parameters:
+                # In a ring each rank sends to the next one: of a machine's ranks, one to another machine.
+                local = self.ranks == self.per_machine
+                gb_s = machine.local_gb_s / contention if local else machine.network_gb_s
+                parts["dense all-reduce"] = self._dense_bytes() / gb_s / 1e6 + 2 * latency_ms
+        if any(one.cache_mb is not None for one in self.embeddings):
+            # A thread of `graph.run` reads rows of the next batch while a step computes: its own, or those that ranks
+            # have announced to their owners.
+            parts["disk"] = max(0.0, self._disk_ms() - sum(parts.values()))
+        return {name: ms for name, ms in parts.items() if ms > 0}
+
+    def _fresh_bytes(self, one: PlannedEmbedding) -> int:
+        """Bytes of a lookup's result and gradient, if more than the C library keeps for the next step; else 0."""
+        size = self.batch * one.rows_given * one.embedding_dim * one.weight_bytes
+        return 2 * size if size >= _KEPT_BYTES else 0
+
+    def _disk_ms(self) -> float:
+        """Rows read from disk; as many are written, since what comes in puts another one out, changed."""
+        figures, total = self.machine, 0.0
+        for one in self.embeddings:
+            misses = self._misses(one) * self.per_machine
+            row_bytes = one.row_words * 4
+            block = -(-row_bytes // one.physical_block_size) * one.physical_block_size
+            read_s = max(misses / figures.disk_reads_per_s, misses * block / figures.disk_gb_s / 1e9)
+            total += read_s + misses * row_bytes / figures.disk_gb_s / 1e9
+        return total * 1e3
+
+    # ---- memory -----------------------------------------------------------------------------------------------------
+
+    def _memory(self) -> dict[str, int]:
+        """Bytes of memory of a rank."""
+        held = dict.fromkeys(("rows", "index", "cache", "index of the table on disk", "a step"), 0)
+        for one in self.embeddings:
+            rows, row_bytes, keys = -(-one.rows // self.ranks), one.row_words * 4, self._keys(one)
+            if one.cache_mb is None:
+                held["rows"] += rows * (row_bytes + _MARK_BYTES)
+                held["index"] += rows * _INDEX_BYTES
+            else:
+                slots = one.cache_mb * 2**20 // (row_bytes + _SLOT_OVERHEAD_BYTES)
+                if slots < min(keys, rows):
+                    raise ValueError(
+                        f"cache_mb must hold the {keys:,} rows of a step, which are"
+                        f" {-(-keys * (row_bytes + _SLOT_OVERHEAD_BYTES) // 2**20)} MiB, got {one.cache_mb}; give more"
+                        " memory, or a smaller batch"
+                    )
+                held["cache"] += min(one.cache_mb * 2**20, rows * (row_bytes + _SLOT_OVERHEAD_BYTES))
+                held["index of the table on disk"] += rows * _TABLE_INDEX_BYTES
+            # What a lookup gives and its gradient; on ranks, rows and gradients as they come and go, with their keys.
+            given = self.batch * one.rows_given
+            held["a step"] += self.batch * one.ids * 8 + given * 2 * one.embedding_dim * one.weight_bytes
+            if self.ranks > 1:
+                held["a step"] += 2 * keys * (12 + one.embedding_dim * (2 * one.weight_bytes + 4))
+        return {name: size for name, size in held.items() if size}
+
+    # ---- what limits ------------------------------------------------------------------------------------------------
+
+    def _judge(self, parts: dict[str, float], memory: dict[str, int]) -> tuple[str, tuple[str, ...]]:
+        """Part that limits the job, and advice."""
+        need, there = sum(memory.values()), self.machine.memory_gib * 2**30 / self.per_machine
+        if need > there:
+            fit = self.ranks * need / there
+            return "memory", (
+                f"a rank needs {_size(need)} and has {_size(there)}: take {fit:,.0f} ranks or more with as many on a"
+                " machine, keep rows on an SSD behind a cache (cache_mb), or an optimizer with less state",
+            )
+        binds = max(parts, key=lambda name: parts[name])
+        return binds, tuple(_ADVICE[binds])
+
+
+_ADVICE = {
+    "calls": ["the time of Python's own calls does not grow with the batch: a larger batch a rank uses it better"],
+    "rows": [
+        "finding, reading and updating rows takes most: give a rank more threads, or a machine fewer ranks",
+        "an optimizer with less state, such as RowWiseAdagrad, moves fewer bytes",
+    ],
+    "dense": ["the dense modules take most: neither more bandwidth nor a larger cache helps"],
+    "fresh memory": [
+        "arrays of 32 MiB or more are given anew by the system at every step: a batch whose rows take less saves that"
+    ],
+    "latency": [
+        "messages take most that hold next to nothing: a larger batch a rank uses them better",
+        "one embedding with many tables has one lookup, several embeddings have one each",
+    ],
+    "transfer": [
+        "bytes of rows and gradients take most: comm_dtype=torch.bfloat16 sends half as many",
+        "fewer ranks with larger batches send a key that many samples share less often",
+    ],
+    "dense all-reduce": ["gradients of dense modules take most: a larger batch a rank uses them better"],
+    "disk": ["reads from disk take most: a larger cache, more machines, each with a disk, or a faster disk"],
+}
+
+
+def unique_share(batches: Any) -> float:
+    """The share of unique keys among the ids of batches, as `PlannedEmbedding(unique=...)` takes it: their mean.
+
+    Args:
+        batches: of one rank, each integers of shape [B, T], column t of table t; or [N], of one table.
+
+    Raises:
+        ValueError: there is no batch, or one without ids.
+    """
+    import numpy as np
+
+    shares = []
+    for batch in batches:
+        id_BT = np.asarray(batch)
+        if id_BT.size == 0 or id_BT.ndim > 2:
+            raise ValueError(f"a batch must be ids of shape [B, T] or [N], at least one, got shape {id_BT.shape}")
+        columns = id_BT.reshape(len(id_BT), -1).T
+        shares.append(sum(len(np.unique(column)) for column in columns) / id_BT.size)
+    if not shares:
+        raise ValueError("there must be at least one batch to count unique keys of, got none")
+    return float(np.mean(shares))
+
+
+def _state_width(optimizer: Any, dim: int) -> int:
+    import torch
+
+    from oneemb import optim
+    from oneemb.graph.row_optimizers import SUPPORTED, row_optimizer_of
+
+    cls = next((getattr(m, optimizer) for m in (torch.optim, optim) if hasattr(m, str(optimizer))), None)
+    try:
+        if cls is None:
+            raise TypeError
+        made = cls([torch.nn.Parameter(torch.empty(0, dim, dtype=torch.float32, device="cpu"))], lr=0.01)
+        return row_optimizer_of(made, made.param_groups[0]).state_width(dim)
+    except TypeError:
+        raise ValueError(
+            f"optimizer must be the name of one that rows have ({SUPPORTED}), or the number of values of state a row"
+            f" has, got {optimizer!r}"
+        ) from None
+
+
+def _check_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a whole number from 1 up, got {value!r}")
+
+
+def _check_share(name: str, value: object, *, above_0: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1 or (above_0 and value == 0):
+        raise ValueError(f"{name} must be a share {'above' if above_0 else 'from'} 0 up to 1, got {value!r}")
+
+
+def _size(size: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

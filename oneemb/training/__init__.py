@@ -1,0 +1,1 @@
+"""Training graphs, and the step of optimizers."""

@@ -1,0 +1,360 @@
+"""Joins a torch optimizer with embeddings: the update of rows and the step of dense parameters are one."""
+
+import functools
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Never
+
+import torch
+
+from oneemb.embeddings.embedding import TableEmbedding
+from oneemb.graph import ops
+from oneemb.graph.recorder import UNCOUNTED, StepStats
+from oneemb.graph.row_optimizers import Group, RowOptimizer
+from oneemb.storage.embedding_store import EmbeddingStore
+from oneemb.storage.locking.step_lock import in_step
+from oneemb.storage.locking.turns import undisturbed
+from oneemb.training.row_step import (
+    RowStep,
+    TrainedRows,
+    attach,
+    groups_of_rows,
+    row_weights,
+    rows_stepped,
+    settle_rows,
+)
+
+__all__ = ["Optimizer", "step_together"]
+
+
+class Optimizer(torch.optim.Optimizer):
+    """A torch optimizer that steps the rows of embeddings too, for eager training. `TrainGraph` makes its own.
+
+    The rows that were looked up since the last step are updated as the optimizer's class would update them, with the
+    hyperparameters that the group with `embedding.weight` has at this step; other rows are not touched. Where the
+    update rule counts steps, it uses the embedding's count.
+
+    Args:
+        optimizer: a torch optimizer of one of the supported classes; its groups hold `embedding.weight` of each
+            embedding, and dense parameters or none.
+        embeddings: the embeddings it trains. An embedding has one optimizer only.
+        skip_nonfinite: skip a step in which a gradient is NaN or infinite, dense parameters included, and count it in
+            `skipped`, instead of raising `NonFiniteGradientError`.
+        fused: update the rows of an embedding in the backward pass, as soon as their gradient has come: no step is
+            needed for them, and no gradient is kept. One backward pass is one step; clipping, a GradScaler and
+            accumulation need gradients that are kept, and are refused. Ranks bring gradients to their owners in the
+            backward pass, which every one of them then makes.
+
+    Raises:
+        ValueError: an embedding is in no group, is given twice or has an optimizer already; or the class, or an option
+            of it, is not supported for rows: the message names it.
+        StorageError: the rows hold another optimizer's state, or the embedding's path is in use.
+
+    Example:
+        >>> import tempfile, torch, oneemb
+        >>> embedding = oneemb.MultiTableEmbedding(
+        ...     "words", 8, torch.float32, torch.int64, [oneemb.make_table()],
+        ...     oneemb.make_device_mem_store_options(tempfile.mkdtemp()))
+        >>> optimizer = oneemb.Optimizer(torch.optim.Adam(embedding.parameters(), lr=0.1), [embedding])
+        >>> embedding(torch.tensor([3, 5, 3])).sum().backward()
+        >>> optimizer.step()
+        >>> embedding.stats()["step"]
+        1
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        embeddings: Sequence[TableEmbedding] | None = None,
+        *,
+        skip_nonfinite: bool = False,
+        fused: bool = False,
+    ):
+        if not hasattr(optimizer, "param_groups"):
+            raise TypeError(
+                f"optimizer must be a torch optimizer made on embedding.parameters(), got {type(optimizer).__name__}"
+                f" {optimizer!r}"
+            )
+        embeddings = list(embeddings) if isinstance(embeddings, Iterable) else embeddings
+        if embeddings is not None and not (
+            isinstance(embeddings, list) and all(isinstance(one, TableEmbedding) for one in embeddings)
+        ):
+            raise TypeError(f"embeddings must be a list of embeddings that the optimizer trains, got {embeddings!r}")
+        self._inner: torch.optim.Optimizer | None = None
+        # Nobody sees the groups and state of this call's parameter: see below.
+        super().__init__([torch.empty(0, dtype=torch.float32, device="cpu")], {})
+        self._inner = optimizer
+        self.steps_rows_itself = True
+        groups: dict[TrainedRows, tuple[int, ...]] = {}
+        held = groups_of_rows(optimizer)
+        for embedding in held if embeddings is None else embeddings:
+            if embedding in groups:
+                raise ValueError(f"embedding {embedding.name!r} is given twice; its rows would be stepped twice")
+            if embedding not in held:
+                raise ValueError(
+                    f"no group of {type(optimizer).__name__} holds the weight of embedding {embedding.name!r}; make the"
+                    " optimizer on embedding.parameters()"
+                )
+            groups[embedding] = held[embedding]
+        self.embeddings = tuple(groups)
+        self._groups_of = {embedding.store: its for embedding, its in groups.items()}
+        self.row_step = RowStep(optimizer, skip_nonfinite)
+        """Step of this optimizer on rows."""
+        if fused and any(len(embedding.weights) > 1 for embedding in self.embeddings):
+            raise ValueError(
+                "fused=True updates the rows of an embedding as soon as their gradient has come, and those of tables"
+                " that have weights of their own come one by one; leave it out for them"
+            )
+        if fused and len(self.embeddings) > 1 and any(embedding.ranks is not None for embedding in self.embeddings):
+            raise ValueError(
+                "fused=True updates the rows of an embedding as soon as their gradient has come, and ranks bring those"
+                " of an optimizer to their owners together; make an optimizer for each embedding with a process_group"
+            )
+        attach(optimizer, groups)
+        if fused:
+            # A hook that held the step, which holds the weight, would keep rows and their path for ever: torch's hooks
+            # are nothing that Python's collector looks into.
+            step = weakref.WeakMethod(self.row_step.step_in_backward)
+            for embedding in self.embeddings:
+                (weight,) = embedding.weights
+                weight.register_post_accumulate_grad_hook(functools.partial(_step_in_backward, step))
+                weight.is_stepped_in_backward = True  # type: ignore[attr-defined]
+
+    # What schedulers, loggers and trainers look at is the torch optimizer's.
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The torch optimizer."""
+        assert self._inner is not None
+        return self._inner
+
+    @property
+    def param_groups(self) -> list[Group]:
+        """The torch optimizer's groups."""
+        return self._own_groups if self._inner is None else self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[Group]) -> None:
+        if self._inner is None:
+            self._own_groups = groups
+        else:
+            self.optimizer.param_groups = groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The torch optimizer's options for groups that say nothing else."""
+        return self._own_defaults if self._inner is None else self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        if self._inner is None:
+            self._own_defaults = defaults
+        else:
+            self.optimizer.defaults = defaults
+
+    @property
+    def state(self) -> Any:
+        """The torch optimizer's state of dense parameters; that of rows is in the rows."""
+        return self._own_state if self._inner is None else self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if self._inner is None:
+            self._own_state = state
+        else:
+            self.optimizer.state = state
+
+    @property
+    def skip_nonfinite(self) -> bool:
+        """Whether steps whose gradients are not finite are left out, rather than refused."""
+        return self.row_step.skip_nonfinite
+
+    @skip_nonfinite.setter
+    def skip_nonfinite(self, skip: bool) -> None:
+        self.row_step.skip_nonfinite = skip
+
+    @property
+    def skipped(self) -> int:
+        """Steps that were left out because a gradient was not finite."""
+        return self.row_step.skipped
+
+    @skipped.setter
+    def skipped(self, skipped: int) -> None:
+        self.row_step.skipped = skipped
+
+    @property
+    def taken(self) -> int:
+        """Steps made by this object."""
+        return self.row_step.taken
+
+    @taken.setter
+    def taken(self, taken: int) -> None:
+        self.row_step.taken = taken
+
+    def rows_of(self, store: EmbeddingStore) -> tuple[RowOptimizer, Sequence[Group | None]] | None:
+        """The row optimizer of a store and its param groups now, of each table, or of all; None if it is not trained
+        here."""
+        if store not in self._groups_of:
+            return None
+        embedding = next(embedding for embedding in self.embeddings if embedding.store is store)
+        if embedding.row_optimizer is None:  # It was detached, and is attached anew by the next step.
+            return None
+        return embedding.row_optimizer, [self.optimizer.param_groups[g] for g in self._groups_of[store]]
+
+    @torch._disable_dynamo  # torch.compile stays out of it, as out of a lookup
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the dense parameters and the rows that have a gradient. Gradients stay until `zero_grad`.
+
+        Args:
+            closure: computes the loss and its gradients before the step.
+
+        Returns:
+            What the closure gave.
+
+        Raises:
+            NonFiniteGradientError: a gradient is NaN or infinite; no weight, state or count has changed. Ids that the
+                lookups have inserted stay, with their initial values.
+            What the torch optimizer or a hook of it raises: no row has changed; dense parameters may have.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        stores = {embedding.store: None for embedding in self.embeddings}
+        stores |= {embedding.store: None for _, _, embedding in row_weights(self.optimizer)}
+        in_step((store.step_lock for store in stores), lambda: step_together([self]))
+        return loss
+
+    @torch._disable_dynamo
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of rows and dense parameters."""
+        with undisturbed:
+            self.row_step.put_back()  # what a step has left that was stopped
+            for _, weight, _ in row_weights(self.optimizer):
+                if isinstance(weight.grad, ops.RowGrad):
+                    weight.grad.unpin()
+                    weight.grad = None
+        self.optimizer.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the torch optimizer. Embeddings whose weights it holds are attached at the next step."""
+        if self._inner is None:
+            super().add_param_group(param_group)
+        else:
+            self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The torch optimizer's state; the state of rows is in the snapshots of embeddings."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` gave."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def __reduce_ex__(self, protocol: object) -> Never:
+        raise TypeError(
+            "an oneemb.Optimizer cannot be copied or pickled: it trains the rows of its embeddings; save its"
+            " state_dict()"
+        )
+
+
+def _step_in_backward(step: Callable[[], Callable[[torch.Tensor], None] | None], weight: torch.Tensor) -> None:
+    call = step()
+    if call is not None:
+        call(weight)
+    else:
+        warnings.warn(
+            "the oneemb.Optimizer that updated rows in the backward pass (fused=True) is gone, so that it updates them"
+            " no more: keep a reference to it as long as you train",
+            stacklevel=2,
+        )
+
+
+def step_together(
+    optimizers: Sequence[Optimizer],
+    scaler: torch.amp.GradScaler | None = None,
+    *,
+    commit: Callable[[], object] | None = None,
+    stats: StepStats = UNCOUNTED,
+) -> bool:
+    """Make one step of several optimizers, dense parameters and rows: all of it or, if a gradient is not finite, none.
+
+    Args:
+        scaler: the GradScaler that has scaled and unscaled the gradients: a step that overflows is then left out.
+        commit: called before the first change; None = nothing is.
+        stats: counts and times each op.
+
+    Returns:
+        Whether the step was made.
+
+    Raises:
+        NonFiniteGradientError: a gradient is NaN or infinite; nothing has changed.
+        What a torch optimizer or a hook of it raises: no row has changed; dense parameters may have.
+    """
+    for optimizer in optimizers:
+        for embedding in optimizer.embeddings:
+            embedding.store.turns.check(changes=True)
+    rows = [optimizer.row_step for optimizer in optimizers]
+    grads: list[list[ops.RowGrads]] = []
+
+    def ready() -> str | None:
+        for row_step in rows:
+            row_step.take_grads()
+        every: list[ops.RowGrads] = []
+        for row_step in rows:
+            grads.append(row_step.reduce(stats))
+            every += grads[-1]
+        return stats.call("check_finite", ops.check_finite, rows, every)
+
+    try:
+        ranks = stats.call("settle", settle_rows, [row_step.optimizer for row_step in rows])
+        if ranks is None:
+            go = ops.may_step(ready(), rows, scaler)
+            if commit is not None:
+                commit()
+        with undisturbed:  # An interrupt comes before the step or after all of it.
+            if ranks is not None:
+                # Once they have agreed the other ranks make the step: one that is interrupted must make it too.
+                with undisturbed.forks_allowed():
+                    found = ranks.agree(f"step by {', '.join(map(_name, rows))}", ready)
+                go = ops.may_step(found, rows, scaler)
+                if commit is not None:
+                    commit()
+            try:
+                options = []
+                for row_step, its_grads in zip(rows, grads, strict=True):
+                    try:
+                        rows_stepped.add(row_step.optimizer)
+                        after_hooks = _after_hooks(row_step, its_grads, go)
+                        options.append(stats.call(f"step({_name(row_step)})", ops.step, row_step, go, after_hooks))
+                    finally:
+                        rows_stepped.discard(row_step.optimizer)
+                for row_step, its_grads, its_options in zip(rows, grads, options, strict=True):
+                    row_step.update(its_grads, go, its_options, stats)
+                    row_step.taken += go
+            except BaseException as error:
+                if not isinstance(error, Exception):  # It was not held back: some rows may be updated, others not.
+                    for optimizer in optimizers:
+                        for embedding in optimizer.embeddings:
+                            embedding.store.turns.note(error)
+                raise
+    finally:
+        for row_step in rows:
+            row_step.put_back()
+    return go
+
+
+def _after_hooks(row_step: RowStep, grads: list[ops.RowGrads], go: bool) -> Callable[[], None] | None:
+    """Give weights their gradients back for hooks of the torch optimizer, if it has any. Returns what takes them
+    anew."""
+    optimizer = row_step.optimizer
+    if not go or not optimizer._optimizer_step_pre_hooks:
+        return None
+    changes = row_step.changes()
+    row_step.put_back()
+    return lambda: row_step.reduce_again(grads, changes)
+
+
+def _name(row_step: RowStep) -> str:
+    return type(row_step.optimizer).__name__

@@ -1,0 +1,562 @@
+"""Lets torch's own optimizers train rows: hooks around every `optimizer.step()` of the process.
+
+    before   the optimizer's own hooks run, which see the gradients of rows; then these are taken out of `weight.grad`,
+             which torch's step must not see; embeddings without an optimizer are attached to this one; what is not
+             finite is refused
+    after    the rows are updated, with the options that the step was made with, and the gradients are put back
+
+An embedding's weight is in a param group like any other parameter, so it is that group's options that its rows follow.
+
+A step that raises in between gives the weights their gradients back, as soon as its error is dropped; if that is kept
+until the next step, they are gone, with a warning. `oneemb.Optimizer` puts them back at once.
+"""
+
+import functools
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from oneemb.graph import ops
+from oneemb.graph.building import building_now
+from oneemb.graph.ranks import Ranks
+from oneemb.graph.recorder import UNCOUNTED, StepStats
+from oneemb.graph.row_optimizers import Group, RowOptimizer, row_optimizer_of
+from oneemb.graph.tape import version_of
+from oneemb.storage.embedding_store import EmbeddingStore
+from oneemb.storage.locking.step_lock import alone, in_step
+from oneemb.storage.locking.turns import undisturbed
+
+__all__ = ["RowStep", "TrainedRows", "attach", "embedding_of", "row_weights", "rows_stepped"]
+
+
+class TrainedRows(Protocol):
+    """Interface of an embedding, as a step uses it."""
+
+    name: str
+    store: EmbeddingStore
+    ranks: Ranks | None
+    row_optimizer: RowOptimizer | None
+
+    @property
+    def weights(self) -> tuple[torch.nn.Parameter, ...]:
+        """Parameters that stand for the rows: one for each table, or one for all."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The one that trains the rows."""
+
+    def attach(self, row_optimizer: RowOptimizer, optimizer: torch.optim.Optimizer) -> None:
+        """Give every row the state of this optimizer."""
+
+    def detach_optimizer(self) -> None:
+        """Let another optimizer train the rows."""
+
+
+Rows = TypeVar("Rows", bound=TrainedRows)
+
+
+def embedding_of(parameter: torch.Tensor) -> TrainedRows | None:
+    """The embedding whose rows a parameter stands for; None for any other."""
+    reference = getattr(parameter, "embedding", None)
+    return reference() if isinstance(reference, weakref.ref) else None
+
+
+class RowWeight(NamedTuple):
+    """A parameter that stands for rows, in a group of an optimizer."""
+
+    group: int
+    weight: torch.nn.Parameter
+    embedding: TrainedRows
+
+
+def row_weights(optimizer: torch.optim.Optimizer) -> list[RowWeight]:
+    """The parameters of an optimizer that stand for rows."""
+    found = []
+    for g, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            reference = getattr(parameter, "embedding", None)  # as `embedding_of`
+            if isinstance(reference, weakref.ref) and (embedding := reference()) is not None:
+                found.append(RowWeight(g, parameter, embedding))
+    return found
+
+
+def groups_of_rows(
+    optimizer: torch.optim.Optimizer, weights: Iterable[RowWeight] | None = None
+) -> dict[TrainedRows, tuple[int, ...]]:
+    """The numbers of the param groups that each embedding is in: of each of its weights, or of one that stands for all.
+
+    Args:
+        weights: result of `row_weights`; None = call it.
+
+    Raises:
+        ValueError: some tables of an embedding are in no group, and are not frozen.
+    """
+    of_weights: dict[TrainedRows, dict[int, int]] = {}
+    for g, weight, embedding in row_weights(optimizer) if weights is None else weights:
+        of_weights.setdefault(embedding, {})[id(weight)] = g
+    groups: dict[TrainedRows, tuple[int, ...]] = {}
+    for embedding, its in of_weights.items():
+        its_weights = embedding.weights
+        if len(its_weights) == 1 and (only := id(its_weights[0])) in its:
+            groups[embedding] = (its[only],)
+            continue
+        missing = [t for t, weight in enumerate(its_weights) if id(weight) not in its and weight.requires_grad]
+        if missing:
+            raise ValueError(
+                f"the rows of embedding {embedding.name!r} are trained by one optimizer: {type(optimizer).__name__}"
+                f" holds the weights of some of its tables, not those of {missing}; add these, or freeze them with"
+                " requires_grad_(False)"
+            )
+        first = next(iter(its.values()))
+        groups[embedding] = tuple(its.get(id(weight), first) for weight in its_weights)
+    return groups
+
+
+def _has_grad(weight: torch.Tensor) -> bool:
+    return isinstance(weight.grad, ops.RowGrad) and not weight.grad.spent
+
+
+def _world_size() -> int:
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def attach(optimizer: torch.optim.Optimizer, groups: Mapping[Rows, Sequence[int]]) -> None:
+    """Let rows carry this optimizer's state. All of these embeddings are attached, or none is.
+
+    Raises:
+        ValueError, TypeError: one has another optimizer, or this class or an option of it is not supported for rows.
+        StorageError: the rows hold another optimizer's state, or a path is in use.
+    """
+    row_optimizers: dict[Rows, RowOptimizer] = {}
+    for embedding, its_groups in groups.items():
+        if embedding.ranks is None and (world := _world_size()) > 1:
+            raise ValueError(
+                f"embedding {embedding.name!r} would be trained by each of {world} ranks"
+                " alone, and its rows drift apart: make it with process_group=torch.distributed.group.WORLD; or, if"
+                " each rank is to have rows of its own, with a group of this rank alone"
+            )
+        if embedding.optimizer is not None:
+            raise ValueError(
+                f"embedding {embedding.name!r} has an optimizer already; one trains it, until"
+                " embedding.detach_optimizer()"
+            )
+        row_optimizers[embedding] = _row_optimizer(embedding, optimizer, its_groups)
+
+    def attach_all() -> None:
+        try:
+            with undisturbed:
+                for embedding, row_optimizer in row_optimizers.items():
+                    embedding.attach(row_optimizer, optimizer)
+        except BaseException:  # Ctrl-C, which comes when the block has ended, too.
+            for embedding in row_optimizers:
+                embedding.detach_optimizer()
+            raise
+
+    alone((embedding.store.step_lock for embedding in row_optimizers), attach_all)
+
+
+def _row_optimizer(embedding: TrainedRows, optimizer: torch.optim.Optimizer, groups: Sequence[int]) -> RowOptimizer:
+    first, *others = (row_optimizer_of(optimizer, optimizer.param_groups[g]) for g in dict.fromkeys(groups))
+    if any(
+        (other.name, other.weight_state, other.row_state) != (first.name, first.weight_state, first.row_state)
+        for other in others
+    ):
+        raise ValueError(
+            f"the tables of embedding {embedding.name!r} are in groups of {type(optimizer).__name__} whose options ask"
+            " for state of different kinds (momentum, amsgrad and the like): its rows have one; use the same in all"
+        )
+    return first
+
+
+def settle_rows(optimizers: Iterable[torch.optim.Optimizer]) -> Ranks | None:
+    """Bring the gradients of rows that ranks own together to their owners; all ranks call it before a step.
+
+    Returns:
+        The ranks, of all these embeddings; None if there are none.
+
+    Raises:
+        ValueError: the rows are of several process groups.
+        RankError: another rank has failed.
+    """
+    embeddings: dict[TrainedRows, torch.nn.Parameter] = {}
+    for optimizer in optimizers:
+        for _, weight, embedding in row_weights(optimizer):
+            if embedding.ranks is not None and (weight.requires_grad or _has_grad(weight)):
+                embeddings[embedding] = weight
+    if not embeddings:
+        return None
+    grads: list[ops.RowGrad] = []
+    for embedding, weight in embeddings.items():
+        # Also where this rank has looked nothing up: it owns rows that others have.
+        grad = weight.grad
+        grads.append(grad if isinstance(grad, ops.RowGrad) else ops.RowGrad(embedding.store, ranks=embedding.ranks))
+    ranks = [embedding.ranks for embedding in embeddings if embedding.ranks is not None]
+    if (groups := len({one.group for one in ranks})) > 1:
+        names = ", ".join(repr(embedding.name) for embedding in embeddings)
+        raise ValueError(f"a step trains embeddings of one process_group, those of {names} are {groups}")
+    ops.settle(grads)
+    for weight, grad in zip(embeddings.values(), grads, strict=True):
+        if grad.summed is not None:
+            weight.grad = grad
+    # Of all of them: lookups of tables that are all replicated ask no rank, so that nothing else tells how these were
+    # made.
+    return Ranks.joined(ranks)
+
+
+class RowStep:
+    """The rows' part of one step of a torch optimizer.
+
+    Args:
+        optimizer: the torch optimizer.
+        skip_nonfinite: whether a step whose gradients are not finite is left out, rather than refused.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, skip_nonfinite: bool = False):
+        self.optimizer = optimizer
+        self.skip_nonfinite = skip_nonfinite
+        self.skipped = self.taken = 0
+        self.grads: list[tuple[RowWeight, ops.RowGrad]] = []
+        """The gradients that have been taken out of weights."""
+        self._spent: list[tuple[RowWeight, ops.RowGrad]] = []
+        """Gradients taken out of weights whose rows were updated in the backward pass."""
+        self.groups_of_tables: Callable[[], Sequence[Group | None]] | None = None
+        """Gives the options of each table, None for one that is frozen, where they are not those of the param group."""
+        self._groups: dict[EmbeddingStore, tuple[int, ...]] = {}
+        self._options: ops.Groups = {}
+
+    def rows_of(self, store: EmbeddingStore) -> tuple[RowOptimizer, Sequence[Group | None]] | None:
+        """The row optimizer of a store and its param groups now, of each table, or of all; None if it is not trained
+        here."""
+        for (_, _, embedding), _ in self.grads:
+            if embedding.store is store and embedding.row_optimizer is not None:
+                if self.groups_of_tables is not None:
+                    return embedding.row_optimizer, self.groups_of_tables()
+                param_groups = self.optimizer.param_groups
+                return embedding.row_optimizer, list(map(param_groups.__getitem__, self._groups[store]))
+        return None
+
+    @property
+    def embeddings(self) -> dict[TrainedRows, None]:
+        """Embeddings whose gradients have been taken."""
+        return {taken.embedding: None for taken, _ in self.grads}
+
+    def take_grads(self) -> None:
+        """Take the gradients of rows out of the weights, attaching embeddings that have no optimizer.
+
+        Raises:
+            ValueError, TypeError, StorageError: an embedding cannot be attached; its gradient stays where it is.
+        """
+        weights = row_weights(self.optimizer)
+        found: dict[TrainedRows, None] = {}
+        for _, weight, embedding in weights:
+            if _has_grad(weight):
+                found[embedding] = None
+        groups = groups_of_rows(self.optimizer, weights) if found else {}
+        for embedding in found:
+            if embedding.optimizer is not self.optimizer:
+                if embedding.optimizer is not None:
+                    raise ValueError(
+                        f"embedding {embedding.name!r} is trained by another {type(embedding.optimizer).__name__}; its"
+                        " weight may be in the groups of one optimizer, until embedding.detach_optimizer()"
+                    )
+                for weight in embedding.weights:  # rows move: they come to have state
+                    if isinstance(weight.grad, ops.RowGrad):
+                        weight.grad.unpin()
+                attach(self.optimizer, {embedding: groups[embedding]})
+            self._groups[embedding.store] = groups[embedding]
+        for taken in weights:
+            grad = taken.weight.grad
+            if isinstance(grad, ops.RowGrad):
+                (self._spent if grad.spent else self.grads).append((taken, grad))
+            # Tools step with gradients of zeros to make an optimizer's state; rows have their own, so it is dropped.
+            taken.weight.grad = None
+
+    def put_back(self) -> None:
+        """Give the weights their gradients back, those that have no newer one."""
+        for taken, grad in self.grads + self._spent:
+            if taken.weight.grad is None:
+                taken.weight.grad = grad
+        self.grads, self._spent = [], []
+
+    def reduce(self, stats: StepStats) -> list[ops.RowGrads]:
+        """The gradients of rows, to be summed, with rows pinned until `update` or `put_back`.
+
+        Args:
+            stats: counts and times each op.
+
+        Raises:
+            StoreFullError: the rows of the step do not fit.
+        """
+        # Rows that are updated as one have the same options, table by table if need be.
+        of_group: dict[tuple[int, ...], list[ops.RowGrad]] = {}
+        for taken, grad in self.grads:
+            store = taken.embedding.store
+            store.turns.check(changes=True)
+            its = self._groups[store]
+            of_group.setdefault(its[:1] if len(set(its)) == 1 else (*its, id(store)), []).append(grad)
+        reduced: list[ops.RowGrads] = []
+        for group in of_group.values():
+            reduced += stats.call("reduce_grads", ops.reduce_grads, group)
+        return reduced
+
+    def reduce_again(self, grads: list[ops.RowGrads], changes: Sequence[int]) -> None:
+        """Take the gradients, which hooks of the user's have seen since they were reduced: `grads`, changed in place if
+        something was done to them.
+
+        Args:
+            changes: what `changes` gave when they were reduced.
+
+        Raises:
+            NonFiniteGradientError: one is not finite any more.
+        """
+        self.take_grads()
+        if self.changes() != changes:
+            grads[:] = self.reduce(UNCOUNTED)
+            ops.may_step(ops.check_finite([self], grads), [self])
+
+    def changes(self) -> list[int]:
+        """Numbers that change whenever a gradient that has been taken is changed or replaced."""
+        return [number for _, grad in self.grads for number in (id(grad), grad.changes)]
+
+    def update(self, grads: Sequence[ops.RowGrads], go: bool, options: ops.Groups, stats: StepStats) -> None:
+        """Update the rows, let them be evicted, and give the weights their gradients back: as torch's, they stay until
+        `zero_grad`."""
+        label = f"update({type(self.optimizer).__name__})"
+        for grad in grads:
+            stats.call(label, ops.update, self, grad, go, options)
+        for _, row_grad in self.grads:
+            row_grad.unpin()
+        self.put_back()
+
+    def step_in_backward(self, weight: torch.Tensor) -> None:
+        """A hook of a weight, called when its gradient has come: update the rows."""
+        row_grad, embedding = weight.grad, embedding_of(weight)
+        assert isinstance(row_grad, ops.RowGrad) and embedding is not None
+        try:
+            in_step([embedding.store.step_lock], self._update_now)
+        except BaseException:
+            self.put_back()
+            row_grad.unpin()
+            weight.grad = None  # None is kept: the next one would be added to what was refused.
+            raise
+        self.put_back()
+        row_grad.spend()
+
+    def _update_now(self) -> None:
+        grads: list[ops.RowGrads] = []
+
+        def ready() -> str | None:
+            self.take_grads()
+            grads.extend(self.reduce(UNCOUNTED))
+            return ops.check_finite([self], grads)
+
+        ranks = settle_rows([self.optimizer])
+        found = ready() if ranks is None else None
+        with undisturbed:
+            if ranks is not None:  # Once they have agreed the other ranks make the step: this one must make it too.
+                with undisturbed.forks_allowed():
+                    found = ranks.agree(f"step by {type(self.optimizer).__name__} in the backward pass", ready)
+            go = ops.may_step(found, [self])
+            self.update(grads, go, ops.options_of(self.optimizer), UNCOUNTED)
+            self.taken += go
+
+
+# ---- torch's own `optimizer.step()` ---------------------------------------------------------------------------------
+
+
+class _Hooked(RowStep):
+    """A step between the two hooks. Dropped without `end`, it has raised: the gradients stay for another one."""
+
+    _reduced: Sequence[ops.RowGrads] = ()
+    _go = True
+    _handle: RemovableHandle | None = None
+
+    def begin_after_hooks(self) -> None:
+        """Begin once the optimizer's own hooks have run, which may change gradients and options."""
+        # The optimizer, which keeps its hooks, must not keep the step.
+        self._handle = self.optimizer.register_step_pre_hook(functools.partial(_begin, weakref.ref(self)))
+
+    @torch._disable_dynamo
+    def begin(self) -> None:
+        """Take the gradients, and check them."""
+        ranks = settle_rows([self.optimizer])
+        try:
+            ops.may_step(self._ready() if ranks is None else self._agree(ranks), [self])
+        except BaseException:
+            self.put_back()
+            raise
+        self._options = ops.options_of(self.optimizer)
+
+    def _agree(self, ranks: Ranks) -> str | None:
+        """Result of `_ready` of the ranks together. After this exchange the other ranks make the step, so a Ctrl-C that
+        came during the wait is raised a moment later, as if it had come in the middle of torch's step."""
+        undisturbed.hold_signals()
+        try:
+            found: str | None = ranks.agree(f"step by {type(self.optimizer).__name__}", self._ready)
+            return found
+        finally:
+            undisturbed.signals_come_later()
+
+    def _ready(self) -> str | None:
+        self.take_grads()
+        self._follow_scaler()
+        if not self.grads or not self._go:
+            return None
+        self._reduced = self.reduce(UNCOUNTED)
+        return ops.check_finite([self], self._reduced)
+
+    def _follow_scaler(self) -> None:
+        """Do what a GradScaler asks of an optimizer that unscales gradients itself, as torch's fused ones do."""
+        overflowed, scale = (getattr(self.optimizer, name, None) for name in ("found_inf", "grad_scale"))
+        self._go = overflowed is None or not float(overflowed)
+        if self._go and scale is not None:
+            for _, grad in self.grads:
+                grad.div_(float(scale))
+
+    def end(self) -> None:
+        """Update the rows."""
+        locks = [embedding.store.step_lock for embedding in self.embeddings]
+        with undisturbed:
+            try:
+                in_step(locks, self._update_rows)
+            finally:
+                self._give_back()
+
+    def _update_rows(self) -> None:
+        try:
+            if any(grads.generation != grads.store.generation for grads in self._reduced):
+                self._reduced = self.reduce(UNCOUNTED)  # A hook, or another thread, has moved or replaced the rows.
+            self.update(self._reduced, self._go, self._options, UNCOUNTED)
+        except Exception as error:
+            name = type(self.optimizer).__name__
+            ops.add_note(error, f"{name}.step() has stepped the dense parameters, not all rows")
+            raise
+
+    def drop(self) -> None:
+        """Forget the gradients of a step that has raised: whoever keeps the error may have zeroed them since."""
+        if self.grads:
+            names = ", ".join(repr(embedding.name) for embedding in self.embeddings)
+            warnings.warn(
+                f"the step of {type(self.optimizer).__name__} before this one has raised; the gradients of rows that it"
+                f" had taken, of {names}, are dropped, since its error is still kept: they may have been zeroed since",
+                stacklevel=4,
+            )
+        for _, grad in self.grads:
+            grad.unpin()
+        self.grads, self._spent = [], []
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+
+    def _give_back(self) -> None:
+        for _, grad in self.grads:
+            grad.unpin()
+        self.put_back()
+        self._leave()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_options"):  # the last that __init__ sets: otherwise an interrupt came in it
+            self._give_back()
+
+
+class _Arguments(tuple[Any, ...]):
+    """Arguments of a step. They are freed with it, or with an error of it that nobody keeps."""
+
+    step: _Hooked
+
+
+_begun: "weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[_Hooked]]" = weakref.WeakKeyDictionary()
+rows_stepped: "weakref.WeakSet[torch.optim.Optimizer]" = weakref.WeakSet()
+"""Optimizers in the middle of a step that leaves rows to the caller, who has taken their gradients."""
+
+
+def _steps_others(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer steps others, which have steps of their own, as TorchRec's CombinedOptimizer does."""
+    return getattr(optimizer, "steps_rows_itself", False) or hasattr(optimizer, "optimizers")
+
+
+# torch.compile leaves the hooks below uncompiled, as it does lookups.
+
+
+@torch._disable_dynamo
+def _begin(waiting: weakref.ref[_Hooked], *_: object) -> None:
+    if (step := waiting()) is not None:
+        step.begin()
+
+
+@torch._disable_dynamo
+def _before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if (building := building_now()) is not None:
+        building.check_step(optimizer)
+    if optimizer in rows_stepped or _steps_others(optimizer):
+        return None
+    left = _begun.pop(optimizer, None)
+    if left is not None and (raised := left()) is not None:
+        raised.drop()
+    step = _Hooked(optimizer)
+    _begun[optimizer] = weakref.ref(step)
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        step.begin_after_hooks()
+    else:  # Gradients come in the closure, which the step calls first.
+
+        def closure_and_rows() -> Any:
+            loss = closure()
+            step.begin()
+            return loss
+
+        if len(args) > 1:
+            args = (args[0], closure_and_rows, *args[2:])
+        else:
+            kwargs = {**kwargs, "closure": closure_and_rows}
+    held = _Arguments(args)
+    held.step = step
+    return held, kwargs
+
+
+@torch._disable_dynamo
+def _after(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    begun = _begun.pop(optimizer, None)
+    step = None if begun is None else begun()
+    if step is not None:
+        step.end()
+    has_rows = False
+    for _, weight, _ in row_weights(optimizer):
+        # Tools step with gradients of zeros to make an optimizer's state, which writes to what stands for rows.
+        weight.stepped_version = version_of(weight)  # type: ignore[attr-defined]
+        has_rows = True
+    if has_rows and not hasattr(optimizer, "names_rows") and not _steps_others(optimizer):
+        optimizer.names_rows = True  # type: ignore[attr-defined]
+        optimizer.register_state_dict_post_hook(_name_rows)
+        optimizer.register_load_state_dict_post_hook(_forget_state)
+        _forget_state(optimizer)
+
+
+def _name_rows(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Give weights that stand for rows an empty state in a state dict, if other parameters have one there: the tools of
+    torch.distributed.checkpoint refuse a parameter without an entry."""
+    state, groups = state_dict["state"], zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
+    if state:
+        for group, packed in groups:
+            for parameter, number in zip(group["params"], packed["params"], strict=True):
+                if embedding_of(parameter) is not None:
+                    state.setdefault(number, {})
+
+
+def _forget_state(optimizer: torch.optim.Optimizer) -> None:
+    """Drop the state that a load has given weights that stand for rows."""
+    if not isinstance(optimizer, torch.optim.Adagrad):  # Adagrad needs the state that it made at first.
+        for _, weight, _ in row_weights(optimizer):
+            optimizer.state.pop(weight, None)
+
+
+register_optimizer_step_pre_hook(_before)
+register_optimizer_step_post_hook(_after)

@@ -1,0 +1,170 @@
+"""Watches the losses of a call of `build`: whether a GradScaler scales them, and how often gradients are taken."""
+
+import inspect
+import threading
+from collections.abc import Callable, Iterable
+from types import CellType, FunctionType, MethodType
+from typing import Any, cast
+
+import torch
+
+from oneemb.graph.build_error import BuildError, user_line
+from oneemb.graph.tape import version_of
+from oneemb.training.stand_ins import StandIn
+
+__all__ = ["Scaling", "idle_copy", "scalers_in", "scalers_of", "set_apart"]
+
+
+class Scaling:
+    """Has every loss scaled that `build` calls `backward` on, within `watching`, if a scaler is given.
+
+    If `build` itself calls `scale` of a GradScaler that it knows, that one is taken, and nothing is scaled twice.
+
+    Args:
+        known: the GradScalers that `build` knows: attributes of the graph, globals, closures.
+        given: what `set_grad_scaler` was given.
+        before: what has scaled the losses of the micro-batches before.
+        on_second_pass: called before a second backward pass; None = any number is fine.
+        parameters: those whose losses `given` scales.
+    """
+
+    def __init__(
+        self,
+        known: Iterable[torch.amp.GradScaler],
+        given: torch.amp.GradScaler | None,
+        before: torch.amp.GradScaler | None = None,
+        on_second_pass: Callable[[], None] | None = None,
+        parameters: Iterable[torch.nn.Parameter] = (),
+    ):
+        self.scaler = given
+        """The scaler that has scaled the losses; None = none has."""
+        self._given, self._before = given, before
+        self._on_second_pass = on_second_pass
+        self._passes = 0
+        self._by_build = False
+        self._watched: dict[torch.amp.GradScaler, None] = {} if given is None else {given: None}
+        self._watched |= dict.fromkeys(known)
+        self._parameters = [] if given is None else list(parameters)
+        self._grads = self._read_grads()
+
+    def methods(self) -> list[tuple[Any, str, Callable[[Any], None]]]:
+        """Methods to stand in for while `build` runs: calls of `scale` are noted, and those of `update` refused."""
+        methods: list[tuple[Any, str, Callable[[Any], None]]] = []
+        for scaler in self._watched:
+            methods += [(scaler, "scale", self.note), (scaler, "update", self.refuse_update)]
+        return methods
+
+    def note(self, scaler: torch.amp.GradScaler) -> None:
+        """Note that `build` scales by this one.
+
+        Raises:
+            BuildError: there is another.
+        """
+        if any(other is not None and other is not scaler for other in (self.scaler, self._before)):
+            raise BuildError(f"build scales its losses with two GradScalers{user_line()}; use one")
+        self.scaler, self._by_build = scaler, True
+
+    def refuse_update(self, scaler: torch.amp.GradScaler) -> None:
+        """Raise BuildError if this one has scaled the losses."""
+        if scaler is self.scaler:
+            raise BuildError(
+                f"build updates the GradScaler{user_line()}, which the graph does after build; leave it out"
+            )
+
+    @property
+    def backward(self) -> Callable[..., None] | None:
+        """Function to call in place of `Tensor.backward`; None = no replacement is needed."""
+        return self._backward if self._given is not None or self._on_second_pass else None
+
+    def _backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        self._passes += 1
+        if self._passes == 2 and self._on_second_pass is not None:
+            self._on_second_pass()
+        if self._given is not None and not self._by_build:
+            loss = type(self._given).scale(self._given, loss)
+        loss.backward(*args, **kwargs)
+
+    def _read_grads(self) -> list[tuple[int, int] | None]:
+        """Other readings mean that gradients have come."""
+        read: list[tuple[int, int] | None] = []
+        for parameter in self._parameters:
+            grad = parameter.grad
+            read.append(None if grad is None else (id(grad), version_of(grad)))
+        return read
+
+    def check(self) -> None:
+        """Raise BuildError if gradients have come that are not scaled, though they should be."""
+        if self._given is None or self._passes or self._by_build or not self._given.is_enabled():
+            return
+        pairs = zip(self._grads, self._read_grads(), strict=True)
+        if any(now is not None and now != before for before, now in pairs):  # Micro-batches before may have left some.
+            raise BuildError(
+                "build takes gradients by torch.autograd.backward, which set_grad_scaler does not see; call"
+                " loss.backward(), or scale the losses by scaler.scale(loss)"
+            )
+
+
+def idle_copy(scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
+    """A copy that scales losses, and unscales, steps and updates nothing: no call of it changes the scaler."""
+    kind: Any = type(scaler)
+    made = kind.__new__(kind)
+    for name, value in vars(scaler).items():
+        value = value.own if isinstance(value, StandIn) else value
+        if value is not None or name not in ("scale", "update"):
+            vars(made)[name] = value.clone() if isinstance(value, torch.Tensor) else value
+    vars(made).update(unscale_=_nothing, step=_nothing, update=_nothing)
+    return cast(torch.amp.GradScaler, made)
+
+
+def _nothing(*args: object, **kwargs: object) -> None:
+    """Do nothing, with any arguments."""
+
+
+def set_apart(scaler: torch.amp.GradScaler) -> Callable[[], None]:
+    """Let this thread's calls of a scaler be those of an idle copy, while other threads' calls are as before.
+
+    Returns:
+        A function that ends it. No two threads make one of these calls for one scaler at the same moment.
+    """
+    idle, before, thread = idle_copy(scaler), cast(Any, type(scaler)), threading.get_ident()
+
+    class Apart(before):  # type: ignore[misc, valid-type]
+        is_over, of = False, before
+
+        def __getattribute__(self, name: str) -> Any:
+            here = self is scaler and not Apart.is_over and threading.get_ident() == thread
+            return getattr(idle, name) if here else super().__getattribute__(name)
+
+    def end() -> None:
+        Apart.is_over = True
+        kind: Any = type(scaler)
+        while vars(kind).get("is_over"):  # Another export's class may lie over this one until it ends, too.
+            kind = kind.of
+        scaler.__class__ = kind
+
+    Apart.__name__, Apart.__qualname__, Apart.__module__ = before.__name__, before.__qualname__, before.__module__
+    scaler.__class__ = Apart
+    return end
+
+
+def scalers_in(values: Iterable[object]) -> list[torch.amp.GradScaler]:
+    """The GradScalers among these."""
+    # By `type`: `isinstance` asks a stand-in that loads something lazily for its class, and loads it.
+    values = list(values)
+    kinds = list(map(type, values))
+    # A step asks for the globals of a module: thousands, maybe, and of few classes, each of which is looked at once.
+    distinct = dict(zip(map(id, kinds), kinds, strict=True)).values()
+    scalers = {id(kind) for kind in distinct if issubclass(kind, torch.amp.GradScaler)}
+    found = [value for value in values if id(type(value)) in scalers] if scalers else []
+    return cast("list[torch.amp.GradScaler]", found)
+
+
+def scalers_of(build: Callable[..., object]) -> list[torch.amp.GradScaler]:
+    """The GradScalers that a function, or one that a decorator has wrapped, has in a closure or as globals now: all
+    globals of its module, since a function that it calls may name them."""
+    function = inspect.unwrap(build) if hasattr(build, "__wrapped__") else build
+    if not isinstance(function, MethodType | FunctionType) and not inspect.isroutine(function):
+        return []
+    cells = getattr(function, "__closure__", None)
+    held = [cell.cell_contents for cell in cells if cell != CellType()] if cells else []  # but for those that are empty
+    return scalers_in([*held, *getattr(function, "__globals__", {}).values()])

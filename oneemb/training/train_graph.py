@@ -1,0 +1,410 @@
+"""A training step as a graph: called for each batch or run over a loader, its lookups made ahead of it."""
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import torch
+
+from oneemb.checkpoints.checkpoint import GraphState, load_checkpoint, save_checkpoint
+from oneemb.checkpoints.graph_state import LoadedKeys
+from oneemb.embeddings.embedding import embeddings_of
+from oneemb.graph import ops
+from oneemb.graph.build_error import BuildError
+from oneemb.graph.building import Expected, steps_itself
+from oneemb.graph.modules import REGISTER, say_not_registered, unregistered_modules
+from oneemb.graph.prefetch import Prepared
+from oneemb.storage.fs import AnyPath, file_path
+from oneemb.storage.locking.step_lock import between_steps
+from oneemb.storage.locking.turns import CommitBlock, undisturbed
+from oneemb.training.compiled_graph import Batch, CompiledGraph, OnAcquired, step_locks
+from oneemb.training.eager import Optimizer, step_together
+from oneemb.training.row_step import embedding_of, settle_rows
+from oneemb.training.scaling import Scaling, scalers_in, scalers_of
+from oneemb.training.stand_ins import standing_in
+from oneemb.training.train_state import LearningRateScheduler, TrainState
+
+__all__ = ["TrainGraph"]
+
+# So many snapshots of earlier checkpoints are worth a warning, and so is every doubling of them.
+_MANY_SNAPSHOTS = 8
+
+
+class TrainGraph(CompiledGraph):
+    """A training step: subclass it, assign modules, add optimizers, define `build`, which calls `loss.backward()`, and
+    call the object with each batch.
+
+    `build` is ordinary Python and runs at every call, so it may do what an eager step may do: branch on values, keep
+    state, print, call any library, use autocast, clipping, hooks and several losses. The graph makes the lookups ahead
+    of it, those of several embeddings together, as it has seen `build` make them. Where `build` then asks for other
+    ids, the lookup is made as in eager mode: that costs time and changes no number. Parameters and rows are updated
+    once a call, after all of `build`, and gradients are dropped: the gradient of a whole table is never made. In eval
+    mode (`graph.eval()`) a call runs forward only, `loss.backward()` does nothing, and no ids are inserted.
+
+    What is refused, by a BuildError that names the line where there is one:
+
+    - a step of an optimizer or scheduler of the graph, by itself or by `GradScaler.step`, and `GradScaler.update` of
+      what has scaled its losses: the graph makes them after `build`, with the rows. Optimizers that the graph does not
+      have may be stepped;
+    - a lookup with gradient of an embedding that is no part of the graph, which would not train, move or save it:
+      assign it, or freeze it;
+    - a gradient for an embedding that no optimizer of the graph trains, and no other: it would be lost;
+    - losses scaled by two GradScalers: gradients are unscaled by one;
+    - `torch.autograd.backward` beside `set_grad_scaler`, which does not see these losses and could not scale them;
+    - a second backward pass of a step with `config.cuda_graph`, whose replay overwrites the gradients of the first.
+
+    Saving, loading, and adding an optimizer in `build` are refused as in any step that is under way, by a RuntimeError.
+
+    Example:
+        >>> import tempfile, torch, oneemb
+        >>> embedding = oneemb.MultiTableEmbedding(
+        ...     "items", 8, torch.float32, torch.int64, [oneemb.make_table(), oneemb.make_table()],
+        ...     oneemb.make_device_mem_store_options(tempfile.mkdtemp()))
+        >>> class Graph(oneemb.TrainGraph):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.embedding = embedding
+        ...         self.mlp = oneemb.nn.FusedMLP(16, [8], 1, skip_final_activation=True)
+        ...         self.add_optimizer(torch.optim.Adam(self.parameters(), lr=0.01))
+        ...     def build(self, ids, label):
+        ...         logit = self.mlp(self.embedding(ids).flatten(1)).squeeze(1)
+        ...         loss = torch.nn.functional.binary_cross_entropy_with_logits(logit, label)
+        ...         loss.backward()
+        ...         return loss
+        >>> graph = Graph()
+        >>> loss = graph(torch.tensor([[1, 2], [3, 4]]), torch.tensor([0.0, 1.0]))
+        >>> embedding.stats()["rows"]
+        4
+        >>> batches = [(torch.tensor([[1, 2], [5, 6]]), torch.tensor([0.0, 1.0]))] * 3
+        >>> for loss in graph.run(batches):
+        ...     pass
+        >>> embedding.stats()["step"]
+        4
+
+    Reference: OneFlow's nn.Graph.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._train_state = TrainState()
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Optimizers given to `add_optimizer`, with the embeddings each trains; `.optimizer` is the torch object."""
+        return self._train_state.optimizers
+
+    @property
+    def steps(self) -> int:
+        """Updates made or skipped so far."""
+        return self._train_state.steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self._train_state.steps = steps
+
+    def add_optimizer(
+        self,
+        optimizer: torch.optim.Optimizer,
+        lr_scheduler: LearningRateScheduler | None = None,
+        *,
+        skip_nonfinite: bool = False,
+        clip_grad_norm: float | None = None,
+    ) -> None:
+        """Let an optimizer train the parameters and embeddings of the graph that its groups hold.
+
+        Args:
+            optimizer: a torch optimizer. Groups that hold an embedding's weight train its rows.
+            lr_scheduler: a torch.optim.lr_scheduler of this optimizer; it is stepped after each update.
+            skip_nonfinite: skip steps in which a gradient is NaN or infinite instead of raising; with several
+                optimizers, where all are told to.
+            clip_grad_norm: before each update, scale the gradients of this optimizer's parameters and rows so that
+                their norm, taken as one vector, is at most this.
+
+        Raises:
+            ValueError: it was added before; its groups hold nothing of this graph, or an embedding that is no part of
+                it; the optimizer's
+                class or an option of it is not supported for rows; clip_grad_norm is not above 0; or the scheduler is
+                another optimizer's, or one that needs a metric.
+            StorageError: rows hold another optimizer's state, or a path is in use.
+        """
+        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if not any(id(parameter) in trained for parameter in self.parameters()):
+            raise ValueError(
+                f"{type(optimizer).__name__} holds no parameter of this graph; assign the modules before add_optimizer"
+            )
+        if any(optimizer in (joined, joined.optimizer) for joined in self._train_state.optimizers):
+            raise ValueError(f"this {type(optimizer).__name__} was added before; it would step twice at each update")
+        self._refuse_foreign_embeddings(optimizer)
+        if isinstance(lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise ValueError("ReduceLROnPlateau needs a metric; step it yourself after each evaluation")
+        if lr_scheduler is not None and getattr(lr_scheduler, "optimizer", optimizer) is not optimizer:
+            raise ValueError("lr_scheduler must be made on the optimizer it is added with")
+        if clip_grad_norm is not None and not clip_grad_norm > 0:
+            raise ValueError(f"clip_grad_norm must be above 0, or None, got {clip_grad_norm}")
+        embeddings = [
+            one for one in embeddings_of(self).values() if any(id(weight) in trained for weight in one.weights)
+        ]
+
+        def add() -> None:
+            with undisturbed:
+                joined = Optimizer(optimizer, embeddings, skip_nonfinite=skip_nonfinite)
+                self._train_state.add(joined, lr_scheduler, clip_grad_norm)
+                self._known.clear()
+
+        between_steps(step_locks(self), "add_optimizer", add)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        try:
+            return super()._apply(fn, recurse)
+        finally:
+            self._train_state.move_dense_states()
+
+    def _refuse_foreign_embeddings(self, optimizer: torch.optim.Optimizer) -> None:
+        registered = {id(parameter) for parameter in self.parameters()}
+        unregistered = {
+            id(weight): embedding
+            for _, module in unregistered_modules(self)
+            for embedding in embeddings_of(module).values()
+            for weight in embedding.weights
+        }
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            embedding = embedding_of(parameter)
+            if embedding is None or id(parameter) in registered:
+                continue
+            if id(parameter) in unregistered:
+                reason = say_not_registered(self, unregistered[id(parameter)])
+            else:
+                reason = (
+                    f"embedding {embedding.name!r} is no part of {type(self).__name__}, which would not update its"
+                    f" rows; {REGISTER}"
+                )
+            raise ValueError(f"{type(optimizer).__name__} holds the weight of an embedding: {reason}")
+
+    def set_grad_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        """Scale every loss with a torch.amp.GradScaler before its backward pass; None = no longer.
+
+        The graph unscales gradients after `build`, before it clips them as `add_optimizer` was told; a `build` that
+        clips or reads them calls `scaler.unscale_(optimizer)` first, as in eager mode. A step in which a gradient
+        overflows is skipped as a whole, dense parameters, rows and learning rate, and the scale shrinks.
+
+        This is not needed where `build` itself calls `self.scaler.scale(loss).backward()`: with a scaler that is an
+        attribute of the graph, a global of the module that `build` is from, or in a closure of `build`, the graph
+        unscales and updates it. Of others it does not know.
+        """
+        self._train_state.scaler = scaler
+
+    def _step(self, batch: Batch, prepared: Prepared, on_acquired: OnAcquired | None) -> Any:
+        expected: list[Expected] = []
+        if not self.training:
+            with torch.no_grad():
+                result = self._run_build(batch, prepared, on_acquired, expected, backward=_no_backward)
+            prepared.trained()
+            return result
+        state = self._train_state
+        updates_before, updates_now = state.updates_made(), state.micro_batches + 1 >= self._accumulation()
+        kept: list[Expected] = []
+        known = [*scalers_in(vars(self).values()), *scalers_of(self.build)]
+        given = state.scaler, state.scaled_by
+        with CommitBlock() as committing:  # No interrupt comes between the update and the count of the step.
+            try:
+                scaling = Scaling(known, state.scaler, state.scaled_by, self._on_second_pass(), self.parameters())
+                steppers = [stepper for joined in state.optimizers for stepper in (joined, joined.optimizer)]
+                surrounding = {"backward": scaling.backward, "steppers": steppers}
+                build = functools.partial(self._run_build, batch, prepared, on_acquired, expected, **surrounding)
+                methods = scaling.methods()
+                for scheduler in state.lr_schedulers:
+                    if scheduler is not None:
+                        methods.append((scheduler, "step", _refuse_step))
+                if methods:
+                    with standing_in(methods):
+                        result = build()
+                else:
+                    result = build()
+                self._check_trained(batch, scaling)
+                state.scaled_by = scaling.scaler or state.scaled_by
+                if updates_now:
+                    self._update(committing)
+                else:
+                    kept = [lookup for lookup in expected if lookup.has_grad]
+            except BaseException:
+                with undisturbed:
+                    state.drop_gradients({scaler for scaler in (*known, *given) if scaler is not None})
+                    if state.updates_made() > updates_before:  # a scheduler failed, after the update
+                        state.steps += 1
+                        prepared.trained()
+                raise
+            finally:
+                with undisturbed:
+                    for lookup in expected:
+                        if lookup not in kept:
+                            lookup.drop()
+            state.micro_batches = 0 if updates_now else state.micro_batches + 1
+            state.steps += updates_now
+            prepared.trained(updates_now)
+        return result
+
+    def _why_not_captured(self) -> str:
+        return "gradients are accumulated over several calls" if self._accumulation() > 1 else ""
+
+    def _on_second_pass(self) -> Callable[[], None] | None:
+        """Function to call before a second backward pass of a step: a replayed module would overwrite its gradients."""
+        dense = self._dense_compiler()
+        return dense.refuse_second_pass if dense is not None and self.config.cuda_graph else None
+
+    def _check_trained(self, batch: Batch, scaling: Scaling) -> None:
+        """Raise BuildError if gradients have come that no optimizer of the graph uses."""
+        state = self._train_state
+        scaling.check()
+        untrained = []
+        for one in batch.embeddings.values():
+            if one.optimizer is None and any(weight.grad is not None for weight in one.weights):
+                if not any(one.store is its.store for optimizer in state.optimizers for its in optimizer.embeddings):
+                    untrained.append(one)
+        for embedding in untrained:
+            embedding.drop_grads()
+        if untrained:
+            raise BuildError(
+                f"embedding {untrained[0].name!r} is looked up in build and no optimizer of the graph trains it; give"
+                " its parameters to add_optimizer, or freeze it with requires_grad_(False)"
+            )
+        if state.optimizers and state.steps == state.micro_batches == 0 and not self._has_gradients():
+            warnings.warn(
+                f"{type(self).__name__}: the first step's build has left no gradient, so nothing is trained by it; call"
+                " loss.backward() in build",
+                stacklevel=4,
+            )
+
+    def _has_gradients(self) -> bool:
+        groups = [group for optimizer in self._train_state.optimizers for group in optimizer.param_groups]
+        return any(parameter.grad is not None for group in groups for parameter in group["params"])
+
+    def _update(self, committing: CommitBlock) -> None:
+        """Step all optimizers with the gradients there are."""
+        state, call = self._train_state, self._stats.call
+        scaler = state.scaled_by if state.optimizers else None
+        if scaler is not None or state.max_norms.count(None) < len(state.max_norms):
+            # Norms and overflows are found by all ranks, also by one that has looked nothing up.
+            call("settle", settle_rows, [optimizer.optimizer for optimizer in state.optimizers])
+        if scaler is not None:
+            call("unscale", ops.unscale, scaler, state.optimizers)
+        for optimizer, max_norm in zip(state.optimizers, state.max_norms, strict=True):
+            if max_norm is not None:
+                parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+                call("clip_grad_norm_", torch.nn.utils.clip_grad_norm_, parameters, max_norm)
+        go = step_together(state.optimizers, scaler, commit=committing.begin, stats=self._stats)
+        if scaler is not None:
+            call("update_scale", ops.update_scale, scaler, go)
+        state.scaled_by = None
+        call("advance", ops.advance, state.optimizers, state.lr_schedulers, go)
+
+    def save(self, path: AnyPath, *, keep: int | None = None) -> None:
+        """Write a checkpoint: everything that the next step depends on, in one file, as a whole or not at all.
+
+        The file holds dense parameters and buffers, the states of optimizers, schedulers and GradScalers (of
+        `set_grad_scaler`, and those that are attributes of the graph), the count of steps, the random generators (of
+        torch, random and numpy) and `loader_state`. Rows are saved as a snapshot in each embedding's `persistent_path`,
+        which the file names. During a save `path.<hex>.saving` and `path.<hex>.tmp` lie beside it; if the process is
+        killed, the next save removes them and the snapshots that were begun.
+
+        Where ranks own rows together (`process_group`) every rank makes the call, and where one fails, all raise. The
+        first one writes the file: it has the dense parameters and optimizers of that rank, as they are the same on all
+        under DistributedDataParallel (a warning says if they are not), and of each rank the random generators, and the
+        buffers and extra states of modules that are not the same on all, and the state of its loader. Names in it are
+        those without DistributedDataParallel.
+
+        Args:
+            path: the file; its folder must exist. Ranks give the same path, which only the first one needs to see.
+            keep: how many of the snapshots that saves to this path have made to keep, this one among them; those that
+                deltas go on from stay besides. Older
+                ones are deleted when the file is in place; copies of the file that name them cannot be loaded any more.
+                None = all of them, until `delete_snapshot`: each takes the disk space of its own rows.
+
+        Raises:
+            RuntimeError: there are micro-batches that no update has used yet; or a hook, a scheduler or a signal
+                handler calls it in the middle of a step of the same thread. Call it between two calls of the graph. Or
+                a dense parameter is sharded over ranks.
+            TypeError: `path` is no path.
+            ValueError: the file at `path` is no checkpoint; `keep` is below 1; or the graph's embeddings are not of the
+                same ranks.
+            RankError: another rank has failed; no checkpoint was written.
+            StorageError, OSError: the disk fails. Either what was at `path` is still there, or the new checkpoint is
+                there and its name in the folder could not be made durable.
+        """
+        path = file_path(path, "the file to write")
+        kept = save_checkpoint(self, self._train_state, path, keep)
+        if kept >= _MANY_SNAPSHOTS and kept & (kept - 1) == 0:
+            warnings.warn(
+                f"{kept} snapshots of earlier checkpoints at {path} are kept, for copies of the file may"
+                " name them; save(path, keep=n) keeps the last n, embedding.delete_snapshot(name) deletes one",
+                stacklevel=2,
+            )
+
+    def load(self, path: AnyPath, *, strict: bool = True) -> LoadedKeys:
+        """Go on from a checkpoint, bit for bit.
+
+        The ranks that saved it may have been more or fewer than those of `process_group`, or none; every rank makes the
+        call, and the first one reads the file. As many as there were go on with the bits that each had. Others go on
+        with what the first one had, but for rows, which are the same, and for random generators: each rank that was
+        there has its own, each further one those that follow from the first's and its number; generators that were the
+        same on several ranks are the same on all.
+
+        Args:
+            strict: whether graph and checkpoint must have the same names of parameters, buffers, embeddings,
+                optimizers and the rest. If not, names that both have are loaded, and must fit; names that only one
+                has are passed over, and stay as they are in the graph. The state of an optimizer goes by the names of
+                its parameters; older checkpoints lack these, and state of other groups is then passed over.
+
+        Returns:
+            `missing_keys`, which only the graph has, and `unexpected_keys`, which only the checkpoint has, as
+            `torch.nn.Module.load_state_dict` gives them: names of tensors, embeddings and modules' `_extra_state`,
+            `optimizers.0`, `lr_schedulers.0`, `grad_scaler`.
+
+        Raises:
+            TypeError: `path` is no path, or `strict` no bool.
+            ValueError: it is no checkpoint, or one of another graph; the message says what differs. Nothing changed.
+            RankError: another rank has failed; it says whether anything has changed.
+            StorageError: a snapshot that it names is missing or another run's, or its rows hold another optimizer's
+                state; nothing changed. Or its files are damaged.
+            KeyboardInterrupt, and whatever else stops a load half way: every call of the graph's embeddings raises
+                `BrokenStoreError` until another load.
+        """
+        return load_checkpoint(self, self._train_state, file_path(path, "a file that save has written"), strict)
+
+    def state(self, *, strict: bool = True) -> GraphState:
+        """The graph's whole state for torch.distributed.checkpoint: `dcp.save({"graph": graph.state()}, ...)`.
+
+        Where ranks own rows together every rank makes each call, as torch.distributed.checkpoint has it; what is in the
+        state, and what becomes of it on another number of ranks, is as for `save` and `load`.
+
+        Args:
+            strict: as of `load`, for `load_state_dict` of what this gives: `dcp.load` has no way to pass it.
+
+        Raises:
+            TypeError: `strict` is no bool.
+            ValueError: the graph's embeddings are not of the same ranks.
+        """
+        return GraphState(self, self._train_state, strict)
+
+    def _accumulation(self) -> int:
+        steps = self.config.accumulation_steps
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise ValueError(f"config.accumulation_steps must be an int of at least 1, got {steps!r}")
+        return steps
+
+    def _steps_made(self) -> int:
+        return self._train_state.steps
+
+    def _inserts(self) -> bool:
+        return self.training
+
+    def _trainers(self) -> Sequence[Optimizer]:
+        return self._train_state.optimizers
+
+
+def _refuse_step(scheduler: LearningRateScheduler) -> None:
+    raise BuildError(steps_itself(scheduler))
+
+
+def _no_backward(*args: object, **kwargs: object) -> None:
+    """`Tensor.backward` in evaluation."""

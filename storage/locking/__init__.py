@@ -1,0 +1,1 @@
+"""Locks, deferred signals, forks and pins."""

@@ -1,0 +1,218 @@
+"""Owners of pinned rows of the hot tier: lookups, until they are done, and prefetched rows of coming lookups.
+
+Nothing here is thread-safe: `EmbeddingStore` calls it in a turn, except methods that need none and say so.
+"""
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+
+import numpy as np
+import torch
+
+from oneemb.kernels.arrays import Array
+from oneemb.kernels.loops import Keys
+from oneemb.storage.errors import StoreFullError
+from oneemb.storage.locking.turns import undisturbed
+from oneemb.storage.tiered_rows import TieredRows
+from oneemb.storage.tiers.hot_rows import Prefetched, fill_pinned
+
+_NOWHERE: tuple[Array | None, np.ndarray, Array | None] = None, np.empty(0, np.int64), None
+
+__all__ = ["PinBook", "Pins"]
+
+
+class Pins(weakref.ref):
+    """The pins of a lookup, for when its owner is dropped before it has released them.
+
+    Python calls the function of a weak reference without running a line of code: no interrupt can lose the note.
+    """
+
+    __slots__ = ("generation", "lent_M", "place_U", "released", "slot_U")
+    slot_U: Array
+    generation: int
+    lent_M: Array | None
+    """Slots among them of temporary rows."""
+    place_U: np.ndarray
+    """Places of the rows in the usage index, if there is one."""
+    released: threading.Lock
+    """Taken by the thread that releases the pins, so that they are released once."""
+
+
+class PinBook:
+    """Pins of the hot tier and their owners.
+
+    Args:
+        rows: rows of the store.
+        placed: whether every lookup's rows have places in a ledger: see `note_places`.
+    """
+
+    def __init__(self, rows: TieredRows, *, placed: bool):
+        self._rows, self._placed = rows, placed
+        self.abandoned: deque[Pins] = deque()
+        """Pins of lookups that were dropped unfinished; `release_abandoned` releases them."""
+        self.prefetched: set[Prefetched] = set()
+        """Rows that are pinned for coming lookups."""
+        self._pins: dict[int, Pins] = {}
+        self._released: deque[Pins] = deque()
+        """Released pins of lookups with temporary rows."""
+        self._places = _NOWHERE
+
+    # ---- of lookups -------------------------------------------------------------------------------------------------
+
+    def own(self, owner: object, slot_U: Array) -> Pins:
+        """Let an object own the pins of these slots, in the turn that pinned them. When the object is dropped its pins
+        are released; if this call raises, they are released at once."""
+        (of_slots, place_U, lent_M), self._places = self._places, _NOWHERE
+        assert not self._placed or of_slots is slot_U, "pins are owned in the turn in which they were made"
+        try:
+            pins = Pins(owner, self.abandoned.append)
+            pins.slot_U, pins.generation, pins.released = slot_U, self._rows.generation, threading.Lock()
+            pins.place_U, pins.lent_M = place_U, lent_M
+            self._pins[id(pins)] = pins
+        except BaseException:
+            self._give_back(slot_U, lent_M)
+            raise
+        return pins
+
+    def _give_back(self, slot_U: Array, lent_M: Array | None) -> None:
+        """Unpin slots that get no owner, and free those of temporary rows."""
+        with undisturbed:
+            self._rows.hot.release(slot_U)
+        if lent_M is not None:
+            self._rows.hot.take_back(lent_M)
+
+    def note_places(self, slot_U: Array, place_U: np.ndarray, lent_M: Array | None) -> None:
+        """Note the places of these slots' rows in the usage index, and the temporary rows, for the next `own`."""
+        self._places = slot_U, place_U, lent_M
+
+    def release(self, pins: Pins, *, dropped: bool = False) -> None:
+        """Release pins, once, if their slots still have the same rows. Needs no turn."""
+        with undisturbed:
+            if not pins.released.acquire(blocking=False):
+                return
+            # Release first: a row that is pinned but not in `_pins` would count as evictable.
+            if pins.generation == self._rows.generation:
+                self._rows.hot.release(pins.slot_U, elsewhere=dropped)
+                if pins.lent_M is not None:
+                    self._released.append(pins)
+            self._pins.pop(id(pins), None)
+
+    def release_abandoned(self) -> None:
+        """Release the pins of dropped lookups and reclaim the slots of temporary rows."""
+        while self.abandoned:
+            self.release(self.abandoned.popleft(), dropped=True)
+        while self._released:
+            pins = self._released.popleft()
+            if pins.lent_M is not None and pins.generation == self._rows.generation:
+                self._rows.hot.take_back(pins.lent_M)
+
+    def _owned(self) -> Iterator[Pins]:
+        # A copy in one step of Python's: another thread may release some meanwhile.
+        return (pins for pins in list(self._pins.values()) if pins.generation == self._rows.generation)
+
+    def owners(self) -> list[object]:
+        """Objects that own pins now."""
+        return [owner for pins in self._owned() if (owner := pins()) is not None]
+
+    def places(self) -> list[np.ndarray]:
+        """Places in the ledger of the rows that lookups hold."""
+        return [pins.place_U for pins in self._owned()]
+
+    def lent(self) -> np.ndarray:
+        """Slots of temporary rows, int64."""
+        slots = [self._rows.loops.tensor(its.lent_M).cpu().numpy() for its in self._owned() if its.lent_M is not None]
+        return np.concatenate([np.empty(0, np.int64), *slots])
+
+    def in_use(self, table_U: np.ndarray, id_U: np.ndarray) -> int:
+        """Number of these keys' rows that lookups hold."""
+        slot_U = self._slots_here(table_U, id_U)
+        held = [self._rows.loops.tensor(pins.slot_U) for pins in self._owned()]
+        return int(torch.isin(slot_U, torch.cat(held)).sum()) if held else 0
+
+    # ---- of coming lookups ------------------------------------------------------------------------------------------
+
+    def take(self, prefetched: Prefetched) -> bool:
+        """Hand the pins over to the caller. Returns whether there are any whose slots still have the same rows."""
+        valid = prefetched.held and prefetched.generation == self._rows.generation
+        prefetched.held = False
+        self.prefetched.discard(prefetched)
+        return valid
+
+    def give_up(self, prefetched: Prefetched) -> None:
+        """Cancel a prefetch, if no lookup has taken its rows over."""
+        if self.take(prefetched):
+            with undisturbed:
+                self._rows.hot.release(prefetched.slot_U, elsewhere=True)
+
+    def give_way(self) -> None:
+        """Cancel all prefetches: a step needs the slots."""
+        for prefetched in list(self.prefetched):
+            self.give_up(prefetched)
+
+    # ---- rows -------------------------------------------------------------------------------------------------------
+
+    def acquire(self, keys: Keys, prefetched: Prefetched | None = None) -> tuple[Array, Keys]:
+        """Pin rows; see `HotRows.acquire`. Without room it first cancels prefetches, of these keys or others."""
+        hot = self._rows.hot
+        if prefetched is not None and self.take(prefetched):
+            with suppress(StoreFullError):
+                if prefetched.missing:
+                    hot.acquire_rest(prefetched.keys, prefetched.slot_U)
+                return prefetched.slot_U, prefetched.keys
+        try:
+            return hot.acquire(keys)
+        except StoreFullError:
+            if not self.prefetched:
+                raise
+        self.give_way()
+        return hot.acquire(keys)
+
+    def pin_with_room(self, keys: Keys, prefetched: Prefetched | None, leaving: int) -> Array:
+        """Pin the rows of these keys that are in the hot tier: their slots, -1 for others.
+
+        Raises:
+            StoreFullError: others would not fit, though `leaving` rows leave; nothing is pinned.
+        """
+        hot, loops = self._rows.hot, self._rows.loops
+        if prefetched is not None and self.take(prefetched):
+            slot_U = prefetched.slot_U
+        else:
+            prefetched, (slot_U, _, missing) = None, hot.pin_resident(keys)
+        try:
+            if prefetched is not None:
+                missing = loops.array((loops.tensor(slot_U) < 0).nonzero().view(-1))
+                if len(missing):  # Lookups before this one may have brought some of them in.
+                    its = loops.distinct_keys(keys.table_U[missing], keys.id_U[missing])
+                    slot_M, _, still_missing = hot.pin_resident(its)
+                    fill_pinned(slot_U, missing, slot_M, hot.release)
+                    missing = still_missing
+            try:
+                hot.check_room(len(missing), leaving)
+            except StoreFullError:
+                self.give_way()
+                hot.check_room(len(missing), leaving)
+        except BaseException:
+            self._give_back(slot_U, None)
+            raise
+        return slot_U
+
+    def erase(self, table_V: np.ndarray, id_V: np.ndarray) -> np.ndarray:
+        """Erase rows that no lookup holds, and cancel prefetches of them. Returns whether each existed, bool [V]."""
+        if self.prefetched:
+            slot_V = self._slots_here(table_V, id_V)
+            for held in list(self.prefetched):
+                if bool(torch.isin(self._rows.loops.tensor(held.slot_U), slot_V).any()):
+                    self.give_up(held)
+        return self._rows.hot.erase(table_V, id_V)
+
+    def _slots_here(self, table_V: np.ndarray, id_V: np.ndarray) -> torch.Tensor:
+        """Slots of the rows of these keys that are in the hot tier."""
+        hot, loops = self._rows.hot, self._rows.loops
+        found_V, *_ = hot.pin_resident(loops.distinct_keys(loops.put(table_V), loops.put(id_V)))
+        with undisturbed:
+            hot.release(found_V)
+        slot_V = loops.tensor(found_V)
+        return slot_V[slot_V >= 0]

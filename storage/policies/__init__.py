@@ -1,0 +1,1 @@
+"""Row policies: admission, scores, expiry and eviction of rows."""

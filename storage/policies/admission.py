@@ -1,0 +1,268 @@
+"""Which ids get a row: those that were seen often enough, by chance, or as a function of the user's says.
+
+    admission = Admission(policies, threads)
+    admitted_M = admission.asks(table_M, id_M, uses_M, lookup)      of keys that have no row
+    admission.note(table_M, id_M, uses_M, admitted_M, lookup)       once the lookup has been made
+
+Sightings are counted where a rule needs them: exactly, of so many keys as the rule says, those that were not seen for
+longest being forgotten first; or by a sketch, which never counts too few. Counts are in snapshots.
+
+M keys without a row, T tables, S sketches' width, R their depth.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from oneemb.kernels.score_rows import hashes_of
+from oneemb.kernels.sketch import add_to_sketch, read_sketch
+from oneemb.kernels.threads import Threads
+from oneemb.storage.errors import CorruptTableError
+from oneemb.storage.policies.ledger import Ledger, LedgerClock
+from oneemb.storage.policies.row_policy import AdmitAfter, AdmitChance, AdmitWhere, EpochLFU, RowPolicy
+from oneemb.storage.snapshots.part_arrays import sightings_name
+
+__all__ = ["Admission"]
+
+_COUNT = np.uint64(0xFFFFFFFF)
+_SEED_FACTOR, _LOOKUP_FACTOR = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95
+
+
+class Admission:
+    """See the head of this file.
+
+    Args:
+        policies: of each table.
+        threads: run loops.
+    """
+
+    def __init__(self, policies: Sequence[RowPolicy], threads: Threads):
+        self._rules = {t: policy.admit for t, policy in enumerate(policies) if policy.admit is not None}
+        self._threads = threads
+        self.admitted = self.refused = 0
+        """How many keys without a row were looked up, each once a lookup, and got one, or none."""
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all sightings."""
+        self._counters: dict[int, _Counters | _Sketch] = {}
+        for t, rule in self._rules.items():
+            match rule:
+                case AdmitAfter(sketch_width=int(width)):
+                    self._counters[t] = _Sketch(width, self._threads)
+                case AdmitAfter() | AdmitWhere():
+                    self._counters[t] = _Counters(rule.counters, self._threads)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held."""
+        return sum(counters.nbytes for counters in self._counters.values())
+
+    def asks(
+        self, table_M: np.ndarray, id_M: np.ndarray, uses_M: np.ndarray, lookup: int, *, again: bool = False
+    ) -> np.ndarray:
+        """Which of these keys, which are distinct, get a row: bool [M]. Changes nothing.
+
+        Args:
+            uses_M: int64, how many ids of the lookup are of each.
+            lookup: its number.
+            again: it was made before: nothing that has no row gets one now.
+
+        Raises:
+            ValueError: a user's function gives what it is not to give, or raises.
+        """
+        admitted_M = np.ones(len(id_M), np.bool_)
+        for t, rule in self._rules.items():
+            of_table = np.flatnonzero(table_M == t)
+            if len(of_table) == 0:
+                continue
+            if again:
+                admitted_M[of_table] = False
+                continue
+            id_N = id_M[of_table]
+            match rule:
+                case AdmitChance(probability, seed):
+                    salt = (seed * _SEED_FACTOR + lookup * _LOOKUP_FACTOR) % 2**64
+                    draw_N = hashes_of(table_M[of_table], id_N, salt, threads=self._threads)
+                    admitted_M[of_table] = draw_N.astype(np.float64) < probability * 2.0**64
+                case AdmitAfter(sightings):
+                    admitted_M[of_table] = self._counts(t, id_N, uses_M[of_table]) >= sightings
+                case AdmitWhere(function):
+                    admitted_M[of_table] = _asked(function, t, id_N, self._counts(t, id_N, uses_M[of_table]))
+        return admitted_M
+
+    def _counts(self, table: int, id_N: np.ndarray, uses_N: np.ndarray) -> np.ndarray:
+        """Sightings of these ids, those of this lookup among them."""
+        return self._counters[table].counts(id_N) + self._sightings(table, uses_N)
+
+    def _sightings(self, table: int, uses_N: np.ndarray) -> np.ndarray:
+        rule = self._rules[table]
+        assert isinstance(rule, AdmitAfter | AdmitWhere)
+        return np.ones_like(uses_N) if rule.per_lookup else uses_N
+
+    def note(
+        self, table_M: np.ndarray, id_M: np.ndarray, uses_M: np.ndarray, admitted_M: np.ndarray, lookup: int
+    ) -> None:
+        """Count the lookup that `asks` was asked for; those admitted have a row now, and are counted no more."""
+        for t in self._rules:
+            of_table = np.flatnonzero(table_M == t)
+            refused, admitted = of_table[~admitted_M[of_table]], of_table[admitted_M[of_table]]
+            self.admitted, self.refused = self.admitted + len(admitted), self.refused + len(refused)
+            if t in self._counters and len(of_table):
+                self._counters[t].forget(id_M[admitted])
+                self._counters[t].add(id_M[refused], self._sightings(t, uses_M[refused]), lookup)
+
+    def forget(self, table_M: np.ndarray, id_M: np.ndarray) -> None:
+        """These ids have got a row that nobody was asked for: they are counted no more."""
+        for t, counters in self._counters.items():
+            counters.forget(id_M[table_M == t])
+
+    def sightings(self, table: int) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of a table that are counted, and how often they were seen, both int64 [N]; none where a sketch
+        counts, or nothing."""
+        counters = self._counters.get(table)
+        if not isinstance(counters, _Counters):
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        return counters.items()
+
+    def add_sightings(self, table: int, id_N: np.ndarray, count_N: np.ndarray) -> None:
+        """Count these ids, which are distinct and have no row, so often more."""
+        counters = self._counters.get(table)
+        if counters is not None and len(id_N):
+            counters.add(id_N, count_N, None)
+
+    # ---- snapshots --------------------------------------------------------------------------------------------------
+
+    def to_arrays(self) -> dict[str, np.ndarray]:
+        """Arrays of the sightings, for snapshots."""
+        return {sightings_name(t): counters.to_array() for t, counters in self._counters.items()}
+
+    def from_arrays(self, arrays: Mapping[str, np.ndarray], name: str) -> None:
+        """Go on from what `to_arrays` gave; sightings that are not there, or were counted otherwise, begin anew.
+
+        Raises:
+            CorruptTableError: snapshot `name` holds what no embedding says.
+        """
+        self.clear()
+        for t, counters in self._counters.items():
+            found = arrays.get(sightings_name(t))
+            if found is None:
+                continue
+            try:
+                counters.from_array(found)
+            except ValueError as error:
+                raise CorruptTableError(
+                    f"snapshot {name!r} says of sightings of table {t} what no embedding says: {error}; restore its"
+                    " file from a copy, or load another one"
+                ) from error
+
+
+def _asked(function: object, table: int, id_N: np.ndarray, count_N: np.ndarray) -> np.ndarray:
+    assert callable(function)
+    try:
+        admitted_N = np.asarray(function(table, id_N.copy(), count_N))
+    except Exception as error:
+        raise ValueError(f"admit= of table {table} raised {error!r}; the lookup was not made") from error
+    if admitted_N.dtype != np.bool_ or admitted_N.shape != id_N.shape:
+        raise ValueError(
+            f"admit= of table {table} must give bool [{len(id_N)}], one for each id, got {admitted_N.dtype}"
+            f" {list(admitted_N.shape)}"
+        )
+    return admitted_N
+
+
+class _Counters:
+    """Counts sightings of so many ids exactly: a ledger of what has no row, in which an epoch is a lookup."""
+
+    def __init__(self, most: int, threads: Threads):
+        self._most, self._threads = most, threads
+        self._ledger = Ledger([RowPolicy(EpochLFU())], most, threads)
+
+    @property
+    def nbytes(self) -> int:
+        return self._ledger.nbytes
+
+    def counts(self, id_N: np.ndarray) -> np.ndarray:
+        place_N = self._ledger.find(_no_table(id_N), id_N)
+        count_N = np.zeros(len(id_N), np.int64)
+        known = np.flatnonzero(place_N >= 0)
+        count_N[known] = (self._ledger.scores(place_N[known]) & _COUNT).astype(np.int64)
+        return count_N
+
+    def items(self) -> tuple[np.ndarray, np.ndarray]:
+        """The ids that are counted, and how often each was seen: int64 [N]."""
+        id_N, score_N, _ = self._ledger.uses(0)
+        return id_N, (score_N & _COUNT).astype(np.int64)
+
+    def add(self, id_N: np.ndarray, more_N: np.ndarray, lookup: int | None) -> None:
+        """Count them. `lookup` is its number; None = as of the last one."""
+        if len(id_N) > self._most:  # More than can be counted in one lookup: those of the greatest hashes are not.
+            kept = np.argsort(hashes_of(_no_table(id_N), id_N, 0, threads=self._threads))[: self._most]
+            id_N, more_N = id_N[kept], more_N[kept]
+        table_N = _no_table(id_N)
+        place_N = self._ledger.find(table_N, id_N)
+        for gone in self._ledger.make_room(table_N[place_N < 0], [place_N]):
+            self._ledger.forget(*gone)
+        if lookup is not None:
+            self._ledger.clock.epoch = min(lookup, 2**32 - 1)
+        self._ledger.use(table_N, id_N, place_N, more_N, 0, 0)
+
+    def forget(self, id_N: np.ndarray) -> None:
+        self._ledger.forget(_no_table(id_N), id_N, "admitted")
+
+    def to_array(self) -> np.ndarray:
+        """int64 [N, 3]: ids, and the words of their marks in pairs; the first line is the ledger's clock."""
+        _, id_N, place_N = self._ledger.items()
+        mark_N4 = self._ledger.marks(place_N)
+        order_N = np.argsort(id_N)  # so that equal states are equal bytes
+        head = np.array([[self._ledger.clock.lookups, self._ledger.clock.shard, self._ledger.clock.epoch]])
+        body_N3 = np.concatenate([id_N[order_N, None], mark_N4[order_N].view(np.int64)], axis=1)
+        return np.concatenate([head, body_N3])
+
+    def from_array(self, array: np.ndarray) -> None:
+        if array.dtype != np.int64:
+            return  # a sketch's
+        if array.ndim != 2 or array.shape[1] != 3 or len(array) == 0 or (array[0] < 0).any() or array[0, 1] >= 256:
+            raise ValueError(f"counts must be int64 [N + 1, 3], got {array.dtype} {list(array.shape)}")
+        id_N, mark_N4 = array[1:, 0].copy(), np.ascontiguousarray(array[1:, 1:]).view(np.uint32)
+        if len(np.unique(id_N)) < len(id_N):
+            raise ValueError("ids repeat")
+        if len(id_N) > self._most:  # Those that were seen last.
+            latest = np.sort(np.argsort(-mark_N4[:, 1].astype(np.int64), kind="stable")[: self._most])
+            id_N, mark_N4 = id_N[latest], mark_N4[latest]
+        lookups, shard, epoch = array[0].tolist()
+        self._ledger.begin(LedgerClock(lookups=lookups, shard=shard, epoch=min(epoch, 2**32 - 1)), 0, 0)
+        self._ledger.add(_no_table(id_N), id_N, mark_N4)
+
+
+class _Sketch:
+    """Counts sightings of any number of ids by a count-min sketch (Cormode, Muthukrishnan, J. Algorithms 55, 2005): a
+    count is never too small, and with probability 1 - e^-4 too large by less than e/S of all sightings in it."""
+
+    def __init__(self, width: int, threads: Threads):
+        self._width, self._threads = width, threads
+        self._count_RS = np.zeros((4, width), np.uint32)
+
+    @property
+    def nbytes(self) -> int:
+        return self._count_RS.nbytes
+
+    def counts(self, id_N: np.ndarray) -> np.ndarray:
+        return read_sketch(self._count_RS, id_N, threads=self._threads)
+
+    def add(self, id_N: np.ndarray, more_N: np.ndarray, lookup: int | None) -> None:
+        add_to_sketch(self._count_RS, id_N, more_N)
+
+    def forget(self, id_N: np.ndarray) -> None:
+        """A sketch cannot: what it has counted of an id is in the counts of others."""
+
+    def to_array(self) -> np.ndarray:
+        return self._count_RS
+
+    def from_array(self, array: np.ndarray) -> None:
+        if array.dtype == np.uint32 and array.shape == self._count_RS.shape:
+            self._count_RS = array.copy()
+
+
+def _no_table(id_N: np.ndarray) -> np.ndarray:
+    return np.zeros(len(id_N), np.int32)

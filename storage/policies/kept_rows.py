@@ -1,0 +1,434 @@
+"""Which rows an embedding keeps: the policies of its tables, carried out on its tiers.
+
+A lookup goes through `acquire`: rows that have expired leave, ids that may have one get a row, as many leave as there
+has to be room for, and what the ledger knows of each row's use goes into its record.
+
+Invariants:
+- the ledger has every row of the store, and its numbers are those in the rows' records;
+- what leaves is held by no lookup, and does not depend on what is held for coming ones;
+- an `acquire` without room for its rows evicts only rows that had expired. Reads and writes of tiers come last: if one
+  fails, the rows that were evicted for it stay gone from tiers and ledger alike, and nothing else has changed.
+
+Nothing here is thread-safe: `EmbeddingStore` calls it in a turn.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from oneemb.kernels.arrays import Array
+from oneemb.kernels.loops import Keys
+from oneemb.kernels.threads import Threads
+from oneemb.storage.hash_index import SHARDS
+from oneemb.storage.locking.pins import PinBook
+from oneemb.storage.locking.turns import changing, undisturbed
+from oneemb.storage.policies.admission import Admission
+from oneemb.storage.policies.ledger import MARKS, Departing, Ledger, LedgerClock
+from oneemb.storage.policies.row_policy import RowPolicy
+from oneemb.storage.rows.row_format import RowFormat
+from oneemb.storage.tiered_rows import TieredRows
+from oneemb.storage.tiers.hot_rows import HotRows, Prefetched
+from oneemb.storage.tiers.hot_tier import HotTier
+
+__all__ = ["KeptRows", "refuses_some"]
+
+# Of which a sweep reads the weights.
+_ROWS_AT_ONCE = 1 << 15
+
+
+class KeptRows:
+    """The rows that policies keep.
+
+    Args:
+        policies: of each table.
+        capacity: rows of all tables together at most; None = no limit.
+        rows: those of the store.
+        pins: who holds them.
+        threads: runs loops.
+        writing: the lock that is held by whoever writes rows in place.
+    """
+
+    def __init__(
+        self, policies: Sequence[RowPolicy], capacity: int | None, rows: TieredRows, pins: PinBook, threads: Threads,
+        writing: AbstractContextManager[Any],
+    ):  # fmt: skip
+        self._policies, self._threads = policies, threads
+        self._rows, self._pins, self._writing = rows, pins, writing
+        self._ledger = Ledger(policies, capacity, threads)
+        self._hot: HotRows | None = None  # the tier of which the ledger has been told
+        self.admission = self.new_admission()
+        """Which ids get a row; None = all."""
+        self._asks = False
+        self._refuses = any(policy.when_full == "refuse" for policy in policies)
+        self.turned_away = 0
+        """How many ids of lookups got no row since their table was full."""
+
+    def new_admission(self) -> Admission | None:
+        """One that has counted nothing."""
+        has_rules = any(policy.admit is not None for policy in self._policies)
+        return Admission(self._policies, self._threads) if has_rules else None
+
+    @property
+    def ledger(self) -> Ledger:
+        """The usage index; it uses the rows' own records where all rows lie still on the host. In a turn or between
+        steps only: the first call after rows have moved goes over to the new place."""
+        hot = self._rows.hot if self._rows.built else None
+        if hot is not self._hot:
+            lying = hot if isinstance(hot, HotTier) and hot.lies_still else None
+            self._ledger.lie_in(lying, self._format.mark_begin)
+            self._hot = hot
+        return self._ledger
+
+    def move_out(self) -> None:
+        """Rows are about to have another form or another place: what is known of them must not lie in them.
+
+        Raises:
+            IndexMemoryError, MemoryError: there is no memory for it; nothing has changed.
+        """
+        self.ledger.move_out()
+        self._hot = None
+
+    @property
+    def policies(self) -> Sequence[RowPolicy]:
+        """The policy of each table."""
+        return self._policies
+
+    @property
+    def counts_uses(self) -> bool:
+        """Whether anything depends on how many ids of a lookup are of a key. Needs no turn."""
+        return self._ledger.counts_uses or self.admission is not None
+
+    @property
+    def gone(self) -> int:
+        """How many rows have left, for whatever reason."""
+        return sum(self.ledger.left.values())
+
+    # ---- lookups ----------------------------------------------------------------------------------------------------
+
+    def acquire(
+        self, keys: Keys, prefetched: Prefetched | None, *, step: int, again: bool, admits: bool,
+        uses_U: np.ndarray | None,
+    ) -> tuple[Array, Keys]:  # fmt: skip
+        """See `EmbeddingStore.acquire`.
+
+        Args:
+            step: updates made so far.
+            uses_U: int64, how many ids of a batch each key is of; None = as the keys say.
+        """
+        if self._asks:
+            raise ValueError("a function of a policy (admit=, expire_where=) must not call the embedding that asks it")
+        ledger, loops, hot = self.ledger, self._rows.loops, self._rows.hot
+        second = ledger.second  # Whatever may fail comes before rows leave; what a disk does may come afterwards.
+        keys = loops.counted(keys)
+        table_U, id_U = (loops.tensor(array).cpu().numpy() for array in (keys.table_U, keys.id_U))
+        place_U = ledger.find(table_U, id_U)
+        held = [place_U, *self._pins.places()]
+        unknown = np.flatnonzero(place_U < 0)
+        asks = self.admission is not None and len(unknown) > 0 and not admits
+        if uses_U is None:
+            uses_U = loops.uses_of(keys) if ledger.counts_uses or asks else np.ones(len(table_U), np.int64)
+        admitted_M, sighted = np.ones(len(unknown), np.bool_), (table_U[unknown], id_U[unknown], uses_U[unknown])
+        if asks:
+            assert self.admission is not None
+            with self._asking():
+                admitted_M = self.admission.asks(*sighted, ledger.clock.lookups + 1, again=again)
+        self._sweep(step, second, held)
+        if self._refuses and not admits:
+            fits_M = ledger.fitting(table_U[unknown[admitted_M]], held)
+            self.turned_away += 0 if again else int(np.count_nonzero(~fits_M))
+            admitted_M[np.flatnonzero(admitted_M)[~fits_M]] = False
+        new, lent = unknown[admitted_M], unknown[~admitted_M]
+        ledger.reserve(table_U[new], id_U[new])
+        shard, gone = ledger.clock.shard, self.gone
+        try:
+            slot_U, lent_M = self._make_resident(keys, prefetched, ledger.make_room(table_U[new], held), lent, place_U)
+        except BaseException:
+            if self.gone == gone:  # Whose turn it is to leave has not changed either.
+                ledger.clock.shard = shard
+            raise
+        try:
+            with changing:  # New rows are in the tier and not yet in the ledger.
+                if not again and not len(lent):
+                    self._use(table_U, id_U, place_U, uses_U, step, second, slot_U)
+                elif not again or len(new):
+                    # Rows that had left begin anew.
+                    used = new if again else np.append(np.flatnonzero(place_U >= 0), new)
+                    its_place_U = place_U[used]  # which gets those of new rows
+                    its_slot_U = slot_U[loops.put(used)]
+                    self._use(table_U[used], id_U[used], its_place_U, uses_U[used], step, second, its_slot_U)
+                    place_U[used] = its_place_U
+                if asks and not again:
+                    assert self.admission is not None
+                    self.admission.note(*sighted, admitted_M, ledger.clock.lookups)
+                elif self.admission is not None and len(new):
+                    self.admission.forget(table_U[new], id_U[new])
+        except BaseException:
+            self._release(slot_U)
+            if lent_M is not None:
+                hot.take_back(lent_M)
+            raise
+        self._pins.note_places(slot_U, place_U, lent_M)
+        return slot_U, keys
+
+    def _make_resident(
+        self, keys: Keys, prefetched: Prefetched | None, departing: Sequence[Departing], lent: np.ndarray,
+        place_U: np.ndarray,
+    ) -> tuple[Array, Array | None]:  # fmt: skip
+        """Pin the rows of these keys, once these others have left, beginning those that have none.
+
+        Returns:
+            Their slots, and those of them that are lent.
+        """
+        hot, leaving, lent_M = self._rows.hot, sum(len(its.id_V) for its in departing), None
+        if prefetched is None and len(lent) == 0 and isinstance(hot, HotTier) and self.ledger.lies_in_rows:
+            slot_U = place_U.copy()
+            hot.check_room(int(np.count_nonzero(slot_U < 0)), leaving)
+            for its in departing:
+                self._leave(its)
+            hot.acquire_at(keys, slot_U)
+            return slot_U, None
+        slot_U = self._pins.pin_with_room(keys, prefetched, leaving)
+        try:
+            for its in departing:
+                self._leave(its)
+        except BaseException:
+            self._release(slot_U)
+            raise
+        lent_M = self._lend(keys, slot_U, lent)
+        try:
+            hot.acquire_rest(keys, slot_U)
+        except BaseException:
+            if lent_M is not None:
+                hot.take_back(lent_M)
+            raise
+        return slot_U, lent_M
+
+    def _lend(self, keys: Keys, slot_U: Array, lent: np.ndarray) -> Array | None:
+        """Lend rows to those of the keys that get none. Returns their slots, which are in slot_U too."""
+        if len(lent) == 0:
+            return None
+        hot, lent_M = self._rows.hot, None
+        try:
+            which = self._rows.loops.put(lent)
+            lent_M = hot.lend(keys.table_U[which], keys.id_U[which])
+            slot_U[which] = lent_M
+        except BaseException:
+            self._release(slot_U)
+            if lent_M is not None:
+                self._release(lent_M)
+                hot.take_back(lent_M)
+            raise
+        return lent_M
+
+    def _sweep(self, step: int, second: int, held: Sequence[np.ndarray]) -> None:
+        """Let those rows leave that have expired, of the part of all that this step looks at."""
+        ledger = self.ledger
+        shards = ledger.due(step)
+        ledger.fit(self._format.row_bytes)
+        departing = ledger.expired(shards, step, second, held, sweeps=True)
+        for table_N, id_N in ledger.keys_to_weigh(shards, _ROWS_AT_ONCE):
+            row_NW = np.empty((len(id_N), self._format.row_width), np.float32)
+            self._rows.hot.get(table_N, id_N, row_NW)
+            with self._asking():
+                departing += ledger.unwanted(table_N, id_N, self._numbers(row_NW), held)
+        ledger.swept(step, shards)
+        for its in departing:
+            self._leave(its)
+
+    def _numbers(self, row_NW: np.ndarray) -> np.ndarray:
+        """The weights of rows: float32 [N, D]."""
+        weight_ND = torch.from_numpy(self._format.weights(row_NW)[:, : self._format.dim])
+        return weight_ND.view(getattr(torch, self._format.dtype)).float().numpy()
+
+    def _use(
+        self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray, uses_U: np.ndarray, step: int, second: int,
+        slot_U: Array,
+    ) -> None:  # fmt: skip
+        """Count a lookup of rows that are pinned in these slots: see `Ledger.use`."""
+        ledger = self.ledger
+        if ledger.lies_in_rows:
+            with self._writing:
+                ledger.use(table_U, id_U, place_U, uses_U, step, second, slot_U)
+            with undisturbed:
+                self._rows.hot.mark_dirty(slot_U)
+            return
+        ledger.use(table_U, id_U, place_U, uses_U, step, second)
+        self._write_marks(slot_U, ledger.marks(place_U))
+
+    def _write_marks(self, slot_U: Array, mark_U4: np.ndarray) -> None:
+        """Write what the ledger knows into the records of rows that are pinned."""
+        hot: HotRows = self._rows.hot
+        with self._writing:
+            self._rows.loops.copy_words_in(hot.row_SW, slot_U, self._format.mark_begin, mark_U4.view(np.int32))
+        with undisturbed:
+            hot.mark_dirty(slot_U)
+
+    @property
+    def _format(self) -> RowFormat:
+        return self._rows.format
+
+    def _release(self, slot_U: Array) -> None:
+        with undisturbed:
+            self._rows.hot.release(slot_U)
+
+    # ---- rows that leave --------------------------------------------------------------------------------------------
+
+    def _leave(self, departing: Departing) -> np.ndarray:
+        """Evict rows that no lookup holds. Returns which keys had a row, bool [V]."""
+        table_V, id_V, reason = departing
+        erased_V = self._pins.erase(table_V, id_V)
+        with changing:
+            self.ledger.forget(table_V, id_V, reason, erased_V)
+        return erased_V
+
+    def forget(self, table_V: np.ndarray, id_V: np.ndarray, erased_V: np.ndarray) -> None:
+        """These rows have been erased by hand, those of them that there were."""
+        self.ledger.forget(table_V, id_V, "erased", erased_V)
+
+    def departing(self, tables: Sequence[int], step: int) -> list[Departing]:
+        """The rows that have expired, those of these tables among them, and that no lookup holds."""
+        ledger, held = self.ledger, self._pins.places()
+        departing = ledger.expired(range(SHARDS), step, ledger.second, held)
+        if any(ledger.policies[t].weighs for t in tables):
+            for table_N, id_N, row_NW in self._rows.rows():
+                asked = np.flatnonzero(np.isin(table_N, tables))
+                with self._asking():
+                    departing += ledger.unwanted(table_N[asked], id_N[asked], self._numbers(row_NW[asked]), held)
+        return departing
+
+    def evict(
+        self, tables: Sequence[int], departing: Sequence[Departing], *, expired_only: bool = False
+    ) -> dict[str, int]:
+        """Let those of these rows leave that are of these tables, and what is more than a table may have and is held by
+        no lookup. Returns how many, by reason.
+
+        Args:
+            expired_only: these rows alone.
+        """
+        left = dict[str, int]()
+        self._leave_of(tables, departing, left)
+        if not expired_only:
+            self.ledger.fit(self._format.row_bytes)
+            self._leave_of(tables, self.ledger.surplus(self._pins.places(), tables), left)  # of what is left by now
+        return left
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Within it a user's function is called, which must not call the embedding."""
+        self._asks = True
+        try:
+            yield
+        finally:
+            self._asks = False
+
+    def _leave_of(self, tables: Sequence[int], departing: Sequence[Departing], left: dict[str, int]) -> None:
+        """Let those leave that are of these tables, and count them by reason: one that leaves for two by the first."""
+        for its in departing:
+            chosen = np.flatnonzero(np.isin(its.table_V, tables))
+            erased_V = self._leave(Departing(its.table_V[chosen], its.id_V[chosen], its.reason))
+            if erased := int(np.count_nonzero(erased_V)):
+                left[its.reason] = left.get(its.reason, 0) + erased
+
+    # ---- scores -----------------------------------------------------------------------------------------------------
+
+    def scores(self, table_U: np.ndarray, id_U: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """See `EmbeddingStore.scores`."""
+        place_U = self.ledger.find(table_U, id_U)
+        score_U = np.zeros(len(id_U), np.uint64)
+        score_U[place_U >= 0] = self.ledger.scores(place_U[place_U >= 0])
+        return score_U, place_U >= 0
+
+    def check_scores(self, table_U: np.ndarray, id_U: np.ndarray, score_U: np.ndarray) -> None:
+        """See `EmbeddingStore.check_scores`."""
+        known_U = self.ledger.find(table_U, id_U) >= 0
+        self.ledger.check_scores(table_U[known_U], score_U[known_U])
+
+    def set_scores(
+        self, table_U: np.ndarray, id_U: np.ndarray, score_U: np.ndarray, time_U: np.ndarray | None = None
+    ) -> int:
+        """See `EmbeddingStore.set_scores`."""
+        ledger, loops = self.ledger, self._rows.loops
+        place_U = ledger.find(table_U, id_U)
+        known = np.flatnonzero(place_U >= 0)
+        table_U, id_U, place_U = table_U[known], id_U[known], place_U[known]
+        ledger.check_scores(table_U, score_U[known])
+        if len(known):
+            slot_U, _ = self._pins.acquire(loops.distinct_keys(loops.put(table_U), loops.put(id_U)))
+            try:
+                with changing:
+                    with self._writing:
+                        ledger.set_scores(place_U, score_U[known])
+                        if time_U is not None and ledger.stamps:
+                            ledger.set_times(place_U, time_U[known])
+                    self._write_marks(slot_U, ledger.marks(place_U))
+            finally:
+                self._release(slot_U)
+        return len(known)
+
+    def set_epoch(self, epoch: int) -> None:
+        """See `EmbeddingStore.set_epoch`."""
+        clock = self.ledger.clock
+        if type(epoch) is not int:
+            raise TypeError(f"an epoch must be an int, got {epoch!r}")
+        if not clock.epoch <= epoch < 2**32:
+            raise ValueError(
+                f"an epoch must be an int below 2**32 and not before the present one, {clock.epoch}, got {epoch}"
+            )
+        clock.epoch = epoch
+
+    # ---- snapshots --------------------------------------------------------------------------------------------------
+
+    def to_meta(self) -> dict[str, Any]:
+        """Entries of the policies for the meta of a snapshot."""
+        return self.ledger.to_meta()
+
+    def to_arrays(self) -> dict[str, np.ndarray]:
+        """Arrays of the policies for a snapshot."""
+        return {} if self.admission is None else self.admission.to_arrays()
+
+    def loaded_admission(self, arrays: Mapping[str, np.ndarray], name: str) -> Admission | None:
+        """Admission that continues from the sightings among the arrays of snapshot `name`."""
+        admission = self.new_admission()
+        if admission is not None and self.admission is not None:
+            admission.admitted, admission.refused = self.admission.admitted, self.admission.refused
+            admission.from_arrays(arrays, name)
+        return admission
+
+    def read_rows(self, format: RowFormat, clock: LedgerClock | None, steps: int, step: int) -> None:
+        """Know the rows that are here now, by what their records hold.
+
+        Args:
+            format: of the rows where they have come from.
+            clock: what was counted there; None = nothing.
+            steps: updates made there.
+            step: updates that count here.
+        """
+        its = slice(self._format.mark_begin, self._format.state_begin)
+        self.ledger.begin(clock if format.marks == MARKS else None, steps, step)
+        for table_N, id_N, row_NW in self._rows.rows():
+            mark_N4 = np.ascontiguousarray(row_NW[:, its]).view(np.uint32)
+            self.ledger.add(table_N, id_N, mark_N4)
+
+    def clear(self) -> None:
+        """Forget every row and all sightings."""
+        self.ledger.clear()
+        if self.admission is not None:
+            self.admission.clear()
+
+    def stats(self) -> dict[str, Any]:
+        """Numbers of rows that have left, and of ids that were admitted or refused."""
+        counts: dict[str, Any] = {"left": dict(self.ledger.left), "bytes": self.ledger.nbytes}
+        if self.admission is not None:
+            counts |= {"admitted": self.admission.admitted, "refused": self.admission.refused}
+            counts["bytes"] += self.admission.nbytes
+        if self._refuses:
+            counts["turned_away"] = self.turned_away
+        return counts
+
+
+def refuses_some(policies: Sequence[RowPolicy] | None) -> bool:
+    """Whether ids may get no row."""
+    return policies is not None and any(policy.admit is not None or policy.when_full == "refuse" for policy in policies)

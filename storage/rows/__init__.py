@@ -1,0 +1,1 @@
+"""Format of rows, and their first values."""

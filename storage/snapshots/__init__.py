@@ -1,0 +1,1 @@
+"""Snapshots that several tables hold together, and the rows that they hold."""

@@ -1,0 +1,84 @@
+"""The rows of a snapshot that one of several owners has, read from the parts in which they may be.
+
+Invariant: memory does not grow with the rows: one chunk of one part is read at a time.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import numpy as np
+
+from oneemb.kernels.owner import owner_of
+from oneemb.storage.errors import OtherSnapshotError
+from oneemb.storage.fs import FileSystem
+from oneemb.storage.snapshots.linked_rows import LinkedRows
+from oneemb.storage.snapshots.part_arrays import joined_arrays
+from oneemb.storage.snapshots.snapshot_parts import Part, PartedSnapshot
+from oneemb.storage.table.snapshot_reader import Keep, SnapshotReader
+
+__all__ = ["OwnedRows"]
+
+
+class OwnedRows:
+    """The rows that an owner of so many has in a snapshot.
+
+    Args:
+        snapshot: which, with those it goes on from; of their parts those are opened that may hold such rows.
+        owner, owners: whose rows; of one owner they are all.
+        fs: where the parts are; None = this machine's.
+
+    Raises:
+        StorageError: a part that is needed cannot be read here, or is not what was found.
+    """
+
+    def __init__(self, snapshot: PartedSnapshot, owner: int, owners: int, fs: FileSystem | None = None):
+        self._owner, self._owners = owner, owners
+        links: list[list[SnapshotReader]] = []
+        with ExitStack() as opened:  # closed where a later one cannot be opened
+            for link in (*snapshot.before, snapshot):
+                links.append([opened.enter_context(_open(part, fs)) for part in link.parts_for(owner, owners)])
+            opened.pop_all()
+        self._linked = LinkedRows(links)
+        self._count: int | None = None
+
+    def __len__(self) -> int:
+        if self._count is None:
+            self._count = self._linked.count(self._is_own)
+        return self._count
+
+    def keys(self, keep: Keep) -> tuple[np.ndarray, np.ndarray]:
+        """The keys of those of its rows that are kept: table_N int32, id_N int64. Reads keys only."""
+
+        def is_kept(table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray:
+            return self._is_own(table_N, id_N) & keep(table_N, id_N)
+
+        tables, ids = [np.empty(0, np.int32)], [np.empty(0, np.int64)]
+        for table_N, id_N in self._linked.keys(is_kept):
+            tables.append(table_N)
+            ids.append(id_N)
+        return np.concatenate(tables), np.concatenate(ids)
+
+    def scan(self, batch: int = 65536) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Every row once as (table_N int32, id_N int64, row_NW float32), at most `batch` at a time."""
+        yield from self._linked.scan(batch, self._is_own)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The owner's share of the parts' arrays beside their rows, by name."""
+        return joined_arrays(self._linked.arrays(), self._is_own)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._linked.close()
+
+    def _is_own(self, table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray:
+        return owner_of(table_N, id_N, self._owners) == self._owner
+
+
+def _open(part: Part, fs: FileSystem | None) -> SnapshotReader:
+    reader = SnapshotReader.open(part.folder, part.info.name, fs=fs)
+    if reader.info.identity != part.info.identity:
+        raise OtherSnapshotError(
+            f"{part.folder} holds another snapshot {part.info.name!r} here than where the snapshots were listed:"
+            f" {reader.info}, not {part.info}; let all ranks see the same folders"
+        )
+    return reader

@@ -1,0 +1,191 @@
+"""Removes parts of snapshots from the folders of several tables, in steps between which processes wait for each other.
+
+with PartRemoval(parts, {}) as removal:     takes the locks
+    removal.mark()                          from here on, what is left of a snapshot that is not whole is a leftover
+    removal.remove()
+    removal.unmark()
+"""
+
+import errno
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, suppress
+from typing import NamedTuple
+
+from oneemb.kernels.threads import Threads
+from oneemb.storage.bottom import EXPORTED
+from oneemb.storage.errors import SnapshotNotFoundError, StorageError
+from oneemb.storage.fs import FileSystem, LocalFileSystem
+from oneemb.storage.snapshots.snapshot_parts import FoundParts, Part, find_parts
+from oneemb.storage.snapshots.unfinished import drop_unwritten, mark, marks_at, unmark
+from oneemb.storage.table.persistent_table import PersistentTable
+
+__all__ = ["NewParts", "PartRemoval", "open_anew", "sweep_folder", "to_remove"]
+
+
+class _Snapshot(NamedTuple):
+    """A snapshot of a table that is to be removed."""
+
+    folder: str
+    name: str
+    identity: str | None
+    """To be marked; None = it is a whole one by itself, or cannot be read."""
+
+
+def to_remove(found: FoundParts, name: str) -> list[list[_Snapshot]]:
+    """The snapshots of tables that make up those of this name, damaged ones too: first what is left of older ones.
+
+    Raises:
+        SnapshotNotFoundError: there are none; the message names those there are.
+    """
+    parts = sorted(found.parts_of(name), key=lambda part: part.info.sequence)
+    older = [part for part in parts if part.group != parts[-1].group]
+    rest = [part for part in parts if part.group == parts[-1].group]
+    damaged = [_Snapshot(one.folder, one.name, None) for one in found.damaged_of(name)]
+    if not rest and not damaged:
+        found.get(name)
+    return [_snapshots(older), _snapshots(rest) + damaged]
+
+
+def _snapshots(parts: Iterable[Part]) -> list[_Snapshot]:
+    return [
+        _Snapshot(part.folder, part.info.name, part.info.identity if part.whole.shards > 1 else None) for part in parts
+    ]
+
+
+class PartRemoval:
+    """See the module.
+
+    Args:
+        snapshots: what to remove.
+        open_tables: of folders whose tables this process has open, what deletes a snapshot there.
+
+    Raises:
+        LockedError: a table is in use elsewhere.
+    """
+
+    def __init__(
+        self, snapshots: Iterable[_Snapshot], open_tables: Mapping[str, Callable[[str], None]],
+        fs: FileSystem | None = None,
+    ):  # fmt: skip
+        self._fs = fs or LocalFileSystem()
+        self._snapshots = list(snapshots)
+        self._delete = dict(open_tables)
+        self._opened = ExitStack()
+        try:
+            for snapshot in self._snapshots:
+                if snapshot.folder not in self._delete:
+                    table = self._opened.enter_context(open_anew(snapshot.folder, self._fs))
+                    self._delete[snapshot.folder] = table.delete_snapshot
+        except BaseException:
+            self._opened.close()
+            raise
+
+    def mark(self) -> None:
+        """Say that what is to be removed is of no use in part. A full disk keeps nobody from deleting: then nothing
+        says so, and what a kill leaves has to be deleted once more."""
+        for folder, identities in self._identities():
+            try:
+                mark(self._fs, folder, identities)
+            except StorageError as error:
+                if not isinstance(error.__cause__, OSError) or error.__cause__.errno not in _FULL:
+                    raise
+
+    def remove(self) -> None:
+        """Delete the snapshots of the tables, durably."""
+        for snapshot in self._snapshots:
+            with suppress(SnapshotNotFoundError):  # An earlier try got so far.
+                self._delete[snapshot.folder](snapshot.name)
+
+    def __call__(self) -> None:
+        """All of it."""
+        self.mark()
+        self.remove()
+        self.unmark()
+
+    def unmark(self) -> None:
+        """Take the marks away: nothing is left. One that cannot be does no harm."""
+        for folder, identities in self._identities():
+            with suppress(StorageError):
+                unmark(self._fs, folder, identities)
+
+    def _identities(self) -> list[tuple[str, set[str]]]:
+        by_folder: dict[str, set[str]] = {}
+        for snapshot in self._snapshots:
+            if snapshot.identity is not None:
+                by_folder.setdefault(snapshot.folder, set()).add(snapshot.identity)
+        return list(by_folder.items())
+
+    def __enter__(self) -> "PartRemoval":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._opened.close()
+
+
+class NewParts:
+    """Parts of a snapshot that are made in the folders of several tables: in `with`, all of them or none.
+
+    Args:
+        identity: of the snapshot.
+        count: how many there will be.
+    """
+
+    def __init__(self, identity: str, count: int, fs: FileSystem | None = None):
+        self._identity, self._count, self._fs = identity, count, fs or LocalFileSystem()
+        self._made: list[tuple[str, str]] = []
+
+    def begin(self, folder: str, table_name: str) -> None:
+        """A part is about to be saved under this name in the table of this folder, which is open."""
+        if self._count > 1:
+            mark(self._fs, folder, [self._identity])
+        self._made.append((folder, table_name))
+
+    def __enter__(self) -> "NewParts":
+        return self
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        for folder, table_name in self._made:
+            if kind is None:
+                unmark(self._fs, folder, [self._identity])
+                continue
+            with suppress(StorageError), open_anew(folder, self._fs) as table:
+                with suppress(SnapshotNotFoundError):
+                    table.delete_snapshot(table_name)
+                unmark(self._fs, folder, [self._identity])
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def open_anew(folder: str, fs: FileSystem | None = None) -> PersistentTable:
+    """The table in a folder, to delete snapshots there; it starts empty, so the width of its rows plays no part."""
+    return PersistentTable.open(folder, row_width=1, threads=Threads(1), background=False, fs=fs)
+
+
+def sweep_folder(
+    folder: str, found: FoundParts, delete: Callable[[str], None] | None = None, fs: FileSystem | None = None
+) -> None:
+    """Remove leftovers from a table's folder, and marks that say nothing any more. What cannot be removed now stays for
+    the next time.
+
+    Args:
+        delete: deletes a snapshot of the table, which this process has open; None = it is opened here, unless it is in
+            use. That removes what killed processes have left in it too.
+    """
+    fs = fs or LocalFileSystem()
+    if delete is None:
+        with suppress(StorageError), open_anew(folder, fs) as table:
+            for info in table.snapshots():
+                if info.name.startswith(EXPORTED):
+                    table.delete_snapshot(info.name)
+            sweep_folder(folder, found, table.delete_snapshot, fs)
+        return
+    for part in [part for part in found.leftovers() if part.folder == folder]:
+        with suppress(StorageError):
+            delete(part.info.name)
+    drop_unwritten(fs, folder)
+    with suppress(StorageError):
+        # A mark of a part that is no longer there, or of a snapshot that is whole, though a kill came before it went.
+        there = {part.info.identity: part for part in find_parts([folder], fs).parts}
+        marks = marks_at(fs, folder)
+        unmark(fs, folder, {one for one in marks if one not in there or found.has_all_of(there[one])})

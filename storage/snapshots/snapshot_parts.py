@@ -1,0 +1,428 @@
+"""Snapshots that several tables hold together: of ranks, or of a writer to several paths.
+
+    <path>                  a table: of an embedding without ranks, or one of a list of folders
+    <path>/rank-1-of-4      the table of rank 1 of 4
+
+Each part is a snapshot of one table. Its meta says of which snapshot it is which part, its identity is that of the
+whole. One part is a whole snapshot if there is only one.
+
+Invariants:
+- a snapshot exists if and only if every one of its parts does: the rename of the last part makes it, the removal of the
+  first one ends it. Of several of one name, the one that was saved last counts;
+- what is removed as a leftover is the part of a snapshot that is not whole and was never announced, or that a whole one
+  of its name has replaced.
+"""
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from oneemb.kernels.owner import owners_share_keys
+from oneemb.storage.errors import (
+    CorruptTableError,
+    FormatVersionError,
+    OtherSnapshotError,
+    SnapshotNeededError,
+    SnapshotNotFoundError,
+    StorageError,
+)
+from oneemb.storage.fs import FileSystem, LocalFileSystem
+from oneemb.storage.snapshots.snapshot_rows import PartOf, SnapshotRows, part_of, shard_of
+from oneemb.storage.snapshots.unfinished import marks_at
+from oneemb.storage.table.delta import Delta, chain_of, deltas_since, in_chain_text, rows_of
+from oneemb.storage.table.snapshot_file import SnapshotFiles
+from oneemb.storage.table.snapshot_manifest import SnapshotInfo
+from oneemb.storage.table.table_info import need_table
+
+__all__ = [
+    "Damaged",
+    "FoundParts",
+    "Part",
+    "PartedSnapshot",
+    "find_parts",
+    "folders_at",
+    "incomplete_text",
+    "leftover_text",
+    "look_at",
+    "rank_folder_name",
+    "table_name_of",
+    "unmade_at",
+]
+
+_RANK_FOLDER = re.compile(r"rank-(\d{1,9})-of-(\d{1,9})")
+_IDENTITY_DIGITS = 8
+_LOOKS = 2
+
+
+def rank_folder_name(rank: int, ranks: int) -> str:
+    """The name of a rank's folder in the folder that it shares with the others."""
+    return f"rank-{rank}-of-{ranks}"
+
+
+def folders_at(paths: Iterable[str]) -> list[str]:
+    """The folders of tables at these paths: the paths themselves, and those of ranks in them. Each once."""
+    found: dict[str, str] = {}
+    for path in paths:
+        for folder in [path, *_rank_folders(path)]:
+            if _has_table(folder):
+                found.setdefault(os.path.realpath(folder), folder)
+    return list(found.values())
+
+
+def unmade_at(path: str) -> list[str]:
+    """Folders of ranks in a path that have no table: a job or a reshard has just made them, or was killed then."""
+    return [folder for folder in _rank_folders(path) if not _has_table(folder)]
+
+
+def _has_table(folder: str) -> bool:
+    return os.path.isdir(os.path.join(folder, "snapshots"))
+
+
+def _rank_folders(path: str) -> list[str]:
+    ranked = []
+    try:
+        for name in os.listdir(path):
+            match = _RANK_FOLDER.fullmatch(name)
+            if match and int(match[1]) < int(match[2]):
+                ranked.append((int(match[2]), int(match[1]), os.path.join(path, name)))
+    except OSError:
+        pass  # There is none.
+    return [folder for _, _, folder in sorted(ranked)]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A snapshot of a table, as a part of a whole one.
+
+    Args:
+        folder: of the table.
+        info: of the table's snapshot.
+        whole: of which snapshot it is which part.
+        identity: of the whole; "" where a release wrote it that gave each part one of its own.
+        marked: whether it may be removed while the whole is not there.
+    """
+
+    folder: str
+    info: SnapshotInfo
+    whole: PartOf
+    identity: str
+    marked: bool
+
+    @property
+    def group(self) -> tuple[str, str, int]:
+        """The same for all parts of a snapshot."""
+        return self.whole.name, self.identity, self.whole.shards
+
+
+@dataclass(frozen=True)
+class PartedSnapshot:
+    """A snapshot of which all parts are there, in their order.
+
+    Args:
+        parts: its own.
+        before: of a delta, the snapshots that it goes on from, the whole one first: see storage/table/delta.py.
+    """
+
+    parts: tuple[Part, ...]
+    before: tuple["PartedSnapshot", ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.parts[0].whole.name
+
+    @property
+    def sequence(self) -> int:
+        """Greater than that of any snapshot that was there when it was saved."""
+        return max(part.info.sequence for part in self.parts)
+
+    @cached_property
+    def info(self) -> SnapshotInfo:
+        """Description of the whole snapshot. A part without rows may not know yet what state rows have; then it comes
+        from another part.
+
+        Raises:
+            CorruptTableError: parts hold rows of several kinds.
+        """
+        filled = [part for part in self.parts if part.info.rows] or [self.parts[0]]
+        first = filled[0].info
+        _check_kind(f"snapshot {self.name!r}", filled)
+        meta, delta = first.meta, Delta.of_meta(first.meta, first.name)
+        if delta is not None:
+            deltas = [Delta.of_meta(part.info.meta, part.info.name) or delta for part in self.parts]
+            rows, inserted = sum(its.rows for its in deltas), sum(its.inserted for its in deltas)
+            meta = meta | replace(delta, rows=rows, inserted=inserted).to_meta()
+        return replace(
+            first, name=self.name, meta=meta, rows=sum(rows_of(part.info) for part in self.parts),
+            bytes=sum(part.info.bytes for part in self.parts), created=self.parts[0].info.created,
+            sequence=self.sequence,
+        )  # fmt: skip
+
+    def part_in(self, folder: str, shard: int, shards: int) -> Part | None:
+        """The part that a rank has saved itself, if its rows are of the kind of the others; else None. Of a delta it
+        has to have saved one of each snapshot that it goes on from."""
+        if any(link.part_in(folder, shard, shards) is None for link in self.before):
+            return None
+        for part in self.parts:
+            if (part.folder, part.whole.shard, part.whole.shards) == (folder, shard, shards):
+                format = SnapshotRows.of_meta(self.info.meta, self.name).format
+                return part if SnapshotRows.of_meta(part.info.meta, self.name).format.same_words(format) else None
+        return None
+
+    def parts_for(self, owner: int, owners: int) -> list[Part]:
+        """The parts that may hold keys of an owner."""
+        return [part for part in self.parts if owners_share_keys(owner, owners, part.whole.shard, part.whole.shards)]
+
+
+@dataclass(frozen=True)
+class Damaged:
+    """A snapshot of a table that cannot be read, and why."""
+
+    folder: str
+    name: str
+    reason: str
+    newer: bool
+
+
+class FoundParts:
+    """The parts that lie in some folders, and what they make up.
+
+    Args:
+        parts, damaged: what was found there.
+        folders: where it was looked.
+    """
+
+    def __init__(self, parts: Sequence[Part], damaged: Sequence[Damaged], folders: Sequence[str]):
+        self.parts, self.damaged, self.folders = parts, damaged, folders
+
+    @classmethod
+    def together(cls, found: "Sequence[FoundParts]") -> "FoundParts":
+        """Parts that several ranks have found, each in other folders, in one object."""
+        parts = [part for some in found for part in some.parts]
+        damaged = [one for some in found for one in some.damaged]
+        return cls(parts, damaged, list(dict.fromkeys(folder for some in found for folder in some.folders)))
+
+    @cached_property
+    def _whole(self) -> dict[str, PartedSnapshot]:
+        """The newest whole snapshot of each name."""
+        newest: dict[str, PartedSnapshot] = {}
+        for group in self._groups.values():
+            by_shard = {part.whole.shard: part for part in reversed(group)}
+            if len(by_shard) == group[0].whole.shards:
+                whole = PartedSnapshot(tuple(by_shard[shard] for shard in sorted(by_shard)))
+                if whole.name not in newest or newest[whole.name].sequence < whole.sequence:
+                    newest[whole.name] = whole
+        return newest
+
+    @cached_property
+    def _groups(self) -> dict[tuple[str, str, int], list[Part]]:
+        groups: dict[tuple[str, str, int], list[Part]] = {}
+        for part in self.parts:
+            groups.setdefault(part.group, []).append(part)
+        return groups
+
+    def snapshots(self) -> list[PartedSnapshot]:
+        """Whole snapshots, oldest first."""
+        return sorted(self._whole.values(), key=lambda whole: (whole.sequence, whole.parts[0].info.created))
+
+    def get(self, name: str, identity: str | None = None, named_by: str = "") -> PartedSnapshot:
+        """The snapshot of this name.
+
+        Args:
+            identity: of the one that is meant; None = whichever has the name.
+            named_by: what names it, for errors.
+
+        Raises:
+            SnapshotNotFoundError: there is none, or not all of its parts are there; the message says what there is.
+            OtherSnapshotError: it is not the one that is meant.
+            CorruptTableError, FormatVersionError: a part of it cannot be read.
+        """
+        whole = self._whole.get(name)
+        if whole is not None:
+            if identity is not None and identity != whole.info.identity:
+                raise OtherSnapshotError.named_by(named_by, name, identity, self._where, whole.info)
+            *before, last = chain_of(whole, self.snapshots, lambda one: one.parts[0].info)
+            if before:
+                its = [part for link in (*before, last) for part in link.parts if part.info.rows]
+                _check_kind(f"snapshot {name!r}, with those that it goes on from,", its)
+            return replace(last, before=tuple(before))
+        for damaged in self.damaged_of(name):
+            raise (FormatVersionError if damaged.newer else CorruptTableError)(damaged.reason)
+        begin = f"{named_by} names a snapshot that is not there: " if named_by else ""
+        for parts in self.incomplete():
+            if parts[0].whole.name == name:
+                raise SnapshotNotFoundError(begin + incomplete_text(parts) + f"; looked in {self._where}")
+        there = ", ".join(repr(other.name) for other in self.snapshots()) or "none"
+        raise SnapshotNotFoundError(f"{begin}no snapshot named {name!r} in {self._where}; there are: {there}")
+
+    @property
+    def _where(self) -> str:
+        return ", ".join(self.folders) or "the folders given, where there is no table"
+
+    def going_on_from(self, name: str) -> list[str]:
+        """The deltas whose parent is the snapshot of this name."""
+        left = {id(part) for part in self.leftovers()}
+        there = [part for part in self.parts if id(part) not in left]  # also those of which other parts are away
+        named = {part.info.identity for part in there if part.whole.name == name}
+        infos = [replace(part.info, name=part.whole.name) for part in there]
+        return list(dict.fromkeys(child for identity in named for child in deltas_since(identity, infos)))
+
+    def check_no_deltas(self, name: str, done: str) -> None:
+        """Raise SnapshotNeededError if deltas go on from the snapshot of this name, which is about to be `done`."""
+        if deltas := self.going_on_from(name):
+            raise SnapshotNeededError(in_chain_text(name, done, deltas))
+
+    def incomplete(self) -> list[list[Part]]:
+        """The parts of snapshots that are not whole, though nothing says that they never were."""
+        return [
+            parts for parts in self._groups.values()
+            if not self._is_whole(parts) and not all(part.marked for part in parts)
+        ]  # fmt: skip
+
+    def broken(self) -> dict[str, str]:
+        """Whole snapshots that cannot be loaded, by name, each with the reason: its parent, say, is missing."""
+        reasons = {}
+        for snapshot in self.snapshots():
+            try:
+                self.get(snapshot.name)
+            except StorageError as error:
+                reasons[snapshot.name] = str(error)
+        return reasons
+
+    def leftovers(self) -> list[Part]:
+        """The parts that killed saves and deletes have left, and those of snapshots that others have replaced."""
+        found = []
+        for parts in self._groups.values():
+            newest = self._whole.get(parts[0].whole.name)
+            replaced = newest is not None and newest.sequence > max(part.info.sequence for part in parts)
+            if replaced or not self._is_whole(parts) and all(part.marked for part in parts):
+                found += parts
+        return found
+
+    def folders_with(self, name: str) -> list[str]:
+        """The folders that have a part of a snapshot of this name, damaged or not, which is no leftover."""
+        leftovers = {(part.folder, part.info.name) for part in self.leftovers()}
+        parts = [part for part in self.parts_of(name) if (part.folder, part.info.name) not in leftovers]
+        return list(dict.fromkeys([part.folder for part in parts] + [one.folder for one in self.damaged_of(name)]))
+
+    def damaged_of(self, name: str) -> list[Damaged]:
+        """Damaged files that may be parts of a snapshot of this name."""
+        return [one for one in self.damaged if one.name == name or one.name.startswith(f"{name}~")]
+
+    def parts_of(self, name: str) -> list[Part]:
+        """All parts of snapshots of this name, leftovers too."""
+        return [part for part in self.parts if part.whole.name == name]
+
+    def has_all_of(self, part: Part) -> bool:
+        """Whether every part of the snapshot of which this is one is there."""
+        return part.group in self._groups and self._is_whole(self._groups[part.group])
+
+    @property
+    def next_sequence(self) -> int:
+        """Greater than the number of any part."""
+        return 1 + max((part.info.sequence for part in self.parts), default=0)
+
+    @staticmethod
+    def _is_whole(parts: list[Part]) -> bool:
+        return len({part.whole.shard for part in parts}) == parts[0].whole.shards
+
+
+def _check_kind(what: str, parts: Sequence[Part]) -> None:
+    """Raise CorruptTableError unless these parts hold rows of one kind."""
+    if len(parts) < 2:
+        return
+    first, *rest = [(part, SnapshotRows.of_meta(part.info.meta, part.info.name).format) for part in parts]
+    for part, format in rest:
+        if not format.same_words(first[1]):
+            raise CorruptTableError(
+                f"{what} holds rows of {first[1]} in {first[0].folder} and of {format} in {part.folder}; restore its"
+                " files from a copy, or load another one"
+            )
+
+
+def incomplete_text(parts: list[Part]) -> str:
+    """Text of the error for a snapshot that is not whole."""
+    whole = parts[0].whole
+    missing = sorted(set(range(whole.shards)) - {part.whole.shard for part in parts})
+    there = ", ".join(f"{part.whole.shard} in {part.folder}" for part in parts)
+    return (
+        f"snapshot {whole.name!r} lies in {whole.shards} paths and is not whole: part"
+        f" {', '.join(map(str, missing[:20]))}{' and more' if len(missing) > 20 else ''} of {whole.shards} is missing,"
+        f" there is {there}; bring the missing folder back, name it too, or delete the snapshot"
+    )
+
+
+def leftover_text(part: Part) -> str:
+    """The text for a part that no snapshot needs."""
+    return (
+        f"{part.folder} has part {part.whole.shard} of {part.whole.shards} of a snapshot {part.whole.name!r} that is"
+        " not whole or was replaced: a save, a delete or a reshard goes on, or was killed; what was killed leaves it to"
+        " the next save, or to `oneemb compact`"
+    )
+
+
+def find_parts(folders: Sequence[str], fs: FileSystem | None = None) -> FoundParts:
+    """The parts in the folders of tables. Takes no lock: a writer may go on meanwhile.
+
+    Raises:
+        StorageError: a folder cannot be listed.
+    """
+    fs = fs or LocalFileSystem()
+    parts, damaged = [], []
+    for folder in folders:
+        files, marks = SnapshotFiles(fs, f"{folder}/snapshots"), marks_at(fs, folder)
+        for name in files.names():
+            try:
+                part = _part(folder, files.read(name).info, marks)
+            except SnapshotNotFoundError:
+                continue  # A writer has removed it meanwhile.
+            except StorageError as error:
+                damaged.append(Damaged(folder, name, str(error), isinstance(error, FormatVersionError)))
+                continue
+            if part is not None:
+                parts.append(part)
+    return FoundParts(parts, damaged, folders)
+
+
+def look_at(paths: Iterable[str], fs: FileSystem | None = None) -> FoundParts:
+    """The parts at paths that a job may use meanwhile.
+
+    Raises:
+        StorageError: there is no table, or its files cannot be listed.
+    """
+    paths = list(paths)
+    folders = folders_at(paths)
+    for path in paths:
+        if not folders_at([path]):
+            need_table(fs or LocalFileSystem(), path)
+    for _ in range(_LOOKS):
+        found = find_parts(folders, fs)
+        if not found.incomplete():
+            break  # Else it may be that the job has saved or deleted one between two of the folders.
+    return found
+
+
+def _part(folder: str, info: SnapshotInfo, marks: set[str]) -> Part | None:
+    """The part that a table's snapshot is; None for what a rank keeps for itself."""
+    whole, identity = part_of(info.meta, info.name), info.identity
+    if whole is None:
+        shard, shards = shard_of(info.meta, info.name)
+        whole = PartOf(info.name, shard, shards)
+        identity = "" if shards > 1 else identity
+    match = _RANK_FOLDER.fullmatch(os.path.basename(folder))
+    if match and (whole.shard, whole.shards) != (int(match[1]), int(match[2])):
+        return None
+    return Part(folder, info, whole, identity, info.identity in marks)
+
+
+def table_name_of(name: str, identity: str, folder: str, fs: FileSystem | None = None) -> str:
+    """The name under which a table keeps a new part: that of the snapshot, unless one that is replaced has it.
+
+    Raises:
+        ValueError, TypeError: no snapshot can have this name.
+    """
+    files = SnapshotFiles(fs or LocalFileSystem(), f"{folder}/snapshots")
+    other = f"{name}~{identity[:_IDENTITY_DIGITS]}"
+    files.path(other)  # Too long a name is refused before any part of it is there.
+    return other if name in files.names() else name

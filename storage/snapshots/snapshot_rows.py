@@ -1,0 +1,138 @@
+"""Description of a snapshot's rows, kept in its `meta`, so that readers know what the words mean."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from oneemb.storage.errors import CorruptTableError, StorageError
+from oneemb.storage.rows.row_format import WEIGHTS, RowFormat
+from oneemb.storage.table.geometry import ROW_WIDTH_MAX
+from oneemb.storage.table.snapshot_manifest import SnapshotInfo
+
+__all__ = ["PartOf", "SnapshotRows", "part_of", "shard_of", "without_part"]
+
+_STEP_MAX = 1 << 62
+
+
+@dataclass(frozen=True)
+class SnapshotRows:
+    """Format of a snapshot's rows, and how far their training has come.
+
+    Args:
+        format: of a row.
+        step: updates made so far.
+    """
+
+    format: RowFormat
+    step: int
+
+    def described(self) -> dict[str, Any]:
+        """This as JSON can hold it."""
+        row = self.format
+        marks = {"marks": row.marks} if row.marks else {}
+        return {
+            "layout": {"dim": row.dim, "dtype": row.dtype, "state_width": row.state_width, **marks},
+            "optimizer": row.optimizer,
+            "state": row.state,
+            "step": self.step,
+        }
+
+    def to_meta(self, embedding: dict[str, Any]) -> dict[str, Any]:
+        """The snapshot's `meta`: this, and what the embedding says of itself."""
+        return {"rows": self.described(), "embedding": embedding}
+
+    @classmethod
+    def of_meta(cls, meta: dict[str, Any], name: str) -> "SnapshotRows":
+        """Read what `to_meta` wrote.
+
+        Raises:
+            StorageError: the snapshot was not saved by an embedding or a writer.
+            CorruptTableError: it says what no embedding says.
+        """
+        if "rows" not in meta:
+            raise StorageError(
+                f"snapshot {name!r} does not say what its rows are; it was not saved by oneemb's modules"
+            )
+        rows = meta["rows"]
+        _need(isinstance(rows, dict) and {"layout", "optimizer", "state", "step"} <= rows.keys(), name, rows)
+        layout, optimizer, state, step = rows["layout"], rows["optimizer"], rows["state"], rows["step"]
+        _need(isinstance(layout, dict) and layout.keys() - {"marks"} == {"dim", "dtype", "state_width"}, name, layout)
+        _need(_number(layout["dim"], 1, ROW_WIDTH_MAX), name, layout)
+        _need(isinstance(layout["dtype"], str) and layout["dtype"] in WEIGHTS, name, layout)
+        _need(_number(layout["state_width"], 0, ROW_WIDTH_MAX), name, layout)
+        _need(_number(layout.get("marks", 0), 0, ROW_WIDTH_MAX), name, layout)
+        _need(optimizer is None or isinstance(optimizer, str), name, optimizer)
+        _need(isinstance(state, list | tuple) and len(state) == layout["state_width"], name, state)
+        _need(all(type(value) in (int, float) for value in state), name, state)
+        _need(_number(step, 0, _STEP_MAX), name, step)
+        marks = layout.get("marks", 0)
+        return cls(RowFormat(layout["dim"], layout["dtype"], optimizer, tuple(state), marks), step)
+
+
+@dataclass(frozen=True)
+class PartOf:
+    """Which part of which snapshot a table keeps as one of its own.
+
+    Args:
+        name: of the whole.
+        shard: which part; that of the keys whose `owner_of` among the parts is this.
+        shards: how many parts there are.
+    """
+
+    name: str
+    shard: int
+    shards: int
+
+    @staticmethod
+    def name_of(info: SnapshotInfo) -> str:
+        """The name of the whole snapshot that this one of a table is a part of, or is."""
+        part = part_of(info.meta, info.name)
+        return info.name if part is None else part.name
+
+    def to_meta(self, table_name: str) -> dict[str, Any]:
+        """Entries for the meta of the table's snapshot `table_name`: none, if it is the whole snapshot."""
+        if self.shards == 1 and table_name == self.name:
+            return {}
+        return {"snapshot": self.name, "shard": [self.shard, self.shards]}
+
+
+def part_of(meta: dict[str, Any], name: str) -> PartOf | None:
+    """The part that `PartOf.to_meta` has described in the meta of snapshot `name`; None = the snapshot is no part.
+
+    Raises:
+        CorruptTableError: the entry is none that an embedding or a writer writes.
+    """
+    if "snapshot" not in meta:
+        return None
+    whole = meta["snapshot"]
+    _need(isinstance(whole, str) and 0 < len(whole), name, whole)
+    return PartOf(whole, *shard_of(meta, name))
+
+
+def without_part(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """The meta of a snapshot but for which part it is."""
+    return {key: value for key, value in meta.items() if key not in ("snapshot", "shard")}
+
+
+def shard_of(meta: dict[str, Any], name: str) -> tuple[int, int]:
+    """Which part of a sharded snapshot this is, and of how many; (0, 1) for a whole one.
+
+    Raises:
+        CorruptTableError: it says what no writer says.
+    """
+    shard = meta.get("shard", (0, 1))
+    _need(isinstance(shard, list | tuple) and len(shard) == 2, name, shard)
+    _need(_number(shard[1], 1, _STEP_MAX) and _number(shard[0], 0, shard[1] - 1), name, shard)
+    return shard[0], shard[1]
+
+
+def _number(value: Any, least: int, most: int) -> bool:
+    return type(value) is int and least <= value <= most
+
+
+def _need(right: bool, name: str, found: Any) -> None:
+    if not right:
+        raise CorruptTableError(
+            f"snapshot {name!r} does not say what its rows are in a way that an embedding or a writer does: "
+            f"{repr(found)[:100]}; restore its file from a copy, or load another one"
+        )
