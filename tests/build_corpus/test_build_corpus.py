@@ -66,7 +66,7 @@ def no_direct_reads(monkeypatch):
     monkeypatch.setattr(aio_reader, "AIO_NUMBERS", None)
 
 
-@pytest.mark.parametrize(("idiom", "ways"), cases(), ids=name_of)
+@pytest.mark.parametrize(("idiom", "ways"), list(cases()), ids=name_of)
 def test_idiom(idiom, ways):
     outcome, said = judge(idiom, ways=ways)
     assert outcome is (REFUSED if idiom.refused else EQUAL), f"{outcome.name}: {said}"

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 import oneemb
+from oneemb.kernels.checksum import xxh64
 from oneemb.kernels.threads import Threads
 from oneemb.policies import LFU, AdmitAfter, RowPolicy
 from oneemb.storage.errors import BrokenStoreError
@@ -236,8 +237,10 @@ class Preloaded:
 OPERATIONS = "lookup step two_lookups prefetch bags save load step erase import_rows delta load step clear".split()
 
 
-def load_growth():
-    """Load the loops with which an index grows: LLVM ends the process where it gets no memory to load a loop."""
+def load_loops():
+    """Load the loops that are first used when an index grows or a file of rows is full: LLVM ends the process where it
+    gets no memory to load a loop."""
+    xxh64(np.zeros(8, np.uint8))
     for count in (1, 2):  # One thread runs a loop in another form, as it does where a single shard grows.
         index = HashIndex(Threads(count))
         for begin in range(0, 400_000, 50_000):
@@ -250,7 +253,7 @@ def run(subject, allocations, operations=OPERATIONS, *, stride=1, most=400):
     """Let each `stride`-th allocation of each operation fail. Returns a line for each thing that did not hold, the
     number of failures, and how many of them broke the embedding."""
     wrong, failures, broken = [], 0, 0
-    load_growth()
+    load_loops()
     gc.collect()
     gc.freeze()  # The collections below look at nothing that was there before the first call.
     for name in operations:
