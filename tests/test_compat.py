@@ -472,7 +472,8 @@ SPAWNING = """
 """
 
 
-@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_spawned_processes_and_theirs_run_the_rewritten_script(place, method):
     done = run_script(place, SPAWNING, method, options=["--gpu-name", "A100"], beside="name = 'cuda'\n", fresh=True)
     assert lines_of(done) == ["[0, 1]", "True 0 cpu cpu A100 True", "True grandchild cpu cpu"]

@@ -44,6 +44,7 @@ def draws(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_numbers_and_another_gives_others(draws):
     own, again = draws()[1], draws()[1]
     assert own == again and len(own) > 10

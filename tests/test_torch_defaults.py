@@ -101,6 +101,7 @@ def test_an_embedding_made_where_other_defaults_hold_trains_where_they_do_not(tm
     assert embedding.stats()["step"] == 1
 
 
+@pytest.mark.slow
 def test_an_exported_program_gives_the_same_numbers_whatever_the_default_device_was(tmp_path):
     model, ids = Model(tmp_path, "device"), BATCHES[0]
     model(ids)

@@ -295,6 +295,7 @@ SHORT = ["--generate", "2000", "--batch-size", "64", "--epochs", "2", "--save-ev
 LONG = ["--generate", "120000", "--batch-size", "64", "--epochs", "7", "--save-every", "25"]
 
 
+@pytest.mark.slow
 def test_training_and_serving_processes_that_are_killed_disturb_no_other_and_answer_from_whole_versions(tmp_path):
     plan = {3: "job", 6: "maker"}
     figures = run(tmp_path, SHORT, lambda version, rng: plan.get(version, ""), 0)

@@ -250,6 +250,7 @@ def test_rows_that_fit_in_memory_while_their_slots_do_not(tmp_path):
         assert (tmp_path / "windows").read_bytes() == (tmp_path / "whole").read_bytes()
 
 
+@pytest.mark.slow
 def test_verifying_takes_memory_that_does_not_grow_with_the_rows(tmp_path):
     peaks = []
     for rows in (100_000, 1_500_000, 3_000_000):

@@ -198,7 +198,11 @@ class LoadsFewerRowsWithoutClearing(LoadsWithoutClearing):
 
 @pytest.mark.parametrize(
     "saboteur",
-    [ForgetsSmallPuts, LoadsWithoutClearing, pytest.param(LoadsFewerRowsWithoutClearing, marks=pytest.mark.slow)],
+    [
+        ForgetsSmallPuts,
+        pytest.param(LoadsWithoutClearing, marks=pytest.mark.slow),
+        pytest.param(LoadsFewerRowsWithoutClearing, marks=pytest.mark.slow),
+    ],
 )
 def test_a_table_that_is_wrong_in_a_corner_is_found_out(saboteur):
     class Sabotaged(TableMachine):
