@@ -68,7 +68,10 @@ _MEND = "the embedding's load_snapshot(name) goes on from one, its clear() from 
 # How long a prefetch gives way to those who wait at most, in naps of 20 microseconds: they take turns by then.
 _NAPS_MAX = 500
 
-# Rows read ahead at a time, before others may have their turn: enough to keep a disk busy, some 50 ms of its reads.
+# Rows that a prefetch reads at once from a disk, outside turns.
+_READ_AHEAD_MAX = 65536
+
+# Rows that a prefetch brings in in one turn; where they can be read in a turn only, it reads them in it.
 _PREFETCH_CHUNK = 4096
 
 
@@ -573,23 +576,40 @@ class EmbeddingStore:
                 return nothing
             prefetched = self.hold(keys, slot_U, len(missing))
         try:
-            for begin in range(0, len(missing), _PREFETCH_CHUNK):
-                naps = 0
-                while self.turns.waiting and naps < _NAPS_MAX:
-                    time.sleep(2e-5)
-                    naps += 1
-                with self.turns:
-                    self.turns.check(changes=True)
-                    if not prefetched.held or prefetched.generation != self.generation:
-                        break
-                    chunk = missing[begin : begin + _PREFETCH_CHUNK]
-                    prefetched.missing -= self.hot.bring_known(prefetched.keys, slot_U, chunk)
+            for begin in range(0, len(missing), _READ_AHEAD_MAX):
+                self._bring(prefetched, missing[begin : begin + _READ_AHEAD_MAX])
         except StoreFullError:
             pass  # `acquire` brings the rest, when those of the batches before have left.
         except BaseException:
             self.unprefetch(prefetched)
             raise
         return prefetched
+
+    def _bring(self, prefetched: Prefetched, missing: Array) -> None:
+        """Read the `missing` keys' rows, outside turns where that can be done, and bring them in, in several turns."""
+        with self.turns:
+            self.turns.check(changes=True)
+            if not prefetched.valid:
+                return
+            ahead = self.hot.rows_ahead(prefetched.keys, missing)
+        if ahead is not None:
+            try:
+                ahead.read()
+            except StorageError:
+                if prefetched.valid:
+                    raise
+                return  # A load, say, has put other files in place of those that were read.
+        for begin in range(0, len(missing), _PREFETCH_CHUNK):
+            naps = 0
+            while self.turns.waiting and naps < _NAPS_MAX:
+                time.sleep(2e-5)
+                naps += 1
+            with self.turns:
+                self.turns.check(changes=True)
+                if not prefetched.valid:
+                    return
+                chunk = missing[begin : begin + _PREFETCH_CHUNK]
+                prefetched.missing -= self.hot.bring_known(prefetched.keys, prefetched.slot_U, chunk, ahead)
 
     def hold(self, keys: Keys, slot_U: Array, missing: int = 0) -> Prefetched:
         """Note the pins of a coming lookup, in the turn in which they were made."""

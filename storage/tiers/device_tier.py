@@ -190,7 +190,10 @@ class DeviceTier:
         return slot_U, keys, missing
 
     @_in_order
-    def bring_known(self, keys: DeviceKeys, slot_U: torch.Tensor, wanted: torch.Tensor) -> int:
+    def rows_ahead(self, keys: DeviceKeys, wanted: torch.Tensor) -> None:
+        """None: rows are read in a turn."""
+
+    def bring_known(self, keys: DeviceKeys, slot_U: torch.Tensor, wanted: torch.Tensor, ahead: None = None) -> int:
         """Pin known rows; see `HotRows.bring_known`. The slab does not grow, since that would move rows which steps on
         other streams may use: without free slots the call raises `StoreFullError`."""
         if self._resident or len(wanted) == 0:

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from oneemb.kernels.arrays import Array
 from oneemb.kernels.loops import Keys
 from oneemb.storage.row_store import RowStore
+from oneemb.storage.tiers.rows_ahead import RowsAhead
 
 __all__ = ["BeginRows", "HotRows", "Prefetched", "Tier", "fill_pinned"]
 
@@ -88,11 +89,16 @@ class HotRows(Tier, Protocol):
             slot_U, -1 for those that are not; the keys, cut to as many as there are; and which of them are not here.
         """
 
-    def bring_known(self, keys: Keys, slot_U: Array, wanted: Array) -> int:
+    def rows_ahead(self, keys: Keys, wanted: Array) -> RowsAhead | None:
+        """Rows below of the `wanted` keys, to be read without a turn and then brought by `bring_known`; None where the
+        store below may be read in a turn only, or not all of them would find room now."""
+
+    def bring_known(self, keys: Keys, slot_U: Array, wanted: Array, ahead: RowsAhead | None = None) -> int:
         """Fetch and pin the rows of the `wanted` keys that a store below has; begin none.
 
         Args:
             wanted: int64, which of the keys; none of them has a slot in slot_U, which gets those of the rows brought.
+            ahead: rows of these keys, and perhaps of more, that were read already; None = this call reads them.
 
         Returns:
             How many got a slot.
@@ -154,6 +160,11 @@ class Prefetched:
     """How many are not there yet."""
     held: bool = True
     """Whether the pins are still there."""
+
+    @property
+    def valid(self) -> bool:
+        """Whether the pins are there and their slots have the same rows."""
+        return self.held and self.generation == self.store.generation
 
 
 def fill_pinned(slot_U: Array, at: Array, slot_M: Array, release: Callable[[Any], object]) -> None:

@@ -44,6 +44,7 @@ from oneemb.storage.tiers.free_slots import FreeSlots
 from oneemb.storage.tiers.hot_rows import BeginRows
 from oneemb.storage.tiers.limits import Counters, Limits
 from oneemb.storage.tiers.reservation import Reservation
+from oneemb.storage.tiers.rows_ahead import RowsAhead
 from oneemb.storage.tiers.slot_arrays import SlotArrays
 from oneemb.storage.tiers.victims import VictimClock
 
@@ -80,6 +81,7 @@ class HotTier:
         threads: runs the copies.
         writing: held by whoever writes rows in place; None = nobody does.
         expected: rows for which a resident tier reserves memory at construction, if that fits.
+        reads_ahead: whether threads may read the store below a cache beside calls of this tier: see `rows_ahead`.
 
     Raises:
         StoreFullError: the system gives no address space for the slots of a cache.
@@ -101,6 +103,7 @@ class HotTier:
         threads: Threads,
         writing: AbstractContextManager[Any] | None = None,
         expected: int = 0,
+        reads_ahead: bool = False,
     ):
         assert (resident or below is not None) and policy in ("lru", "lfu")
         self.name = name
@@ -127,6 +130,8 @@ class HotTier:
         self._noted_pins: list[tuple[np.ndarray, int]] = []
         self._pinned_X = share_counts(threads)  # pinned slots, as counted by each share of the loops over pins
         self._pin_lock = threading.Lock()  # a slot may be pinned for one batch while another unpins it
+        self._reads_ahead = reads_ahead and not resident
+        self._ahead: weakref.WeakSet[RowsAhead] = weakref.WeakSet()  # for as long as their readers hold them
         self._keeps_reads = True  # whether a cache keeps rows that were read from below
         # Dirty bits; and in a cache, pins and scores. What is never written takes no memory.
         self._mark_bytes = 1 if resident else 13
@@ -205,7 +210,15 @@ class HotTier:
         self._pin(noted_U, 1)
         return slot_U, missing
 
-    def bring_known(self, keys: Keys, slot_U: np.ndarray, wanted: np.ndarray) -> int:
+    def rows_ahead(self, keys: Keys, wanted: np.ndarray) -> RowsAhead | None:
+        if not self._reads_ahead or len(wanted) > self._room():
+            return None
+        assert self._below is not None
+        ahead = RowsAhead(self._below, keys, wanted)
+        self._ahead.add(ahead)
+        return ahead
+
+    def bring_known(self, keys: Keys, slot_U: np.ndarray, wanted: np.ndarray, ahead: RowsAhead | None = None) -> int:
         if self._resident or len(wanted) == 0:
             return 0
         assert self._below is not None
@@ -214,15 +227,16 @@ class HotTier:
         missing = wanted[absent]
         found = len(wanted) - len(missing)
         self._limits.check_fits(len(missing), self._held())
-        table_M, id_M = keys.table_U[missing], keys.id_U[missing]
-        row_MW = np.empty((len(missing), self.row_width), np.float32)
-        old = np.flatnonzero(~self._below.get(table_M, id_M, row_MW))
-        u = missing[old]
-        slot_O = self._take(table_M[old], id_M[old], row_MW, old, dirty=False)
+        if ahead is None:
+            ahead = RowsAhead(self._below, keys, missing)
+            ahead.read()
+        known = ahead.known(missing)
+        u = ahead.wanted_M[known]
+        slot_O = self._take(keys.table_U[u], keys.id_U[u], ahead.row_MW, known, dirty=False)
         self._pin(slot_O, 1)
         slot_U[u] = slot_O
-        self._counters.misses += len(old)
-        return found + len(old)
+        self._counters.misses += len(u)
+        return found + len(u)
 
     def read(self, keys: Keys) -> tuple[np.ndarray, Keys]:
         row_UW = np.zeros((len(keys.id_U), self.row_width), np.float32)
@@ -352,6 +366,7 @@ class HotTier:
         if fits < len(new):  # A cache too small to keep them passes the rest on.
             rest = new[fits:]
             assert self._below is not None
+            self._note_change_below(id_U[rest])
             self._below.put(table_U[rest], id_U[rest], row_UW[rest])
         self._take(table_U[new[:fits]], id_U[new[:fits]], row_UW, new[:fits], dirty=True)
         # Making room may have evicted keys that were here when the call began, so they are looked up again.
@@ -364,6 +379,7 @@ class HotTier:
         gone = hit[~here]
         if len(gone):
             assert self._below is not None
+            self._note_change_below(id_U[gone])
             self._below.put(table_U[gone], id_U[gone], row_UW[gone])
 
     def erase(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
@@ -381,6 +397,7 @@ class HotTier:
             raise StorageError(f"{pinned} of the rows to erase are in use by a lookup; erase them between two steps")
         erased_U = slot_U >= 0
         table_H, id_H, slot_H = table_U[here], id_U[here], slot_U[here]
+        self._note_change_below(id_U)
         gone_U = erased_U if self._below is None else self._below.erase(table_U, id_U)
         with changing:
             self._index.erase(table_H, id_H)
@@ -575,6 +592,11 @@ class HotTier:
                 self._free.give_back(slot_V)
                 self._counters.evicted += len(slot_V)
 
+    def _note_change_below(self, id_N: np.ndarray) -> None:
+        """Tell those who read rows ahead that the rows below of these ids are about to change."""
+        for ahead in self._ahead:
+            ahead.note_change(id_N)
+
     def _write_down(self) -> None:
         self._put_below(*self._keys_of(self._dirty_S[: self._free.used]))
 
@@ -582,6 +604,7 @@ class HotTier:
         if len(slot_N) == 0:
             return
         assert self._below is not None
+        self._note_change_below(id_N)
         for n in range(0, len(slot_N), batch):
             undisturbed.raise_interrupt()  # Rows of a batch that is below are clean, the others are as they were.
             batch_N = slice(n, n + batch)

@@ -160,13 +160,16 @@ def make_tiers(
             )  # fmt: skip
         ]
     elif plan.host_bytes != 0:
-        between = [_host_tier("host", plan, plan.host_bytes, begin.format, below, None, None, threads, None)]
+        between = [
+            _host_tier("host", plan, plan.host_bytes, begin.format, below, None, None, threads, None, reads_ahead=False)
+        ]
     if between:
         below = between[0]
     if isinstance(begin.loops, HostLoops):
         hot: HotRows = _host_tier(
-            "device", plan, plan.cache_bytes, begin.format, below, plan.capacity, begin, threads, writing
-        )
+            "device", plan, plan.cache_bytes, begin.format, below, plan.capacity, begin, threads, writing,
+            reads_ahead=below is bottom,
+        )  # fmt: skip
     else:
         hot = _device_tier(plan, begin, below)
     tiers: list[Tier] = [hot, *between]
@@ -179,13 +182,13 @@ def make_tiers(
 
 def _host_tier(
     name: str, plan: StorePlan, budget_bytes: int | None, format: RowFormat, below: RowStore, row_limit: int | None,
-    begin: NewRows | None, threads: Threads, writing: AbstractContextManager[Any] | None,
+    begin: NewRows | None, threads: Threads, writing: AbstractContextManager[Any] | None, *, reads_ahead: bool,
 ) -> HotTier:  # fmt: skip
     return HotTier(
         name, row_width=format.row_width, slots=_host_slots(plan, format, budget_bytes), below=below,
         resident=budget_bytes is None, row_limit=row_limit, policy=plan.cache_policy, begin=begin,
         absent=None if begin is None else begin.absent, refused=None if begin is None else begin.refused,
-        threads=threads, writing=writing, expected=plan.capacity or 0,
+        threads=threads, writing=writing, expected=plan.capacity or 0, reads_ahead=reads_ahead,
     )  # fmt: skip
 
 

@@ -788,7 +788,8 @@ class TierMachine(RuleBasedStateMachine):
         if kind == "resident":
             self.tier, self.slots = resident(self.below, slots=20), None
         elif kind == "limited":
-            self.tier, self.slots = cache(self.below, self.SLOTS, row_limit=self.LIMIT), self.SLOTS
+            self.tier = cache(self.below, self.SLOTS, row_limit=self.LIMIT, reads_ahead=True)
+            self.slots = self.SLOTS
             self.limit = self.LIMIT
         else:
             between = {
@@ -797,9 +798,9 @@ class TierMachine(RuleBasedStateMachine):
                 "host between": cache(self.below, 5, "host"),
                 "host holds all": resident(self.below, 100, "host"),
             }[kind]
-            self.tier, self.slots = cache(between, self.SLOTS), self.SLOTS
+            self.tier, self.slots = cache(between, self.SLOTS, reads_ahead=True), self.SLOTS
         self.capacity = 20 if kind == "resident" else self.limit
-        self.rows, self.leases, self.count = {}, [], 0
+        self.rows, self.leases, self.aheads, self.count = {}, [], [], 0
 
     def fits(self, keys):
         if self.capacity is not None and len(self.rows.keys() | set(keys)) > self.capacity:
@@ -844,6 +845,30 @@ class TierMachine(RuleBasedStateMachine):
         assert [slot >= 0 for slot in slot_M] == [key in self.rows for key in some]
         assert brought == np.count_nonzero(slot_M >= 0)
         self.leases.append(([key for key in some if key in self.rows], slot_M[slot_M >= 0]))
+
+    @rule(keys=_KEYS)
+    def read_ahead(self, keys):
+        """Read rows below, to be brought in later, whatever has become of them by then."""
+        slot_U, known, away = self.tier.pin_resident(distinct(*keys_of(keys)))
+        self.tier.release(slot_U)
+        ahead = self.tier.rows_ahead(known, away)
+        if ahead is not None:
+            self.attempt(ahead.read)
+            self.aheads.append((keys, known, away, ahead))
+
+    @precondition(lambda self: self.aheads)
+    @rule(data=st.data())
+    def bring(self, data):
+        keys, known, away, ahead = self.aheads.pop(data.draw(st.integers(0, len(self.aheads) - 1)))
+        away = away[self.tier.slots_of(known.table_U[away], known.id_U[away]) < 0]
+        slot_U = np.full(len(keys), -1)
+        try:
+            self.attempt(self.tier.bring_known, known, slot_U, away, ahead)
+        except StoreFullError:
+            return
+        some = [keys[n] for n in away]
+        assert [slot >= 0 for slot in slot_U[away]] == [key in self.rows for key in some]
+        self.leases.append(([key for key in some if key in self.rows], slot_U[slot_U >= 0]))
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
@@ -902,6 +927,7 @@ class TierMachine(RuleBasedStateMachine):
         self.attempt(self.tier.clear)
         self.rows.clear()
         self.leases.clear()
+        self.aheads.clear()
 
     @rule()
     def flush_and_reload(self):
@@ -911,6 +937,7 @@ class TierMachine(RuleBasedStateMachine):
             if isinstance(tier, HotTier):
                 tier.reload()
         self.leases.clear()
+        self.aheads.clear()
 
     @rule(n=st.integers(1, 4))
     def let_a_call_below_fail(self, n):

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import oneemb
-from oneemb.storage.errors import StoreFullError
+from oneemb.storage.errors import StorageError, StoreFullError
+from oneemb.storage.tiers.rows_ahead import RowsAhead
 from tests.support.keys import distinct
 
 
@@ -162,3 +163,98 @@ def test_rows_that_a_step_brings_in_while_they_are_prefetched_are_those_of_the_s
     assert steps and (store.row_SW[slot_U[10:20]] == 7).all() and (slot_U[10:20] == steps[0]).all()
     store.release(slot_U)
     assert store.stats()["device"]["pinned"] == 0 and store.stats()["rows"] == 100
+
+
+@pytest.fixture
+def while_reading(monkeypatch):
+    """Has a function called on another thread, to its end, between the read of rows ahead and their way into the cache."""
+    calls = []
+
+    def read(ahead):
+        real(ahead)
+        if calls:
+            thread = threading.Thread(target=calls.pop())
+            thread.start()
+            thread.join(60)
+            assert not thread.is_alive(), "it waits for the read"
+
+    real = RowsAhead.read
+    monkeypatch.setattr(RowsAhead, "read", read)
+    return calls.append
+
+
+def below(store, count):
+    """Write rows 0 to count, all ones, and move them out of the cache."""
+    slot_U = store.acquire(keys(0, count))[0]
+    store.row_SW[slot_U] = 1
+    store.mark_dirty(None, slot_U)
+    store.release(slot_U)
+    store.hot.flush()
+    store.hot.reload()
+
+
+def test_rows_that_are_trained_and_evicted_while_they_are_read_ahead_are_read_once_more(while_reading):
+    store = make_store()
+    slots = cache_slots(store)
+    below(store, 100)
+
+    def train_and_evict():
+        slot_U = store.acquire(keys(10, 20))[0]
+        store.row_SW[slot_U] = 7
+        store.mark_dirty(None, slot_U)
+        store.release(slot_U)
+        for begin in range(1000, 1000 + 4 * slots, slots // 2):
+            store.release(store.acquire(keys(begin, begin + slots // 2))[0])
+        assert (store.hot.slots_of(keys(10, 20).table_U, keys(10, 20).id_U) < 0).all(), "they have left the cache"
+
+    while_reading(train_and_evict)
+    prefetched = store.prefetch(keys(0, 100))
+    assert prefetched.missing == 0
+    slot_U = store.acquire(keys(0, 100), prefetched)[0]
+    expected = np.ones(100)
+    expected[10:20] = 7
+    assert (store.row_SW[slot_U] == expected[:, None]).all()
+
+
+def test_rows_that_are_erased_while_they_are_read_ahead_begin_anew(while_reading):
+    store = make_store()
+    below(store, 100)
+    gone = keys(10, 20)
+    while_reading(lambda: store.erase(gone.table_U, gone.id_U))
+    slot_U = store.acquire(keys(0, 100), store.prefetch(keys(0, 100)))[0]
+    assert (store.row_SW[slot_U[:10]] == 1).all() and (store.row_SW[slot_U[20:]] == 1).all()
+    assert (store.row_SW[slot_U[10:20]] != 1).any(), "an erased row came back"
+    assert store.stats()["rows"] == 100
+
+
+def test_what_was_read_ahead_before_a_load_is_forgotten(while_reading):
+    store = make_store()
+    below(store, 50)
+    store.save_snapshot("half", {})
+    below(store, 100)
+    while_reading(lambda: store.load_snapshot("half"))
+    prefetched = store.prefetch(keys(0, 100))
+    assert store.stats()["device"]["pinned"] == 0 and prefetched.missing == 100
+    store.release(store.acquire(keys(0, 100), prefetched)[0])
+    assert store.stats()["rows"] == 100 and store.stats()["device"]["new_rows"] >= 50
+
+
+@pytest.mark.parametrize("change", ["clear", "close"])
+def test_a_store_that_is_emptied_or_closed_while_rows_are_read_ahead(change, monkeypatch):
+    store = make_store()
+    below(store, 100)
+    real = RowsAhead.read
+
+    def read(ahead):
+        getattr(store, change)()
+        real(ahead)
+
+    monkeypatch.setattr(RowsAhead, "read", read)
+    prefetched = store.prefetch(keys(0, 100))
+    assert prefetched.missing == 100 and (prefetched.slot_U == -1).all()
+    if change == "close":
+        with pytest.raises(StorageError, match="closed"):
+            store.acquire(keys(0, 100), prefetched)
+        return
+    store.release(store.acquire(keys(0, 100), prefetched)[0])
+    assert store.stats()["device"]["new_rows"] == 200 and store.stats()["device"]["pinned"] == 0
