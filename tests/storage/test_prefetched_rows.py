@@ -167,7 +167,7 @@ def test_rows_that_a_step_brings_in_while_they_are_prefetched_are_those_of_the_s
 
 @pytest.fixture
 def while_reading(monkeypatch):
-    """Has a function called by another thread, to its end, between a read of rows ahead and their way into the cache."""
+    """Has a function called by another thread, between a read of rows ahead and their way into the cache."""
     calls = []
 
     def read(ahead):
