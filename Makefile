@@ -23,6 +23,8 @@ MOUNTS = /proc/mounts
 WORKERS ?= $(shell n=$$(($$(nproc) * 2)); echo $$((n < 8 ? n : 8)))
 MEMORY := $(shell [ "$$(df --output=avail /dev/shm 2>/dev/null | tail -1)" -gt 6000000 ] 2>/dev/null && \
 	! grep -q ' /dev/shm [^ ]* [^ ]*noexec' $(MOUNTS) && echo /dev/shm)
+# The many processes of tests would each compile every module anew where the environment says that no bytecode is kept.
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST = $(if $(MEMORY),TMPDIR=$(MEMORY)) $(RUN) -m pytest -n $(WORKERS) --dist worksteal
 
 # CUDA loops run in numba's simulator and are compiled for two GPUs; each reads its switch once a process.
