@@ -26,7 +26,6 @@ _MODULES = {
         "make_column_options",
         "make_constant_initializer",
         "make_device_mem_store_options",
-        "make_id_initializer",
         "make_normal_initializer",
         "make_table",
         "make_table_options",
@@ -40,6 +39,7 @@ _MODULES = {
     "rows.writer": ("make_persistent_table_writer",),
     "rows.export_rows": ("export_rows",),
     "rows.import_rows": ("import_rows",),
+    "training.compiled_graph": ("GraphConfig",),
     "training.eval_graph": ("EvalGraph",),
     "checkpoints.folders": ("release",),
     "serving.inference": ("InferenceEmbedding",),
@@ -83,6 +83,8 @@ def __getattr__(name: str) -> object:
         return getattr(importlib.import_module(_WHERE[name]), name)
     if name in _SUBMODULES:
         return importlib.import_module(f"oneemb.{name}")
+    if name == "make_id_initializer":  # public once; it warns
+        return importlib.import_module("oneemb.options").make_id_initializer
     raise AttributeError(f"module 'oneemb' has no attribute {name!r}")
 
 

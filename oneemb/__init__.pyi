@@ -18,7 +18,6 @@ from oneemb.options import (
     make_column_options as make_column_options,
     make_constant_initializer as make_constant_initializer,
     make_device_mem_store_options as make_device_mem_store_options,
-    make_id_initializer as make_id_initializer,
     make_normal_initializer as make_normal_initializer,
     make_table as make_table,
     make_table_options as make_table_options,
@@ -62,6 +61,7 @@ from oneemb.storage.remote.parameter_server import (
     ServerTimeoutError as ServerTimeoutError,
 )
 from oneemb.storage.table.snapshot_file import RenameUncertainError as RenameUncertainError
+from oneemb.training.compiled_graph import GraphConfig as GraphConfig
 from oneemb.training.eager import Optimizer as Optimizer
 from oneemb.training.eval_graph import EvalGraph as EvalGraph
 from oneemb.training.train_graph import TrainGraph as TrainGraph

@@ -3,12 +3,13 @@
     tables = [make_table(make_normal_initializer(std=0.01)) for _ in range(26)]
     store = make_cached_ssd_store_options(cache_budget_mb=4096, persistent_path="/nvme/items")
 
-Names and arguments are those of OneFlow's one_embedding. `size_factor` and `storage_dim` may be left out: the optimizer
-says how much state a row needs.
+Names and arguments are those of OneFlow's one_embedding. `size_factor` and `storage_dim` are accepted for OneFlow's
+scripts: leave them out, since the optimizer says how much state a row needs.
 """
 
 import json
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, cast
@@ -29,9 +30,8 @@ __all__ = [
     "ConstantInitializer", "DeviceMemStoreOptions", "IdInitializer", "Initializer", "NormalInitializer", "Options",
     "StoreOptions", "TableOptions", "TruncNormalInitializer", "UniformInitializer", "from_json",
     "make_cached_host_mem_store_options", "make_cached_remote_store_options", "make_cached_ssd_store_options",
-    "make_column_options", "make_constant_initializer", "make_device_mem_store_options", "make_id_initializer",
-    "make_normal_initializer", "make_table", "make_table_options", "make_trunc_normal_initializer",
-    "make_uniform_initializer", "to_json",
+    "make_column_options", "make_constant_initializer", "make_device_mem_store_options", "make_normal_initializer",
+    "make_table", "make_table_options", "make_trunc_normal_initializer", "make_uniform_initializer", "to_json",
 ]  # fmt: skip
 
 
@@ -73,11 +73,12 @@ def make_trunc_normal_initializer(
 
 
 def make_id_initializer(modulus: int = 100_000) -> IdInitializer:
-    """Weights that all begin as the row's id modulo a number, from 0 up: tests see by it which row they have.
-
-    Raises:
-        ValueError: modulus is not from 1 to 2^24, up to which float32 holds every integer.
-    """
+    """`IdInitializer(modulus)`, which takes this function's place."""
+    warnings.warn(
+        "make_id_initializer is for tests and dynamicemb's DEBUG mode; use oneemb.options.IdInitializer",
+        DeprecationWarning,
+        stacklevel=2,
+    )
     return IdInitializer(modulus)
 
 
@@ -252,9 +253,11 @@ def make_device_mem_store_options(
             come, not at once. Rows in memory of all embeddings of a process share nine tenths of what it may use (of
             the machine, its control groups and `ulimit`); with a capacity, memory for so many rows is reserved for
             this embedding before its first row comes, if so much is free.
-        size_factor: values of a row as a multiple of its weights. None = what the optimizer needs. If it is too small
-            for the optimizer, attaching the optimizer is an error that says how much is needed.
-        storage_dim: values of a row, an alternative to size_factor; -1 is None.
+        size_factor: for OneFlow's scripts; values of a row as a multiple of its weights. None = what the optimizer
+            needs. If it is too small for the optimizer, attaching the optimizer is an error that says how much is
+            needed.
+        storage_dim: for OneFlow's scripts; values of a row, an alternative to size_factor. None or -1 = what the
+            optimizer needs.
         physical_block_size: bytes of the disk's block, 512 or 4096.
 
     Raises:

@@ -53,7 +53,7 @@ def test_ids_read_as_a_policy_says_in_eval_mode_and_where_they_are_refused(
 
 
 def test_what_rows_begin_with_stays_that_of_the_table(tmp_path):
-    tables = [oneemb.make_table(oneemb.make_normal_initializer()), oneemb.make_table(oneemb.make_id_initializer(10))]
+    tables = [oneemb.make_table(oneemb.make_normal_initializer()), oneemb.make_table(oneemb.options.IdInitializer(10))]
     policies = [RowPolicy(absent=SEVEN), RowPolicy(absent="zeros")]
     options = oneemb.make_device_mem_store_options(tmp_path / "rows")
     plain = oneemb.MultiTableEmbedding(
@@ -66,7 +66,7 @@ def test_what_rows_begin_with_stays_that_of_the_table(tmp_path):
 
 def test_a_row_may_begin_as_its_id(tmp_path):
     embedding = oneemb.MultiTableEmbedding(
-        "rows", 3, torch.float32, torch.int64, [oneemb.make_table(oneemb.make_id_initializer(1000))],
+        "rows", 3, torch.float32, torch.int64, [oneemb.make_table(oneemb.options.IdInitializer(1000))],
         oneemb.make_device_mem_store_options(tmp_path / "rows"),
     )  # fmt: skip
     its = [0, 7, 123456, -1, 2**63 - 1, -(2**63)]
@@ -202,8 +202,8 @@ def test_times_go_on_from_those_that_were_loaded(tmp_path):
         (lambda: RowPolicy(LFU(5.0), timestamps=True), "timestamps take the place"),
         (lambda: RowPolicy(MixedLFU(), timestamps=True), "timestamps take the place"),
         (lambda: RowPolicy(LRU(), expire_after_seconds=3, timestamps=True), "timestamps take the place"),
-        (lambda: oneemb.make_id_initializer(0), "modulus must be an int from 1"),
-        (lambda: oneemb.make_id_initializer(2**24 + 1), "modulus must be an int from 1"),
+        (lambda: oneemb.options.IdInitializer(0), "modulus must be an int from 1"),
+        (lambda: oneemb.options.IdInitializer(2**24 + 1), "modulus must be an int from 1"),
     ],
 )
 def test_what_cannot_be_is_refused(call, message):

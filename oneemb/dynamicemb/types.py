@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from oneemb.options import (
+    IdInitializer,
     Initializer,
     make_constant_initializer,
-    make_id_initializer,
     make_normal_initializer,
     make_trunc_normal_initializer,
     make_uniform_initializer,
@@ -140,7 +140,7 @@ def initializer_of(args: DynamicEmbInitializerArgs, num_embeddings: int | None) 
         case DynamicEmbInitializerMode.CONSTANT:
             return make_constant_initializer(args.value)
         case DynamicEmbInitializerMode.DEBUG:
-            return make_id_initializer(DEBUG_MODULUS)
+            return IdInitializer(DEBUG_MODULUS)
     raise ValueError(f"mode must be a DynamicEmbInitializerMode, got {args.mode!r}")
 
 

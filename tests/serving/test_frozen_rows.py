@@ -112,7 +112,7 @@ def test_keys_that_salts_would_make_equal_are_told_apart(tmp_path):
     [
         oneemb.make_constant_initializer(0.1), oneemb.make_uniform_initializer(-0.3, 0.7),
         oneemb.make_normal_initializer(0.5, 2.0), oneemb.make_trunc_normal_initializer(0.1, 0.4, -0.2, 0.9),
-        oneemb.make_id_initializer(1000),
+        oneemb.options.IdInitializer(1000),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
