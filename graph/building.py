@@ -12,17 +12,17 @@ import contextvars
 import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from oneemb.graph import ops
+from oneemb.graph.arguments import Lookup, Planned
 from oneemb.graph.build_error import BuildError, user_line
 from oneemb.graph.modules import REGISTER
 from oneemb.graph.ranks import Ranks
-from oneemb.graph.tape import KEY_ARGUMENTS, Tape, version_of
+from oneemb.graph.tape import Tape, version_of
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.errors import StoreFullError
 
@@ -64,70 +64,52 @@ class AnyReserved(Protocol):
         """Hold no lease any more."""
 
 
-@dataclass(eq=False)
 class Expected:
     """A lookup that `build` is expected to make.
 
     Args:
+        planned: what a plan gave for it.
         changes: the store's count when the rows were read.
-        waits: whether the host waits for what it asks of `ids`.
-        embedding: its name in the graph.
-        ids, table_ids, offsets, columns: what it is to look up: copies of the batch's values; the values themselves in
-            a plan of a single lookup.
-        reserved: its rows; None = they were read without a lease, for an embedding that is not trained.
-        rows: what was read; None = nothing yet.
-        per_sample_weights, pooling: what it was read with.
-        origin: the batch's own tensor of which `ids` is a copy, if it is one.
+        waits: whether the host waits for what it asks of ids.
     """
 
-    changes: int
-    waits: bool
-    embedding: str
-    ids: torch.Tensor
-    table_ids: torch.Tensor | None
-    offsets: torch.Tensor | None
-    columns: tuple[int, ...] | None
-    reserved: AnyReserved | None
-    rows: torch.Tensor | None
-    per_sample_weights: torch.Tensor | None
-    pooling: str | None
-    origin: torch.Tensor | None
-    lease: ops.Lease | None = None
-    """Lease of the lookup; None = the lookup is not made yet."""
-
-    def __post_init__(self) -> None:
+    def __init__(self, planned: Planned, changes: int, waits: bool):
+        self.embedding, self.lookup, reserved, rows, self.origin = planned
+        self.reserved: AnyReserved | None = reserved
+        self.rows: torch.Tensor | None = rows
+        self.changes, self.waits = changes, waits
+        self.lease: ops.Lease | None = None
+        """Lease of the lookup; None = the lookup is not made yet."""
         self._handed_over: Callable[[], ops.Lease | None] = lambda: None
         self._version = None if self.origin is None else (self.origin.data_ptr(), version_of(self.origin))
 
-    def is_of(
-        self, ids: torch.Tensor, table_ids: torch.Tensor | None, offsets: torch.Tensor | None,
-        columns: tuple[int, ...] | None,
-    ) -> bool:  # fmt: skip
-        """Whether this is the lookup of these."""
-        if columns != self.columns:
+    def is_of(self, asked: Lookup) -> bool:
+        """Whether this is the lookup of the same ids, tables and bags."""
+        planned, ids = self.lookup, asked.ids
+        if asked.columns != planned.columns:
             return False
         counted = ids is self.origin and not ids.is_inference()  # A tensor of inference mode counts no changes.
         if counted and self.waits and (ids.data_ptr(), version_of(ids)) == self._version:
-            ids = self.ids  # Its values are known to be the same: nobody waits for a GPU to compare them.
+            ids = planned.ids  # Its values are known to be the same: nobody waits for a GPU to compare them.
         return (
-            (ids is self.ids or _same(ids, self.ids))
-            and (table_ids is self.table_ids or _same(table_ids, self.table_ids))
-            and (offsets is self.offsets or _same(offsets, self.offsets))
+            (ids is planned.ids or _same(ids, planned.ids))
+            and (asked.table_ids is planned.table_ids or _same(asked.table_ids, planned.table_ids))
+            and (asked.offsets is planned.offsets or _same(asked.offsets, planned.offsets))
         )
 
-    def read(self, store: EmbeddingStore, per_sample_weights: torch.Tensor | None, pooling: str) -> torch.Tensor | None:
+    def read(self, store: EmbeddingStore, asked: Lookup) -> torch.Tensor | None:
         """The rows as they are now; None if they cannot be had from what was reserved."""
-        scales = self.per_sample_weights
-        same = pooling == self.pooling and (per_sample_weights is scales or _same(per_sample_weights, scales))
-        if self.rows is not None and same and store.changes == self.changes:
-            return self.rows
+        scales, planned = asked.per_sample_weights, self.lookup
+        if self.rows is not None and store.changes == self.changes and asked.pooling == planned.pooling:
+            if scales is planned.per_sample_weights or _same(scales, planned.per_sample_weights):
+                return self.rows
         if self.lease is None or not self.lease.is_valid:
             return None
-        return ops.gather(self.lease, per_sample_weights, pooling)
+        return ops.gather(self.lease, scales, asked.pooling)
 
-    def look_up(self, arguments: Mapping[str, Any], has_gradient: bool) -> None:
-        """Make the lookup on all ranks, unannounced; `arguments` as of `Building.look_up`."""
-        reserved, (scales, pooling) = self.reserved, map(arguments.__getitem__, ("per_sample_weights", "pooling"))
+    def look_up(self, asked: Lookup, has_gradient: bool) -> None:
+        """Make the lookup on all ranks, unannounced."""
+        reserved, scales, pooling = self.reserved, asked.per_sample_weights, asked.pooling
         assert isinstance(reserved, ops.AnnouncedLookup)
 
         def check() -> None:
@@ -135,11 +117,6 @@ class Expected:
                 ops.check_pooling(reserved.keys, scales, pooling)
 
         self.lease = reserved.look_up(check, has_gradient=has_gradient)
-
-    @property
-    def sums_bags(self) -> bool:
-        """Whether it is to give sums or means of bags that ranks may have a part in."""
-        return ops.sums_bags(self.offsets, self.per_sample_weights, self.pooling)
 
     @property
     def inserts(self) -> bool:
@@ -240,12 +217,11 @@ class Building:
             return build(*args, **kwargs)
 
     def look_up(
-        self, embedding: LooksUp, arguments: dict[str, Any], has_gradient: bool, now: Callable[[], torch.Tensor]
+        self, embedding: LooksUp, asked: Lookup, has_gradient: bool, now: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
         """The rows of a lookup.
 
         Args:
-            arguments: of the embedding's forward, by name.
             has_gradient: whether a gradient may come, of rows or of what they are multiplied by.
             now: makes the lookup.
 
@@ -263,22 +239,21 @@ class Building:
         again = ops.in_backward()  # A plan has the lookup of the forward pass alone, not the one that repeats it.
         if self.tape is not None and not again:
             self._announced.miss(embedding.store, inserts=embedding.training)
-            return self.tape.lookup(name, arguments, now)
+            return self.tape.lookup(name, asked, now)
         try:
             if again:
                 return now()
-            lookup = self._take(name, embedding, arguments)
+            lookup = self._take(name, embedding, asked)
             if lookup is None:
                 self._announced.miss(embedding.store, inserts=embedding.training)
             elif embedding.asked_ranks is not None and lookup.lease is None:
                 if lookup.reserved not in self._announced.lookups:  # Those were of what has changed since.
                     self._announced.miss(embedding.store, inserts=embedding.training)
-                lookup.look_up(arguments, has_gradient)
+                lookup.look_up(asked, has_gradient)
             if lookup is not None:
-                scales, lease = arguments["per_sample_weights"], lookup.lease
-                rows = lookup.read(embedding.store, scales, arguments["pooling"])
+                lease, rows = lookup.lease, lookup.read(embedding.store, asked)
                 if rows is not None and lease is not None and has_gradient:
-                    rows = ops.with_grad(rows, lease, embedding.weights, scales, embedding.ranks)
+                    rows = ops.with_grad(rows, lease, embedding.weights, asked.per_sample_weights, embedding.ranks)
                     lookup.hand_over()
                     return rows
                 if rows is not None and not has_gradient:
@@ -292,35 +267,33 @@ class Building:
                 raise
             return now()
 
-    def _take(self, name: str, embedding: LooksUp, arguments: dict[str, Any]) -> Expected | None:
+    def _take(self, name: str, embedding: LooksUp, asked: Lookup) -> Expected | None:
         """The lookup that was expected, acquired."""
         if self._single is not None and self._single[0] == name:
-            return self._take_single(embedding, arguments)
-        return self._take_of(self._expected.get(name, []), embedding, arguments)
+            return self._take_single(embedding, asked)
+        return self._take_of(self._expected.get(name, []), embedding, asked)
 
-    def _take_single(self, embedding: LooksUp, arguments: dict[str, Any]) -> Expected | None:
+    def _take_single(self, embedding: LooksUp, asked: Lookup) -> Expected | None:
         """The only planned lookup, if this is it. If not, it stays expected, unless its ids are no copies: `build` may
         change them."""
         assert self._single is not None
         (name, plan), self._single = self._single, None
-        waiting = self._expected[name] = list(plan(arguments["ids"]))
+        waiting = self._expected[name] = list(plan(asked.ids))
         self._waiting = len(waiting)
-        taken = self._take_of(waiting, embedding, arguments)
-        if taken is None and waiting and waiting[0].ids is arguments["ids"]:
+        taken = self._take_of(waiting, embedding, asked)
+        if taken is None and waiting and waiting[0].lookup.ids is asked.ids:
             self._missed.append(name)
             self._waiting = 0
             waiting.pop().drop()
         return taken
 
-    def _take_of(self, waiting: list[Expected], embedding: LooksUp, arguments: dict[str, Any]) -> Expected | None:
+    def _take_of(self, waiting: list[Expected], embedding: LooksUp, asked: Lookup) -> Expected | None:
         """The lookup among these that has these arguments, acquired; it waits no longer."""
-        ids, table_ids, offsets, columns = map(arguments.__getitem__, KEY_ARGUMENTS)
         for lookup in waiting:
             in_this_mode = lookup.inserts == embedding.training
             if embedding.asked_ranks is not None:
-                sums_bags = ops.sums_bags(offsets, arguments["per_sample_weights"], arguments["pooling"])
-                in_this_mode &= lookup.sums_bags == sums_bags
-            if in_this_mode and lookup.is_of(ids, table_ids, offsets, columns):
+                in_this_mode &= lookup.lookup.sums_bags == asked.sums_bags
+            if in_this_mode and lookup.is_of(asked):
                 waiting.remove(lookup)
                 lookup.lease = None if lookup.reserved is None else lookup.reserved.acquire()
                 self._waiting -= 1

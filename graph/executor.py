@@ -6,9 +6,11 @@ and times each op.
 Invariants: a run that raises leaves nothing pinned; a value is dropped after its last use.
 """
 
+import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from torch import fx
@@ -24,7 +26,13 @@ from oneemb.storage.locking.turns import undisturbed
 __all__ = ["Executor", "Find"]
 
 _Env = list[Any]
-"""The values of a run, each at its node's place. Any: ops take and give values of every kind."""
+"""The values of a run, each at its place. Any: ops take and give values of every kind."""
+
+_Get = Callable[[_Env], Sequence[Any]]
+"""Gets some of them: C code, since a graph of many small ops would spend as long on their arguments as on the ops."""
+
+_Made = tuple[int, Callable[[Any], Any], _Get]
+"""Place of an argument that is made of several values, what makes it of them, and what gets them."""
 
 Find = Callable[[str], Any]
 """Gives the object that a node names, of whatever class."""
@@ -33,11 +41,15 @@ Find = Callable[[str], Any]
 @dataclass
 class _Step:
     label: str
-    call: Callable[[_Env], Any]
+    call: Callable[..., Any]
+    made: Sequence[_Made]
+    args: _Get
+    names: tuple[str, ...]
+    """Names of the arguments that are given by name."""
+    named: _Get
     place: int
     dropped: tuple[int, ...]
-    measured: tuple[Measure, Callable[[_Env], Any]] | None
-    """How to measure the op, and how to make the arguments for that."""
+    measure: Measure | None
     stats: OpStats
 
 
@@ -53,7 +65,8 @@ class Executor:
     def __init__(self, graph: fx.Graph, find: Find, half: str = "compute"):
         self.graph = graph
         self.half = half
-        places: dict[fx.Node, int] = {node: i for i, node in enumerate(graph.nodes)}
+        layout = _Layout(graph.nodes)
+        places = layout.place
         last_use: dict[fx.Node, fx.Node] = {}
         for node in graph.nodes:
             for used in node.all_input_nodes:
@@ -65,14 +78,18 @@ class Executor:
                 continue
             dropped = tuple(places[used] for used in node.all_input_nodes if last_use[used] is node)
             dropped += () if node.users else (places[node],)
-            op = OPS.get(node.target) if node.op == "call_function" else None
-            measured = None
-            if op is not None and op.measure is not None:
-                measured = op.measure, _value_of(node.args, places)
-            call = _call_of(node, places, find)
-            self._steps.append(_Step(node_label(node), call, places[node], dropped, measured, OpStats()))
-        self._result = _value_of(output_of(graph).args[0], places)
-        self._size = len(places)
+            call, given = _call_of(node, find)
+            made: list[_Made] = []
+            args, named = layout.arguments(given, made), layout.arguments(node.kwargs.values(), made)
+            dropped += tuple(place for place, *_ in made)
+            measure = op.measure if (op := OPS.get(call)) is not None else None
+            step = _Step(
+                node_label(node), call, made, args, tuple(node.kwargs), named, places[node], dropped, measure, OpStats()
+            )
+            self._steps.append(step)
+        self._made: list[_Made] = []
+        self._result = layout.arguments(output_of(graph).args[:1], self._made)
+        self._initial = layout.initial
 
     def stats(self) -> list[tuple[str, OpStats]]:
         """Each op with its counts and times since it was compiled, in the order they run."""
@@ -88,7 +105,7 @@ class Executor:
         Returns:
             What the graph returns.
         """
-        env: _Env = [None] * self._size
+        env = self._initial.copy()
         for place, value in zip(self._inputs, values, strict=True):
             env[place] = value
         reserved: list[ops.Reserved | ops.MergedReserved] = []
@@ -104,14 +121,19 @@ class Executor:
     def _run(self, env: _Env, reserved: list[ops.Reserved | ops.MergedReserved], profile: Profile | None) -> Any:
         for step in self._steps:
             begin = time.perf_counter_ns()
-            result = step.call(env)
+            for place, make, get in step.made:
+                env[place] = make(get(env))
+            args = step.args(env)
+            if step.names:
+                result = step.call(*args, **dict(zip(step.names, step.named(env), strict=True)))
+            else:
+                result = step.call(*args)
             end = time.perf_counter_ns()
             if isinstance(result, ops.Reserved | ops.MergedReserved):
                 reserved.append(result)
             rows = size = 0
-            if step.measured is not None:
-                measure, args = step.measured
-                rows, size = measure(args(env), result)
+            if step.measure is not None:
+                rows, size = step.measure(args, result)
             stats = step.stats
             stats.calls += 1
             stats.ns += end - begin
@@ -122,51 +144,82 @@ class Executor:
             env[step.place] = result
             for place in step.dropped:
                 env[place] = None
-        return self._result(env)
+        for place, make, get in self._made:
+            env[place] = make(get(env))
+        return self._result(env)[0]
 
 
-def _call_of(node: fx.Node, places: dict[fx.Node, int], find: Find) -> Callable[[_Env], Any]:
-    target = node.target
+def _call_of(node: fx.Node, find: Find) -> tuple[Callable[..., Any], Sequence[object]]:
+    """The function that a node calls, and the arguments that are given by position."""
     if node.op == "get_attr":
-        name = str(target)
-        return lambda env: find(name)
-    constants: list[object] = []
-    args = [_expression(argument, places, constants) for argument in node.args]
-    args += [f"**{_expression(node.kwargs, places, constants)}"] if node.kwargs else []
+        return find, (str(node.target),)
     if node.op == "call_method":
-        return _compiled(f"getattr({args[0]}, target)({', '.join(args[1:])})", constants, target=target)
-    return _compiled(f"target({', '.join(args)})", constants, target=target)
+        return functools.partial(_call_method, str(node.target)), node.args
+    assert callable(node.target)
+    return node.target, node.args
 
 
-def _value_of(argument: object, places: dict[fx.Node, int]) -> Callable[[_Env], Any]:
-    """How to make an argument of a node, nested as it may be, from the values there are."""
-    constants: list[object] = []
-    return _compiled(_expression(argument, places, constants), constants)
+class _Layout:
+    """Places of a run's values: of nodes, of constants, and of arguments that are made of several values."""
+
+    def __init__(self, nodes: Iterable[fx.Node]):
+        self.place = {node: i for i, node in enumerate(nodes)}
+        self.initial: _Env = [None] * len(self.place)
+        """The values before the first op: the constants."""
+
+    def arguments(self, values: Iterable[object], made: list[_Made]) -> _Get:
+        """What gets these arguments, once those in `made` are made, to which it adds."""
+        places = [self._place_of(value, made) for value in values]
+        return _several(places)
+
+    def _place_of(self, value: object, made: list[_Made]) -> int:
+        if isinstance(value, fx.Node):
+            return self.place[value]
+        if _is_constant(value):
+            return self._new(value)
+        make: Callable[[Any], object]
+        if isinstance(value, dict):
+            parts, make = list(value.values()), functools.partial(_as_dict, tuple(value))
+        elif isinstance(value, slice):
+            parts, make = [value.start, value.stop, value.step], _as_slice
+        elif isinstance(value, tuple):
+            parts, make = list(value), getattr(type(value), "_make", tuple)
+        else:
+            assert isinstance(value, list)
+            parts, make = value, list
+        get = self.arguments(parts, made)
+        place = self._new(None)
+        made.append((place, make, get))
+        return place
+
+    def _new(self, value: object) -> int:
+        self.initial.append(value)
+        return len(self.initial) - 1
 
 
-def _compiled(expression: str, constants: list[object], **names: object) -> Callable[[_Env], Any]:
-    # As code, since a graph of many small ops would spend as long on their arguments as on the ops.
-    return eval(f"lambda env: {expression}", {"constant": constants, **names})
+def _several(places: Sequence[int]) -> _Get:
+    """What gets the values at these places, as a tuple or list."""
+    return (
+        itemgetter(*places) if len(places) > 1 else itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
+    )
 
 
-def _expression(argument: object, places: dict[fx.Node, int], constants: list[object]) -> str:
-    """An argument as Python: `env` holds the values there are, `constant` what is the same in every run."""
+def _is_constant(value: object) -> bool:
+    """Whether the same object may serve every run: it has no node in it, and cannot be changed."""
+    if isinstance(value, tuple):
+        return all(map(_is_constant, value))
+    if isinstance(value, slice):
+        return _is_constant((value.start, value.stop, value.step))
+    return not isinstance(value, fx.Node | list | dict)
 
-    def text(value: object) -> str:
-        return _expression(value, places, constants)
 
-    if isinstance(argument, fx.Node):
-        return f"env[{places[argument]}]"
-    if isinstance(argument, dict):
-        return "{" + ", ".join(f"{text(key)}: {text(value)}" for key, value in argument.items()) + "}"
-    if isinstance(argument, tuple | list):
-        inside = "".join(f"{text(element)}, " for element in argument)
-        if hasattr(argument, "_fields"):
-            return f"{text(type(argument))}({inside})"
-        return f"({inside})" if isinstance(argument, tuple) else f"[{inside}]"
-    if isinstance(argument, slice):
-        return f"slice({text(argument.start)}, {text(argument.stop)}, {text(argument.step)})"
-    if argument is None or type(argument) in (bool, int):
-        return f"({argument!r})"
-    constants.append(argument)
-    return f"constant[{len(constants) - 1}]"
+def _as_dict(names: Sequence[str], values: Sequence[object]) -> dict[str, object]:
+    return dict(zip(names, values, strict=True))
+
+
+def _as_slice(values: Sequence[Any]) -> slice:
+    return slice(*values)
+
+
+def _call_method(name: str, owner: object, *args: object, **kwargs: object) -> object:
+    return getattr(owner, name)(*args, **kwargs)

@@ -9,19 +9,20 @@ Invariant: whatever passes run, the rows are those of eager mode.
 
 import functools
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from oneemb.graph import ops
+from oneemb.graph.arguments import Planned
 from oneemb.graph.building import Expected
 from oneemb.graph.executor import Executor, Find
 from oneemb.graph.modules import Embeddings
 from oneemb.graph.ops.update import StepOptimizer
-from oneemb.graph.passes import output_of
+from oneemb.graph.passes import planned_in
 from oneemb.graph.passes.drop_copies import drop_copies
 from oneemb.graph.passes.lower_embeddings import lower_embeddings
 from oneemb.graph.passes.merge_embeddings import Member, merge_embeddings
@@ -97,14 +98,14 @@ class Plan:
     @functools.cached_property
     def single_embedding(self) -> str:
         """Name of the embedding of the single lookup."""
-        return str(_looked_up(self.whole.graph)[0][0])
+        return planned_in(self.whole.graph)[0].embedding
 
     @functools.cached_property
     def _ids_at(self) -> int:
         """Place of the single lookup's ids among the values of a batch."""
         assert self.single is not None
         graph = self.single.graph
-        return [node for node in graph.nodes if node.op == "placeholder"].index(_looked_up(graph)[0][1])
+        return [node for node in graph.nodes if node.op == "placeholder"].index(planned_in(graph)[0].lookup.ids)
 
     def versions(self) -> list[tuple[int, int]]:
         """Equal readings mean that the tensors which the first half reads have not changed."""
@@ -128,11 +129,11 @@ class Plan:
             return self._expected(self.single(self._inputs(values), profile))
         return self.expect(values, None, profile)
 
-    def _expected(self, found: Sequence[Sequence[Any]]) -> list[Expected]:
+    def _expected(self, found: Iterable[Planned]) -> list[Expected]:
         expected = []
-        for lookup in found:
-            store: EmbeddingStore = self.find(f"{lookup[0]}.store")
-            expected.append(Expected(store.changes, store.loops.waits, *lookup))
+        for planned in found:
+            store: EmbeddingStore = self.find(f"{planned.embedding}.store")
+            expected.append(Expected(planned, store.changes, store.loops.waits))
         return expected
 
     def executors(self) -> list[Executor]:
@@ -182,16 +183,11 @@ def compile_plan(
     keep("split_prepare, lookup", "lookup", lookup)
     find = _finder(root, embeddings, objects, tape.constants)
     single = None
-    of_batch = [getattr(origin, "op", "") == "placeholder" for *_, origin in _looked_up(graph)]
+    of_batch = [getattr(planned.origin, "op", "") == "placeholder" for planned in planned_in(graph)]
     if of_batch == [True]:
         single = Executor(keep("drop_copies", "lowered", drop_copies(graph)), find)
     executors = Executor(graph, find), Executor(prepare, find, "prepare"), Executor(lookup, find), single
     return Plan(*executors, history, list(tape.constants), tape.others, find)
-
-
-def _looked_up(graph: fx.Graph) -> Sequence[tuple[Any, ...]]:
-    """Values that a graph returns for each lookup: the fields of `Expected` from `embedding` on."""
-    return cast("Sequence[tuple[Any, ...]]", output_of(graph).args[0])
 
 
 def _members(

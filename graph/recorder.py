@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from oneemb.graph.ops.op import OPS
+from oneemb.graph.ops.op import Measure
 from oneemb.storage.fs import AnyPath, file_path
 
 __all__ = ["OpStats", "Profile", "UNCOUNTED", "StepStats", "stats_table"]
@@ -164,12 +164,14 @@ class StepStats:
         """Leave nanoseconds out of the call under way, since they are counted elsewhere."""
         self._counted_ns += ns
 
-    def call(self, label: str, function: Callable[..., Result], /, *args: object, **kwargs: object) -> Result:
+    def call(
+        self, label: str, function: Callable[..., Result], /, *args: object, measure: Measure | None = None,
+        **kwargs: object,
+    ) -> Result:  # fmt: skip
         """Call a function, measure it, and return its result."""
         counted, begin = self._counted_ns, time.perf_counter_ns()
         result = function(*args, **kwargs)
         end = time.perf_counter_ns()
-        measure = op.measure if (op := OPS.get(function)) is not None else None
         its = self._stats.get(label)
         if its is None:
             its = self._stats.setdefault(label, OpStats())
@@ -191,7 +193,10 @@ class StepStats:
 class _Uncounted(StepStats):
     """Calls ops as they are, where nobody asks for counts and times."""
 
-    def call(self, label: str, function: Callable[..., Result], /, *args: object, **kwargs: object) -> Result:
+    def call(
+        self, label: str, function: Callable[..., Result], /, *args: object, measure: Measure | None = None,
+        **kwargs: object,
+    ) -> Result:  # fmt: skip
         """See `StepStats`."""
         return function(*args, **kwargs)
 

@@ -13,7 +13,7 @@ up where it changes in place, depends on random numbers or on a gradient, or com
 import operator
 import re
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from types import BuiltinFunctionType
 from typing import Any
@@ -23,10 +23,9 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["KEY_ARGUMENTS", "Tape", "version_of"]
+from oneemb.graph.arguments import Lookup
 
-KEY_ARGUMENTS = ("ids", "table_ids", "offsets", "columns")
-"""Arguments of an embedding's forward: those that say which rows are looked up."""
+__all__ = ["Tape", "version_of"]
 
 _OPERATORS: dict[str, Callable[..., Any]] = {
     f"__{name}__": getattr(operator, name)
@@ -96,35 +95,30 @@ class Tape:
             self._learn_result(call, result)
         return result
 
-    def lookup(self, name: str, arguments: Mapping[str, object], look_up: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Call `look_up` unrecorded, and return its result. Record the lookup, if its ids come from the batch.
-
-        Args:
-            name: of the embedding.
-            arguments: of its forward.
-        """
+    def lookup(self, name: str, lookup: Lookup, look_up: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Call `look_up` unrecorded, and return its result. Record the lookup, if its ids come from the batch; `name`
+        is that of the embedding."""
         self._paused = True
         try:
             rows = look_up()
-            self._note(name, arguments)
+            self._note(name, lookup)
         finally:
             self._paused = False
         self._forget(rows)
         return rows
 
-    def _note(self, name: str, arguments: Mapping[str, object]) -> None:
+    def _note(self, name: str, lookup: Lookup) -> None:
+        *of_keys, scales, pooling = lookup
         try:
             if name in self._left_out:
                 raise _Unknown
-            given = {key: self._argument(arguments[key]) for key in KEY_ARGUMENTS}
+            noted = Lookup(*map(self._argument, of_keys), pooling=None)
         except _Unknown:
             self.others += 1
             return
-        try:
-            pooled = {key: self._argument(arguments[key]) for key in ("per_sample_weights", "pooling")}
-        except _Unknown:
-            pooled = {"pooling": None}  # by weights that nobody knows before
-        self._lookups.append(self._graph.call_module(name, kwargs=given | pooled))
+        with suppress(_Unknown):  # by weights that nobody knows before
+            noted = noted._replace(per_sample_weights=self._argument(scales), pooling=pooling)
+        self._lookups.append(self._graph.call_module(name, kwargs=noted._asdict()))
 
     def graph(self) -> fx.Graph:
         """Recorded graph: it returns the result of each lookup, and has no call that no lookup needs."""

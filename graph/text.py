@@ -5,7 +5,7 @@ keep = keep(ids)
 getitem = keep[:, :2]
 unique_keys = unique_keys(getitem, None, 2, int64, None)
 reserve = reserve(embedding.store, unique_keys)
-return (('embedding', getitem, None, None, reserve, None, None, 'sum', None),)
+return (Planned('embedding', Lookup(getitem), reserved=reserve),)
 """
 
 import torch
@@ -63,7 +63,15 @@ def _index(value: object) -> str:
 def _argument(value: object) -> str:
     if isinstance(value, fx.Node):
         return str(value.target) if value.op == "get_attr" else value.name
-    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        fields, defaults = zip(value._fields, value, strict=True), value._field_defaults
+        shown = [
+            f"{name}={_argument(field)}" if name in defaults else _argument(field)
+            for name, field in fields
+            if name not in defaults or field != defaults[name]
+        ]
+        return f"{type(value).__name__}({', '.join(shown)})"
+    if isinstance(value, list | tuple):
         inside = ", ".join(_argument(element) for element in value)
         if isinstance(value, list):
             return f"[{inside}]"

@@ -29,6 +29,7 @@ import oneemb.embeddings.embedding
 import oneemb.kernels.score_rows
 import oneemb.storage.policies.ledger
 from oneemb.cli.commands import oneemb as command
+from oneemb.graph.arguments import Lookup
 from oneemb.kernels.score_rows import hashes_of, ties_of
 from oneemb.kernels.threads import Threads
 from oneemb.policies import (
@@ -327,7 +328,7 @@ class Jobs(RuleBasedStateMachine):
     def train_step(self, keys, prefetch):
         table_ids, its = (torch.tensor(column) for column in zip(*keys, strict=True))
         uses = Counter(keys)
-        held = self.embedding.store.prefetch(self.embedding.keys_of(its, table_ids, None, None, "sum").unique)
+        held = self.embedding.store.prefetch(self.embedding.keys_of(Lookup(its, table_ids)).unique)
         if not prefetch:
             self.embedding.store.unprefetch(held)
         found = []
@@ -936,7 +937,7 @@ def test_what_was_prefetched_gives_way_before_a_lookup_is_refused(tmp_path):
     optimizer = sgd(embedding)
     for n in range(0, 400, 20):
         step(embedding, optimizer, torch.arange(n, n + 20))
-    keys = embedding.keys_of(torch.arange(300, 340), None, None, None, "sum").unique
+    keys = embedding.keys_of(Lookup(torch.arange(300, 340))).unique
     held = embedding.store.prefetch(keys)
     assert held.held
     step(embedding, optimizer, torch.arange(1000, 1040))

@@ -279,7 +279,7 @@ def test_only_what_one_group_of_one_optimizer_trains_is_merged():
     graph = make_graph(modules, simple, groups)
     graph(*next(batches_of()))
     graph(*next(batches_of()))
-    lookups = "(0, getitem, None, 1, None, None), (1, getitem_1, None, 1, None, None)"
+    lookups = "MergedLookup(0, 1, getitem), MergedLookup(1, 1, getitem_1)"
     assert f"unique_merged_keys(({lookups}), int64, None)" in str(graph)
     assert "reserve(b.store, unique_keys" in str(graph)
     same(results(make_graph, simple, groups, CALLS), results(make_eager, simple, groups, CALLS))

@@ -22,7 +22,14 @@ Eager mode calls the ops in this order. The compiler only reorders, merges, fuse
 can be compared with an eager one.
 """
 
-from oneemb.graph.ops.announce import Announced, AnnouncedLookup, Announcement, announce, announced_lookup
+from oneemb.graph.ops.announce import (
+    Announced,
+    AnnouncedLookup,
+    Announcement,
+    LookupOnRanks,
+    announce,
+    announced_lookup,
+)
 from oneemb.graph.ops.finite import NonFiniteGradientError, check_finite, may_step
 from oneemb.graph.ops.grads import RowGrads
 from oneemb.graph.ops.lookup import (
@@ -44,6 +51,7 @@ from oneemb.graph.ops.lookup import (
 )
 from oneemb.graph.ops.merged import (
     MergedKeys,
+    MergedLookup,
     MergedReserved,
     check_merged_pooling,
     gather_merged,
@@ -51,7 +59,7 @@ from oneemb.graph.ops.merged import (
     unique_merged_keys,
 )
 from oneemb.graph.ops.op import OPS
-from oneemb.graph.ops.row_grad import RowGrad, reduce_grads, refuse_dense
+from oneemb.graph.ops.row_grad import RowGrad, measure_reduce, reduce_grads, refuse_dense
 from oneemb.graph.ops.scale import forget_unscaled, unscale, update_scale
 from oneemb.graph.ops.settle import settle, shuffle_grads
 from oneemb.graph.ops.shuffle import (
@@ -61,18 +69,18 @@ from oneemb.graph.ops.shuffle import (
     lookup_of,
     shuffle_keys,
     shuffle_rows,
-    sums_bags,
 )
 from oneemb.graph.ops.unprefetch import unprefetch
-from oneemb.graph.ops.update import Groups, StepOptimizer, add_note, advance, options_of, step, update
+from oneemb.graph.ops.update import Groups, StepOptimizer, add_note, advance, measure_update, options_of, step, update
 from oneemb.graph.ops.with_grad import with_grad
 
 __all__ = [
-    "Announced", "AnnouncedLookup", "Announcement", "Groups", "Keys", "Lease", "MergedKeys", "MergedReserved",
-    "NonFiniteGradientError", "OPS", "Reserved", "Routed", "RowGrad", "RowGrads", "StepOptimizer", "acquire",
-    "acquire_later", "add_note", "advance", "announce", "announced_lookup", "check_finite", "check_merged_pooling",
-    "check_pooling", "equal", "forget_unscaled", "gather", "gather_merged", "in_backward", "keep", "lease_on_ranks",
-    "look_up_on_ranks", "lookup_of", "may_step", "options_of", "part_of", "peek", "prefetch", "read_ids",
-    "reduce_grads", "refuse_dense", "reserve", "settle", "shuffle_grads", "shuffle_keys", "shuffle_rows", "step",
-    "sums_bags", "unique_keys", "unique_merged_keys", "unprefetch", "unscale", "update", "update_scale", "with_grad",
+    "Announced", "AnnouncedLookup", "Announcement", "Groups", "Keys", "Lease", "LookupOnRanks", "MergedKeys",
+    "MergedLookup", "MergedReserved", "NonFiniteGradientError", "OPS", "Reserved", "Routed", "RowGrad", "RowGrads",
+    "StepOptimizer", "acquire", "acquire_later", "add_note", "advance", "announce", "announced_lookup",
+    "check_finite", "check_merged_pooling", "check_pooling", "equal", "forget_unscaled", "gather", "gather_merged",
+    "in_backward", "keep", "lease_on_ranks", "look_up_on_ranks", "lookup_of", "may_step", "measure_reduce",
+    "measure_update", "options_of", "part_of", "peek", "prefetch", "read_ids", "reduce_grads", "refuse_dense",
+    "reserve", "settle", "shuffle_grads", "shuffle_keys", "shuffle_rows", "step", "unique_keys", "unique_merged_keys",
+    "unprefetch", "unscale", "update", "update_scale", "with_grad",
 ]  # fmt: skip

@@ -17,7 +17,7 @@ import dataclasses
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -39,11 +39,28 @@ from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.errors import StorageError
 from oneemb.storage.tiers.hot_rows import Prefetched
 
-__all__ = ["Announced", "AnnouncedLookup", "Announcement", "announce", "announced_lookup"]
+__all__ = ["Announced", "AnnouncedLookup", "Announcement", "LookupOnRanks", "announce", "announced_lookup"]
 
-Lookup = tuple[str, Ranks, EmbeddingStore, bool, Keys, bool]
-"""Lookup of an embedding: its name, the ranks that make the lookup, the rows that this one owns, whether unknown keys
-are inserted, the keys, and whether the result is sums or means of bags: see `sums_bags`."""
+
+class LookupOnRanks(NamedTuple):
+    """Lookup of an embedding whose rows ranks own together."""
+
+    name: str
+    """Name of the embedding."""
+    ranks: Ranks
+    store: EmbeddingStore
+    """The rows that this rank owns."""
+    keys: Keys
+    inserts: bool
+    """Whether unknown keys are inserted."""
+    sums_bags: bool
+    """See `Lookup.sums_bags`."""
+
+    @property
+    def what(self) -> str:
+        """Name of the lookup in exchanges."""
+        return lookup_of(self.name, self.inserts, self.ranks)
+
 
 _MISSED_IN_EVAL, _MISSED_IN_TRAINING = -2, -1  # what ranks tell; otherwise the number of the lookup they have announced
 
@@ -57,8 +74,9 @@ class AnnouncedLookup:
         routed: its keys, and those that ranks ask this one for; None = it was announced in vain.
     """
 
-    def __init__(self, of: "Announced", number: int, lookup: Lookup, routed: Routed | None):
-        self.name, self.ranks, self.store, self.inserts, self.keys, self._sums_bags = lookup
+    def __init__(self, of: "Announced", number: int, lookup: LookupOnRanks, routed: Routed | None):
+        self.name, self.ranks, self.store, self.keys, self.inserts, self._sums_bags = lookup
+        self.what = lookup.what
         self.routed = routed
         self.prefetched: Prefetched | None = None
         """Rows that ranks ask this one for."""
@@ -110,8 +128,7 @@ class AnnouncedLookup:
             routed = _of_some(routed, told, self.ranks.rank)
             self.drop()
         prefetched, self.prefetched = self.prefetched, None
-        what = lookup_of(self.name, self.inserts, self.ranks)
-        return lease_on_ranks(self.ranks, what, self.store, routed, inserts=self.inserts, prefetched=prefetched)
+        return lease_on_ranks(self.ranks, self.what, self.store, routed, inserts=self.inserts, prefetched=prefetched)
 
     def prefetch(self) -> None:
         """Read the rows that ranks ask this one for, as far as they are known and there is room, and pin them."""
@@ -132,7 +149,7 @@ class AnnouncedLookup:
 class Announced:
     """The lookups of a step that were announced together."""
 
-    def __init__(self, lookups: Sequence[Lookup], routed: Sequence[Routed] | None):
+    def __init__(self, lookups: Sequence[LookupOnRanks], routed: Sequence[Routed] | None):
         self.lookups = [
             AnnouncedLookup(self, number, lookup, None if routed is None else routed[number])
             for number, lookup in enumerate(lookups)
@@ -144,7 +161,7 @@ class Announced:
         """Exchange with the ranks which lookup each makes now; `number` is this rank's."""
         self.waiting.remove(lookup)
         try:
-            return lookup.ranks.tell(_what(lookup), lambda: number)
+            return lookup.ranks.tell(f"{lookup.what}, as announced or not", lambda: number)
         except BaseException:
             self.waiting.clear()  # The other ranks wait for nothing.
             raise
@@ -179,10 +196,6 @@ class Announced:
         """Unpin the rows that were prefetched for ranks."""
         for lookup in self.lookups:
             lookup.drop()
-
-
-def _what(lookup: AnnouncedLookup) -> str:
-    return f"{lookup_of(lookup.name, lookup.inserts, lookup.ranks)}, as announced or not"
 
 
 def _no_keys(store: EmbeddingStore) -> Keys:
@@ -225,7 +238,7 @@ class Announcement:
     def __exit__(self, *error: object) -> None:
         self.make(())  # In vain for the others; unless it was made.
 
-    def make(self, lookups: Sequence[Lookup]) -> Announced:
+    def make(self, lookups: Sequence[LookupOnRanks]) -> Announced:
         """Announce lookups, which may be none.
 
         Raises:
@@ -234,7 +247,7 @@ class Announcement:
         ranks = self._ranks
         if ranks is None:
             return Announced(lookups, None)
-        its = [asking_for(store, ranks, keys, sums_bags=sums) for _, ranks, store, _, keys, sums in lookups]
+        its = [asking_for(one.store, one.ranks, one.keys, sums_bags=one.sums_bags) for one in lookups]
         counts_R = [[count for _, asking in its for count in asking.counts(r)] for r in range(ranks.size)]
         blocks = [
             [
@@ -248,23 +261,20 @@ class Announcement:
         if not lookups or any(int(block.take(1, torch.int64)) != _code(lookups) for block in received):
             return Announced(lookups, None)
         told_RL = [block.take(COUNTS * len(lookups), torch.int64).view(-1, COUNTS).tolist() for block in received]
-        routed = [
-            Routed(
-                keys,
-                asking,
-                asked_by(store, its_ranks, received, [told[n] for told in told_RL], uses=store.counts_uses),
-            )
-            for n, ((_, its_ranks, store, *_), (keys, asking)) in enumerate(zip(lookups, its, strict=True))
-        ]
+        routed = []
+        for n, (one, (keys, asking)) in enumerate(zip(lookups, its, strict=True)):
+            counts = [told[n] for told in told_RL]
+            asked = asked_by(one.store, one.ranks, received, counts, uses=one.store.counts_uses)
+            routed.append(Routed(keys, asking, asked))
         self.announced = Announced(lookups, routed)
         for lookup in self.announced.lookups:
             lookup.prefetch()
         return self.announced
 
 
-def _code(lookups: Sequence[Lookup]) -> int:
+def _code(lookups: Sequence[LookupOnRanks]) -> int:
     """Is equal where ranks announce the same lookups; 0 for none."""
-    return zlib.crc32("; ".join(lookup_of(name, inserts, ranks) for name, ranks, _, inserts, *_ in lookups).encode())
+    return zlib.crc32("; ".join(one.what for one in lookups).encode())
 
 
 def _measure_announce(args: object, announced: Announced) -> tuple[int, int]:
@@ -274,7 +284,7 @@ def _measure_announce(args: object, announced: Announced) -> tuple[int, int]:
 
 
 @Op(PREPARE, takes=("announcement",), measure=_measure_announce)
-def announce(announcement: Announcement | None, lookups: Sequence[Lookup]) -> Announced:
+def announce(announcement: Announcement | None, lookups: Sequence[LookupOnRanks]) -> Announced:
     """Send the unique keys of lookups to their owners, which pin the rows that they know.
 
     Args:

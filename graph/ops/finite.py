@@ -6,7 +6,6 @@ import numpy as np
 import torch
 
 from oneemb.graph.ops.grads import RowGrads
-from oneemb.graph.ops.op import UPDATE, Op
 from oneemb.graph.ops.update import StepOptimizer
 
 __all__ = ["NonFiniteGradientError", "check_finite", "may_step"]
@@ -17,7 +16,6 @@ class NonFiniteGradientError(ArithmeticError):
     have inserted stay, with their initial values."""
 
 
-@Op(UPDATE)
 def check_finite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads | None]) -> str | None:
     """Which gradient of the step is not finite, those of dense parameters too, in words; None = all are. Who watches
     the rows is then told that they are about to change.

@@ -1,6 +1,6 @@
 """Lookups of several embeddings as one op: `unique_keys` and `gather` for merged stores.
 
-    keys  = unique_merged_keys([(first_table, ids, table_ids, num_tables, offsets, columns), ...], key_type, padding)
+    keys  = unique_merged_keys([MergedLookup(first_table, num_tables, ids, ...), ...], key_type, padding_idx)
     check_merged_pooling(keys, [(p, per_sample_weights, pooling), ...])
     reserved = reserve(merged_store, keys)
     rows  = gather_merged(reserved, [(p, per_sample_weights, pooling), ...])   a tensor for each
@@ -42,13 +42,23 @@ from oneemb.storage.locking.turns import whole
 from oneemb.storage.merged_store import MergedPrefetched, MergedStore
 
 __all__ = [
-    "MergedKeys", "MergedReserved", "MergedRows", "check_merged_pooling", "gather_merged", "part_of",
+    "MergedKeys", "MergedLookup", "MergedReserved", "MergedRows", "check_merged_pooling", "gather_merged", "part_of",
     "unique_merged_keys",
 ]  # fmt: skip
 
 _LOOPS = HostLoops(Threads(1))
 
-Lookup = tuple[int, torch.Tensor, torch.Tensor | None, int, torch.Tensor | None, Sequence[int] | None]
+
+class MergedLookup(NamedTuple):
+    """One of the lookups that are merged; its ids, their tables and bags are those of `unique_keys`."""
+
+    first_table: int
+    """The merged table at which its tables begin."""
+    num_tables: int
+    ids: torch.Tensor
+    table_ids: torch.Tensor | None = None
+    offsets: torch.Tensor | None = None
+    columns: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -236,20 +246,21 @@ def _rows_of_ids(parts: Sequence[tuple[slice, Bags | None]], ids: int) -> np.nda
 
 
 @Op(PREPARE, gives="keys", measure=measure_unique_keys)
-def unique_merged_keys(lookups: Sequence[Lookup], key_type: torch.dtype, padding_idx: int | None) -> MergedKeys:
+def unique_merged_keys(lookups: Sequence[MergedLookup], key_type: torch.dtype, padding_idx: int | None) -> MergedKeys:
     """The unique (merged table, id) pairs of several lookups, lookup by lookup in order of first occurrence.
 
     Args:
-        lookups: the merged table at which each one's tables begin, growing; and what `unique_keys` is given for it.
+        lookups: in the order of their tables.
 
     Raises:
         TypeError, ValueError: as `unique_keys`, of any lookup.
     """
-    batches = [_batch_of(*lookup[1:], key_type) for lookup in lookups]
+    batches = [_batch_of(lookup, key_type) for lookup in lookups]
     end_P = list(itertools.accumulate(len(batch.id_N) for batch in batches))
     begin_P = [0, *end_P[:-1]]
     table_N = np.empty(end_P[-1], np.int32)
-    for (first_table, _, _, num_tables, *_), batch, begin, end in zip(lookups, batches, begin_P, end_P, strict=True):
+    for lookup, batch, begin, end in zip(lookups, batches, begin_P, end_P, strict=True):
+        first_table, num_tables = lookup.first_table, lookup.num_tables
         if batch.table_N is not None:
             np.add(batch.table_N, np.int32(first_table), out=table_N[begin:end])
         elif num_tables == 1:
@@ -265,7 +276,9 @@ def unique_merged_keys(lookups: Sequence[Lookup], key_type: torch.dtype, padding
         own = unique._replace(inverse_N=unique.inverse_N[begin:end])
         keys = Keys(batch.shape, own, batch.bags, _LOOPS)
         p = len(parts)
-        parts.append(KeysPart(lookup[0], slice(begin, end), keys, slice(int(begin_P1[p]), int(begin_P1[p + 1]))))
+        parts.append(
+            KeysPart(lookup.first_table, slice(begin, end), keys, slice(int(begin_P1[p]), int(begin_P1[p + 1])))
+        )
     return MergedKeys(unique, parts, begin_P1)
 
 
@@ -279,14 +292,8 @@ class _Batch(NamedTuple):
     bags: Bags | None
 
 
-def _batch_of(
-    ids: torch.Tensor,
-    table_ids: torch.Tensor | None,
-    num_tables: int,
-    offsets: torch.Tensor | None,
-    columns: Sequence[int] | None,
-    key_type: torch.dtype,
-) -> _Batch:
+def _batch_of(lookup: MergedLookup, key_type: torch.dtype) -> _Batch:
+    _, num_tables, ids, table_ids, offsets, columns = lookup
     if isinstance(ids, torch.Tensor) and ids.device.type != "cpu":
         raise ValueError(f"ids must be on the CPU, where the embedding is, got {ids.device}; call ids.cpu()")
     if offsets is not None:

@@ -1,16 +1,16 @@
-"""Properties of an op for the compiler, written above the op's function.
+"""Properties of an op for the compiler, written above the op's function. An op that no graph holds has none.
 
     @Op(PREPARE, takes=("store", "keys"), measure=_measure_prefetch)
     def prefetch(store, keys): ...
 
-The checks of graphs (`oneemb.graph.spec`), the executor and the recorder read it here.
+The checks of graphs (`oneemb.graph.spec`) and the executor read it here.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-__all__ = ["LOOKUP", "OPS", "PREPARE", "UPDATE", "Measure", "Op"]
+__all__ = ["LOOKUP", "OPS", "PREPARE", "Measure", "Op"]
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -20,7 +20,6 @@ Measure = Callable[[Any, Any], tuple[int, int]]
 # Stages of a graph's compilation at which an op is legal; oneemb.graph.spec says what they are.
 LOOKUP = frozenset({"lowered", "lookup"})
 PREPARE = frozenset({"lowered", "prepare"})
-UPDATE: frozenset[str] = frozenset()  # in no graph: what comes after `build`
 
 
 @dataclass(frozen=True)
@@ -46,4 +45,4 @@ class Op:
 
 
 OPS: dict[Callable[..., object], Op] = {}
-"""Every op by its function."""
+"""Every op of graphs by its function."""

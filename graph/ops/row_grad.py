@@ -22,14 +22,13 @@ from oneemb.graph.ops.backward_pass import Pass, reduce_passes
 from oneemb.graph.ops.grads import RowGrads, join_grads
 from oneemb.graph.ops.lookup import Lease, full
 from oneemb.graph.ops.merged import MergedRows
-from oneemb.graph.ops.op import UPDATE, Op
 from oneemb.graph.ops.settle import by_ranks, settle
 from oneemb.graph.ranks import Ranks
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.errors import StoreFullError
 from oneemb.storage.merged_store import MergedStore
 
-__all__ = ["RowGrad", "reduce_grads", "refuse_dense"]
+__all__ = ["RowGrad", "measure_reduce", "reduce_grads", "refuse_dense"]
 
 aten = torch.ops.aten
 _detach = aten.detach.default
@@ -462,7 +461,7 @@ _FOREACH: dict[Any, Callable[..., Any]] = {
 # ---- what becomes of them ------------------------------------------------------------------------------------------
 
 
-def _measure_reduce(args: object, grads: Sequence[RowGrads]) -> tuple[int, int]:
+def measure_reduce(args: object, grads: Sequence[RowGrads]) -> tuple[int, int]:
     # The sums themselves are made by whoever reads them: an update, row by row, or clipping.
     rows = 0
     for grad in grads:
@@ -470,7 +469,6 @@ def _measure_reduce(args: object, grads: Sequence[RowGrads]) -> tuple[int, int]:
     return rows, 0
 
 
-@Op(UPDATE, measure=_measure_reduce)
 def reduce_grads(row_grads: Sequence[RowGrad]) -> list[RowGrads]:
     """The gradients of rows, those of equal keys to be summed, with the slot of each: rows are resident and pinned
     until `unpin`. Those of embeddings whose lookups were merged are one.

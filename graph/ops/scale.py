@@ -5,13 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch.amp.grad_scaler import OptState
 
-from oneemb.graph.ops.op import UPDATE, Op
 from oneemb.graph.ops.update import StepOptimizer
 
 __all__ = ["forget_unscaled", "unscale", "update_scale"]
 
 
-@Op(UPDATE)
 def unscale(scaler: torch.amp.GradScaler, optimizers: Sequence[StepOptimizer]) -> None:
     """Divide gradients by the scale, those of dense parameters and of rows, in place; but for those that `build` has
     unscaled."""
@@ -29,7 +27,6 @@ def forget_unscaled(scaler: torch.amp.GradScaler, optimizer: StepOptimizer) -> N
         scaler._per_optimizer_states.pop(id(one), None)
 
 
-@Op(UPDATE)
 def update_scale(scaler: torch.amp.GradScaler, go: bool) -> None:
     """Let the scaler grow its scale, or shrink it after a step that overflowed."""
     if not scaler.is_enabled():

@@ -24,7 +24,6 @@ from oneemb.graph.ops.asking import COUNTS, KeysByRank, Parts, counts_of, keys_b
 from oneemb.graph.ops.backward_pass import Pass, grads_of_leases
 from oneemb.graph.ops.grads import RowGrads, join_grads, nowhere, sum_over_passes
 from oneemb.graph.ops.lookup import Lease
-from oneemb.graph.ops.op import UPDATE, Op
 from oneemb.graph.ops.shuffle import Asked, asked_by
 from oneemb.graph.ranks import Ranks, whole_exchange
 from oneemb.kernels.arrays import RowsOfIds
@@ -194,7 +193,6 @@ def _by_trainer(store: EmbeddingStore, ranks: Ranks, table_U: torch.Tensor, id_U
     return keys_by_rank(table_U, id_U, rank_N, ranks.size, key_N)
 
 
-@Op(UPDATE)
 def shuffle_grads(
     ranks: Ranks,
     stores: Sequence[EmbeddingStore],

@@ -26,7 +26,6 @@ import torch
 
 from oneemb.graph.ops.asking import COUNTS, Asking, Parts, cut_bags, keys_by_rank
 from oneemb.graph.ops.lookup import DTYPES, Keys, Lease, ReadRows, Remote, acquire, equal, gather, peek
-from oneemb.graph.ops.op import LOOKUP, Op
 from oneemb.graph.ranks import Ranks, Received, whole_exchange
 from oneemb.kernels.arrays import Bags
 from oneemb.kernels.owner import owner_of
@@ -35,16 +34,11 @@ from oneemb.storage.tiers.hot_rows import Prefetched
 
 __all__ = [
     "Asked", "Routed", "asked_by", "asking_for", "keys_of_ranks", "lease_on_ranks", "look_up_on_ranks",
-    "lookup_of", "shuffle_keys", "shuffle_rows", "sums_bags",
+    "lookup_of", "shuffle_keys", "shuffle_rows",
 ]  # fmt: skip
 
 # More than any embedding has: what comes from other ranks, they have checked.
 _TABLES = 1 << 31
-
-
-def sums_bags(offsets: object, per_sample_weights: object, pooling: object) -> bool:
-    """Whether a lookup with these arguments gives sums or means of bags that owners may have a part in."""
-    return offsets is not None and per_sample_weights is None and pooling in ("sum", "mean")
 
 
 @dataclass(frozen=True)
@@ -197,7 +191,6 @@ def asking_for(store: EmbeddingStore, ranks: Ranks, keys: Keys, *, sums_bags: bo
     return keys, Asking(sent, cut, uses_R)
 
 
-@Op(LOOKUP, takes=("ranks",))
 def shuffle_keys(
     ranks: Ranks, what: str, make: Callable[[], Keys], store: EmbeddingStore, sums_bags: bool = False
 ) -> Routed:
@@ -250,7 +243,6 @@ def rows_like(store: EmbeddingStore, ranks: Ranks) -> torch.Tensor:
     return torch.empty(0, store.format.dim, dtype=dtype, device=store.loops.device)
 
 
-@Op(LOOKUP, takes=("ranks",))
 def shuffle_rows(
     ranks: Ranks, what: str, routed: Routed, read: Callable[[], torch.Tensor], store: EmbeddingStore
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,14 +8,15 @@ import torch
 
 from oneemb.graph.ops.grads import RowGrads
 from oneemb.graph.ops.lookup import REPLACED
-from oneemb.graph.ops.op import UPDATE, Op
 from oneemb.graph.row_optimizers import Group, RowOptimizer
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.errors import StorageError
 from oneemb.storage.locking.step_lock import while_held
 from oneemb.storage.locking.turns import changing, whole
 
-__all__ = ["Groups", "StepOptimizer", "add_note", "advance", "options_of", "step", "update"]
+__all__ = [
+    "Groups", "StepOptimizer", "add_note", "advance", "measure_update", "options_of", "step", "update",
+]  # fmt: skip
 
 
 class StepOptimizer(Protocol):
@@ -57,7 +58,6 @@ def options_of(optimizer: torch.optim.Optimizer) -> Groups:
     return options
 
 
-@Op(UPDATE)
 def step(optimizer: StepOptimizer, go: bool, after_hooks: Callable[[], None] | None = None) -> Groups:
     """Step the dense parameters. It comes before rows are updated, since it runs what may fail: hooks of the user's.
 
@@ -94,7 +94,7 @@ def step(optimizer: StepOptimizer, go: bool, after_hooks: Callable[[], None] | N
     return groups
 
 
-def _measure_update(args: tuple[object, RowGrads | None, bool, object], result: None) -> tuple[int, int]:
+def measure_update(args: tuple[object, RowGrads | None, bool, object], result: None) -> tuple[int, int]:
     _, grads, go, *_ = args
     if grads is None or not go:
         return 0, 0
@@ -103,7 +103,6 @@ def _measure_update(args: tuple[object, RowGrads | None, bool, object], result: 
     return rows, read + 2 * layout.row_bytes * rows
 
 
-@Op(UPDATE, measure=_measure_update)
 def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: Groups | None = None) -> None:
     """Apply the optimizer to the rows, in place.
 
@@ -187,7 +186,6 @@ def _by_step(grads: RowGrads) -> list[tuple[RowGrads, int]]:
     return [(grads.rows(np.flatnonzero(step_U == step)), step) for step in steps]
 
 
-@Op(UPDATE)
 def advance(optimizers: Sequence[StepOptimizer], lr_schedulers: Sequence[Scheduler | None], go: bool) -> None:
     """Drop the gradients, and step the learning rates.
 

@@ -1,8 +1,13 @@
 """Passes: each a pure function from graph to graph, in a file of its own."""
 
+from collections.abc import Sequence
+from typing import cast
+
 from torch import fx
 
-__all__ = ["copy_graph", "node_of", "output_of", "store_of"]
+from oneemb.graph.arguments import Planned
+
+__all__ = ["copy_graph", "node_of", "output_of", "planned_in", "store_of"]
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
@@ -17,6 +22,11 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
 def output_of(graph: fx.Graph) -> fx.Node:
     """The node that returns."""
     return next(node for node in reversed(graph.nodes) if node.op == "output")
+
+
+def planned_in(graph: fx.Graph) -> Sequence[Planned]:
+    """The lookups that a graph returns."""
+    return cast("Sequence[Planned]", output_of(graph).args[0])
 
 
 def node_of(argument: fx.node.Argument) -> fx.Node:

@@ -1,11 +1,11 @@
 """Turns calls of embedding modules into ops."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any
 
 from torch import fx
 
 from oneemb.graph import ops
+from oneemb.graph.arguments import Lookup, Planned
 from oneemb.graph.modules import Embeddings
 from oneemb.graph.passes import copy_graph, node_of, output_of
 
@@ -17,11 +17,11 @@ def lower_embeddings(graph: fx.Graph, embeddings: Embeddings, *, inserts: bool =
 
     Before:  rows = embedding(ids);  return (rows,)
     After:   kept = keep(ids);  keys = unique_keys(kept, ...);  reserved = reserve(store, keys)
-             return (("embedding", kept, None, None, None, reserved, None, None, "sum", ids),)
+             return (Planned("embedding", Lookup(kept), reserved=reserved, origin=ids),)
 
-    What is returned of a lookup are the arguments of `Expected`. Values of the batch are copied, since `build` may
-    change them in place before it looks them up; of tensors from outside the batch, what is looked up is. Rows are
-    acquired and read when `build` asks: what it does not look up must not be inserted.
+    Values of the batch are copied, since `build` may change them in place before it looks them up; of tensors from
+    outside the batch, what is looked up is. Rows are acquired and read when `build` asks: what it does not look up must
+    not be inserted.
 
     An embedding in eval mode inserts nothing before the step that trains it; if it is frozen it never does, nor does
     any embedding if `inserts` is off. Their rows are read at once:
@@ -36,13 +36,13 @@ def lower_embeddings(graph: fx.Graph, embeddings: Embeddings, *, inserts: bool =
 
     The lookups of rows that ranks own together are announced, all at once; an input is added for that, the last one:
 
-    After:   announced = announce(announcement, (("items", ranks, store, True, keys, False), ...))
+    After:   announced = announce(announcement, (LookupOnRanks("items", ranks, store, keys, ...), ...))
              reserved = announced_lookup(announced, 0) ...
     """
     graph = copy_graph(graph)
     output = output_of(graph)
-    made: list[list[fx.node.Argument]] = []
-    announced: list[tuple[list[fx.node.Argument], tuple[fx.node.Argument, ...]]] = []
+    made: list[Planned] = []
+    announced: dict[int, ops.LookupOnRanks] = {}
     for node in list(graph.nodes):
         if node.op == "placeholder" and node.users:
             with graph.inserting_after(node):
@@ -54,7 +54,7 @@ def lower_embeddings(graph: fx.Graph, embeddings: Embeddings, *, inserts: bool =
             continue
         module = embeddings[node.target]
         with graph.inserting_before(node):
-            call = _Call(**{name: copies.of(argument) for name, argument in node.kwargs.items()})
+            call = Lookup(**{name: copies.of(argument) for name, argument in node.kwargs.items()})
             store = graph.get_attr(f"{node.target}.store")
             key_arguments = call.ids, call.table_ids, module.num_tables, module.key_type, module.padding_idx
             offsets = () if call.offsets is None else (call.offsets,)
@@ -63,46 +63,39 @@ def lower_embeddings(graph: fx.Graph, embeddings: Embeddings, *, inserts: bool =
             if call.per_sample_weights is not None:
                 graph.call_function(ops.check_pooling, (keys, call.per_sample_weights, call.pooling))
             pooled = () if call.offsets is None else (call.per_sample_weights, call.pooling)
-            lease = rows = None
+            reserved = rows = None
             if module.asked_ranks is not None:
-                pass
+                ranks = graph.get_attr(f"{node.target}.ranks")
+                fields: Any = module.name, ranks, store, keys, inserts and module.training, call.sums_bags
+                announced[len(made)] = ops.LookupOnRanks(*fields)
             elif inserts and (module.training or module.is_trained):
-                lease = graph.call_function(ops.reserve if module.training else ops.acquire_later, (store, keys))
+                reserved = graph.call_function(ops.reserve if module.training else ops.acquire_later, (store, keys))
                 if call.pooling is not None and not module.training:
-                    rows = graph.call_function(ops.gather, (lease, *pooled))
+                    rows = graph.call_function(ops.gather, (reserved, *pooled))
             elif call.pooling is not None:
                 rows = graph.call_function(ops.peek, (store, keys, *pooled))
         ids = node_of(call.ids)
         origin = ids.args[0] if ids.target is ops.keep else None
-        made.append([str(node.target), *call[:4], lease, rows, *call[4:], origin])
-        if module.asked_ranks is not None:
-            with graph.inserting_before(node):
-                ranks = graph.get_attr(f"{node.target}.ranks")
-            sums_bags = ops.sums_bags(call.offsets, call.per_sample_weights, call.pooling)
-            lookup = module.name, ranks, store, inserts and module.training, keys, sums_bags
-            announced.append((made[-1], lookup))
+        made.append(Planned(str(node.target), call, reserved, rows, origin))
     if announced:
-        _announce(graph, announced)
-    output.args = (tuple(map(tuple, made)),)
+        for i, reserved in _announce(graph, announced).items():
+            made[i] = made[i]._replace(reserved=reserved)
+    output.args = (tuple(made),)
     for node in reversed(list(graph.nodes)):
         if node.op == "call_module" and node.target in embeddings:
             graph.erase_node(node)
     return graph
 
 
-def _announce(graph: fx.Graph, lookups: Sequence[tuple[list[fx.node.Argument], tuple[fx.node.Argument, ...]]]) -> None:
-    """Announce lookups, given with what is returned of each, and note there what is reserved."""
+def _announce(graph: fx.Graph, lookups: dict[int, ops.LookupOnRanks]) -> dict[int, fx.Node]:
+    """Announce lookups, and return what is reserved of each."""
     first = next(iter(graph.nodes))
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     with graph.inserting_after(inputs[-1]) if inputs else graph.inserting_before(first):
         announcement = graph.placeholder("announcement")
     with graph.inserting_before(output_of(graph)):
-        announced = graph.call_function(ops.announce, (announcement, tuple(lookup for _, lookup in lookups)))
-        for number, (returned, _) in enumerate(lookups):
-            returned[_RESERVED] = graph.call_function(ops.announced_lookup, (announced, number))
-
-
-_RESERVED = 5  # of what is returned of a lookup
+        announced = graph.call_function(ops.announce, (announcement, tuple(lookups.values())))
+        return {i: graph.call_function(ops.announced_lookup, (announced, number)) for number, i in enumerate(lookups)}
 
 
 class _Copies:
@@ -123,15 +116,3 @@ class _Copies:
         if argument not in self._copies:
             self._copies[argument] = self._graph.call_function(ops.keep, (argument,))
         return self._copies[argument]
-
-
-class _Call(NamedTuple):
-    """The arguments of an embedding's `forward`."""
-
-    ids: fx.node.Argument
-    table_ids: fx.node.Argument = None
-    offsets: fx.node.Argument = None
-    columns: fx.node.Argument = None
-    per_sample_weights: fx.node.Argument = None
-    pooling: fx.node.Argument = None
-    """None = ids are pooled by weights that are not known before `build`."""

@@ -1,14 +1,15 @@
 """Makes one lookup of those of several embeddings."""
 
+import itertools
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Any
 
 from torch import fx
 
 from oneemb.graph import ops
-from oneemb.graph.passes import copy_graph, node_of, output_of, store_of
+from oneemb.graph.passes import copy_graph, node_of, output_of, planned_in, store_of
 
 __all__ = ["Member", "merge_embeddings"]
 
@@ -28,11 +29,11 @@ def merge_embeddings(graph: fx.Graph, members: Mapping[str, Member]) -> fx.Graph
 
     Before:  u1 = unique_keys(x, ...);  reserved1 = reserve(a.store, u1)
              u2 = unique_keys(y, ...);  reserved2 = reserve(b.store, u2)
-             return (("a", x, None, None, None, reserved1, None, None, "sum", x), ...)
-    After:   keys = unique_merged_keys(((0, x, ...), (1, y, ...)), ...);  reserved = reserve(merged, keys)
+             return (Planned("a", Lookup(x), reserved=reserved1, origin=x), ...)
+    After:   keys = unique_merged_keys((MergedLookup(0, x, ...), ...), ...);  reserved = reserve(merged, keys)
              reserved1 = part_of(reserved, 0);  reserved2 = part_of(reserved, 1)
              rows = gather_merged(reserved, ((0, None, "sum"), (1, None, "sum")));  rows1 = rows[0];  rows2 = rows[1]
-             return (("a", x, None, None, None, reserved1, rows1, None, "sum", x), ...)
+             return (Planned("a", Lookup(x), reserved=reserved1, rows=rows1, origin=x), ...)
 
     Exact: a key occurs in one lookup only, so nothing is summed in another order.
 
@@ -53,44 +54,41 @@ def merge_embeddings(graph: fx.Graph, members: Mapping[str, Member]) -> fx.Graph
 
 
 def _merge(graph: fx.Graph, merged: str, reserves: list[fx.Node], members: Mapping[str, Member]) -> None:
-    output = output_of(graph)
-    made = [list(cast(tuple[fx.node.Argument, ...], lookup)) for lookup in cast(tuple[object, ...], output.args[0])]
+    made = list(planned_in(graph))
+    place = {planned.reserved: i for i, planned in enumerate(made)}
     last = reserves[-1]
     reserves = sorted(reserves, key=lambda reserve: members[store_of(reserve)].first_table)
-    looked_up: list[fx.node.Argument] = []
+    looked_up: list[Any] = []
     checked: list[fx.node.Argument] = []
     read: list[fx.node.Argument] = []
-    reads: list[list[fx.node.Argument]] = []
     for p, reserve in enumerate(reserves):
-        ids, table_ids, num_tables, key_type, padding_idx, *bags = node_of(reserve.args[1]).args
-        bags += [None] * (2 - len(bags))
-        looked_up.append((members[store_of(reserve)].first_table, ids, table_ids, num_tables, *bags))
-        for check in [user for user in node_of(reserve.args[1]).users if user.target is ops.check_pooling]:
+        keys = node_of(reserve.args[1])
+        _, _, num_tables, key_type, padding_idx, *_ = keys.args
+        lookup = made[place[reserve]].lookup
+        of_keys: Any = num_tables, lookup.ids, lookup.table_ids, lookup.offsets, lookup.columns
+        looked_up.append(ops.MergedLookup(members[store_of(reserve)].first_table, *of_keys))
+        for check in [user for user in keys.users if user.target is ops.check_pooling]:
             checked.append((p, *check.args[1:]))
             graph.erase_node(check)
-        lookup = next(lookup for lookup in made if lookup[_RESERVED] is reserve)
-        *_, per_sample_weights, pooling, _ = lookup
-        if pooling is not None:
-            read.append((p, per_sample_weights, pooling))
-            reads.append(lookup)
+        if lookup.pooling is not None:
+            read.append((p, lookup.per_sample_weights, lookup.pooling))
     with graph.inserting_before(last):
         keys = graph.call_function(ops.unique_merged_keys, (tuple(looked_up), key_type, padding_idx))
         if checked:
             graph.call_function(ops.check_merged_pooling, (keys, tuple(checked)))
         together = graph.call_function(ops.reserve, (graph.get_attr(merged), keys))
-        for p, reserve in enumerate(reserves):
-            lookup = next(lookup for lookup in made if lookup[_RESERVED] is reserve)
-            lookup[_RESERVED] = graph.call_function(ops.part_of, (together, p))
+        parts = [graph.call_function(ops.part_of, (together, p)) for p in range(len(reserves))]
         rows = graph.call_function(ops.gather_merged, (together, tuple(read))) if read else None
-        for i, lookup in enumerate(reads):
-            lookup[_ROWS] = graph.call_function(operator.getitem, (rows, i))
-    output.args = (tuple(map(tuple, made)),)
+        number = itertools.count()
+        for reserve, part in zip(reserves, parts, strict=True):
+            i = place[reserve]
+            made[i] = made[i]._replace(reserved=part)
+            if made[i].lookup.pooling is not None:
+                made[i] = made[i]._replace(rows=graph.call_function(operator.getitem, (rows, next(number))))
+    output_of(graph).args = (tuple(made),)
     for reserve in reserves:
         arguments = [node_of(argument) for argument in reserve.args]
         graph.erase_node(reserve)
         for unused in arguments:
             if not unused.users:
                 graph.erase_node(unused)
-
-
-_RESERVED, _ROWS = 5, 6  # of what is returned of a lookup

@@ -20,6 +20,7 @@ import torch
 
 from oneemb.embeddings.embedding import MultiTableEmbedding, TableEmbedding, copied
 from oneemb.graph import ops
+from oneemb.graph.arguments import Lookup
 from oneemb.graph.ops.batch_ids import columns_of, pooling_of
 from oneemb.graph.ops.lookup import DTYPES
 from oneemb.kernels.arrays import Array
@@ -155,17 +156,17 @@ class AveragedEmbedding(torch.nn.Module):
         embedding in eval mode."""
         refuse_tracers(self.embedding, ids)
         rows, averages, pools = self.rows, _Averages(self), pooling or "sum"
+        lookup = Lookup(ids, table_ids, offsets, columns_of(columns), per_sample_weights, pools)
 
         def keys() -> ops.Keys:
             pooling_of(pooling, offsets)  # raises on every rank
-            return rows.keys_of(ids, table_ids, offsets, per_sample_weights, pools, columns_of(columns))
+            return rows.keys_of(lookup)
 
         def look_up() -> torch.Tensor:
             if rows.asked_ranks is None:
                 return ops.peek(averages, keys(), per_sample_weights, pools)
-            sums_bags = ops.sums_bags(offsets, per_sample_weights, pools)
             lease = ops.look_up_on_ranks(
-                rows.asked_ranks, rows.store, rows.name, keys, source=averages, sums_bags=sums_bags
+                rows.asked_ranks, rows.store, rows.name, keys, source=averages, sums_bags=lookup.sums_bags
             )
             return ops.gather(lease, per_sample_weights, pools)
 

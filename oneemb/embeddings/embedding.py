@@ -31,6 +31,7 @@ from oneemb.embeddings.row_calls import RowCalls
 from oneemb.embeddings.row_weight import RowWeight, changes_no_row, refuse_values
 from oneemb.embeddings.stats import EmbeddingStats
 from oneemb.graph import ops
+from oneemb.graph.arguments import Lookup
 from oneemb.graph.build_error import warn_user
 from oneemb.graph.building import building_now
 from oneemb.graph.modules import embeddings_in
@@ -185,17 +186,15 @@ class TableEmbedding(torch.nn.Module):
                 " its own; wrap the dense modules alone, and look ids up outside of them; TorchRec's"
                 " DistributedModelParallel shards it by the sharders of oneemb.torchrec.get_default_sharders() alone"
             )
-        arguments: dict[str, Any] = {
-            "ids": ids, "table_ids": table_ids, "offsets": offsets, "per_sample_weights": per_sample_weights,
-            "pooling": "sum" if pooling is None else self._pooling_of(pooling, offsets),
-            "columns": None if columns is None else columns_of(columns),
-        }  # fmt: skip
+        pools = "sum" if pooling is None else self._pooling_of(pooling, offsets)
+        tables_C = None if columns is None else columns_of(columns)
+        lookup = Lookup(ids, table_ids, offsets, tables_C, per_sample_weights, pools)
         with hidden_from_modes():
             building = building_now()
             if building is None:
-                return self._look_up(self.training, has_gradient, **arguments)
-            look_up = functools.partial(self._look_up, self.training, has_gradient, **arguments)
-            return building.look_up(self, arguments, has_gradient, look_up)
+                return self._look_up(lookup, self.training, has_gradient)
+            look_up = functools.partial(self._look_up, lookup, self.training, has_gradient)
+            return building.look_up(self, lookup, has_gradient, look_up)
 
     def _pooling_of(self, pooling: str | None, offsets: object) -> str:
         try:
@@ -222,81 +221,50 @@ class TableEmbedding(torch.nn.Module):
         """
         refuse_tracers(self, ids)
         with hidden_from_modes():
-            return self._look_up(False, False, ids, table_ids, None, None, "sum")
+            return self._look_up(Lookup(ids, table_ids), False, False)
 
-    def _look_up(
-        self,
-        inserts: bool,
-        has_gradient: bool,
-        ids: torch.Tensor,
-        table_ids: torch.Tensor | None,
-        offsets: torch.Tensor | None,
-        per_sample_weights: torch.Tensor | None,
-        pooling: str,
-        columns: tuple[int, ...] | None = None,
-    ) -> torch.Tensor:
+    def _look_up(self, lookup: Lookup, inserts: bool, has_gradient: bool) -> torch.Tensor:
+        store, scales, pooling = self.store, lookup.per_sample_weights, lookup.pooling
         if self.asked_ranks is not None:
-            return self._look_up_on_ranks(
-                self.asked_ranks, inserts, has_gradient, ids, table_ids, offsets, per_sample_weights, pooling, columns
-            )
-        if inserts and self._may_be_empty:
-            self.say_if_empty()
-        is_plain = offsets is None and per_sample_weights is None and columns is None
+            lease = ops.look_up_on_ranks(
+                self.asked_ranks, store, self.name, functools.partial(self.keys_of, lookup, inserts), inserts=inserts,
+                has_gradient=has_gradient, sums_bags=lookup.sums_bags, again=ops.in_backward(),
+            )  # fmt: skip
+            rows = ops.gather(lease, scales, pooling)
+            return ops.with_grad(rows, lease, self.weights, scales) if has_gradient else rows
+        is_plain = lookup.offsets is None and scales is None and lookup.columns is None
         if not has_gradient and is_plain and pooling == "sum":
+            if inserts and self._may_be_empty:
+                self.say_if_empty()
             read = ops.read_ids(
-                self.store, ids, table_ids, self.num_tables, self.key_type, self.padding_idx, inserts=inserts
+                store, lookup.ids, lookup.table_ids, self.num_tables, self.key_type, self.padding_idx, inserts=inserts
             )
             if read is not None:
                 return read
-        keys = self.keys_of(ids, table_ids, offsets, per_sample_weights, pooling, columns)
+        keys = self.keys_of(lookup, inserts)
         if not inserts and not has_gradient:
-            return ops.peek(self.store, keys, per_sample_weights, pooling)
-        again = ops.in_backward()
-        lease = ops.acquire(self.store, keys, again=again) if inserts else ops.acquire_later(self.store, keys)
-        rows = ops.gather(lease, per_sample_weights, pooling)
+            return ops.peek(store, keys, scales, pooling)
+        lease = ops.acquire(store, keys, again=ops.in_backward()) if inserts else ops.acquire_later(store, keys)
+        rows = ops.gather(lease, scales, pooling)
         if has_gradient:
-            return ops.with_grad(rows, lease, self.weights, per_sample_weights, self.ranks)
+            return ops.with_grad(rows, lease, self.weights, scales, self.ranks)
         lease.unpin()
         return rows
 
-    def _look_up_on_ranks(self, ranks: Ranks, inserts: bool, has_gradient: bool, *arguments: Any) -> torch.Tensor:
-        _, _, offsets, per_sample_weights, pooling, _ = arguments
+    def keys_of(self, lookup: Lookup, inserts: bool = False) -> ops.Keys:
+        """The unique keys of a lookup; raises as `forward` does of what is wrong with its arguments.
 
-        def keys() -> ops.Keys:
-            if inserts:
-                self.say_if_empty()
-            return self.keys_of(*arguments)
-
-        lease = ops.look_up_on_ranks(
-            ranks, self.store, self.name, keys, inserts=inserts,
-            has_gradient=has_gradient, sums_bags=ops.sums_bags(offsets, per_sample_weights, pooling),
-            again=ops.in_backward(),
-        )  # fmt: skip
-        rows = ops.gather(lease, per_sample_weights, pooling)
-        return ops.with_grad(rows, lease, self.weights, per_sample_weights) if has_gradient else rows
-
-    def keys_of(
-        self,
-        ids: torch.Tensor,
-        table_ids: torch.Tensor | None,
-        offsets: torch.Tensor | None,
-        per_sample_weights: torch.Tensor | None,
-        pooling: str | None,
-        columns: tuple[int, ...] | None = None,
-    ) -> ops.Keys:
-        """The unique keys of a lookup with these arguments; raises as `forward` does of what is wrong with them."""
+        Args:
+            inserts: whether it is to insert unknown keys: see `say_if_empty`.
+        """
+        if inserts and self._may_be_empty:
+            self.say_if_empty()
         keys = ops.unique_keys(
-            ids,
-            table_ids,
-            self.num_tables,
-            self.key_type,
-            self.padding_idx,
-            offsets,
-            columns,
-            threads=self.store.threads,
-        )
-        if per_sample_weights is not None or pooling != "sum":
-            ops.check_pooling(keys, per_sample_weights, pooling or "sum")
+            lookup.ids, lookup.table_ids, self.num_tables, self.key_type, self.padding_idx, lookup.offsets,
+            lookup.columns, threads=self.store.threads,
+        )  # fmt: skip
+        if lookup.per_sample_weights is not None or lookup.pooling != "sum":
+            ops.check_pooling(keys, lookup.per_sample_weights, lookup.pooling)
         return keys
 
     def say_if_empty(self) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from oneemb.embeddings.embedding import TableEmbedding
 from oneemb.graph import ops
+from oneemb.graph.arguments import Lookup
 from oneemb.graph.ranks import Ranks
 from oneemb.storage.errors import StorageError
 from oneemb.storage.tiers.hot_rows import Prefetched
@@ -29,8 +30,8 @@ class LookupAhead:
     Args:
         embedding: whose rows they are; with a `process_group`.
         connections: what `Ranks.again` gave, for the thread that sends keys.
-        arguments: gives the arguments of the lookup, as `TableEmbedding.keys_of` takes them; what it raises is raised
-            by `send_keys`, on every rank.
+        arguments: gives the arguments of the lookup, as `forward` takes them; what it raises is raised by `send_keys`,
+            on every rank.
         later: has its argument called outside of everything else, as what is dropped may be dropped anywhere.
     """
 
@@ -44,10 +45,11 @@ class LookupAhead:
         assert embedding.asked_ranks is not None
         self._embedding, self._ranks = embedding, embedding.asked_ranks
         self._connections, self._later = connections, later
-        self._arguments: Mapping[str, Any] = {"offsets": None, "per_sample_weights": None, "pooling": None}
+        self._lookup = Lookup(None)
         self._failed: list[Exception] = []
         try:
-            self._arguments = arguments()
+            given = arguments()
+            self._lookup = Lookup(**{**given, "pooling": given.get("pooling") or "sum"})
         except Exception as error:
             self._failed.append(error)
         self._inserts, self._again = embedding.training, ops.in_backward()
@@ -62,10 +64,8 @@ class LookupAhead:
             RankError: another rank has failed.
             What `arguments` raises, or a lookup with these arguments.
         """
-        store, arguments = self._embedding.store, self._arguments
-        sums_bags = ops.sums_bags(arguments["offsets"], arguments["per_sample_weights"], arguments["pooling"])
-        ranks = self._ranks.over(self._connections)
-        self._routed = ops.shuffle_keys(ranks, self._what, self._keys, store, sums_bags)
+        store, ranks = self._embedding.store, self._ranks.over(self._connections)
+        self._routed = ops.shuffle_keys(ranks, self._what, self._keys, store, self._lookup.sums_bags)
         if self._inserts:
             with suppress(StorageError):  # It will be met again by the lookup, which tells the ranks.
                 self._prefetched = store.prefetch(self._routed.asked.keys.unique)
@@ -73,9 +73,7 @@ class LookupAhead:
     def _keys(self) -> ops.Keys:
         if self._failed:
             raise self._failed.pop()
-        if self._inserts:
-            self._embedding.say_if_empty()
-        return self._embedding.keys_of(**self._arguments)
+        return self._embedding.keys_of(self._lookup, self._inserts)
 
     def rows(self) -> torch.Tensor:
         """Result of `embedding(...)`. Call this once.
@@ -85,7 +83,7 @@ class LookupAhead:
             StoreFullError: as a lookup.
         """
         assert self._routed is not None
-        embedding, scales = self._embedding, self._arguments["per_sample_weights"]
+        embedding, scales = self._embedding, self._lookup.per_sample_weights
         prefetched, self._prefetched = self._prefetched, None
         has_gradient = torch.is_grad_enabled() and (
             embedding.is_trained or (scales is not None and scales.requires_grad)
@@ -101,7 +99,7 @@ class LookupAhead:
         )
         if not has_gradient:
             lease.unpin()
-        rows = ops.gather(lease, scales, self._arguments["pooling"] or "sum")
+        rows = ops.gather(lease, scales, self._lookup.pooling)
         return ops.with_grad(rows, lease, embedding.weights, scales) if has_gradient else rows
 
     def __del__(self) -> None:

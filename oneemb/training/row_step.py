@@ -302,7 +302,7 @@ class RowStep:
             of_group.setdefault(its[:1] if len(set(its)) == 1 else (*its, id(store)), []).append(grad)
         reduced: list[ops.RowGrads] = []
         for group in of_group.values():
-            reduced += stats.call("reduce_grads", ops.reduce_grads, group)
+            reduced += stats.call("reduce_grads", ops.reduce_grads, group, measure=ops.measure_reduce)
         return reduced
 
     def reduce_again(self, grads: list[ops.RowGrads], changes: Sequence[int]) -> None:
@@ -329,7 +329,7 @@ class RowStep:
         `zero_grad`."""
         label = f"update({type(self.optimizer).__name__})"
         for grad in grads:
-            stats.call(label, ops.update, self, grad, go, options)
+            stats.call(label, ops.update, self, grad, go, options, measure=ops.measure_update)
         for _, row_grad in self.grads:
             row_grad.unpin()
         self.put_back()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from oneemb.graph import ops
+from oneemb.graph.arguments import Lookup, Planned
 from oneemb.graph.build_error import BuildError
 from oneemb.graph.building import Building, Expected, building_now
 from oneemb.graph.tape import Tape
@@ -38,15 +39,15 @@ def expect(embedding, ids, table_ids=None, offsets=None, per_sample_weights=None
     reserved = ops.reserve(embedding.store, keys)
     rows = ops.gather(reserved.acquire(), per_sample_weights, pooling) if reads else None
     store = embedding.store
-    lookup = ids, table_ids, offsets, None, reserved, rows, per_sample_weights, pooling, None
-    return Expected(store.changes, False, "a", *lookup)
+    lookup = Lookup(ids, table_ids, offsets, None, per_sample_weights, pooling)
+    return Expected(Planned("a", lookup, reserved, rows), store.changes, False)
 
 
 def peeked(embedding, ids):
     """A lookup that is expected of an embedding that is not trained."""
     keys = ops.unique_keys(ids, None, embedding.num_tables, torch.int64, None)
     rows = ops.peek(embedding.store, keys)
-    return Expected(embedding.store.changes, False, "a", ids.clone(), None, None, None, None, rows, None, "sum", None)
+    return Expected(Planned("a", Lookup(ids.clone()), rows=rows), embedding.store.changes, False)
 
 
 def pinned(embedding):
@@ -133,7 +134,7 @@ def test_bags_of_another_pooling_are_read_again_from_the_same_rows(embedding, ot
     other = other or dict(per_sample_weights=torch.full((6,), 2.0, requires_grad=True))
     lookup = expect(embedding, ids, None, offsets, reads=known)
     if not known:
-        lookup.pooling = None
+        lookup.lookup = lookup.lookup._replace(pooling=None)
     wanted = embedding(ids, None, offsets, **other)
     building = Building({embedding.store: "a"}, [lookup])
 
@@ -231,8 +232,7 @@ def test_an_embedding_in_eval_mode_is_inserted_by_no_lookup(embedding):
     ids = torch.tensor([200, 3])
     keys = ops.unique_keys(ids, None, 1, torch.int64, None)
     lease = ops.acquire_later(embedding.store, keys)
-    read = ids.clone(), None, None, None, lease, ops.gather(lease), None, "sum", None
-    lookup = Expected(embedding.store.changes, False, "a", *read)
+    lookup = Expected(Planned("a", Lookup(ids.clone()), lease, ops.gather(lease)), embedding.store.changes, False)
     building = Building({embedding.store: "a"}, [lookup])
 
     @building.call
@@ -271,8 +271,7 @@ def test_leases_have_the_order_in_which_lookups_were_made(embedding):
     expected = []
     for ids in several:
         lease = ops.acquire_later(embedding.store, ops.unique_keys(ids, None, 1, torch.int64, None))
-        read = ids, None, None, None, lease, ops.gather(lease), None, "sum", None
-        expected.append(Expected(embedding.store.changes, False, "a", *read))
+        expected.append(Expected(Planned("a", Lookup(ids), lease, ops.gather(lease)), embedding.store.changes, False))
     building = Building({embedding.store: "a"}, expected)
 
     @building.call
@@ -437,30 +436,18 @@ def test_the_ids_of_the_batch_itself_are_not_compared_where_that_would_wait(embe
     ids = torch.arange(5)
     for waits, change, matches in ((True, False, True), (True, True, False), (False, True, False)):
         lookup = expect(embedding, ids)
-        lookup = Expected(
-            *(getattr(lookup, name) for name in ("changes",)),
-            waits,
-            "a",
-            ids.clone(),
-            None,
-            None,
-            None,
-            lookup.reserved,
-            lookup.rows,
-            None,
-            "sum",
-            ids,
-        )
+        planned = Planned("a", Lookup(ids.clone()), lookup.reserved, lookup.rows, ids)
+        lookup = Expected(planned, lookup.changes, waits)
         if change:
             ids.add_(1)
-        assert lookup.is_of(ids, None, None, None) == matches
+        assert lookup.is_of(Lookup(ids)) == matches
 
 
 def test_ids_of_inference_mode_are_compared_as_they_count_no_changes(embedding):
     with torch.inference_mode():
         ids = torch.arange(5)
-    lookup = Expected(0, True, "a", ids.clone(), None, None, None, None, None, None, "sum", ids)
-    assert lookup.is_of(ids, None, None, None)
+    lookup = Expected(Planned("a", Lookup(ids.clone()), origin=ids), 0, True)
+    assert lookup.is_of(Lookup(ids))
     with torch.inference_mode():
         ids.add_(1)
-    assert not lookup.is_of(ids, None, None, None)
+    assert not lookup.is_of(Lookup(ids))

@@ -86,7 +86,7 @@ inputs: ids
 keep = keep(ids)
 unique_keys = unique_keys{KEYS}
 reserve = reserve(a.store, unique_keys)
-return (('a', keep, None, None, None, reserve, None, None, 'sum', ids),)""",
+return (Planned('a', Lookup(keep), reserved=reserve, origin=ids),)""",
     )
 
 
@@ -110,9 +110,9 @@ getitem = keep_1[1:]
 remainder = getitem.remainder(2)
 unique_keys_2 = unique_keys(reshape, remainder, 2, int64, None, keep_1)
 reserve_2 = reserve(c.store, unique_keys_2)
-return (('a', reshape, None, keep_1, None, reserve, None, keep_2, 'sum', None),
-  ('b', reshape, None, keep_1, None, reserve_1, None, None, None, None),
-  ('c', reshape, remainder, keep_1, None, reserve_2, None, None, 'max', None))""",
+return (Planned('a', Lookup(reshape, offsets=keep_1, per_sample_weights=keep_2), reserved=reserve),
+  Planned('b', Lookup(reshape, offsets=keep_1, pooling=None), reserved=reserve_1),
+  Planned('c', Lookup(reshape, table_ids=remainder, offsets=keep_1, pooling='max'), reserved=reserve_2))""",
     )
 
 
@@ -138,18 +138,18 @@ def test_of_tensors_from_outside_only_what_is_looked_up_is_copied():
 @pytest.mark.parametrize(
     "change, inserts, after",
     [
-        (lambda graph: None, False, ["peek = peek(a.store, unique_keys)", "None, peek"]),
-        (lambda graph: graph.a.eval().requires_grad_(False), True, ["peek = peek(a.store, unique_keys)", "None, peek"]),
+        (lambda graph: None, False, ["peek = peek(a.store, unique_keys)", "rows=peek"]),
+        (lambda graph: graph.a.eval().requires_grad_(False), True, ["peek = peek(a.store, unique_keys)", "rows=peek"]),
         (
             lambda graph: graph.a.requires_grad_(False),
             True,
-            ["reserve = reserve(a.store, unique_keys)", "reserve, None"],
+            ["reserve = reserve(a.store, unique_keys)", "reserved=reserve"],
         ),
         (
             lambda graph: graph.a.eval(),
             True,
             ["acquire_later = acquire_later(a.store, unique_keys)", "gather = gather(acquire_later)"]
-            + ["acquire_later, gather"],
+            + ["reserved=acquire_later, rows=gather"],
         ),
     ],
     ids=["inserts nothing", "eval and frozen", "frozen", "eval"],
@@ -161,7 +161,7 @@ def test_lower_embeddings_that_do_not_insert(change, inserts, after):
         lowered(simple, IDS, change=change, inserts=inserts),
         "\n".join(
             ["inputs: ids", "keep = keep(ids)", f"unique_keys = unique_keys{KEYS}", *lines]
-            + [f"return (('a', keep, None, None, None, {rows}, None, 'sum', ids),)"]
+            + [f"return (Planned('a', Lookup(keep), {rows}, origin=ids),)"]
         ),
     )
 
@@ -170,7 +170,7 @@ def test_bags_that_are_read_at_once_are_pooled_where_it_is_known_how():
     text = graph_text(lowered(bags, IDS, OFFSETS, SCALES, inserts=False))
     assert "peek = peek(a.store, unique_keys, keep_2, 'sum')" in text and "peek(b.store" not in text
     assert "peek_1 = peek(c.store, unique_keys_2, None, 'max')" in text
-    assert "('b', reshape, None, keep_1, None, None, None, None, None, None)" in text
+    assert "Planned('b', Lookup(reshape, offsets=keep_1, pooling=None))" in text
 
 
 def test_a_lookup_with_a_pooling_that_no_bag_has_is_not_recorded():
@@ -192,7 +192,7 @@ def test_merge_embeddings():
         a = self.a((ids + 1).reshape(-1), None, offsets, scales)
         return c.sum() + a.sum() + self.b(ids).sum()
 
-    lookups = "((0, reshape, None, 2, keep_1, None), (4, keep, None, 2, None, None))"
+    lookups = "(MergedLookup(0, 2, reshape, offsets=keep_1), MergedLookup(4, 2, keep))"
     check_pass(
         lambda graph: merge_embeddings(graph, {name: MEMBERS[name] for name in ("a.store", "c.store")}),
         lowered(build, IDS, OFFSETS, SCALES),
@@ -213,9 +213,9 @@ getitem = gather_merged[0]
 getitem_1 = gather_merged[1]
 unique_keys_2 = unique_keys(keep, None, 2, int64, None)
 reserve_2 = reserve(b.store, unique_keys_2)
-return (('c', keep, None, None, None, part_of_1, getitem_1, None, 'sum', ids),
-  ('a', reshape, None, keep_1, None, part_of, getitem, keep_2, 'sum', None),
-  ('b', keep, None, None, None, reserve_2, None, None, 'sum', ids))""",
+return (Planned('c', Lookup(keep), reserved=part_of_1, rows=getitem_1, origin=ids),
+  Planned('a', Lookup(reshape, offsets=keep_1, per_sample_weights=keep_2), reserved=part_of, rows=getitem),
+  Planned('b', Lookup(keep), reserved=reserve_2, origin=ids))""",
     )
 
 
@@ -223,7 +223,7 @@ def test_a_merged_lookup_whose_weights_are_not_known_is_not_read():
     text = graph_text(merge_embeddings(lowered(bags, IDS, OFFSETS, SCALES), MEMBERS))
     assert "check_merged_pooling(unique_merged_keys, ((0, keep_2, 'sum'),))" in text
     assert "gather_merged(reserve_3, ((0, keep_2, 'sum'), (2, None, 'max')))" in text
-    assert "('b', reshape, None, keep_1, None, part_of_1, None, None, None, None)" in text
+    assert "Planned('b', Lookup(reshape, offsets=keep_1, pooling=None), reserved=part_of_1)" in text
 
     def unknown(self, ids, offsets):
         scales = self.mlp.weight.sum() * torch.ones(6)
@@ -240,7 +240,7 @@ def lookups(build, *batch, change=None):
     found = []
     for node in merged.nodes:
         if node.target is ops.unique_merged_keys:
-            found.append("".join("abc"[lookup[0] // 2] for lookup in node.args[0]))
+            found.append("".join("abc"[lookup.first_table // 2] for lookup in node.args[0]))
         elif node.target in (ops.reserve, ops.acquire_later) and node.args[0].target != "merged_0":
             found.append(node.args[0].target)
     return found
@@ -282,8 +282,8 @@ keep = keep(ids)
 unique_keys = unique_keys{KEYS}
 reserve = reserve(a.store, unique_keys)
 reserve_1 = reserve(b.store, unique_keys)
-return (('a', keep, None, None, None, reserve, None, None, 'sum', ids),
-  ('b', keep, None, None, None, reserve_1, None, None, 'sum', ids))""",
+return (Planned('a', Lookup(keep), reserved=reserve, origin=ids),
+  Planned('b', Lookup(keep), reserved=reserve_1, origin=ids))""",
     )
 
 
@@ -346,9 +346,9 @@ def test_split_prepare():
         "return [ids, keep, unique_keys, add, unique_keys_1, prefetch, prefetch_1, prefetch_2]",
     ]
     made = [
-        "('a', keep, None, None, None, reserve, None, None, 'sum', ids)",
-        "('b', add, None, None, None, reserve_1, None, None, 'sum', None)",
-        "('a', keep, None, None, None, reserve_2, None, None, 'sum', ids)",
+        "Planned('a', Lookup(keep), reserved=reserve, origin=ids)",
+        "Planned('b', Lookup(add), reserved=reserve_1)",
+        "Planned('a', Lookup(keep), reserved=reserve_2, origin=ids)",
     ]
     assert graph_text(lookup).splitlines() == [
         "inputs: ids, keep, unique_keys, add, unique_keys_1, prefetch, prefetch_1, prefetch_2",

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import fx
 
+from oneemb.graph.arguments import Lookup
 from oneemb.graph.building import Building
 from oneemb.graph.executor import Executor
 from oneemb.graph.inputs import Signature
@@ -35,9 +36,7 @@ class Recording:
 
     def _look_up(self, ids, **others):
         self.asked.append(ids.detach().clone())
-        arguments = dict.fromkeys(["ids", "table_ids", "offsets", "columns", "per_sample_weights"]) | {"pooling": "sum"}
-        arguments |= {"ids": ids} | others
-        return self.tape.lookup("a", arguments, lambda: torch.ones(3))
+        return self.tape.lookup("a", Lookup(ids, **others), lambda: torch.ones(3))
 
     def lookups(self):
         """The arguments of each lookup that was recorded."""
@@ -257,7 +256,7 @@ def test_pooling_by_weights_that_are_not_known():
     recording = Recording(build, ids_of(3))
     assert recording.others == 0
     assert [lookup.get("pooling") for lookup in recording.lookups()] == ["sum", None, None]
-    assert all("per_sample_weights" not in lookup for lookup in recording.lookups()[1:])
+    assert all(lookup["per_sample_weights"] is None for lookup in recording.lookups()[1:])
 
 
 # ---- tensors from outside --------------------------------------------------------------------------------------------
