@@ -17,6 +17,10 @@ class Lookup(NamedTuple):
     pooling: Any = "sum"
     """In a graph, None = ids are pooled by weights that are not known before `build`."""
 
+    def by_name(self) -> dict[str, Any]:
+        """The arguments by their names."""
+        return self._asdict()
+
     @property
     def sums_bags(self) -> bool:
         """Whether it gives sums or means of bags that owners may have a part in (ops/asking.py)."""

@@ -118,7 +118,7 @@ class Tape:
             return
         with suppress(_Unknown):  # by weights that nobody knows before
             noted = noted._replace(per_sample_weights=self._argument(scales), pooling=pooling)
-        self._lookups.append(self._graph.call_module(name, kwargs=noted._asdict()))
+        self._lookups.append(self._graph.call_module(name, kwargs=noted.by_name()))
 
     def graph(self) -> fx.Graph:
         """Recorded graph: it returns the result of each lookup, and has no call that no lookup needs."""

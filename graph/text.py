@@ -63,13 +63,10 @@ def _index(value: object) -> str:
 def _argument(value: object) -> str:
     if isinstance(value, fx.Node):
         return str(value.target) if value.op == "get_attr" else value.name
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        fields, defaults = zip(value._fields, value, strict=True), value._field_defaults
-        shown = [
-            f"{name}={_argument(field)}" if name in defaults else _argument(field)
-            for name, field in fields
-            if name not in defaults or field != defaults[name]
-        ]
+    if (by_name := getattr(value, "_asdict", None)) is not None:  # of a NamedTuple
+        defaults = getattr(value, "_field_defaults", {})
+        fields = {name: field for name, field in by_name().items() if name not in defaults or field != defaults[name]}
+        shown = [f"{name}=" * (name in defaults) + _argument(field) for name, field in fields.items()]
         return f"{type(value).__name__}({', '.join(shown)})"
     if isinstance(value, list | tuple):
         inside = ", ".join(_argument(element) for element in value)

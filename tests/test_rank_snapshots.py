@@ -135,7 +135,7 @@ def save(ranks, path, version=0, name="s", *, options="device", overwrite=False,
     try:
         fill(embedding, version, count)
         embedding.save_snapshot(name, overwrite=overwrite)
-        return embedding._saved[0]
+        return embedding.saved[0]
     finally:
         embedding.close()
 

@@ -794,7 +794,8 @@ def peek(
     _check_place(store, keys.loops)
     row_UW, unique = store.read(keys.unique)  # on a GPU tables and offsets are checked here, before anything uses them
     keys = dataclasses.replace(keys, unique=unique)
-    scale_N = _scales_of(keys, per_sample_weights, pooling, store)
+    sums = per_sample_weights is None and pooling == "sum"
+    scale_N = None if sums else _scales_of(keys, per_sample_weights, pooling, store)
     weight_UX, slot_U = store.format.weights(row_UW), store.loops.arange(len(row_UW))
     return _read(store, weight_UX, slot_U, keys, scale_N, pooling)[0]
 

@@ -1,7 +1,7 @@
 """Where gradients of rows come from: what a lookup gave, as autograd knows it."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -28,13 +28,9 @@ def with_grad(
     """
     if ranks is None and lease.remote is not None:
         ranks = lease.remote.ranks
-    return _WithGrad.apply(per_sample_weights, lease, _Rows(rows), ranks, *weights)
-
-
-class _Rows(NamedTuple):
-    """Rows that autograd takes for new ones: a tensor that it knows as an input must not change in place."""
-
-    tensor: torch.Tensor
+    # In a tuple, so that autograd takes the rows for new ones: a tensor that it knows as an input must not change in
+    # place.
+    return _WithGrad.apply(per_sample_weights, lease, (rows,), ranks, *weights)
 
 
 def _is_alone(grad: torch.Tensor) -> bool:
@@ -63,14 +59,15 @@ def _is_alone(grad: torch.Tensor) -> bool:
 class _WithGrad(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, scales: torch.Tensor | None, lease: Lease, rows: _Rows, ranks: Ranks | None, *weights: torch.Tensor
-    ) -> torch.Tensor:
+        ctx: Any, scales: torch.Tensor | None, lease: Lease, rows: tuple[torch.Tensor], ranks: Ranks | None,
+        *weights: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
         ctx.lease, ctx.ranks = lease, ranks
         ctx.at_once = True
         for weight in weights:
             if not getattr(weight, "is_stepped_in_backward", False):
                 ctx.at_once = False
-        return rows.tensor
+        return rows[0]
 
     @staticmethod
     @torch._disable_dynamo  # torch.compile stays out of it, as out of a lookup

@@ -18,6 +18,7 @@ from oneemb.options import (
     CachedSsdStoreOptions,
     DeviceMemStoreOptions,
     Initializer,
+    NormalInitializer,
     StoreOptions,
     TableOptions,
 )
@@ -28,6 +29,7 @@ from oneemb.storage.snapshots.snapshot_parts import rank_folder_name
 from oneemb.storage.tiers.stack import RemotePlan, StorePlan
 
 __all__ = [
+    "DEFAULT_INITIALIZER",
     "DTYPE_NAMES",
     "check_arguments",
     "differences",
@@ -37,6 +39,9 @@ __all__ = [
     "state_width_of",
     "store_plan",
 ]
+
+DEFAULT_INITIALIZER = NormalInitializer(0.0, 0.05)
+"""How rows begin in an embedding that is given no initializer."""
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 """The dtypes of rows, with the names that storage has for them."""

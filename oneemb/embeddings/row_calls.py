@@ -10,99 +10,140 @@ import torch
 
 from oneemb.embeddings.rank_calls import RankCalls
 from oneemb.graph.ops.lookup import free_failed_passes
-from oneemb.graph.ranks import Ranks
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.policies.ledger import Departing
+from oneemb.storage.policies.row_policy import GivenScore, RowPolicy
 
 __all__ = ["RowCalls"]
 
 
-class RowCalls:
-    """Makes the calls; see `TableEmbedding`, whose methods these are.
+class RowCalls(torch.nn.Module):
+    """Part of an embedding: the calls about rows by id."""
 
-    Args:
-        name: of the embedding, in errors.
-        store: the rows of this rank.
-        ranks: None = this process has all rows.
-        key_type: torch.int64 or int32, of ids.
-        num_tables: how many there are.
-    """
+    name: str
+    store: EmbeddingStore
+    key_type: torch.dtype
+    num_tables: int
+    policies: tuple[RowPolicy, ...] | None
+    calls: RankCalls
 
-    def __init__(self, name: str, store: EmbeddingStore, ranks: Ranks | None, key_type: torch.dtype, num_tables: int):
-        self._name, self._store = name, store
-        self._calls = RankCalls(ranks, [store])
-        self._key_type, self._num_tables = key_type, num_tables
+    def erase(self, ids: torch.Tensor, table: int = 0) -> int:
+        """Forget the rows of ids, weights and optimizer state: one that is looked up again begins anew. Snapshots keep
+        the rows that they have.
 
-    def erase(self, ids: torch.Tensor, table: int) -> int:
-        """See `TableEmbedding.erase`."""
-        what = f"erase rows of {self._name!r}"
-        return self._calls.together("erase", what, lambda: self._erase_named(what, ids, table))
+        With `process_group` every rank makes the call, each with ids of its own; what any of them names is erased.
+
+        Args:
+            ids: integers of `key_type`, any shape; those without a row, or several times the same, are fine.
+            table: of these ids.
+
+        Returns:
+            How many rows there were, of all ranks together.
+
+        Raises:
+            TypeError, ValueError: ids or table are not as above.
+            StorageError: a lookup whose step is still to come holds one; nothing has changed.
+        """
+        what = f"erase rows of {self.name!r}"
+        return self.calls.together("erase", what, lambda: self._erase_named(what, ids, table))
 
     def _erase_named(self, what: str, ids: torch.Tensor, table: int) -> int:
-        free_failed_passes(self._store)  # Rows that nobody will train are in use by no lookup.
+        free_failed_passes(self.store)  # Rows that nobody will train are in use by no lookup.
         table_N, id_N = self._named_by_ranks(what, ids, table)
         order_N = np.lexsort((id_N, table_N))
         table_N, id_N = table_N[order_N], id_N[order_N]
         first_N = np.append(True, (table_N[1:] != table_N[:-1]) | (id_N[1:] != id_N[:-1]))[: len(id_N)]
         table_U, id_U = table_N[first_N], id_N[first_N]
-        if not self._calls.alone:  # On none of them, if one refuses.
-            self._calls.agree(what, lambda: self._store.check_free(table_U, id_U))
-        return sum(self._calls.all_gather(what, lambda: self._erase(table_U, id_U)))
+        if not self.calls.alone:  # On none of them, if one refuses.
+            self.calls.agree(what, lambda: self.store.check_free(table_U, id_U))
+        return sum(self.calls.all_gather(what, lambda: self._erase(table_U, id_U)))
 
     def _erase(self, table_U: np.ndarray, id_U: np.ndarray) -> int:
         """Erase those that are here. Returns how many there were of which no other rank has copies that count."""
-        erased_U = self._store.erase(table_U, id_U)
-        for watcher in list(self._store.watchers):
+        erased_U = self.store.erase(table_U, id_U)
+        for watcher in list(self.store.watchers):
             watcher.erase(table_U, id_U)
-        counted_U = self._store.replicas.are_counted(table_U[erased_U], id_U[erased_U])
+        counted_U = self.store.replicas.are_counted(table_U[erased_U], id_U[erased_U])
         return int(np.count_nonzero(counted_U))
 
     def evict(self) -> dict[str, int]:
-        """See `TableEmbedding.evict`."""
-        what, left = f"evict rows of {self._name!r}", Counter[str]()
+        """Let all rows leave that have expired, by age, norm or `expire_where`, as the tables' policies say. With
+        `process_group` every rank makes the call.
+
+        Returns:
+            How many, of all ranks together, by reason: "expired", "norm", "where", and "capacity" of tables that were
+            loaded with more rows than they may have.
+
+        Raises:
+            ValueError: `expire_where` or a clock raises, or gives what it is not to give. On this rank no row has left.
+        """
+        what, left = f"evict rows of {self.name!r}", Counter[str]()
 
         def evict() -> list[dict[str, int]]:
-            if self._calls.alone:  # In one turn: another thread's lookup may not use a row between choice and leave.
-                return [self._store.evict()]
+            if self.calls.alone:  # In one turn: another thread's lookup may not use a row between choice and leave.
+                return [self.store.evict()]
             departing: list[Departing] = []  # On none of them, if one fails to say what leaves.
-            self._calls.agree(what, lambda: departing.extend(self._store.departing()))
-            return self._calls.all_gather(what, lambda: self._store.evict(departing))
+            self.calls.agree(what, lambda: departing.extend(self.store.departing()))
+            return self.calls.all_gather(what, lambda: self.store.evict(departing))
 
-        for its in self._calls.together("evict", what, evict):
+        for its in self.calls.together("evict", what, evict):
             left.update(its)
         return dict(left)
 
-    def scores(self, ids: torch.Tensor, table: int) -> torch.Tensor:
-        """See `TableEmbedding.scores`."""
-        what = f"read scores of {self._name!r}"
-        if self._calls.alone:
-            return torch.from_numpy(self._store.scores(*self._named(ids, table))[0]).view(ids.shape)
+    def scores(self, ids: torch.Tensor, table: int = 0) -> torch.Tensor:
+        """The scores of rows, uint64 of the shape of `ids`: those of least score leave first. 0 where there is no row.
+
+        What a score means is the policy's: the number of the last lookup of `LRU`, of the step of `StepLRU`, uses of
+        `LFU` (with a half-life the bits of a float64, log2(uses) + step / half_life), the power and the step of
+        `MixedLFU`, the epoch and the lookup or the uses of `EpochLRU` and `EpochLFU`, what was given of `GivenScore`.
+        With `process_group` every rank makes the call, each with ids of its own.
+
+        Raises:
+            TypeError, ValueError: ids or table are not as of `erase`, or there is no policy.
+        """
+        what = f"read scores of {self.name!r}"
+        if self.calls.alone:
+            return torch.from_numpy(self.store.scores(*self._named(ids, table))[0]).view(ids.shape)
 
         def ask() -> tuple[list[list[np.ndarray]], int]:
-            named_R = self._calls.all_gather(what, lambda: self._named(ids, table))
-            found = self._calls.all_gather(what, lambda: [self._store.scores(*named)[0] for named in named_R])
-            return found, len(named_R[self._calls.rank][1])
+            named_R = self.calls.all_gather(what, lambda: self._named(ids, table))
+            found = self.calls.all_gather(what, lambda: [self.store.scores(*named)[0] for named in named_R])
+            return found, len(named_R[self.calls.rank][1])
 
-        of_owners, count = self._calls.together("scores", what, ask)
+        of_owners, count = self.calls.together("scores", what, ask)
         score_N = np.zeros(count, np.uint64)
         for scores_R in of_owners:  # A rank that does not own a row says 0.
-            score_N |= scores_R[self._calls.rank]
+            score_N |= scores_R[self.calls.rank]
         return torch.from_numpy(score_N).view(ids.shape)
 
-    def set_scores(self, ids: torch.Tensor, scores: torch.Tensor, table: int) -> int:
-        """See `TableEmbedding.set_scores`."""
-        what = f"set scores of {self._name!r}"
-        return self._calls.together("set_scores", what, lambda: self._set_scores(what, ids, scores, table))
+    def set_scores(self, ids: torch.Tensor, scores: torch.Tensor, table: int = 0) -> int:
+        """Give rows other scores; the next use changes them as the policy says, which of `GivenScore` is not at all.
+
+        With `process_group` every rank makes the call, each with ids of its own, which may be none.
+
+        Args:
+            ids: integers of `key_type`, any shape, each once, on all ranks together; others are passed over.
+            scores: uint64, or int64 from 0 up, of the shape of `ids`.
+
+        Returns:
+            How many of the ids have a row.
+
+        Raises:
+            TypeError, ValueError: `scores` is not as above, ids repeat, or there is no policy.
+            StoreFullError: so many rows do not fit in the hot tier at a time.
+        """
+        what = f"set scores of {self.name!r}"
+        return self.calls.together("set_scores", what, lambda: self._set_scores(what, ids, scores, table))
 
     def _set_scores(self, what: str, ids: torch.Tensor, scores: torch.Tensor, table: int) -> int:
-        of_ranks = self._calls.all_gather(what, lambda: self._named_scores(ids, scores, table))
+        of_ranks = self.calls.all_gather(what, lambda: self._named_scores(ids, scores, table))
         table_N, id_N, score_N = (np.concatenate(column) for column in zip(*of_ranks, strict=True))
         if len(np.unique(np.rec.fromarrays([table_N, id_N]))) < len(id_N):
             raise ValueError("ids must be there once each, so that it is clear which score each has; some repeat")
         # Each owner's share: a score that is none of its table's rule is refused before any is set.
-        if not self._calls.alone:
-            self._calls.agree(what, lambda: self._store.check_scores(table_N, id_N, score_N))
-        return sum(self._calls.all_gather(what, lambda: self._store.set_scores(table_N, id_N, score_N)))
+        if not self.calls.alone:
+            self.calls.agree(what, lambda: self.store.check_scores(table_N, id_N, score_N))
+        return sum(self.calls.all_gather(what, lambda: self.store.set_scores(table_N, id_N, score_N)))
 
     def _named_scores(
         self, ids: torch.Tensor, scores: torch.Tensor, table: int
@@ -118,28 +159,51 @@ class RowCalls:
         return table_N, id_N, score_N.astype(np.uint64)
 
     def set_epoch(self, epoch: int) -> None:
-        """See `TableEmbedding.set_epoch`."""
-        what = f"set the epoch of {self._name!r}"
+        """Let uses from now on be of this epoch, for `EpochLRU` and `EpochLFU`; snapshots keep it. With
+        `process_group` every rank makes the call, with the same one.
+
+        Args:
+            epoch: 0 to 2^32 - 1, not before the present one. A new embedding is at 0.
+
+        Raises:
+            TypeError, ValueError: it is not as above, or there is no policy.
+        """
+        what = f"set the epoch of {self.name!r}"
 
         def set_it() -> None:
-            of_ranks = self._calls.all_gather(what, lambda: epoch)
+            of_ranks = self.calls.all_gather(what, lambda: epoch)
             if any(its != epoch for its in of_ranks):
                 raise ValueError(f"an epoch is the same for all ranks, got {of_ranks}")
-            self._calls.agree(what, lambda: self._store.set_epoch(epoch))
+            self.calls.agree(what, lambda: self.store.set_epoch(epoch))
 
-        self._calls.together("set_epoch", what, set_it)
+        self.calls.together("set_epoch", what, set_it)
+
+    def give_score(self, score: int, table: int = 0) -> None:
+        """Let lookups give the rows of a table whose policy is `GivenScore(on_use=True)` this score from now on, and
+        new rows where it is `GivenScore()`. With `process_group` every rank makes the call.
+
+        Args:
+            score: 0 to 2^64 - 1. It is not in snapshots; the scores of rows are.
+
+        Raises:
+            TypeError, ValueError: it is not as above, or the table's policy is another one.
+        """
+        policy = None if self.policies is None or not 0 <= table < self.num_tables else self.policies[table]
+        if policy is None or not isinstance(policy.evict, GivenScore):
+            raise ValueError(f"table {table} must have a policy with evict=GivenScore(...), got {policy}")
+        self.store.give_score(table, GivenScore(score).new)
 
     def _named_by_ranks(self, what: str, ids: torch.Tensor, table: int) -> tuple[np.ndarray, np.ndarray]:
         """The keys that any rank names."""
-        table_N, id_N = zip(*self._calls.all_gather(what, lambda: self._named(ids, table)), strict=True)
+        table_N, id_N = zip(*self.calls.all_gather(what, lambda: self._named(ids, table)), strict=True)
         return np.concatenate(table_N), np.concatenate(id_N)
 
     def _named(self, ids: torch.Tensor, table: int) -> tuple[np.ndarray, np.ndarray]:
         """int32 [N] and int64 [N]."""
-        if not isinstance(ids, torch.Tensor) or ids.dtype != self._key_type:
+        if not isinstance(ids, torch.Tensor) or ids.dtype != self.key_type:
             got = ids.dtype if isinstance(ids, torch.Tensor) else type(ids).__name__
-            raise TypeError(f"ids must be {self._key_type}, got {got}")
-        if type(table) is not int or not 0 <= table < self._num_tables:
-            raise ValueError(f"table must be an int from 0 to {self._num_tables - 1}, got {table!r}")
+            raise TypeError(f"ids must be {self.key_type}, got {got}")
+        if type(table) is not int or not 0 <= table < self.num_tables:
+            raise ValueError(f"table must be an int from 0 to {self.num_tables - 1}, got {table!r}")
         id_N = ids.detach().cpu().reshape(-1).to(torch.int64).numpy()
         return np.full(len(id_N), table, np.int32), id_N

@@ -1,0 +1,200 @@
+"""The parameter that stands for the rows of an embedding: the optimizer that trains them, and their moves."""
+
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Never, Self
+
+import numpy as np
+import torch
+
+from oneemb.checkpoints.rank_snapshots import RankSnapshots
+from oneemb.embeddings.embedding_arguments import state_width_of
+from oneemb.embeddings.row_weight import RowWeight, refuse_values
+from oneemb.graph import ops
+from oneemb.graph.ranks import Ranks
+from oneemb.graph.row_optimizers import SAME_STATE, RowOptimizer
+from oneemb.options import StoreOptions
+from oneemb.storage.embedding_store import EmbeddingStore
+
+__all__ = ["WeightOfRows"]
+
+
+class WeightOfRows(torch.nn.Module):
+    """Part of an embedding: its weight, and who trains the rows that it stands for."""
+
+    name: str
+    embedding_dim: int
+    dtype: torch.dtype
+    store_options: StoreOptions
+    ranks: Ranks | None
+    store: EmbeddingStore
+    rank_snapshots: RankSnapshots
+    weight: torch.nn.Parameter
+    """Stands for all rows in parameter lists, [0, D]: it holds none. Its gradient is a `RowGrad`."""
+    weights_of_another: tuple[torch.nn.Parameter, ...] | None = None
+    """Parameters of another module that stand for the rows in place of `weight`; see `belongs_to`."""
+    row_optimizer: RowOptimizer | None = None
+    """How the rows are updated; set by the first step of a torch optimizer, `oneemb.Optimizer` or
+    `TrainGraph.add_optimizer`."""
+    _optimizer: weakref.ref[torch.optim.Optimizer] | None = None
+
+    def begin_weight(self) -> None:
+        """Make `weight`."""
+        self.weight = torch.nn.Parameter(torch.empty(0, self.embedding_dim, dtype=torch.float32, device="cpu"))
+        self._stands_for(self.weight)
+
+    @property
+    def weights(self) -> tuple[torch.nn.Parameter, ...]:
+        """The parameters that stand for rows: one for all, or see `belongs_to`."""
+        if self.weights_of_another is not None:
+            return self.weights_of_another
+        # Asked anew each time: torch's tools, such as fully_shard, put other parameters in a module's place.
+        weight = self._parameters.get("weight")
+        return (self.weight if weight is None else weight,)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether rows, of any table, are to get a gradient."""
+        for weight in self.weights:  # a loop, which is quicker than `any`: every lookup asks
+            if weight.requires_grad:
+                return True
+        return False
+
+    def belongs_to(self, weights: Sequence[torch.nn.Parameter], *, is_kept: bool = True) -> None:
+        """Let parameters of another module stand for the rows of each table, in place of `weight`: so tables can be
+        frozen, and trained with options of their own, by groups of one optimizer. To be called before the first lookup.
+
+        Parameters and state dicts then have nothing of this embedding: the other module is asked.
+
+        Args:
+            weights: of shape [0, D], one for each table, or one for all.
+            is_kept: whether `persistent_path` stays when the other module is gone; otherwise no snapshot can be saved.
+        """
+        assert self.ranks is None or len(weights) == 1, "between ranks all rows have one gradient"
+        self.rank_snapshots.are_kept = is_kept
+        self._parameters.pop("weight", None)
+        self.weights_of_another = tuple(weights)
+        for weight in self.weights:
+            self._stands_for(weight)
+
+    def _stands_for(self, weight: torch.nn.Parameter) -> None:
+        weight.__class__ = RowWeight  # whoever made it, another module or torch's tools
+        weight.embedding = _RowsOf(self)  # type: ignore[attr-defined]
+        weight.register_hook(ops.refuse_dense)
+
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        """Register a parameter; refuse one with values as `weight`, which stands for the rows."""
+        if name == "weight" and param is not None and param.dim() and len(param):
+            refuse_values(self.name, f"weight = a parameter of shape {list(param.shape)}")
+        super().register_parameter(name, param)
+
+    def drop_grads(self) -> None:
+        """Forget the gradients of rows."""
+        for weight in self.weights:
+            weight.grad = None
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The torch optimizer that trains the rows; None = there is none, or it is gone."""
+        return None if self._optimizer is None else self._optimizer()
+
+    def detach_optimizer(self, state: str = "keep") -> None:
+        """Let another optimizer, or another graph's, train the rows from now on.
+
+        Args:
+            state: what becomes of the optimizer's state. "keep": an optimizer of the same class goes on with it;
+                "drop": rows lose it, and any optimizer begins anew, at step 0; "adam", "adamw" or "sparse_adam", for
+                rows of one of these three: another of them goes on with the moments.
+
+        Raises:
+            ValueError: `state` is none of these.
+            StorageError: there is no room for the rows on the disk on their way; they are as they were.
+        """
+        name = self.store.format.optimizer
+        if state not in ("keep", "drop") and not (state in SAME_STATE and (name is None or name in SAME_STATE)):
+            raise ValueError(
+                f"state must be 'keep', 'drop' or, for rows of Adam, one of {', '.join(SAME_STATE)}, got {state!r} for"
+                f" rows of {name!r}"
+            )
+        self.store.detach(state)
+        self.row_optimizer = self._optimizer = None
+
+    def attach(self, row_optimizer: RowOptimizer, optimizer: torch.optim.Optimizer) -> None:
+        """Give every row the state of this optimizer. Users call `oneemb.Optimizer` or `TrainGraph.add_optimizer`.
+
+        Raises:
+            ValueError: `size_factor` or `storage_dim` of the store options is too small for it.
+            StorageError: the rows already hold another optimizer's state, or the path is in use.
+        """
+        needed = row_optimizer.state_width(self.embedding_dim)
+        state = np.zeros(state_width_of(self.store_options, self.embedding_dim, row_optimizer.name, needed), np.float32)
+        state[:needed] = row_optimizer.initial_state(self.embedding_dim)
+        self.store.attach(row_optimizer.name, state)
+        self.row_optimizer, self._optimizer = row_optimizer, weakref.ref(optimizer)
+
+    def check_apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """The weight as a conversion of the module, such as `to` or `half`, would make it. Changes nothing.
+
+        Raises:
+            RuntimeError, NotImplementedError: rows cannot be moved where the conversion moves its parameters.
+        """
+        moved = torch.empty(0, self.embedding_dim, dtype=torch.float32, device=self.store.loops.device)
+        failure = None
+        try:
+            moved = fn(moved)
+        except (AssertionError, RuntimeError) as error:  # This build of torch lacks the device that was asked for.
+            failure = error
+        if failure is not None:
+            raise RuntimeError(f"embedding {self.name!r} cannot move: {_why_no_gpu(failure)}") from failure
+        if moved.device.type not in ("cpu", "cuda"):
+            raise NotImplementedError(
+                f"embedding {self.name!r} runs on the CPU and on GPUs of NVIDIA, asked to move to {moved.device}; keep"
+                " it on the CPU and move its output: embedding(ids).to(device)"
+            )
+        if moved.device != self.store.loops.device and any(weight.grad is not None for weight in self.weights):
+            raise RuntimeError(
+                f"embedding {self.name!r} holds lookups whose update is still to come; step the optimizer, then move it"
+            )
+        return moved
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        try:
+            moved = self.check_apply(fn)
+        except RuntimeError as error:  # NotImplementedError is one too.
+            # torch converts a model module by module and cannot ask all of them first, as a graph does.
+            raise type(error)(
+                f"{error}. Parts of the model that come before this embedding, if any do, are converted already; those"
+                " on meta have lost their values: load them again"
+            ) from error.__cause__
+        if moved.dtype not in (torch.float32, self.dtype):
+            warnings.warn(
+                f"embedding {self.name!r} keeps its {self.dtype} rows where the model becomes {moved.dtype}: cast what"
+                f" it gives, embedding(ids).to({moved.dtype}), or make it with that dtype",
+                stacklevel=2,
+            )
+        if moved.device != self.store.loops.device:
+            self.store.move_to(moved.device)
+        # The weight keeps its dtype, as the rows that it stands for keep theirs.
+        return super()._apply(lambda tensor: fn(tensor).to(tensor.dtype), recurse)
+
+
+class _RowsOf(weakref.ref):
+    """The embedding whose rows a weight stands for."""
+
+    def __reduce_ex__(self, protocol: object) -> Never:
+        raise TypeError(
+            "the weight of an embedding, or an optimizer or a list that holds it, cannot be pickled: save"
+            " state_dict() of the model and of the optimizer"
+        )
+
+
+def _why_no_gpu(failure: BaseException) -> str:
+    """Reason why no GPU can be used, and what to install, as far as known."""
+    from oneemb.kernels.launch import Gpu
+
+    try:
+        Gpu()
+    except (ImportError, RuntimeError) as reason:
+        return str(reason)
+    return str(failure)
