@@ -7,8 +7,7 @@ import torch
 import oneemb
 from oneemb.graph.ops import asking, shuffle
 from oneemb.graph.ops.announce import AnnouncedLookup
-from oneemb.graph.ops.asking import Parts, cut_bags, keys_by_rank
-from oneemb.graph.ops.shuffle import Asked
+from oneemb.graph.ops.asking import Asked, Parts, cut_if_fewer_bytes, keys_by_rank
 from oneemb.kernels.host_loops import HostLoops
 from oneemb.kernels.owner import owner_of
 from oneemb.storage.embedding_store import EmbeddingStore
@@ -208,7 +207,7 @@ def counts_finds(group, path, way, drive):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostLoops, "unique_keys_of_bags", counted("ids", HostLoops.unique_keys_of_bags))
-        patch.setattr(shuffle, "keys_of_ranks", counted("asked", shuffle.keys_of_ranks))
+        patch.setattr(asking, "keys_of_ranks", counted("asked", asking.keys_of_ranks))
         patch.setattr(EmbeddingStore, "acquire", counted("rows", EmbeddingStore.acquire))
         for _ in range(3):
             counts.update(dict.fromkeys(counts, 0))
@@ -253,8 +252,8 @@ def test_gradients_can_be_looked_at_before_and_after_they_are_with_the_owners(tm
 
 def looks_up_once(group, path, options, forward):
     """How often bags were cut, and what they gave."""
-    cut, real = [], shuffle.cut_bags
-    shuffle.cut_bags = lambda *args, **kwargs: cut.append(real(*args, **kwargs)) or cut[-1]
+    cut, real = [], shuffle.cut_if_fewer_bytes
+    shuffle.cut_if_fewer_bytes = lambda *args, **kwargs: cut.append(real(*args, **kwargs)) or cut[-1]
     dtype = options.pop("dtype", torch.float32)
     embedding = oneemb.MultiTableEmbedding(
         "items", DIM, dtype, torch.int64, [oneemb.make_table(**options.pop("table", {})), oneemb.make_table()],
@@ -266,7 +265,7 @@ def looks_up_once(group, path, options, forward):
         rows.float().sum().backward()
         return sum(one is not None for one in cut), rows.detach().float()
     finally:
-        shuffle.cut_bags = real
+        shuffle.cut_if_fewer_bytes = real
         embedding.close()
 
 
@@ -299,7 +298,7 @@ def cut_of(bags, owners, **options):
     """Cut bags of keys that these ranks own; of one row of 1 MB nothing else matters."""
     keys = torch.arange(len(owners))
     sent, sizes = keys_by_rank(keys.int(), keys, np.array(owners), 2), [len(bag) for bag in bags]
-    return cut_bags(
+    return cut_if_fewer_bytes(
         sent, np.array([key for bag in bags for key in bag], np.int32),
         np.concatenate([[0], np.cumsum(sizes)]), None,
         **{"rank": 1, "row_bytes": 1 << 20, "grad_bytes": 1 << 20, **options},

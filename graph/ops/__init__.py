@@ -30,25 +30,11 @@ from oneemb.graph.ops.announce import (
     announce,
     announced_lookup,
 )
+from oneemb.graph.ops.batch_ids import equal, keep
 from oneemb.graph.ops.finite import NonFiniteGradientError, check_finite, may_step
 from oneemb.graph.ops.grads import RowGrads
-from oneemb.graph.ops.lookup import (
-    Keys,
-    Lease,
-    Reserved,
-    acquire,
-    acquire_later,
-    check_pooling,
-    equal,
-    gather,
-    in_backward,
-    keep,
-    peek,
-    prefetch,
-    read_ids,
-    reserve,
-    unique_keys,
-)
+from oneemb.graph.ops.keys import Keys, unique_keys
+from oneemb.graph.ops.lookup import Lease, acquire, acquire_later, gather, in_backward
 from oneemb.graph.ops.merged import (
     MergedKeys,
     MergedLookup,
@@ -59,6 +45,8 @@ from oneemb.graph.ops.merged import (
     unique_merged_keys,
 )
 from oneemb.graph.ops.op import OPS
+from oneemb.graph.ops.reading import check_pooling, peek, read_ids
+from oneemb.graph.ops.reserve import Reserved, prefetch, reserve
 from oneemb.graph.ops.row_grad import RowGrad, measure_reduce, reduce_grads, refuse_dense
 from oneemb.graph.ops.scale import forget_unscaled, unscale, update_scale
 from oneemb.graph.ops.settle import settle, shuffle_grads

@@ -22,14 +22,13 @@ from typing import NamedTuple, Self
 import numpy as np
 import torch
 
-from oneemb.graph.ops.asking import COUNTS
-from oneemb.graph.ops.lookup import Keys, Lease
+from oneemb.graph.ops.asking import COUNTS, asked_by, keys_of_ranks
+from oneemb.graph.ops.keys import Keys
+from oneemb.graph.ops.lookup import Lease
 from oneemb.graph.ops.op import LOOKUP, PREPARE, Op
 from oneemb.graph.ops.shuffle import (
     Routed,
-    asked_by,
     asking_for,
-    keys_of_ranks,
     lease_on_ranks,
     look_up_on_ranks,
     lookup_of,

@@ -14,6 +14,7 @@ nothing but the batch, so that it is the same however a lookup is made.
 U unique keys, N ids that are not padding, P bags, S parts, R ranks.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
@@ -21,13 +22,21 @@ from typing import NamedTuple, Self
 import numpy as np
 import torch
 
+from oneemb.graph.ops.batch_ids import equal
+from oneemb.graph.ops.keys import DTYPES, Keys
+from oneemb.graph.ranks import Ranks, Received
 from oneemb.kernels import cut_bags as kernel
+from oneemb.kernels.arrays import Bags
 from oneemb.kernels.unique_keys import occurrences
+from oneemb.storage.embedding_store import EmbeddingStore
 
 __all__ = [
-    "Asking", "COUNTS", "CutBags", "KeysByRank", "Parts", "counts_of", "cut_bags", "keys_by_rank",
-    "parts_move_fewer_bytes", "tensors_of",
+    "Asked", "Asking", "COUNTS", "CutBags", "KeysByRank", "Parts", "asked_by", "counts_of", "cut_if_fewer_bytes",
+    "keys_by_rank", "keys_of_ranks", "parts_move_fewer_bytes", "rows_like", "tensors_of",
 ]  # fmt: skip
+
+# More than any embedding has: what comes from other ranks, they have checked.
+_TABLES = 1 << 31
 
 _PLACE_BYTES = 4
 """Bytes of an id's place among keys, and of the size of a part. They travel with the keys, which go to owners twice."""
@@ -159,7 +168,7 @@ def parts_move_fewer_bytes(keys: int, parts: int, ids: int, row_bytes: int, grad
     return (keys - parts) * (row_bytes + grad_bytes) > 2 * _PLACE_BYTES * (ids + parts)
 
 
-def cut_bags(
+def cut_if_fewer_bytes(
     sent: KeysByRank, inverse_N: np.ndarray, offset_P1: np.ndarray, row_P: np.ndarray | None, *, rank: int,
     row_bytes: int, grad_bytes: int,
 ) -> CutBags | None:  # fmt: skip
@@ -183,3 +192,137 @@ def cut_bags(
     key_N, size_S, bag_S = map(torch.from_numpy, kernel.cut_bags(*bags, parts_R, ids_R))
     its = zip(key_N.split(ids_R.tolist()), size_S.split(parts_R.tolist()), strict=True)
     return CutBags([Parts(*its_own) for its_own in its], bag_S, torch.from_numpy(ids_P))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Keys that ranks ask this one for, one rank's after another; and parts of bags that it is to sum."""
+
+    store: EmbeddingStore
+    ranks: Ranks
+    table_N: torch.Tensor
+    """int32"""
+    id_N: torch.Tensor
+    """int64"""
+    count_R: Sequence[int]
+    """How many are each rank's."""
+    parts_R: Sequence[Parts | None]
+    """Parts of bags that each rank asks for; None = the row of each of its keys."""
+    uses_N: torch.Tensor | None = None
+    """int32: how many ids each is of; None = no policy asks."""
+
+    @property
+    def answers_R(self) -> list[int]:
+        """How many rows go to each rank."""
+        its = zip(self.count_R, self.parts_R, strict=True)
+        return [count if parts is None else len(parts.size_S) for count, parts in its]
+
+    @functools.cached_property
+    def keys(self) -> Keys:
+        """The unique ones. They are looked up in such a shape that their rows can be sent as an answer, behind heads
+        of zeros."""
+        return self.keys_behind(self.ranks.heads(rows_like(self.store, self.ranks)))
+
+    def keys_behind(self, heads: int) -> Keys:
+        """The unique ones, of which a lookup gives the rows that go to each rank, behind so many rows of zeros."""
+        store, ranks, answers_R = self.store, self.ranks, self.answers_R
+        loops, inverse_N = store.loops, store.loops.tensor(self._unique.unique.inverse_N)
+        answers, bags, of_answer_N = sum(answers_R) + heads * ranks.size, None, inverse_N
+        if any(parts is not None for parts in self.parts_R):
+            of_answer_N, bags = self._key_of_ids, bags_of_sizes(self._sizes_behind(heads), store)
+        elif heads:
+            of_answer_N = inverse_N.new_full((answers,), -1)
+            for at, its in zip(ranks.behind_heads(answers_R, heads), inverse_N.split(answers_R), strict=True):
+                of_answer_N[at] = its
+        uses_U = None
+        if self.uses_N is not None:
+            uses_U = np.zeros(len(self._unique.unique.id_U), np.int64)
+            np.add.at(uses_U, inverse_N.cpu().numpy(), self.uses_N.numpy())
+        unique = self._unique.unique._replace(inverse_N=loops.array(of_answer_N))  # type: ignore[attr-defined]  # a NamedTuple
+        return Keys(torch.Size((answers,)), unique, bags, loops, uses_U)
+
+    @functools.cached_property
+    def _unique(self) -> Keys:
+        return keys_of_ranks(self.store, self.table_N, self.id_N)
+
+    @functools.cached_property
+    def _key_of_ids(self) -> torch.Tensor:
+        """The unique key of each id of parts, one rank's after another."""
+        inverse_N = self.store.loops.tensor(self._unique.unique.inverse_N)
+        its = zip(inverse_N.split(list(self.count_R)), self.parts_R, strict=True)
+        return torch.cat(
+            [keys if parts is None else keys.index_select(0, parts.key_N.to(keys.device)) for keys, parts in its]
+        )
+
+    def _sizes_behind(self, heads: int) -> torch.Tensor:
+        """How many ids each part has, 0 where a head is: int64, on the CPU."""
+        size_A = torch.zeros(sum(self.answers_R) + heads * self.ranks.size, dtype=torch.int64, device="cpu")
+        for at, parts in zip(self.ranks.behind_heads(self.answers_R, heads), self.parts_R, strict=True):
+            size_A[at] = 1 if parts is None else parts.size_S
+        return size_A
+
+    def is_as(self, other: "Asked") -> bool:
+        """Whether `other` has the same keys and parts. False for embeddings with a policy."""
+        if self.uses_N is not None or self.sizes != other.sizes:
+            return False
+        return all(equal(*its) for its in zip(self.tensors, other.tensors, strict=True))
+
+    @property
+    def sizes(self) -> list[tuple[int, int, bool]]:
+        """(keys, answers, whether it asks for parts of bags) of each rank."""
+        its = zip(self.count_R, self.answers_R, self.parts_R, strict=True)
+        return [(keys, answers, parts is not None) for keys, answers, parts in its]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The keys, and the parts of bags."""
+        parts = [tensor for its in self.parts_R if its is not None for tensor in (its.key_N, its.size_S)]
+        return [self.table_N, self.id_N, *parts]
+
+
+def asked_by(
+    store: EmbeddingStore, ranks: Ranks, received: Sequence[Received], counts_R: Sequence[Sequence[int]], *,
+    uses: bool = False,
+) -> Asked:  # fmt: skip
+    """Request of all ranks to this one, from their first messages, `counts_R`, and their second ones, `received`.
+
+    Args:
+        uses: whether they have sent how many ids each key is of.
+    """
+    tables, ids, parts_R, uses_R = [], [], [], []
+    for block, (keys, parts, ids_of_parts) in zip(received, counts_R, strict=True):
+        ids.append(block.take(keys, torch.int64))
+        tables.append(block.take(keys, torch.int32))
+        its = None
+        if parts >= 0:
+            its = Parts(block.take(ids_of_parts, torch.int32), block.take(parts, torch.int32))
+        parts_R.append(its)
+        if uses:
+            uses_R.append(block.take(keys, torch.int32))
+    uses_N = torch.cat(uses_R) if uses else None
+    return Asked(store, ranks, torch.cat(tables), torch.cat(ids), [keys for keys, *_ in counts_R], parts_R, uses_N)
+
+
+def keys_of_ranks(store: EmbeddingStore, table_N: torch.Tensor, id_N: torch.Tensor) -> Keys:
+    """Keys that several ranks have sent, on the place of the store's rows; one may come from each."""
+    loops = store.loops
+    table_N, id_N = table_N.to(loops.device), id_N.to(loops.device)
+    unique = loops.unique_keys(loops.array(table_N), loops.array(id_N), tables=_TABLES, padding_id=None, check=None)
+    return Keys(id_N.shape, loops.counted(unique), None, loops)
+
+
+def bags_of_sizes(size_P: torch.Tensor, store: EmbeddingStore) -> Bags:
+    """Bags of so many ids each, one after another."""
+    loops = store.loops
+    offset_P1 = torch.cat([size_P.new_zeros(1), size_P.cumsum(0)])
+    if not loops.waits:
+        return Bags(loops.array(offset_P1))
+    bag_N = torch.repeat_interleave(size_P.to(loops.device))
+    return Bags(loops.array(offset_P1.to(loops.device)), loops.array(bag_N))
+
+
+def rows_like(store: EmbeddingStore, ranks: Ranks) -> torch.Tensor:
+    """A tensor of no rows, [0, D], with the device of the store's and the dtype in which they travel: their own, or
+    `comm_dtype` if that is smaller."""
+    dtype = min(DTYPES[store.format.dtype], ranks.comm_dtype, key=lambda dtype: dtype.itemsize)
+    return torch.empty(0, store.format.dim, dtype=dtype, device=store.loops.device)

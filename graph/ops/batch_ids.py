@@ -1,4 +1,4 @@
-"""The ids of a lookup: what they, their tables and their offsets must be, and the table of each as an array.
+"""The ids of a lookup: what they, their tables and their offsets must be, the table of each as an array, and copies.
 
 N ids, P bags, B samples, T tables, C columns.
 """
@@ -10,7 +10,9 @@ from typing import Any, Literal, cast
 import numpy as np
 import torch
 
+from oneemb.graph.ops.op import PREPARE, Op
 from oneemb.kernels.arrays import Array
+from oneemb.kernels.host_loops import OPENMP_MIN
 from oneemb.kernels.loops import Loops
 
 __all__ = [
@@ -20,6 +22,8 @@ __all__ = [
     "check_no_columns",
     "check_tables",
     "columns_of",
+    "equal",
+    "keep",
     "pooling_of",
     "tables_and_ids",
 ]
@@ -28,6 +32,32 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 POOLINGS = ("sum", "mean", "max")
 """Poolings of a bag."""
+
+# Up to this many ids one thread copies in less time than it costs to wait for a core on which torch's threads spin.
+_NUMPY_MAX = 1 << 20
+
+
+@Op(PREPARE)
+def keep(value: Any) -> Any:
+    """A copy of a batch's value that nobody else has: of a tensor, array or list. Any: other values are themselves."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+        return torch.from_numpy(value.numpy().copy()) if _on_one_thread(value) else value.clone()
+    return value.copy() if isinstance(value, np.ndarray | list) else value
+
+
+def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """`torch.equal` of tensors of one dtype on one device."""
+    if _on_one_thread(one) and _on_one_thread(other):
+        return np.array_equal(one.numpy(), other.numpy())
+    return torch.equal(one, other)
+
+
+def _on_one_thread(ids: torch.Tensor) -> bool:
+    """Whether NumPy copies and compares these ids. torch does so on several OpenMP threads, which go on spinning for
+    some milliseconds, on the cores that the lookup's own threads are to use."""
+    is_host = ids.device.type == "cpu" and ids.dtype in (torch.int64, torch.int32) and ids.is_contiguous()
+    return is_host and OPENMP_MIN <= ids.numel() <= _NUMPY_MAX and type(ids) is torch.Tensor
 
 
 def pooling_of(pooling: str | None, offsets: object) -> Literal["sum", "mean", "max"]:

@@ -20,18 +20,12 @@ import numpy as np
 import torch
 
 from oneemb.graph.ops import batch_ids
+from oneemb.graph.ops.failed_passes import make_room
 from oneemb.graph.ops.grads import RowGrads
-from oneemb.graph.ops.lookup import (
-    DTYPES,
-    Keys,
-    Lease,
-    check_pooling,
-    full_of,
-    measure_gather,
-    measure_unique_keys,
-    with_room,
-)
+from oneemb.graph.ops.keys import Keys, measure_unique_keys
+from oneemb.graph.ops.lookup import DTYPES, Lease, full_of
 from oneemb.graph.ops.op import LOOKUP, PREPARE, Op
+from oneemb.graph.ops.reading import check_pooling, measure_gather
 from oneemb.kernels import unique_keys as kernel
 from oneemb.kernels.arrays import Bags, RowsOfIds, rows_of_columns
 from oneemb.kernels.host_loops import HostLoops
@@ -84,14 +78,6 @@ class MergedKeys:
     """int64 [P + 1]: lookup p has the unique keys from begin_P1[p] to begin_P1[p + 1] - 1"""
 
     loops: HostLoops = _LOOPS
-
-    def reserve(self, store: MergedStore, prefetched: MergedPrefetched | None) -> "MergedReserved":
-        """See `oneemb.graph.ops.reserve`."""
-        return MergedReserved(MergedRows(store, self), prefetched)
-
-    def prefetch(self, store: MergedStore) -> MergedPrefetched:
-        """See `oneemb.graph.ops.prefetch`."""
-        return store.prefetch(self.unique, MergedRows(store, self).begin_M1)
 
 
 class MergedRows:
@@ -182,7 +168,11 @@ class MergedReserved:
         if lease is None:
             store = self.rows.store.members[self.rows.member_P[p]]
             try:
-                lease = self.leases[p] = with_room(store, lambda: self._pin(p))
+                try:
+                    lease = self._pin(p)
+                except StoreFullError as error:
+                    make_room(store, error)
+                lease = self.leases[p] = lease or self._pin(p)
             except StoreFullError as error:
                 raise full_of(store, error) from None
         return lease.acquire()

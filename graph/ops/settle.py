@@ -20,11 +20,10 @@ from typing import Any, NamedTuple, Protocol, Self, TypeVar, cast
 import numpy as np
 import torch
 
-from oneemb.graph.ops.asking import COUNTS, KeysByRank, Parts, counts_of, keys_by_rank, tensors_of
+from oneemb.graph.ops.asking import COUNTS, Asked, KeysByRank, Parts, asked_by, counts_of, keys_by_rank, tensors_of
 from oneemb.graph.ops.backward_pass import Pass, grads_of_leases
 from oneemb.graph.ops.grads import RowGrads, join_grads, nowhere, sum_over_passes
 from oneemb.graph.ops.lookup import Lease
-from oneemb.graph.ops.shuffle import Asked, asked_by
 from oneemb.graph.ranks import Ranks, whole_exchange
 from oneemb.kernels.arrays import RowsOfIds
 from oneemb.kernels.hash_index import TABLE_MAX

@@ -16,140 +16,24 @@ Every rank has all rows of a replicated table: it asks itself for them.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeGuard
 
 import numpy as np
 import torch
 
-from oneemb.graph.ops.asking import COUNTS, Asking, Parts, cut_bags, keys_by_rank
-from oneemb.graph.ops.lookup import DTYPES, Keys, Lease, ReadRows, Remote, acquire, equal, gather, peek
-from oneemb.graph.ranks import Ranks, Received, whole_exchange
-from oneemb.kernels.arrays import Bags
+from oneemb.graph.ops.asking import COUNTS, Asked, Asking, asked_by, cut_if_fewer_bytes, keys_by_rank, rows_like
+from oneemb.graph.ops.keys import DTYPES, Keys
+from oneemb.graph.ops.lookup import Lease, Remote, acquire, gather
+from oneemb.graph.ops.reading import ReadRows, peek
+from oneemb.graph.ranks import Ranks, whole_exchange
 from oneemb.kernels.owner import owner_of
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.tiers.hot_rows import Prefetched
 
 __all__ = [
-    "Asked", "Routed", "asked_by", "asking_for", "keys_of_ranks", "lease_on_ranks", "look_up_on_ranks",
-    "lookup_of", "shuffle_keys", "shuffle_rows",
+    "Routed", "asking_for", "lease_on_ranks", "look_up_on_ranks", "lookup_of", "shuffle_keys", "shuffle_rows",
 ]  # fmt: skip
-
-# More than any embedding has: what comes from other ranks, they have checked.
-_TABLES = 1 << 31
-
-
-@dataclass(frozen=True)
-class Asked:
-    """Keys that ranks ask this one for, one rank's after another; and parts of bags that it is to sum."""
-
-    store: EmbeddingStore
-    ranks: Ranks
-    table_N: torch.Tensor
-    """int32"""
-    id_N: torch.Tensor
-    """int64"""
-    count_R: Sequence[int]
-    """How many are each rank's."""
-    parts_R: Sequence[Parts | None]
-    """Parts of bags that each rank asks for; None = the row of each of its keys."""
-    uses_N: torch.Tensor | None = None
-    """int32: how many ids each is of; None = no policy asks."""
-
-    @property
-    def answers_R(self) -> list[int]:
-        """How many rows go to each rank."""
-        its = zip(self.count_R, self.parts_R, strict=True)
-        return [count if parts is None else len(parts.size_S) for count, parts in its]
-
-    @functools.cached_property
-    def keys(self) -> Keys:
-        """The unique ones. They are looked up in such a shape that their rows can be sent as an answer, behind heads
-        of zeros."""
-        return self.keys_behind(self.ranks.heads(rows_like(self.store, self.ranks)))
-
-    def keys_behind(self, heads: int) -> Keys:
-        """The unique ones, of which a lookup gives the rows that go to each rank, behind so many rows of zeros."""
-        store, ranks, answers_R = self.store, self.ranks, self.answers_R
-        loops, inverse_N = store.loops, store.loops.tensor(self._unique.unique.inverse_N)
-        answers, bags, of_answer_N = sum(answers_R) + heads * ranks.size, None, inverse_N
-        if any(parts is not None for parts in self.parts_R):
-            of_answer_N, bags = self._key_of_ids, bags_of_sizes(self._sizes_behind(heads), store)
-        elif heads:
-            of_answer_N = inverse_N.new_full((answers,), -1)
-            for at, its in zip(ranks.behind_heads(answers_R, heads), inverse_N.split(answers_R), strict=True):
-                of_answer_N[at] = its
-        uses_U = None
-        if self.uses_N is not None:
-            uses_U = np.zeros(len(self._unique.unique.id_U), np.int64)
-            np.add.at(uses_U, inverse_N.cpu().numpy(), self.uses_N.numpy())
-        unique = self._unique.unique._replace(inverse_N=loops.array(of_answer_N))  # type: ignore[attr-defined]  # a NamedTuple
-        return Keys(torch.Size((answers,)), unique, bags, loops, uses_U)
-
-    @functools.cached_property
-    def _unique(self) -> Keys:
-        return keys_of_ranks(self.store, self.table_N, self.id_N)
-
-    @functools.cached_property
-    def _key_of_ids(self) -> torch.Tensor:
-        """The unique key of each id of parts, one rank's after another."""
-        inverse_N = self.store.loops.tensor(self._unique.unique.inverse_N)
-        its = zip(inverse_N.split(list(self.count_R)), self.parts_R, strict=True)
-        return torch.cat(
-            [keys if parts is None else keys.index_select(0, parts.key_N.to(keys.device)) for keys, parts in its]
-        )
-
-    def _sizes_behind(self, heads: int) -> torch.Tensor:
-        """How many ids each part has, 0 where a head is: int64, on the CPU."""
-        size_A = torch.zeros(sum(self.answers_R) + heads * self.ranks.size, dtype=torch.int64, device="cpu")
-        for at, parts in zip(self.ranks.behind_heads(self.answers_R, heads), self.parts_R, strict=True):
-            size_A[at] = 1 if parts is None else parts.size_S
-        return size_A
-
-    def is_as(self, other: object) -> TypeGuard["Asked"]:
-        """Whether `other` has the same keys and parts. False for embeddings with a policy."""
-        if not isinstance(other, Asked) or self.uses_N is not None:
-            return False
-        if self.sizes != other.sizes:
-            return False
-        return all(equal(*its) for its in zip(self.tensors, other.tensors, strict=True))
-
-    @property
-    def sizes(self) -> list[tuple[int, int, bool]]:
-        """(keys, answers, whether it asks for parts of bags) of each rank."""
-        its = zip(self.count_R, self.answers_R, self.parts_R, strict=True)
-        return [(keys, answers, parts is not None) for keys, answers, parts in its]
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """The keys, and the parts of bags."""
-        parts = [tensor for its in self.parts_R if its is not None for tensor in (its.key_N, its.size_S)]
-        return [self.table_N, self.id_N, *parts]
-
-
-def asked_by(
-    store: EmbeddingStore, ranks: Ranks, received: Sequence[Received], counts_R: Sequence[Sequence[int]], *,
-    uses: bool = False,
-) -> Asked:  # fmt: skip
-    """Request of all ranks to this one, from their first messages, `counts_R`, and their second ones, `received`.
-
-    Args:
-        uses: whether they have sent how many ids each key is of.
-    """
-    tables, ids, parts_R, uses_R = [], [], [], []
-    for block, (keys, parts, ids_of_parts) in zip(received, counts_R, strict=True):
-        ids.append(block.take(keys, torch.int64))
-        tables.append(block.take(keys, torch.int32))
-        its = None
-        if parts >= 0:
-            its = Parts(block.take(ids_of_parts, torch.int32), block.take(parts, torch.int32))
-        parts_R.append(its)
-        if uses:
-            uses_R.append(block.take(keys, torch.int32))
-    uses_N = torch.cat(uses_R) if uses else None
-    return Asked(store, ranks, torch.cat(tables), torch.cat(ids), [keys for keys, *_ in counts_R], parts_R, uses_N)
 
 
 @dataclass(frozen=True)
@@ -187,7 +71,9 @@ def asking_for(store: EmbeddingStore, ranks: Ranks, keys: Keys, *, sums_bags: bo
         inverse_N, offset_P1 = (loops.tensor(array).cpu().numpy() for array in (keys.unique.inverse_N, offsets))
         row_P = None if row_P is None else loops.tensor(row_P).cpu().numpy()
         row_bytes, grad_bytes = (store.format.dim * dtype.itemsize for dtype in (like.dtype, ranks.comm_dtype))
-        cut = cut_bags(sent, inverse_N, offset_P1, row_P, rank=ranks.rank, row_bytes=row_bytes, grad_bytes=grad_bytes)
+        cut = cut_if_fewer_bytes(
+            sent, inverse_N, offset_P1, row_P, rank=ranks.rank, row_bytes=row_bytes, grad_bytes=grad_bytes
+        )
     return keys, Asking(sent, cut, uses_R)
 
 
@@ -216,31 +102,6 @@ def shuffle_keys(
     received = ranks.exchange(what, blocks)
     counts_R = [block.take(COUNTS, torch.int64).tolist() for block in received]
     return Routed(*made[0], asked_by(store, ranks, received, counts_R, uses=store.counts_uses))
-
-
-def keys_of_ranks(store: EmbeddingStore, table_N: torch.Tensor, id_N: torch.Tensor) -> Keys:
-    """Keys that several ranks have sent, on the place of the store's rows; one may come from each."""
-    loops = store.loops
-    table_N, id_N = table_N.to(loops.device), id_N.to(loops.device)
-    unique = loops.unique_keys(loops.array(table_N), loops.array(id_N), tables=_TABLES, padding_id=None, check=None)
-    return Keys(id_N.shape, loops.counted(unique), None, loops)
-
-
-def bags_of_sizes(size_P: torch.Tensor, store: EmbeddingStore) -> Bags:
-    """Bags of so many ids each, one after another."""
-    loops = store.loops
-    offset_P1 = torch.cat([size_P.new_zeros(1), size_P.cumsum(0)])
-    if not loops.waits:
-        return Bags(loops.array(offset_P1))
-    bag_N = torch.repeat_interleave(size_P.to(loops.device))
-    return Bags(loops.array(offset_P1.to(loops.device)), loops.array(bag_N))
-
-
-def rows_like(store: EmbeddingStore, ranks: Ranks) -> torch.Tensor:
-    """A tensor of no rows, [0, D], with the device of the store's and the dtype in which they travel: their own, or
-    `comm_dtype` if that is smaller."""
-    dtype = min(DTYPES[store.format.dtype], ranks.comm_dtype, key=lambda dtype: dtype.itemsize)
-    return torch.empty(0, store.format.dim, dtype=dtype, device=store.loops.device)
 
 
 def shuffle_rows(

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from oneemb.embeddings.rank_calls import RankCalls
-from oneemb.graph.ops.lookup import free_failed_passes
+from oneemb.graph.ops.failed_passes import free_failed_passes
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.policies.ledger import Departing
 from oneemb.storage.policies.row_policy import GivenScore, RowPolicy

@@ -1,0 +1,193 @@
+"""Rows read for the ids or bags of a lookup; and lookups that leave no gradient, which need no lease.
+
+    rows  = peek(store, keys)
+    rows  = read_ids(store, ids, ...)  without unique keys either
+
+N ids, U unique keys, P bags, D weights of a row, W words of a row.
+"""
+
+import dataclasses
+from typing import Protocol
+
+import torch
+
+from oneemb.graph.ops import batch_ids
+from oneemb.graph.ops.keys import DTYPES, Keys
+from oneemb.graph.ops.op import LOOKUP, PREPARE, Op
+from oneemb.kernels import loops as kernels
+from oneemb.kernels.arrays import Array, RowsOfIds
+from oneemb.kernels.loops import Loops
+from oneemb.kernels.places import loops_of
+from oneemb.storage.embedding_store import EmbeddingStore
+from oneemb.storage.merged_store import MergedStore
+from oneemb.storage.rows.row_format import RowFormat
+
+__all__ = [
+    "ReadRows", "check_place", "check_pooling", "measure_gather", "peek", "read_ids", "read_rows", "scales_of",
+    "spread_max_grads",
+]  # fmt: skip
+
+
+class ReadRows(Protocol):
+    """Interface of a store that can be read without a lease."""
+
+    @property
+    def format(self) -> RowFormat:
+        """Format of a row."""
+
+    @property
+    def loops(self) -> Loops:
+        """Loops that work where the rows are."""
+
+    def read(self, keys: kernels.Keys) -> tuple[Array, kernels.Keys]:
+        """The rows of these keys; see `EmbeddingStore.read`."""
+
+
+def check_place(store: ReadRows | MergedStore, loops: Loops) -> None:
+    if loops.place != store.loops.place:
+        raise ValueError(
+            f"ids must be on {store.loops.place}, where the embedding is, got {loops.place};"
+            f" call ids.to({str(store.loops.device)!r})"
+        )
+
+
+def measure_gather(args: object, rows: torch.Tensor) -> tuple[int, int]:
+    return rows.numel() // max(1, rows.shape[-1]), 2 * rows.numel() * rows.element_size()
+
+
+def read_rows(
+    store: ReadRows, weight_SX: Array, slot_U: Array, keys: Keys, scale_N: Array | None, pooling: str
+) -> tuple[torch.Tensor, Array | None]:
+    """The weights of each id, or of each bag, from the rows in slot_U; and the `argmax_PD` of a maximum."""
+    loops, layout, rows = store.loops, store.format, RowsOfIds(weight_SX, slot_U, keys.unique.inverse_N)
+    dim = layout.dim
+    out = torch.empty(*keys.shape, dim, dtype=DTYPES[layout.dtype], device=loops.device)
+    out_ND = loops.array(out.view(-1, dim))
+    argmax_PD = None
+    if keys.bags is None:
+        loops.gather(rows, out_ND)
+    elif pooling == "max":
+        argmax_PD = loops.array(torch.empty(out_ND.shape, dtype=torch.int32, device=loops.device))
+        loops.pool_max(rows, keys.bags, out_ND, argmax_PD)
+    else:
+        loops.pool(rows, keys.bags, scale_N, out_ND)
+    return out, argmax_PD
+
+
+def spread_max_grads(keys: Keys, argmax_PD: Array, grad_PD: torch.Tensor, loops: Loops) -> torch.Tensor:
+    """The gradients of ids, [N, D], from those of their bags' maxima: each number goes to the id that gave it."""
+    assert keys.bags is not None
+    grad_ND = grad_PD.new_empty(len(keys.unique.inverse_N), grad_PD.shape[1])
+    loops.spread_max_grads(keys.bags, argmax_PD, loops.array(grad_PD), loops.array(grad_ND))
+    return grad_ND
+
+
+@Op(PREPARE, takes=("keys",))
+def check_pooling(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: str) -> None:
+    """Check the arguments of a coming `gather`.
+
+    Raises:
+        TypeError, ValueError: it would refuse it.
+    """
+    if pooling not in batch_ids.POOLINGS:
+        raise ValueError(f'pooling must be "sum", "mean" or "max", got {pooling!r}')
+    if per_sample_weights is None:
+        return
+    if keys.bags is None or pooling != "sum":
+        raise ValueError('per_sample_weights are for bags that are summed; pass offsets, and pooling="sum"')
+    ids = len(keys.unique.inverse_N)
+    is_tensor = isinstance(per_sample_weights, torch.Tensor)
+    if not is_tensor or per_sample_weights.dtype != torch.float32 or per_sample_weights.shape != (ids,):
+        got = (per_sample_weights.dtype, list(per_sample_weights.shape)) if is_tensor else type(per_sample_weights)
+        raise TypeError(f"per_sample_weights must be float32, one for each of {ids} ids, got {got}")
+    device = keys.loops.device
+    if per_sample_weights.device != device:
+        raise ValueError(f"per_sample_weights must be on {device}, where ids are, got {per_sample_weights.device}")
+
+
+def scales_of(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: str, store: ReadRows) -> Array | None:
+    """Factor of each id in its bag: float32 [N]; None = 1.
+
+    Raises:
+        TypeError, ValueError: as `check_pooling`.
+    """
+    check_pooling(keys, per_sample_weights, pooling)
+    if per_sample_weights is not None:
+        # A copy: the caller may change it before the backward pass, which reads it again.
+        return store.loops.array(per_sample_weights.detach().clone(memory_format=torch.contiguous_format))
+    if keys.bags is None or pooling != "mean":
+        return None
+    return store.loops.mean_scales(keys.bags.offset_P1, keys.unique.inverse_N)
+
+
+@Op(LOOKUP, takes=("store", "keys"), measure=measure_gather)
+def peek(
+    store: ReadRows, keys: Keys, per_sample_weights: torch.Tensor | None = None, pooling: str = "sum"
+) -> torch.Tensor:
+    """Read the weights of each id, or bag, without a gradient and without inserting; else as `gather`.
+
+    An unknown id reads as its initial value.
+
+    Raises:
+        TypeError, ValueError: as `gather`; or the ids are not where the embedding is.
+    """
+    check_place(store, keys.loops)
+    row_UW, unique = store.read(keys.unique)  # on a GPU tables and offsets are checked here, before anything uses them
+    keys = dataclasses.replace(keys, unique=unique)
+    sums = per_sample_weights is None and pooling == "sum"
+    scale_N = None if sums else scales_of(keys, per_sample_weights, pooling, store)
+    weight_UX, slot_U = store.format.weights(row_UW), store.loops.arange(len(row_UW))
+    return read_rows(store, weight_UX, slot_U, keys, scale_N, pooling)[0]
+
+
+def read_ids(
+    store: EmbeddingStore,
+    ids: torch.Tensor,
+    table_ids: torch.Tensor | None,
+    num_tables: int,
+    key_type: torch.dtype,
+    padding_idx: int | None,
+    *,
+    inserts: bool,
+) -> torch.Tensor | None:
+    """The weights of ids that are in no bags, without a gradient; None where they cannot be read in this way.
+
+    Each row is read in its place, without unique keys and pins. That needs rows that lie still, on the host.
+
+    Args:
+        inserts: insert unknown ids, as `gather` does; off, they read as their initial values, as with `peek`.
+
+    Raises:
+        TypeError, ValueError, StoreFullError: as `unique_keys` and `acquire`.
+    """
+    if not store.reads_in_place or inserts and store.kept is not None:  # A policy counts unique keys.
+        return None
+    batch_ids.check_ids(ids, table_ids, num_tables, key_type)
+    loops = loops_of(ids, store.threads)
+    if loops.place != store.loops.place:
+        return None
+    table_N, id_N, check = batch_ids.tables_and_ids(ids, table_ids, num_tables, loops)
+    if check is not None:
+        check()
+    layout = store.format
+    out = torch.empty(*ids.shape, layout.dim, dtype=DTYPES[layout.dtype], device="cpu")
+    out_ND = loops.array(out.view(-1, layout.dim))
+    with store.turns:  # Nothing is pinned: the rows must be there until they are read.
+        slot_N = store.slots_of(table_N, id_N)
+        if slot_N is None:
+            return None
+        missing = (slot_N < 0).nonzero()[0]
+        if padding_idx is not None:
+            missing = missing[id_N[missing] != padding_idx]
+            slot_N[id_N == padding_idx] = -1  # a snapshot of another embedding may have brought it
+        if len(missing) and inserts:
+            unique = loops.unique_keys(table_N[missing], id_N[missing], tables=num_tables, padding_id=None, check=None)
+            slot_U, _ = store.acquire(unique)
+            store.release(slot_U)
+            slot_N[missing] = slot_U.take(unique.inverse_N)
+        with store.writing:
+            loops.gather(RowsOfIds(store.weight_SX, None, slot_N), out_ND)
+        if len(missing) and not inserts:
+            row_MW, _ = store.read(loops.distinct_keys(table_N[missing], id_N[missing]))
+            out_ND[missing] = layout.weights(row_MW)[:, : layout.dim]
+    return out
