@@ -309,7 +309,7 @@ def report(case: dict[str, Any], seconds: dict[str, list[float]], options: argpa
     ssd_ms = median["compiled, SSD"] - median["compiled, memory"]
     exposed_ms = median["compiled + prefetch, SSD"] - median["compiled + prefetch, memory"]
     ssd = case["ssd"]
-    plan = ssd._latest
+    plan = ssd._plans.latest
     assert plan is not None
     prepare_ms = sum(one.ns / max(1, one.calls) for _, one in plan.prepare.stats()) / 1e6
     before, after = (ops_in(graph) for graph in (plan.recorded, plan.whole.graph))

@@ -315,7 +315,7 @@ REACHED_INTO = {
     "tests/test_layout.py": {"_MODULES", "_SUBMODULES", "_WHERE"},
     "tests/test_persistent_table_io.py": {"_sinks"},
     "tests/test_ranks.py": {"_owned"},
-    "tests/test_train_graph.py": {"_latest"},
+    "tests/test_train_graph.py": {"_plans"},
     "tests/test_train_graph_checkpoint.py": {"_file"},
     "tests/torchrec/test_modules.py": {"_feature_names"},
     "tests/torchrec/test_sharding.py": {"_sender"},

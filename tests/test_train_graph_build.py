@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import oneemb
 from oneemb.embeddings.embedding import embeddings_of
-from oneemb.training.compiled_graph import PLANS_MAX, RECORDED_MAX
+from oneemb.training.plan_cache import PLANS_MAX, RECORDED_MAX
 from tests.support.graph_models import adam, make_eager, make_embedding, make_graph, rows_of, sgd, weights_of
 from tests.support.inside import known_of, merged_stores_of, train_state_of
 from tests.support.pairwise import diagonal
@@ -800,7 +800,7 @@ def test_calls_that_build_ends_with_an_error_keep_no_lookup_from_being_expected(
 
 
 def test_a_graph_whose_build_cannot_be_guessed_says_so(monkeypatch, tmp_path):
-    monkeypatch.setattr(oneemb.training.compiled_graph, "RECORDED_MAX", 2)
+    monkeypatch.setattr(oneemb.training.plan_cache, "RECORDED_MAX", 2)
     calls = itertools.count()
 
     def build(self, ids, label, guessable=None):
@@ -869,7 +869,7 @@ def test_modules_that_build_puts_into_its_graph_while_a_batch_is_prepared_distur
         return embeddings_of(module)
 
     calls = itertools.count()
-    monkeypatch.setattr(oneemb.training.compiled_graph, "embeddings_of", find)
+    monkeypatch.setattr(oneemb.training.loader_loops, "embeddings_of", find)
 
     def build(self, ids, label):
         loss = loss_of(self, ids, label)

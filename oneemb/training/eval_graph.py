@@ -6,7 +6,9 @@ import torch
 
 from oneemb.graph.prefetch import Prepared
 from oneemb.storage.locking.turns import undisturbed
-from oneemb.training.compiled_graph import Batch, CompiledGraph, OnAcquired
+from oneemb.training.compiled_graph import CompiledGraph
+from oneemb.training.loader_loops import OnAcquired
+from oneemb.training.plan_cache import Batch
 
 __all__ = ["EvalGraph"]
 

@@ -18,8 +18,10 @@ from oneemb.graph.prefetch import Prepared
 from oneemb.storage.fs import AnyPath, file_path
 from oneemb.storage.locking.step_lock import between_steps
 from oneemb.storage.locking.turns import CommitBlock, undisturbed
-from oneemb.training.compiled_graph import Batch, CompiledGraph, OnAcquired, step_locks
+from oneemb.training.compiled_graph import CompiledGraph, step_locks
 from oneemb.training.eager import Optimizer, step_together
+from oneemb.training.loader_loops import OnAcquired
+from oneemb.training.plan_cache import Batch
 from oneemb.training.row_step import embedding_of, settle_rows
 from oneemb.training.scaling import Scaling, scalers_in, scalers_of
 from oneemb.training.stand_ins import standing_in
@@ -150,7 +152,7 @@ class TrainGraph(CompiledGraph):
             with undisturbed:
                 joined = Optimizer(optimizer, embeddings, skip_nonfinite=skip_nonfinite)
                 self._train_state.add(joined, lr_scheduler, clip_grad_norm)
-                self._known.clear()
+                self._plans.known.clear()
 
         between_steps(step_locks(self), "add_optimizer", add)
 

@@ -11,7 +11,7 @@ from oneemb.storage.tiers import growing_array, reservation
 
 def known_of(graph):
     """Lookups of `build` for each structure of inputs that a graph has seen, the structure used last at the end."""
-    return list(graph._known.values())
+    return list(graph._plans.known.values())
 
 
 def train_state_of(graph):
@@ -21,7 +21,7 @@ def train_state_of(graph):
 
 def merged_stores_of(graph):
     """Stores of a graph's embeddings that are looked up together."""
-    return graph._merged
+    return graph._plans.merged
 
 
 # ---- the persistent table --------------------------------------------------------------------------------------------

@@ -1,0 +1,133 @@
+"""Views of a graph: its compiled lookups, where the time went, a picture, a profile."""
+
+import torch
+from torch import fx
+
+from oneemb.embeddings.embedding import embeddings_of
+from oneemb.graph.ranks import Ranks
+from oneemb.graph.recorder import Profile, StepStats, stats_table
+from oneemb.graph.text import graph_text
+from oneemb.storage.fs import AnyPath, file_path
+from oneemb.training.plan_cache import GIVEN_UP, PlanCache
+
+__all__ = ["GraphViews"]
+
+
+class GraphViews(torch.nn.Module):
+    """Part of a graph: what it shows of itself."""
+
+    _plans: PlanCache
+    _stats: StepStats
+    _profile: Profile | None = None
+    _connected: list[Ranks]
+    """Ranks with connections for loops."""
+
+    def compiled(self) -> fx.GraphModule:
+        """The lookups of the last call, as they are made ahead of `build`; `.code` and `.graph` show them.
+
+        The first call with inputs of a nesting records how the ids of its lookups come from the batch, and they are
+        compiled for the calls after it. They are compiled anew when modules are exchanged, frozen, unfrozen or switched
+        between training and eval mode, when rows have moved or their state has another width, for inputs of another
+        nesting, and when `build` has looked up other ids than these.
+
+        Raises:
+            RuntimeError: nothing is compiled yet, or `build` has looked up other ids too often.
+        """
+        return self._plans.plan_of_last_call.as_module(type(self).__name__)
+
+    def __str__(self) -> str:
+        """The compiled lookups as text: what can run ahead of a step, and what is made in it before `build`."""
+        if why := self._plans.why_not_compiled():
+            return f"{self!r}\n{why}"
+        plan = self._plans.plan_of_last_call
+        recorded, lowered = (_count_ops(graph) for graph in (plan.recorded, plan.whole.graph))
+        return "\n".join(
+            [
+                f"{type(self).__name__}: {recorded} ops recorded, {lowered} compiled",
+                _indented("prepare", plan.prepare.graph),
+                _indented("lookup", plan.lookup.graph),
+                f"build: Python; {plan.others} lookups of ids that are not known before",
+            ]
+        )
+
+    def explain(self) -> str:
+        """Where the time went since the graph was made: a table with a line for each op, and one for `build`.
+
+        The prepare half runs on a thread of its own, beside the compute half: it costs time only where it takes longer.
+        Bytes and GB/s count the rows and gradients that an op must move; of `build` only the time is known, and the
+        lookups that it makes itself are part of it.
+        The plans of the 16 structures that were used last are in the table, each since it was compiled last; where
+        there were more structures, a line says how many are left out. Another says where `build` has looked up other
+        ids than expected so often that nothing is made ahead of it any more. Of ranks that own rows together the last
+        lines say what this one has exchanged with the others.
+        """
+        plans = [known.plan for known in list(self._plans.known.values()) if known.plan is not None]
+        executors = [executor for plan in plans for executor in plan.executors()]
+        text = stats_table(
+            [*((executor.half, executor.stats()) for executor in executors), ("compute", self._stats.stats())]
+        )
+        if self._plans.dropped:
+            text += f"\nwithout what {self._plans.dropped} plans have done, which gave way to others"
+        if given_up := sum(known.given_up for known in list(self._plans.known.values())):
+            text += (
+                f"\nfor {given_up} of {len(self._plans.known)} structures of inputs nothing is made ahead: {GIVEN_UP}"
+            )
+        caches = ["embedding  step  hit rate  rows in cache  evicted  written down"]
+        for name, embedding in embeddings_of(self).items():
+            stats = embedding.stats()
+            hot = stats.get("device")
+            rows, evicted, written_down = (hot["rows"], hot["evicted"], hot["written_down"]) if hot else (0, 0, 0)
+            caches.append(f"{name}  {stats['step']}  {stats['hit_rate']:.1%}  {rows:,}  {evicted:,}  {written_down:,}")
+        return "\n\n".join([text, "\n".join(caches), *self._explain_ranks()])
+
+    def _explain_ranks(self) -> list[str]:
+        """Table of this rank's traffic, as one text; empty without ranks."""
+        own = [embedding.ranks for embedding in embeddings_of(self).values() if embedding.ranks is not None]
+        if not own:
+            return []
+        ahead = self._connected
+        lines = [f"rank {own[0].rank} of {own[0].size}  messages  MB sent to others  seconds in exchanges"]
+        for where, ranks in (("in steps", own), ("ahead of them", ahead)):
+            traffic = [one.traffic for one in ranks]
+            messages, sent = sum(one.messages for one in traffic), sum(one.sent_bytes for one in traffic)
+            lines.append(f"{where}  {messages:,}  {sent / 1e6:,.1f}  {sum(one.seconds for one in traffic):,.2f}")
+        return ["\n".join(lines)]
+
+    def draw(self, path: AnyPath) -> None:
+        """Draw the lookups as they were recorded and as each pass left them, side by side.
+
+        Args:
+            path: the file to write; its suffix chooses the format: svg, png or pdf.
+
+        Raises:
+            TypeError, ValueError: `path` is no path, or its suffix no format's.
+            ImportError: matplotlib is not installed; the extra `draw` brings it.
+            RuntimeError: nothing is compiled, as for `compiled`.
+        """
+        from oneemb.graph.draw import draw_history
+
+        draw_history(self._plans.plan_of_last_call.history, file_path(path, "the picture to write"))
+
+    def profile(self, steps: int) -> Profile:
+        """Record when each op of the next steps begins and ends; `print` shows a table, `.save` writes a Chrome trace.
+
+        Example: `profile = graph.profile(20)`, run 20 steps, `print(profile)`, `profile.save("trace.json")`.
+
+        Raises:
+            ValueError: steps is not an int of at least 1.
+        """
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise ValueError(f"steps must be an int of at least 1, got {steps!r}")
+        self._profile = Profile(steps)
+        return self._profile
+
+    def _active_profile(self) -> Profile | None:
+        return self._profile if self._profile is not None and not self._profile.done else None
+
+
+def _count_ops(graph: fx.Graph) -> int:
+    return sum(node.op not in ("placeholder", "get_attr", "output") for node in graph.nodes)
+
+
+def _indented(title: str, graph: fx.Graph) -> str:
+    return f"{title}:\n" + "\n".join(f"    {line}" for line in graph_text(graph).splitlines())
