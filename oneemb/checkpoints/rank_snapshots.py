@@ -18,15 +18,12 @@ Invariants, whichever rank is killed at whichever point:
 
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
-import torch
-
+from oneemb.checkpoints.rank_replicas import RankReplicas
 from oneemb.embeddings.rank_calls import RankCalls
-from oneemb.graph.ranks import RankError, Ranks
-from oneemb.kernels.owner import owner_of
+from oneemb.graph.ranks import RankError
 from oneemb.storage.embedding_store import EXPORTED, EmbeddingStore, NewPart
 from oneemb.storage.errors import (
     CorruptTableError,
@@ -49,9 +46,6 @@ __all__ = ["Loaded", "RankSnapshots"]
 
 T = TypeVar("T")
 
-# What ranks give each other at a time of rows of replicated tables.
-_SPREAD_BYTES, _SPREAD_ROWS = 64 << 20, 1 << 16
-
 
 class Loaded(NamedTuple):
     """A snapshot that has been loaded."""
@@ -69,18 +63,19 @@ class RankSnapshots:
         store: of this rank.
         paths: the folders that the user has given.
         folders: of each rank, the folder of its table.
-        ranks: None = there are none, and this process has all rows.
+        calls: of its ranks.
     """
 
     def __init__(
-        self, name: str, store: EmbeddingStore, paths: Sequence[str], folders: Sequence[str], ranks: Ranks | None
+        self, name: str, store: EmbeddingStore, paths: Sequence[str], folders: Sequence[str], calls: RankCalls
     ):
         self._name, self._store, self._paths = name, store, list(paths)
         self._folders = list(folders)
-        self._calls = RankCalls(ranks, [store])
+        self._calls = calls
         self._rank, self._size = self._calls.rank, self._calls.size
         self._own = self._folders[self._rank]
         self._fs = LocalFileSystem()
+        self.replicas = RankReplicas(store, self._calls)
         self._swept = False
         self._part_of = ""
         self.are_kept = True
@@ -204,7 +199,7 @@ class RankSnapshots:
             if len(parents) > 1:
                 raise StorageError(f"ranks know different snapshots {since!r}; save a whole one")
         self.agree(what, lambda: self._sweep(found))
-        self._bring_new_replicas(what)
+        self.replicas.bring_new(what)
         part = NewPart(name, identity, found.next_sequence)
         try:
             self.agree(what, lambda: self._save_part(table_name, description, part, since, keep_evicted))
@@ -381,7 +376,7 @@ class RankSnapshots:
         try:
             self.agree(what, load)
             if replicated is not None:
-                self._spread(what, replicated, self._store.put_replicas)
+                self.replicas.spread(what, replicated, self._store.put_replicas)
         except BaseException as error:
             if not self._calls.alone:  # Some ranks have the rows of the snapshot, others have not.
                 self._store.turns.cut_short(error)
@@ -405,100 +400,12 @@ class RankSnapshots:
         info = snapshot.info if own is None else own.info
         try:
             self.agree(what, check)
-            replicated = self._check_replicated(what, snapshot, rows_of(info) if owned is None else len(owned))
+            replicated = self.replicas.check(what, snapshot, rows_of(info) if owned is None else len(owned))
         except BaseException:
             if owned is not None:
                 owned.close()
             raise
         return _Opened(info, owned, replicated)
-
-    # ---- rows of replicated tables ----------------------------------------------------------------------------------
-
-    def _check_replicated(self, what: str, snapshot: PartedSnapshot, rows: int) -> Keys | None:
-        """The keys of replicated tables that this rank owns in a snapshot, once all ranks have found that there is room
-        for those of all; None if there are no such tables.
-
-        Args:
-            rows: how many rows of the snapshot this rank owns.
-        """
-        replicas = self._store.replicas
-        if not replicas:
-            return None
-
-        found: list[Keys] = []
-
-        def look() -> int:
-            with closing(OwnedRows(snapshot, self._rank, self._size, self._fs)) as owned:
-                found.append(owned.keys(replicas.are_of))
-            return len(found[0][1])
-
-        count_R = self.all_gather(what, look)
-        total, others = sum(count_R), sum(count_R) - count_R[self._rank]
-        self.agree(what, lambda: self._store.check_replicas(snapshot.info, rows, others, total))
-        return found[0]
-
-    def _spread(self, what: str, own: Keys, put: Callable[[np.ndarray, np.ndarray, np.ndarray], None]) -> None:
-        """Let the others `put` rows of replicated tables that this rank owns, and put theirs."""
-        store, (table_N, id_N) = self._store, own
-        batch = max(1, min(_SPREAD_BYTES // store.format.row_bytes // self._size, _SPREAD_ROWS))
-
-        def spread(u: slice) -> None:
-            of_all = self.all_gather(what, lambda: (table_N[u], id_N[u], store.replicas_of(table_N[u], id_N[u])))
-            self.agree(what, lambda: put_all(of_all))
-
-        def put_all(of_all: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> None:
-            for rank, rows in enumerate(of_all):
-                if rank != self._rank and len(rows[1]):
-                    put(*rows)
-
-        for begin in range(0, max(self.all_gather(what, lambda: len(id_N))), batch):
-            spread(slice(begin, begin + batch))
-
-    def even_out(self, what: str) -> None:
-        """Let every rank have each row of replicated tables as its owner has it. To be called by `together`.
-
-        Those who watch the rows are told. Where it fails, every rank has no rows any more, and says so.
-        """
-        store = self._store
-        if not store.replicas:
-            return
-
-        def put(table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray) -> None:
-            # At most half of the cache at once: a step of accumulated gradients may have pinned some.
-            most = max(1, store.stats()["device"]["slots"] // 2)
-            for begin in range(0, len(id_U), most):
-                u = slice(begin, begin + most)
-                store.put(table_U[u], id_U[u], row_UW[u])
-
-        try:
-            self.agree(what, store.build)
-            self._bring_new_replicas(what)
-            self._spread(what, store.replicas.keys(own=True), put)
-        except BaseException as error:
-            self._store.turns.cut_short(error)
-            raise
-
-    def _bring_new_replicas(self, what: str) -> None:
-        """Let the owners of rows of replicated tables have those that lookups of other ranks have begun."""
-        store = self._store
-        if self._calls.alone or not store.replicas:
-            return
-
-        def blocks() -> list[list[torch.Tensor]]:
-            keys = store.replicas.keys(own=False)
-            table_N, id_N, owner_N = (torch.from_numpy(column) for column in (*keys, owner_of(*keys, self._size)))
-            owned_R = [owner_N == owner for owner in range(self._size)]
-            return [[owned_N.sum().reshape(1), id_N[owned_N], table_N[owned_N]] for owned_N in owned_R]
-
-        received = self._calls.exchange(what, blocks)
-
-        def begin() -> None:
-            for block in received:
-                count = int(block.take(1, torch.int64))
-                id_U, table_U = block.take(count, torch.int64), block.take(count, torch.int32)
-                store.begin_replicas(table_U.numpy(), id_U.numpy())
-
-        self.agree(what, begin)
 
 
 class _Opened(NamedTuple):

@@ -96,11 +96,11 @@ class TableEmbedding(SnapshotCalls, RowCalls):
             name=name,
         )
         self.store.owner = weakref.ref(self)
+        self.calls = RankCalls(self.ranks, [self.store])
         self.rank_snapshots = RankSnapshots(
-            name, self.store, store_options.persistent_path, rank_folders(store_options, self.ranks), self.ranks
+            name, self.store, store_options.persistent_path, rank_folders(store_options, self.ranks), self.calls
         )
         """The snapshots that the ranks have together."""
-        self.calls = RankCalls(self.ranks, [self.store])
         self.begin_weight()
 
     def _columns(self, embedding_dim: Any) -> Sequence[int]:

@@ -181,7 +181,7 @@ def import_rows(
         try:
             snapshots.agree(what, lambda: counts.append(read()))
         except BaseException:
-            snapshots.even_out(what)  # The ranks may have come to different rows of replicated tables.
+            snapshots.replicas.even_out(what)  # The ranks may have come to different rows of replicated tables.
             raise
 
     snapshots.together("import_rows", bring_on_ranks)

@@ -237,11 +237,8 @@ class CompiledGraph(LoaderLoops):
             with dense.in_place_of(self, self._why_not_captured()):
                 result = call()
         if tape is not None:
-            known.keep(
-                compile_plan(
-                    tape, self, batch.embeddings, self._trainers(), self._plans.merged, inserts=self._inserts()
-                )
-            )
+            found = tape, self, batch.embeddings, self._trainers(), self._plans.merged
+            known.keep(compile_plan(*found, inserts=self._inserts()))
         elif plan is not None:
             known.look_back(building, plan)
         if known.plan is not None:

@@ -61,17 +61,16 @@ class GraphViews(torch.nn.Module):
         ids than expected so often that nothing is made ahead of it any more. Of ranks that own rows together the last
         lines say what this one has exchanged with the others.
         """
-        plans = [known.plan for known in list(self._plans.known.values()) if known.plan is not None]
+        every = list(self._plans.known.values())
+        plans = [known.plan for known in every if known.plan is not None]
         executors = [executor for plan in plans for executor in plan.executors()]
         text = stats_table(
             [*((executor.half, executor.stats()) for executor in executors), ("compute", self._stats.stats())]
         )
         if self._plans.dropped:
             text += f"\nwithout what {self._plans.dropped} plans have done, which gave way to others"
-        if given_up := sum(known.given_up for known in list(self._plans.known.values())):
-            text += (
-                f"\nfor {given_up} of {len(self._plans.known)} structures of inputs nothing is made ahead: {GIVEN_UP}"
-            )
+        if given_up := sum(known.given_up for known in every):
+            text += f"\nfor {given_up} of {len(every)} structures of inputs nothing is made ahead: {GIVEN_UP}"
         caches = ["embedding  step  hit rate  rows in cache  evicted  written down"]
         for name, embedding in embeddings_of(self).items():
             stats = embedding.stats()

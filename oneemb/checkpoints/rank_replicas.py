@@ -1,0 +1,118 @@
+"""Rows of replicated tables between ranks: a snapshot holds each row once, and a load gives every rank a copy."""
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+
+import numpy as np
+import torch
+
+from oneemb.embeddings.rank_calls import RankCalls
+from oneemb.kernels.owner import owner_of
+from oneemb.storage.embedding_store import EmbeddingStore
+from oneemb.storage.fs import LocalFileSystem
+from oneemb.storage.replicas import Keys
+from oneemb.storage.snapshots.owned_rows import OwnedRows
+from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot
+
+__all__ = ["RankReplicas"]
+
+# What ranks give each other at a time of rows of replicated tables.
+_SPREAD_BYTES, _SPREAD_ROWS = 64 << 20, 1 << 16
+
+
+class RankReplicas:
+    """Copies of rows of replicated tables.
+
+    Args:
+        store: of this rank.
+        calls: of its ranks.
+    """
+
+    def __init__(self, store: EmbeddingStore, calls: RankCalls):
+        self._store, self._calls = store, calls
+
+    def check(self, what: str, snapshot: PartedSnapshot, rows: int) -> Keys | None:
+        """The keys of replicated tables that this rank owns in a snapshot, once all ranks have found that there is room
+        for those of all; None if there are no such tables.
+
+        Args:
+            rows: how many rows of the snapshot this rank owns.
+        """
+        replicas = self._store.replicas
+        if not replicas:
+            return None
+
+        found: list[Keys] = []
+
+        def look() -> int:
+            with closing(OwnedRows(snapshot, self._calls.rank, self._calls.size, LocalFileSystem())) as owned:
+                found.append(owned.keys(replicas.are_of))
+            return len(found[0][1])
+
+        count_R = self._calls.all_gather(what, look)
+        total, others = sum(count_R), sum(count_R) - count_R[self._calls.rank]
+        self._calls.agree(what, lambda: self._store.check_replicas(snapshot.info, rows, others, total))
+        return found[0]
+
+    def spread(self, what: str, own: Keys, put: Callable[[np.ndarray, np.ndarray, np.ndarray], None]) -> None:
+        """Let the others `put` rows of replicated tables that this rank owns, and put theirs."""
+        store, (table_N, id_N) = self._store, own
+        batch = max(1, min(_SPREAD_BYTES // store.format.row_bytes // self._calls.size, _SPREAD_ROWS))
+
+        def spread(u: slice) -> None:
+            of_all = self._calls.all_gather(what, lambda: (table_N[u], id_N[u], store.replicas_of(table_N[u], id_N[u])))
+            self._calls.agree(what, lambda: put_all(of_all))
+
+        def put_all(of_all: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> None:
+            for rank, rows in enumerate(of_all):
+                if rank != self._calls.rank and len(rows[1]):
+                    put(*rows)
+
+        for begin in range(0, max(self._calls.all_gather(what, lambda: len(id_N))), batch):
+            spread(slice(begin, begin + batch))
+
+    def even_out(self, what: str) -> None:
+        """Let every rank have each row of replicated tables as its owner has it. To be called by `together`.
+
+        Those who watch the rows are told. Where it fails, every rank has no rows any more, and says so.
+        """
+        store = self._store
+        if not store.replicas:
+            return
+
+        def put(table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray) -> None:
+            # At most half of the cache at once: a step of accumulated gradients may have pinned some.
+            most = max(1, store.stats()["device"]["slots"] // 2)
+            for begin in range(0, len(id_U), most):
+                u = slice(begin, begin + most)
+                store.put(table_U[u], id_U[u], row_UW[u])
+
+        try:
+            self._calls.agree(what, store.build)
+            self.bring_new(what)
+            self.spread(what, store.replicas.keys(own=True), put)
+        except BaseException as error:
+            self._store.turns.cut_short(error)
+            raise
+
+    def bring_new(self, what: str) -> None:
+        """Let the owners of rows of replicated tables have those that lookups of other ranks have begun."""
+        store = self._store
+        if self._calls.alone or not store.replicas:
+            return
+
+        def blocks() -> list[list[torch.Tensor]]:
+            keys = store.replicas.keys(own=False)
+            table_N, id_N, owner_N = (torch.from_numpy(column) for column in (*keys, owner_of(*keys, self._calls.size)))
+            owned_R = [owner_N == owner for owner in range(self._calls.size)]
+            return [[owned_N.sum().reshape(1), id_N[owned_N], table_N[owned_N]] for owned_N in owned_R]
+
+        received = self._calls.exchange(what, blocks)
+
+        def begin() -> None:
+            for block in received:
+                count = int(block.take(1, torch.int64))
+                id_U, table_U = block.take(count, torch.int64), block.take(count, torch.int32)
+                store.begin_replicas(table_U.numpy(), id_U.numpy())
+
+        self._calls.agree(what, begin)
