@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Never, Self, TypeVar, cast
 
 import torch
 
-import oneemb.training.row_step  # noqa: F401  # so that torch optimizers train rows
+import oneemb.training.step_hooks  # noqa: F401  # so that torch optimizers train rows
 from oneemb.checkpoints.rank_snapshots import RankSnapshots
 from oneemb.embeddings.embedding_arguments import (
     DEFAULT_INITIALIZER,

@@ -21,9 +21,9 @@ from oneemb.training.row_step import (
     attach,
     groups_of_rows,
     row_weights,
-    rows_stepped,
-    settle_rows,
+    step_rows,
 )
+from oneemb.training.step_hooks import rows_stepped
 
 __all__ = ["Optimizer", "step_together"]
 
@@ -221,9 +221,10 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        stores = {embedding.store: None for embedding in self.embeddings}
-        stores |= {embedding.store: None for _, _, embedding in row_weights(self.optimizer)}
-        in_step((store.step_lock for store in stores), lambda: step_together([self]))
+        embeddings = dict.fromkeys(self.embeddings)
+        for _, _, embedding in row_weights(self.optimizer):
+            embeddings[embedding] = None
+        in_step([embedding.store.step_lock for embedding in embeddings], functools.partial(step_together, [self]))
         return loss
 
     @torch._disable_dynamo
@@ -296,53 +297,29 @@ def step_together(
         for embedding in optimizer.embeddings:
             embedding.store.turns.check(changes=True)
     rows = [optimizer.row_step for optimizer in optimizers]
-    grads: list[list[ops.RowGrads]] = []
 
-    def ready() -> str | None:
-        for row_step in rows:
-            row_step.take_grads()
-        every: list[ops.RowGrads] = []
-        for row_step in rows:
-            grads.append(row_step.reduce(stats))
-            every += grads[-1]
-        return stats.call("check_finite", ops.check_finite, rows, every)
+    def make(go: bool, grads: Sequence[list[ops.RowGrads]]) -> None:
+        try:
+            options = []
+            for row_step, its_grads in zip(rows, grads, strict=True):
+                try:
+                    rows_stepped.add(row_step.optimizer)
+                    after_hooks = _after_hooks(row_step, its_grads, go)
+                    label = f"step({type(row_step.optimizer).__name__})"
+                    options.append(stats.call(label, ops.step, row_step, go, after_hooks))
+                finally:
+                    rows_stepped.discard(row_step.optimizer)
+            for row_step, its_grads, its_options in zip(rows, grads, options, strict=True):
+                row_step.update(its_grads, go, its_options, stats)
+                row_step.taken += go
+        except BaseException as error:
+            if not isinstance(error, Exception):  # It was not held back: some rows may be updated, others not.
+                for optimizer in optimizers:
+                    for embedding in optimizer.embeddings:
+                        embedding.store.turns.note(error)
+            raise
 
-    try:
-        ranks = stats.call("settle", settle_rows, [row_step.optimizer for row_step in rows])
-        if ranks is None:
-            go = ops.may_step(ready(), rows, scaler)
-            if commit is not None:
-                commit()
-        with undisturbed:  # An interrupt comes before the step or after all of it.
-            if ranks is not None:
-                # Once they have agreed the other ranks make the step: one that is interrupted must make it too.
-                with undisturbed.forks_allowed():
-                    found = ranks.agree(f"step by {', '.join(map(_name, rows))}", ready)
-                go = ops.may_step(found, rows, scaler)
-                if commit is not None:
-                    commit()
-            try:
-                options = []
-                for row_step, its_grads in zip(rows, grads, strict=True):
-                    try:
-                        rows_stepped.add(row_step.optimizer)
-                        after_hooks = _after_hooks(row_step, its_grads, go)
-                        options.append(stats.call(f"step({_name(row_step)})", ops.step, row_step, go, after_hooks))
-                    finally:
-                        rows_stepped.discard(row_step.optimizer)
-                for row_step, its_grads, its_options in zip(rows, grads, options, strict=True):
-                    row_step.update(its_grads, go, its_options, stats)
-                    row_step.taken += go
-            except BaseException as error:
-                if not isinstance(error, Exception):  # It was not held back: some rows may be updated, others not.
-                    for optimizer in optimizers:
-                        for embedding in optimizer.embeddings:
-                            embedding.store.turns.note(error)
-                raise
-    finally:
-        for row_step in rows:
-            row_step.put_back()
-    return go
+    return step_rows(rows, make, scaler=scaler, commit=commit, stats=stats)
 
 
 def _after_hooks(row_step: RowStep, grads: list[ops.RowGrads], go: bool) -> Callable[[], None] | None:
@@ -354,7 +331,3 @@ def _after_hooks(row_step: RowStep, grads: list[ops.RowGrads], go: bool) -> Call
     changes = row_step.changes()
     row_step.put_back()
     return lambda: row_step.reduce_again(grads, changes)
-
-
-def _name(row_step: RowStep) -> str:
-    return type(row_step.optimizer).__name__
