@@ -20,7 +20,7 @@ import pickle
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Never
@@ -28,14 +28,20 @@ from typing import Any, Never
 import torch
 from torch import distributed
 
+from oneemb.graph.rank_errors import (
+    RankError,
+    Said,
+    is_told,
+    mark_told,
+    said_of,
+    told_error,
+    what_has_failed,
+    whole_exchange,
+)
+from oneemb.graph.rank_messages import Blocks, Received, bytes_of
 from oneemb.storage.errors import ForkedProcessError
-from oneemb.storage.locking.turns import undisturbed
 
-__all__ = ["Blocks", "RankError", "Ranks", "Received", "Together", "Traffic", "mark_told", "moment", "whole_exchange"]
-
-Blocks = Sequence[Sequence[torch.Tensor]]
-"""Tensors to send to each rank, of any shape, one after another."""
-
+__all__ = ["Blocks", "RankError", "Ranks", "Received", "Traffic", "check_between_ranks"]
 
 _COMM_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -47,10 +53,6 @@ _LEFT = -(1 << 40)
 
 # Bytes for what a rank was doing and what has failed there, when ranks raise: all send as many.
 _WORDS = 8192
-
-
-class RankError(RuntimeError):
-    """Another rank has failed, or does something else. The message says which one, and what it said."""
 
 
 @dataclass
@@ -68,86 +70,6 @@ class Traffic:
         self.messages += 1
         self.sent_bytes += rows_to_others * (sent.numel() // max(1, len(sent))) * sent.element_size()
         self.seconds += time.perf_counter() - begin
-
-
-class Received:
-    """Tensors that a rank has sent, taken one after another."""
-
-    def __init__(self, sent_N: torch.Tensor):
-        self._sent_N = sent_N
-        self._begin = 0
-
-    def take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """The next tensor, of so many elements: [count]."""
-        size = count * dtype.itemsize
-        part = self._sent_N[self._begin : self._begin + size]
-        self._begin += _padded(size)
-        return part.view(dtype)
-
-
-class Together(Iterator[Any]):
-    """The batches of this rank's loader, as long as every rank has one: where the first loader ends, all end.
-
-    Args:
-        ranks: with connections of their own for the thread that iterates.
-        left: called when it has ended, or was left.
-
-    Raises, where a batch is asked for:
-        RankError: the loader of another rank has failed.
-    """
-
-    def __init__(self, ranks: "Ranks", loader: Iterable[Any], left: Callable[[], object] = lambda: None):
-        self._ranks = ranks
-        self._left = [left]  # no longer here once it is called
-        self._loader: list[Iterable[Any]] = [loader]  # no longer here once its iterator is
-        self._iterator: Iterator[Any] | None = None
-        self._ended = False
-
-    def __next__(self) -> Any:
-        if self._ended:
-            raise StopIteration
-        batch: list[Any] = []
-        failed: list[BaseException] = []
-        try:
-            if self._iterator is None:
-                self._iterator = iter(self._loader.pop())
-            batch += [value for _, value in zip(range(1), self._iterator, strict=False)]
-        except BaseException as error:
-            failed.append(error)
-
-        def has_one() -> int:
-            if failed:
-                raise failed.pop()
-            return _HAS_ONE if batch else _HAS_NONE
-
-        with whole_exchange():  # An interrupt comes when it is known whether the others expect another exchange.
-            try:
-                self._ended = any(self._ranks.tell(_NEXT, has_one))
-            except BaseException:
-                self._ended = True
-                raise
-        if self._ended:
-            raise StopIteration
-        return batch.pop()
-
-    def leave(self) -> None:
-        """Ask for no more batches: who comes to the next one does not wait for this rank. May be called again."""
-        with whole_exchange():
-            left, self._left = self._left, []
-            if left and not self._ended:
-                self._ended = True
-                self._ranks.leave(_NEXT)
-            self._iterator = None
-            self._loader.clear()
-            for call in left:
-                call()
-
-    def __del__(self) -> None:
-        self.leave()  # a loop that has never begun
-
-
-_NEXT = "give the next batch of a loop over a loader"
-_HAS_ONE, _HAS_NONE = 0, 1
 
 
 def check_between_ranks(gradients: str, comm_dtype: torch.dtype) -> None:
@@ -260,7 +182,7 @@ class Ranks:
         sent_R = [0] * self.size
         try:
             blocks = make()
-            flat = [[_bytes_of(tensor) for tensor in block] for block in blocks]
+            flat = [[bytes_of(tensor) for tensor in block] for block in blocks]
             sent_R = [sum(len(part) for part in block) for block in flat]
             parts = [part for block in flat for part in block]
             sent = torch.cat(parts) if parts else sent
@@ -417,7 +339,7 @@ class Ranks:
             what: what this rank was doing.
             since: what `moment` gave when it began to.
         """
-        if self.forked or _is_told(failure, since):
+        if self.forked or is_told(failure, since):
             return
         with suppress(RuntimeError), whole_exchange():
             mark_told(failure)
@@ -458,9 +380,9 @@ class Ranks:
             try:
                 yield
             except RuntimeError as error:
-                if isinstance(error, RankError) or _is_told(error, 0):  # It is what has failed here, as all know now.
+                if isinstance(error, RankError) or is_told(error, 0):  # It is what has failed here, as all know now.
                     raise
-                raise _told(
+                raise told_error(
                     f"rank {self.rank} was about to {what}, and another rank has ended, was killed, or did not come"
                     " there within the timeout of the process group. The ranks cannot go on with this group: end the"
                     f" job and start it anew, from its last snapshot ({error})"
@@ -489,7 +411,7 @@ class Ranks:
 
     def _words(self, what: str, failure: BaseException | None) -> torch.Tensor:
         """Error report of this rank for the others, uint8 [_WORDS]."""
-        said = None if failure is None else _said_of(failure)
+        said = None if failure is None else said_of(failure)
         words_N = torch.zeros(_WORDS, dtype=torch.uint8, device="cpu")
         said_bytes = b""
         for length in (_WORDS // 5, _WORDS // 20):  # characters of each, which may take four bytes
@@ -502,14 +424,14 @@ class Ranks:
 
     def _raise(self, what: str, failed: list[BaseException]) -> Never:
         """Raise what has failed here, which is taken out of the list, or say what has elsewhere."""
-        of_all: list[_Said] = [
+        of_all: list[Said] = [
             pickle.loads(its.numpy().tobytes())
             for its in self._all_gather(self._words(what, failed[0] if failed else None))
         ]
         if failed:
             mark_told(failed[0])
             raise failed.pop()
-        raise _told(_what_has_failed(of_all))
+        raise told_error(what_has_failed(of_all))
 
     def _raise_without_words(
         self, what: str, failed: list[BaseException], left: int, failed_R: Sequence[bool]
@@ -520,7 +442,9 @@ class Ranks:
             raise failed.pop()
         others = ", ".join(str(rank) for rank, its in enumerate(failed_R) if its)
         how = f"has failed (rank {others} says how)" if others else "does something else"
-        raise _told(f"rank {left} has left, and another rank {how}, where they were to {what}; nothing was done here")
+        raise told_error(
+            f"rank {left} has left, and another rank {how}, where they were to {what}; nothing was done here"
+        )
 
     def _gather_floats(self, values: Sequence[float]) -> list[torch.Tensor]:
         what = f"add {len(values)} norms of gradients"
@@ -552,91 +476,3 @@ class Ranks:
         # Methods, not torch.distributed's functions: those take no group that they have not made.
         self.group.alltoall_base(received, sent, list(received_R), list(sent_R)).wait()
         self.traffic.add(sent, sum(sent_R) - sent_R[self.rank], begin)
-
-
-@contextmanager
-def whole_exchange() -> Iterator[None]:
-    """Within it no signal comes between the messages of an exchange, for which the other ranks wait. Forks may."""
-    with undisturbed, undisturbed.forks_allowed():
-        yield
-
-
-_TOLD = "_oneemb_told"  # of an error: since when all ranks have raised, or will at their next exchange
-_moments = itertools.count(1)
-
-
-def moment() -> int:
-    """This moment, for `Ranks.fail`: later ones are greater."""
-    return next(_moments)
-
-
-def mark_told(error: BaseException) -> None:
-    """Let `Ranks.fail` do nothing about this error: all ranks know it, or it has ended nothing that they wait for."""
-    with suppress(AttributeError):
-        setattr(error, _TOLD, next(_moments))
-
-
-def _told(words: str) -> RankError:
-    """An error that all ranks raise."""
-    error = RankError(words)
-    mark_told(error)
-    return error
-
-
-def _is_told(error: BaseException | None, since: int) -> bool:
-    """Whether all ranks know of this error, or of one that it took the place of, as that of a signal may."""
-    seen: list[BaseException] = []
-    while error is not None and error not in seen:
-        if getattr(error, _TOLD, 0) > since:
-            return True
-        seen.append(error)
-        error = error.__context__
-    return False
-
-
-_Said = tuple[str, str | None, str, str]
-"""Error report of one rank: operation, error, object, configuration."""
-
-
-def _said_of(failure: BaseException) -> str:
-    try:
-        return f"{type(failure).__name__}: {failure}"
-    except Exception:  # Its own __str__ has failed, and the others wait for some words.
-        return type(failure).__name__
-
-
-def _what_has_failed(of_all: Sequence[_Said]) -> str:
-    for rank, (_, its, _, _) in enumerate(of_all):
-        if its is not None:
-            return f"rank {rank} has failed ({its}); nothing was done here"
-    differ = len({what for what, *_ in of_all}) > 1
-    doing, made = _by_rank(what for what, *_ in of_all), _by_rank(made for *_, made in of_all)
-    one_name, ways = len({name for _, _, name, _ in of_all}) == 1, len({made for *_, made in of_all})
-    # Where they are busy with other embeddings, each of these was made in its own way, and that says nothing.
-    if not differ or one_name and ways > 1:
-        what = f"do different things ({doing})" if differ else of_all[0][0]
-        return (
-            f"the ranks {what}, and have made it differently ({made}): each must make the same embeddings, in the same"
-            " order and with the same arguments"
-        )
-    return (
-        f"the ranks do different things ({doing}): each must make the same lookups, steps, saves and loads in the"
-        " same order, with an empty batch where it has none"
-    )
-
-
-def _by_rank(of_all: Iterable[object]) -> str:
-    return "; ".join(f"rank {rank}: {its}" for rank, its in enumerate(of_all))
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Bytes of a tensor, and zeros up to a multiple of 8, so that the next tensor is aligned."""
-    if tensor.numel() == 0:  # whose strides may be any
-        return torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    more = _padded(len(flat)) - len(flat)
-    return torch.cat([flat, flat.new_zeros(more)]) if more else flat
-
-
-def _padded(size: int) -> int:
-    return -(-size // 8) * 8

@@ -33,7 +33,8 @@ from oneemb.graph.ops.shuffle import (
     look_up_on_ranks,
     lookup_of,
 )
-from oneemb.graph.ranks import Ranks, whole_exchange
+from oneemb.graph.rank_errors import whole_exchange
+from oneemb.graph.ranks import Ranks
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.errors import StorageError
 from oneemb.storage.tiers.hot_rows import Prefetched

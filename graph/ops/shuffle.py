@@ -26,7 +26,8 @@ from oneemb.graph.ops.asking import COUNTS, Asked, Asking, asked_by, cut_if_fewe
 from oneemb.graph.ops.keys import DTYPES, Keys
 from oneemb.graph.ops.lookup import Lease, Remote, acquire, gather
 from oneemb.graph.ops.reading import ReadRows, peek
-from oneemb.graph.ranks import Ranks, whole_exchange
+from oneemb.graph.rank_errors import whole_exchange
+from oneemb.graph.ranks import Ranks
 from oneemb.kernels.owner import owner_of
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.tiers.hot_rows import Prefetched

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import torch
 from torchrec.types import DataType
 
-from oneemb.graph.ranks import Ranks, whole_exchange
+from oneemb.graph.rank_errors import whole_exchange
+from oneemb.graph.ranks import Ranks
 from oneemb.kernels.owner import owner_of
 from oneemb.kernels.threads import Threads
 from oneemb.kernels.unique_keys import unique_keys
