@@ -10,6 +10,7 @@ from _case import count_calls
 from _small import READS, STEPS
 
 from oneemb.kernels.threads import Threads
+from tests.support.walk import walk_of_ids
 
 # Of one step or lookup: the most calls of Python functions, of C functions, and loops launched. Counted with Python
 # 3.11 and the torch of constraints/test.txt; later Pythons inline comprehensions and count less.
@@ -27,6 +28,10 @@ def least(call):
     """The fewest calls of a few times: a collection of garbage may call what belongs to other tests."""
     counted = [count_calls(call) for _ in range(5)]
     return min(its.python for its in counted), min(its.c for its in counted)
+
+
+# Files of the packages that one lookup of ids without gradient enters.
+FILES_MAX = 20  # 16
 
 
 def launched(call, monkeypatch):
@@ -71,6 +76,11 @@ def test_a_lookup_of_one_sample_makes_no_more_calls_and_launches_no_more_loops_t
     system = READS[name]()
     found = costs(system, system.read, monkeypatch)
     assert all(one <= most for one, most in zip(found, READ_BOUNDS[name], strict=True)), found
+
+
+def test_a_lookup_of_ids_enters_no_more_files_than_it_did(tmp_path):
+    walk = walk_of_ids(str(tmp_path))
+    assert 0 < len({file for file, _ in walk}) <= FILES_MAX, walk
 
 
 def test_a_step_that_has_become_a_tenth_dearer_is_found(monkeypatch):

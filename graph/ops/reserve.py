@@ -1,8 +1,10 @@
 """Lookups that `build` is expected to make.
 
-prefetched = prefetch(store, keys)                ahead of the step: pins the known rows
-reserved = reserve(store, keys, prefetched)       in the step, before `build`
-lease = reserved.acquire()                        once `build` makes the lookup
+    prefetched = prefetch(store, keys)                ahead of the step: pins the known rows
+    reserved = reserve(store, keys, prefetched)       in the step, before `build`
+    lease = reserved.acquire()                        once `build` makes the lookup
+
+Unknown keys are inserted by the last.
 """
 
 from typing import Any
