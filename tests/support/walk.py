@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 
+PACKAGES = ("oneemb", "graph", "storage", "kernels")
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 
 
@@ -15,9 +16,9 @@ def walk_of(call):
     found = []
 
     def profile(frame, event, argument):
-        file = os.path.realpath(frame.f_code.co_filename)
-        if event == "call" and file.startswith(ROOT + os.sep) and os.sep + "tests" + os.sep not in file:
-            found.append((os.path.relpath(file, ROOT), frame.f_code.co_qualname))
+        file = os.path.relpath(os.path.realpath(frame.f_code.co_filename), ROOT)
+        if event == "call" and file.split(os.sep)[0] in PACKAGES:
+            found.append((file, frame.f_code.co_qualname))
 
     sys.setprofile(profile)
     try:
