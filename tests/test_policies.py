@@ -29,6 +29,7 @@ import oneemb.embeddings.embedding
 import oneemb.kernels.score_rows
 import oneemb.storage.policies.ledger
 from oneemb.cli.commands import oneemb as command
+from oneemb.embeddings import internals
 from oneemb.graph.arguments import Lookup
 from oneemb.kernels.score_rows import hashes_of, ties_of
 from oneemb.kernels.threads import Threads
@@ -328,7 +329,7 @@ class Jobs(RuleBasedStateMachine):
     def train_step(self, keys, prefetch):
         table_ids, its = (torch.tensor(column) for column in zip(*keys, strict=True))
         uses = Counter(keys)
-        held = self.embedding.store.prefetch(self.embedding.keys_of(Lookup(its, table_ids)).unique)
+        held = self.embedding.store.prefetch(internals.keys_of(self.embedding, Lookup(its, table_ids)).unique)
         if not prefetch:
             self.embedding.store.unprefetch(held)
         found = []
@@ -499,7 +500,7 @@ def test_snapshots_of_fewer_tables_load_and_those_of_other_rules_are_refused_bef
     assert known(two, tables=2) == {(0, 1), (0, 2)}
     two.close()
     other = make(tmp_path, "device", RowPolicy(LFU(), 5))
-    for call in (other.check_fits, other.load_snapshot):
+    for call in (lambda name: internals.check_fits(other, name), other.load_snapshot):
         with pytest.raises(oneemb.StorageError, match="scores of other rules"):
             call("one")
     step(other, sgd(other), ids(7))
@@ -937,7 +938,7 @@ def test_what_was_prefetched_gives_way_before_a_lookup_is_refused(tmp_path):
     optimizer = sgd(embedding)
     for n in range(0, 400, 20):
         step(embedding, optimizer, torch.arange(n, n + 20))
-    keys = embedding.keys_of(Lookup(torch.arange(300, 340))).unique
+    keys = internals.keys_of(embedding, Lookup(torch.arange(300, 340))).unique
     held = embedding.store.prefetch(keys)
     assert held.held
     step(embedding, optimizer, torch.arange(1000, 1040))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import oneemb
+from oneemb.embeddings import internals
 from oneemb.kernels.owner import owner_of
 from oneemb.policies import LFU, LRU, AdmitAfter, AdmitChance, EpochLFU, RowPolicy
 from oneemb.rows.reshard import reshard
@@ -312,7 +313,7 @@ def refuse_on_one(group, path):
             call()
         said.append(str(error.value))
     held.sum().backward()
-    embedding.drop_grads()
+    internals.drop_grads(embedding)
     after = rows_of(embedding)
     embedding.close()
     used = {(0, n) for n in range(20) if owners_of([(0, n)], 2)[0] == 0}  # by the lookup, some of them

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import oneemb
+from oneemb.embeddings import internals
 from oneemb.graph.ranks import RankError
 from oneemb.rows.reshard import reshard
 from oneemb.storage.errors import LockedError, SnapshotExistsError, SnapshotNotFoundError
@@ -66,7 +67,7 @@ def test_a_snapshot_is_resharded_from_any_number_to_any_other(tmp_path, monkeypa
 
         def go_on(ranks):
             embedding = make(ranks, tmp_path)
-            embedding.load_named(named)
+            internals.load_named(embedding, named)
             embedding.close()
 
         run(size, go_on, patch=monkeypatch)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import oneemb
+from oneemb.embeddings import internals
 from oneemb.kernels.owner import owner_of
 from tests.support.training import OPTIMIZERS
 from tests.test_ranks import IDS, LOOKUPS, TABLES, Graph, Model as Whole, batch_of, relative, weights_of
@@ -387,7 +388,7 @@ def trains_and_saves(group, path, replicated):
 def loads(group, path, replicated, name="s", store="device"):
     model = Model(path, "plain", store, group, replicated)
     OPTIMIZERS["adagrad"](model.parameters())
-    model.embedding.check_fits(name)
+    internals.check_fits(model.embedding, name)
     model.embedding.load_snapshot(name)
     assert model.embedding.stats()["device"]["pinned"] == 0
     result = rows_of(model.embedding), model.embedding.stats()

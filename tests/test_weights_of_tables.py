@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import oneemb
+from oneemb.embeddings import internals
 from tests.support.models import make_embedding, rows_of
 
 DIM, VOCABULARY, TABLES = 6, 30, 3
@@ -29,7 +30,7 @@ class Ours(torch.nn.Module):
         super().__init__()
         self.embedding = make_embedding(path, dim=DIM, tables=TABLES, **options)
         self.weights = torch.nn.ParameterList(torch.nn.Parameter(torch.empty(0, DIM)) for _ in range(TABLES))
-        self.embedding.belongs_to(self.weights)
+        internals.stand_for_rows(self.embedding, self.weights)
 
     def forward(self, ids, offsets):
         return self.embedding(ids, offsets=offsets, columns=range(TABLES))

@@ -44,6 +44,7 @@ from oneemb.checkpoints.graph_state import (
 )
 from oneemb.checkpoints.named_snapshot import SnapshotName
 from oneemb.checkpoints.new_files import close_dropped, make_durable
+from oneemb.embeddings import internals
 from oneemb.embeddings.embedding import TableEmbedding, embeddings_of
 from oneemb.embeddings.rank_calls import RankCalls
 from oneemb.storage.errors import SnapshotNeededError, StorageError
@@ -306,12 +307,12 @@ def _restore(
             embeddings[name].rank_snapshots.check_named(
                 snapshot["oneemb_snapshot"], snapshot["oneemb_identity"], f"{where}, for embedding {name!r},"
             )
-            embeddings[name].check_fits(snapshot["oneemb_snapshot"])
+            internals.check_fits(embeddings[name], snapshot["oneemb_snapshot"])
     changed = False
     try:
         with undisturbed:
             for name, snapshot in snapshots.items():
-                embeddings[name].load_named(snapshot)
+                internals.load_named(embeddings[name], snapshot)
                 changed = True
             changed = True
             calls.agree(what, lambda: restore_dense(graph, train, state, calls))

@@ -33,6 +33,7 @@ from oneemb.dynamicemb.table_dumps import TableDumps
 from oneemb.dynamicemb.tables import DynamicTables, TableInfo
 from oneemb.dynamicemb.types import initializer_of
 from oneemb.embeddings.embedding import MultiTableEmbedding
+from oneemb.embeddings.internals import stand_for_rows
 from oneemb.options import make_cached_host_mem_store_options, make_device_mem_store_options, make_table
 from oneemb.torchrec.optimizers import from_fused_params
 from oneemb.training.eager import Optimizer
@@ -152,7 +153,7 @@ class BatchedDynamicEmbeddingTablesV2(torch.nn.Module):
             rows.to(device)
         # It is in no list of parameters: no other optimizer is to step the rows.
         weight = torch.nn.Parameter(rows.weight.detach().clone())
-        rows.belongs_to([weight], is_kept=first.external_storage is not None)
+        stand_for_rows(rows, [weight], is_kept=first.external_storage is not None)
         stepper: torch.optim.Optimizer | None = None
         if first.training:
             stepper = make([weight])

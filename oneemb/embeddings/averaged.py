@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from oneemb.embeddings.embedding import MultiTableEmbedding, TableEmbedding, copied
+from oneemb.embeddings.embedding import MultiTableEmbedding, TableEmbedding, copied, keys_of
 from oneemb.graph import ops
 from oneemb.graph.arguments import Lookup
 from oneemb.graph.ops.batch_ids import columns_of, pooling_of
@@ -160,7 +160,7 @@ class AveragedEmbedding(torch.nn.Module):
 
         def keys() -> ops.Keys:
             pooling_of(pooling, offsets)  # raises on every rank
-            return rows.keys_of(lookup)
+            return keys_of(rows, lookup)
 
         def look_up() -> torch.Tensor:
             if rows.asked_ranks is None:

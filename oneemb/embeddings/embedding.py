@@ -37,7 +37,14 @@ from oneemb.storage.fs import AnyPath, absolute_path
 from oneemb.storage.policies.row_policy import RowPolicy
 from oneemb.training.tracers import hidden_from_modes, refuse_tracers
 
-__all__ = ["MultiTableEmbedding", "MultiTableMultiColumnEmbedding", "TableEmbedding", "copied", "embeddings_of"]
+__all__ = [
+    "MultiTableEmbedding",
+    "MultiTableMultiColumnEmbedding",
+    "TableEmbedding",
+    "copied",
+    "embeddings_of",
+    "keys_of",
+]
 
 
 class TableEmbedding(SnapshotCalls, RowCalls):
@@ -206,7 +213,7 @@ class TableEmbedding(SnapshotCalls, RowCalls):
         store, scales, pooling = self.store, lookup.per_sample_weights, lookup.pooling
         if self.asked_ranks is not None:
             lease = ops.look_up_on_ranks(
-                self.asked_ranks, store, self.name, functools.partial(self.keys_of, lookup, inserts), inserts=inserts,
+                self.asked_ranks, store, self.name, functools.partial(keys_of, self, lookup, inserts), inserts=inserts,
                 has_gradient=has_gradient, sums_bags=lookup.sums_bags, again=ops.in_backward(),
             )  # fmt: skip
             rows = ops.gather(lease, scales, pooling)
@@ -220,7 +227,7 @@ class TableEmbedding(SnapshotCalls, RowCalls):
             )
             if read is not None:
                 return read
-        keys = self.keys_of(lookup, inserts)
+        keys = keys_of(self, lookup, inserts)
         if not inserts and not has_gradient:
             return ops.peek(store, keys, scales, pooling)
         lease = ops.acquire(store, keys, again=ops.in_backward()) if inserts else ops.acquire_later(store, keys)
@@ -229,22 +236,6 @@ class TableEmbedding(SnapshotCalls, RowCalls):
             return ops.with_grad(rows, lease, self.weights, scales, self.ranks)
         lease.unpin()
         return rows
-
-    def keys_of(self, lookup: Lookup, inserts: bool = False) -> ops.Keys:
-        """The unique keys of a lookup; raises as `forward` does of what is wrong with its arguments.
-
-        Args:
-            inserts: whether it is to insert unknown keys: see `say_if_empty`.
-        """
-        if inserts and self.may_be_empty:
-            self.say_if_empty()
-        keys = ops.unique_keys(
-            lookup.ids, lookup.table_ids, self.num_tables, self.key_type, self.padding_idx, lookup.offsets,
-            lookup.columns, threads=self.store.threads,
-        )  # fmt: skip
-        if lookup.per_sample_weights is not None or lookup.pooling != "sum":
-            ops.check_pooling(keys, lookup.per_sample_weights, lookup.pooling)
-        return keys
 
     if TYPE_CHECKING:
         __call__ = forward  # Editors see `forward` where torch.nn.Module has Callable[..., Any].
@@ -428,6 +419,23 @@ class MultiTableMultiColumnEmbedding(TableEmbedding):
         if not isinstance(embedding_dim, list | tuple):
             raise TypeError(f"embedding_dim must be a list of column widths, got {embedding_dim!r}")
         return embedding_dim
+
+
+def keys_of(embedding: TableEmbedding, lookup: Lookup, inserts: bool = False) -> ops.Keys:
+    """The unique keys of a lookup; raises as `forward` does of what is wrong with its arguments.
+
+    Args:
+        inserts: whether it is to insert unknown keys: see `say_if_empty`.
+    """
+    if inserts and embedding.may_be_empty:
+        embedding.say_if_empty()
+    keys = ops.unique_keys(
+        lookup.ids, lookup.table_ids, embedding.num_tables, embedding.key_type, embedding.padding_idx, lookup.offsets,
+        lookup.columns, threads=embedding.store.threads,
+    )  # fmt: skip
+    if lookup.per_sample_weights is not None or lookup.pooling != "sum":
+        ops.check_pooling(keys, lookup.per_sample_weights, lookup.pooling)
+    return keys
 
 
 def _in_ddp(embedding: TableEmbedding) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from oneemb.embeddings.embedding import TableEmbedding
+from oneemb.embeddings.embedding import TableEmbedding, keys_of
 from oneemb.graph import ops
 from oneemb.graph.arguments import Lookup
 from oneemb.graph.ranks import Ranks
@@ -73,7 +73,7 @@ class LookupAhead:
     def _keys(self) -> ops.Keys:
         if self._failed:
             raise self._failed.pop()
-        return self._embedding.keys_of(self._lookup, self._inserts)
+        return keys_of(self._embedding, self._lookup, self._inserts)
 
     def rows(self) -> torch.Tensor:
         """Result of `embedding(...)`. Call this once.

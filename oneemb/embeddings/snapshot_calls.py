@@ -11,7 +11,7 @@ import torch
 from oneemb.checkpoints.named_snapshot import SnapshotName, decode, encode
 from oneemb.embeddings.embedding_arguments import DEFAULT_INITIALIZER, differences
 from oneemb.embeddings.row_weight import changes_no_row
-from oneemb.embeddings.weight_of_rows import WeightOfRows
+from oneemb.embeddings.weight_of_rows import WeightOfRows, drop_grads
 from oneemb.graph.build_error import warn_user
 from oneemb.options import Initializer, TableOptions, to_tree
 from oneemb.storage.errors import StorageError
@@ -19,7 +19,7 @@ from oneemb.storage.policies.row_policy import RowPolicy, described
 from oneemb.storage.table.json_lists import LongList
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 
-__all__ = ["SnapshotCalls"]
+__all__ = ["SnapshotCalls", "check_fits", "load_named"]
 
 
 class SnapshotCalls(WeightOfRows):
@@ -124,25 +124,13 @@ class SnapshotCalls(WeightOfRows):
     def _load(self, name: str, weights_only: bool = False) -> tuple[str, str] | None:
         """Load a snapshot, and return the `differences` of the embedding that saved it from this one."""
         ours = self.description()  # First: a list of tables that is known already is not parsed.
-        info, as_saved = self.rank_snapshots.load(name, weights_only=weights_only, check=self._check_tables)
-        self.drop_grads()
+        info, as_saved = self.rank_snapshots.load(
+            name, weights_only=weights_only, check=functools.partial(_check_tables, self)
+        )
+        drop_grads(self)
         snapshot: SnapshotName = {"oneemb_snapshot": name, "oneemb_identity": info.identity}
         self.saved = (snapshot, self.store.changes) if as_saved else None
-        return differences(self._check_tables(info), ours)
-
-    def check_fits(self, name: str) -> None:
-        """Raise StorageError unless there is a snapshot of this name whose rows fit, as `load_snapshot` does."""
-        self.rank_snapshots.check_fits(name, self._check_tables)
-
-    def _check_tables(self, info: SnapshotInfo) -> dict[str, Any]:
-        """The description that a snapshot was saved with, {} if it has none; an error if it has too many tables."""
-        description = info.meta.get("embedding") or {}
-        if len(description.get("tables", ())) > self.num_tables:
-            raise StorageError(
-                f"snapshot {info.name!r} holds rows of {len(description['tables'])} tables, embedding {self.name!r} has"
-                f" {self.num_tables}; make it with all of them"
-            )
-        return description
+        return differences(_check_tables(self, info), ours)
 
     def delete_snapshot(self, name: str) -> None:
         """Delete a snapshot and free the disk space only it used.
@@ -250,21 +238,11 @@ class SnapshotCalls(WeightOfRows):
         snapshots, named = self.rank_snapshots, list[SnapshotName]()
         what = snapshots.words("load_state_dict")
         snapshots.together("load_state_dict", lambda: snapshots.agree(what, lambda: named.append(decode(state))))
-        self.load_named(named[0])
+        load_named(self, named[0])
 
     def holds(self, snapshot: SnapshotName) -> bool:
         """Whether the rows are those of this snapshot still, saved or loaded last."""
         return self.saved == (snapshot, self.store.changes)
-
-    def load_named(self, snapshot: SnapshotName) -> None:
-        """The same with what `named_snapshot` gave."""
-        name = snapshot["oneemb_snapshot"]
-        if name is None:
-            self.clear()
-        else:
-            identity = snapshot.get("oneemb_identity")
-            self.rank_snapshots.check_named(name, identity, f"a state dict of embedding {self.name!r}")
-            self.load_snapshot(name)
 
     def clear(self) -> None:
         """Forget every row and the optimizer's steps, and what policies have counted: all ids are new again. Snapshots
@@ -277,7 +255,7 @@ class SnapshotCalls(WeightOfRows):
 
     def _clear(self) -> None:
         self.store.clear()
-        self.drop_grads()
+        drop_grads(self)
         self.saved = None
 
     def say_if_empty(self) -> None:
@@ -291,3 +269,30 @@ class SnapshotCalls(WeightOfRows):
                 f" the snapshots {', '.join(map(repr, existing))}; load_snapshot(name) goes on from one, before the"
                 " first lookup"
             )
+
+
+def check_fits(embedding: SnapshotCalls, name: str) -> None:
+    """Raise StorageError unless there is a snapshot of this name whose rows fit, as `load_snapshot` does."""
+    embedding.rank_snapshots.check_fits(name, functools.partial(_check_tables, embedding))
+
+
+def load_named(embedding: SnapshotCalls, snapshot: SnapshotName) -> None:
+    """Load the snapshot that `named_snapshot` gave; see `set_extra_state`."""
+    name = snapshot["oneemb_snapshot"]
+    if name is None:
+        embedding.clear()
+    else:
+        identity = snapshot.get("oneemb_identity")
+        embedding.rank_snapshots.check_named(name, identity, f"a state dict of embedding {embedding.name!r}")
+        embedding.load_snapshot(name)
+
+
+def _check_tables(embedding: SnapshotCalls, info: SnapshotInfo) -> dict[str, Any]:
+    """The description that a snapshot was saved with, {} if it has none; an error if it has too many tables."""
+    description = info.meta.get("embedding") or {}
+    if len(description.get("tables", ())) > embedding.num_tables:
+        raise StorageError(
+            f"snapshot {info.name!r} holds rows of {len(description['tables'])} tables, embedding {embedding.name!r}"
+            f" has {embedding.num_tables}; make it with all of them"
+        )
+    return description

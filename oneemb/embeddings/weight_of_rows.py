@@ -17,7 +17,7 @@ from oneemb.graph.row_optimizers import SAME_STATE, RowOptimizer
 from oneemb.options import StoreOptions
 from oneemb.storage.embedding_store import EmbeddingStore
 
-__all__ = ["WeightOfRows"]
+__all__ = ["WeightOfRows", "attach_rows", "drop_grads", "stand_for_rows"]
 
 
 class WeightOfRows(torch.nn.Module):
@@ -33,20 +33,20 @@ class WeightOfRows(torch.nn.Module):
     weight: torch.nn.Parameter
     """Stands for all rows in parameter lists, [0, D]: it holds none. Its gradient is a `RowGrad`."""
     weights_of_another: tuple[torch.nn.Parameter, ...] | None = None
-    """Parameters of another module that stand for the rows in place of `weight`; see `belongs_to`."""
+    """Parameters of another module that stand for the rows in place of `weight`; see `stand_for_rows`."""
     row_optimizer: RowOptimizer | None = None
     """How the rows are updated; set by the first step of a torch optimizer, `oneemb.Optimizer` or
     `TrainGraph.add_optimizer`."""
-    _optimizer: weakref.ref[torch.optim.Optimizer] | None = None
+    optimizer_ref: weakref.ref[torch.optim.Optimizer] | None = None
 
     def begin_weight(self) -> None:
         """Make `weight`."""
         self.weight = torch.nn.Parameter(torch.empty(0, self.embedding_dim, dtype=torch.float32, device="cpu"))
-        self._stands_for(self.weight)
+        _stand_for(self, self.weight)
 
     @property
     def weights(self) -> tuple[torch.nn.Parameter, ...]:
-        """The parameters that stand for rows: one for all, or see `belongs_to`."""
+        """The parameters that stand for rows: one for all, or see `stand_for_rows`."""
         if self.weights_of_another is not None:
             return self.weights_of_another
         # Asked anew each time: torch's tools, such as fully_shard, put other parameters in a module's place.
@@ -61,43 +61,16 @@ class WeightOfRows(torch.nn.Module):
                 return True
         return False
 
-    def belongs_to(self, weights: Sequence[torch.nn.Parameter], *, is_kept: bool = True) -> None:
-        """Let parameters of another module stand for the rows of each table, in place of `weight`: so tables can be
-        frozen, and trained with options of their own, by groups of one optimizer. To be called before the first lookup.
-
-        Parameters and state dicts then have nothing of this embedding: the other module is asked.
-
-        Args:
-            weights: of shape [0, D], one for each table, or one for all.
-            is_kept: whether `persistent_path` stays when the other module is gone; otherwise no snapshot can be saved.
-        """
-        assert self.ranks is None or len(weights) == 1, "between ranks all rows have one gradient"
-        self.rank_snapshots.are_kept = is_kept
-        self._parameters.pop("weight", None)
-        self.weights_of_another = tuple(weights)
-        for weight in self.weights:
-            self._stands_for(weight)
-
-    def _stands_for(self, weight: torch.nn.Parameter) -> None:
-        weight.__class__ = RowWeight  # whoever made it, another module or torch's tools
-        weight.embedding = _RowsOf(self)  # type: ignore[attr-defined]
-        weight.register_hook(ops.refuse_dense)
-
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
         """Register a parameter; refuse one with values as `weight`, which stands for the rows."""
         if name == "weight" and param is not None and param.dim() and len(param):
             refuse_values(self.name, f"weight = a parameter of shape {list(param.shape)}")
         super().register_parameter(name, param)
 
-    def drop_grads(self) -> None:
-        """Forget the gradients of rows."""
-        for weight in self.weights:
-            weight.grad = None
-
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The torch optimizer that trains the rows; None = there is none, or it is gone."""
-        return None if self._optimizer is None else self._optimizer()
+        return None if self.optimizer_ref is None else self.optimizer_ref()
 
     def detach_optimizer(self, state: str = "keep") -> None:
         """Let another optimizer, or another graph's, train the rows from now on.
@@ -118,20 +91,7 @@ class WeightOfRows(torch.nn.Module):
                 f" rows of {name!r}"
             )
         self.store.detach(state)
-        self.row_optimizer = self._optimizer = None
-
-    def attach(self, row_optimizer: RowOptimizer, optimizer: torch.optim.Optimizer) -> None:
-        """Give every row the state of this optimizer. Users call `oneemb.Optimizer` or `TrainGraph.add_optimizer`.
-
-        Raises:
-            ValueError: `size_factor` or `storage_dim` of the store options is too small for it.
-            StorageError: the rows already hold another optimizer's state, or the path is in use.
-        """
-        needed = row_optimizer.state_width(self.embedding_dim)
-        state = np.zeros(state_width_of(self.store_options, self.embedding_dim, row_optimizer.name, needed), np.float32)
-        state[:needed] = row_optimizer.initial_state(self.embedding_dim)
-        self.store.attach(row_optimizer.name, state)
-        self.row_optimizer, self._optimizer = row_optimizer, weakref.ref(optimizer)
+        self.row_optimizer = self.optimizer_ref = None
 
     def check_apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """The weight as a conversion of the module, such as `to` or `half`, would make it. Changes nothing.
@@ -177,6 +137,52 @@ class WeightOfRows(torch.nn.Module):
             self.store.move_to(moved.device)
         # The weight keeps its dtype, as the rows that it stands for keep theirs.
         return super()._apply(lambda tensor: fn(tensor).to(tensor.dtype), recurse)
+
+
+def attach_rows(embedding: WeightOfRows, row_optimizer: RowOptimizer, optimizer: torch.optim.Optimizer) -> None:
+    """Give every row the state of this optimizer. Users call `oneemb.Optimizer` or `TrainGraph.add_optimizer`.
+
+    Raises:
+        ValueError: `size_factor` or `storage_dim` of the store options is too small for it.
+        StorageError: the rows already hold another optimizer's state, or the path is in use.
+    """
+    needed = row_optimizer.state_width(embedding.embedding_dim)
+    state = np.zeros(
+        state_width_of(embedding.store_options, embedding.embedding_dim, row_optimizer.name, needed), np.float32
+    )
+    state[:needed] = row_optimizer.initial_state(embedding.embedding_dim)
+    embedding.store.attach(row_optimizer.name, state)
+    embedding.row_optimizer, embedding.optimizer_ref = row_optimizer, weakref.ref(optimizer)
+
+
+def stand_for_rows(embedding: WeightOfRows, weights: Sequence[torch.nn.Parameter], *, is_kept: bool = True) -> None:
+    """Let parameters of another module stand for the rows of each table, in place of `weight`: so tables can be
+    frozen, and trained with options of their own, by groups of one optimizer. To be called before the first lookup.
+
+    Parameters and state dicts then have nothing of this embedding: the other module is asked.
+
+    Args:
+        weights: of shape [0, D], one for each table, or one for all.
+        is_kept: whether `persistent_path` stays when the other module is gone; otherwise no snapshot can be saved.
+    """
+    assert embedding.ranks is None or len(weights) == 1, "between ranks all rows have one gradient"
+    embedding.rank_snapshots.are_kept = is_kept
+    vars(embedding)["_parameters"].pop("weight", None)
+    embedding.weights_of_another = tuple(weights)
+    for weight in embedding.weights:
+        _stand_for(embedding, weight)
+
+
+def _stand_for(embedding: WeightOfRows, weight: torch.nn.Parameter) -> None:
+    weight.__class__ = RowWeight  # whoever made it, another module or torch's tools
+    weight.embedding = _RowsOf(embedding)  # type: ignore[attr-defined]
+    weight.register_hook(ops.refuse_dense)
+
+
+def drop_grads(embedding: WeightOfRows) -> None:
+    """Forget the gradients of rows."""
+    for weight in embedding.weights:
+        weight.grad = None
 
 
 class _RowsOf(weakref.ref):

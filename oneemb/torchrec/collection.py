@@ -22,6 +22,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBag
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from oneemb.embeddings.embedding import MultiTableEmbedding
+from oneemb.embeddings.internals import stand_for_rows
 from oneemb.graph.ranks import Ranks
 from oneemb.graph.row_optimizers import Group as Options, row_optimizer_of
 from oneemb.graph.tape import version_of
@@ -401,12 +402,12 @@ class Collection(torch.nn.Module):
         nobody else has, so that the rows of all are stepped as one."""
         weights = [self._tables[t].weight for t in tables]
         if not self._steppers[tables[0]]:
-            rows.belongs_to(weights, is_kept=is_kept)
+            stand_for_rows(rows, weights, is_kept=is_kept)
             return
         optimizers = [self._steppers[t][0] for t in tables]
         steppers = [row_stepper(optimizer) for optimizer in optimizers]
         one = torch.nn.Parameter(torch.empty_like(weights[0]))
-        rows.belongs_to([one], is_kept=is_kept)
+        stand_for_rows(rows, [one], is_kept=is_kept)
         optimizer = Optimizer(same_optimizer(steppers[0], one), [rows], fused=True)
 
         def options() -> list[Options | None]:
@@ -522,7 +523,7 @@ class Collection(torch.nn.Module):
             if self._steppers[group.tables[0]]:
                 group.rows.weights[0].data = group.rows.weights[0].data.to(device)
             elif any(one is not other for one, other in zip(its, group.rows.weights, strict=True)):
-                group.rows.belongs_to(its, is_kept=self._options[group.tables[0]] is not None)
+                stand_for_rows(group.rows, its, is_kept=self._options[group.tables[0]] is not None)
         self._introduce()
         was, self._device = self._device, device
         if was.type == "meta" and device.type != "meta":

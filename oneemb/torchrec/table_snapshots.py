@@ -15,6 +15,7 @@ import torch
 
 from oneemb.checkpoints.named_snapshot import SnapshotName
 from oneemb.embeddings.embedding import MultiTableEmbedding
+from oneemb.embeddings.internals import check_fits, load_named
 from oneemb.rows.values import encode_rows, state_of, weights_of
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.snapshots.owned_rows import OwnedRows
@@ -42,10 +43,10 @@ def load_tables(rows: MultiTableEmbedding, snapshot: SnapshotName, tables: Seque
     named_by = f"a state dict of embedding {rows.name!r}"
     if name is not None:
         rows.rank_snapshots.check_named(name, identity, named_by)
-        rows.check_fits(name)
+        check_fits(rows, name)
     ids = _ids_of(rows.store)
     if not any(rows.rank_snapshots.of_all("load_state_dict", any(len(ids.get(t, ())) for t in others))):
-        rows.load_named(snapshot)
+        load_named(rows, snapshot)
         _erase(rows, _ids_of(rows.store), others)
         return
     _erase(rows, ids, tables)

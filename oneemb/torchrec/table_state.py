@@ -25,6 +25,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from oneemb.checkpoints.named_snapshot import decode, encode
 from oneemb.embeddings.embedding import MultiTableEmbedding
+from oneemb.embeddings.internals import load_named
 from oneemb.kernels.arrays import Array
 from oneemb.kernels.owner import owner_of
 from oneemb.rows.import_rows import import_rows
@@ -263,7 +264,7 @@ class TableState:
             if rows.holds(snapshot) or self.table != min(tables):  # once for all tables of the embedding
                 return
             if len(tables) == rows.num_tables:
-                rows.load_named(snapshot)
+                load_named(rows, snapshot)
             else:
                 load_tables(rows, snapshot, sorted(tables))
             return

@@ -9,6 +9,7 @@ from typing import Any, Never
 import torch
 
 from oneemb.embeddings.embedding import TableEmbedding
+from oneemb.embeddings.weight_of_rows import WeightOfRows
 from oneemb.graph import ops
 from oneemb.graph.recorder import UNCOUNTED, StepStats
 from oneemb.graph.row_optimizers import Group, RowOptimizer
@@ -17,7 +18,6 @@ from oneemb.storage.locking.step_lock import in_step
 from oneemb.storage.locking.turns import undisturbed
 from oneemb.training.row_step import (
     RowStep,
-    TrainedRows,
     attach,
     groups_of_rows,
     row_weights,
@@ -86,7 +86,7 @@ class Optimizer(torch.optim.Optimizer):
         super().__init__([torch.empty(0, dtype=torch.float32, device="cpu")], {})
         self._inner = optimizer
         self.steps_rows_itself = True
-        groups: dict[TrainedRows, tuple[int, ...]] = {}
+        groups: dict[WeightOfRows, tuple[int, ...]] = {}
         held = groups_of_rows(optimizer)
         for embedding in held if embeddings is None else embeddings:
             if embedding in groups:

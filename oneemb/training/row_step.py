@@ -5,10 +5,11 @@ An embedding's weight is in a param group like any other parameter, so it is tha
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
+from oneemb.embeddings.weight_of_rows import WeightOfRows, attach_rows
 from oneemb.graph import ops
 from oneemb.graph.ranks import Ranks
 from oneemb.graph.recorder import UNCOUNTED, StepStats
@@ -17,36 +18,13 @@ from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.locking.step_lock import alone, in_step
 from oneemb.storage.locking.turns import undisturbed
 
-__all__ = ["RowStep", "TrainedRows", "attach", "embedding_of", "row_weights", "settle_rows", "step_rows"]
+__all__ = ["RowStep", "attach", "embedding_of", "row_weights", "settle_rows", "step_rows"]
 
 
-class TrainedRows(Protocol):
-    """Interface of an embedding, as a step uses it."""
-
-    name: str
-    store: EmbeddingStore
-    ranks: Ranks | None
-    row_optimizer: RowOptimizer | None
-
-    @property
-    def weights(self) -> tuple[torch.nn.Parameter, ...]:
-        """Parameters that stand for the rows: one for each table, or one for all."""
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        """The one that trains the rows."""
-
-    def attach(self, row_optimizer: RowOptimizer, optimizer: torch.optim.Optimizer) -> None:
-        """Give every row the state of this optimizer."""
-
-    def detach_optimizer(self) -> None:
-        """Let another optimizer train the rows."""
+Rows = TypeVar("Rows", bound=WeightOfRows)
 
 
-Rows = TypeVar("Rows", bound=TrainedRows)
-
-
-def embedding_of(parameter: torch.Tensor) -> TrainedRows | None:
+def embedding_of(parameter: torch.Tensor) -> WeightOfRows | None:
     """The embedding whose rows a parameter stands for; None for any other."""
     reference = getattr(parameter, "embedding", None)
     return reference() if isinstance(reference, weakref.ref) else None
@@ -57,7 +35,7 @@ class RowWeight(NamedTuple):
 
     group: int
     weight: torch.nn.Parameter
-    embedding: TrainedRows
+    embedding: WeightOfRows
 
 
 def row_weights(optimizer: torch.optim.Optimizer) -> list[RowWeight]:
@@ -73,7 +51,7 @@ def row_weights(optimizer: torch.optim.Optimizer) -> list[RowWeight]:
 
 def groups_of_rows(
     optimizer: torch.optim.Optimizer, weights: Iterable[RowWeight] | None = None
-) -> dict[TrainedRows, tuple[int, ...]]:
+) -> dict[WeightOfRows, tuple[int, ...]]:
     """The numbers of the param groups that each embedding is in: of each of its weights, or of one that stands for all.
 
     Args:
@@ -82,10 +60,10 @@ def groups_of_rows(
     Raises:
         ValueError: some tables of an embedding are in no group, and are not frozen.
     """
-    of_weights: dict[TrainedRows, dict[int, int]] = {}
+    of_weights: dict[WeightOfRows, dict[int, int]] = {}
     for g, weight, embedding in row_weights(optimizer) if weights is None else weights:
         of_weights.setdefault(embedding, {})[id(weight)] = g
-    groups: dict[TrainedRows, tuple[int, ...]] = {}
+    groups: dict[WeightOfRows, tuple[int, ...]] = {}
     for embedding, its in of_weights.items():
         its_weights = embedding.weights
         if len(its_weights) == 1 and (only := id(its_weights[0])) in its:
@@ -138,7 +116,7 @@ def attach(optimizer: torch.optim.Optimizer, groups: Mapping[Rows, Sequence[int]
         try:
             with undisturbed:
                 for embedding, row_optimizer in row_optimizers.items():
-                    embedding.attach(row_optimizer, optimizer)
+                    attach_rows(embedding, row_optimizer, optimizer)
         except BaseException:  # Ctrl-C, which comes when the block has ended, too.
             for embedding in row_optimizers:
                 embedding.detach_optimizer()
@@ -147,7 +125,7 @@ def attach(optimizer: torch.optim.Optimizer, groups: Mapping[Rows, Sequence[int]
     alone((embedding.store.step_lock for embedding in row_optimizers), attach_all)
 
 
-def _row_optimizer(embedding: TrainedRows, optimizer: torch.optim.Optimizer, groups: Sequence[int]) -> RowOptimizer:
+def _row_optimizer(embedding: WeightOfRows, optimizer: torch.optim.Optimizer, groups: Sequence[int]) -> RowOptimizer:
     first, *others = (row_optimizer_of(optimizer, optimizer.param_groups[g]) for g in dict.fromkeys(groups))
     if any(
         (other.name, other.weight_state, other.row_state) != (first.name, first.weight_state, first.row_state)
@@ -170,7 +148,7 @@ def settle_rows(optimizers: Iterable[torch.optim.Optimizer]) -> Ranks | None:
         ValueError: the rows are of several process groups.
         RankError: another rank has failed.
     """
-    embeddings: dict[TrainedRows, torch.nn.Parameter] = {}
+    embeddings: dict[WeightOfRows, torch.nn.Parameter] = {}
     for optimizer in optimizers:
         for _, weight, embedding in row_weights(optimizer):
             if embedding.ranks is not None and (weight.requires_grad or _has_grad(weight)):
@@ -228,7 +206,7 @@ class RowStep:
         return None
 
     @property
-    def embeddings(self) -> dict[TrainedRows, None]:
+    def embeddings(self) -> dict[WeightOfRows, None]:
         """Embeddings whose gradients have been taken."""
         return {taken.embedding: None for taken, _ in self.grads}
 
@@ -239,7 +217,7 @@ class RowStep:
             ValueError, TypeError, StorageError: an embedding cannot be attached; its gradient stays where it is.
         """
         weights = row_weights(self.optimizer)
-        found: dict[TrainedRows, None] = {}
+        found: dict[WeightOfRows, None] = {}
         for _, weight, embedding in weights:
             if _has_grad(weight):
                 found[embedding] = None

@@ -10,6 +10,7 @@ import torch
 from oneemb.checkpoints.checkpoint import GraphState, load_checkpoint, save_checkpoint
 from oneemb.checkpoints.graph_state import LoadedKeys
 from oneemb.embeddings.embedding import embeddings_of
+from oneemb.embeddings.internals import drop_grads
 from oneemb.graph import ops
 from oneemb.graph.build_error import BuildError
 from oneemb.graph.building import Expected, steps_itself
@@ -264,7 +265,7 @@ class TrainGraph(CompiledGraph):
                 if not any(one.store is its.store for optimizer in state.optimizers for its in optimizer.embeddings):
                     untrained.append(one)
         for embedding in untrained:
-            embedding.drop_grads()
+            drop_grads(embedding)
         if untrained:
             raise BuildError(
                 f"embedding {untrained[0].name!r} is looked up in build and no optimizer of the graph trains it; give"
