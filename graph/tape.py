@@ -108,16 +108,16 @@ class Tape:
         return rows
 
     def _note(self, name: str, lookup: Lookup) -> None:
-        *of_keys, scales, pooling = lookup
         try:
             if name in self._left_out:
                 raise _Unknown
-            noted = Lookup(*map(self._argument, of_keys), pooling=None)
+            ids, table_ids, offsets, columns = map(self._argument, lookup[:4])
+            noted = Lookup(ids, table_ids, offsets, columns, pooling=None)
         except _Unknown:
             self.others += 1
             return
         with suppress(_Unknown):  # by weights that nobody knows before
-            noted = noted._replace(per_sample_weights=self._argument(scales), pooling=pooling)
+            noted = noted._replace(per_sample_weights=self._argument(lookup.per_sample_weights), pooling=lookup.pooling)
         self._lookups.append(self._graph.call_module(name, kwargs=noted.by_name()))
 
     def graph(self) -> fx.Graph:

@@ -1,6 +1,6 @@
 """Turns calls of embedding modules into ops."""
 
-from typing import Any
+from typing import Any, cast
 
 from torch import fx
 
@@ -94,7 +94,7 @@ def _announce(graph: fx.Graph, lookups: dict[int, ops.LookupOnRanks]) -> dict[in
     with graph.inserting_after(inputs[-1]) if inputs else graph.inserting_before(first):
         announcement = graph.placeholder("announcement")
     with graph.inserting_before(output_of(graph)):
-        announced = graph.call_function(ops.announce, (announcement, tuple(lookups.values())))
+        announced = graph.call_function(ops.announce, (announcement, cast(Any, tuple(lookups.values()))))
         return {i: graph.call_function(ops.announced_lookup, (announced, number)) for number, i in enumerate(lookups)}
 
 

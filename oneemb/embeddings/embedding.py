@@ -319,14 +319,16 @@ def copied(
             f" {embedding.store.plan.persistent_path}"
         )
     copy, ranks = type(embedding).__new__(type(embedding)), embedding.ranks
-    between_ranks: Any = ()
+    between_ranks: dict[str, Any] = {}
     if ranks is not None:
-        between_ranks = ranks.group, ranks.gradients, ranks.comm_dtype
+        between_ranks = {
+            "process_group": ranks.group, "gradients_of_ranks": ranks.gradients, "comm_dtype": ranks.comm_dtype,
+        }  # fmt: skip
     several = isinstance(embedding, MultiTableMultiColumnEmbedding)
     TableEmbedding.__init__(
         copy, embedding.name, embedding.column_dims if several else embedding.embedding_dim, embedding.dtype,
         embedding.key_type, embedding.tables, options, embedding.default_initializer, embedding.padding_idx,
-        embedding.seed, embedding.store.threads.count, *between_ranks, policy=embedding.policies,
+        embedding.seed, embedding.store.threads.count, policy=embedding.policies, **between_ranks,
     )  # fmt: skip
     copy.may_be_empty = False
     try:
