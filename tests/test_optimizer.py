@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import oneemb
+from oneemb.training import row_step
 from tests.support.models import STORES, make_embedding, rows_of
 from tests.support.pairwise import diagonal
 
@@ -821,14 +822,14 @@ def test_state_that_names_no_optimizer_is_taken_by_one_of_its_width(made, tmp_pa
 
 def test_an_interrupt_at_the_end_of_attaching_leaves_an_embedding_that_can_be_attached(made, monkeypatch):
     embedding = made()
-    attach = embedding.attach
+    attach_rows = row_step.attach_rows
 
-    def attach_and_interrupt(*optimizers):
-        attach(*optimizers)
+    def attach_and_interrupt(*arguments):
+        attach_rows(*arguments)
         os.kill(os.getpid(), signal.SIGINT)
 
     with monkeypatch.context() as patched:
-        patched.setattr(embedding, "attach", attach_and_interrupt)
+        patched.setattr(row_step, "attach_rows", attach_and_interrupt)
         with pytest.raises(KeyboardInterrupt):
             oneemb.Optimizer(torch.optim.Adam(embedding.parameters()), [embedding])
     optimizer = oneemb.Optimizer(torch.optim.Adam(embedding.parameters()), [embedding])
