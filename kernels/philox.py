@@ -7,12 +7,13 @@ import numpy as np
 
 from oneemb.kernels.jit import Number, rule
 
-__all__ = ["philox"]
+__all__ = ["M0", "M1", "W0", "W1", "philox"]
 
-_M0 = np.uint64(0xD2511F53)
-_M1 = np.uint64(0xCD9E8D57)
-_W0 = np.uint64(0x9E3779B9)
-_W1 = np.uint64(0xBB67AE85)
+# Multipliers of the words, and steps of the keys.
+M0 = np.uint64(0xD2511F53)
+M1 = np.uint64(0xCD9E8D57)
+W0 = np.uint64(0x9E3779B9)
+W1 = np.uint64(0xBB67AE85)
 _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
 
@@ -27,12 +28,12 @@ def philox(c0: Number, c1: Number, c2: Number, c3: Number, seed: Number) -> tupl
     k0 = np.uint64(seed) & _LOW
     k1 = np.uint64(seed) >> _32
     for _ in range(10):
-        p0 = _M0 * x0
-        p1 = _M1 * x2
+        p0 = M0 * x0
+        p1 = M1 * x2
         x0 = (p1 >> _32) ^ x1 ^ k0
         x1 = p1 & _LOW
         x2 = (p0 >> _32) ^ x3 ^ k1
         x3 = p0 & _LOW
-        k0 = (k0 + _W0) & _LOW
-        k1 = (k1 + _W1) & _LOW
+        k0 = (k0 + W0) & _LOW
+        k1 = (k1 + W1) & _LOW
     return x0, x1, x2, x3

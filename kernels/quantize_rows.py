@@ -3,10 +3,13 @@
     8 bits    D bytes, then scale and low as float32         q = round((x - low) * 255 / (high - low + 1e-8))
     4 bits    (D + 1) // 2 bytes, the weight of even place in the lower half of a byte, then scale and low as float16
                                                              q = round((x - low) / scale), cut to 0 to 15
-    x is read as q * scale + low
+    x is read as q * scale + low, rounded twice
 
 Rounding is to nearest, ties to even; all arithmetic is float32. The scale of a row of 4 bits whose weights are equal,
 or whose scale would be 0 in float16, is 1.
+
+TorchRec's rows of 8 and 2 bits have scale and low as float16 too; they are read, with scale and low apart from the
+weights, and not made here.
 
 `quantize_rows` says which rows cannot be quantized: those with a NaN or an infinity, and those whose scale or low does
 not fit.
@@ -19,10 +22,10 @@ import numpy as np
 from oneemb.kernels.arrays import Array
 from oneemb.kernels.jit import Number, cpu, part, rule
 from oneemb.kernels.jit_code import float_bits, from_float32, to_float32
-from oneemb.kernels.jit_lanes import LANES, float_within, half_within, load_bytes, load_nibbles, store_lanes
+from oneemb.kernels.jit_lanes import LANES, float_within, half_within, load_bytes, load_nibbles, load_pairs, store_lanes
 from oneemb.kernels.threads import Threads
 
-__all__ = ["dequantize_row", "dequantized", "quantize_rows", "quantized_bytes"]
+__all__ = ["dequantize_row", "integer_at", "quantize_rows", "quantized_bytes", "scale_and_low"]
 
 _EPSILON = np.float32(1e-8)
 _EXPONENT = np.uint32(0x7F800000)
@@ -69,33 +72,43 @@ def _put_word(row_NB: Array, n: Number, at: Number, bits: Number, size: Number) 
 
 
 @part
-def dequantize_row(row_SB: Array, s: Number, bits: Number, out_ND: Array, n: Number) -> None:
-    """out_ND[n] = the weights of the quantized row s, float32."""
-    # One question for a row: vectors that may come from either branch would go through memory.
-    dim = out_ND.shape[1]
+def scale_and_low(byte_SX: Array, scale_S2: Array, s: Number, bits: Number, dim: Number) -> Number:
+    """Scale and low of the quantized row s, float32: from `scale_S2`, or where that is None from behind the weights."""
+    if scale_S2 is not None:
+        return to_float32(scale_S2[s, 0]), to_float32(scale_S2[s, 1])
     if bits == 8:
-        scale, low = float_within(row_SB, s, dim), float_within(row_SB, s, dim + 4)
-        for d in range(0, dim - LANES + 1, LANES):
-            store_lanes(out_ND, n, d, load_bytes(row_SB, s, d) * scale + low)
-        for d in range(dim - dim % LANES, dim):
-            out_ND[n, d] = np.float32(row_SB[s, d]) * scale + low
-    else:
-        size = (dim + 1) >> 1
-        scale, low = half_within(row_SB, s, size), half_within(row_SB, s, size + 2)
-        for d in range(0, dim - LANES + 1, LANES):
-            store_lanes(out_ND, n, d, load_nibbles(row_SB, s, d >> 1) * scale + low)
-        for d in range(dim - dim % LANES, dim):
-            out_ND[n, d] = np.float32((row_SB[s, d >> 1] >> np.uint8(4 * (d & 1))) & np.uint8(15)) * scale + low
+        return float_within(byte_SX, s, dim), float_within(byte_SX, s, dim + 4)
+    size = (dim + 1) >> 1
+    return half_within(byte_SX, s, size), half_within(byte_SX, s, size + 2)
 
 
 @part
-def dequantized(row_SB: Array, s: Number, d: Number, bits: Number, dim: Number) -> Number:
-    """Weight d of the quantized row s, float32."""
+def integer_at(byte_SX: Array, s: Number, d: Number, bits: Number) -> Number:
+    """Weight d of the quantized row s as it is kept, 0 to 255, 15 or 3: float32."""
     if bits == 8:
-        return np.float32(row_SB[s, d]) * float_within(row_SB, s, dim) + float_within(row_SB, s, dim + 4)
-    size = (dim + 1) >> 1
-    q = np.float32((row_SB[s, d >> 1] >> np.uint8(4 * (d & 1))) & np.uint8(15))
-    return q * half_within(row_SB, s, size) + half_within(row_SB, s, size + 2)
+        return np.float32(byte_SX[s, d])
+    if bits == 4:
+        return np.float32((byte_SX[s, d >> 1] >> np.uint8(4 * (d & 1))) & np.uint8(15))
+    return np.float32((byte_SX[s, d >> 2] >> np.uint8(2 * (d & 3))) & np.uint8(3))
+
+
+@part
+def dequantize_row(byte_SX: Array, scale_S2: Array, s: Number, bits: Number, out_ND: Array, n: Number) -> None:
+    """out_ND[n] = the weights of the quantized row s, float32."""
+    dim = out_ND.shape[1]
+    by, low = scale_and_low(byte_SX, scale_S2, s, bits, dim)
+    # One question for a row: vectors that may come from any branch would go through memory.
+    if bits == 8:
+        for d in range(0, dim - LANES + 1, LANES):
+            store_lanes(out_ND, n, d, load_bytes(byte_SX, s, d) * by + low)
+    elif bits == 4:
+        for d in range(0, dim - LANES + 1, LANES):
+            store_lanes(out_ND, n, d, load_nibbles(byte_SX, s, d >> 1) * by + low)
+    else:
+        for d in range(0, dim - LANES + 1, LANES):
+            store_lanes(out_ND, n, d, load_pairs(byte_SX, s, d >> 2) * by + low)
+    for d in range(dim - dim % LANES, dim):
+        out_ND[n, d] = integer_at(byte_SX, s, d, bits) * by + low
 
 
 @cpu
@@ -135,7 +148,7 @@ def _quantize_cpu(
                 row_NB[n, d // 2] |= q << np.uint8(4 * (d % 2))
             _put_word(row_NB, n, size, np.uint32(from_float32(scale, np.uint16(0))), 2)
             _put_word(row_NB, n, size + 2, np.uint32(from_float32(low, np.uint16(0))), 2)
-        dequantize_row(row_NB, n, bits, read_1D, 0)
+        dequantize_row(row_NB, None, n, bits, read_1D, 0)
         most, squares = 0.0, 0.0
         for d in range(dim):
             error = abs(np.float64(read_1D[0, d]) - np.float64(weight_ND[n, d]))

@@ -25,33 +25,19 @@ import numpy as np
 
 from oneemb.kernels.arrays import Array
 from oneemb.kernels.checksum import block_sum
+from oneemb.kernels.frozen_rows import MISSING, OTHER, PADDING, RowArrays, bags_min, pool_bag, read_row, share_min
 from oneemb.kernels.jit import Number, cpu, part
-from oneemb.kernels.jit_code import as_stored, from_float32, keep_rolled, natural, prefetch, prefetch_row, to_float32
-from oneemb.kernels.jit_lanes import (
-    LANES,
-    copy_lanes,
-    float_within,
-    half_within,
-    load_bytes,
-    load_lanes,
-    load_nibbles,
-    same_lanes,
-    store_lanes,
-)
+from oneemb.kernels.jit_code import keep_rolled, natural, prefetch, prefetch_row
 from oneemb.kernels.perfect_hash import FIRST_SLOT, PARTS, SEED, SLOTS, bucket_of, hash_id, slot_in_table
-from oneemb.kernels.quantize_rows import dequantize_row, dequantized
 from oneemb.kernels.threads import Threads
 
 __all__ = [
-    "BLOCK_BYTES", "MISSING", "OTHER", "PADDING", "ServedRows", "count_rows", "keys_of_slots", "pool_rows",
-    "pool_rows_again", "record_bytes", "serve_rows",
+    "BLOCK_BYTES", "ServedRows", "count_rows", "keys_of_slots", "pool_rows", "pool_rows_again", "record_bytes",
+    "serve_rows",
 ]  # fmt: skip
 
 BLOCK_BYTES = 4096
 """A page: a first touch reads no more of the file than the system does."""
-
-PADDING = -1
-MISSING = OTHER = -2
 
 _BLOCK_WORDS = np.int64(BLOCK_BYTES // 8)
 _BLOCK_SHIFT = np.uint64(12)
@@ -130,30 +116,10 @@ def _match(
     return True
 
 
-# Of the two arrays of rows one is None. Each is asked for by itself: the compiler drops what would read the other one.
-
-
-@part
-def _read_row(weight_SX: Array, byte_SX: Array, bits: Number, place: Number, out_ND: Array, n: Number) -> None:
-    dim = out_ND.shape[1]
-    if place < 0:
-        for d in range(dim):
-            out_ND[n, d] = 0
-        return
-    if weight_SX is not None:
-        for d in range(0, dim - LANES + 1, LANES):
-            keep_rolled()
-            copy_lanes(out_ND, n, d, weight_SX, place, d)
-        for d in range(dim - dim % LANES, dim):
-            out_ND[n, d] = as_stored(weight_SX[place, d], out_ND[n, d])
-    if byte_SX is not None:
-        dequantize_row(byte_SX, place, bits, out_ND, n)
-
-
 @cpu
 def _serve_cpu(
     begin: Number, end: Number, keys: tuple, place_N: Array, blocks: tuple, weight_SX: Array, byte_SX: Array,
-    bits: Number, out_ND: Array,
+    scale_S2: Array, bits: Number, out_ND: Array,
 ) -> None:  # fmt: skip
     table_N, id_N, padded, padding_id, region_T6, pilot_B, record_SW = keys
     hash_R, bucket_R = np.empty(4 * _GROUP, np.uint64), np.empty(4 * _GROUP, np.int64)
@@ -170,7 +136,7 @@ def _serve_cpu(
             return
         for n in range(now, last):
             keep_rolled()
-            _read_row(weight_SX, byte_SX, bits, place_N[natural(n)], out_ND, n)
+            read_row(weight_SX, byte_SX, scale_S2, bits, place_N[natural(n)], out_ND, n)
 
 
 @part
@@ -183,55 +149,26 @@ def _has_other(first: Number, last: Number, place_N: Array) -> Number:
 
 @part
 def _pool(
-    p: Number, place_N: Array, weight_SX: Array, byte_SX: Array, bits: Number, other_MX: Array, offset_P1: Array,
-    scale_N: Array, is_mean: Number, out_PX: Array,
+    p: Number, place_N: Array, weight_SX: Array, byte_SX: Array, scale_S2: Array, bits: Number, other_MX: Array,
+    offset_P1: Array, scale_N: Array, is_mean: Number, out_PX: Array,
 ) -> None:  # fmt: skip
-    first, last, dim = natural(offset_P1[p]), natural(offset_P1[p + 1]), out_PX.shape[1]
+    first, last = natural(offset_P1[p]), natural(offset_P1[p + 1])
     factor, count = np.float32(1), 0
     if is_mean:
         for n in range(first, last):
             count += place_N[n] != PADDING
         factor = np.float32(1) / np.float32(max(count, 1))
-    size, half = dim, (dim + 1) >> 1
-    for d in range(0, dim - LANES + 1, LANES):
-        sum = same_lanes(np.float32(0))
-        for n in range(first, last):
-            keep_rolled()
-            place = place_N[n]
-            scale = factor if scale_N is None else scale_N[n]
-            if place <= OTHER:
-                sum = sum + load_lanes(other_MX, OTHER - place, d) * scale
-            if place >= 0:
-                if weight_SX is not None:
-                    sum = sum + load_lanes(weight_SX, place, d) * scale
-                if byte_SX is not None:
-                    if bits == 8:
-                        by, low = float_within(byte_SX, place, size), float_within(byte_SX, place, size + 4)
-                        sum = sum + (load_bytes(byte_SX, place, d) * by + low) * scale
-                    else:
-                        by, low = half_within(byte_SX, place, half), half_within(byte_SX, place, half + 2)
-                        sum = sum + (load_nibbles(byte_SX, place, d >> 1) * by + low) * scale
-        store_lanes(out_PX, p, d, sum)
-    for d in range(dim - dim % LANES, dim):
-        number = np.float32(0)
-        for n in range(first, last):
-            keep_rolled()
-            place = place_N[n]
-            scale = factor if scale_N is None else scale_N[n]
-            if place <= OTHER:
-                number += to_float32(other_MX[OTHER - place, d]) * scale
-            if place >= 0:
-                if weight_SX is not None:
-                    number += to_float32(weight_SX[place, d]) * scale
-                if byte_SX is not None:
-                    number += dequantized(byte_SX, place, d, bits, dim) * scale
-        out_PX[p, d] = from_float32(number, out_PX[p, d])
+    pool_bag(
+        first, last, place_N, weight_SX, byte_SX, scale_S2, bits, other_MX, scale_N, factor, None, out_PX, p, 0,
+        out_PX.shape[1],
+    )  # fmt: skip
 
 
 @cpu
 def _pool_cpu(
     begin: Number, end: Number, keys: tuple, place_N: Array, blocks: tuple, weight_SX: Array, byte_SX: Array,
-    bits: Number, other_MX: Array, offset_P1: Array, scale_N: Array, is_mean: Number, missing_1: Array, out_PX: Array,
+    scale_S2: Array, bits: Number, other_MX: Array, offset_P1: Array, scale_N: Array, is_mean: Number,
+    missing_1: Array, out_PX: Array,
 ) -> None:  # fmt: skip
     table_N, id_N, padded, padding_id, region_T6, pilot_B, record_SW = keys
     # The same order of parts as in _serve_cpu: one part of these three, called by both, takes a tenth more time.
@@ -253,20 +190,20 @@ def _pool_cpu(
         # Every bag whose ids have been found; before the first id, empty ones. Its rows are in the cache, unless it is
         # a long one.
         while p < end and offset_P1[p + 1] <= last:
-            _pool(p, place_N, weight_SX, byte_SX, bits, other_MX, offset_P1, scale_N, is_mean, out_PX)
+            _pool(p, place_N, weight_SX, byte_SX, scale_S2, bits, other_MX, offset_P1, scale_N, is_mean, out_PX)
             p += 1
 
 
 @cpu
 def _pool_again_cpu(
-    begin: Number, end: Number, place_N: Array, weight_SX: Array, byte_SX: Array, bits: Number, other_MX: Array,
-    offset_P1: Array, scale_N: Array, is_mean: Number, out_PX: Array,
+    begin: Number, end: Number, place_N: Array, weight_SX: Array, byte_SX: Array, scale_S2: Array, bits: Number,
+    other_MX: Array, offset_P1: Array, scale_N: Array, is_mean: Number, out_PX: Array,
 ) -> None:  # fmt: skip
     """Pool those bags that have ids without a row."""
     for p in range(begin, end):
         keep_rolled()
         if _has_other(natural(offset_P1[p]), natural(offset_P1[p + 1]), place_N):
-            _pool(p, place_N, weight_SX, byte_SX, bits, other_MX, offset_P1, scale_N, is_mean, out_PX)
+            _pool(p, place_N, weight_SX, byte_SX, scale_S2, bits, other_MX, offset_P1, scale_N, is_mean, out_PX)
 
 
 @dataclass(frozen=True)
@@ -294,14 +231,14 @@ class ServedRows:
     word_X: np.ndarray
     row_SX: np.ndarray = field(init=False)
     """Rows, and what else is in their records."""
-    arrays: tuple[np.ndarray | None, np.ndarray | None, int] = field(init=False)
-    """weight_SX or byte_SX, the other one None, and `bits`."""
+    arrays: RowArrays = field(init=False)
+    """The same for loops. Scale and low lie within them."""
 
     def __post_init__(self) -> None:
-        # Once, since reading them takes as long as a short lookup.
+        # Once, since making them takes as long as a short lookup.
         row_SX = self.record_SW.view(self.weights)
         object.__setattr__(self, "row_SX", row_SX)
-        object.__setattr__(self, "arrays", (None, row_SX, self.bits) if self.bits else (row_SX, None, 0))
+        object.__setattr__(self, "arrays", RowArrays.of(row_SX, self.bits))
 
     @classmethod
     def unchecked(
@@ -341,7 +278,7 @@ def serve_rows(
     """
     keys, place_N, blocks, damage_1 = served.arguments(table_N, id_N, padding_id)
     threads.run(
-        _serve_cpu, len(id_N), keys, place_N, blocks, *served.arrays, out_ND, share_min=_share_min(out_ND.shape[1])
+        _serve_cpu, len(id_N), keys, place_N, blocks, *served.arrays, out_ND, share_min=share_min(out_ND.shape[1])
     )  # fmt: skip
     return place_N, int(damage_1[0])
 
@@ -366,7 +303,7 @@ def pool_rows(
     offset_P1, scale_N, is_mean = bags
     threads.run(
         _pool_cpu, len(out_PX), keys, place_N, blocks, *served.arrays, np.zeros((1, out_PX.shape[1]), out_PX.dtype),
-        offset_P1, scale_N, is_mean, missing_1, out_PX, share_min=_bags_min(out_PX, place_N),
+        offset_P1, scale_N, is_mean, missing_1, out_PX, share_min=bags_min(out_PX.shape[1], len(out_PX), len(place_N)),
     )  # fmt: skip
     return place_N, bool(missing_1[0]), int(damage_1[0])
 
@@ -383,18 +320,8 @@ def pool_rows_again(
     """
     threads.run(
         _pool_again_cpu, len(out_PX), place_N, *served.arrays, other_MX, *bags, out_PX,
-        share_min=_bags_min(out_PX, place_N),
+        share_min=bags_min(out_PX.shape[1], len(out_PX), len(place_N)),
     )  # fmt: skip
-
-
-def _share_min(dim: int) -> int:
-    """The fewest keys worth waking a thread for: one is found in about the time in which 32 weights are read."""
-    return max(256, (1 << 17) // (dim + 32))
-
-
-def _bags_min(out_PX: np.ndarray, place_N: np.ndarray) -> int:
-    """The same of bags."""
-    return max(1, _share_min(out_PX.shape[1]) * len(out_PX) // max(len(place_N), 1))
 
 
 @cpu

@@ -10,7 +10,16 @@ Invariant: no integer overflows, so that a compiler of C++ has nothing to assume
 import numpy as np
 import torch
 
-from oneemb.kernels.init_rows import BY_ID, CONSTANT, NORMAL, TRUNC_NORMAL, UNIFORM, InitialRows
+from oneemb.kernels.init_rows import (
+    BY_ID,
+    CONSTANT,
+    NORMAL,
+    QUANTILE_FACTORS,
+    TRUNC_NORMAL,
+    UNIFORM,
+    InitialRows,
+)
+from oneemb.kernels.philox import M0, M1, W0, W1
 
 __all__ = ["InitialValues", "constants_of"]
 
@@ -32,49 +41,10 @@ def constants_of(initial: InitialRows | None, num_tables: int, dim: int, trained
     return torch.from_numpy(value_TD.astype(np.float32)).to(trained).float()
 
 
-_MULTIPLIERS = [0xD2511F53, 0xCD9E8D57]
-_KEY_STEPS = [0x9E3779B9, 0xBB67AE85]
-# Of the rational functions in `normal_quantile`: numerator and denominator in the middle, near it, and far from it.
-_FACTORS = [
-    [
-        [
-            2.5090809287301226727e3, 3.3430575583588128105e4, 6.7265770927008700853e4, 4.5921953931549871457e4,
-            1.3731693765509461125e4, 1.9715909503065514427e3, 1.3314166789178437745e2, 3.3871328727963666080e0,
-        ],
-        [
-            5.2264952788528545610e3, 2.8729085735721942674e4, 3.9307895800092710610e4, 2.1213794301586595867e4,
-            5.3941960214247511077e3, 6.8718700749205790830e2, 4.2313330701600911252e1, 1.0,
-        ],
-    ],
-    [
-        [
-            7.74545014278341407640e-4, 2.27238449892691845833e-2, 2.41780725177450611770e-1, 1.27045825245236838258e0,
-            3.64784832476320460504e0, 5.76949722146069140550e0, 4.63033784615654529590e0, 1.42343711074968357734e0,
-        ],
-        [
-            1.05075007164441684324e-9, 5.47593808499534494600e-4, 1.51986665636165571966e-2, 1.48103976427480074590e-1,
-            6.89767334985100004550e-1, 1.67638483018380384940e0, 2.05319162663775882187e0, 1.0,
-        ],
-    ],
-    [
-        [
-            2.01033439929228813265e-7, 2.71155556874348757815e-5, 1.24266094738807843860e-3, 2.65321895265761230930e-2,
-            2.96560571828504891230e-1, 1.78482653991729133580e0, 5.46378491116411436990e0, 6.65790464350110377720e0,
-        ],
-        [
-            2.04426310338993978564e-15, 1.42151175831644588870e-7, 1.84631831751005468180e-5, 7.86869131145613259100e-4,
-            1.48753612908506148525e-2, 1.36929880922735805310e-1, 5.99832206555887937690e-1, 1.0,
-        ],
-    ],
-]  # fmt: skip
-
-
 def _keys_of(seed: int) -> torch.Tensor:
     """The keys of each round of Philox, int64 [10, 2, 1, 1]."""
-    first = [seed & _LOW, seed >> 32]
-    return torch.tensor([
-        [(key + step * round) & _LOW for key, step in zip(first, _KEY_STEPS, strict=True)] for round in range(10)
-    ], device="cpu").reshape(10, 2, 1, 1)  # fmt: skip
+    key_R2 = [[(seed + int(W0) * r) & _LOW, ((seed >> 32) + int(W1) * r) & _LOW] for r in range(10)]
+    return torch.tensor(key_R2, device="cpu").reshape(10, 2, 1, 1)
 
 
 class InitialValues(torch.nn.Module):
@@ -115,8 +85,8 @@ class InitialValues(torch.nn.Module):
         self.register_buffer("column_D", torch.arange(len(widths), device="cpu").repeat_interleave(widths))
         self.register_buffer("block_K", torch.arange(-(-dim // 4), device="cpu"))
         self.register_buffer("key_R2", _keys_of(initial.seed))
-        self.register_buffer("by_2", torch.tensor(_MULTIPLIERS, device="cpu").reshape(2, 1, 1))
-        factors = torch.tensor(_FACTORS, dtype=torch.float64, device="cpu")
+        self.register_buffer("by_2", torch.tensor([int(M0), int(M1)], device="cpu").reshape(2, 1, 1))
+        factors = torch.tensor(QUANTILE_FACTORS, dtype=torch.float64, device="cpu")
         self.register_buffer("factor_832", factors.permute(2, 0, 1).reshape(8, 3, 2, 1, 1).contiguous())
 
     def forward(self, table_M: torch.Tensor, id_M: torch.Tensor) -> torch.Tensor:

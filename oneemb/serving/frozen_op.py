@@ -17,8 +17,9 @@ import torch
 from torch import library
 
 from oneemb.graph.ops.lookup import DTYPES as TRAINED
+from oneemb.kernels.frozen_rows import MISSING
 from oneemb.kernels.init_rows import InitialRows
-from oneemb.kernels.serve_rows import MISSING, ServedRows, serve_rows
+from oneemb.kernels.serve_rows import ServedRows, serve_rows
 from oneemb.kernels.threads import Threads
 from oneemb.serving.initial import first_weights, initial_of
 from oneemb.storage.policies.row_policy import RowPolicy

@@ -193,23 +193,24 @@ class FrozenRows(torch.nn.Module):
         key_N = id_N ^ self.salt_T.index_select(0, table_N)
         place_N = torch.searchsorted(self.key_S, key_N).clamp(max=self.key_S.shape[0] - 1)
         found_N = (self.key_S.index_select(0, place_N) == key_N) & (self.table_S.index_select(0, place_N) == table_N)
-        return self.weights_of(table_N, id_N, place_N, found_N)
-
-    def weights_of(
-        self, table_N: torch.Tensor, id_N: torch.Tensor, place_N: torch.Tensor, found_N: torch.Tensor
-    ) -> torch.Tensor:
-        """The weights of keys whose rows are in these places, where they were found; others may be any."""
         weight_ND = self.weights_at(place_N)
         if self.draws:
             weight_ND = torch.where(found_N.unsqueeze(1), weight_ND, 0.0)
             absent_M = torch.nonzero(~found_N).squeeze(1)
-            begin_MD = self.begins(table_N.index_select(0, absent_M), id_N.index_select(0, absent_M))
+            begin_MD = self.begin(table_N.index_select(0, absent_M), id_N.index_select(0, absent_M))
             weight_ND = weight_ND.index_copy(0, absent_M, begin_MD)
         else:
-            weight_ND = torch.where(found_N.unsqueeze(1), weight_ND, self.begin_TD.index_select(0, table_N))
+            weight_ND = torch.where(found_N.unsqueeze(1), weight_ND, self.begin(table_N, id_N))
         if self.has_padding:
             weight_ND = torch.where((id_N == self.padding_idx).unsqueeze(1), 0.0, weight_ND)
         return weight_ND
+
+    def begin(self, table_M: torch.Tensor, id_M: torch.Tensor) -> torch.Tensor:
+        """The weights of keys without a row: float32 [M, D]."""
+        if self.draws:
+            begin_MD: torch.Tensor = self.begins(table_M, id_M)
+            return begin_MD
+        return self.begin_TD.index_select(0, table_M)
 
     def weights_at(self, place_N: torch.Tensor) -> torch.Tensor:
         """The weights of the rows in these places: float32 [N, D]."""

@@ -11,9 +11,10 @@ import torch
 
 from oneemb.graph.ops.lookup import DTYPES as TRAINED
 from oneemb.kernels.arrays import Bags, RowsOfIds
+from oneemb.kernels.frozen_rows import MISSING, OTHER, PADDING
 from oneemb.kernels.host_loops import HostLoops
 from oneemb.kernels.init_rows import InitialRows
-from oneemb.kernels.serve_rows import MISSING, OTHER, PADDING, pool_rows_again
+from oneemb.kernels.serve_rows import pool_rows_again
 from oneemb.serving.initial import first_weights, initial_of
 from oneemb.storage.errors import CorruptTableError, StorageError
 from oneemb.storage.rows.row_format import BITS, RowFormat

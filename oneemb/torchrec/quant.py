@@ -25,7 +25,8 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from oneemb.torchrec.jagged import Jagged, check_jagged, ends_of_features, expand_samples, select_features
 from oneemb.torchrec.modules import jagged_by_name, jagged_of
 from oneemb.torchrec.quant_collection import QuantCollection, TablesByName
-from oneemb.torchrec.quant_rows import RowsOfTable, pooled_while_read
+from oneemb.torchrec.quant_index import pooled_while_read
+from oneemb.torchrec.quant_rows import RowsOfTable
 from oneemb.torchrec.quant_shards import Place
 
 __all__ = [

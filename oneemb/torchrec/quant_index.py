@@ -1,8 +1,8 @@
-"""An index of frozen rows, for calls on values on a CPU: keys are found and rows read in one loop.
+"""Frozen rows with an index of their keys, for calls on values on a CPU: one loop finds rows and reads or pools them.
 
-    index = RowIndex()
-    index.read(frozen, table_N, id_N)                               float32 [N, D], as `frozen` gives it
-    index.pool(frozen, bags, table_F, column_F, means, out_BE)      sums or means, as embedding_bag gives them
+    rows = IndexedRows(frozen)
+    rows(table_N, id_N)                                     float32 [N, D], as `frozen` gives it
+    rows.pool(bags, table_F, begins, means, out_BE)         sums or means, as embedding_bag gives them
 
 N ids, F features, B samples, D weights of a row, E of all that a sample gives, T tables.
 
@@ -10,35 +10,126 @@ Invariant: the bits are those of `FrozenRows` and torch's embedding_bag, which i
 """
 
 import threading
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from oneemb.kernels.frozen_rows import FrozenArrays, cells_for, pool_frozen, put_cells, read_frozen
+from oneemb.kernels.frozen_rows import OTHER, RowArrays
 from oneemb.kernels.host_loops import BITS
+from oneemb.kernels.indexed_rows import RowIndex, cells_for, pool_indexed, put_cells, read_indexed
 from oneemb.kernels.threads import Threads
 from oneemb.serving.frozen_rows import FrozenRows
 from oneemb.storage.fs import aligned_bytes
 from oneemb.torchrec.jagged import Jagged
+from oneemb.training.tracers import tracer_of
 
-__all__ = ["RowIndex"]
+__all__ = ["IndexedRows", "pooled_while_read"]
 
 _CELL_BYTES = 16
+_making = threading.Lock()
 
 
-class _Made(NamedTuple):
+class _Index(NamedTuple):
+    """Index of frozen rows. Keys are always the same; the memory of rows can be moved: share_memory() does."""
+
     cell_C2: np.ndarray
-    begin_TD: np.ndarray | None
+    at: tuple[int, int, int]
+    """Where the rows, their scales and rows of other ids are."""
+    begin_TD: np.ndarray
     """Rows as which ids without a row read, by table; zeros if the rows depend on the id."""
-    at: tuple[int, int]
-    """Where the rows and their scales are."""
-    arrays: FrozenArrays
-    """Which have the memory of the rows."""
+    arrays: RowIndex
+    """Arrays that have the memory of the rows."""
 
 
-def _places_of(frozen: FrozenRows) -> tuple[int, int]:
-    return frozen.rows.data_ptr(), frozen.scale_S2.data_ptr()
+class IndexedRows(torch.nn.Module):
+    """Frozen rows, and an index that the first call on values on a CPU makes. What traces, scripts or exports a model
+    meets the frozen rows alone, which search: the numbers are the same.
+
+    Args:
+        frozen: the rows.
+    """
+
+    __jit_ignored_attributes__ = ["_index", "_threads"]
+
+    def __init__(self, frozen: FrozenRows):
+        super().__init__()
+        self.frozen = frozen
+        self.dim: int = frozen.dim
+        self._index: _Index | None = None
+        self._threads = Threads(1)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State without the index: a copy, also one in another process, makes its own."""
+        return {**vars(self), "_index": None, "_threads": Threads(1)}
+
+    def forward(self, table_N: torch.Tensor, id_N: torch.Tensor) -> torch.Tensor:
+        """Read rows; see `FrozenRows.forward`."""
+        if not torch.jit.is_scripting():
+            if _is_called(id_N):
+                return self._read(table_N, id_N)
+        rows: torch.Tensor = self.frozen(table_N, id_N)
+        return rows
+
+    @torch.jit.export
+    def where(self) -> torch.device:
+        """The device of the rows."""
+        return self.frozen.key_S.device
+
+    @torch.jit.unused
+    @torch._disable_dynamo
+    def _read(self, table_N: torch.Tensor, id_N: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(len(id_N), self.dim, dtype=torch.float32, device="cpu")
+        place_N = read_indexed(
+            self._now().arrays, table_N.int().numpy(), id_N.contiguous().numpy(), out.numpy(), threads=self._threads
+        )  # fmt: skip
+        absent = torch.from_numpy(np.flatnonzero(place_N < 0))
+        if len(absent):
+            out[absent] = self.frozen.begin(table_N[absent], id_N[absent])
+        return out
+
+    @torch.jit.unused
+    def pools(self, bags: Jagged) -> bool:
+        """Whether `pool` takes these bags: in a call on values on a CPU, without a gradient."""
+        trains = bags.weights is not None and bags.weights.requires_grad and torch.is_grad_enabled()
+        tensors = (bags.values, bags.offsets, self.frozen.key_S, *(() if bags.weights is None else (bags.weights,)))
+        return not trains and all(map(_is_called, tensors))
+
+    @torch.jit.unused
+    def pool(self, bags: Jagged, table_F: torch.Tensor, begins: list[int], means: bool, out_BE: torch.Tensor) -> None:
+        """Write the sums or means of bags to `out_BE`.
+
+        Args:
+            bags: of as many samples of each feature, on the CPU.
+            table_F: int64, the table of each feature.
+            begins: the first column of each feature.
+            out_BE: float32.
+        """
+        frozen, index = self.frozen, self._now()
+        id_N, offset_P1 = bags.values.contiguous().numpy(), bags.offsets.contiguous().numpy()
+        scale_N = None if bags.weights is None else bags.weights.detach().contiguous().numpy()
+        its = table_F.numpy(), np.array(begins), id_N, offset_P1, scale_N, means
+        found = pool_indexed(index.arrays, *its, index.begin_TD, out_BE.numpy(), threads=self._threads)
+        if found is not None and frozen.draws:
+            table_N, place_N = found
+            absent = np.flatnonzero(place_N < 0)
+            absent_M = torch.from_numpy(absent)
+            begin_MD = frozen.begin(torch.from_numpy(table_N)[absent_M].long(), bags.values[absent_M])
+            place_N[absent] = OTHER - np.arange(len(absent))
+            pool_indexed(index.arrays, *its, begin_MD.numpy(), out_BE.numpy(), threads=self._threads, known=found)
+
+    def _now(self) -> _Index:
+        """The index, and as many threads as torch has now."""
+        if self._threads.count != (count := torch.get_num_threads()):
+            self._threads = Threads(count)
+        frozen, index = self.frozen, self._index
+        at = frozen.rows.data_ptr(), frozen.scale_S2.data_ptr(), frozen.begin_TD.data_ptr()
+        if index is None or index.at != at:
+            with _making:
+                cell_C2 = _cells_of(frozen) if self._index is None else self._index.cell_C2
+                self._index = index = _index_of(frozen, cell_C2, at)
+        return index
 
 
 def _cells_of(frozen: FrozenRows) -> np.ndarray:
@@ -51,85 +142,36 @@ def _cells_of(frozen: FrozenRows) -> np.ndarray:
     return cell_C2
 
 
-def _made(frozen: FrozenRows, cell_C2: np.ndarray) -> _Made:
-    rows, scale_S2 = (its.view(BITS.get(its.dtype, its.dtype)).numpy() for its in (frozen.rows, frozen.scale_S2))
-    parts = (None, rows, scale_S2, frozen.bits) if frozen.bits else (rows, None, None, 0)
-    begin_TD = np.zeros((frozen.num_tables, frozen.dim), np.float32) if frozen.draws else None
-    arrays = FrozenArrays(cell_C2.ctypes.data, len(cell_C2), *parts)
-    return _Made(cell_C2, begin_TD, _places_of(frozen), arrays)
+def _index_of(frozen: FrozenRows, cell_C2: np.ndarray, at: tuple[int, int, int]) -> _Index:
+    row_SX, scale_S2 = (its.view(BITS.get(its.dtype, its.dtype)).numpy() for its in (frozen.rows, frozen.scale_S2))
+    begin_TD = np.zeros((frozen.num_tables, frozen.dim), np.float32) if frozen.draws else frozen.begin_TD.numpy()
+    arrays = RowIndex(cell_C2.ctypes.data, len(cell_C2), RowArrays.of(row_SX, frozen.bits, scale_S2))
+    return _Index(cell_C2, at, begin_TD, arrays)
 
 
-class RowIndex:
-    """The places of keys in frozen rows, which are always the same; a copy, or a pickled one, makes its own."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._index: _Made | None = None
-        self._threads = Threads(1)
-
-    def _of(self, frozen: FrozenRows) -> _Made:
-        index = self._index
-        if index is None or index.at != _places_of(frozen):  # The memory of rows can be moved: share_memory() does.
-            with self._lock:
-                cell_C2 = _cells_of(frozen) if self._index is None else self._index.cell_C2
-                self._index = index = _made(frozen, cell_C2)
-        return index
-
-    def _now(self) -> Threads:
-        """Threads, as many as torch has now."""
-        threads, count = self._threads, torch.get_num_threads()
-        if threads.count != count:
-            self._threads = threads = Threads(count)
-        return threads
-
-    def read(self, frozen: FrozenRows, table_N: torch.Tensor, id_N: torch.Tensor) -> torch.Tensor:
-        """The weights of keys, float32 [N, D].
-
-        Args:
-            table_N, id_N: int64 [N], on the CPU.
-        """
-        out = torch.empty(len(id_N), frozen.dim, dtype=torch.float32, device="cpu")
-        id_array = id_N.contiguous().numpy()
-        place_N = read_frozen(
-            self._of(frozen).arrays, table_N.int().numpy(), id_array, out.numpy(), threads=self._now()
-        )  # fmt: skip
-        absent = np.flatnonzero(place_N < 0)
-        if len(absent):
-            absent_M = torch.from_numpy(absent)
-            out[absent_M] = _begins(frozen, table_N[absent_M], id_N[absent_M])
-        return out
-
-    def pool(
-        self, frozen: FrozenRows, bags: Jagged, table_F: torch.Tensor, column_F: np.ndarray, means: bool,
-        out_BE: torch.Tensor,
-    ) -> None:  # fmt: skip
-        """Write the sums or means of bags to `out_BE`, a feature from each of these columns on.
-
-        Args:
-            bags: of as many samples of each feature, on the CPU.
-            table_F: int64, the table of each feature.
-            column_F: int64.
-            out_BE: float32.
-        """
-        made, threads = self._of(frozen), self._now()
-        id_N, offset_P1 = bags.values.contiguous().numpy(), bags.offsets.contiguous().numpy()
-        scale_N = None if bags.weights is None else bags.weights.detach().contiguous().numpy()
-        its = table_F.numpy(), column_F, id_N, offset_P1, scale_N, means
-        begin_TD = frozen.begin_TD.numpy() if made.begin_TD is None else made.begin_TD
-        found = pool_frozen(made.arrays, *its, begin_TD, out_BE.numpy(), threads=threads)
-        if found is not None and frozen.draws:
-            table_N, place_N = found
-            absent = np.flatnonzero(place_N < 0)
-            absent_M = torch.from_numpy(absent)
-            begin_MD = _begins(frozen, torch.from_numpy(table_N)[absent_M].long(), bags.values[absent_M])
-            place_N[absent] = -1 - np.arange(len(absent))
-            pool_frozen(made.arrays, *its, begin_MD.numpy(), out_BE.numpy(), threads=threads, known=found)
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return RowIndex, ()
+def _is_called(tensor: torch.Tensor) -> bool:
+    """Whether this is a call on values on a CPU."""
+    if torch.compiler.is_dynamo_compiling() or type(tensor) is not torch.Tensor:
+        return False
+    return tensor.device.type == "cpu" and tracer_of(tensor) is None
 
 
-def _begins(frozen: FrozenRows, table_M: torch.Tensor, id_M: torch.Tensor) -> torch.Tensor:
-    """Rows as which ids without a row read, float32 [M, D]."""
-    begin_MD: torch.Tensor = frozen.begins(table_M, id_M) if frozen.draws else frozen.begin_TD[table_M]
-    return begin_MD
+def pooled_while_read(groups: Sequence[Any], bags: Sequence[Jagged], width: int) -> torch.Tensor | None:
+    """The sums or means of bags of each group's features, where a loop pools rows while it reads them.
+
+    Args:
+        groups: `GroupOfTables`.
+        width: E, of all embeddings of a sample.
+
+    Returns:
+        float32 [B, E]; None = there is no such loop.
+    """
+    if torch.compiler.is_dynamo_compiling() or not groups:
+        return None
+    for group, its in zip(groups, bags, strict=True):
+        if not (isinstance(group.rows, IndexedRows) and group.rows.pools(its)):
+            return None
+    out_BE = torch.empty(bags[0].samples[0], width, dtype=torch.float32, device="cpu")
+    for group, its in zip(groups, bags, strict=True):
+        group.rows.pool(its, group.table_F, group.begins, group.means, out_BE)
+    return out_BE

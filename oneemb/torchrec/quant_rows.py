@@ -11,7 +11,7 @@ Reference: FBGEMM's FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf, which makes th
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -23,14 +23,9 @@ from oneemb.kernels.init_rows import BY_ID, CONSTANT, NORMAL, TRUNC_NORMAL, UNIF
 from oneemb.rows.values import weights_of
 from oneemb.serving.frozen_rows import FrozenRows
 from oneemb.storage.errors import StorageError
-from oneemb.torchrec.jagged import Jagged
-from oneemb.torchrec.quant_index import RowIndex
-from oneemb.training.tracers import tracer_of
+from oneemb.torchrec.quant_index import IndexedRows
 
-__all__ = [
-    "DATA_TYPES", "PARTS", "IndexedRows", "RowsOfTable", "frozen_rows", "pooled_while_read", "quantized_tables",
-    "rows_of_table",
-]  # fmt: skip
+__all__ = ["DATA_TYPES", "PARTS", "RowsOfTable", "frozen_rows", "quantized_tables", "rows_of_table"]
 
 DATA_TYPES = {DataType.FP32: 32, DataType.FP16: 16, DataType.INT8: 8, DataType.INT4: 4, DataType.INT2: 2}
 """Formats of rows, and the bits of a weight in each."""
@@ -191,7 +186,7 @@ def _check_finite(number_MX: torch.Tensor, id_M: np.ndarray, config: BaseEmbeddi
         )
 
 
-def frozen_rows(tables: Sequence[RowsOfTable], dim: int, data_type: DataType) -> "IndexedRows":
+def frozen_rows(tables: Sequence[RowsOfTable], dim: int, data_type: DataType) -> IndexedRows:
     """A module that looks up rows of these tables, which have one origin and different numbers."""
     absent_T = torch.stack([its.absent for its in tables]).numpy()
     number_T = absent_T[:, 1]
@@ -213,7 +208,7 @@ def frozen_rows(tables: Sequence[RowsOfTable], dim: int, data_type: DataType) ->
     return IndexedRows(FrozenRows.of_rows(table_S, id_S, rows, scale_S2, len(kind_TC), dim, bits, initial, trained))
 
 
-def rows_of_table(indexed: "IndexedRows", absent: torch.Tensor) -> RowsOfTable:
+def rows_of_table(indexed: IndexedRows, absent: torch.Tensor) -> RowsOfTable:
     """A table's rows out of those that `frozen_rows` has made."""
     frozen = indexed.frozen
     ids, rows, scale_S2 = frozen.rows_of(int(absent[1]))
@@ -221,78 +216,3 @@ def rows_of_table(indexed: "IndexedRows", absent: torch.Tensor) -> RowsOfTable:
     if frozen.bits:
         weight = torch.cat([weight, scale_S2.view(torch.uint8)], 1)
     return RowsOfTable(ids, weight, absent)
-
-
-class IndexedRows(torch.nn.Module):
-    """Frozen rows, and for calls on values on a CPU an index of their keys, which is made by the first of them. What
-    traces, scripts or exports a model meets the frozen rows alone, which search: the numbers are the same.
-
-    Args:
-        frozen: the rows.
-    """
-
-    __jit_ignored_attributes__ = ["_index"]
-
-    def __init__(self, frozen: FrozenRows):
-        super().__init__()
-        self.frozen = frozen
-        self.dim: int = frozen.dim
-        self._index = RowIndex()
-
-    def forward(self, table_N: torch.Tensor, id_N: torch.Tensor) -> torch.Tensor:
-        """Read rows; see `FrozenRows.forward`."""
-        if not torch.jit.is_scripting():
-            if _is_called(id_N):
-                return self._found(table_N, id_N)
-        rows: torch.Tensor = self.frozen(table_N, id_N)
-        return rows
-
-    @torch.jit.export
-    def where(self) -> torch.device:
-        """The device of the rows."""
-        return self.frozen.key_S.device
-
-    @torch.jit.unused
-    @torch._disable_dynamo
-    def _found(self, table_N: torch.Tensor, id_N: torch.Tensor) -> torch.Tensor:
-        return self._index.read(self.frozen, table_N, id_N)
-
-    @torch.jit.unused
-    def pools(self, bags: Jagged) -> bool:
-        """Whether `index` pools these bags: in a call on values on a CPU, without a gradient."""
-        trains = bags.weights is not None and bags.weights.requires_grad and torch.is_grad_enabled()
-        tensors = (bags.values, bags.offsets, self.frozen.key_S, *(() if bags.weights is None else (bags.weights,)))
-        return not trains and all(map(_is_called, tensors))
-
-    @torch.jit.unused
-    def pool(self, bags: Jagged, table_F: torch.Tensor, begins: list[int], means: bool, out_BE: torch.Tensor) -> None:
-        """Pool rows; see `RowIndex.pool`."""
-        self._index.pool(self.frozen, bags, table_F, np.array(begins), means, out_BE)
-
-
-def _is_called(tensor: torch.Tensor) -> bool:
-    """Whether this is a call on values on a CPU."""
-    if torch.compiler.is_dynamo_compiling() or type(tensor) is not torch.Tensor:
-        return False
-    return tensor.device.type == "cpu" and tracer_of(tensor) is None
-
-
-def pooled_while_read(groups: Sequence[Any], bags: Sequence[Jagged], width: int) -> torch.Tensor | None:
-    """The sums or means of bags of each group's features, where a loop pools rows while it reads them.
-
-    Args:
-        groups: `GroupOfTables`.
-        width: E, of all embeddings of a sample.
-
-    Returns:
-        float32 [B, E]; None = there is no such loop.
-    """
-    if torch.compiler.is_dynamo_compiling() or not groups:
-        return None
-    for group, its in zip(groups, bags, strict=True):
-        if not (isinstance(group.rows, IndexedRows) and group.rows.pools(its)):
-            return None
-    out_BE = torch.empty(bags[0].samples[0], width, dtype=torch.float32, device="cpu")
-    for group, its in zip(groups, bags, strict=True):
-        group.rows.pool(its, group.table_F, group.begins, group.means, out_BE)
-    return out_BE

@@ -18,7 +18,8 @@ from oneemb.graph.ranks import Ranks
 from oneemb.kernels.owner import owner_of
 from oneemb.kernels.threads import Threads
 from oneemb.kernels.unique_keys import unique_keys
-from oneemb.torchrec.quant_rows import IndexedRows, RowsOfTable, frozen_rows, rows_of_table
+from oneemb.torchrec.quant_index import IndexedRows
+from oneemb.torchrec.quant_rows import RowsOfTable, frozen_rows, rows_of_table
 
 __all__ = ["OnDevices", "OnOneDevice", "OnRanks", "Place", "stored_rows"]
 

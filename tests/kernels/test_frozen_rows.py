@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from oneemb.kernels.frozen_rows import FrozenArrays, cells_for, pool_frozen, put_cells, read_frozen
+from oneemb.kernels.frozen_rows import OTHER, RowArrays
+from oneemb.kernels.indexed_rows import RowIndex, cells_for, pool_indexed, put_cells, read_indexed
 from oneemb.storage.fs import aligned_bytes
 from tests.kernels.test_reduce_grads import TORCH, float32_of
 from tests.support.pairwise import covering
@@ -47,7 +48,7 @@ class Case:
         self.cell_C2 = aligned_bytes(cells * 16)[: cells * 16].view(np.int64).reshape(cells, 2)
         place_S = rng.permutation(ROWS)
         put_cells(self.cell_C2, self.table_S[place_S], self.id_S[place_S], place_S)
-        self.frozen = FrozenArrays(self.cell_C2.ctypes.data, cells, *self.rows)
+        self.frozen = RowIndex(self.cell_C2.ctypes.data, cells, RowArrays(*self.rows))
         self.place = {key: s for s, key in enumerate(zip(self.table_S.tolist(), self.id_S.tolist(), strict=True))}
 
     def places(self, table_N, id_N):
@@ -64,10 +65,10 @@ def test_rows_are_read_and_others_are_zeros(kind, dim):
     assert (expected_N >= 0).sum() == ROWS
     for count in (1, 2):
         out_ND, threads = np.full((len(id_N), dim), 7, np.float32), Split(count)
-        assert np.array_equal(read_frozen(case.frozen, table_N, id_N, out_ND, threads=threads), expected_N)
+        assert np.array_equal(read_indexed(case.frozen, table_N, id_N, out_ND, threads=threads), expected_N)
         assert np.array_equal(out_ND, np.where(expected_N[:, None] >= 0, case.weight_SD[expected_N], 0))
         assert count == 1 or threads.shares > 1
-    assert len(read_frozen(case.frozen, table_N[:0], id_N[:0], np.empty((0, dim), np.float32), threads=threads)) == 0
+    assert len(read_indexed(case.frozen, table_N[:0], id_N[:0], np.empty((0, dim), np.float32), threads=threads)) == 0
 
 
 def bags_of(case, features, samples, *, missing):
@@ -106,7 +107,7 @@ def test_bags_have_the_bits_of_torchs_embedding_bag(kind, dim, how):
         for count in (1, 2, 3):
             out_BE, threads = np.full((samples, (features + 1) * dim), 7, np.float32), Split(count)
             its = table_F, column_F, id_N, offset_P1, scale_N, how == "mean"
-            found = pool_frozen(case.frozen, *its, other_TD, out_BE, threads=threads)
+            found = pool_indexed(case.frozen, *its, other_TD, out_BE, threads=threads)
             for f, column in enumerate(column_F):
                 assert np.array_equal(out_BE[:, column : column + dim], expected_FBD[f])
             assert (out_BE == 7).sum() == samples * dim  # a column that no feature has
@@ -114,16 +115,16 @@ def test_bags_have_the_bits_of_torchs_embedding_bag(kind, dim, how):
             if missing:
                 assert np.array_equal(found[0], table_N) and np.array_equal(found[1] < 0, place_N < 0)
                 absent_M = np.flatnonzero(place_N < 0)
-                found[1][absent_M] = -1 - np.arange(len(absent_M))
+                found[1][absent_M] = OTHER - np.arange(len(absent_M))
                 again_BE = np.full_like(out_BE, 7)
-                pool_frozen(case.frozen, *its, row_ND[absent_M], again_BE, threads=threads, known=found)
+                pool_indexed(case.frozen, *its, row_ND[absent_M], again_BE, threads=threads, known=found)
                 assert np.array_equal(again_BE, out_BE)
 
 
 def test_scales_may_be_of_32_bits():
     case = Case(8, 19, scale_dtype=np.float32)
     out_ND = np.empty((ROWS, 19), np.float32)
-    read_frozen(case.frozen, case.table_S, case.id_S, out_ND, threads=Split(1))
+    read_indexed(case.frozen, case.table_S, case.id_S, out_ND, threads=Split(1))
     assert np.array_equal(out_ND, case.weight_SD)
 
 
@@ -131,8 +132,8 @@ def test_no_bags_and_no_ids():
     case = Case("float32", 16)
     other_TD, out_BE = np.ones((TABLES, 16), np.float32), np.full((2, 16), 7, np.float32)
     its = np.array([0]), np.array([0]), np.empty(0, np.int64)
-    assert pool_frozen(case.frozen, *its, np.array([0]), None, False, other_TD, out_BE[:0], threads=Split(2)) is None
-    pool_frozen(case.frozen, *its, np.array([0, 0, 0]), None, True, other_TD, out_BE, threads=Split(2))
+    assert pool_indexed(case.frozen, *its, np.array([0]), None, False, other_TD, out_BE[:0], threads=Split(2)) is None
+    pool_indexed(case.frozen, *its, np.array([0, 0, 0]), None, True, other_TD, out_BE, threads=Split(2))
     assert not out_BE.any()
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from oneemb.kernels.checksum import xxh64
-from oneemb.kernels.serve_rows import MISSING, PADDING
+from oneemb.kernels.frozen_rows import MISSING, PADDING
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import CorruptTableError, StorageError
 from oneemb.storage.fs import LocalFileSystem

@@ -24,7 +24,7 @@ import oneemb  # noqa: E402
 import oneemb.torchrec as ours  # noqa: E402
 from oneemb.kernels.owner import owner_of  # noqa: E402
 from oneemb.serving import frozen_rows  # noqa: E402
-from oneemb.torchrec.quant_index import RowIndex  # noqa: E402
+from oneemb.torchrec.quant_index import IndexedRows  # noqa: E402
 from oneemb.torchrec.quant_shards import owner_of_keys  # noqa: E402
 from tests.support.tracing_threads import KINDS, another_thread  # noqa: E402
 
@@ -585,7 +585,7 @@ def test_a_call_gives_the_bits_of_a_script(dtype, how):
     scripted = torch.jit.script(made)
     for seed, most in [(0, ROWS), (1, 3 * ROWS), (2, 1 << 62)]:
         kjt = batch(seed, most=most, samples=40, weighted=True)
-        with mock.patch.object(RowIndex, "pool", autospec=True, side_effect=RowIndex.pool) as pool:
+        with mock.patch.object(IndexedRows, "pool", autospec=True, side_effect=IndexedRows.pool) as pool:
             found = made(kjt).values()
         assert pool.call_count == len(made.groups)
         assert found.view(torch.int16).equal(scripted(kjt).values().view(torch.int16))
@@ -630,7 +630,10 @@ def test_calls_beside_a_thread_that_exports_or_compiles_are_checked_and_read_by_
     made = quantized(with_other_ids()[0])
     want, malformed = made(batch(0)).values(), batch(0)
     malformed._lengths = malformed.lengths() + 1
-    with another_thread(kind), mock.patch.object(RowIndex, "pool", autospec=True, side_effect=RowIndex.pool) as pool:
+    with (
+        another_thread(kind),
+        mock.patch.object(IndexedRows, "pool", autospec=True, side_effect=IndexedRows.pool) as pool,
+    ):
         assert torch.equal(made(batch(0)).values(), want) and pool.called
         with pytest.raises(ValueError, match="lengths must add up"):
             made(malformed)
