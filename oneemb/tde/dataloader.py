@@ -11,8 +11,7 @@ Invariants:
 - nothing is left running by an iterator that is gone.
 """
 
-import queue
-import threading
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,14 +21,12 @@ from typing import Any, NamedTuple
 from torchrec import KeyedJaggedTensor
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
+from oneemb.adapters.worker import Worker
 from oneemb.tde.batch_parts import find_jagged, replace_jagged
 from oneemb.tde.id_transformer_group import IDTransformerGroup
-from oneemb.tde.ranks import text_of
 from oneemb.tde.steps import Batch, Gathered, Steps
 
 __all__ = ["DataLoader", "close", "save", "wrap"]
-
-_JOIN_S = 10.0
 
 
 class DataLoader:
@@ -106,7 +103,7 @@ class DataLoaderIter:
         self._next: _Next | None = None
         self._failed: BaseException | None = None  # in place of the batch after those that have begun
         self._ended = False
-        self._worker = _Worker() if num_prefetch else None
+        self._worker = Worker("oneemb-tde") if num_prefetch else None
         self._reading: Future[_Read] | None = None
         self._finalizer = weakref.finalize(self, _leave, self._worker, steps, self._given, self._begun)
 
@@ -185,7 +182,8 @@ class DataLoaderIter:
             self._failed = error
         ranks = self._steps.ranks
         if ranks.size > 1:
-            self._failed = _of_all(ranks.exchange(_said(self._failed)), self._failed, ranks.rank)
+            said = _said(self._failed)
+            self._failed = _of_all(ranks.all_gather("read the next batch", lambda: said), self._failed, ranks.rank)
         if self._failed is None:
             assert self._next is not None
             read = self._next.read
@@ -234,41 +232,7 @@ class _Reader:
         return replace_jagged(data, self._data_info, self._paths, new)
 
 
-class _Worker:
-    """A thread that makes calls, one after the other."""
-
-    def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(
-            target=_work, args=(self._calls, self._stopping), name="oneemb-tde", daemon=True
-        )
-        self._thread.start()
-
-    def submit(self, call: Callable[[], Any]) -> "Future[Any]":
-        future: Future[Any] = Future()
-        self._calls.put((call, future))
-        return future
-
-    def stop(self) -> None:
-        """End the thread after the call that it is in; wait for that, but not for ever."""
-        self._stopping.set()
-        self._calls.put(None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join(_JOIN_S)
-
-
-def _work(calls: "queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]", stopping: threading.Event) -> None:
-    while (item := calls.get()) is not None and not stopping.is_set():
-        call, future = item
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-        del item, call, future
-
-
-def _leave(worker: _Worker | None, steps: Steps, given: list[Batch], begun: "deque[tuple[Batch, _Read]]") -> None:
+def _leave(worker: Worker | None, steps: Steps, given: list[Batch], begun: "deque[tuple[Batch, _Read]]") -> None:
     """Free an iterator's worker and batches. Called once, when it ends, is collected, or the interpreter exits."""
     if worker is not None:
         worker.stop()
@@ -281,7 +245,7 @@ def _leave(worker: _Worker | None, steps: Steps, given: list[Batch], begun: "deq
 def _said(failed: BaseException | None) -> str | None:
     if failed is None:
         return None
-    return "" if isinstance(failed, StopIteration) else text_of(failed)
+    return "" if isinstance(failed, StopIteration) else "".join(traceback.format_exception(failed))
 
 
 def _of_all(said: list[str | None], failed: BaseException | None, rank: int) -> BaseException | None:

@@ -6,9 +6,9 @@ from typing import Any
 from torchrec import KeyedJaggedTensor
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
+from oneemb.adapters.ranks import ranks_of_job
 from oneemb.tde.id_transformer import IDTransformer
 from oneemb.tde.ps import PSCollection
-from oneemb.tde.ranks import Ranks
 from oneemb.tde.steps import Batch, BatchHandle, CachedTable, Steps
 from oneemb.tde.traffic import Traffic
 
@@ -69,7 +69,7 @@ class IDTransformerCollection:
             ServerError: a server failed.
         """
         if self._steps is None:
-            self._steps = Steps({"": self}, Ranks(), self._traffic)
+            self._steps = Steps({"": self}, ranks_of_job(), self._traffic)
         if self._last is not None:
             self._steps.finish(self._last)
             self._steps.release(self._last)

@@ -7,9 +7,9 @@ import torch
 from torchrec import KeyedJaggedTensor
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
+from oneemb.adapters.ranks import ranks_of_job
 from oneemb.tde.id_transformer_collection import IDTransformerCollection
 from oneemb.tde.ps import PSCollection
-from oneemb.tde.ranks import Ranks
 from oneemb.tde.steps import Batch, BatchHandle, Steps
 from oneemb.tde.table_tensors import check_optimizers
 from oneemb.tde.traffic import Traffic
@@ -51,7 +51,7 @@ class IDTransformerGroup:
         del parallel
         ps_config = ps_config or {}
         sharded = sharded_modules(module.module, "", module.plan)
-        ranks, traffic = Ranks(), Traffic()
+        ranks, traffic = ranks_of_job(), Traffic()
         self._collections: dict[str, IDTransformerCollection] = {}
         self._servers: list[PSCollection] = []
         self._last: Batch | None = None

@@ -25,10 +25,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from torchrec import KeyedJaggedTensor
 
+from oneemb.embeddings.rank_calls import RankCalls
 from oneemb.tde.id_transformer import IDTransformer
 from oneemb.tde.jagged_ids import JaggedIds
 from oneemb.tde.ps import PS, FetchHandle
-from oneemb.tde.ranks import Ranks
 from oneemb.tde.traffic import Traffic
 
 __all__ = ["Batch", "BatchHandle", "CachedTable", "Gathered", "HasTables", "NoRoomError", "Steps"]
@@ -93,7 +93,7 @@ class Steps:
         traffic: of their servers.
     """
 
-    def __init__(self, collections: Mapping[str, HasTables], ranks: Ranks, traffic: Traffic):
+    def __init__(self, collections: Mapping[str, HasTables], ranks: RankCalls, traffic: Traffic):
         self.collections = collections
         self.ranks = ranks
         self.traffic = traffic
@@ -111,9 +111,12 @@ class Steps:
             RuntimeError: so it is on another rank.
         """
         jagged: dict[str, JaggedIds] = {}
-        self._together(lambda: jagged.update({path: self._ids_of(path, kjt) for path, kjt in kjts.items()}))
-        mine = {path: list(zip(its.id_TU, its.count_TU, strict=True)) for path, its in jagged.items()}
-        return Gathered(jagged, self.ranks.exchange(mine))
+
+        def mine() -> dict[str, list[tuple[np.ndarray, np.ndarray]]]:
+            jagged.update({path: self._ids_of(path, kjt) for path, kjt in kjts.items()})
+            return {path: list(zip(its.id_TU, its.count_TU, strict=True)) for path, its in jagged.items()}
+
+        return Gathered(jagged, self.ranks.all_gather("gather the ids of a batch", mine))
 
     def begin(self, gathered: Gathered) -> Batch | None:
         """Give the ids of a batch cache ids, and let its rows be sent for.
@@ -170,8 +173,8 @@ class Steps:
         while not batch.finished:
             first = self._unfinished[0]
             if first.any_late:
-                self._together(functools.partial(self.traffic.wait, first.pushed))
-            self._together(functools.partial(self._bring, first))
+                self.ranks.agree("push rows for others", functools.partial(self.traffic.wait, first.pushed))
+            self.ranks.agree("bring the rows of a batch", functools.partial(self._bring, first))
             self._unpushed = [its for its in self._unpushed if its[0] > first.number]
             first.finished = True
             self._unfinished.popleft()
@@ -200,7 +203,7 @@ class Steps:
             RuntimeError: something failed on another rank.
         """
         self.settle()
-        self._together(self._save)
+        self.ranks.agree("save the rows of tables", self._save)
 
     # ---- helpers --------------------------------------------------------------------------------------------------
 
@@ -217,15 +220,6 @@ class Steps:
                         " give it more rows than that, or batches fewer ids"
                     )
         return NoRoomError("a table has no room for this batch")
-
-    def _together(self, call: Callable[[], None]) -> None:
-        """Make a call on all ranks; if it raises on one, all raise."""
-        try:
-            call()
-        except Exception as error:
-            self.ranks.agree(error)
-        else:
-            self.ranks.agree(None)
 
     def _bring(self, batch: Batch) -> None:
         self.traffic.wait(batch.pushed)

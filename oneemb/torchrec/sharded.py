@@ -10,10 +10,6 @@ that they know into memory; rows are read, and new ones begun, in the step. No n
 """
 
 import functools
-import queue
-import threading
-import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -26,6 +22,7 @@ from torchrec.distributed.types import Awaitable, LazyAwaitable, LazyNoWait, NoW
 from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.streamable import Multistreamable
 
+from oneemb.adapters.worker import Worker
 from oneemb.embeddings.embedding import MultiTableEmbedding
 from oneemb.embeddings.lookup_ahead import LookupAhead
 from oneemb.graph.ranks import Ranks
@@ -35,58 +32,6 @@ from oneemb.torchrec.fused_optimizer import FusedRowsOptimizer
 from oneemb.torchrec.modules import EmbeddingBagCollection, EmbeddingCollection
 
 __all__ = ["ShardedCollection", "ShardedEmbeddingBagCollection", "ShardedEmbeddingCollection"]
-
-
-class _KeySender:
-    """Sends the keys of lookups to their owners on a thread, in the order in which lookups are given.
-
-    Args:
-        connections: of the owners, for this thread alone. Every rank makes one, and gives it the same lookups.
-    """
-
-    def __init__(self, connections: Ranks):
-        self.connections = connections
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self.later = self._calls.put
-        """Has its argument called on the thread. May be called by the garbage collector."""
-        self._ended = False
-        self._thread = threading.Thread(target=_call_all, args=(self._calls,), name="oneemb-keys", daemon=True)
-        self._thread.start()
-        weakref.finalize(self, self._calls.put, None)
-
-    def end(self) -> None:
-        """End the thread, when it has done what it was given."""
-        self._ended = True
-        self.later(None)
-
-    def send(self, lookup: LookupAhead) -> "Future[None]":
-        """Have the keys of a lookup sent; what that raises is the future's."""
-        future: Future[None] = Future()
-        if self._ended:
-            future.set_exception(StorageError("the sharded collection is closed; make it again to go on"))
-        elif self._thread.is_alive():
-            self.later(functools.partial(_send, lookup, future))
-        else:  # In a child of fork there is no thread. That it cannot ask ranks is said there.
-            _send(lookup, future)
-        return future
-
-
-def _call_all(calls: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
-    while (call := calls.get()) is not None:
-        try:
-            call()
-        except Exception as error:  # A lookup's are its future's; this is of one that was dropped.
-            warnings.warn(f"a lookup that was dropped: {error}", stacklevel=1)
-        del call  # The loop waits, and must keep no lookup.
-
-
-def _send(lookup: LookupAhead, future: "Future[None]") -> None:
-    try:
-        lookup.send_keys()
-    except BaseException as error:
-        future.set_exception(error)
-    else:
-        future.set_result(None)
 
 
 class _Sent(Multistreamable):
@@ -139,7 +84,9 @@ class ShardedCollection(ShardedModule[KJTList, list[torch.Tensor], Any, LookupCo
         self._collection = (collection,)  # no part of this module: its parts are, by TorchRec's names
         setattr(self, holders, getattr(collection, holders))
         self.rows = collection.rows
-        self._sender = None if connections is None else _KeySender(connections)
+        self._connections = connections
+        self._sender = None if connections is None else Worker("oneemb-keys", dropped="a lookup that was dropped")
+        """Sends the keys of lookups to their owners. Every rank makes one, and gives it the same lookups."""
         weights = dict(collection.named_parameters())
         optimizers = [in_backward_optimizers(weight)[0] for weight in weights.values()]
         self._fused_optimizer = FusedRowsOptimizer(weights, collection.states, optimizers)
@@ -167,10 +114,12 @@ class ShardedCollection(ShardedModule[KJTList, list[torch.Tensor], Any, LookupCo
         """
         if isinstance(features, LazyAwaitable):
             features = features.wait()
-        if self._sender is None:
+        if self._sender is None or self._connections is None:
             lookups = ctx.lookups = self.collection.lookups_of(features)
             calls = [functools.partial(group.rows, **its) for group, its in zip(*lookups[:2], strict=True)]
             return KJTListSplitsAwaitable([NoWait(NoWait(cast(Any, _Sent(call)))) for call in calls], ctx)
+        if self._sender.ended:
+            raise StorageError("the sharded collection is closed; make it again to go on")
         failed: list[Exception] = []
         try:
             ctx.lookups = self.collection.lookups_of(features)
@@ -185,10 +134,9 @@ class ShardedCollection(ShardedModule[KJTList, list[torch.Tensor], Any, LookupCo
         awaitables: list[Any] = []
         for g, rows in enumerate(self.rows):
             lookup = LookupAhead(
-                cast(MultiTableEmbedding, rows), self._sender.connections, functools.partial(arguments, g),
-                self._sender.later,
-            )  # fmt: skip
-            awaitables.append(NoWait(_KeysSent(lookup, self._sender.send(lookup))))
+                cast(MultiTableEmbedding, rows), self._connections, functools.partial(arguments, g), self._sender.later
+            )
+            awaitables.append(NoWait(_KeysSent(lookup, self._sender.submit(lookup.send_keys))))
         failed.clear()  # Its traceback holds this frame.
         return KJTListSplitsAwaitable(awaitables, ctx)
 

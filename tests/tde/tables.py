@@ -4,10 +4,10 @@ import numpy as np
 import torch
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
+from oneemb.adapters.ranks import ranks_of_job
 from oneemb.storage.remote.memory_server import MemoryServer
 from oneemb.storage.remote.parameter_server import ServerError
 from oneemb.tde import DataLoader, IDTransformerCollection, PSCollection
-from oneemb.tde.ranks import Ranks
 from oneemb.tde.steps import Steps
 from oneemb.tde.traffic import Traffic
 
@@ -60,7 +60,7 @@ class Tables:
         traffic = Traffic()
         places = PSCollection("ebc", {name: (None, its) for name, its in self.tensors.items()}, "a", traffic=traffic)
         self.collection = IDTransformerCollection(configs, ps_collection=places, reinitialise=True)
-        self.steps = Steps({"ebc": self.collection}, Ranks(), traffic)
+        self.steps = Steps({"ebc": self.collection}, ranks_of_job(), traffic)
         self.rows = {}
 
     def __contains__(self, path):
