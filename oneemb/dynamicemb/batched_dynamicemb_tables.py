@@ -1,10 +1,7 @@
 """Tables looked up by ids and offsets, and trained in the backward pass: dynamicemb's module under TorchRec's."""
 
 import math
-import shutil
-import tempfile
 import warnings
-import weakref
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -17,6 +14,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torch import distributed
 
+from oneemb.adapters.tables import step_in_backward, temporary_folder
 from oneemb.dynamicemb.absent import absent
 from oneemb.dynamicemb.checkpoint_files import (
     encode_checkpoint_file_path,
@@ -36,7 +34,6 @@ from oneemb.embeddings.embedding import MultiTableEmbedding
 from oneemb.embeddings.internals import stand_for_rows
 from oneemb.options import make_cached_host_mem_store_options, make_device_mem_store_options, make_table
 from oneemb.torchrec.optimizers import from_fused_params
-from oneemb.training.eager import Optimizer
 
 __all__ = [
     "BatchedDynamicEmbeddingTables", "BatchedDynamicEmbeddingTablesV2", "encode_checkpoint_file_path",
@@ -138,8 +135,7 @@ class BatchedDynamicEmbeddingTablesV2(torch.nn.Module):
             device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
         store = first.external_storage
         if store is None:
-            folder = tempfile.mkdtemp(prefix="oneemb-dynamicemb-")
-            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+            folder, _ = temporary_folder(self, "oneemb-dynamicemb-")
             store = make_device_mem_store_options(folder)
             if first.caching and device is not None and device.type == "cuda":
                 budget = sum(options.local_hbm_for_values for options in table_options)
@@ -153,12 +149,13 @@ class BatchedDynamicEmbeddingTablesV2(torch.nn.Module):
             rows.to(device)
         # It is in no list of parameters: no other optimizer is to step the rows.
         weight = torch.nn.Parameter(rows.weight.detach().clone())
-        stand_for_rows(rows, [weight], is_kept=first.external_storage is not None)
+        is_kept = first.external_storage is not None
         stepper: torch.optim.Optimizer | None = None
         if first.training:
             stepper = make([weight])
-            self._stepping = Optimizer(stepper, [rows], fused=True)
+            self._stepping = step_in_backward(rows, weight, stepper, is_kept=is_kept)
         else:
+            stand_for_rows(rows, [weight], is_kept=is_kept)
             weight.requires_grad_(False)
         infos = [TableInfo(name, options, None) for name, options in zip(names, table_options, strict=True)]
         return DynamicTables(rows, infos, [stepper] * len(infos))

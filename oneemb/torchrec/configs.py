@@ -8,6 +8,7 @@ import torch
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig, PoolingType
 from torchrec.types import DataType
 
+from oneemb.adapters.handed_rows import to_be_handed
 from oneemb.options import (
     Initializer,
     make_constant_initializer,
@@ -15,7 +16,6 @@ from oneemb.options import (
     make_trunc_normal_initializer,
     make_uniform_initializer,
 )
-from oneemb.torchrec.handed_rows import to_be_handed
 from oneemb.torchrec.virtual_tables import bounds_of, policy_of
 
 __all__ = [

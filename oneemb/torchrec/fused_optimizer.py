@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torchrec.optim.fused import FusedOptimizer
 
-from oneemb.torchrec.table_state import TableState, write_back
+from oneemb.adapters.table_state import TableState, write_back
 
 __all__ = ["FusedRowsOptimizer"]
 

@@ -14,8 +14,9 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from oneemb.options import StoreOptions
-from oneemb.torchrec.collection import Collection, Group, Lookups, OnRanks, arguments_of
+from oneemb.torchrec.collection import Collection, OnRanks
 from oneemb.torchrec.jagged import Jagged, check_jagged, ends_of_features, order_of_inverse, select_features
+from oneemb.torchrec.lookups import Group, Lookups, arguments_of
 
 __all__ = ["EmbeddingBagCollection", "EmbeddingCollection"]
 

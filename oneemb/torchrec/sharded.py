@@ -22,13 +22,14 @@ from torchrec.distributed.types import Awaitable, LazyAwaitable, LazyNoWait, NoW
 from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.streamable import Multistreamable
 
+from oneemb.adapters.tables import in_backward_optimizers
 from oneemb.adapters.worker import Worker
 from oneemb.embeddings.embedding import MultiTableEmbedding
 from oneemb.embeddings.lookup_ahead import LookupAhead
 from oneemb.graph.ranks import Ranks
 from oneemb.storage.errors import StorageError
-from oneemb.torchrec.collection import Lookups, in_backward_optimizers
 from oneemb.torchrec.fused_optimizer import FusedRowsOptimizer
+from oneemb.torchrec.lookups import Lookups
 from oneemb.torchrec.modules import EmbeddingBagCollection, EmbeddingCollection
 
 __all__ = ["ShardedCollection", "ShardedEmbeddingBagCollection", "ShardedEmbeddingCollection"]

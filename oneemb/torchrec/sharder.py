@@ -26,10 +26,11 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from oneemb.graph.ranks import Ranks
 from oneemb.options import StoreOptions
-from oneemb.torchrec.collection import Collection, OnRanks, TableRows, at_paths
+from oneemb.torchrec.collection import Collection, OnRanks
 from oneemb.torchrec.modules import EmbeddingBagCollection, EmbeddingCollection
 from oneemb.torchrec.optimizers import MakeOptimizer, from_classes, from_fused_params
 from oneemb.torchrec.sharded import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
+from oneemb.torchrec.tables import TableRows, at_paths
 from oneemb.torchrec.wrapped import managed_collision_sharders, pass_over_collections, refuse_behind_managed_collisions
 
 __all__ = [

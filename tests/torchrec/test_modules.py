@@ -28,8 +28,8 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper  # noq
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage  # noqa: E402
 from torchrec.types import DataType  # noqa: E402
 
+from oneemb.adapters.handed_rows import hand_over, to_be_handed  # noqa: E402
 from oneemb.torchrec import EmbeddingBagCollection, EmbeddingCollection  # noqa: E402
-from oneemb.torchrec.handed_rows import hand_over, to_be_handed  # noqa: E402
 from tests.support.pairwise import covering  # noqa: E402
 from tests.support.resources import resident_bytes  # noqa: E402
 from tests.support.tracing_threads import KINDS, another_thread  # noqa: E402

@@ -23,6 +23,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.streamable import Multistreamable
 
+from oneemb.adapters.tables import holder_of, in_backward_optimizers
 from oneemb.dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
 from oneemb.dynamicemb.dynamicemb_config import (
     DynamicEmbPoolingMode,
@@ -33,11 +34,11 @@ from oneemb.dynamicemb.dynamicemb_config import (
 from oneemb.dynamicemb.planner import DynamicEmbParameterSharding
 from oneemb.dynamicemb.tables import DynamicTables, TableInfo
 from oneemb.dynamicemb.types import initializer_of
-from oneemb.torchrec.collection import TableRows, holder_of, in_backward_optimizers
 from oneemb.torchrec.configs import columns_of
 from oneemb.torchrec.optimizers import row_stepper
 from oneemb.torchrec.sharded import LookupContext, ShardedCollection
 from oneemb.torchrec.sharder import collection_on_ranks, comm_dtype_of, configs_of, rows_of
+from oneemb.torchrec.tables import TableRows
 
 __all__ = ["DynamicSharder", "ShardedDynamic"]
 

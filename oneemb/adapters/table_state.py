@@ -16,13 +16,14 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
+from oneemb.adapters.handed_rows import hand_over
+from oneemb.adapters.table_snapshots import load_tables
 from oneemb.checkpoints.named_snapshot import decode, encode
 from oneemb.embeddings.embedding import MultiTableEmbedding
 from oneemb.embeddings.internals import load_named
@@ -31,19 +32,25 @@ from oneemb.kernels.owner import owner_of
 from oneemb.rows.import_rows import import_rows
 from oneemb.rows.values import encode_rows, state_of
 from oneemb.storage.errors import StorageError
-from oneemb.torchrec.handed_rows import hand_over
-from oneemb.torchrec.table_snapshots import load_tables
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["TableState", "dense_rows", "let_go", "load_together", "put_rows", "write_back"]
+__all__ = ["TableConfig", "TableState", "dense_rows", "let_go", "load_together", "put_rows", "write_back"]
 
 _CHUNK = 1 << 16
 """Rows of a table that are read at a time."""
 
 _COUNTS_STEPS = ("adam", "lamb")
 """Parts of the names of optimizers whose steps depend on how many there were."""
+
+
+class TableConfig(Protocol):
+    """Config of a table, of any library."""
+
+    name: str
+    num_embeddings: int
+    embedding_dim: int
 
 
 class _Given:
@@ -160,7 +167,7 @@ class TableState:
     """
 
     def __init__(
-        self, rows: MultiTableEmbedding, table: int, configs: Sequence[BaseEmbeddingConfig],
+        self, rows: MultiTableEmbedding, table: int, configs: Sequence[TableConfig],
         of_rows: "list[TableState]", *, is_kept: bool, is_empty: bool = False,
     ):  # fmt: skip
         self.rows = rows
@@ -433,7 +440,7 @@ def _chunks(rows: MultiTableEmbedding, table: int, size: int) -> Iterator[tuple[
 
 
 @torch.inference_mode(False)  # Whether the tensor is changed in place is told by its version.
-def _empty_rows(rows: MultiTableEmbedding, config: BaseEmbeddingConfig) -> torch.Tensor:
+def _empty_rows(rows: MultiTableEmbedding, config: TableConfig) -> torch.Tensor:
     size: list[Any] = [config.num_embeddings, config.embedding_dim]
     try:
         return torch.empty(size, dtype=rows.dtype, device=rows.store.loops.device)
@@ -446,7 +453,7 @@ def _empty_rows(rows: MultiTableEmbedding, config: BaseEmbeddingConfig) -> torch
 
 @torch.inference_mode(False)
 def dense_rows(
-    rows: MultiTableEmbedding, table: int, config: BaseEmbeddingConfig, out: torch.Tensor | None = None
+    rows: MultiTableEmbedding, table: int, config: TableConfig, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Rows 0 to num_embeddings - 1 of a table: [N, D]."""
     weights = _empty_rows(rows, config) if out is None else out

@@ -1,0 +1,134 @@
+"""Tables of a module of another library: a parameter each that stands for its rows, and what steps them.
+
+table = TableParameter(config, dtype, device)           `weight` is [0, D]; state dicts hold what `serves` says
+rows.belongs_to([table.weight, ...], is_kept=...)       a user's optimizer steps the rows
+step_in_backward(rows, weight, optimizer, is_kept=...)  or the backward pass does
+"""
+
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.util import Finalize
+from typing import Any, Self
+
+import torch
+
+from oneemb.adapters.table_state import TableConfig, TableState, load_together
+from oneemb.embeddings.embedding import MultiTableEmbedding
+from oneemb.embeddings.internals import stand_for_rows
+from oneemb.graph.row_optimizers import Group as Options
+from oneemb.storage.errors import StorageError
+from oneemb.training.eager import Optimizer
+
+__all__ = ["TableParameter", "holder_of", "in_backward_optimizers", "step_in_backward", "temporary_folder"]
+
+
+class TableParameter(torch.nn.Module):
+    """One table of a collection: `weight` stands for its rows, [0, D]."""
+
+    def __init__(self, config: TableConfig, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        self.num_embeddings = config.num_embeddings
+        self.embedding_dim = config.embedding_dim
+        self.weight = torch.nn.Parameter(torch.empty(0, config.embedding_dim, device=device, dtype=torch.float32))
+        self._dtype = dtype
+        self._state: Callable[[], TableState] | None = None
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}"
+
+    def is_stepped_by(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note what steps the table in the backward pass, where TorchRec's tools, and torch's that would add another,
+        see it."""
+        vars(self.weight).update(
+            _in_backward_optimizers=[optimizer], _optimizer_classes=[type(optimizer)],
+            _optimizer_kwargs=[dict(optimizer.defaults)],
+        )  # fmt: skip
+
+    def serves(self, state: Callable[[], TableState]) -> None:
+        """Have state dicts hold, and load, what `state` has of the table at that time."""
+        self._state = state
+
+    def state_now(self) -> TableState | None:
+        """State of the table now, by the function that `serves` was given; None on meta."""
+        return None if self._state is None else self._state()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        # The weight keeps its dtype, as the rows that it stands for keep theirs.
+        return super()._apply(lambda tensor: fn(tensor).to(tensor.dtype), recurse)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        if self._state is not None:
+            destination[f"{prefix}weight"] = self._state().give()
+            return
+        # On meta there are no rows.
+        destination[f"{prefix}weight"] = torch.empty(
+            self.num_embeddings, self.embedding_dim, dtype=self._dtype, device=self.weight.device
+        )
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: object, strict: bool,
+        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key != f"{prefix}weight"]
+        state = state_dict.get(f"{prefix}weight")
+        if state is None:
+            missing_keys.append(f"{prefix}weight")
+        elif self._state is None:
+            warnings.warn(
+                f"{prefix}weight is on the meta device and has no rows: what is loaded into it has no effect; move the"
+                " collection first, to_empty(device='cpu')",
+                stacklevel=2,
+            )
+        else:
+            try:
+                self._state().load(state)
+            except (StorageError, TypeError, ValueError) as error:
+                error_msgs.append(f"{prefix}weight: {error}")
+
+
+def holder_of(tables: Mapping[str, torch.nn.Module]) -> torch.nn.ModuleDict:
+    """Module of tables by name; it loads tables together whose entries in a state dict name one snapshot."""
+    holder = torch.nn.ModuleDict(dict(tables))
+    holder.register_load_state_dict_pre_hook(_load_together)
+    return holder
+
+
+def _load_together(holder: Any, state_dict: Mapping[str, Any], prefix: str, *_: object) -> None:
+    its = [(name, table.state_now()) for name, table in holder.items() if isinstance(table, TableParameter)]
+    load_together((state, state_dict.get(f"{prefix}{name}.weight")) for name, state in its if state is not None)
+
+
+def in_backward_optimizers(weight: torch.Tensor) -> tuple[torch.optim.Optimizer, ...]:
+    """Optimizers that torch's `_apply_optimizer_in_backward` has given a parameter."""
+    return tuple(getattr(weight, "_in_backward_optimizers", ()))
+
+
+def step_in_backward(
+    rows: MultiTableEmbedding, weight: torch.nn.Parameter, optimizer: torch.optim.Optimizer,
+    options: Callable[[], Sequence[Options | None]] | None = None, *, is_kept: bool,
+) -> Optimizer:  # fmt: skip
+    """Have the rows stepped in the backward pass, those of all tables as one.
+
+    Args:
+        weight: stands for all rows. It is in no list of parameters: no other optimizer is to step the rows.
+        optimizer: says how; it has this weight alone.
+        options: of each table at a step, None = its rows rest; None = those of `optimizer` for all.
+        is_kept: whether the rows have a path of the user's.
+
+    Returns:
+        What steps the rows, as long as it is kept.
+    """
+    stand_for_rows(rows, [weight], is_kept=is_kept)
+    stepping = Optimizer(optimizer, [rows], fused=True)
+    if options is not None:
+        stepping.row_step.groups_of_tables = options
+    return stepping
+
+
+def temporary_folder(owner: object, prefix: str) -> tuple[str, Callable[[], object]]:
+    """A folder that lasts as long as its owner, and what removes it earlier."""
+    folder = tempfile.mkdtemp(prefix=prefix)
+    # Not weakref.finalize, which does nothing when a process of multiprocessing ends, and too much in a fork.
+    return folder, Finalize(owner, shutil.rmtree, args=(folder,), kwargs={"ignore_errors": True}, exitpriority=0)

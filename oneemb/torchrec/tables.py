@@ -1,0 +1,140 @@
+"""One table of a collection: where its rows are, how they begin, what steps them, and which tables lie with it."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+
+from oneemb.adapters.table_state import TableState
+from oneemb.adapters.tables import TableParameter, in_backward_optimizers
+from oneemb.graph.row_optimizers import row_optimizer_of
+from oneemb.options import (
+    Initializer,
+    StoreOptions,
+    make_cached_host_mem_store_options,
+    make_device_mem_store_options,
+)
+from oneemb.policies import RowPolicy
+from oneemb.torchrec.configs import dtype_of, first_rows, initializer_of, later_rows
+from oneemb.torchrec.optimizers import row_stepper
+from oneemb.torchrec.virtual_tables import policy_of
+
+__all__ = ["Table", "TableRows", "at_paths", "fill", "kind_of_steps"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TableRows:
+    """How the rows of a table begin, and which it keeps, where its config does not say."""
+
+    initializer: Initializer
+    policy: RowPolicy
+    cache_budget_mb: int | None = None
+    """Size of the cache on the device, for rows in the host's memory; None = rows are where lookups run. Not used with
+    `store_options`, which say where rows are."""
+
+
+class Table:
+    """A table of a collection.
+
+    Args:
+        config: TorchRec's.
+        pooling: "sum", "mean" or "none".
+        options: where its rows are; None = in memory, under a temporary path.
+        kept: options that are not in its config; None = there are none.
+        parameter: stands for its rows.
+    """
+
+    def __init__(
+        self, config: BaseEmbeddingConfig, pooling: str, options: StoreOptions | None, kept: TableRows | None,
+        parameter: TableParameter,
+    ):  # fmt: skip
+        self.config, self.pooling, self.options, self.kept, self.parameter = config, pooling, options, kept, parameter
+        self.steppers: tuple[torch.optim.Optimizer, ...] = ()
+        """Optimizers that step it in the backward pass, as of the time at which its embedding was made."""
+        self.state: TableState | None = None
+        """State for state dicts; None = the table has no rows yet."""
+
+    @property
+    def begins_empty(self) -> bool:
+        """Whether it begins without rows, so that each begins at its first lookup."""
+        return self.options is not None or bool(self.config.use_virtual_table)
+
+    @property
+    def is_regrouped(self) -> bool:
+        """Whether other optimizers step it now."""
+        return in_backward_optimizers(self.parameter.weight) != self.steppers
+
+    def kind(self) -> tuple[object, ...]:
+        """Key that tables share which are one embedding.
+
+        Raises:
+            ValueError: an optimizer that rows cannot follow, or two policies of rows.
+        """
+        config, keeps = self.config, policy_of(self.config)
+        if keeps is not None and self.kept is not None:
+            raise ValueError(
+                f"table {config.name!r}: virtual_table_eviction_policy and the options of oneemb.dynamicemb both"
+                " say which rows leave; leave out the policy"
+            )
+        budget = None if self.kept is None else self.kept.cache_budget_mb
+        where = self.options, budget, self.begins_empty
+        return config.embedding_dim, dtype_of(config), self.pooling, kind_of_steps(self.steppers), keeps, *where
+
+    def words(self) -> list[str]:
+        """Words of the name of the folder of its embedding."""
+        dtype, steps = str(dtype_of(self.config)).removeprefix("torch."), kind_of_steps(self.steppers)
+        return [f"{self.config.embedding_dim}x{dtype}", self.pooling, *([steps[1]] if steps else [])]
+
+    def store_at(self, paths: Sequence[str]) -> StoreOptions:
+        """Options of the store of its embedding, in these folders."""
+        if self.options is not None:
+            return at_paths(self.options, paths)
+        if self.kept is not None and self.kept.cache_budget_mb is not None:
+            return make_cached_host_mem_store_options(self.kept.cache_budget_mb, list(paths))
+        return make_device_mem_store_options(list(paths))
+
+    def initializer(self) -> Initializer:
+        """Initializer of rows that begin at a lookup."""
+        if self.kept is not None:
+            return self.kept.initializer
+        return initializer_of(self.config) if self.begins_empty else later_rows(self.config)
+
+    def rows_drawn_together(self) -> torch.Tensor | None:
+        """All rows, of an `init_fn` that fills a whole table in its own way; None = each row begins by itself."""
+        if self.begins_empty or self.kept is not None:
+            return None
+        try:
+            initializer_of(self.config)
+        except ValueError:
+            return fill(self.config, first_rows(self.config))
+        return None
+
+
+def kind_of_steps(steppers: Sequence[torch.optim.Optimizer]) -> tuple[Any, ...] | None:
+    """Key that tables share which can be stepped as one in the backward pass; None = they are not stepped there.
+
+    Raises:
+        ValueError: there are several of one table, or the class is not supported for rows.
+    """
+    if not steppers:
+        return None
+    if len(steppers) > 1:
+        raise ValueError("apply_optimizer_in_backward was called twice for a table, which one optimizer steps")
+    stepper = row_stepper(steppers[0])
+    found = row_optimizer_of(stepper, stepper.param_groups[0])
+    return type(stepper), found.name, found.weight_state, found.row_state, found.fixed
+
+
+def fill(config: BaseEmbeddingConfig, weights: torch.Tensor) -> torch.Tensor:
+    """The weights, filled by `init_fn`."""
+    assert config.init_fn is not None, "TorchRec's configs give it one"
+    with torch.no_grad():
+        config.init_fn(weights)
+    return weights
+
+
+def at_paths(options: StoreOptions, paths: Sequence[str]) -> StoreOptions:
+    """The same options with other folders."""
+    return dataclasses.replace(options, persistent_path=tuple(paths))
