@@ -66,6 +66,16 @@ def test_the_import_rule_finds_an_import_against_the_direction():
     assert against_direction("storage", imported(text)) == ["oneemb.graph", "oneemb.nn"]
 
 
+def test_adapters_share_one_folder_and_nothing_else_imports_them():
+    adapters = {name: sources(f"oneemb/{name}") for name in ("torchrec", "dynamicemb", "tde")}
+    shared = {name: [path for path in paths if any(m.startswith("oneemb.adapters") for m in imported(path))]
+              for name, paths in adapters.items()}  # fmt: skip
+    assert all(shared.values()), shared
+    names = tuple(f"oneemb.{name}" for name in adapters)
+    others = set(sources(*PACKAGES)).difference(*adapters.values())
+    assert not {str(path): bad for path in others if (bad := [m for m in imported(path) if m.startswith(names)])}
+
+
 def bare_imports(text):
     """Modules of the folders `graph`, `storage` and `kernels` that are imported without `oneemb.` before them."""
     if not re.search(r"^\s*(from\s+|import\s(.*[\s,])?)(graph|storage|kernels)\b", text, re.MULTILINE):

@@ -9,7 +9,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from oneemb.adapters.ranks import ranks_of_job
 from oneemb.tde.id_transformer import IDTransformer
 from oneemb.tde.ps import PSCollection
-from oneemb.tde.steps import Batch, BatchHandle, CachedTable, Steps
+from oneemb.tde.steps import BatchHandle, CachedTable, Steps
 from oneemb.tde.traffic import Traffic
 
 __all__ = ["IDTransformerCollection"]
@@ -41,7 +41,6 @@ class IDTransformerCollection:
         self._traffic = Traffic() if ps_collection is None else ps_collection.traffic
         self.tables: list[CachedTable] = []
         self._steps: Steps | None = None
-        self._last: Batch | None = None
         seen: set[str] = set()
         for config in tables:
             features = list(config.feature_names) or [config.name]
@@ -60,26 +59,11 @@ class IDTransformerCollection:
             self.tables.append(CachedTable(config.name, features, transformer, ps, bounds, seed))
 
     def transform(self, global_features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, list[BatchHandle]]:
-        """The features with cache ids, and what to wait for before they are looked up.
-
-        A call says that the step of the batch before has ended: its rows may leave.
-
-        Raises:
-            NoRoomError: a table has fewer rows than there are ids.
-            ServerError: a server failed.
-        """
+        """The features with cache ids, and what to wait for: see `Steps.transform`."""
         if self._steps is None:
             self._steps = Steps({"": self}, ranks_of_job(), self._traffic)
-        if self._last is not None:
-            self._steps.finish(self._last)
-            self._steps.release(self._last)
-            self._last = None
-        gathered = self._steps.gather({"": global_features})
-        batch = self._steps.begin(gathered)
-        if batch is None:
-            raise self._steps.no_room(gathered)
-        self._last = batch
-        return batch.kjts[""], [BatchHandle(self._steps, batch)]
+        kjts, handles = self._steps.transform({"": global_features})
+        return kjts[""], handles
 
     def save(self) -> None:
         """Push the rows that were used since the last call."""

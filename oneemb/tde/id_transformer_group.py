@@ -10,7 +10,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from oneemb.adapters.ranks import ranks_of_job
 from oneemb.tde.id_transformer_collection import IDTransformerCollection
 from oneemb.tde.ps import PSCollection
-from oneemb.tde.steps import Batch, BatchHandle, Steps
+from oneemb.tde.steps import BatchHandle, Steps
 from oneemb.tde.table_tensors import check_optimizers
 from oneemb.tde.traffic import Traffic
 from oneemb.tde.utils import sharded_modules
@@ -54,7 +54,6 @@ class IDTransformerGroup:
         ranks, traffic = ranks_of_job(), Traffic()
         self._collections: dict[str, IDTransformerCollection] = {}
         self._servers: list[PSCollection] = []
-        self._last: Batch | None = None
         optimizers: Sequence[torch.optim.Optimizer] = ps_config.get("optimizers", ())
         for path, configs in configs_dict.items():
             if path not in sharded:
@@ -76,24 +75,8 @@ class IDTransformerGroup:
     def transform(
         self, kjt_dict: Mapping[str, KeyedJaggedTensor]
     ) -> tuple[dict[str, KeyedJaggedTensor], list[BatchHandle]]:
-        """The features of each path with cache ids, and what to wait for before they are looked up.
-
-        A call says that the step of the batch before has ended: its rows may leave.
-
-        Raises:
-            NoRoomError: a table has fewer rows than there are ids.
-            ServerError: a server failed.
-        """
-        if self._last is not None:
-            self.steps.finish(self._last)
-            self.steps.release(self._last)
-            self._last = None
-        gathered = self.steps.gather(kjt_dict)
-        batch = self.steps.begin(gathered)
-        if batch is None:
-            raise self.steps.no_room(gathered)
-        self._last = batch
-        return batch.kjts, [BatchHandle(self.steps, batch)]
+        """The features of each path with cache ids, and what to wait for: see `Steps.transform`."""
+        return self.steps.transform(kjt_dict)
 
     def save(self) -> None:
         """Push the rows that were used since the last call: see `Steps.save`."""

@@ -102,6 +102,8 @@ class Steps:
         self._dropped: deque[Batch] = deque()
         self._unpushed: list[tuple[int, IDTransformer, np.ndarray]] = []
         self._torn = False
+        self._last: Batch | None = None
+        """Batch of the last call of `transform`, whose step may be under way."""
 
     def gather(self, kjts: Mapping[str, KeyedJaggedTensor]) -> Gathered:
         """The ids of all ranks; every rank makes the call.
@@ -204,6 +206,28 @@ class Steps:
         """
         self.settle()
         self.ranks.agree("save the rows of tables", self._save)
+
+    def transform(
+        self, kjts: Mapping[str, KeyedJaggedTensor]
+    ) -> tuple[dict[str, KeyedJaggedTensor], list["BatchHandle"]]:
+        """The features of each path with cache ids, and what to wait for before they are looked up.
+
+        A call says that the step of the batch before has ended: its rows may leave.
+
+        Raises:
+            NoRoomError: a table has fewer rows than there are ids.
+            ServerError: a server failed.
+        """
+        if self._last is not None:
+            self.finish(self._last)
+            self.release(self._last)
+            self._last = None
+        gathered = self.gather(kjts)
+        batch = self.begin(gathered)
+        if batch is None:
+            raise self.no_room(gathered)
+        self._last = batch
+        return batch.kjts, [BatchHandle(self, batch)]
 
     # ---- helpers --------------------------------------------------------------------------------------------------
 

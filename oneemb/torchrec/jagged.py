@@ -4,17 +4,18 @@ F features, B samples, N ids. The bag of sample b of feature f is bag f * B + b.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from oneemb.training.tracers import is_exported_by_compiler, tracer_of
 
 __all__ = [
-    "Jagged", "check_jagged", "ends_of_features", "expand_samples", "is_call_on_values", "order_of_inverse",
-    "select_features",
+    "Jagged", "check_jagged", "check_weighted", "checked_bags", "ends_of_features", "expand_samples",
+    "is_call_on_values", "jagged_tensors", "order_of_inverse", "select_features",
 ]  # fmt: skip
 
 
@@ -79,6 +80,47 @@ def check_jagged(features: KeyedJaggedTensor) -> Jagged:
         if lengths is not None and not np.array_equal(np.diff(_array(offsets)), _array(lengths)):
             raise ValueError("lengths and offsets of a KeyedJaggedTensor must say the same, they differ")
     return Jagged(values.long(), offsets.long(), None if weights is None else weights.float(), samples)
+
+
+def checked_bags(features: KeyedJaggedTensor, is_weighted: bool) -> tuple[KeyedJaggedTensor, Jagged]:
+    """A batch, or a TensorDict, as a KeyedJaggedTensor and as its bags, which have weights if they are weighted.
+
+    Raises:
+        TypeError, ValueError: as `check_jagged` and `check_weighted`.
+    """
+    features = maybe_td_to_kjt(features, None)
+    jagged = check_jagged(features)
+    if not is_weighted:
+        return features, jagged._replace(weights=None)
+    check_weighted(jagged.weights)
+    return features, jagged
+
+
+def check_weighted(weights: torch.Tensor | None) -> None:
+    """Raise ValueError where a batch has no weights for a collection that is weighted."""
+    if weights is None:
+        raise ValueError("the collection is weighted (is_weighted=True), and the KeyedJaggedTensor has no weights")
+
+
+def jagged_tensors(
+    features: KeyedJaggedTensor, its: Jagged, ids_F: list[int], row_ND: torch.Tensor, names: Sequence[str],
+    need_indices: bool,
+) -> dict[str, JaggedTensor]:  # fmt: skip
+    """The rows of ids, a JaggedTensor of each feature by its name in the output.
+
+    Args:
+        features: the batch.
+        its: of features, so many ids of each.
+        need_indices: whether the ids are the weights.
+    """
+    # Split, not sliced: the gradient of each slice would be as large as that of all.
+    rows_F, id_F = row_ND.split(ids_F), its.values.split(ids_F)
+    lengths_F = its.offsets.diff().to(features.lengths().dtype).split(its.samples)
+    found = {}
+    for name, rows, lengths, ids in zip(names, rows_F, lengths_F, id_F, strict=True):
+        weights = ids.to(features.values().dtype) if need_indices else None
+        found[name] = JaggedTensor(values=rows, lengths=lengths, weights=cast(Any, weights))
+    return found
 
 
 def _even(features: KeyedJaggedTensor, bags: int) -> list[int]:

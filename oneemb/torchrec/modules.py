@@ -15,7 +15,16 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from oneemb.options import StoreOptions
 from oneemb.torchrec.collection import Collection, OnRanks
-from oneemb.torchrec.jagged import Jagged, check_jagged, ends_of_features, order_of_inverse, select_features
+from oneemb.torchrec.jagged import (
+    Jagged,
+    check_jagged,
+    check_weighted,
+    checked_bags,
+    ends_of_features,
+    jagged_tensors,
+    order_of_inverse,
+    select_features,
+)
 from oneemb.torchrec.lookups import Group, Lookups, arguments_of
 
 __all__ = ["EmbeddingBagCollection", "EmbeddingCollection"]
@@ -150,13 +159,8 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
 
     @torch.jit.unused
     def _lookups_of(self, features: KeyedJaggedTensor) -> Lookups:
-        features = maybe_td_to_kjt(features, None)
-        jagged, keys = check_jagged(features), features.keys()
-        if self._is_weighted and jagged.weights is None:
-            raise ValueError("the collection is weighted (is_weighted=True), and the KeyedJaggedTensor has no weights")
-        if not self._is_weighted:
-            jagged = jagged._replace(weights=None)
-        inverse = features.inverse_indices_or_none()
+        features, jagged = checked_bags(features, self._is_weighted)
+        keys, inverse = features.keys(), features.inverse_indices_or_none()
         if inverse is None and jagged.is_even:
             groups = self.ready()
             wanted_of = [[self._feature_names[c] for c in group.columns] for group in groups]
@@ -172,8 +176,8 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
         if (len(offsets) - 1) % features:
             raise ValueError(f"offsets must be of as many samples for each of {features} features")
         jagged = Jagged(values, offsets, per_sample_weights, [(len(offsets) - 1) // features] * features)
-        if self._is_weighted and per_sample_weights is None:
-            raise ValueError("the collection is weighted (is_weighted=True), and the KeyedJaggedTensor has no weights")
+        if self._is_weighted:
+            check_weighted(per_sample_weights)
         # Features may come several times, of several tables: they are known by their place.
         names = [str(c) for c in range(features)]
         groups = self.ready()
@@ -328,22 +332,12 @@ class EmbeddingCollection(Collection, EmbeddingCollectionInterface):
         """
         features = maybe_td_to_kjt(features, None)
         selected = select_features(check_jagged(features), features.keys(), self._feature_names)
-        begins = ends_of_features(selected)
-        ids_of = begins.diff().tolist()
-        lookups = self._rows_of(selected.values, begins.diff())
-        lengths_C = selected.offsets.diff().to(features.lengths().dtype).split(selected.samples)
+        ids_C = ends_of_features(selected).diff()
+        counts, lookups = ids_C.tolist(), self._rows_of(selected.values, ids_C)
 
         def output(rows_of: Sequence[torch.Tensor]) -> dict[str, JaggedTensor]:
-            # Split, not sliced: the gradient of each slice would be as large as that of all.
-            rows_C, ids_C = (tensor.split(ids_of) for tensor in (lookups.output(rows_of), selected.values))
-            found = {}
-            for c, name in enumerate(self._embedding_names):
-                found[name] = JaggedTensor(
-                    values=rows_C[c],
-                    lengths=lengths_C[c],
-                    weights=cast(Any, ids_C[c].to(features.values().dtype) if self._need_indices else None),
-                )
-            return found
+            rows = lookups.output(rows_of)
+            return jagged_tensors(features, selected, counts, rows, self._embedding_names, self._need_indices)
 
         return lookups._replace(output=output)
 

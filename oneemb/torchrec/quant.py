@@ -22,7 +22,15 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, 
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from oneemb.torchrec.jagged import Jagged, check_jagged, ends_of_features, expand_samples, select_features
+from oneemb.torchrec.jagged import (
+    Jagged,
+    check_jagged,
+    checked_bags,
+    ends_of_features,
+    expand_samples,
+    jagged_tensors,
+    select_features,
+)
 from oneemb.torchrec.modules import jagged_by_name, jagged_of
 from oneemb.torchrec.quant_collection import QuantCollection, TablesByName
 from oneemb.torchrec.quant_index import pooled_while_read
@@ -146,13 +154,8 @@ class EmbeddingBagCollection(QuantCollection, EmbeddingBagCollectionInterface):
     def _checked(self, features: KeyedJaggedTensor) -> list[Jagged]:
         """The bags of each group's features, of as many samples each."""
         self._check_rows()
-        features = maybe_td_to_kjt(features, None)
-        jagged, keys = check_jagged(features), features.keys()
-        if self._is_weighted and jagged.weights is None:
-            raise ValueError("the collection is weighted (is_weighted=True), and the KeyedJaggedTensor has no weights")
-        if not self._is_weighted:
-            jagged = jagged._replace(weights=None)
-        inverse = features.inverse_indices_or_none()
+        features, jagged = checked_bags(features, self._is_weighted)
+        keys, inverse = features.keys(), features.inverse_indices_or_none()
         if inverse is not None or not jagged.is_even:
             jagged, keys = expand_samples(jagged, keys, inverse, self._feature_names)
         return [select_features(jagged, keys, group.features) for group in cast(Any, self.groups)]
@@ -231,15 +234,11 @@ class EmbeddingCollection(QuantCollection, EmbeddingCollectionInterface):
     @torch.jit.unused
     def _by_name(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         features, jagged_G = self._place.together(lambda: self._checked(features))
-        found = {}
+        found: dict[str, JaggedTensor] = {}
         for group, its in zip(cast(Any, self.groups), jagged_G, strict=True):
             ids_F = ends_of_features(its).diff()
             row_ND = group.rows(group.table_F.repeat_interleave(ids_F), its.values).to(self._output_dtype)
-            lengths_F = its.offsets.diff().to(features.lengths().dtype).split(its.samples)
-            rows_F, id_F = (tensor.split(ids_F.tolist()) for tensor in (row_ND, its.values))
-            for name, values, lengths, id_N in zip(group.names, rows_F, lengths_F, id_F, strict=True):
-                weights = id_N.to(features.values().dtype) if self._need_indices else None
-                found[name] = JaggedTensor(values=values, lengths=lengths, weights=cast(Any, weights))
+            found |= jagged_tensors(features, its, ids_F.tolist(), row_ND, group.names, self._need_indices)
         return {name: found[name] for name in self._embedding_names}
 
     @torch.jit.unused
