@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import library
 
-from oneemb.graph.ops.lookup import DTYPES as TRAINED
 from oneemb.kernels.frozen_rows import MISSING
 from oneemb.kernels.init_rows import InitialRows
 from oneemb.kernels.serve_rows import ServedRows, serve_rows
@@ -62,11 +61,9 @@ def _frozen_rows(
     missing = np.flatnonzero(place_N == MISSING) if len(end_C) else np.empty(0, np.int64)
     if len(missing):
         initial = InitialRows(key_1 << 32 | key_0, kind_TC.numpy(), param_TC4.numpy(), end_C.numpy())
-        weight_MD = first_weights(
-            initial, RowFormat(dim, trained), table_N32[missing], id_array[missing], threads=threads
-        )  # fmt: skip
-        begins = torch.from_numpy(weight_MD).view(TRAINED[trained])
-        out[torch.from_numpy(missing)] = begins.float()
+        format = RowFormat(dim, trained)
+        begins = first_weights(initial, format, "float32", table_N32[missing], id_array[missing], threads=threads)
+        out[torch.from_numpy(missing)] = torch.from_numpy(begins)
     return out
 
 

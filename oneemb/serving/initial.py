@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
+import torch
 
 from oneemb.embeddings.embedding_arguments import initial_rows
+from oneemb.graph.ops.lookup import DTYPES as TRAINED
 from oneemb.kernels.init_rows import InitialRows, init_rows
 from oneemb.kernels.threads import Threads
 from oneemb.options import Initializer, TableOptions, from_json
@@ -65,13 +67,17 @@ def _absent_of(said: object) -> Absent:
 
 
 def first_weights(
-    initial: InitialRows, format: RowFormat, table_M: np.ndarray, id_M: np.ndarray, *, threads: Threads
+    initial: InitialRows, format: RowFormat, gives: str, table_M: np.ndarray, id_M: np.ndarray, *, threads: Threads
 ) -> np.ndarray:
-    """With what the rows of keys begin: the bits of weights in this format, [M, D]."""
+    """With what the rows of keys begin, [M, D]: the bits of weights in this format where it `gives` its own dtype, else
+    float32."""
     row_MW = np.zeros((len(id_M), format.row_width), np.float32)
     weight_MX = format.weights(row_MW)
     init_rows(
         weight_MX, row_MW, np.arange(len(id_M)), table_M, id_M.astype(np.int64), initial, np.empty(0, np.float32),
         state_begin=format.state_begin, threads=threads,
     )  # fmt: skip
-    return np.ascontiguousarray(weight_MX[:, : format.dim])
+    weight_MD = np.ascontiguousarray(weight_MX[:, : format.dim])
+    return (
+        weight_MD if gives == format.dtype else torch.from_numpy(weight_MD).view(TRAINED[format.dtype]).float().numpy()
+    )

@@ -13,7 +13,6 @@ from oneemb.graph.ops.lookup import DTYPES as TRAINED
 from oneemb.kernels.arrays import Bags, RowsOfIds
 from oneemb.kernels.frozen_rows import MISSING, OTHER, PADDING
 from oneemb.kernels.host_loops import HostLoops
-from oneemb.kernels.init_rows import InitialRows
 from oneemb.kernels.serve_rows import pool_rows_again
 from oneemb.serving.initial import first_weights, initial_of
 from oneemb.storage.errors import CorruptTableError, StorageError
@@ -41,8 +40,8 @@ class Served:
     def __init__(self, file: ServedFile, absent: str, loops: HostLoops):
         info = file.info
         self.file, self.version, self._loops = file, Version(info.name, info.identity, info.sequence), loops
-        self.format = RowFormat(info.dim, info.trained)
         gives = info.trained if info.weights == info.trained else "float32"
+        self._begins = RowFormat(info.dim, info.trained), gives
         self.dtype, self._bits = TRAINED[gives], BITS[gives]
         self.table_C = np.array(info.tables, np.int32)
         self.is_served_T = np.isin(np.arange(info.num_tables), self.table_C)
@@ -104,16 +103,10 @@ class Served:
         if self._initial is not None:
             missing = np.flatnonzero(place_N == MISSING)
             if len(missing):
-                out_ND[missing] = self._first_weights(table_N[missing], id_N[missing], self._initial)
+                out_ND[missing] = first_weights(
+                    self._initial, *self._begins, table_N[missing], id_N[missing], threads=self._loops.threads
+                )
         return place_N
-
-    def _first_weights(self, table_M: np.ndarray, id_M: np.ndarray, initial: InitialRows) -> np.ndarray:
-        """With what the rows of keys begin, in the format of what lookups give."""
-        weight_MD = first_weights(initial, self.format, table_M, id_M, threads=self._loops.threads)
-        trained = TRAINED[self.format.dtype]
-        if self.dtype == trained:
-            return weight_MD
-        return torch.from_numpy(weight_MD).view(trained).float().numpy()
 
     def bags(
         self, table_N: np.ndarray, id_N: np.ndarray, offset_P1: np.ndarray, scale_N: np.ndarray | None,
@@ -134,7 +127,9 @@ class Served:
         )  # fmt: skip
         if has_missing and self._initial is not None:
             missing = np.flatnonzero(place_N == MISSING)
-            other_MD = self._first_weights(table_N[missing], id_N[missing], self._initial)
+            other_MD = first_weights(
+                self._initial, *self._begins, table_N[missing], id_N[missing], threads=self._loops.threads
+            )
             place_N[missing] = OTHER - np.arange(len(missing))
             pool_rows_again(self.file.rows, place_N, other_MD, bags, out_PD, threads=self._loops.threads)
         return out
