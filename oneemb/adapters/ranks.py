@@ -11,5 +11,6 @@ __all__ = ["ranks_of_job"]
 def ranks_of_job() -> RankCalls:
     """Calls that the ranks of the default process group make together, with connections of their own; without a group
     this process makes them alone. Every rank calls it."""
-    started = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-    return RankCalls(Ranks(distributed.group.WORLD).again() if started else None, [])
+    started = distributed.is_available() and distributed.is_initialized()
+    group = distributed.group.WORLD if started else None
+    return RankCalls(None if group is None or group.size() == 1 else Ranks(group).again(), [])
