@@ -7,10 +7,10 @@ To write one, answer these questions in turn; `oneemb.torchrec` is the fullest e
    its tables each is (`torchrec/tables.py`, `torchrec/collection.py`).
 2. What do users see of a table? A parameter [0, D] that stands for its rows: a `TableParameter`, by name in what
    `holder_of` makes (`tables.py`). It is in `parameters()`, in param groups, and in state dicts.
-3. Who steps the rows? A user's optimizer that has these parameters: `rows.belongs_to(weights, is_kept=...)`. Or the
-   backward pass, as fused optimizers do: `step_in_backward`, with a weight that nobody else has. Both read the options
-   of each step when it is made. What the library calls its optimizers is translated once, when they are made
-   (`torchrec/optimizers.py`).
+3. Who steps the rows? A user's optimizer that has these parameters, for which they `stand_for_rows`
+   (`embeddings/internals.py`). Or the backward pass, as fused optimizers do: `step_in_backward`, with a weight that
+   nobody else has. Both read the options of each step when it is made. What the library calls its optimizers is
+   translated once, when they are made (`torchrec/optimizers.py`).
 4. What is in a state dict? A `TableState` (`table_state.py`) gives and takes a table's entry: the name of a snapshot
    where the rows have a path, else a tensor of rows 0 to num_embeddings - 1, and the optimizer's state by FBGEMM's
    names. Before each lookup and state dict `write_back` brings in what others have written into such tensors; a state

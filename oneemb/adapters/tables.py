@@ -1,7 +1,7 @@
 """Tables of a module of another library: a parameter each that stands for its rows, and what steps them.
 
 table = TableParameter(config, dtype, device)           `weight` is [0, D]; state dicts hold what `serves` says
-rows.belongs_to([table.weight, ...], is_kept=...)       a user's optimizer steps the rows
+stand_for_rows(rows, [table.weight, ...], is_kept=...)  a user's optimizer steps the rows
 step_in_backward(rows, weight, optimizer, is_kept=...)  or the backward pass does
 """
 

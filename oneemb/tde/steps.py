@@ -110,7 +110,7 @@ class Steps:
 
         Raises:
             ValueError: a path or a feature is not known.
-            RuntimeError: so it is on another rank.
+            RankError: so it is on another rank.
         """
         jagged: dict[str, JaggedIds] = {}
 
@@ -169,7 +169,7 @@ class Steps:
 
         Raises:
             ServerError: a server failed.
-            RuntimeError: something failed on another rank.
+            RankError: something failed on another rank.
         """
         self._check()
         while not batch.finished:
@@ -202,7 +202,7 @@ class Steps:
 
         Raises:
             ServerError: a server failed; what was not pushed is pushed by the next call.
-            RuntimeError: something failed on another rank.
+            RankError: something failed on another rank.
         """
         self.settle()
         self.ranks.agree("save the rows of tables", self._save)

@@ -98,11 +98,11 @@ def test_what_fails_on_one_rank_is_raised_on_both_at_the_same_batch(tmp_path):
         assert first[depth, "ends"][:2] == (7, "RuntimeError") and second[depth, "ends"] == (7, None, "")
         assert "loader of rank 1 has ended" in first[depth, "ends"][2]
         (steps, kind, text), again = first[depth, "server"]
-        assert (steps, kind) == (second[depth, "server"][0][0], "RuntimeError") and steps > 5
-        assert "rank 1 of 2 failed" in text and "refused on this rank" in text
+        assert (steps, kind) == (second[depth, "server"][0][0], "RankError") and steps > 5
+        assert "rank 1 has failed" in text and "refused on this rank" in text
         assert second[depth, "server"][0][1] == "ServerError"
         assert again == second[depth, "server"][1] == (16, None)
-        assert (first[depth, "save"], second[depth, "save"]) == ("RuntimeError", "ServerError")
+        assert (first[depth, "save"], second[depth, "save"]) == ("RankError", "ServerError")
 
 
 def leaves(group, folder):
