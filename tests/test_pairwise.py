@@ -1,6 +1,8 @@
 """The helper that chooses which combinations of parameters `make test` runs."""
 
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
@@ -69,3 +71,19 @@ def test_short_products_are_whole():
     assert pairwise("ab", [1, 2]) == [("a", 1), ("a", 2), ("b", 1), ("b", 2)]
     assert pairwise("ab", []) == []
     assert _fast(covering("ab")) == [("a",), ("b",)]
+
+
+def test_the_tests_named_in_the_table_of_thinned_tests_are_run(request):
+    kept = [item.nodeid.removeprefix("tests/") for item in request.session.items]  # slow ones are deselected
+    files = {nodeid.partition("::")[0] for nodeid in kept}
+    table = (Path(__file__).parent / "README.md").read_text().partition("## Thinned tests")[2]
+    rows = [line.split(" | ")[-1] for line in table.splitlines() if line.startswith("| ")]
+    wrong = []
+    for quoted in itertools.chain.from_iterable(re.findall("`([^`]+)`", row) for row in rows):
+        if not quoted.startswith("["):
+            test = quoted.partition("[")[0] if "::" in quoted else f"{quoted}::..."
+        name = test + (quoted[quoted.index("[") :] if "[" in quoted else "")
+        pattern = re.compile(re.escape(name).replace(re.escape("..."), ".*") + r"((\[|::).*)?")
+        if test.partition("::")[0] in files and not any(map(pattern.fullmatch, kept)):
+            wrong.append(name)
+    assert not wrong
