@@ -16,25 +16,26 @@ INSTALL = $(RUN) -m pip install -q --disable-pip-version-check
 demo: $(call ready,demo)  ## Train a click model with its embeddings on the cached-SSD store.
 	$(RUN) examples/kuairand_dlrm.py --store ssd
 
-# Tests wait for children, disks and timeouts: more processes than cores, and folders in memory where 6 GB are free and
-# libraries can be loaded from them, which containers may forbid.
+# Tests wait for children, disks and timeouts, so there are more processes than cores, up to 8. Temporary folders are in
+# /dev/shm where it has 6 GB free and allows libraries to be loaded.
 # `python -m pytest` alone runs in one process, as a debugger wants it.
 MOUNTS = /proc/mounts
 WORKERS ?= $(shell n=$$(($$(nproc) * 2)); echo $$((n < 8 ? n : 8)))
 MEMORY := $(shell [ "$$(df --output=avail /dev/shm 2>/dev/null | tail -1)" -gt 6000000 ] 2>/dev/null && \
 	! grep -q ' /dev/shm [^ ]* [^ ]*noexec' $(MOUNTS) && echo /dev/shm)
-# The many processes of tests would each compile every module anew where the environment says that no bytecode is kept.
+# With that variable every process of a test would compile each module anew.
 unexport PYTHONDONTWRITEBYTECODE
-PYTEST = $(if $(MEMORY),TMPDIR=$(MEMORY)) $(RUN) -m pytest -n $(WORKERS) --dist worksteal
+MEMORY_TMPDIR = $(if $(MEMORY),TMPDIR=$(MEMORY))
+PYTEST = $(MEMORY_TMPDIR) $(RUN) -m pytest -n $(WORKERS) --dist worksteal
 
-# CUDA loops run in numba's simulator and are compiled for two GPUs; each reads its switch once a process.
+# CUDA loops run in numba's simulator and are compiled for two GPUs. Each variable is read once a process.
 test: $(call ready,test)  ## The test suite.
 	$(PYTEST)
 	NUMBA_ENABLE_CUDASIM=1 $(PYTEST) -q tests/cuda
 	ONEEMB_TEST_COMPILE=1 $(PYTEST) -q tests/cuda_compile
 
 test-changed: $(call ready,test)  ## The tests nearest to what differs from BASE, for three minutes.
-	$(RUN) -m tests.changed --base $(BASE)
+	$(MEMORY_TMPDIR) $(RUN) -m tests.changed --base $(BASE)
 
 test-slow: $(call ready,test)  ## The long proofs: every crash, whole products of parameters, soaks.
 	$(PYTEST) -m slow
@@ -43,7 +44,7 @@ test-slow: $(call ready,test)  ## The long proofs: every crash, whole products o
 
 MINUTES ?= 60
 test-nightly: $(call ready,test)  ## Tests that draw, with new seeds, for MINUTES; nightly.log has seeds and failures.
-	$(RUN) -m tests.nightly --minutes $(MINUTES) -- -n $(WORKERS)
+	$(MEMORY_TMPDIR) $(RUN) -m tests.nightly --minutes $(MINUTES) -- -n $(WORKERS)
 
 # On a machine with a GPU whose driver knows CUDA 13, in the environment of RUN.
 gpu-test: $(call ready,test)  ## The tests of CUDA loops, of the device tier and of training, on the GPU.

@@ -1,4 +1,4 @@
-"""The tests nearest to a change, as many as fit into some seconds.
+"""Run the test files nearest to a change, within a limit of time.
 
     python -m tests.changed [--base main] [--seconds 180] [--list] [-- arguments of pytest]
     python -m tests.changed --record report.xml [more.xml ...]
@@ -43,7 +43,7 @@ ENVIRONMENTS = {"tests/cuda/": {"NUMBA_ENABLE_CUDASIM": "1"}, "tests/cuda_compil
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", default="main", help="revision that the change began from; default: main")
-    parser.add_argument("--seconds", type=float, default=180, help="of the processes together; default: 180")
+    parser.add_argument("--seconds", type=float, default=180, help="of the run; default: 180")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--list", action="store_true", help="name the files and run nothing")
     parser.add_argument(
@@ -128,7 +128,7 @@ def files_of(module: str) -> frozenset[str]:
 
 
 def distances(changed: Iterable[str], imports_of: Mapping[str, Collection[str]]) -> dict[str, int]:
-    """How many imports lead from each file to a changed one; files from which none lead are left out."""
+    """Number of imports from each file to the nearest changed file; unreachable files are absent."""
     importers: dict[str, list[str]] = {}
     for name, imported in imports_of.items():
         for one in imported:
@@ -174,7 +174,9 @@ def recorded(reports: list[Path]) -> dict[str, float]:
     seconds: Counter[str] = Counter()
     for report in reports:
         for case in xml.etree.ElementTree.parse(report).iter("testcase"):
-            name = case.get("file") or case.get("classname", "").replace(".", "/") + ".py"
+            # The class name of a test in a class ends with that of the class, of which no file is named.
+            modules = [part for part in case.get("classname", "").split(".") if not part[:1].isupper()]
+            name = case.get("file") or "/".join(modules) + ".py"
             if not name.startswith(".."):  # Hypothesis' own file is that of state machines.
                 seconds[name] += float(case.get("time", 0))
     return {name: round(spent, 1) for name, spent in seconds.items()}

@@ -15,15 +15,15 @@ from hypothesis import settings
 
 from tests.support.rank_pool import RankPool
 
-# A job and a server of its model have the same scores, which is what tests compare, only if MKL sums in an order that
-# does not depend on where an array lies in memory.
+# Tests compare scores of a job and of its server. They are equal only if the order of MKL's sums does not depend on the
+# address of an array.
 os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")
 
-# A shell that starts the tests in the background has Ctrl-C ignored, which they are about.
+# A shell that starts the tests in the background ignores SIGINT, which some tests send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The same examples on every run, so that a failure is the change's and not the day's; `--seed` draws others, and so do
-# some slow tests by themselves. Compiling a loop takes seconds, so no example has a deadline.
+# The same examples on every run, so that a failure is caused by the change and not by chance; `--seed` draws others,
+# and four slow tests draw by themselves. Compiling a loop takes seconds, so no example has a deadline.
 settings.register_profile("same", derandomize=True, deadline=None, database=None, print_blob=True)
 settings.register_profile("drawn", parent=settings.get_profile("same"), derandomize=False)
 settings.load_profile("same")
@@ -45,7 +45,7 @@ def pytest_configure(config):
 
 
 def _put_folders_into_one_that_is_removed():
-    """Have each `tempfile.mkdtemp()` of this run and of its children end with this process, except `tmp_path`."""
+    """Delete the temporary folders of this run and of its children when this process ends, except `tmp_path`."""
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     tempfile.tempdir = os.environ["TMPDIR"] = folder = tempfile.mkdtemp(prefix="oneemb-tests-")
     os.chmod(folder, 0o711)  # A child that is another user has folders in it.
@@ -61,7 +61,7 @@ def pytest_itemcollected(item):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Have the collector pass over the objects that are there before the first test, also while they are made.
+    """Freeze the objects that exist before the first test: the garbage collector then skips them.
 
     Torch, TorchRec and numba alone are half a million; each `gc.collect()` in a test would take 0.2 s and more.
     """
@@ -105,5 +105,5 @@ _numbers = itertools.count()
 
 @pytest.fixture
 def redis_place(redis_host):
-    """A URL of that server under which nothing is kept yet."""
+    """URL of an unused prefix of keys on the Redis server."""
     return f"redis://{redis_host}/?prefix=test_{next(_numbers)}"

@@ -4,8 +4,8 @@
 
 A round is one run of pytest over the tests that draw from `seed` or by Hypothesis, slow ones included, with a seed of
 its own. The log has the seed and pytest's closing line of each round, and for each test that failed the command that
-replays it. A round in which pytest cannot run the tests is the last one. The exit code is 1 if any round has failed,
-else 0.
+replays it. When the minutes are over the round that runs is cut. The script stops after a round in which pytest itself
+failed. The exit code is 1 if any test or round has failed, else 0.
 """
 
 import argparse
@@ -25,12 +25,13 @@ ROOT = Path(__file__).parent.parent
 DRAWN = "drawn or hypothesis"
 FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 PASSED = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+CUT = 124
 NOT_RUN = (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=60, help="the last round begins before they are over")
+    parser.add_argument("--minutes", type=float, default=60, help="a round that is not over then is cut")
     parser.add_argument("--seed", type=int, help="of the first round; the next has the number after it")
     parser.add_argument("--log", type=Path, default=ROOT / "nightly.log")
     parser.add_argument("pytest", nargs="*", help="arguments of pytest, after --")
@@ -39,18 +40,21 @@ def main(arguments: list[str] | None = None) -> int:
     end, failed = time.monotonic() + 60 * options.minutes, False
     with open(options.log, "a") as log:
         while True:
-            code = run_round(seed, options.pytest, log)
+            code = run_round(seed, options.pytest, log, max(1, round(end - time.monotonic())))
             failed |= code not in PASSED
             seed += 1
             if time.monotonic() > end or code in NOT_RUN:
                 return int(failed)
 
 
-def run_round(seed, arguments, log) -> int:
-    """Run the tests with a seed, write the result to the log, and return pytest's exit code."""
+def run_round(seed, arguments, log, seconds) -> int:
+    """Run the tests with a seed for some seconds, write the result to the log, and return pytest's exit code."""
     command = ["pytest", "-q", "-m", DRAWN, f"--seed={seed}", *arguments]
-    done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
+    cut = ["timeout", "--signal=INT", "--kill-after=120", str(seconds)]  # pytest then says what has failed so far
+    done = subprocess.run([*cut, sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
     failed = FAILED.findall(done.stdout)
+    if done.returncode == CUT and not failed:
+        done.returncode = pytest.ExitCode.OK
     lines = [f"seed {seed}: {done.stdout.strip().rpartition(chr(10))[2]}"]
     lines += [f"    python -m pytest -m '{DRAWN}' --seed={seed} {shlex.quote(name)}" for name in failed]
     if done.returncode not in PASSED:

@@ -1,4 +1,4 @@
-"""Memory that runs out anywhere in a call: each allocation of it fails in turn, in a process of its own."""
+"""Memory that runs out anywhere in a call: its allocations of 4 KiB and more fail in turn, in a process of its own."""
 
 import shutil
 import subprocess

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import signal
 import threading
 import time
 import traceback
@@ -19,6 +18,7 @@ from oneemb.storage.errors import ForkedProcessError
 from oneemb.storage.locking import turns
 from oneemb.storage.locking.turns import whole
 from oneemb.storage.table.persistent_table import PersistentTable
+from tests.support.interrupts import interrupt_soon
 from tests.support.keys import read_rows
 from tests.support.models import make_embedding
 from tests.support.table_model import put_random
@@ -489,9 +489,8 @@ def test_ctrl_c_while_a_fork_waits_comes_after_it():
     thread = threading.Thread(target=block)
     thread.start()
     begun.wait()
-    interrupt = threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT))
-    interrupt.start()
     with pytest.raises(KeyboardInterrupt):
+        interrupt_soon()
         pid = os.fork()
         if pid == 0:
             os._exit(0)

@@ -64,7 +64,7 @@ def test_rounds_have_seeds_of_their_own_and_a_failure_is_logged_with_its_replay(
     rounds = []
 
     def run(command, **options):
-        rounds.append(command[command.index("-m", 2) + 1 :])
+        rounds.append(command[command.index("-m", 7) + 1 :])
         failed = "FAILED tests/test_a.py::test_b[run 1] - assert 1 - 2\n1 failed" if len(rounds) == 2 else "3 passed"
         return subprocess.CompletedProcess(command, int(len(rounds) == 2), failed, "")
 
@@ -79,6 +79,20 @@ def test_rounds_have_seeds_of_their_own_and_a_failure_is_logged_with_its_replay(
         "    python -m pytest -m 'drawn or hypothesis' --seed=8 'tests/test_a.py::test_b[run 1]'",
     ]  # fmt: skip
     assert "seed 9: 3 passed" in lines and "seed 8: 1 failed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("failed", "code"), [("", 0), ("FAILED tests/test_a.py::test_b - assert 1", 1)])
+def test_a_round_is_cut_when_the_minutes_are_over(tmp_path, monkeypatch, failed, code):
+    rounds, now = [], iter([0.0, 45.0, 61.0])
+
+    def run(command, **options):
+        rounds.append(command)
+        return subprocess.CompletedProcess(command, 124, f"{failed}\n3 passed", "")
+
+    monkeypatch.setattr(nightly.subprocess, "run", run)
+    monkeypatch.setattr(nightly.time, "monotonic", lambda: next(now))
+    assert nightly.main(["--minutes", "1", "--log", str(tmp_path / "log")]) == code
+    assert [command[:4] for command in rounds] == [["timeout", "--signal=INT", "--kill-after=120", "15"]]
 
 
 @pytest.mark.parametrize("code", [2, 3, 4, -9])

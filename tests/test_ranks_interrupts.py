@@ -1,4 +1,4 @@
-"""Ctrl-C on one rank at any moment: the others raise or notice nothing, and all go on together with the same bits."""
+"""After Ctrl-C on one rank at any moment the others raise RankError or go on, and all ranks end with equal bits."""
 
 import random
 import signal
@@ -42,7 +42,7 @@ class Graph(oneemb.TrainGraph):
 
 
 def goes_on(graph, way, rank, optimizer):
-    """Train from the step that was made last, to the end."""
+    """Train from the last step that was made to the end."""
     if way.startswith("run"):
         for _ in graph.run([batch_of(step, rank) for step in range(graph.steps, STEPS)], int(way[-1])):
             pass

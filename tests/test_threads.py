@@ -19,7 +19,7 @@ from oneemb.rows import export_rows as row_export
 from oneemb.storage.locking.step_lock import StepLock, alone, while_held
 from tests.support.forks import run_code
 from tests.support.inside import dirty_keys_of, train_state_of
-from tests.support.interrupts import WAYS, count_lines, interrupted
+from tests.support.interrupts import WAYS, count_lines, interrupt_soon, interrupted
 from tests.support.models import make_embedding
 from tests.support.pairwise import covering
 
@@ -206,8 +206,8 @@ def test_an_interrupt_at_any_line_of_taking_locks_leaves_none_taken(way):
 def test_locks_that_are_waited_for_are_given_up_where_the_wait_is_interrupted():
     locks = sorted((StepLock() for _ in range(3)), key=id)
     thread, go_on = held(locks[1])
-    threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
+        interrupt_soon()
         alone(locks, lambda: None)
     assert not any(lock.lock._is_owned() or threading.get_ident() in lock.waiting for lock in locks)
     go_on.set()
@@ -426,9 +426,9 @@ def test_ctrl_c_ends_the_wait_of_a_lookup_for_the_turn_of_another_thread(tmp_pat
     thread = threading.Thread(target=take_a_turn)
     thread.start()
     begun.wait()
-    threading.Timer(0.3, signal.raise_signal, (signal.SIGINT,)).start()
     try:
         with pytest.raises(KeyboardInterrupt):
+            interrupt_soon()
             embedding(torch.arange(4))
         assert thread.is_alive()
     finally:

@@ -1,4 +1,4 @@
-"""Lets every allocation of calls on an embedding fail, one at a time; run as a program with failing_malloc.c preloaded.
+"""Lets allocations of calls on an embedding fail, one at a time; run as a program with failing_malloc.c preloaded.
 
     python failing_allocations.py LIBRARY STORE FOLDER STRIDE [OPERATION ...]
 
@@ -59,7 +59,7 @@ class Subject:
     def ids(self):
         return self.rng.choice(self.id_count, self.batch, replace=False)
 
-    # Each of these prepares a call, and gives the call and what rows are after it.
+    # Each method returns a call and the rows expected after it.
 
     def lookup(self):
         ids = torch.from_numpy(self.ids())
@@ -190,14 +190,14 @@ class Subject:
         return found
 
     def wrongs(self, before, after):
-        """What does not hold after a call that has failed; None if the embedding says that it is broken."""
+        """Violations found after a failed call; None if the embedding says that it is broken."""
         gc.collect()
         store = self.embedding.store
         try:
             found = self.read(set(before) | set(after))
             wrong = store.check_slots()
         except oneemb.StorageError as error:
-            if isinstance(error, BrokenStoreError) or "load" in str(error):
+            if isinstance(error, BrokenStoreError) or "load_snapshot" in str(error):
                 return None
             return [f"{type(error).__name__}: {error}"]
         if pinned := sum(tier.get("pinned", 0) for tier in self.embedding.stats().values() if isinstance(tier, dict)):
@@ -221,7 +221,7 @@ class Subject:
 
 
 class Preloaded:
-    """The n-th allocation from now on."""
+    """Control of the preloaded library."""
 
     def __init__(self, library):
         self._library = ctypes.CDLL(library)
@@ -254,8 +254,6 @@ def run(subject, allocations, operations=OPERATIONS, *, stride=1, most=400):
     number of failures, and how many of them broke the embedding."""
     wrong, failures, broken = [], 0, 0
     load_loops()
-    gc.collect()
-    gc.freeze()  # The collections below look at nothing that was there before the first call.
     for name in operations:
         for _ in range(2):
             subject.step()[0]()
@@ -296,6 +294,8 @@ def run(subject, allocations, operations=OPERATIONS, *, stride=1, most=400):
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
+    gc.collect()
+    gc.freeze()  # Collections after failed calls skip what was there before.
     library, kind, folder, stride = sys.argv[1:5]
     operations = sys.argv[5:] or OPERATIONS
     wrong, failures, broken = run(Subject(kind, folder, 0), Preloaded(library), operations, stride=int(stride))

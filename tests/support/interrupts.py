@@ -25,6 +25,13 @@ class Interrupted(BaseException):
     """What appears at a line. No code handles it."""
 
 
+def interrupt_soon(seconds=0.2):
+    """Send Ctrl-C to this process a moment after the call. Call it within `pytest.raises`."""
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
+    timer.daemon = True
+    timer.start()
+
+
 class AtLine:
     """`with AtLine(k, way):` stops this thread before the k-th line of oneemb that it runs; `lines` counts them.
 
