@@ -17,12 +17,12 @@ import torch
 from torch import fx
 
 from oneemb.graph import ops
-from oneemb.graph.arguments import Planned
+from oneemb.graph.arguments import Lookup, Planned
 from oneemb.graph.building import Expected
 from oneemb.graph.executor import Executor, Find
 from oneemb.graph.modules import Embeddings
 from oneemb.graph.ops.update import StepOptimizer
-from oneemb.graph.passes import planned_in
+from oneemb.graph.passes import copy_graph, planned_in
 from oneemb.graph.passes.drop_copies import drop_copies
 from oneemb.graph.passes.lower_embeddings import lower_embeddings
 from oneemb.graph.passes.merge_embeddings import Member, merge_embeddings
@@ -142,9 +142,17 @@ class Plan:
 
     def as_module(self, name: str) -> fx.GraphModule:
         """The lookups in one piece, to look at."""
-        graph = self.whole.graph
+        graph = copy_graph(self.whole.graph)
+        graph.set_codegen(_CodeOfLookups())
         targets = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
         return fx.GraphModule({target: self.find(target) for target in targets}, graph, name)
+
+
+class _CodeOfLookups(fx.graph.CodeGen):
+    """Code in which the records of lookups have their names."""
+
+    def additional_globals(self) -> list[tuple[str, Any]]:
+        return [(kind.__name__, kind) for kind in (Lookup, ops.MergedLookup, ops.LookupOnRanks)]
 
 
 def compile_plan(

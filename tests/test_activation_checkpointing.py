@@ -130,7 +130,7 @@ def test_a_graph_does_not_expect_what_is_recomputed(tmp_path):
     for ids in batches():
         graph(ids)
     code = graph.compiled().code
-    assert code.count("oneemb_graph_ops_lookup_reserve(") == 1, code
+    assert code.count("oneemb_graph_ops_reserve_reserve(") == 1, code
 
 
 def on_ranks(group, path, policy, way, compiled, kind):

@@ -415,6 +415,9 @@ def test_a_graph_shows_itself():
     assert "prepare:" in str(graph) and "prefetch(a.store, unique_keys)" in str(graph)
     assert "reserve(a.store, unique_keys, prefetched=prefetch)" in str(graph)
     assert graph.compiled().code.count("reserve(") == 1
+    (planned,) = graph.compiled()(IDS)  # It runs, too.
+    assert planned.embedding == "a" and torch.equal(planned.lookup.ids, IDS)
+    planned.reserved.drop()
 
 
 def test_every_kind_of_argument_reads_as_python():
