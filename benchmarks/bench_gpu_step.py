@@ -88,7 +88,7 @@ def step(
             "bench", dim, torch.float32, torch.int64, [oneemb.make_table()] * TABLES, options
         )
         if launch.SIMULATED:
-            embedding.store.move_to(torch.device("cuda"))  # where the batches are, though torch knows of no GPU
+            embedding.store.form.move_to(torch.device("cuda"))  # where the batches are, though torch knows of no GPU
         else:
             embedding.to(gpu.device)
         rows_optimizer = oneemb.Optimizer(OPTIMIZERS[optimizer]([embedding.weight]), [embedding])

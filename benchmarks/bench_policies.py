@@ -28,6 +28,7 @@ from _machine import keep_freed_memory, machine, table
 import oneemb
 from oneemb.kernels.threads import Threads
 from oneemb.policies import LFU, LRU, RowPolicy
+from oneemb.storage.policies.departures import Departures
 from oneemb.storage.policies.ledger import Ledger
 
 TABLES, DIM, BATCH = 26, 64, 4096
@@ -116,6 +117,7 @@ def quality(evict: Any, threads: int) -> float:
     """Of a million rows that left in rounds, the share that is among the million of least score."""
     rows, leave = 4_000_000, 1_000_000
     ledger = Ledger([RowPolicy(evict)], rows, Threads(threads))
+    departures = Departures(ledger, Threads(threads))
     rng = np.random.default_rng(0)
     ids = rng.permutation(rows)
     for begin in range(0, rows, 20_000):
@@ -126,7 +128,7 @@ def quality(evict: Any, threads: int) -> float:
     right = 0
     for begin in range(0, leave, 2_000):
         new = np.arange(rows + begin, rows + begin + 2_000)
-        for gone in ledger.make_room(np.zeros(len(new), np.int32), [np.full(len(new), -1)]):
+        for gone in departures.make_room(np.zeros(len(new), np.int32), [np.full(len(new), -1)]):
             ledger.forget(*gone)
             old = gone.id_V[gone.id_V < rows]
             right += int(np.count_nonzero(score_N[old] <= bound))

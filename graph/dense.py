@@ -20,7 +20,7 @@ from oneemb.graph.build_error import BuildError, user_line
 from oneemb.graph.building import building_now
 from oneemb.graph.modules import embeddings_in, is_embedding
 from oneemb.graph.streams import capture_gate
-from oneemb.storage.locking.turns import undisturbed
+from oneemb.storage.locking.undisturbed import undisturbed
 
 __all__ = ["CAPTURES_MAX", "WARM_STEPS", "DenseCompiler"]
 

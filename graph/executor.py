@@ -21,7 +21,7 @@ from oneemb.graph.ops.op import Measure
 from oneemb.graph.passes import output_of
 from oneemb.graph.recorder import OpStats, Profile
 from oneemb.graph.text import node_label
-from oneemb.storage.locking.turns import undisturbed
+from oneemb.storage.locking.undisturbed import undisturbed
 
 __all__ = ["Executor", "Find"]
 

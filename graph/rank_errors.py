@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from oneemb.storage.locking.turns import undisturbed
+from oneemb.storage.locking.undisturbed import undisturbed
 
 __all__ = [
     "RankError", "Said", "is_told", "mark_told", "moment", "said_of", "told_error", "what_has_failed", "whole_exchange",

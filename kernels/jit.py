@@ -61,7 +61,7 @@ compiling = global_compiler_lock
 
 
 class Compiling:
-    """Callbacks before and after a compilation, set by storage/locking/turns.py. They hold signals back: after an
+    """Callbacks before and after a compilation, set by storage/locking/signals.py. They hold signals back: after an
     interrupt within a compilation numba would never release its lock."""
 
     def __init__(self) -> None:

@@ -16,12 +16,11 @@ _PLACE_MASK = (1 << 40) - 1
 @cuda
 def acquire_loop(
     cell_C2: Array, table_U: Array, id_U: Array, size_2: Array, pin_S: Array, score_S: Array, pins: Number,
-    tick: Number, count_U: Array, slot_U: Array, inserted_2: Array, count_4: Array,
+    tick: Number, slot_U: Array, inserted_2: Array, count_4: Array,
 ) -> None:  # fmt: skip
     """slot_U[u] = the slot of key u, pinned `pins` times more; -1 where there is none: for the first size_2[0] keys.
 
-    A slot's score becomes `tick`, the time of this use; if that is negative it grows by -tick for each of count_U[u]
-    uses, or for one if count_U is empty.
+    A slot's score becomes `tick`, the time of this use; if that is negative it grows by -tick.
     count_4: number of keys without a slot, added up; then size_2; then inserted_2[1], the keys that found no cell.
     """
     u = cuda.grid(1)
@@ -41,8 +40,6 @@ def acquire_loop(
                 cuda.atomic.add(pin_S, s, 1)
             if tick > 0:
                 score_S[s] = tick
-            elif count_U.shape[0] > 0:
-                score_S[s] -= tick * count_U[u]
             else:
                 score_S[s] -= tick
         u += cuda.gridsize(1)

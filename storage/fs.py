@@ -32,6 +32,7 @@ __all__ = [
     "close_in_child",
     "file_path",
     "path_text",
+    "replace_file",
     "storage_error",
 ]
 
@@ -322,6 +323,31 @@ def aligned_bytes(size: int) -> np.ndarray:
         except OSError:
             pass  # A system without huge pages.
     return np.frombuffer(memory, np.uint8)[:size]
+
+
+def replace_file(fs: FileSystem, path: str, data: Any, temporary: str) -> None:
+    """Put a whole file in the place of one: it is written beside it, synced and renamed. That the new name lasts is up
+    to the caller's `sync_directory`.
+
+    Raises:
+        OSError: it is not written; the old one is unchanged, and nothing is left beside it that could be removed.
+    """
+    try:
+        try:
+            file = fs.create(temporary)
+        except FileExistsError:  # which a killed process has left
+            fs.remove(temporary)
+            file = fs.create(temporary)
+        try:
+            fs.write(file, data, 0)
+            fs.sync(file)
+        finally:
+            fs.close(file)
+        fs.rename(temporary, path)
+    except OSError:
+        with suppress(OSError):
+            fs.remove(temporary)
+        raise
 
 
 def storage_error(error: OSError, action: str, path: str) -> StorageError:

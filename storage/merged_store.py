@@ -26,7 +26,7 @@ from oneemb.kernels.loops import Keys
 from oneemb.kernels.merged_index import find_each
 from oneemb.kernels.slot_marks import set_marks
 from oneemb.storage.embedding_store import EmbeddingStore
-from oneemb.storage.locking.turns import undisturbed
+from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.storage.rows.row_format import RowFormat
 from oneemb.storage.tiers.hot_rows import Prefetched
 from oneemb.storage.tiers.hot_tier import HotTier

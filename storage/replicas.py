@@ -1,4 +1,4 @@
-"""The keys of replicated tables: every one of the owners that have rows together has all rows of such a table.
+"""Replicated tables of a store: every one of the owners that have rows together has all rows of such a table.
 
 Snapshots, norms and whatever else counts rows take each of them once: `owner_of` says whose it is, as of any other row.
 
@@ -10,10 +10,15 @@ Invariants:
 
 import numpy as np
 
+from oneemb.kernels.loops import Keys as LookupKeys
 from oneemb.kernels.owner import owner_of
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import StoreFullError
 from oneemb.storage.hash_index import HashIndex
+from oneemb.storage.locking.turns import changing
+from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
+from oneemb.storage.store_part import Store, StorePart, in_turn, no_step
+from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.tiers.stack import StorePlan
 
 __all__ = ["REPLICATED_BYTES_MAX", "Keys", "Replicas"]
@@ -25,15 +30,17 @@ Keys = tuple[np.ndarray, np.ndarray]
 """Tables, int32 [N], and ids, int64 [N]."""
 
 
-class Replicas:
-    """The keys of replicated tables that a store has. It is false where there are no such tables.
+class Replicas(StorePart):
+    """The rows of replicated tables that a store has, and their keys. It is false where there are no such tables.
 
     Args:
+        store: its part this is.
         plan: which tables are replicated, and for how many owners; for one owner none is.
         threads: runs lookups.
     """
 
-    def __init__(self, plan: StorePlan, threads: Threads):
+    def __init__(self, store: Store, plan: StorePlan, threads: Threads):
+        super().__init__(store)
         tables = plan.replicated if plan.owners > 1 else ()
         self._plan = plan
         self._replicated_T = np.zeros(max(tables, default=-1) + 2, bool)  # The last one stands for all beyond.
@@ -93,6 +100,13 @@ class Replicas:
             self._index.reserve_keys(table_U, id_U)
         return table_U, id_U
 
+    def new_of(self, keys: LookupKeys) -> Keys:
+        """Those of a lookup's keys that `new` gives: they are about to be begun."""
+        loops, format = self.rows.loops, self.rows.format
+        keys = loops.counted(keys)
+        table_U, id_U = (loops.tensor(array).cpu().numpy() for array in (keys.table_U, keys.id_U))
+        return self.new(table_U, id_U, format.row_bytes)
+
     def add(self, keys: Keys) -> None:
         """Note keys that `new` gave, whose rows are here now."""
         if len(keys[1]):
@@ -117,3 +131,66 @@ class Replicas:
             f" take {REPLICATED_BYTES_MAX}; save a snapshot, and load it where the largest of these tables are made"
             " without replicate=True, so that each of their rows is with one rank"
         )
+
+    # ---- rows -------------------------------------------------------------------------------------------------------
+
+    @no_step("check_replicas")
+    def check_fits(self, info: SnapshotInfo, rows: int, others: int, replicated: int) -> None:
+        """Raise unless there is room for rows of replicated tables, beside those of a snapshot that this store owns.
+
+        Args:
+            info: what the snapshot is.
+            rows: how many of its rows this store owns.
+            others: rows of replicated tables that other stores own.
+            replicated: all rows of replicated tables.
+
+        Raises:
+            StoreFullError: there is not.
+        """
+        with self.turns:
+            self._store.check_process()
+            formats = self.rows.format, SnapshotRows.of_meta(info.meta, info.name).format
+            self.check_room(replicated, max(format.row_bytes for format in formats))
+            if self._store.built and not self._store.broken:
+                self.rows.hot.check_holds(rows + others)
+
+    @in_turn
+    def rows_of(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
+        """The rows of these keys of replicated tables, which are here: float32 [U, W]."""
+        row_UW = np.empty((len(id_U), self.rows.format.row_width), np.float32)
+        missing_U = self.rows.hot.get(table_U, id_U, row_UW)
+        assert not missing_U.any()
+        return row_UW
+
+    @no_step("put_replicas")
+    @in_turn
+    def put(self, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray) -> None:
+        """Have rows of replicated tables as another owner has loaded them. Watchers are not told.
+
+        Raises:
+            StoreFullError: there is no room for them; some may be here.
+        """
+        self._put(self.new(table_U, id_U, self.rows.format.row_bytes), table_U, id_U, row_UW)
+        self._store.changes += 1
+
+    def _put(self, new: Keys, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray) -> None:
+        self.rows.hot.put(table_U, id_U, row_UW)
+        with changing:
+            self.add(new)
+
+    @no_step("begin_replicas")
+    @in_turn
+    def begin(self, table_U: np.ndarray, id_U: np.ndarray) -> None:
+        """Begin those rows of replicated tables that are not here, as lookups elsewhere have. It is no change of rows:
+        they are what they were there. There may be more than replicated tables may have: what ranks have begun can be
+        saved.
+
+        Raises:
+            StoreFullError: a tier is too small, or capacity is reached; some may be here.
+        """
+        new = self.new(table_U, id_U, None)
+        if len(new[1]):
+            hot, loops = self.rows.hot, self.rows.loops
+            row_UW, _ = hot.read(loops.distinct_keys(loops.put(new[0]), loops.put(new[1])))
+            row_UW = loops.tensor(row_UW).cpu().numpy()[:, : self.rows.format.row_width]
+            self._put(new, *new, np.ascontiguousarray(row_UW))

@@ -27,12 +27,12 @@ from oneemb.kernels.threads import Threads
 from oneemb.storage.bottom import Bottom
 from oneemb.storage.errors import StorageError, StoreFullError
 from oneemb.storage.locking.dropped import close_when_dropped
-from oneemb.storage.locking.turns import undisturbed
+from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.storage.policies.row_policy import RowPolicy
 from oneemb.storage.row_store import Places, RowStore, Snapshots
 from oneemb.storage.rows.row_format import RowFormat
 from oneemb.storage.snapshots.owned_rows import OwnedRows
-from oneemb.storage.snapshots.snapshot_rows import PartOf, SnapshotRows, shard_of
+from oneemb.storage.snapshots.snapshot_rows import PartOf, SnapshotRows
 from oneemb.storage.table.delta import rows_of
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.tiers.hot_rows import HotRows, Tier
@@ -125,7 +125,7 @@ class TieredRows:
         Raises:
             StorageError: the store at the bottom cannot be opened.
         """
-        self._open(self.new_rows if format is None else self._new_rows(format, self.loops))
+        self._open(self.new_rows if format is None else self.new_rows.of(format, self.loops))
 
     def relayout(self, format: RowFormat, loops: Loops, step: int) -> None:
         """Let rows have this format, and the hot tier be where these loops run. Rows that have no state are given that
@@ -141,15 +141,13 @@ class TieredRows:
         """
         try:
             self._relayout(format, loops, step)
-        except (StorageError, MemoryError):
-            raise
         except Exception as error:  # of CUDA, for instance: the rows are as they were
-            if not self.whole:
+            if not self.whole or isinstance(error, StorageError | MemoryError):
                 raise
             raise StorageError(f"the rows in {self._bottom.name} could not be moved: {error}") from error
 
     def _relayout(self, format: RowFormat, loops: Loops, step: int) -> None:
-        before, after = self.new_rows, self._new_rows(format, loops)
+        before, after = self.new_rows, self.new_rows.of(format, loops)
         if not self.built:
             self.new_rows = after
             return
@@ -198,7 +196,7 @@ class TieredRows:
             self._snapshots().load_snapshot(name)
         else:
             self._put_all(name, format)
-        self._reload()
+        self.reload()
 
     def _say_where_rows_are(self, error: BaseException, second: BaseException, saved: str | None, step: int) -> None:
         """Rows that are in no tier any more: save them if they are in no snapshot yet."""
@@ -227,9 +225,6 @@ class TieredRows:
                 stacklevel=2,
             )
 
-    def _new_rows(self, format: RowFormat, loops: Loops) -> NewRows:
-        return self.new_rows.of(format, loops)
-
     def _open(self, new_rows: NewRows) -> None:
         store = self._bottom.open(new_rows.format.row_width)
         try:
@@ -242,7 +237,8 @@ class TieredRows:
         # Rows that are dropped give back their threads, files and lock. At exit the system does.
         self._finalizer = close_when_dropped(self, store)
 
-    def _reload(self) -> None:
+    def reload(self) -> None:
+        """Let all tiers start from the rows of the store at the bottom."""
         for tier in reversed(self.tiers):
             tier.reload()
 
@@ -310,7 +306,7 @@ class TieredRows:
         without: tuple[np.ndarray, np.ndarray] | None = None, more: dict[str, Any] | None = None,
         arrays: Mapping[str, np.ndarray] | None = None, since: Places | None = None,
     ) -> SnapshotInfo:  # fmt: skip
-        """Write every row, or those that are no copies, durably, under a name; see `EmbeddingStore.save_snapshot`.
+        """Write every row, or those that are no copies, durably, under a name; see `StoreSnapshots.save`.
 
         Args:
             more: what the meta says beside what the rows are.
@@ -367,65 +363,19 @@ class TieredRows:
             return self.bottom_store.snapshots()
         return self._bottom.snapshots()
 
-    def check_loads(self, name: str, weights_only: bool = False) -> SnapshotInfo:
-        """Raise StorageError unless a snapshot is there and `load` finds rows of this embedding's kind in it."""
-        info = self._bottom.chain(name)[-1]
-        self.check_kind(info, weights_only)
-        shard, shards = shard_of(info.meta, name)
-        if (shard, shards) != (self._plan.owner, self._plan.owners):
-            raise StorageError(
-                f"snapshot {name!r} in {self._bottom.name} is part {shard} of {shards} of a sharded one; make it whole"
-                f" in one folder with `oneemb reshard --ranks 1`, or bring all parts into one embedding with"
-                " oneemb.import_rows"
-            )
-        return info
-
-    def check_kind(self, info: SnapshotInfo, weights_only: bool = False) -> None:
-        """Raise StorageError unless rows of this snapshot, wherever it is, are of this embedding's kind."""
-        name = info.name
-        where, format = f"snapshot {name!r} in {self._bottom.name}", SnapshotRows.of_meta(info.meta, name).format
-        if not format.same_weights(self.format):
-            raise StorageError(
-                f"{where} holds rows of {format.dim} {format.dtype} weights, this embedding has {self.format.dim}"
-                f" {self.format.dtype}"
-            )
-        if self.built and not (weights_only or self._lacks_state_of(format) or self._adds_state_to(format)):
-            known = format.optimizer is not None and format.state_width > 0
-            if format.state_width != self.format.state_width or known and format.optimizer != self.format.optimizer:
-                raise StorageError(
-                    f"{where} holds the state of {format.optimizer!r} ({format.state_width} values a row), the"
-                    f" optimizer attached is {self.format.optimizer!r} ({self.format.state_width} values); attach"
-                    f" {format.optimizer!r}"
-                )
-
-    def _lacks_state_of(self, format: RowFormat) -> bool:
+    def lacks_state_of(self, format: RowFormat) -> bool:
         """Whether rows here have no state yet, and those have."""
         return self.format.optimizer is None and self.format.state_width == 0 < format.state_width
 
-    def _adds_state_to(self, format: RowFormat) -> bool:
+    def adds_state_to(self, format: RowFormat) -> bool:
         """Whether rows here have state, and those have none."""
         return format.state_width == 0 < self.format.state_width
-
-    def check_reads(self, info: SnapshotInfo, weights_only: bool = False, owned: OwnedRows | None = None) -> None:
-        """Before a `load`: what could go wrong later has to do so while the rows here are still there.
-
-        Raises:
-            StoreFullError, StorageError: the rows do not fit, or cannot be read.
-        """
-        if not len(self):
-            return
-        format = SnapshotRows.of_meta(info.meta, info.name).format
-        self._check_holds(self.hot, info, owned)
-        other_words = not format.same_words(self.format) or self._wider(format, weights_only)
-        if owned is not None or self._plan.copies_rows or other_words:
-            for _ in self._scan(info.name, owned):
-                pass
 
     def load(
         self, info: SnapshotInfo, weights_only: bool = False, owned: OwnedRows | None = None,
         marks: MarksOf | None = None,
     ) -> tuple[int, bool]:  # fmt: skip
-        """Start from the rows of a snapshot that `check_loads` has found; see `EmbeddingStore.load_snapshot`.
+        """Start from the rows of a snapshot that has been found to fit; see `StoreSnapshots.load`.
 
         Args:
             owned: the rows, if they are not one snapshot of the store at the bottom.
@@ -437,7 +387,8 @@ class TieredRows:
         name, rows = info.name, SnapshotRows.of_meta(info.meta, info.name)
         if weights_only and not self.built:
             self.build()
-        narrower, wider = self._narrower(rows.format, weights_only), self._wider(rows.format, weights_only)
+        narrower = self.built and not weights_only and self.lacks_state_of(rows.format)
+        wider = self.wider(rows.format, weights_only)
         self.lie_as_saved = replaced = False
         try:
             if narrower:
@@ -448,7 +399,7 @@ class TieredRows:
             elif self.format.optimizer is None and self.format.state_width == 0 and not weights_only:
                 self.new_rows.format = replace(rows.format, marks=self.format.marks)
             for tier in self.tiers:
-                self._check_holds(tier, info, owned)
+                self.check_holds(tier, info, owned)
             if wider or owned is not None or not rows.format.same_words(self.format):
                 replaced = True
                 first = None if marks is None else functools.partial(marks, step=0 if wider else rows.step)
@@ -459,17 +410,13 @@ class TieredRows:
                 self.lie_as_saved = True
                 replaced = True
             self.generation += 1
-            self._reload()
+            self.reload()
         except BaseException:
             self.whole = not replaced  # Half of the rows are nothing to go on from.
             raise
         return 0 if wider else rows.step, not wider
 
-    def contains(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
-        """Whether each key has a row: bool [U]."""
-        return self.hot.contains(table_U, id_U)
-
-    def _check_holds(self, tier: Tier, info: SnapshotInfo, owned: OwnedRows | None) -> None:
+    def check_holds(self, tier: Tier, info: SnapshotInfo, owned: OwnedRows | None) -> None:
         """Raise StoreFullError unless a tier can hold the rows of a snapshot."""
         try:
             tier.check_holds(rows_of(info) if owned is None else len(owned))
@@ -485,13 +432,9 @@ class TieredRows:
             undisturbed.raise_interrupt()
             yield batch
 
-    def _narrower(self, format: RowFormat, weights_only: bool) -> bool:
-        """Whether a load has to make the tiers anew, for rows with state."""
-        return self.built and not weights_only and self._lacks_state_of(format)
-
-    def _wider(self, format: RowFormat, weights_only: bool) -> bool:
+    def wider(self, format: RowFormat, weights_only: bool) -> bool:
         """Whether a load has to give rows the state of new ones."""
-        return self.built and (self._adds_state_to(format) or weights_only and format.state_width > 0)
+        return self.built and (self.adds_state_to(format) or weights_only and format.state_width > 0)
 
     def _put_all(
         self, name: str, format: RowFormat, owned: OwnedRows | None = None, *, with_state: bool = False,
@@ -501,7 +444,7 @@ class TieredRows:
         of new rows."""
         assert self.bottom_store is not None
         self.bottom_store.clear()
-        for table_N, id_N, row_NX in self._scan(name, owned):
+        for table_N, id_N, row_NX in self.scan(name, owned):
             if not with_state or not format.same_words(self.format):
                 row_NX = self.format.converted(row_NX, format, with_state=with_state)
                 if marks is not None and format.marks != self.format.marks:
@@ -509,30 +452,7 @@ class TieredRows:
                     row_NX[:, its] = marks(table_N, id_N).view(np.float32)
             self.bottom_store.put(table_N, id_N, row_NX)
 
-    def copy_from(self, source: "TieredRows", *, with_state: bool, change: ChangeRows | None) -> None:
-        """Make the tiers, for rows as those of `source`, and have all of them. There are none here yet.
-
-        Args:
-            with_state: have their optimizer's state too.
-            change: changes the rows on their way.
-
-        Raises:
-            StorageError: the store at the bottom cannot be opened, or has no room for them.
-        """
-        format = replace(source.format, marks=self.format.marks)
-        self.build(format if with_state else format.with_state(None, np.empty(0, np.float32)))
-        assert self.bottom_store is not None
-        for tier in self.tiers:
-            tier.check_holds(len(source))
-        for table_N, id_N, row_NW in source.hot.scan():
-            undisturbed.raise_interrupt()
-            row_NW = self.format.converted(row_NW, source.format, with_state=with_state)
-            if change is not None:
-                change(table_N, id_N, row_NW)
-            self.bottom_store.put(table_N, id_N, row_NW)
-        self._reload()
-
-    def _scan(self, name: str, owned: OwnedRows | None = None) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    def scan(self, name: str, owned: OwnedRows | None = None) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """All rows of a snapshot of the store at the bottom, or those given. Ctrl-C comes between two batches."""
         reader = self._bottom.read(name) if owned is None else owned
         try:

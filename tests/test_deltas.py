@@ -17,6 +17,7 @@ from oneemb.kernels.threads import Threads
 from oneemb.policies import LRU, RowPolicy
 from oneemb.rows.merge_deltas import merge_deltas
 from oneemb.rows.reshard import reshard
+from oneemb.storage.row_edits import set_rows
 from oneemb.storage.snapshots.linked_rows import LinkedRows
 from oneemb.storage.snapshots.snapshot_parts import look_at
 from oneemb.storage.table.delta import GONE, Delta, chain_of, gone_array
@@ -504,7 +505,7 @@ def test_a_merge_that_is_killed_anywhere_leaves_the_chain_and_all_of_the_new_one
         def put(first, value):
             table_N, id_N = np.zeros(20, np.int32), np.arange(first, first + 20)
             own = owner_of(table_N, id_N, ranks.size) == ranks.rank
-            embedding.store.put(table_N[own], id_N[own], np.full((own.sum(), DIM), value, np.float32))
+            set_rows(embedding.store, table_N[own], id_N[own], np.full((own.sum(), DIM), value, np.float32))
 
         put(0, 1.0)
         embedding.save_snapshot("base")

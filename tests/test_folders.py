@@ -71,7 +71,7 @@ def test_a_cell_that_is_run_again_is_told_who_holds_the_folder_and_release_frees
 
 
 def of_no_rows(embedding):
-    embedding.store.attach("sgd", np.empty(0, np.float32))
+    embedding.store.form.attach("sgd", np.empty(0, np.float32))
 
 
 def saved(embedding):

@@ -15,8 +15,8 @@ import oneemb
 from oneemb.kernels.jit import compiling
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import ForkedProcessError
-from oneemb.storage.locking import turns
-from oneemb.storage.locking.turns import whole
+from oneemb.storage.locking import undisturbed
+from oneemb.storage.locking.turns import Turns, whole
 from oneemb.storage.table.persistent_table import PersistentTable
 from tests.support.interrupts import interrupt_soon
 from tests.support.keys import read_rows
@@ -310,7 +310,7 @@ def test_a_fork_waits_for_what_a_child_could_not_do_without(model, what):
 
 def test_a_child_that_got_no_whole_copy_says_so(model, monkeypatch):
     embedding, _ = model
-    monkeypatch.setattr(turns, "_FORK_PATIENCE", 0.1)
+    monkeypatch.setattr(undisturbed, "_FORK_PATIENCE", 0.1)
     thread = held_elsewhere(embedding.store.turns, 1)
 
     def read():
@@ -350,7 +350,7 @@ def test_a_fork_beside_the_first_lookup_is_whole(tmp_path, monkeypatch):
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_fork_does_not_wait_for_what_lets_others_have_turns(tmp_path, waits):
     """As compaction does while it reads; whoever waits for that in a turn of its own ends first."""
-    object_ = turns.Turns("the object", "make it anew", rank=0)
+    object_ = Turns("the object", "make it anew", rank=0)
     begun, go_on, ended = threading.Event(), threading.Event(), []
 
     def long():

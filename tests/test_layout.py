@@ -182,10 +182,7 @@ def test_no_private_name_is_imported_from_another_file():
 FOREIGN = {"torch", "fx", "sys", "autocast", "block", "context", "tensor", "grad", "scaler", "module", "kernel", "base"}
 FOREIGN |= {"aten", "ddp", "op", "dispatcher", "caching", "compiling", "lock", "_ONE_AT_A_TIME", "super", "optimizer"}
 FOREIGN |= {"group", "executor", "os"}  # os._exit is public, whatever its name
-OURS = {
-    ("storage/locking/turns.py", "turns"), ("storage/locking/turns.py", "undisturbed"),
-    ("storage/locking/turns.py", "_torn_for_fork"), ("graph/inputs.py", "other"),
-}  # fmt: skip
+OURS = {("graph/inputs.py", "other")}
 
 
 def reach_ins(text, path):

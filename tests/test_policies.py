@@ -27,7 +27,7 @@ from hypothesis.stateful import (
 import oneemb
 import oneemb.embeddings.embedding
 import oneemb.kernels.score_rows
-import oneemb.storage.policies.ledger
+import oneemb.storage.policies.departures
 from oneemb.cli.commands import oneemb as command
 from oneemb.embeddings import internals
 from oneemb.graph.arguments import Lookup
@@ -47,7 +47,9 @@ from oneemb.policies import (
     StepLRU,
 )  # fmt: skip
 from oneemb.rows.reshard import reshard
+from oneemb.storage.policies.departures import Departures
 from oneemb.storage.policies.ledger import Ledger
+from oneemb.storage.row_edits import set_rows
 from oneemb.storage.tiers.stack import RemotePlan
 from tests.support.pairwise import covering
 
@@ -104,7 +106,7 @@ def known(embedding, up_to=60, tables=1):
     found = set()
     for table in range(tables):
         table_U, id_U = np.full(up_to, table, np.int32), np.arange(up_to)
-        _, there_U = embedding.store.scores(table_U, id_U)
+        _, there_U = embedding.store.policy.scores(table_U, id_U)
         found |= {(table, n) for n in np.flatnonzero(there_U).tolist()}
     assert len(found) == embedding.stats()["rows"]
     return found
@@ -466,7 +468,7 @@ def test_sweeps_begin_at_a_mark_of_rows(tmp_path, above):
     optimizer, row_bytes = sgd(embedding), embedding.store.format.row_bytes
     many = above.get("sweep_above", 2**20 // row_bytes)
     embedding.store.build()
-    embedding.store.put(np.zeros(many, np.int32), np.arange(many), np.ones((many, DIM), np.float32))
+    set_rows(embedding.store, np.zeros(many, np.int32), np.arange(many), np.ones((many, DIM), np.float32))
     for n in range(4):  # as many rows as the mark, which is not more
         step(embedding, optimizer, ids(n % 2), ids(1))
         assert embedding.stats()["rows"] == many + min(n + 1, 2)
@@ -514,7 +516,7 @@ def test_sightings_begin_at_none_once_a_row_has_been_imported(tmp_path):
     optimizer = sgd(embedding)
     for _ in range(2):
         step(embedding, optimizer, ids(7))
-    embedding.store.put(np.zeros(1, np.int32), np.array([7]), np.ones((1, DIM), np.float32))
+    set_rows(embedding.store, np.zeros(1, np.int32), np.array([7]), np.ones((1, DIM), np.float32))
     embedding.erase(ids(7))
     for rows in (0, 0, 1):
         step(embedding, optimizer, ids(7))
@@ -590,7 +592,7 @@ def everything(embedding):
 )
 def test_no_number_depends_on_stores_threads_or_prefetching(tmp_path, monkeypatch, evict, admit):
     monkeypatch.setattr(oneemb.kernels.score_rows, "_SHARE_MIN", 4)  # so that threads have their shares
-    monkeypatch.setattr(oneemb.storage.policies.ledger, "_ROUND_ROWS", 40)
+    monkeypatch.setattr(oneemb.storage.policies.departures, "_ROUND_ROWS", 40)
     policy = RowPolicy(evict, expire_after_steps=9, sweep_steps=5, admit=admit)
     found = []
     for way, (store, threads) in enumerate([("device", 1), *((store, 2) for store in STORES)]):
@@ -719,7 +721,7 @@ def test_ids_that_get_no_row_are_trained_for_nothing_and_take_no_room(tmp_path, 
     assert stats["device"]["bytes"] == nbytes, "what was lent is used again"
     assert known(embedding) == {(0, 1), (0, 2)}
     embedding.save_snapshot("two")
-    assert embedding.store.snapshot("two").rows == 2
+    assert embedding.store.snapshots.info("two").rows == 2
     embedding.load_snapshot("two")
     assert embedding.stats()["policy"]["refused"] == 1000
 
@@ -949,14 +951,14 @@ def test_what_was_prefetched_gives_way_before_a_lookup_is_refused(tmp_path):
 def test_rounds_of_a_part_of_the_rows_let_the_oldest_leave(monkeypatch, tables, capacity):
     """An eighth of the rows is looked at in a round; each table gets as many new ids as the others, in turns."""
     limit, kept = 1000, {}
-    monkeypatch.setattr(oneemb.storage.policies.ledger, "_ROUND_ROWS", limit * tables // 8)
+    monkeypatch.setattr(oneemb.storage.policies.departures, "_ROUND_ROWS", limit * tables // 8)
     policy = RowPolicy(LRU(), limit if capacity is None else None)
     ledger = Ledger([policy] * tables, capacity, Threads(1))
     for n in range(4 * limit):
         table_U = np.full(4, n % tables, np.int32)
         id_U = np.arange(4) + 4 * n
         place_U = ledger.find(table_U, id_U)
-        for gone in ledger.make_room(table_U[place_U < 0], [place_U]):
+        for gone in Departures(ledger, Threads(1)).make_room(table_U[place_U < 0], [place_U]):
             for key in zip(gone.table_V.tolist(), gone.id_V.tolist(), strict=True):
                 del kept[key]
             ledger.forget(*gone)
@@ -972,15 +974,15 @@ def test_rounds_of_a_part_of_the_rows_let_the_oldest_leave(monkeypatch, tables, 
 
 @pytest.mark.parametrize("capacity", [None, 300], ids=str)
 def test_many_rounds_for_one_lookup_let_no_row_leave_twice(monkeypatch, capacity):
-    monkeypatch.setattr(oneemb.storage.policies.ledger, "_ROUND_ROWS", 4)
+    monkeypatch.setattr(oneemb.storage.policies.departures, "_ROUND_ROWS", 4)
     monkeypatch.setattr(
-        oneemb.storage.policies.ledger, "_ROUND_SHARE", 1.0
+        oneemb.storage.policies.departures, "_ROUND_SHARE", 1.0
     )  # so few shards a round that they come round again
     ledger, kept = Ledger([RowPolicy(LRU(), 300 if capacity is None else None)], capacity, Threads(1)), set()
     for n in range(12):
         id_U = np.arange(n * 250, n * 250 + 250)
         table_U, place_U = np.zeros(250, np.int32), np.full(250, -1)
-        for gone in ledger.make_room(table_U, [place_U]):
+        for gone in Departures(ledger, Threads(1)).make_room(table_U, [place_U]):
             leaving = set(gone.id_V.tolist())
             assert len(leaving) == len(gone.id_V) and leaving <= kept
             kept -= leaving

@@ -155,10 +155,10 @@ def test_rows_note_the_time_of_their_last_use(tmp_path, store, evict):
     optimizer = sgd(embedding)
     begin = time.time_ns()
     step(embedding, optimizer, ids(*range(10)))
-    between = embedding.store.timestamp()
+    between = embedding.store.policy.timestamp()
     step(embedding, optimizer, ids(3, 20))
-    end = embedding.store.timestamp()
-    id_N, _, time_N = embedding.store.uses(0)
+    end = embedding.store.policy.timestamp()
+    id_N, _, time_N = embedding.store.policy.uses(0)
     times = dict(zip(id_N.tolist(), time_N.tolist(), strict=True))
     assert sorted(times) == [*range(10), 20]
     assert all(between < times[n] < end for n in (3, 20))
@@ -168,7 +168,7 @@ def test_rows_note_the_time_of_their_last_use(tmp_path, store, evict):
     embedding.clear()
     embedding.load_snapshot("all")
     assert everything(embedding) == before
-    id_N, _, time_N = embedding.store.uses(0)
+    id_N, _, time_N = embedding.store.policy.uses(0)
     assert dict(zip(id_N.tolist(), time_N.tolist(), strict=True)) == times
     embedding.close()
     plain = make(tmp_path / "rows", store, RowPolicy(evict))
@@ -181,12 +181,12 @@ def test_times_go_on_from_those_that_were_loaded(tmp_path):
     embedding(ids(1))
     ahead = np.array([time.time_ns() + 10**12], np.uint64)
     key = np.array([0], np.int32), np.array([1])
-    embedding.store.set_scores(*key, np.array([5], np.uint64), ahead)
+    embedding.store.policy.set_scores(*key, np.array([5], np.uint64), ahead)
     embedding.save_snapshot("all")
     embedding.load_snapshot("all")
     embedding(ids(2))
-    times = dict(zip(*(array.tolist() for array in embedding.store.uses(0)[::2]), strict=True))
-    assert times[1] == int(ahead[0]) < times[2] < embedding.store.timestamp()
+    times = dict(zip(*(array.tolist() for array in embedding.store.policy.uses(0)[::2]), strict=True))
+    assert times[1] == int(ahead[0]) < times[2] < embedding.store.policy.timestamp()
     assert embedding.scores(ids(1)).tolist() == [5]
 
 
@@ -288,13 +288,13 @@ def test_no_lookup_comes_between_choosing_rows_and_letting_them_leave(tmp_path, 
     optimizer = sgd(embedding)
     for its in (ids(1, 2), ids(3), ids(4)):
         step(embedding, optimizer, its)
-    evict, held = embedding.store.evict, []
+    evict, held = embedding.store.policy.evict, []
 
     def after_another_thread(*departing):
         held.append(embedding(ids(1)))
         return evict(*departing)
 
-    monkeypatch.setattr(embedding.store, "evict", after_another_thread)
+    monkeypatch.setattr(embedding.store.policy, "evict", after_another_thread)
     assert embedding.evict() == {"expired": 2} and known(embedding) == {(0, 1), (0, 4)}
     held[0].sum().backward()
     optimizer.step()
@@ -352,7 +352,7 @@ def test_a_thread_that_asks_whether_uses_are_counted_has_no_part_in_a_move_of_ro
     relayout, asked = store.rows.relayout, []
 
     def asked_meanwhile(*its):
-        asked.append(store.counts_uses)  # As by a thread that announces a batch, which has no turn.
+        asked.append(store.policy.counts_uses)  # As by a thread that announces a batch, which has no turn.
         assert not ledger.lies_in_rows and len(ledger) == 2
         relayout(*its)
 

@@ -19,7 +19,6 @@ import oneemb
 from oneemb.embeddings import internals
 from oneemb.graph.ranks import RankError
 from oneemb.kernels.owner import owner_of, owners_share_keys
-from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.errors import (
     BrokenStoreError,
     CorruptTableError,
@@ -28,7 +27,9 @@ from oneemb.storage.errors import (
     SnapshotNotFoundError,
 )
 from oneemb.storage.fs import LocalFileSystem
+from oneemb.storage.row_edits import set_rows
 from oneemb.storage.snapshots.snapshot_parts import find_parts, folders_at, look_at
+from oneemb.storage.snapshots.store_snapshots import StoreSnapshots
 from oneemb.storage.snapshots.unfinished import mark, marks_at, unmark
 from tests.support.thread_ranks import FaultyCalls, Torn, files_in, run_ranks
 
@@ -78,7 +79,7 @@ def make(ranks, path, *, options="device", state=True, tables=TABLES, dim=DIM, s
             seed=seed, num_threads=1, process_group=ranks,
         )  # fmt: skip
     if state:
-        embedding.store.attach("adagrad", np.zeros(dim, np.float32))
+        embedding.store.form.attach("adagrad", np.zeros(dim, np.float32))
     return embedding
 
 
@@ -93,7 +94,7 @@ def fill(embedding, version, count=40):
     table_N, id_N, row_NW = rows_of(version, count, state)
     own = owner_of(table_N, id_N, size) == rank
     embedding.store.build()
-    embedding.store.put(table_N[own], id_N[own], row_NW[own])
+    set_rows(embedding.store, table_N[own], id_N[own], row_NW[own])
     embedding.store.step = STEP + version
 
 
@@ -686,7 +687,7 @@ def test_a_damaged_part_leaves_the_rows_of_all_ranks_as_they_were(tmp_path, monk
 @pytest.mark.parametrize("saved", [2, 3])
 def test_after_a_load_that_stopped_half_way_every_rank_raises_until_another(tmp_path, monkeypatch, saved):
     run(saved, save, tmp_path, 1, patch=monkeypatch)
-    real = EmbeddingStore.load_rows
+    real = StoreSnapshots.load_rows
 
     def fails(store, *args, **how):
         if "rank-1-of-2" in store.plan.persistent_path:
@@ -697,11 +698,11 @@ def test_after_a_load_that_stopped_half_way_every_rank_raises_until_another(tmp_
         embedding = make(ranks, tmp_path)
         fill(embedding, 2)
         ranks.agree("before")
-        monkeypatch.setattr(EmbeddingStore, "load_rows", fails)
+        monkeypatch.setattr(StoreSnapshots, "load_rows", fails)
         with pytest.raises((oneemb.StorageError, RankError), match="no disk"):
             embedding.load_snapshot("s")
         ranks.agree("after")
-        monkeypatch.setattr(EmbeddingStore, "load_rows", real)
+        monkeypatch.setattr(StoreSnapshots, "load_rows", real)
         for call in (embedding.store.stats, lambda: embedding.save_snapshot("t")):
             with pytest.raises((BrokenStoreError, RankError)):
                 call()

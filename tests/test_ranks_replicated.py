@@ -495,19 +495,19 @@ def spreading_fails(group, path):
     embedding = Model(path, "plain", "device", group).embedding
     OPTIMIZERS["adagrad"](embedding.parameters())
     embedding.store.build()
-    real, raised = embedding.store.put_replicas, []
+    real, raised = embedding.store.replicas.put, []
 
     def fails(*rows):
         raise oneemb.StoreFullError("no room any more")
 
     if group.rank() == 1:
-        embedding.store.put_replicas = fails
+        embedding.store.replicas.put = fails
     for call in (lambda: embedding.load_snapshot("s"), lambda: embedding(all_ids())):
         try:
             call()
         except Exception as error:
             raised.append(f"{type(error).__name__}: {error}")
-    embedding.store.put_replicas = real
+    embedding.store.replicas.put = real
     embedding.load_snapshot("s")
     result = rows_of(embedding), embedding.stats()
     embedding.close()

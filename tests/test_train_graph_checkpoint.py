@@ -483,7 +483,7 @@ def test_what_a_killed_save_of_a_path_that_begins_alike_has_left_is_kept_for_the
     graph, other = graph_at(tmp_path / "rows"), graph_at(tmp_path / "rows of another")
     for one in (graph, other):
         one(IDS)
-    other.embedding.store.save_snapshot("checkpoint-000000000001-deadbeef", {})
+    other.embedding.store.snapshots.save("checkpoint-000000000001-deadbeef", {})
     named = {"embedding": {"oneemb_snapshot": "checkpoint-000000000001-deadbeef", "oneemb_identity": None}}
     left = tmp_path / "c.best.0123abcd.saving"
     left.write_text(json.dumps({"snapshots": named}) + "\n")

@@ -264,7 +264,7 @@ class Announcement:
         routed = []
         for n, (one, (keys, asking)) in enumerate(zip(lookups, its, strict=True)):
             counts = [told[n] for told in told_RL]
-            asked = asked_by(one.store, one.ranks, received, counts, uses=one.store.counts_uses)
+            asked = asked_by(one.store, one.ranks, received, counts, uses=one.store.policy.counts_uses)
             routed.append(Routed(keys, asking, asked))
         self.announced = Announced(lookups, routed)
         for lookup in self.announced.lookups:

@@ -29,7 +29,7 @@ from oneemb.kernels.arrays import Array, Bags, RowsOfIds
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.errors import StorageError, StoreFullError
 from oneemb.storage.locking.pins import Pins
-from oneemb.storage.locking.turns import undisturbed
+from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.storage.merged_store import MergedStore
 from oneemb.storage.tiers.hot_rows import Prefetched
 

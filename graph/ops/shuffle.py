@@ -60,7 +60,7 @@ def asking_for(store: EmbeddingStore, ranks: Ranks, keys: Keys, *, sums_bags: bo
     if store.replicas:
         owner_U[store.replicas.are_of(table_U.numpy())] = ranks.rank  # It has the rows too.
     sent, uses_R = keys_by_rank(table_U, id_U, owner_U, ranks.size), None
-    if store.counts_uses:
+    if store.policy.counts_uses:
         uses_U = torch.from_numpy(keys.loops.uses_of(keys.unique).astype(np.int32))
         uses_R = uses_U[sent.order_N].split(sent.count_R)
     cut, like = None, rows_like(store, ranks)
@@ -102,7 +102,7 @@ def shuffle_keys(
 
     received = ranks.exchange(what, blocks)
     counts_R = [block.take(COUNTS, torch.int64).tolist() for block in received]
-    return Routed(*made[0], asked_by(store, ranks, received, counts_R, uses=store.counts_uses))
+    return Routed(*made[0], asked_by(store, ranks, received, counts_R, uses=store.policy.counts_uses))
 
 
 def shuffle_rows(

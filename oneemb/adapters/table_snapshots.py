@@ -17,7 +17,9 @@ from oneemb.checkpoints.named_snapshot import SnapshotName
 from oneemb.embeddings.embedding import MultiTableEmbedding
 from oneemb.embeddings.internals import check_fits, load_named
 from oneemb.rows.values import encode_rows, state_of, weights_of
+from oneemb.storage.all_rows import visit_rows
 from oneemb.storage.embedding_store import EmbeddingStore
+from oneemb.storage.row_edits import set_rows
 from oneemb.storage.snapshots.owned_rows import OwnedRows
 from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
@@ -69,7 +71,7 @@ def _ids_of(store: EmbeddingStore) -> dict[int, np.ndarray]:
         for t in np.unique(table_N).tolist():
             found.setdefault(t, []).append(id_N[table_N == t].astype(np.int64))
 
-    store.visit(note)
+    visit_rows(store, note)
     return {t: np.concatenate(ids) for t, ids in found.items()}
 
 
@@ -99,7 +101,7 @@ def _put(rows: MultiTableEmbedding, snapshot: PartedSnapshot, tables: Sequence[i
             weight_ND, state_NZ = weights_of(saved.format, row_NW[n]), state_of(saved.format, row_NW[n])
             if n.any():
                 words_NW = encode_rows(row_format, weight_ND, state_NZ if has_state else None)
-                store.put(table_N[n], id_N[n], words_NW)
+                set_rows(store, table_N[n], id_N[n], words_NW)
         if has_state and store.step == 0:
             store.step = saved.step
     except BaseException as error:

@@ -32,6 +32,7 @@ from oneemb.kernels.owner import owner_of
 from oneemb.rows.import_rows import import_rows
 from oneemb.rows.values import encode_rows, state_of
 from oneemb.storage.errors import StorageError
+from oneemb.storage.row_edits import set_rows
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -368,7 +369,7 @@ class TableState:
             ids = store.loops.tensor(id_U).cpu()
             words_UW = encode_rows(store.format, weight_ND.detach()[ids].float().cpu().numpy())
             its = words_UW[:, : store.format.state_begin]
-            store.put(store.loops.tensor(table_U).cpu().numpy(), ids.numpy(), np.ascontiguousarray(its))
+            set_rows(store, store.loops.tensor(table_U).cpu().numpy(), ids.numpy(), np.ascontiguousarray(its))
 
     def _put_state(self, k: int, part: torch.Tensor) -> None:
         """Let rows have this part of the state, as `of_optimizer` gives it. All of them are known afterwards."""
@@ -386,7 +387,7 @@ class TableState:
             words_UW = store.loops.tensor(row_UW).cpu().numpy().copy()
             ids = store.loops.tensor(id_U).cpu().numpy()
             state_of(store.format, words_UW)[:, its] = part_NZ[ids]
-            store.put(store.loops.tensor(table_U).cpu().numpy(), ids, words_UW)
+            set_rows(store, store.loops.tensor(table_U).cpu().numpy(), ids, words_UW)
 
     def _put_step(self, step: torch.Tensor) -> None:
         self.rows.store.step = int(step)

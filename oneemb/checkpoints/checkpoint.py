@@ -49,7 +49,7 @@ from oneemb.embeddings.embedding import TableEmbedding, embeddings_of
 from oneemb.embeddings.rank_calls import RankCalls
 from oneemb.storage.errors import SnapshotNeededError, StorageError
 from oneemb.storage.fs import LocalFileSystem, close_in_child, storage_error
-from oneemb.storage.locking.turns import undisturbed
+from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.training.compiled_graph import CompiledGraph
 from oneemb.training.train_state import TrainState
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import IO
 
-from oneemb.storage.locking.turns import undisturbed
+from oneemb.storage.locking.undisturbed import undisturbed
 
 __all__ = ["NewFile", "close_dropped", "make_durable", "new_files"]
 

@@ -11,6 +11,7 @@ from oneemb.kernels.owner import owner_of
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.fs import LocalFileSystem
 from oneemb.storage.replicas import Keys
+from oneemb.storage.row_edits import set_rows
 from oneemb.storage.snapshots.owned_rows import OwnedRows
 from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot
 
@@ -51,7 +52,7 @@ class RankReplicas:
 
         count_R = self._calls.all_gather(what, look)
         total, others = sum(count_R), sum(count_R) - count_R[self._calls.rank]
-        self._calls.agree(what, lambda: self._store.check_replicas(snapshot.info, rows, others, total))
+        self._calls.agree(what, lambda: self._store.replicas.check_fits(snapshot.info, rows, others, total))
         return found[0]
 
     def spread(self, what: str, own: Keys, put: Callable[[np.ndarray, np.ndarray, np.ndarray], None]) -> None:
@@ -60,7 +61,9 @@ class RankReplicas:
         batch = max(1, min(_SPREAD_BYTES // store.format.row_bytes // self._calls.size, _SPREAD_ROWS))
 
         def spread(u: slice) -> None:
-            of_all = self._calls.all_gather(what, lambda: (table_N[u], id_N[u], store.replicas_of(table_N[u], id_N[u])))
+            of_all = self._calls.all_gather(
+                what, lambda: (table_N[u], id_N[u], store.replicas.rows_of(table_N[u], id_N[u]))
+            )
             self._calls.agree(what, lambda: put_all(of_all))
 
         def put_all(of_all: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> None:
@@ -85,7 +88,7 @@ class RankReplicas:
             most = max(1, store.stats()["device"]["slots"] // 2)
             for begin in range(0, len(id_U), most):
                 u = slice(begin, begin + most)
-                store.put(table_U[u], id_U[u], row_UW[u])
+                set_rows(store, table_U[u], id_U[u], row_UW[u])
 
         try:
             self._calls.agree(what, store.build)
@@ -113,6 +116,6 @@ class RankReplicas:
             for block in received:
                 count = int(block.take(1, torch.int64))
                 id_U, table_U = block.take(count, torch.int64), block.take(count, torch.int32)
-                store.begin_replicas(table_U.numpy(), id_U.numpy())
+                store.replicas.begin(table_U.numpy(), id_U.numpy())
 
         self._calls.agree(what, begin)

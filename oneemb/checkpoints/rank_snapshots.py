@@ -24,7 +24,8 @@ from typing import Any, NamedTuple, TypeVar
 from oneemb.checkpoints.rank_replicas import RankReplicas
 from oneemb.embeddings.rank_calls import RankCalls
 from oneemb.graph.ranks import RankError
-from oneemb.storage.embedding_store import EXPORTED, EmbeddingStore, NewPart
+from oneemb.storage.bottom import EXPORTED
+from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.errors import (
     CorruptTableError,
     FormatVersionError,
@@ -41,6 +42,7 @@ from oneemb.storage.snapshots.snapshot_parts import FoundParts, PartedSnapshot, 
 from oneemb.storage.snapshots.unfinished import mark, unmark
 from oneemb.storage.table.delta import rows_of
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
+from oneemb.storage.tiered_rows import NewPart
 
 __all__ = ["Loaded", "RankSnapshots"]
 
@@ -107,13 +109,13 @@ class RankSnapshots:
     def seen(self) -> list[str]:
         """The names of the snapshots that this rank sees, oldest first. Not for all ranks together: for a warning."""
         if self._is_alone():
-            return self._store.snapshots()
+            return self._store.snapshots.names()
         return [one.name for one in find_parts(folders_at([*self._paths, *self._folders]), self._fs).snapshots()]
 
     def names(self) -> list[str]:
         """The names of the snapshots, oldest first: the same on all ranks."""
         if self._is_alone():
-            return self._store.snapshots()
+            return self._store.snapshots.names()
         found = self._look()
         return [one.name for one in found.snapshots() if not one.name.startswith(EXPORTED)]
 
@@ -169,7 +171,7 @@ class RankSnapshots:
                 " lasts: give the collection store_options with a path"
             )
         if self._is_alone():
-            return self._store.save_snapshot(
+            return self._store.snapshots.save(
                 name, description, overwrite=overwrite, since=since, keep_evicted=keep_evicted
             ).identity
         its = f"save_snapshot {name!r}" if since is None else f"save_delta {name!r} since {since!r}"
@@ -195,7 +197,7 @@ class RankSnapshots:
             raise SnapshotExistsError.named(name, f"in {', '.join(former)}")
         found.check_no_deltas(name, "replaced")
         if since is not None:
-            parents = set(self.all_gather(what, lambda: self._store.check_since(since, keep_evicted)))
+            parents = set(self.all_gather(what, lambda: self._store.snapshots.check_since(since, keep_evicted)))
             if len(parents) > 1:
                 raise StorageError(f"ranks know different snapshots {since!r}; save a whole one")
         self.agree(what, lambda: self._sweep(found))
@@ -221,7 +223,7 @@ class RankSnapshots:
     ) -> None:
         if self._size > 1:
             mark(self._fs, self._own, [part.identity])
-        self._store.save_snapshot(table_name, description, part=part, since=since, keep_evicted=keep_evicted)
+        self._store.snapshots.save(table_name, description, part=part, since=since, keep_evicted=keep_evicted)
 
     def _unmark(self, identity: str) -> None:
         if self._size > 1:
@@ -233,13 +235,13 @@ class RankSnapshots:
         with suppress(StorageError):
             for part in find_parts([self._own], self._fs).parts:
                 if part.info.identity == identity:
-                    self._store.delete_snapshot(part.info.name)
+                    self._store.snapshots.delete(part.info.name)
             unmark(self._fs, self._own, [identity])
 
     def _sweep(self, found: FoundParts) -> None:
         """Remove what killed saves have left: each rank in its own folder, the first one in those of no rank, which
         may hold what killed jobs with other ranks have left."""
-        sweep_folder(self._own, found, self._store.delete_snapshot, self._fs)
+        sweep_folder(self._own, found, self._store.snapshots.delete, self._fs)
         if self._rank == 0:
             left = {part.folder for part in found.leftovers()}
             for folder in found.folders:
@@ -252,7 +254,7 @@ class RankSnapshots:
     def delete(self, name: str) -> None:
         """Delete a snapshot; see `TableEmbedding.delete_snapshot`."""
         if self._is_alone():
-            self._store.delete_snapshot(name)
+            self._store.snapshots.delete(name)
         else:
             self.together(f"delete_snapshot {name!r}", lambda: self._delete(name))
 
@@ -281,7 +283,7 @@ class RankSnapshots:
         try:
             self.agree(
                 what,
-                lambda: opened.append(PartRemoval(snapshots, {self._own: self._store.delete_snapshot}, self._fs)),
+                lambda: opened.append(PartRemoval(snapshots, {self._own: self._store.snapshots.delete}, self._fs)),
             )
         except BaseException:
             for removal in opened:
@@ -322,8 +324,8 @@ class RankSnapshots:
             check: raises unless a snapshot of this kind fits the embedding.
         """
         if self._is_alone():
-            check(self._store.snapshot(name))
-            self._store.check_fits(name)
+            check(self._store.snapshots.info(name))
+            self._store.snapshots.check_fits(name)
             return
 
         def look() -> None:
@@ -339,16 +341,16 @@ class RankSnapshots:
         ranks give the same list."""
         if not named:
             return []
-        check: Callable[[str, str | None, str], object] = self._store.check_snapshot
+        check: Callable[[str, str | None, str], object] = self._store.snapshots.check
         if not self._is_alone():
             check = self._look().get
         return [_is_there(check, name, identity) for name, identity in named]
 
     def check_named(self, name: str, identity: str | None, named_by: str) -> None:
         """Raise unless the snapshot of this name is there and is the one that is meant; see
-        `EmbeddingStore.check_snapshot`."""
+        `StoreSnapshots.check`."""
         if self._is_alone():
-            self._store.check_snapshot(name, identity, named_by)
+            self._store.snapshots.check(name, identity, named_by)
         else:
             what = f"check_snapshot {name!r} {identity or ''}"
             self.together(what, lambda: self.find(self.words(what), name, identity, named_by))
@@ -360,9 +362,9 @@ class RankSnapshots:
             check: raises unless a snapshot of this kind fits the embedding.
         """
         if self._is_alone():
-            info = self._store.snapshot(name)
+            info = self._store.snapshots.info(name)
             check(info)
-            return Loaded(info, self._store.load_snapshot(name, weights_only=weights_only))
+            return Loaded(info, self._store.snapshots.load(name, weights_only=weights_only))
         what = self.words(f"load_snapshot {name!r}")
         snapshot = self.find(what, name, None, "")
         self.agree(what, lambda: check(snapshot.info))
@@ -371,12 +373,12 @@ class RankSnapshots:
 
         def load() -> None:
             nonlocal as_saved
-            as_saved = self._store.load_rows(info, owned, weights_only=weights_only, replicated=replicated)
+            as_saved = self._store.snapshots.load_rows(info, owned, weights_only=weights_only, replicated=replicated)
 
         try:
             self.agree(what, load)
             if replicated is not None:
-                self.replicas.spread(what, replicated, self._store.put_replicas)
+                self.replicas.spread(what, replicated, self._store.replicas.put)
         except BaseException as error:
             if not self._calls.alone:  # Some ranks have the rows of the snapshot, others have not.
                 self._store.turns.cut_short(error)
@@ -395,7 +397,7 @@ class RankSnapshots:
             nonlocal owned
             if own is None:
                 owned = OwnedRows(snapshot, self._rank, self._size, self._fs)
-            self._store.check_rows(info, owned, weights_only=weights_only, read=read)
+            self._store.snapshots.check_rows(info, owned, weights_only=weights_only, read=read)
 
         info = snapshot.info if own is None else own.info
         try:

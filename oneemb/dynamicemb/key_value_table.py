@@ -13,6 +13,7 @@ from oneemb.dynamicemb.tables import DynamicTables
 from oneemb.dynamicemb.types import CopyMode, Found, Storage as Interface
 from oneemb.foreign.dynamicemb_files import file_key, key_of_file
 from oneemb.rows.values import encode_rows
+from oneemb.storage.row_edits import set_rows
 
 __all__ = ["DynamicEmbStorage", "HybridStorage", "Storage"]
 
@@ -60,7 +61,7 @@ class Storage(Interface[Any, Any]):
         score_NS, found_N = np.zeros((len(id_N), 2), np.int64), np.zeros(len(id_N), np.bool_)
         words = 1
         for t in np.unique(table_N).tolist():
-            place_M = np.flatnonzero((table_N == t) & np.isin(id_N, self._tables.rows.store.uses(t)[0]))
+            place_M = np.flatnonzero((table_N == t) & np.isin(id_N, self._tables.rows.store.policy.uses(t)[0]))
             place_M = place_M[np.argsort(id_N[place_M])]
             found_N[place_M] = True
             for rows in self._tables.read(t, id_N[place_M], scored=True):
@@ -98,14 +99,14 @@ class Storage(Interface[Any, Any]):
             id_N = keys[table_ids == t].cpu().numpy()
             own = self._tables.own(t, id_N)
             if preserve_existing:
-                own = own[~np.isin(id_N[own], store.uses(t)[0])]
+                own = own[~np.isin(id_N[own], store.policy.uses(t)[0])]
             words = values[table_ids == t].detach().float().cpu().numpy()[own]
             table_U = np.full(len(own), t, np.int32)
             state_NZ = words[:, dim : dim + format.state_width]
-            store.put(table_U, id_N[own], encode_rows(format, words[:, :dim], state_NZ))
+            set_rows(store, table_U, id_N[own], encode_rows(format, words[:, :dim], state_NZ))
             if scores is not None:
                 score_U = scores[table_ids == t].cpu().numpy()[own].view(np.uint64)
-                store.set_scores(table_U, id_N[own], score_U)
+                store.policy.set_scores(table_U, id_N[own], score_U)
 
     def dump(
         self,

@@ -21,6 +21,7 @@ from oneemb.foreign.dynamicemb_reader import Dump, DumpRows, find_dump
 from oneemb.foreign.dynamicemb_writer import DumpWriter, remove_unfinished, unpublish
 from oneemb.rows.values import encode_rows
 from oneemb.storage.errors import CorruptTableError
+from oneemb.storage.row_edits import set_rows
 
 __all__ = ["TableDumps"]
 
@@ -126,7 +127,7 @@ class TableDumps:
         try:
             calls.agree(what, lambda: remove_unfinished(folder, table.name) if calls.first else None)
             calls.agree(what, begin)
-            now = calls.by_first(what, self._tables.rows.store.timestamp)
+            now = calls.by_first(what, self._tables.rows.store.policy.timestamp)
             self._tables.move(t, what, rank_of, write)
             if counter:
                 counts = self._counts_for(t, what, rank_of)
@@ -278,7 +279,7 @@ class TableDumps:
         what = f"load table {name!r}"
 
         def load() -> None:
-            now = self._tables.calls.by_first(what, self._tables.rows.store.timestamp)
+            now = self._tables.calls.by_first(what, self._tables.rows.store.policy.timestamp)
             self._tables.calls.agree(what, lambda: self._load(t, dump, now, optim, counter))
 
         self._tables.calls.together("load", what, load)
@@ -321,10 +322,10 @@ class TableDumps:
         store = self._tables.rows.store
         format = store.format if state_UZ is not None else dataclasses.replace(store.format, state=())
         table_U = np.full(len(id_U), t, np.int32)
-        store.put(table_U, id_U, encode_rows(format, value_UD, state_UZ))
+        set_rows(store, table_U, id_U, encode_rows(format, value_UD, state_UZ))
         if score_US is not None:
             score_U, time_U = self._scores_of(t, score_US, now)
-            store.set_scores(table_U, id_U, score_U, time_U)
+            store.policy.set_scores(table_U, id_U, score_U, time_U)
 
     def _ids_of(self, t: int, dump: Dump, rank: int, key_N: np.ndarray) -> np.ndarray:
         """The ids that keys of a dump stand for."""

@@ -109,7 +109,7 @@ class DynamicTables:
                 raise RuntimeError(f"table {table.name!r} is not for training (training=False); call eval() first")
             match self.strategy(t):
                 case Score.TIMESTAMP:
-                    self.rows.give_score(self.rows.store.timestamp(), t)
+                    self.rows.give_score(self.rows.store.policy.timestamp(), t)
                 case Score.CUSTOMIZED | Score.STEP:
                     if not self.score[t]:
                         raise RuntimeError(f"set_score must give table {table.name!r} a score before the lookup")
@@ -165,7 +165,7 @@ class DynamicTables:
         return {table.name: self._score_now(t) for t, table in enumerate(self.tables)}
 
     def _score_now(self, t: int) -> int:
-        return self.rows.store.timestamp() if self._goes_by_time(t) else self.score[t]
+        return self.rows.store.policy.timestamp() if self._goes_by_time(t) else self.score[t]
 
     def incremental_dump(
         self, thresholds: Mapping[str, int], gather: bool
@@ -182,7 +182,7 @@ class DynamicTables:
         found, scores = {}, {}
         for name, threshold in thresholds.items():
             t = self.index(name)
-            id_N, score_N, time_N = self.rows.store.uses(t)
+            id_N, score_N, time_N = self.rows.store.policy.uses(t)
             id_N = id_N[(time_N if self._goes_by_time(t) else score_N) >= np.uint64(max(0, threshold))]
             parts = [rows.value_ND for rows in self.read(t, np.sort(id_N), scored=False)]
             values = np.concatenate([np.empty((0, self.rows.embedding_dim), np.float32), *parts])
@@ -217,7 +217,7 @@ class DynamicTables:
         Args:
             rank_of: gives the rank of each id.
         """
-        own = self.read(t, np.sort(self.rows.store.uses(t)[0]), scored=True)
+        own = self.read(t, np.sort(self.rows.store.policy.uses(t)[0]), scored=True)
         if self.calls.size == 1:
             for rows in own:
                 take(rows)
@@ -249,7 +249,7 @@ class DynamicTables:
         if not store.built:
             return
         at_once, format = self.at_once, store.format
-        all_N, score_N, time_N = store.uses(t)
+        all_N, score_N, time_N = store.policy.uses(t)
         order_N = np.argsort(all_N)
         for begin in range(0, len(id_N), at_once):
             ids, scores = id_N[begin : begin + at_once], None
@@ -286,23 +286,23 @@ class DynamicTables:
 
     def sightings(self, t: int) -> tuple[np.ndarray, np.ndarray]:
         """The ids of a table that this rank counts, and their counts, both int64 [N]."""
-        id_N, count_N = self.rows.store.sightings(t)
+        id_N, count_N = self.rows.store.policy.sightings(t)
         order_N = np.argsort(id_N)
         return id_N[order_N], count_N[order_N]
 
     def add_sightings(self, t: int, id_N: np.ndarray, count_N: np.ndarray) -> None:
         """Count those of these ids, which are distinct, that are this rank's."""
         own = self.own(t, id_N)
-        self.rows.store.add_sightings(t, id_N[own], count_N[own])
+        self.rows.store.policy.add_sightings(t, id_N[own], count_N[own])
 
     def forget_sightings(self, t: int, id_N: np.ndarray) -> None:
         """Count these ids no more."""
-        self.rows.store.forget_sightings(t, id_N)
+        self.rows.store.policy.forget_sightings(t, id_N)
 
     @property
     def sightings_bytes(self) -> int:
         """Bytes of memory that counts take."""
-        return self.rows.store.sightings_bytes
+        return self.rows.store.policy.sightings_bytes
 
 
 def _itself(value: T) -> T:

@@ -29,7 +29,9 @@ from oneemb.options import make_constant_initializer, make_table
 from oneemb.storage.errors import StoreFullError
 from oneemb.storage.fs import AnyPath, absolute_path
 from oneemb.storage.locking.step_lock import alone, between_steps
-from oneemb.storage.locking.turns import changing, undisturbed, whole
+from oneemb.storage.locking.turns import changing, whole
+from oneemb.storage.locking.undisturbed import undisturbed
+from oneemb.storage.row_edits import erase_rows
 from oneemb.storage.rows.row_format import RowFormat
 from oneemb.training.tracers import refuse_tracers
 
@@ -101,10 +103,10 @@ class AveragedEmbedding(torch.nn.Module):
         del self.rows.weight
         self.rows.register_buffer("weight", weight)  # It is no parameter: no optimizer trains averages.
         store = self.rows.store
-        store.owner = weakref.ref(self)
+        store.holder.owner = weakref.ref(self)
         store.step_lock = embedding.store.step_lock  # Rows and averages are of one moment.
         # A snapshot of averages that another rule has made does not fit: they are not up to date without theirs.
-        store.attach("mean" if decay is None else f"average, decay {float(decay)}", np.zeros(1, np.float32))
+        store.form.attach("mean" if decay is None else f"average, decay {float(decay)}", np.zeros(1, np.float32))
         embedding.store.watchers.add(self)
 
     @property
@@ -213,7 +215,7 @@ class AveragedEmbedding(torch.nn.Module):
 
     def erase(self, table_U: np.ndarray, id_U: np.ndarray) -> None:
         """Forget the averages of rows that have been erased: they begin anew too."""
-        self.rows.store.erase(table_U, id_U)
+        erase_rows(self.rows.store, table_U, id_U)
 
     def _catch_up(self, table_U: Array, id_U: Array, row_UD: torch.Tensor) -> None:
         store, dim = self.rows.store, self.rows.embedding_dim

@@ -32,9 +32,11 @@ from oneemb.graph.ops.batch_ids import columns_of, pooling_of
 from oneemb.graph.ranks import Ranks, check_between_ranks
 from oneemb.kernels.threads import Threads
 from oneemb.options import Initializer, StoreOptions, TableOptions
-from oneemb.storage.embedding_store import ChangeRows, EmbeddingStore
+from oneemb.storage.all_rows import copy_rows
+from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.fs import AnyPath, absolute_path
 from oneemb.storage.policies.row_policy import RowPolicy
+from oneemb.storage.tiered_rows import ChangeRows
 from oneemb.training.tracers import hidden_from_modes, refuse_tracers
 
 __all__ = [
@@ -102,7 +104,7 @@ class TableEmbedding(SnapshotCalls, RowCalls):
             policies=self.policies,
             name=name,
         )
-        self.store.owner = weakref.ref(self)
+        self.store.holder.owner = weakref.ref(self)
         self.calls = RankCalls(self.ranks, [self.store])
         self.rank_snapshots = RankSnapshots(
             name, self.store, store_options.persistent_path, rank_folders(store_options, self.ranks), self.calls
@@ -334,7 +336,7 @@ def copied(
     try:
         copy.to(embedding.store.loops.device).train(embedding.training)
         copy.weight.requires_grad_(embedding.is_trained)
-        embedding.store.copy_to(copy.store, with_state=not weights_only, change=change)
+        copy_rows(embedding.store, copy.store, with_state=not weights_only, change=change)
     except BaseException:
         copy.close()
         raise

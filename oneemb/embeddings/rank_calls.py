@@ -14,7 +14,7 @@ import torch
 from oneemb.graph.ranks import Blocks, Ranks, Received
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.locking.step_lock import between_steps
-from oneemb.storage.locking.turns import undisturbed
+from oneemb.storage.locking.undisturbed import undisturbed
 
 __all__ = ["RankCalls"]
 

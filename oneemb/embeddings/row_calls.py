@@ -11,8 +11,9 @@ import torch
 from oneemb.embeddings.rank_calls import RankCalls
 from oneemb.graph.ops.failed_passes import free_failed_passes
 from oneemb.storage.embedding_store import EmbeddingStore
-from oneemb.storage.policies.ledger import Departing
+from oneemb.storage.policies.departures import Departing
 from oneemb.storage.policies.row_policy import GivenScore, RowPolicy
+from oneemb.storage.row_edits import check_free, erase_rows
 
 __all__ = ["RowCalls"]
 
@@ -55,12 +56,12 @@ class RowCalls(torch.nn.Module):
         first_N = np.append(True, (table_N[1:] != table_N[:-1]) | (id_N[1:] != id_N[:-1]))[: len(id_N)]
         table_U, id_U = table_N[first_N], id_N[first_N]
         if not self.calls.alone:  # On none of them, if one refuses.
-            self.calls.agree(what, lambda: self.store.check_free(table_U, id_U))
+            self.calls.agree(what, lambda: check_free(self.store, table_U, id_U))
         return sum(self.calls.all_gather(what, lambda: self._erase(table_U, id_U)))
 
     def _erase(self, table_U: np.ndarray, id_U: np.ndarray) -> int:
         """Erase those that are here. Returns how many there were of which no other rank has copies that count."""
-        erased_U = self.store.erase(table_U, id_U)
+        erased_U = erase_rows(self.store, table_U, id_U)
         for watcher in list(self.store.watchers):
             watcher.erase(table_U, id_U)
         counted_U = self.store.replicas.are_counted(table_U[erased_U], id_U[erased_U])
@@ -81,10 +82,10 @@ class RowCalls(torch.nn.Module):
 
         def evict() -> list[dict[str, int]]:
             if self.calls.alone:  # In one turn: another thread's lookup may not use a row between choice and leave.
-                return [self.store.evict()]
+                return [self.store.policy.evict()]
             departing: list[Departing] = []  # On none of them, if one fails to say what leaves.
-            self.calls.agree(what, lambda: departing.extend(self.store.departing()))
-            return self.calls.all_gather(what, lambda: self.store.evict(departing))
+            self.calls.agree(what, lambda: departing.extend(self.store.policy.departing()))
+            return self.calls.all_gather(what, lambda: self.store.policy.evict(departing))
 
         for its in self.calls.together("evict", what, evict):
             left.update(its)
@@ -103,11 +104,11 @@ class RowCalls(torch.nn.Module):
         """
         what = f"read scores of {self.name!r}"
         if self.calls.alone:
-            return torch.from_numpy(self.store.scores(*self._named(ids, table))[0]).view(ids.shape)
+            return torch.from_numpy(self.store.policy.scores(*self._named(ids, table))[0]).view(ids.shape)
 
         def ask() -> tuple[list[list[np.ndarray]], int]:
             named_R = self.calls.all_gather(what, lambda: self._named(ids, table))
-            found = self.calls.all_gather(what, lambda: [self.store.scores(*named)[0] for named in named_R])
+            found = self.calls.all_gather(what, lambda: [self.store.policy.scores(*named)[0] for named in named_R])
             return found, len(named_R[self.calls.rank][1])
 
         of_owners, count = self.calls.together("scores", what, ask)
@@ -142,8 +143,8 @@ class RowCalls(torch.nn.Module):
             raise ValueError("ids must be there once each, so that it is clear which score each has; some repeat")
         # Each owner's share: a score that is none of its table's rule is refused before any is set.
         if not self.calls.alone:
-            self.calls.agree(what, lambda: self.store.check_scores(table_N, id_N, score_N))
-        return sum(self.calls.all_gather(what, lambda: self.store.set_scores(table_N, id_N, score_N)))
+            self.calls.agree(what, lambda: self.store.policy.check_scores(table_N, id_N, score_N))
+        return sum(self.calls.all_gather(what, lambda: self.store.policy.set_scores(table_N, id_N, score_N)))
 
     def _named_scores(
         self, ids: torch.Tensor, scores: torch.Tensor, table: int
@@ -174,7 +175,7 @@ class RowCalls(torch.nn.Module):
             of_ranks = self.calls.all_gather(what, lambda: epoch)
             if any(its != epoch for its in of_ranks):
                 raise ValueError(f"an epoch is the same for all ranks, got {of_ranks}")
-            self.calls.agree(what, lambda: self.store.set_epoch(epoch))
+            self.calls.agree(what, lambda: self.store.policy.set_epoch(epoch))
 
         self.calls.together("set_epoch", what, set_it)
 
@@ -191,7 +192,7 @@ class RowCalls(torch.nn.Module):
         policy = None if self.policies is None or not 0 <= table < self.num_tables else self.policies[table]
         if policy is None or not isinstance(policy.evict, GivenScore):
             raise ValueError(f"table {table} must have a policy with evict=GivenScore(...), got {policy}")
-        self.store.give_score(table, GivenScore(score).new)
+        self.store.policy.give_score(table, GivenScore(score).new)
 
     def _named_by_ranks(self, what: str, ids: torch.Tensor, table: int) -> tuple[np.ndarray, np.ndarray]:
         """The keys that any rank names."""

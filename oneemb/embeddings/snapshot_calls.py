@@ -89,7 +89,7 @@ class SnapshotCalls(WeightOfRows):
         identity = self.rank_snapshots.save(
             name, self.description(), overwrite=overwrite, since=since, keep_evicted=keep_evicted
         )
-        saved = self.store.saved
+        saved = self.store.snapshots.saved
         if saved is not None and saved[0] == identity:
             changes = saved[1]  # Rows that have expired may have left before it.
         if not keep_evicted:  # Else who loads it has other rows.

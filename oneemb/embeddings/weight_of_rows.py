@@ -90,7 +90,7 @@ class WeightOfRows(torch.nn.Module):
                 f"state must be 'keep', 'drop' or, for rows of Adam, one of {', '.join(SAME_STATE)}, got {state!r} for"
                 f" rows of {name!r}"
             )
-        self.store.detach(state)
+        self.store.form.detach(state)
         self.row_optimizer = self.optimizer_ref = None
 
     def check_apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -134,7 +134,7 @@ class WeightOfRows(torch.nn.Module):
                 stacklevel=2,
             )
         if moved.device != self.store.loops.device:
-            self.store.move_to(moved.device)
+            self.store.form.move_to(moved.device)
         # The weight keeps its dtype, as the rows that it stands for keep theirs.
         return super()._apply(lambda tensor: fn(tensor).to(tensor.dtype), recurse)
 
@@ -151,7 +151,7 @@ def attach_rows(embedding: WeightOfRows, row_optimizer: RowOptimizer, optimizer:
         state_width_of(embedding.store_options, embedding.embedding_dim, row_optimizer.name, needed), np.float32
     )
     state[:needed] = row_optimizer.initial_state(embedding.embedding_dim)
-    embedding.store.attach(row_optimizer.name, state)
+    embedding.store.form.attach(row_optimizer.name, state)
     embedding.row_optimizer, embedding.optimizer_ref = row_optimizer, weakref.ref(optimizer)
 
 

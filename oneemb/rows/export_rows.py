@@ -20,9 +20,10 @@ from oneemb.rows.files_parquet import ParquetWriter
 from oneemb.rows.files_safetensors import SafetensorsWriter
 from oneemb.rows.reader import PersistentTableReader, make_persistent_table_reader
 from oneemb.rows.values import state_of, weights_of
-from oneemb.storage.embedding_store import EXPORTED, EmbeddingStore
+from oneemb.storage.bottom import EXPORTED
+from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.fs import absolute_path, storage_error
-from oneemb.storage.locking.turns import undisturbed
+from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 
 __all__ = ["export_rows"]
@@ -120,7 +121,7 @@ def export_rows(
         return embedding.rank_snapshots.export(name, check, export)
     try:
         try:
-            store.save_snapshot(name, {})
+            store.snapshots.save(name, {})
             return _export(store.plan.persistent_path, name, paths, table, with_state, batch_size, progress)
         finally:
             _delete_if_there(store, name)
@@ -140,8 +141,8 @@ def _check_targets(paths: list[str], overwrite: bool) -> None:
 
 def _delete_if_there(store: EmbeddingStore, name: str) -> None:
     with undisturbed:
-        if name in store.snapshots():
-            store.delete_snapshot(name)
+        if name in store.snapshots.names():
+            store.snapshots.delete(name)
 
 
 def _export(

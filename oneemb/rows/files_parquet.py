@@ -8,7 +8,7 @@ import numpy as np
 from oneemb.checkpoints.new_files import NewFile, make_durable
 from oneemb.kernels.extras import need
 from oneemb.rows.files import NOTE, Batch, Columns, checked_batch, pick_columns, read_note, reading, write_note
-from oneemb.storage.locking.turns import undisturbed
+from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 
 __all__ = ["ParquetRows", "ParquetWriter"]

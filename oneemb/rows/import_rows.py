@@ -27,7 +27,8 @@ from oneemb.rows.values import array_of, encode_rows, state_of, weights_of
 from oneemb.rows.writer import PersistentTableWriter, open_writer
 from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import AnyPath, absolute_path
-from oneemb.storage.locking.turns import undisturbed
+from oneemb.storage.locking.undisturbed import undisturbed
+from oneemb.storage.row_edits import set_rows
 from oneemb.storage.rows.row_format import WEIGHTS, RowFormat
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 
@@ -374,7 +375,7 @@ class _IntoEmbedding:
         )
         for begin in range(0, len(own_U), self._put_max):
             u = own_U[begin : begin + self._put_max]
-            store.put(unique.table_U[u], unique.id_U[u], row_NW[last_U[u]])
+            set_rows(store, unique.table_U[u], unique.id_U[u], row_NW[last_U[u]])
 
     def __enter__(self) -> "_IntoEmbedding":
         return self

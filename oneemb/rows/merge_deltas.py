@@ -14,7 +14,7 @@ import numpy as np
 from oneemb.kernels.threads import Threads
 from oneemb.rows.arguments import Paths, as_list
 from oneemb.storage.errors import SnapshotExistsError, StorageError
-from oneemb.storage.locking.turns import undisturbed
+from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.storage.row_store import Places
 from oneemb.storage.snapshots.part_folders import NewParts, sweep_folder
 from oneemb.storage.snapshots.snapshot_parts import Part, PartedSnapshot, look_at, table_name_of

@@ -14,7 +14,7 @@ from oneemb.kernels.threads import Threads
 from oneemb.rows.arguments import Paths, as_list
 from oneemb.storage.errors import SnapshotExistsError, StorageError
 from oneemb.storage.fs import LocalFileSystem
-from oneemb.storage.locking.turns import undisturbed
+from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.storage.snapshots.owned_rows import OwnedRows
 from oneemb.storage.snapshots.part_folders import NewParts, PartRemoval, sweep_folder, to_remove
 from oneemb.storage.snapshots.snapshot_parts import (

@@ -21,7 +21,7 @@ from oneemb.rows.arguments import VALUES, AnyDtype, Format, Paths, as_list, chec
 from oneemb.rows.values import encode_rows
 from oneemb.storage.errors import SnapshotExistsError, StorageError
 from oneemb.storage.fs import LocalFileSystem
-from oneemb.storage.locking.turns import undisturbed
+from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.storage.rows.row_format import WEIGHTS, RowFormat
 from oneemb.storage.snapshots.part_folders import sweep_folder
 from oneemb.storage.snapshots.snapshot_parts import FoundParts, find_parts, folders_at, table_name_of

@@ -37,7 +37,7 @@ from oneemb.serving.frozen_rows import FrozenRows
 from oneemb.storage.bottom import EXPORTED
 from oneemb.storage.fs import AnyPath, absolute_path, file_path, storage_error
 from oneemb.storage.locking.step_lock import between_steps
-from oneemb.storage.locking.turns import undisturbed
+from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.storage.serving.served_file import ServedFile
 from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
@@ -268,12 +268,12 @@ def _snapshot_of(embedding: TableEmbedding, name: str | None) -> Iterator[Parted
         )
     store, own = embedding.store, f"{EXPORTED}{uuid.uuid4().hex[:8]}"
     try:
-        store.save_snapshot(own, embedding.description())
+        store.snapshots.save(own, embedding.description())
         yield find_snapshot(paths, own)
     finally:
         with undisturbed:
-            if own in store.snapshots():
-                store.delete_snapshot(own)
+            if own in store.snapshots.names():
+                store.snapshots.delete(own)
 
 
 # ---- programs --------------------------------------------------------------------------------------------------------

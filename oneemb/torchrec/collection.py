@@ -32,6 +32,7 @@ from oneemb.graph.ranks import Ranks
 from oneemb.graph.row_optimizers import Group as Options
 from oneemb.graph.tape import version_of
 from oneemb.options import StoreOptions, make_table
+from oneemb.storage.all_rows import copy_rows
 from oneemb.torchrec.configs import Column, check_configs, columns_of, dtype_of, first_rows, pooling_of
 from oneemb.torchrec.jagged import is_call_on_values
 from oneemb.torchrec.lookups import Group
@@ -389,7 +390,7 @@ class Collection(torch.nn.Module):
                 " together; copy the collection before that"
             )
         for own, theirs in zip(self._groups, groups, strict=True):
-            theirs.rows.store.copy_to(own.rows.store, with_state=True)
+            copy_rows(theirs.rows.store, own.rows.store, with_state=True)
 
     @torch.jit.unused
     def _is_called(self, features: KeyedJaggedTensor) -> bool:

@@ -22,6 +22,7 @@ from oneemb.embeddings.embedding import MultiTableEmbedding
 from oneemb.kernels.init_rows import BY_ID, CONSTANT, NORMAL, TRUNC_NORMAL, UNIFORM, InitialRows
 from oneemb.rows.values import weights_of
 from oneemb.serving.frozen_rows import FrozenRows
+from oneemb.storage.all_rows import visit_rows
 from oneemb.storage.errors import StorageError
 from oneemb.torchrec.quant_index import IndexedRows
 
@@ -124,7 +125,7 @@ def quantized_tables(rows: MultiTableEmbedding, configs: Sequence[BaseEmbeddingC
                 weight_MD = torch.from_numpy(weights_of(store.format, row_NW[place_M]).astype(np.float32))
                 found[t].append((id_N[place_M], _quantized(weight_MD, id_N[place_M], config)))
 
-    store.visit(quantize_all)
+    visit_rows(store, quantize_all)
     absent = store.absent_rows
     tables = []
     for t, config in enumerate(configs):

@@ -15,7 +15,7 @@ from oneemb.graph.recorder import UNCOUNTED, StepStats
 from oneemb.graph.row_optimizers import Group, RowOptimizer
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.locking.step_lock import in_step
-from oneemb.storage.locking.turns import undisturbed
+from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.training.row_step import (
     RowStep,
     attach,

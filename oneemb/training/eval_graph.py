@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from oneemb.graph.prefetch import Prepared
-from oneemb.storage.locking.turns import undisturbed
+from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.training.compiled_graph import CompiledGraph
 from oneemb.training.loader_loops import OnAcquired
 from oneemb.training.plan_cache import Batch

@@ -16,7 +16,7 @@ from oneemb.graph.recorder import UNCOUNTED, StepStats
 from oneemb.graph.row_optimizers import Group, RowOptimizer, row_optimizer_of
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.locking.step_lock import alone, in_step
-from oneemb.storage.locking.turns import undisturbed
+from oneemb.storage.locking.undisturbed import undisturbed
 
 __all__ = ["RowStep", "attach", "embedding_of", "row_weights", "settle_rows", "step_rows"]
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from oneemb.graph.building import building_now
-from oneemb.storage.locking.turns import undisturbed
+from oneemb.storage.locking.undisturbed import undisturbed
 
 __all__ = ["StandIn", "standing_in"]
 

@@ -24,8 +24,9 @@ from oneemb.graph.building import building_now
 from oneemb.graph.ranks import Ranks
 from oneemb.graph.recorder import UNCOUNTED
 from oneemb.graph.tape import version_of
+from oneemb.storage.locking.signals import signals
 from oneemb.storage.locking.step_lock import in_step
-from oneemb.storage.locking.turns import undisturbed
+from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.training.row_step import RowStep, embedding_of, row_weights, settle_rows
 
 __all__ = ["rows_stepped"]
@@ -57,12 +58,12 @@ class _Hooked(RowStep):
     def _agree(self, ranks: Ranks) -> str | None:
         """Result of `_ready` of the ranks together. After this exchange the other ranks make the step, so a Ctrl-C that
         came during the wait is raised a moment later, as if it had come in the middle of torch's step."""
-        undisturbed.hold_signals()
+        signals.hold()
         try:
             found: str | None = ranks.agree(f"step by {type(self.optimizer).__name__}", self._ready)
             return found
         finally:
-            undisturbed.signals_come_later()
+            signals.come_later()
 
     def _ready(self) -> str | None:
         self.take_grads()

@@ -18,7 +18,7 @@ from oneemb.graph.modules import REGISTER, say_not_registered, unregistered_modu
 from oneemb.graph.prefetch import Prepared
 from oneemb.storage.fs import AnyPath, file_path
 from oneemb.storage.locking.step_lock import between_steps
-from oneemb.storage.locking.turns import CommitBlock, undisturbed
+from oneemb.storage.locking.undisturbed import CommitBlock, undisturbed
 from oneemb.training.compiled_graph import CompiledGraph, step_locks
 from oneemb.training.eager import Optimizer, step_together
 from oneemb.training.loader_loops import OnAcquired

@@ -15,7 +15,7 @@ import torch
 from oneemb.kernels.arrays import Array
 from oneemb.kernels.loops import Keys
 from oneemb.storage.errors import StoreFullError
-from oneemb.storage.locking.turns import undisturbed
+from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.storage.tiered_rows import TieredRows
 from oneemb.storage.tiers.hot_rows import Prefetched, fill_pinned
 
@@ -73,11 +73,11 @@ class PinBook:
             pins.place_U, pins.lent_M = place_U, lent_M
             self._pins[id(pins)] = pins
         except BaseException:
-            self._give_back(slot_U, lent_M)
+            self.give_back(slot_U, lent_M)
             raise
         return pins
 
-    def _give_back(self, slot_U: Array, lent_M: Array | None) -> None:
+    def give_back(self, slot_U: Array, lent_M: Array | None = None) -> None:
         """Unpin slots that get no owner, and free those of temporary rows."""
         with undisturbed:
             self._rows.hot.release(slot_U)
@@ -195,7 +195,7 @@ class PinBook:
                 self.give_way()
                 hot.check_room(len(missing), leaving)
         except BaseException:
-            self._give_back(slot_U, None)
+            self.give_back(slot_U)
             raise
         return slot_U
 

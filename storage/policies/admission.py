@@ -18,7 +18,9 @@ from oneemb.kernels.score_rows import hashes_of
 from oneemb.kernels.sketch import add_to_sketch, read_sketch
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import CorruptTableError
-from oneemb.storage.policies.ledger import Ledger, LedgerClock
+from oneemb.storage.policies.departures import Departures
+from oneemb.storage.policies.ledger import Ledger
+from oneemb.storage.policies.ledger_clock import LedgerClock
 from oneemb.storage.policies.row_policy import AdmitAfter, AdmitChance, AdmitWhere, EpochLFU, RowPolicy
 from oneemb.storage.snapshots.part_arrays import sightings_name
 
@@ -177,6 +179,7 @@ class _Counters:
     def __init__(self, most: int, threads: Threads):
         self._most, self._threads = most, threads
         self._ledger = Ledger([RowPolicy(EpochLFU())], most, threads)
+        self._departures = Departures(self._ledger, threads)
 
     @property
     def nbytes(self) -> int:
@@ -201,7 +204,7 @@ class _Counters:
             id_N, more_N = id_N[kept], more_N[kept]
         table_N = _no_table(id_N)
         place_N = self._ledger.find(table_N, id_N)
-        for gone in self._ledger.make_room(table_N[place_N < 0], [place_N]):
+        for gone in self._departures.make_room(table_N[place_N < 0], [place_N]):
             self._ledger.forget(*gone)
         if lookup is not None:
             self._ledger.clock.epoch = min(lookup, 2**32 - 1)

@@ -24,9 +24,12 @@ from oneemb.kernels.loops import Keys
 from oneemb.kernels.threads import Threads
 from oneemb.storage.hash_index import SHARDS
 from oneemb.storage.locking.pins import PinBook
-from oneemb.storage.locking.turns import changing, undisturbed
+from oneemb.storage.locking.turns import changing
+from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.storage.policies.admission import Admission
-from oneemb.storage.policies.ledger import MARKS, Departing, Ledger, LedgerClock
+from oneemb.storage.policies.departures import Departing, Departures
+from oneemb.storage.policies.ledger import MARKS, Ledger
+from oneemb.storage.policies.ledger_clock import LedgerClock
 from oneemb.storage.policies.row_policy import RowPolicy
 from oneemb.storage.rows.row_format import RowFormat
 from oneemb.storage.tiered_rows import TieredRows
@@ -58,6 +61,7 @@ class KeptRows:
         self._policies, self._threads = policies, threads
         self._rows, self._pins, self._writing = rows, pins, writing
         self._ledger = Ledger(policies, capacity, threads)
+        self._departures = Departures(self._ledger, threads)
         self._hot: HotRows | None = None  # the tier of which the ledger has been told
         self.admission = self.new_admission()
         """Which ids get a row; None = all."""
@@ -120,7 +124,7 @@ class KeptRows:
         """
         if self._asks:
             raise ValueError("a function of a policy (admit=, expire_where=) must not call the embedding that asks it")
-        ledger, loops, hot = self.ledger, self._rows.loops, self._rows.hot
+        ledger, loops = self.ledger, self._rows.loops
         second = ledger.second  # Whatever may fail comes before rows leave; what a disk does may come afterwards.
         keys = loops.counted(keys)
         table_U, id_U = (loops.tensor(array).cpu().numpy() for array in (keys.table_U, keys.id_U))
@@ -137,14 +141,16 @@ class KeptRows:
                 admitted_M = self.admission.asks(*sighted, ledger.clock.lookups + 1, again=again)
         self._sweep(step, second, held)
         if self._refuses and not admits:
-            fits_M = ledger.fitting(table_U[unknown[admitted_M]], held)
+            fits_M = self._departures.fitting(table_U[unknown[admitted_M]], held)
             self.turned_away += 0 if again else int(np.count_nonzero(~fits_M))
             admitted_M[np.flatnonzero(admitted_M)[~fits_M]] = False
         new, lent = unknown[admitted_M], unknown[~admitted_M]
         ledger.reserve(table_U[new], id_U[new])
         shard, gone = ledger.clock.shard, self.gone
         try:
-            slot_U, lent_M = self._make_resident(keys, prefetched, ledger.make_room(table_U[new], held), lent, place_U)
+            slot_U, lent_M = self._make_resident(
+                keys, prefetched, self._departures.make_room(table_U[new], held), lent, place_U
+            )
         except BaseException:
             if self.gone == gone:  # Whose turn it is to leave has not changed either.
                 ledger.clock.shard = shard
@@ -166,9 +172,7 @@ class KeptRows:
                 elif self.admission is not None and len(new):
                     self.admission.forget(table_U[new], id_U[new])
         except BaseException:
-            self._release(slot_U)
-            if lent_M is not None:
-                hot.take_back(lent_M)
+            self._pins.give_back(slot_U, lent_M)
             raise
         self._pins.note_places(slot_U, place_U, lent_M)
         return slot_U, keys
@@ -182,7 +186,7 @@ class KeptRows:
         Returns:
             Their slots, and those of them that are lent.
         """
-        hot, leaving, lent_M = self._rows.hot, sum(len(its.id_V) for its in departing), None
+        hot, leaving = self._rows.hot, sum(len(its.id_V) for its in departing)
         if prefetched is None and len(lent) == 0 and isinstance(hot, HotTier) and self.ledger.lies_in_rows:
             slot_U = place_U.copy()
             hot.check_room(int(np.count_nonzero(slot_U < 0)), leaving)
@@ -194,12 +198,12 @@ class KeptRows:
         try:
             for its in departing:
                 self._leave(its)
+            lent_M = self._lend(keys, slot_U, lent)
         except BaseException:
-            self._release(slot_U)
+            self._pins.give_back(slot_U)
             raise
-        lent_M = self._lend(keys, slot_U, lent)
         try:
-            hot.acquire_rest(keys, slot_U)
+            hot.acquire_rest(keys, slot_U)  # which unpins them all where it fails
         except BaseException:
             if lent_M is not None:
                 hot.take_back(lent_M)
@@ -210,31 +214,27 @@ class KeptRows:
         """Lend rows to those of the keys that get none. Returns their slots, which are in slot_U too."""
         if len(lent) == 0:
             return None
-        hot, lent_M = self._rows.hot, None
+        hot, which = self._rows.hot, self._rows.loops.put(lent)
+        lent_M = hot.lend(keys.table_U[which], keys.id_U[which])
         try:
-            which = self._rows.loops.put(lent)
-            lent_M = hot.lend(keys.table_U[which], keys.id_U[which])
             slot_U[which] = lent_M
         except BaseException:
-            self._release(slot_U)
-            if lent_M is not None:
-                self._release(lent_M)
-                hot.take_back(lent_M)
+            self._pins.give_back(lent_M, lent_M)
             raise
         return lent_M
 
     def _sweep(self, step: int, second: int, held: Sequence[np.ndarray]) -> None:
         """Let those rows leave that have expired, of the part of all that this step looks at."""
         ledger = self.ledger
-        shards = ledger.due(step)
+        shards = self._departures.due(step)
         ledger.fit(self._format.row_bytes)
-        departing = ledger.expired(shards, step, second, held, sweeps=True)
-        for table_N, id_N in ledger.keys_to_weigh(shards, _ROWS_AT_ONCE):
+        departing = self._departures.expired(shards, step, second, held, sweeps=True)
+        for table_N, id_N in self._departures.keys_to_weigh(shards, _ROWS_AT_ONCE):
             row_NW = np.empty((len(id_N), self._format.row_width), np.float32)
             self._rows.hot.get(table_N, id_N, row_NW)
             with self._asking():
-                departing += ledger.unwanted(table_N, id_N, self._numbers(row_NW), held)
-        ledger.swept(step, shards)
+                departing += self._departures.unwanted(table_N, id_N, self._numbers(row_NW), held)
+        self._departures.swept(step, shards)
         for its in departing:
             self._leave(its)
 
@@ -270,10 +270,6 @@ class KeptRows:
     def _format(self) -> RowFormat:
         return self._rows.format
 
-    def _release(self, slot_U: Array) -> None:
-        with undisturbed:
-            self._rows.hot.release(slot_U)
-
     # ---- rows that leave --------------------------------------------------------------------------------------------
 
     def _leave(self, departing: Departing) -> np.ndarray:
@@ -291,12 +287,14 @@ class KeptRows:
     def departing(self, tables: Sequence[int], step: int) -> list[Departing]:
         """The rows that have expired, those of these tables among them, and that no lookup holds."""
         ledger, held = self.ledger, self._pins.places()
-        departing = ledger.expired(range(SHARDS), step, ledger.second, held)
+        departing = self._departures.expired(range(SHARDS), step, ledger.second, held)
         if any(ledger.policies[t].weighs for t in tables):
             for table_N, id_N, row_NW in self._rows.rows():
                 asked = np.flatnonzero(np.isin(table_N, tables))
                 with self._asking():
-                    departing += ledger.unwanted(table_N[asked], id_N[asked], self._numbers(row_NW[asked]), held)
+                    departing += self._departures.unwanted(
+                        table_N[asked], id_N[asked], self._numbers(row_NW[asked]), held
+                    )
         return departing
 
     def evict(
@@ -312,7 +310,9 @@ class KeptRows:
         self._leave_of(tables, departing, left)
         if not expired_only:
             self.ledger.fit(self._format.row_bytes)
-            self._leave_of(tables, self.ledger.surplus(self._pins.places(), tables), left)  # of what is left by now
+            self._leave_of(
+                tables, self._departures.surplus(self._pins.places(), tables), left
+            )  # of what is left by now
         return left
 
     @contextmanager
@@ -334,22 +334,10 @@ class KeptRows:
 
     # ---- scores -----------------------------------------------------------------------------------------------------
 
-    def scores(self, table_U: np.ndarray, id_U: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """See `EmbeddingStore.scores`."""
-        place_U = self.ledger.find(table_U, id_U)
-        score_U = np.zeros(len(id_U), np.uint64)
-        score_U[place_U >= 0] = self.ledger.scores(place_U[place_U >= 0])
-        return score_U, place_U >= 0
-
-    def check_scores(self, table_U: np.ndarray, id_U: np.ndarray, score_U: np.ndarray) -> None:
-        """See `EmbeddingStore.check_scores`."""
-        known_U = self.ledger.find(table_U, id_U) >= 0
-        self.ledger.check_scores(table_U[known_U], score_U[known_U])
-
     def set_scores(
         self, table_U: np.ndarray, id_U: np.ndarray, score_U: np.ndarray, time_U: np.ndarray | None = None
     ) -> int:
-        """See `EmbeddingStore.set_scores`."""
+        """See `StorePolicy.set_scores`."""
         ledger, loops = self.ledger, self._rows.loops
         place_U = ledger.find(table_U, id_U)
         known = np.flatnonzero(place_U >= 0)
@@ -365,19 +353,8 @@ class KeptRows:
                             ledger.set_times(place_U, time_U[known])
                     self._write_marks(slot_U, ledger.marks(place_U))
             finally:
-                self._release(slot_U)
+                self._pins.give_back(slot_U)
         return len(known)
-
-    def set_epoch(self, epoch: int) -> None:
-        """See `EmbeddingStore.set_epoch`."""
-        clock = self.ledger.clock
-        if type(epoch) is not int:
-            raise TypeError(f"an epoch must be an int, got {epoch!r}")
-        if not clock.epoch <= epoch < 2**32:
-            raise ValueError(
-                f"an epoch must be an int below 2**32 and not before the present one, {clock.epoch}, got {epoch}"
-            )
-        clock.epoch = epoch
 
     # ---- snapshots --------------------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import LockedError, SnapshotNotFoundError, StorageError
 from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, storage_error
 from oneemb.storage.remote.parameter_server import LostRowsError, ServerError
-from oneemb.storage.remote.value_names import Value, ValueNames, replace_file
+from oneemb.storage.remote.value_names import Value, ValueNames, write_durably
 from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.table.writer_lock import IN_USE, WriterLock
 
@@ -265,7 +265,7 @@ class FileServer:
         """Note that values of a width are going to change, in memory and, where they will stay unsaved, on the disk."""
         if self._save_bytes and not self._marked:
             writer = {"pid": self._pid, "host": socket.gethostname(), "since": time.time()}
-            replace_file(self._fs, f"{self._path}/UNSAVED", json.dumps(writer).encode())
+            write_durably(self._fs, f"{self._path}/UNSAVED", json.dumps(writer).encode())
             self._marked = True
         self._unsaved_widths.add(width)
         self._unsaved_bytes += nbytes

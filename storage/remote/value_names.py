@@ -14,9 +14,9 @@ import uuid
 
 from oneemb.kernels.checksum import xxh64
 from oneemb.storage.errors import CorruptTableError, FormatVersionError
-from oneemb.storage.fs import FileSystem, storage_error
+from oneemb.storage.fs import FileSystem, replace_file, storage_error
 
-__all__ = ["Value", "ValueNames", "replace_file"]
+__all__ = ["Value", "ValueNames", "write_durably"]
 
 _SUM = struct.Struct("<Q")
 _VERSION = 1
@@ -100,7 +100,7 @@ class ValueNames:
         named = [[table, part, value.widths] for (table, part), value in values.items()]
         text = json.dumps({"version": _VERSION, "identity": self.identity, "values": named}).encode()
         text = text.ljust(-(-len(text) // 8) * 8)
-        replace_file(self._fs, self.path, text + _SUM.pack(xxh64(text)))
+        write_durably(self._fs, self.path, text + _SUM.pack(xxh64(text)))
 
     def _read(self, data: bytes) -> None:
         text, end = data[: -_SUM.size], data[-_SUM.size :]
@@ -125,25 +125,14 @@ class ValueNames:
             ) from error
 
 
-def replace_file(fs: FileSystem, path: str, data: bytes) -> None:
+def write_durably(fs: FileSystem, path: str, data: bytes) -> None:
     """Put a whole file in the place of one. Durable and atomic.
 
     Raises:
         StorageError: it cannot be written; the old one is there still, or the new one.
     """
-    beside = f"{path}.new"
     try:
-        try:
-            fs.remove(beside)
-        except FileNotFoundError:
-            pass
-        file = fs.create(beside)
-        try:
-            fs.write(file, data, 0)
-            fs.sync(file)
-        finally:
-            fs.close(file)
-        fs.rename(beside, path)
+        replace_file(fs, path, data, f"{path}.new")
         fs.sync_directory(path.rpartition("/")[0])
     except OSError as error:
         raise storage_error(error, "write", path) from error

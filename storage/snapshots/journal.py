@@ -136,7 +136,7 @@ class Journal:
 
         Args:
             rows: how many there are now.
-            keep_evicted: see `EmbeddingStore.save_snapshot`.
+            keep_evicted: see `StoreSnapshots.save`.
 
         Returns:
             Where the rows lay then, the keys that are gone since, as `gone_array` gives them, and what the delta is.
@@ -157,7 +157,7 @@ class Journal:
             table_N, id_N = table_N[erased], id_N[erased]
         loaded = point.loaded + inserted - len(id_N)
         if len(id_E):  # Those, too, that others have kept though they had no row here.
-            absent_E = ~self._rows.contains(table_E, id_E) & self._replicas.are_counted(table_E, id_E)
+            absent_E = ~self._rows.hot.contains(table_E, id_E) & self._replicas.are_counted(table_E, id_E)
             table_N, id_N = np.append(table_N, table_E[absent_E]), np.append(id_N, id_E[absent_E])
         delta = Delta(point.name, point.info.identity, point.number, point.number + 1, loaded, inserted)
         return point.places, gone_array(table_N, id_N), delta

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from contextlib import suppress
 
 from oneemb.kernels.checksum import xxh64
-from oneemb.storage.fs import FileSystem, storage_error
+from oneemb.storage.fs import FileSystem, replace_file, storage_error
 
 __all__ = ["drop_unwritten", "mark", "marks_at", "unmark"]
 
@@ -67,27 +67,15 @@ def drop_unwritten(fs: FileSystem, folder: str) -> None:
 
 
 def _write(fs: FileSystem, folder: str, identities: set[str]) -> None:
-    path, temporary = f"{folder}/{_NAME}", f"{folder}/{_NAME}.tmp"
+    path = f"{folder}/{_NAME}"
     try:
         if not identities:
             fs.remove(path)
         else:
             lines = [b"%s %s\n" % (identity.encode(), _sum_of(identity.encode())) for identity in sorted(identities)]
-            try:
-                file = fs.create(temporary)
-            except FileExistsError:  # which a killed process has left
-                fs.remove(temporary)
-                file = fs.create(temporary)
-            try:
-                fs.write(file, b"".join(lines), 0)
-                fs.sync(file)
-            finally:
-                fs.close(file)
-            fs.rename(temporary, path)
+            replace_file(fs, path, b"".join(lines), f"{path}.tmp")
         fs.sync_directory(folder)
     except OSError as error:
-        with suppress(OSError):
-            fs.remove(temporary)
         raise storage_error(error, "write down which snapshots are unfinished in", path) from error
 
 

@@ -42,7 +42,8 @@ import numpy as np
 
 from oneemb.storage.errors import CorruptTableError
 from oneemb.storage.fs import FileSystem
-from oneemb.storage.locking.turns import Turns, undisturbed
+from oneemb.storage.locking.turns import Turns
+from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.storage.table.background import Background
 from oneemb.storage.table.chunk_files import ChunkFile, ChunkFiles
 from oneemb.storage.table.chunk_scan import live_rows, read_keys, scan_rows

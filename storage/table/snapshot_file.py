@@ -15,7 +15,7 @@ import numpy as np
 
 from oneemb.kernels.checksum import Buffer, xxh64
 from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError, StorageError
-from oneemb.storage.fs import FileSystem, storage_error
+from oneemb.storage.fs import FileSystem, replace_file, storage_error
 from oneemb.storage.table.file_header import HEADER_BYTES, SNAPSHOT_MAGIC, read_header
 from oneemb.storage.table.snapshot_manifest import ChunkPart, SnapshotRecord, decode_manifest, encode_snapshot
 
@@ -63,30 +63,13 @@ class SnapshotFiles:
             StorageError: it is not written; an older one of that name is unchanged.
             RenameUncertainError: it is written, but a loss of power may bring the older one back.
         """
-        path, temporary = record.path, record.path + _TEMPORARY
         data = encode_snapshot(record)
         record.info = replace(record.info, bytes=record.info.bytes + len(data))
-        doing, at = "write the snapshot", temporary
         try:
-            try:
-                file = self._fs.create(temporary)  # 4. write under a temporary name
-            except FileExistsError:
-                self._fs.remove(temporary)
-                file = self._fs.create(temporary)
-            try:
-                self._fs.write(file, data, 0)
-                doing = "sync the snapshot"
-                self._fs.sync(file)  # 5. sync it
-            finally:
-                self._fs.close(file)
-            doing, at = "rename the snapshot to", path
-            self._fs.rename(temporary, path)  # 6. replace the old one atomically
-        except OSError as error:
-            try:
-                self._fs.remove(temporary)
-            except OSError:
-                pass  # The next open of the table removes it.
-            raise storage_error(error, doing, at) from error
+            # 4. write under a temporary name  5. sync it  6. replace the old one atomically
+            replace_file(self._fs, record.path, data, record.path + _TEMPORARY)
+        except OSError as error:  # What is left under the temporary name, the next open of the table removes.
+            raise storage_error(error, "write the snapshot", record.path) from error
         try:
             self._fs.sync_directory(self.directory)  # 7. sync its name
         except OSError as error:

@@ -10,7 +10,7 @@ import numpy as np
 from oneemb.kernels.threads import Threads, submit
 from oneemb.storage.errors import CorruptTableError
 from oneemb.storage.fs import FileSystem, storage_error
-from oneemb.storage.locking.turns import undisturbed
+from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.storage.table.chunk_files import ROWS_BEGIN, ChunkFile, ChunkFiles, chunk_paths
 from oneemb.storage.table.chunk_scan import ChunkKeys, check_header, fill_keys, live_rows, missing_file, read_keys
 from oneemb.storage.table.delta import GONE, gone_keys

@@ -19,7 +19,7 @@ import numpy as np
 
 from oneemb.storage.errors import SnapshotExistsError, StorageError
 from oneemb.storage.fs import FileSystem, storage_error
-from oneemb.storage.locking.turns import undisturbed
+from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.storage.table.chunk_files import ROWS_BEGIN, ChunkFile, ChunkFiles, chunk_numbers
 from oneemb.storage.table.chunk_scan import live_rows
 from oneemb.storage.table.geometry import Geometry

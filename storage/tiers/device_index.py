@@ -9,6 +9,8 @@ import torch
 
 from oneemb.kernels.hash_index_cuda import erase_loop, find_loop, insert_loop, items_loop, rehash_loop
 from oneemb.kernels.launch import Gpu
+from oneemb.kernels.slots_cuda import acquire_loop
+from oneemb.kernels.unique_keys_cuda import DeviceKeys
 from oneemb.storage.locking.turns import changing
 
 __all__ = ["DeviceIndex"]
@@ -49,6 +51,27 @@ class DeviceIndex:
         size_1 = self._gpu.full(1, value=len(id_U), dtype=torch.int64)
         self._gpu.run(find_loop, len(id_U), self.cell_C2, table_U, id_U, size_1, place_U)
         return place_U
+
+    def find_slots(
+        self, keys: DeviceKeys, pin_S: torch.Tensor, score_S: torch.Tensor, pins: int, tick: int
+    ) -> tuple[torch.Tensor, int, bool]:
+        """Find places that are slots, which are pinned `pins` times more and used now; see `acquire_loop`.
+
+        Returns:
+            The slot of each key, -1 for a key that is not here: int64 [U], cut to as many keys as there are; how many
+            are not here; and whether tables or offsets are not as they must be.
+        """
+        slot_U = self._gpu.empty(len(keys.id_U), dtype=torch.int64)
+        count_4 = self._gpu.full(4, value=0, dtype=torch.int64)
+        self._gpu.run(
+            acquire_loop, len(slot_U), self.cell_C2, keys.table_U, keys.id_U, keys.size_2, pin_S, score_S, pins, tick,
+            slot_U, self.inserted_2, count_4,
+        )  # fmt: skip
+        # Bags of no ids have a size_2 that no launch has copied.
+        counts = self._gpu.read(count_4) if len(slot_U) else [0, *self._gpu.read(keys.size_2), 0]
+        missed, size, wrong, lost = counts
+        self.check_inserted(lost)
+        return slot_U[:size], missed, bool(wrong)
 
     def insert(self, table_U: torch.Tensor, id_U: torch.Tensor, place_U: torch.Tensor) -> None:
         """Put distinct keys that are not here."""

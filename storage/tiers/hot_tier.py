@@ -1,14 +1,8 @@
-"""One level of memory that keeps rows: an index over a slab, with a score, a dirty bit and pins a slot.
+"""The tier in the host's memory: an index over a slab, with a score, a dirty bit and pins a slot.
 
 The hot tier is the one kernels compute on, in place. The same class keeps a host's memory between a smaller hot tier
-and an SSD, because it is itself a `RowStore`.
-
-Two ways to be:
-- **resident**: holds every row there is; the store below, if any, is only where `flush` writes to. A full one
-  raises `StoreFullError`.
-- **cache** (not resident): holds some rows of the store below and evicts unpinned ones in rounds, those of least score
-  first, writing the dirty ones down before. A round looks at a part of the rows, in proportion to the slots that are
-  needed now (victims.py): no step waits for a walk over the cache.
+and an SSD, because it is itself a `RowStore` (memory_tier.py). A cache evicts in rounds: a round looks at a part of the
+rows, in proportion to the slots that are needed now (victims.py), so no step waits for a walk over the cache.
 
 The score of a row says how it was used since it came in, by the cache's policy:
 - "lru": the time of its last use; rows that were not used for longest leave first;
@@ -36,26 +30,21 @@ from oneemb.kernels.gather import copy_rows, copy_rows_out
 from oneemb.kernels.loops import Keys
 from oneemb.kernels.slot_marks import add_marks, add_pins, pick_keys, set_marks, share_counts
 from oneemb.kernels.threads import Threads
-from oneemb.storage.errors import StorageError
 from oneemb.storage.hash_index import HashIndex
-from oneemb.storage.locking.turns import changing, undisturbed
+from oneemb.storage.locking.turns import changing
 from oneemb.storage.row_store import RowStore
-from oneemb.storage.tiers.free_slots import FreeSlots
 from oneemb.storage.tiers.hot_rows import BeginRows
-from oneemb.storage.tiers.limits import Counters, Limits
+from oneemb.storage.tiers.limits import Limits
+from oneemb.storage.tiers.memory_tier import HALF_LIFE, MemoryTier
 from oneemb.storage.tiers.reservation import Reservation
 from oneemb.storage.tiers.rows_ahead import RowsAhead
 from oneemb.storage.tiers.slot_arrays import SlotArrays
 from oneemb.storage.tiers.victims import VictimClock
 
-__all__ = ["HALF_LIFE", "SLOT_OVERHEAD_BYTES", "HotTier"]
+__all__ = ["SLOT_OVERHEAD_BYTES", "HotTier"]
 
 # Memory beside the row for each slot of a cache: the index at its usual load, score, pins, dirty bit.
 SLOT_OVERHEAD_BYTES = 40
-
-# Uses of rows in which a use comes to count half as much, as a multiple of the slots. By bench_cache_policy.py, caches
-# miss least at 8 to 32, on Zipf's law and on real clicks; the faster popularity drifts, the shorter it had better be.
-HALF_LIFE = 8
 
 # Scores are brought down by this factor before they come near the end of float64's range.
 _SCORE_STEP = 2.0**500
@@ -64,20 +53,14 @@ _SCORE_STEP = 2.0**500
 _NOTED_MAX = 64
 
 
-class HotTier:
+class HotTier(MemoryTier):
     """Rows in memory.
 
     Args:
         name: what errors and statistics call this tier: "device" or "host".
-        row_width: 32-bit words of a row.
+        row_width, below, resident, policy, begin, absent, refused: see `MemoryTier`.
         slots: rows that fit. Memory is taken as slots are first used, and in a resident tier address space too.
-        below: the store underneath; None = nothing.
-        resident: whether every row is here (see the head of this file). One with nothing below must be.
         row_limit: rows that may be known to this tier and those below together; None = no limit.
-        policy: which rows a cache evicts first, "lru" or "lfu" (see the head of this file).
-        begin: writes the rows of keys that no tier has; None where nobody acquires rows here.
-        absent: writes what keys read as that have no row; None = the same.
-        refused: writes what keys read as that get no row; None = the same.
         threads: runs the copies.
         writing: held by whoever writes rows in place; None = nobody does.
         expected: rows for which a resident tier reserves memory at construction, if that fits.
@@ -105,25 +88,18 @@ class HotTier:
         expected: int = 0,
         reads_ahead: bool = False,
     ):
-        assert (resident or below is not None) and policy in ("lru", "lfu")
-        self.name = name
-        self.row_width = row_width
+        super().__init__(name, row_width, below, resident, policy, begin, absent, refused, np.arange)
         slot_bytes = row_width * 4 + SLOT_OVERHEAD_BYTES
         self._arrays = SlotArrays(name, row_width, slots, slot_bytes, resident, expected)
         self._dirty_S, self.pin_S, self.score_S, self.row_SW = self._arrays.arrays
         self.slots = self._arrays.most
         make_room = weakref.WeakMethod(self._make_room)
         self._limits = Limits(name, self.slots, slot_bytes, resident, row_limit, make_room)
-        self._counters = Counters()
-        self._below = below
-        self._resident = resident
         self.lies_still = resident  # rows of a cache are evicted
-        self.begin_rows, self._absent, self._refused = begin, absent or begin, refused or begin
         self._threads = threads
         self._writing = threading.Lock() if writing is None else writing
         self._index = HashIndex(threads)
         self._victims = VictimClock(self._index, self.slots, threads)
-        self.policy = policy
         # A resident tier evicts nothing and counts pins for its statistics only: it keeps a list of pins and adds them
         # up when the statistics are read. Most pins are released before, with the very array that they were made with,
         # and leave the list again.
@@ -131,28 +107,12 @@ class HotTier:
         self._pinned_X = share_counts(threads)  # pinned slots, as counted by each share of the loops over pins
         self._pin_lock = threading.Lock()  # a slot may be pinned for one batch while another unpins it
         self._reads_ahead = reads_ahead and not resident
-        self._ahead: weakref.WeakSet[RowsAhead] = weakref.WeakSet()  # for as long as their readers hold them
-        self._keeps_reads = True  # whether a cache keeps rows that were read from below
         # Dirty bits; and in a cache, pins and scores. What is never written takes no memory.
         self._mark_bytes = 1 if resident else 13
-        self._free = FreeSlots(np.arange)
-        self._lent = 0  # slots of rows that are in no index
         # Score of one use now. Instead of lowering the scores of old uses, the tier raises that of new ones: scores of
         # any two times can be compared, and a use changes only the score of its row. For "lru" the score is the number
         # of the call.
         self.use_score = 1.0
-        # Number of rows known here and below; None = it is not known. A store below may be far away: it counts its rows
-        # when a caller, or a limit, needs the number.
-        self._rows: int | None = 0 if below is None or resident else None
-
-    def __len__(self) -> int:
-        if self._rows is None:
-            rows = len(self._index)
-            if not self._resident and self._below is not None:
-                table_N, id_N, _ = self._keys_of(self._dirty_S[: self._free.used])
-                rows = len(self._below) + int(np.count_nonzero(~self._below.contains(table_N, id_N)))
-            self._rows = rows
-        return self._rows
 
     # ---- for kernels: rows to compute on, in place ------------------------------------------------------------
 
@@ -241,7 +201,6 @@ class HotTier:
     def read(self, keys: Keys) -> tuple[np.ndarray, Keys]:
         row_UW = np.zeros((len(keys.id_U), self.row_width), np.float32)
         missing = np.flatnonzero(self.get(keys.table_U, keys.id_U, row_UW))
-        assert self._absent is not None
         self._absent(row_UW, missing, keys.table_U[missing], keys.id_U[missing])
         return row_UW, keys
 
@@ -263,7 +222,6 @@ class HotTier:
         self._limits.check_fits(len(id_M), self._held())
         self._evict_for(len(id_M))
         slot_M = self._free.reserve(len(id_M), len(self.row_SW))
-        assert self._refused is not None
         self._refused(self.row_SW, slot_M, table_M, id_M)
         with changing:
             self._dirty_S[slot_M] = False
@@ -301,10 +259,6 @@ class HotTier:
         return self._dirty_S
 
     @property
-    def begun(self) -> int:
-        return self._counters.new_rows
-
-    @property
     def pinned(self) -> int:
         with self._pin_lock:
             self._add_noted_pins()
@@ -316,145 +270,46 @@ class HotTier:
 
     def only_read(self) -> None:
         # A child of fork may write down no row, and none of the parent's threads is there to give back the lock.
-        self._keeps_reads = False
+        super().only_read()
         self._pin_lock = threading.Lock()
 
-    # ---- as a store under another tier ------------------------------------------------------------------------
+    # ---- as a store under another tier: see memory_tier.py ------------------------------------------------------
 
-    def get(
-        self, table_U: np.ndarray, id_U: np.ndarray, out_XW: np.ndarray, to_U: np.ndarray | None = None
-    ) -> np.ndarray:
+    def _put(self, array: np.ndarray) -> np.ndarray:
+        return array
+
+    def _host(self, array: np.ndarray) -> np.ndarray:
+        return array
+
+    def _look(self, table_U: np.ndarray, id_U: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         slot_U = self._index.find(table_U, id_U)
-        to_U = np.arange(len(id_U)) if to_U is None else to_U
-        hit = (slot_U >= 0).nonzero()[0]
-        with self._writing:
-            copy_rows(self.row_SW, slot_U[hit], out_XW, to_U[hit], threads=self._threads)
-        self._touch(slot_U[hit])
         missing_U = slot_U < 0
-        self._counters.hits += len(hit)
-        self._counters.misses += len(missing_U) - len(hit)
-        if self._resident or self._below is None or len(hit) == len(slot_U):
-            return missing_U
-        missing = np.flatnonzero(missing_U)
-        found = missing[~self._below.get(table_U[missing], id_U[missing], out_XW, to_U[missing])]
-        missing_U[found] = False
-        # What was read is worth keeping, as far as it fits.
-        kept = found[: self._room()] if self._keeps_reads else found[:0]
-        if len(kept):
-            self._take(table_U[kept], id_U[kept], out_XW, to_U[kept], dirty=False)
-        return missing_U
+        hit = (~missing_U).nonzero()[0]
+        slot_H = slot_U[hit]
+        self._touch(slot_H)
+        return slot_H, hit, missing_U
 
-    def put(self, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray) -> None:
-        slot_U = self._index.find(table_U, id_U)
-        hit_U = slot_U >= 0
-        new = np.flatnonzero(~hit_U)
-        unknown = self._limits.unknown(self._below, table_U, id_U, new)
-        if unknown:
-            self._limits.check_new(unknown, self, int(table_U[new[0]]))
-        if self._resident:
-            self._limits.check_fits(len(new), self._held())
-        rows, self._rows = self._rows, None  # A failure below may come when some of the new rows are kept already.
-        self._keep(table_U, id_U, row_UW, hit_U, new)
-        if unknown is not None and rows is not None:
-            self._rows = rows + unknown
-
-    def _keep(
-        self, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray, hit_U: np.ndarray, new: np.ndarray
-    ) -> None:
-        row_UW = np.ascontiguousarray(row_UW)
-        fits = min(len(new), self._room())
-        if fits < len(new):  # A cache too small to keep them passes the rest on.
-            rest = new[fits:]
-            assert self._below is not None
-            self._note_change_below(id_U[rest])
-            self._below.put(table_U[rest], id_U[rest], row_UW[rest])
-        self._take(table_U[new[:fits]], id_U[new[:fits]], row_UW, new[:fits], dirty=True)
-        # Making room may have evicted keys that were here when the call began, so they are looked up again.
-        hit = np.flatnonzero(hit_U)
-        slot_H = self._index.find(table_U[hit], id_U[hit])
-        here = slot_H >= 0
-        copy_rows(row_UW, hit[here], self.row_SW, slot_H[here], threads=self._threads)
-        self._dirty_S[slot_H[here]] = True
-        self._touch(slot_H[here])
-        gone = hit[~here]
-        if len(gone):
-            assert self._below is not None
-            self._note_change_below(id_U[gone])
-            self._below.put(table_U[gone], id_U[gone], row_UW[gone])
-
-    def erase(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
-        """Erase rows; see `RowStore.erase`.
-
-        Raises:
-            StorageError: a row is pinned; nothing has changed.
-        """
-        slot_U = self._index.find(table_U, id_U)
-        here = np.flatnonzero(slot_U >= 0)
+    def _pinned_of(self, slot_H: np.ndarray) -> int:
         with self._pin_lock:
             self._add_noted_pins()
-            pinned = int(np.count_nonzero(self.pin_S[slot_U[here]]))
-        if pinned:
-            raise StorageError(f"{pinned} of the rows to erase are in use by a lookup; erase them between two steps")
-        erased_U = slot_U >= 0
-        table_H, id_H, slot_H = table_U[here], id_U[here], slot_U[here]
-        self._note_change_below(id_U)
-        gone_U = erased_U if self._below is None else self._below.erase(table_U, id_U)
-        with changing:
-            self._index.erase(table_H, id_H)
-            self._dirty_S[slot_H] = False
-            self._free.give_back(slot_H)
-            erased_U |= gone_U
-            self._add_known(-int(np.count_nonzero(erased_U)))
-        return erased_U
+            return int(np.count_nonzero(self.pin_S[slot_H]))
 
-    def contains(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
-        here_U = self._index.find(table_U, id_U) >= 0
-        if not self._resident and self._below is not None:
-            away = np.flatnonzero(~here_U)
-            here_U[away] = self._below.contains(table_U[away], id_U[away])
-        return here_U
+    def _rows_in(self, slot_N: np.ndarray, row_XW: np.ndarray, from_N: np.ndarray) -> None:
+        copy_rows(row_XW, from_N, self.row_SW, slot_N, threads=self._threads)
 
-    def scan(self, batch: int = 65536) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        if not self._resident:
-            self._write_down()
-            assert self._below is not None
-            yield from self._below.scan(batch)
-            return
+    def _rows_out(self, slot_N: np.ndarray) -> np.ndarray:
+        return copy_rows_out(self.row_SW, slot_N, threads=self._threads)
+
+    def _copy_out(self, slot_N: np.ndarray, out_XW: np.ndarray, to_N: np.ndarray) -> None:
+        with self._writing:
+            copy_rows(self.row_SW, slot_N, out_XW, to_N, threads=self._threads)
+
+    def _dirty_keys(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return self._keys_of(self._dirty_S[: self._free.used])
+
+    def _scan(self, batch: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         for table_N, id_N, slot_N in self._index.items(batch):
-            yield table_N, id_N, copy_rows_out(self.row_SW, slot_N, threads=self._threads)
-
-    def flush(self) -> None:
-        if self._below is not None:
-            self._write_down()
-            self._below.flush()
-
-    def check_room(self, more: int, leaving: int) -> None:
-        self._limits.check_fits(more, self._held() - (leaving if self._resident else 0))
-
-    def check_holds(self, rows: int) -> None:
-        self._limits.check_holds(rows)
-
-    def reload(self) -> None:
-        """Forget every row here and start from those of the store below: a resident tier copies them all, a cache
-        reads each when a lookup needs it. A call that fails leaves the tier empty, never with a part of the rows."""
-        assert self._below is not None
-        self._forget()
-        try:
-            if self._resident:
-                for table_N, id_N, row_NW in self._below.scan():
-                    undisturbed.raise_interrupt()
-                    self._limits.check_fits(len(id_N), self._held())
-                    self._take(table_N, id_N, row_NW, np.arange(len(id_N)), dirty=False)
-            self._rows = len(self._index) if self._resident else None
-        except BaseException:
-            self._forget()
-            raise
-
-    def clear(self) -> None:
-        if self._below is not None:
-            self._below.clear()
-        with changing:
-            self._forget()
+            yield table_N, id_N, self._rows_out(slot_N)
 
     def stats(self) -> dict[str, Any]:
         return {
@@ -499,7 +354,6 @@ class HotTier:
             missing_M = self._below.get(table_M, id_M, self.row_SW, slot_M)
             old, new = np.flatnonzero(~missing_M), np.flatnonzero(missing_M)
         slot_O, slot_N = slot_M[old], slot_M[new]
-        assert self.begin_rows is not None
         self.begin_rows(self.row_SW, slot_N, table_M[new], id_M[new])
         self._index.put(table_M, id_M, slot_M)
         with changing:
@@ -514,10 +368,8 @@ class HotTier:
     def _take(
         self, table_N: np.ndarray, id_N: np.ndarray, row_XW: np.ndarray, from_N: np.ndarray, *, dirty: bool
     ) -> np.ndarray:
-        """Keep rows row_XW[from_N] of keys that are not here, and return their slots. The caller has checked that there
-        is room."""
         slot_N = self._reserve(table_N, id_N)
-        copy_rows(row_XW, from_N, self.row_SW, slot_N, threads=self._threads)
+        self._rows_in(slot_N, row_XW, from_N)
         self._index.put(table_N, id_N, slot_N)
         with changing:
             self._free.commit(len(slot_N))
@@ -567,51 +419,13 @@ class HotTier:
             self.score_S[: self._free.used] /= _SCORE_STEP
             self.use_score /= _SCORE_STEP
 
-    def _add_known(self, more: int) -> None:
-        if self._rows is not None:
-            self._rows += more
-
-    def _held(self) -> int:
-        """Rows that cannot make room for others: all there are or, in a cache, those that are pinned."""
-        return len(self._index) + self._lent if self._resident else self.pinned
-
-    def _room(self) -> int:
-        """Rows that could come in: free slots, and in a cache those of rows that could be evicted."""
-        return self.slots - self._held()
-
     def _evict_for(self, size: int) -> None:
         """Evict rows until so many slots are free."""
         while (short := size - self._free.left(self.slots)) > 0:
             table_V, id_V, slot_V = self._victims.choose(short, self.score_S, self.pin_S)
             if len(slot_V) == 0:
                 return  # All rows are pinned.
-            dirty = np.flatnonzero(self._dirty_S[slot_V])
-            self._put_below(table_V[dirty], id_V[dirty], slot_V[dirty])
-            self._index.erase(table_V, id_V)
-            with changing:
-                self._free.give_back(slot_V)
-                self._counters.evicted += len(slot_V)
-
-    def _note_change_below(self, id_N: np.ndarray) -> None:
-        """Tell those who read rows ahead that the rows below of these ids are about to change."""
-        for ahead in self._ahead:
-            ahead.note_change(id_N)
-
-    def _write_down(self) -> None:
-        self._put_below(*self._keys_of(self._dirty_S[: self._free.used]))
-
-    def _put_below(self, table_N: np.ndarray, id_N: np.ndarray, slot_N: np.ndarray, batch: int = 65536) -> None:
-        if len(slot_N) == 0:
-            return
-        assert self._below is not None
-        self._note_change_below(id_N)
-        for n in range(0, len(slot_N), batch):
-            undisturbed.raise_interrupt()  # Rows of a batch that is below are clean, the others are as they were.
-            batch_N = slice(n, n + batch)
-            row_NW = copy_rows_out(self.row_SW, slot_N[batch_N], threads=self._threads)
-            self._below.put(table_N[batch_N], id_N[batch_N], row_NW)
-            self._dirty_S[slot_N[batch_N]] = False
-        self._counters.written_down += len(slot_N)
+            self._evict_these((table_V, id_V, slot_V), self._dirty_S[slot_V].nonzero()[0])
 
     def _keys_of(self, chosen_S: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(table, id, slot) of the rows in the chosen slots, in the order of the index, so that a change to the index

@@ -3,9 +3,13 @@
 import numpy as np
 import torch
 
+from oneemb.kernels.gather_cuda import copy_rows_in_cuda, copy_rows_out_cuda
 from oneemb.kernels.launch import Gpu
 
 __all__ = ["PinnedRows"]
+
+# Rows that go through the buffer at a time.
+_BATCH = 65536
 
 
 class PinnedRows:
@@ -17,6 +21,20 @@ class PinnedRows:
         self._on_gpu = gpu.device.type == "cuda"
         self._row_BW = torch.empty(0, row_width, dtype=torch.float32, device="cpu")
         self._left: torch.cuda.Event | None = None  # when the last copy out of the buffer, or into it, has ended
+
+    def rows_in(self, row_SW: torch.Tensor, slot_N: torch.Tensor, row_XW: np.ndarray, from_N: np.ndarray) -> None:
+        """Write rows row_XW[from_N] into these slots of a slab."""
+        for n in range(0, len(slot_N), _BATCH):
+            rows = self.to_device(row_XW[from_N[n : n + _BATCH]])
+            copy_rows_in_cuda(row_SW, slot_N[n : n + _BATCH], rows, gpu=self._gpu)
+
+    def rows_out(self, row_SW: torch.Tensor, slot_N: torch.Tensor) -> np.ndarray:
+        """The rows in these slots of a slab: float32 [N, W]."""
+        row_NW = np.empty((len(slot_N), self._row_width), np.float32)
+        for n in range(0, len(slot_N), _BATCH):
+            rows = copy_rows_out_cuda(row_SW, slot_N[n : n + _BATCH], self._row_width, gpu=self._gpu)
+            row_NW[n : n + _BATCH] = self.to_host(rows)
+        return row_NW
 
     def to_device(self, row_NW: np.ndarray) -> torch.Tensor:
         """The rows on the device, on their way there when this returns."""

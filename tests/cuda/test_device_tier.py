@@ -10,7 +10,7 @@ import torch
 from oneemb.kernels.cuda_loops import CudaLoops
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import StoreFullError
-from oneemb.storage.tiers import device_tier
+from oneemb.storage.tiers import device_slots, device_tier
 from oneemb.storage.tiers.device_tier import DeviceTier
 from oneemb.storage.tiers.hot_tier import HotTier
 from tests.support.row_store_suite import SUITE, DictStore, FailingStore, keys_of
@@ -70,9 +70,8 @@ class Model:
         rows = np.stack([row_of(t, i) for t, i in self.begun[-len(slot_M) :]]) if len(slot_M) else np.empty((0, W))
         row_SW[slot_M, :W] = self.gpu.put(rows.astype(np.float32))
 
-    def acquire(self, keys, counts=None):
-        count_U = None if counts is None else self.gpu.put(np.array(counts, np.int64))
-        slot_U, _ = self.tier.acquire(self.distinct(keys), count_U)
+    def acquire(self, keys):
+        slot_U, _ = self.tier.acquire(self.distinct(keys))
         self.pins.update(keys)
         return slot_U
 
@@ -139,11 +138,12 @@ def test_the_least_recently_used_leave_first(tier, gpu):
     assert model.here([(0, i) for i in range(8)]) == [(0, i) for i in (0, 3, 4, 5, 6, 7)]
 
 
-def test_the_least_often_used_leave_first_by_their_occurrences(tier, gpu):
+def test_the_least_often_used_leave_first(tier, gpu):
     model = Model(tier(DictStore(W), 4, policy="lfu"), gpu)
     keys = [(0, i) for i in range(4)]
-    model.release(keys, model.acquire(keys, counts=[5, 1, 9, 2]))
-    model.release(keys[1:2], model.acquire(keys[1:2], counts=[3]))  # 4 in all
+    for key, uses in zip(keys, [5, 4, 9, 2], strict=True):
+        for _ in range(uses):
+            model.release([key], model.acquire([key]))
     model.acquire([(0, 50)])
     assert model.here(keys) == [(0, 0), (0, 1), (0, 2)]
     model.acquire([(0, 51)])
@@ -155,11 +155,12 @@ def test_what_was_used_often_leaves_once_other_rows_are(tier, gpu, step, monkeyp
     monkeypatch.setattr(device_tier, "_SCORE_STEP", step)
     model = Model(tier(DictStore(W), 4, policy="lfu"), gpu)
 
-    def use(*numbers, counts=None):
+    def use(*numbers):
         keys = [(0, n) for n in numbers]
-        model.release(keys, model.acquire(keys, counts))
+        model.release(keys, model.acquire(keys))
 
-    use(0, 1, counts=[100, 100])
+    for _ in range(10):
+        use(0, 1)
     use(2)
     use(3)
     use(4)  # one row leaves for it
@@ -257,14 +258,14 @@ def test_a_device_out_of_memory_says_what_was_asked_for_and_what_would_fit(tier,
 
 def limit_memory(tier, slots, monkeypatch):
     """Let the device have memory for this many slots of the tier's."""
-    enlarged = device_tier._enlarged
+    enlarged = device_slots._enlarged
 
     def limited(array, size, device):
         if len(tier.row_SW) + size > slots:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return enlarged(array, size, device)
 
-    monkeypatch.setattr(device_tier, "_enlarged", limited)
+    monkeypatch.setattr(device_slots, "_enlarged", limited)
 
 
 def test_a_slab_grows_by_way_of_the_host_where_the_device_has_no_room_for_both(tier, gpu, monkeypatch):

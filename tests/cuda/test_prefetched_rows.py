@@ -120,8 +120,8 @@ def test_prefetching_takes_no_memory_while_steps_may_use_what_is_there(gpu, tmp_
     store.build()
     move_to(store, gpu)
     acquire(store, gpu, 0, 40, release=True)
-    store.save_snapshot("rows", {})
-    store.load_snapshot("rows")  # all rows are below, and the slab is empty
+    store.snapshots.save("rows", {})
+    store.snapshots.load("rows")  # all rows are below, and the slab is empty
     slab = store.row_SW
     prefetched = store.prefetch(keys(gpu, 0, 40))
     assert prefetched.missing == 40 and store.row_SW is slab
@@ -149,9 +149,9 @@ def test_rows_of_a_lookup_that_was_dropped_are_released_after_it_on_whatever_str
 
 
 def test_a_store_that_is_loaded_anew_forgets_what_was_prefetched(store, gpu):
-    store.save_snapshot("rows", {})
+    store.snapshots.save("rows", {})
     prefetched = store.prefetch(keys(gpu, 0, 10))
-    store.load_snapshot("rows")
+    store.snapshots.load("rows")
     slot_U = acquire(store, gpu, 0, 10, prefetched)
     assert pinned(store) == 10
     store.release(slot_U)

@@ -42,7 +42,7 @@ def trains(group, path, way, gpu):
     optimizer = OPTIMIZERS["adagrad"](embedding.parameters())
     device = torch.device("cpu") if gpu is None or SIMULATED else gpu.device
     if gpu is not None and SIMULATED:
-        embedding.store.move_to(torch.device("cuda"))
+        embedding.store.form.move_to(torch.device("cuda"))
     else:
         embedding.to(device)
     found = []

@@ -6,6 +6,7 @@ import torch
 from oneemb.kernels.init_rows import UNIFORM, InitialRows
 from oneemb.kernels.threads import Threads
 from oneemb.storage.embedding_store import EmbeddingStore
+from oneemb.storage.row_edits import set_rows
 from oneemb.storage.tiers.stack import StorePlan
 from tests.cuda.test_train import move_to
 
@@ -20,7 +21,7 @@ def open_store(path, owner, cache_bytes):
         physical_block_size=512, owner=owner, owners=2, replicated=(1,),
     )  # fmt: skip
     store = EmbeddingStore(dim=DIM, dtype="float32", initial=initial, plan=plan, threads=Threads(1))
-    store.attach("adagrad", np.full(DIM, 0.1, np.float32))
+    store.form.attach("adagrad", np.full(DIM, 0.1, np.float32))
     return store
 
 
@@ -44,19 +45,21 @@ def test_rows_of_replicated_tables_go_from_a_gpu_to_another_store_and_back(gpu, 
         here.mark_dirty(found.table_U, slot_U)
         here.release(slot_U)
         table_U, id_U = here.replicas.keys()
-        row_UW = here.replicas_of(table_U, id_U)
+        row_UW = here.replicas.rows_of(table_U, id_U)
         assert {tuple(row[:2]) for row in row_UW} == {(6.0, 7.0), (12.0, 13.0), (24.0, 25.0)}
-        there.put_replicas(table_U, id_U, row_UW)
+        there.replicas.put(table_U, id_U, row_UW)
         assert known(there) == known(here)
         # Rows that the host has begun begin on the GPU with the same values, and are put there.
         begun_U = np.array([20, 21])
         for store in (there, here):
-            store.begin_replicas(np.array([1, 1], np.int32), begun_U)
-        rows = [store.replicas_of(np.array([1, 1], np.int32), begun_U) for store in (here, there)]
+            store.replicas.begin(np.array([1, 1], np.int32), begun_U)
+        rows = [store.replicas.rows_of(np.array([1, 1], np.int32), begun_U) for store in (here, there)]
         assert np.array_equal(*rows) and (rows[0][:, DIM:] == np.float32(0.1)).all()
-        there.put(np.array([1], np.int32), begun_U[:1], np.full((1, 2 * DIM), 5.0, np.float32))
-        here.put_replicas(np.array([1], np.int32), begun_U[:1], there.replicas_of(np.array([1], np.int32), begun_U[:1]))
-        assert (here.replicas_of(np.array([1], np.int32), begun_U[:1]) == 5.0).all()
+        set_rows(there, np.array([1], np.int32), begun_U[:1], np.full((1, 2 * DIM), 5.0, np.float32))
+        here.replicas.put(
+            np.array([1], np.int32), begun_U[:1], there.replicas.rows_of(np.array([1], np.int32), begun_U[:1])
+        )
+        assert (here.replicas.rows_of(np.array([1], np.int32), begun_U[:1]) == 5.0).all()
         assert known(there) == known(here) and len(here.replicas) == here.stats()["replicated_rows"] == 5
         here.clear()
         assert known(here) == set() and here.stats()["rows"] == 0

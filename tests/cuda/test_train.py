@@ -38,7 +38,7 @@ def move_to(store, gpu):
     """Move a store's rows to the GPU, that of the simulator too."""
     launch.simulated_gpu, before = gpu if SIMULATED else None, launch.simulated_gpu
     try:
-        store.move_to(torch.device("cuda") if SIMULATED else gpu.device)
+        store.form.move_to(torch.device("cuda") if SIMULATED else gpu.device)
     finally:
         launch.simulated_gpu = before
 
@@ -151,7 +151,7 @@ def test_rows_that_are_there_move_along_and_back(gpu, tmp_path):
     with on_gpu(gpu, graph):
         losses += [graph(*batch).item() for batch in batches(gpu)[2:4]]
     if SIMULATED:
-        graph.embedding.store.move_to(torch.device("cpu"))
+        graph.embedding.store.form.move_to(torch.device("cpu"))
     else:
         graph.to("cpu")
     losses += [graph(*batch).item() for batch in batches()[4:]]

@@ -64,7 +64,7 @@ CASES = {
     "items": (hash_index_cuda.items_loop, (CELLS, array(i32), KEYS, KEYS, KEYS)),
     "admit": (
         slots_cuda.acquire_loop,
-        (CELLS, array(i32), KEYS, KEYS, array(i32), KEYS, i64, i64, KEYS, KEYS, KEYS, KEYS),
+        (CELLS, array(i32), KEYS, KEYS, array(i32), KEYS, i64, i64, KEYS, KEYS, KEYS),
     ),
     "release": (slots_cuda.release_loop, (KEYS, array(i32))),
     "count pinned": (slots_cuda.count_pinned_loop, (array(i32), i64, KEYS)),

@@ -10,10 +10,10 @@ import torch
 from oneemb.kernels.host_loops import HostLoops
 from oneemb.kernels.init_rows import CONSTANT, UNIFORM, InitialRows
 from oneemb.kernels.threads import Threads
-from oneemb.storage import embedding_store
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.errors import BrokenStoreError, StorageError, StoreFullError
 from oneemb.storage.locking import pins as pin_module
+from oneemb.storage.rows import store_form
 from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.tiers import reservation, stack
 from oneemb.storage.tiers.hot_tier import HotTier
@@ -94,10 +94,10 @@ def spoil_a_block(path):
 @pytest.mark.parametrize("kind", PLANS)
 def test_a_store_holds_no_row_and_no_file_before_it_is_built(kind, open_store, tmp_path):
     store = open_store(kind)
-    assert not store.built and store.stats()["rows"] == 0 and store.snapshots() == []
+    assert not store.built and store.stats()["rows"] == 0 and store.snapshots.names() == []
     assert list((tmp_path / "rows").iterdir()) == []
     other = open_store(kind)
-    other.attach(*ADAM)
+    other.form.attach(*ADAM)
     initial = values(other, 5, -9)
     assert values(store, 5, -9).tobytes() == np.ascontiguousarray(initial[:, :DIM]).tobytes()
     assert (initial[:, DIM:] == 0).all() and other.stats()["rows"] == 0
@@ -108,7 +108,7 @@ def test_rows_are_the_same_on_every_store(kind, open_store):
     one, two = open_store("device", path="one"), open_store(kind, path="two")
     rng = np.random.default_rng(0)
     for store in (one, two):
-        store.attach(*ADAGRAD)
+        store.form.attach(*ADAGRAD)
     for step in range(40):
         numbers = rng.permutation(300)[:30].tolist()
         for store in (one, two):
@@ -132,24 +132,24 @@ def test_rows_are_the_same_on_every_store(kind, open_store):
 @pytest.mark.parametrize("loaded_by", PLANS)
 def test_a_snapshot_of_any_store_loads_into_any_other(saved_by, loaded_by, open_store):
     store = open_store(saved_by)
-    store.attach(*ADAM)
+    store.form.attach(*ADAM)
     for begin in range(0, 200, 40):
         train(store, *range(begin, begin + 40))
-    store.save_snapshot("s", {"a": 1})
+    store.snapshots.save("s", {"a": 1})
     expected = everything(store)
     train(store, *range(10))
     store.close()
     other = open_store(loaded_by)
-    assert other.load_snapshot("s") and everything(other) == expected
+    assert other.snapshots.load("s") and everything(other) == expected
     train(other, *range(100, 140))
-    other.load_snapshot("s")
+    other.snapshots.load("s")
     assert everything(other) == expected
 
 
 @pytest.mark.parametrize("kind", PLANS)
 def test_a_read_inserts_nothing_and_changes_nothing(kind, open_store):
     store = open_store(kind)
-    store.attach(*ADAM)
+    store.form.attach(*ADAM)
     train(store, 1, 2)
     changes = store.changes
     assert values(store, 1, 2, 3, 4)[2:].tobytes() == values(store, 3, 4).tobytes()
@@ -158,7 +158,7 @@ def test_a_read_inserts_nothing_and_changes_nothing(kind, open_store):
 
 def test_changes_count_what_changes_rows(open_store):
     store = open_store()
-    store.attach(*ADAM)
+    store.form.attach(*ADAM)
     seen = [store.changes]
 
     def changed():
@@ -172,9 +172,9 @@ def test_changes_count_what_changes_rows(open_store):
     store.mark_dirty(None, slot_U)
     assert changed()
     store.release(slot_U)
-    store.save_snapshot("s", {})
+    store.snapshots.save("s", {})
     assert not changed()
-    store.load_snapshot("s")
+    store.snapshots.load("s")
     assert changed()
     store.clear()
     assert changed()
@@ -183,24 +183,24 @@ def test_changes_count_what_changes_rows(open_store):
 @pytest.mark.parametrize("call", ["load", "clear"])
 def test_slots_of_before_mean_nothing_after_a_load(call, open_store):
     store = open_store()
-    store.attach(*ADAM)
-    store.save_snapshot("s", {})
+    store.form.attach(*ADAM)
+    store.snapshots.save("s", {})
     generation = store.generation
-    store.load_snapshot("s") if call == "load" else store.clear()
+    store.snapshots.load("s") if call == "load" else store.clear()
     assert store.generation != generation
 
 
 def test_abandoned_pins_are_released_by_the_next_acquire(open_store):
     store = open_store("ssd")
-    store.attach(*ADAM)
-    store.save_snapshot("before", {})
+    store.form.attach(*ADAM)
+    store.snapshots.save("before", {})
 
     class Owner:
         pass
 
     dropped, kept, of_old_rows = Owner(), Owner(), Owner()
     store.pins.own(of_old_rows, store.acquire(keys(7))[0])
-    store.load_snapshot("before")
+    store.snapshots.load("before")
     store.pins.own(dropped, store.acquire(keys(*range(30)))[0])
     pins = store.pins.own(kept, store.acquire(keys(*range(30, 36)))[0])
     del dropped, of_old_rows
@@ -217,7 +217,7 @@ def test_pins_that_get_no_owner_for_want_of_memory_are_released(temporary, open_
         raise MemoryError
 
     store = open_store("ssd")
-    store.attach(*ADAM)
+    store.form.attach(*ADAM)
     key = keys(*range(30))
     slot_U = store.hot.lend(key.table_U, key.id_U) if temporary else store.acquire(key)[0]
     if temporary:  # Each row is pinned twice: for its lookup, and because its slot is in no index.
@@ -239,11 +239,11 @@ def test_rows_begun_before_the_optimizer_get_its_state(kind, open_store):
     for begin in range(0, 300, 30):
         store.release(store.acquire(keys(*range(begin, begin + 30)))[0])
     weights = values(store, *range(300))
-    store.attach(*ADAGRAD)
+    store.form.attach(*ADAGRAD)
     rows = values(store, *range(300))
     assert store.stats()["rows"] == 300
     assert rows[:, :DIM].tobytes() == weights.tobytes() and (rows[:, DIM:] == np.float32(0.1)).all()
-    assert store.snapshots() == []
+    assert store.snapshots.names() == []
 
 
 @pytest.mark.parametrize("kind", ["device", "host"])
@@ -252,17 +252,17 @@ def test_an_optimizer_whose_wider_rows_do_not_fit_leaves_the_rows(kind, open_sto
     store.build()
     for begin in range(0, 500, 25):
         store.release(store.acquire(keys(*range(begin, begin + 25)))[0])
-    store.save_snapshot("users", {})
+    store.snapshots.save("users", {})
     weights = values(store, *range(500))
     # A row takes 56 bytes now, with state 88.
     monkeypatch.setattr(reservation, "memory_limit", lambda taken: MemoryLimit(500 * 70, "the limit of the test"))
     with pytest.raises(StoreFullError, match="must hold all of 500"):
-        store.attach(*ADAM)
-    assert store.stats()["rows"] == 500 and store.snapshots() == ["users"]
+        store.form.attach(*ADAM)
+    assert store.stats()["rows"] == 500 and store.snapshots.names() == ["users"]
     assert values(store, *range(500)).tobytes() == weights.tobytes()
     monkeypatch.undo()
-    store.attach(*ADAM)
-    assert values(store, *range(500))[:, :DIM].tobytes() == weights.tobytes() and store.snapshots() == ["users"]
+    store.form.attach(*ADAM)
+    assert values(store, *range(500))[:, :DIM].tobytes() == weights.tobytes() and store.snapshots.names() == ["users"]
 
 
 def _rows_and_weights(store, count=500):
@@ -294,11 +294,11 @@ def test_a_limit_that_shrinks_while_rows_are_made_wider_breaks_nothing(kind, fai
     if fails:
         monkeypatch.setattr(HotTier, "reload", fail_once)
         with pytest.raises(StorageError, match="the disk fails"):
-            store.attach(*ADAM)
+            store.form.attach(*ADAM)
     else:
-        store.attach(*ADAM)
+        store.form.attach(*ADAM)
     assert limit[0] == 1000
-    assert store.stats()["rows"] == 500 and store.snapshots() == []
+    assert store.stats()["rows"] == 500 and store.snapshots.names() == []
     assert values(store, *range(500))[:, :DIM].tobytes() == weights.tobytes()
     assert not reservation._grants
     assert reserved_bytes() <= before + 500 * 88  # and no grant is left in the book
@@ -315,8 +315,8 @@ def test_wider_rows_for_which_others_leave_no_memory_are_refused_before_anything
     monkeypatch.setattr(reservation, "memory_limit", lambda taken: MemoryLimit(limit, "the limit of the test"))
     monkeypatch.setattr(HotTier, "close", lambda tier: closed.append(tier))
     with pytest.raises(StoreFullError, match="needs 2 MiB; .* of which other tiers have reserved"):
-        store.attach("adam", np.zeros(1000, np.float32))  # 2 MiB for all, of 10 MiB that another tier has
-    assert not closed and store.snapshots() == []
+        store.form.attach("adam", np.zeros(1000, np.float32))  # 2 MiB for all, of 10 MiB that another tier has
+    assert not closed and store.snapshots.names() == []
     assert values(store, *range(500)).tobytes() == weights.tobytes()
     other.release()
 
@@ -338,15 +338,15 @@ def test_rows_survive_an_optimizer_that_cannot_be_attached(kind, times, open_sto
 
     monkeypatch.setattr(HotTier, "reload", fail)
     with pytest.raises(StorageError, match="the disk fails") as caught:
-        store.attach(*ADAM)
+        store.form.attach(*ADAM)
     if times == 1:
-        assert store.snapshots() == [] and store.format.state_width == 0
+        assert store.snapshots.names() == [] and store.format.state_width == 0
     else:  # There was no way back either: the store says so, and where the rows are.
-        (name,) = store.snapshots()
+        (name,) = store.snapshots.names()
         assert any(name in note for note in caught.value.__notes__)
         with pytest.raises(BrokenStoreError, match="load_snapshot"):
             store.acquire(keys(1))[0]
-        store.load_snapshot(name)
+        store.snapshots.load(name)
     assert store.stats()["rows"] == 40 and values(store, *range(40))[:, :DIM].tobytes() == weights.tobytes()
 
 
@@ -357,13 +357,13 @@ def test_weights_loaded_before_the_optimizer_are_kept(kind, open_store):
     pretrained.build()
     pretrained.release(pretrained.acquire(keys(1, 2, 3))[0])
     weights = values(pretrained, 1, 2, 3)
-    pretrained.save_snapshot("pretrained", {})
+    pretrained.snapshots.save("pretrained", {})
     pretrained.close()
     store = open_store(kind, seed=1)
-    store.load_snapshot("pretrained")
-    store.attach(*ADAM)
+    store.snapshots.load("pretrained")
+    store.form.attach(*ADAM)
     assert values(store, 1, 2, 3)[:, :DIM].tobytes() == weights.tobytes()
-    assert store.snapshots() == ["pretrained"] and store.stats()["rows"] == 3
+    assert store.snapshots.names() == ["pretrained"] and store.stats()["rows"] == 3
 
 
 @pytest.mark.parametrize("kind", PLANS)
@@ -372,12 +372,12 @@ def test_weights_loaded_after_the_optimizer_get_its_state(kind, open_store):
     pretrained.build()
     pretrained.release(pretrained.acquire(keys(1, 2, 3))[0])
     weights = values(pretrained, 1, 2, 3)
-    pretrained.save_snapshot("pretrained", {})
+    pretrained.snapshots.save("pretrained", {})
     pretrained.close()
     store = open_store(kind)
-    store.attach(*ADAGRAD)
+    store.form.attach(*ADAGRAD)
     train(store, 1, 50)
-    assert not store.load_snapshot("pretrained")
+    assert not store.snapshots.load("pretrained")
     rows = values(store, 1, 2, 3)
     assert rows[:, :DIM].tobytes() == weights.tobytes() and (rows[:, DIM:] == np.float32(0.1)).all()
     assert store.step == 0 and store.stats()["rows"] == 3
@@ -385,32 +385,32 @@ def test_weights_loaded_after_the_optimizer_get_its_state(kind, open_store):
 
 def test_a_second_optimizer_is_refused_once_rows_hold_state(open_store):
     store = open_store()
-    store.attach(*ADAGRAD)
-    store.attach(*ADAM)  # There is no row yet.
+    store.form.attach(*ADAGRAD)
+    store.form.attach(*ADAM)  # There is no row yet.
     store.release(store.acquire(keys(1))[0])
-    store.attach(*ADAM)
+    store.form.attach(*ADAM)
     with pytest.raises(StorageError, match=r"'adam' \(8 values a row\).*'adagrad' \(4 values\); attach 'adam'"):
-        store.attach(*ADAGRAD)
+        store.form.attach(*ADAGRAD)
     trained = open_store(path="sgd")
-    trained.attach(*SGD)
+    trained.form.attach(*SGD)
     train(trained, 1)
     with pytest.raises(StorageError, match="'sgd'.*'adam'"):
-        trained.attach(*ADAM)
+        trained.form.attach(*ADAM)
 
 
 def test_a_snapshot_says_whose_state_it_holds(open_store):
     store = open_store()
-    store.attach(*ADAM)
+    store.form.attach(*ADAM)
     train(store, 1, 2)
-    store.save_snapshot("s", {})
+    store.snapshots.save("s", {})
     expected = everything(store)
     store.close()
     other = open_store()
-    other.load_snapshot("s")
-    other.attach(*ADAM)
+    other.snapshots.load("s")
+    other.form.attach(*ADAM)
     assert everything(other) == expected
     with pytest.raises(StorageError, match="'adam'.*'adagrad'"):
-        other.attach(*ADAGRAD)
+        other.form.attach(*ADAGRAD)
 
 
 @pytest.mark.parametrize("kind", PLANS)
@@ -427,9 +427,9 @@ def test_a_snapshot_says_whose_state_it_holds(open_store):
 )
 def test_a_snapshot_that_does_not_fit_changes_nothing(kind, wrong, match, open_store):
     store = open_store(kind)
-    store.attach(*ADAM)
+    store.form.attach(*ADAM)
     train(store, *range(30))
-    store.save_snapshot("s", {})
+    store.snapshots.save("s", {})
     store.close()
     wrong = dict(wrong)
     name, optimizer = wrong.pop("name", "s"), wrong.pop("optimizer", ADAM)
@@ -438,11 +438,11 @@ def test_a_snapshot_that_does_not_fit_changes_nothing(kind, wrong, match, open_s
         other.build()  # Rows without state are made anew for a snapshot's.
         other.release(other.acquire(keys(5, 6))[0])
     else:
-        other.attach(*optimizer)
+        other.form.attach(*optimizer)
         train(other, 5, 6)
     before = everything(other)
     with pytest.raises(StorageError, match=match):
-        other.load_snapshot(name)
+        other.snapshots.load(name)
     assert everything(other) == before
 
 
@@ -450,20 +450,20 @@ def test_a_snapshot_that_does_not_fit_changes_nothing(kind, wrong, match, open_s
 @pytest.mark.parametrize("kind", ["device", "host"])
 def test_a_damaged_snapshot_leaves_the_rows_as_they_were(kind, with_state, open_store, tmp_path):
     store = open_store(kind)
-    store.attach(*ADAM)
+    store.form.attach(*ADAM)
     train(store, *range(30))
-    store.save_snapshot("s", {})
+    store.snapshots.save("s", {})
     store.close()
     spoil_a_block(tmp_path / "rows")
     other = open_store(kind)
     if with_state:
-        other.attach(*ADAM)
+        other.form.attach(*ADAM)
     else:
         other.build()
     other.release(other.acquire(keys(5, 6))[0])
     before = everything(other)
     with pytest.raises(StorageError, match="checksum"):
-        other.load_snapshot("s")
+        other.snapshots.load("s")
     assert everything(other) == before
 
 
@@ -473,7 +473,7 @@ def test_a_damaged_snapshot_leaves_the_rows_as_they_were(kind, with_state, open_
 @pytest.mark.parametrize("kind", PLANS)
 def test_capacity_is_the_same_for_every_store(kind, open_store):
     store = open_store(kind, capacity=50)
-    store.attach(*ADAM)
+    store.form.attach(*ADAM)
     train(store, *range(30))
     before = everything(store)
     with pytest.raises(StoreFullError, match="capacity is 50 rows; 30 are kept and 21 new ones were asked for"):
@@ -488,7 +488,7 @@ def test_capacity_is_the_same_for_every_store(kind, open_store):
 @pytest.mark.parametrize("kind", ["host", "ssd", "ssd, host cache"])
 def test_a_cache_smaller_than_a_step_names_the_size(kind, open_store):
     store = open_store(kind)
-    store.attach(*ADAM)
+    store.form.attach(*ADAM)
     train(store, *range(46))
     before = everything(store)
     with pytest.raises(StoreFullError, match="device tier has 46 slots; 46 .* 1 more rows were asked for, 47 in all"):
@@ -501,33 +501,33 @@ def test_a_cache_smaller_than_a_step_names_the_size(kind, open_store):
 
 def test_a_closed_store_says_so_and_lets_go_of_the_path(open_store):
     store = open_store()
-    store.attach(*ADAM)
+    store.form.attach(*ADAM)
     train(store, 1)
     store.close()
     store.close()
     for call in (
         lambda: store.read(keys(1)),
-        lambda: store.attach(*ADAM),
-        lambda: store.save_snapshot("s", {}),
-        lambda: store.delete_snapshot("s"),
+        lambda: store.form.attach(*ADAM),
+        lambda: store.snapshots.save("s", {}),
+        lambda: store.snapshots.delete("s"),
     ):
         with pytest.raises(StorageError, match="is closed; make it again"):
             call()
-    open_store().attach(*ADAM)
+    open_store().form.attach(*ADAM)
 
 
 def test_a_path_in_use_is_refused_and_the_holder_goes_on(open_store):
     store = open_store()
-    store.attach(*ADAM)
+    store.form.attach(*ADAM)
     train(store, 1)
     before = everything(store)
     second = open_store()
     with pytest.raises(StorageError, match="process"):
-        second.attach(*ADAM)
+        second.form.attach(*ADAM)
     assert not second.built
     train(store, 2)
     store.close()
-    second.attach(*ADAM)
+    second.form.attach(*ADAM)
     assert before != everything(second)
 
 
@@ -538,7 +538,7 @@ def test_a_path_in_use_is_refused_and_the_holder_goes_on(open_store):
 def test_prefetched_rows_are_taken_over_by_their_lookup(kind, open_store):
     store, plain = open_store(kind), open_store(kind, path="plain")
     for one in (store, plain):
-        one.attach(*ADAM)
+        one.form.attach(*ADAM)
         train(one, *range(40))
         train(one, *range(60, 100))
     changes = store.changes
@@ -557,7 +557,7 @@ def test_prefetched_rows_are_taken_over_by_their_lookup(kind, open_store):
 @pytest.mark.parametrize("kind", ["host", "ssd"])
 def test_prefetched_rows_give_way_to_a_step_that_needs_their_slots(kind, open_store):
     store = open_store(kind)
-    store.attach(*ADAM)
+    store.form.attach(*ADAM)
     train(store, *range(40))
     train(store, *range(40, 80))
     prefetched = store.prefetch(keys(*range(30)))
@@ -572,7 +572,7 @@ def test_prefetched_rows_give_way_to_a_step_that_needs_their_slots(kind, open_st
 
 def test_prefetched_rows_that_nobody_takes_are_let_go(open_store):
     store = open_store("ssd")
-    store.attach(*ADAM)
+    store.form.attach(*ADAM)
     train(store, *range(40))
     prefetched = store.prefetch(keys(*range(40)))
     assert store.stats()["device"]["pinned"] == 40
@@ -584,7 +584,7 @@ def test_prefetched_rows_that_nobody_takes_are_let_go(open_store):
 @pytest.mark.parametrize("kind", PLANS)
 def test_prefetched_rows_that_were_replaced_are_forgotten_by_their_lookup(kind, open_store):
     store = open_store(kind)
-    store.attach(*ADAM)
+    store.form.attach(*ADAM)
     train(store, *range(20))
     prefetched = store.prefetch(keys(*range(20)))
     store.clear()
@@ -602,17 +602,17 @@ def test_rows_on_any_row_store_are_those_on_a_persistent_table(kind, open_store)
     bottom = DictBottom()
     one, two = open_store(kind, path="table"), open_store(kind, path="dict", bottom=bottom)
     for store in (one, two):
-        store.attach(*ADAM)
+        store.form.attach(*ADAM)
         for begin in range(0, 200, 40):
             train(store, *range(begin, begin + 40))
     assert everything(one) == everything(two)
     two.hot.flush()
     assert len(bottom.stores[3 * DIM]) == 200
     with pytest.raises(StorageError, match="a dict keeps no snapshots"):
-        two.save_snapshot("s", {})
+        two.snapshots.save("s", {})
     with pytest.raises(StorageError, match="a dict keeps no snapshots"):
-        two.load_snapshot("s")
-    assert two.snapshots() == [] and everything(one) == everything(two)
+        two.snapshots.load("s")
+    assert two.snapshots.names() == [] and everything(one) == everything(two)
     for store in (one, two):
         store.clear()
     assert everything(one) == everything(two) and len(bottom.stores[3 * DIM]) == 0
@@ -622,43 +622,43 @@ def test_rows_on_any_row_store_are_those_on_a_persistent_table(kind, open_store)
 def test_rows_that_the_store_below_keeps_are_there_when_it_is_opened_again(kind, open_store):
     bottom = DictBottom()
     store = open_store(kind, bottom=bottom)
-    store.attach(*ADAM)
+    store.form.attach(*ADAM)
     for begin in range(0, 100, 20):
         train(store, *range(begin, begin + 20))
     store.hot.flush()
     _, _, optimizer, rows = everything(store)
     store.close()
     again = open_store(kind, bottom=bottom)
-    again.attach(*ADAM)
+    again.form.attach(*ADAM)
     assert everything(again) == (100, 0, optimizer, rows)
 
 
 def test_rows_that_the_store_below_keeps_must_fit_where_all_of_them_have_to(open_store):
     bottom = DictBottom()
     store = open_store(bottom=bottom)
-    store.attach(*ADAM)
+    store.form.attach(*ADAM)
     train(store, *range(100))
     store.hot.flush()
     store.close()
     with pytest.raises(StoreFullError, match="capacity is 99 rows, 100 are to be loaded"):
-        open_store(bottom=bottom, capacity=99).attach(*ADAM)
+        open_store(bottom=bottom, capacity=99).form.attach(*ADAM)
 
 
 @pytest.mark.parametrize("kind", PLANS)
 def test_rows_on_a_store_without_snapshots_keep_their_width(kind, open_store):
     store = open_store(kind, bottom=DictBottom())
     store.build()
-    store.attach(*ADAGRAD)  # There is no row yet.
-    store.attach(*ADAM)
+    store.form.attach(*ADAGRAD)  # There is no row yet.
+    store.form.attach(*ADAM)
     train(store, *range(20))
     rows = open_store(kind, path="other", bottom=DictBottom())
     rows.build()
     rows.release(rows.acquire(keys(*range(20)))[0])
     before = everything(rows)
     with pytest.raises(StorageError, match="attach the optimizer before the first lookup"):
-        rows.attach(*ADAM)
+        rows.form.attach(*ADAM)
     assert everything(rows) == before
-    rows.attach(*SGD)
+    rows.form.attach(*SGD)
     assert everything(rows)[2:] == ("sgd", before[3])
 
 
@@ -671,16 +671,16 @@ class ElsewhereLoops(HostLoops):
 @pytest.mark.parametrize("bottom", [None, DictBottom])
 @pytest.mark.parametrize("kind", PLANS)
 def test_rows_move_to_another_place_whatever_is_below(kind, bottom, open_store, monkeypatch):
-    monkeypatch.setattr(embedding_store, "loops_at", lambda device, threads: ElsewhereLoops(threads))
+    monkeypatch.setattr(store_form, "loops_at", lambda device, threads: ElsewhereLoops(threads))
     store = open_store(kind, bottom=bottom and bottom())
-    store.attach(*ADAM)
+    store.form.attach(*ADAM)
     for begin in range(0, 200, 40):
         train(store, *range(begin, begin + 40))
     before, generation = everything(store), store.generation
-    store.move_to(torch.device("meta"))
+    store.form.move_to(torch.device("meta"))
     assert store.loops.place == "elsewhere" and everything(store) == before and store.generation != generation
     train(store, *range(20))
-    assert store.stats()["rows"] == 200 and store.snapshots() == []
+    assert store.stats()["rows"] == 200 and store.snapshots.names() == []
 
 
 _CALLS = ("put", "flush", "save_snapshot", "load_snapshot", "delete_snapshot", "scan", "clear", "open")
@@ -715,18 +715,18 @@ class FailingCalls:
     ),
 )
 def test_rows_are_where_they_were_or_where_the_error_says(kind, what, error, times, open_store, monkeypatch):
-    monkeypatch.setattr(embedding_store, "loops_at", lambda device, threads: ElsewhereLoops(threads))
+    monkeypatch.setattr(store_form, "loops_at", lambda device, threads: ElsewhereLoops(threads))
     first = 0
     while True:
         first += 1
         store = open_store(kind, path=f"{first}")
         if what == "move":
-            store.attach(*ADAM)
+            store.form.attach(*ADAM)
             train(store, *range(40))
         else:
             store.build()
             store.release(store.acquire(keys(*range(40)))[0])
-        store.save_snapshot("there", {})
+        store.snapshots.save("there", {})
         before, weights = everything(store), values(store, *range(40))[:, :DIM]
         error.__notes__ = []
         raised = None
@@ -734,7 +734,7 @@ def test_rows_are_where_they_were_or_where_the_error_says(kind, what, error, tim
             warnings.simplefilter("always")
             failing = FailingCalls(patched, error, first, times)
             try:
-                store.move_to(torch.device("meta")) if what == "move" else store.attach(*ADAM)
+                store.form.move_to(torch.device("meta")) if what == "move" else store.form.attach(*ADAM)
             except BaseException as caught:
                 raised = caught
         done = failing.calls < first
@@ -743,14 +743,14 @@ def test_rows_are_where_they_were_or_where_the_error_says(kind, what, error, tim
             assert store.format.state_width == 2 * DIM and store.stats()["rows"] == 40
         elif not store.turns.broken:
             assert everything(store) == before and store.loops.place == "the CPU"
-            assert "there" in store.snapshots() and (len(store.snapshots()) == 1 or warned)
+            assert "there" in store.snapshots.names() and (len(store.snapshots.names()) == 1 or warned)
             train(store, *range(30, 45))
         else:
             noted = [note for note in getattr(raised, "__notes__", ()) if "the rows are in the snapshot" in note]
             if noted:
-                (name,) = set(store.snapshots()) - {"there"}
+                (name,) = set(store.snapshots.names()) - {"there"}
                 assert name in noted[0]
-                store.load_snapshot(name)
+                store.snapshots.load(name)
                 assert (store.stats()["rows"], store.step) == before[:2]
                 assert values(store, *range(40))[:, :DIM].tobytes() == weights.tobytes()
             else:
@@ -763,6 +763,6 @@ def test_rows_are_where_they_were_or_where_the_error_says(kind, what, error, tim
 
 def test_no_slots_are_given_where_rows_move(open_store):
     store = open_store("ssd")
-    store.attach(*ADAM)
+    store.form.attach(*ADAM)
     train(store, 1, 2)
     assert not store.reads_in_place and store.slots_of(*keys_of([(0, 1), (0, 2)])) is None

@@ -9,6 +9,7 @@ import torch
 
 import oneemb
 from oneemb.storage.errors import StorageError, StoreFullError
+from oneemb.storage.row_edits import erase_rows
 from oneemb.storage.tiers.rows_ahead import RowsAhead
 from tests.support.keys import distinct
 
@@ -220,7 +221,7 @@ def test_rows_that_are_erased_while_they_are_read_ahead_begin_anew(while_reading
     store = make_store()
     below(store, 100)
     gone = keys(10, 20)
-    while_reading(lambda: store.erase(gone.table_U, gone.id_U))
+    while_reading(lambda: erase_rows(store, gone.table_U, gone.id_U))
     slot_U = store.acquire(keys(0, 100), store.prefetch(keys(0, 100)))[0]
     assert (store.row_SW[slot_U[:10]] == 1).all() and (store.row_SW[slot_U[20:]] == 1).all()
     assert (store.row_SW[slot_U[10:20]] != 1).any(), "an erased row came back"
@@ -230,9 +231,9 @@ def test_rows_that_are_erased_while_they_are_read_ahead_begin_anew(while_reading
 def test_what_was_read_ahead_before_a_load_is_forgotten(while_reading):
     store = make_store()
     below(store, 50)
-    store.save_snapshot("half", {})
+    store.snapshots.save("half", {})
     below(store, 100)
-    while_reading(lambda: store.load_snapshot("half"))
+    while_reading(lambda: store.snapshots.load("half"))
     prefetched = store.prefetch(keys(0, 100))
     assert store.stats()["device"]["pinned"] == 0 and prefetched.missing == 100
     store.release(store.acquire(keys(0, 100), prefetched)[0])

@@ -12,7 +12,9 @@ import torch
 
 from oneemb.kernels.jit import compiling, cpu
 from oneemb.storage.errors import BrokenStoreError, StorageError
-from oneemb.storage.locking.turns import Turns, changing, undisturbed
+from oneemb.storage.locking.signals import signals
+from oneemb.storage.locking.turns import Turns, changing
+from oneemb.storage.locking.undisturbed import undisturbed
 from tests.support.interrupts import AtLine, count_lines, in_no_block, interrupt_soon, interrupted
 
 
@@ -92,7 +94,7 @@ def test_only_ctrl_c_is_let_in_and_handlers_of_the_users_wait():
                 signal.raise_signal(signal.SIGINT)
                 undisturbed.raise_interrupt()
                 raise AssertionError("it was let in")
-        assert came == [signal.SIGTERM] and not turns.broken and undisturbed.interrupt is None
+        assert came == [signal.SIGTERM] and not turns.broken and signals.interrupt is None
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -276,11 +278,11 @@ def test_signals_come_though_no_thread_can_be_started_to_send_them_again(monkeyp
     before = signal.signal(signal.SIGTERM, lambda *_: came.append(1))
     try:
         handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-        undisturbed.hold_signals()
+        signals.hold()
         signal.raise_signal(signal.SIGTERM)
         with monkeypatch.context() as patched, pytest.raises(RuntimeError):
             patched.setattr(threading.Thread, "start", start)
-            undisturbed.signals_come_later()
+            signals.come_later()
         assert came == [1]
         assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
     finally:

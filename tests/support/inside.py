@@ -91,7 +91,7 @@ def refuse_growth(monkeypatch):
 
 def dirty_keys_of(tier):
     """Tables, ids and slots of the rows of a host tier that the store below lacks."""
-    return tier._keys_of(tier.dirty_S[: tier._free.used])
+    return tier._dirty_keys()
 
 
 def team_of(threads):

@@ -14,11 +14,12 @@ import signal
 import sys
 import threading
 
-from oneemb.storage.locking.turns import undisturbed
+from oneemb.storage.locking.signals import signals
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 PACKAGE = f"{ROOT}/oneemb/"
 WAYS = ("signal", "raise")
+DECIDING = tuple(f"/storage/locking/{name}.py" for name in ("turns", "undisturbed", "signals"))
 
 
 class Interrupted(BaseException):
@@ -43,8 +44,8 @@ class AtLine:
     Where a `with` block ends, Python comes back to its line before it calls `__exit__`: what is raised there by a trace
     would skip the call, which no signal and no other thread can bring about; the same holds of a `finally` that is one
     instruction, which gives locks back (storage/locking/step_lock.py); where a `try` begins, it is in no block for a
-    moment. Those lines do not count, nor do, for what is raised, those of storage/locking/turns.py, which decide about
-    such errors, and those of finalizers.
+    moment. Those lines do not count, nor do, for what is raised, those of `DECIDING`, which decide about such errors,
+    and those of finalizers.
     """
 
     def __init__(self, at=None, way="signal", *, number=signal.SIGINT, files=(PACKAGE,), functions=None):
@@ -79,7 +80,7 @@ class AtLine:
                     return local
                 if text.startswith("with ") and frame.f_lasti != _first_instruction(frame.f_code, line):
                     return local
-                if self.way == "raise" and file.endswith("/storage/locking/turns.py"):
+                if self.way == "raise" and file.endswith(DECIDING):
                     return local
                 self.lines += 1
                 self._seen.setdefault((file, line), []).append(self.lines)
@@ -95,12 +96,12 @@ class AtLine:
 
 def in_no_block():
     """Whether no block that defers signals is open."""
-    return undisturbed._depth == 0
+    return signals.depth == 0
 
 
 def holds_no_signal():
     """Whether no deferred signal waits for the end of its block."""
-    return not undisturbed._held
+    return not signals.held
 
 
 def interrupted(call, at, way, **which):

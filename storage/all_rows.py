@@ -1,0 +1,76 @@
+"""What is done with all rows of a store, as they are between two steps: a copy in another store, a visit of each."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from oneemb.storage.embedding_store import EmbeddingStore
+from oneemb.storage.locking.turns import changing
+from oneemb.storage.locking.undisturbed import undisturbed
+from oneemb.storage.store_part import no_step
+from oneemb.storage.tiered_rows import ChangeRows, TieredRows
+
+__all__ = ["copy_rows", "visit_rows"]
+
+
+@no_step("copy_to")
+def copy_rows(
+    store: EmbeddingStore, other: EmbeddingStore, *, with_state: bool, change: ChangeRows | None = None
+) -> None:
+    """Let another store, which is new, have the rows as they are now, and the step.
+
+    Args:
+        with_state: let it have the optimizer's state too; off, its rows have none and begin at step 0.
+        change: is given tables, ids and rows on their way, and changes the rows in place.
+
+    Raises:
+        StorageError: the other's path is in use or unusable, or has no room for them.
+    """
+    with store.turns, other.turns:
+        store.turns.check(changes=True)
+        store.check_open()
+        if not store.built:
+            return
+        _fill(other.rows, store.rows, with_state, change)
+        with changing:  # Until the ledger knows the rows: others would never be evicted.
+            other.step = store.step if with_state else 0
+            if other.kept is not None:
+                clock = None if store.kept is None else store.kept.ledger.counted()
+                other.kept.read_rows(store.format, clock, store.step, other.step)
+                if store.kept is not None:
+                    other.kept.admission = other.kept.loaded_admission(store.kept.to_arrays(), "of the other")
+            other.changes += 1
+        other.replicas.add(store.replicas.keys())
+
+
+def _fill(rows: TieredRows, source: TieredRows, with_state: bool, change: ChangeRows | None) -> None:
+    """Make the tiers, for rows as those of `source`, and have all of them. There are none here yet."""
+    format = replace(source.format, marks=rows.format.marks)
+    rows.build(format if with_state else format.with_state(None, np.empty(0, np.float32)))
+    assert rows.bottom_store is not None
+    for tier in rows.tiers:
+        tier.check_holds(len(source))
+    for table_N, id_N, row_NW in source.hot.scan():
+        undisturbed.raise_interrupt()
+        row_NW = rows.format.converted(row_NW, source.format, with_state=with_state)
+        if change is not None:
+            change(table_N, id_N, row_NW)
+        rows.bottom_store.put(table_N, id_N, row_NW)
+    rows.reload()
+
+
+@no_step("visit")
+def visit_rows(store: EmbeddingStore, call: ChangeRows) -> None:
+    """Give every row, as all of them are now, to a function: tables, ids and rows, some at a time. It must not change
+    them, or use the store.
+
+    Raises:
+        StorageError: rows cannot be read.
+    """
+    with store.turns:
+        store.turns.check(changes=True)
+        store.check_open()
+        if store.built:
+            for table_N, id_N, row_NW in store.hot.scan():
+                undisturbed.raise_interrupt()
+                call(table_N, id_N, row_NW)

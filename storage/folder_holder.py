@@ -1,0 +1,76 @@
+"""Who holds the folder of a store, as other objects of the process see it: it is asked to give way, or to let go."""
+
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+from oneemb.storage.locking.step_lock import StepLock, between_steps, between_steps_now
+
+__all__ = ["FolderHolder"]
+
+
+class _Closes(Protocol):
+    def close(self) -> None: ...
+
+
+class _Holds(_Closes, Protocol):
+    """A store that holds a folder."""
+
+    step_lock: StepLock
+
+    def unsaved(self) -> int:
+        """Number of rows that no snapshot holds as they are now."""
+
+    def say_closed(self, advice: str) -> None:
+        """Let the error of a closed store give this advice."""
+
+
+class FolderHolder:
+    """A store and who has made it; a `Holder` of storage/table/writer_lock.py. It refers to both weakly.
+
+    Args:
+        store: holds the folder.
+        what: the object that users know, in words.
+        owners: how many stores have the rows together.
+    """
+
+    def __init__(self, store: _Holds, what: str, owners: int):
+        self._store, self.what, self._owners = weakref.ref(store), what, owners
+        self.owner: Callable[[], _Closes | None] = self._store
+        """Returns the object to close in order to free the folder."""
+
+    def give_way(self, other: str) -> str:
+        """Close, if no row is lost; see `Holder.give_way`."""
+        if (store := self._store()) is None:
+            return ""
+        if self._owners > 1:  # Other ranks may have unsaved rows, and a save takes all ranks.
+            return "whose ranks give way together: make this call on all of them"
+        why = between_steps_now(store.step_lock, lambda: self._give_way(store, other))
+        return "which is in the middle of a step, a save or a load" if why is None else why
+
+    def _give_way(self, store: _Holds, other: str) -> str:
+        if lost := self._lost(store):
+            return f"whose {lost:,} rows no snapshot holds as they are now"
+        store.say_closed(f"{other} of this process has taken over its folder: give each embedding one of its own")
+        self._close(store)
+        return ""
+
+    def let_go(self) -> int:
+        """Close, and return the number of lost rows; see `Holder.let_go`.
+
+        Raises:
+            RuntimeError: this thread is in the middle of a step.
+        """
+        store = self._store()
+        return 0 if store is None else between_steps((store.step_lock,), "oneemb.release", lambda: self._let_go(store))
+
+    def _let_go(self, store: _Holds) -> int:
+        lost = self._lost(store)
+        self._close(store)
+        return lost
+
+    def _lost(self, store: _Holds) -> int:
+        return 0 if self.owner() is None else store.unsaved()
+
+    def _close(self, store: _Holds) -> None:
+        (self.owner() or store).close()  # The embedding may be gone while a loss that is kept refers to its store.

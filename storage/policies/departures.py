@@ -1,0 +1,324 @@
+"""Choice of the rows that policies evict: at capacity, by age, by their weights.
+
+Which rows leave depends on keys, scores and counts alone, never on where rows are or who has prefetched them. All rows
+are in the 256 shards of an index, by their keys' hashes. A round takes the rows that leave out of some of them, the
+shards of the next round being the next ones: so the time of a round does not grow with the table. Each shard is a
+random sample of the rows, and gives up as large a share as all others by the time that each had its turn. A round is
+for all tables that are full, whichever needs room: so each of them has its turn with every shard, too.
+
+N rows, M new rows, V rows that leave, T tables.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+
+from oneemb.kernels.least import least_of
+from oneemb.kernels.score_rows import ties_of
+from oneemb.kernels.shard_rows import keys_in_cells
+from oneemb.kernels.slot_marks import set_marks
+from oneemb.kernels.threads import Threads
+from oneemb.storage.errors import StoreFullError
+from oneemb.storage.hash_index import SHARDS
+from oneemb.storage.policies.ledger import Ledger
+
+__all__ = ["Departing", "Departures"]
+
+# Rows that a round looks at, or all where there are fewer; and which share of the rows it looks at leave at least.
+_ROUND_ROWS = 1 << 17
+_ROUND_SHARE = 1 / 16
+
+# Cells that a sweep looks at together, in some milliseconds.
+_RUN_CELLS = 1 << 16
+
+_UNLIMITED = 2**62
+
+
+class Departing(NamedTuple):
+    """Rows that are to leave."""
+
+    table_V: np.ndarray
+    id_V: np.ndarray
+    reason: str
+
+
+class Departures:
+    """Chooses the rows of a ledger that leave; see the head of this file.
+
+    Args:
+        ledger: knows the rows.
+        threads: runs loops.
+    """
+
+    def __init__(self, ledger: Ledger, threads: Threads):
+        self._ledger, self._threads = ledger, threads
+
+    def make_room(self, table_M: np.ndarray, held: Sequence[np.ndarray]) -> list[Departing]:
+        """Which rows have to leave before new ones, of these tables, begin.
+
+        Args:
+            held: places of rows that may not leave, arrays, -1 for none; those of the lookup's other keys among them.
+
+        Raises:
+            StoreFullError: there would be more rows than fit, and too few that may leave.
+        """
+        if len(table_M) == 0:
+            return []
+        new_T = np.bincount(table_M, minlength=len(self._ledger.rows_T))
+        excess_T = self._excess(new_T)
+        over_T, excess = (excess_T > 0) & (new_T > 0), self._excess_of_all(len(table_M))
+        if not over_T.any() and excess <= 0:
+            return []
+        self._check_enough(new_T, np.where(over_T, excess_T, 0), excess, held)
+        excess_T[~over_T] = np.minimum(excess_T[~over_T], 0)
+        return [self._choose(excess_T, excess, held)]
+
+    def fitting(self, table_M: np.ndarray, held: Sequence[np.ndarray]) -> np.ndarray:
+        """Which of new rows, of these tables, there can be room for: bool [M]. All, but of tables that refuse rows
+        where they are full, which take the first ones.
+
+        Args:
+            held: as in `make_room`.
+        """
+        fits_M = np.ones(len(table_M), np.bool_)
+        new_T = np.bincount(table_M, minlength=len(self._ledger.rows_T))
+        excess_T = self._excess(new_T)
+        full = [t for t, policy in enumerate(self._ledger.policies) if policy.when_full == "refuse" and excess_T[t] > 0]
+        free_T = self._ledger.rows_T - self._in_use(held) if full else self._ledger.rows_T
+        for t in full:
+            leaving = max(0, int(free_T[t])) if self._ledger.evicts_T[t] else 0
+            many = max(0, int(new_T[t] - excess_T[t] + leaving))
+            fits_M[np.flatnonzero(table_M == t)[many:]] = False
+        return fits_M
+
+    def surplus(self, held: Sequence[np.ndarray], tables: Sequence[int]) -> list[Departing]:
+        """Which rows have to leave of these tables where they were loaded with more than they may have, as far as they
+        may."""
+        excess_T = self._excess(np.zeros(len(self._ledger.rows_T), np.int64))
+        over = [t for t in tables if self._ledger.evicts_T[t] and excess_T[t] > 0]
+        if not over:
+            return []
+        free_T, departing = self._ledger.rows_T - self._in_use(held), []
+        with self._holding(held):
+            cell_N, score_N = self._ledger.free_rows(range(SHARDS))
+        table_N, id_N, _ = keys_in_cells(cell_N)
+        for t in over:
+            of = np.flatnonzero(table_N == t)
+            its = of[self._least(cell_N[of], score_N[of], int(min(excess_T[t], free_T[t])))]
+            departing.append(Departing(table_N[its], id_N[its], "capacity"))
+        return departing
+
+    def _excess(self, new_T: np.ndarray) -> np.ndarray:
+        """How many rows more than it may have each table has with so many new ones; below 0 where there is room."""
+        excess_T = np.full(len(self._ledger.rows_T), -_UNLIMITED, np.int64)
+        for t, limit in self._ledger.limits.items():
+            excess_T[t] = self._ledger.rows_T[t] + new_T[t] - limit
+        return excess_T
+
+    def _excess_of_all(self, new: int) -> int:
+        return -_UNLIMITED if self._ledger.capacity is None else len(self._ledger) + new - self._ledger.capacity
+
+    def _check_enough(self, new_T: np.ndarray, excess_T: np.ndarray, excess: int, held: Sequence[np.ndarray]) -> None:
+        """Raise StoreFullError unless as many rows may leave as have to."""
+        domains: list[tuple[str, int, int, int | None]] = [
+            (f"table {t}", self._ledger.limits[t], int(excess_T[t]), t) for t in np.flatnonzero(excess_T > 0).tolist()
+        ]
+        if excess > 0:
+            assert self._ledger.capacity is not None
+            domains.append(("the store", self._ledger.capacity, excess, None))
+        most_held = sum(len(place_N) for place_N in held)
+        for where, limit, leaving, t in domains:
+            known, new = (int(its_T.sum() if t is None else its_T[t]) for its_T in (self._ledger.rows_T, new_T))
+            evicts = bool(self._ledger.evicts_T[t or 0])
+            if evicts and known - most_held >= leaving:
+                continue
+            held_T = self._in_use(held)
+            in_use = int(held_T.sum() if t is None else held_T[t])
+            if evicts and known - in_use >= leaving:
+                continue
+            why, least = "nothing says which of them may leave (evict=)", known + new
+            if evicts:
+                why, least = f"{in_use} of them are in use by this step and cannot leave", in_use + new
+            raise (StoreFullError.of_pins if evicts else StoreFullError)(
+                f"capacity of {where} is {limit} rows; {known} are kept, {why}, and {new} new ones were asked for; give"
+                f" a capacity of at least {least}, or use fewer ids a step"
+            )
+
+    def _in_use(self, held: Sequence[np.ndarray]) -> np.ndarray:
+        """How many rows of each table are at these places: int64 [T]."""
+        place_N = np.unique(np.concatenate([np.empty(0, np.int64), *held]))
+        return np.bincount(self._ledger.places.table_P[place_N[place_N >= 0]], minlength=len(self._ledger.rows_T))
+
+    @contextmanager
+    def _holding(self, held: Sequence[np.ndarray]) -> Iterator[None]:
+        """Rows at these places may not leave."""
+        try:
+            for place_N in held:
+                set_marks(self._ledger.places.held_P, place_N, True, threads=self._threads)
+            yield
+        finally:
+            for place_N in held:
+                set_marks(self._ledger.places.held_P, place_N, False, threads=self._threads)
+
+    def _choose(self, excess_T: np.ndarray, excess: int, held: Sequence[np.ndarray]) -> Departing:
+        """The rows that leave, in a round or more.
+
+        Args:
+            excess_T: how many of each table have to leave; below 0 where so many more would fit.
+            excess: how many have to leave of all tables, these among them.
+            held: as in `make_room`.
+        """
+        share = max([_ROUND_ROWS / max(len(self._ledger), 1), excess / (_ROUND_SHARE * max(len(self._ledger), 1))])
+        for t in np.flatnonzero(excess_T > 0).tolist():
+            share = max(share, int(excess_T[t]) / (_ROUND_SHARE * int(self._ledger.rows_T[t])))
+        many, shard = min(SHARDS, math.ceil(SHARDS * share)), self._ledger.clock.shard
+        tables, ids = [np.empty(0, np.int32)], [np.empty(0, np.int64)]
+        while (excess_T > 0).any() or excess > 0:
+            shards = range(shard, min(shard + many, SHARDS))
+            shard = shards.stop % SHARDS
+            with self._holding(held):
+                table_V, id_V, place_V = keys_in_cells(self._choose_in(shards, excess_T, excess))
+            held = [*held, place_V]  # None leaves twice.
+            excess -= len(id_V)
+            excess_T -= np.bincount(table_V, minlength=len(excess_T))
+            tables.append(table_V)
+            ids.append(id_V)
+        self._ledger.clock.shard = shard
+        return Departing(np.concatenate(tables), np.concatenate(ids), "capacity")
+
+    def _choose_in(self, shards: range, excess_T: np.ndarray, excess: int) -> np.ndarray:
+        """Rows of these shards to evict: the cells of the index that have their keys."""
+        cell_N, score_N = self._ledger.free_rows(shards)
+        chosen = [cell_N[:0]]
+        if tables := [t for t in self._ledger.limits if self._ledger.evicts_T[t]]:
+            stays_N, table_N = np.ones(len(cell_N), np.bool_), keys_in_cells(cell_N)[0]
+            for t in tables:
+                of_table = np.flatnonzero(table_N == t)
+                some = int(len(of_table) * _ROUND_SHARE)
+                count = max(int(excess_T[t]), min(some, int(excess_T[t]) + some), 0)
+                its = of_table[self._least(cell_N[of_table], score_N[of_table], count)]
+                stays_N[its] = False
+                chosen.append(cell_N[its])
+                excess -= len(its)
+            cell_N, score_N = cell_N[stays_N], score_N[stays_N]
+        if excess > 0:
+            chosen.append(cell_N[self._least(cell_N, score_N, max(excess, int(len(cell_N) * _ROUND_SHARE)))])
+        return np.concatenate(chosen)
+
+    def _runs(self, shards: Iterable[int]) -> Iterator[range]:
+        """Consecutive shards, in the given order, grouped until a group has `_RUN_CELLS` cells."""
+        cells_of, begin, end, cells = self._ledger.places.index.shards[1].tolist(), 0, 0, 0
+        for shard in shards:
+            if shard != end or cells >= _RUN_CELLS:
+                if begin < end:
+                    yield range(begin, end)
+                begin, cells = shard, 0
+            end = shard + 1
+            cells += cells_of[shard]
+        if begin < end:
+            yield range(begin, end)
+
+    def _least(self, cell_N: np.ndarray, score_N: np.ndarray, count: int) -> np.ndarray:
+        """Which `count` rows are of least score, or all; between equal ones the hash of the key decides."""
+        if count >= len(score_N):
+            return np.arange(len(score_N))
+        if count == 0:
+            return np.empty(0, np.int64)
+        below, equal = least_of(score_N, count)
+        if len(equal) > (more := count - len(below)):
+            table_N, id_N, _ = keys_in_cells(cell_N[equal])
+            equal = equal[np.argsort(ties_of(table_N, id_N, threads=self._threads))[:more]]
+        return np.concatenate([below, equal])
+
+    def due(self, step: int) -> list[int]:
+        """The shards whose turn it is to be swept in this step: all of them in `sweep_steps`."""
+        sweeps = [policy.sweep_steps for policy in self._ledger.policies if policy.sweeps]
+        clock = self._ledger.clock
+        step += clock.steps
+        if not sweeps or step <= clock.swept_step:
+            return []
+        many = SHARDS * step // min(sweeps) - SHARDS * clock.swept_step // min(sweeps)
+        return [(clock.swept + n) % SHARDS for n in range(min(many, SHARDS))]
+
+    def swept(self, step: int, shards: Sequence[int]) -> None:
+        """Note that the shards that were due have been swept."""
+        if shards:
+            clock = self._ledger.clock
+            clock.swept, clock.swept_step = (shards[-1] + 1) % SHARDS, step + clock.steps
+
+    def expired(
+        self, shards: Iterable[int], step: int, second: int, held: Sequence[np.ndarray], *, sweeps: bool = False
+    ) -> list[Departing]:
+        """The rows of these shards that were not used for longer than their policies say.
+
+        Args:
+            sweeps: pass over tables that have too few rows to be swept.
+        """
+        limits = [(policy.expire_after_steps, policy.expire_after_seconds) for policy in self._ledger.policies]
+        steps_T = np.array([_UNLIMITED if limit is None else limit for limit, _ in limits])
+        seconds_T = np.array([_UNLIMITED if limit is None else limit for _, limit in limits])
+        if sweeps:
+            few_T = self._ledger.rows_T <= self._ledger.above_T
+            steps_T[few_T] = seconds_T[few_T] = _UNLIMITED
+        step += self._ledger.clock.steps
+        departing = []
+        for run in self._runs(shards):
+            cell_N, last_N = self._ledger.free_rows(run, self._ledger.places.word_PX, self._ledger.places.first + 2)
+            table_N, id_N, place_N = keys_in_cells(cell_N)
+            last_N2 = last_N.view(np.uint32).reshape(-1, 2)
+            old_N = step - last_N2[:, 0].astype(np.int64) > steps_T.take(table_N)
+            old_N |= second - last_N2[:, 1].astype(np.int64) > seconds_T.take(table_N)
+            if old_N.any():
+                with self._holding(held):
+                    old = np.flatnonzero(old_N & ~self._ledger.places.held_P[place_N])
+                departing.append(Departing(table_N[old], id_N[old], "expired"))
+        return [its for its in departing if len(its.id_V)]
+
+    def keys_to_weigh(self, shards: Iterable[int], most: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Tables and ids of the rows of these shards whose weights sweeps look at, at most so many at a time."""
+        weighed_T = self._ledger.rows_T > self._ledger.above_T
+        weighed_T &= np.array([policy.sweeps_weights for policy in self._ledger.policies])
+        if weighed_T.any():
+            for run in self._runs(shards):
+                table_N, id_N, _ = self._ledger.rows_in(run)
+                weighed = np.flatnonzero(weighed_T.take(table_N))
+                for begin in range(0, len(weighed), most):
+                    its = weighed[begin : begin + most]
+                    yield table_N[its], id_N[its]
+
+    def unwanted(
+        self, table_N: np.ndarray, id_N: np.ndarray, weight_ND: np.ndarray, held: Sequence[np.ndarray]
+    ) -> list[Departing]:
+        """The rows among these that are to leave for their weights, float32 [N, D].
+
+        Raises:
+            ValueError: the result of `expire_where` is not as it must be.
+        """
+        departing = []
+        with self._holding(held):
+            free_N = ~self._ledger.places.held_P[self._ledger.find(table_N, id_N)]
+        for t in np.unique(table_N).tolist():
+            policy = self._ledger.policies[t]
+            of_table = np.flatnonzero((table_N == t) & free_N)
+            if policy.expire_below_norm is not None:
+                norm_N = np.sqrt(np.square(weight_ND[of_table].astype(np.float64)).sum(1))
+                is_small_N = norm_N < policy.expire_below_norm  # Not one of NaN: that is for `expire_where`.
+                small = of_table[is_small_N]
+                departing.append(Departing(table_N[small], id_N[small], "norm"))
+                of_table = of_table[~is_small_N]
+            if policy.expire_where is not None and len(of_table):
+                try:
+                    leaves_N = np.asarray(policy.expire_where(t, id_N[of_table].copy(), weight_ND[of_table].copy()))
+                except Exception as error:
+                    raise ValueError(f"expire_where of table {t} raised {error!r}; no row has left") from error
+                if leaves_N.dtype != np.bool_ or leaves_N.shape != of_table.shape:
+                    raise ValueError(
+                        f"expire_where must give bool [{len(of_table)}], one for each row, got {leaves_N.dtype}"
+                        f" {list(leaves_N.shape)}"
+                    )
+                gone = of_table[leaves_N]
+                departing.append(Departing(table_N[gone], id_N[gone], "where"))
+        return [its for its in departing if len(its.id_V)]

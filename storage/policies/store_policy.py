@@ -1,0 +1,187 @@
+"""What callers ask of the policies of a store's tables: rows that leave, scores, epochs, sightings.
+
+Lookups go through `KeptRows` themselves (kept_rows.py).
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from oneemb.storage.policies.departures import Departing
+from oneemb.storage.policies.kept_rows import KeptRows
+from oneemb.storage.store_part import Store, StorePart, in_turn, no_step, reading
+
+__all__ = ["StorePolicy"]
+
+
+class StorePolicy(StorePart):
+    """The policies of a store. Where no table has one, no row leaves, and rows have no scores.
+
+    Args:
+        store: its part this is.
+        kept: the rows that policies keep; None where no table has a policy.
+        what: the embedding, in errors.
+        num_tables: how many tables there are.
+    """
+
+    def __init__(self, store: Store, kept: KeptRows | None, what: str, num_tables: int):
+        super().__init__(store)
+        self._kept, self._what, self._tables = kept, what, range(num_tables)
+
+    def _need(self) -> KeptRows:
+        self._store.check_open()
+        if self._kept is None:
+            raise ValueError(f"{self._what} has no policy, so that its rows have no scores")
+        return self._kept
+
+    @property
+    def counts_uses(self) -> bool:
+        """Whether policies ask how many ids of a batch a key is of."""
+        return self._kept is not None and self._kept.counts_uses
+
+    def check_clock(self) -> None:
+        """Raise ValueError if the policies' clock gives no time."""
+        if self._kept is not None:
+            self._kept.ledger.second  # noqa: B018  # It is read.
+
+    # ---- rows that leave --------------------------------------------------------------------------------------------
+
+    @no_step("departing")
+    @in_turn
+    def departing(self) -> list[Departing]:
+        """The rows that have expired, as policies say, and that no lookup holds. `evict` lets them leave.
+
+        Raises:
+            ValueError: `expire_where` or a clock raises, or gives what it is not to give.
+        """
+        self._store.check_open()
+        if self._kept is None or not self._store.built:
+            return []
+        self._store.pins.release_abandoned()
+        return self._kept.departing(self._tables, self._store.step)
+
+    @no_step("evict")
+    @in_turn
+    def evict(self, departing: Sequence[Departing] | None = None) -> dict[str, int]:
+        """Let these rows leave, and those that are more than a table may have, and that no lookup holds.
+
+        Args:
+            departing: what `departing` gave, with no lookup since; None = what it gives in this very turn.
+
+        Returns:
+            How many, by reason.
+
+        Raises:
+            ValueError: as `departing`, where it is asked here; no row has left.
+        """
+        self._store.check_open()
+        if self._kept is None or not self._store.built:
+            return {}
+        if departing is None:
+            departing = self.departing()
+        left = self._kept.evict(self._tables, departing)
+        self._store.changes += bool(left)
+        return left
+
+    def evict_before_save(self) -> None:
+        """Let rows leave that have expired, of tables that are to have none of these in a snapshot. In a turn only."""
+        if (kept := self._kept) is not None and self._store.built:
+            self._store.pins.release_abandoned()
+            tables = [t for t, policy in enumerate(kept.policies) if policy.evict_at_snapshot]
+            if tables and kept.evict(tables, kept.departing(tables, self._store.step), expired_only=True):
+                self._store.changes += 1
+
+    # ---- scores -----------------------------------------------------------------------------------------------------
+
+    @reading
+    def scores(self, table_U: np.ndarray, id_U: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The scores of these rows, uint64 [U], 0 of those that are not there; and which are, bool [U]."""
+        ledger = self._need().ledger
+        place_U = ledger.find(table_U, id_U)
+        score_U = np.zeros(len(id_U), np.uint64)
+        score_U[place_U >= 0] = ledger.scores(place_U[place_U >= 0])
+        return score_U, place_U >= 0
+
+    @in_turn
+    def check_scores(self, table_U: np.ndarray, id_U: np.ndarray, score_U: np.ndarray) -> None:
+        """Raise ValueError unless `set_scores` may give these rows these scores."""
+        ledger = self._need().ledger
+        known_U = ledger.find(table_U, id_U) >= 0
+        ledger.check_scores(table_U[known_U], score_U[known_U])
+
+    @no_step("set_scores")
+    @in_turn
+    def set_scores(
+        self, table_U: np.ndarray, id_U: np.ndarray, score_U: np.ndarray, time_U: np.ndarray | None = None
+    ) -> int:
+        """Give those of these rows that are there other scores. Returns how many there are.
+
+        Args:
+            time_U: uint64, of their last uses, where the policy has `timestamps`; None = they stay as they are.
+
+        Raises:
+            ValueError: a score is none of its table's rule.
+            StoreFullError: so many rows do not fit in the hot tier at a time.
+        """
+        known = self._need().set_scores(table_U, id_U, score_U, time_U)
+        self._store.changes += known > 0
+        return known
+
+    @in_turn
+    def set_epoch(self, epoch: int) -> None:
+        """Let uses from now on be of this epoch."""
+        clock = self._need().ledger.clock
+        if type(epoch) is not int:
+            raise TypeError(f"an epoch must be an int, got {epoch!r}")
+        if not clock.epoch <= epoch < 2**32:
+            raise ValueError(
+                f"an epoch must be an int below 2**32 and not before the present one, {clock.epoch}, got {epoch}"
+            )
+        clock.epoch = epoch
+        self._store.changes += 1
+
+    @in_turn
+    def give_score(self, table: int, score: int) -> None:
+        """Let uses of rows of a table of `GivenScore` give this score from now on, 0 to 2^64 - 1."""
+        self._need().ledger.give(table, score)
+
+    @reading
+    def uses(self, table: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Ids int64 [N] of a table's rows in this store; their scores and, with `timestamps`, times of last use, both
+        uint64 [N]."""
+        return self._need().ledger.uses(table)
+
+    @in_turn
+    def timestamp(self) -> int:
+        """Nanoseconds since 1970, later than the last use of every row."""
+        return self._need().ledger.timestamp()
+
+    # ---- ids that were seen and have no row -------------------------------------------------------------------------
+
+    @reading
+    def sightings(self, table: int) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of a table that were seen and have no row yet, and how often, both int64 [N]; see `Admission`."""
+        admission = self._need().admission
+        return (np.empty(0, np.int64), np.empty(0, np.int64)) if admission is None else admission.sightings(table)
+
+    @property
+    def sightings_bytes(self) -> int:
+        """Bytes of memory that sightings take."""
+        kept = self._kept
+        return 0 if kept is None or kept.admission is None else kept.admission.nbytes
+
+    @in_turn
+    def add_sightings(self, table: int, id_N: np.ndarray, count_N: np.ndarray) -> None:
+        """Count these ids, which are distinct, so often more; those that have a row are left out."""
+        kept = self._need()
+        if kept.admission is not None:
+            absent = kept.ledger.find(np.full(len(id_N), table, np.int32), id_N) < 0
+            kept.admission.add_sightings(table, id_N[absent], count_N[absent])
+            self._store.changes += 1
+
+    @in_turn
+    def forget_sightings(self, table: int, id_N: np.ndarray) -> None:
+        """Count these ids no more."""
+        if (admission := self._need().admission) is not None:
+            admission.forget(np.full(len(id_N), table, np.int32), id_N)
+            self._store.changes += 1

@@ -1,0 +1,110 @@
+"""The form and the place of a store's rows: whose state they carry, and on which device the hot tier is."""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from oneemb.kernels.loops import Loops
+from oneemb.kernels.places import loops_at
+from oneemb.kernels.threads import Threads
+from oneemb.storage.errors import StorageError
+from oneemb.storage.locking.step_lock import alone
+from oneemb.storage.policies.kept_rows import KeptRows
+from oneemb.storage.rows.row_format import RowFormat
+from oneemb.storage.store_part import Store, StorePart, in_turn, no_step
+
+__all__ = ["StoreForm"]
+
+
+class StoreForm(StorePart):
+    """The form of a store's rows.
+
+    Args:
+        store: its part this is.
+        kept: the rows that policies keep; None where no table has a policy.
+        threads: runs loops on the host.
+    """
+
+    def __init__(self, store: Store, kept: KeptRows | None, threads: Threads):
+        super().__init__(store)
+        self._kept, self._threads = kept, threads
+
+    def attach(self, optimizer: str, state: np.ndarray) -> None:
+        """Let rows carry the state of this optimizer. Those that no optimizer has trained keep their weights.
+
+        Args:
+            state: float32 [Z], what the state of a new row holds.
+
+        Raises:
+            StorageError: the path is in use or unusable, or the rows already hold another optimizer's state.
+        """
+        alone((self.step_lock,), lambda: self._attach(optimizer, state))
+
+    @in_turn
+    def _attach(self, optimizer: str, state: np.ndarray) -> None:
+        self._store.check_open()
+        format, before = self.rows.format.with_state(optimizer, state), self.rows.format
+        if not self.rows.built:
+            self.rows.build(format)
+            return
+        fits = format.same_words(before) and (before.optimizer in (None, optimizer) or not format.state)
+        if not fits and (self._store.step or before.state and len(self.rows)):
+            raise StorageError(
+                f"the rows hold the state of {before.optimizer!r} ({before.state_width} values a row), the optimizer"
+                f" attached is {optimizer!r} ({len(state)} values); attach {before.optimizer!r}, let its state go by"
+                " detach_optimizer('drop'), or start from another path"
+            )
+        self._relayout(format, self.rows.loops)
+
+    def detach(self, state: str) -> None:
+        """Let another optimizer be attached to rows that one has trained.
+
+        Args:
+            state: "keep": one of the same name, which goes on with the state; "drop": any, which begins anew, at step
+                0; or the name of an optimizer whose state is the same values, which goes on with them.
+
+        Raises:
+            StoreFullError, StorageError: there is no room for the rows on the disk on their way; they are as they were.
+        """
+        alone((self.step_lock,), lambda: self._detach(state))
+
+    @in_turn
+    def _detach(self, state: str) -> None:
+        self._store.check_open()
+        if state == "drop":
+            self._relayout(self.rows.format.with_state(None, np.empty(0, np.float32)), self.rows.loops)
+            if self._kept is not None:
+                self._kept.ledger.begin_steps(self._store.step)
+            self._store.step = 0
+            self._store.changes += 1
+        elif state != "keep" and self.rows.format.state:
+            self._relayout(replace(self.rows.format, optimizer=state), self.rows.loops)
+
+    def move_to(self, device: torch.device) -> None:
+        """Let the hot tier be on a GPU, or on the host; rows and steps go along.
+
+        Raises:
+            StoreFullError, StorageError: there is no room for the rows, there or on the disk on their way.
+            RuntimeError, ImportError: CUDA cannot be used.
+        """
+        loops = loops_at(device, self._threads)
+        if loops.place != self.rows.loops.place:
+            self._move_to(loops)
+
+    @no_step("move_to")
+    @in_turn
+    def _move_to(self, loops: Loops) -> None:
+        self._store.check_open()
+        self._relayout(self.rows.format, loops)
+        self._store.replaced += 1
+
+    def _relayout(self, format: RowFormat, loops: Loops) -> None:
+        if self._kept is not None:
+            self._kept.move_out()
+        try:
+            self.rows.relayout(format, loops, self._store.step)
+        except BaseException as error:
+            if not self.rows.whole:
+                self.turns.cut_short(error)
+            raise

@@ -1,0 +1,335 @@
+"""A tier in memory as the store under another one: what tiers on the host and on a GPU have in common.
+
+hot_tier.py and device_tier.py keep the rows in slot arrays of their own, and have what loops need of them. What is here
+is the `RowStore` of both: it takes and gives NumPy arrays, and moves rows by a few methods that each tier has.
+
+Two ways to be:
+- **resident**: holds every row there is; the store below, if any, is only where `flush` writes to. A full one
+  raises `StoreFullError`.
+- **cache** (not resident): holds some rows of the store below and evicts unpinned ones, those of least score first,
+  writing the dirty ones down before.
+"""
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from oneemb.kernels.arrays import Array
+from oneemb.storage.errors import StorageError
+from oneemb.storage.locking.turns import changing
+from oneemb.storage.locking.undisturbed import undisturbed
+from oneemb.storage.row_store import RowStore
+from oneemb.storage.tiers.free_slots import FreeSlots
+from oneemb.storage.tiers.hot_rows import BeginRows
+from oneemb.storage.tiers.limits import Counters, Limits
+from oneemb.storage.tiers.rows_ahead import RowsAhead
+
+__all__ = ["BATCH", "HALF_LIFE", "MemoryTier"]
+
+# Uses of rows in which a use comes to count half as much, as a multiple of the slots. By bench_cache_policy.py, caches
+# miss least at 8 to 32, on Zipf's law and on real clicks; the faster popularity drifts, the shorter it had better be.
+HALF_LIFE = 8
+
+BATCH = 65536
+"""Rows that are moved at a time."""
+
+Keys = tuple[Any, Any, Any]
+"""Tables, ids and slots, arrays of the tier's place."""
+
+
+class MemoryTier(ABC):
+    """Rows in memory.
+
+    Args:
+        name: what errors and statistics call this tier.
+        row_width: 32-bit words of a row.
+        below: the store underneath; None = nothing.
+        resident: whether every row is here (see the head of this file). One with nothing below must be.
+        policy: which rows a cache evicts first, "lru" or "lfu".
+        begin: writes the rows of keys that no tier has; None where nobody acquires rows here.
+        absent: writes what keys read as that have no row; None = the same.
+        refused: writes what keys read as that get no row; None = the same.
+        arange: makes an array of the numbers 0 to size - 1 in the tier's place.
+    """
+
+    slots: int
+    _limits: Limits
+    _index: Any
+    _dirty_S: Any
+
+    def __init__(
+        self, name: str, row_width: int, below: RowStore | None, resident: bool, policy: str, begin: BeginRows | None,
+        absent: BeginRows | None, refused: BeginRows | None, arange: Callable[[int], Array],
+    ):  # fmt: skip
+        assert (resident or below is not None) and policy in ("lru", "lfu")
+        self.name = name
+        self.row_width = row_width
+        self.policy = policy
+        self.begin_rows: BeginRows = begin or _no_rows
+        self._absent, self._refused = absent or self.begin_rows, refused or self.begin_rows
+        self._below = below
+        self._resident = resident
+        self._counters = Counters()
+        self._free = FreeSlots(arange)
+        self._lent = 0  # slots of rows that are in no index
+        self._ahead: weakref.WeakSet[RowsAhead] = weakref.WeakSet()  # for as long as their readers hold them
+        self._keeps_reads = True  # whether a cache keeps rows that were read from below
+        # Number of rows known here and below; None = it is not known. A store below may be far away: it counts its rows
+        # when a caller, or a limit, needs the number.
+        self._rows: int | None = 0 if below is None or resident else None
+
+    # ---- what each tier does in its place ----------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def pinned(self) -> int:
+        """Slots that are pinned now."""
+
+    @abstractmethod
+    def _put(self, array: np.ndarray) -> Any:
+        """The array in the tier's place."""
+
+    @abstractmethod
+    def _host(self, array: Any) -> np.ndarray:
+        """An array of the tier's place on the host."""
+
+    @abstractmethod
+    def _look(self, table_U: np.ndarray, id_U: np.ndarray) -> tuple[Any, np.ndarray, np.ndarray]:
+        """Slots of those of these keys that are here, whose rows are used now; which of the keys they are, int64; and
+        for each key whether it is not here, bool [U]."""
+
+    @abstractmethod
+    def _pinned_of(self, slot_H: Any) -> int:
+        """How many of these slots are pinned."""
+
+    @abstractmethod
+    def _rows_in(self, slot_N: Any, row_XW: np.ndarray, from_N: np.ndarray) -> None:
+        """Write rows row_XW[from_N] into these slots."""
+
+    @abstractmethod
+    def _rows_out(self, slot_N: Any) -> np.ndarray:
+        """The rows in these slots: float32 [N, W]."""
+
+    @abstractmethod
+    def _copy_out(self, slot_N: Any, out_XW: np.ndarray, to_N: np.ndarray) -> None:
+        """Copy the rows in these slots to out_XW[to_N]."""
+
+    @abstractmethod
+    def _take(
+        self, table_N: np.ndarray, id_N: np.ndarray, row_XW: np.ndarray, from_N: np.ndarray, *, dirty: bool
+    ) -> Any:
+        """Keep rows row_XW[from_N] of keys that are not here, and return their slots. The caller has checked that there
+        is room."""
+
+    @abstractmethod
+    def _dirty_keys(self) -> Keys:
+        """The keys whose rows the store below does not have as they are."""
+
+    @abstractmethod
+    def _scan(self, batch: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """The rows of a resident tier; see `RowSource.scan`."""
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """Forget every row here."""
+
+    # ---- as a store under another tier -------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        if self._rows is None:
+            rows = len(self._index)
+            if not self._resident and self._below is not None:
+                table_N, id_N, _ = self._dirty_keys()
+                known_N = self._below.contains(self._host(table_N), self._host(id_N))
+                rows = len(self._below) + int(np.count_nonzero(~known_N))
+            self._rows = rows
+        return self._rows
+
+    def get(
+        self, table_U: np.ndarray, id_U: np.ndarray, out_XW: np.ndarray, to_U: np.ndarray | None = None
+    ) -> np.ndarray:
+        slot_H, hit, missing_U = self._look(table_U, id_U)
+        to_U = np.arange(len(id_U)) if to_U is None else to_U
+        self._copy_out(slot_H, out_XW, to_U[hit])
+        self._counters.hits += len(hit)
+        self._counters.misses += len(missing_U) - len(hit)
+        if self._resident or self._below is None or len(hit) == len(missing_U):
+            return missing_U
+        missing = np.flatnonzero(missing_U)
+        found = missing[~self._below.get(table_U[missing], id_U[missing], out_XW, to_U[missing])]
+        missing_U[found] = False
+        # What was read is worth keeping, as far as it fits.
+        kept = found[: self._room()] if self._keeps_reads else found[:0]
+        if len(kept):
+            self._take(table_U[kept], id_U[kept], out_XW, to_U[kept], dirty=False)
+        return missing_U
+
+    def put(self, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray) -> None:
+        hit_U = self._host(self._index.find(self._put(table_U), self._put(id_U)) >= 0)
+        new = np.flatnonzero(~hit_U)
+        unknown = self._limits.unknown(self._below, table_U, id_U, new)
+        if unknown:
+            self._limits.check_new(unknown, self, int(table_U[new[0]]))
+        if self._resident:
+            self._limits.check_fits(len(new), self._held())
+        rows, self._rows = self._rows, None  # A failure below may come when some of the new rows are kept already.
+        self._keep(table_U, id_U, row_UW, hit_U, new)
+        if unknown is not None and rows is not None:
+            self._rows = rows + unknown
+
+    def _keep(
+        self, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray, hit_U: np.ndarray, new: np.ndarray
+    ) -> None:
+        row_UW = np.ascontiguousarray(row_UW)
+        fits = min(len(new), self._room())
+        if fits < len(new):  # A cache too small to keep them passes the rest on.
+            rest = new[fits:]
+            assert self._below is not None
+            self._note_change_below(id_U[rest])
+            self._below.put(table_U[rest], id_U[rest], row_UW[rest])
+        self._take(table_U[new[:fits]], id_U[new[:fits]], row_UW, new[:fits], dirty=True)
+        # Making room may have evicted keys that were here when the call began, so they are looked up again.
+        hit = np.flatnonzero(hit_U)
+        slot_H, here, gone_U = self._look(table_U[hit], id_U[hit])
+        self._rows_in(slot_H, row_UW, hit[here])
+        self._dirty_S[slot_H] = True
+        gone = hit[gone_U]
+        if len(gone):
+            assert self._below is not None
+            self._note_change_below(id_U[gone])
+            self._below.put(table_U[gone], id_U[gone], row_UW[gone])
+
+    def erase(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
+        """Erase rows; see `RowStore.erase`.
+
+        Raises:
+            StorageError: a row is pinned; nothing has changed.
+        """
+        table_H, id_H = self._put(table_U), self._put(id_U)
+        slot_U = self._index.find(table_H, id_H)
+        here_U = slot_U >= 0
+        slot_H = slot_U[here_U]
+        if pinned := self._pinned_of(slot_H):
+            raise StorageError(f"{pinned} of the rows to erase are in use by a lookup; erase them between two steps")
+        erased_U = self._host(here_U).copy()
+        table_H, id_H = table_H[here_U], id_H[here_U]
+        self._note_change_below(id_U)
+        gone_U = erased_U if self._below is None else self._below.erase(table_U, id_U)
+        with changing:
+            self._index.erase(table_H, id_H)
+            self._dirty_S[slot_H] = False
+            self._free.give_back(slot_H)
+            erased_U |= gone_U
+            self._add_known(-int(np.count_nonzero(erased_U)))
+        return erased_U
+
+    def contains(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
+        here_U = self._host(self._index.find(self._put(table_U), self._put(id_U)) >= 0)
+        if not self._resident and self._below is not None:
+            away = np.flatnonzero(~here_U)
+            here_U[away] = self._below.contains(table_U[away], id_U[away])
+        return here_U
+
+    def scan(self, batch: int = BATCH) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        if self._resident:
+            yield from self._scan(batch)
+            return
+        self._write_down()
+        assert self._below is not None
+        yield from self._below.scan(batch)
+
+    def flush(self) -> None:
+        if self._below is not None:
+            self._write_down()
+            self._below.flush()
+
+    def check_room(self, more: int, leaving: int) -> None:
+        self._limits.check_fits(more, self._held() - (leaving if self._resident else 0))
+
+    def check_holds(self, rows: int) -> None:
+        self._limits.check_holds(rows)
+
+    def reload(self) -> None:
+        """Forget every row here and start from those of the store below: a resident tier copies them all, a cache
+        reads each when a lookup needs it. A call that fails leaves the tier empty, never with a part of the rows."""
+        assert self._below is not None
+        self._forget()
+        try:
+            if self._resident:
+                for table_N, id_N, row_NW in self._below.scan():
+                    undisturbed.raise_interrupt()
+                    self._limits.check_fits(len(id_N), self._held())
+                    self._take(table_N, id_N, row_NW, np.arange(len(id_N)), dirty=False)
+            self._rows = len(self._index) if self._resident else None
+        except BaseException:
+            self._forget()
+            raise
+
+    def clear(self) -> None:
+        if self._below is not None:
+            self._below.clear()
+        with changing:
+            self._forget()
+
+    def only_read(self) -> None:
+        """In a child of fork: keep no row of those that are read."""
+        self._keeps_reads = False
+
+    @property
+    def begun(self) -> int:
+        return self._counters.new_rows
+
+    # ---- inside ------------------------------------------------------------------------------------------------------
+
+    def _add_known(self, more: int) -> None:
+        if self._rows is not None:
+            self._rows += more
+
+    def _held(self) -> int:
+        """Rows that cannot make room for others: all there are or, in a cache, those that are pinned."""
+        return len(self._index) + self._lent if self._resident else self.pinned
+
+    def _room(self) -> int:
+        """Rows that could come in: free slots, and in a cache those of rows that could be evicted."""
+        return self.slots - self._held()
+
+    def _note_change_below(self, id_N: Any) -> None:
+        """Tell those who read rows ahead that the rows below of these ids are about to change."""
+        for ahead in self._ahead:
+            ahead.note_change(id_N)
+
+    def _evict_these(self, keys: Keys, dirty: Any) -> None:
+        """Evict rows that are not pinned.
+
+        Args:
+            dirty: which of them the store below does not have as they are.
+        """
+        table_V, id_V, slot_V = keys
+        self._put_below((table_V[dirty], id_V[dirty], slot_V[dirty]))
+        self._index.erase(table_V, id_V)
+        with changing:
+            self._free.give_back(slot_V)
+            self._counters.evicted += len(slot_V)
+
+    def _write_down(self) -> None:
+        self._put_below(self._dirty_keys())
+
+    def _put_below(self, keys: Keys) -> None:
+        table_N, id_N, slot_N = keys
+        if len(slot_N) == 0:
+            return
+        assert self._below is not None
+        self._note_change_below(id_N)
+        for n in range(0, len(slot_N), BATCH):
+            undisturbed.raise_interrupt()  # Rows of a batch that is below are clean, the others are as they were.
+            its = slice(n, n + BATCH)
+            self._below.put(self._host(table_N[its]), self._host(id_N[its]), self._rows_out(slot_N[its]))
+            self._dirty_S[slot_N[its]] = False
+        self._counters.written_down += len(slot_N)
+
+
+def _no_rows(row_SW: Array, slot_M: Array, table_M: Array, id_M: Array) -> None:
+    raise AssertionError("nobody acquires rows of this tier")
