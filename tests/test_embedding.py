@@ -1221,7 +1221,7 @@ def test_no_state_dict_names_a_snapshot_that_an_interrupted_call_has_deleted(mad
         embedding = prepare()
         with (
             suppress(KeyboardInterrupt),
-            AtLine(at, files=[oneemb.embeddings.embedding.__file__], functions=["delete_snapshot"]),
+            AtLine(at, files=[oneemb.embeddings.snapshot_calls.__file__], functions=["delete_snapshot"]),
         ):
             embedding.delete_snapshot("s")
         assert named(embedding) in embedding.snapshots(), at

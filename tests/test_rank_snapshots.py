@@ -781,7 +781,7 @@ def test_the_first_rank_alone_says_that_an_embedding_starts_empty_beside_snapsho
     run(3, save, tmp_path, patch=monkeypatch)
     said = []
     monkeypatch.setattr(
-        "oneemb.embeddings.embedding.warn_user", lambda text: said.append((threading.current_thread().name, text))
+        "oneemb.embeddings.snapshot_calls.warn_user", lambda text: said.append((threading.current_thread().name, text))
     )
     monkeypatch.setattr("oneemb.embeddings.embedding.Ranks", lambda group: group)
 
