@@ -108,34 +108,38 @@ def pool_bag(
         for n in range(first, last):
             keep_rolled()
             place = place_N[n]
-            if place <= OTHER:
-                sum = _added(sum, load_lanes(other_MX, OTHER - place, d), n, scale_N, factor)
             if place >= 0:
                 if weight_SX is not None:
                     sum = _added(sum, load_lanes(weight_SX, place, d), n, scale_N, factor)
                 if byte_SX is not None:
-                    by, low = scale_and_low(byte_SX, scale_S2, place, bits, dim)
                     # A sum in each branch: vectors that may come from any would go through memory.
                     if bits == 8:
+                        by, low = scale_and_low(byte_SX, scale_S2, place, 8, dim)
                         sum = _added(sum, load_bytes(byte_SX, place, d) * by + low, n, scale_N, factor)
                     elif bits == 4:
+                        by, low = scale_and_low(byte_SX, scale_S2, place, 4, dim)
                         sum = _added(sum, load_nibbles(byte_SX, place, d >> 1) * by + low, n, scale_N, factor)
                     else:
+                        by, low = scale_and_low(byte_SX, scale_S2, place, 2, dim)
                         sum = _added(sum, load_pairs(byte_SX, place, d >> 2) * by + low, n, scale_N, factor)
-        store_lanes(out_RX, r, column + d, sum if divisor is None else sum / divisor)
+            elif place <= OTHER:
+                sum = _added(sum, load_lanes(other_MX, OTHER - place, d), n, scale_N, factor)
+        if divisor is not None:
+            sum = sum / divisor if divisor != np.float32(1) else sum
+        store_lanes(out_RX, r, column + d, sum)
     for d in range(dim - dim % LANES, dim):
         number = np.float32(0)
         for n in range(first, last):
             keep_rolled()
             place = place_N[n]
-            if place <= OTHER:
-                number = _added(number, to_float32(other_MX[OTHER - place, d]), n, scale_N, factor)
             if place >= 0:
                 if weight_SX is not None:
                     number = _added(number, to_float32(weight_SX[place, d]), n, scale_N, factor)
                 if byte_SX is not None:
                     by, low = scale_and_low(byte_SX, scale_S2, place, bits, dim)
                     number = _added(number, integer_at(byte_SX, place, d, bits) * by + low, n, scale_N, factor)
+            elif place <= OTHER:
+                number = _added(number, to_float32(other_MX[OTHER - place, d]), n, scale_N, factor)
         pooled = number if divisor is None else number / divisor
         out_RX[r, column + d] = from_float32(pooled, out_RX[r, column + d])
 

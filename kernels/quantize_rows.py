@@ -95,20 +95,26 @@ def integer_at(byte_SX: Array, s: Number, d: Number, bits: Number) -> Number:
 @part
 def dequantize_row(byte_SX: Array, scale_S2: Array, s: Number, bits: Number, out_ND: Array, n: Number) -> None:
     """out_ND[n] = the weights of the quantized row s, float32."""
-    dim = out_ND.shape[1]
-    by, low = scale_and_low(byte_SX, scale_S2, s, bits, dim)
     # One question for a row: vectors that may come from any branch would go through memory.
+    dim = out_ND.shape[1]
     if bits == 8:
+        by, low = scale_and_low(byte_SX, scale_S2, s, 8, dim)
         for d in range(0, dim - LANES + 1, LANES):
             store_lanes(out_ND, n, d, load_bytes(byte_SX, s, d) * by + low)
+        for d in range(dim - dim % LANES, dim):
+            out_ND[n, d] = integer_at(byte_SX, s, d, 8) * by + low
     elif bits == 4:
+        by, low = scale_and_low(byte_SX, scale_S2, s, 4, dim)
         for d in range(0, dim - LANES + 1, LANES):
             store_lanes(out_ND, n, d, load_nibbles(byte_SX, s, d >> 1) * by + low)
+        for d in range(dim - dim % LANES, dim):
+            out_ND[n, d] = integer_at(byte_SX, s, d, 4) * by + low
     else:
+        by, low = scale_and_low(byte_SX, scale_S2, s, 2, dim)
         for d in range(0, dim - LANES + 1, LANES):
             store_lanes(out_ND, n, d, load_pairs(byte_SX, s, d >> 2) * by + low)
-    for d in range(dim - dim % LANES, dim):
-        out_ND[n, d] = integer_at(byte_SX, s, d, bits) * by + low
+        for d in range(dim - dim % LANES, dim):
+            out_ND[n, d] = integer_at(byte_SX, s, d, 2) * by + low
 
 
 @cpu
