@@ -11,16 +11,17 @@ torch version and whenever it changes: rows and dense parameters never step by d
 Invariant: an optimizer class is known by itself, never through a base class whose step it may override.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from oneemb.kernels.arrays import Array
 from oneemb.kernels.loops import Loops, Segments
+from oneemb.kernels.rule_loops import RowUpdate
 from oneemb.kernels.update_adadelta import update_adadelta
 from oneemb.kernels.update_adagrad import update_adagrad
 from oneemb.kernels.update_adam import update_adam, update_sparse_adam
@@ -33,19 +34,17 @@ from oneemb.kernels.update_partial_row_wise_adam import update_partial_row_wise_
 from oneemb.kernels.update_radam import update_radam
 from oneemb.kernels.update_rmsprop import update_rmsprop
 from oneemb.kernels.update_row_wise_adagrad import update_row_wise_adagrad
-from oneemb.kernels.update_sgd import update_sgd, update_sgd_momentum
+from oneemb.kernels.update_sgd import update_sgd
 from oneemb.kernels.update_smart_decay_adam import update_smart_decay_adam
 
 __all__ = [
+    "OPTIMIZERS",
     "SAME_STATE",
+    "SUPPORTED",
+    "KnownOptimizer",
     "RowOptimizer",
-    "ftrl_rows",
-    "lamb_rows",
-    "lars_rows",
-    "partial_row_wise_adam_rows",
     "row_optimizer_of",
-    "row_wise_adagrad_rows",
-    "smart_decay_adam_rows",
+    "rows_of_class",
 ]
 
 Group = dict[str, Any]
@@ -53,11 +52,6 @@ Group = dict[str, Any]
 
 SAME_STATE = ("adam", "adamw", "sparse_adam")
 """Row optimizers whose state is the same two values for each weight: the moments of its gradient."""
-
-SUPPORTED = (
-    "torch.optim.SGD, Adagrad, Adam, AdamW, SparseAdam, NAdam, RAdam, Adamax, Adadelta, RMSprop; oneemb.optim.Ftrl, "
-    "Lamb, Lars, PartialRowWiseAdam, RowWiseAdagrad, SmartDecayAdam"
-)
 
 # Options that only choose among torch's own implementations of the same step.
 _IMPLEMENTATION = {"foreach", "fused", "capturable"}
@@ -83,6 +77,7 @@ class RowOptimizer:
         check: raises ValueError where the group's options have changed into what the rows cannot follow. Called for
             every row optimizer of a step before any of them runs.
         fixed: options that must stay as they are, with their values; rows with other values are stepped separately.
+        counts_steps: whether an update with these options depends on how many there were before.
     """
 
     name: str
@@ -91,6 +86,7 @@ class RowOptimizer:
     run: RunUpdate
     check: Callable[[Group], None] = lambda group: None
     fixed: tuple[tuple[str, Any], ...] = ()
+    counts_steps: Callable[[Group], bool] = lambda group: False
 
     def state_width(self, dim: int) -> int:
         """Float32 values of state in a row of `dim` weights."""
@@ -132,8 +128,8 @@ class RowOptimizer:
 def row_optimizer_of(optimizer: torch.optim.Optimizer, group: Group) -> RowOptimizer:
     """The row optimizer that does what `optimizer` does to the parameters of `group`, one of its param_groups.
 
-    Besides the classes of torch.optim it takes any optimizer whose own class defines
-    `row_optimizer(self, group) -> RowOptimizer`, as those of oneemb.optim do.
+    Besides the classes in OPTIMIZERS it takes any optimizer whose own class defines
+    `row_optimizer(self, group) -> RowOptimizer`.
 
     Raises:
         ValueError: an option is set that embedding rows do not support; the message names it.
@@ -145,49 +141,85 @@ def row_optimizer_of(optimizer: torch.optim.Optimizer, group: Group) -> RowOptim
         >>> row_optimizer_of(adam, adam.param_groups[0]).state_width(dim=16)
         32
     """
-    cls = type(optimizer)
-    own = vars(cls).get("row_optimizer")
-    if own is not None:
-        return own(optimizer, group)
-    if cls not in _TORCH:
+    own = vars(type(optimizer)).get("row_optimizer")
+    return rows_of_class(type(optimizer), optimizer, group) if own is None else own(optimizer, group)
+
+
+def rows_of_class(cls: type, optimizer: torch.optim.Optimizer, group: Group) -> RowOptimizer:
+    """The row optimizer of one of OPTIMIZERS, for an optimizer of this class, or of a subclass that steps as it does.
+
+    Raises:
+        ValueError, TypeError: see `row_optimizer_of`.
+    """
+    known = OPTIMIZERS.get(_name_of(cls))
+    if known is None:
         raise TypeError(
             f"embedding rows cannot be stepped by {cls.__module__}.{cls.__qualname__}; supported are {SUPPORTED}, "
             "those classes themselves and not subclasses, which may step differently"
         )
-    rows = _TORCH[cls](optimizer, group)
-    known = rows.options | set(rows.wider) | set(rows.fixed) | _IMPLEMENTATION | {"maximize"}
-    check = _Check(
-        cls.__name__,
-        refused=tuple(option for option in optimizer.defaults if option not in known),
-        without=tuple(option for option in rows.wider if _is_off(group.get(option))),
-        fixed={option: group[option] for option in rows.fixed},
+    wider = [option for option in known.wider if not _is_off(group.get(option))]
+    check = known.check
+    if check is None:
+        followed = known.options | set(known.wider) | _IMPLEMENTATION | {"maximize"}
+        check = _Check(
+            cls.__name__,
+            refused=tuple(option for option in optimizer.defaults if option not in followed),
+            without=tuple(option for option in known.wider if option not in wider),
+            fixed={option: group[option] for option in known.fixed},
+        )
+        check({**optimizer.defaults, **group})
+    its = {**known.absent, **group}
+    name = next((name for option, name in known.renamed.items() if its[option]), known.name)
+    # A class of torch fills the state of every group with the value that its constructor was given.
+    initial = optimizer.defaults if cls.__module__.startswith("torch.") else group
+    return RowOptimizer(
+        "_".join([name, *wider]),
+        tuple(_begin(state, initial) for state in known.state) + (0.0,) * len(wider),
+        tuple(_begin(state, initial) for state in known.row_state),
+        partial(_run, known.update, "maximize" in optimizer.defaults, {option: its[option] for option in known.absent}),
+        check,
+        tuple((option, _plain(group[option])) for option in known.fixed),
+        known.counts_steps,
     )
-    check({**optimizer.defaults, **group})
-    wider = [option for option in rows.wider if option not in check.without]
-    run = partial(_run_signed, rows.run) if "maximize" in optimizer.defaults else rows.run
-    fixed = tuple((option, _plain(group[option])) for option in rows.fixed)
-    return RowOptimizer("_".join([rows.name, *wider]), rows.state + (0.0,) * len(wider), (), run, check, fixed)
 
 
-class _TorchRows(NamedTuple):
-    """How rows follow the options of a class of torch.optim. `maximize` is followed for every class that has it.
+def _name_of(cls: type) -> str:
+    """The key of OPTIMIZERS for a class."""
+    if getattr(torch.optim, cls.__name__, None) is cls:
+        return f"torch.optim.{cls.__name__}"
+    return f"{cls.__module__}.{cls.__qualname__}"
 
-    Args:
-        name: of the row optimizer, to which those options of `wider` are added that are on.
-        options: those that `run` reads at every step.
-        run: steps the rows.
-        state: for each state value that every weight has, what it is in a new row.
-        wider: options each of which gives every weight one state value more, 0 in a new row, in this order. None can be
-            turned on later. `run` reads them too; one that is turned off must not move the state of others.
-        fixed: options that must stay as they are.
-    """
 
-    name: str
-    options: set[str]
-    run: RunUpdate
-    state: tuple[float, ...] = ()
-    wider: tuple[str, ...] = ()
-    fixed: tuple[str, ...] = ()
+def _begin(state: float | str, options: Mapping[str, Any]) -> float:
+    return float(options[state]) if isinstance(state, str) else state
+
+
+def _run(
+    update: RowUpdate,
+    signed: bool,
+    absent: Group,
+    *rows: Any,
+    state_begin: int,
+    group: Group,
+    step: int,
+    loops: Loops,
+) -> None:
+    """Step rows with the options of a group; up their gradients where it says so and the class knows of it."""
+    if signed and group.get("maximize", False):
+        rows = (*rows[:3], loops.negated(rows[3]))
+    update(*rows, state_begin=state_begin, step=step, loops=loops, **_options(update, {**absent, **group}))
+
+
+def _options(update: RowUpdate, group: Group) -> dict[str, Any]:
+    """The options of a group as an update takes them; torch allows tensors of one element for some."""
+    options = {}
+    for name in update.options:
+        if name in ("beta1", "beta2"):
+            value = group["betas"][name == "beta2"]
+        else:
+            value = group[name]
+        options[name] = value if value.__class__ is bool else float(value)
+    return options
 
 
 @dataclass(frozen=True)
@@ -227,24 +259,6 @@ class _Check:
                 )
 
 
-def _run_signed(
-    run: RunUpdate,
-    weight_SX: Array,
-    row_SW: Array,
-    slot_U: Array,
-    grad_UD: Array | Segments,
-    *,
-    state_begin: int,
-    group: Group,
-    step: int,
-    loops: Loops,
-) -> None:
-    """Steps rows up their gradients where the group says `maximize`, whatever the optimizer."""
-    if group.get("maximize", False):
-        grad_UD = loops.negated(grad_UD)
-    run(weight_SX, row_SW, slot_U, grad_UD, state_begin=state_begin, group=group, step=step, loops=loops)
-
-
 def _is_off(value: object) -> bool:
     """Whether an option with this value asks for nothing."""
     return value is None or value is False or (isinstance(value, int | float) and value == 0)
@@ -255,299 +269,128 @@ def _plain(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _number(group: Group, option: str) -> float:
-    """The option as a Python float; torch allows tensors of one element for some."""
-    return float(group[option])
+# ---- the optimizers that there are -----------------------------------------------------------------------------------
 
 
-def _betas(group: Group) -> tuple[float, float]:
-    beta1, beta2 = group["betas"]
-    return float(beta1), float(beta2)
+@dataclass(frozen=True)
+class KnownOptimizer:
+    """All there is to know of a class of optimizers. `maximize` is followed for every class that has it.
 
+    Args:
+        name: of the row optimizer, to which those options of `wider` are added that are on.
+        update: steps the rows. The names of its options are the class's own, but for beta1 and beta2.
+        state: for each state value that every weight has, its value in a new row, or the option that says it.
+        row_state: the same for the values that a row has once.
+        wider: options each of which gives every weight one state value more, 0 in a new row, in this order. None can be
+            turned on later; one that is turned off must not move the state of others.
+        fixed: options that must stay as they are.
+        absent: options that the class does not have in every version, with what it does without them.
+        renamed: options with which rows have another name than `name`.
+        check: raises ValueError where rows cannot follow the options of a group, in place of the check by names.
+        counts_steps: whether an update with these options depends on how many there were before.
+        fbgemm: values of FBGEMM's EmbOptimType for this optimizer, the usual one last.
+        fbgemm_options: options that FBGEMM's optimizer has, by the names of the class.
+        torchrec: name of the class in torchrec.optim that stands for FBGEMM's optimizer.
+    """
 
-def _run_sgd(*rows: Array, state_begin: int, group: Group, step: int, loops: Loops) -> None:
-    momentum = _number(group, "momentum")
-    if momentum == 0:
-        # Where there was momentum before, buffers stay as they are, as in torch.
-        update_sgd(
-            *rows,
-            state_begin=state_begin,
-            lr=_number(group, "lr"),
-            weight_decay=_number(group, "weight_decay"),
-            loops=loops,
-        )
-        return
-    update_sgd_momentum(
-        *rows,
-        state_begin=state_begin,
-        step=step,
-        lr=_number(group, "lr"),
-        momentum=momentum,
-        dampening=_number(group, "dampening"),
-        nesterov=group["nesterov"],
-        weight_decay=_number(group, "weight_decay"),
-        loops=loops,
-    )
+    name: str
+    update: RowUpdate
+    state: tuple[float | str, ...] = ()
+    row_state: tuple[float | str, ...] = ()
+    wider: tuple[str, ...] = ()
+    fixed: tuple[str, ...] = ()
+    absent: Group = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    check: Callable[[Group], None] | None = None
+    counts_steps: Callable[[Group], bool] = lambda group: False
+    fbgemm: tuple[str, ...] = ()
+    fbgemm_options: tuple[str, ...] = ()
+    torchrec: str | None = None
 
-
-def _run_adagrad(*rows: Array, state_begin: int, group: Group, step: int, loops: Loops) -> None:
-    update_adagrad(
-        *rows,
-        state_begin=state_begin,
-        step=step,
-        lr=_number(group, "lr"),
-        lr_decay=_number(group, "lr_decay"),
-        eps=_number(group, "eps"),
-        weight_decay=_number(group, "weight_decay"),
-        loops=loops,
-    )
-
-
-def _run_adam(
-    *rows: Array, state_begin: int, group: Group, step: int, loops: Loops, decoupled_weight_decay: bool = False
-) -> None:
-    beta1, beta2 = _betas(group)
-    update_adam(
-        *rows,
-        state_begin=state_begin,
-        step=step,
-        lr=_number(group, "lr"),
-        beta1=beta1,
-        beta2=beta2,
-        eps=_number(group, "eps"),
-        weight_decay=_number(group, "weight_decay"),
-        decoupled_weight_decay=group.get("decoupled_weight_decay", decoupled_weight_decay),
-        amsgrad=group["amsgrad"],
-        loops=loops,
-    )
-
-
-def _run_nadam(*rows: Array, state_begin: int, group: Group, step: int, loops: Loops) -> None:
-    beta1, beta2 = _betas(group)
-    update_nadam(
-        *rows,
-        state_begin=state_begin,
-        step=step,
-        lr=_number(group, "lr"),
-        beta1=beta1,
-        beta2=beta2,
-        eps=_number(group, "eps"),
-        weight_decay=_number(group, "weight_decay"),
-        momentum_decay=_number(group, "momentum_decay"),
-        decoupled_weight_decay=group["decoupled_weight_decay"],
-        loops=loops,
-    )
-
-
-def _run_radam(*rows: Array, state_begin: int, group: Group, step: int, loops: Loops) -> None:
-    beta1, beta2 = _betas(group)
-    update_radam(
-        *rows,
-        state_begin=state_begin,
-        step=step,
-        lr=_number(group, "lr"),
-        beta1=beta1,
-        beta2=beta2,
-        eps=_number(group, "eps"),
-        weight_decay=_number(group, "weight_decay"),
-        decoupled_weight_decay=group["decoupled_weight_decay"],
-        loops=loops,
-    )
-
-
-def _run_with_betas(
-    update: Callable[..., None], *rows: Array, state_begin: int, group: Group, step: int, loops: Loops
-) -> None:
-    """For an update that has Adam's options and no other."""
-    beta1, beta2 = _betas(group)
-    update(
-        *rows,
-        state_begin=state_begin,
-        step=step,
-        lr=_number(group, "lr"),
-        beta1=beta1,
-        beta2=beta2,
-        eps=_number(group, "eps"),
-        weight_decay=_number(group, "weight_decay"),
-        loops=loops,
-    )
-
-
-def _run_adadelta(*rows: Array, state_begin: int, group: Group, step: int, loops: Loops) -> None:
-    update_adadelta(
-        *rows,
-        state_begin=state_begin,
-        lr=_number(group, "lr"),
-        rho=_number(group, "rho"),
-        eps=_number(group, "eps"),
-        weight_decay=_number(group, "weight_decay"),
-        loops=loops,
-    )
-
-
-def _run_rmsprop(*rows: Array, state_begin: int, group: Group, step: int, loops: Loops) -> None:
-    update_rmsprop(
-        *rows,
-        state_begin=state_begin,
-        lr=_number(group, "lr"),
-        alpha=_number(group, "alpha"),
-        eps=_number(group, "eps"),
-        weight_decay=_number(group, "weight_decay"),
-        momentum=_number(group, "momentum"),
-        centered=group["centered"],
-        loops=loops,
-    )
-
-
-def _run_sparse_adam(*rows: Array, state_begin: int, group: Group, step: int, loops: Loops) -> None:
-    beta1, beta2 = _betas(group)
-    update_sparse_adam(
-        *rows,
-        state_begin=state_begin,
-        step=step,
-        lr=_number(group, "lr"),
-        beta1=beta1,
-        beta2=beta2,
-        eps=_number(group, "eps"),
-        loops=loops,
-    )
-
-
-def row_wise_adagrad_rows(group: Group) -> RowOptimizer:
-    """Rows stepped by oneemb.optim.RowWiseAdagrad."""
-    initial = _number(group, "initial_accumulator_value")
-    return RowOptimizer("row_wise_adagrad", (), (initial,), _run_row_wise_adagrad)
-
-
-def _run_row_wise_adagrad(*rows: Array, state_begin: int, group: Group, step: int, loops: Loops) -> None:
-    update_row_wise_adagrad(
-        *rows,
-        state_begin=state_begin,
-        lr=_number(group, "lr"),
-        eps=_number(group, "eps"),
-        weight_decay=_number(group, "weight_decay"),
-        loops=loops,
-    )
-
-
-def ftrl_rows(group: Group) -> RowOptimizer:
-    """Rows stepped by oneemb.optim.Ftrl."""
-    return RowOptimizer("ftrl", (_number(group, "initial_accumulator_value"), 0.0), (), _run_ftrl, _check_ftrl)
+    @property
+    def options(self) -> set[str]:
+        """The options that rows follow, by the names of the class."""
+        its = {"betas" if name in ("beta1", "beta2") else name for name in self.update.options}
+        return its | {state for state in self.state + self.row_state if isinstance(state, str)}
 
 
 def _check_ftrl(group: Group) -> None:
-    lr = _number(group, "lr")
+    lr = float(group["lr"])
     if not lr > 0:
         raise ValueError(f"Ftrl divides by lr, so lr must be above 0, got {lr}; let the scheduler end above 0")
 
 
-def _run_ftrl(*rows: Array, state_begin: int, group: Group, step: int, loops: Loops) -> None:
-    update_ftrl(
-        *rows,
-        state_begin=state_begin,
-        lr=_number(group, "lr"),
-        lr_power=_number(group, "lr_power"),
-        lambda1=_number(group, "lambda1"),
-        lambda2=_number(group, "lambda2"),
-        beta=_number(group, "beta"),
-        weight_decay=_number(group, "weight_decay"),
-        loops=loops,
-    )
+def _always(group: Group) -> bool:
+    return True
 
 
-def smart_decay_adam_rows(group: Group) -> RowOptimizer:
-    """Rows stepped by oneemb.optim.SmartDecayAdam."""
-    run = partial(_run_with_betas, update_smart_decay_adam)
-    return RowOptimizer("smart_decay_adam", (0.0, 0.0), (0.0,), run)
+_ADAM_OPTIONS = ("lr", "eps", "betas", "weight_decay")
+_ACC = "initial_accumulator_value"
 
-
-def lamb_rows(group: Group) -> RowOptimizer:
-    """Rows stepped by oneemb.optim.Lamb."""
-    return RowOptimizer("lamb", (0.0, 0.0), (), partial(_run_with_betas, update_lamb))
-
-
-def partial_row_wise_adam_rows(group: Group) -> RowOptimizer:
-    """Rows stepped by oneemb.optim.PartialRowWiseAdam."""
-    run = partial(_run_with_betas, update_partial_row_wise_adam)
-    return RowOptimizer("partial_row_wise_adam", (0.0,), (0.0,), run)
-
-
-def lars_rows(group: Group) -> RowOptimizer:
-    """Rows stepped by oneemb.optim.Lars."""
-    return RowOptimizer("lars", (0.0,), (), _run_lars)
-
-
-def _run_lars(*rows: Array, state_begin: int, group: Group, step: int, loops: Loops) -> None:
-    update_lars(
-        *rows,
-        state_begin=state_begin,
-        lr=_number(group, "lr"),
-        eta=_number(group, "eta"),
-        momentum=_number(group, "momentum"),
-        weight_decay=_number(group, "weight_decay"),
-        loops=loops,
-    )
-
-
-def _sgd_rows(optimizer: torch.optim.Optimizer, group: Group) -> _TorchRows:
-    return _TorchRows("sgd", {"lr", "dampening", "nesterov", "weight_decay"}, _run_sgd, wider=("momentum",))
-
-
-def _adagrad_rows(optimizer: torch.optim.Optimizer, group: Group) -> _TorchRows:
-    # torch.optim.Adagrad fills the sums of every group with the value given to its constructor.
-    initial = _number(optimizer.defaults, "initial_accumulator_value")
-    options = {"lr", "lr_decay", "weight_decay", "eps", "initial_accumulator_value"}
-    return _TorchRows("adagrad", options, _run_adagrad, (initial,))
-
-
-def _adam_rows(optimizer: torch.optim.Optimizer, group: Group) -> _TorchRows:
+OPTIMIZERS = {
+    "torch.optim.SGD": KnownOptimizer(
+        "sgd", update_sgd, wider=("momentum",),
+        counts_steps=lambda group: bool(group.get("momentum")) and bool(group.get("dampening")),
+        fbgemm=("sgd", "exact_sgd"), fbgemm_options=("lr",), torchrec="SGD",
+    ),
+    "torch.optim.Adagrad": KnownOptimizer(
+        "adagrad", update_adagrad, (_ACC,), counts_steps=lambda group: bool(group.get("lr_decay")),
+        fbgemm=("adagrad", "exact_adagrad"), fbgemm_options=("lr", "eps", _ACC), torchrec="Adagrad",
+    ),
     # Since torch 2.7 AdamW is Adam with this option; before, the class alone tells.
-    decoupled = group.get("decoupled_weight_decay", type(optimizer) is torch.optim.AdamW)
-    run = partial(_run_adam, decoupled_weight_decay=decoupled)
-    options = {"lr", "betas", "eps", "weight_decay", "decoupled_weight_decay"}
-    return _TorchRows("adamw" if decoupled else "adam", options, run, (0.0, 0.0), wider=("amsgrad",))
-
-
-def _sparse_adam_rows(optimizer: torch.optim.Optimizer, group: Group) -> _TorchRows:
-    return _TorchRows("sparse_adam", {"lr", "betas", "eps"}, _run_sparse_adam, (0.0, 0.0))
-
-
-def _nadam_rows(optimizer: torch.optim.Optimizer, group: Group) -> _TorchRows:
+    "torch.optim.Adam": KnownOptimizer(
+        "adam", update_adam, (0.0, 0.0), wider=("amsgrad",), absent={"decoupled_weight_decay": False},
+        renamed={"decoupled_weight_decay": "adamw"}, counts_steps=_always,
+    ),
+    "torch.optim.AdamW": KnownOptimizer(  # FBGEMM's Adam decays weights apart from gradients.
+        "adam", update_adam, (0.0, 0.0), wider=("amsgrad",), absent={"decoupled_weight_decay": True},
+        renamed={"decoupled_weight_decay": "adamw"}, counts_steps=_always,
+        fbgemm=("adam",), fbgemm_options=_ADAM_OPTIONS, torchrec="Adam",
+    ),
+    "torch.optim.SparseAdam": KnownOptimizer("sparse_adam", update_sparse_adam, (0.0, 0.0), counts_steps=_always),
     # torch multiplies a number of every step so far; rows compute it anew, which takes that those options stay.
-    options = {"lr", "eps", "weight_decay", "decoupled_weight_decay"}
-    return _TorchRows("nadam", options, _run_nadam, (0.0, 0.0), fixed=("betas", "momentum_decay"))
-
-
-def _radam_rows(optimizer: torch.optim.Optimizer, group: Group) -> _TorchRows:
-    options = {"lr", "betas", "eps", "weight_decay", "decoupled_weight_decay"}
-    return _TorchRows("radam", options, _run_radam, (0.0, 0.0))
-
-
-def _adamax_rows(optimizer: torch.optim.Optimizer, group: Group) -> _TorchRows:
-    return _TorchRows(
-        "adamax", {"lr", "betas", "eps", "weight_decay"}, partial(_run_with_betas, update_adamax), (0.0, 0.0)
-    )
-
-
-def _adadelta_rows(optimizer: torch.optim.Optimizer, group: Group) -> _TorchRows:
-    return _TorchRows("adadelta", {"lr", "rho", "eps", "weight_decay"}, _run_adadelta, (0.0, 0.0))
-
-
-def _rmsprop_rows(optimizer: torch.optim.Optimizer, group: Group) -> _TorchRows:
+    "torch.optim.NAdam": KnownOptimizer(
+        "nadam", update_nadam, (0.0, 0.0), fixed=("betas", "momentum_decay"), counts_steps=_always
+    ),
+    "torch.optim.RAdam": KnownOptimizer("radam", update_radam, (0.0, 0.0), counts_steps=_always),
+    "torch.optim.Adamax": KnownOptimizer("adamax", update_adamax, (0.0, 0.0), counts_steps=_always),
+    "torch.optim.Adadelta": KnownOptimizer("adadelta", update_adadelta, (0.0, 0.0)),
     # Momentum may be turned off, since its state is the last; without `centered` it would lie elsewhere.
-    options = {"lr", "alpha", "eps", "weight_decay"}
-    return _TorchRows("rmsprop", options, _run_rmsprop, (0.0,), wider=("centered", "momentum"), fixed=("centered",))
+    "torch.optim.RMSprop": KnownOptimizer(
+        "rmsprop", update_rmsprop, (0.0,), wider=("centered", "momentum"), fixed=("centered",)
+    ),
+    "oneemb.optim.Ftrl": KnownOptimizer("ftrl", update_ftrl, (_ACC, 0.0), check=_check_ftrl),
+    "oneemb.optim.Lamb": KnownOptimizer(
+        "lamb", update_lamb, (0.0, 0.0), counts_steps=_always,
+        fbgemm=("lamb",), fbgemm_options=_ADAM_OPTIONS, torchrec="LAMB",
+    ),
+    "oneemb.optim.Lars": KnownOptimizer(
+        "lars", update_lars, (0.0,),
+        fbgemm=("lars_sgd",), fbgemm_options=("lr", "momentum", "eta", "weight_decay"), torchrec="LarsSGD",
+    ),
+    "oneemb.optim.PartialRowWiseAdam": KnownOptimizer(
+        "partial_row_wise_adam", update_partial_row_wise_adam, (0.0,), (0.0,), counts_steps=_always,
+        fbgemm=("partial_row_wise_adam",), fbgemm_options=_ADAM_OPTIONS, torchrec="PartialRowWiseAdam",
+    ),
+    "oneemb.optim.RowWiseAdagrad": KnownOptimizer(
+        "row_wise_adagrad", update_row_wise_adagrad, (), (_ACC,),
+        fbgemm=("row_wise_adagrad", "exact_row_wise_adagrad"), fbgemm_options=("lr", "eps", "weight_decay", _ACC),
+        torchrec="RowWiseAdagrad",
+    ),
+    "oneemb.optim.SmartDecayAdam": KnownOptimizer(
+        "smart_decay_adam", update_smart_decay_adam, (0.0, 0.0), (0.0,), counts_steps=_always
+    ),
+}  # fmt: skip
+"""By the names of their classes."""
 
 
-_TORCH: dict[type, Callable[[torch.optim.Optimizer, Group], _TorchRows]] = {
-    torch.optim.SGD: _sgd_rows,
-    torch.optim.Adagrad: _adagrad_rows,
-    torch.optim.Adam: _adam_rows,
-    torch.optim.AdamW: _adam_rows,
-    torch.optim.SparseAdam: _sparse_adam_rows,
-    torch.optim.NAdam: _nadam_rows,
-    torch.optim.RAdam: _radam_rows,
-    torch.optim.Adamax: _adamax_rows,
-    torch.optim.Adadelta: _adadelta_rows,
-    torch.optim.RMSprop: _rmsprop_rows,
-}
+def _supported() -> str:
+    packages: dict[str, list[str]] = {}
+    for name in OPTIMIZERS:
+        package, _, own = name.rpartition(".")
+        packages.setdefault(package, []).append(own)
+    return "; ".join(f"{package}.{', '.join(names)}" for package, names in packages.items())
+
+
+SUPPORTED = _supported()
+"""Names of the classes, for messages."""

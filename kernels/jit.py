@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import FunctionType
 from typing import Any, TypeVar
 
 import llvmlite
@@ -33,7 +34,7 @@ from numba.core.registry import cpu_target
 
 __all__ = [
     "CpuLoop", "CudaLoop", "Number", "around_compiling", "compiling", "cpu", "cuda", "external", "imported_kernels",
-    "load", "move", "part", "rule", "store",
+    "load", "move", "part", "rule", "store", "written",
 ]  # fmt: skip
 
 Number = Any
@@ -93,6 +94,22 @@ def cpu(function: _F) -> _F:
 def part(function: _F) -> _F:
     """Compile a part of CPU loops, inlined into each loop that calls it, because passing arrays to a call is slow."""
     return _cached(numba.njit(function, forceinline=True, **_OPTIONS))
+
+
+def written(name: str, source: str, scope: dict[str, Any], *, beside: Any) -> FunctionType:
+    """Function of a source text, to be compiled. Compiled code is kept as if the text stood in the file of `beside`, a
+    compiled function: a text that depends on other files than that one imports would go unnoticed when they change.
+
+    Args:
+        scope: globals of the function.
+    """
+    code = beside.py_func.__code__
+    scope = {**scope, "__name__": beside.py_func.__module__}
+    exec(compile(source, code.co_filename, "exec"), scope)
+    function: FunctionType = scope[name]
+    function.__qualname__ = f"{beside.py_func.__qualname__}.{name}"
+    function.__code__ = function.__code__.replace(co_firstlineno=code.co_firstlineno)
+    return function
 
 
 def external(name: str, result: str, arguments: list[str]) -> Any:

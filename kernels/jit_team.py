@@ -24,7 +24,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from oneemb.kernels.jit import CpuLoop, cpu, external
+from oneemb.kernels.jit import CpuLoop, cpu, external, written
 from oneemb.kernels.jit_code import set_word, word_at
 
 __all__ = ["TEAM_WORDS", "add_word", "begin_team", "end_team", "launcher", "serve", "watch_word"]
@@ -267,10 +267,7 @@ def launcher(loop: Any) -> CpuLoop:
 
 
 def _launch_function(loop: Any, count: int) -> FunctionType:
-    """The function of a launcher, whose compiled code is kept under the name of the loop.
-
-    The number of arguments is written out, since numba's calls with `*arguments` are slow.
-    """
+    """Function of a launcher. Its arguments are written out, since numba's calls with `*arguments` are slow."""
     names = "".join(f"a{i}, " for i in range(count))
     source = f"""
 def launch(team, helpers, shares, size, {names}):
@@ -278,13 +275,5 @@ def launch(team, helpers, shares, size, {names}):
     if launch_job(team, helpers, shares, size, entry_of(loop, arguments), address_of(arguments)) != 0:
         raise MemoryError("no memory for a loop's own arrays")
 """
-    code, names_of = (
-        loop.py_func.__code__,
-        {"launch_job": _launch_job, "entry_of": _entry_of, "address_of": _address_of},
-    )
-    scope: dict[str, Any] = {**names_of, "loop": loop, "__name__": loop.py_func.__module__}
-    exec(compile(source, code.co_filename, "exec"), scope)
-    function = scope["launch"]
-    function.__qualname__ = f"{loop.py_func.__qualname__}.launch"
-    function.__code__ = function.__code__.replace(co_firstlineno=code.co_firstlineno)
-    return function
+    scope = {"launch_job": _launch_job, "entry_of": _entry_of, "address_of": _address_of, "loop": loop}
+    return written("launch", source, scope, beside=loop)

@@ -16,14 +16,11 @@ loop and rounded to float32 once, as torch rounds it.
 
 import numpy as np
 
-from oneemb.kernels.arrays import Array
-from oneemb.kernels.jit import CpuLoop, Number, part, rule
-from oneemb.kernels.jit_code import keep_rolled, to_float32
-from oneemb.kernels.jit_lanes import LANES, load_lanes, same_lanes, sum_lanes
+from oneemb.kernels.jit import CpuLoop, Number, rule
 from oneemb.kernels.reduce_grads import Segments
 from oneemb.kernels.threads import Threads
 
-__all__ = ["l2_grad", "lerp", "lerp_scalars", "maximum", "run_row_update", "square_sum"]
+__all__ = ["l2_grad", "lerp", "lerp_scalars", "maximum", "run_row_update"]
 
 
 @rule
@@ -49,26 +46,6 @@ def lerp_scalars(share: float) -> tuple[bool, np.float32]:
 def maximum(x: Number, y: Number) -> Number:
     """The larger of two; NaN where either is, as torch.maximum has it."""
     return x if x >= y or x != x else y
-
-
-@part
-def square_sum(array_SX: Array, s: Number, dim: Number) -> Number:
-    """The sum of squares of array_SX[s, :dim], stored in any of the three formats, in float32.
-
-    In 16 lanes: lane l takes d = l, l + 16, ..., the lanes are added as `sum_lanes` does it, and then come the last
-    dim % 16 numbers.
-    """
-    rest = dim - dim % LANES
-    squares = same_lanes(np.float32(0))
-    for d in range(0, rest, LANES):
-        keep_rolled()
-        lanes = load_lanes(array_SX, s, d)
-        squares = squares + lanes * lanes
-    total = sum_lanes(squares)
-    for d in range(rest, dim):
-        x = to_float32(array_SX[s, d])
-        total += x * x
-    return total
 
 
 def run_row_update(

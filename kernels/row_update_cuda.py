@@ -5,7 +5,7 @@ as `Segments` of the batch's gradients, which are summed just before the optimiz
 
 A group of threads shares a row; each takes V weights at a time, with their state and gradient, as 16 bytes where
 every row is aligned to that. An optimizer whose rule needs nothing but one weight, its state and its gradient is run
-by `element_loop`; one that first needs two sums over the row by `row_loop`; the others have loops in their own files.
+by `element_loop`; one that first needs numbers of the whole row by `row_loop`. See oneemb.kernels.rule_loops.
 
 Invariants: those of oneemb.kernels.row_update; and where go_1[0] is 0, which a check on the device may set, nothing is
 written.
@@ -133,29 +133,21 @@ def element_update(rule: Any, states: int) -> CudaLoop:
     return element_loop.at(optimizer=rule, elements=(_stateless, _one_state, _two_states, _three_states)[states])
 
 
-# ---- optimizers that need sums over the row --------------------------------------------------------------------------
+# ---- optimizers that need numbers of the whole row -------------------------------------------------------------------
 
 
 @cuda.inner
-def _shares_of_weights(
+def _as_it_is(
     weight_SX: Array, row_SW: Array, s: Number, d: Number, state_begin: Number, dim: Number, g_V: Array, scalars: tuple,
-    sum_2: Array,
 ) -> None:  # fmt: skip
-    """sum_2 += what V weights add to the row's two sums, of the weights and gradients."""
-    w_V = cuda.local.array(V, np.float32)
-    load(w_V, weight_SX, s, d)
-    for i in range(V):
-        x, y = shares(w_V[i], g_V[i], *scalars)
-        sum_2[0] = plus(sum_2[0], x)
-        sum_2[1] = plus(sum_2[1], y)
+    return
 
 
 @cuda.inner
-def _shares_of_two_states(
+def _directed(
     weight_SX: Array, row_SW: Array, s: Number, d: Number, state_begin: Number, dim: Number, g_V: Array, scalars: tuple,
-    sum_2: Array,
 ) -> None:  # fmt: skip
-    """The same of weights, two states a weight, and gradients."""
+    """g_V = the direction of V weights with two states each; the states stay as they are."""
     w_V = cuda.local.array(V, np.float32)
     x_V = cuda.local.array(V, np.float32)
     y_V = cuda.local.array(V, np.float32)
@@ -163,9 +155,26 @@ def _shares_of_two_states(
     load(x_V, row_SW, s, state_begin + d)
     load(y_V, row_SW, s, state_begin + dim + d)
     for i in range(V):
-        x, y = shares(w_V[i], x_V[i], y_V[i], g_V[i], *scalars)
-        sum_2[0] = plus(sum_2[0], x)
-        sum_2[1] = plus(sum_2[1], y)
+        g_V[i], x_V[i], y_V[i] = direction(w_V[i], x_V[i], y_V[i], g_V[i], *scalars)
+
+
+@cuda.inner
+def _directed_elements(
+    weight_SX: Array, row_SW: Array, s: Number, d: Number, state_begin: Number, dim: Number, g_V: Array, scalars: tuple,
+) -> None:  # fmt: skip
+    """A step of V weights in their direction; scalars[0] is the rate."""
+    w_V = cuda.local.array(V, np.float32)
+    x_V = cuda.local.array(V, np.float32)
+    y_V = cuda.local.array(V, np.float32)
+    load(w_V, weight_SX, s, d)
+    load(x_V, row_SW, s, state_begin + d)
+    load(y_V, row_SW, s, state_begin + dim + d)
+    for i in range(V):
+        g_V[i], x_V[i], y_V[i] = direction(w_V[i], x_V[i], y_V[i], g_V[i], *scalars[1:])
+        w_V[i] = optimizer(w_V[i], g_V[i], *scalars)
+    store(weight_SX, s, d, w_V)
+    store(row_SW, s, state_begin + d, x_V)
+    store(row_SW, s, state_begin + dim + d, y_V)
 
 
 @cuda.inner
@@ -189,11 +198,13 @@ def _keep_at(row_SW: Array, s: Number, at: Number, x: Number) -> None:
 
 
 # `at` of `row_update` sets these.
-add_shares = _shares_of_weights
+direct = _as_it_is
 row_state = _no_state
 keep_row_state = _keep_nothing
+direction: Any = None
 shares: Any = None
 rate_of: Any = None
+SUMS = False
 STATES = 0
 _BLOCK_MAX = 256
 
@@ -203,11 +214,12 @@ def row_loop(
     weight_SX: Array, row_SW: Array, slot_U: Array, grad_NX: Array, order_N: Array, scale_N: Array, begin_U1: Array,
     part_U1: Array, part_PD: Array, go_1: Array, state_begin: Number, scalars: tuple,
 ) -> None:  # fmt: skip
-    """One step of an optimizer that needs two sums over a row before it steps the row's weights one by one."""
+    """One step of an optimizer that needs rates of a row before it steps the row's weights one by one."""
     share_x = cuda.shared.array(_BLOCK_MAX, np.float32)  # each thread's shares of its row's sums
     share_y = cuda.shared.array(_BLOCK_MAX, np.float32)
     sum_2 = cuda.local.array(2, np.float32)
     g_V = cuda.local.array(V, np.float32)
+    w_V = cuda.local.array(V, np.float32)
     dim = grad_NX.shape[1]
     at = state_begin + STATES * dim
     lane, lanes, groups = cuda.threadIdx.x, cuda.blockDim.x, cuda.blockDim.y
@@ -216,56 +228,55 @@ def row_loop(
     while first < slot_U.shape[0] and go_1[0] != 0:
         u = first + cuda.threadIdx.y
         own = cuda.threadIdx.y * lanes
-        if u < slot_U.shape[0]:
+        sum_2[0] = np.float32(0)
+        sum_2[1] = np.float32(0)
+        if SUMS:
+            if u < slot_U.shape[0]:
+                d = lane * V
+                while d < dim:
+                    load(w_V, weight_SX, slot_U[u], d)
+                    gradient(g_V, grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD, u, d)
+                    direct(weight_SX, row_SW, slot_U[u], d, state_begin, dim, g_V, scalars)
+                    for i in range(V):
+                        x, y = shares(w_V[i], g_V[i], *scalars)
+                        sum_2[0] = plus(sum_2[0], x)
+                        sum_2[1] = plus(sum_2[1], y)
+                    d += lanes * V
+                share_x[own + lane] = sum_2[0]
+                share_y[own + lane] = sum_2[1]
+            cuda.syncthreads()
             sum_2[0] = np.float32(0)
             sum_2[1] = np.float32(0)
-            d = lane * V
-            while d < dim:
-                gradient(g_V, grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD, u, d)
-                add_shares(weight_SX, row_SW, slot_U[u], d, state_begin, dim, g_V, scalars, sum_2)
-                d += lanes * V
-            share_x[own + lane] = sum_2[0]
-            share_y[own + lane] = sum_2[1]
-        cuda.syncthreads()
+            if u < slot_U.shape[0]:
+                for k in range(lanes):
+                    sum_2[0] = plus(sum_2[0], share_x[own + k])
+                    sum_2[1] = plus(sum_2[1], share_y[own + k])
         if u < slot_U.shape[0]:
             s = slot_U[u]
-            sum_2[0] = np.float32(0)
-            sum_2[1] = np.float32(0)
-            for k in range(lanes):
-                sum_2[0] = plus(sum_2[0], share_x[own + k])
-                sum_2[1] = plus(sum_2[1], share_y[own + k])
-            kept, rate = rate_of(sum_2[0], sum_2[1], np.float32(dim), row_state(row_SW, s, at), *scalars)
+            rates = rate_of(sum_2[0], sum_2[1], np.float32(dim), row_state(row_SW, s, at), *scalars)
             d = lane * V
             while d < dim:
                 gradient(g_V, grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD, u, d)
-                elements(weight_SX, row_SW, s, d, state_begin, dim, g_V, (rate,) + scalars)  # noqa: RUF005
+                elements(weight_SX, row_SW, s, d, state_begin, dim, g_V, rates[1:] + scalars)
                 d += lanes * V
         cuda.syncthreads()  # the row's state has been read by all, and so have the shares
         if u < slot_U.shape[0] and lane == 0:
-            keep_row_state(row_SW, slot_U[u], at, kept)
+            keep_row_state(row_SW, slot_U[u], at, rates[0])
         first += cuda.gridDim.x * groups
 
 
-@functools.cache
-def row_update(shares: Any, rate_of: Any, rule: Any, *, states: int, of_states: bool, row_state: bool) -> CudaLoop:
-    """The loop for an optimizer with this many states a weight, and one a row where `row_state`.
-
-    Args:
-        shares: (w, g, *scalars), or (w, *state, g, *scalars) with of_states, -> what a weight adds to two sums.
-        rate_of: (sum, sum, dim, row state, *scalars) -> row state, rate. The row state of rows that have none is 0.
-        rule: (w, *state, g, rate, *scalars) -> w, *state.
-    """
-    assert states == 2 or not of_states
-    kept = dict(row_state=_state_at, keep_row_state=_keep_at) if row_state else {}
+def row_update(
+    rule: Any, rate_of: Any, *, shares: Any, direction: Any, states: int, has_row_state: bool
+) -> CudaLoop:  # fmt: skip
+    """The loop for an optimizer with this many states a weight; see `row_loops` of oneemb.kernels.rule_loops."""
+    assert states == 2 or direction is None
+    kept = dict(row_state=_state_at, keep_row_state=_keep_at) if has_row_state else {}
+    sums = dict(SUMS=True, shares=shares) if shares is not None else {}
+    directed = dict(direct=_directed, direction=direction, elements=_directed_elements) if direction is not None else {}
+    of_states = (_stateless, _one_state, _two_states, _three_states)[states]
     return row_loop.at(
-        shares=shares,
-        rate_of=rate_of,
-        optimizer=rule,
-        STATES=states,
-        elements=(_stateless, _one_state, _two_states, _three_states)[states],
-        add_shares=_shares_of_two_states if of_states else _shares_of_weights,
-        **kept,
-    )
+        rate_of=rate_of, optimizer=rule, STATES=states, **{"elements": of_states, **directed}, **sums, **kept
+    )  # fmt: skip
 
 
 def run_row_update_cuda(
@@ -301,6 +312,5 @@ def run_row_update_cuda(
     v = v if state_begin % 4 == 0 else 1
     loop = loop.at(V=v, gradient=how, SCALED=arrays.scaled)
     gpu.run_rows(
-        loop, len(slot_U), dim // v, weight_SX, row_SW, slot_U, *arrays, go_1, state_begin,
-        tuple(scalar for scalar in scalars if scalar is not None),
+        loop, len(slot_U), dim // v, weight_SX, row_SW, slot_U, *arrays, go_1, state_begin, scalars
     )  # fmt: skip

@@ -11,13 +11,9 @@ import math
 
 import numpy as np
 
-from oneemb.kernels.arrays import Array
-from oneemb.kernels.jit import Number, cpu, rule
-from oneemb.kernels.jit_code import from_float32, to_float32
-from oneemb.kernels.loops import Loops, Segments
-from oneemb.kernels.reduce_grads import ROWS, row_grads
+from oneemb.kernels.jit import Number, rule
 from oneemb.kernels.row_update import l2_grad
-from oneemb.kernels.row_update_cuda import element_update
+from oneemb.kernels.rule_loops import RowLoops, element_loops, row_update
 
 __all__ = ["adagrad", "update_adagrad"]
 
@@ -30,43 +26,10 @@ def adagrad(w: Number, acc: Number, g: Number, clr: Number, eps: Number, weight_
     return w - clr * g / (math.sqrt(acc) + eps), acc
 
 
-@cpu
-def _adagrad_cpu(
-    begin: Number, end: Number, weight_SX: Array, row_SW: Array, slot_U: Array, grads: tuple, state_begin: Number,
-    clr: Number, eps: Number, weight_decay: Number,
-) -> None:  # fmt: skip
-    dim = grads[0].shape[1]
-    g_RD = np.empty((ROWS, dim), np.float32)
-    for first in range(begin, end, ROWS):
-        for r in range(row_grads(grads, first, end, row_SW, slot_U, g_RD)):
-            s = slot_U[first + r]
-            w_D = weight_SX[s, :dim]
-            acc_D = row_SW[s, state_begin : state_begin + dim]
-            for d in range(dim):
-                w, acc_D[d] = adagrad(to_float32(w_D[d]), acc_D[d], g_RD[r, d], clr, eps, weight_decay)
-                w_D[d] = from_float32(w, w_D[d])
+_LOOPS = element_loops(adagrad)
 
 
-def update_adagrad(
-    weight_SX: Array,
-    row_SW: Array,
-    slot_U: Array,
-    grad_UD: Array | Segments,
-    *,
-    state_begin: int,
-    step: int,
-    lr: float,
-    lr_decay: float,
-    eps: float,
-    weight_decay: float,
-    loops: Loops,
-) -> None:
-    """One step of Adagrad, in place, on the rows of slot_U; `step` counts from 1 over the whole run.
-
-    A new row's state holds the initial accumulator value.
-    """
-    loops.update_rows(
-        _adagrad_cpu, element_update(adagrad, states=1), weight_SX, row_SW, slot_U, grad_UD, state_begin,
-        np.float32(lr / (1 + (step - 1) * lr_decay)), np.float32(eps), np.float32(weight_decay),
-        state_width=grad_UD.shape[1],
-    )  # fmt: skip
+@row_update
+def update_adagrad(step: int, *, lr: float, lr_decay: float, eps: float, weight_decay: float) -> tuple[RowLoops, tuple]:
+    """One step of Adagrad. A new row's state holds the initial accumulator value."""
+    return _LOOPS, (np.float32(lr / (1 + (step - 1) * lr_decay)), np.float32(eps), np.float32(weight_decay))

@@ -16,15 +16,11 @@ import math
 
 import numpy as np
 
-from oneemb.kernels.arrays import Array
-from oneemb.kernels.jit import Number, cpu, rule
-from oneemb.kernels.jit_code import from_float32, to_float32
-from oneemb.kernels.loops import Loops, Segments
-from oneemb.kernels.reduce_grads import ROWS, row_grads
+from oneemb.kernels.jit import Number, rule
 from oneemb.kernels.row_update import l2_grad
-from oneemb.kernels.row_update_cuda import element_update
+from oneemb.kernels.rule_loops import RowLoops, element_loops, row_update
 
-__all__ = ["ftrl", "update_ftrl"]
+__all__ = ["ftrl", "ftrl_published", "update_ftrl"]
 
 
 @rule
@@ -51,56 +47,31 @@ def ftrl(
 
 
 @rule
-def _published(
+def ftrl_published(
     w: Number, n: Number, z: Number, g: Number, lr: Number, lambda1: Number, lambda2: Number, beta: Number,
     weight_decay: Number,
-) -> Number:  # fmt: skip
-    """`ftrl` with power None, which cannot be an argument of a launch."""
+) -> tuple:  # fmt: skip
+    """`ftrl` with the power as published."""
     return ftrl(w, n, z, g, lr, None, lambda1, lambda2, beta, weight_decay)
 
 
-@cpu
-def _ftrl_cpu(
-    begin: Number, end: Number, weight_SX: Array, row_SW: Array, slot_U: Array, grads: tuple, state_begin: Number,
-    lr: Number, power: Number, lambda1: Number, lambda2: Number, beta: Number, weight_decay: Number,
-) -> None:  # fmt: skip
-    dim = grads[0].shape[1]
-    g_RD = np.empty((ROWS, dim), np.float32)
-    for first in range(begin, end, ROWS):
-        for r in range(row_grads(grads, first, end, row_SW, slot_U, g_RD)):
-            s = slot_U[first + r]
-            w_D = weight_SX[s, :dim]
-            n_D = row_SW[s, state_begin : state_begin + dim]
-            z_D = row_SW[s, state_begin + dim : state_begin + 2 * dim]
-            for d in range(dim):
-                w, n_D[d], z_D[d] = ftrl(
-                    to_float32(w_D[d]), n_D[d], z_D[d], g_RD[r, d], lr, power, lambda1, lambda2, beta, weight_decay
-                )
-                w_D[d] = from_float32(w, w_D[d])
+_LOOPS, _PUBLISHED = element_loops(ftrl), element_loops(ftrl_published)
 
 
+@row_update
 def update_ftrl(
-    weight_SX: Array,
-    row_SW: Array,
-    slot_U: Array,
-    grad_UD: Array | Segments,
+    step: int,
     *,
-    state_begin: int,
     lr: float,
     lr_power: float,
     lambda1: float,
     lambda2: float,
     beta: float,
     weight_decay: float,
-    loops: Loops,
-) -> None:
-    """One step of FTRL-Proximal, in place, on the rows of slot_U. `lr` must be above 0."""
+) -> tuple[RowLoops, tuple]:
+    """One step of FTRL-Proximal. `lr` must be above 0."""
     assert lr > 0
-    power = None if lr_power == -0.5 else np.float32(-lr_power)
-    loops.update_rows(
-        _ftrl_cpu, element_update(_published if power is None else ftrl, states=2),
-        weight_SX, row_SW, slot_U, grad_UD, state_begin,
-        np.float32(lr), power, np.float32(lambda1), np.float32(lambda2),
-        np.float32(beta), np.float32(weight_decay),
-        state_width=2 * grad_UD.shape[1],
+    loops, power = (_PUBLISHED, ()) if lr_power == -0.5 else (_LOOPS, (np.float32(-lr_power),))
+    return loops, (
+        np.float32(lr), *power, np.float32(lambda1), np.float32(lambda2), np.float32(beta), np.float32(weight_decay)
     )  # fmt: skip

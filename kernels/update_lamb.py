@@ -9,7 +9,7 @@ Where r is 0 the row stays as it is. A row of zeros stays one for ever.
 
 `step` is the global one: a row that sits out some steps is neither decayed nor moved meanwhile.
 
-Sums over a row are those of `square_sum` on the CPU; on the GPU each thread of the row's group sums its own weights and
+Sums over a row are those of `rule_loops` on the CPU; on the GPU each thread of the row's group sums its own weights and
 then come the threads, in order, so that a sum differs by at most D * 2^-23 of itself.
 
 Reference: You et al. Large Batch Optimization for Deep Learning. ICLR 2020; FBGEMM's LAMB, where
@@ -20,13 +20,8 @@ import math
 
 import numpy as np
 
-from oneemb.kernels.arrays import Array
-from oneemb.kernels.jit import Number, cpu, rule
-from oneemb.kernels.jit_code import from_float32, to_float32
-from oneemb.kernels.loops import Loops, Segments
-from oneemb.kernels.reduce_grads import ROWS, row_grads
-from oneemb.kernels.row_update import square_sum
-from oneemb.kernels.row_update_cuda import row_update
+from oneemb.kernels.jit import Number, rule
+from oneemb.kernels.rule_loops import RowLoops, row_loops, row_update
 
 __all__ = ["lamb", "lamb_direction", "lamb_rate", "lamb_squares", "update_lamb"]
 
@@ -46,14 +41,11 @@ def lamb_direction(
 
 @rule
 def lamb_squares(
-    w: Number, m: Number, v: Number, g: Number,
+    w: Number, r: Number,
     lr: Number, beta1: Number, beta1_rest: Number, beta2: Number, beta2_rest: Number, correction1: Number,
     correction2: Number, eps: Number, weight_decay: Number,
 ) -> tuple:  # fmt: skip
     """One weight's terms of the row's two sums."""
-    r, _, _ = lamb_direction(
-        w, m, v, g, lr, beta1, beta1_rest, beta2, beta2_rest, correction1, correction2, eps, weight_decay
-    )  # fmt: skip
     return w * w, r * r
 
 
@@ -70,67 +62,23 @@ def lamb_rate(
 
 @rule
 def lamb(
-    w: Number, m: Number, v: Number, g: Number, rate: Number,
+    w: Number, g: Number, rate: Number,
     lr: Number, beta1: Number, beta1_rest: Number, beta2: Number, beta2_rest: Number, correction1: Number,
     correction2: Number, eps: Number, weight_decay: Number,
-) -> tuple:  # fmt: skip
-    """Returns w', m', v'."""
-    r, m, v = lamb_direction(
-        w, m, v, g, lr, beta1, beta1_rest, beta2, beta2_rest, correction1, correction2, eps, weight_decay
-    )  # fmt: skip
-    return w - rate * r, m, v
+) -> Number:  # fmt: skip
+    """w' of a weight whose direction r is g."""
+    return w - rate * g
 
 
-@cpu
-def _lamb_cpu(
-    begin: Number, end: Number, weight_SX: Array, row_SW: Array, slot_U: Array, grads: tuple, state_begin: Number,
-    lr: Number, beta1: Number, beta1_rest: Number, beta2: Number, beta2_rest: Number, correction1: Number,
-    correction2: Number, eps: Number, weight_decay: Number,
-) -> None:  # fmt: skip
-    dim = grads[0].shape[1]
-    g_RD, r_1D = np.empty((ROWS, dim), np.float32), np.empty((1, dim), np.float32)
-    for first in range(begin, end, ROWS):
-        for r in range(row_grads(grads, first, end, row_SW, slot_U, g_RD)):
-            s = slot_U[first + r]
-            w_D = weight_SX[s, :dim]
-            m_D = row_SW[s, state_begin : state_begin + dim]
-            v_D = row_SW[s, state_begin + dim : state_begin + 2 * dim]
-            for d in range(dim):
-                r_1D[0, d], m_D[d], v_D[d] = lamb_direction(
-                    to_float32(w_D[d]), m_D[d], v_D[d], g_RD[r, d],
-                    lr, beta1, beta1_rest, beta2, beta2_rest, correction1, correction2, eps, weight_decay,
-                )  # fmt: skip
-            _, rate = lamb_rate(
-                square_sum(weight_SX, s, dim), square_sum(r_1D, 0, dim), np.float32(dim), np.float32(0),
-                lr, beta1, beta1_rest, beta2, beta2_rest, correction1, correction2, eps, weight_decay,
-            )  # fmt: skip
-            for d in range(dim):
-                w_D[d] = from_float32(to_float32(w_D[d]) - rate * r_1D[0, d], w_D[d])
+_LOOPS = row_loops(lamb, lamb_rate, shares=lamb_squares, direction=lamb_direction)
 
 
+@row_update
 def update_lamb(
-    weight_SX: Array,
-    row_SW: Array,
-    slot_U: Array,
-    grad_UD: Array | Segments,
-    *,
-    state_begin: int,
-    step: int,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    loops: Loops,
-) -> None:
-    """One step of LAMB, in place, on the rows of slot_U; `step` counts from 1 over the whole run.
-
-    A new row's state is zeros.
-    """
-    loops.update_rows(
-        _lamb_cpu, row_update(lamb_squares, lamb_rate, lamb, states=2, of_states=True, row_state=False),
-        weight_SX, row_SW, slot_U, grad_UD, state_begin,
+    step: int, *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float
+) -> tuple[RowLoops, tuple]:
+    """One step of LAMB. A new row's state is zeros."""
+    return _LOOPS, (
         np.float32(lr), np.float32(beta1), np.float32(1 - beta1), np.float32(beta2), np.float32(1 - beta2),
         np.float32(1 - beta1**step), np.float32(1 - beta2**step), np.float32(eps), np.float32(weight_decay),
-        state_width=2 * grad_UD.shape[1],
     )  # fmt: skip

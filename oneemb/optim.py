@@ -1,8 +1,8 @@
 """Optimizers that torch.optim lacks: Ftrl, Lamb, Lars, PartialRowWiseAdam, RowWiseAdagrad, SmartDecayAdam.
 
-Each steps dense parameters in plain torch operations; its `row_optimizer` tells how the rows of an embedding are
-stepped, so one optimizer may hold both. A row of an embedding that has a gradient at every step is updated as a row of
-a dense parameter is.
+Each steps dense parameters in plain torch operations; oneemb.graph.row_optimizers tells how the rows of an embedding
+are stepped, so one optimizer may hold both. A row of an embedding that has a gradient at every step is updated as a row
+of a dense parameter is.
 
 State of a dense parameter has the parameter's dtype, as in torch.optim; state of an embedding's row is float32.
 """
@@ -13,15 +13,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from oneemb.graph.row_optimizers import (
-    RowOptimizer,
-    ftrl_rows,
-    lamb_rows,
-    lars_rows,
-    partial_row_wise_adam_rows,
-    row_wise_adagrad_rows,
-    smart_decay_adam_rows,
-)
+from oneemb.graph.row_optimizers import RowOptimizer, rows_of_class
 
 __all__ = ["Ftrl", "Lamb", "Lars", "PartialRowWiseAdam", "RowWiseAdagrad", "SmartDecayAdam"]
 
@@ -90,14 +82,40 @@ class _Optimizer(torch.optim.Optimizer):
                 self._step(param, param.grad, self.state[param], group)
         return loss
 
+    def row_optimizer(self, group: _Group) -> RowOptimizer:
+        """How an embedding's rows in this group are stepped."""
+        its = next(cls for cls in type(self).__mro__ if cls.__module__ == __name__)
+        return rows_of_class(its, self, group)
+
     def _check(self, group: _Group) -> None:
-        raise NotImplementedError
+        """Raise ValueError if an option is out of range: betas are below 1, and all options at least 0 and finite."""
+        for option in self.defaults:
+            value = group[option]
+            for i, beta in enumerate(value if option == "betas" else ()):
+                if not 0 <= beta < 1:
+                    raise ValueError(f"{type(self).__name__}: betas[{i}] must be at least 0 and below 1, got {beta}")
+            if option != "betas" and not 0 <= value < math.inf:
+                raise ValueError(f"{type(self).__name__}: {option} must be at least 0 and finite, got {value}")
 
     def _begin(self, group: _Group) -> None:
         """Called at each step for each group, before its parameters are stepped."""
 
     def _step(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: _Group) -> None:
         raise NotImplementedError
+
+
+class _WithMoments(_Optimizer):
+    """Adam's options."""
+
+    def __init__(
+        self,
+        params: _Params,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ):
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
 
 
 class RowWiseAdagrad(_Optimizer):
@@ -140,14 +158,6 @@ class RowWiseAdagrad(_Optimizer):
     ):
         defaults = dict(lr=lr, weight_decay=weight_decay, initial_accumulator_value=initial_accumulator_value, eps=eps)
         super().__init__(params, defaults)
-
-    def row_optimizer(self, group: _Group) -> RowOptimizer:
-        """How an embedding's rows in this group are stepped."""
-        return row_wise_adagrad_rows(group)
-
-    def _check(self, group: _Group) -> None:
-        for option in ("lr", "weight_decay", "initial_accumulator_value", "eps"):
-            _check_at_least_0(self, group, option)
 
     def _step(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: _Group) -> None:
         grad = _l2_grad(param, grad, group)
@@ -208,17 +218,12 @@ class Ftrl(_Optimizer):
         )
         super().__init__(params, defaults)
 
-    def row_optimizer(self, group: _Group) -> RowOptimizer:
-        """How an embedding's rows in this group are stepped."""
-        return ftrl_rows(group)
-
     def _check(self, group: _Group) -> None:
-        for option in ("weight_decay", "initial_accumulator_value", "lambda1", "lambda2", "beta"):
-            _check_at_least_0(self, group, option)
         if not (group["lr"] > 0 and math.isfinite(group["lr"])):
             raise ValueError(f"Ftrl: lr must be above 0 and finite, got {group['lr']}")
         if not -math.inf < group["lr_power"] <= 0:
             raise ValueError(f"Ftrl: lr_power must be at most 0 and finite, got {group['lr_power']}")
+        super()._check({**group, "lr_power": 0.0})
 
     def _begin(self, group: _Group) -> None:
         grads = [param.grad for param in group["params"] if param.grad is not None]
@@ -244,7 +249,7 @@ class Ftrl(_Optimizer):
         param.copy_(torch.where(z.abs() <= lambda1, torch.zeros_like(weight), weight))
 
 
-class SmartDecayAdam(_Optimizer):
+class SmartDecayAdam(_WithMoments):
     """Adam for rows that rarely have a gradient: a row catches up with the steps at which it had none.
 
     With k = the steps since the row's last gradient:
@@ -269,25 +274,6 @@ class SmartDecayAdam(_Optimizer):
     Reference: SmartDecaySparseAdam of Caffe2, which OneFlow's SmartDecayAdam follows on embedding rows. OneFlow
         steps dense parameters as Adam instead; give those to torch.optim.Adam for the same.
     """
-
-    def __init__(
-        self,
-        params: _Params,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-    ):
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
-
-    def row_optimizer(self, group: _Group) -> RowOptimizer:
-        """How an embedding's rows in this group are stepped."""
-        return smart_decay_adam_rows(group)
-
-    def _check(self, group: _Group) -> None:
-        for option in ("lr", "eps", "weight_decay"):
-            _check_at_least_0(self, group, option)
-        _check_betas(self, group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take a state of `load_state_dict`. Older states have a count of steps for each group, and the number of the
@@ -320,7 +306,7 @@ class SmartDecayAdam(_Optimizer):
         param.addcdiv_(m + owed, v.sqrt().add_(group["eps"]), value=-group["lr"])
 
 
-class PartialRowWiseAdam(_Optimizer):
+class PartialRowWiseAdam(_WithMoments):
     """Adam with one second moment a row instead of one a weight.
 
         m' = beta1 * m + (1 - beta1) * g
@@ -344,25 +330,6 @@ class PartialRowWiseAdam(_Optimizer):
     Reference: FBGEMM's PARTIAL_ROWWISE_ADAM.
     """
 
-    def __init__(
-        self,
-        params: _Params,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-    ):
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
-
-    def row_optimizer(self, group: _Group) -> RowOptimizer:
-        """How an embedding's rows in this group are stepped."""
-        return partial_row_wise_adam_rows(group)
-
-    def _check(self, group: _Group) -> None:
-        for option in ("lr", "eps", "weight_decay"):
-            _check_at_least_0(self, group, option)
-        _check_betas(self, group)
-
     def _step(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: _Group) -> None:
         if not state:
             state["step"] = _count(0)
@@ -378,7 +345,7 @@ class PartialRowWiseAdam(_Optimizer):
         param.sub_(move, alpha=group["lr"])
 
 
-class Lamb(_Optimizer):
+class Lamb(_WithMoments):
     """Adam whose step has the length of the row's weights, times lr.
 
         m' = beta1 * m + (1 - beta1) * g
@@ -404,25 +371,6 @@ class Lamb(_Optimizer):
     Reference: You et al. Large Batch Optimization for Deep Learning. ICLR 2020; FBGEMM's LAMB, where a row whose r is 0
         becomes NaN.
     """
-
-    def __init__(
-        self,
-        params: _Params,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-    ):
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
-
-    def row_optimizer(self, group: _Group) -> RowOptimizer:
-        """How an embedding's rows in this group are stepped."""
-        return lamb_rows(group)
-
-    def _check(self, group: _Group) -> None:
-        for option in ("lr", "eps", "weight_decay"):
-            _check_at_least_0(self, group, option)
-        _check_betas(self, group)
 
     def _step(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: _Group) -> None:
         if not state:
@@ -475,14 +423,6 @@ class Lars(_Optimizer):
     ):
         super().__init__(params, dict(lr=lr, momentum=momentum, eta=eta, weight_decay=weight_decay))
 
-    def row_optimizer(self, group: _Group) -> RowOptimizer:
-        """How an embedding's rows in this group are stepped."""
-        return lars_rows(group)
-
-    def _check(self, group: _Group) -> None:
-        for option in ("lr", "momentum", "eta", "weight_decay"):
-            _check_at_least_0(self, group, option)
-
     def _step(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: _Group) -> None:
         if not state:
             state["buf"] = torch.zeros_like(param)
@@ -516,15 +456,3 @@ def _row_norms(x: torch.Tensor) -> torch.Tensor:
 def _per_row(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A number for each index of dimension 0, shaped so that it broadcasts over the others."""
     return x.reshape(x.shape + (1,) * (like.ndim - x.ndim))
-
-
-def _check_betas(optimizer: torch.optim.Optimizer, group: _Group) -> None:
-    for i, beta in enumerate(group["betas"]):
-        if not 0 <= beta < 1:
-            raise ValueError(f"{type(optimizer).__name__}: betas[{i}] must be at least 0 and below 1, got {beta}")
-
-
-def _check_at_least_0(optimizer: torch.optim.Optimizer, group: _Group, option: str) -> None:
-    value = group[option]
-    if not 0 <= value < math.inf:
-        raise ValueError(f"{type(optimizer).__name__}: {option} must be at least 0 and finite, got {value}")

@@ -301,7 +301,6 @@ REACHED_INTO = {
     "tests/cuda/test_launches.py": {"_compute_prepared", "_prepare"},
     "tests/cuda/test_prefetched_rows.py": {"_release_in_order"},
     "tests/cuda/test_tier_on_streams.py": {"_order"},
-    "tests/cuda_compile/signatures.py": {"_published"},
     "tests/cuda_compile/test_argument_types.py": {"_Array"},
     "tests/dynamicemb/test_tables.py": {"_admission_counter"},
     "tests/remote/test_plugin_server.py": {"_plugins"},

@@ -18,6 +18,7 @@ import torch
 import oneemb
 from oneemb.training import row_step
 from tests.support.models import STORES, make_embedding, rows_of
+from tests.support.optimizers import MORE, OPTIMIZERS
 from tests.support.pairwise import diagonal
 
 IDS = 30
@@ -37,36 +38,7 @@ def made(tmp_path):
         embedding.close()
 
 
-OPTIMIZERS = {
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
-    "sgd, decay": lambda params: torch.optim.SGD(params, lr=0.1, weight_decay=0.01),
-    "sgd, momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
-    "sgd, nesterov": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.8, nesterov=True, weight_decay=0.01),
-    "sgd, dampening": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, dampening=0.3),
-    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
-    "adagrad, options": lambda params: torch.optim.Adagrad(
-        params, lr=0.1, lr_decay=0.05, weight_decay=0.01, initial_accumulator_value=0.1
-    ),
-    "adam": lambda params: torch.optim.Adam(params, lr=0.05),
-    "adam, options": lambda params: torch.optim.Adam(params, lr=0.05, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.01),
-    "adamw": lambda params: torch.optim.AdamW(params, lr=0.05, weight_decay=0.1),
-    "adam, amsgrad": lambda params: torch.optim.Adam(params, lr=0.05, betas=(0.9, 0.5), amsgrad=True, maximize=True),
-    "adamw, amsgrad": lambda params: torch.optim.AdamW(params, lr=0.05, betas=(0.9, 0.5), amsgrad=True),
-    "sparse adam": lambda params: torch.optim.SparseAdam(params, lr=0.05),
-    "nadam": lambda params: torch.optim.NAdam(params, lr=0.05, weight_decay=0.01, momentum_decay=0.1),
-    "radam": lambda params: torch.optim.RAdam(params, lr=0.05, weight_decay=0.1, decoupled_weight_decay=True),
-    "adamax": lambda params: torch.optim.Adamax(params, lr=0.05, weight_decay=0.01),
-    "adadelta": lambda params: torch.optim.Adadelta(params, lr=0.5, weight_decay=0.01),
-    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, weight_decay=0.01, maximize=True),
-    "rmsprop, momentum": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.8),
-    "rmsprop, centered": lambda params: torch.optim.RMSprop(params, lr=0.01, eps=0.1, momentum=0.5, centered=True),
-    "row-wise adagrad": lambda params: oneemb.optim.RowWiseAdagrad(params, lr=0.1, initial_accumulator_value=0.01),
-    "ftrl": lambda params: oneemb.optim.Ftrl(params, lr=0.1, lambda1=0.01, lambda2=0.02, beta=0.5),
-    "lamb": lambda params: oneemb.optim.Lamb(params, lr=0.02, weight_decay=0.1),
-    "lars": lambda params: oneemb.optim.Lars(params, lr=0.1, eta=0.1, weight_decay=0.01),
-    "partial row-wise adam": lambda params: oneemb.optim.PartialRowWiseAdam(params, lr=0.05, weight_decay=0.1),
-    "smart decay adam": lambda params: oneemb.optim.SmartDecayAdam(params, lr=0.05),
-}
+ALL = {**OPTIMIZERS, **MORE}
 # It counts the steps that a row sat out, where a dense parameter has one count for all its rows: here every row takes
 # part in every step.
 EVERY_ROW = {"smart decay adam"}
@@ -128,11 +100,11 @@ def close(found, expected, tolerance=1e-6):
     return float(((found - expected).abs() / scale).max()) <= tolerance
 
 
-@pytest.mark.parametrize(("name", "store"), diagonal([*OPTIMIZERS], ["device", "ssd, host cache"]))
+@pytest.mark.parametrize(("name", "store"), diagonal([*ALL], ["device", "ssd, host cache"]))
 def test_fifty_steps_equal_the_torch_class_on_nn_embedding(made, name, store):
     embedding = made(store=store)
-    reference = Reference(rows_of(embedding, range(IDS)), OPTIMIZERS[name])
-    optimizer = oneemb.Optimizer(OPTIMIZERS[name](embedding.parameters()), [embedding])
+    reference = Reference(rows_of(embedding, range(IDS)), ALL[name])
+    optimizer = oneemb.Optimizer(ALL[name](embedding.parameters()), [embedding])
     for step, (ids, c) in enumerate(batches(every_row=name in EVERY_ROW)):
         losses = []
         for model in (embedding, reference):
@@ -192,8 +164,8 @@ SCHEDULERS = {
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_schedulers_change_the_rate_of_the_next_step(made, name):
     embedding = made()
-    reference = Reference(rows_of(embedding, range(IDS)), OPTIMIZERS["sgd, momentum"])
-    optimizer = oneemb.Optimizer(OPTIMIZERS["sgd, momentum"](embedding.parameters()), [embedding])
+    reference = Reference(rows_of(embedding, range(IDS)), ALL["sgd, momentum"])
+    optimizer = oneemb.Optimizer(ALL["sgd, momentum"](embedding.parameters()), [embedding])
     schedulers = [SCHEDULERS[name](one) for one in (optimizer.optimizer, reference.optimizer)]
     rates = set()
     for ids, c in batches():

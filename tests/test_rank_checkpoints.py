@@ -21,9 +21,9 @@ from oneemb.checkpoints.named_snapshot import encode
 from oneemb.graph.ranks import RankError
 from oneemb.storage.errors import BrokenStoreError
 from tests.support.inside import train_state_of
+from tests.support.optimizers import OPTIMIZERS
 from tests.support.rank_jobs import killed
 from tests.support.thread_ranks import FaultyCalls, ThreadRanks, Torn, run_ranks
-from tests.support.training import OPTIMIZERS
 from tests.test_rank_snapshots import FEW, STEP, assert_nothing_is_unneeded, content, expected, fill, make, together
 from tests.test_ranks import Graph, Model, batch_of, relative, weights_of
 

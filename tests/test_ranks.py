@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import oneemb
 from oneemb.storage.errors import ForkedProcessError
+from tests.support.optimizers import OPTIMIZERS
 from tests.support.pairwise import diagonal
-from tests.support.training import OPTIMIZERS
 
 TABLES, DIM, BATCH, IDS = 2, 4, 6, 40
 

@@ -12,7 +12,7 @@ import torch
 import oneemb
 from oneemb.embeddings import internals
 from oneemb.kernels.owner import owner_of
-from tests.support.training import OPTIMIZERS
+from tests.support.optimizers import OPTIMIZERS
 from tests.test_ranks import IDS, LOOKUPS, TABLES, Graph, Model as Whole, batch_of, relative, weights_of
 
 STEPS = 12

@@ -8,25 +8,10 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 import oneemb
 from tests.support.graph_models import make_eager, make_embedding, make_graph, rows_of, weights_of
+from tests.support.optimizers import OPTIMIZERS
 
-OPTIMIZERS = {
-    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1),
-    "momentum": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
-    "adam": lambda ps: torch.optim.Adam(ps, lr=0.01),
-    "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01),
-    "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.1),
-    "amsgrad": lambda ps: torch.optim.Adam(ps, lr=0.01, amsgrad=True, maximize=True),
-    "nadam": lambda ps: torch.optim.NAdam(ps, lr=0.01),
-    "radam": lambda ps: torch.optim.RAdam(ps, lr=0.01),
-    "adamax": lambda ps: torch.optim.Adamax(ps, lr=0.01),
-    "adadelta": lambda ps: torch.optim.Adadelta(ps, lr=0.5),
-    "rmsprop": lambda ps: torch.optim.RMSprop(ps, lr=0.01, momentum=0.5),
-    "ftrl": lambda ps: oneemb.optim.Ftrl(ps, lr=0.1),
-    "lamb": lambda ps: oneemb.optim.Lamb(ps, lr=0.01),
-    "lars": lambda ps: oneemb.optim.Lars(ps, lr=0.1, eta=0.1),
-    "partial": lambda ps: oneemb.optim.PartialRowWiseAdam(ps, lr=0.01),
-    "smart": lambda ps: oneemb.optim.SmartDecayAdam(ps, lr=0.01),
-}
+# SparseAdam steps no dense parameters.
+NAMES = sorted(OPTIMIZERS.keys() - {"sparse adam"})
 
 
 @st.composite
@@ -60,7 +45,7 @@ def models(draw):
         ),
         "tables": draw(st.integers(1, 3)),
         "lookups": lookups,
-        "optimizers": draw(st.lists(st.sampled_from(sorted(OPTIMIZERS)), min_size=1, max_size=2)),
+        "optimizers": draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=2)),
         "losses": draw(st.integers(1, 3)),
         "transform": draw(st.booleans()),
         "scheduler": draw(st.booleans()),

@@ -42,9 +42,6 @@ __all__ = ["TableConfig", "TableState", "dense_rows", "let_go", "load_together",
 _CHUNK = 1 << 16
 """Rows of a table that are read at a time."""
 
-_COUNTS_STEPS = ("adam", "lamb")
-"""Parts of the names of optimizers whose steps depend on how many there were."""
-
 
 class TableConfig(Protocol):
     """Config of a table, of any library."""
@@ -321,7 +318,7 @@ class TableState:
                 is_of_row = k >= len(row_optimizer.weight_state)
                 found[_state_name(k)] = (part.squeeze(1) if is_of_row else part).clone()
                 self._give(found[_state_name(k)], functools.partial(self._put_state, k), _state_name(k))
-        if self._counts_steps(row_optimizer.name):
+        if row_optimizer.counts_steps({} if rows.optimizer is None else rows.optimizer.param_groups[0]):
             found["step"] = torch.tensor(float(rows.store.step), dtype=torch.float32, device="cpu")
             self._give(found["step"], self._put_step, "step")
         return found
@@ -331,13 +328,6 @@ class TableState:
         """The count of steps that is to be brought into the rows; None = there is none."""
         tensors = [given.tensor for given in self.given if given.part == "step"]
         return next((float(tensor) for tensor in reversed(tensors) if tensor is not None), None)
-
-    def _counts_steps(self, name: str) -> bool:
-        """Whether an update depends on how many there were before."""
-        optimizer = self.rows.optimizer
-        group = {} if optimizer is None else optimizer.param_groups[0]
-        damped = bool(group.get("momentum")) and bool(group.get("dampening"))
-        return any(word in name for word in _COUNTS_STEPS) or bool(group.get("lr_decay")) or damped
 
     def _give(self, tensor: torch.Tensor, put: Callable[[torch.Tensor], None], part: str) -> None:
         """Have what is written into a tensor put into the rows."""

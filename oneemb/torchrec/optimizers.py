@@ -7,6 +7,7 @@ FBGEMM's options that choose among its ways to compute the same (caches, bounds 
 accepted and have no effect. Those that change what is computed are followed or refused by name.
 """
 
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,50 +17,19 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMo
 from torchrec import optim as torchrec_optim
 from torchrec.optim import rowwise_adagrad
 
-from oneemb import optim
+from oneemb.graph.row_optimizers import OPTIMIZERS
 
 __all__ = ["MakeOptimizer", "from_classes", "from_fused_params", "options_now", "row_stepper", "same_optimizer"]
 
 MakeOptimizer = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]
 
-_TYPES: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": torch.optim.SGD,
-    "exact_sgd": torch.optim.SGD,
-    "exact_adagrad": torch.optim.Adagrad,
-    "adagrad": torch.optim.Adagrad,
-    "row_wise_adagrad": optim.RowWiseAdagrad,
-    "exact_row_wise_adagrad": optim.RowWiseAdagrad,
-    "adam": torch.optim.AdamW,
-    "partial_row_wise_adam": optim.PartialRowWiseAdam,
-    "lamb": optim.Lamb,
-    "lars_sgd": optim.Lars,
-}
-"""By the values of FBGEMM's EmbOptimType, whose Adam decays weights apart from gradients."""
+_KNOWN = {name: (cls, known) for cls, known in OPTIMIZERS.items() for name in known.fbgemm}
+"""Optimizers and the names of their classes, by the values of FBGEMM's EmbOptimType."""
 
 _PLACEHOLDERS: dict[type, str] = {
-    torchrec_optim.SGD: "exact_sgd",
-    torchrec_optim.Adagrad: "exact_adagrad",
-    torchrec_optim.Adam: "adam",
-    torchrec_optim.PartialRowWiseAdam: "partial_row_wise_adam",
-    torchrec_optim.LAMB: "lamb",
-    torchrec_optim.LarsSGD: "lars_sgd",
-    rowwise_adagrad.RowWiseAdagrad: "exact_row_wise_adagrad",
+    getattr(torchrec_optim, known.torchrec): known.fbgemm[-1] for known in OPTIMIZERS.values() if known.torchrec
 }
 """TorchRec's classes, which stand for FBGEMM's."""
-
-_OPTIONS: dict[str, tuple[str, ...]] = {
-    "sgd": ("lr",),
-    "exact_sgd": ("lr",),
-    "exact_adagrad": ("lr", "eps", "initial_accumulator_value"),
-    "adagrad": ("lr", "eps", "initial_accumulator_value"),
-    "row_wise_adagrad": ("lr", "eps", "weight_decay", "initial_accumulator_value"),
-    "exact_row_wise_adagrad": ("lr", "eps", "weight_decay", "initial_accumulator_value"),
-    "adam": ("lr", "eps", "betas", "weight_decay"),
-    "partial_row_wise_adam": ("lr", "eps", "betas", "weight_decay"),
-    "lamb": ("lr", "eps", "betas", "weight_decay"),
-    "lars_sgd": ("lr", "momentum", "eta", "weight_decay"),
-}
-"""FBGEMM's options that each optimizer has, by torch's names."""
 
 # FBGEMM's defaults, which are not torch's; and of lr there is one for all.
 _DEFAULTS = {"lr": 0.01, "eps": 1e-8, "weight_decay": 0.0}
@@ -79,9 +49,6 @@ _OFF = {
 }  # fmt: skip
 """Options that change what is computed and are not followed, with the values that turn them off."""
 
-_UNUSED = {"exact_sgd", "sgd", "exact_adagrad", "adagrad"}
-"""Optimizers for which FBGEMM reads no weight decay."""
-
 
 def from_fused_params(fused_params: Mapping[str, Any]) -> MakeOptimizer:
     """Function that makes the optimizer of FBGEMM's options; SGD at rate 0.01 if they name none, as FBGEMM does.
@@ -97,8 +64,8 @@ def from_fused_params(fused_params: Mapping[str, Any]) -> MakeOptimizer:
     given = dict(fused_params)
     asked = given.pop("optimizer", EmbOptimType.EXACT_SGD)
     name = asked.value if isinstance(asked, EmbOptimType) else str(asked)
-    if name not in _TYPES:
-        raise ValueError(f"fused_params: optimizer {name!r} is not one of {', '.join(_TYPES)}")
+    if name not in _KNOWN:
+        raise ValueError(f"fused_params: optimizer {name!r} is not one of {', '.join(_KNOWN)}")
     for option in [option for option in given if option in _NO_EFFECT or option.startswith("__register")]:
         del given[option]
     for option in [option for option in given if option in _OFF]:
@@ -121,29 +88,28 @@ def from_fused_params(fused_params: Mapping[str, Any]) -> MakeOptimizer:
     unknown = sorted(set(given) - {"eps", "betas", "weight_decay", "momentum", "eta", "initial_accumulator_value"})
     if unknown:
         raise ValueError(f"fused_params: unknown options {unknown}")
+    cls, known = _KNOWN[name]
     if given.get("weight_decay"):
-        _check_decay(name, decay_mode)
+        _check_decay(name, known.fbgemm_options, decay_mode)
     for option, default in [
         ("betas", (0.9, 0.999)), ("momentum", 0.9), ("eta", 0.001), ("initial_accumulator_value", 0.0),
     ]:  # fmt: skip
-        if given.get(option) and given[option] != default and option not in _OPTIONS[name]:
+        if given.get(option) and given[option] != default and option not in known.fbgemm_options:
             raise ValueError(f"fused_params: {option} has no effect on {name!r} in FBGEMM, and none here; leave it out")
     options |= given
-    return _make(name, {option: options[option] for option in _OPTIONS[name] if option in options})
+    return _make(cls, {option: options[option] for option in known.fbgemm_options if option in options})
 
 
-def _check_decay(name: str, mode: str) -> None:
-    if name in _UNUSED:
+def _check_decay(name: str, options: Sequence[str], mode: str) -> None:
+    if "weight_decay" not in options:
         raise ValueError(f"fused_params: weight_decay has no effect on {name!r} in FBGEMM, and none here; leave it out")
     if "adagrad" in name and mode not in ("NONE", "L2"):
         raise ValueError(f"fused_params: weight_decay_mode {mode} is not supported; L2 is what there is")
 
 
-def _make(name: str, options: Mapping[str, Any]) -> MakeOptimizer:
-    def make(parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        return _TYPES[name](parameters, **options)
-
-    return make
+def _make(cls: str, options: Mapping[str, Any]) -> MakeOptimizer:
+    kind = pkgutil.resolve_name(cls)
+    return lambda parameters: kind(parameters, **options)
 
 
 def from_classes(classes: Sequence[type], options: Sequence[Mapping[str, Any]]) -> MakeOptimizer:

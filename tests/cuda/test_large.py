@@ -41,5 +41,6 @@ def test_rows_beyond_two_to_the_31_elements_are_read_written_and_updated(gpu, sl
     pool_cuda(slab_SX, slot_U, gpu.put(np.arange(4)), Bags(gpu.put(np.array([0, 4]))), None, out_PD, gpu=gpu)
     assert out_PD.cpu().numpy().tobytes() == to_bits(rows.sum(0, keepdims=True), "bfloat16").tobytes()
     grad_UD = gpu.full(4, DIM, value=2, dtype=torch.float32)
-    update_sgd(slab_SX, row_SW, slot_U, grad_UD, state_begin=DIM // 2, lr=0.5, weight_decay=0.0, loops=CudaLoops(gpu))
+    options = dict(lr=0.5, momentum=0.0, dampening=0.0, nesterov=False, weight_decay=0.0)
+    update_sgd(slab_SX, row_SW, slot_U, grad_UD, state_begin=DIM // 2, step=1, loops=CudaLoops(gpu), **options)
     assert slab_SX[slot_U].cpu().numpy().tobytes() == to_bits(rows - 1, "bfloat16").tobytes()

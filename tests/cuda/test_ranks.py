@@ -9,7 +9,8 @@ from torch import distributed
 
 import oneemb
 from tests.cuda.conftest import SIMULATED
-from tests.cuda.test_train import OPTIMIZERS, on_gpu
+from tests.cuda.test_train import on_gpu
+from tests.support.optimizers import OPTIMIZERS
 
 DIM, RANKS, STEPS = 8, 2, 2
 WAYS = ["ids", "mean", "weighted", "max"]

@@ -1,5 +1,7 @@
 """Row updates on the GPU against the CPU's loops, bit for bit but where a bound is stated, and against torch.optim."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -12,44 +14,19 @@ from oneemb.kernels.row_update_cuda import element_update, run_row_update_cuda
 from oneemb.kernels.threads import Threads
 from oneemb.kernels.unique_keys_cuda import occurrences
 from oneemb.kernels.update_adagrad import adagrad
-from oneemb.optim import Ftrl, Lamb, Lars, PartialRowWiseAdam, RowWiseAdagrad, SmartDecayAdam
+from oneemb.optim import Ftrl
 from tests.cuda.conftest import SIMULATED
+from tests.support.optimizers import MORE, OPTIMIZERS
 from tests.support.row_updates import Slab, to_bits
 
 ONE = Threads(1)
 
-OPTIMIZERS = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
-    "sgd, weight decay": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1),
-    "sgd, momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-    "sgd, nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.01),
-    "row-wise adagrad": lambda p: RowWiseAdagrad(p, lr=0.1, weight_decay=0.01),
-    "adam": lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.01),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
-    "adam, far lerp": lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.4, 0.9)),
-    "adam, amsgrad": lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.9, 0.5), amsgrad=True, maximize=True),
-    "sparse adam": lambda p: torch.optim.SparseAdam(p, lr=0.1),
-    "nadam": lambda p: torch.optim.NAdam(p, lr=0.1, weight_decay=0.01),
-    "radam": lambda p: torch.optim.RAdam(p, lr=0.1, weight_decay=0.01, decoupled_weight_decay=True),
-    "adamax": lambda p: torch.optim.Adamax(p, lr=0.1, weight_decay=0.01),
-    "adadelta": lambda p: torch.optim.Adadelta(p, lr=0.5, weight_decay=0.01),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, weight_decay=0.01),
-    "rmsprop, momentum": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.8),
-    "rmsprop, centered": lambda p: torch.optim.RMSprop(p, lr=0.1, centered=True),
-    "rmsprop, centered, momentum": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.8, centered=True),
-    "ftrl": lambda p: Ftrl(p, lr=0.1, lambda1=0.01),
-    "ftrl, another power": lambda p: Ftrl(p, lr=0.1, lr_power=-0.7),
-    "lamb": lambda p: Lamb(p, lr=0.1, weight_decay=0.01),
-    "lars": lambda p: Lars(p, lr=1.0, eta=0.1, weight_decay=0.01),
-    "partial row-wise adam": lambda p: PartialRowWiseAdam(p, lr=0.1, weight_decay=0.01),
-    "smart decay adam": lambda p: SmartDecayAdam(p, lr=0.1),
-}
+ALL = {**OPTIMIZERS, **MORE, "ftrl, another power": partial(Ftrl, lr=0.1, lr_power=-0.7)}
 
 # name -> how far a value may lie from the CPU's, as a share of it. Squares are summed in another order, and powers of
 # float32 are another library's on a GPU.
 SUMMED = ("row-wise adagrad", "lamb", "lars", "partial row-wise adam")
-APART = dict.fromkeys(SUMMED, 4e-6) | ({} if SIMULATED else {"ftrl, another power": 1e-5})
+APART = {name: 4e-6 for name in ALL if name.startswith(SUMMED)} | ({} if SIMULATED else {"ftrl, another power": 1e-5})
 
 DIMS = [
     5,  # no dimension of vectors
@@ -118,10 +95,10 @@ def check_rows(found, expected, dim, slab, name):
 
 @pytest.mark.parametrize(
     "name, dim, dtype",
-    taking_turns([*((name, dim) for name in OPTIMIZERS for dim in DIMS), *ODD], *((dtype,) for dtype in BITS)),
+    taking_turns([*((name, dim) for name in ALL for dim in DIMS), *ODD], *((dtype,) for dtype in BITS)),
 )
 def test_rows_are_those_of_the_cpu(gpu, name, dim, dtype):
-    optimizer = OPTIMIZERS[name]([torch.nn.Parameter(torch.zeros(1))])
+    optimizer = ALL[name]([torch.nn.Parameter(torch.zeros(1))])
     rng = np.random.default_rng(4)
     for padded in (True, False):
         slab = slab_for(optimizer, dim, dtype, padded=padded)
@@ -141,10 +118,10 @@ def segments(gpu, grad_ND, inverse_N, keys, dtype="float32"):
 
 @pytest.mark.parametrize(
     "name, dim, dtype",
-    taking_turns([(name,) for name in OPTIMIZERS], (3, "float32"), (8, "float16"), (8, "bfloat16"), (8, "float32")),
+    taking_turns([(name,) for name in ALL], (3, "float32"), (8, "float16"), (8, "bfloat16"), (8, "float32")),
 )
 def test_a_fused_update_is_the_sum_and_then_the_update(gpu, name, dim, dtype):
-    optimizer = OPTIMIZERS[name]([torch.nn.Parameter(torch.zeros(1))])
+    optimizer = ALL[name]([torch.nn.Parameter(torch.zeros(1))])
     rng = np.random.default_rng(5)
     slab = slab_for(optimizer, dim, dtype, padded=True)
     row_SW = gpu.put(slab.row_SW)
@@ -159,7 +136,7 @@ def test_a_fused_update_is_the_sum_and_then_the_update(gpu, name, dim, dtype):
 
 @pytest.mark.parametrize("name", ["adagrad", "adam, amsgrad"])  # one of them goes up its gradients
 def test_a_fused_update_sums_the_parts_of_a_hot_key(gpu, name):
-    optimizer = OPTIMIZERS[name]([torch.nn.Parameter(torch.zeros(1))])
+    optimizer = ALL[name]([torch.nn.Parameter(torch.zeros(1))])
     slab = slab_for(optimizer, 4, "float32", padded=True)
     row_SW = gpu.put(slab.row_SW)
     inverse_N = np.array([0] * (2 * PART + 3) + [1], np.int64)
@@ -172,7 +149,7 @@ def test_a_fused_update_sums_the_parts_of_a_hot_key(gpu, name):
 
 @pytest.mark.parametrize("name", ["adagrad", "row-wise adagrad", "partial row-wise adam", "smart decay adam"])
 def test_nothing_is_written_when_the_device_says_so(gpu, name):
-    optimizer = OPTIMIZERS[name]([torch.nn.Parameter(torch.zeros(1))])
+    optimizer = ALL[name]([torch.nn.Parameter(torch.zeros(1))])
     slab = slab_for(optimizer, 8, "float32", padded=True)
     row_SW = gpu.put(slab.row_SW)
     rows = row_optimizer_of(optimizer, optimizer.param_groups[0])
@@ -203,7 +180,7 @@ def test_no_rows_are_no_launch(gpu):
 
 
 def test_the_comparison_notices_another_rate(gpu):
-    optimizer = OPTIMIZERS["adagrad"]([torch.nn.Parameter(torch.zeros(1))])
+    optimizer = ALL["adagrad"]([torch.nn.Parameter(torch.zeros(1))])
     slab = slab_for(optimizer, 8, "float32", padded=True)
     row_SW = gpu.put(slab.row_SW)
     grad_UD = np.ones((1, 8), np.float32)

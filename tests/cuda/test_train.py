@@ -15,19 +15,13 @@ import oneemb
 from oneemb.kernels import launch
 from tests.cuda.conftest import SIMULATED
 from tests.support.models import make_embedding, zipf_ids
+from tests.support.optimizers import OPTIMIZERS
 
 TABLES, DIM, STEPS, BATCH = 2, 4, 6, 16
 
-OPTIMIZERS = {
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.05),
-    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05),
-    "adam": lambda params: torch.optim.Adam(params, lr=0.02),
-    "nadam": lambda params: torch.optim.NAdam(params, lr=0.02),
-    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.5, centered=True, eps=0.1),
-    "row-wise adagrad": lambda params: oneemb.optim.RowWiseAdagrad(params, lr=0.05),
-    "lamb": lambda params: oneemb.optim.Lamb(params, lr=0.02),
-    "smart decay adam": lambda params: oneemb.optim.SmartDecayAdam(params, lr=0.02),
-}
+# One of each kind of loop.
+NAMES = ("sgd", "adagrad", "adam", "nadam", "rmsprop", "row-wise adagrad", "lamb", "smart decay adam")
+
 
 # Shares of the loss.
 APART = 1e-5 if not SIMULATED else 0.0
@@ -110,7 +104,7 @@ def train(path, store, optimizer, gpu=None, **options):
 @pytest.mark.parametrize(
     "store, optimizer",
     [
-        *(("device", optimizer) for optimizer in OPTIMIZERS),
+        *(("device", optimizer) for optimizer in NAMES),
         ("host", "adam"), ("ssd", "adam"), ("ssd, host cache", "adagrad"),
     ],
 )  # fmt: skip

@@ -5,8 +5,14 @@
 A loop that takes elements is here in its vector form for float32 and for half-width weights, and one by one.
 """
 
-from numba.cuda import types
+from functools import partial
 
+import numpy as np
+import torch
+from numba.cuda import types
+from numba.cuda.typing.typeof import typeof
+
+from oneemb.graph.row_optimizers import row_optimizer_of
 from oneemb.kernels import (
     gather_cuda,
     hash_index_cuda,
@@ -17,25 +23,9 @@ from oneemb.kernels import (
     unique_keys_cuda,
 )
 from oneemb.kernels.reduce_grads_cuda import sum_segment
-from oneemb.kernels.row_update_cuda import element_update, given, row_update
-from oneemb.kernels.update_adadelta import adadelta
-from oneemb.kernels.update_adagrad import adagrad
-from oneemb.kernels.update_adam import adam, amsgrad
-from oneemb.kernels.update_adamax import adamax
-from oneemb.kernels.update_ftrl import _published, ftrl
-from oneemb.kernels.update_lamb import lamb, lamb_rate, lamb_squares
-from oneemb.kernels.update_lars import lars, lars_rate, lars_squares
-from oneemb.kernels.update_nadam import nadam
-from oneemb.kernels.update_partial_row_wise_adam import (
-    partial_row_wise_adam,
-    partial_row_wise_root,
-    partial_row_wise_square,
-)
-from oneemb.kernels.update_radam import radam
-from oneemb.kernels.update_rmsprop import rmsprop, rmsprop_centered, rmsprop_momentum, rmsprop_momentum_centered
-from oneemb.kernels.update_row_wise_adagrad import row_wise_adagrad_loop
-from oneemb.kernels.update_sgd import momentum_sgd, sgd
-from oneemb.kernels.update_smart_decay_adam import smart_decay_adam_loop
+from oneemb.kernels.row_update_cuda import element_loop, given
+from oneemb.optim import Ftrl
+from tests.support.optimizers import MORE, OPTIMIZERS
 
 i32, i64, f32, f64, u64, b1 = types.int32, types.int64, types.float32, types.float64, types.uint64, types.boolean
 BITS = {"float32": types.float32, "float16": types.uint16, "bfloat16": types.int16}
@@ -105,43 +95,34 @@ for dtype, bits in BITS.items():
         CASES[f"sum scaled parts {of}"] = (reduce_grads_cuda.sum_parts_loop.at(V=V, SCALED=True), segments)
         CASES[f"reduce {of}"] = (reduce_grads_cuda.reduce_loop.at(V=V), (*segments, ROWS, array(b1)))
 
-RMSPROP = (f32, f32, f32, b1, f32, f32, f32, f32, b1)
 
-UPDATES = {
-    "sgd": (element_update(sgd, 0), (f32, f32)),
-    "momentum": (element_update(momentum_sgd, 1), (f32, f32, f32, f32, b1, f32)),
-    "adagrad": (element_update(adagrad, 1), (f32, f32, f32)),
-    "adam": (element_update(adam, 2), (f32, f32, b1, f32, f32, f32, f32, f32, f32)),
-    "amsgrad": (element_update(amsgrad, 3), (f32, f32, b1, f32, f32, f32, f32, f32, f32)),
-    "nadam": (element_update(nadam, 2), (b1, f32, f32, f32, f32, f32, f32, f32, f32, f32)),
-    "radam": (element_update(radam, 2), (b1, f32, f32, f32, f32, f32, f32, f32, f32, f32, b1, f32)),
-    "adamax": (element_update(adamax, 2), (b1, f32, f32, f32, f32, f32)),
-    "adadelta": (element_update(adadelta, 2), (f32, f32, f32, f32, f32)),
-    "rmsprop": (element_update(rmsprop, 1), RMSPROP),
-    "rmsprop, momentum": (element_update(rmsprop_momentum, 2), RMSPROP),
-    "rmsprop, centered": (element_update(rmsprop_centered, 2), RMSPROP),
-    "rmsprop, both": (element_update(rmsprop_momentum_centered, 3), RMSPROP),
-    "ftrl": (element_update(_published, 2), (f32, f32, f32, f32, f32)),
-    "ftrl power": (element_update(ftrl, 2), (f32, f32, f32, f32, f32, f32)),
-    "row-wise adagrad": (row_wise_adagrad_loop, (f32, f32, f32)),
-    "lamb": (
-        row_update(lamb_squares, lamb_rate, lamb, states=2, of_states=True, row_state=False),
-        (f32, f32, f32, f32, f32, f32, f32, f32, f32),
-    ),
-    "lars": (row_update(lars_squares, lars_rate, lars, states=1, of_states=False, row_state=False), (f32, f32, f32)),
-    "partial row-wise adam": (
-        row_update(
-            partial_row_wise_square,
-            partial_row_wise_root,
-            partial_row_wise_adam,
-            states=1,
-            of_states=False,
-            row_state=True,
-        ),
-        (f32, f32, f32, f32, f32, f32, f32, f32, f32),
-    ),
-    "smart decay adam": (smart_decay_adam_loop, (i64, f64, f64, f32, f32, f32, f32, f32)),
-}
+class Noted:
+    """Loops that note the loop of an update and the types of its scalars, in the place of running it."""
+
+    def negated(self, grads):
+        return grads
+
+    def update_rows(self, on_host, on_cuda, weight_SX, row_SW, slot_U, grads, state_begin, *scalars, state_width):
+        self.noted = on_cuda, tuple(map(typeof, scalars))
+
+
+def update_of(make):
+    """The loop of an optimizer's update and the types of its scalars."""
+    optimizer = make([torch.nn.Parameter(torch.zeros(1))])
+    group, noted = optimizer.param_groups[0], Noted()
+    rows = row_optimizer_of(optimizer, group)
+    rows.update(None, None, None, np.zeros((1, 4), np.float32), state_begin=4, group=group, step=6, loops=noted)
+    return noted.noted
+
+
+UPDATES = {}
+"""Loops of updates, each under the name of the first optimizer that has it."""
+for name, make in {**OPTIMIZERS, **MORE, "ftrl, another power": partial(Ftrl, lr=0.1, lr_power=-0.7)}.items():
+    if (found := update_of(make)) not in UPDATES.values():
+        UPDATES[name] = found
+
+OF_ADAM = {}
+"""The same form of Adam's loop for each form of an update that looks at one weight at a time, as Adam's does."""
 
 for name, (loop, scalars) in UPDATES.items():
     for dtype, V, gradient, scaled in [
@@ -152,7 +133,9 @@ for name, (loop, scalars) in UPDATES.items():
         how = ("fused, scaled " if scaled else "fused ") if gradient is sum_segment else ""
         # Tuples of one type and of several are different types to numba.
         packed = types.BaseTuple.from_types(scalars)
-        CASES[f"{how}{name} {dtype} x{V}"] = (
+        CASES[case := f"{how}{name} {dtype} x{V}"] = (
             loop.at(V=V, gradient=gradient, SCALED=scaled),
             (array(BITS[dtype], 2), ROWS, KEYS, grad, KEYS, array(f32), KEYS, KEYS, ROWS, KEYS, i64, packed),
         )
+        if loop.function is element_loop.function:
+            OF_ADAM[case] = f"{how}adam {dtype} x{V}"

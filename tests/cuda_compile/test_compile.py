@@ -14,9 +14,11 @@ import pytest
 from oneemb.kernels import jit_cuda
 from tests.cuda.loops import all_loops
 from tests.cuda_compile.ptx import TARGETS, measure, ptxas
-from tests.cuda_compile.signatures import CASES
+from tests.cuda_compile.signatures import CASES, OF_ADAM
 
 RESOURCES = json.loads((Path(__file__).parent / "resources.json").read_text())
+for kept in RESOURCES.values():  # An update that has no line of its own is held to Adam's.
+    kept.update({name: kept[like] for name, like in OF_ADAM.items() if name not in kept})
 
 # ptxas of another version may need some registers more for the same code.
 REGISTERS_SLACK = 8
@@ -71,7 +73,7 @@ def test_vector_forms_move_16_bytes_at_a_time():
 
 def test_only_powers_of_float32_hold_merged_products():
     for name, row in RESOURCES["sm_90"].items():
-        assert (row["merged"] > 0) == ("ftrl power" in name), name
+        assert (row["merged"] > 0) == ("another power" in name), name
 
 
 def test_a_launched_loop_is_compiled_without_link_time_optimization():

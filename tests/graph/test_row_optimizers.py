@@ -1,13 +1,16 @@
 """Which torch optimizers step an embedding's rows, what a row then carries, and what is refused."""
 
+import pkgutil
+
 import numpy as np
 import pytest
 import torch
 
-from oneemb.graph.row_optimizers import row_optimizer_of
+from oneemb.graph.row_optimizers import OPTIMIZERS as KNOWN, row_optimizer_of
 from oneemb.kernels.host_loops import HostLoops
 from oneemb.kernels.threads import Threads
 from oneemb.optim import Ftrl, Lamb, Lars, PartialRowWiseAdam, RowWiseAdagrad, SmartDecayAdam
+from tests.support.optimizers import OPTIMIZERS
 
 LOOPS = HostLoops(Threads(1))
 
@@ -110,6 +113,11 @@ FOLLOWED = [
 ]
 
 
+def test_the_list_of_optimizers_has_each_that_there_is():
+    classes = {type(case([parameter()])) for case in OPTIMIZERS.values()}
+    assert classes == {pkgutil.resolve_name(name) for name in KNOWN}
+
+
 def rows_and_dense(cls, options, change=None, steps=7):
     """The weights of six rows and those of a dense parameter after as many steps, at the middle of which the group's
     options change; a scheduler changes the rate at each."""
@@ -128,10 +136,16 @@ def rows_and_dense(cls, options, change=None, steps=7):
         grad_UD = rng.normal(0, 1, (6, 5)).astype(np.float32)
         rows.update(row_SW, row_SW, slot_U, grad_UD, state_begin=5, group=group, step=number, loops=LOOPS)
         grad = torch.from_numpy(grad_UD)
-        dense.grad = grad.to_sparse(1) if cls is torch.optim.SparseAdam else grad
+        dense.grad = grad.to_sparse(1) if isinstance(optimizer, torch.optim.SparseAdam) else grad
         optimizer.step()
         scheduler.step()
     return row_SW[:, :5], dense.detach().numpy()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_rows_of_each_optimizer_step_as_a_dense_parameter_does(name):
+    found, expected = rows_and_dense(OPTIMIZERS[name], {})
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("cls, options", FOLLOWED, ids=str)

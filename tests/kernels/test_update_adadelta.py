@@ -13,10 +13,7 @@ OPTIONS = dict(lr=1.0, rho=0.9, eps=1e-6, weight_decay=0.0)
 
 
 def kernel(**options):
-    def update(*rows, step, **kwargs):
-        update_adadelta(*rows, **{**OPTIONS, **options}, **kwargs)
-
-    return update
+    return partial(update_adadelta, **{**OPTIONS, **options})
 
 
 def oracle(**options):

@@ -14,10 +14,7 @@ REGULARIZED = dict(lambda1=1.5, lambda2=0.3, beta=1.0)
 
 
 def kernel(**options):
-    def update(*rows, step, **kwargs):
-        update_ftrl(*rows, **{**OPTIONS, **options}, **kwargs)
-
-    return update
+    return partial(update_ftrl, **{**OPTIONS, **options})
 
 
 def ftrl_float64(w, state, g, step, *, lr, lr_power, lambda1, lambda2, beta, weight_decay):

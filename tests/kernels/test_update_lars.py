@@ -20,10 +20,7 @@ OPTIONS = dict(lr=0.1, eta=0.1, momentum=0.9, weight_decay=0.0)
 
 
 def kernel(**options):
-    def update(*rows, step, **kwargs):
-        update_lars(*rows, **{**OPTIONS, **options}, **kwargs)
-
-    return update
+    return partial(update_lars, **{**OPTIONS, **options})
 
 
 def lars_float64(w, buf, g, step, *, lr, eta, momentum, weight_decay):

@@ -29,10 +29,7 @@ FORMS = [
 
 
 def kernel(**options):
-    def update(*rows, step, **kwargs):
-        update_rmsprop(*rows, **{**OPTIONS, **options}, **kwargs)
-
-    return update
+    return partial(update_rmsprop, **{**OPTIONS, **options})
 
 
 def keys(centered=False, momentum=0.0, **_):

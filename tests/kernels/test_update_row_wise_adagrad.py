@@ -13,10 +13,7 @@ OPTIONS = dict(lr=0.1, eps=1e-8, weight_decay=0.0)
 
 
 def kernel(**options):
-    def update(*rows, step, **kwargs):
-        update_row_wise_adagrad(*rows, **{**OPTIONS, **options}, **kwargs)
-
-    return update
+    return partial(update_row_wise_adagrad, **{**OPTIONS, **options})
 
 
 def row_wise_float64(w, acc, g, step, *, lr, eps, weight_decay):

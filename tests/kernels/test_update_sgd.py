@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from oneemb.kernels.host_loops import HostLoops
-from oneemb.kernels.update_sgd import update_sgd, update_sgd_momentum
+from oneemb.kernels.update_sgd import update_sgd
 from tests.support.row_updates import (
     CASES,
     THREADS,
@@ -21,12 +21,11 @@ from tests.support.row_updates import (
 MOMENTUM = dict(lr=0.05, momentum=0.9, dampening=0.0, nesterov=False, weight_decay=0.0)
 
 
-def update_plain(*rows, step, **kwargs):
-    update_sgd(*rows, **{"lr": 0.05, "weight_decay": 0.0, **kwargs})
+update_plain = partial(update_sgd, **{**MOMENTUM, "momentum": 0.0})
 
 
 def kernel(**options):
-    return partial(update_sgd_momentum, **{**MOMENTUM, **options})
+    return partial(update_sgd, **{**MOMENTUM, **options})
 
 
 def oracle(**options):

@@ -8,27 +8,8 @@ import torch
 
 import oneemb
 from tests.support.models import make_embedding, rows_of, zipf_ids
+from tests.support.optimizers import OPTIMIZERS
 
-OPTIMIZERS = {
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.05),
-    "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, nesterov=True),
-    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05, lr_decay=0.01, initial_accumulator_value=0.1),
-    "adam": lambda params: torch.optim.Adam(params, lr=0.02),
-    "adamw": lambda params: torch.optim.AdamW(params, lr=0.02, weight_decay=0.05),
-    "sparse adam": lambda params: torch.optim.SparseAdam(params[:1], lr=0.02),  # It steps no dense parameters.
-    "amsgrad": lambda params: torch.optim.Adam(params, lr=0.02, amsgrad=True),
-    "nadam": lambda params: torch.optim.NAdam(params, lr=0.02),
-    "radam": lambda params: torch.optim.RAdam(params, lr=0.02),
-    "adamax": lambda params: torch.optim.Adamax(params, lr=0.02),
-    "adadelta": lambda params: torch.optim.Adadelta(params, lr=0.5),
-    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.5, centered=True, eps=0.1),
-    "row-wise adagrad": lambda params: oneemb.optim.RowWiseAdagrad(params, lr=0.05),
-    "ftrl": lambda params: oneemb.optim.Ftrl(params, lr=0.05, lambda1=0.001, beta=1.0),
-    "lamb": lambda params: oneemb.optim.Lamb(params, lr=0.02),
-    "lars": lambda params: oneemb.optim.Lars(params, lr=0.1, eta=0.1),
-    "partial row-wise adam": lambda params: oneemb.optim.PartialRowWiseAdam(params, lr=0.02),
-    "smart decay adam": lambda params: oneemb.optim.SmartDecayAdam(params, lr=0.02),
-}
 TABLES, DIM, STEPS = 3, 8, 12
 
 

@@ -1,0 +1,228 @@
+"""Loops of an optimizer, made from its rules, for the CPU and for GPUs.
+
+    @rule
+    def adagrad(w, acc, g, clr, eps, weight_decay): ...                                  -> w', acc'
+
+    _LOOPS = element_loops(adagrad)
+
+    @row_update
+    def update_adagrad(step, *, lr, lr_decay, eps, weight_decay):
+        return _LOOPS, (np.float32(lr / (1 + (step - 1) * lr_decay)), np.float32(eps), np.float32(weight_decay))
+
+The names of a rule's arguments say what it takes: `w`, the state of a weight, `g`, and the scalars of the step.
+
+Invariant: a CPU loop is the text below with the names of a rule put in, as one would write it by hand, since numba does
+not keep compiled closures, and since LLVM makes vectors of a loop over elements that it can see whole.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from oneemb.kernels import row_update_cuda
+from oneemb.kernels.arrays import Array
+from oneemb.kernels.jit import CpuLoop, CudaLoop, cpu, written
+from oneemb.kernels.jit_code import from_float32, keep_rolled, to_float32
+from oneemb.kernels.jit_lanes import LANES, load_lanes, same_lanes, store_lanes, sum_lanes
+from oneemb.kernels.loops import Loops, Segments
+from oneemb.kernels.reduce_grads import ROWS, row_grads
+
+__all__ = ["RowLoops", "RowUpdate", "element_loops", "row_loops", "row_update"]
+
+
+@dataclass(frozen=True)
+class RowLoops:
+    """Loops of one rule, and the state that they read and write.
+
+    Args:
+        states: values of state of a weight.
+        row_states: values of state that a row has once, after those of its weights.
+    """
+
+    on_host: CpuLoop
+    on_cuda: CudaLoop
+    states: int
+    row_states: int = 0
+
+
+class RowUpdate:
+    """Steps rows in place, with the options of an optimizer.
+
+    Args:
+        plan: (step, **options) -> the loops, and their scalars as NumPy's numbers. `step` counts from 1.
+    """
+
+    def __init__(self, plan: Callable[..., tuple[RowLoops, tuple]]):
+        functools.update_wrapper(self, plan)
+        self.plan = plan
+        self.options = frozenset(inspect.signature(plan).parameters) - {"step"}
+        """Names of the options."""
+
+    def __call__(
+        self,
+        weight_SX: Array,
+        row_SW: Array,
+        slot_U: Array,
+        grad_UD: Array | Segments,
+        *,
+        state_begin: int,
+        step: int,
+        loops: Loops,
+        **options: Any,
+    ) -> None:
+        """Step the rows of slot_U; see oneemb.kernels.row_update."""
+        its, scalars = self.plan(step, **options)
+        state_width = its.states * grad_UD.shape[1] + its.row_states
+        loops.update_rows(
+            its.on_host, its.on_cuda, weight_SX, row_SW, slot_U, grad_UD, state_begin, *scalars,
+            state_width=state_width,
+        )  # fmt: skip
+
+
+row_update = RowUpdate
+"""Decorator that makes an update of a function (step, **options) -> loops, scalars."""
+
+
+def element_loops(rule: Any) -> RowLoops:
+    """Loops of an optimizer that looks at one weight at a time.
+
+    Args:
+        rule: (w, *state, g, *scalars) -> w, *state.
+    """
+    state, scalars = _split(_arguments(rule), "g")
+    source = f"""
+def loop(begin, end, weight_SX, row_SW, slot_U, grads, state_begin, {_listed(scalars)}):
+    dim = grads[0].shape[1]
+    g_RD = np.empty((ROWS, dim), np.float32)
+    for first in range(begin, end, ROWS):
+        for r in range(row_grads(grads, first, end, row_SW, slot_U, g_RD)):
+            s = slot_U[first + r]
+{_views(state)}{_elements("step_rule", "w", state, scalars)}
+"""
+    on_host = cpu(written("loop", source, {**_SCOPE, "step_rule": rule}, beside=rule))
+    return RowLoops(on_host, row_update_cuda.element_update(rule, len(state)), len(state))
+
+
+def row_loops(
+    step: Any, rate_of: Any, *, shares: Any = None, direction: Any = None, has_row_state: bool = False
+) -> RowLoops:
+    """Loops of an optimizer that finds numbers of a whole row, its rates, before it steps the row's weights.
+
+    Args:
+        step: (w, *state, g, *rates, *scalars) -> w, *state; with `direction` (w, g, *rates, *scalars) -> w.
+        rate_of: (sum, sum, dim, row state, *scalars) -> row state, *rates. The row state of rows that have none is 0.
+        shares: (w, g, *scalars) -> terms of one weight in two sums over the row; None = the sums are 0.
+        direction: (w, *state, g, *scalars) -> g, *state: what the sums and the step take for the gradient.
+
+    `shares`, and `step` if there are shares, take vectors as well as numbers: they have +, -, *, / only.
+    """
+    scalars = _arguments(rate_of)[4:]
+    state, after_g = _split(_arguments(step), "g")
+    rates = after_g[: len(after_g) - len(scalars)]
+    all_state = state if direction is None else _split(_arguments(direction), "g")[0]
+    row_state = f"row_SW[s, state_begin + {len(all_state)} * dim]" if has_row_state else "no_state"
+    source = f"""
+def loop(begin, end, weight_SX, row_SW, slot_U, grads, state_begin, {_listed(scalars)}):
+    dim = grads[0].shape[1]
+    rest = dim - dim % LANES
+    g_RD = np.empty((ROWS, dim), np.float32)
+    no_state = np.float32(0)
+    {"; ".join(f"{rate}_R = np.empty(ROWS, np.float32)" for rate in rates)}
+    for first in range(begin, end, ROWS):
+        rows = row_grads(grads, first, end, row_SW, slot_U, g_RD)
+        for r in range(rows):
+            keep_rolled()
+            s = slot_U[first + r]
+            sum_x = sum_y = np.float32(0)
+{_views(all_state) + _elements("direction_rule", "g_RD[r, d]", all_state, scalars) if direction else ""}
+{_SUMS.format(scalars=_listed(scalars)) if shares else ""}
+            {row_state}, {_listed(f"{rate}_R[r]" for rate in rates)} = rate_rule(
+                sum_x, sum_y, np.float32(dim), {row_state}, {_listed(scalars)}
+            )
+        for r in range(rows):
+            keep_rolled()
+            s = slot_U[first + r]
+            {"; ".join(f"{rate} = {rate}_R[r]" for rate in rates)}
+{_views(state)}{_lanes(state, after_g) if shares else ""}
+{_elements("step_rule", "w", state, after_g, "rest, dim" if shares else "dim")}
+"""
+    rules = {"step_rule": step, "rate_rule": rate_of, "shares_rule": shares, "direction_rule": direction}
+    on_host = cpu(written("loop", source, {**_SCOPE, **rules}, beside=step))
+    on_cuda = row_update_cuda.row_update(
+        step, rate_of, shares=shares, direction=direction, states=len(all_state), has_row_state=has_row_state
+    )
+    return RowLoops(on_host, on_cuda, len(all_state), int(has_row_state))
+
+
+# ---- texts -----------------------------------------------------------------------------------------------------------
+
+_SCOPE = {
+    "np": np, "ROWS": ROWS, "LANES": LANES, "row_grads": row_grads, "keep_rolled": keep_rolled,
+    "to_float32": to_float32, "from_float32": from_float32, "load_lanes": load_lanes, "store_lanes": store_lanes,
+    "same_lanes": same_lanes, "sum_lanes": sum_lanes,
+}  # fmt: skip
+
+# The sums over a row: lane l takes d = l, l + 16, ..., the lanes are added as `sum_lanes` does it, and then come the
+# last dim % 16 weights.
+_SUMS = """
+            lanes_x = lanes_y = same_lanes(np.float32(0))
+            for d in range(0, rest, LANES):
+                keep_rolled()
+                terms_x, terms_y = shares_rule(load_lanes(weight_SX, s, d), load_lanes(g_RD, r, d), {scalars})
+                lanes_x, lanes_y = lanes_x + terms_x, lanes_y + terms_y
+            sum_x, sum_y = sum_lanes(lanes_x), sum_lanes(lanes_y)
+            for d in range(rest, dim):
+                term_x, term_y = shares_rule(to_float32(weight_SX[s, d]), g_RD[r, d], {scalars})
+                sum_x, sum_y = sum_x + term_x, sum_y + term_y
+"""
+
+
+def _views(state: Sequence[str]) -> str:
+    """Views of one row's weights and of their state, each under its name in the rule."""
+    views = [("w", "weight_SX[s, :dim]")]
+    views += [(x, f"row_SW[s, state_begin + {k} * dim : state_begin + {k + 1} * dim]") for k, x in enumerate(state)]
+    return "".join(f"{' ' * 12}{name}_D = {view}\n" for name, view in views)
+
+
+def _elements(rule: str, to: str, state: Sequence[str], scalars: Sequence[str], places: str = "dim") -> str:
+    """Loop that runs a rule on one weight after another and puts its first result into `to`: w, or a gradient."""
+    state_d = "".join(f", {x}_D[d]" for x in state)
+    text = f"""
+            for d in range({places}):
+                {to}{state_d} = {rule}(to_float32(w_D[d]){state_d}, g_RD[r, d], {_listed(scalars)})
+"""
+    return text + (f"{' ' * 16}w_D[d] = from_float32(w, w_D[d])\n" if to == "w" else "")
+
+
+def _lanes(state: Sequence[str], scalars: Sequence[str]) -> str:
+    """The same for 16 weights at a time, up to `rest`."""
+    columns = [f"row_SW, s, state_begin + {k} * dim + d" for k in range(len(state))]
+    stores = "".join(f"{' ' * 16}store_lanes({at}, {x}_L)\n" for x, at in zip(state, columns, strict=True))
+    return f"""
+            for d in range(0, rest, LANES):
+                keep_rolled()
+                w_L{"".join(f", {x}_L" for x in state)} = step_rule(
+                    load_lanes(weight_SX, s, d){"".join(f", load_lanes({at})" for at in columns)},
+                    load_lanes(g_RD, r, d), {_listed(scalars)}
+                )
+                store_lanes(weight_SX, s, d, w_L)
+{stores}"""
+
+
+def _arguments(rule: Any) -> list[str]:
+    code = rule.py_func.__code__
+    return list(code.co_varnames[: code.co_argcount])
+
+
+def _split(arguments: Sequence[str], middle: str) -> tuple[list[str], list[str]]:
+    """Arguments between the first and `middle`, and those after it."""
+    at = arguments.index(middle)
+    return list(arguments[1:at]), list(arguments[at + 1 :])
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names)
