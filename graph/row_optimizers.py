@@ -29,6 +29,7 @@ from oneemb.kernels.update_adamax import update_adamax
 from oneemb.kernels.update_ftrl import update_ftrl
 from oneemb.kernels.update_lamb import update_lamb
 from oneemb.kernels.update_lars import update_lars
+from oneemb.kernels.update_lion import update_lion
 from oneemb.kernels.update_nadam import update_nadam
 from oneemb.kernels.update_partial_row_wise_adam import update_partial_row_wise_adam
 from oneemb.kernels.update_radam import update_radam
@@ -368,6 +369,7 @@ OPTIMIZERS = {
         "lars", update_lars, (0.0,),
         fbgemm=("lars_sgd",), fbgemm_options=("lr", "momentum", "eta", "weight_decay"), torchrec="LarsSGD",
     ),
+    "oneemb.optim.Lion": KnownOptimizer("lion", update_lion, (0.0,)),
     "oneemb.optim.PartialRowWiseAdam": KnownOptimizer(
         "partial_row_wise_adam", update_partial_row_wise_adam, (0.0,), (0.0,), counts_steps=_always,
         fbgemm=("partial_row_wise_adam",), fbgemm_options=_ADAM_OPTIONS, torchrec="PartialRowWiseAdam",

@@ -1,4 +1,4 @@
-"""Optimizers that torch.optim lacks: Ftrl, Lamb, Lars, PartialRowWiseAdam, RowWiseAdagrad, SmartDecayAdam.
+"""Optimizers that torch.optim lacks: Ftrl, Lamb, Lars, Lion, PartialRowWiseAdam, RowWiseAdagrad, SmartDecayAdam.
 
 Each steps dense parameters in plain torch operations; oneemb.graph.row_optimizers tells how the rows of an embedding
 are stepped, so one optimizer may hold both. A row of an embedding that has a gradient at every step is updated as a row
@@ -15,7 +15,7 @@ import torch
 
 from oneemb.graph.row_optimizers import RowOptimizer, rows_of_class
 
-__all__ = ["Ftrl", "Lamb", "Lars", "PartialRowWiseAdam", "RowWiseAdagrad", "SmartDecayAdam"]
+__all__ = ["Ftrl", "Lamb", "Lars", "Lion", "PartialRowWiseAdam", "RowWiseAdagrad", "SmartDecayAdam"]
 
 # A param group of torch.optim: the parameters, and options of any type.
 _Group = dict[str, Any]
@@ -432,6 +432,45 @@ class Lars(_Optimizer):
         rate = torch.where(norm != 0, group["lr"] * group["eta"] * w_norm / norm, torch.zeros_like(norm))
         buf.mul_(group["momentum"]).add_(_l2_grad(param, grad, group) * _per_row(rate, grad))
         param.sub_(buf)
+
+
+class Lion(_Optimizer):
+    """Steps of one size for every weight, by the sign of a momentum.
+
+        w' = w * (1 - lr * weight_decay) - lr * sign(beta1 * m + (1 - beta1) * g)
+        m' = beta2 * m + (1 - beta2) * g
+
+    Rates are a third to a tenth of Adam's, and decay as much larger. A row of an embedding that has no gradient in a
+    step is neither decayed nor moved.
+
+    Args:
+        params: parameters, or dicts that define groups of them.
+        lr: learning rate, at least 0.
+        betas: share of the momentum in the sign, and its decay; each at least 0 and below 1.
+        weight_decay: decoupled decay, a share of the weight and of lr; at least 0.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Reference: Chen et al. Symbolic Discovery of Optimization Algorithms. NeurIPS 2023, Algorithm 2.
+    """
+
+    def __init__(
+        self,
+        params: _Params,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ):
+        super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay))
+
+    def _step(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: _Group) -> None:
+        if not state:
+            state["m"] = torch.zeros_like(param)
+        m, (beta1, beta2) = state["m"], group["betas"]
+        pull = m.mul(beta1).add_(grad, alpha=1 - beta1)
+        param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(pull.sign_(), alpha=group["lr"])
+        m.mul_(beta2).add_(grad, alpha=1 - beta2)
 
 
 def _count(steps: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from oneemb.optim import Ftrl, Lamb, Lars, PartialRowWiseAdam, RowWiseAdagrad, SmartDecayAdam
+from oneemb.optim import Ftrl, Lamb, Lars, Lion, PartialRowWiseAdam, RowWiseAdagrad, SmartDecayAdam
 
 
 class Case(NamedTuple):
@@ -45,6 +45,7 @@ OPTIMIZERS = {
     "ftrl": Case(lambda params: Ftrl(params, lr=0.05, lambda1=0.001, beta=1.0), 2),
     "lamb": Case(lambda params: Lamb(params, lr=0.02), 2),
     "lars": Case(lambda params: Lars(params, lr=0.1, eta=0.1), 1),
+    "lion": Case(lambda params: Lion(params, lr=0.005, weight_decay=0.1), 1),
     "partial row-wise adam": Case(lambda params: PartialRowWiseAdam(params, lr=0.02), 1, 1),
     "smart decay adam": Case(lambda params: SmartDecayAdam(params, lr=0.02), 2, 1),
 }
