@@ -234,9 +234,9 @@ def row_loop(
             if u < slot_U.shape[0]:
                 d = lane * V
                 while d < dim:
-                    load(w_V, weight_SX, slot_U[u], d)
                     gradient(g_V, grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD, u, d)
                     direct(weight_SX, row_SW, slot_U[u], d, state_begin, dim, g_V, scalars)
+                    load(w_V, weight_SX, slot_U[u], d)  # last, since the sum of a gradient takes many registers
                     for i in range(V):
                         x, y = shares(w_V[i], g_V[i], *scalars)
                         sum_2[0] = plus(sum_2[0], x)
