@@ -29,7 +29,6 @@ from oneemb.storage.errors import (
 from oneemb.storage.fs import LocalFileSystem
 from oneemb.storage.row_edits import set_rows
 from oneemb.storage.snapshots.snapshot_parts import find_parts, folders_at, look_at
-from oneemb.storage.snapshots.store_snapshots import StoreSnapshots
 from oneemb.storage.snapshots.unfinished import mark, marks_at, unmark
 from tests.support.thread_ranks import FaultyCalls, Torn, files_in, run_ranks
 
@@ -687,22 +686,21 @@ def test_a_damaged_part_leaves_the_rows_of_all_ranks_as_they_were(tmp_path, monk
 @pytest.mark.parametrize("saved", [2, 3])
 def test_after_a_load_that_stopped_half_way_every_rank_raises_until_another(tmp_path, monkeypatch, saved):
     run(saved, save, tmp_path, 1, patch=monkeypatch)
-    real = StoreSnapshots.load_rows
 
-    def fails(store, *args, **how):
-        if "rank-1-of-2" in store.plan.persistent_path:
-            raise oneemb.StorageError("no disk any more")
-        return real(store, *args, **how)
+    def fails(*args, **how):
+        raise oneemb.StorageError("no disk any more")
 
     def half(ranks):
         embedding = make(ranks, tmp_path)
         fill(embedding, 2)
         ranks.agree("before")
-        monkeypatch.setattr(StoreSnapshots, "load_rows", fails)
+        snapshots = embedding.store.snapshots
+        if "rank-1-of-2" in embedding.store.plan.persistent_path:
+            snapshots.load_rows = fails
         with pytest.raises((oneemb.StorageError, RankError), match="no disk"):
             embedding.load_snapshot("s")
         ranks.agree("after")
-        monkeypatch.setattr(StoreSnapshots, "load_rows", real)
+        vars(snapshots).pop("load_rows", None)
         for call in (embedding.store.stats, lambda: embedding.save_snapshot("t")):
             with pytest.raises((BrokenStoreError, RankError)):
                 call()
