@@ -123,18 +123,19 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path, arguments, error, messag
 
 
 class _Step(oneemb.TrainGraph):
-    """Two embeddings of one width, which are merged: one column by column, the other with a bag a sample."""
+    """Two embeddings of one width, which are merged: one with a bag a sample, the other column by column."""
 
     def __init__(self, path, how):
         super().__init__()
-        self.items = make_embedding(path / "items", dim=DIM, tables=3, name="items")
         self.users = make_embedding(path / "users", dim=DIM, name="users")
+        self.items = make_embedding(path / "items", dim=DIM, tables=3, name="items")
         self.how = how
         self.add_optimizer(torch.optim.Adagrad(self.parameters(), lr=0.1))
 
     def build(self, ids, offsets, weights, users, every):
+        of_users = self.users(users, offsets=every)
         bags = self.items(ids, offsets=offsets, **pooled(self.how, weights), columns=(0, 1, 1, 2))
-        loss = (bags.sum(1) * self.users(users, offsets=every)).square().sum()
+        loss = (bags.sum(1) * of_users).square().sum()
         loss.backward()
         return loss.detach()
 

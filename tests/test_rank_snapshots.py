@@ -441,7 +441,11 @@ def test_a_kill_at_any_file_call_leaves_snapshots_whole_or_absent(tmp_path, monk
     names_of = names_of_calls(tmp_path, monkeypatch, action, size)
     for rank, calls_of_rank in enumerate(names_of):
         after = [at + 1 for at, name in enumerate(calls_of_rank) if name in ("rename", "remove")]
-        for at in range(len(calls_of_rank)) if every else sorted({0, *after[2::9], *after[-2:]}):
+        for at in (
+            range(len(calls_of_rank))
+            if every
+            else sorted({0, *after[2 :: 1 if action == "delete" else 9], *after[-2:]})
+        ):
             root = tmp_path / "killed"
             shutil.copytree(tmp_path / "template", root)
             with monkeypatch.context() as patch:
