@@ -135,8 +135,8 @@ def test_the_judge_sees_what_a_graph_does_wrong(graph, outcome):
 
 @pytest.mark.parametrize("fields", [1, 3])
 def test_the_judge_sees_a_guess_that_nobody_checks(fields, monkeypatch):
-    def trusts(self, ids, table_ids, offsets, columns):
-        return ids.shape == self.ids.shape
+    def trusts(self, lookup):
+        return lookup.ids.shape == self.lookup.ids.shape
 
     monkeypatch.setattr(Expected, "is_of", trusts)
     idiom = guess.IdsOfANumberThatChanges if fields == 1 else merged(guess.IdsOfANumberThatChanges)
