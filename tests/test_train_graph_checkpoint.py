@@ -542,7 +542,7 @@ def test_a_failed_save_whose_traces_stay_says_why_it_failed_and_the_next_one_tak
 
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint, "write_file", full)
-        patched.setattr(graph.embedding.store, "delete_snapshot", broken)
+        patched.setattr(graph.embedding.store.snapshots, "delete", broken)
         for _ in range(2):  # in one process, whose number does not change
             with pytest.raises(oneemb.StorageError, match="ENOSPC|for a moment"):
                 graph.save(tmp_path / "c", keep=1)
