@@ -501,6 +501,7 @@ def test_folders_of_tests_are_in_memory_where_there_is_room_and_libraries_load(
     assert commands.count("TMPDIR=/dev/shm") == (3 if in_memory else 0)
 
 
+@pytest.mark.slow
 def test_gpu_tests_say_once_that_there_is_no_gpu():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/cuda/test_copies.py"]
     unseen = os.environ | {"ONEEMB_TEST_GPU": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -55,8 +55,7 @@ def figures(text):
     return {int(epoch): [float(one.replace(",", "")) for one in rest] for epoch, *rest in found}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("resumed_on", [{3: "3"}, {3: "2", 1: "3"}])
+@pytest.mark.parametrize("resumed_on", [{3: "3"}, pytest.param({3: "2", 1: "3"}, marks=pytest.mark.slow)])
 def test_a_killed_run_goes_on_with_other_numbers_of_processes_as_if_one_had_run_alone(tmp_path, capsys, resumed_on):
     alone = kuairand_dlrm.main([*SMALL, "--workdir", str(tmp_path / "alone"), "--store", "device"])
     rows = figures(capsys.readouterr().out)[3][-1]
