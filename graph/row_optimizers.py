@@ -208,7 +208,8 @@ def _run(
     """Step rows with the options of a group; up their gradients where it says so and the class knows of it."""
     if signed and group.get("maximize", False):
         rows = (*rows[:3], loops.negated(rows[3]))
-    update(*rows, state_begin=state_begin, step=step, loops=loops, **_options(update, {**absent, **group}))
+    its = {**absent, **group} if absent else group
+    update(*rows, state_begin=state_begin, step=step, loops=loops, **_options(update, its))
 
 
 def _options(update: RowUpdate, group: Group) -> dict[str, Any]:
