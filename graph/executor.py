@@ -168,7 +168,7 @@ class _Layout:
         """The values before the first op: the constants."""
 
     def arguments(self, values: Iterable[object], made: list[_Made]) -> _Get:
-        """What gets these arguments, once those in `made` are made, to which it adds."""
+        """Function that gets these arguments, once those in `made` are made, to which it adds."""
         places = [self._place_of(value, made) for value in values]
         return _several(places)
 
@@ -198,7 +198,7 @@ class _Layout:
 
 
 def _several(places: Sequence[int]) -> _Get:
-    """What gets the values at these places, as a tuple or list."""
+    """Function that gets the values at these places, as a tuple or list."""
     return (
         itemgetter(*places) if len(places) > 1 else itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
     )

@@ -1,4 +1,4 @@
-"""What is done with all rows of a store, as they are between two steps: a copy in another store, a visit of each."""
+"""Calls on all rows of a store, as they are between two steps: a copy in another store, a visit of each."""
 
 from dataclasses import replace
 

@@ -101,7 +101,7 @@ class Replicas(StorePart):
         return table_U, id_U
 
     def new_of(self, keys: LookupKeys) -> Keys:
-        """Those of a lookup's keys that `new` gives: they are about to be begun."""
+        """Keys of a lookup that `new` gives: they are about to be begun."""
         loops, format = self.rows.loops, self.rows.format
         keys = loops.counted(keys)
         table_U, id_U = (loops.tensor(array).cpu().numpy() for array in (keys.table_U, keys.id_U))

@@ -1,4 +1,4 @@
-"""What adapters share. An adapter gives users the classes of another library over embeddings of this one.
+"""Parts that adapters share. An adapter gives users the classes of another library over embeddings of this one.
 
 To write one, answer these questions in turn; `oneemb.torchrec` is the fullest example of each.
 

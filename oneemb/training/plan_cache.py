@@ -83,7 +83,7 @@ class Known:
 
 
 class PlanCache:
-    """What is known of the lookups of a graph, for the structures of inputs that were used last.
+    """Plans of the lookups of a graph, for the structures of inputs that were used last.
 
     Args:
         name: of the graph's class, in warnings.

@@ -1,4 +1,4 @@
-"""What callers ask of the policies of a store's tables: rows that leave, scores, epochs, sightings.
+"""Calls on the policies of a store's tables: rows that leave, scores, epochs, sightings.
 
 Lookups go through `KeptRows` themselves (kept_rows.py).
 """

@@ -36,7 +36,7 @@ class RowsAhead:
         self._changed.append(id_N)
 
     def known(self, wanted: np.ndarray) -> np.ndarray:
-        """Those of the `wanted` keys that have rows, as places in `wanted_M`; `row_MW` has their rows as they are now.
+        """The `wanted` keys that have rows, as places in `wanted_M`; `row_MW` has their rows as they are now.
         In a turn, after `read`."""
         m = np.searchsorted(self.wanted_M, wanted)
         if self._changed:
