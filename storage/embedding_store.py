@@ -7,9 +7,9 @@
     store.policy       rows that leave, scores, sightings
     store.snapshots    saved, loaded, deleted, between two steps
     store.replicas     replicated tables
-    store.holder       who has the folder
+    store.holder       holder of the folder
 
-row_edits.py and all_rows.py have what is done with rows by their keys, and with all of them.
+row_edits.py has calls on rows by their keys, all_rows.py on all rows.
 
 Invariants:
 - the rows known, their values and the snapshots do not depend on which tiers there are, nor on any budget;
@@ -111,7 +111,7 @@ class EmbeddingStore:
         bottom: Bottom | None = None, policies: Sequence[RowPolicy] | None = None, name: str = "",
     ):  # fmt: skip
         self.holder = FolderHolder(self, f"embedding {name!r}", plan.owners)
-        """Who has the folder, for other objects of this process that want it."""
+        """Holder of the folder, for other objects of this process that want it."""
         if bottom is None:
             bottom = TableBottom(plan.persistent_path, plan.physical_block_size, threads, _MEND, self.holder)
         self.threads = threads
@@ -141,7 +141,7 @@ class EmbeddingStore:
         if policies is not None:
             self.kept = KeptRows(policies, plan.capacity, self.rows, self.pins, threads, self.writing)
         self.policy = StorePolicy(self, self.kept, f"the embedding on {bottom.name}", self.num_tables)
-        """What callers ask of policies."""
+        """Calls on the policies of the tables."""
         self.replicas = Replicas(self, plan, threads)
         """Replicated tables."""
         self.journal = Journal(self.rows, self.replicas, threads)

@@ -1,4 +1,4 @@
-"""Who holds the folder of a store, as other objects of the process see it: it is asked to give way, or to let go."""
+"""Holder of a store's folder, as other objects of the process see it: they ask it to give way, or to let go."""
 
 import weakref
 from collections.abc import Callable

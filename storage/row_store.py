@@ -7,7 +7,7 @@ Invariants, for every implementation:
 - keys are unique within one call (`table_U` int32, `id_U` int64, every int64 legal); `row_UW` float32 [U, W],
   C-contiguous;
 - a call that raises has changed nothing, except that a `put` may have kept some of its rows whole;
-- one thread at a time calls a store.
+- one thread at a time calls a store, except that any thread may `get` from the persistent table beside other calls.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -18,7 +18,7 @@ class StorePolicy(StorePart):
     """The policies of a store. Where no table has one, no row leaves, and rows have no scores.
 
     Args:
-        store: its part this is.
+        store: of which this is a part.
         kept: the rows that policies keep; None where no table has a policy.
         what: the embedding, in errors.
         num_tables: how many tables there are.

@@ -15,7 +15,7 @@ class RowsAhead:
     `known` reads those rows once more.
 
     Args:
-        below: the store. Any thread may call its `get`.
+        below: the store, whose `get` any thread may call.
         keys: of a lookup.
         wanted_M: int64, ascending: which of them.
     """
