@@ -21,7 +21,7 @@ from oneemb.graph import ops
 from oneemb.graph.arguments import Lookup, Planned
 from oneemb.graph.build_error import BuildError, user_line
 from oneemb.graph.modules import REGISTER
-from oneemb.graph.ranks import Ranks
+from oneemb.graph.ranks import AnyRanks, Ranks
 from oneemb.graph.tape import Tape, version_of
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.errors import StoreFullError
@@ -35,7 +35,7 @@ class LooksUp(Protocol):
     name: str
     store: EmbeddingStore
     training: bool
-    ranks: Ranks | None
+    ranks: AnyRanks
     asked_ranks: Ranks | None
 
     @property

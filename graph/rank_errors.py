@@ -1,13 +1,14 @@
 """Errors between ranks: which of them all ranks know of, and the words in which one says what has failed elsewhere."""
 
 import itertools
+import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from oneemb.storage.locking.undisturbed import undisturbed
 
 __all__ = [
-    "RankError", "Said", "is_told", "mark_told", "moment", "said_of", "told_error", "what_has_failed", "whole_exchange",
+    "RankError", "Said", "is_told", "mark_told", "moment", "report", "told_error", "what_has_failed", "whole_exchange",
 ]  # fmt: skip
 
 
@@ -59,7 +60,21 @@ Said = tuple[str, str | None, str, str]
 """Error report of one rank: operation, error, object, configuration."""
 
 
-def said_of(failure: BaseException) -> str:
+# Bytes for what a rank was doing and what has failed there, when ranks raise: all send as many.
+_WORDS = 8192
+
+
+def report(what: str, failure: BaseException | None, name: str, made: str) -> bytearray:
+    """Error report of one rank, pickled, and zeros up to the length that all have."""
+    said, pickled = None if failure is None else _said_of(failure), b""
+    for length in (_WORDS // 5, _WORDS // 20):  # characters of each, which may take four bytes
+        pickled = pickle.dumps([None if text is None else text[:length] for text in (what, said, name, made)])
+        if len(pickled) <= _WORDS:
+            break
+    return bytearray(pickled.ljust(_WORDS, b"\0"))
+
+
+def _said_of(failure: BaseException) -> str:
     try:
         return f"{type(failure).__name__}: {failure}"
     except Exception:  # Its own __str__ has failed, and the others wait for some words.

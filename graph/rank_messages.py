@@ -1,13 +1,32 @@
 """Messages between ranks: tensors of any dtype and shape as bytes, one after another."""
 
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Blocks", "Received", "bytes_of"]
+__all__ = ["Blocks", "Received", "Traffic", "bytes_of"]
 
 Blocks = Sequence[Sequence[torch.Tensor]]
 """Tensors to send to each rank, of any shape, one after another."""
+
+
+@dataclass
+class Traffic:
+    """Messages and bytes that a rank has sent to others, and the time that it has spent in exchanges."""
+
+    messages: int = 0
+    """Exchanges of one tensor each."""
+    sent_bytes: int = 0
+    seconds: float = 0.0
+    """From the begin of each to its end: the time that others are waited for is in it."""
+
+    def add(self, sent: torch.Tensor, rows_to_others: int, begin: float) -> None:
+        """Count an exchange of rows that has begun at this reading of time.perf_counter."""
+        self.messages += 1
+        self.sent_bytes += rows_to_others * (sent.numel() // max(1, len(sent))) * sent.element_size()
+        self.seconds += time.perf_counter() - begin
 
 
 class Received:

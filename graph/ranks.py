@@ -22,28 +22,29 @@ import uuid
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any, Never
+from typing import Any, Literal, Never, TypeVar, cast
 
 import torch
 from torch import distributed
 
+from oneemb.graph.one_rank import Gradients, OneRank, check_between_ranks
 from oneemb.graph.rank_errors import (
     RankError,
     Said,
     is_told,
     mark_told,
-    said_of,
+    report,
     told_error,
     what_has_failed,
     whole_exchange,
 )
-from oneemb.graph.rank_messages import Blocks, Received, bytes_of
+from oneemb.graph.rank_messages import Blocks, Received, Traffic, bytes_of
 from oneemb.storage.errors import ForkedProcessError
+from oneemb.storage.locking.undisturbed import undisturbed
 
-__all__ = ["Blocks", "RankError", "Ranks", "Received", "Traffic", "check_between_ranks"]
+__all__ = ["AnyRanks", "Blocks", "RankError", "Ranks", "Received", "Traffic", "ranks_of"]
 
-_COMM_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+T = TypeVar("T")
 
 # Bytes before an answer: what the rank is doing, and whether that has failed.
 _HEADER = 16
@@ -51,33 +52,8 @@ _HEADER = 16
 # The number of a rank that has left an exchange in which ranks tell numbers.
 _LEFT = -(1 << 40)
 
-# Bytes for what a rank was doing and what has failed there, when ranks raise: all send as many.
-_WORDS = 8192
-
-
-@dataclass
-class Traffic:
-    """Messages and bytes that a rank has sent to others, and the time that it has spent in exchanges."""
-
-    messages: int = 0
-    """Exchanges of one tensor each."""
-    sent_bytes: int = 0
-    seconds: float = 0.0
-    """From the begin of each to its end: the time that others are waited for is in it."""
-
-    def add(self, sent: torch.Tensor, rows_to_others: int, begin: float) -> None:
-        """Count an exchange of rows that has begun at this reading of time.perf_counter."""
-        self.messages += 1
-        self.sent_bytes += rows_to_others * (sent.numel() // max(1, len(sent))) * sent.element_size()
-        self.seconds += time.perf_counter() - begin
-
-
-def check_between_ranks(gradients: str, comm_dtype: torch.dtype) -> None:
-    """Raise ValueError unless both are among the values that ranks support."""
-    if not isinstance(gradients, str) or gradients not in ("mean", "sum"):
-        raise ValueError(f'gradients_of_ranks must be "mean" or "sum", got {gradients!r}')
-    if not isinstance(comm_dtype, torch.dtype) or comm_dtype not in _COMM_DTYPES:
-        raise ValueError(f"comm_dtype must be torch.float32, torch.float16 or torch.bfloat16, got {comm_dtype!r}")
+# Bytes that `of_first` sends to each other rank at a time: all of them are in the first one's memory at once.
+_CHUNK = 4 << 20
 
 
 class Ranks:
@@ -94,8 +70,13 @@ class Ranks:
         ValueError: this process is none of its ranks, or another argument is not as above.
     """
 
+    alone: Literal[False] = False
+    """Whether no other process can own rows; see `OneRank`."""
+    whole = undisturbed
+    """Block around a call that ranks make together."""
+
     def __init__(
-        self, group: "distributed.ProcessGroup", gradients: str = "mean", comm_dtype: torch.dtype = torch.float32,
+        self, group: "distributed.ProcessGroup", gradients: Gradients = "mean", comm_dtype: torch.dtype = torch.float32,
         name: str = "", made: str = "",
     ):  # fmt: skip
         check_between_ranks(gradients, comm_dtype)
@@ -117,6 +98,8 @@ class Ranks:
         self._pid = os.getpid()
         self.rank: int = group.rank()
         self.size: int = group.size()
+        self.first = self.rank == 0
+        """Whether this rank does what one has to do for all."""
         on_gpu = group.name() == "nccl"
         self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
@@ -305,6 +288,36 @@ class Ranks:
             self._headers(what, failed, [0] * self.size)
             return self._gather(pickled)
 
+    def by_first(self, what: str, call: Callable[[], T]) -> T:
+        """Result of `call` on the first rank, for all ranks. Others do not call it.
+
+        Raises:
+            As `agree`.
+        """
+        return cast(T, self.agree(what, lambda: call() if self.first else None))
+
+    def of_first(self, what: str, make: Callable[[], bytes]) -> bytes:
+        """Do as `by_first`, for any number of bytes.
+
+        Raises:
+            As `exchange`.
+        """
+        data = bytearray()
+
+        def keep() -> int:
+            data[:] = make()
+            return len(data)
+
+        size, parts = self.by_first(what, keep), []
+        if self.size == 1:
+            return bytes(data)
+        for begin in range(0, size, _CHUNK):
+            count = min(_CHUNK, size - begin)
+            sent = [torch.frombuffer(data, dtype=torch.uint8, offset=begin, count=count)] if self.first else []
+            received = self.exchange(what, lambda sent=sent: [sent] * self.size)  # type: ignore[misc]
+            parts.append(received[0].take(count, torch.uint8).cpu().numpy().tobytes())
+        return b"".join(parts)
+
     def tell(self, what: str, make: Callable[[], int]) -> list[int]:
         """The number that `make` gives on each rank, in their order.
 
@@ -410,17 +423,9 @@ class Ranks:
         return [size for _, _, size in got]
 
     def _words(self, what: str, failure: BaseException | None) -> torch.Tensor:
-        """Error report of this rank for the others, uint8 [_WORDS]."""
-        said = None if failure is None else said_of(failure)
-        words_N = torch.zeros(_WORDS, dtype=torch.uint8, device="cpu")
-        said_bytes = b""
-        for length in (_WORDS // 5, _WORDS // 20):  # characters of each, which may take four bytes
-            texts = (what, said, self.name, self.made)
-            said_bytes = pickle.dumps([None if text is None else text[:length] for text in texts])
-            if len(said_bytes) <= _WORDS:
-                break
-        words_N[: len(said_bytes)] = torch.frombuffer(bytearray(said_bytes), dtype=torch.uint8)
-        return words_N.to(self._device)
+        """Error report of this rank for the others, uint8."""
+        words = report(what, failure, self.name, self.made)
+        return torch.frombuffer(words, dtype=torch.uint8).to(self._device)
 
     def _raise(self, what: str, failed: list[BaseException]) -> Never:
         """Raise what has failed here, which is taken out of the list, or say what has elsewhere."""
@@ -476,3 +481,15 @@ class Ranks:
         # Methods, not torch.distributed's functions: those take no group that they have not made.
         self.group.alltoall_base(received, sent, list(received_R), list(sent_R)).wait()
         self.traffic.add(sent, sum(sent_R) - sent_R[self.rank], begin)
+
+
+AnyRanks = Ranks | OneRank
+"""The ranks of an embedding: a process group, or this process alone."""
+
+
+def ranks_of(
+    group: "distributed.ProcessGroup | None", gradients: Gradients = "mean", comm_dtype: torch.dtype = torch.float32,
+    name: str = "",
+) -> AnyRanks:  # fmt: skip
+    """The ranks of a process group, None = this process alone; arguments and errors are those of `Ranks`."""
+    return OneRank(gradients, comm_dtype) if group is None else Ranks(group, gradients, comm_dtype, name)

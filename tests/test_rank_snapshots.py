@@ -83,7 +83,7 @@ def make(ranks, path, *, options="device", state=True, tables=TABLES, dim=DIM, s
 
 
 def rank_of(embedding):
-    return (0, 1) if embedding.ranks is None else (embedding.ranks.rank, embedding.ranks.size)
+    return embedding.ranks.rank, embedding.ranks.size
 
 
 def fill(embedding, version, count=40):
@@ -785,7 +785,6 @@ def test_the_first_rank_alone_says_that_an_embedding_starts_empty_beside_snapsho
     monkeypatch.setattr(
         "oneemb.embeddings.snapshot_calls.warn_user", lambda text: said.append((threading.current_thread().name, text))
     )
-    monkeypatch.setattr("oneemb.embeddings.embedding.Ranks", lambda group: group)
 
     def begin(ranks):
         embedding = oneemb.MultiTableEmbedding(

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 import oneemb
 from oneemb.checkpoints import checkpoint
-from oneemb.embeddings.rank_calls import RankCalls
+from oneemb.graph.one_rank import ALONE
 from oneemb.storage.errors import BrokenStoreError
 from oneemb.storage.fs import LocalFileSystem
 from tests.support.forks import run_code
@@ -582,7 +582,7 @@ def test_what_another_save_is_about_to_make_is_left_to_it(tmp_path, monkeypatch)
 
     def write(path, data):
         found.append(graph.embedding.snapshots())
-        other = checkpoint.Intent(str(tmp_path / "c"), {}, {}, RankCalls(None, []), "save").__enter__()
+        other = checkpoint.Intent(str(tmp_path / "c"), {}, {}, ALONE, "save").__enter__()
         left = glob.glob(f"{tmp_path}/c.*.saving")
         assert len(left) == 2 and all(checkpoint.is_held(one) for one in left)
         other.__exit__(None, None, None)
@@ -599,7 +599,7 @@ def test_what_another_save_is_about_to_make_is_left_to_it(tmp_path, monkeypatch)
 
 def test_a_child_does_not_hold_what_a_save_of_its_parent_is_about_to_make(tmp_path):
     go_on, told = os.pipe()
-    with checkpoint.Intent(str(tmp_path / "c"), {}, {}, RankCalls(None, []), "save") as intent:
+    with checkpoint.Intent(str(tmp_path / "c"), {}, {}, ALONE, "save") as intent:
         child = os.fork()
         if child == 0:
             os.close(told)

@@ -18,12 +18,13 @@ from typing import Any, Never, cast
 import numpy as np
 import torch
 
+from oneemb.graph.one_rank import ALONE
 from oneemb.graph.ops.backward_pass import Pass, reduce_passes
 from oneemb.graph.ops.grads import RowGrads, join_grads
 from oneemb.graph.ops.lookup import Lease, full
 from oneemb.graph.ops.merged import MergedRows
 from oneemb.graph.ops.settle import by_ranks, settle
-from oneemb.graph.ranks import Ranks
+from oneemb.graph.ranks import AnyRanks
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.errors import StoreFullError
 from oneemb.storage.merged_store import MergedStore
@@ -47,8 +48,8 @@ class RowGrad(torch.Tensor):
     """A gradient that is summed already, beside the passes."""
     holders: list[Lease]
     """Leases that pin the rows of `summed`."""
-    ranks: Ranks | None
-    """Ranks that own the rows together; None = this process has all."""
+    ranks: AnyRanks
+    """Ranks that own the rows."""
     settled: bool
     """Whether every gradient is with its owner: see `settle`."""
     tables: frozenset[int] | None
@@ -66,7 +67,7 @@ class RowGrad(torch.Tensor):
         passes: Iterable[Pass] = (),
         summed: RowGrads | None = None,
         holders: Iterable[Lease] = (),
-        ranks: Ranks | None = None,
+        ranks: AnyRanks = ALONE,
         *,
         settled: bool = False,
         tables: frozenset[int] | None = None,
@@ -123,7 +124,7 @@ class RowGrad(torch.Tensor):
             StoreFullError: they do not fit any more; nothing has changed.
             StorageError: rows were replaced since the lookup (load_snapshot, clear).
         """
-        assert self.ranks is None or not self.passes, "what lookups have left is with the owners of rows"
+        assert self.ranks.alone or not self.passes, "what lookups have left is with the owners of rows"
         for lease in self.holders:
             lease.check_not_replaced()
         try:
@@ -216,7 +217,8 @@ class RowGrad(torch.Tensor):
         """Add what the other holds."""
         self.changes += 1
         self.spent = self.spent and other.spent
-        self.ranks, self.settled = self.ranks or other.ranks, self.settled and other.settled
+        self.ranks = other.ranks if self.ranks.alone else self.ranks
+        self.settled = self.settled and other.settled
         self.passes = self.passes + other.passes
         self.summed = join_grads([grads for grads in (self.summed, other.summed) if grads is not None])
         self.holders = self.holders + other.holders
@@ -346,7 +348,7 @@ def _norms(row_grads: Sequence[RowGrad], ord: float = 2, *, dtype: Any = None) -
     norms = []
     for grad in row_grads:
         grads = grad.reduce()
-        if grads is not None and grad.ranks is not None and grad.store.replicas:
+        if grads is not None and grad.ranks.size > 1 and grad.store.replicas:
             grads = _counted(grads, grad.store)
         norms.append(0.0 if grads is None else grad.store.loops.norm(grads.grad_UD, float(ord)))
     for ranks, group in by_ranks(row_grads):

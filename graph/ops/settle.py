@@ -25,7 +25,7 @@ from oneemb.graph.ops.backward_pass import Pass, grads_of_leases
 from oneemb.graph.ops.grads import RowGrads, join_grads, nowhere, sum_over_passes
 from oneemb.graph.ops.lookup import Lease
 from oneemb.graph.rank_errors import whole_exchange
-from oneemb.graph.ranks import Ranks
+from oneemb.graph.ranks import AnyRanks, Ranks
 from oneemb.kernels.arrays import RowsOfIds
 from oneemb.kernels.hash_index import TABLE_MAX
 from oneemb.kernels.owner import owner_of
@@ -39,7 +39,7 @@ class GradOfRanks(Protocol):
 
     store: EmbeddingStore
     passes: list[Pass]
-    ranks: Ranks | None
+    ranks: AnyRanks
     settled: bool
 
     def own(self, owned: tuple[Lease, RowGrads] | None) -> None:
@@ -53,7 +53,7 @@ def by_ranks(row_grads: Iterable[_Grad]) -> list[tuple[Ranks, list[_Grad]]]:
     """The gradients of rows that ranks own together, by their groups."""
     groups: dict[Any, tuple[Ranks, list[_Grad]]] = {}
     for grad in row_grads:
-        if grad.ranks is not None:
+        if not grad.ranks.alone:
             groups.setdefault(grad.ranks.group, (grad.ranks, []))[1].append(grad)
     return list(groups.values())
 
@@ -70,7 +70,7 @@ def settle(row_grads: Iterable[GradOfRanks]) -> None:
     """
     for ranks, group in by_ranks(row_grads):
         if not all(grad.settled for grad in group):
-            stores, its_ranks = [grad.store for grad in group], [grad.ranks for grad in group if grad.ranks is not None]
+            stores, its_ranks = [grad.store for grad in group], [grad.ranks for grad in group if not grad.ranks.alone]
             make, lookups = functools.partial(_all_left, group, ranks), [_single_lookup(grad) for grad in group]
             for grad, owned in zip(group, shuffle_grads(ranks, stores, its_ranks, make, lookups), strict=True):
                 grad.own(owned)

@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 
+from oneemb.graph.one_rank import ALONE
 from oneemb.graph.ops.backward_pass import Pass
 from oneemb.graph.ops.lookup import Lease
 from oneemb.graph.ops.row_grad import RowGrad
-from oneemb.graph.ranks import Ranks
+from oneemb.graph.ranks import AnyRanks
 from oneemb.graph.tape import version_of
 
 __all__ = ["with_grad"]
@@ -16,7 +17,7 @@ __all__ = ["with_grad"]
 
 def with_grad(
     rows: torch.Tensor, lease: Lease, weights: Sequence[torch.Tensor], per_sample_weights: torch.Tensor | None = None,
-    ranks: Ranks | None = None,
+    ranks: AnyRanks = ALONE,
 ) -> torch.Tensor:  # fmt: skip
     """Result of `gather`, made differentiable: a backward pass through it gives each weight a `RowGrad`.
 
@@ -24,10 +25,8 @@ def with_grad(
 
     Args:
         weights: one that stands for all rows, or for each table one that stands for its rows.
-        ranks: those who train the rows together; None = the ranks that the lookup has asked, if any.
+        ranks: those who train the rows.
     """
-    if ranks is None and lease.remote is not None:
-        ranks = lease.remote.ranks
     # In a tuple, so that autograd takes the rows for new ones: a tensor that it knows as an input must not change in
     # place.
     return _WithGrad.apply(per_sample_weights, lease, (rows,), ranks, *weights)
@@ -59,7 +58,7 @@ def _is_alone(grad: torch.Tensor) -> bool:
 class _WithGrad(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, scales: torch.Tensor | None, lease: Lease, rows: tuple[torch.Tensor], ranks: Ranks | None,
+        ctx: Any, scales: torch.Tensor | None, lease: Lease, rows: tuple[torch.Tensor], ranks: AnyRanks,
         *weights: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         ctx.lease, ctx.ranks = lease, ranks

@@ -2,15 +2,15 @@
 
 from torch import distributed
 
-from oneemb.embeddings.rank_calls import RankCalls
-from oneemb.graph.ranks import Ranks
+from oneemb.graph.one_rank import ALONE
+from oneemb.graph.ranks import AnyRanks, Ranks
 
 __all__ = ["ranks_of_job"]
 
 
-def ranks_of_job() -> RankCalls:
-    """Calls that the ranks of the default process group make together, with connections of their own; without a group
-    this process makes them alone. Every rank calls it."""
+def ranks_of_job() -> AnyRanks:
+    """The ranks of the default process group, with connections of their own; without a group this process alone. Every
+    rank calls it."""
     started = distributed.is_available() and distributed.is_initialized()
     group = distributed.group.WORLD if started else None
-    return RankCalls(None if group is None or group.size() == 1 else Ranks(group).again(), [])
+    return ALONE if group is None or group.size() == 1 else Ranks(group).again()

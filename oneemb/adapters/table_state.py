@@ -205,7 +205,7 @@ class TableState:
         if self.table == 0:
             row_optimizer = rows.row_optimizer
             has_state = row_optimizer is not None and row_optimizer.state_width(config.embedding_dim)
-            if rows.store.step and has_state and rows.ranks is None:
+            if rows.store.step and has_state and rows.ranks.alone:
                 assert row_optimizer is not None
                 warnings.warn(
                     f"the state dict of tables {rows.name} holds their weights, not the state that"
@@ -220,11 +220,9 @@ class TableState:
     def check_in_range(self) -> None:
         """Raise StorageError if a table of the rows has rows of other ids than 0 to num_embeddings - 1."""
         first = self._of_rows[0]
-        if first.checked == self.rows.store.changes and self.rows.ranks is None:
+        if first.checked == self.rows.store.changes and self.rows.ranks.alone:
             return
-        if self.rows.ranks is None:
-            self._check_own()
-        elif self.table == 0:  # On ranks state dicts are of all tables.
+        if self.rows.ranks.alone or self.table == 0:  # On ranks state dicts are of all tables.
             self.rows.ranks.agree(f"make a state dict of {self.rows.name}", self._check_own)
         first.checked = self.rows.store.changes
 
@@ -342,9 +340,7 @@ class TableState:
                 words_UW = store.loops.tensor(row_UW).cpu().numpy()
                 ids = store.loops.tensor(id_U).cpu().numpy()
                 own.append((ids, state_of(store.format, words_UW)[:, : len(initial_Z)].copy()))
-        of_all = [own]
-        if rows.ranks is not None:
-            of_all = rows.ranks.all_gather(f"state of table {self.name!r}", lambda: own)
+        of_all = rows.ranks.all_gather(f"state of table {self.name!r}", lambda: own)
         state_NZ = np.tile(initial_Z, (size, 1))
         for its in of_all:
             for ids, states in its:
@@ -404,7 +400,7 @@ def _whole(state: "torch.Tensor | ShardedTensor | DTensor", rows: MultiTableEmbe
     if not isinstance(state, ShardedTensor):
         return state
     its = [(shard.metadata.shard_offsets, shard.tensor.detach().cpu()) for shard in state.local_shards()]
-    of_all = [its] if rows.ranks is None else rows.ranks.all_gather(f"load rows of {rows.name}", lambda: its)
+    of_all = rows.ranks.all_gather(f"load rows of {rows.name}", lambda: its)
     shards = [shard for of_rank in of_all for shard in of_rank]
     size = list(state.size())
     if sum(part.numel() for _, part in shards) != math.prod(size):

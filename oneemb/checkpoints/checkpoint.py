@@ -46,7 +46,9 @@ from oneemb.checkpoints.named_snapshot import SnapshotName
 from oneemb.checkpoints.new_files import close_dropped, make_durable
 from oneemb.embeddings import internals
 from oneemb.embeddings.embedding import TableEmbedding, embeddings_of
-from oneemb.embeddings.rank_calls import RankCalls
+from oneemb.embeddings.rank_calls import together
+from oneemb.graph.one_rank import ALONE
+from oneemb.graph.ranks import AnyRanks
 from oneemb.storage.errors import SnapshotNeededError, StorageError
 from oneemb.storage.fs import LocalFileSystem, close_in_child, storage_error
 from oneemb.storage.locking.undisturbed import undisturbed
@@ -76,23 +78,23 @@ class _File(State, total=False):
 def save_checkpoint(graph: CompiledGraph, train: TrainState, path: str, keep: int | None) -> int:
     """Write a checkpoint; see `TrainGraph.save`. Returns how many snapshots of earlier ones are kept; 0 on ranks after
     the first."""
-    calls, what = _calls_of(graph), f"save {path!r}, keep={keep}"
-    kept = _together(graph, calls, "save", what, lambda: _save(graph, train, path, keep, calls, what))
-    return kept if calls.first else 0
+    ranks, what = _ranks_of(graph), f"save {path!r}, keep={keep}"
+    kept = _together(graph, ranks, "save", what, lambda: _save(graph, train, path, keep, ranks, what))
+    return kept if ranks.first else 0
 
 
 def load_checkpoint(graph: CompiledGraph, train: TrainState, path: str, strict: bool) -> LoadedKeys:
     """Read a checkpoint; see `TrainGraph.load`."""
     _check_strict(strict)
-    calls, what = _calls_of(graph), f"load {path!r}{'' if strict else ', strict=False'}"
+    ranks, what = _ranks_of(graph), f"load {path!r}{'' if strict else ', strict=False'}"
 
     def load() -> LoadedKeys:
-        return _restore(graph, train, _read_together(path, calls, what), path, calls, what, strict=strict)
+        return _restore(graph, train, _read_together(path, ranks, what), path, ranks, what, strict=strict)
 
-    return _together(graph, calls, "load", what, load)
+    return _together(graph, ranks, "load", what, load)
 
 
-def _together(graph: CompiledGraph, calls: RankCalls, verb: str, what: str, call: Callable[[], T]) -> T:
+def _together(graph: CompiledGraph, ranks: AnyRanks, verb: str, what: str, call: Callable[[], T]) -> T:
     """Make a call on all ranks; exchanges of the graph's embeddings within it name the call."""
 
     def run() -> T:
@@ -101,26 +103,24 @@ def _together(graph: CompiledGraph, calls: RankCalls, verb: str, what: str, call
                 stack.enter_context(embedding.rank_snapshots.part_of(what))
             return call()
 
-    return calls.together(verb, what, run)
+    return together(ranks, [embedding.store for embedding in embeddings_of(graph).values()], verb, what, run)
 
 
-def _calls_of(graph: CompiledGraph) -> RankCalls:
-    """The calls that the ranks of a graph's embeddings make together.
+def _ranks_of(graph: CompiledGraph) -> AnyRanks:
+    """The ranks of a graph's embeddings.
 
     Raises:
         ValueError: not all of its embeddings are of the same ranks.
     """
     embeddings = list(embeddings_of(graph).values())
-    ranks = {None if one.ranks is None else one.ranks.group: one.ranks for one in embeddings}
+    ranks = {one.ranks.group: one.ranks for one in embeddings}
     if len(ranks) > 1:
-        named = ", ".join(
-            f"{one.name!r} of {'this process alone' if one.ranks is None else one.ranks}" for one in embeddings
-        )
+        named = ", ".join(f"{one.name!r} of {one.ranks}" for one in embeddings)
         raise ValueError(
             f"a state of {type(graph).__name__} is saved and loaded by the ranks of its embeddings together, and these"
             f" are not of the same ranks: {named}; give all the same process_group"
         )
-    return RankCalls(next(iter(ranks.values()), None), [embedding.store for embedding in embeddings])
+    return next(iter(ranks.values()), ALONE)
 
 
 class GraphState:
@@ -144,22 +144,22 @@ class GraphState:
     def __init__(self, graph: CompiledGraph, train: TrainState, strict: bool = True):
         _check_strict(strict)
         self._graph, self._train, self._strict = graph, train, strict
-        self._calls = _calls_of(graph)
+        self._ranks = _ranks_of(graph)
         self.loaded: LoadedKeys | None = None
         """Result of the last `load_state_dict`; `dcp.load` does not return it."""
 
     def state_dict(self) -> dict[str, bytes]:
         """The state as one value, so that it fits whatever state the optimizers have added since."""
         what = "state_dict of a graph"
-        state = _together(self._graph, self._calls, "state_dict", what, lambda: self._to_bytes(what))
+        state = _together(self._graph, self._ranks, "state_dict", what, lambda: self._to_bytes(what))
         return {"oneemb_graph": state}
 
     def _to_bytes(self, what: str) -> bytes:
-        graph, train, calls = self._graph, self._train, self._calls
-        calls.agree(what, lambda: check_between_updates(graph, train))
+        graph, train, ranks = self._graph, self._train, self._ranks
+        ranks.agree(what, lambda: check_between_updates(graph, train))
         snapshots = {name: embedding.named_snapshot() for name, embedding in named_embeddings(graph).items()}
-        others = others_of(graph, calls, what)
-        return calls.of_first(what, lambda: to_bytes(state_of(graph, train, snapshots, others)))
+        others = others_of(graph, ranks, what)
+        return ranks.of_first(what, lambda: to_bytes(state_of(graph, train, snapshots, others)))
 
     def load_state_dict(self, state_dict: Mapping[str, bytes]) -> LoadedKeys:
         """Load what `state_dict` gave.
@@ -175,10 +175,10 @@ class GraphState:
         where = "the state"
 
         def load() -> LoadedKeys:
-            read = _parsed(lambda: _state_in(state_dict), where, self._calls, what)
-            return _restore(self._graph, self._train, read, where, self._calls, what, strict=self._strict)
+            read = _parsed(lambda: _state_in(state_dict), where, self._ranks, what)
+            return _restore(self._graph, self._train, read, where, self._ranks, what, strict=self._strict)
 
-        self.loaded = _together(self._graph, self._calls, "load_state_dict", what, load)
+        self.loaded = _together(self._graph, self._ranks, "load_state_dict", what, load)
         return self.loaded
 
 
@@ -218,7 +218,7 @@ class _Plan(NamedTuple):
     """Name of the snapshot that this save makes of each embedding."""
 
 
-def _save(graph: CompiledGraph, train: TrainState, path: str, keep: int | None, calls: RankCalls, what: str) -> int:
+def _save(graph: CompiledGraph, train: TrainState, path: str, keep: int | None, ranks: AnyRanks, what: str) -> int:
     path = os.path.realpath(os.path.expanduser(path))  # A link stays: the file it leads to is replaced.
     embeddings = named_embeddings(graph)
 
@@ -227,9 +227,9 @@ def _save(graph: CompiledGraph, train: TrainState, path: str, keep: int | None, 
             raise ValueError(f"keep must be an int of at least 1, or None, got {keep!r}")
         check_between_updates(graph, train)
         changes = {name: embedding.store.changes for name, embedding in embeddings.items()}
-        return _plan(path, train.steps) if calls.first else None, changes
+        return _plan(path, train.steps) if ranks.first else None, changes
 
-    of_all = calls.all_gather(what, begin)
+    of_all = ranks.all_gather(what, begin)
     plan = cast(_Plan, of_all[0][0])
     existing = _existing(embeddings, plan.earlier)
     earlier = [snapshots for snapshots, names in zip(plan.earlier, existing, strict=True) if names]
@@ -240,15 +240,15 @@ def _save(graph: CompiledGraph, train: TrainState, path: str, keep: int | None, 
         made[name] = {"oneemb_snapshot": plan.snapshot if changed else None, "oneemb_identity": None}
     try:
         for intent_path in plan.left:
-            _undo(intent_path, embeddings, calls, what)
-        with Intent(path, made, embeddings, calls, what) as intent:
+            _undo(intent_path, embeddings, ranks, what)
+        with Intent(path, made, embeddings, ranks, what) as intent:
             for name, embedding in embeddings.items():
                 snapshot = made[name]["oneemb_snapshot"]
                 if snapshot is not None:
                     # Not embedding.save_snapshot: state_dict() would name this snapshot from then on.
                     identity = embedding.rank_snapshots.save(snapshot, embedding.description())
                     made[name]["oneemb_identity"] = identity
-            others = others_of(graph, calls, what)
+            others = others_of(graph, ranks, what)
 
             def write() -> None:
                 # The superfluous ones are named too: if their deletion fails, the next save tries again.
@@ -256,11 +256,11 @@ def _save(graph: CompiledGraph, train: TrainState, path: str, keep: int | None, 
                 write_file(intent.temporary, to_bytes(file))
                 intent.put_in_place()
 
-            calls.by_first(f"{what}: the file", write)
+            ranks.by_first(f"{what}: the file", write)
     except OSError as error:
         raise storage_error(error, "write the checkpoint", path) from error
     folder = os.path.dirname(path)
-    calls.by_first(f"{what}: its folder", lambda: LocalFileSystem().sync_directory(folder))
+    ranks.by_first(f"{what}: its folder", lambda: LocalFileSystem().sync_directory(folder))
     for snapshots in superfluous:
         _delete(embeddings, snapshots)
     return len(kept)
@@ -275,9 +275,9 @@ def _plan(path: str, steps: int) -> _Plan:
 # ---- load -----------------------------------------------------------------------------------------------------------
 
 
-def _read_together(path: str, calls: RankCalls, what: str) -> State:
+def _read_together(path: str, ranks: AnyRanks, what: str) -> State:
     """The state in a file that the first rank sees, on all ranks."""
-    if calls.alone:
+    if ranks.alone:
         with open(os.path.expanduser(path), "rb") as file:
             return load_state(file, path)
 
@@ -285,22 +285,22 @@ def _read_together(path: str, calls: RankCalls, what: str) -> State:
         with open(os.path.expanduser(path), "rb") as file:
             return file.read()
 
-    data = calls.of_first(what, read)
-    return _parsed(lambda: data, path, calls, what)
+    data = ranks.of_first(what, read)
+    return _parsed(lambda: data, path, ranks, what)
 
 
-def _parsed(data: Callable[[], bytes], where: str, calls: RankCalls, what: str) -> State:
+def _parsed(data: Callable[[], bytes], where: str, ranks: AnyRanks, what: str) -> State:
     found: list[State] = []
-    calls.agree(what, lambda: found.append(load_state(io.BytesIO(data()), where)))
+    ranks.agree(what, lambda: found.append(load_state(io.BytesIO(data()), where)))
     return found[0]
 
 
 def _restore(
-    graph: CompiledGraph, train: TrainState, state: State, where: str, calls: RankCalls, what: str, *,
+    graph: CompiledGraph, train: TrainState, state: State, where: str, ranks: AnyRanks, what: str, *,
     strict: bool = True,
 ) -> LoadedKeys:  # fmt: skip
     embeddings, found = named_embeddings(graph), list[LoadedKeys]()
-    calls.agree(what, lambda: found.append(check_fits(graph, train, state, where, strict=strict)))
+    ranks.agree(what, lambda: found.append(check_fits(graph, train, state, where, strict=strict)))
     snapshots = {name: snapshot for name, snapshot in state["embeddings"].items() if name in embeddings}
     for name, snapshot in snapshots.items():
         if snapshot["oneemb_snapshot"] is not None:
@@ -315,7 +315,7 @@ def _restore(
                 internals.load_named(embeddings[name], snapshot)
                 changed = True
             changed = True
-            calls.agree(what, lambda: restore_dense(graph, train, state, calls))
+            ranks.agree(what, lambda: restore_dense(graph, train, state, ranks))
             changed = False
     except BaseException as error:
         if changed:  # Some rows or weights are the checkpoint's, others are not: nobody can go on from there.
@@ -355,9 +355,9 @@ class Intent:
     ends with an error, it removes what it has made itself. Of ranks the first one has the file.
     """
 
-    def __init__(self, path: str, made: _Snapshots, embeddings: _Embeddings, calls: RankCalls, what: str):
+    def __init__(self, path: str, made: _Snapshots, embeddings: _Embeddings, ranks: AnyRanks, what: str):
         self._target, self._made, self._embeddings = path, made, embeddings
-        self._calls, self._what = calls, what
+        self._ranks, self._what = ranks, what
         self.path = f"{path}.{uuid.uuid4().hex[:8]}{_SAVING}"
         self.temporary = _temporary_of(self.path)
         self._file: IO[bytes] | None = None
@@ -373,7 +373,7 @@ class Intent:
     def __enter__(self) -> "Intent":
         try:
             with undisturbed:
-                self._calls.by_first(f"{self._what}: what it makes", self._begin)
+                self._ranks.by_first(f"{self._what}: what it makes", self._begin)
             return self
         except BaseException as error:
             self.__exit__(type(error), error, None)
@@ -382,8 +382,8 @@ class Intent:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         with undisturbed:
             try:
-                if error is not None and (self._file is not None or not self._calls.alone):
-                    _undo(self.path, self._embeddings, self._calls, self._what)
+                if error is not None and (self._file is not None or not self._ranks.alone):
+                    _undo(self.path, self._embeddings, self._ranks, self._what)
             except (OSError, StorageError, RuntimeError) as failed:  # RuntimeError: another rank is gone.
                 assert error is not None
                 error.add_note(f"what the save had made could not be taken away, the next one tries again: {failed}")
@@ -418,7 +418,7 @@ def is_held(intent: str) -> bool:
     return False
 
 
-def _undo(intent: str, embeddings: _Embeddings, calls: RankCalls, what: str) -> None:
+def _undo(intent: str, embeddings: _Embeddings, ranks: AnyRanks, what: str) -> None:
     """Remove what an unfinished save has made: snapshots that no file names, its temporary file and its intent.
 
     Args:
@@ -436,8 +436,8 @@ def _undo(intent: str, embeddings: _Embeddings, calls: RankCalls, what: str) -> 
                 os.unlink(path)
 
     what = f"{what}: what is taken back"
-    _delete(embeddings, calls.by_first(what, read))
-    calls.by_first(what, remove)
+    _delete(embeddings, ranks.by_first(what, read))
+    ranks.by_first(what, remove)
 
 
 def _read_intent(intent: str) -> tuple[_Snapshots, bool]:

@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from oneemb.checkpoints.named_snapshot import SnapshotName
 from oneemb.embeddings.embedding import TableEmbedding, embeddings_of
-from oneemb.embeddings.rank_calls import RankCalls
+from oneemb.graph.ranks import AnyRanks
 from oneemb.training.compiled_graph import CompiledGraph
 from oneemb.training.eager import Optimizer
 from oneemb.training.row_step import embedding_of
@@ -118,7 +118,7 @@ def check_between_updates(graph: CompiledGraph, train: TrainState) -> None:
         )
 
 
-def others_of(graph: CompiledGraph, calls: RankCalls, what: str) -> list[Other] | None:
+def others_of(graph: CompiledGraph, ranks: AnyRanks, what: str) -> list[Other] | None:
     """Own states of the ranks after the first, gathered on the first; None = no ranks own rows together.
 
     Args:
@@ -127,19 +127,19 @@ def others_of(graph: CompiledGraph, calls: RankCalls, what: str) -> list[Other] 
     Raises:
         RuntimeError: parameters are sharded over ranks, so that none has them all.
     """
-    if calls.alone:
+    if ranks.alone:
         return None
     what = f"{what}: what each rank has of its own"
-    hashes = calls.all_gather(what, lambda: _hashes(graph))
-    differ = {name for name, hash in hashes[calls.rank].items() if hash != hashes[0].get(name)}
-    own = calls.all_gather(what, lambda: b"" if calls.first else to_bytes(_own(graph, differ)))
+    hashes = ranks.all_gather(what, lambda: _hashes(graph))
+    differ = {name for name, hash in hashes[ranks.rank].items() if hash != hashes[0].get(name)}
+    own = ranks.all_gather(what, lambda: b"" if ranks.first else to_bytes(_own(graph, differ)))
     found: list[Other] = []
 
     def read() -> None:
         _warn_of_differences(graph, hashes)
         found.extend(_load(io.BytesIO(its), "what a rank has of its own") for its in own[1:])
 
-    calls.by_first(what, read)
+    ranks.by_first(what, read)
     return found
 
 
@@ -431,12 +431,12 @@ def _group_sizes(state: dict[str, Any]) -> list[int]:
 # ---- put back -------------------------------------------------------------------------------------------------------
 
 
-def restore_dense(graph: CompiledGraph, train: TrainState, state: State, calls: RankCalls) -> None:
+def restore_dense(graph: CompiledGraph, train: TrainState, state: State, ranks: AnyRanks) -> None:
     """Restore everything but rows, as it is for this rank. What graph and state both have must fit."""
     others = state.get("others", [])
     saved_tensors, saved_extra = state["tensors"], state["extra"]
-    if calls.rank > 0 and calls.size == 1 + len(others):
-        own = others[calls.rank - 1]
+    if ranks.rank > 0 and ranks.size == 1 + len(others):
+        own = others[ranks.rank - 1]
         saved_tensors, saved_extra = saved_tensors | own["tensors"], saved_extra | own["extra"]
     with torch.no_grad():
         for name, tensor in _tensors(graph).items():
@@ -461,8 +461,8 @@ def restore_dense(graph: CompiledGraph, train: TrainState, state: State, calls: 
     train.drop_gradients(() if train.scaled_by is None else (train.scaled_by,))
     train.steps = state["steps"]
     all_ranks: list[State | Other] = [state, *others]
-    graph.at_loader_state(all_ranks[calls.rank].get("loader") if calls.size == len(all_ranks) else None)
-    _restore_random([state["random"], *(own["random"] for own in others)], calls)
+    graph.at_loader_state(all_ranks[ranks.rank].get("loader") if ranks.size == len(all_ranks) else None)
+    _restore_random([state["random"], *(own["random"] for own in others)], ranks)
 
 
 def _state_for(graph: CompiledGraph, optimizer: Optimizer, state: State, n: int) -> dict[str, Any]:
@@ -487,11 +487,11 @@ def _state_for(graph: CompiledGraph, optimizer: Optimizer, state: State, n: int)
     return {"state": merged, "param_groups": groups}
 
 
-def _restore_random(saved: Sequence[_Random], calls: RankCalls) -> None:
+def _restore_random(saved: Sequence[_Random], ranks: AnyRanks) -> None:
     """Set the generators, with those that were saved of each rank."""
-    mine = saved[calls.rank] if calls.rank < len(saved) else _random_of_further(saved, calls.rank)
+    mine = saved[ranks.rank] if ranks.rank < len(saved) else _random_of_further(saved, ranks.rank)
     torch.set_rng_state(mine["torch"])
-    if calls.alone and torch.cuda.is_available() and len(mine["cuda"]) == torch.cuda.device_count():
+    if ranks.alone and torch.cuda.is_available() and len(mine["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(mine["cuda"])
     elif torch.cuda.is_available() and mine["cuda"]:
         torch.cuda.set_rng_state(mine["cuda"][0])

@@ -6,7 +6,7 @@ from contextlib import closing
 import numpy as np
 import torch
 
-from oneemb.embeddings.rank_calls import RankCalls
+from oneemb.graph.ranks import AnyRanks
 from oneemb.kernels.owner import owner_of
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.fs import LocalFileSystem
@@ -26,11 +26,11 @@ class RankReplicas:
 
     Args:
         store: of this rank.
-        calls: of its ranks.
+        ranks: who own the rows with it.
     """
 
-    def __init__(self, store: EmbeddingStore, calls: RankCalls):
-        self._store, self._calls = store, calls
+    def __init__(self, store: EmbeddingStore, ranks: AnyRanks):
+        self._store, self._ranks = store, ranks
 
     def check(self, what: str, snapshot: PartedSnapshot, rows: int) -> Keys | None:
         """The keys of replicated tables that this rank owns in a snapshot, once all ranks have found that there is room
@@ -46,32 +46,32 @@ class RankReplicas:
         found: list[Keys] = []
 
         def look() -> int:
-            with closing(OwnedRows(snapshot, self._calls.rank, self._calls.size, LocalFileSystem())) as owned:
+            with closing(OwnedRows(snapshot, self._ranks.rank, self._ranks.size, LocalFileSystem())) as owned:
                 found.append(owned.keys(replicas.are_of))
             return len(found[0][1])
 
-        count_R = self._calls.all_gather(what, look)
-        total, others = sum(count_R), sum(count_R) - count_R[self._calls.rank]
-        self._calls.agree(what, lambda: self._store.replicas.check_fits(snapshot.info, rows, others, total))
+        count_R = self._ranks.all_gather(what, look)
+        total, others = sum(count_R), sum(count_R) - count_R[self._ranks.rank]
+        self._ranks.agree(what, lambda: self._store.replicas.check_fits(snapshot.info, rows, others, total))
         return found[0]
 
     def spread(self, what: str, own: Keys, put: Callable[[np.ndarray, np.ndarray, np.ndarray], None]) -> None:
         """Let the others `put` rows of replicated tables that this rank owns, and put theirs."""
         store, (table_N, id_N) = self._store, own
-        batch = max(1, min(_SPREAD_BYTES // store.format.row_bytes // self._calls.size, _SPREAD_ROWS))
+        batch = max(1, min(_SPREAD_BYTES // store.format.row_bytes // self._ranks.size, _SPREAD_ROWS))
 
         def spread(u: slice) -> None:
-            of_all = self._calls.all_gather(
+            of_all = self._ranks.all_gather(
                 what, lambda: (table_N[u], id_N[u], store.replicas.rows_of(table_N[u], id_N[u]))
             )
-            self._calls.agree(what, lambda: put_all(of_all))
+            self._ranks.agree(what, lambda: put_all(of_all))
 
         def put_all(of_all: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> None:
             for rank, rows in enumerate(of_all):
-                if rank != self._calls.rank and len(rows[1]):
+                if rank != self._ranks.rank and len(rows[1]):
                     put(*rows)
 
-        for begin in range(0, max(self._calls.all_gather(what, lambda: len(id_N))), batch):
+        for begin in range(0, max(self._ranks.all_gather(what, lambda: len(id_N))), batch):
             spread(slice(begin, begin + batch))
 
     def even_out(self, what: str) -> None:
@@ -91,7 +91,7 @@ class RankReplicas:
                 set_rows(store, table_U[u], id_U[u], row_UW[u])
 
         try:
-            self._calls.agree(what, store.build)
+            self._ranks.agree(what, store.build)
             self.bring_new(what)
             self.spread(what, store.replicas.keys(own=True), put)
         except BaseException as error:
@@ -101,16 +101,16 @@ class RankReplicas:
     def bring_new(self, what: str) -> None:
         """Let the owners of rows of replicated tables have those that lookups of other ranks have begun."""
         store = self._store
-        if self._calls.alone or not store.replicas:
+        if self._ranks.alone or not store.replicas:
             return
 
         def blocks() -> list[list[torch.Tensor]]:
             keys = store.replicas.keys(own=False)
-            table_N, id_N, owner_N = (torch.from_numpy(column) for column in (*keys, owner_of(*keys, self._calls.size)))
-            owned_R = [owner_N == owner for owner in range(self._calls.size)]
+            table_N, id_N, owner_N = (torch.from_numpy(column) for column in (*keys, owner_of(*keys, self._ranks.size)))
+            owned_R = [owner_N == owner for owner in range(self._ranks.size)]
             return [[owned_N.sum().reshape(1), id_N[owned_N], table_N[owned_N]] for owned_N in owned_R]
 
-        received = self._calls.exchange(what, blocks)
+        received = self._ranks.exchange(what, blocks)
 
         def begin() -> None:
             for block in received:
@@ -118,4 +118,4 @@ class RankReplicas:
                 id_U, table_U = block.take(count, torch.int64), block.take(count, torch.int32)
                 store.replicas.begin(table_U.numpy(), id_U.numpy())
 
-        self._calls.agree(what, begin)
+        self._ranks.agree(what, begin)

@@ -22,8 +22,8 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
 from oneemb.checkpoints.rank_replicas import RankReplicas
-from oneemb.embeddings.rank_calls import RankCalls
-from oneemb.graph.ranks import RankError
+from oneemb.embeddings.rank_calls import read_together, together
+from oneemb.graph.ranks import AnyRanks, RankError
 from oneemb.storage.bottom import EXPORTED
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.errors import (
@@ -65,19 +65,17 @@ class RankSnapshots:
         store: of this rank.
         paths: the folders that the user has given.
         folders: of each rank, the folder of its table.
-        calls: of its ranks.
+        ranks: who own the rows with it.
     """
 
-    def __init__(
-        self, name: str, store: EmbeddingStore, paths: Sequence[str], folders: Sequence[str], calls: RankCalls
-    ):
+    def __init__(self, name: str, store: EmbeddingStore, paths: Sequence[str], folders: Sequence[str], ranks: AnyRanks):
         self._name, self._store, self._paths = name, store, list(paths)
         self._folders = list(folders)
-        self._calls = calls
-        self._rank, self._size = self._calls.rank, self._calls.size
+        self._ranks = ranks
+        self._rank, self._size = ranks.rank, ranks.size
         self._own = self._folders[self._rank]
         self._fs = LocalFileSystem()
-        self.replicas = RankReplicas(store, self._calls)
+        self.replicas = RankReplicas(store, ranks)
         self._swept = False
         self._part_of = ""
         self.are_kept = True
@@ -89,7 +87,7 @@ class RankSnapshots:
         Raises:
             What `call` raises, here or on another rank.
         """
-        return self._calls.together(what.partition(" ")[0], self.words(what), call)
+        return together(self._ranks, [self._store], what.partition(" ")[0], self.words(what), call)
 
     def words(self, what: str) -> str:
         """Name of an operation, as exchanges have it."""
@@ -140,23 +138,22 @@ class RankSnapshots:
 
     def _is_alone(self) -> bool:
         """Whether the embedding has all rows, and ranks have left nothing beside its table."""
-        return self._calls.alone and not any(folder != self._own for folder in folders_at([self._own]))
+        return self._ranks.alone and not any(folder != self._own for folder in folders_at([self._own]))
 
     # ---- exchanges --------------------------------------------------------------------------------------------------
 
     def agree(self, what: str, check: Callable[[], object] = lambda: None) -> None:
         """Call `Ranks.agree`."""
-        self._calls.agree(what, check)
+        self._ranks.agree(what, check)
 
     def all_gather(self, what: str, make: Callable[[], T]) -> list[T]:
         """Call `Ranks.all_gather`."""
-        return self._calls.all_gather(what, make)
+        return self._ranks.all_gather(what, make)
 
     def of_all(self, what: str, mine: T) -> list[T]:
         """All-gather `mine`."""
-        if self._calls.alone:
-            return [mine]
-        return self.together(what, lambda: self.all_gather(self.words(what), lambda: mine))
+        words = self.words(what)
+        return read_together(self._ranks, [self._store], what, words, lambda: self.all_gather(words, lambda: mine))
 
     # ---- save -------------------------------------------------------------------------------------------------------
 
@@ -380,7 +377,7 @@ class RankSnapshots:
             if replicated is not None:
                 self.replicas.spread(what, replicated, self._store.replicas.put)
         except BaseException as error:
-            if not self._calls.alone:  # Some ranks have the rows of the snapshot, others have not.
+            if not self._ranks.alone:  # Some ranks have the rows of the snapshot, others have not.
                 self._store.turns.cut_short(error)
             raise
         finally:

@@ -19,10 +19,9 @@ from oneemb.dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingT
 from oneemb.dynamicemb.shard import ShardedDynamicEmbeddingBagCollection, ShardedDynamicEmbeddingCollection
 from oneemb.dynamicemb.table_dumps import TableDumps
 from oneemb.dynamicemb.tables import DynamicTables
-from oneemb.embeddings.rank_calls import RankCalls
 from oneemb.foreign.dynamicemb_files import UNFINISHED
 from oneemb.foreign.dynamicemb_reader import Dump
-from oneemb.graph.ranks import Ranks
+from oneemb.graph.ranks import AnyRanks, ranks_of
 from oneemb.storage.fs import AnyPath, LocalFileSystem, absolute_path
 
 __all__ = [
@@ -124,11 +123,11 @@ def DynamicEmbDump(
     """
     if layout not in ("today", "seed"):
         raise ValueError(f'layout must be "today" or "seed", got {layout!r}')
-    counts, calls = _counts_and_ranks(counter, pg)
+    counts, ranks = _counts_and_ranks(counter, pg)
     folder, chosen = absolute_path(path), _chosen(model, table_names)
     what = f"dump into {folder}"
-    calls.agree(what, lambda: _check_folder(folder, allow_overwrite))
-    calls.agree(what, lambda: _make_folders(folder, list(chosen)))
+    ranks.agree(what, lambda: _check_folder(folder, allow_overwrite))
+    ranks.agree(what, lambda: _make_folders(folder, list(chosen)))
     for its_path, its in chosen.items():
         for tables, names in its:
             where = os.path.join(folder, its_path)
@@ -177,11 +176,11 @@ def DynamicEmbLoad(
             files.load(name, dump, optim=optim, counter=counts)
 
 
-def _counts_and_ranks(counter: Any, pg: "distributed.ProcessGroup | None") -> tuple[bool, RankCalls]:
+def _counts_and_ranks(counter: Any, pg: "distributed.ProcessGroup | None") -> tuple[bool, AnyRanks]:
     if isinstance(counter, distributed.ProcessGroup):
         counter, pg = False, counter
     group = pg or (distributed.group.WORLD if distributed.is_initialized() else None)
-    return bool(counter), RankCalls(None if group is None else Ranks(group, name="dumps"), [])
+    return bool(counter), ranks_of(group, name="dumps")
 
 
 def _chosen(model: torch.nn.Module, table_names: TableNames | None) -> dict[str, list[tuple[DynamicTables, list[str]]]]:

@@ -126,13 +126,13 @@ class Storage(Interface[Any, Any]):
             score_file_path, opt_file_path: None = there is none.
             timestamp: time from which the dump counts scores of TIMESTAMP back.
         """
-        options, info, calls = self._options(table_id), self._tables.tables[table_id], self._tables.calls
+        options, info, ranks = self._options(table_id), self._tables.tables[table_id], self._tables.ranks
         parts = self._tables.export(table_id)
         columns: dict[str, list[np.ndarray]] = {emb_key_path: [], embedding_file_path: []}
         columns |= {path: [] for path in (score_file_path, opt_file_path) if path is not None}
         for rows in parts:
             assert rows.score_NS is not None and rows.state_NZ is not None
-            key_N = file_key(options.dist_type, rows.key_N, calls.size, info.num_embeddings)
+            key_N = file_key(options.dist_type, rows.key_N, ranks.size, info.num_embeddings)
             columns[emb_key_path].append(key_N.astype("<i8"))
             columns[embedding_file_path].append(rows.value_ND.astype("<f4"))
             if score_file_path is not None:
@@ -144,7 +144,7 @@ class Storage(Interface[Any, Any]):
             with open(path, "wb") as file:
                 file.writelines(array.tobytes() for array in arrays)
         meta = TableDumps(self._tables).meta(table_id, "today", opt_file_path is not None)
-        if calls.first:
+        if ranks.first:
             with open(meta_file_path, "w") as text:
                 json.dump(meta, text)
 
@@ -170,14 +170,14 @@ class Storage(Interface[Any, Any]):
         Raises:
             ValueError: a file does not have as many rows as there are keys.
         """
-        options, info, calls = self._options(table_id), self._tables.tables[table_id], self._tables.calls
+        options, info, ranks = self._options(table_id), self._tables.tables[table_id], self._tables.ranks
         store, dumps = self._tables.rows.store, TableDumps(self._tables)
         store.build()
         with open(meta_file_path) as text:
             meta = json.load(text)
         key_N = np.fromfile(emb_file_path, "<i8")
         count = meta.get("num_embeddings", info.num_embeddings)
-        id_N = key_of_file(meta.get("dist_type", options.dist_type), calls.rank, key_N, calls.size, count)
+        id_N = key_of_file(meta.get("dist_type", options.dist_type), ranks.rank, key_N, ranks.size, count)
         value_ND = _of_rows(embedding_file_path, "<f4", len(id_N))
         score_NS = None if score_file_path is None else _of_rows(score_file_path, "<i8", len(id_N))
         with_state = include_optim and opt_file_path is not None and store.format.state_width > 0

@@ -87,12 +87,10 @@ class TableDumps:
         """
         for t in [self._tables.index(name) for name in names]:
             what = f"dump table {self._tables.names[t]!r}"
-            self._tables.calls.together(
-                "dump", what, functools.partial(self._dump, folder, t, what, optim, counter, layout)
-            )
+            self._tables.together("dump", what, functools.partial(self._dump, folder, t, what, optim, counter, layout))
 
     def _dump(self, folder: str, t: int, what: str, optim: bool, counter: bool, layout: Layout) -> None:
-        table, calls = self._tables.tables[t], self._tables.calls
+        table, ranks = self._tables.tables[t], self._tables.ranks
         by_first = layout == "seed"
         rank_of = self._tables.rank_by_dist(t)
         if by_first:
@@ -104,11 +102,11 @@ class TableDumps:
             if by_first:
                 self._check_seed(t, counter)
             metas.append(self.meta(t, layout, optim))
-            rank, ranks = (0, 1) if by_first else (calls.rank, calls.size)
-            if not by_first or calls.first:
+            rank, size = (0, 1) if by_first else (ranks.rank, ranks.size)
+            if not by_first or ranks.first:
                 writers.append(
                     DumpWriter(
-                        folder, table.name, rank=rank, ranks=ranks, version=layout,
+                        folder, table.name, rank=rank, ranks=size, version=layout,
                         score_words=self._score_words(t, layout), states=self._states() if optim else [],
                         with_state=optim, with_counts=counter,
                     )
@@ -117,7 +115,7 @@ class TableDumps:
         def write(rows: DumpRows) -> None:
             key_N = rows.key_N
             if not by_first:
-                key_N = file_key(table.options.dist_type, key_N, calls.size, table.num_embeddings)
+                key_N = file_key(table.options.dist_type, key_N, ranks.size, table.num_embeddings)
             scores = rows.score_NS
             if table.options.score_strategy is Score.TIMESTAMP:
                 assert scores is not None
@@ -125,18 +123,18 @@ class TableDumps:
             writers[0].append(key_N, rows.value_ND, scores, rows.state_NZ if optim else None)
 
         try:
-            calls.agree(what, lambda: remove_unfinished(folder, table.name) if calls.first else None)
-            calls.agree(what, begin)
-            now = calls.by_first(what, self._tables.rows.store.policy.timestamp)
+            ranks.agree(what, lambda: remove_unfinished(folder, table.name) if ranks.first else None)
+            ranks.agree(what, begin)
+            now = ranks.by_first(what, self._tables.rows.store.policy.timestamp)
             self._tables.move(t, what, rank_of, write)
             if counter:
                 counts = self._counts_for(t, what, rank_of)
-                calls.agree(what, lambda: _each(writers, lambda writer: writer.append_counter(*counts)))
-            calls.agree(what, lambda: _each(writers, DumpWriter.finish))
-            calls.agree(what, lambda: unpublish(folder, table.name) if calls.first else None)
-            calls.agree(what, lambda: _each(writers, DumpWriter.publish))
+                ranks.agree(what, lambda: _each(writers, lambda writer: writer.append_counter(*counts)))
+            ranks.agree(what, lambda: _each(writers, DumpWriter.finish))
+            ranks.agree(what, lambda: unpublish(folder, table.name) if ranks.first else None)
+            ranks.agree(what, lambda: _each(writers, DumpWriter.publish))
             if optim or not by_first:  # "seed" has no last file without the state.
-                calls.agree(what, lambda: writers[0].publish_meta(metas[0]) if calls.first else None)
+                ranks.agree(what, lambda: writers[0].publish_meta(metas[0]) if ranks.first else None)
         finally:
             for writer in writers:
                 writer.discard()
@@ -163,16 +161,16 @@ class TableDumps:
     ) -> tuple[np.ndarray, np.ndarray]:
         """The sightings of all ranks that `rank_of` gives this one."""
         own = self._tables.sightings(t)
-        if self._tables.calls.size == 1:
+        if self._tables.ranks.size == 1:
             return own
 
         def send() -> list[list[torch.Tensor]]:
             rank_N = rank_of(own[0])
-            of_rank = [[torch.from_numpy(array[rank_N == r]) for array in own] for r in range(self._tables.calls.size)]
+            of_rank = [[torch.from_numpy(array[rank_N == r]) for array in own] for r in range(self._tables.ranks.size)]
             return [[torch.tensor([len(its[0])], device="cpu"), *its] for its in of_rank]
 
         ids, counts = [], []
-        for block in self._tables.calls.exchange(what, send):
+        for block in self._tables.ranks.exchange(what, send):
             count = int(block.take(1, torch.int64))
             ids.append(block.take(count, torch.int64).numpy())
             counts.append(block.take(count, torch.int64).numpy())
@@ -210,9 +208,9 @@ class TableDumps:
         """
         what = f"look at the dumps in {folder}"
         found: dict[str, Dump] = {}
-        calls = self._tables.calls
-        calls.together(
-            "load", what, lambda: calls.agree(what, lambda: found.update(self._found(folder, names, optim, counter)))
+        ranks = self._tables.ranks
+        self._tables.together(
+            "load", what, lambda: ranks.agree(what, lambda: found.update(self._found(folder, names, optim, counter)))
         )
         return found
 
@@ -279,10 +277,10 @@ class TableDumps:
         what = f"load table {name!r}"
 
         def load() -> None:
-            now = self._tables.calls.by_first(what, self._tables.rows.store.policy.timestamp)
-            self._tables.calls.agree(what, lambda: self._load(t, dump, now, optim, counter))
+            now = self._tables.ranks.by_first(what, self._tables.rows.store.policy.timestamp)
+            self._tables.ranks.agree(what, lambda: self._load(t, dump, now, optim, counter))
 
-        self._tables.calls.together("load", what, load)
+        self._tables.together("load", what, load)
 
     def _load(self, t: int, dump: Dump, now: int, optim: bool, counter: bool) -> None:
         store = self._tables.rows.store
@@ -338,7 +336,7 @@ class TableDumps:
         """Where a table has no room for all of this rank's rows of a dump, the ids of those that stay if others leave
         by their scores; None = there is room. Ranks of another number have room for another number of rows."""
         table = self._tables.tables[t]
-        capacity = policy_of(table.options, table.num_embeddings, self._tables.calls.size).capacity
+        capacity = policy_of(table.options, table.num_embeddings, self._tables.ranks.size).capacity
         if capacity is None or dump.rows <= capacity:
             return None
         ids, scores = [np.empty(0, np.int64)], [np.empty(0, np.uint64)]
@@ -352,7 +350,7 @@ class TableDumps:
         if len(id_N) <= capacity:
             return None
         warnings.warn(
-            f"table {table.name!r} has room for {capacity} of {len(id_N)} rows that rank {self._tables.calls.rank} has"
+            f"table {table.name!r} has room for {capacity} of {len(id_N)} rows that rank {self._tables.ranks.rank} has"
             " of the dump: those of the least scores are left out; raise max_capacity, or num_embeddings of the config",
             stacklevel=2,
         )

@@ -19,7 +19,7 @@ from oneemb.dynamicemb.dynamicemb_config import (
     evicting_strategy,
 )
 from oneemb.embeddings.embedding import MultiTableEmbedding
-from oneemb.embeddings.rank_calls import RankCalls
+from oneemb.embeddings.rank_calls import together
 from oneemb.foreign.dynamicemb_files import owner_of_key
 from oneemb.foreign.dynamicemb_reader import DumpRows
 from oneemb.graph import ops
@@ -64,14 +64,18 @@ class DynamicTables:
         optimizers: Sequence[torch.optim.Optimizer | None],
     ):  # fmt: skip
         self.rows, self.tables, self.optimizers = rows, tuple(tables), list(optimizers)
-        self.calls = RankCalls(rows.ranks, [rows.store])
-        """Makes calls on all ranks."""
+        self.ranks = rows.ranks
+        """The ranks that own the rows."""
         self.score = {
             t: int(evicting_strategy(table.options.score_strategy) in (Score.STEP, Score.LFU))
             for t, table in enumerate(self.tables)
         }
         """Score that the next lookup gives a table's rows, for STEP and CUSTOMIZED; 0 = `set_score` has set none."""
         self._told_full = 0
+
+    def together(self, verb: str, what: str, call: Callable[[], object]) -> None:
+        """Make a call on all ranks, between two steps; see `oneemb.embeddings.rank_calls.together`."""
+        together(self.ranks, [self.rows.store], verb, what, call)
 
     @property
     def names(self) -> list[str]:
@@ -189,7 +193,7 @@ class DynamicTables:
             own = np.sort(id_N), values
             its = [own]
             if gather:
-                its = self.calls.all_gather(f"gather rows of table {name!r}", functools.partial(_itself, own))
+                its = self.ranks.all_gather(f"gather rows of table {name!r}", functools.partial(_itself, own))
             ids, weights = (np.concatenate(arrays) for arrays in zip(*its, strict=True))
             found[name], scores[name] = (torch.from_numpy(ids), torch.from_numpy(weights)), self._score_now(t)
         return found, scores
@@ -201,12 +205,12 @@ class DynamicTables:
         makes the call."""
         found: list[DumpRows] = []
         what = f"export table {self.names[t]!r}"
-        self.calls.together("export", what, lambda: self.move(t, what, self.rank_by_dist(t), found.append))
+        self.together("export", what, lambda: self.move(t, what, self.rank_by_dist(t), found.append))
         return found
 
     def rank_by_dist(self, t: int) -> Callable[[np.ndarray], np.ndarray]:
         """Function that returns the ranks of ids of a table by its `dist_type`."""
-        table, ranks = self.tables[t], self.calls.size
+        table, ranks = self.tables[t], self.ranks.size
         return lambda id_N: owner_of_key(table.options.dist_type, id_N, ranks, table.num_embeddings)
 
     def move(
@@ -218,7 +222,7 @@ class DynamicTables:
             rank_of: gives the rank of each id.
         """
         own = self.read(t, np.sort(self.rows.store.policy.uses(t)[0]), scored=True)
-        if self.calls.size == 1:
+        if self.ranks.size == 1:
             for rows in own:
                 take(rows)
             return
@@ -229,12 +233,12 @@ class DynamicTables:
                 take(pending.pop())
             rows = next(own, None)
             if rows is None:
-                return [[torch.tensor([-1], device="cpu")]] * self.calls.size
+                return [[torch.tensor([-1], device="cpu")]] * self.ranks.size
             rank_N = rank_of(rows.key_N)
-            return [_packed(rows, np.flatnonzero(rank_N == r)) for r in range(self.calls.size)]
+            return [_packed(rows, np.flatnonzero(rank_N == r)) for r in range(self.ranks.size)]
 
         while True:
-            received = self.calls.exchange(what, send)
+            received = self.ranks.exchange(what, send)
             counts = [block.take(1, torch.int64).item() for block in received]
             if max(counts) < 0:
                 return
@@ -259,7 +263,7 @@ class DynamicTables:
                 at = order_N[np.searchsorted(all_N, ids, sorter=order_N)]
                 scores = self._columns(t, score_N[at], time_N[at], begin)
             weights = weights_of(format, words_NW).astype(np.float32)
-            yield DumpRows(self.calls.rank, ids, weights, scores, state_of(format, words_NW).copy())
+            yield DumpRows(self.ranks.rank, ids, weights, scores, state_of(format, words_NW).copy())
 
     @property
     def at_once(self) -> int:

@@ -96,7 +96,7 @@ class AveragedEmbedding(torch.nn.Module):
             f"{embedding.name}, averaged", embedding.embedding_dim, torch.float32, embedding.key_type,
             tables, options, make_constant_initializer(0.0), embedding.padding_idx,
             num_threads=embedding.store.threads.count,
-            process_group=None if embedding.ranks is None else embedding.ranks.group,
+            process_group=embedding.ranks.group,
         )  # fmt: skip
         """Stored averages."""
         weight = self.rows.to(embedding.store.loops.device).weight.detach()

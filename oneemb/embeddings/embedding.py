@@ -20,7 +20,6 @@ from oneemb.embeddings.embedding_arguments import (
     rank_folders,
     store_plan,
 )
-from oneemb.embeddings.rank_calls import RankCalls
 from oneemb.embeddings.row_calls import RowCalls
 from oneemb.embeddings.snapshot_calls import SnapshotCalls
 from oneemb.embeddings.stats import EmbeddingStats
@@ -29,7 +28,7 @@ from oneemb.graph.arguments import Lookup
 from oneemb.graph.building import building_now
 from oneemb.graph.modules import embeddings_in
 from oneemb.graph.ops.batch_ids import columns_of, pooling_of
-from oneemb.graph.ranks import Ranks, check_between_ranks
+from oneemb.graph.ranks import ranks_of
 from oneemb.kernels.threads import Threads
 from oneemb.options import Initializer, StoreOptions, TableOptions
 from oneemb.storage.all_rows import copy_rows
@@ -71,12 +70,11 @@ class TableEmbedding(SnapshotCalls, RowCalls):
     ):
         super().__init__()
         dim_C = self._columns(embedding_dim)
-        check_between_ranks(gradients_of_ranks, comm_dtype)
-        self.ranks = None if process_group is None else Ranks(process_group, gradients_of_ranks, comm_dtype)
-        """The ranks that own the rows together; None = this process has them all."""
+        self.ranks = ranks_of(process_group, gradients_of_ranks, comm_dtype)
+        """The ranks that own the rows together, or this process alone."""
         check_arguments(
             name, dim_C, dtype, key_type, tables, store_options, default_initializer, padding_idx, seed,
-            1 if self.ranks is None else self.ranks.size,
+            self.ranks.size,
         )  # fmt: skip
         self.policies = policies_of(policy, tables, store_options, self.ranks)
         """Which rows each table keeps; None = all of them."""
@@ -87,13 +85,14 @@ class TableEmbedding(SnapshotCalls, RowCalls):
         self.key_type = key_type
         self.tables = tuple(tables)
         self.num_tables = len(self.tables)
-        self.asked_ranks = None if all(table.replicate for table in self.tables) else self.ranks
+        replicated = all(table.replicate for table in self.tables)
+        self.asked_ranks = None if self.ranks.alone or replicated else self.ranks
         """The ranks that a lookup asks for rows; None = it asks none, since this process has all rows, or copies."""
         self.store_options = store_options
         self.default_initializer = default_initializer
         self.padding_idx = padding_idx
         self.seed = seed
-        if self.ranks is not None:
+        if not self.ranks.alone:
             self.ranks.name, self.ranks.made = repr(name), self._made()
         self.store = EmbeddingStore(
             dim=self.embedding_dim,
@@ -105,9 +104,8 @@ class TableEmbedding(SnapshotCalls, RowCalls):
             name=name,
         )
         self.store.holder.owner = weakref.ref(self)
-        self.calls = RankCalls(self.ranks, [self.store])
         self.rank_snapshots = RankSnapshots(
-            name, self.store, store_options.persistent_path, rank_folders(store_options, self.ranks), self.calls
+            name, self.store, store_options.persistent_path, rank_folders(store_options, self.ranks), self.ranks
         )
         """The snapshots that the ranks have together."""
         self.begin_weight()
@@ -219,7 +217,7 @@ class TableEmbedding(SnapshotCalls, RowCalls):
                 has_gradient=has_gradient, sums_bags=lookup.sums_bags, again=ops.in_backward(),
             )  # fmt: skip
             rows = ops.gather(lease, scales, pooling)
-            return ops.with_grad(rows, lease, self.weights, scales) if has_gradient else rows
+            return ops.with_grad(rows, lease, self.weights, scales, self.ranks) if has_gradient else rows
         is_plain = lookup.offsets is None and scales is None and lookup.columns is None
         if not has_gradient and is_plain and pooling == "sum":
             if inserts and self.may_be_empty:
@@ -321,16 +319,12 @@ def copied(
             f" {embedding.store.plan.persistent_path}"
         )
     copy, ranks = type(embedding).__new__(type(embedding)), embedding.ranks
-    between_ranks: dict[str, Any] = {}
-    if ranks is not None:
-        between_ranks = {
-            "process_group": ranks.group, "gradients_of_ranks": ranks.gradients, "comm_dtype": ranks.comm_dtype,
-        }  # fmt: skip
     several = isinstance(embedding, MultiTableMultiColumnEmbedding)
     TableEmbedding.__init__(
         copy, embedding.name, embedding.column_dims if several else embedding.embedding_dim, embedding.dtype,
         embedding.key_type, embedding.tables, options, embedding.default_initializer, embedding.padding_idx,
-        embedding.seed, embedding.store.threads.count, policy=embedding.policies, **between_ranks,
+        embedding.seed, embedding.store.threads.count, ranks.group, ranks.gradients,
+        ranks.comm_dtype, embedding.policies,
     )  # fmt: skip
     copy.may_be_empty = False
     try:

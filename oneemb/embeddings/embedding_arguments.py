@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from oneemb.graph.ops.lookup import DTYPES
-from oneemb.graph.ranks import Ranks
+from oneemb.graph.ranks import AnyRanks
 from oneemb.kernels import init_rows
 from oneemb.kernels.hash_index import TABLE_MAX
 from oneemb.options import (
@@ -176,18 +176,17 @@ def _begins(table: Mapping[str, Any], default: Mapping[str, Any]) -> str:
     return said[0] if len(set(said)) == 1 else f"[{', '.join(said)}]"
 
 
-def rank_folders(options: StoreOptions, ranks: Ranks | None) -> list[str]:
+def rank_folders(options: StoreOptions, ranks: AnyRanks) -> list[str]:
     """Where the rows of each rank are: the folder that the options give it, or one of its own in theirs."""
     paths = options.persistent_path
-    if ranks is None or len(paths) > 1:
+    if ranks.alone or len(paths) > 1:
         return list(paths)
     return [os.path.join(paths[0], rank_folder_name(rank, ranks.size)) for rank in range(ranks.size)]
 
 
-def store_plan(name: str, options: StoreOptions, tables: Sequence[TableOptions], ranks: Ranks | None) -> StorePlan:
+def store_plan(name: str, options: StoreOptions, tables: Sequence[TableOptions], ranks: AnyRanks) -> StorePlan:
     """Plan of the store with these options, on this rank, for an embedding of this name."""
-    rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
-    folder = rank_folders(options, ranks)[rank]
+    folder = rank_folders(options, ranks)[ranks.rank]
     cache_bytes: int | None
     host_bytes: int | None
     remote = None
@@ -205,8 +204,8 @@ def store_plan(name: str, options: StoreOptions, tables: Sequence[TableOptions],
             remote = RemotePlan(options.url, _name_on_server(name, folder))
     replicated = tuple(t for t, table in enumerate(tables) if table.replicate)
     return StorePlan(
-        folder, cache_bytes, host_bytes, options.capacity, options.physical_block_size, policy, rank, size, replicated,
-        remote=remote,
+        folder, cache_bytes, host_bytes, options.capacity, options.physical_block_size, policy, ranks.rank, ranks.size,
+        replicated, remote=remote,
     )  # fmt: skip
 
 
@@ -217,7 +216,7 @@ def _name_on_server(name: str, folder: str) -> str:
 
 def policies_of(
     policy: RowPolicy | Sequence[RowPolicy] | None, tables: Sequence[TableOptions], options: StoreOptions,
-    ranks: Ranks | None,
+    ranks: AnyRanks,
 ) -> tuple[RowPolicy, ...] | None:  # fmt: skip
     """The policy of each table; None = they keep all rows.
 
@@ -226,7 +225,7 @@ def policies_of(
     """
     if policy is None:
         return None
-    if ranks is not None and any(table.replicate for table in tables):
+    if not ranks.alone and any(table.replicate for table in tables):
         raise ValueError(
             "replicated tables keep all rows: make those with a policy an embedding of their own, got replicate=True"
             " and policy= in one"

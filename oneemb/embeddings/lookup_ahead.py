@@ -100,7 +100,7 @@ class LookupAhead:
         if not has_gradient:
             lease.unpin()
         rows = ops.gather(lease, scales, self._lookup.pooling)
-        return ops.with_grad(rows, lease, embedding.weights, scales) if has_gradient else rows
+        return ops.with_grad(rows, lease, embedding.weights, scales, self._ranks) if has_gradient else rows
 
     def __del__(self) -> None:
         prefetched: Prefetched | None = getattr(self, "_prefetched", None)

@@ -8,8 +8,9 @@ from collections import Counter
 import numpy as np
 import torch
 
-from oneemb.embeddings.rank_calls import RankCalls
+from oneemb.embeddings.rank_calls import read_together, together
 from oneemb.graph.ops.failed_passes import free_failed_passes
+from oneemb.graph.ranks import AnyRanks
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.policies.departures import Departing
 from oneemb.storage.policies.row_policy import GivenScore, RowPolicy
@@ -26,7 +27,7 @@ class RowCalls(torch.nn.Module):
     key_type: torch.dtype
     num_tables: int
     policies: tuple[RowPolicy, ...] | None
-    calls: RankCalls
+    ranks: AnyRanks
 
     def erase(self, ids: torch.Tensor, table: int = 0) -> int:
         """Forget the rows of ids, weights and optimizer state: one that is looked up again begins anew. Snapshots keep
@@ -46,7 +47,7 @@ class RowCalls(torch.nn.Module):
             StorageError: a lookup whose step is still to come holds one; nothing has changed.
         """
         what = f"erase rows of {self.name!r}"
-        return self.calls.together("erase", what, lambda: self._erase_named(what, ids, table))
+        return together(self.ranks, [self.store], "erase", what, lambda: self._erase_named(what, ids, table))
 
     def _erase_named(self, what: str, ids: torch.Tensor, table: int) -> int:
         free_failed_passes(self.store)  # Rows that nobody will train are in use by no lookup.
@@ -55,9 +56,8 @@ class RowCalls(torch.nn.Module):
         table_N, id_N = table_N[order_N], id_N[order_N]
         first_N = np.append(True, (table_N[1:] != table_N[:-1]) | (id_N[1:] != id_N[:-1]))[: len(id_N)]
         table_U, id_U = table_N[first_N], id_N[first_N]
-        if not self.calls.alone:  # On none of them, if one refuses.
-            self.calls.agree(what, lambda: check_free(self.store, table_U, id_U))
-        return sum(self.calls.all_gather(what, lambda: self._erase(table_U, id_U)))
+        self.ranks.agree(what, lambda: check_free(self.store, table_U, id_U))  # On none of them, if one refuses.
+        return sum(self.ranks.all_gather(what, lambda: self._erase(table_U, id_U)))
 
     def _erase(self, table_U: np.ndarray, id_U: np.ndarray) -> int:
         """Erase those that are here. Returns how many there were of which no other rank has copies that count."""
@@ -81,13 +81,13 @@ class RowCalls(torch.nn.Module):
         what, left = f"evict rows of {self.name!r}", Counter[str]()
 
         def evict() -> list[dict[str, int]]:
-            if self.calls.alone:  # In one turn: another thread's lookup may not use a row between choice and leave.
+            if self.ranks.alone:  # In one turn: another thread's lookup may not use a row between choice and leave.
                 return [self.store.policy.evict()]
             departing: list[Departing] = []  # On none of them, if one fails to say what leaves.
-            self.calls.agree(what, lambda: departing.extend(self.store.policy.departing()))
-            return self.calls.all_gather(what, lambda: self.store.policy.evict(departing))
+            self.ranks.agree(what, lambda: departing.extend(self.store.policy.departing()))
+            return self.ranks.all_gather(what, lambda: self.store.policy.evict(departing))
 
-        for its in self.calls.together("evict", what, evict):
+        for its in together(self.ranks, [self.store], "evict", what, evict):
             left.update(its)
         return dict(left)
 
@@ -103,18 +103,16 @@ class RowCalls(torch.nn.Module):
             TypeError, ValueError: ids or table are not as of `erase`, or there is no policy.
         """
         what = f"read scores of {self.name!r}"
-        if self.calls.alone:
-            return torch.from_numpy(self.store.policy.scores(*self._named(ids, table))[0]).view(ids.shape)
 
         def ask() -> tuple[list[list[np.ndarray]], int]:
-            named_R = self.calls.all_gather(what, lambda: self._named(ids, table))
-            found = self.calls.all_gather(what, lambda: [self.store.policy.scores(*named)[0] for named in named_R])
-            return found, len(named_R[self.calls.rank][1])
+            named_R = self.ranks.all_gather(what, lambda: self._named(ids, table))
+            found = self.ranks.all_gather(what, lambda: [self.store.policy.scores(*named)[0] for named in named_R])
+            return found, len(named_R[self.ranks.rank][1])
 
-        of_owners, count = self.calls.together("scores", what, ask)
+        of_owners, count = read_together(self.ranks, [self.store], "scores", what, ask)
         score_N = np.zeros(count, np.uint64)
         for scores_R in of_owners:  # A rank that does not own a row says 0.
-            score_N |= scores_R[self.calls.rank]
+            score_N |= scores_R[self.ranks.rank]
         return torch.from_numpy(score_N).view(ids.shape)
 
     def set_scores(self, ids: torch.Tensor, scores: torch.Tensor, table: int = 0) -> int:
@@ -134,17 +132,18 @@ class RowCalls(torch.nn.Module):
             StoreFullError: so many rows do not fit in the hot tier at a time.
         """
         what = f"set scores of {self.name!r}"
-        return self.calls.together("set_scores", what, lambda: self._set_scores(what, ids, scores, table))
+        return together(
+            self.ranks, [self.store], "set_scores", what, lambda: self._set_scores(what, ids, scores, table)
+        )  # fmt: skip
 
     def _set_scores(self, what: str, ids: torch.Tensor, scores: torch.Tensor, table: int) -> int:
-        of_ranks = self.calls.all_gather(what, lambda: self._named_scores(ids, scores, table))
+        of_ranks = self.ranks.all_gather(what, lambda: self._named_scores(ids, scores, table))
         table_N, id_N, score_N = (np.concatenate(column) for column in zip(*of_ranks, strict=True))
         if len(np.unique(np.rec.fromarrays([table_N, id_N]))) < len(id_N):
             raise ValueError("ids must be there once each, so that it is clear which score each has; some repeat")
         # Each owner's share: a score that is none of its table's rule is refused before any is set.
-        if not self.calls.alone:
-            self.calls.agree(what, lambda: self.store.policy.check_scores(table_N, id_N, score_N))
-        return sum(self.calls.all_gather(what, lambda: self.store.policy.set_scores(table_N, id_N, score_N)))
+        self.ranks.agree(what, lambda: self.store.policy.check_scores(table_N, id_N, score_N))
+        return sum(self.ranks.all_gather(what, lambda: self.store.policy.set_scores(table_N, id_N, score_N)))
 
     def _named_scores(
         self, ids: torch.Tensor, scores: torch.Tensor, table: int
@@ -172,12 +171,12 @@ class RowCalls(torch.nn.Module):
         what = f"set the epoch of {self.name!r}"
 
         def set_it() -> None:
-            of_ranks = self.calls.all_gather(what, lambda: epoch)
+            of_ranks = self.ranks.all_gather(what, lambda: epoch)
             if any(its != epoch for its in of_ranks):
                 raise ValueError(f"an epoch is the same for all ranks, got {of_ranks}")
-            self.calls.agree(what, lambda: self.store.policy.set_epoch(epoch))
+            self.ranks.agree(what, lambda: self.store.policy.set_epoch(epoch))
 
-        self.calls.together("set_epoch", what, set_it)
+        together(self.ranks, [self.store], "set_epoch", what, set_it)
 
     def give_score(self, score: int, table: int = 0) -> None:
         """Let lookups give the rows of a table whose policy is `GivenScore(on_use=True)` this score from now on, and
@@ -196,7 +195,7 @@ class RowCalls(torch.nn.Module):
 
     def _named_by_ranks(self, what: str, ids: torch.Tensor, table: int) -> tuple[np.ndarray, np.ndarray]:
         """The keys that any rank names."""
-        table_N, id_N = zip(*self.calls.all_gather(what, lambda: self._named(ids, table)), strict=True)
+        table_N, id_N = zip(*self.ranks.all_gather(what, lambda: self._named(ids, table)), strict=True)
         return np.concatenate(table_N), np.concatenate(id_N)
 
     def _named(self, ids: torch.Tensor, table: int) -> tuple[np.ndarray, np.ndarray]:

@@ -114,7 +114,7 @@ class SnapshotCalls(WeightOfRows):
                 `BrokenStoreError` until another load.
         """
         changed = self.rank_snapshots.together(f"load_snapshot {name!r}", lambda: self._load(name, weights_only))
-        if changed is not None and self._speaks:
+        if changed is not None and self.ranks.first:
             warn_user(
                 f"snapshot {name!r} was saved with {changed[0]}, embedding {self.name!r} has {changed[1]}: ids that the"
                 " snapshot lacks begin, and the padding reads, by the embedding's arguments; give it the snapshot's to"
@@ -170,7 +170,6 @@ class SnapshotCalls(WeightOfRows):
 
     def _made(self) -> str:
         """Arguments of the embedding that must be the same on all ranks, as text."""
-        assert self.ranks is not None
         initializers = json.dumps([self._table_trees, repr(self.default_initializer)])
         return (
             f"{self.num_tables} tables, embedding_dim={list(self.column_dims)}, dtype={self.dtype},"
@@ -196,11 +195,6 @@ class SnapshotCalls(WeightOfRows):
             what = f"a state dict with {prefix}weight of shape {list(given.shape)}"
             args[-1].append(changes_no_row(self.name, what))  # as torch has it of tensors of another shape
         self.weight = weight  # load_state_dict(assign=True) has put another one in its place
-
-    @property
-    def _speaks(self) -> bool:
-        """Whether warnings that are the same on all ranks are this one's to give."""
-        return self.ranks is None or self.ranks.rank == 0
 
     def get_extra_state(self) -> torch.Tensor:
         """Entry of `state_dict()` for the rows: name and identity of a snapshot that has them as they are now.
@@ -261,7 +255,7 @@ class SnapshotCalls(WeightOfRows):
     def say_if_empty(self) -> None:
         """Warn, once, if rows are about to begin in a folder with snapshots of which none was loaded."""
         asks, self.may_be_empty = self.may_be_empty, False
-        if not asks or self.store.changes or self.saved is not None or not self._speaks:
+        if not asks or self.store.changes or self.saved is not None or not self.ranks.first:
             return
         if existing := self.rank_snapshots.seen():
             warn_user(

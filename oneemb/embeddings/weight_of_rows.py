@@ -12,7 +12,7 @@ from oneemb.checkpoints.rank_snapshots import RankSnapshots
 from oneemb.embeddings.embedding_arguments import state_width_of
 from oneemb.embeddings.row_weight import RowWeight, refuse_values
 from oneemb.graph import ops
-from oneemb.graph.ranks import Ranks
+from oneemb.graph.ranks import AnyRanks
 from oneemb.graph.row_optimizers import SAME_STATE, RowOptimizer
 from oneemb.options import StoreOptions
 from oneemb.storage.embedding_store import EmbeddingStore
@@ -27,7 +27,7 @@ class WeightOfRows(torch.nn.Module):
     embedding_dim: int
     dtype: torch.dtype
     store_options: StoreOptions
-    ranks: Ranks | None
+    ranks: AnyRanks
     store: EmbeddingStore
     rank_snapshots: RankSnapshots
     weight: torch.nn.Parameter
@@ -165,7 +165,7 @@ def stand_for_rows(embedding: WeightOfRows, weights: Sequence[torch.nn.Parameter
         weights: of shape [0, D], one for each table, or one for all.
         is_kept: whether `persistent_path` stays when the other module is gone; otherwise no snapshot can be saved.
     """
-    assert embedding.ranks is None or len(weights) == 1, "between ranks all rows have one gradient"
+    assert embedding.ranks.alone or len(weights) == 1, "between ranks all rows have one gradient"
     embedding.rank_snapshots.are_kept = is_kept
     vars(embedding)["_parameters"].pop("weight", None)
     embedding.weights_of_another = tuple(weights)

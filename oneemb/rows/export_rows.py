@@ -95,7 +95,7 @@ def export_rows(
             )
     paths = _target_paths(target, table, with_state)
     embedding = as_embedding(source)
-    if embedding is None or embedding.ranks is None:
+    if embedding is None or embedding.ranks.alone:
         _check_targets(paths, overwrite)
     if embedding is None:
         if snapshot is None:
@@ -108,8 +108,8 @@ def export_rows(
             f"table must be from 0 to {embedding.num_tables - 1}, those of {embedding.name!r}, got {table}"
         )
     store, name = embedding.store, f"{EXPORTED}{uuid.uuid4().hex[:8]}"
-    if embedding.ranks is not None:
-        first = embedding.ranks.rank == 0
+    if not embedding.ranks.alone:
+        first = embedding.ranks.first
 
         def export(folders: list[str], name: str) -> int:
             return _export(folders, name, paths, table, with_state, batch_size, progress) if first else 0

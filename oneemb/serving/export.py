@@ -261,7 +261,7 @@ def _snapshot_of(embedding: TableEmbedding, name: str | None) -> Iterator[Parted
         if embedding.holds({"oneemb_snapshot": newest.name, "oneemb_identity": newest.info.identity}):
             yield newest
             return
-    if embedding.ranks is not None:
+    if not embedding.ranks.alone:
         raise ValueError(
             f"embedding {embedding.name!r} has its rows on {embedding.ranks.size} ranks; save a snapshot on all of"
             " them, and export it with snapshot="

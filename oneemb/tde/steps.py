@@ -25,7 +25,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from torchrec import KeyedJaggedTensor
 
-from oneemb.embeddings.rank_calls import RankCalls
+from oneemb.graph.ranks import AnyRanks
 from oneemb.tde.id_transformer import IDTransformer
 from oneemb.tde.jagged_ids import JaggedIds
 from oneemb.tde.ps import PS, FetchHandle
@@ -93,7 +93,7 @@ class Steps:
         traffic: of their servers.
     """
 
-    def __init__(self, collections: Mapping[str, HasTables], ranks: RankCalls, traffic: Traffic):
+    def __init__(self, collections: Mapping[str, HasTables], ranks: AnyRanks, traffic: Traffic):
         self.collections = collections
         self.ranks = ranks
         self.traffic = traffic

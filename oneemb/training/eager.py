@@ -106,7 +106,7 @@ class Optimizer(torch.optim.Optimizer):
                 "fused=True updates the rows of an embedding as soon as their gradient has come, and those of tables"
                 " that have weights of their own come one by one; leave it out for them"
             )
-        if fused and len(self.embeddings) > 1 and any(embedding.ranks is not None for embedding in self.embeddings):
+        if fused and len(self.embeddings) > 1 and not all(embedding.ranks.alone for embedding in self.embeddings):
             raise ValueError(
                 "fused=True updates the rows of an embedding as soon as their gradient has come, and ranks bring those"
                 " of an optimizer to their owners together; make an optimizer for each embedding with a process_group"

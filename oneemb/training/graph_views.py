@@ -81,7 +81,7 @@ class GraphViews(torch.nn.Module):
 
     def _explain_ranks(self) -> list[str]:
         """Table of this rank's traffic, as one text; empty without ranks."""
-        own = [embedding.ranks for embedding in embeddings_of(self).values() if embedding.ranks is not None]
+        own = [one.ranks for one in embeddings_of(self).values() if not one.ranks.alone]
         if not own:
             return []
         ahead = self._connected

@@ -12,9 +12,10 @@ from oneemb.graph import ops
 from oneemb.graph.inputs import Signature
 from oneemb.graph.loader_of_ranks import Together
 from oneemb.graph.loader_position import LoaderPosition
+from oneemb.graph.one_rank import ALONE
 from oneemb.graph.prefetch import Prepared, prefetch
 from oneemb.graph.rank_errors import mark_told, moment, whole_exchange
-from oneemb.graph.ranks import Ranks
+from oneemb.graph.ranks import AnyRanks, Ranks
 from oneemb.storage.locking.step_lock import in_step
 from oneemb.training.graph_views import GraphViews
 from oneemb.training.plan_cache import Batch, key_of
@@ -96,7 +97,7 @@ class LoaderLoops(GraphViews):
             prefetch_depth = 0
         ranks = self._ranks()
         self._position = position = LoaderPosition(self._position.state)
-        if ranks is None:
+        if ranks.alone:
             return self._loop(position.read(loader), prefetch_depth, None, position)
         batches: list[Together] = []
         try:
@@ -122,14 +123,14 @@ class LoaderLoops(GraphViews):
         self._connections.remove(free[0])
         return mine
 
-    def _ranks(self) -> Ranks | None:
-        """Ranks that own rows of the graph's embeddings; None = this process has all rows."""
-        groups = {one.ranks.group: one.ranks for one in embeddings_of(self).values() if one.ranks is not None}
+    def _ranks(self) -> AnyRanks:
+        """Ranks that own rows of the graph's embeddings."""
+        groups = {one.ranks.group: one.ranks for one in embeddings_of(self).values() if not one.ranks.alone}
         if len(groups) > 1:
             raise ValueError(
                 f"the embeddings of {type(self).__name__} are of {len(groups)} process groups; give them all the same"
             )
-        return next(iter(groups.values()), None)
+        return next(iter(groups.values()), ALONE)
 
     @property
     def batches_ahead(self) -> int:
@@ -201,8 +202,7 @@ class LoaderLoops(GraphViews):
         asks = any(embedding.asked_ranks is not None for embedding in embeddings)
         told = embeddings if asks or self._inserts() or not one_step else []
         for embedding in told:
-            if embedding.ranks is not None:
-                embedding.ranks.fail(f"run {type(self).__name__}", error, since)
+            embedding.ranks.fail(f"run {type(self).__name__}", error, since)
 
     def _steps_made(self) -> int:
         """How many steps the graph has made."""

@@ -11,7 +11,8 @@ import torch
 
 from oneemb.embeddings.weight_of_rows import WeightOfRows, attach_rows
 from oneemb.graph import ops
-from oneemb.graph.ranks import Ranks
+from oneemb.graph.one_rank import ALONE
+from oneemb.graph.ranks import AnyRanks, Ranks
 from oneemb.graph.recorder import UNCOUNTED, StepStats
 from oneemb.graph.row_optimizers import Group, RowOptimizer, row_optimizer_of
 from oneemb.storage.embedding_store import EmbeddingStore
@@ -99,7 +100,7 @@ def attach(optimizer: torch.optim.Optimizer, groups: Mapping[Rows, Sequence[int]
     """
     row_optimizers: dict[Rows, RowOptimizer] = {}
     for embedding, its_groups in groups.items():
-        if embedding.ranks is None and (world := _world_size()) > 1:
+        if embedding.ranks.alone and (world := _world_size()) > 1:
             raise ValueError(
                 f"embedding {embedding.name!r} would be trained by each of {world} ranks"
                 " alone, and its rows drift apart: make it with process_group=torch.distributed.group.WORLD; or, if"
@@ -138,11 +139,11 @@ def _row_optimizer(embedding: WeightOfRows, optimizer: torch.optim.Optimizer, gr
     return first
 
 
-def settle_rows(optimizers: Iterable[torch.optim.Optimizer]) -> Ranks | None:
+def settle_rows(optimizers: Iterable[torch.optim.Optimizer]) -> AnyRanks:
     """Bring the gradients of rows that ranks own together to their owners; all ranks call it before a step.
 
     Returns:
-        The ranks, of all these embeddings; None if there are none.
+        The ranks, of all these embeddings.
 
     Raises:
         ValueError: the rows are of several process groups.
@@ -151,16 +152,16 @@ def settle_rows(optimizers: Iterable[torch.optim.Optimizer]) -> Ranks | None:
     embeddings: dict[WeightOfRows, torch.nn.Parameter] = {}
     for optimizer in optimizers:
         for _, weight, embedding in row_weights(optimizer):
-            if embedding.ranks is not None and (weight.requires_grad or _has_grad(weight)):
+            if not embedding.ranks.alone and (weight.requires_grad or _has_grad(weight)):
                 embeddings[embedding] = weight
     if not embeddings:
-        return None
+        return ALONE
     grads: list[ops.RowGrad] = []
     for embedding, weight in embeddings.items():
         # Also where this rank has looked nothing up: it owns rows that others have.
         grad = weight.grad
         grads.append(grad if isinstance(grad, ops.RowGrad) else ops.RowGrad(embedding.store, ranks=embedding.ranks))
-    ranks = [embedding.ranks for embedding in embeddings if embedding.ranks is not None]
+    ranks = [embedding.ranks for embedding in embeddings if not embedding.ranks.alone]
     if (groups := len({one.group for one in ranks})) > 1:
         names = ", ".join(repr(embedding.name) for embedding in embeddings)
         raise ValueError(f"a step trains embeddings of one process_group, those of {names} are {groups}")
@@ -357,12 +358,12 @@ def step_rows(
 
     try:
         ranks = stats.call("settle", settle_rows, [step.optimizer for step in steps])
-        if ranks is None:
+        if ranks.alone:
             go = ops.may_step(prepare(), steps, scaler)
             if commit is not None:
                 commit()
         with undisturbed:  # An interrupt comes before the step or after all of it.
-            if ranks is not None:
+            if not ranks.alone:
                 what = f"step by {', '.join(type(step.optimizer).__name__ for step in steps)}{where}"
                 # Once they have agreed the other ranks make the step: one that is interrupted must make it too.
                 with undisturbed.forks_allowed():

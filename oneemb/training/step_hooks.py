@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from oneemb.graph import ops
 from oneemb.graph.building import building_now
-from oneemb.graph.ranks import Ranks
+from oneemb.graph.ranks import AnyRanks
 from oneemb.graph.recorder import UNCOUNTED
 from oneemb.graph.tape import version_of
 from oneemb.storage.locking.signals import signals
@@ -49,13 +49,13 @@ class _Hooked(RowStep):
         """Take the gradients, and check them."""
         ranks = settle_rows([self.optimizer])
         try:
-            ops.may_step(self._ready() if ranks is None else self._agree(ranks), [self])
+            ops.may_step(self._ready() if ranks.alone else self._agree(ranks), [self])
         except BaseException:
             self.put_back()
             raise
         self._options = ops.options_of(self.optimizer)
 
-    def _agree(self, ranks: Ranks) -> str | None:
+    def _agree(self, ranks: AnyRanks) -> str | None:
         """Result of `_ready` of the ranks together. After this exchange the other ranks make the step, so a Ctrl-C that
         came during the wait is raised a moment later, as if it had come in the middle of torch's step."""
         signals.hold()

@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 import torch
 
-from oneemb.graph.ranks import RankError
+from oneemb.graph.ranks import RankError, Ranks, ranks_of
 from oneemb.storage.fs import LocalFileSystem
+from oneemb.storage.locking.undisturbed import undisturbed
 
 SECONDS = 60
 CHANGES = ("make_directories", "create", "write", "sync", "truncate", "rename", "remove", "sync_directory")
@@ -49,11 +50,12 @@ class _Meeting:
 class ThreadRanks:
     """As `oneemb.graph.ranks.Ranks`."""
 
+    alone, forked, whole = False, False, undisturbed
     gradients, comm_dtype = "mean", torch.float32
 
     def __init__(self, meeting, rank, size):
         self._meeting, self.rank, self.size = meeting, rank, size
-        self.group = self
+        self.group, self.first = self, rank == 0
 
     def _meet(self, value):
         meeting = self._meeting
@@ -106,6 +108,8 @@ class ThreadRanks:
         self.agree(what, lambda: mine.append(make()))
         return self._meet(mine[0])
 
+    by_first, of_first = Ranks.by_first, Ranks.of_first
+
     def exchange(self, what, make):
         """One tensor, or none, to each."""
         return [_Received(blocks[self.rank]) for blocks in self.all_gather(what, make)]
@@ -130,7 +134,9 @@ def run_ranks(size, function, *args, patch=None, dies=(), torn=None):
         torn: an exchange in which one of them dies.
     """
     if patch is not None:
-        patch.setattr("oneemb.embeddings.embedding.Ranks", lambda group, *options: group)
+        patch.setattr(
+            "oneemb.embeddings.embedding.ranks_of", lambda group, *options: group or ranks_of(group, *options)
+        )
     meeting = _Meeting(size, torn)
     results, raised = [None] * size, []
 

@@ -1,0 +1,91 @@
+"""A process that owns all rows, as a group of one rank: its exchanges give back what it sends.
+
+It has what `Ranks` (ranks.py) has, so that whoever calls it need not ask whether there are other ranks.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Literal, TypeVar
+
+import torch
+
+from oneemb.graph.rank_messages import Blocks, Received, Traffic, bytes_of
+
+__all__ = ["ALONE", "Gradients", "OneRank", "check_between_ranks"]
+
+T = TypeVar("T")
+
+Gradients = Literal["mean", "sum"]
+"""What becomes of the gradients that ranks have for a row."""
+
+_COMM_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_between_ranks(gradients: object, comm_dtype: torch.dtype) -> None:
+    """Raise ValueError unless both are among the values that ranks support."""
+    if not isinstance(gradients, str) or gradients not in ("mean", "sum"):
+        raise ValueError(f'gradients_of_ranks must be "mean" or "sum", got {gradients!r}')
+    if not isinstance(comm_dtype, torch.dtype) or comm_dtype not in _COMM_DTYPES:
+        raise ValueError(f"comm_dtype must be torch.float32, torch.float16 or torch.bfloat16, got {comm_dtype!r}")
+
+
+class OneRank:
+    """The group. Its methods raise what the function that they are given raises; see `Ranks`.
+
+    Args:
+        gradients, comm_dtype: of the embedding; neither changes a number where nothing is sent.
+
+    Raises:
+        ValueError: they are not as `Ranks` takes them.
+    """
+
+    alone: Literal[True] = True
+    """Whether no other process can own rows. False for a process group, also for one of a single rank."""
+    rank, size, first = 0, 1, True
+    group = None
+    forked = False
+    whole = nullcontext()
+
+    def __init__(self, gradients: Gradients = "mean", comm_dtype: torch.dtype = torch.float32):
+        check_between_ranks(gradients, comm_dtype)
+        self.gradients, self.comm_dtype = gradients, comm_dtype
+        self.traffic = Traffic()
+
+    def __repr__(self) -> str:
+        return "this process alone"
+
+    def exchange(self, what: str, make: Callable[[], Blocks]) -> list[Received]:
+        """What `make` gives for this rank."""
+        (block,) = make()
+        return [Received(torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *map(bytes_of, block)]))]
+
+    def agree(self, what: str, check: Callable[[], T | None] = lambda: None) -> T | None:
+        """Result of `check`."""
+        return check()
+
+    def all_gather(self, what: str, make: Callable[[], T]) -> list[T]:
+        """Result of `make`, alone in a list."""
+        return [make()]
+
+    def by_first(self, what: str, call: Callable[[], T]) -> T:
+        """Result of `call`."""
+        return call()
+
+    def of_first(self, what: str, make: Callable[[], bytes]) -> bytes:
+        """Result of `make`."""
+        return make()
+
+    def norms(self, norms: Sequence[float], ord: float) -> list[float]:
+        """The same norms."""
+        return list(norms)
+
+    def any(self, flag: bool) -> bool:
+        """The same flag."""
+        return flag
+
+    def fail(self, what: str, failure: BaseException, since: int = 0) -> None:
+        """Do nothing: nobody waits."""
+
+
+ALONE = OneRank()
+"""Group of a process whose embeddings say nothing else."""
