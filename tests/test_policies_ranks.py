@@ -2,6 +2,7 @@
 
 import copy
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -258,7 +259,7 @@ def test_replicated_tables_have_no_policy():
             RowPolicy(LRU(), 5),
             [oneemb.make_table(replicate=True)],
             oneemb.make_device_mem_store_options("x"),
-            object(),
+            SimpleNamespace(alone=False),
         )
 
 
