@@ -21,12 +21,20 @@ from oneemb.graph import ops
 from oneemb.graph.arguments import Lookup, Planned
 from oneemb.graph.build_error import BuildError, user_line
 from oneemb.graph.modules import REGISTER
-from oneemb.graph.ranks import AnyRanks, Ranks
+from oneemb.graph.ranks import AnyRanks
 from oneemb.graph.tape import Tape, version_of
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.errors import StoreFullError
 
 __all__ = ["Building", "Expected", "building_now", "steps_itself"]
+
+
+class LooksUpHow(Protocol):
+    """Interface of the way in which an embedding looks ids up."""
+
+    @property
+    def asks_ranks(self) -> bool:
+        """Whether rows come from other ranks, which make the same lookup."""
 
 
 class LooksUp(Protocol):
@@ -36,7 +44,10 @@ class LooksUp(Protocol):
     store: EmbeddingStore
     training: bool
     ranks: AnyRanks
-    asked_ranks: Ranks | None
+
+    @property
+    def lookups(self) -> LooksUpHow:
+        """How ids are looked up."""
 
     @property
     def weights(self) -> tuple[torch.nn.Parameter, ...]:
@@ -112,9 +123,9 @@ class Expected:
         reserved, scales, pooling = self.reserved, asked.per_sample_weights, asked.pooling
         assert isinstance(reserved, ops.AnnouncedLookup)
 
-        def check() -> None:
+        def check(keys: ops.Keys) -> None:
             if scales is not None or pooling != "sum":
-                ops.check_pooling(reserved.keys, scales, pooling)
+                ops.check_pooling(keys, scales, pooling)
 
         self.lease = reserved.look_up(check, has_gradient=has_gradient)
 
@@ -181,7 +192,7 @@ class Building:
         self.others = 0
         """Lookups that were not expected."""
         self._steppers = steppers
-        self._announced = announced or ops.Announced((), None)
+        self._announced = announced or ops.NOTHING_ANNOUNCED
         self._names = names
         self._expected: dict[str, list[Expected]] = {}
         self._waiting = len(expected)
@@ -203,7 +214,8 @@ class Building:
         try:
             return context.run(self._call, build, args, kwargs)
         finally:
-            self._announced.end()
+            if self._announced.lookups:
+                self._announced.end()
             for variable, value in context.items():  # those that `build` has set
                 if variable is not _building and variable.get(_building) is not value:
                     variable.set(value)
@@ -246,7 +258,7 @@ class Building:
             lookup = self._take(name, embedding, asked)
             if lookup is None:
                 self._announced.miss(embedding.store, inserts=embedding.training)
-            elif embedding.asked_ranks is not None and lookup.lease is None:
+            elif lookup.reserved is not None and lookup.lease is None:  # Ranks have not announced it alike.
                 if lookup.reserved not in self._announced.lookups:  # Those were of what has changed since.
                     self._announced.miss(embedding.store, inserts=embedding.training)
                 lookup.look_up(asked, has_gradient)
@@ -263,7 +275,7 @@ class Building:
             self.others += 1  # One that fails is none, here and on the tape.
             return rows
         except StoreFullError:
-            if embedding.asked_ranks is not None or not self._give_way():  # Ranks make a lookup once.
+            if embedding.lookups.asks_ranks or not self._give_way():  # Ranks make a lookup once.
                 raise
             return now()
 
@@ -291,7 +303,7 @@ class Building:
         """The lookup among these that has these arguments, acquired; it waits no longer."""
         for lookup in waiting:
             in_this_mode = lookup.inserts == embedding.training
-            if embedding.asked_ranks is not None:
+            if embedding.lookups.asks_ranks:
                 in_this_mode &= lookup.lookup.sums_bags == asked.sums_bags
             if in_this_mode and lookup.is_of(asked):
                 waiting.remove(lookup)

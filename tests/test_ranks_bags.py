@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import oneemb
-from oneemb.graph.ops import asking, shuffle
+from oneemb.graph.ops import asking, lookup_ahead
 from oneemb.graph.ops.announce import AnnouncedLookup
 from oneemb.graph.ops.asking import Asked, Parts, cut_if_fewer_bytes, keys_by_rank
 from oneemb.kernels.host_loops import HostLoops
@@ -252,8 +252,8 @@ def test_gradients_can_be_looked_at_before_and_after_they_are_with_the_owners(tm
 
 def looks_up_once(group, path, options, forward):
     """How often bags were cut, and what they gave."""
-    cut, real = [], shuffle.cut_if_fewer_bytes
-    shuffle.cut_if_fewer_bytes = lambda *args, **kwargs: cut.append(real(*args, **kwargs)) or cut[-1]
+    cut, real = [], lookup_ahead.cut_if_fewer_bytes
+    lookup_ahead.cut_if_fewer_bytes = lambda *args, **kwargs: cut.append(real(*args, **kwargs)) or cut[-1]
     dtype = options.pop("dtype", torch.float32)
     embedding = oneemb.MultiTableEmbedding(
         "items", DIM, dtype, torch.int64, [oneemb.make_table(**options.pop("table", {})), oneemb.make_table()],
@@ -265,7 +265,7 @@ def looks_up_once(group, path, options, forward):
         rows.float().sum().backward()
         return sum(one is not None for one in cut), rows.detach().float()
     finally:
-        shuffle.cut_if_fewer_bytes = real
+        lookup_ahead.cut_if_fewer_bytes = real
         embedding.close()
 
 

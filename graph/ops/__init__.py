@@ -23,6 +23,7 @@ can be compared with an eager one.
 """
 
 from oneemb.graph.ops.announce import (
+    NOTHING_ANNOUNCED,
     Announced,
     AnnouncedLookup,
     Announcement,
@@ -35,6 +36,7 @@ from oneemb.graph.ops.finite import NonFiniteGradientError, check_finite, may_st
 from oneemb.graph.ops.grads import RowGrads
 from oneemb.graph.ops.keys import Keys, unique_keys
 from oneemb.graph.ops.lookup import Lease, acquire, acquire_later, gather, in_backward
+from oneemb.graph.ops.lookup_ahead import LookupAhead, begin_lookup, look_up_on_ranks, lookup_of
 from oneemb.graph.ops.merged import (
     MergedKeys,
     MergedLookup,
@@ -50,25 +52,17 @@ from oneemb.graph.ops.reserve import Reserved, prefetch, reserve
 from oneemb.graph.ops.row_grad import RowGrad, measure_reduce, reduce_grads, refuse_dense
 from oneemb.graph.ops.scale import forget_unscaled, unscale, update_scale
 from oneemb.graph.ops.settle import settle, shuffle_grads
-from oneemb.graph.ops.shuffle import (
-    Routed,
-    lease_on_ranks,
-    look_up_on_ranks,
-    lookup_of,
-    shuffle_keys,
-    shuffle_rows,
-)
 from oneemb.graph.ops.unprefetch import unprefetch
 from oneemb.graph.ops.update import Groups, StepOptimizer, add_note, advance, measure_update, options_of, step, update
 from oneemb.graph.ops.with_grad import with_grad
 
 __all__ = [
-    "Announced", "AnnouncedLookup", "Announcement", "Groups", "Keys", "Lease", "LookupOnRanks", "MergedKeys",
-    "MergedLookup", "MergedReserved", "NonFiniteGradientError", "OPS", "Reserved", "Routed", "RowGrad", "RowGrads",
-    "StepOptimizer", "acquire", "acquire_later", "add_note", "advance", "announce", "announced_lookup",
-    "check_finite", "check_merged_pooling", "check_pooling", "equal", "forget_unscaled", "gather", "gather_merged",
-    "in_backward", "keep", "lease_on_ranks", "look_up_on_ranks", "lookup_of", "may_step", "measure_reduce",
-    "measure_update", "options_of", "part_of", "peek", "prefetch", "read_ids", "reduce_grads", "refuse_dense",
-    "reserve", "settle", "shuffle_grads", "shuffle_keys", "shuffle_rows", "step", "unique_keys", "unique_merged_keys",
-    "unprefetch", "unscale", "update", "update_scale", "with_grad",
+    "Announced", "AnnouncedLookup", "Announcement", "Groups", "Keys", "Lease", "LookupAhead", "LookupOnRanks",
+    "MergedKeys", "MergedLookup", "MergedReserved", "NOTHING_ANNOUNCED", "NonFiniteGradientError", "OPS", "Reserved",
+    "RowGrad", "RowGrads", "StepOptimizer", "acquire", "acquire_later", "add_note", "advance", "announce",
+    "announced_lookup", "begin_lookup", "check_finite", "check_merged_pooling", "check_pooling", "equal",
+    "forget_unscaled", "gather", "gather_merged", "in_backward", "keep", "look_up_on_ranks", "lookup_of", "may_step",
+    "measure_reduce", "measure_update", "options_of", "part_of", "peek", "prefetch", "read_ids", "reduce_grads",
+    "refuse_dense", "reserve", "settle", "shuffle_grads", "step", "unique_keys", "unique_merged_keys", "unprefetch",
+    "unscale", "update", "update_scale", "with_grad",
 ]  # fmt: skip

@@ -27,8 +27,8 @@ class Reserved:
     inserts = True
     """Whether unknown keys are inserted by the lookup, and not by the step that trains them."""
 
-    def __init__(self, store: EmbeddingStore, keys: Keys, prefetched: Prefetched | None):
-        self._store, self._keys, self._prefetched = store, keys, prefetched
+    def __init__(self, store: EmbeddingStore, keys: Keys, prefetched: Prefetched | None = None, *, again: bool = False):
+        self._store, self._keys, self._prefetched, self._again = store, keys, prefetched, again
         self._lease: Lease | None = None
 
     def acquire(self) -> Lease:
@@ -38,7 +38,7 @@ class Reserved:
             StoreFullError: they do not fit; nothing is inserted.
         """
         if self._lease is None:
-            self._lease = acquire(self._store, self._keys, self._prefetched)
+            self._lease = acquire(self._store, self._keys, self._prefetched, again=self._again)
         return self._lease
 
     def forget(self) -> None:

@@ -64,7 +64,7 @@ def lower_embeddings(graph: fx.Graph, embeddings: Embeddings, *, inserts: bool =
                 graph.call_function(ops.check_pooling, (keys, call.per_sample_weights, call.pooling))
             pooled = () if call.offsets is None else (call.per_sample_weights, call.pooling)
             reserved = rows = None
-            if module.asked_ranks is not None:
+            if module.lookups.asks_ranks:
                 ranks = graph.get_attr(f"{node.target}.ranks")
                 fields: Any = module.name, ranks, store, keys, inserts and module.training, call.sums_bags
                 announced[len(made)] = ops.LookupOnRanks(*fields)

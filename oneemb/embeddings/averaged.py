@@ -18,7 +18,8 @@ from typing import Literal
 import numpy as np
 import torch
 
-from oneemb.embeddings.embedding import MultiTableEmbedding, TableEmbedding, copied, keys_of
+from oneemb.embeddings.embedding import MultiTableEmbedding, TableEmbedding, copied
+from oneemb.embeddings.lookup_keys import keys_of
 from oneemb.graph import ops
 from oneemb.graph.arguments import Lookup
 from oneemb.graph.ops.batch_ids import columns_of, pooling_of
@@ -164,16 +165,8 @@ class AveragedEmbedding(torch.nn.Module):
             pooling_of(pooling, offsets)  # raises on every rank
             return keys_of(rows, lookup)
 
-        def look_up() -> torch.Tensor:
-            if rows.asked_ranks is None:
-                return ops.peek(averages, keys(), per_sample_weights, pools)
-            lease = ops.look_up_on_ranks(
-                rows.asked_ranks, rows.store, rows.name, keys, source=averages, sums_bags=lookup.sums_bags
-            )
-            return ops.gather(lease, per_sample_weights, pools)
-
         with torch.no_grad():
-            found = alone((rows.store.step_lock,), look_up)
+            found = alone((rows.store.step_lock,), lambda: rows.lookups.peek(rows, averages, lookup, keys))
         return found.to(self.embedding.dtype)
 
     def copy_to(self, persistent_path: AnyPath) -> TableEmbedding:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Never, Self, TypeVar, cast
 
 import torch
@@ -20,6 +20,8 @@ from oneemb.embeddings.embedding_arguments import (
     rank_folders,
     store_plan,
 )
+from oneemb.embeddings.lookup_keys import keys_of
+from oneemb.embeddings.lookups_on_ranks import LookupsOnRanks
 from oneemb.embeddings.row_calls import RowCalls
 from oneemb.embeddings.snapshot_calls import SnapshotCalls
 from oneemb.embeddings.stats import EmbeddingStats
@@ -28,6 +30,7 @@ from oneemb.graph.arguments import Lookup
 from oneemb.graph.building import building_now
 from oneemb.graph.modules import embeddings_in
 from oneemb.graph.ops.batch_ids import columns_of, pooling_of
+from oneemb.graph.ops.reading import ReadRows
 from oneemb.graph.ranks import ranks_of
 from oneemb.kernels.threads import Threads
 from oneemb.options import Initializer, StoreOptions, TableOptions
@@ -44,8 +47,46 @@ __all__ = [
     "TableEmbedding",
     "copied",
     "embeddings_of",
-    "keys_of",
 ]
+
+
+class LookupsHere:
+    """How an embedding that has all rows, or copies of all, looks ids up; see `LookupsOnRanks`."""
+
+    asks_ranks = False
+
+    def look_up(self, embedding: SnapshotCalls, lookup: Lookup, inserts: bool, has_gradient: bool) -> torch.Tensor:
+        """The rows of ids, with a gradient if they are to have one."""
+        store, scales, pooling = embedding.store, lookup.per_sample_weights, lookup.pooling
+        is_plain = lookup.offsets is None and scales is None and lookup.columns is None
+        if not has_gradient and is_plain and pooling == "sum":
+            if inserts and embedding.may_be_empty:
+                embedding.say_if_empty()
+            read = ops.read_ids(
+                store, lookup.ids, lookup.table_ids, embedding.num_tables, embedding.key_type, embedding.padding_idx,
+                inserts=inserts,
+            )  # fmt: skip
+            if read is not None:
+                return read
+        keys = keys_of(embedding, lookup, inserts)
+        if not inserts and not has_gradient:
+            return ops.peek(store, keys, scales, pooling)
+        lease = ops.acquire(store, keys, again=ops.in_backward()) if inserts else ops.acquire_later(store, keys)
+        rows = ops.gather(lease, scales, pooling)
+        if has_gradient:
+            return ops.with_grad(rows, lease, embedding.weights, scales, embedding.ranks)
+        lease.unpin()
+        return rows
+
+    def peek(
+        self, embedding: SnapshotCalls, source: ReadRows, lookup: Lookup, keys: Callable[[], ops.Keys]
+    ) -> torch.Tensor:
+        """Rows of another source, by the keys of the embedding's."""
+        return ops.peek(source, keys(), lookup.per_sample_weights, lookup.pooling)
+
+    def refuse(self, embedding: SnapshotCalls, failure: Exception) -> Never:
+        """Raise the error of a lookup."""
+        raise failure
 
 
 class TableEmbedding(SnapshotCalls, RowCalls):
@@ -86,8 +127,8 @@ class TableEmbedding(SnapshotCalls, RowCalls):
         self.tables = tuple(tables)
         self.num_tables = len(self.tables)
         replicated = all(table.replicate for table in self.tables)
-        self.asked_ranks = None if self.ranks.alone or replicated else self.ranks
-        """The ranks that a lookup asks for rows; None = it asks none, since this process has all rows, or copies."""
+        self.lookups = LookupsHere() if self.ranks.alone or replicated else LookupsOnRanks(self.ranks)
+        """How ids are looked up: here, where this process has all rows or copies of all, or with the ranks."""
         self.store_options = store_options
         self.default_initializer = default_initializer
         self.padding_idx = padding_idx
@@ -172,31 +213,20 @@ class TableEmbedding(SnapshotCalls, RowCalls):
                 " its own; wrap the dense modules alone, and look ids up outside of them; TorchRec's"
                 " DistributedModelParallel shards it by the sharders of oneemb.torchrec.get_default_sharders() alone"
             )
-        pools = "sum" if pooling is None else self._pooling_of(pooling, offsets)
+        try:
+            pools = "sum" if pooling is None else pooling_of(pooling, offsets)
+        except ValueError as error:
+            if building_now() is None:  # A graph tells the ranks of whatever `build` raises.
+                self.lookups.refuse(self, error)
+            raise
         tables_C = None if columns is None else columns_of(columns)
         lookup = Lookup(ids, table_ids, offsets, tables_C, per_sample_weights, pools)
         with hidden_from_modes():
             building = building_now()
             if building is None:
-                return self._look_up(lookup, self.training, has_gradient)
-            look_up = functools.partial(self._look_up, lookup, self.training, has_gradient)
+                return self.lookups.look_up(self, lookup, self.training, has_gradient)
+            look_up = functools.partial(self.lookups.look_up, self, lookup, self.training, has_gradient)
             return building.look_up(self, lookup, has_gradient, look_up)
-
-    def _pooling_of(self, pooling: str | None, offsets: object) -> str:
-        try:
-            return pooling_of(pooling, offsets)
-        except ValueError as error:
-            failure = error
-        ranks = self.asked_ranks
-        if ranks is None or building_now() is not None:  # A graph tells the ranks of whatever `build` raises.
-            raise failure
-
-        def fail() -> Never:
-            raise failure
-
-        # In the place of the lookup's own exchange, in which the others wait.
-        ranks.agree(ops.lookup_of(self.name, self.training, ranks, ops.in_backward()), fail)
-        raise AssertionError("ranks have agreed on a lookup that has failed")
 
     @torch._disable_dynamo
     def read(self, ids: torch.Tensor, table_ids: torch.Tensor | None = None) -> torch.Tensor:
@@ -207,35 +237,7 @@ class TableEmbedding(SnapshotCalls, RowCalls):
         """
         refuse_tracers(self, ids)
         with hidden_from_modes():
-            return self._look_up(Lookup(ids, table_ids), False, False)
-
-    def _look_up(self, lookup: Lookup, inserts: bool, has_gradient: bool) -> torch.Tensor:
-        store, scales, pooling = self.store, lookup.per_sample_weights, lookup.pooling
-        if self.asked_ranks is not None:
-            lease = ops.look_up_on_ranks(
-                self.asked_ranks, store, self.name, functools.partial(keys_of, self, lookup, inserts), inserts=inserts,
-                has_gradient=has_gradient, sums_bags=lookup.sums_bags, again=ops.in_backward(),
-            )  # fmt: skip
-            rows = ops.gather(lease, scales, pooling)
-            return ops.with_grad(rows, lease, self.weights, scales, self.ranks) if has_gradient else rows
-        is_plain = lookup.offsets is None and scales is None and lookup.columns is None
-        if not has_gradient and is_plain and pooling == "sum":
-            if inserts and self.may_be_empty:
-                self.say_if_empty()
-            read = ops.read_ids(
-                store, lookup.ids, lookup.table_ids, self.num_tables, self.key_type, self.padding_idx, inserts=inserts
-            )
-            if read is not None:
-                return read
-        keys = keys_of(self, lookup, inserts)
-        if not inserts and not has_gradient:
-            return ops.peek(store, keys, scales, pooling)
-        lease = ops.acquire(store, keys, again=ops.in_backward()) if inserts else ops.acquire_later(store, keys)
-        rows = ops.gather(lease, scales, pooling)
-        if has_gradient:
-            return ops.with_grad(rows, lease, self.weights, scales, self.ranks)
-        lease.unpin()
-        return rows
+            return self.lookups.look_up(self, Lookup(ids, table_ids), False, False)
 
     if TYPE_CHECKING:
         __call__ = forward  # Editors see `forward` where torch.nn.Module has Callable[..., Any].
@@ -417,23 +419,6 @@ class MultiTableMultiColumnEmbedding(TableEmbedding):
         if not isinstance(embedding_dim, list | tuple):
             raise TypeError(f"embedding_dim must be a list of column widths, got {embedding_dim!r}")
         return embedding_dim
-
-
-def keys_of(embedding: TableEmbedding, lookup: Lookup, inserts: bool = False) -> ops.Keys:
-    """The unique keys of a lookup; raises as `forward` does of what is wrong with its arguments.
-
-    Args:
-        inserts: whether it is to insert unknown keys: see `say_if_empty`.
-    """
-    if inserts and embedding.may_be_empty:
-        embedding.say_if_empty()
-    keys = ops.unique_keys(
-        lookup.ids, lookup.table_ids, embedding.num_tables, embedding.key_type, embedding.padding_idx, lookup.offsets,
-        lookup.columns, threads=embedding.store.threads,
-    )  # fmt: skip
-    if lookup.per_sample_weights is not None or lookup.pooling != "sum":
-        ops.check_pooling(keys, lookup.per_sample_weights, lookup.pooling)
-    return keys
 
 
 def _in_ddp(embedding: TableEmbedding) -> bool:

@@ -7,10 +7,11 @@
     check_fits(embedding, name)            whether a snapshot can be loaded
     load_named(embedding, snapshot)        the snapshot that `named_snapshot` gave
 
-`embedding.store` has the rows of this rank, `embedding.asked_ranks` the ranks that a lookup asks for others.
+`embedding.store` has the rows of this rank, `embedding.ranks` are those that own all together, and `embedding.lookups`
+says whether a lookup asks them.
 """
 
-from oneemb.embeddings.embedding import keys_of
+from oneemb.embeddings.lookup_keys import keys_of
 from oneemb.embeddings.snapshot_calls import check_fits, load_named
 from oneemb.embeddings.weight_of_rows import attach_rows, drop_grads, stand_for_rows
 

@@ -28,7 +28,7 @@ class Lookups(NamedTuple):
 
     groups: Sequence[Group]
     arguments: Sequence[dict[str, Any]]
-    """Arguments of the lookup of each group, as `MultiTableEmbedding.keys_of` takes them."""
+    """Arguments of the lookup of each group, as `MultiTableEmbedding.forward` takes them."""
     output: Callable[[Sequence[torch.Tensor]], Any]
     """Makes the result of the call from the rows of each group."""
 

@@ -25,7 +25,7 @@ from torchrec.streamable import Multistreamable
 from oneemb.adapters.tables import in_backward_optimizers
 from oneemb.adapters.worker import Worker
 from oneemb.embeddings.embedding import MultiTableEmbedding
-from oneemb.embeddings.lookup_ahead import LookupAhead
+from oneemb.embeddings.lookups_on_ranks import RowsAhead
 from oneemb.graph.ranks import Ranks
 from oneemb.storage.errors import StorageError
 from oneemb.torchrec.fused_optimizer import FusedRowsOptimizer
@@ -46,7 +46,7 @@ class _Sent(Multistreamable):
 
 
 class _KeysSent(Awaitable[_Sent]):
-    def __init__(self, lookup: LookupAhead, future: "Future[None]"):
+    def __init__(self, lookup: RowsAhead, future: "Future[None]"):
         super().__init__()
         self._lookup, self._future = lookup, future
 
@@ -134,7 +134,7 @@ class ShardedCollection(ShardedModule[KJTList, list[torch.Tensor], Any, LookupCo
 
         awaitables: list[Any] = []
         for g, rows in enumerate(self.rows):
-            lookup = LookupAhead(
+            lookup = RowsAhead(
                 cast(MultiTableEmbedding, rows), self._connections, functools.partial(arguments, g), self._sender.later
             )
             awaitables.append(NoWait(_KeysSent(lookup, self._sender.submit(lookup.send_keys))))

@@ -98,7 +98,7 @@ class LoaderLoops(GraphViews):
         ranks = self._ranks()
         self._position = position = LoaderPosition(self._position.state)
         if ranks.alone:
-            return self._loop(position.read(loader), prefetch_depth, None, position)
+            return self._loop(position.read(loader), prefetch_depth, ranks, position)
         batches: list[Together] = []
         try:
             with whole_exchange():  # The others begin the loop: an interrupt comes where they can be told.
@@ -153,7 +153,7 @@ class LoaderLoops(GraphViews):
         self._position.state = state
 
     def _loop(
-        self, loader: Iterable[Any], depth: int, ranks: Ranks | None, position: LoaderPosition
+        self, loader: Iterable[Any], depth: int, ranks: AnyRanks, position: LoaderPosition
     ) -> Generator[Any, None, None]:  # fmt: skip
         leave = loader.leave if isinstance(loader, Together) else lambda: None
         if depth:
@@ -199,7 +199,7 @@ class LoaderLoops(GraphViews):
             mark_told(error)  # An interrupt that came when the step was made: what the others have done, it has.
         embeddings = list(embeddings_of(self).values())
         # An evaluation that asks no rank is this one's own: others have come to nothing in which they wait for it.
-        asks = any(embedding.asked_ranks is not None for embedding in embeddings)
+        asks = any(embedding.lookups.asks_ranks for embedding in embeddings)
         told = embeddings if asks or self._inserts() or not one_step else []
         for embedding in told:
             embedding.ranks.fail(f"run {type(self).__name__}", error, since)
@@ -212,7 +212,7 @@ class LoaderLoops(GraphViews):
         return Batch(embeddings_of(self), args, kwargs, *self._signature.flatten(args, kwargs))
 
     def _prepare(
-        self, batch: Any, follow: Callable[[list[tuple[int, int]]], object] | None = None, ranks: Ranks | None = None,
+        self, batch: Any, follow: Callable[[list[tuple[int, int]]], object] | None = None, ranks: AnyRanks = ALONE,
         position: LoaderPosition | None = None,
     ) -> Prepared:  # fmt: skip
         """A batch with what can be computed ahead of its step; runs on the worker.
