@@ -60,14 +60,14 @@ class LookupAhead:
     again: bool = False
     """See `acquire` in lookup.py."""
     _own: Reserved | None = None
-    """Lookup of what this rank is asked for, with the rows that are pinned for it; None = none are."""
+    """Lookup of what this rank is asked for; None = it is yet to be made."""
 
     def prefetch(self) -> None:
         """Read the rows that ranks ask this one for, as far as they are known and there is room, and pin them."""
         if self.inserts:
             with suppress(StorageError):  # It will be met again by `acquire`, which tells the ranks.
-                keys = self.asked.keys
-                self._own = Reserved(self.store, keys, self.store.prefetch(keys.unique), again=self.again)
+                self._own = Reserved(self.store, self.asked.keys, again=self.again)
+                self._own.prefetch()
 
     def acquire(self, source: ReadRows | None = None) -> Lease:
         """The rows, from their owners, and pins on those that this rank was asked for. Call this once.

@@ -1,10 +1,11 @@
-"""Lookups that `build` is expected to make.
+"""Lookups ahead: those that have begun for ids that a later step, or `build`, is expected to ask for.
 
-    prefetched = prefetch(store, keys)                ahead of the step: pins the known rows
+    prefetched = prefetch(store, keys)                ahead of the step: reads the known rows, and pins them
     reserved = reserve(store, keys, prefetched)       in the step, before `build`
     lease = reserved.acquire()                        once `build` makes the lookup
 
-Unknown keys are inserted by the last.
+Unknown keys are inserted by the last. Between ranks (lookup_ahead.py) keys go to their owners first; each owner's part
+is one of these.
 """
 
 from typing import Any
@@ -30,6 +31,10 @@ class Reserved:
     def __init__(self, store: EmbeddingStore, keys: Keys, prefetched: Prefetched | None = None, *, again: bool = False):
         self._store, self._keys, self._prefetched, self._again = store, keys, prefetched, again
         self._lease: Lease | None = None
+
+    def prefetch(self) -> None:
+        """Read the rows of known keys and pin them, as far as there is room; `drop` or `acquire` ends that."""
+        self._prefetched = self._store.prefetch(self._keys.unique)
 
     def acquire(self) -> Lease:
         """The rows, pinned; unknown keys are inserted.
