@@ -28,7 +28,7 @@ from oneemb.adapters.tables import (
 )
 from oneemb.embeddings.embedding import MultiTableEmbedding
 from oneemb.embeddings.internals import stand_for_rows
-from oneemb.graph.ranks import Ranks
+from oneemb.graph.ranks import ranks_of
 from oneemb.graph.row_optimizers import Group as Options
 from oneemb.graph.tape import version_of
 from oneemb.options import StoreOptions, make_table
@@ -213,7 +213,7 @@ class Collection(torch.nn.Module):
 
     def _of_ranks(self) -> dict[str, Any]:
         its = self._on_ranks
-        if its is None or its.process_group is None:
+        if its is None:
             return {}
         return {
             "process_group": its.process_group, "gradients_of_ranks": its.gradients, "comm_dtype": its.comm_dtype,
@@ -243,10 +243,7 @@ class Collection(torch.nn.Module):
     def _temporary_folders(self) -> list[str]:
         if not self._paths:
             own, self._remove_own = temporary_folder(self, "oneemb-torchrec-")
-            ranks = self._on_ranks
-            self._paths = [own]
-            if ranks is not None and ranks.process_group is not None:
-                self._paths = Ranks(ranks.process_group).all_gather("make temporary folders of tables", lambda: own)
+            self._paths = ranks_of(self.process_group).all_gather("make temporary folders of tables", lambda: own)
         return self._paths
 
     def ready(self) -> list[Group]:
