@@ -139,8 +139,11 @@ def _row_optimizer(embedding: WeightOfRows, optimizer: torch.optim.Optimizer, gr
     return first
 
 
-def settle_rows(optimizers: Iterable[torch.optim.Optimizer]) -> AnyRanks:
+def settle_rows(weights: Iterable[Sequence[RowWeight]]) -> AnyRanks:
     """Bring the gradients of rows that ranks own together to their owners; all ranks call it before a step.
+
+    Args:
+        weights: `row_weights` of each optimizer of the step.
 
     Returns:
         The ranks, of all these embeddings.
@@ -150,8 +153,8 @@ def settle_rows(optimizers: Iterable[torch.optim.Optimizer]) -> AnyRanks:
         RankError: another rank has failed.
     """
     embeddings: dict[WeightOfRows, torch.nn.Parameter] = {}
-    for optimizer in optimizers:
-        for _, weight, embedding in row_weights(optimizer):
+    for of_optimizer in weights:
+        for _, weight, embedding in of_optimizer:
             if not embedding.ranks.alone and (weight.requires_grad or _has_grad(weight)):
                 embeddings[embedding] = weight
     if not embeddings:
@@ -211,13 +214,17 @@ class RowStep:
         """Embeddings whose gradients have been taken."""
         return {taken.embedding: None for taken, _ in self.grads}
 
-    def take_grads(self) -> None:
+    def take_grads(self, weights: Sequence[RowWeight] | None = None) -> None:
         """Take the gradients of rows out of the weights, attaching embeddings that have no optimizer.
+
+        Args:
+            weights: result of `row_weights`; None = call it.
 
         Raises:
             ValueError, TypeError, StorageError: an embedding cannot be attached; its gradient stays where it is.
         """
-        weights = row_weights(self.optimizer)
+        if weights is None:
+            weights = row_weights(self.optimizer)
         found: dict[WeightOfRows, None] = {}
         for _, weight, embedding in weights:
             if _has_grad(weight):
@@ -346,10 +353,11 @@ def step_rows(
         What `make` raises.
     """
     grads: list[list[ops.RowGrads]] = []
+    weights = [row_weights(step.optimizer) for step in steps]
 
     def prepare() -> str | None:
-        for step in steps:
-            step.take_grads()
+        for step, its in zip(steps, weights, strict=True):
+            step.take_grads(its)
         every: list[ops.RowGrads] = []
         for step in steps:
             grads.append(step.reduce(stats))
@@ -357,7 +365,7 @@ def step_rows(
         return stats.call("check_finite", ops.check_finite, steps, every)
 
     try:
-        ranks = stats.call("settle", settle_rows, [step.optimizer for step in steps])
+        ranks = stats.call("settle", settle_rows, weights)
         if ranks.alone:
             go = ops.may_step(prepare(), steps, scaler)
             if commit is not None:

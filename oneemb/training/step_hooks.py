@@ -47,7 +47,7 @@ class _Hooked(RowStep):
     @torch._disable_dynamo
     def begin(self) -> None:
         """Take the gradients, and check them."""
-        ranks = settle_rows([self.optimizer])
+        ranks = settle_rows([row_weights(self.optimizer)])
         try:
             ops.may_step(self._ready() if ranks.alone else self._agree(ranks), [self])
         except BaseException:
