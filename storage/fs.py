@@ -15,7 +15,8 @@ import os
 import resource
 import time
 import weakref
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,10 +30,10 @@ __all__ = [
     "LocalFileSystem",
     "absolute_path",
     "aligned_bytes",
-    "close_in_child",
+    "doing",
     "file_path",
     "path_text",
-    "replace_file",
+    "read_file",
     "storage_error",
 ]
 
@@ -91,8 +92,9 @@ class FileSystem(Protocol):
     def sync_directory(self, path: str) -> None: ...
 
     def lock(self, path: str) -> int:
-        """Take the lock that lies in this file, which is made where it is not there and stays as it is otherwise.
-        Returns the file, open for reading and writing. Raises BlockingIOError while another has the lock."""
+        """Take the lock that lies in this file, which is made where it is not there and stays as it is otherwise; or in
+        this folder. Returns the file, open for reading and writing. Raises BlockingIOError while another has the lock.
+        """
 
     def unlock(self, lock: int) -> None: ...
 
@@ -190,7 +192,8 @@ class LocalFileSystem:
     def lock(self, path: str) -> int:
         # The system frees the lock when the process ends, however it ends, so a dead holder needs no breaking. A
         # forked child must let go of its copy of the file, or it would hold the lock for a parent that is gone.
-        file = _LockFile(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
+        how = os.O_RDONLY | os.O_DIRECTORY if os.path.isdir(path) else os.O_RDWR | os.O_CREAT
+        file = _LockFile(os.open(path, how | os.O_CLOEXEC, 0o666))
         try:
             _take(file.number, path)
         except BaseException:
@@ -253,18 +256,12 @@ class _LockFile:
             self.close()
 
 
-_lock_files: "weakref.WeakSet[Any]" = weakref.WeakSet()
-
-
-def close_in_child(file: Any) -> None:
-    """Let a forked child close this file at once: it holds a lock for a parent that may die."""
-    _lock_files.add(file)
+_lock_files: "weakref.WeakSet[_LockFile]" = weakref.WeakSet()
 
 
 def _in_child() -> None:
     for lock in list(_lock_files):
-        with suppress(OSError):  # of what a write of the parent's has left in its buffer
-            lock.close()
+        lock.close()
 
 
 os.register_at_fork(after_in_child=_in_child)
@@ -325,29 +322,24 @@ def aligned_bytes(size: int) -> np.ndarray:
     return np.frombuffer(memory, np.uint8)[:size]
 
 
-def replace_file(fs: FileSystem, path: str, data: Any, temporary: str) -> None:
-    """Put a whole file in the place of one: it is written beside it, synced and renamed. That the new name lasts is up
-    to the caller's `sync_directory`.
+def read_file(fs: FileSystem, path: str) -> bytes | None:
+    """Bytes of a small file; None = there is none.
 
     Raises:
-        OSError: it is not written; the old one is unchanged, and nothing is left beside it that could be removed.
+        StorageError: it cannot be read.
     """
     try:
+        file = fs.open(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise storage_error(error, "open", path) from error
+    with doing("read", path):
         try:
-            file = fs.create(temporary)
-        except FileExistsError:  # which a killed process has left
-            fs.remove(temporary)
-            file = fs.create(temporary)
-        try:
-            fs.write(file, data, 0)
-            fs.sync(file)
+            data = bytearray(fs.size(path))
+            return bytes(data[: fs.read_into(file, memoryview(data), 0)])
         finally:
             fs.close(file)
-        fs.rename(temporary, path)
-    except OSError:
-        with suppress(OSError):
-            fs.remove(temporary)
-        raise
 
 
 def storage_error(error: OSError, action: str, path: str) -> StorageError:
@@ -369,3 +361,12 @@ def storage_error(error: OSError, action: str, path: str) -> StorageError:
     }.get(error.errno or 0, "see the system's error and call again")
     name = errno.errorcode.get(error.errno or 0, "error")
     return StorageError(f"could not {action} {path}: {name}: {error.strerror or error}; {advice}")
+
+
+@contextmanager
+def doing(action: str, path: str) -> Iterator[None]:
+    """Turn an error of the system in the block into a StorageError that names the action and the path."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(error, action, path) from error

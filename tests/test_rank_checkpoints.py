@@ -323,27 +323,6 @@ def assert_only(root, patch, names=("c", "rows"), snapshots=1):
     assert_nothing_is_unneeded(root / "rows")
 
 
-class CountedOs:
-    """The module as checkpoints use it."""
-
-    replace, unlink, open_to_write = staticmethod(os.replace), staticmethod(os.unlink), staticmethod(open)
-
-    def opened(self, path, mode):
-        return open(path, mode) if mode == "rb" else self.open_to_write(path, mode)
-
-    def __getattr__(self, name):
-        return getattr(os, name)
-
-
-def faulty(patch, **how):
-    """FaultyCalls, of checkpoints too."""
-    counted = CountedOs()
-    patch.setattr(checkpoint, "os", counted)
-    patch.setattr(checkpoint, "open", counted.opened, raising=False)
-    more = [(counted, name) for name in ("replace", "unlink", "open_to_write")]
-    return FaultyCalls(patch, more=[*more, (checkpoint, "make_durable")], **how)
-
-
 def act(ranks, root, calls):
     """Save a second version. Returns what it raised."""
     graph, error = Filled(ranks, root).have(2), None
@@ -365,7 +344,7 @@ def acted(size, root, calls, patch, dies=()):
 def names_of_calls(tmp_path, patch, size):
     """The names of the file calls of each rank in a save that nobody stops."""
     with patch.context() as inner:
-        calls = faulty(inner)
+        calls = FaultyCalls(inner)
         acted(size, again(tmp_path), calls, inner)
         return [calls.of(rank) for rank in range(max(1, size))]
 
@@ -381,7 +360,7 @@ def again(tmp_path):
     return root
 
 
-ENDS = ("rename", "replace", "remove", "unlink", "open_to_write")
+ENDS = ("create", "rename", "remove")
 
 
 @pytest.mark.parametrize(
@@ -397,7 +376,7 @@ def test_a_kill_at_any_file_call_leaves_a_whole_checkpoint(tmp_path, monkeypatch
         for at in range(len(names)) if every else sorted({*after[:: 13 if rank == 0 else 19], *after[-1:]}):
             root = again(tmp_path)
             with monkeypatch.context() as patch:
-                calls = faulty(patch, rank=rank, at=at)
+                calls = FaultyCalls(patch, rank=rank, at=at)
                 acted(size, root, calls, patch, dies=[rank])
                 assert calls.reached
                 calls.free_locks()
@@ -423,7 +402,7 @@ def test_a_rank_that_dies_in_an_exchange_of_which_some_have_heard_leaves_a_whole
     while reached:
         root = again(tmp_path)
         with monkeypatch.context() as patch:
-            calls = faulty(patch)
+            calls = FaultyCalls(patch)
             torn = Torn(at, 2, frozenset([unheard]), calls)
             announced = None in run_ranks(3, act, root, calls, patch=patch, dies=[2], torn=torn)[:2]
             reached = calls.reached
@@ -481,7 +460,7 @@ def test_a_disk_that_is_full_on_one_rank_is_an_error_on_all_and_leaves_the_check
         root = again(tmp_path)
         with monkeypatch.context() as patch:
             full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            calls = faulty(patch, rank=failing, at=at, error=full, once=True)
+            calls = FaultyCalls(patch, rank=failing, at=at, error=full, once=True)
             errors = acted(2, root, calls, patch)
             reached = calls.reached
         if errors == [None, None]:

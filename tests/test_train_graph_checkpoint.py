@@ -19,6 +19,7 @@ from oneemb.checkpoints import checkpoint
 from oneemb.graph.one_rank import ALONE
 from oneemb.storage.errors import BrokenStoreError
 from oneemb.storage.fs import LocalFileSystem
+from oneemb.storage.new_files import is_held
 from tests.support.forks import run_code
 from tests.support.graph_models import make_graph, rows_of, weights_of
 from tests.support.inside import train_state_of
@@ -534,14 +535,14 @@ def test_a_failed_save_whose_traces_stay_says_why_it_failed_and_the_next_one_tak
     graph(IDS)
     graph.save(tmp_path / "c", keep=1)
 
-    def full(path, data):
+    def full(intent, data):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     def broken(name):
         raise oneemb.StorageError("the device fails for a moment")
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, "write_file", full)
+        patched.setattr(checkpoint.Intent, "put_in_place", full)
         patched.setattr(graph.embedding.store.snapshots, "delete", broken)
         for _ in range(2):  # in one process, whose number does not change
             with pytest.raises(oneemb.StorageError, match="ENOSPC|for a moment"):
@@ -560,7 +561,7 @@ sys.path.insert(0, {os.getcwd()!r})
 from tests.test_train_graph_checkpoint import IDS, graph_at
 graph = graph_at({str(tmp_path / "rows")!r})
 graph(IDS)
-os.unlink = lambda path: os._exit(9)
+os.remove = lambda path: os._exit(9)
 graph.save({str(tmp_path / "c")!r})
 """
     assert run_code(code).returncode == 9
@@ -580,18 +581,18 @@ def test_what_another_save_is_about_to_make_is_left_to_it(tmp_path, monkeypatch)
     graph(IDS)
     found = []
 
-    def write(path, data):
+    def put_in_place(intent, data):
         found.append(graph.embedding.snapshots())
         other = checkpoint.Intent(str(tmp_path / "c"), {}, {}, ALONE, "save").__enter__()
         left = glob.glob(f"{tmp_path}/c.*.saving")
-        assert len(left) == 2 and all(checkpoint.is_held(one) for one in left)
+        assert len(left) == 2 and all(is_held(LocalFileSystem(), one) for one in left)
         other.__exit__(None, None, None)
-        assert not checkpoint.is_held(other.path)
+        assert not is_held(LocalFileSystem(), other.path)
         os.unlink(other.path)
-        honest(path, data)
+        honest(intent, data)
 
-    honest = checkpoint.write_file
-    monkeypatch.setattr(checkpoint, "write_file", write)
+    honest = checkpoint.Intent.put_in_place
+    monkeypatch.setattr(checkpoint.Intent, "put_in_place", put_in_place)
     graph.save(tmp_path / "c")
     assert len(found) == 1 and graph.embedding.snapshots() == found[0]
     graph.embedding.close()
@@ -605,10 +606,10 @@ def test_a_child_does_not_hold_what_a_save_of_its_parent_is_about_to_make(tmp_pa
             os.close(told)
             os.read(go_on, 1)
             os._exit(0)
-        assert checkpoint.is_held(intent.path)
-        intent._file.close()  # as the system does when the parent is killed
+        assert is_held(LocalFileSystem(), intent.path)
+        intent.fs.unlock(intent.lock)  # as the system does when the parent is killed
         end = time.monotonic() + 30
-        while checkpoint.is_held(intent.path):
+        while is_held(LocalFileSystem(), intent.path):
             assert time.monotonic() < end, "the child, which lives, has not let go of it"
             time.sleep(0.01)
     os.close(told)

@@ -20,7 +20,6 @@ Invariants:
   changed, on all ranks if on one.
 """
 
-import fcntl
 import glob
 import io
 import json
@@ -28,7 +27,7 @@ import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from typing import IO, NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 from oneemb.checkpoints.graph_state import (
     LoadedKeys,
@@ -43,15 +42,15 @@ from oneemb.checkpoints.graph_state import (
     to_bytes,
 )
 from oneemb.checkpoints.named_snapshot import SnapshotName
-from oneemb.checkpoints.new_files import close_dropped, make_durable
 from oneemb.embeddings import internals
 from oneemb.embeddings.embedding import TableEmbedding, embeddings_of
 from oneemb.embeddings.rank_calls import together
 from oneemb.graph.one_rank import ALONE
 from oneemb.graph.ranks import AnyRanks
 from oneemb.storage.errors import SnapshotNeededError, StorageError
-from oneemb.storage.fs import LocalFileSystem, close_in_child, storage_error
+from oneemb.storage.fs import LocalFileSystem, doing
 from oneemb.storage.locking.undisturbed import undisturbed
+from oneemb.storage.new_files import NewFile, is_held
 from oneemb.training.compiled_graph import CompiledGraph
 from oneemb.training.train_state import TrainState
 
@@ -238,7 +237,7 @@ def _save(graph: CompiledGraph, train: TrainState, path: str, keep: int | None, 
     for name in embeddings:
         changed = any(changes.get(name) for _, changes in of_all)
         made[name] = {"oneemb_snapshot": plan.snapshot if changed else None, "oneemb_identity": None}
-    try:
+    with doing("write the checkpoint", path):
         for intent_path in plan.left:
             _undo(intent_path, embeddings, ranks, what)
         with Intent(path, made, embeddings, ranks, what) as intent:
@@ -253,12 +252,9 @@ def _save(graph: CompiledGraph, train: TrainState, path: str, keep: int | None, 
             def write() -> None:
                 # The superfluous ones are named too: if their deletion fails, the next save tries again.
                 file: _File = {**state_of(graph, train, made, others), "path": path, "earlier": earlier}
-                write_file(intent.temporary, to_bytes(file))
-                intent.put_in_place()
+                intent.put_in_place(to_bytes(file))
 
             ranks.by_first(f"{what}: the file", write)
-    except OSError as error:
-        raise storage_error(error, "write the checkpoint", path) from error
     folder = os.path.dirname(path)
     ranks.by_first(f"{what}: its folder", lambda: LocalFileSystem().sync_directory(folder))
     for snapshots in superfluous:
@@ -268,7 +264,7 @@ def _save(graph: CompiledGraph, train: TrainState, path: str, keep: int | None, 
 
 def _plan(path: str, steps: int) -> _Plan:
     intents = glob.glob(f"{glob.escape(path)}.{'[0-9a-f]' * 8}{_SAVING}")
-    left = [intent for intent in intents if not is_held(intent)]
+    left = [intent for intent in intents if not is_held(LocalFileSystem(), intent)]
     return _Plan(_named_by(path), left, f"{_PREFIX}{steps:012d}-{uuid.uuid4().hex[:8]}")
 
 
@@ -359,16 +355,23 @@ class Intent:
         self._target, self._made, self._embeddings = path, made, embeddings
         self._ranks, self._what = ranks, what
         self.path = f"{path}.{uuid.uuid4().hex[:8]}{_SAVING}"
-        self.temporary = _temporary_of(self.path)
-        self._file: IO[bytes] | None = None
+        self.fs = LocalFileSystem()
+        self.lock: int | None = None
+        self._notes: NewFile | None = None
 
-    def put_in_place(self) -> None:
-        """Rename the written checkpoint to its path: from then on a file names the snapshots."""
-        with undisturbed:
-            self._note(_IN_PLACE)
-            os.replace(self.temporary, self._target)
-            with suppress(FileNotFoundError):
-                os.unlink(self.path)
+    def put_in_place(self, data: bytes) -> None:
+        """Write the checkpoint and rename it to its path: from then on a file names the snapshots."""
+        new = NewFile(self._target, _temporary_of(self.path))
+        try:
+            new.write(data)
+            new.sync()
+            with undisturbed:
+                self._note(_IN_PLACE)
+                new.put_in_place()
+                with suppress(FileNotFoundError):
+                    self.fs.remove(self.path)
+        finally:
+            new.close()
 
     def __enter__(self) -> "Intent":
         try:
@@ -382,40 +385,31 @@ class Intent:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         with undisturbed:
             try:
-                if error is not None and (self._file is not None or not self._ranks.alone):
+                if error is not None and (self._notes is not None or not self._ranks.alone):
                     _undo(self.path, self._embeddings, self._ranks, self._what)
             except (OSError, StorageError, RuntimeError) as failed:  # RuntimeError: another rank is gone.
                 assert error is not None
                 error.add_note(f"what the save had made could not be taken away, the next one tries again: {failed}")
             finally:
-                if self._file is not None:
-                    close_dropped(self._file)
+                if self._notes is not None:
+                    self._notes.close()
+                if self.lock is not None:
+                    self.fs.unlock(self.lock)
 
     def _begin(self) -> None:
-        self._file = open(self.path, "xb")
-        close_in_child(self._file)
+        self._notes = NewFile(self.path, self.path, self.fs)  # It needs no other name: what is cut short says nothing.
         with suppress(OSError):  # On a file system without locks, `is_held` takes every save to go on.
-            fcntl.flock(self._file, fcntl.LOCK_EX)
+            self.lock = self.fs.lock(self.path)
         self._note(json.dumps({"snapshots": self._made}) + "\n")
 
     def _note(self, text: str) -> None:
-        assert self._file is not None
-        self._file.write(text.encode())
-        make_durable(self._file)
+        assert self._notes is not None
+        self._notes.write(text.encode())
+        self._notes.sync()
 
 
 def _temporary_of(intent: str) -> str:
     return f"{intent.removesuffix(_SAVING)}.tmp"
-
-
-def is_held(intent: str) -> bool:
-    """Whether the save that wrote this intent still goes on."""
-    try:
-        with open(intent, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True  # It is locked; or it is gone, or cannot be locked, and is left alone.
-    return False
 
 
 def _undo(intent: str, embeddings: _Embeddings, ranks: AnyRanks, what: str) -> None:
@@ -433,7 +427,7 @@ def _undo(intent: str, embeddings: _Embeddings, ranks: AnyRanks, what: str) -> N
     def remove() -> None:
         for path in (temporary, intent):
             with suppress(FileNotFoundError):
-                os.unlink(path)
+                LocalFileSystem().remove(path)
 
     what = f"{what}: what is taken back"
     _delete(embeddings, ranks.by_first(what, read))
@@ -479,10 +473,3 @@ def _delete(embeddings: _Embeddings, snapshots: _Snapshots) -> None:
     for name in _existing(embeddings, [snapshots])[0]:
         with suppress(SnapshotNeededError):
             embeddings[name].delete_snapshot(str(snapshots[name]["oneemb_snapshot"]))
-
-
-def write_file(path: str, data: bytes) -> None:
-    """Write a file whose content is durable; its name in the folder is not yet."""
-    with open(path, "wb") as file:
-        file.write(data)
-        make_durable(file)

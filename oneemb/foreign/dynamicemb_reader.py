@@ -22,10 +22,9 @@ from oneemb.foreign.dynamicemb_files import (
     names_in,
     part_of,
 )
-from oneemb.foreign.oneflow_table import doing
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError
-from oneemb.storage.fs import FileSystem, LocalFileSystem
+from oneemb.storage.fs import FileSystem, LocalFileSystem, doing, read_file
 from oneemb.storage.hash_index import HashIndex
 
 __all__ = ["Dump", "DumpRows", "find_dump"]
@@ -309,14 +308,8 @@ def _tables_in(names: set[str]) -> list[str]:
 
 
 def _meta(fs: FileSystem, path: str) -> dict[str, Any]:
-    with doing("read", path):
-        data, file = bytearray(fs.size(path)), fs.open(path)
-        try:
-            fs.read_into(file, memoryview(data), 0)
-        finally:
-            fs.close(file)
     try:
-        found = json.loads(data.decode())
+        found = json.loads((read_file(fs, path) or b"").decode())
     except (UnicodeDecodeError, ValueError) as error:
         raise CorruptTableError(f"{path} must be JSON, and is not ({error}); restore it from a copy") from error
     if not isinstance(found, dict):

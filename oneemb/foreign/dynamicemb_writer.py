@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -17,38 +16,31 @@ from oneemb.foreign.dynamicemb_files import (
     names_in,
     part_of,
 )
-from oneemb.foreign.oneflow_table import doing
-from oneemb.storage.fs import FileSystem, LocalFileSystem
+from oneemb.storage.fs import FileSystem, LocalFileSystem, doing
+from oneemb.storage.new_files import NewFile
 
 __all__ = ["DumpWriter", "remove_unfinished", "unpublish"]
 
 
-class _File:
-    """A file that is written under a temporary name, which no file may have: see `remove_unfinished`."""
+class _File(NewFile):
+    """A file of arrays under a temporary name, which no file may have: see `remove_unfinished`."""
 
     def __init__(self, fs: FileSystem, path: str):
-        self._fs, self.path, self._offset = fs, path, 0
-        self.temporary = path + UNFINISHED
-        with doing("create", self.temporary):
-            self._file: int | None = fs.create(self.temporary)
+        with doing("create", path + UNFINISHED):
+            super().__init__(path, path + UNFINISHED, fs)
 
-    def write(self, array: np.ndarray) -> None:
-        data = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes()
-        assert self._file is not None
+    def append(self, array: np.ndarray) -> None:
         with doing("write", self.temporary):
-            self._fs.write(self._file, data, self._offset)
-        self._offset += len(data)
+            self.write(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes())
 
     def finish(self) -> None:
-        if self._file is not None:
-            with doing("flush", self.temporary):
-                self._fs.sync(self._file)
+        with doing("flush", self.temporary):
+            self.sync()
             self.close()
 
-    def close(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            self._fs.close(file)
+    def publish(self) -> None:
+        with doing("rename", self.temporary):
+            self.put_in_place()
 
 
 class DumpWriter:
@@ -116,19 +108,19 @@ class DumpWriter:
                 begin += width
         elif self._with_state:
             assert state_NZ is not None
-            self._files["opt_values"].write(state_NZ.astype(np.float32))
+            self._files["opt_values"].append(state_NZ.astype(np.float32))
 
     def _append(self, before: str, key_N: np.ndarray, value_NX: np.ndarray, score_NS: np.ndarray | None) -> None:
-        self._files[f"{before}keys"].write(key_N.astype(np.int64))
-        self._files[f"{before}values"].write(value_NX.astype(np.float32))
+        self._files[f"{before}keys"].append(key_N.astype(np.int64))
+        self._files[f"{before}values"].append(value_NX.astype(np.float32))
         if self._has_scores:
             assert score_NS is not None
-            self._files[f"{before}scores"].write(score_NS.astype(np.int64))
+            self._files[f"{before}scores"].append(score_NS.astype(np.int64))
 
     def append_counter(self, key_M: np.ndarray, count_M: np.ndarray) -> None:
         """Write counts of ids without a row, both int64, of a writer `with_counts` of "today"."""
-        self._files["counter_keys"].write(key_M.astype(np.int64))
-        self._files["counter_frequencies"].write(count_M.astype(np.int64))
+        self._files["counter_keys"].append(key_M.astype(np.int64))
+        self._files["counter_frequencies"].append(count_M.astype(np.int64))
 
     def finish(self) -> None:
         """Return when what was written outlives a loss of power, under temporary names still."""
@@ -139,30 +131,23 @@ class DumpWriter:
         """Give the files their names, keys last, once `unpublish` has removed those of another dump."""
         for its in ([name for name in self._files if name != self._keys], [self._keys]):
             for name in its:
-                file = self._files[name]
-                with doing("rename", file.temporary):
-                    self._fs.rename(file.temporary, file.path)
+                self._files[name].publish()
             with doing("flush", self._folder):
                 self._fs.sync_directory(self._folder)
 
     def publish_meta(self, meta: Mapping[str, Any]) -> None:
         """Make the dump of the table whole, once all ranks have published."""
-        path = f"{self._folder}/{self._table}_{META}"
-        file = self._files[META] = _File(self._fs, path)
-        file.write(np.frombuffer(json.dumps(meta, indent=4).encode(), np.uint8))
+        file = self._files[META] = _File(self._fs, f"{self._folder}/{self._table}_{META}")
+        file.append(np.frombuffer(json.dumps(meta, indent=4).encode(), np.uint8))
         file.finish()
-        with doing("rename", file.temporary):
-            self._fs.rename(file.temporary, path)
+        file.publish()
         with doing("flush", self._folder):
             self._fs.sync_directory(self._folder)
 
     def discard(self) -> None:
         """Close the files, and remove those that have not got their names."""
         for file in self._files.values():
-            with suppress(OSError):
-                file.close()
-            with suppress(OSError):
-                self._fs.remove(file.temporary)
+            file.drop()
 
 
 def unpublish(folder: str, table: str, fs: FileSystem | None = None) -> None:

@@ -13,14 +13,13 @@ from oneemb.foreign.oneflow_table import (
     PIECE_BYTES,
     chunk_name,
     chunk_number,
-    doing,
     names_in,
     oneflow_snapshots,
     read_all,
     read_oneflow_geometry,
 )
 from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError
-from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, aligned_bytes, storage_error
+from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, aligned_bytes, doing, storage_error
 
 __all__ = ["OneFlowReader"]
 

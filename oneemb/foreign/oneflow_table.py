@@ -13,8 +13,6 @@ A block is the physical block, or as many of them as one value needs. A put of r
 """
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +22,7 @@ from oneemb.storage.errors import CorruptTableError, StorageError
 from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, storage_error
 
 __all__ = [
-    "CHUNK_FILE", "NUMBERS", "PIECE_BYTES", "OneFlowGeometry", "chunk_name", "chunk_number", "doing",
+    "CHUNK_FILE", "NUMBERS", "PIECE_BYTES", "OneFlowGeometry", "chunk_name", "chunk_number",
     "is_oneflow_table", "names_in", "oneflow_owner_of", "oneflow_snapshots", "read_all", "read_oneflow_geometry",
 ]  # fmt: skip
 
@@ -157,12 +155,3 @@ def read_all(fs: FileSystem, path: str) -> bytearray:
         return data
     finally:
         fs.close(file)
-
-
-@contextmanager
-def doing(action: str, path: str) -> Iterator[None]:
-    """Inside, an error of the system becomes a StorageError that names the action and the path."""
-    try:
-        yield
-    except OSError as error:
-        raise storage_error(error, action, path) from error

@@ -14,15 +14,15 @@ from oneemb.foreign.oneflow_table import (
     PIECE_BYTES,
     OneFlowGeometry,
     chunk_name,
-    doing,
     names_in,
     oneflow_snapshots,
     read_oneflow_geometry,
 )
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import CorruptTableError, SnapshotExistsError, StorageError
-from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path
+from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, doing
 from oneemb.storage.hash_index import HashIndex
+from oneemb.storage.new_files import replace_file
 from oneemb.storage.table.geometry import PHYSICAL_BLOCK_SIZES
 from oneemb.storage.table.writer_lock import IN_USE, WriterLock
 
@@ -126,10 +126,9 @@ class OneFlowWriter:
             begin, end = np.searchsorted(chunk_N, [chunk, chunk + 1])
             lines.append(chunk_name("index", chunk))
             self._write_file(f"{directory}/{lines[-1]}", place_N[begin:end].astype(np.uint64).data)
-        self._write_file(f"{directory}/LIST.tmp", "".join(f"{line}\n" for line in lines).encode())
-        with doing("rename the snapshot to", f"{directory}/LIST"):
+        with doing("write the snapshot's", f"{directory}/LIST"):
             fs.sync_directory(directory)
-            fs.rename(f"{directory}/LIST.tmp", f"{directory}/LIST")
+            replace_file(fs, f"{directory}/LIST", "".join(f"{line}\n" for line in lines).encode())
             fs.sync_directory(directory)
         self._made = []
 

@@ -21,9 +21,9 @@ from typing import IO, NamedTuple, Protocol
 
 import numpy as np
 
-from oneemb.checkpoints.new_files import close_dropped
 from oneemb.kernels.hash_index import TABLE_MAX
 from oneemb.storage.errors import StorageError
+from oneemb.storage.new_files import close_dropped
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 
 __all__ = [

@@ -13,7 +13,6 @@ from typing import IO, Protocol, TypeVar
 
 import numpy as np
 
-from oneemb.checkpoints.new_files import new_files
 from oneemb.rows.files import (
     NOTE,
     Batch,
@@ -25,6 +24,7 @@ from oneemb.rows.files import (
     reading,
     write_note,
 )
+from oneemb.storage.new_files import new_files
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 
 __all__ = ["ArrayRows", "NpyWriter", "NpzRows", "NpzWriter", "array_rows", "npy_rows"]

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from oneemb.checkpoints.new_files import NewFile, make_durable
 from oneemb.kernels.extras import need
 from oneemb.rows.files import NOTE, Batch, Columns, checked_batch, pick_columns, read_note, reading, write_note
 from oneemb.storage.locking.undisturbed import undisturbed
+from oneemb.storage.new_files import NewFile
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 
 __all__ = ["ParquetRows", "ParquetWriter"]
@@ -122,7 +122,7 @@ class ParquetWriter:
             schema = part.schema.with_metadata({NOTE: write_note(self._rows)})
             with undisturbed:
                 self._new = NewFile(self._path)
-            self._writer = self._parquet.ParquetWriter(self._new.file, schema, use_dictionary=False)
+            self._writer = self._parquet.ParquetWriter(self._new.stream, schema, use_dictionary=False)
         if len(part):
             self._writer.write_batch(part)
 
@@ -135,7 +135,7 @@ class ParquetWriter:
         assert self._new is not None
         self._writer.close()
         self._writer = None
-        make_durable(self._new.file)
+        self._new.sync()
         self._new.put_in_place()
         self.abandon()
 

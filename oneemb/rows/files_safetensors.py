@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from oneemb.checkpoints.new_files import new_files
 from oneemb.kernels.extras import need
 from oneemb.rows.files import (
     NOTE,
@@ -27,6 +26,7 @@ from oneemb.rows.files import (
     write_note,
 )
 from oneemb.rows.values import array_of
+from oneemb.storage.new_files import new_files
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 
 __all__ = ["SafetensorsRows", "SafetensorsWriter"]

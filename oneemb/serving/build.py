@@ -18,10 +18,10 @@ from oneemb.kernels.threads import Threads
 from oneemb.rows.values import weights_of
 from oneemb.storage.bottom import EXPORTED
 from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError, StorageError
-from oneemb.storage.fs import FileSystem, LocalFileSystem, storage_error
+from oneemb.storage.fs import FileSystem, LocalFileSystem, doing
 from oneemb.storage.rows.row_format import RowFormat
 from oneemb.storage.serving.served_file import ServedFile, ServedInfo, row_bytes_of
-from oneemb.storage.serving.served_writer import remove_unfinished, write_served_file
+from oneemb.storage.serving.served_writer import remove_served_files, write_served_file
 from oneemb.storage.snapshots.owned_rows import OwnedRows
 from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot, look_at
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
@@ -169,14 +169,12 @@ def _open_made(source: Source, snapshot: PartedSnapshot, threads: Threads, stop:
     except FileNotFoundError:
         pass
     fs = LocalFileSystem()
-    try:
+    with doing("make files in", source.folder):
         fs.make_directories(source.folder)
         lock = _lock(fs, os.path.join(source.folder, "LOCK"), stop)
-    except OSError as error:
-        raise storage_error(error, "make files in", source.folder) from error
     try:
         if not os.path.exists(path):
-            remove_unfinished(fs, source.folder)
+            remove_served_files(fs, source.folder)
             make_file(path, snapshot, source.dtype, source.tables, threads=threads, progress=_stopping(stop))
             its = sorted(one for one in os.listdir(source.folder) if one.endswith(f"-{kind}.serving"))
             for old in its[:-_KEPT]:

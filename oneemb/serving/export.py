@@ -6,7 +6,6 @@ Invariants:
 - a program that would be of one batch size is an error.
 """
 
-import fcntl
 import functools
 import inspect
 import io
@@ -18,7 +17,7 @@ import tempfile
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -35,9 +34,10 @@ from oneemb.serving.frozen_modules import frozen_copy
 from oneemb.serving.frozen_op import HashedRows
 from oneemb.serving.frozen_rows import FrozenRows
 from oneemb.storage.bottom import EXPORTED
-from oneemb.storage.fs import AnyPath, absolute_path, file_path, storage_error
+from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, doing, file_path, storage_error
 from oneemb.storage.locking.step_lock import between_steps
 from oneemb.storage.locking.undisturbed import undisturbed
+from oneemb.storage.new_files import begin, remove_unfinished, replace_file
 from oneemb.storage.serving.served_file import ServedFile
 from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
@@ -50,6 +50,7 @@ METADATA = "oneemb.json"
 """Name of a program's description: an extra file with torch.export and TorchScript, an entry of the metadata with
 AOTInductor."""
 
+_DIGITS = 8  # of the name of a folder of work
 
 _Alone = Callable[[Callable[[], Any]], Any]
 
@@ -134,11 +135,9 @@ def _export(
     Args:
         alone: makes a call beside which no step runs.
     """
-    copies, apart = ExitStack(), ExitStack()
-    try:
-        work, lock = work_folder(path)
-    except OSError as error:
-        raise storage_error(error, "write", path) from error
+    copies, apart, fs = ExitStack(), ExitStack(), LocalFileSystem()
+    with doing("write", path):
+        work, lock = work_folder(fs, path)
     try:
         described: dict[str, Any] = {
             "oneemb": oneemb.__version__, "graph": type(graph).__name__, "steps": None,
@@ -163,17 +162,12 @@ def _export(
             stands_for[embedding].lookup, described["embeddings"][name] = _frozen(embedding, found, work, options)
         copies.close()
         program = _Program(copy, functools.partial(_build_of(build, graph), copy), build)
-        made = os.path.join(work, "program.pt2")
         with warnings.catch_warnings(), torch.no_grad():
             warnings.filterwarnings("ignore", category=FutureWarning)  # of torch's own parts to each other
             warnings.filterwarnings("ignore", "The tensor attribute", UserWarning)  # of a copy that nobody keeps
             content = _made(program, args, kwargs, options, dynamic_shapes, json.dumps(described), alone)
         alone(apart.close)
-        with open(made, "wb") as file:
-            file.write(content.getbuffer())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(made, path)
+        replace_file(fs, path, content.getbuffer(), os.path.join(work, "program.pt2"))
     except OSError as error:
         raise storage_error(error, "write", path) from error
     finally:
@@ -181,40 +175,14 @@ def _export(
             copies.close()
             apart.close()
             shutil.rmtree(work, ignore_errors=True)
-            os.close(lock)
+            fs.unlock(lock)
 
 
-def work_folder(path: str) -> tuple[str, int]:
-    """A folder beside the file, and its lock, by which others see that somebody is at work. What exports of this file
-    that were killed have left goes."""
+def work_folder(fs: FileSystem, path: str) -> tuple[str, int]:
+    """A new folder beside the file, and its lock. What exports of this file that were killed have left goes."""
     folder, name = os.path.split(path)
-    for left in os.listdir(folder):
-        if re.fullmatch(rf"\.{re.escape(name)}\.[0-9a-f]{{8}}\.tmp", left):
-            with suppress(OSError):  # BlockingIOError: somebody is at work there.
-                lock = _locked(os.path.join(folder, left))
-                try:
-                    shutil.rmtree(os.path.join(folder, left))
-                finally:
-                    os.close(lock)
-    while True:
-        work = os.path.join(folder, f".{name}.{uuid.uuid4().hex[:8]}.tmp")
-        os.mkdir(work)
-        with suppress(BlockingIOError, FileNotFoundError):  # Another export has found it before it had its lock.
-            lock = _locked(work)
-            if os.path.isdir(work):
-                return work, lock
-            os.close(lock)
-
-
-def _locked(folder: str) -> int:
-    """The folder, open and locked; the system frees the lock when the process ends, however it ends."""
-    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(file)
-        raise
-    return file
+    remove_unfinished(fs, folder, rf"\.{re.escape(name)}", _DIGITS, shutil.rmtree)
+    return begin(fs, os.path.join(folder, f".{name}"), _DIGITS, os.mkdir)
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ import numpy as np
 
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import LockedError, SnapshotNotFoundError, StorageError
-from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, storage_error
+from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, doing, read_file
 from oneemb.storage.remote.parameter_server import LostRowsError, ServerError
 from oneemb.storage.remote.value_names import Value, ValueNames, write_durably
 from oneemb.storage.table.persistent_table import PersistentTable
@@ -88,10 +88,8 @@ class FileServer:
         self._threads, self._pid, self._closed = Threads(), os.getpid(), False
         self._tables: dict[int, PersistentTable] = {}
         with self._as_server_error():
-            try:
+            with doing("make the folder", self._path):
                 self._fs.make_directories(self._path)
-            except OSError as error:
-                raise storage_error(error, "make the folder", self._path) from error
             self._lock = WriterLock(self._fs, f"{self._path}/LOCK", self)
             try:
                 self._open(accept_loss)
@@ -195,10 +193,8 @@ class FileServer:
 
     def _open(self, accept_loss: bool) -> None:
         self._names = ValueNames(self._fs, f"{self._path}/NAMES")
-        try:
+        with doing("list", self._path):
             there = set(self._fs.names(self._path))
-        except OSError as error:
-            raise storage_error(error, "list", self._path) from error
         if self._names.new:
             # The first table is made after NAMES.
             tables = sorted(name for name in there if name.startswith("width-"))
@@ -285,30 +281,20 @@ class FileServer:
 
     def _unmark(self) -> None:
         path = f"{self._path}/UNSAVED"
-        try:
+        with doing("remove", path):
             with suppress(FileNotFoundError):
                 self._fs.remove(path)
             self._fs.sync_directory(self._path)
-        except OSError as error:
-            raise storage_error(error, "remove", path) from error
 
     def _tell_lost(self, accept: bool) -> None:
         """A process has ended with rows that it had not saved."""
         if accept:
             return
-        path = f"{self._path}/UNSAVED"
         who = "a process"
-        try:
-            file = self._fs.open(path)
-            try:
-                block = bytearray(4096)
-                fields = json.loads(bytes(block[: self._fs.read_into(file, memoryview(block), 0)]))
-                since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(fields["since"]))
-                who = f"process {fields['pid']} on host {fields['host']}, which pushed rows since {since},"
-            finally:
-                self._fs.close(file)
-        except (OSError, ValueError, KeyError, TypeError, OverflowError):
-            pass
+        with suppress(StorageError, OSError, ValueError, KeyError, TypeError, OverflowError):
+            fields = json.loads(read_file(self._fs, f"{self._path}/UNSAVED") or b"")
+            since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(fields["since"]))
+            who = f"process {fields['pid']} on host {fields['host']}, which pushed rows since {since},"
         raise LostRowsError(
             f"{self.name} has lost rows: {who} ended without saving or closing, while save_bytes let it push rows"
             " that were not saved. What is there is the state of its last save; to go on with that, open the server"

@@ -14,7 +14,8 @@ import uuid
 
 from oneemb.kernels.checksum import xxh64
 from oneemb.storage.errors import CorruptTableError, FormatVersionError
-from oneemb.storage.fs import FileSystem, replace_file, storage_error
+from oneemb.storage.fs import FileSystem, doing, read_file
+from oneemb.storage.new_files import replace_file
 
 __all__ = ["Value", "ValueNames", "write_durably"]
 
@@ -52,21 +53,11 @@ class ValueNames:
         self.new = False
         """Whether there was no file."""
         self._values: dict[tuple[str, int], Value] = {}
-        try:
-            file = fs.open(path)
-        except FileNotFoundError:
+        data = read_file(fs, path)
+        if data is None:
             self.new = True
-            return
-        except OSError as error:
-            raise storage_error(error, "open", path) from error
-        try:
-            data = bytearray(fs.size(path))
-            data = data[: fs.read_into(file, memoryview(data), 0)]
-        except OSError as error:
-            raise storage_error(error, "read", path) from error
-        finally:
-            fs.close(file)
-        self._read(bytes(data))
+        else:
+            self._read(data)
 
     @property
     def widths(self) -> list[int]:
@@ -131,8 +122,6 @@ def write_durably(fs: FileSystem, path: str, data: bytes) -> None:
     Raises:
         StorageError: it cannot be written; the old one is there still, or the new one.
     """
-    try:
+    with doing("write", path):
         replace_file(fs, path, data, f"{path}.new")
         fs.sync_directory(path.rpartition("/")[0])
-    except OSError as error:
-        raise storage_error(error, "write", path) from error

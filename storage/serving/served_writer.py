@@ -10,7 +10,6 @@ Invariants:
 import math
 import os
 import re
-import uuid
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
@@ -24,14 +23,15 @@ from oneemb.kernels.serve_rows import BLOCK_BYTES
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import CorruptTableError, StorageError
 from oneemb.storage.fs import FileSystem, LocalFileSystem, storage_error
+from oneemb.storage.new_files import begin, remove_unfinished
 from oneemb.storage.serving.record_windows import RecordWindows
 from oneemb.storage.serving.served_file import MANIFEST_MAX, QUANTIZED, SERVED_MAGIC, ServedInfo
 from oneemb.storage.table.file_header import pack_header
 
-__all__ = ["remove_unfinished", "write_served_file"]
+__all__ = ["remove_served_files", "write_served_file"]
 
 _Rows = Iterable[tuple[np.ndarray, np.ndarray, np.ndarray]]
-_UNFINISHED = re.compile(r"(.*)\.[0-9a-f]{12}\.tmp", re.DOTALL)
+_DIGITS = 12  # of the name of an unfinished file
 
 
 def write_served_file(
@@ -55,15 +55,11 @@ def write_served_file(
         StorageError: a row cannot be written in this dtype (the message names its table and id), or the disk fails.
         CorruptTableError: a key comes twice.
     """
-    # A name of its own: of two that write one file, neither may give its name to what the other has half written. Its
-    # lock, which ends with the process, says that somebody writes to it.
-    fs, temporary = fs or LocalFileSystem(), f"{path}.{uuid.uuid4().hex[:12]}.tmp"
+    # A name of its own: of two that write one file, neither may give its name to what the other has half written.
+    fs, temporary = fs or LocalFileSystem(), None
     try:
-        remove_unfinished(fs, os.path.dirname(path), os.path.basename(path))
-        file = fs.lock(temporary)
-        while not fs.still_locks(file, temporary):  # Another has removed it before it was locked.
-            fs.unlock(file)
-            file = fs.lock(temporary)
+        remove_served_files(fs, os.path.dirname(path), re.escape(os.path.basename(path)))
+        temporary, file = begin(fs, path, _DIGITS)
         try:
             writer = _Writer(fs, file, info, threads)
             written = writer.write(keys, rows, progress, window_bytes)
@@ -77,24 +73,15 @@ def write_served_file(
     except OSError as error:
         raise storage_error(error, "write", path) from error
     finally:
-        with suppress(OSError):
-            fs.remove(temporary)
+        if temporary is not None:
+            with suppress(OSError):
+                fs.remove(temporary)
     return written
 
 
-def remove_unfinished(fs: FileSystem, folder: str, name: str | None = None) -> None:
-    """Remove what killed processes have left of a file of this name; without a name, of all files `*.serving`."""
-    for left in fs.names(folder):
-        found = _UNFINISHED.fullmatch(left)
-        if found is None or (found[1] != name if name is not None else not found[1].endswith(".serving")):
-            continue
-        with suppress(OSError):  # BlockingIOError: somebody writes to it; or another has removed it, or may remove it.
-            path = os.path.join(folder, left)
-            lock = fs.lock(path)
-            try:
-                fs.remove(path)
-            finally:
-                fs.unlock(lock)
+def remove_served_files(fs: FileSystem, folder: str, name: str = r".*\.serving") -> None:
+    """Remove what killed processes have left unfinished of files of this name, a regular expression."""
+    remove_unfinished(fs, folder, name, _DIGITS, fs.remove)
 
 
 class _Writer:

@@ -12,7 +12,8 @@ from collections.abc import Collection
 from contextlib import suppress
 
 from oneemb.kernels.checksum import xxh64
-from oneemb.storage.fs import FileSystem, replace_file, storage_error
+from oneemb.storage.fs import FileSystem, doing, read_file
+from oneemb.storage.new_files import replace_file
 
 __all__ = ["drop_unwritten", "mark", "marks_at", "unmark"]
 
@@ -23,19 +24,7 @@ _SUM_DIGITS = 16
 
 def marks_at(fs: FileSystem, folder: str) -> set[str]:
     """The identities of the snapshots whose parts in this folder are marked. A line that is damaged marks nothing."""
-    path = f"{folder}/{_NAME}"
-    try:
-        file = fs.open(path)
-        try:
-            data = bytearray(fs.size(path))
-            del data[fs.read_into(file, memoryview(data), 0) :]
-        finally:
-            fs.close(file)
-    except (FileNotFoundError, NotADirectoryError):
-        return set()
-    except OSError as error:
-        raise storage_error(error, "read", path) from error
-    words = [line.split(b" ") for line in bytes(data).split(b"\n")]
+    words = [line.split(b" ") for line in (read_file(fs, f"{folder}/{_NAME}") or b"").split(b"\n")]
     return {
         word[0].decode() for word in words
         if len(word) == 2 and len(word[0]) in _DIGITS and word[1] == _sum_of(word[0])
@@ -68,15 +57,13 @@ def drop_unwritten(fs: FileSystem, folder: str) -> None:
 
 def _write(fs: FileSystem, folder: str, identities: set[str]) -> None:
     path = f"{folder}/{_NAME}"
-    try:
+    with doing("write down which snapshots are unfinished in", path):
         if not identities:
             fs.remove(path)
         else:
             lines = [b"%s %s\n" % (identity.encode(), _sum_of(identity.encode())) for identity in sorted(identities)]
-            replace_file(fs, path, b"".join(lines), f"{path}.tmp")
+            replace_file(fs, path, b"".join(lines))
         fs.sync_directory(folder)
-    except OSError as error:
-        raise storage_error(error, "write down which snapshots are unfinished in", path) from error
 
 
 def _sum_of(identity: bytes) -> bytes:

@@ -13,10 +13,10 @@ import numpy as np
 from oneemb.kernels.checksum import blocks_sum
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import CorruptTableError, FormatVersionError, SnapshotNotFoundError, StorageError
-from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, aligned_bytes, storage_error
+from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, aligned_bytes, doing
 from oneemb.storage.hash_index import HashIndex
 from oneemb.storage.table.chunk_files import ROWS_BEGIN, chunk_numbers, chunk_paths
-from oneemb.storage.table.chunk_scan import ChunkKeys, block_damage, check_header, live_rows, missing_file, read_keys
+from oneemb.storage.table.chunk_scan import ChunkKeys, block_damage, check_header, live_rows, opened, read_keys
 from oneemb.storage.table.file_header import HEADER_BYTES, ROWS_MAGIC
 from oneemb.storage.table.geometry import Geometry
 from oneemb.storage.table.recovery import lost_text, needed_bytes
@@ -130,13 +130,7 @@ class _Check:
     def _check_blocks(self, geometry: Geometry, part: ChunkPart, keys: ChunkKeys, names: list[str]) -> None:
         """Compare all blocks of a chunk's prefix with their checksums."""
         path = chunk_paths(f"{self._path}/chunks", part.number)[0]
-        try:
-            file = self._fs.open(path)
-        except FileNotFoundError as error:
-            raise missing_file(path) from error
-        except OSError as error:
-            raise storage_error(error, "open", path) from error
-        try:
+        with opened(self._fs, path) as file:
             header = bytearray(HEADER_BYTES)
             size = self._fs.read_into(file, memoryview(header), 0)
             check_header(header[:size], ROWS_MAGIC, path, part.number, geometry)
@@ -163,10 +157,6 @@ class _Check:
                         f"{path}: the blocks from offset {offset} on must have {want} bytes, the file ends after {size}"
                         f" of them; restore the file from a copy, or delete the snapshots that need it"
                     )
-        except OSError as error:
-            raise storage_error(error, "read", path) from error
-        finally:
-            self._fs.close(file)
 
     def _check_snapshot(self, record: SnapshotRecord, sound: set[int]) -> None:
         """Check a snapshot's lists of rows, and that no key is in it twice."""
@@ -197,12 +187,10 @@ class _Check:
         self.result.rows += record.info.rows
 
     def _list_unneeded(self, needed: set[int]) -> None:
-        try:
+        with doing("list", f"{self._path}/chunks"):
             for name, number in sorted(chunk_numbers(self._fs.names(f"{self._path}/chunks")).items()):
                 if number not in needed:
                     self.result.unneeded.append(f"{self._path}/chunks/{name}")
-        except OSError as error:
-            raise storage_error(error, "list", f"{self._path}/chunks") from error
         self.result.unneeded += self._files.leftovers()
 
     def _check_lost(self, needed: dict[int, tuple[int, int]]) -> None:

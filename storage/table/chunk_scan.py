@@ -6,21 +6,22 @@ Invariant: all that is yielded has been compared with its checksum.
 import os
 import struct
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 
 from oneemb.kernels.checksum import Buffer, xxh64
 from oneemb.kernels.row_blocks import bits_rows, rows_deliver
-from oneemb.storage.errors import CorruptTableError
-from oneemb.storage.fs import FileSystem, aligned_bytes, storage_error
+from oneemb.storage.errors import CorruptTableError, StorageError
+from oneemb.storage.fs import FileSystem, aligned_bytes, doing
 from oneemb.storage.hash_index import check_tables
 from oneemb.storage.table.chunk_files import ROWS_BEGIN
 from oneemb.storage.table.file_header import HEADER_BYTES, KEYS_MAGIC, ROWS_MAGIC, read_header
 from oneemb.storage.table.geometry import Geometry
 from oneemb.storage.table.snapshot_manifest import ChunkPart
 
-__all__ = ["ChunkKeys", "block_damage", "fill_keys", "live_rows", "read_keys", "scan_rows"]
+__all__ = ["ChunkKeys", "block_damage", "fill_keys", "live_rows", "opened", "read_keys", "reading", "scan_rows"]
 
 _RUN = struct.Struct("<3Q")
 _READ_BYTES = 1 << 20
@@ -72,18 +73,8 @@ def fill_keys(fs: FileSystem, path: str, geometry: Geometry, part: ChunkPart, ke
     Raises:
         CorruptTableError: the file is not what was written.
     """
-    try:
-        file = fs.open(path)
-    except FileNotFoundError as error:
-        raise missing_file(path) from error
-    except OSError as error:
-        raise storage_error(error, "read the keys", path) from error
-    try:
+    with opened(fs, path, "read the keys") as file:
         yield from _fill_open(fs, file, path, geometry, part, keys)
-    except OSError as error:
-        raise storage_error(error, "read the keys", path) from error
-    finally:
-        fs.close(file)
 
 
 def _fill_open(
@@ -163,18 +154,8 @@ def scan_rows(
     """
     if len(row_N) == 0:
         return
-    try:
-        file = fs.open(path)
-    except FileNotFoundError as error:
-        raise missing_file(path) from error
-    except OSError as error:
-        raise storage_error(error, "open the rows", path) from error
-    try:
+    with opened(fs, path, "read the rows") as file:
         yield from _scan_open(fs, file, path, geometry, number, keys, row_N, batch)
-    except OSError as error:
-        raise storage_error(error, "read the rows", path) from error
-    finally:
-        fs.close(file)
 
 
 def _scan_open(
@@ -254,11 +235,35 @@ def check_header(header: Buffer, magic: bytes, path: str, number: int, geometry:
         )
 
 
-def missing_file(path: str) -> CorruptTableError:
-    return CorruptTableError(
-        f"{path} is missing, though a snapshot needs it; restore {os.path.basename(path)} from a copy, or delete the "
-        f"snapshots that need it. A reader beside a writer sees this when the writer deletes or overwrites the snapshot"
-    )
+@contextmanager
+def reading(path: str, action: str = "read") -> Iterator[None]:
+    """Turn an error of the system in the block into a StorageError that names the action and the path.
+
+    Raises:
+        CorruptTableError: the file is not there, though a snapshot needs it.
+    """
+    try:
+        with doing(action, path):
+            yield
+    except StorageError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            raise CorruptTableError(
+                f"{path} is missing, though a snapshot needs it; restore {os.path.basename(path)} from a copy, or"
+                " delete the snapshots that need it. A reader beside a writer sees this when the writer deletes or"
+                " overwrites the snapshot"
+            ) from error.__cause__
+        raise
+
+
+@contextmanager
+def opened(fs: FileSystem, path: str, action: str = "read") -> Iterator[int]:
+    """The open file of a chunk; errors of the block as of `reading`."""
+    with reading(path, action):
+        file = fs.open(path)
+        try:
+            yield file
+        finally:
+            fs.close(file)
 
 
 def _damaged(path: str, offset: int, what: str) -> CorruptTableError:

@@ -26,7 +26,7 @@ import numpy as np
 
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import CorruptTableError, ForkedProcessError, RowWidthError, StorageError
-from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, storage_error
+from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, doing
 from oneemb.storage.hash_index import check_tables
 from oneemb.storage.locking.turns import Turns
 from oneemb.storage.row_store import Places
@@ -70,20 +70,16 @@ class PersistentTable:
         self._count = dict.fromkeys(("rows_got", "rows_missing", "rows_put"), 0)
         self.row_width = geometry.row_width
         self.recovery = Recovery()
-        try:
+        with doing("make the directory of the table at", path):
             fs.make_directories(path)
-        except OSError as error:
-            raise storage_error(error, "make the directory of the table at", path) from error
         self.what = f"the table at {path}"
         self._lock = WriterLock(fs, f"{path}/LOCK", holder or self, takes_over=holder is not None)
         try:
             self.recovery.stale_lock = self._lock.left_by
-            try:
+            with doing("make the directories of the table at", path):
                 # Each syncs the directory above, LOCK's name with it.
                 for directory in (f"{path}/chunks", f"{path}/snapshots"):
                     fs.make_directories(directory)
-            except OSError as error:
-                raise storage_error(error, "make the directories of the table at", path) from error
             blocks = open_reader(io, fs, f"{path}/chunks", geometry.physical_block_size, threads)
             self._store = SnapshotStore(fs, path, blocks.direct, self.recovery, self._lock)
             self._files = self._store.chunk_files

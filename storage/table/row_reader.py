@@ -7,7 +7,7 @@ import numpy as np
 from oneemb.storage.fs import storage_error
 from oneemb.storage.table.block_reader import BlockReader, DamagedBlock, plan_reads
 from oneemb.storage.table.chunk_files import ROWS_BEGIN, ChunkFile, ChunkFiles
-from oneemb.storage.table.chunk_scan import block_damage, missing_file
+from oneemb.storage.table.chunk_scan import block_damage, reading
 from oneemb.storage.table.live_rows import LiveRows
 
 __all__ = ["RowReader"]
@@ -80,7 +80,6 @@ class RowReader:
     def _open(self, chunk: ChunkFile) -> int:
         try:
             return self._files.rows_file(chunk)
-        except FileNotFoundError as error:
-            raise missing_file(chunk.rows_path) from error
-        except OSError as error:
-            raise storage_error(error, "open", chunk.rows_path) from error
+        except OSError:
+            with reading(chunk.rows_path, "open"):
+                raise

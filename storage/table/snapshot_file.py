@@ -15,7 +15,8 @@ import numpy as np
 
 from oneemb.kernels.checksum import Buffer, xxh64
 from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError, StorageError
-from oneemb.storage.fs import FileSystem, replace_file, storage_error
+from oneemb.storage.fs import FileSystem, doing, storage_error
+from oneemb.storage.new_files import replace_file
 from oneemb.storage.table.file_header import HEADER_BYTES, SNAPSHOT_MAGIC, read_header
 from oneemb.storage.table.snapshot_manifest import ChunkPart, SnapshotRecord, decode_manifest, encode_snapshot
 
@@ -65,11 +66,10 @@ class SnapshotFiles:
         """
         data = encode_snapshot(record)
         record.info = replace(record.info, bytes=record.info.bytes + len(data))
-        try:
-            # 4. write under a temporary name  5. sync it  6. replace the old one atomically
+        with doing("write the snapshot", record.path):
+            # 4. write under a temporary name  5. sync it  6. replace the old one atomically. What is left under the
+            # temporary name, the next open of the table removes.
             replace_file(self._fs, record.path, data, record.path + _TEMPORARY)
-        except OSError as error:  # What is left under the temporary name, the next open of the table removes.
-            raise storage_error(error, "write the snapshot", record.path) from error
         try:
             self._fs.sync_directory(self.directory)  # 7. sync its name
         except OSError as error:
@@ -83,10 +83,8 @@ class SnapshotFiles:
             RenameUncertainError: it is removed, but a loss of power may bring it back.
         """
         path = self.path(name)
-        try:
+        with doing("remove the snapshot", path):
             self._fs.remove(path)
-        except OSError as error:
-            raise storage_error(error, "remove the snapshot", path) from error
         try:
             self._fs.sync_directory(self.directory)
         except OSError as error:

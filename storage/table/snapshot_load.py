@@ -9,10 +9,10 @@ import numpy as np
 
 from oneemb.kernels.threads import Threads, submit
 from oneemb.storage.errors import CorruptTableError
-from oneemb.storage.fs import FileSystem, storage_error
+from oneemb.storage.fs import FileSystem
 from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.storage.table.chunk_files import ROWS_BEGIN, ChunkFile, ChunkFiles, chunk_paths
-from oneemb.storage.table.chunk_scan import ChunkKeys, check_header, fill_keys, live_rows, missing_file, read_keys
+from oneemb.storage.table.chunk_scan import ChunkKeys, check_header, fill_keys, live_rows, opened, read_keys, reading
 from oneemb.storage.table.delta import GONE, gone_keys
 from oneemb.storage.table.file_header import HEADER_BYTES, ROWS_MAGIC
 from oneemb.storage.table.geometry import Geometry
@@ -137,27 +137,15 @@ def _keys_of(keys: ChunkKeys, row_N: np.ndarray) -> tuple[np.ndarray, np.ndarray
 def _check_rows_file(fs: FileSystem, path: str, geometry: Geometry, part: ChunkPart) -> None:
     """Raise unless the chunk's rows file exists and is long enough. Its blocks are checked when they are read."""
     header = bytearray(HEADER_BYTES)
-    try:
-        file = fs.open(path)
-        try:
-            size = fs.read_into(file, memoryview(header), 0)
-        finally:
-            fs.close(file)
-        check_header(header[:size], ROWS_MAGIC, path, part.number, geometry)
-    except FileNotFoundError as error:
-        raise missing_file(path) from error
-    except OSError as error:
-        raise storage_error(error, "read", path) from error
+    with opened(fs, path) as file:
+        size = fs.read_into(file, memoryview(header), 0)
+    check_header(header[:size], ROWS_MAGIC, path, part.number, geometry)
     _check_size(fs, path, ROWS_BEGIN + part.blocks * geometry.block_bytes)
 
 
 def _check_size(fs: FileSystem, path: str, needed: int) -> None:
-    try:
+    with reading(path):
         size = fs.size(path)
-    except FileNotFoundError as error:
-        raise missing_file(path) from error
-    except OSError as error:
-        raise storage_error(error, "read", path) from error
     if size < needed:
         raise CorruptTableError(
             f"{path} must have {needed} bytes, has {size}; restore it from a copy, or delete the snapshots that need it"

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from oneemb.storage.errors import SnapshotExistsError, StorageError
-from oneemb.storage.fs import FileSystem, storage_error
+from oneemb.storage.fs import FileSystem, doing, storage_error
 from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.storage.table.chunk_files import ROWS_BEGIN, ChunkFile, ChunkFiles, chunk_numbers
 from oneemb.storage.table.chunk_scan import live_rows
@@ -98,12 +98,10 @@ class SnapshotStore:
         self.files = SnapshotFiles(fs, f"{path}/snapshots")
         records = read_snapshots(self.files, recovery)
         needed = needed_bytes(records)
-        try:
+        with doing("read the directories of the table at", path):
             # A writer that ended between a rename and its sync has left names that a loss of power may still change.
             fs.sync_directory(self.files.directory)
             next_number = max([*chunk_numbers(fs.names(self._chunks_path)).values(), *needed, 0]) + 1
-        except OSError as error:
-            raise storage_error(error, "read the directories of the table at", path) from error
         self._certain = {*recovery.snapshots, *recovery.damaged}
         self._keep_below = 0
         if not give_up or recovery.damaged:

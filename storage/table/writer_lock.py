@@ -24,7 +24,7 @@ from typing import Protocol
 
 from oneemb.kernels.checksum import xxh64
 from oneemb.storage.errors import LockedError, StorageError
-from oneemb.storage.fs import FileSystem, storage_error
+from oneemb.storage.fs import FileSystem, doing, storage_error
 
 __all__ = ["IN_USE", "Holder", "KnownSnapshots", "WriterLock", "holders_below", "known_snapshots", "lock_holder"]
 
@@ -109,10 +109,8 @@ class WriterLock:
     ):  # fmt: skip
         self._fs, self.path, self._foreign = fs, path, foreign
         self._pid, self._holder = os.getpid(), None if holder is None else weakref.ref(holder)
-        try:
+        with doing("lock", path):
             self._file = self._take(holder.what if holder is not None and takes_over else "")
-        except OSError as error:
-            raise storage_error(error, "lock", path) from error
         try:
             block = _read_block(fs, self._file)
         except OSError as error:

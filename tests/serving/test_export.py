@@ -13,6 +13,7 @@ import torch
 import oneemb
 from oneemb.serving import export
 from oneemb.storage.errors import StorageError
+from oneemb.storage.fs import LocalFileSystem
 from tests.support.export_models import LOOKUPS, Click, Score, embedding_at, run_alone, train_rows, trained_click
 from tests.support.forks import fork_context, run_code
 from tests.support.pairwise import covering, diagonal
@@ -392,7 +393,8 @@ class Keeps(oneemb.EvalGraph):
 
 def _is_at_work(path, pipe):
     """Hold a folder of an export's work until the other end says to end."""
-    work, _lock = export.work_folder(path)
+    fs = LocalFileSystem()
+    work, _lock = export.work_folder(fs, path)
     open(os.path.join(work, "rows"), "w").close()
     pipe.send("at work")
     pipe.recv()

@@ -8,7 +8,6 @@ A killed rank (`Killed` is raised in its thread, and from then on by every file 
 others see what a broken connection gives. What they hold open is given up as the system does it for a dead process.
 """
 
-import builtins
 import gc
 import os
 import threading
@@ -168,16 +167,15 @@ class FaultyCalls:
         at: at which of them, from 0; None = at none.
         error: what is raised: an OSError once or on each call from then on, or `Killed`.
         once: whether only that call fails.
-        more: further functions that change files, as (module, name).
     """
 
-    def __init__(self, patch, rank=0, at=None, error=Killed, once=False, more=()):
+    def __init__(self, patch, rank=0, at=None, error=Killed, once=False):
         self.calls = {}
         self._counted = set()
         self._dead = set()
         self._locks = {}
-        for owner, name in [*((LocalFileSystem, name) for name in CHANGES), *more]:
-            real = getattr(owner, name, None) or getattr(builtins, name)
+        for name in CHANGES:
+            real = getattr(LocalFileSystem, name)
 
             def call(*args, name=name, real=real, **kwargs):
                 me = threading.current_thread().name
@@ -185,7 +183,7 @@ class FaultyCalls:
                     raise error() if isinstance(error, type) else error
                 return real(*args, **kwargs)
 
-            patch.setattr(owner, name, call, raising=False)
+            patch.setattr(LocalFileSystem, name, call)
         real_lock = LocalFileSystem.lock
 
         def note(fs, path):

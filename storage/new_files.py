@@ -1,0 +1,182 @@
+"""Files that take their names when they are whole and durable, and what a killed process leaves of them.
+
+A file is written under a temporary name beside its path, synced, and renamed: `NewFile`. Where several processes may
+make a file at once, each writes under a name that nobody else has, `begin`, and holds its lock while it lives: what
+nobody holds, a killed process has left, and `remove_unfinished` removes it.
+
+Invariant: whoever looks at a path sees the file that was there before or the new one, whole. That the new name outlives
+a loss of power is up to the caller's `sync_directory`.
+"""
+
+import os
+import re
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import IO, Any
+
+from oneemb.storage.fs import FileSystem, LocalFileSystem
+from oneemb.storage.locking.undisturbed import undisturbed
+
+__all__ = ["NewFile", "begin", "close_dropped", "is_held", "new_files", "remove_unfinished", "replace_file"]
+
+
+class NewFile:
+    """A file that is written beside its path and renamed to it when it is whole.
+
+    Args:
+        path: of the file.
+        temporary: where it is written; None = `path.tmp`. What lies there already, a killed process has left.
+        fs: where files are; None = this machine's.
+    """
+
+    def __init__(self, path: str, temporary: str | None = None, fs: FileSystem | None = None):
+        self.path, self.temporary = path, f"{path}.tmp" if temporary is None else temporary
+        self._fs, self._offset = fs or LocalFileSystem(), 0
+        self._stream: IO[bytes] | None = None
+        self._renamed = False
+        self._file: int | None = self._create()
+
+    def _create(self) -> int:
+        try:
+            return self._fs.create(self.temporary)
+        except FileExistsError:
+            self._fs.remove(self.temporary)
+            return self._fs.create(self.temporary)
+
+    @property
+    def stream(self) -> IO[bytes]:
+        """The file for libraries that write to one of Python's own, in place of `write`."""
+        if self._stream is None:
+            assert self._file is not None
+            self._stream = open(self._file, "wb", closefd=False)
+        return self._stream
+
+    def write(self, data: Any) -> None:
+        """Append the bytes of an object."""
+        assert self._file is not None
+        self._fs.write(self._file, data, self._offset)
+        self._offset += memoryview(data).nbytes
+
+    def sync(self) -> None:
+        """Return when what was written outlives a loss of power."""
+        assert self._file is not None
+        if self._stream is not None:
+            self._stream.flush()
+        self._fs.sync(self._file)
+
+    def put_in_place(self) -> None:
+        """Rename the file, which is synced, to its path."""
+        self._fs.rename(self.temporary, self.path)
+        self._renamed = True
+
+    def close(self) -> None:
+        """Close the file. What a stream has not written yet is lost. Closing twice is fine."""
+        file, self._file, stream, self._stream = self._file, None, self._stream, None
+        try:
+            if stream is not None:
+                close_dropped(stream)
+        finally:
+            if file is not None:
+                self._fs.close(file)
+
+    def drop(self) -> None:
+        """Close the file and remove it, unless it has been renamed."""
+        with suppress(OSError):
+            self.close()
+        if not self._renamed:
+            with suppress(OSError):
+                self._fs.remove(self.temporary)
+
+
+def replace_file(fs: FileSystem, path: str, data: Any, temporary: str | None = None) -> None:
+    """Put a whole file in the place of one.
+
+    Raises:
+        OSError: it is not written; the old one is unchanged, and nothing is left beside it that could be removed.
+    """
+    new = NewFile(path, temporary, fs)
+    try:
+        new.write(data)
+        new.sync()
+        new.close()
+        new.put_in_place()
+    except OSError:
+        new.drop()
+        raise
+
+
+@contextmanager
+def new_files(*paths: str) -> Iterator[list[IO[bytes]]]:
+    """Files to write to. When the block ends without an error, all of them take their paths, after all are durable; if
+    it raises, none of them is left."""
+    files: list[NewFile] = []
+    try:
+        with undisturbed:
+            for path in paths:
+                files.append(NewFile(path))
+        yield [new.stream for new in files]
+        for new in files:
+            new.sync()
+        with undisturbed:  # Keys of a new file with values of an old one would be wrong rows.
+            for new in files:
+                new.put_in_place()
+    finally:
+        with undisturbed:
+            for new in files:
+                new.drop()
+
+
+def close_dropped(file: IO[bytes]) -> None:
+    """Close a file that nobody will read. On a full disk the rest of it cannot be written, which no longer matters."""
+    with suppress(OSError):
+        file.close()
+
+
+# ---- names of one's own ---------------------------------------------------------------------------------------------
+
+
+def begin(fs: FileSystem, stem: str, digits: int, make: Callable[[str], None] | None = None) -> tuple[str, int]:
+    """Make `stem.<digits>.tmp` under a name that nobody else has: the path, and its lock, the open file.
+
+    Args:
+        make: makes a folder, in place of a file.
+
+    Raises:
+        OSError: it cannot be made or locked.
+    """
+    while True:
+        path = f"{stem}.{uuid.uuid4().hex[:digits]}.tmp"
+        if make is not None:
+            make(path)
+        with suppress(BlockingIOError, FileNotFoundError):  # `remove_unfinished` has found it before it was locked.
+            lock = fs.lock(path)
+            if fs.still_locks(lock, path):
+                return path, lock
+            fs.unlock(lock)
+
+
+def is_held(fs: FileSystem, path: str) -> bool:
+    """Whether a process holds the lock of what it has begun. What cannot be locked counts as held: it is left alone."""
+    try:
+        return fs.read_lock(path) is not None
+    except OSError:
+        return True
+
+
+def remove_unfinished(fs: FileSystem, folder: str, stem: str, digits: int, remove: Callable[[str], None]) -> None:
+    """Remove what killed processes have begun in a folder and nobody holds.
+
+    Args:
+        stem: a regular expression of the names, as `begin` has them.
+        remove: removes one of them.
+    """
+    for name in fs.names(folder):
+        if re.fullmatch(rf"(?s:{stem})\.[0-9a-f]{{{digits}}}\.tmp", name):
+            with suppress(OSError):  # BlockingIOError: somebody holds it; or another has removed it, or may remove it.
+                path = os.path.join(folder, name)
+                lock = fs.lock(path)
+                try:
+                    remove(path)
+                finally:
+                    fs.unlock(lock)
