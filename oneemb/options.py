@@ -161,8 +161,19 @@ CachePolicy = Literal["lfu", "lru"]
 
 
 @dataclass(frozen=True)
-class DeviceMemStoreOptions:
-    """All rows in device memory; the path holds snapshots. Made by `make_device_mem_store_options`."""
+class _Cached:
+    cache_budget_mb: int
+
+
+@dataclass(frozen=True)
+class _Remote:
+    url: str = field(repr=False)  # It may have a password; JSON has it too.
+
+
+@dataclass(frozen=True)
+class StoreOptions:
+    """Where rows live: the base of the options of each store. Fields come in the order of the arguments of
+    `make_*_store_options`."""
 
     persistent_path: tuple[str, ...]
     capacity: int | None = None
@@ -174,66 +185,35 @@ class DeviceMemStoreOptions:
         _check_store(self)
 
 
+class DeviceMemStoreOptions(StoreOptions):
+    """All rows in device memory; the path holds snapshots. Made by `make_device_mem_store_options`."""
+
+
 @dataclass(frozen=True)
-class CachedHostMemStoreOptions:
+class CachedHostMemStoreOptions(StoreOptions, _Cached):
     """A device cache over rows in host memory; the path holds snapshots. Made by
     `make_cached_host_mem_store_options`."""
 
-    cache_budget_mb: int
-    persistent_path: tuple[str, ...]
-    capacity: int | None = None
-    size_factor: int | None = None
-    storage_dim: int | None = None
-    physical_block_size: int = 4096
     cache_policy: CachePolicy = "lfu"
-
-    def __post_init__(self) -> None:
-        _check_store(self)
-        _check_cache(self)
 
 
 @dataclass(frozen=True)
-class CachedSsdStoreOptions:
+class CachedSsdStoreOptions(StoreOptions, _Cached):
     """A device cache, and a host cache if it has a budget, over a persistent table. Made by
     `make_cached_ssd_store_options`."""
 
-    cache_budget_mb: int
-    persistent_path: tuple[str, ...]
-    capacity: int | None = None
-    size_factor: int | None = None
-    storage_dim: int | None = None
-    physical_block_size: int = 4096
     host_cache_budget_mb: int = 0
     cache_policy: CachePolicy = "lfu"
 
-    def __post_init__(self) -> None:
-        _check_store(self)
-        _check_cache(self)
-
 
 @dataclass(frozen=True)
-class CachedRemoteStoreOptions:
+class CachedRemoteStoreOptions(StoreOptions, _Cached, _Remote):
     """A device cache over rows on a parameter server; the path holds snapshots. Made by
     `make_cached_remote_store_options`."""
 
-    url: str = field(repr=False)  # It may have a password; JSON has it too.
-    cache_budget_mb: int
-    persistent_path: tuple[str, ...]
-    capacity: int | None = None
-    size_factor: int | None = None
-    storage_dim: int | None = None
-    physical_block_size: int = 4096
     cache_policy: CachePolicy = "lfu"
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.url, str):
-            raise TypeError(f"url must be a str, such as redis://host:6379, got {type(self.url).__name__}")
-        check_url(self.url)
-        _check_store(self)
-        _check_cache(self)
 
-
-StoreOptions = DeviceMemStoreOptions | CachedHostMemStoreOptions | CachedSsdStoreOptions | CachedRemoteStoreOptions
 Options = Initializer | ColumnOptions | TableOptions | StoreOptions
 _Paths = AnyPath | Sequence[AnyPath]
 
@@ -428,6 +408,10 @@ def _paths(paths: _Paths) -> tuple[str, ...]:
 
 
 def _check_store(options: StoreOptions) -> None:
+    if isinstance(options, CachedRemoteStoreOptions):
+        if not isinstance(options.url, str):
+            raise TypeError(f"url must be a str, such as redis://host:6379, got {type(options.url).__name__}")
+        check_url(options.url)
     if type(options.storage_dim) is int and options.storage_dim == -1:  # OneFlow's value for "derive it"
         object.__setattr__(options, "storage_dim", None)
     paths = options.persistent_path
@@ -447,14 +431,12 @@ def _check_store(options: StoreOptions) -> None:
         )
     if options.physical_block_size not in (512, 4096):
         raise ValueError(f"physical_block_size must be 512 or 4096 bytes, got {options.physical_block_size}")
-
-
-def _check_cache(options: CachedHostMemStoreOptions | CachedSsdStoreOptions | CachedRemoteStoreOptions) -> None:
-    _check_int("cache_budget_mb", options.cache_budget_mb, 1)
+    if isinstance(options, CachedHostMemStoreOptions | CachedSsdStoreOptions | CachedRemoteStoreOptions):
+        _check_int("cache_budget_mb", options.cache_budget_mb, 1)
+        if options.cache_policy not in ("lru", "lfu"):
+            raise ValueError(f'cache_policy must be "lru" or "lfu", got {options.cache_policy!r}')
     if isinstance(options, CachedSsdStoreOptions):
         _check_int("host_cache_budget_mb", options.host_cache_budget_mb, 0)
-    if options.cache_policy not in ("lru", "lfu"):
-        raise ValueError(f'cache_policy must be "lru" or "lfu", got {options.cache_policy!r}')
 
 
 def _check_int(name: str, value: object, least: int) -> None:

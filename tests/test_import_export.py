@@ -18,6 +18,7 @@ import torch
 
 import oneemb
 from oneemb.storage.errors import SnapshotExistsError, SnapshotNotFoundError
+from oneemb.storage.fs import LocalFileSystem
 from oneemb.storage.table.snapshot_reader import read_snapshot_info
 from tests.support.interrupts import count_lines, interrupted, some_lines
 from tests.support.keys import read_rows
@@ -816,11 +817,18 @@ def test_an_export_that_is_stopped_leaves_what_was_there(tmp_path, embedding, ta
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
 @pytest.mark.parametrize("format", FORMATS)
-def test_an_export_to_a_full_disk_leaves_no_file_and_says_which(tmp_path, embedding, format):
+def test_an_export_to_a_full_disk_leaves_no_file_and_says_which(tmp_path, embedding, format, monkeypatch):
     oneemb.import_rows(embedding, (IDS, some_vectors()))
-    os.symlink("/dev/full", tmp_path / f"x.{format}.tmp")
+    create, full = LocalFileSystem.create, os.open("/dev/full", os.O_RDWR)
+
+    def made(fs, path, **how):
+        file = create(fs, path, **how)
+        return os.dup2(full, file) if f"x.{format}" in path else file
+
+    monkeypatch.setattr(LocalFileSystem, "create", made)
     with pytest.raises(oneemb.StorageError, match=rf"could not write .*x\.{format}.*: ENOSPC.*free space"):
         oneemb.export_rows(embedding, tmp_path / f"x.{format}")
+    os.close(full)
     assert [name for name in os.listdir(tmp_path) if name.startswith("x.")] == []
 
 

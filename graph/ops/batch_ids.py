@@ -20,6 +20,7 @@ __all__ = [
     "bags_of_ids",
     "check_ids",
     "check_no_columns",
+    "check_scales",
     "check_tables",
     "columns_of",
     "equal",
@@ -193,6 +194,23 @@ def bags_of_ids(
             check_tables(table_ids, num_tables)
 
     return shape, offset_P1, table_P, check
+
+
+def check_scales(scales: torch.Tensor, in_bags: bool, pooling: str, ids: int, device: torch.device) -> None:
+    """Raise TypeError or ValueError unless `per_sample_weights` are what a lookup of so many ids takes.
+
+    Args:
+        in_bags: whether the ids are in bags.
+        device: where they are.
+    """
+    if not in_bags or pooling != "sum":
+        raise ValueError('per_sample_weights are for bags that are summed; pass offsets, and pooling="sum"')
+    is_tensor = isinstance(scales, torch.Tensor)
+    if not is_tensor or scales.dtype != torch.float32 or scales.shape != (ids,):
+        got = (scales.dtype, list(scales.shape)) if is_tensor else type(scales)
+        raise TypeError(f"per_sample_weights must be float32, one for each of {ids} ids, got {got}")
+    if scales.device != device:
+        raise ValueError(f"per_sample_weights must be on {device}, where ids are, got {scales.device}")
 
 
 def check_no_columns(columns: object) -> None:

@@ -91,18 +91,10 @@ def check_pooling(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: 
     """
     if pooling not in batch_ids.POOLINGS:
         raise ValueError(f'pooling must be "sum", "mean" or "max", got {pooling!r}')
-    if per_sample_weights is None:
-        return
-    if keys.bags is None or pooling != "sum":
-        raise ValueError('per_sample_weights are for bags that are summed; pass offsets, and pooling="sum"')
-    ids = len(keys.unique.inverse_N)
-    is_tensor = isinstance(per_sample_weights, torch.Tensor)
-    if not is_tensor or per_sample_weights.dtype != torch.float32 or per_sample_weights.shape != (ids,):
-        got = (per_sample_weights.dtype, list(per_sample_weights.shape)) if is_tensor else type(per_sample_weights)
-        raise TypeError(f"per_sample_weights must be float32, one for each of {ids} ids, got {got}")
-    device = keys.loops.device
-    if per_sample_weights.device != device:
-        raise ValueError(f"per_sample_weights must be on {device}, where ids are, got {per_sample_weights.device}")
+    if per_sample_weights is not None:
+        batch_ids.check_scales(
+            per_sample_weights, keys.bags is not None, pooling, len(keys.unique.inverse_N), keys.loops.device
+        )
 
 
 def scales_of(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: str, store: ReadRows) -> Array | None:

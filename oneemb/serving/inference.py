@@ -31,6 +31,9 @@ from oneemb.training.tracers import refuse_tracers
 __all__ = ["InferenceEmbedding", "Version"]
 
 
+_CPU = torch.device("cpu")
+
+
 class InferenceEmbedding(torch.nn.Module):
     """The rows of a snapshot, read-only. Made by `open`; called as `MultiTableEmbedding` in eval mode.
 
@@ -133,11 +136,11 @@ class InferenceEmbedding(torch.nn.Module):
         refuse_tracers(self, ids)
         served = self._now()
         pools, columns = batch_ids.pooling_of(pooling, offsets), batch_ids.columns_of(columns)
-        if per_sample_weights is not None and (offsets is None or pools != "sum"):
-            raise ValueError('per_sample_weights are for bags that are summed; pass offsets, and pooling="sum"')
         if offsets is not None:
             return self._bags(served, ids, table_ids, offsets, per_sample_weights, pools, columns)
         batch_ids.check_no_columns(columns)
+        if per_sample_weights is not None:
+            batch_ids.check_scales(per_sample_weights, False, pools, 0, _CPU)
         num_tables = len(served.table_C if table_ids is None else served.is_served_T)
         batch_ids.check_ids(ids, table_ids, num_tables, served.key_type)
         _check_on_cpu(ids)
@@ -175,7 +178,10 @@ class InferenceEmbedding(torch.nn.Module):
         else:
             its_P = served.tables_of_columns(self._loops.tables_of_columns(len(its_P1) - 1, num_tables))
         table_N = np.repeat(its_P, np.diff(its_P1))
-        id_N, scale_N = self._loops.array(ids.detach().contiguous()), _scales(per_sample_weights, len(ids))
+        id_N, scale_N = self._loops.array(ids.detach().contiguous()), None
+        if per_sample_weights is not None:
+            batch_ids.check_scales(per_sample_weights, True, pooling, len(ids), _CPU)
+            scale_N = self._loops.array(per_sample_weights.detach().contiguous())
         if columns is None:
             return served.bags(table_N, id_N, its_P1, scale_N, pooling, shape)
         pooled = served.bags(table_N, id_N, its_P1, scale_N, pooling, (len(columns), shape[0]))
@@ -340,15 +346,3 @@ def _numbers(tables: Sequence[int]) -> tuple[int, ...]:
 def _check_on_cpu(ids: torch.Tensor) -> None:
     if not ids.is_cpu:
         raise ValueError(f"ids must be on the CPU, where the rows are, got {ids.device}; call ids.cpu()")
-
-
-def _scales(per_sample_weights: torch.Tensor | None, ids: int) -> np.ndarray | None:
-    if per_sample_weights is None:
-        return None
-    if per_sample_weights.dtype != torch.float32 or per_sample_weights.shape != (ids,):
-        raise TypeError(
-            f"per_sample_weights must be float32, one for each of {ids} ids, got {per_sample_weights.dtype}"
-            f" {list(per_sample_weights.shape)}"
-        )
-    scale_N: np.ndarray = per_sample_weights.detach().contiguous().numpy()
-    return scale_N

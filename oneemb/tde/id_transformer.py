@@ -215,13 +215,8 @@ class IDTransformer:
     def _evict(self, number: int, may_leave_S: np.ndarray) -> np.ndarray:
         cache_C = np.flatnonzero(may_leave_S)
         record_C = self._record_S[cache_C]
-        number = max(number, 0)
-        if number == 0:
-            cache_C, record_C = cache_C[:0], record_C[:0]
-        elif number < len(cache_C):
-            below, equal = least_of(record_C, number)
-            chosen = np.concatenate([below, equal[: number - len(below)]])  # of equal records the lowest cache ids
-            cache_C, record_C = cache_C[chosen], record_C[chosen]
+        chosen = least_of(record_C, number, lambda place_E: place_E)  # of equal records the lowest cache ids
+        cache_C, record_C = cache_C[chosen], record_C[chosen]
         cache_E = cache_C[np.lexsort((cache_C, record_C))]
         id_E = self._id_S[cache_E]
         self._index.erase(np.zeros(len(id_E), np.int32), id_E)

@@ -223,15 +223,12 @@ class Departures:
 
     def _least(self, cell_N: np.ndarray, score_N: np.ndarray, count: int) -> np.ndarray:
         """Which `count` rows are of least score, or all; between equal ones the hash of the key decides."""
-        if count >= len(score_N):
-            return np.arange(len(score_N))
-        if count == 0:
-            return np.empty(0, np.int64)
-        below, equal = least_of(score_N, count)
-        if len(equal) > (more := count - len(below)):
-            table_N, id_N, _ = keys_in_cells(cell_N[equal])
-            equal = equal[np.argsort(ties_of(table_N, id_N, threads=self._threads))[:more]]
-        return np.concatenate([below, equal])
+
+        def tie_of(place_E: np.ndarray) -> np.ndarray:
+            table_E, id_E, _ = keys_in_cells(cell_N[place_E])
+            return ties_of(table_E, id_E, threads=self._threads)
+
+        return least_of(score_N, count, tie_of)
 
     def due(self, step: int) -> list[int]:
         """The shards whose turn it is to be swept in this step: all of them in `sweep_steps`."""

@@ -78,14 +78,8 @@ class VictimClock:
         address_P, cells_P = (array[shards] for array in self._index.shards)
         score_S2 = score_S.view(np.uint32).reshape(-1, 2)  # The bits of such numbers are in the numbers' order.
         cell_N, score_N = rows_of_shards(address_P, cells_P, score_S2, 0, pin_S, threads=self._threads)
-        if count >= len(cell_N):
-            return Victims(*keys_in_cells(cell_N))
-        below, equal = least_of(score_N, count)
-        more = count - len(below)
-        if len(equal) > more:
-            slot_E = keys_in_cells(cell_N[equal])[2]
-            equal = equal[np.argpartition(slot_E, more - 1)[:more]]
-        return Victims(*keys_in_cells(cell_N[np.sort(np.concatenate([below, equal]))]))
+        chosen = least_of(score_N, count, lambda place_E: keys_in_cells(cell_N[place_E])[2])
+        return Victims(*keys_in_cells(cell_N[np.sort(chosen)]))
 
     def restart(self) -> None:
         """Begin at the first shard again."""

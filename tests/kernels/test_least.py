@@ -15,11 +15,15 @@ NUMBERS = {
 
 
 @pytest.mark.parametrize("kind", NUMBERS)
-def test_the_least_are_those_that_sorting_finds(kind):
+def test_the_least_are_those_that_sorting_finds_and_of_equal_ones_those_of_the_least_ties(kind):
     number_N = NUMBERS[kind](np.random.default_rng(0))
-    for count in (1, 2, 40, 50, 1250, 1999, 20_000):
-        if count <= len(number_N):
-            bound = np.sort(number_N)[count - 1]
-            below, equal = least_of(number_N, count)
-            assert below.tolist() == np.flatnonzero(number_N < bound).tolist()
-            assert equal.tolist() == np.flatnonzero(number_N == bound).tolist()
+    tie_N = np.random.default_rng(1).permutation(len(number_N))
+    order_N = np.lexsort((tie_N, number_N))
+    for count in (0, 1, 2, 40, 50, 1250, 1999, 20_000, 20_001):
+        found = least_of(number_N, count, tie_N.take)
+        assert sorted(found.tolist()) == sorted(order_N[:count].tolist())
+
+
+def test_equal_ones_come_last_in_the_order_of_their_ties():
+    number_N, tie_N = np.array([2.0, 1.0, 2.0, 0.0, 2.0, 2.0]), np.array([5, 0, 3, 1, 4, 2])
+    assert least_of(number_N, 4, tie_N.take).tolist() == [1, 3, 5, 2]
