@@ -31,8 +31,10 @@ from oneemb.planning.machine import (
 )
 from oneemb.planning.plan import (
     Plan as Plan,
-    PlannedEmbedding as PlannedEmbedding,
     plan as plan,
+)
+from oneemb.planning.planned_embedding import (
+    PlannedEmbedding as PlannedEmbedding,
     unique_share as unique_share,
 )
 from oneemb.rows.export_rows import export_rows as export_rows

@@ -338,10 +338,8 @@ class EmbeddingStore:
     def unprefetch(self, prefetched: Prefetched) -> None:
         """Unpin what `prefetch` pinned, if no `acquire` has taken it over."""
         with self.turns:
-            if self.turns.broken:
-                self.pins.take(prefetched)
-            else:
-                self.pins.give_up(prefetched)
+            end = self.pins.take if self.turns.broken else self.pins.give_up
+            end(prefetched)
 
     def weights_in(self, slot_U: Array) -> torch.Tensor:
         """The weights of the rows in these slots, which are pinned: [U, D]."""

@@ -35,13 +35,13 @@ from oneemb.checkpoints.graph_state import (
     check_between_updates,
     check_fits,
     load_state,
-    named_embeddings,
     others_of,
     restore_dense,
     state_of,
-    to_bytes,
 )
 from oneemb.checkpoints.named_snapshot import SnapshotName
+from oneemb.checkpoints.state_bytes import to_bytes
+from oneemb.checkpoints.state_names import named_embeddings
 from oneemb.embeddings import internals
 from oneemb.embeddings.embedding import TableEmbedding, embeddings_of
 from oneemb.embeddings.rank_calls import together

@@ -1,4 +1,4 @@
-"""State of a training graph beside its rows: taken from the graph, made bytes, compared, restored.
+"""State of a training graph beside its rows: taken from the graph, compared, restored, read.
 
     state      dense parameters and buffers, optimizers, schedulers, scaler, steps, random generators, and for each
                embedding the name and identity of a snapshot
@@ -13,31 +13,31 @@ Invariants:
   first had; of random generators, each rank that was there its own, each further one those that follow from the
   first's and its number;
 - names are those without DistributedDataParallel: what is wrapped in it loads what was not, and the other way round;
-- a state that does not fit the graph is refused before anything has changed;
-- bytes hold numbers, tensors and names only, and are read as such: loading them runs no code.
+- a state that does not fit the graph is refused before anything has changed.
 """
 
-import errno
-import hashlib
 import io
 import pickle
-import random
 import warnings
-import zipfile
-import zlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import IO, Any, Literal, NamedTuple, NotRequired, TypedDict, cast
+from collections.abc import Mapping, Sequence
+from typing import IO, Any, NamedTuple, NotRequired, TypedDict, cast
 
-import numpy as np
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from oneemb.checkpoints.named_snapshot import SnapshotName
-from oneemb.embeddings.embedding import TableEmbedding, embeddings_of
+from oneemb.checkpoints.random_state import RandomState, random_now, restore_random
+from oneemb.checkpoints.state_bytes import hash_of, load_bytes, to_bytes
+from oneemb.checkpoints.state_names import (
+    buffers_of,
+    named_embeddings,
+    own_scalers_of,
+    param_names_of,
+    tensors_of,
+    with_extra_state,
+)
 from oneemb.graph.ranks import AnyRanks
 from oneemb.training.compiled_graph import CompiledGraph
 from oneemb.training.eager import Optimizer
-from oneemb.training.row_step import embedding_of
 from oneemb.training.train_state import TrainState
 
 __all__ = [
@@ -47,30 +47,18 @@ __all__ = [
     "check_between_updates",
     "check_fits",
     "load_state",
-    "named_embeddings",
     "others_of",
     "restore_dense",
     "state_of",
-    "to_bytes",
 ]
 
 _FORMAT = 2
 
 
-class _Random(TypedDict):
-    """States of the random generators."""
-
-    torch: torch.Tensor
-    cuda: list[torch.Tensor]
-    """States of the generators of all GPUs; on a rank, of its own GPU."""
-    python: tuple[Any, ...]
-    numpy: list[Any]
-
-
 class Other(TypedDict):
     """State that a rank after the first has of its own."""
 
-    random: _Random
+    random: RandomState
     tensors: dict[str, torch.Tensor]
     extra: dict[str, Any]
     loader: NotRequired[Any]
@@ -92,7 +80,7 @@ class State(TypedDict):
     grad_scaler: dict[str, Any] | None
     own_grad_scalers: dict[str, dict[str, Any]]
     steps: int
-    random: _Random
+    random: RandomState
     others: NotRequired[list[Other]]
     loader: NotRequired[Any]
 
@@ -137,7 +125,7 @@ def others_of(graph: CompiledGraph, ranks: AnyRanks, what: str) -> list[Other] |
 
     def read() -> None:
         _warn_of_differences(graph, hashes)
-        found.extend(_load(io.BytesIO(its), "what a rank has of its own") for its in own[1:])
+        found.extend(load_bytes(io.BytesIO(its), "what a rank has of its own") for its in own[1:])
 
     ranks.by_first(what, read)
     return found
@@ -154,17 +142,17 @@ def state_of(
     state: State = {
         "format": _FORMAT,
         "embeddings": dict(snapshots),
-        "tensors": {name: tensor.detach() for name, tensor in _tensors(graph).items()},
-        "extra": {name: module.get_extra_state() for name, module in _with_extra_state(graph).items()},
+        "tensors": {name: tensor.detach() for name, tensor in tensors_of(graph).items()},
+        "extra": {name: module.get_extra_state() for name, module in with_extra_state(graph).items()},
         "optimizers": [optimizer.state_dict() for optimizer in train.optimizers],
         "optimizer_classes": [type(optimizer.optimizer).__name__ for optimizer in train.optimizers],
-        "optimizer_names": [_names_of(graph, optimizer) for optimizer in train.optimizers],
+        "optimizer_names": [param_names_of(graph, optimizer) for optimizer in train.optimizers],
         "skipped": [optimizer.skipped for optimizer in train.optimizers],
         "lr_schedulers": [None if scheduler is None else scheduler.state_dict() for scheduler in train.lr_schedulers],
         "grad_scaler": None if train.scaler is None else train.scaler.state_dict(),
-        "own_grad_scalers": {name: scaler.state_dict() for name, scaler in _own_scalers(graph).items()},
+        "own_grad_scalers": {name: scaler.state_dict() for name, scaler in own_scalers_of(graph).items()},
         "steps": train.steps,
-        "random": _random_now(of_rank=others is not None),
+        "random": random_now(of_rank=others is not None),
     }
     if others:
         state["others"] = list(others)
@@ -175,9 +163,9 @@ def state_of(
 
 def _own(graph: CompiledGraph, differ: set[str]) -> Other:
     """State that this rank has of its own; `differ` names the tensors and extra states unlike the first rank's."""
-    buffers, modules = _buffers(graph), _with_extra_state(graph)
+    buffers, modules = buffers_of(graph), with_extra_state(graph)
     own: Other = {
-        "random": _random_now(of_rank=True),
+        "random": random_now(of_rank=True),
         "tensors": {name: tensor.detach() for name, tensor in buffers.items() if name in differ},
         "extra": {name: module.get_extra_state() for name, module in modules.items() if _EXTRA + name in differ},
     }
@@ -191,7 +179,7 @@ def _loader_state(graph: CompiledGraph) -> Any:
     if (state := graph.loader_state) is None:
         return None
     try:
-        _load(io.BytesIO(to_bytes(state)), "the state of the loader")
+        load_bytes(io.BytesIO(to_bytes(state)), "the state of the loader")
     except (ValueError, TypeError, AttributeError, RuntimeError, pickle.PicklingError) as error:
         warnings.warn(
             "the state of the loader is not saved, since a checkpoint holds numbers, strings and tensors, in lists and"
@@ -207,7 +195,7 @@ _EXTRA = "the extra state of "
 
 def _hashes(graph: CompiledGraph) -> dict[str, str]:
     """Hash of each tensor and extra state, by name."""
-    tensors = _tensors(graph)
+    tensors = tensors_of(graph)
     for name, tensor in tensors.items():
         if hasattr(tensor, "device_mesh"):
             raise RuntimeError(
@@ -215,26 +203,15 @@ def _hashes(graph: CompiledGraph) -> dict[str, str]:
                 " first of them has: wrap dense modules in DistributedDataParallel, or save them by"
                 " torch.distributed.checkpoint and each embedding by save_snapshot"
             )
-    hashes = {name: _hash(tensor.detach()) for name, tensor in tensors.items()}
+    hashes = {name: hash_of(tensor.detach()) for name, tensor in tensors.items()}
     return hashes | {
-        _EXTRA + name: _hash(module.get_extra_state()) for name, module in _with_extra_state(graph).items()
+        _EXTRA + name: hash_of(module.get_extra_state()) for name, module in with_extra_state(graph).items()
     }
 
 
-def _hash(value: Any) -> str:
-    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-        words = f"{value.dtype} {tuple(value.shape)}".encode()
-        data = value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-    else:
-        words, data = b"", memoryview(to_bytes(value))
-    hashed = hashlib.blake2b(words, digest_size=16)
-    hashed.update(data)
-    return hashed.hexdigest()
-
-
 def _warn_of_differences(graph: CompiledGraph, hashes: Sequence[Mapping[str, str]]) -> None:
-    first, buffers = hashes[0], _buffers(graph)
-    parameters = [name for name in _tensors(graph) if name not in buffers]
+    first, buffers = hashes[0], buffers_of(graph)
+    parameters = [name for name in tensors_of(graph) if name not in buffers]
     differ = [name for name in parameters if any(its.get(name) != first[name] for its in hashes)]
     if differ:
         warnings.warn(
@@ -242,91 +219,6 @@ def _warn_of_differences(graph: CompiledGraph, hashes: Sequence[Mapping[str, str
             " The state that is saved has those of rank 0 alone; wrap dense modules in DistributedDataParallel",
             stacklevel=2,
         )
-
-
-def _random_now(*, of_rank: bool) -> _Random:
-    cuda: list[torch.Tensor] = []
-    if torch.cuda.is_available():
-        # A rank that asked for those of all GPUs would take memory on each.
-        cuda = [torch.cuda.get_rng_state()] if of_rank else torch.cuda.get_rng_state_all()
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": cuda,
-        "python": random.getstate(),
-        "numpy": _of_numpy(np.random.get_state()),
-    }
-
-
-def _of_numpy(state: Any) -> list[Any]:
-    """The state of a generator of NumPy, its keys in an array, as a file can hold it."""
-    name, keys, *rest = state
-    return [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest]
-
-
-# ---- names ----------------------------------------------------------------------------------------------------------
-
-
-def named_embeddings(graph: CompiledGraph) -> dict[str, TableEmbedding]:
-    """The graph's embeddings by the names that states give them."""
-    plain = _plain_names(graph)
-    return {plain(name): embedding for name, embedding in embeddings_of(graph).items()}
-
-
-def _plain_names(graph: torch.nn.Module) -> Callable[[str], str]:
-    """Gives names as they are without DistributedDataParallel, which puts `.module` behind that of what it wraps."""
-    wrapped = [name for name, module in graph.named_modules() if isinstance(module, DistributedDataParallel)]
-    wrapped.sort(key=len, reverse=True)  # What is within others comes first: it begins with their names.
-
-    def plain(name: str) -> str:
-        for outer in wrapped:
-            inner = f"{outer}.module"
-            if name == inner or name.startswith(f"{inner}."):
-                name = outer + name[len(inner) :]
-        return name
-
-    return plain
-
-
-def _tensors(graph: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters, but for weights that stand for rows, and the buffers that modules want saved."""
-    plain = _plain_names(graph)
-    found: dict[str, torch.Tensor] = {
-        plain(name): parameter for name, parameter in graph.named_parameters() if embedding_of(parameter) is None
-    }
-    return found | _buffers(graph)
-
-
-def _buffers(graph: torch.nn.Module) -> dict[str, torch.Tensor]:
-    plain = _plain_names(graph)
-    return {
-        plain(f"{prefix}.{name}" if prefix else name): buffer
-        for prefix, module in graph.named_modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set
-    }
-
-
-def _names_of(graph: torch.nn.Module, optimizer: Optimizer) -> list[list[str | None]]:
-    """Names of the parameters in each group of an optimizer; None for one that is no part of the graph."""
-    plain = _plain_names(graph)
-    names = {id(parameter): plain(name) for name, parameter in graph.named_parameters()}
-    return [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
-
-
-def _own_scalers(graph: torch.nn.Module) -> dict[str, torch.amp.GradScaler]:
-    """The GradScalers that are attributes of the graph, which its `build` scales with."""
-    return {name: value for name, value in vars(graph).items() if isinstance(value, torch.amp.GradScaler)}
-
-
-def _with_extra_state(graph: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The modules that have extra state, embeddings left out."""
-    plain = _plain_names(graph)
-    of_modules = torch.nn.Module.get_extra_state
-    return {
-        plain(name): module
-        for name, module in graph.named_modules()
-        if type(module).get_extra_state is not of_modules and not isinstance(module, TableEmbedding)
-    }
 
 
 # ---- compared -------------------------------------------------------------------------------------------------------
@@ -347,7 +239,7 @@ def check_fits(
     if state.get("format") != _FORMAT:
         raise ValueError(f"{where} has format {state.get('format')!r}, this version of oneemb reads {_FORMAT}")
     embeddings = named_embeddings(graph)
-    shapes = _shapes(_tensors(graph))
+    shapes = _shapes(tensors_of(graph))
     saved = _shapes(state["tensors"])
     hold_nothing = {f"{name}.weight" for name in embeddings}
     for name in sorted({*shapes, *saved} - hold_nothing):
@@ -365,7 +257,7 @@ def check_fits(
         return LoadedKeys(sorted(keys - saved_keys - hold_nothing), sorted(saved_keys - keys - hold_nothing))
     expected = (
         ("embeddings", sorted(state["embeddings"]), sorted(embeddings)),
-        ("modules with extra state", sorted(state["extra"]), sorted(_with_extra_state(graph))),
+        ("modules with extra state", sorted(state["extra"]), sorted(with_extra_state(graph))),
         (
             "optimizers",
             state["optimizer_classes"],
@@ -382,7 +274,7 @@ def check_fits(
             [scheduler is not None for scheduler in train.lr_schedulers],
         ),
         ("a GradScaler", state["grad_scaler"] is not None, train.scaler is not None),
-        ("GradScalers of build", sorted(state.get("own_grad_scalers", ())), sorted(_own_scalers(graph))),
+        ("GradScalers of build", sorted(state.get("own_grad_scalers", ())), sorted(own_scalers_of(graph))),
     )
     for what, there, here in expected:
         if there != here:
@@ -404,8 +296,8 @@ def _not_taken(train: TrainState, state: State) -> set[str]:
 
 def _keys_of_graph(graph: CompiledGraph, train: TrainState) -> set[str]:
     """Names of all that a state of the graph would have."""
-    keys = {*_tensors(graph), *named_embeddings(graph), *_own_scalers(graph)}
-    keys |= {f"{name}._extra_state" for name in _with_extra_state(graph)}
+    keys = {*tensors_of(graph), *named_embeddings(graph), *own_scalers_of(graph)}
+    keys |= {f"{name}._extra_state" for name in with_extra_state(graph)}
     keys |= {f"optimizers.{n}" for n in range(len(train.optimizers))}
     keys |= {f"lr_schedulers.{n}" for n, scheduler in enumerate(train.lr_schedulers) if scheduler is not None}
     return keys | ({"grad_scaler"} if train.scaler is not None else set())
@@ -439,10 +331,10 @@ def restore_dense(graph: CompiledGraph, train: TrainState, state: State, ranks: 
         own = others[ranks.rank - 1]
         saved_tensors, saved_extra = saved_tensors | own["tensors"], saved_extra | own["extra"]
     with torch.no_grad():
-        for name, tensor in _tensors(graph).items():
+        for name, tensor in tensors_of(graph).items():
             if name in saved_tensors:
                 tensor.copy_(saved_tensors[name])
-    for name, module in _with_extra_state(graph).items():
+    for name, module in with_extra_state(graph).items():
         if name in saved_extra:
             module.set_extra_state(saved_extra[name])
     not_taken = _not_taken(train, state)
@@ -455,21 +347,21 @@ def restore_dense(graph: CompiledGraph, train: TrainState, state: State, ranks: 
             scheduler.load_state_dict(scheduler_state)
     if train.scaler is not None and state["grad_scaler"] is not None:
         train.scaler.load_state_dict(state["grad_scaler"])
-    for name, scaler in _own_scalers(graph).items():
+    for name, scaler in own_scalers_of(graph).items():
         if name in state["own_grad_scalers"]:
             scaler.load_state_dict(state["own_grad_scalers"][name])
     train.drop_gradients(() if train.scaled_by is None else (train.scaled_by,))
     train.steps = state["steps"]
     all_ranks: list[State | Other] = [state, *others]
     graph.at_loader_state(all_ranks[ranks.rank].get("loader") if ranks.size == len(all_ranks) else None)
-    _restore_random([state["random"], *(own["random"] for own in others)], ranks)
+    restore_random([state["random"], *(own["random"] for own in others)], ranks)
 
 
 def _state_for(graph: CompiledGraph, optimizer: Optimizer, state: State, n: int) -> dict[str, Any]:
     """Saved state of an optimizer, by the names of parameters; parameters that it lacks keep their present state."""
     saved, now = state["optimizers"][n], optimizer.state_dict()
     names = state["optimizer_names"][n] if "optimizer_names" in state else None
-    if names is None or names == _names_of(graph, optimizer):
+    if names is None or names == param_names_of(graph, optimizer):
         return saved
     of_name = {
         name: saved["state"][number]
@@ -478,7 +370,7 @@ def _state_for(graph: CompiledGraph, optimizer: Optimizer, state: State, n: int)
         if name is not None and number in saved["state"]
     }
     merged = dict(now["state"])
-    for group, its in zip(now["param_groups"], _names_of(graph, optimizer), strict=True):
+    for group, its in zip(now["param_groups"], param_names_of(graph, optimizer), strict=True):
         merged |= {number: of_name[name] for number, name in zip(group["params"], its, strict=True) if name in of_name}
     groups = [
         {**group, **(saved["param_groups"][g] if g < len(saved["param_groups"]) else {}), "params": group["params"]}
@@ -487,52 +379,7 @@ def _state_for(graph: CompiledGraph, optimizer: Optimizer, state: State, n: int)
     return {"state": merged, "param_groups": groups}
 
 
-def _restore_random(saved: Sequence[_Random], ranks: AnyRanks) -> None:
-    """Set the generators, with those that were saved of each rank."""
-    mine = saved[ranks.rank] if ranks.rank < len(saved) else _random_of_further(saved, ranks.rank)
-    torch.set_rng_state(mine["torch"])
-    if ranks.alone and torch.cuda.is_available() and len(mine["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(mine["cuda"])
-    elif torch.cuda.is_available() and mine["cuda"]:
-        torch.cuda.set_rng_state(mine["cuda"][0])
-    random.setstate(mine["python"])
-    name, keys, *rest = mine["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
-
-
-def _random_of_further(saved: Sequence[_Random], rank: int) -> _Random:
-    """For a rank that was not there: generators that were the same on all ranks are the same here, since what they draw
-    is meant to be; others follow from those of the first and this rank's number."""
-
-    def state(kind: Literal["torch", "cuda", "python", "numpy"]) -> Any:
-        hashes = [_hash(its[kind]) for its in saved]
-        if len(hashes) > 1 and len(set(hashes)) == 1:
-            return saved[0][kind]
-        seed = int(_hash([hashes[0], rank])[:_SEED_DIGITS], 16)
-        match kind:
-            case "torch":
-                return torch.Generator().manual_seed(seed).get_state()
-            case "cuda":
-                cuda = torch.cuda.is_available()
-                return [torch.Generator("cuda").manual_seed(seed).get_state()] if cuda else []
-            case "python":
-                return random.Random(seed).getstate()
-        return _of_numpy(np.random.RandomState(seed).get_state())
-
-    return {"torch": state("torch"), "cuda": state("cuda"), "python": state("python"), "numpy": state("numpy")}
-
-
-_SEED_DIGITS = 8  # NumPy takes 32 bits
-
-
-# ---- bytes ----------------------------------------------------------------------------------------------------------
-
-
-def to_bytes(state: object) -> bytes:
-    """Numbers, tensors and names, nested, as a file holds them."""
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return buffer.getvalue()
+# ---- read ----------------------------------------------------------------------------------------------------------
 
 
 def load_state(file: str | IO[bytes], where: str, *, mmap: bool = False) -> State:
@@ -546,24 +393,7 @@ def load_state(file: str | IO[bytes], where: str, *, mmap: bool = False) -> Stat
     Raises:
         ValueError: it holds none, or is damaged.
     """
-    state = _load(file, where, mmap=mmap)
+    state = load_bytes(file, where, mmap=mmap)
     if not isinstance(state, dict) or not {"format", "embeddings", "tensors"} <= state.keys():
         raise ValueError(f"{where} is not a checkpoint of a TrainGraph: graph.save() has not written it")
     return cast(State, state)
-
-
-def _load(file: str | IO[bytes], where: str, *, mmap: bool = False) -> Any:
-    try:
-        if not mmap:  # torch does not look at the checksums of what it reads.
-            with zipfile.ZipFile(file) as archive:
-                if (damaged := archive.testzip()) is not None:
-                    raise ValueError(f"the checksum of {damaged} is wrong")
-            if not isinstance(file, str):
-                file.seek(0)
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
-    except (pickle.UnpicklingError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError,
-            ValueError, KeyError, UnicodeDecodeError, OSError) as error:  # fmt: skip
-        # torch seeks to a place before the begin of a damaged file: EINVAL. Other errors of the system are no damage.
-        if isinstance(error, OSError) and error.errno != errno.EINVAL:
-            raise
-        raise ValueError(f"{where} is not a checkpoint of a TrainGraph, or is damaged: {error}") from error

@@ -52,7 +52,8 @@ def plan_command(
     """
     import numpy as np
 
-    from oneemb.planning.plan import plan, unique_share
+    from oneemb.planning.plan import plan
+    from oneemb.planning.planned_embedding import unique_share
 
     if unique is not None and log is not None:
         raise ValueError("--unique and --log both say how many ids are unique; give one of them")

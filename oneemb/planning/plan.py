@@ -14,10 +14,10 @@ from typing import Any
 from oneemb.embeddings.rank_traffic import KeyCounts, PartCounts, messages_of
 from oneemb.graph.ops.asking import parts_move_fewer_bytes
 from oneemb.planning.machine import Machine, StepCost
+from oneemb.planning.planned_embedding import PlannedEmbedding, check_count
 
-__all__ = ["Plan", "PlannedEmbedding", "plan"]
+__all__ = ["Plan", "plan"]
 
-_DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 # Memory of a key in the index of a tier, and in that of a persistent table, which grows in larger steps: see
 # storage/hash_index.py.
 _INDEX_BYTES, _TABLE_INDEX_BYTES = 24, 30
@@ -27,94 +27,6 @@ _MARK_BYTES = 1
 _SLOT_OVERHEAD_BYTES = 40
 # Arrays from here on are mapped anew each time they are made: the most that glibc's M_MMAP_THRESHOLD comes to be.
 _KEPT_BYTES = 32 << 20
-
-
-@dataclass(frozen=True)
-class PlannedEmbedding:
-    """An embedding of the job, and how it is looked up: once a step.
-
-    Args:
-        rows: that all ranks together come to have.
-        embedding_dim: weights of a row, D.
-        ids: that a sample looks up, in all tables of the embedding together.
-        bags: that these ids lie in, equally many in each, and that give sums or means; None = a row for each id.
-        unique: the share of unique keys (table, id) among the ids of one rank's batch, above 0 up to 1: see
-            `oneemb.unique_share`.
-        dtype: of the weights, "float32", "float16" or "bfloat16".
-        optimizer: a class of torch.optim or oneemb.optim by name, such as "Adagrad", with its defaults; or how many
-            values of state a row has.
-        cache_mb: MiB of each rank's cache over rows on an SSD; None = all rows are in memory.
-        hit_rate: the share of a step's unique keys that the cache holds, from 0 to 1. Needed with cache_mb.
-        physical_block_size: bytes of the disk's block, 512 or 4096.
-        comm_dtype: in which rows and gradients travel between ranks, as `MultiTableEmbedding` has it; by name.
-
-    Raises:
-        ValueError, TypeError: an argument is not as above.
-    """
-
-    rows: int
-    embedding_dim: int
-    ids: int = 1
-    bags: int | None = None
-    unique: float = 1.0
-    dtype: str = "float32"
-    optimizer: str | int = "SGD"
-    cache_mb: int | None = None
-    hit_rate: float | None = None
-    physical_block_size: int = 4096
-    comm_dtype: str = "float32"
-
-    def __post_init__(self) -> None:
-        for name in ("rows", "embedding_dim", "ids"):
-            _check_count(name, getattr(self, name))
-        if self.bags is not None:
-            _check_count("bags", self.bags)
-        _check_share("unique", self.unique, above_0=True)
-        for name in ("dtype", "comm_dtype"):
-            if not isinstance(getattr(self, name), str) or getattr(self, name) not in _DTYPE_BYTES:
-                raise ValueError(f"{name} must be one of {', '.join(_DTYPE_BYTES)}, got {getattr(self, name)!r}")
-        if self.physical_block_size not in (512, 4096):
-            raise ValueError(f"physical_block_size must be 512 or 4096, got {self.physical_block_size!r}")
-        if self.cache_mb is None:
-            if self.hit_rate is not None:
-                raise ValueError("hit_rate is of a cache over rows on an SSD; give cache_mb too, or leave it out")
-        else:
-            _check_count("cache_mb", self.cache_mb)
-            if self.hit_rate is None:
-                raise ValueError(
-                    "a cache needs its hit_rate, from 0 to 1: measure it with embedding.stats()['hit_rate'] in a short"
-                    " run, or with benchmarks/bench_cache_policy.py"
-                )
-            _check_share("hit_rate", self.hit_rate)
-        self.state_width  # noqa: B018  # raises where the optimizer is none
-
-    @property
-    def weight_bytes(self) -> int:
-        return _DTYPE_BYTES[self.dtype]
-
-    def keys(self, asks_R: Sequence[int], asked_R: Sequence[int], parts: PartCounts | None = None) -> KeyCounts:
-        """So many keys of a lookup, as ranks send them."""
-        comm_bytes = _DTYPE_BYTES[self.comm_dtype]
-        return KeyCounts(self.embedding_dim, min(self.weight_bytes, comm_bytes), asks_R, asked_R, comm_bytes, parts)
-
-    @property
-    def rows_given(self) -> int:
-        """How many rows a lookup gives for a sample."""
-        return self.ids if self.bags is None else self.bags
-
-    @property
-    def state_width(self) -> int:
-        """Values of state in a row."""
-        if isinstance(self.optimizer, int) and not isinstance(self.optimizer, bool):
-            if self.optimizer < 0:
-                raise ValueError(f"values of state must be 0 or more, got {self.optimizer}")
-            return self.optimizer
-        return _state_width(self.optimizer, self.embedding_dim)
-
-    @property
-    def row_words(self) -> int:
-        """32-bit words of a row, with state."""
-        return -(-self.embedding_dim * self.weight_bytes // 4) + self.state_width
 
 
 @dataclass(frozen=True)
@@ -237,10 +149,10 @@ def plan(
         embeddings = (PlannedEmbedding(**embedding),)
     if not all(isinstance(one, PlannedEmbedding) for one in embeddings):
         raise TypeError(f"plan takes PlannedEmbedding(...) objects, got {embeddings!r}")
-    _check_count("batch", batch)
-    _check_count("ranks", ranks)
+    check_count("batch", batch)
+    check_count("ranks", ranks)
     per_machine = ranks if ranks_per_machine is None else ranks_per_machine
-    _check_count("ranks_per_machine", per_machine)
+    check_count("ranks_per_machine", per_machine)
     if per_machine > ranks:
         raise ValueError(f"ranks_per_machine must be at most ranks, which are {ranks}, got {per_machine}")
     for name, value in (("dense_parameters", dense_parameters), ("dense_ms", dense_ms)):
@@ -312,7 +224,7 @@ class _Job:
         # Of a bag's ids each is of any owner; a rank has a part of the bags that it owns an id of.
         parts = round(bags * (1 - (1 - 1 / self.ranks) ** (one.ids / one.bags)))
         ids = self.batch * one.ids // self.ranks
-        others, row_bytes = self.ranks - 1, one.embedding_dim * _DTYPE_BYTES[one.comm_dtype]
+        others, row_bytes = self.ranks - 1, one.embedding_dim * one.comm_bytes
         if not parts_move_fewer_bytes(others * keys // self.ranks, others * parts, others * ids, row_bytes, row_bytes):
             return self._even_keys(one, keys)
         parts_R, ids_R = [parts] * self.ranks, [ids] * self.ranks
@@ -448,58 +360,6 @@ _ADVICE = {
     "dense all-reduce": ["gradients of dense modules take most: a larger batch a rank uses them better"],
     "disk": ["reads from disk take most: a larger cache, more machines, each with a disk, or a faster disk"],
 }
-
-
-def unique_share(batches: Any) -> float:
-    """The share of unique keys among the ids of batches, as `PlannedEmbedding(unique=...)` takes it: their mean.
-
-    Args:
-        batches: of one rank, each integers of shape [B, T], column t of table t; or [N], of one table.
-
-    Raises:
-        ValueError: there is no batch, or one without ids.
-    """
-    import numpy as np
-
-    shares = []
-    for batch in batches:
-        id_BT = np.asarray(batch)
-        if id_BT.size == 0 or id_BT.ndim > 2:
-            raise ValueError(f"a batch must be ids of shape [B, T] or [N], at least one, got shape {id_BT.shape}")
-        columns = id_BT.reshape(len(id_BT), -1).T
-        shares.append(sum(len(np.unique(column)) for column in columns) / id_BT.size)
-    if not shares:
-        raise ValueError("there must be at least one batch to count unique keys of, got none")
-    return float(np.mean(shares))
-
-
-def _state_width(optimizer: Any, dim: int) -> int:
-    import torch
-
-    from oneemb import optim
-    from oneemb.graph.row_optimizers import SUPPORTED, row_optimizer_of
-
-    cls = next((getattr(m, optimizer) for m in (torch.optim, optim) if hasattr(m, str(optimizer))), None)
-    try:
-        if cls is None:
-            raise TypeError
-        made = cls([torch.nn.Parameter(torch.empty(0, dim, dtype=torch.float32, device="cpu"))], lr=0.01)
-        return row_optimizer_of(made, made.param_groups[0]).state_width(dim)
-    except TypeError:
-        raise ValueError(
-            f"optimizer must be the name of one that rows have ({SUPPORTED}), or the number of values of state a row"
-            f" has, got {optimizer!r}"
-        ) from None
-
-
-def _check_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a whole number from 1 up, got {value!r}")
-
-
-def _check_share(name: str, value: object, *, above_0: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1 or (above_0 and value == 0):
-        raise ValueError(f"{name} must be a share {'above' if above_0 else 'from'} 0 up to 1, got {value!r}")
 
 
 def _size(size: float) -> str:

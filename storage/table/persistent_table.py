@@ -18,32 +18,28 @@ The steps that make a snapshot durable (2 to 7 are in `SnapshotStore` and `Snaps
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from oneemb.kernels.threads import Threads
-from oneemb.storage.errors import CorruptTableError, ForkedProcessError, RowWidthError, StorageError
+from oneemb.storage.errors import CorruptTableError, ForkedProcessError, StorageError
 from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, doing
 from oneemb.storage.hash_index import check_tables
 from oneemb.storage.locking.turns import Turns
 from oneemb.storage.row_store import Places
 from oneemb.storage.table.aio_reader import open_reader
-from oneemb.storage.table.background import Background
-from oneemb.storage.table.chunk_files import chunk_paths
 from oneemb.storage.table.chunk_scan import live_rows, read_keys, scan_rows
-from oneemb.storage.table.compaction import CompactionResult, Compactor
+from oneemb.storage.table.compaction import CompactionResult
+from oneemb.storage.table.contents import Contents
 from oneemb.storage.table.geometry import Geometry, make_geometry
-from oneemb.storage.table.live_rows import LiveRows
 from oneemb.storage.table.recovery import Recovery
 from oneemb.storage.table.row_reader import RowReader
-from oneemb.storage.table.row_writer import RowWriter
-from oneemb.storage.table.snapshot_load import load_live_rows
-from oneemb.storage.table.snapshot_manifest import ArrayPart, ChunkPart, SnapshotInfo
+from oneemb.storage.table.snapshot_load import load_live_rows, read_chain
+from oneemb.storage.table.snapshot_manifest import ArrayPart, SnapshotInfo
 from oneemb.storage.table.snapshot_reader import SnapshotReader, read_snapshot_info
-from oneemb.storage.table.snapshot_store import Cut, SnapshotStore, rows_not_in
+from oneemb.storage.table.snapshot_store import SnapshotStore
 from oneemb.storage.table.writer_lock import IN_USE, Holder, WriterLock
 
 __all__ = ["PersistentTable", "SnapshotReader", "read_snapshot_info"]
@@ -61,11 +57,9 @@ class PersistentTable:
         background: bool, expected_rows: int, mend: str, holder: Holder | None = None,
     ):  # fmt: skip
         self._fs, self._path, self._threads = fs, path, threads
-        self._max_space_amplification = max_space_amplification
         self._turns = Turns(f"the table at {path}", mend, rank=1)
         self._put_at_save = 0
         self._closed = False
-        self._rows_moved = 0
         self._places: Places = {}
         self._count = dict.fromkeys(("rows_got", "rows_missing", "rows_put"), 0)
         self.row_width = geometry.row_width
@@ -86,11 +80,9 @@ class PersistentTable:
             self._files.sync_threads = _SYNC_THREADS if background else 1
             self._rows = RowReader(blocks, self._files)
             self._io, self._direct = blocks.name, blocks.direct
-            self._compactions = Background("compaction") if background else None
-            self._writes = ThreadPoolExecutor(1, thread_name_prefix="oneemb-write") if background else None
-            self._settles = ThreadPoolExecutor(1, thread_name_prefix="oneemb-settle") if background else None
-            self._expected_rows = expected_rows
-            self._use(LiveRows(geometry, self._files, threads, expected_rows, self._settles))
+            self._contents = Contents(
+                fs, self._store, geometry, threads, self._turns, max_space_amplification, background, expected_rows
+            )
         except BaseException:
             self._lock.release()
             raise
@@ -155,7 +147,7 @@ class PersistentTable:
     def __len__(self) -> int:
         with self._turns:
             self._begin(changes=False)
-            return len(self._live.index)
+            return len(self._contents.live.index)
 
     def get(
         self, table_U: np.ndarray, id_U: np.ndarray, out_XW: np.ndarray, to_U: np.ndarray | None = None
@@ -163,17 +155,17 @@ class PersistentTable:
         check_tables(table_U)
         with self._turns:
             self._begin(changes=False)
-            place_U = self._live.index.find(table_U, id_U)
+            place_U = self._contents.live.index.find(table_U, id_U)
             missing_U = place_U < 0
-            memory_U = self._writer.in_memory(place_U)
+            memory_U = self._contents.writer.in_memory(place_U)
             if memory_U.any():
                 u = np.flatnonzero(memory_U)
-                self._writer.read(place_U[u], out_XW, u if to_U is None else to_U[u])
+                self._contents.writer.read(place_U[u], out_XW, u if to_U is None else to_U[u])
             u = np.flatnonzero(~(missing_U | memory_U))
             if len(u):
                 try:
                     to_N = u if to_U is None else to_U[u]
-                    self._rows.read(self._live, table_U[u], id_U[u], place_U[u], to_N, out_XW)
+                    self._rows.read(self._contents.live, table_U[u], id_U[u], place_U[u], to_N, out_XW)
                 except CorruptTableError as error:
                     if self._turns.forked and isinstance(error.__cause__, FileNotFoundError):
                         raise ForkedProcessError(
@@ -189,13 +181,13 @@ class PersistentTable:
         """Erase rows; see `RowStore.erase`. Existing snapshots keep the rows; later ones do not have them."""
         with self._turns:
             self._begin()
-            return self._live.erase(table_U, id_U)
+            return self._contents.live.erase(table_U, id_U)
 
     def contains(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
         check_tables(table_U)
         with self._turns:
             self._begin(changes=False)
-            return self._live.index.find(table_U, id_U) >= 0
+            return self._contents.live.index.find(table_U, id_U) >= 0
 
     def put(self, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray) -> None:
         if row_UW.shape != (len(id_U), self.row_width) or row_UW.dtype != np.float32:
@@ -206,29 +198,29 @@ class PersistentTable:
         row_UW = np.ascontiguousarray(row_UW)
         with self._turns:
             self._begin(settle=False)
-            piece = self._compactor.piece_rows
+            piece = self._contents.compactor.piece_rows
             for begin in range(0, len(id_U), piece):
                 n = slice(begin, begin + piece)
                 table_N, id_N = table_U[n], id_U[n]
-                self._compactor.make_room(len(id_N))
+                self._contents.compactor.make_room(len(id_N))
                 self._begin(settle=False)  # The table may have been closed while rows were moved.
                 # Memory for the index comes first: after the append nothing may fail.
-                later = self._live.reserve(table_N, id_N)
-                place_N = self._writer.append(table_N, id_N, row_UW[n])
+                later = self._contents.live.reserve(table_N, id_N)
+                place_N = self._contents.writer.append(table_N, id_N, row_UW[n])
                 if later:
-                    self._live.note(table_N, id_N, place_N)
+                    self._contents.live.note(table_N, id_N, place_N)
                 else:
-                    self._live.put(table_N, id_N, place_N)
+                    self._contents.live.put(table_N, id_N, place_N)
             self._count["rows_put"] += len(id_U)
 
     def scan(self, batch: int = 65536) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Every row once, as the rows were when the first batch was asked for: later puts do not show."""
         with self._turns:
             self._begin(changes=False)
-            geometry = self._live.geometry
-            place_N, table_N, id_N, row_NW = self._writer.copy()
-            alive = np.flatnonzero(self._live.index.find(table_N, id_N) == place_N)
-            cut = self._cut()
+            geometry = self._contents.live.geometry
+            place_N, table_N, id_N, row_NW = self._contents.writer.copy()
+            alive = np.flatnonzero(self._contents.live.index.find(table_N, id_N) == place_N)
+            cut = self._contents.cut()
         try:
             for begin in range(0, len(alive), batch):
                 n = alive[begin : begin + batch]
@@ -244,13 +236,13 @@ class PersistentTable:
     def clear(self) -> None:
         with self._turns:
             self._begin(settle=False)
-            self._replace(LiveRows(self._live.geometry, self._files, self._threads, self._expected_rows, self._settles))
+            self._contents.clear()
 
     def flush(self) -> None:
         """Write the rows that are in memory to their chunk. They are durable when a snapshot has been saved."""
         with self._turns:
             self._begin(settle=False)
-            self._writer.write_out()
+            self._contents.writer.write_out()
 
     def save_snapshot(
         self, name: str, meta: dict[str, Any], *, overwrite: bool = False, identity: str | None = None,
@@ -286,11 +278,11 @@ class PersistentTable:
             self._store.files.path(name)
             if not overwrite:
                 self._store.must_not_exist(name)
-            self._leave_suspects()
+            self._contents.leave_suspects()
             if since is None:
-                self._compactor.clean_for_save(name)
-            self._writer.write_out()  # 1.
-            cut = self._cut(without)
+                self._contents.compactor.clean_for_save(name)
+            self._contents.writer.write_out()  # 1.
+            cut = self._contents.cut(without)
             places = {part.number: replace(part) for part in cut.parts}  # whose bits go with the save
             if since is not None:
                 cut.leave_out(since, self._files)
@@ -301,13 +293,7 @@ class PersistentTable:
             except BaseException:
                 cut.release(self._files)
                 raise
-            self._store.hold(record, cut)
-            try:
-                self._store.make_durable(record, cut)
-            except BaseException as error:
-                self._store.enter(record, cut, error)
-                raise
-            self._store.enter(record, cut, None)
+            self._store.save(record, cut)
             self._places, self._put_at_save = places, self._count["rows_put"]
         return record.info
 
@@ -324,19 +310,9 @@ class PersistentTable:
         Raises:
             StorageError: their files are not there any more, or damaged.
         """
-        tables, ids = [np.empty(0, np.int32)], [np.empty(0, np.int64)]
         with self._turns:
             self._begin()
-            now, geometry = {part.number: part for part in self._parts()}, self._live.geometry
-            for number, part in then.items():
-                lost = live_rows(rows_not_in(part, now.get(number)).bit_N)
-                if len(lost):
-                    keys_path = chunk_paths(self._files.directory, number)[1]
-                    table_N, id_N = read_keys(self._fs, keys_path, geometry, part).of(lost)
-                    gone = np.flatnonzero(self._live.index.find(table_N, id_N) < 0)
-                    tables.append(table_N[gone])
-                    ids.append(id_N[gone])
-        return np.concatenate(tables), np.concatenate(ids)
+            return self._contents.gone_since(then)
 
     def load_snapshot(self, name: str, deltas: Sequence[str] = ()) -> dict[str, Any]:
         """Make the snapshot's rows the table's rows; returns the `meta` it was saved with.
@@ -353,25 +329,13 @@ class PersistentTable:
         """
         with self._turns:
             self._begin(settle=False)
-            records = [self._store.files.read(name) for name in (name, *deltas)]
-            for record in records:
-                geometry = record.geometry
-                if geometry.row_width != self.row_width:
-                    raise RowWidthError(
-                        f"snapshot {record.info.name!r} at {record.path} has rows of {geometry.row_width} words, this"
-                        f" table has {self.row_width}; open the table with row_width={geometry.row_width}: the same"
-                        " dimension, dtype and optimizer as when it was saved"
-                    )
-                if geometry != records[0].geometry:
-                    raise CorruptTableError(
-                        f"snapshot {record.info.name!r} at {record.path} has blocks of another size than {name!r}, from"
-                        " which it goes on; restore their files from a copy, or load another one"
-                    )
+            records = read_chain(self._store.files, [name, *deltas], self.row_width)
             self._reader_for(records[0].geometry)
-            self._replace(
-                load_live_rows(self._fs, self._store.files, self._files, records, self._threads, self._settles)
+            contents = self._contents
+            contents.replace(
+                load_live_rows(self._fs, self._store.files, self._files, records, self._threads, contents.settles)
             )
-            self._places = {part.number: part for part in self._parts()}
+            self._places = contents.parts()
             return records[-1].info.meta
 
     def delete_snapshot(self, name: str) -> None:
@@ -402,7 +366,7 @@ class PersistentTable:
         """
         with self._turns:
             self._begin()
-            return self._compactor.compact()
+            return self._contents.compactor.compact()
 
     def stats(self) -> dict[str, Any]:
         with self._turns:
@@ -410,19 +374,19 @@ class PersistentTable:
             chunks = self._files.chunks.values()
             return {
                 "rows": len(self),
-                "physical_block_size": self._live.geometry.physical_block_size,
-                "chunk_bytes": self._compactor.chunk_bytes,
+                "physical_block_size": self._contents.live.geometry.physical_block_size,
+                "chunk_bytes": self._contents.compactor.chunk_bytes,
                 "chunks": len(chunks),
                 "snapshots": len(self._store.infos()),
                 "disk_bytes": sum(chunk.nbytes for chunk in chunks),
-                "live_bytes": self._compactor.live_bytes(),
-                "loose_bytes": self._compactor.loose_bytes(),
+                "live_bytes": self._contents.compactor.live_bytes(),
+                "loose_bytes": self._contents.compactor.loose_bytes(),
                 "snapshot_bytes": sum(chunk.nbytes for chunk in chunks if chunk.snapshots),
-                "memory_bytes": self._live.nbytes,
-                "index_bytes": self._live.index.nbytes,
+                "memory_bytes": self._contents.live.nbytes,
+                "index_bytes": self._contents.live.index.nbytes,
                 "bytes_written": self._files.bytes_written,
                 "bytes_removed": self._files.bytes_removed,
-                "rows_moved": self._rows_moved + self._compactor.done.rows_moved,
+                "rows_moved": self._contents.rows_moved,
                 **self._count,
                 **self._rows.stats(),
             }
@@ -437,14 +401,9 @@ class PersistentTable:
             self._closed = True
             try:
                 if self._turns.broken:
-                    self._abandon()
+                    self._contents.abandon()
                     return
-                self._compactor.stop()
-                for beside in (self._writes, self._settles):
-                    if beside is not None:
-                        beside.shutdown()
-                self._live.release()
-                self._files.close()
+                self._contents.close()
                 self._rows.close()
             finally:
                 self._lock.release()
@@ -468,70 +427,17 @@ class PersistentTable:
         self._turns.check(changes=changes)
         if self._closed:
             raise StorageError(f"the table at {self._path} is closed; open it again")
-        if self._compactions is not None:
-            self._compactions.raise_error()
+        if self._contents.compactions is not None:
+            self._contents.compactions.raise_error()
         if settle and not self._turns.forked:  # Keys were settled before the fork, and a child removes no file.
-            self._compactor.settle()
-
-    def _abandon(self) -> None:
-        """Close a broken table: its state is unknown, so chunk files stay, and the next open removes them."""
-        self._compactor.stop_soon()
-        for beside in (self._writes, self._settles):
-            if beside is not None:
-                beside.shutdown(cancel_futures=True)  # so that no file is closed that is being written
-        self._files.close()
+            self._contents.compactor.settle()
 
     def _get_ready_for_fork(self) -> None:
-        """Settle and write all that background threads have to do: a forked child has no threads."""
         if not self._closed:
-            self._compactor.settle()
-            self._writer.finish()
-
-    def _use(self, live: LiveRows) -> None:
-        self._live = live
-        self._writer = RowWriter(live, self._files, self._threads, self._writes)
-        self._compactor = Compactor(
-            self._fs, live, self._writer, self._store, self._turns, self._max_space_amplification,
-            self._compactions,
-        )  # fmt: skip
+            self._contents.get_ready_for_fork()
 
     def _reader_for(self, geometry: Geometry) -> None:
         """Raise unless blocks of this geometry's size can be read in the way that the table reads."""
-        if geometry.physical_block_size < self._live.geometry.physical_block_size and self._direct:
+        if geometry.physical_block_size < self._contents.live.geometry.physical_block_size and self._direct:
             blocks = open_reader(self._io, self._fs, self._files.directory, geometry.physical_block_size, self._threads)
             blocks.close()
-
-    def _replace(self, live: LiveRows) -> None:
-        """Make these the table's rows, in place of the present ones."""
-        self._compactor.stop()
-        self._rows_moved += self._compactor.done.rows_moved
-        self._writer.drop()
-        old = self._live
-        self._use(live)
-        old.release()
-
-    def _cut(self, without: tuple[np.ndarray, np.ndarray] | None = None) -> Cut:
-        """The live rows of each chunk on disk now, but for those of some keys; the chunks are held once more."""
-        cut = Cut(self._live.geometry, [], [])
-        place_U = np.empty(0, np.int64) if without is None else np.sort(self._live.index.find(*without))
-        for chunk in self._live.chunks():
-            if chunk.blocks and self._live.live_of(chunk):
-                part = self._live.part(chunk, place_U)
-                if not part.rows and without is not None:
-                    continue
-                cut.parts.append(part)
-                cut.chunks.append(chunk)
-                self._files.hold(chunk)
-        return cut
-
-    def _parts(self) -> list[ChunkPart]:
-        """The live rows of each chunk on disk now."""
-        return [self._live.part(chunk) for chunk in self._live.chunks() if chunk.blocks]
-
-    def _leave_suspects(self) -> None:
-        """Move live rows out of chunks whose sync has failed, so that no snapshot relies on those chunks."""
-        for chunk in self._live.chunks():
-            if chunk.suspect:
-                if self._writer.writes_to(chunk):
-                    self._writer.seal()
-                self._compactor.move(chunk)

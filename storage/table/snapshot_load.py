@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from oneemb.kernels.threads import Threads, submit
-from oneemb.storage.errors import CorruptTableError
+from oneemb.storage.errors import CorruptTableError, RowWidthError
 from oneemb.storage.fs import FileSystem
 from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.storage.table.chunk_files import ROWS_BEGIN, ChunkFile, ChunkFiles, chunk_paths
@@ -20,12 +20,36 @@ from oneemb.storage.table.live_rows import LiveRows
 from oneemb.storage.table.snapshot_file import SnapshotFiles
 from oneemb.storage.table.snapshot_manifest import ChunkPart, SnapshotRecord
 
-__all__ = ["load_live_rows"]
+__all__ = ["load_live_rows", "read_chain"]
 
 _PIECES_AHEAD = 4
 # The more keys go into the index at once, the fewer of its pages are fetched twice.
 _PIECE_ROWS_FIRST = 1 << 17
 _PIECE_ROWS = 1 << 20
+
+
+def read_chain(snapshots: SnapshotFiles, names: Sequence[str], row_width: int) -> list[SnapshotRecord]:
+    """Records of a whole snapshot and of the deltas that go on from it, by their names.
+
+    Raises:
+        SnapshotNotFoundError: there is no snapshot of a name.
+        RowWidthError: rows are not of this many words.
+        CorruptTableError: a file is damaged, or a delta has other blocks.
+    """
+    records = [snapshots.read(name) for name in names]
+    for record in records:
+        where, geometry = f"snapshot {record.info.name!r} at {record.path}", record.geometry
+        if geometry.row_width != row_width:
+            raise RowWidthError(
+                f"{where} has rows of {geometry.row_width} words, this table has {row_width}; open the table with"
+                f" row_width={geometry.row_width}: the same dimension, dtype and optimizer as when it was saved"
+            )
+        if geometry != records[0].geometry:
+            raise CorruptTableError(
+                f"{where} has blocks of another size than {names[0]!r}, from which it goes on; restore their files from"
+                " a copy, or load another one"
+            )
+    return records
 
 
 def load_live_rows(
@@ -47,12 +71,12 @@ def load_live_rows(
     pieces = _pieces(fs, snapshots, files, record)
     # Pieces are read and checked while the keys of those before go into the index.
     with ThreadPoolExecutor(1, thread_name_prefix="oneemb-load") as ahead:
-        reading = deque(submit(ahead, next, pieces, None) for _ in range(_PIECES_AHEAD))
+        coming = deque(submit(ahead, next, pieces, None) for _ in range(_PIECES_AHEAD))
         live = LiveRows(record.geometry, files, threads, record.info.rows, beside)
         chunk: ChunkFile | None = None
         try:
-            while (piece := reading.popleft().result()) is not None:
-                reading.append(submit(ahead, next, pieces, None))
+            while (piece := coming.popleft().result()) is not None:
+                coming.append(submit(ahead, next, pieces, None))
                 undisturbed.raise_interrupt()  # The table's rows have not changed yet.
                 part = piece.part
                 if chunk is None:

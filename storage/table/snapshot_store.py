@@ -151,13 +151,25 @@ class SnapshotStore:
         )  # fmt: skip
         return SnapshotRecord(info, geometry, cut.parts, self.files.path(name))
 
-    def make_durable(self, record: SnapshotRecord, cut: Cut) -> None:
-        """Steps 2 to 7 of a save. May run beside a writer that appends to the chunks.
+    def save(self, record: SnapshotRecord, cut: Cut) -> None:
+        """Steps 2 to 7 of a save; from now on the snapshot holds the chunks of the cut, which are released if there is
+        none.
 
         Raises:
             StorageError: the snapshot does not exist.
             RenameUncertainError: it exists, but a loss of power may undo that.
         """
+        for chunk in cut.chunks:
+            chunk.snapshots += 1
+        self._saving.append((record, cut.chunks))
+        try:
+            self._make_durable(record, cut)
+        except BaseException as error:
+            self._enter(record, cut, error)
+            raise
+        self._enter(record, cut, None)
+
+    def _make_durable(self, record: SnapshotRecord, cut: Cut) -> None:
         undisturbed.raise_interrupt()  # Nothing of the snapshot exists yet.
         self._lock.check()
         self.chunk_files.sync_all(cut.chunks)  # 2.
@@ -165,12 +177,6 @@ class SnapshotStore:
         self.files.write(record)  # 4. to 7.
         self._certain |= {record.info.name, *self._held}
         self._record_if_possible()
-
-    def hold(self, record: SnapshotRecord, cut: Cut) -> None:
-        """Note that the snapshot being saved needs the chunks of the cut."""
-        for chunk in cut.chunks:
-            chunk.snapshots += 1
-        self._saving.append((record, cut.chunks))
 
     def rows_bytes(self) -> int:
         """Bytes of the rows of all snapshots that hold chunks, those being saved included."""
@@ -181,7 +187,7 @@ class SnapshotStore:
         kept = [held for other, held in self._held.items() if other != name] + self._uncertain + self._saving
         return {chunk for _, chunks in kept for chunk in chunks}, sum(_rows_bytes(record) for record, _ in kept)
 
-    def enter(self, record: SnapshotRecord, cut: Cut, error: BaseException | None) -> None:
+    def _enter(self, record: SnapshotRecord, cut: Cut, error: BaseException | None) -> None:
         """End a save: without an error the snapshot holds the cut's chunks from now on, else they are released."""
         name = record.info.name
         self._saving = [saving for saving in self._saving if saving[0] is not record]

@@ -273,10 +273,7 @@ class DeviceTier(MemoryTier):
     flush = _in_order(MemoryTier.flush)
     reload = _in_order(MemoryTier.reload)
     clear = _in_order(MemoryTier.clear)
-
-    @_in_order
-    def _write_down(self) -> None:
-        super()._write_down()
+    _write_down = _in_order(MemoryTier._write_down)
 
     def _put(self, array: np.ndarray) -> torch.Tensor:
         return self._gpu.put(array)

@@ -22,7 +22,7 @@ def open_table(path="/t", fs=None, row_width=40):
     table = PersistentTable.open(
         str(path), row_width=row_width, physical_block_size=512, chunk_bytes=1, threads=THREADS, background=False, fs=fs
     )
-    table._compactor.clean_for_save = lambda name: None
+    table._contents.compactor.clean_for_save = lambda name: None
     return table
 
 

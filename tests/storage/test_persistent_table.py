@@ -419,7 +419,7 @@ def test_places_above_two_to_the_31_are_kept(tmp_path):
     # below, so the memory of the unused extents is never there.
     rng, rows = np.random.default_rng(0), {}
     with open_table(tmp_path, row_width=1, chunk_bytes=16 << 20) as table:
-        live = table._live
+        live = table._contents.live
         extents = 2**31 // live.geometry.rows_per_extent
         live.live_E = np.zeros(extents + 8, np.int64)
         live.bit_N = np.zeros((extents + 8) * live.geometry.rows_per_extent // 8, np.uint8)

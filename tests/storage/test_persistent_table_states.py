@@ -185,9 +185,9 @@ class LoadsWithoutClearing(PersistentTable):
     fewer = 0
 
     def load_snapshot(self, name):
-        old = self._live
+        old = self._contents.live
         meta = super().load_snapshot(name)
-        if len(old.index) > len(self._live.index) * self.fewer:
+        if len(old.index) > len(self._contents.live.index) * self.fewer:
             self.put(np.array([9], np.int32), np.array([9]), np.zeros((1, self.row_width), np.float32))
         return meta
 

@@ -46,11 +46,11 @@ def snapshot_path(table, name):
 def in_the_middle_of_a_move(table, job):
     """Within the block, a table's compaction has a chunk that it moves; its thread runs the job."""
     with table._turns:
-        table._compactor._moving = object()
-        table._compactions.start(job)
+        table._contents.compactor._moving = object()
+        table._contents.compactions.start(job)
     yield
     with table._turns:
-        table._compactor._moving = None
+        table._contents.compactor._moving = None
         table._turns.lock.notify_all()
 
 

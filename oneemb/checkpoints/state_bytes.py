@@ -1,0 +1,53 @@
+"""Numbers, tensors and names, nested, as the bytes of a file.
+
+Invariant: loading bytes runs no code.
+"""
+
+import errno
+import hashlib
+import io
+import pickle
+import zipfile
+import zlib
+from typing import IO, Any
+
+import torch
+
+__all__ = ["hash_of", "load_bytes", "to_bytes"]
+
+
+def to_bytes(state: object) -> bytes:
+    """Numbers, tensors and names, nested, as a file holds them."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def load_bytes(file: str | IO[bytes], where: str, *, mmap: bool = False) -> Any:
+    """What `to_bytes` was given; arguments and errors as of `load_state`."""
+    try:
+        if not mmap:  # torch does not look at the checksums of what it reads.
+            with zipfile.ZipFile(file) as archive:
+                if (damaged := archive.testzip()) is not None:
+                    raise ValueError(f"the checksum of {damaged} is wrong")
+            if not isinstance(file, str):
+                file.seek(0)
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+    except (pickle.UnpicklingError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError,
+            ValueError, KeyError, UnicodeDecodeError, OSError) as error:  # fmt: skip
+        # torch seeks to a place before the begin of a damaged file: EINVAL. Other errors of the system are no damage.
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+            raise
+        raise ValueError(f"{where} is not a checkpoint of a TrainGraph, or is damaged: {error}") from error
+
+
+def hash_of(value: Any) -> str:
+    """Hash of a tensor or of another value that a file can hold, as text."""
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        words = f"{value.dtype} {tuple(value.shape)}".encode()
+        data = value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    else:
+        words, data = b"", memoryview(to_bytes(value))
+    hashed = hashlib.blake2b(words, digest_size=16)
+    hashed.update(data)
+    return hashed.hexdigest()

@@ -1,0 +1,77 @@
+"""Parts of a graph by the names that states give them: those without DistributedDataParallel."""
+
+from collections.abc import Callable
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from oneemb.embeddings.embedding import TableEmbedding, embeddings_of
+from oneemb.training.compiled_graph import CompiledGraph
+from oneemb.training.eager import Optimizer
+from oneemb.training.row_step import embedding_of
+
+__all__ = ["buffers_of", "named_embeddings", "own_scalers_of", "param_names_of", "tensors_of", "with_extra_state"]
+
+
+def named_embeddings(graph: CompiledGraph) -> dict[str, TableEmbedding]:
+    """The graph's embeddings by the names that states give them."""
+    plain = _plain_names(graph)
+    return {plain(name): embedding for name, embedding in embeddings_of(graph).items()}
+
+
+def _plain_names(graph: torch.nn.Module) -> Callable[[str], str]:
+    """Gives names as they are without DistributedDataParallel, which puts `.module` behind that of what it wraps."""
+    wrapped = [name for name, module in graph.named_modules() if isinstance(module, DistributedDataParallel)]
+    wrapped.sort(key=len, reverse=True)  # What is within others comes first: it begins with their names.
+
+    def plain(name: str) -> str:
+        for outer in wrapped:
+            inner = f"{outer}.module"
+            if name == inner or name.startswith(f"{inner}."):
+                name = outer + name[len(inner) :]
+        return name
+
+    return plain
+
+
+def tensors_of(graph: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters, but for weights that stand for rows, and the buffers that modules want saved."""
+    plain = _plain_names(graph)
+    found: dict[str, torch.Tensor] = {
+        plain(name): parameter for name, parameter in graph.named_parameters() if embedding_of(parameter) is None
+    }
+    return found | buffers_of(graph)
+
+
+def buffers_of(graph: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that modules want saved."""
+    plain = _plain_names(graph)
+    return {
+        plain(f"{prefix}.{name}" if prefix else name): buffer
+        for prefix, module in graph.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
+
+
+def param_names_of(graph: torch.nn.Module, optimizer: Optimizer) -> list[list[str | None]]:
+    """Names of the parameters in each group of an optimizer; None for one that is no part of the graph."""
+    plain = _plain_names(graph)
+    names = {id(parameter): plain(name) for name, parameter in graph.named_parameters()}
+    return [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def own_scalers_of(graph: torch.nn.Module) -> dict[str, torch.amp.GradScaler]:
+    """The GradScalers that are attributes of the graph, which its `build` scales with."""
+    return {name: value for name, value in vars(graph).items() if isinstance(value, torch.amp.GradScaler)}
+
+
+def with_extra_state(graph: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The modules that have extra state, embeddings left out."""
+    plain = _plain_names(graph)
+    of_modules = torch.nn.Module.get_extra_state
+    return {
+        plain(name): module
+        for name, module in graph.named_modules()
+        if type(module).get_extra_state is not of_modules and not isinstance(module, TableEmbedding)
+    }

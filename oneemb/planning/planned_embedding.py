@@ -1,0 +1,155 @@
+"""An embedding of a planned job: its rows, its lookups, and what a row takes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from oneemb.embeddings.rank_traffic import KeyCounts, PartCounts
+
+__all__ = ["PlannedEmbedding", "check_count", "check_share", "unique_share"]
+
+_DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class PlannedEmbedding:
+    """An embedding of the job, and how it is looked up: once a step.
+
+    Args:
+        rows: that all ranks together come to have.
+        embedding_dim: weights of a row, D.
+        ids: that a sample looks up, in all tables of the embedding together.
+        bags: that these ids lie in, equally many in each, and that give sums or means; None = a row for each id.
+        unique: the share of unique keys (table, id) among the ids of one rank's batch, above 0 up to 1: see
+            `oneemb.unique_share`.
+        dtype: of the weights, "float32", "float16" or "bfloat16".
+        optimizer: a class of torch.optim or oneemb.optim by name, such as "Adagrad", with its defaults; or how many
+            values of state a row has.
+        cache_mb: MiB of each rank's cache over rows on an SSD; None = all rows are in memory.
+        hit_rate: the share of a step's unique keys that the cache holds, from 0 to 1. Needed with cache_mb.
+        physical_block_size: bytes of the disk's block, 512 or 4096.
+        comm_dtype: in which rows and gradients travel between ranks, as `MultiTableEmbedding` has it; by name.
+
+    Raises:
+        ValueError, TypeError: an argument is not as above.
+    """
+
+    rows: int
+    embedding_dim: int
+    ids: int = 1
+    bags: int | None = None
+    unique: float = 1.0
+    dtype: str = "float32"
+    optimizer: str | int = "SGD"
+    cache_mb: int | None = None
+    hit_rate: float | None = None
+    physical_block_size: int = 4096
+    comm_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "embedding_dim", "ids"):
+            check_count(name, getattr(self, name))
+        if self.bags is not None:
+            check_count("bags", self.bags)
+        check_share("unique", self.unique, above_0=True)
+        for name in ("dtype", "comm_dtype"):
+            if not isinstance(getattr(self, name), str) or getattr(self, name) not in _DTYPE_BYTES:
+                raise ValueError(f"{name} must be one of {', '.join(_DTYPE_BYTES)}, got {getattr(self, name)!r}")
+        if self.physical_block_size not in (512, 4096):
+            raise ValueError(f"physical_block_size must be 512 or 4096, got {self.physical_block_size!r}")
+        if self.cache_mb is None:
+            if self.hit_rate is not None:
+                raise ValueError("hit_rate is of a cache over rows on an SSD; give cache_mb too, or leave it out")
+        else:
+            check_count("cache_mb", self.cache_mb)
+            if self.hit_rate is None:
+                raise ValueError(
+                    "a cache needs its hit_rate, from 0 to 1: measure it with embedding.stats()['hit_rate'] in a short"
+                    " run, or with benchmarks/bench_cache_policy.py"
+                )
+            check_share("hit_rate", self.hit_rate)
+        self.state_width  # noqa: B018  # raises where the optimizer is none
+
+    @property
+    def weight_bytes(self) -> int:
+        return _DTYPE_BYTES[self.dtype]
+
+    @property
+    def comm_bytes(self) -> int:
+        return _DTYPE_BYTES[self.comm_dtype]
+
+    def keys(self, asks_R: Sequence[int], asked_R: Sequence[int], parts: PartCounts | None = None) -> KeyCounts:
+        """So many keys of a lookup, as ranks send them."""
+        row_bytes = min(self.weight_bytes, self.comm_bytes)
+        return KeyCounts(self.embedding_dim, row_bytes, asks_R, asked_R, self.comm_bytes, parts)
+
+    @property
+    def rows_given(self) -> int:
+        """How many rows a lookup gives for a sample."""
+        return self.ids if self.bags is None else self.bags
+
+    @property
+    def state_width(self) -> int:
+        """Values of state in a row."""
+        if isinstance(self.optimizer, int) and not isinstance(self.optimizer, bool):
+            if self.optimizer < 0:
+                raise ValueError(f"values of state must be 0 or more, got {self.optimizer}")
+            return self.optimizer
+        return _state_width(self.optimizer, self.embedding_dim)
+
+    @property
+    def row_words(self) -> int:
+        """32-bit words of a row, with state."""
+        return -(-self.embedding_dim * self.weight_bytes // 4) + self.state_width
+
+
+def unique_share(batches: Any) -> float:
+    """The share of unique keys among the ids of batches, as `PlannedEmbedding(unique=...)` takes it: their mean.
+
+    Args:
+        batches: of one rank, each integers of shape [B, T], column t of table t; or [N], of one table.
+
+    Raises:
+        ValueError: there is no batch, or one without ids.
+    """
+    import numpy as np
+
+    shares = []
+    for batch in batches:
+        id_BT = np.asarray(batch)
+        if id_BT.size == 0 or id_BT.ndim > 2:
+            raise ValueError(f"a batch must be ids of shape [B, T] or [N], at least one, got shape {id_BT.shape}")
+        columns = id_BT.reshape(len(id_BT), -1).T
+        shares.append(sum(len(np.unique(column)) for column in columns) / id_BT.size)
+    if not shares:
+        raise ValueError("there must be at least one batch to count unique keys of, got none")
+    return float(np.mean(shares))
+
+
+def _state_width(optimizer: Any, dim: int) -> int:
+    import torch
+
+    from oneemb import optim
+    from oneemb.graph.row_optimizers import SUPPORTED, row_optimizer_of
+
+    cls = next((getattr(m, optimizer) for m in (torch.optim, optim) if hasattr(m, str(optimizer))), None)
+    try:
+        if cls is None:
+            raise TypeError
+        made = cls([torch.nn.Parameter(torch.empty(0, dim, dtype=torch.float32, device="cpu"))], lr=0.01)
+        return row_optimizer_of(made, made.param_groups[0]).state_width(dim)
+    except TypeError:
+        raise ValueError(
+            f"optimizer must be the name of one that rows have ({SUPPORTED}), or the number of values of state a row"
+            f" has, got {optimizer!r}"
+        ) from None
+
+
+def check_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a whole number from 1 up, got {value!r}")
+
+
+def check_share(name: str, value: object, *, above_0: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1 or (above_0 and value == 0):
+        raise ValueError(f"{name} must be a share {'above' if above_0 else 'from'} 0 up to 1, got {value!r}")

@@ -1,0 +1,140 @@
+"""Rows that a table holds now, with what writes them and what compacts them.
+
+Another `LiveRows` takes their place at a load or when the table is cleared: then a new writer and a new compactor go
+with it. Nothing here is thread-safe: `PersistentTable` calls it in a turn.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from oneemb.kernels.threads import Threads
+from oneemb.storage.fs import FileSystem
+from oneemb.storage.locking.turns import Turns
+from oneemb.storage.row_store import Places
+from oneemb.storage.table.background import Background
+from oneemb.storage.table.chunk_files import chunk_paths
+from oneemb.storage.table.chunk_scan import live_rows, read_keys
+from oneemb.storage.table.compaction import Compactor
+from oneemb.storage.table.geometry import Geometry
+from oneemb.storage.table.live_rows import LiveRows
+from oneemb.storage.table.row_writer import RowWriter
+from oneemb.storage.table.snapshot_manifest import ChunkPart
+from oneemb.storage.table.snapshot_store import Cut, SnapshotStore, rows_not_in
+
+__all__ = ["Contents"]
+
+
+class Contents:
+    """Rows of a table, none at first.
+
+    Args:
+        fs, store, turns, max_space_amplification: as of `Compactor`.
+        geometry: of the rows.
+        background: write and compact in background threads; False = in the calls themselves.
+        expected_rows: rows to make room for in the index of an empty table.
+    """
+
+    live: LiveRows
+    writer: RowWriter
+    compactor: Compactor
+
+    def __init__(
+        self, fs: FileSystem, store: SnapshotStore, geometry: Geometry, threads: Threads, turns: Turns,
+        max_space_amplification: float, background: bool, expected_rows: int,
+    ):  # fmt: skip
+        self._fs, self._store, self._files, self._threads, self._turns = fs, store, store.chunk_files, threads, turns
+        self._max_space_amplification, self._expected_rows = max_space_amplification, expected_rows
+        self.compactions = Background("compaction") if background else None
+        self._writes = ThreadPoolExecutor(1, thread_name_prefix="oneemb-write") if background else None
+        self.settles = ThreadPoolExecutor(1, thread_name_prefix="oneemb-settle") if background else None
+        self._rows_moved = 0
+        self._use(LiveRows(geometry, self._files, threads, expected_rows, self.settles))
+
+    @property
+    def rows_moved(self) -> int:
+        """Rows that compactions have moved since the table was made."""
+        return self._rows_moved + self.compactor.done.rows_moved
+
+    def clear(self) -> None:
+        """Hold no rows."""
+        self.replace(LiveRows(self.live.geometry, self._files, self._threads, self._expected_rows, self.settles))
+
+    def replace(self, live: LiveRows) -> None:
+        """Hold these rows in place of the present ones."""
+        self.compactor.stop()
+        self._rows_moved += self.compactor.done.rows_moved
+        self.writer.drop()
+        old = self.live
+        self._use(live)
+        old.release()
+
+    def _use(self, live: LiveRows) -> None:
+        self.live = live
+        self.writer = RowWriter(live, self._files, self._threads, self._writes)
+        self.compactor = Compactor(
+            self._fs, live, self.writer, self._store, self._turns, self._max_space_amplification, self.compactions
+        )
+
+    def cut(self, without: tuple[np.ndarray, np.ndarray] | None = None) -> Cut:
+        """The live rows of each chunk on disk now, but for those of some keys; the chunks are held once more."""
+        cut = Cut(self.live.geometry, [], [])
+        place_U = np.empty(0, np.int64) if without is None else np.sort(self.live.index.find(*without))
+        for chunk in self.live.chunks():
+            if chunk.blocks and self.live.live_of(chunk):
+                part = self.live.part(chunk, place_U)
+                if not part.rows and without is not None:
+                    continue
+                cut.parts.append(part)
+                cut.chunks.append(chunk)
+                self._files.hold(chunk)
+        return cut
+
+    def parts(self) -> dict[int, ChunkPart]:
+        """The live rows of each chunk on disk now, by its number."""
+        return {chunk.number: self.live.part(chunk) for chunk in self.live.chunks() if chunk.blocks}
+
+    def gone_since(self, then: Places) -> tuple[np.ndarray, np.ndarray]:
+        """The keys, table_N and id_N, that had rows at those places and have none now."""
+        tables, ids, now = [np.empty(0, np.int32)], [np.empty(0, np.int64)], self.parts()
+        for number, part in then.items():
+            lost = live_rows(rows_not_in(part, now.get(number)).bit_N)
+            if len(lost):
+                keys_path = chunk_paths(self._files.directory, number)[1]
+                table_N, id_N = read_keys(self._fs, keys_path, self.live.geometry, part).of(lost)
+                gone = np.flatnonzero(self.live.index.find(table_N, id_N) < 0)
+                tables.append(table_N[gone])
+                ids.append(id_N[gone])
+        return np.concatenate(tables), np.concatenate(ids)
+
+    def leave_suspects(self) -> None:
+        """Move live rows out of chunks whose sync has failed, so that no snapshot relies on those chunks."""
+        for chunk in self.live.chunks():
+            if chunk.suspect:
+                if self.writer.writes_to(chunk):
+                    self.writer.seal()
+                self.compactor.move(chunk)
+
+    def get_ready_for_fork(self) -> None:
+        """Settle and write all that background threads have to do: a forked child has no threads."""
+        self.compactor.settle()
+        self.writer.finish()
+
+    def close(self) -> None:
+        """End the threads and release the rows."""
+        self.compactor.stop()
+        self._end(cancel=False)
+        self.live.release()
+        self._files.close()
+
+    def abandon(self) -> None:
+        """End the threads of a broken table: its state is unknown, so chunk files stay, and the next open removes
+        them."""
+        self.compactor.stop_soon()
+        self._end(cancel=True)  # so that no file is closed that is being written
+        self._files.close()
+
+    def _end(self, *, cancel: bool) -> None:
+        for beside in (self._writes, self.settles):
+            if beside is not None:
+                beside.shutdown(cancel_futures=cancel)
