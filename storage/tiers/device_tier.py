@@ -273,7 +273,10 @@ class DeviceTier(MemoryTier):
     flush = _in_order(MemoryTier.flush)
     reload = _in_order(MemoryTier.reload)
     clear = _in_order(MemoryTier.clear)
-    _write_down = _in_order(MemoryTier._write_down)
+
+    @_in_order
+    def _write_down(self) -> None:
+        super()._write_down()
 
     def _put(self, array: np.ndarray) -> torch.Tensor:
         return self._gpu.put(array)
@@ -325,9 +328,6 @@ class DeviceTier(MemoryTier):
             **self._counters.stats(),
             "bytes": len(self.pin_S) * (self._limits.slot_bytes - _INDEX_BYTES) + self._index.nbytes,
         }
-
-    def close(self) -> None:
-        self._forget()
 
     # ---- inside -----------------------------------------------------------------------------------------------
 

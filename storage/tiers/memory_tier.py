@@ -274,6 +274,9 @@ class MemoryTier(ABC):
         with changing:
             self._forget()
 
+    def close(self) -> None:
+        self._forget()
+
     def only_read(self) -> None:
         """In a child of fork: keep no row of those that are read."""
         self._keeps_reads = False
