@@ -24,6 +24,7 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oneemb.graph.arguments import Lookup
+from oneemb.storage.locking.undisturbed import undisturbed
 
 __all__ = ["Tape", "version_of"]
 
@@ -31,6 +32,14 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     f"__{name}__": getattr(operator, name)
     for name in "getitem add sub mul truediv floordiv mod lshift rshift neg invert eq ne lt le gt ge".split()
 } | {"__and__": operator.and_, "__or__": operator.or_, "__xor__": operator.xor}
+
+
+class _Graph(fx.Graph):
+    """A graph whose nodes are made undisturbed: in torch's C code a KeyboardInterrupt would become a SystemError."""
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        with undisturbed:
+            return super().create_node(*args, **kwargs)
 
 
 class _Unknown(Exception):
@@ -51,7 +60,7 @@ class Tape:
         """Tensors from outside the batch, by the names that the graph has for them."""
         self.others = 0
         """Lookups that are not recorded: their ids do not come from the batch alone, or they are left out."""
-        self._graph = fx.Graph()
+        self._graph = _Graph()
         self._lookups: list[fx.Node] = []
         self._known: dict[int, tuple[object, int, fx.Node]] = {}
         """By identity: the objects that come from the batch alone, with the version in which they do."""

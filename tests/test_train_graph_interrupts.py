@@ -120,6 +120,39 @@ def test_ctrl_c_while_the_loader_is_waited_for_and_again_while_the_thread_is():
     assert moments == ["next", "_wait"] and threads() == [] and pinned(graph) == 0
 
 
+def test_ctrl_c_while_torch_makes_a_node_of_a_graph_comes_afterwards(monkeypatch):
+    # In torch's C code what Ctrl-C raises would become a SystemError.
+    begun, made = [], []
+    create_node = torch.fx.Graph.create_node
+
+    def interrupted_at(at, graph):
+        def create(*args, **kwargs):
+            begun.append(args)
+            if len(begun) == at:
+                signal.raise_signal(signal.SIGINT)
+            made.append(create_node(*args, **kwargs))
+            return made[-1]
+
+        begun.clear(), made.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.fx.Graph, "create_node", create)
+            graph(*batches[0])
+
+    graph, batches = graph_of(), batches_of(3, 20, 60)
+    interrupted_at(None, graph)
+    nodes = len(made)
+    expected = [graph(*batch) for batch in batches[1:]]
+    for at in range(1, nodes + 1):
+        graph = graph_of()
+        with pytest.raises(KeyboardInterrupt):
+            interrupted_at(at, graph)
+        assert len(made) == len(begun) >= at
+        for batch in batches[graph.steps : 1]:
+            graph(*batch)
+        assert [graph(*batch) for batch in batches[1:]] == expected
+        graph.embedding.close()
+
+
 def test_a_loop_that_is_left_while_its_loader_is_stuck_says_so_and_gives_back_when_it_is_not(monkeypatch):
     monkeypatch.setattr(prefetch, "_PATIENCE_S", 0.05)
     graph, go_on, stuck = graph_of("ssd"), threading.Event(), threading.Event()

@@ -20,6 +20,7 @@ from oneemb.graph.rank_errors import moment
 from oneemb.graph.recorder import Profile, StepStats
 from oneemb.storage.fs import AnyPath
 from oneemb.storage.locking.step_lock import StepLock
+from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.training.loader_loops import LoaderLoops, OnAcquired
 from oneemb.training.plan_cache import Batch, PlanCache
 
@@ -238,7 +239,8 @@ class CompiledGraph(LoaderLoops):
                 result = call()
         if tape is not None:
             found = tape, self, batch.embeddings, self._trainers(), self._plans.merged
-            known.keep(compile_plan(*found, inserts=self._inserts()))
+            with undisturbed:  # In the C code of torch.fx a KeyboardInterrupt would become a SystemError.
+                known.keep(compile_plan(*found, inserts=self._inserts()))
         elif plan is not None:
             known.look_back(building, plan)
         if known.plan is not None:
