@@ -174,8 +174,9 @@ class Building:
         backward: called in place of `Tensor.backward`, with its arguments; None = it is left alone.
         steppers: the optimizers that the graph itself steps.
         announced: those of the lookups that ranks have announced to each other, whether they are expected still or not.
-        single: the embedding's name and the function that gives the only planned lookup, called with the first ids that
-            `build` looks up in that embedding; None = lookups were planned before `build`.
+        at_once: name of the embedding with the only planned lookup, which is made as in eager mode, from whatever ids
+            `build` looks up in it first; "" = lookups were planned before `build`.
+        count: calls a function that makes that lookup, and counts it.
     """
 
     def __init__(
@@ -187,7 +188,8 @@ class Building:
         backward: Callable[..., None] | None = None,
         steppers: Collection[torch.optim.Optimizer] = (),
         announced: ops.Announced | None = None,
-        single: tuple[str, Callable[[object], Sequence[Expected]]] | None = None,
+        at_once: str = "",
+        count: Callable[[Callable[[], torch.Tensor]], torch.Tensor] = lambda make: make(),
     ):
         self.others = 0
         """Lookups that were not expected."""
@@ -196,8 +198,7 @@ class Building:
         self._names = names
         self._expected: dict[str, list[Expected]] = {}
         self._waiting = len(expected)
-        self._single = single
-        self._missed: list[str] = []
+        self._at_once, self._count = at_once, count
         self.thread: int | None = None
         """The one that runs `build`."""
         for lookup in expected:
@@ -255,7 +256,12 @@ class Building:
         try:
             if again:
                 return now()
-            lookup = self._take(name, embedding, asked)
+            if name == self._at_once:
+                self._announced.miss(embedding.store, inserts=embedding.training)
+                made = self._count(now)
+                self._at_once = ""  # One that fails is none.
+                return made
+            lookup = self._take(self._expected.get(name, []), embedding, asked)
             if lookup is None:
                 self._announced.miss(embedding.store, inserts=embedding.training)
             elif lookup.reserved is not None and lookup.lease is None:  # Ranks have not announced it alike.
@@ -279,27 +285,7 @@ class Building:
                 raise
             return now()
 
-    def _take(self, name: str, embedding: LooksUp, asked: Lookup) -> Expected | None:
-        """The lookup that was expected, acquired."""
-        if self._single is not None and self._single[0] == name:
-            return self._take_single(embedding, asked)
-        return self._take_of(self._expected.get(name, []), embedding, asked)
-
-    def _take_single(self, embedding: LooksUp, asked: Lookup) -> Expected | None:
-        """The only planned lookup, if this is it. If not, it stays expected, unless its ids are no copies: `build` may
-        change them."""
-        assert self._single is not None
-        (name, plan), self._single = self._single, None
-        waiting = self._expected[name] = list(plan(asked.ids))
-        self._waiting = len(waiting)
-        taken = self._take_of(waiting, embedding, asked)
-        if taken is None and waiting and waiting[0].lookup.ids is asked.ids:
-            self._missed.append(name)
-            self._waiting = 0
-            waiting.pop().drop()
-        return taken
-
-    def _take_of(self, waiting: list[Expected], embedding: LooksUp, asked: Lookup) -> Expected | None:
+    def _take(self, waiting: list[Expected], embedding: LooksUp, asked: Lookup) -> Expected | None:
         """The lookup among these that has these arguments, acquired; it waits no longer."""
         for lookup in waiting:
             in_this_mode = lookup.inserts == embedding.training
@@ -337,8 +323,8 @@ class Building:
     @property
     def in_vain(self) -> list[str]:
         """The embeddings of which a lookup was expected and not made."""
-        single = [] if self._single is None else [self._single[0]]
-        return [*self._missed, *single, *(name for name, lookups in self._expected.items() if lookups)]
+        at_once = [self._at_once] if self._at_once else []
+        return [*at_once, *(name for name, lookups in self._expected.items() if lookups)]
 
 
 def steps_itself(stepper: object) -> str:

@@ -2,7 +2,6 @@
 
     recorded -> lower_embeddings -> [merge_embeddings] -> share_unique
              -> split_prepare       in two halves, of which the first may run while the step before computes
-             -> drop_copies         for a plan of a single lookup that is not prepared ahead; it runs inside `build`
 
 Invariant: whatever passes run, the rows are those of eager mode.
 """
@@ -23,7 +22,6 @@ from oneemb.graph.executor import Executor, Find
 from oneemb.graph.modules import Embeddings
 from oneemb.graph.ops.update import StepOptimizer
 from oneemb.graph.passes import copy_graph, planned_in
-from oneemb.graph.passes.drop_copies import drop_copies
 from oneemb.graph.passes.lower_embeddings import lower_embeddings
 from oneemb.graph.passes.merge_embeddings import Member, merge_embeddings
 from oneemb.graph.passes.share_unique import share_unique
@@ -56,8 +54,6 @@ class Plan:
         whole: the lookups of a batch, from its values.
         prepare: the half that may run ahead, from the values too.
         lookup: the other half, from what the first one gives.
-        single: the lookup of a plan that has no other, to run inside `build`; None = there are several lookups, or the
-            ids are no value of the batch itself.
         history: the graph as recorded and after each pass.
         constants: the names of the tensors from outside the batch that the first half reads.
         others: lookups of a step that cannot be made ahead.
@@ -67,7 +63,6 @@ class Plan:
     whole: Executor
     prepare: Executor
     lookup: Executor
-    single: Executor | None
     history: list[AfterPass]
     constants: Sequence[str]
     others: int
@@ -96,16 +91,13 @@ class Plan:
         return self.history[0].graph
 
     @functools.cached_property
-    def single_embedding(self) -> str:
-        """Name of the embedding of the single lookup."""
-        return planned_in(self.whole.graph)[0].embedding
+    def only_embedding(self) -> str:
+        """Name of the embedding that is looked up; "" where there are several lookups, or none.
 
-    @functools.cached_property
-    def _ids_at(self) -> int:
-        """Place of the single lookup's ids among the values of a batch."""
-        assert self.single is not None
-        graph = self.single.graph
-        return [node for node in graph.nodes if node.op == "placeholder"].index(planned_in(graph)[0].lookup.ids)
+        Such a lookup is planned for what can be prepared ahead; where nothing is, it is made in its line of `build`.
+        """
+        lookups = planned_in(self.whole.graph)
+        return lookups[0].embedding if len(lookups) == 1 else ""
 
     def versions(self) -> list[tuple[int, int]]:
         """Equal readings mean that the tensors which the first half reads have not changed."""
@@ -122,13 +114,6 @@ class Plan:
             return self._expected(self.whole(self._inputs(values), profile))
         return self._expected(self.lookup(prepared, profile))
 
-    def expect_single(self, ids: object, values: Sequence[Any], profile: Profile | None) -> list[Expected]:
-        """The single lookup, of the batch's values as they are now: without copies if it is that of these ids."""
-        assert self.single is not None
-        if ids is values[self._ids_at]:
-            return self._expected(self.single(self._inputs(values), profile))
-        return self.expect(values, None, profile)
-
     def _expected(self, found: Iterable[Planned]) -> list[Expected]:
         expected = []
         for planned in found:
@@ -138,7 +123,7 @@ class Plan:
 
     def executors(self) -> list[Executor]:
         """All there are."""
-        return [self.whole, self.prepare, self.lookup, *([] if self.single is None else [self.single])]
+        return [self.whole, self.prepare, self.lookup]
 
     def as_module(self, name: str) -> fx.GraphModule:
         """The lookups in one piece, to look at."""
@@ -190,11 +175,7 @@ def compile_plan(
     keep("split_prepare, prepare", "prepare", prepare)
     keep("split_prepare, lookup", "lookup", lookup)
     find = _finder(root, embeddings, objects, tape.constants)
-    single = None
-    of_batch = [getattr(planned.origin, "op", "") == "placeholder" for planned in planned_in(graph)]
-    if of_batch == [True]:
-        single = Executor(keep("drop_copies", "lowered", drop_copies(graph)), find)
-    executors = Executor(graph, find), Executor(prepare, find, "prepare"), Executor(lookup, find), single
+    executors = Executor(graph, find), Executor(prepare, find, "prepare"), Executor(lookup, find)
     return Plan(*executors, history, list(tape.constants), tape.others, find)
 
 

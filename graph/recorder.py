@@ -83,7 +83,7 @@ class Profile:
 
     steps: int
     events: list[tuple[str, str, int, int, int]] = field(default_factory=list, repr=False)
-    """(half, op, step, begin_ns, end_ns). The lookup of a plan with a single one lies within `build`."""
+    """(half, op, step, begin_ns, end_ns). The lookup of a plan that has no other lies within `build`."""
     step: int = 0
     """Steps noted so far."""
 
@@ -158,25 +158,24 @@ class StepStats:
         self.profile: Profile | None = None
         """Where to note each op as well."""
         self._stats: dict[str, OpStats] = {}
-        self._counted_ns = 0
-
-    def leave_out(self, ns: int) -> None:
-        """Leave nanoseconds out of the call under way, since they are counted elsewhere."""
-        self._counted_ns += ns
+        self._inner_ns = 0
+        """Time of the calls within the call under way, which is left out of its own."""
 
     def call(
         self, label: str, function: Callable[..., Result], /, *args: object, measure: Measure | None = None,
         **kwargs: object,
     ) -> Result:  # fmt: skip
         """Call a function, measure it, and return its result."""
-        counted, begin = self._counted_ns, time.perf_counter_ns()
+        outer, self._inner_ns = self._inner_ns, 0
+        begin = time.perf_counter_ns()
         result = function(*args, **kwargs)
         end = time.perf_counter_ns()
         its = self._stats.get(label)
         if its is None:
             its = self._stats.setdefault(label, OpStats())
         its.calls += 1
-        its.ns += end - begin - (self._counted_ns - counted)
+        its.ns += end - begin - self._inner_ns
+        self._inner_ns = outer + end - begin
         if measure is not None:
             rows, size = measure(args, result)
             its.rows += rows

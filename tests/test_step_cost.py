@@ -15,11 +15,11 @@ from tests.support.walk import walk_of_ids
 # Of one step or lookup: the most calls of Python functions, of C functions, and loops launched. Counted with Python
 # 3.11 and the torch of constraints/test.txt; later Pythons inline comprehensions and count less.
 STEP_BOUNDS = {
-    "eager": (480, 500, 6),  # 456, 439, 6
-    "graph": (537, 580, 6),  # 511, 520, 6
+    "eager": (378, 370, 6),  # 361, 347, 6
+    "graph": (410, 430, 6),  # 391, 407, 6
 }
 READ_BOUNDS = {
-    "eval": (74, 90, 2),  # 65, 68, 2
+    "eval": (72, 80, 2),  # 64, 63, 2
     "served": (44, 40, 1),  # 41, 35, 1
 }
 

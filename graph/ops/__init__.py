@@ -54,7 +54,17 @@ from oneemb.graph.ops.row_grad import RowGrad, refuse_dense
 from oneemb.graph.ops.scale import forget_unscaled, unscale, update_scale
 from oneemb.graph.ops.settle import settle, shuffle_grads
 from oneemb.graph.ops.unprefetch import unprefetch
-from oneemb.graph.ops.update import Groups, StepOptimizer, add_note, advance, measure_update, options_of, step, update
+from oneemb.graph.ops.update import (
+    Groups,
+    StepOptimizer,
+    add_note,
+    advance,
+    measure_update,
+    options_of,
+    step,
+    update,
+    zero_grad,
+)
 from oneemb.graph.ops.with_grad import with_grad
 
 __all__ = [
@@ -65,5 +75,5 @@ __all__ = [
     "forget_unscaled", "gather", "gather_merged", "in_backward", "keep", "look_up_on_ranks", "lookup_of", "may_step",
     "measure_reduce", "measure_update", "options_of", "part_of", "peek", "prefetch", "read_ids", "reduce_grads",
     "refuse_dense", "reserve", "settle", "shuffle_grads", "step", "unique_keys", "unique_merged_keys", "unprefetch",
-    "unscale", "update", "update_scale", "with_grad",
+    "unscale", "update", "update_scale", "with_grad", "zero_grad",
 ]  # fmt: skip

@@ -24,6 +24,7 @@ from oneemb.graph.ops.grads import RowGrads, join_grads
 from oneemb.graph.ops.lookup import Lease, full
 from oneemb.graph.ops.settle import by_ranks, settle
 from oneemb.graph.ranks import AnyRanks
+from oneemb.graph.uncompiled import uncompiled
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.errors import StoreFullError
 from oneemb.storage.merged_store import MergedStore
@@ -231,7 +232,7 @@ class RowGrad(torch.Tensor):
     # ---- dispatch ---------------------------------------------------------------------------------------------------
 
     @classmethod
-    @torch._disable_dynamo
+    @uncompiled
     def __torch_dispatch__(  # type: ignore[override]  # torch's own is of another kind
         cls, op: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

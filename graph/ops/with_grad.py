@@ -11,6 +11,7 @@ from oneemb.graph.ops.lookup import Lease
 from oneemb.graph.ops.row_grad import RowGrad
 from oneemb.graph.ranks import AnyRanks
 from oneemb.graph.tape import version_of
+from oneemb.graph.uncompiled import uncompiled
 
 __all__ = ["with_grad"]
 
@@ -69,7 +70,7 @@ class _WithGrad(torch.autograd.Function):
         return rows[0]
 
     @staticmethod
-    @torch._disable_dynamo  # torch.compile stays out of it, as out of a lookup
+    @uncompiled  # torch.compile stays out of it, as out of a lookup
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         alone = _is_alone(*grads)
         of_scales, _, _, _, *of_weights = ctx.needs_input_grad

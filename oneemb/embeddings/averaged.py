@@ -24,6 +24,7 @@ from oneemb.graph import ops
 from oneemb.graph.arguments import Lookup
 from oneemb.graph.ops.batch_ids import columns_of, pooling_of
 from oneemb.graph.ops.lookup import DTYPES
+from oneemb.graph.uncompiled import uncompiled
 from oneemb.kernels.arrays import Array
 from oneemb.kernels.loops import Keys, Loops
 from oneemb.options import make_constant_initializer, make_table
@@ -144,7 +145,7 @@ class AveragedEmbedding(torch.nn.Module):
             store.changes += 1
 
     # torch.compile must not look into the loops of a lookup; see `TableEmbedding.forward`.
-    @torch._disable_dynamo
+    @uncompiled
     def forward(
         self,
         ids: torch.Tensor,

@@ -32,6 +32,7 @@ from oneemb.graph.modules import embeddings_in
 from oneemb.graph.ops.batch_ids import columns_of, pooling_of
 from oneemb.graph.ops.reading import ReadRows
 from oneemb.graph.ranks import ranks_of
+from oneemb.graph.uncompiled import uncompiled
 from oneemb.kernels.threads import Threads
 from oneemb.options import Initializer, StoreOptions, TableOptions
 from oneemb.storage.all_rows import copy_rows
@@ -157,9 +158,8 @@ class TableEmbedding(SnapshotCalls, RowCalls):
 
     # ---- lookups ----------------------------------------------------------------------------------------------------
 
-    # torch.compile of a model around the embedding must not look into the loops of a lookup. This decorator is
-    # torch.compiler.disable as torch.optim uses it: the import, which takes a second, is left to the first call.
-    @torch._disable_dynamo
+    # torch.compile of a model around the embedding must not look into the loops of a lookup.
+    @uncompiled
     def forward(
         self,
         ids: torch.Tensor,
@@ -228,7 +228,7 @@ class TableEmbedding(SnapshotCalls, RowCalls):
             look_up = functools.partial(self.lookups.look_up, self, lookup, self.training, has_gradient)
             return building.look_up(self, lookup, has_gradient, look_up)
 
-    @torch._disable_dynamo
+    @uncompiled
     def read(self, ids: torch.Tensor, table_ids: torch.Tensor | None = None) -> torch.Tensor:
         """Look ids up as in eval mode, whatever the embedding's mode: without gradient, and without inserting.
 

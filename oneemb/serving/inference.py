@@ -16,13 +16,13 @@ import numpy as np
 import torch
 
 from oneemb.graph.ops import batch_ids
+from oneemb.graph.uncompiled import uncompiled
 from oneemb.kernels.host_loops import HostLoops
 from oneemb.kernels.threads import Threads
 from oneemb.rows.arguments import Paths, as_list
 from oneemb.serving.build import DTYPES, Source, find_snapshot, open_snapshot
 from oneemb.serving.follower import Follower
 from oneemb.serving.served import Served, Version
-from oneemb.serving.uncompiled import uncompiled
 from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import AnyPath, absolute_path
 from oneemb.storage.serving.served_file import ServedFile, is_served_file

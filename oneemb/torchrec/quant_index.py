@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from oneemb.graph.uncompiled import uncompiled
 from oneemb.kernels.frozen_rows import OTHER, RowArrays
 from oneemb.kernels.host_loops import BITS
 from oneemb.kernels.indexed_rows import RowIndex, cells_for, pool_indexed, put_cells, read_indexed
@@ -78,7 +79,7 @@ class IndexedRows(torch.nn.Module):
         return self.frozen.key_S.device
 
     @torch.jit.unused
-    @torch._disable_dynamo
+    @uncompiled
     def _read(self, table_N: torch.Tensor, id_N: torch.Tensor) -> torch.Tensor:
         out = torch.empty(len(id_N), self.dim, dtype=torch.float32, device="cpu")
         place_N = read_indexed(

@@ -15,6 +15,7 @@ from torchrec.types import DataType
 
 from oneemb.graph.rank_errors import whole_exchange
 from oneemb.graph.ranks import Ranks
+from oneemb.graph.uncompiled import uncompiled
 from oneemb.kernels.owner import owner_of
 from oneemb.kernels.threads import Threads
 from oneemb.kernels.unique_keys import unique_keys
@@ -161,7 +162,7 @@ class RowsOnRanks(torch.nn.Module):
         self.dim = own.dim
         self._ranks = ranks
 
-    @torch._disable_dynamo
+    @uncompiled
     def forward(self, table_N: torch.Tensor, id_N: torch.Tensor) -> torch.Tensor:
         """Read rows; see `FrozenRows.forward`.
 

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, cast
@@ -13,6 +12,7 @@ from oneemb.embeddings.embedding import embeddings_of
 from oneemb.graph.building import Building, Expected
 from oneemb.graph.dense import DenseCompiler
 from oneemb.graph.inputs import Signature
+from oneemb.graph.ops.reading import measure_gather
 from oneemb.graph.ops.update import StepOptimizer
 from oneemb.graph.plan import Plan, compile_plan
 from oneemb.graph.prefetch import Prepared
@@ -221,15 +221,15 @@ class CompiledGraph(LoaderLoops):
         self._stats.profile = profile = self._active_profile()
         known = self._plans.of(batch, self._inserts())
         names = {embedding.store: name for name, embedding in batch.embeddings.items()}
-        tape, plan, single = known.tape(batch), known.plan, None
+        tape, plan = known.tape(batch), known.plan
         if plan is None:
             prepared.drop()
-        elif plan.single is not None and on_acquired is None and prepared.values is None:  # A call, nothing prepared.
-            single = plan.single_embedding, functools.partial(self._expect_single, expected, plan, batch, profile)
+        elif plan.only_embedding and on_acquired is None and prepared.values is None:  # A call, nothing prepared.
+            surrounding |= {"at_once": plan.only_embedding, "count": self._count_lookup}
         else:
             self._expect(expected, plan, batch, prepared, profile)
         all_made = on_acquired or (lambda: None)
-        building = Building(names, expected, all_made, tape, announced=prepared.announced, single=single, **surrounding)
+        building = Building(names, expected, all_made, tape, announced=prepared.announced, **surrounding)
         dense = self._dense_compiler()
         call = functools.partial(self._stats.call, "build", building.call, self.build, *batch.args, **batch.kwargs)
         if dense is None:
@@ -262,19 +262,8 @@ class CompiledGraph(LoaderLoops):
             prepared.drop()
         prepared.values = None  # Its rows are the lookups' own, or dropped.
 
-    def _expect_single(
-        self, expected: list[Expected], plan: Plan, batch: Batch, profile: Profile | None, ids: object
-    ) -> Sequence[Expected]:
-        """The plan's only lookup, as `build` looks up ids; it is added to `expected` too."""
-        begin = time.perf_counter_ns()
-        try:
-            found = plan.expect_single(ids, batch.values, profile)
-        except Exception:  # `build` will make it as in eager mode.
-            return ()
-        finally:
-            self._stats.leave_out(time.perf_counter_ns() - begin)
-        expected += found
-        return found
+    def _count_lookup(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return self._stats.call("lookup", make, measure=measure_gather)
 
     def _why_not_captured(self) -> str:
         """Reason why dense modules must not be captured as CUDA graphs; "" = they may be."""

@@ -13,6 +13,7 @@ from oneemb.embeddings.weight_of_rows import WeightOfRows
 from oneemb.graph import ops
 from oneemb.graph.recorder import UNCOUNTED, StepStats
 from oneemb.graph.row_optimizers import Group, RowOptimizer
+from oneemb.graph.uncompiled import uncompiled
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.locking.step_lock import in_step
 from oneemb.storage.locking.undisturbed import undisturbed
@@ -23,7 +24,7 @@ from oneemb.training.row_step import (
     row_weights,
     step_rows,
 )
-from oneemb.training.step_hooks import rows_stepped
+from oneemb.training.step_hooks import rows_stepped, steps_nothing
 
 __all__ = ["Optimizer", "step_together"]
 
@@ -202,7 +203,7 @@ class Optimizer(torch.optim.Optimizer):
             return None
         return embedding.row_optimizer, [self.optimizer.param_groups[g] for g in self._groups_of[store]]
 
-    @torch._disable_dynamo  # torch.compile stays out of it, as out of a lookup
+    @uncompiled  # torch.compile stays out of it, as out of a lookup
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the dense parameters and the rows that have a gradient. Gradients stay until `zero_grad`.
 
@@ -227,7 +228,7 @@ class Optimizer(torch.optim.Optimizer):
         in_step([embedding.store.step_lock for embedding in embeddings], functools.partial(step_together, [self]))
         return loss
 
-    @torch._disable_dynamo
+    @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of rows and dense parameters."""
         with undisturbed:
@@ -236,7 +237,10 @@ class Optimizer(torch.optim.Optimizer):
                 if isinstance(weight.grad, ops.RowGrad):
                     weight.grad.unpin()
                     weight.grad = None
-        self.optimizer.zero_grad(set_to_none)
+        if set_to_none:
+            ops.zero_grad(self.optimizer)
+        else:
+            self.optimizer.zero_grad(set_to_none=False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the torch optimizer. Embeddings whose weights it holds are attached at the next step."""
@@ -302,6 +306,9 @@ def step_together(
         try:
             options = []
             for row_step, its_grads in zip(rows, grads, strict=True):
+                if go and steps_nothing(row_step.optimizer):
+                    options.append(ops.options_of(row_step.optimizer))
+                    continue
                 try:
                     rows_stepped.add(row_step.optimizer)
                     after_hooks = _after_hooks(row_step, its_grads, go)

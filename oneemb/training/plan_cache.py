@@ -115,13 +115,15 @@ class PlanCache:
     def of(self, batch: Batch, inserts: bool) -> Known:
         """Lookups of a call, used last from now on; see `key_of`."""
         key = key_of(batch, inserts)
+        last = next(reversed(self.known.values()), None)
+        if last is not None and last.key == key:  # A hash of the key takes longer.
+            return last
         known = self.known.get(key)
         if known is None:
             self._forget_exchanged(batch.embeddings)
             self._make_room(batch.structure)
             known = self.known[key] = Known(key)
-        if known.key is not next(reversed(self.known)):
-            self.known.move_to_end(key)
+        self.known.move_to_end(key)
         return known
 
     def _forget_exchanged(self, embeddings: Mapping[str, TableEmbedding]) -> None:

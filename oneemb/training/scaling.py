@@ -149,22 +149,28 @@ def set_apart(scaler: torch.amp.GradScaler) -> Callable[[], None]:
 
 def scalers_in(values: Iterable[object]) -> list[torch.amp.GradScaler]:
     """The GradScalers among these."""
-    # By `type`: `isinstance` asks a stand-in that loads something lazily for its class, and loads it.
-    values = list(values)
-    kinds = list(map(type, values))
-    # A step asks for the globals of a module: thousands, maybe, and of few classes, each of which is looked at once.
-    distinct = dict(zip(map(id, kinds), kinds, strict=True)).values()
-    scalers = {id(kind) for kind in distinct if issubclass(kind, torch.amp.GradScaler)}
-    found = [value for value in values if id(type(value)) in scalers] if scalers else []
-    return cast("list[torch.amp.GradScaler]", found)
+    # By `type`: `isinstance` asks a stand-in that loads something lazily for its class, and loads it. By `id`, since a
+    # metaclass may have any hash. A step asks for the globals of a module: thousands, maybe, and seldom a scaler.
+    values, kinds = list(values), _kinds_of_scalers()
+    if kinds.isdisjoint(map(id, map(type, values))):
+        return []
+    return cast("list[torch.amp.GradScaler]", [value for value in values if id(type(value)) in kinds])
 
 
-def scalers_of(build: Callable[..., object]) -> list[torch.amp.GradScaler]:
-    """The GradScalers that a function, or one that a decorator has wrapped, has in a closure or as globals now: all
-    globals of its module, since a function that it calls may name them."""
+def _kinds_of_scalers() -> set[int]:
+    """Identities of the GradScaler classes that are defined now."""
+    kinds: list[type] = [torch.amp.GradScaler]
+    for kind in kinds:
+        kinds += type.__subclasses__(kind)
+    return set(map(id, kinds))
+
+
+def scalers_of(build: Callable[..., object], others: Iterable[object] = ()) -> list[torch.amp.GradScaler]:
+    """The GradScalers among other values, and those that a function, or one that a decorator has wrapped, has in a
+    closure or as globals now: all globals of its module, since a function that it calls may name them."""
     function = inspect.unwrap(build) if hasattr(build, "__wrapped__") else build
     if not isinstance(function, MethodType | FunctionType) and not inspect.isroutine(function):
-        return []
+        return scalers_in(others)
     cells = getattr(function, "__closure__", None)
     held = [cell.cell_contents for cell in cells if cell != CellType()] if cells else []  # but for those that are empty
-    return scalers_in([*held, *getattr(function, "__globals__", {}).values()])
+    return scalers_in([*others, *held, *getattr(function, "__globals__", {}).values()])

@@ -16,7 +16,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.hooks import RemovableHandle
 
 from oneemb.graph import ops
@@ -24,12 +29,13 @@ from oneemb.graph.building import building_now
 from oneemb.graph.ranks import AnyRanks
 from oneemb.graph.recorder import UNCOUNTED
 from oneemb.graph.tape import version_of
+from oneemb.graph.uncompiled import uncompiled
 from oneemb.storage.locking.signals import signals
 from oneemb.storage.locking.step_lock import in_step
 from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.training.row_step import RowStep, embedding_of, row_weights, settle_rows
 
-__all__ = ["rows_stepped"]
+__all__ = ["rows_stepped", "steps_nothing"]
 
 
 class _Hooked(RowStep):
@@ -44,7 +50,7 @@ class _Hooked(RowStep):
         # The optimizer, which keeps its hooks, must not keep the step.
         self._handle = self.optimizer.register_step_pre_hook(functools.partial(_begin, weakref.ref(self)))
 
-    @torch._disable_dynamo
+    @uncompiled
     def begin(self) -> None:
         """Take the gradients, and check them."""
         ranks = settle_rows([row_weights(self.optimizer)])
@@ -148,13 +154,13 @@ def _steps_others(optimizer: torch.optim.Optimizer) -> bool:
 # torch.compile leaves the hooks below uncompiled, as it does lookups.
 
 
-@torch._disable_dynamo
+@uncompiled
 def _begin(waiting: weakref.ref[_Hooked], *_: object) -> None:
     if (step := waiting()) is not None:
         step.begin()
 
 
-@torch._disable_dynamo
+@uncompiled
 def _before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if (building := building_now()) is not None:
         building.check_step(optimizer)
@@ -184,7 +190,7 @@ def _before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dic
     return held, kwargs
 
 
-@torch._disable_dynamo
+@uncompiled
 def _after(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     begun = _begun.pop(optimizer, None)
     step = None if begun is None else begun()
@@ -220,5 +226,25 @@ def _forget_state(optimizer: torch.optim.Optimizer) -> None:
             optimizer.state.pop(weight, None)
 
 
-register_optimizer_step_pre_hook(_before)
-register_optimizer_step_post_hook(_after)
+def steps_nothing(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `optimizer.step()` would change nothing, and no hook would see it.
+
+    So it is where an optimizer trains rows alone: no parameter has a gradient.
+    """
+    if (
+        not hasattr(optimizer, "names_rows")  # `_after` has seen no step yet
+        or "step" in vars(optimizer)  # a scheduler's, which counts
+        or not type(optimizer).step.__module__.startswith("torch.optim.")  # others may count
+        or optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks) > len(_HOOKS)
+    ):
+        return False
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                return False
+    return True
+
+
+_HOOKS = register_optimizer_step_pre_hook(_before), register_optimizer_step_post_hook(_after)

@@ -24,7 +24,7 @@ from oneemb.training.eager import Optimizer, step_together
 from oneemb.training.loader_loops import OnAcquired
 from oneemb.training.plan_cache import Batch
 from oneemb.training.row_step import embedding_of, row_weights, settle_rows
-from oneemb.training.scaling import Scaling, scalers_in, scalers_of
+from oneemb.training.scaling import Scaling, scalers_of
 from oneemb.training.stand_ins import standing_in
 from oneemb.training.train_state import LearningRateScheduler, TrainState
 
@@ -207,7 +207,7 @@ class TrainGraph(CompiledGraph):
         state = self._train_state
         updates_before, updates_now = state.updates_made(), state.micro_batches + 1 >= self._accumulation()
         kept: list[Expected] = []
-        known = [*scalers_in(vars(self).values()), *scalers_of(self.build)]
+        known = scalers_of(self.build, vars(self).values())
         given = state.scaler, state.scaled_by
         with CommitBlock() as committing:  # No interrupt comes between the update and the count of the step.
             try:

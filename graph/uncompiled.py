@@ -1,4 +1,4 @@
-"""Methods that torch.compile does not look into, without what that costs a process that compiles nothing."""
+"""Functions that torch.compile runs as they are, at no cost to a process that compiles nothing."""
 
 import functools
 from collections.abc import Callable
