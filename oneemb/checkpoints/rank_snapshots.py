@@ -37,9 +37,8 @@ from oneemb.storage.errors import (
 from oneemb.storage.fs import LocalFileSystem
 from oneemb.storage.replicas import Keys
 from oneemb.storage.snapshots.owned_rows import OwnedRows
-from oneemb.storage.snapshots.part_folders import PartRemoval, sweep_folder, to_remove
+from oneemb.storage.snapshots.part_folders import NewParts, PartRemoval, sweep_folder, to_remove
 from oneemb.storage.snapshots.snapshot_parts import FoundParts, PartedSnapshot, find_parts, folders_at, table_name_of
-from oneemb.storage.snapshots.unfinished import mark, unmark
 from oneemb.storage.table.delta import rows_of
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.tiered_rows import NewPart
@@ -199,41 +198,27 @@ class RankSnapshots:
                 raise StorageError(f"ranks know different snapshots {since!r}; save a whole one")
         self.agree(what, lambda: self._sweep(found))
         self.replicas.bring_new(what)
-        part = NewPart(name, identity, found.next_sequence)
+        part, parts = NewPart(name, identity, found.next_sequence), NewParts(identity, self._size, self._fs)
+
+        def save() -> None:
+            snapshots = self._store.snapshots
+            parts.begin(self._own, table_name, snapshots.delete)
+            snapshots.save(table_name, description, part=part, since=since, keep_evicted=keep_evicted)
+
         try:
-            self.agree(what, lambda: self._save_part(table_name, description, part, since, keep_evicted))
+            self.agree(what, save)
         except BaseException:
-            self._take_back(table_name, identity)
+            parts.take_back()
             raise
         # Who comes here knows that all parts are there; who goes on from here, that no rank takes its own back, as one
         # does that has not heard of all because another died. So no part loses its mark while others may be missing.
         self.agree(f"{what}: all parts are there")
-        self.agree(what, lambda: self._unmark(identity))
+        self.agree(what, parts.finish)
         if former:
             with suppress(StorageError, RankError):  # The new one counts: the next save tries again.
                 for snapshots in to_remove(found, name):
                     self._remove(what, snapshots)
         return identity
-
-    def _save_part(
-        self, table_name: str, description: dict[str, Any], part: NewPart, since: str | None, keep_evicted: bool
-    ) -> None:
-        if self._size > 1:
-            mark(self._fs, self._own, [part.identity])
-        self._store.snapshots.save(table_name, description, part=part, since=since, keep_evicted=keep_evicted)
-
-    def _unmark(self, identity: str) -> None:
-        if self._size > 1:
-            with suppress(StorageError):  # All parts are there: the mark does no harm.
-                unmark(self._fs, self._own, [identity])
-
-    def _take_back(self, table_name: str, identity: str) -> None:
-        """Remove the part of a save that has failed, here or elsewhere. What cannot be now goes with the next save."""
-        with suppress(StorageError):
-            for part in find_parts([self._own], self._fs).parts:
-                if part.info.identity == identity:
-                    self._store.snapshots.delete(part.info.name)
-            unmark(self._fs, self._own, [identity])
 
     def _sweep(self, found: FoundParts) -> None:
         """Remove what killed saves have left: each rank in its own folder, the first one in those of no rank, which

@@ -6,7 +6,6 @@ Invariant: a snapshot written to several paths is whole or not there, as that of
 import os
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Protocol
 
 import numpy as np
@@ -20,13 +19,11 @@ from oneemb.kernels.unique_keys import unique_keys
 from oneemb.rows.arguments import VALUES, AnyDtype, Format, Paths, as_list, check_format, dtype_of, name_of
 from oneemb.rows.values import encode_rows
 from oneemb.storage.errors import SnapshotExistsError, StorageError
-from oneemb.storage.fs import LocalFileSystem
 from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.storage.rows.row_format import WEIGHTS, RowFormat
-from oneemb.storage.snapshots.part_folders import sweep_folder
+from oneemb.storage.snapshots.part_folders import NewParts, sweep_folder
 from oneemb.storage.snapshots.snapshot_parts import FoundParts, find_parts, folders_at, table_name_of
 from oneemb.storage.snapshots.snapshot_rows import PartOf, SnapshotRows
-from oneemb.storage.snapshots.unfinished import mark, unmark
 from oneemb.storage.table.persistent_table import PersistentTable
 
 __all__ = ["PersistentTableWriter", "make_persistent_table_writer", "open_writer"]
@@ -36,10 +33,10 @@ class PersistentTableWriter:
     """Writes rows and saves them as a snapshot at `close`. Made by `make_persistent_table_writer`."""
 
     def __init__(
-        self, sinks: Sequence["_Sink"], owner_of: Callable[[np.ndarray, np.ndarray, int], np.ndarray],
+        self, sinks: Sequence["_Sink"], parts: NewParts, owner_of: Callable[[np.ndarray, np.ndarray, int], np.ndarray],
         rows: SnapshotRows, key_dtype: np.dtype, value_dtype: np.dtype, with_tables: bool,
     ):  # fmt: skip
-        self._sinks = sinks
+        self._sinks, self._parts = sinks, parts
         self._owner_of = owner_of
         self._rows = rows
         self._key_dtype = key_dtype
@@ -106,19 +103,11 @@ class PersistentTableWriter:
         """
         if self._closed:
             return
-        saved: list[_Sink] = []
         with undisturbed:  # A save lets Ctrl-C in only while nothing has been saved.
             try:
-                for sink in self._sinks:
-                    sink.save()
-                    saved.append(sink)
-                for sink in self._sinks:
-                    sink.announce()
-            except BaseException:
-                for sink in saved:
-                    with suppress(StorageError):
-                        sink.remove_snapshot()
-                raise
+                with self._parts:
+                    for sink in self._sinks:
+                        sink.save(self._parts)
             finally:
                 self.abandon()
 
@@ -218,7 +207,8 @@ def open_writer(
         part = PartOf(name, shard, len(paths))
         return _TableSink(path, found, part, identity, rows, physical_block_size)
 
-    return PersistentTableWriter(_open_all(sink, paths), owner_of, rows, key_dtype, value_dtype, True)
+    sinks, parts = _open_all(sink, paths), NewParts(identity, len(paths))
+    return PersistentTableWriter(sinks, parts, owner_of, rows, key_dtype, value_dtype, True)
 
 
 def _oneflow_writer(
@@ -236,7 +226,9 @@ def _oneflow_writer(
         return oneflow_owner_of(id_U, key_dtype.itemsize, owners)
 
     rows = SnapshotRows(RowFormat(storage_dim, "float32"), 0)
-    return PersistentTableWriter(_open_all(sink, paths), owner_of_key, rows, key_dtype, np.dtype(np.float32), False)
+    sinks = _open_all(sink, paths)
+    parts = NewParts("", 1)  # OneFlow's files do not say of which snapshot they are a part, so none is marked.
+    return PersistentTableWriter(sinks, parts, owner_of_key, rows, key_dtype, np.dtype(np.float32), False)
 
 
 class _Sink(Protocol):
@@ -244,12 +236,7 @@ class _Sink(Protocol):
 
     def put(self, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray) -> None: ...
 
-    def save(self) -> None: ...
-
-    def announce(self) -> None:
-        """All paths have been saved to."""
-
-    def remove_snapshot(self) -> None: ...
+    def save(self, parts: NewParts) -> None: ...
 
     def close(self) -> None: ...
 
@@ -258,9 +245,7 @@ class _TableSink:
     def __init__(
         self, path: str, found: FoundParts, part: PartOf, identity: str, rows: SnapshotRows, physical_block_size: int
     ):
-        self._path, self._identity, self._fs = path, identity, LocalFileSystem()
-        self._sequence = found.next_sequence
-        self._marked = [identity] if part.shards > 1 else []
+        self._path, self._identity, self._sequence = path, identity, found.next_sequence
         self._table = PersistentTable.open(
             path, row_width=rows.format.row_width, physical_block_size=physical_block_size, threads=Threads(1)
         )
@@ -274,30 +259,22 @@ class _TableSink:
         self.put = self._table.put
         self.close = self._table.close
 
-    def save(self) -> None:
-        mark(self._fs, self._path, self._marked)
+    def save(self, parts: NewParts) -> None:
+        parts.begin(self._path, self._name, self._table.delete_snapshot)
         self._table.save_snapshot(self._name, self._meta, identity=self._identity, sequence=self._sequence)
-
-    def announce(self) -> None:
-        unmark(self._fs, self._path, self._marked)
-
-    def remove_snapshot(self) -> None:
-        self._table.delete_snapshot(self._name)
-        unmark(self._fs, self._path, self._marked)
 
 
 class _OneFlowSink:
     def __init__(self, writer: OneFlowWriter):
         self._writer = writer
-        self.save = writer.save
-        self.remove_snapshot = writer.remove_snapshot
         self.close = writer.close
 
     def put(self, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray) -> None:
         self._writer.put(id_U, row_UW)
 
-    def announce(self) -> None:
-        pass  # OneFlow's files do not say of which snapshot they are a part.
+    def save(self, parts: NewParts) -> None:
+        self._writer.save()
+        parts.begin("", "", lambda _: self._writer.remove_snapshot())
 
 
 def _open_all(sink: Callable[[int, str], _Sink], paths: list[str]) -> list[_Sink]:

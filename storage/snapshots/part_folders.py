@@ -123,35 +123,57 @@ class PartRemoval:
 
 
 class NewParts:
-    """Parts of a snapshot that are made in the folders of several tables: in `with`, all of them or none.
+    """Parts of a snapshot that are about to be made: in `with`, all of them or none.
+
+    Ranks, who make a part each, call `take_back` or `finish` in place of `with`, when they know what became of all.
 
     Args:
         identity: of the snapshot.
-        count: how many there will be.
+        count: how many there will be. One alone is whole, and needs no mark.
     """
 
     def __init__(self, identity: str, count: int, fs: FileSystem | None = None):
         self._identity, self._count, self._fs = identity, count, fs or LocalFileSystem()
-        self._made: list[tuple[str, str]] = []
+        self._begun: list[tuple[str, str, Callable[[str], None] | None]] = []
 
-    def begin(self, folder: str, table_name: str) -> None:
-        """A part is about to be saved under this name in the table of this folder, which is open."""
+    def begin(self, folder: str, table_name: str, delete: Callable[[str], None] | None = None) -> None:
+        """A part is about to be saved under this name in the table of this folder, which is open.
+
+        Args:
+            delete: deletes a snapshot of the table, if it stays open until all are there.
+        """
+        self._begun.append((folder, table_name, delete))
         if self._count > 1:
             mark(self._fs, folder, [self._identity])
-        self._made.append((folder, table_name))
+
+    def finish(self) -> None:
+        """All parts are there: take the marks away. One that cannot be does no harm."""
+        for folder, _, _ in self._begun:
+            self._unmark(folder)
+
+    def take_back(self) -> None:
+        """Delete what there is of the parts. What cannot be deleted now is a leftover."""
+        for folder, table_name, delete in self._begun:
+            with suppress(StorageError), ExitStack() as opened:
+                if delete is None:
+                    delete = opened.enter_context(open_anew(folder, self._fs)).delete_snapshot
+                with suppress(SnapshotNotFoundError):
+                    delete(table_name)
+                self._unmark(folder)
+
+    def _unmark(self, folder: str) -> None:
+        if self._count > 1:
+            with suppress(StorageError):
+                unmark(self._fs, folder, [self._identity])
 
     def __enter__(self) -> "NewParts":
         return self
 
     def __exit__(self, kind: object, *error: object) -> None:
-        for folder, table_name in self._made:
-            if kind is None:
-                unmark(self._fs, folder, [self._identity])
-                continue
-            with suppress(StorageError), open_anew(folder, self._fs) as table:
-                with suppress(SnapshotNotFoundError):
-                    table.delete_snapshot(table_name)
-                unmark(self._fs, folder, [self._identity])
+        if kind is None:
+            self.finish()
+        else:
+            self.take_back()
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
