@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from oneemb.graph.ops import batch_ids
+import oneemb.graph.ops.batch_ids as batch_ids
 from oneemb.graph.ops.op import PREPARE, Op
 from oneemb.kernels import loops as kernels
 from oneemb.kernels.arrays import Bags

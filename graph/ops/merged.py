@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from oneemb.graph.ops import batch_ids
+import oneemb.graph.ops.batch_ids as batch_ids
 from oneemb.graph.ops.failed_passes import make_room
 from oneemb.graph.ops.grads import RowGrads
 from oneemb.graph.ops.keys import Keys, measure_unique_keys

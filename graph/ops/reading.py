@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from oneemb.graph.ops import batch_ids
+import oneemb.graph.ops.batch_ids as batch_ids
 from oneemb.graph.ops.keys import DTYPES, Keys
 from oneemb.graph.ops.op import LOOKUP, PREPARE, Op
 from oneemb.kernels import loops as kernels

@@ -6,6 +6,7 @@ from typing import Any, Literal, TypedDict
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from oneemb.checkpoints.state_bytes import hash_of
 from oneemb.graph.ranks import AnyRanks
@@ -18,8 +19,8 @@ _SEED_DIGITS = 8  # NumPy takes 32 bits
 class RandomState(TypedDict):
     """States of the random generators."""
 
-    torch: torch.Tensor
-    cuda: list[torch.Tensor]
+    torch: Tensor
+    cuda: list[Tensor]
     """States of the generators of all GPUs; on a rank, of its own GPU."""
     python: tuple[Any, ...]
     numpy: list[Any]

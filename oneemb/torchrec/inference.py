@@ -22,7 +22,7 @@ from torchrec.distributed.types import ModuleSharder, ParameterSharding, Shardin
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection as FloatFeatureProcessed
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from oneemb.torchrec import quant
+import oneemb.torchrec.quant as quant
 from oneemb.torchrec.modules import EmbeddingBagCollection, EmbeddingCollection
 from oneemb.torchrec.quant_collection import QuantCollection
 from oneemb.torchrec.quant_shards import OnDevices, OnRanks, Place
