@@ -158,7 +158,7 @@ def test_a_sharded_snapshot_that_fails_in_one_path_is_in_none(tmp_path, format, 
     writer = oneemb.make_persistent_table_writer(paths, "s", "int64", "float32", 1, format=format)
     writer.write(np.arange(100), np.ones((100, 1), np.float32))
 
-    def fail():
+    def fail(parts):
         raise oneemb.StorageError("no space")
 
     monkeypatch.setattr(writer._sinks[1], "save", fail)
