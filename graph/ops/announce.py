@@ -205,13 +205,14 @@ class Announcement:
     def __init__(self, ranks: AnyRanks = ALONE):
         self._ranks = None if ranks.alone else ranks
         """Those that wait for this exchange; None = nobody does, since there are none, or it was made."""
-        self.announced = Announced()
+        self.announced = NOTHING_ANNOUNCED
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.make(())  # In vain for the others; unless it was made.
+        if self._ranks is not None:
+            self.make(())  # In vain for the others.
 
     def make(self, lookups: Sequence[LookupOnRanks]) -> Announced:
         """Announce lookups, which may be none.
