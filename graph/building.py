@@ -187,14 +187,14 @@ class Building:
         tape: Tape | None = None,
         backward: Callable[..., None] | None = None,
         steppers: Collection[torch.optim.Optimizer] = (),
-        announced: ops.Announced | None = None,
+        announced: ops.Announced = ops.NOTHING_ANNOUNCED,
         at_once: str = "",
         count: Callable[[Callable[[], torch.Tensor]], torch.Tensor] = lambda make: make(),
     ):
         self.others = 0
         """Lookups that were not expected."""
         self._steppers = steppers
-        self._announced = announced or ops.NOTHING_ANNOUNCED
+        self._announced = announced
         self._names = names
         self._expected: dict[str, list[Expected]] = {}
         self._waiting = len(expected)

@@ -63,8 +63,8 @@ class Prepared:
     """Results of the first half of the plan."""
     versions: list[tuple[int, int]] | None = None
     """Result of `Plan.versions` when the batch was prepared."""
-    announced: ops.Announced | None = None
-    """The lookups that ranks have announced; None = there are none."""
+    announced: ops.Announced = ops.NOTHING_ANNOUNCED
+    """The lookups that ranks have announced."""
     position: LoaderPosition | None = None
     """Position of the loop that read the batch; None = a call by itself gave it."""
     error: BaseException | None = None
@@ -79,7 +79,8 @@ class Prepared:
 
     def drop(self) -> None:
         """Unpin what was prefetched and never acquired."""
-        ops.unprefetch([*(self.values or ()), self.announced])
+        ops.unprefetch(self.values or ())
+        self.announced.drop()
         self.values = None
 
 

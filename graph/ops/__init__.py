@@ -49,11 +49,10 @@ from oneemb.graph.ops.merged import (
 from oneemb.graph.ops.op import OPS
 from oneemb.graph.ops.reading import check_pooling, peek, read_ids
 from oneemb.graph.ops.reduced import measure_reduce, reduce_grads
-from oneemb.graph.ops.reserve import Reserved, prefetch, reserve
+from oneemb.graph.ops.reserve import Reserved, prefetch, reserve, unprefetch
 from oneemb.graph.ops.row_grad import RowGrad, refuse_dense
 from oneemb.graph.ops.scale import forget_unscaled, unscale, update_scale
 from oneemb.graph.ops.settle import settle, shuffle_grads
-from oneemb.graph.ops.unprefetch import unprefetch
 from oneemb.graph.ops.update import (
     Groups,
     StepOptimizer,

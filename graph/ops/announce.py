@@ -211,6 +211,8 @@ class Announcement:
         return self
 
     def __exit__(self, *error: object) -> None:
+        if error[0] is not None:
+            self.announced.drop()
         if self._ranks is not None:
             self.make(())  # In vain for the others.
 

@@ -8,6 +8,7 @@ Unknown keys are inserted by the last. Between ranks (lookup_ahead.py) keys go t
 is one of these.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from oneemb.graph.ops.keys import Keys
@@ -19,7 +20,7 @@ from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.merged_store import MergedPrefetched
 from oneemb.storage.tiers.hot_rows import Prefetched
 
-__all__ = ["Reserved", "prefetch", "reserve"]
+__all__ = ["Reserved", "prefetch", "reserve", "unprefetch"]
 
 
 class Reserved:
@@ -94,3 +95,12 @@ def prefetch(store: Any, keys: Keys | MergedKeys) -> Prefetched | MergedPrefetch
     else:
         its = store.prefetch(keys.unique, MergedRows(store, keys).begin_M1)
     return its
+
+
+def unprefetch(values: Iterable[object]) -> None:
+    """Unpin, for those of these values that `prefetch` gave, what no lookup has taken over."""
+    for value in values:
+        if isinstance(value, Prefetched):
+            value.store.unprefetch(value)
+        elif isinstance(value, MergedPrefetched):
+            value.store.unprefetch(value)

@@ -255,7 +255,7 @@ class CompiledGraph(LoaderLoops):
         """Add the lookups that `build` is expected to make."""
         try:
             fits = prepared.plan is plan and prepared.values is not None and prepared.versions == plan.versions()
-            if not fits and (prepared.values is not None or prepared.announced is not None):
+            if not fits and (prepared.values is not None or prepared.announced.lookups):
                 prepared.drop()
             expected += plan.expect(batch.values, prepared.values if fits else None, profile)
         except Exception:  # `build` will make them as in eager mode; what is wrong it will say, in its line.
