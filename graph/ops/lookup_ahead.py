@@ -96,10 +96,10 @@ class LookupAhead:
         return Lease(self.store, self.keys, remote=remote)
 
     def drop(self) -> None:
-        """Unpin the rows that were prefetched for ranks."""
-        own, self._own = self._own, None
-        if own is not None:
+        """Unpin the rows that were prefetched for ranks. After an interrupt in it, it may be called again."""
+        if (own := self._own) is not None:
             own.drop()
+            self._own = None
 
     def of_ranks(self, takes_R: Sequence[bool]) -> Self:
         """The same lookup of some of the ranks, not of those that have looked up other ids. Nothing is prefetched."""
