@@ -13,6 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 import oneemb
 from oneemb.embeddings.embedding_arguments import state_width_of, store_plan
+from oneemb.graph.one_rank import ALONE
 from oneemb.options import from_json, to_json
 from oneemb.storage.rows.initializers import normal_cdf
 
@@ -328,7 +329,7 @@ def test_every_argument_of_a_store_is_followed(kind):
     assert {field.name for field in dataclasses.fields(STORES[kind]())} == set(taken)
 
     def built(options):
-        return store_plan("e", options, [oneemb.make_table()], None), state_width_of(options, 8, "sgd", 0)
+        return store_plan("e", options, [oneemb.make_table()], ALONE), state_width_of(options, 8, "sgd", 0)
 
     for name in taken:
         assert built(dataclasses.replace(STORES[kind](), **{name: OTHER[name]})) != built(STORES[kind]()), name
