@@ -174,8 +174,8 @@ class Building:
         backward: called in place of `Tensor.backward`, with its arguments; None = it is left alone.
         steppers: the optimizers that the graph itself steps.
         announced: those of the lookups that ranks have announced to each other, whether they are expected still or not.
-        at_once: name of the embedding with the only planned lookup, which is made as in eager mode, from whatever ids
-            `build` looks up in it first; "" = lookups were planned before `build`.
+        at_once: name of the embedding whose one planned lookup is not made ahead: its first call in `build` makes it;
+            "" = there is none.
         count: calls a function that makes that lookup, and counts it.
     """
 
@@ -259,12 +259,12 @@ class Building:
             if name == self._at_once:
                 self._announced.miss(embedding.store, inserts=embedding.training)
                 made = self._count(now)
-                self._at_once = ""  # One that fails is none.
+                self._at_once = ""  # A failed lookup does not count: the next call tries again.
                 return made
             lookup = self._take(self._expected.get(name, []), embedding, asked)
             if lookup is None:
                 self._announced.miss(embedding.store, inserts=embedding.training)
-            elif lookup.reserved is not None and lookup.lease is None:  # Ranks have not announced it alike.
+            elif lookup.reserved is not None and lookup.lease is None:  # The ranks have announced different lookups.
                 if lookup.reserved not in self._announced.lookups:  # Those were of what has changed since.
                     self._announced.miss(embedding.store, inserts=embedding.training)
                 lookup.look_up(asked, has_gradient)

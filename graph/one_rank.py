@@ -1,6 +1,7 @@
 """A process that owns all rows, as a group of one rank: its exchanges give back what it sends.
 
-It has what `Ranks` (ranks.py) has, so that whoever calls it need not ask whether there are other ranks.
+It has the calls of `Ranks` (ranks.py) that lookups, steps and calls on rows make, so that these need not ask whether
+there are other ranks; snapshots and checkpoints ask `alone`.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ def check_between_ranks(gradients: object, comm_dtype: torch.dtype) -> None:
 
 
 class OneRank:
-    """The group. Its methods raise what the function that they are given raises; see `Ranks`.
+    """The group. Each method calls the function that it is given, and lets its error through; see `Ranks`.
 
     Args:
         gradients, comm_dtype: of the embedding; neither changes a number where nothing is sent.
@@ -40,7 +41,7 @@ class OneRank:
     """
 
     alone: Literal[True] = True
-    """Whether no other process can own rows. False for a process group, also for one of a single rank."""
+    """Whether no other process can own rows: False for every process group, even one of a single rank."""
     rank, size, first = 0, 1, True
     group = None
     forked = False
@@ -88,4 +89,4 @@ class OneRank:
 
 
 ALONE = OneRank()
-"""Group of a process whose embeddings say nothing else."""
+"""The default group: this process alone, gradients "mean", float32."""

@@ -71,7 +71,7 @@ class NewFile:
         self._renamed = True
 
     def close(self) -> None:
-        """Close the file. What a stream has not written yet is lost. Closing twice is fine."""
+        """Close the file. Without `sync` a loss of power may lose its end. Closing twice is fine."""
         file, self._file, stream, self._stream = self._file, None, self._stream, None
         try:
             if stream is not None:
@@ -90,7 +90,7 @@ class NewFile:
 
 
 def replace_file(fs: FileSystem, path: str, data: Any, temporary: str | None = None) -> None:
-    """Put a whole file in the place of one.
+    """Replace a file, as a whole or not at all.
 
     Raises:
         OSError: it is not written; the old one is unchanged, and nothing is left beside it that could be removed.
@@ -101,7 +101,7 @@ def replace_file(fs: FileSystem, path: str, data: Any, temporary: str | None = N
         new.sync()
         new.close()
         new.put_in_place()
-    except OSError:
+    except BaseException:
         new.drop()
         raise
 

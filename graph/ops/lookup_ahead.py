@@ -42,7 +42,7 @@ __all__ = ["LookupAhead", "asking_for", "begin_lookup", "look_up_on_ranks", "loo
 
 @dataclass
 class LookupAhead:
-    """A lookup whose keys the owners have: any rank's request is known to all that it asks."""
+    """A lookup whose keys have reached their owners."""
 
     ranks: Ranks
     what: str
@@ -102,7 +102,7 @@ class LookupAhead:
             self._own = None
 
     def of_ranks(self, takes_R: Sequence[bool]) -> Self:
-        """The same lookup of some of the ranks, not of those that have looked up other ids. Nothing is prefetched."""
+        """Copy of this lookup that serves only the ranks in `takes_R`. Nothing is prefetched."""
         self.drop()
         asked, takes_N = self.asked, torch.from_numpy(np.repeat(takes_R, self.asked.count_R))
         remains = dataclasses.replace(

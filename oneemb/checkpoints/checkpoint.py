@@ -397,7 +397,7 @@ class Intent:
                     self.fs.unlock(self.lock)
 
     def _begin(self) -> None:
-        self._notes = NewFile(self.path, self.path, self.fs)  # It needs no other name: what is cut short says nothing.
+        self._notes = NewFile(self.path, self.path, self.fs)  # No rename is needed: a truncated intent is ignored.
         with suppress(OSError):  # On a file system without locks, `is_held` takes every save to go on.
             self.lock = self.fs.lock(self.path)
         self._note(json.dumps({"snapshots": self._made}) + "\n")

@@ -52,7 +52,7 @@ __all__ = [
 
 
 class LookupsHere:
-    """How an embedding that has all rows, or copies of all, looks ids up; see `LookupsOnRanks`."""
+    """Lookups of an embedding whose rows are all in this process; see `LookupsOnRanks`."""
 
     asks_ranks = False
 
@@ -82,7 +82,7 @@ class LookupsHere:
     def peek(
         self, embedding: SnapshotCalls, source: ReadRows, lookup: Lookup, keys: Callable[[], ops.Keys]
     ) -> torch.Tensor:
-        """Rows of another source, by the keys of the embedding's."""
+        """Read rows from `source`, by the embedding's keys."""
         return ops.peek(source, keys(), lookup.per_sample_weights, lookup.pooling)
 
     def refuse(self, embedding: SnapshotCalls, failure: Exception) -> Never:

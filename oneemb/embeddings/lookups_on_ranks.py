@@ -48,7 +48,7 @@ class LookupsOnRanks:
     def peek(
         self, embedding: SnapshotCalls, source: ReadRows, lookup: Lookup, keys: Callable[[], ops.Keys]
     ) -> torch.Tensor:
-        """Rows of another source, by the keys of the embedding's."""
+        """Read rows from `source`, by the embedding's keys."""
         lease = ops.look_up_on_ranks(
             self.ranks, embedding.store, embedding.name, keys, source=source, sums_bags=lookup.sums_bags
         )

@@ -23,7 +23,7 @@ def together(ranks: AnyRanks, stores: Sequence[EmbeddingStore], verb: str, what:
 
     Args:
         stores: of this rank; no step of theirs may be under way.
-        verb: what the call is, where it comes in the middle of a step.
+        verb: name of the call, for the error if a step is under way.
         what: what the first exchange of `call` says.
 
     Raises:

@@ -224,7 +224,9 @@ class CompiledGraph(LoaderLoops):
         tape, plan = known.tape(batch), known.plan
         if plan is None:
             prepared.drop()
-        elif plan.only_embedding and on_acquired is None and prepared.values is None:  # A call, nothing prepared.
+        elif (
+            plan.only_embedding and on_acquired is None and prepared.values is None
+        ):  # Called, not in `run`: nothing was prepared ahead.
             surrounding |= {"at_once": plan.only_embedding, "count": self._count_lookup}
         else:
             self._expect(expected, plan, batch, prepared, profile)

@@ -179,22 +179,25 @@ class LoaderLoops(GraphViews):
             leave()
 
     @contextmanager
-    def _failing_together(self, *, one_step: bool = False) -> Iterator[None]:
-        """An error of this block, which other ranks know nothing of, is one of theirs at their next exchange.
-
-        Args:
-            one_step: whether the block is a step, after which the others expect nothing.
-        """
+    def _failing_together(self) -> Iterator[None]:
+        """An error of this block, which other ranks know nothing of, is one of theirs at their next exchange."""
         since, made = moment(), self._steps_made()
         try:
             yield
         except GeneratorExit:
             raise
         except BaseException as error:
-            self._fail_together(error, since, made, one_step=one_step)
+            self._fail_together(error, since, made, one_step=False)
             raise
 
     def _fail_together(self, error: BaseException, since: int, made: int, *, one_step: bool) -> None:
+        """Tell the ranks of an error.
+
+        Args:
+            since: the `moment` before what has failed.
+            made: steps that had been made by then.
+            one_step: whether a step has failed, after which the others expect nothing.
+        """
         if one_step and not isinstance(error, Exception) and self._steps_made() > made:
             mark_told(error)  # An interrupt that came when the step was made: what the others have done, it has.
         embeddings = list(embeddings_of(self).values())

@@ -1,4 +1,4 @@
-"""Rows that a table holds now, with what writes them and what compacts them.
+"""A table's current rows, with their writer and their compactor.
 
 Another `LiveRows` takes their place at a load or when the table is cleared: then a new writer and a new compactor go
 with it. Nothing here is thread-safe: `PersistentTable` calls it in a turn.

@@ -69,6 +69,26 @@ def test_a_call_that_fails_leaves_the_old_file_and_nothing_beside_it(failing):
     assert content(fs) == OLD and fs.names("/d") == ["file"]
 
 
+@pytest.mark.parametrize("call", ["write", "sync"])
+def test_an_interrupt_leaves_no_open_file_and_nothing_beside_it(tmp_path, monkeypatch, call):
+    class Interrupted(LocalFileSystem):
+        closed = 0
+
+        def close(self, file):
+            self.closed += 1
+            super().close(file)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Interrupted, call, interrupted)
+    fs = Interrupted()
+    (tmp_path / "file").write_bytes(OLD)
+    with pytest.raises(KeyboardInterrupt):
+        replace_file(fs, str(tmp_path / "file"), NEW)
+    assert os.listdir(tmp_path) == ["file"] and (tmp_path / "file").read_bytes() == OLD and fs.closed == 1
+
+
 def test_what_a_killed_process_has_left_under_the_temporary_name_is_replaced(tmp_path):
     path = f"{tmp_path}/file"
     (tmp_path / "file.tmp").write_bytes(b"left" * 1000)
