@@ -26,7 +26,7 @@ from oneemb.graph.tape import Tape, version_of
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.errors import StoreFullError
 
-__all__ = ["Building", "Expected", "building_now", "steps_itself"]
+__all__ = ["Building", "Expected", "MadeLookup", "building_now", "steps_itself"]
 
 
 class LooksUpHow(Protocol):
@@ -152,6 +152,28 @@ class Expected:
         if self.reserved is not None:
             self.reserved.drop()
         elif (lease := self._handed_over()) is not None:
+            lease.unpin()
+
+
+class MadeLookup:
+    """A lookup that was made in its line of `build`.
+
+    Args:
+        lease: of its rows.
+    """
+
+    def __init__(self, lease: ops.Lease):
+        self._lease = weakref.ref(lease)
+
+    @property
+    def has_grad(self) -> bool:
+        """Whether a gradient has come for the rows."""
+        lease = self._lease()
+        return lease is not None and lease.has_grad
+
+    def drop(self) -> None:
+        """Unpin the rows."""
+        if (lease := self._lease()) is not None:
             lease.unpin()
 
 

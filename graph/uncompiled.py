@@ -9,7 +9,9 @@ import torch
 __all__ = ["uncompiled"]
 
 # What torch's compiler has set for the frames that begin, None outside of what it has compiled.
-_compiler_of_frames = torch._C._dynamo.eval_frame.get_eval_frame_callback
+_eval_frame = torch._C._dynamo.eval_frame
+_compiler_of_frames = _eval_frame.get_eval_frame_callback
+_SKIPPED = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT)
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -26,4 +28,6 @@ def uncompiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
             return disabled(*args, **kwargs)
         return function(*args, **kwargs)
 
+    # Frames of `call` are no use to torch's compiler: it would compile one for each function, up to its limit.
+    _eval_frame.set_code_exec_strategy(call.__code__, _SKIPPED)  # type: ignore[attr-defined]
     return call

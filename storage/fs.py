@@ -91,9 +91,17 @@ class FileSystem(Protocol):
 
     def sync_directory(self, path: str) -> None: ...
 
-    def lock(self, path: str) -> int:
-        """Take the lock that lies in this file, which is made where it is not there and stays as it is otherwise; or in
-        this folder. Returns the file, open for reading and writing. Raises BlockingIOError while another has the lock.
+    def lock(self, path: str, *, exists: bool = False) -> int:
+        """Take the lock of a file, which is made where it is not there, or of a folder.
+
+        Args:
+            exists: make no file; one that is not there is a FileNotFoundError.
+
+        Returns:
+            The file, open for reading and writing.
+
+        Raises:
+            BlockingIOError: another has the lock.
         """
 
     def unlock(self, lock: int) -> None: ...
@@ -189,10 +197,10 @@ class LocalFileSystem:
         finally:
             os.close(file)
 
-    def lock(self, path: str) -> int:
+    def lock(self, path: str, *, exists: bool = False) -> int:
         # The system frees the lock when the process ends, however it ends, so a dead holder needs no breaking. A
         # forked child must let go of its copy of the file, or it would hold the lock for a parent that is gone.
-        how = os.O_RDONLY | os.O_DIRECTORY if os.path.isdir(path) else os.O_RDWR | os.O_CREAT
+        how = os.O_RDONLY | os.O_DIRECTORY if os.path.isdir(path) else os.O_RDWR | (0 if exists else os.O_CREAT)
         file = _LockFile(os.open(path, how | os.O_CLOEXEC, 0o666))
         try:
             _take(file.number, path)

@@ -150,7 +150,7 @@ def begin(fs: FileSystem, stem: str, digits: int, make: Callable[[str], None] | 
         if make is not None:
             make(path)
         with suppress(BlockingIOError, FileNotFoundError):  # `remove_unfinished` has found it before it was locked.
-            lock = fs.lock(path)
+            lock = fs.lock(path, exists=make is not None)
             if fs.still_locks(lock, path):
                 return path, lock
             fs.unlock(lock)
@@ -175,7 +175,7 @@ def remove_unfinished(fs: FileSystem, folder: str, stem: str, digits: int, remov
         if re.fullmatch(rf"(?s:{stem})\.[0-9a-f]{{{digits}}}\.tmp", name):
             with suppress(OSError):  # BlockingIOError: somebody holds it; or another has removed it, or may remove it.
                 path = os.path.join(folder, name)
-                lock = fs.lock(path)
+                lock = fs.lock(path, exists=True)
                 try:
                     remove(path)
                 finally:

@@ -162,3 +162,18 @@ def test_a_compiled_step_that_raises_leaves_gradients_and_rows_as_they_are():
     embedding(ids).sum().backward()
     step()
     assert not torch.equal(embedding.read(ids), before) and embedding.stats()["step"] == 1
+
+
+def test_many_compiled_models_and_optimizers_reach_no_limit_of_compilations(monkeypatch):
+    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
+    torch._dynamo.reset()
+    for number in range(6):
+        embedding, dense = make_embedding(f"many{number}"), torch.nn.Linear(8, 1)
+        optimizer = torch.optim.Adagrad([*embedding.parameters(), *dense.parameters()])
+        loss = torch.compile(lambda ids, e=embedding, d=dense: d(e(ids).flatten(1)).square().sum(), backend="eager")
+        step = torch.compile(lambda o=optimizer: o.step(), backend="eager")
+        for k in range(5):
+            optimizer.zero_grad()
+            loss(torch.arange(2 * (3 + k % 2)).reshape(-1, 2)).backward()
+            step()
+        assert embedding.stats()["step"] == 5

@@ -1079,3 +1079,22 @@ def test_odd_batches_and_builds_are_followed_as_far_as_they_go():
         for _ in range(3):
             graph(batch)
     assert "user_id" in graph.compiled().code and graph.a.store.step == 6
+
+
+@pytest.mark.parametrize("how", ["raises", "has no backward pass"])
+def test_a_kept_error_or_result_keeps_no_row_of_a_called_graph_pinned(how):
+    def build(self, ids, label, bad):
+        loss = loss_of(self, ids, label)
+        if bad and how == "raises":
+            raise ArithmeticError
+        if not bad:
+            loss.backward()
+        return loss
+
+    graph, kept = make_graph(modules_of(), build, sgd), []
+    for bad in (False, False, True):
+        try:
+            kept.append(graph(IDS, LABEL, int(bad)))
+        except ArithmeticError as error:
+            kept.append(error)
+    assert len(kept) == 3 and graph.embedding.stats()["device"]["pinned"] == 0

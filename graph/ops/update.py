@@ -94,10 +94,14 @@ def step(optimizer: StepOptimizer, go: bool, after_hooks: Callable[[], None] | N
     return groups
 
 
+_ZERO_GRAD = torch.optim.Optimizer.zero_grad
+
+
 def zero_grad(optimizer: torch.optim.Optimizer) -> None:
     """Set the gradients of an optimizer to None: at once, where `Optimizer.zero_grad` is torch's, which begins with a
     record for the profiler."""
-    if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad or "zero_grad" in vars(optimizer):
+    changed = type(optimizer).zero_grad is not _ZERO_GRAD or "zero_grad" in vars(optimizer)
+    if changed or torch.autograd._profiler_enabled():
         optimizer.zero_grad(set_to_none=True)
         return
     for group in optimizer.param_groups:

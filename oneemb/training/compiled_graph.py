@@ -9,7 +9,7 @@ from typing import Any, Literal, Self, cast
 import torch
 
 from oneemb.embeddings.embedding import embeddings_of
-from oneemb.graph.building import Building, Expected
+from oneemb.graph.building import Building, Expected, MadeLookup
 from oneemb.graph.dense import DenseCompiler
 from oneemb.graph.inputs import Signature
 from oneemb.graph.ops.reading import measure_gather
@@ -209,7 +209,7 @@ class CompiledGraph(LoaderLoops):
         return result
 
     def _run_build(
-        self, batch: Batch, prepared: Prepared, on_acquired: OnAcquired | None, expected: list[Expected],
+        self, batch: Batch, prepared: Prepared, on_acquired: OnAcquired | None, expected: list[Expected | MadeLookup],
         **surrounding: Any,
     ) -> Any:  # fmt: skip
         """Call `build`, and return its result.
@@ -227,11 +227,12 @@ class CompiledGraph(LoaderLoops):
         elif (
             plan.only_embedding and on_acquired is None and prepared.values is None
         ):  # Called, not in `run`: nothing was prepared ahead.
-            surrounding |= {"at_once": plan.only_embedding, "count": self._count_lookup}
+            surrounding |= {"at_once": plan.only_embedding, "count": functools.partial(self._count_lookup, expected)}
         else:
             self._expect(expected, plan, batch, prepared, profile)
         all_made = on_acquired or (lambda: None)
-        building = Building(names, expected, all_made, tape, announced=prepared.announced, **surrounding)
+        planned = cast("list[Expected]", expected)  # None was made yet.
+        building = Building(names, planned, all_made, tape, announced=prepared.announced, **surrounding)
         dense = self._dense_compiler()
         call = functools.partial(self._stats.call, "build", building.call, self.build, *batch.args, **batch.kwargs)
         if dense is None:
@@ -252,7 +253,12 @@ class CompiledGraph(LoaderLoops):
         return result
 
     def _expect(
-        self, expected: list[Expected], plan: Plan, batch: Batch, prepared: Prepared, profile: Profile | None
+        self,
+        expected: list[Expected | MadeLookup],
+        plan: Plan,
+        batch: Batch,
+        prepared: Prepared,
+        profile: Profile | None,
     ) -> None:
         """Add the lookups that `build` is expected to make."""
         try:
@@ -264,8 +270,14 @@ class CompiledGraph(LoaderLoops):
             prepared.drop()
         prepared.values = None  # Its rows are the lookups' own, or dropped.
 
-    def _count_lookup(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        return self._stats.call("lookup", make, measure=measure_gather)
+    def _count_lookup(self, expected: list[Expected | MadeLookup], make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Make a lookup and count it. Its rows are unpinned with those that were expected: whoever keeps the result or
+        the error of `build` keeps its lease too."""
+        rows = self._stats.call("lookup", make, measure=measure_gather)
+        lease = getattr(rows.grad_fn, "lease", None)
+        if lease is not None:
+            expected.append(MadeLookup(lease))
+        return rows
 
     def _why_not_captured(self) -> str:
         """Reason why dense modules must not be captured as CUDA graphs; "" = they may be."""

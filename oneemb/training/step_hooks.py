@@ -10,6 +10,7 @@ until the next step, they are gone, with a warning. `oneemb.Optimizer` puts them
 """
 
 import functools
+import os
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -226,6 +227,15 @@ def _forget_state(optimizer: torch.optim.Optimizer) -> None:
             optimizer.state.pop(weight, None)
 
 
+def _is_torchs(step: Any) -> bool:
+    """Whether a function and all that it wraps are of torch.optim: a wrapper takes the name of what it wraps."""
+    while step is not None:
+        if not step.__code__.co_filename.startswith(_TORCH_OPTIM):
+            return False
+        step = getattr(step, "__wrapped__", None)
+    return True
+
+
 def steps_nothing(optimizer: torch.optim.Optimizer) -> bool:
     """Whether `optimizer.step()` would change nothing, and no hook would see it.
 
@@ -234,7 +244,8 @@ def steps_nothing(optimizer: torch.optim.Optimizer) -> bool:
     if (
         not hasattr(optimizer, "names_rows")  # `_after` has seen no step yet
         or "step" in vars(optimizer)  # a scheduler's, which counts
-        or not type(optimizer).step.__module__.startswith("torch.optim.")  # others may count
+        or not _is_torchs(type(optimizer).step)  # others may count
+        or torch.autograd._profiler_enabled()  # whose records name steps
         or optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
         or len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks) > len(_HOOKS)
@@ -247,4 +258,5 @@ def steps_nothing(optimizer: torch.optim.Optimizer) -> bool:
     return True
 
 
+_TORCH_OPTIM = os.path.dirname(torch.optim.__file__)
 _HOOKS = register_optimizer_step_pre_hook(_before), register_optimizer_step_post_hook(_after)

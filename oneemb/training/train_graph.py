@@ -13,7 +13,7 @@ from oneemb.embeddings.embedding import embeddings_of
 from oneemb.embeddings.internals import drop_grads
 from oneemb.graph import ops
 from oneemb.graph.build_error import BuildError
-from oneemb.graph.building import Expected, steps_itself
+from oneemb.graph.building import Expected, MadeLookup, steps_itself
 from oneemb.graph.modules import REGISTER, say_not_registered, unregistered_modules
 from oneemb.graph.prefetch import Prepared
 from oneemb.storage.fs import AnyPath, file_path
@@ -198,7 +198,7 @@ class TrainGraph(CompiledGraph):
         self._train_state.scaler = scaler
 
     def _step(self, batch: Batch, prepared: Prepared, on_acquired: OnAcquired | None) -> Any:
-        expected: list[Expected] = []
+        expected: list[Expected | MadeLookup] = []
         if not self.training:
             with torch.no_grad():
                 result = self._run_build(batch, prepared, on_acquired, expected, backward=_no_backward)
@@ -206,7 +206,7 @@ class TrainGraph(CompiledGraph):
             return result
         state = self._train_state
         updates_before, updates_now = state.updates_made(), state.micro_batches + 1 >= self._accumulation()
-        kept: list[Expected] = []
+        kept: list[Expected | MadeLookup] = []
         known = scalers_of(self.build, vars(self).values())
         given = state.scaler, state.scaled_by
         with CommitBlock() as committing:  # No interrupt comes between the update and the count of the step.

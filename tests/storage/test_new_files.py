@@ -145,8 +145,8 @@ def test_a_name_that_was_found_before_it_was_locked_is_given_up(tmp_path, monkey
     fs, lock = LocalFileSystem(), LocalFileSystem.lock
     taken = []
 
-    def late(its, path):
-        file = lock(its, path)
+    def late(its, path, **how):
+        file = lock(its, path, **how)
         if not taken:
             taken.append(path)
             os.remove(path)
@@ -155,4 +155,19 @@ def test_a_name_that_was_found_before_it_was_locked_is_given_up(tmp_path, monkey
     monkeypatch.setattr(LocalFileSystem, "lock", late)
     path, number = begin(fs, f"{tmp_path}/file", 8)
     assert path != taken[0] and os.listdir(tmp_path) == [os.path.basename(path)]
+    fs.unlock(number)
+
+
+def test_a_folder_that_another_removes_before_it_is_locked_is_given_up(tmp_path):
+    taken = []
+
+    def make(path):
+        os.mkdir(path)
+        if not taken:
+            taken.append(path)
+            os.rmdir(path)
+
+    fs = LocalFileSystem()
+    path, number = begin(fs, f"{tmp_path}/folder", 8, make)
+    assert path != taken[0] and os.path.isdir(path) and os.listdir(tmp_path) == [os.path.basename(path)]
     fs.unlock(number)

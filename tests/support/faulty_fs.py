@@ -197,7 +197,7 @@ class FaultyFileSystem:
             for change in self.unsynced_names.pop(path, []):
                 _change_name(self.safe_entries, change)
 
-    def lock(self, path):
+    def lock(self, path, *, exists=False):
         with self._guard:
             self._alive()
             if path in self._locked.values():
