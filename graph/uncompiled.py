@@ -11,7 +11,9 @@ __all__ = ["uncompiled"]
 # What torch's compiler has set for the frames that begin, None outside of what it has compiled.
 _eval_frame = torch._C._dynamo.eval_frame
 _compiler_of_frames = _eval_frame.get_eval_frame_callback
-_SKIPPED = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT)
+_SKIPPED = torch._C._dynamo.eval_frame._FrameExecStrategy(
+    torch._C._dynamo.eval_frame._FrameAction.SKIP, torch._C._dynamo.eval_frame._FrameAction.DEFAULT
+)
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
