@@ -17,7 +17,7 @@ __all__ = ["ALONE", "Gradients", "OneRank", "check_between_ranks"]
 T = TypeVar("T")
 
 Gradients = Literal["mean", "sum"]
-"""What becomes of the gradients that ranks have for a row."""
+"""Reduction of the gradients that ranks have for a row."""
 
 _COMM_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -56,7 +56,7 @@ class OneRank:
         return "this process alone"
 
     def exchange(self, what: str, make: Callable[[], Blocks]) -> list[Received]:
-        """What `make` gives for this rank."""
+        """Blocks that `make` gives for this rank."""
         (block,) = make()
         return [Received(torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *map(bytes_of, block)]))]
 

@@ -4,8 +4,9 @@ A file is written under a temporary name beside its path, synced, and renamed: `
 make a file at once, each writes under a name that nobody else has, `begin`, and holds its lock while it lives: what
 nobody holds, a killed process has left, and `remove_unfinished` removes it.
 
-Invariant: whoever looks at a path sees the file that was there before or the new one, whole. That the new name outlives
-a loss of power is up to the caller's `sync_directory`.
+Invariant: with one writer of a path at a time, a reader sees the former file or the new one, whole. Two writers at once
+need `begin`: `NewFile` removes a temporary file that is there already. That the new name outlives a loss of power is up
+to the caller's `sync_directory`.
 """
 
 import os

@@ -204,7 +204,7 @@ class Announcement:
 
     def __init__(self, ranks: AnyRanks = ALONE):
         self._ranks = None if ranks.alone else ranks
-        """Those that wait for this exchange; None = nobody does, since there are none, or it was made."""
+        """Ranks of the exchange that is still to be made; None = no exchange is due."""
         self.announced = NOTHING_ANNOUNCED
 
     def __enter__(self) -> Self:

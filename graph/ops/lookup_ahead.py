@@ -52,9 +52,9 @@ class LookupAhead:
     keys: Keys
     """Unique keys of this rank's ids."""
     asking: Asking
-    """What this rank asks others for."""
+    """Rows that this rank asks others for."""
     asked: Asked
-    """What they ask it for."""
+    """Rows that others ask this rank for."""
     inserts: bool
     """Whether unknown keys are inserted, by `acquire`; off, they read as their initial values."""
     again: bool = False
