@@ -138,6 +138,8 @@ class Ranks:
             timeout = group._get_backend(self._device).options._timeout
             # It has the methods of a ProcessGroup that are called here.
             again: Any = distributed.ProcessGroupGloo(store, self.rank, self.size, timeout)
+            # A rank that went on and ended now would break the connections that another rank is still making.
+            self.all_gather(what, lambda: None)
         return Ranks(again, self.gradients, name="connections", made=name)
 
     def over(self, connections: "Ranks") -> "Ranks":

@@ -9,8 +9,10 @@ import time
 
 import pytest
 import torch
+from torch import distributed
 
 import oneemb
+from oneemb.graph.ranks import Ranks
 from tests.support.rank_jobs import RankJob
 
 RANKS, IDS = 3, 30
@@ -150,3 +152,26 @@ def test_a_hundred_kills(tmp_path, seed):
         folder = tmp_path / str(n)
         os.mkdir(folder)
         dies(folder, rng.choice(WAYS), rng, rng.choice([signal.SIGKILL] * 5 + [signal.SIGSTOP]))
+
+
+def connects(group, report, path):
+    """The second rank is slow: it has its connections a second before it goes on."""
+    connect = distributed.ProcessGroupGloo
+
+    def slowly(*args):
+        connections = connect(*args)
+        time.sleep(1.0)
+        path.touch()
+        return connections
+
+    with pytest.MonkeyPatch.context() as patch:
+        if group.rank() == 1:
+            patch.setattr(distributed, "ProcessGroupGloo", slowly)
+        Ranks(group).again()
+    report(path.exists())
+
+
+def test_no_rank_goes_on_while_another_one_connects(tmp_path):
+    """It might end, and break connections that the other one is making."""
+    job = RankJob(2, connects, tmp_path / "connected")
+    assert job.end() == [(0, [True]), (0, [True])], job.texts()
