@@ -2,8 +2,6 @@
 
 from typing import Any, NamedTuple
 
-__all__ = ["Lookup", "Planned"]
-
 
 class Lookup(NamedTuple):
     """Arguments of an embedding's `forward`. Any: the lookup itself refuses what is none of its kind."""

@@ -5,8 +5,6 @@ import sys
 import warnings
 from types import FrameType
 
-__all__ = ["BuildError", "user_line", "warn_user"]
-
 _NOT_THE_USERS = {"oneemb", "torch", "contextlib", "threading", "concurrent"}
 """Packages and modules through which a user's line calls ours."""
 

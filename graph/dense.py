@@ -22,8 +22,6 @@ from oneemb.graph.modules import embeddings_in, is_embedding
 from oneemb.graph.streams import capture_gate
 from oneemb.storage.locking.undisturbed import undisturbed
 
-__all__ = ["CAPTURES_MAX", "WARM_STEPS", "DenseCompiler"]
-
 WARM_STEPS = 3
 """Calls of a module with inputs of one kind before they are captured."""
 

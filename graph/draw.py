@@ -17,8 +17,6 @@ from oneemb.kernels.extras import need
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["draw_history"]
-
 _READS, _PREPARES, _EDGE, _TORCH = "#f9d9b4", "#cfe3f7", "#eeeeee", "#d9ead3"
 _BOX_WIDTH, _BOX_HEIGHT, _LETTERS = 4.6, 0.62, 62
 

@@ -23,8 +23,6 @@ from oneemb.graph.recorder import OpStats, Profile
 from oneemb.graph.text import node_label
 from oneemb.storage.locking.undisturbed import undisturbed
 
-__all__ = ["Executor", "Find"]
-
 _Env = list[Any]
 """The values of a run, each at its place. Any: ops take and give values of every kind."""
 

@@ -26,8 +26,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import SUPPORTED_NODES
 
-__all__ = ["Signature", "Structure"]
-
 # Any: arguments of `build`, and the values in them, may be of any type.
 
 _Kind = inspect.Parameter

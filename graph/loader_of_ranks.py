@@ -6,8 +6,6 @@ from typing import Any
 from oneemb.graph.rank_errors import whole_exchange
 from oneemb.graph.ranks import Ranks
 
-__all__ = ["Together"]
-
 
 class Together(Iterator[Any]):
     """The batches of this rank's loader, as long as every rank has one: where the first loader ends, all end.

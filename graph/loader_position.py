@@ -13,8 +13,6 @@ from typing import Any
 
 from oneemb.graph.build_error import warn_user
 
-__all__ = ["LoaderPosition"]
-
 
 class LoaderPosition:
     """State of a loader as of the batch trained last, and the number of batches read since.

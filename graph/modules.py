@@ -8,10 +8,6 @@ import torch
 
 from oneemb.storage.embedding_store import EmbeddingStore
 
-__all__ = [
-    "REGISTER", "Embeddings", "embeddings_in", "is_embedding", "say_not_registered", "unregistered_modules",
-]  # fmt: skip
-
 # Elements of a list or dict that are searched for modules: one that holds data may be long.
 _SEARCHED_MAX = 1000
 

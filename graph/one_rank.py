@@ -12,8 +12,6 @@ import torch
 
 from oneemb.graph.rank_messages import Blocks, Received, Traffic, bytes_of
 
-__all__ = ["ALONE", "Gradients", "OneRank", "check_between_ranks"]
-
 T = TypeVar("T")
 
 Gradients = Literal["mean", "sum"]

@@ -32,8 +32,6 @@ from oneemb.graph.tape import Tape, version_of
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.merged_store import MergedStore
 
-__all__ = ["AfterPass", "Merged", "Plan", "compile_plan"]
-
 Merged = dict[tuple[EmbeddingStore, ...], MergedStore]
 """Merged stores by their members."""
 
@@ -217,10 +215,7 @@ def _members(
 
 
 def _finder(
-    root: torch.nn.Module,
-    embeddings: Embeddings,
-    objects: Mapping[str, object],
-    constants: Mapping[str, torch.Tensor],
+    root: torch.nn.Module, embeddings: Embeddings, objects: Mapping[str, object], constants: Mapping[str, torch.Tensor]
 ) -> Find:
     """Gives the merged stores, the stores of embeddings, and the constants of a tape: buffers are read by their names,
     since another tensor may be put in their place."""

@@ -35,8 +35,6 @@ from oneemb.graph.plan import Plan
 from oneemb.graph.streams import Ahead, Mark, capture_gate
 from oneemb.kernels.threads import start, within_thread_code
 
-__all__ = ["Prepared", "prefetch"]
-
 # Seconds for which a loop that is left waits for its loader. There is a limit since the loader may wait for the loop in
 # turn: the garbage collector closes a forgotten loop on any thread, whatever locks that thread holds.
 _PATIENCE_S = 30.0

@@ -7,10 +7,6 @@ from contextlib import contextmanager, suppress
 
 from oneemb.storage.locking.undisturbed import undisturbed
 
-__all__ = [
-    "RankError", "Said", "is_told", "mark_told", "moment", "report", "told_error", "what_has_failed", "whole_exchange",
-]  # fmt: skip
-
 
 class RankError(RuntimeError):
     """Another rank has failed, or does something else. The message says which one, and what it said."""

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Blocks", "Received", "Traffic", "bytes_of"]
-
 Blocks = Sequence[Sequence[torch.Tensor]]
 """Tensors to send to each rank, of any shape, one after another."""
 

@@ -42,8 +42,6 @@ from oneemb.graph.rank_messages import Blocks, Received, Traffic, bytes_of
 from oneemb.storage.errors import ForkedProcessError
 from oneemb.storage.locking.undisturbed import undisturbed
 
-__all__ = ["AnyRanks", "Blocks", "RankError", "Ranks", "Received", "Traffic", "ranks_of"]
-
 T = TypeVar("T")
 
 # Bytes before an answer: what the rank is doing, and whether that has failed.

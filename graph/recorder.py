@@ -15,8 +15,6 @@ from typing import TypeVar
 from oneemb.graph.ops.op import Measure
 from oneemb.storage.fs import AnyPath, file_path
 
-__all__ = ["OpStats", "Profile", "UNCOUNTED", "StepStats", "stats_table"]
-
 Result = TypeVar("Result")
 
 

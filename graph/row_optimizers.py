@@ -38,16 +38,6 @@ from oneemb.kernels.update_row_wise_adagrad import update_row_wise_adagrad
 from oneemb.kernels.update_sgd import update_sgd
 from oneemb.kernels.update_smart_decay_adam import update_smart_decay_adam
 
-__all__ = [
-    "OPTIMIZERS",
-    "SAME_STATE",
-    "SUPPORTED",
-    "KnownOptimizer",
-    "RowOptimizer",
-    "row_optimizer_of",
-    "rows_of_class",
-]
-
 Group = dict[str, Any]
 """A param group; torch types its options so."""
 
@@ -196,14 +186,7 @@ def _begin(state: float | str, options: Mapping[str, Any]) -> float:
 
 
 def _run(
-    update: RowUpdate,
-    signed: bool,
-    absent: Group,
-    *rows: Any,
-    state_begin: int,
-    group: Group,
-    step: int,
-    loops: Loops,
+    update: RowUpdate, signed: bool, absent: Group, *rows: Any, state_begin: int, group: Group, step: int, loops: Loops
 ) -> None:
     """Step rows with the options of a group; up their gradients where it says so and the class knows of it."""
     if signed and group.get("maximize", False):

@@ -15,8 +15,6 @@ from torch import fx
 from oneemb.graph.ops import OPS
 from oneemb.graph.ops.op import Op
 
-__all__ = ["READS", "STAGES", "check_stage"]
-
 READS = {function for function, op in OPS.items() if "lookup" in op.stages and "prepare" not in op.stages}
 """Ops that insert, move or read rows; they stay in the step itself."""
 

@@ -20,8 +20,6 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Ahead", "capture_gate"]
-
 
 class CaptureGate:
     """Keeps threads that prepare batches from launching anything while a CUDA graph is captured.

@@ -26,8 +26,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from oneemb.graph.arguments import Lookup
 from oneemb.storage.locking.undisturbed import undisturbed
 
-__all__ = ["Tape", "version_of"]
-
 _OPERATORS: dict[str, Callable[..., Any]] = {
     f"__{name}__": getattr(operator, name)
     for name in "getitem add sub mul truediv floordiv mod lshift rshift neg invert eq ne lt le gt ge".split()

@@ -11,8 +11,6 @@ return (Planned('embedding', Lookup(getitem), reserved=reserve),)
 import torch
 from torch import fx
 
-__all__ = ["graph_text", "node_label"]
-
 _INFIX = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "matmul": "@"}
 
 

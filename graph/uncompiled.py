@@ -6,8 +6,6 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["uncompiled"]
-
 # What torch's compiler has set for the frames that begin, None outside of what it has compiled.
 _eval_frame = torch._C._dynamo.eval_frame
 _compiler_of_frames = _eval_frame.get_eval_frame_callback

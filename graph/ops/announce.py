@@ -29,11 +29,6 @@ from oneemb.graph.rank_errors import whole_exchange
 from oneemb.graph.ranks import AnyRanks, Ranks
 from oneemb.storage.embedding_store import EmbeddingStore
 
-__all__ = [
-    "NOTHING_ANNOUNCED", "Announced", "AnnouncedLookup", "Announcement", "LookupOnRanks", "announce",
-    "announced_lookup",
-]  # fmt: skip
-
 
 class LookupOnRanks(NamedTuple):
     """Lookup of an embedding whose rows ranks own together."""

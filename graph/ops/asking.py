@@ -30,11 +30,6 @@ from oneemb.kernels.arrays import Bags
 from oneemb.kernels.unique_keys import occurrences
 from oneemb.storage.embedding_store import EmbeddingStore
 
-__all__ = [
-    "Asked", "Asking", "COUNTS", "CutBags", "KeysByRank", "Parts", "asked_by", "counts_of", "cut_if_fewer_bytes",
-    "keys_by_rank", "keys_of_ranks", "parts_move_fewer_bytes", "rows_like", "tensors_of",
-]  # fmt: skip
-
 # More than any embedding has: what comes from other ranks, they have checked.
 _TABLES = 1 << 31
 

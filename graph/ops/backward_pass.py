@@ -9,8 +9,6 @@ from oneemb.graph.ops.grads import RowGrads, Summed
 from oneemb.graph.ops.lookup import Lease
 from oneemb.graph.tape import version_of
 
-__all__ = ["Pass", "grads_of_leases", "reduce_passes"]
-
 
 class Pass(NamedTuple):
     """Gradient that one backward pass has left for one lookup."""

@@ -15,20 +15,6 @@ from oneemb.kernels.arrays import Array
 from oneemb.kernels.host_loops import OPENMP_MIN
 from oneemb.kernels.loops import Loops
 
-__all__ = [
-    "POOLINGS",
-    "bags_of_ids",
-    "check_ids",
-    "check_no_columns",
-    "check_scales",
-    "check_tables",
-    "columns_of",
-    "equal",
-    "keep",
-    "pooling_of",
-    "tables_and_ids",
-]
-
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 POOLINGS = ("sum", "mean", "max")

@@ -5,8 +5,6 @@ import torch
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.errors import StoreFullError
 
-__all__ = ["free_failed_passes", "make_room"]
-
 
 def make_room(store: EmbeddingStore, error: StoreFullError) -> None:
     """Unpin the rows that only failed backward passes hold: see `free_failed_passes`.

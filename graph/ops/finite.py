@@ -8,8 +8,6 @@ import torch
 from oneemb.graph.ops.grads import RowGrads
 from oneemb.graph.ops.update import StepOptimizer
 
-__all__ = ["NonFiniteGradientError", "check_finite", "may_step"]
-
 
 class NonFiniteGradientError(ArithmeticError):
     """A gradient holds NaN or infinity. Nothing was updated, no weight, state or count. Ids that lookups of the step

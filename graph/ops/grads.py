@@ -12,8 +12,6 @@ from oneemb.kernels.loops import Loops, Segments
 from oneemb.storage.embedding_store import EmbeddingStore, weights_in
 from oneemb.storage.merged_store import MergedStore
 
-__all__ = ["RowGrads", "Summed", "add_sums", "join_grads", "nowhere", "sum_over_passes"]
-
 
 class Summed(NamedTuple):
     """Gradients of the U unique keys of one lookup, summed over its ids."""

@@ -19,8 +19,6 @@ from oneemb.kernels.loops import Loops
 from oneemb.kernels.places import loops_of
 from oneemb.kernels.threads import Threads
 
-__all__ = ["DTYPES", "Keys", "measure_unique_keys", "unique_keys"]
-
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 _ONE_THREAD = Threads(1)

@@ -33,10 +33,6 @@ from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.storage.merged_store import MergedStore
 from oneemb.storage.tiers.hot_rows import Prefetched
 
-__all__ = [
-    "DTYPES", "Lease", "REPLACED", "Remote", "acquire", "acquire_later", "full", "full_of", "gather", "in_backward",
-]  # fmt: skip
-
 next_order = itertools.count().__next__
 """Gives numbers that grow from lookup to lookup."""
 

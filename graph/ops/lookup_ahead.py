@@ -37,8 +37,6 @@ from oneemb.kernels.owner import owner_of
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.errors import StorageError
 
-__all__ = ["LookupAhead", "asking_for", "begin_lookup", "look_up_on_ranks", "lookup_of"]
-
 
 @dataclass
 class LookupAhead:

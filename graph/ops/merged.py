@@ -35,11 +35,6 @@ from oneemb.storage.errors import StoreFullError
 from oneemb.storage.locking.turns import whole
 from oneemb.storage.merged_store import MergedPrefetched, MergedStore
 
-__all__ = [
-    "MergedKeys", "MergedLookup", "MergedReserved", "MergedRows", "check_merged_pooling", "gather_merged", "part_of",
-    "unique_merged_keys",
-]  # fmt: skip
-
 _LOOPS = HostLoops(Threads(1))
 
 

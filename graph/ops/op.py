@@ -10,8 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-__all__ = ["LOOKUP", "OPS", "PREPARE", "Measure", "Op"]
-
 Function = TypeVar("Function", bound=Callable[..., object])
 
 Measure = Callable[[Any, Any], tuple[int, int]]

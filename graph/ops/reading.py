@@ -22,11 +22,6 @@ from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.merged_store import MergedStore
 from oneemb.storage.rows.row_format import RowFormat
 
-__all__ = [
-    "ReadRows", "check_place", "check_pooling", "measure_gather", "peek", "read_ids", "read_rows", "scales_of",
-    "spread_max_grads",
-]  # fmt: skip
-
 
 class ReadRows(Protocol):
     """Interface of a store that can be read without a lease."""

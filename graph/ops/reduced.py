@@ -12,8 +12,6 @@ from oneemb.graph.ops.row_grad import RowGrad
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.merged_store import MergedStore
 
-__all__ = ["measure_reduce", "reduce_grads"]
-
 
 def measure_reduce(args: object, grads: Sequence[RowGrads]) -> tuple[int, int]:
     # The sums themselves are made by whoever reads them: an update, row by row, or clipping.

@@ -20,8 +20,6 @@ from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.merged_store import MergedPrefetched
 from oneemb.storage.tiers.hot_rows import Prefetched
 
-__all__ = ["Reserved", "prefetch", "reserve", "unprefetch"]
-
 
 class Reserved:
     """A lookup that a step is expected to make. Nothing is inserted before it does."""

@@ -29,8 +29,6 @@ from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.errors import StoreFullError
 from oneemb.storage.merged_store import MergedStore
 
-__all__ = ["RowGrad", "refuse_dense"]
-
 aten = torch.ops.aten
 _detach = aten.detach.default
 

@@ -7,8 +7,6 @@ from torch.amp.grad_scaler import OptState
 
 from oneemb.graph.ops.update import StepOptimizer
 
-__all__ = ["forget_unscaled", "unscale", "update_scale"]
-
 
 def unscale(scaler: torch.amp.GradScaler, optimizers: Sequence[StepOptimizer]) -> None:
     """Divide gradients by the scale, those of dense parameters and of rows, in place; but for those that `build` has

@@ -31,8 +31,6 @@ from oneemb.kernels.hash_index import TABLE_MAX
 from oneemb.kernels.owner import owner_of
 from oneemb.storage.embedding_store import EmbeddingStore
 
-__all__ = ["by_ranks", "settle", "shuffle_grads"]
-
 
 class GradOfRanks(Protocol):
     """The gradient of rows: a `RowGrad`."""

@@ -14,10 +14,6 @@ from oneemb.storage.errors import StorageError
 from oneemb.storage.locking.step_lock import while_held
 from oneemb.storage.locking.turns import changing, whole
 
-__all__ = [
-    "Groups", "StepOptimizer", "add_note", "advance", "measure_update", "options_of", "step", "update",
-]  # fmt: skip
-
 
 class StepOptimizer(Protocol):
     """Interface of an optimizer, as ops use it; `oneemb.Optimizer` has it."""

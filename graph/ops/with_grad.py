@@ -13,8 +13,6 @@ from oneemb.graph.ranks import AnyRanks
 from oneemb.graph.tape import version_of
 from oneemb.graph.uncompiled import uncompiled
 
-__all__ = ["with_grad"]
-
 
 def with_grad(
     rows: torch.Tensor, lease: Lease, weights: Sequence[torch.Tensor], per_sample_weights: torch.Tensor | None = None,

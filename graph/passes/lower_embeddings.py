@@ -9,8 +9,6 @@ from oneemb.graph.arguments import Lookup, Planned
 from oneemb.graph.modules import Embeddings
 from oneemb.graph.passes import copy_graph, node_of, output_of
 
-__all__ = ["lower_embeddings"]
-
 
 def lower_embeddings(graph: fx.Graph, embeddings: Embeddings, *, inserts: bool = True) -> fx.Graph:
     """Write each lookup as ops. `embeddings` maps the targets of calls to embedding modules.

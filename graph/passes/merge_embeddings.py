@@ -11,8 +11,6 @@ from torch import fx
 from oneemb.graph import ops
 from oneemb.graph.passes import copy_graph, node_of, output_of, planned_in, store_of
 
-__all__ = ["Member", "merge_embeddings"]
-
 
 @dataclass(frozen=True)
 class Member:

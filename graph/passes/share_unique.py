@@ -5,8 +5,6 @@ from torch import fx
 from oneemb.graph import ops
 from oneemb.graph.passes import copy_graph
 
-__all__ = ["share_unique"]
-
 
 def share_unique(graph: fx.Graph) -> fx.Graph:
     """Find the unique keys of equal ids once, also for lookups of several embeddings.

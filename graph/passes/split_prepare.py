@@ -6,8 +6,6 @@ from oneemb.graph import ops
 from oneemb.graph.passes import output_of
 from oneemb.graph.spec import READS
 
-__all__ = ["split_prepare"]
-
 
 def split_prepare(graph: fx.Graph) -> tuple[fx.Graph, fx.Graph]:
     """Two graphs: one to run ahead, which has this one's inputs, and the rest, which takes what the first one gives.

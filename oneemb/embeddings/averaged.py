@@ -37,8 +37,6 @@ from oneemb.storage.row_edits import erase_rows
 from oneemb.storage.rows.row_format import RowFormat
 from oneemb.training.tracers import refuse_tracers
 
-__all__ = ["AveragedEmbedding"]
-
 
 class AveragedEmbedding(torch.nn.Module):
     """The running average of an embedding's rows, of all of them, at the cost of those that steps touch.

@@ -42,14 +42,6 @@ from oneemb.storage.policies.row_policy import RowPolicy
 from oneemb.storage.tiered_rows import ChangeRows
 from oneemb.training.tracers import hidden_from_modes, refuse_tracers
 
-__all__ = [
-    "MultiTableEmbedding",
-    "MultiTableMultiColumnEmbedding",
-    "TableEmbedding",
-    "copied",
-    "embeddings_of",
-]
-
 
 class LookupsHere:
     """Lookups of an embedding whose rows are all in this process; see `LookupsOnRanks`."""

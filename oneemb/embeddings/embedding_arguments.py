@@ -28,18 +28,6 @@ from oneemb.storage.rows.initializers import encoded, largest_weight
 from oneemb.storage.snapshots.snapshot_parts import rank_folder_name
 from oneemb.storage.tiers.stack import RemotePlan, StorePlan
 
-__all__ = [
-    "DEFAULT_INITIALIZER",
-    "DTYPE_NAMES",
-    "check_arguments",
-    "differences",
-    "initial_rows",
-    "policies_of",
-    "rank_folders",
-    "state_width_of",
-    "store_plan",
-]
-
 DEFAULT_INITIALIZER = NormalInitializer(0.0, 0.05)
 """How rows begin in an embedding that is given no initializer."""
 

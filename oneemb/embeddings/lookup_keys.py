@@ -4,8 +4,6 @@ from oneemb.embeddings.snapshot_calls import SnapshotCalls
 from oneemb.graph import ops
 from oneemb.graph.arguments import Lookup
 
-__all__ = ["keys_of"]
-
 
 def keys_of(embedding: SnapshotCalls, lookup: Lookup, inserts: bool = False) -> ops.Keys:
     """The unique keys of a lookup; raises as `forward` does of what is wrong with its arguments.

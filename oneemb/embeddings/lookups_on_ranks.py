@@ -22,8 +22,6 @@ from oneemb.graph.arguments import Lookup
 from oneemb.graph.ops.reading import ReadRows
 from oneemb.graph.ranks import Ranks
 
-__all__ = ["LookupsOnRanks", "RowsAhead"]
-
 
 class LookupsOnRanks:
     """How such an embedding looks ids up.

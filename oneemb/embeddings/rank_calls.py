@@ -13,8 +13,6 @@ from oneemb.graph.ranks import AnyRanks
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.locking.step_lock import between_steps
 
-__all__ = ["read_together", "together"]
-
 T = TypeVar("T")
 
 

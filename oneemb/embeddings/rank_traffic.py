@@ -9,8 +9,6 @@ tests/test_planning.py compare the two. Not said: what replicated tables save an
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["KeyCounts", "Message", "PartCounts", "messages_of"]
-
 _ID_BYTES, _TABLE_BYTES, _PLACE_BYTES, _COUNT_BYTES = 8, 4, 4, 8
 _COUNTS_BYTES = 3 * _COUNT_BYTES
 """Bytes of a lookup's counts: keys, parts of bags and ids of parts that a rank is asked for."""

@@ -16,8 +16,6 @@ from oneemb.storage.policies.departures import Departing
 from oneemb.storage.policies.row_policy import GivenScore, RowPolicy
 from oneemb.storage.row_edits import check_free, erase_rows
 
-__all__ = ["RowCalls"]
-
 
 class RowCalls(torch.nn.Module):
     """Part of an embedding: the calls about rows by id."""

@@ -14,8 +14,6 @@ from typing import Any, Never
 import torch
 from torch.compiler import is_dynamo_compiling
 
-__all__ = ["RowWeight", "changes_no_row", "refuse_values"]
-
 _TENSOR: Any = torch.Tensor  # Any: its properties are declared as attributes.
 
 _GIVE_VALUES = (

@@ -19,8 +19,6 @@ from oneemb.storage.policies.row_policy import RowPolicy, described
 from oneemb.storage.table.json_lists import LongList
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 
-__all__ = ["SnapshotCalls", "check_fits", "load_named"]
-
 
 class SnapshotCalls(WeightOfRows):
     """Part of an embedding: its snapshots, and what state dicts hold of them."""

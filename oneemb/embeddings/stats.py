@@ -2,8 +2,6 @@
 
 from typing import NotRequired, TypedDict
 
-__all__ = ["EmbeddingStats", "PolicyStats", "RemoteStats", "TableStats", "TierStats"]
-
 
 class TierStats(TypedDict):
     """One tier in memory."""

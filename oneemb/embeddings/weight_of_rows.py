@@ -17,8 +17,6 @@ from oneemb.graph.row_optimizers import SAME_STATE, RowOptimizer
 from oneemb.options import StoreOptions
 from oneemb.storage.embedding_store import EmbeddingStore
 
-__all__ = ["WeightOfRows", "attach_rows", "drop_grads", "stand_for_rows"]
-
 
 class WeightOfRows(torch.nn.Module):
     """Part of an embedding: its weight, and who trains the rows that it stands for."""

@@ -17,21 +17,6 @@ if TYPE_CHECKING:
 
     from oneemb.embeddings.embedding import TableEmbedding
 
-__all__ = [
-    "FORMATS",
-    "VALUES",
-    "AnyDtype",
-    "Format",
-    "Paths",
-    "as_embedding",
-    "as_list",
-    "check_batches",
-    "check_format",
-    "dtype_of",
-    "keys_as",
-    "name_of",
-]
-
 AnyDtype: TypeAlias = "npt.DTypeLike | torch.dtype"
 Paths = AnyPath | Sequence[AnyPath]
 Format = Literal["oneemb", "oneflow"]

@@ -26,8 +26,6 @@ from oneemb.storage.fs import absolute_path, storage_error
 from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 
-__all__ = ["export_rows"]
-
 
 def export_rows(
     source: TableEmbedding | Paths,

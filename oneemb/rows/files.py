@@ -26,11 +26,6 @@ from oneemb.storage.errors import StorageError
 from oneemb.storage.new_files import close_dropped
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 
-__all__ = [
-    "NOTE", "SUFFIXES", "Batch", "ColumnFiles", "Columns", "Progress", "RowFile", "RowFileWriter", "checked_batch",
-    "pick_columns", "reading", "read_note", "suffix_of", "whole_batches", "write_note",
-]  # fmt: skip
-
 NOTE = "oneemb"
 """The name under which a file keeps its note: what its rows are, as JSON."""
 
@@ -262,8 +257,6 @@ def whole_batches(
         yield _joined(kept)
 
 
-def _joined(
-    pieces: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]],
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _joined(pieces: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     table_N, id_N, row_NW = (np.concatenate(column) for column in zip(*pieces, strict=True))
     return table_N, id_N, row_NW

@@ -27,8 +27,6 @@ from oneemb.rows.files import (
 from oneemb.storage.new_files import new_files
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 
-__all__ = ["ArrayRows", "NpyWriter", "NpzRows", "NpzWriter", "array_rows", "npy_rows"]
-
 T = TypeVar("T")
 
 _ROLES = ("keys", "values", "tables", "state")

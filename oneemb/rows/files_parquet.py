@@ -11,8 +11,6 @@ from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.storage.new_files import NewFile
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 
-__all__ = ["ParquetRows", "ParquetWriter"]
-
 
 def _need(module: str) -> Any:
     return need(module, "a file of rows in Parquet", "parquet")

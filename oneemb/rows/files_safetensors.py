@@ -29,8 +29,6 @@ from oneemb.rows.values import array_of
 from oneemb.storage.new_files import new_files
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 
-__all__ = ["SafetensorsRows", "SafetensorsWriter"]
-
 _NAMES = {"float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32", "uint16": "BF16"}
 
 

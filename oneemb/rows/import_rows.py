@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
     from oneemb.embeddings.embedding import TableEmbedding
 
-__all__ = ["Source", "import_rows"]
-
 _Arrays: TypeAlias = "Sequence[np.ndarray | torch.Tensor]"
 Source: TypeAlias = "AnyPath | Sequence[AnyPath] | PersistentTableReader | _Arrays | Iterable[_Arrays]"
 

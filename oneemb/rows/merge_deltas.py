@@ -23,8 +23,6 @@ from oneemb.storage.table.delta import GONE, Delta, gone_array, gone_keys, numbe
 from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.table.snapshot_reader import SnapshotReader
 
-__all__ = ["merge_deltas"]
-
 
 def merge_deltas(
     source: Paths, name: str, into: str, *, since: str | None = None,

@@ -20,8 +20,6 @@ from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.table.snapshot_reader import SnapshotReader
 
-__all__ = ["PersistentTableReader", "make_persistent_table_reader"]
-
 _Batch = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 

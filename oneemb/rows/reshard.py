@@ -30,8 +30,6 @@ from oneemb.storage.snapshots.snapshot_rows import PartOf, without_part
 from oneemb.storage.table.delta import number_of, without_delta
 from oneemb.storage.table.persistent_table import PersistentTable
 
-__all__ = ["reshard"]
-
 
 def reshard(
     source: Paths, name: str, ranks: int, to: Paths | None = None, *, progress: Callable[[int, int], None] | None = None

@@ -12,8 +12,6 @@ from oneemb.storage.rows.row_format import RowFormat
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["array_of", "encode_rows", "state_of", "weights_of"]
-
 
 def weights_of(row_format: RowFormat, row_NW: np.ndarray) -> np.ndarray:
     """The weights of rows, exactly: [N, D], float16 for float16 rows and float32 for others. May share memory."""

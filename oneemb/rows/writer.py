@@ -26,8 +26,6 @@ from oneemb.storage.snapshots.snapshot_parts import FoundParts, find_parts, fold
 from oneemb.storage.snapshots.snapshot_rows import PartOf, SnapshotRows
 from oneemb.storage.table.persistent_table import PersistentTable
 
-__all__ = ["PersistentTableWriter", "make_persistent_table_writer", "open_writer"]
-
 
 class PersistentTableWriter:
     """Writes rows and saves them as a snapshot at `close`. Made by `make_persistent_table_writer`."""

@@ -17,16 +17,8 @@ from oneemb.graph.uncompiled import uncompiled
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.locking.step_lock import in_step
 from oneemb.storage.locking.undisturbed import undisturbed
-from oneemb.training.row_step import (
-    RowStep,
-    attach,
-    groups_of_rows,
-    row_weights,
-    step_rows,
-)
+from oneemb.training.row_step import RowStep, attach, groups_of_rows, row_weights, step_rows
 from oneemb.training.step_hooks import rows_stepped, steps_nothing
-
-__all__ = ["Optimizer", "step_together"]
 
 
 class Optimizer(torch.optim.Optimizer):

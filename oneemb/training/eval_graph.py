@@ -10,8 +10,6 @@ from oneemb.training.compiled_graph import CompiledGraph
 from oneemb.training.loader_loops import OnAcquired
 from oneemb.training.plan_cache import Batch
 
-__all__ = ["EvalGraph"]
-
 
 class EvalGraph(CompiledGraph):
     """A graph that only evaluates: subclass it, assign modules, define `build`, and call the object.

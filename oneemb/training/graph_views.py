@@ -10,8 +10,6 @@ from oneemb.graph.text import graph_text
 from oneemb.storage.fs import AnyPath, file_path
 from oneemb.training.plan_cache import GIVEN_UP, PlanCache
 
-__all__ = ["GraphViews"]
-
 
 class GraphViews(torch.nn.Module):
     """Part of a graph: what it shows of itself."""

@@ -20,8 +20,6 @@ from oneemb.storage.locking.step_lock import in_step
 from oneemb.training.graph_views import GraphViews
 from oneemb.training.plan_cache import Batch, key_of
 
-__all__ = ["LoaderLoops", "OnAcquired"]
-
 Result = TypeVar("Result")
 
 # Called when the rows that were prefetched for a step are the step's own.

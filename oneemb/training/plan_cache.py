@@ -11,8 +11,6 @@ from oneemb.graph.inputs import Structure
 from oneemb.graph.plan import Merged, Plan
 from oneemb.graph.tape import Tape
 
-__all__ = ["Batch", "GIVEN_UP", "PLANS_MAX", "PlanCache", "RECORDED_MAX", "key_of"]
-
 PLANS_MAX = 16
 """Plans that a graph keeps: those used last."""
 

@@ -19,9 +19,6 @@ from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.locking.step_lock import alone, in_step
 from oneemb.storage.locking.undisturbed import undisturbed
 
-__all__ = ["RowStep", "attach", "embedding_of", "row_weights", "settle_rows", "step_rows"]
-
-
 Rows = TypeVar("Rows", bound=WeightOfRows)
 
 

@@ -12,8 +12,6 @@ from oneemb.graph.build_error import BuildError, user_line
 from oneemb.graph.tape import version_of
 from oneemb.training.stand_ins import StandIn
 
-__all__ = ["Scaling", "idle_copy", "scalers_in", "scalers_of", "set_apart"]
-
 
 class Scaling:
     """Has every loss scaled that `build` calls `backward` on, within `watching`, if a scaler is given.

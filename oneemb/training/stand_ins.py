@@ -12,8 +12,6 @@ from typing import Any
 from oneemb.graph.building import building_now
 from oneemb.storage.locking.undisturbed import undisturbed
 
-__all__ = ["StandIn", "standing_in"]
-
 
 class StandIn:
     """Stands in for a method of an object.

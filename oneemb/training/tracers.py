@@ -7,8 +7,6 @@ Invariant: the answer concerns the tensors of the call and the thread that makes
 import torch
 from torch import fx
 
-__all__ = ["hidden_from_modes", "is_exported_by_compiler", "refuse_tracers", "tracer_of"]
-
 _tracing_state = torch._C._get_tracing_state
 _transform = torch._C._functorch.peek_interpreter_stack
 _mode_of, _dispatch_modes = torch._C._get_dispatch_mode, torch._C._len_torch_dispatch_stack

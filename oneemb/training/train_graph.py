@@ -28,8 +28,6 @@ from oneemb.training.scaling import Scaling, scalers_of
 from oneemb.training.stand_ins import standing_in
 from oneemb.training.train_state import LearningRateScheduler, TrainState
 
-__all__ = ["TrainGraph"]
-
 # So many snapshots of earlier checkpoints are worth a warning, and so is every doubling of them.
 _MANY_SNAPSHOTS = 8
 

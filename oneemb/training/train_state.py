@@ -8,8 +8,6 @@ import torch
 from oneemb.graph import ops
 from oneemb.training.eager import Optimizer
 
-__all__ = ["LearningRateScheduler", "TrainState"]
-
 
 class LearningRateScheduler(Protocol):
     """Interface of a scheduler, as a graph uses it; those of torch.optim.lr_scheduler have it."""
