@@ -32,7 +32,6 @@ from oneemb.graph.ops.announce import (
     announced_lookup,
 )
 from oneemb.graph.ops.batch_ids import equal, keep
-from oneemb.graph.ops.finite import NonFiniteGradientError, check_finite, may_step
 from oneemb.graph.ops.grads import RowGrads
 from oneemb.graph.ops.keys import Keys, unique_keys
 from oneemb.graph.ops.lookup import Lease, acquire, acquire_later, gather, in_backward
@@ -48,20 +47,26 @@ from oneemb.graph.ops.merged import (
 )
 from oneemb.graph.ops.op import OPS
 from oneemb.graph.ops.reading import check_pooling, peek, read_ids
-from oneemb.graph.ops.reduced import measure_reduce, reduce_grads
 from oneemb.graph.ops.reserve import Reserved, prefetch, reserve, unprefetch
 from oneemb.graph.ops.row_grad import RowGrad, refuse_dense
-from oneemb.graph.ops.scale import forget_unscaled, unscale, update_scale
 from oneemb.graph.ops.settle import settle, shuffle_grads
 from oneemb.graph.ops.update import (
     Groups,
+    NonFiniteGradientError,
     StepOptimizer,
     add_note,
     advance,
+    check_finite,
+    forget_unscaled,
+    may_step,
+    measure_reduce,
     measure_update,
     options_of,
+    reduce_grads,
     step,
+    unscale,
     update,
+    update_scale,
     zero_grad,
 )
 from oneemb.graph.ops.with_grad import with_grad

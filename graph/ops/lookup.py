@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from oneemb.graph.ops.asking import Asked, Asking, CutBags
-from oneemb.graph.ops.failed_passes import make_room
 from oneemb.graph.ops.grads import RowGrads, Summed, add_sums, nowhere, sum_over_passes
 from oneemb.graph.ops.keys import DTYPES, Keys
 from oneemb.graph.ops.op import LOOKUP, Op
@@ -444,3 +443,32 @@ def gather(lease: Lease, per_sample_weights: torch.Tensor | None = None, pooling
     """
     lease.pool_by(lease.keys, per_sample_weights, pooling)
     return lease.read()
+
+
+def make_room(store: EmbeddingStore, error: StoreFullError) -> None:
+    """Unpin the rows that only failed backward passes hold: see `free_failed_passes`.
+
+    Args:
+        error: says that there was no room.
+
+    Raises:
+        StoreFullError: `error`, if there is no more room now.
+    """
+    if not error.pinned or not free_failed_passes(store):
+        raise error
+
+
+def free_failed_passes(store: EmbeddingStore) -> bool:
+    """Drop gradients of failed backward passes of this thread. torch keeps them in the thread's queue until its next
+    backward pass, and so long their rows stay pinned.
+
+    Returns:
+        Whether pinned rows of the store have lost their owner.
+    """
+    if torch._C._current_graph_task_id() >= 0:
+        return False
+    # Hidden from torch's modes: a tape would record it, and a graph would take it for a backward pass of `build`.
+    with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad():
+        nothing = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
+        torch.autograd.backward([nothing.clone()])
+    return bool(store.pins.abandoned)

@@ -20,10 +20,9 @@ import numpy as np
 import torch
 
 import oneemb.graph.ops.batch_ids as batch_ids
-from oneemb.graph.ops.failed_passes import make_room
 from oneemb.graph.ops.grads import RowGrads
 from oneemb.graph.ops.keys import Keys, measure_unique_keys
-from oneemb.graph.ops.lookup import DTYPES, Lease, full_of
+from oneemb.graph.ops.lookup import DTYPES, Lease, full_of, make_room
 from oneemb.graph.ops.op import LOOKUP, PREPARE, Op
 from oneemb.graph.ops.reading import check_pooling, measure_gather
 from oneemb.kernels import unique_keys as kernel

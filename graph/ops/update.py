@@ -1,18 +1,22 @@
-"""The step of the optimizer: dense parameters, rows, rates."""
+"""The step of optimizers, op by op: gradients of rows reduced, unscaled, checked; dense parameters and rows stepped."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 import torch
+from torch.amp.grad_scaler import OptState
 
-from oneemb.graph.ops.grads import RowGrads
-from oneemb.graph.ops.lookup import REPLACED
+from oneemb.graph.ops.grads import RowGrads, join_grads
+from oneemb.graph.ops.lookup import REPLACED, Lease
+from oneemb.graph.ops.merged import MergedRows
+from oneemb.graph.ops.row_grad import RowGrad
 from oneemb.graph.row_optimizers import Group, RowOptimizer
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.errors import StorageError
 from oneemb.storage.locking.step_lock import while_held
 from oneemb.storage.locking.turns import changing, whole
+from oneemb.storage.merged_store import MergedStore
 
 
 class StepOptimizer(Protocol):
@@ -54,6 +58,209 @@ def options_of(optimizer: torch.optim.Optimizer) -> Groups:
     return options
 
 
+def measure_reduce(args: object, grads: Sequence[RowGrads]) -> tuple[int, int]:
+    # The sums themselves are made by whoever reads them: an update, row by row, or clipping.
+    rows = 0
+    for grad in grads:
+        rows += len(grad.slot_U)
+    return rows, 0
+
+
+def reduce_grads(row_grads: Sequence[RowGrad]) -> list[RowGrads]:
+    """The gradients of rows, those of equal keys to be summed, with the slot of each: rows are resident and pinned
+    until `unpin`. Those of embeddings whose lookups were merged are one.
+
+    The sum runs in float32: over the backward passes of an id in the order they came, over the ids of a lookup in batch
+    order, then over lookups in the order they were made.
+
+    Args:
+        row_grads: of one embedding each, or of some of its tables, which are reduced as one; trained by one group of
+            one optimizer where their lookups were merged.
+
+    Raises:
+        StoreFullError: rows that were let go do not fit any more; nothing has changed.
+        StorageError: rows were replaced since the lookup (load_snapshot, clear).
+    """
+    merged: dict[MergedStore, list[RowGrad]] = {}
+    alone: list[RowGrad] = []
+    for row_grad in _of_stores(row_grads):
+        store = row_grad.merged_in()
+        (alone if store is None else merged.setdefault(store, [])).append(row_grad)
+    reduced: list[RowGrads | None] = []
+    for group in merged.values():
+        lookups = _merged_lookups(group)
+        if lookups is None:
+            alone += group
+        else:
+            reduced.append(join_grads([rows.reduce(grads) for rows, grads in lookups]))
+    reduced += [row_grad.acquire() for row_grad in alone]
+    return [grads for grads in reduced if grads is not None]
+
+
+def _of_stores(row_grads: Sequence[RowGrad]) -> list[RowGrad]:
+    """The gradients of each store as one: where there are several, they are of tables of their own."""
+    of_store: dict[EmbeddingStore, list[RowGrad]] = {}
+    for row_grad in row_grads:
+        of_store.setdefault(row_grad.store, []).append(row_grad)
+    return [its[0] if len(its) == 1 else _as_one(store, its) for store, its in of_store.items()]
+
+
+def _as_one(store: EmbeddingStore, row_grads: Sequence[RowGrad]) -> RowGrad:
+    first, its_tables = row_grads[0], frozenset[int]().union(*(grad.tables or () for grad in row_grads))
+    tables = None if len(its_tables) == store.num_tables else its_tables
+    left = [[id(one.grad) for one in grad.passes] for grad in row_grads]
+    if all(its == left[0] for its in left) and all(grad.summed is None for grad in row_grads):
+        return RowGrad(store, first.passes, tables=tables)
+    # What was done to one of them has left sums in place of passes.
+    parts = [grads for grad in row_grads if (grads := grad.reduce()) is not None]
+    holders = dict.fromkeys(
+        lease for grad in row_grads for lease in (*(one.lease for one in grad.passes), *grad.holders)
+    )
+    return RowGrad(store, (), join_grads(parts), holders, tables=tables)
+
+
+def _merged_lookups(
+    group: Sequence[RowGrad],
+) -> list[tuple[MergedRows, dict[int, tuple[Lease, list[torch.Tensor]]]]] | None:
+    """The gradients of each merged lookup, in the order in which each embedding's lookups were made; None if no order
+    is that of all."""
+    lookups: dict[MergedRows, dict[int, tuple[Lease, list[torch.Tensor]]]] = {}
+    for row_grad in group:
+        for one in row_grad.passes:
+            assert one.lease.shared is not None
+            rows, p = one.lease.shared
+            assert isinstance(rows, MergedRows)
+            lookups.setdefault(rows, {}).setdefault(p, (one.lease, []))[1].append(cast(torch.Tensor, one.checked()))
+    in_order = sorted(lookups.items(), key=lambda lookup: min(lease.order for lease, _ in lookup[1].values()))
+    latest: dict[EmbeddingStore, int] = {}
+    for _, grads in in_order:
+        for lease, _ in grads.values():
+            if lease.order < latest.get(lease.store, -1):
+                return None
+            latest[lease.store] = lease.order
+    return in_order
+
+
+def unscale(scaler: torch.amp.GradScaler, optimizers: Sequence[StepOptimizer]) -> None:
+    """Divide gradients by the scale, those of dense parameters and of rows, in place; but for those that `build` has
+    unscaled."""
+    if not scaler.is_enabled():
+        return
+    for optimizer in optimizers:
+        states = [scaler._per_optimizer_states.get(id(one)) for one in (optimizer, optimizer.optimizer)]
+        if not any(state is not None and state["stage"] is OptState.UNSCALED for state in states):
+            scaler.unscale_(optimizer.optimizer)
+
+
+def forget_unscaled(scaler: torch.amp.GradScaler, optimizer: StepOptimizer) -> None:
+    """Let a scaler know that the gradients which it has unscaled for an optimizer are dropped."""
+    for one in (optimizer, optimizer.optimizer):
+        scaler._per_optimizer_states.pop(id(one), None)
+
+
+def update_scale(scaler: torch.amp.GradScaler, go: bool) -> None:
+    """Let the scaler grow its scale, or shrink it after a step that overflowed."""
+    if not scaler.is_enabled():
+        return
+    states = scaler._per_optimizer_states
+    for state in states.values():
+        # One answer for the whole step: one optimizer's gradients may have overflowed, or there are none.
+        state["found_inf_per_device"] = {
+            torch.device("cpu"): torch.full((), 0.0 if go else 1.0, dtype=torch.float32, device="cpu")
+        }
+    scaler.update()
+
+
+class NonFiniteGradientError(ArithmeticError):
+    """A gradient holds NaN or infinity. Nothing was updated, no weight, state or count. Ids that lookups of the step
+    have inserted stay, with their initial values."""
+
+
+def check_finite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads | None]) -> str | None:
+    """Which gradient of the step is not finite, those of dense parameters too, in words; None = all are. Who watches
+    the rows is then told that they are about to change.
+
+    Raises:
+        ValueError: an optimizer's options have changed into what its rows cannot follow; no weight, state or
+            count has changed.
+        StorageError: there is no room for the averages of rows (`oneemb.AveragedEmbedding`); nothing has changed.
+    """
+    present = list(filter(None, grads))
+    for optimizer in optimizers:
+        for grad in present:
+            rows = optimizer.rows_of(grad.stores[0])
+            if rows is not None:
+                row_optimizer, groups = rows
+                for group in groups:
+                    if group is not None:
+                        row_optimizer.check(group)
+    found = None if _surely_finite(optimizers, present) else _find_nonfinite(optimizers, present)
+    if found is None:
+        for grad in present:
+            grad.before_change()
+    return found
+
+
+def may_step(
+    found: str | None, optimizers: Sequence[StepOptimizer], scaler: torch.amp.GradScaler | None = None
+) -> bool:
+    """Whether the step may be taken, given what `check_finite` has found.
+
+    Args:
+        scaler: the GradScaler that scaled the losses: a step that overflows is then left out.
+
+    Raises:
+        NonFiniteGradientError: one is not finite, and not every optimizer of the step was told to skip such steps.
+    """
+    if found is None:
+        return True
+    if scaler is None and not all(optimizer.skip_nonfinite for optimizer in optimizers):
+        raise NonFiniteGradientError(
+            f"{found}; nothing was updated. Lower the learning rate or clip the gradients, or pass"
+            " skip_nonfinite=True to leave out such steps"
+        )
+    for optimizer in optimizers:
+        optimizer.skipped += 1
+    return False
+
+
+def _surely_finite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads]) -> bool:
+    """Whether all gradients are so small that every sum must be finite. A GPU is waited for once."""
+    by_place: dict[str, list[RowGrads]] = {}
+    for grad in grads:
+        by_place.setdefault(grad.store.loops.place, []).append(grad)
+    dense: list[torch.Tensor] = []
+    for optimizer in optimizers:
+        for group in optimizer.optimizer.param_groups:
+            for parameter in group["params"]:
+                if (grad_of := parameter.grad) is not None:
+                    dense.append(grad_of)
+    for there in by_place.values():
+        if not there[0].store.loops.surely_finite([grad.terms for grad in there], dense):
+            return False
+        dense = []  # The first place has looked at them.
+    return bool(by_place)
+
+
+def _find_nonfinite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads]) -> str | None:
+    """First number that is not finite, in words; None = all are."""
+    for row_grads in grads:
+        finite_U = row_grads.store.loops.tensor(row_grads.finite_U).cpu().numpy()
+        if not finite_U.all():
+            u = int(np.argmin(finite_U))
+            count = int(np.count_nonzero(~finite_U))
+            key = row_grads.store.describe_key(int(row_grads.table_U[u]), int(row_grads.id_U[u]))
+            return f"the gradients of {count} of {len(finite_U)} rows are not finite, the first of them that of {key}"
+    for optimizer in optimizers:
+        for g, group in enumerate(optimizer.optimizer.param_groups):
+            for p, parameter in enumerate(group["params"]):
+                # A sum is finite only if its terms are, and costs one pass; a finite overflow is told apart after it.
+                grad = parameter.grad
+                if grad is not None and not torch.isfinite(grad.sum()) and not torch.isfinite(grad).all():
+                    return f"the gradient of parameter {p} {list(parameter.shape)} of group {g} is not finite"
+    return None
+
+
 def step(optimizer: StepOptimizer, go: bool, after_hooks: Callable[[], None] | None = None) -> Groups:
     """Step the dense parameters. It comes before rows are updated, since it runs what may fail: hooks of the user's.
 
@@ -88,21 +295,6 @@ def step(optimizer: StepOptimizer, go: bool, after_hooks: Callable[[], None] | N
     finally:
         handle.remove()
     return groups
-
-
-_ZERO_GRAD = torch.optim.Optimizer.zero_grad
-
-
-def zero_grad(optimizer: torch.optim.Optimizer) -> None:
-    """Set the gradients of an optimizer to None: at once, where `Optimizer.zero_grad` is torch's, which begins with a
-    record for the profiler."""
-    changed = type(optimizer).zero_grad is not _ZERO_GRAD or "zero_grad" in vars(optimizer)
-    if changed or torch.autograd._profiler_enabled():
-        optimizer.zero_grad(set_to_none=True)
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = None
 
 
 def measure_update(args: tuple[object, RowGrads | None, bool, object], result: None) -> tuple[int, int]:
@@ -219,6 +411,21 @@ def advance(optimizers: Sequence[StepOptimizer], lr_schedulers: Sequence[Schedul
             failed = failed or error
     if failed is not None:
         raise failed
+
+
+_ZERO_GRAD = torch.optim.Optimizer.zero_grad
+
+
+def zero_grad(optimizer: torch.optim.Optimizer) -> None:
+    """Set the gradients of an optimizer to None: at once, where `Optimizer.zero_grad` is torch's, which begins with a
+    record for the profiler."""
+    changed = type(optimizer).zero_grad is not _ZERO_GRAD or "zero_grad" in vars(optimizer)
+    if changed or torch.autograd._profiler_enabled():
+        optimizer.zero_grad(set_to_none=True)
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
 
 
 def add_note(error: BaseException, note: str) -> None:

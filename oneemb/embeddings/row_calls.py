@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from oneemb.embeddings.rank_calls import read_together, together
-from oneemb.graph.ops.failed_passes import free_failed_passes
+from oneemb.graph.ops.lookup import free_failed_passes
 from oneemb.graph.ranks import AnyRanks
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.policies.departures import Departing
