@@ -30,7 +30,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from oneemb.graph import ops
-from oneemb.graph.loader_position import LoaderPosition
+from oneemb.graph.loaders import LoaderPosition
 from oneemb.graph.plan import Plan
 from oneemb.graph.streams import Ahead, Mark, capture_gate
 from oneemb.kernels.threads import start, within_thread_code

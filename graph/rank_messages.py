@@ -1,10 +1,109 @@
-"""Messages between ranks: tensors of any dtype and shape as bytes, one after another."""
+"""Messages between ranks, tensors as bytes one after another, and the errors of exchanges."""
 
+import itertools
+import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
+
+from oneemb.storage.locking.undisturbed import undisturbed
+
+
+class RankError(RuntimeError):
+    """Another rank has failed, or does something else. The message says which one, and what it said."""
+
+
+@contextmanager
+def whole_exchange() -> Iterator[None]:
+    """Within it no signal comes between the messages of an exchange, for which the other ranks wait. Forks may."""
+    with undisturbed, undisturbed.forks_allowed():
+        yield
+
+
+_TOLD = "_oneemb_told"  # of an error: since when all ranks have raised, or will at their next exchange
+_moments = itertools.count(1)
+
+
+def moment() -> int:
+    """This moment, for `Ranks.fail`: later ones are greater."""
+    return next(_moments)
+
+
+def mark_told(error: BaseException) -> None:
+    """Let `Ranks.fail` do nothing about this error: all ranks know it, or it has ended nothing that they wait for."""
+    with suppress(AttributeError):
+        setattr(error, _TOLD, next(_moments))
+
+
+def told_error(words: str) -> RankError:
+    """An error that all ranks raise."""
+    error = RankError(words)
+    mark_told(error)
+    return error
+
+
+def is_told(error: BaseException | None, since: int) -> bool:
+    """Whether all ranks know of this error, or of one that it took the place of, as that of a signal may."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        if getattr(error, _TOLD, 0) > since:
+            return True
+        seen.append(error)
+        error = error.__context__
+    return False
+
+
+Said = tuple[str, str | None, str, str]
+"""Error report of one rank: operation, error, object, configuration."""
+
+
+# Bytes for what a rank was doing and what has failed there, when ranks raise: all send as many.
+_WORDS = 8192
+
+
+def report(what: str, failure: BaseException | None, name: str, made: str) -> bytearray:
+    """Error report of one rank, pickled, and zeros up to the length that all have."""
+    said, pickled = None if failure is None else _said_of(failure), b""
+    for length in (_WORDS // 5, _WORDS // 20):  # characters of each, which may take four bytes
+        pickled = pickle.dumps([None if text is None else text[:length] for text in (what, said, name, made)])
+        if len(pickled) <= _WORDS:
+            break
+    return bytearray(pickled.ljust(_WORDS, b"\0"))
+
+
+def _said_of(failure: BaseException) -> str:
+    try:
+        return f"{type(failure).__name__}: {failure}"
+    except Exception:  # Its own __str__ has failed, and the others wait for some words.
+        return type(failure).__name__
+
+
+def what_has_failed(of_all: Sequence[Said]) -> str:
+    for rank, (_, its, _, _) in enumerate(of_all):
+        if its is not None:
+            return f"rank {rank} has failed ({its}); nothing was done here"
+    differ = len({what for what, *_ in of_all}) > 1
+    doing, made = _by_rank(what for what, *_ in of_all), _by_rank(made for *_, made in of_all)
+    one_name, ways = len({name for _, _, name, _ in of_all}) == 1, len({made for *_, made in of_all})
+    # Where they are busy with other embeddings, each of these was made in its own way, and that says nothing.
+    if not differ or one_name and ways > 1:
+        what = f"do different things ({doing})" if differ else of_all[0][0]
+        return (
+            f"the ranks {what}, and have made it differently ({made}): each must make the same embeddings, in the same"
+            " order and with the same arguments"
+        )
+    return (
+        f"the ranks do different things ({doing}): each must make the same lookups, steps, saves and loads in the"
+        " same order, with an empty batch where it has none"
+    )
+
+
+def _by_rank(of_all: Iterable[object]) -> str:
+    return "; ".join(f"rank {rank}: {its}" for rank, its in enumerate(of_all))
+
 
 Blocks = Sequence[Sequence[torch.Tensor]]
 """Tensors to send to each rank, of any shape, one after another."""

@@ -28,9 +28,13 @@ import torch
 from torch import distributed
 
 from oneemb.graph.one_rank import Gradients, OneRank, check_between_ranks
-from oneemb.graph.rank_errors import (
+from oneemb.graph.rank_messages import (
+    Blocks,
     RankError,
+    Received,
     Said,
+    Traffic,
+    bytes_of,
     is_told,
     mark_told,
     report,
@@ -38,7 +42,6 @@ from oneemb.graph.rank_errors import (
     what_has_failed,
     whole_exchange,
 )
-from oneemb.graph.rank_messages import Blocks, Received, Traffic, bytes_of
 from oneemb.storage.errors import ForkedProcessError
 from oneemb.storage.locking.undisturbed import undisturbed
 

@@ -15,8 +15,7 @@ from oneemb.cli.commands import oneemb as command
 from oneemb.kernels.owner import owner_of
 from oneemb.kernels.threads import Threads
 from oneemb.policies import LRU, RowPolicy
-from oneemb.rows.merge_deltas import merge_deltas
-from oneemb.rows.reshard import reshard
+from oneemb.rows.reshard import merge_deltas, reshard
 from oneemb.storage.row_edits import set_rows
 from oneemb.storage.snapshots.linked_rows import LinkedRows
 from oneemb.storage.snapshots.snapshot_parts import look_at

@@ -5,8 +5,7 @@ import torch
 from torch.optim.lr_scheduler import StepLR
 
 import oneemb
-from oneemb.training.scaling import Scaling
-from oneemb.training.stand_ins import standing_in
+from oneemb.training.scaling import Scaling, standing_in
 from tests.support.graph_models import adam, make_eager, make_embedding, make_graph, rows_of, sgd, weights_of
 from tests.support.inside import train_state_of
 from tests.support.tracing_threads import KINDS, another_thread

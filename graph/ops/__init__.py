@@ -31,9 +31,8 @@ from oneemb.graph.ops.announce import (
     announce,
     announced_lookup,
 )
-from oneemb.graph.ops.batch_ids import equal, keep
 from oneemb.graph.ops.grads import RowGrads
-from oneemb.graph.ops.keys import Keys, unique_keys
+from oneemb.graph.ops.keys import Keys, equal, keep, unique_keys
 from oneemb.graph.ops.lookup import Lease, acquire, acquire_later, gather, in_backward
 from oneemb.graph.ops.lookup_ahead import LookupAhead, begin_lookup, look_up_on_ranks, lookup_of
 from oneemb.graph.ops.merged import (

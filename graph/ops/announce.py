@@ -25,7 +25,7 @@ from oneemb.graph.ops.keys import Keys
 from oneemb.graph.ops.lookup import Lease
 from oneemb.graph.ops.lookup_ahead import LookupAhead, asking_for, look_up_on_ranks, lookup_of
 from oneemb.graph.ops.op import LOOKUP, PREPARE, Op
-from oneemb.graph.rank_errors import whole_exchange
+from oneemb.graph.rank_messages import whole_exchange
 from oneemb.graph.ranks import AnyRanks, Ranks
 from oneemb.storage.embedding_store import EmbeddingStore
 

@@ -22,8 +22,7 @@ from typing import NamedTuple, Self
 import numpy as np
 import torch
 
-from oneemb.graph.ops.batch_ids import equal
-from oneemb.graph.ops.keys import DTYPES, Keys
+from oneemb.graph.ops.keys import DTYPES, Keys, equal
 from oneemb.graph.ranks import Ranks, Received
 from oneemb.kernels import cut_bags as kernel
 from oneemb.kernels.arrays import Bags

@@ -1,20 +1,20 @@
-"""The unique keys of a batch of ids.
+"""The ids of a lookup: what ids, tables and offsets must be, and their unique keys.
 
-N ids, U unique keys, P bags, B samples, T tables.
+N ids, U unique keys, P bags, B samples, T tables, C columns.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 
-import oneemb.graph.ops.batch_ids as batch_ids
 from oneemb.graph.ops.op import PREPARE, Op
 from oneemb.kernels import loops as kernels
-from oneemb.kernels.arrays import Bags
-from oneemb.kernels.host_loops import HostLoops
+from oneemb.kernels.arrays import Array, Bags
+from oneemb.kernels.host_loops import OPENMP_MIN, HostLoops
 from oneemb.kernels.loops import Loops
 from oneemb.kernels.places import loops_of
 from oneemb.kernels.threads import Threads
@@ -77,17 +77,255 @@ def unique_keys(
     loops = loops_of(ids, threads) if isinstance(ids, torch.Tensor) else _NO_LOOPS  # which is refused just below
     if offsets is None:
         if columns is not None:
-            batch_ids.check_no_columns(columns)
-        batch_ids.check_ids(ids, table_ids, num_tables, key_type)
-        table_N, id_N, check = batch_ids.tables_and_ids(ids, table_ids, num_tables, loops)
+            check_no_columns(columns)
+        check_ids(ids, table_ids, num_tables, key_type)
+        table_N, id_N, check = tables_and_ids(ids, table_ids, num_tables, loops)
         unique = loops.unique_keys(table_N, id_N, tables=num_tables, padding_id=padding_idx, check=check)
         return Keys(ids.shape, unique, None, loops)
-    shape, offset_P1, table_P, check_bags = batch_ids.bags_of_ids(
-        ids, table_ids, num_tables, key_type, offsets, columns, loops
-    )
+    shape, offset_P1, table_P, check_bags = bags_of_ids(ids, table_ids, num_tables, key_type, offsets, columns, loops)
     id_N = loops.array(ids.detach().contiguous())
     unique, bags = loops.unique_keys_of_bags(
         id_N, loops.array(offset_P1), None if table_P is None else loops.array(table_P), tables=num_tables,
         columns=columns, padding_id=padding_idx, check=check_bags,
     )  # fmt: skip
     return Keys(shape, unique, bags, loops)
+
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+POOLINGS = ("sum", "mean", "max")
+"""Poolings of a bag."""
+
+# Up to this many ids one thread copies in less time than it costs to wait for a core on which torch's threads spin.
+_NUMPY_MAX = 1 << 20
+
+
+@Op(PREPARE)
+def keep(value: Any) -> Any:
+    """A copy of a batch's value that nobody else has: of a tensor, array or list. Any: other values are themselves."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+        return torch.from_numpy(value.numpy().copy()) if _on_one_thread(value) else value.clone()
+    return value.copy() if isinstance(value, np.ndarray | list) else value
+
+
+def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """`torch.equal` of tensors of one dtype on one device."""
+    if _on_one_thread(one) and _on_one_thread(other):
+        return np.array_equal(one.numpy(), other.numpy())
+    return torch.equal(one, other)
+
+
+def _on_one_thread(ids: torch.Tensor) -> bool:
+    """Whether NumPy copies and compares these ids. torch does so on several OpenMP threads, which go on spinning for
+    some milliseconds, on the cores that the lookup's own threads are to use."""
+    is_host = ids.device.type == "cpu" and ids.dtype in (torch.int64, torch.int32) and ids.is_contiguous()
+    return is_host and OPENMP_MIN <= ids.numel() <= _NUMPY_MAX and type(ids) is torch.Tensor
+
+
+def pooling_of(pooling: str | None, offsets: object) -> Literal["sum", "mean", "max"]:
+    """Pooling of bags, "sum" for None; raise ValueError for one that is unknown, or given without `offsets`."""
+    if pooling is None:
+        return "sum"
+    if not isinstance(pooling, str) or pooling not in POOLINGS:
+        raise ValueError(f'pooling must be "sum", "mean" or "max", got {pooling!r}')
+    if offsets is None:
+        raise ValueError(
+            f"pooling={pooling!r} is for bags, which need offsets, got None; pass offsets, or pool the rows of ids"
+            " yourself, embedding(ids).sum(1)"
+        )
+    return cast(Literal["sum", "mean", "max"], pooling)
+
+
+def columns_of(columns: Any) -> Any:
+    """The tables of columns as a tuple, or what is none of them, which the lookup refuses. Any: what a user gives."""
+    return tuple(columns) if isinstance(columns, Iterable) else columns
+
+
+def check_ids(ids: torch.Tensor, table_ids: torch.Tensor | None, num_tables: int, key_type: torch.dtype) -> None:
+    """Raise TypeError or ValueError unless dtype, device and shape are what a lookup of ids takes."""
+    _check_dtype(ids, key_type, num_tables if table_ids is None else 1)
+    if table_ids is None:
+        if num_tables > 1 and (ids.dim() != 2 or ids.shape[1] != num_tables):
+            raise ValueError(
+                f"ids must be {key_type} of shape [B, {num_tables}], one column a table, got {list(ids.shape)};"
+                " pass table_ids to say which table each id is of"
+            )
+        return
+    if not isinstance(table_ids, torch.Tensor) or table_ids.dtype not in _INTEGERS:
+        got = table_ids.dtype if isinstance(table_ids, torch.Tensor) else type(table_ids).__name__
+        raise TypeError(f"table_ids must be a tensor of integers, got {got}")
+    if table_ids.device != ids.device:
+        raise ValueError(f"table_ids must be on {ids.device}, where the ids are, got {table_ids.device}")
+    try:
+        fits = torch.broadcast_shapes(table_ids.shape, ids.shape) == ids.shape
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"table_ids must have the shape of ids, {list(ids.shape)}, or broadcast to it, got {list(table_ids.shape)}"
+        )
+
+
+def _check_dtype(ids: torch.Tensor, key_type: torch.dtype, columns: int) -> None:
+    """Raise TypeError or ValueError unless ids have this dtype; with several columns, also that shape."""
+    # Nothing is put into words, and no device is made into an object, before something is wrong: a lookup of few rows
+    # takes little longer than this.
+    if not isinstance(ids, torch.Tensor):
+        raise TypeError(f"ids must be a tensor of {key_type} of {_shape(columns)}, got {type(ids).__name__}")
+    if ids.dtype != key_type:
+        raise TypeError(
+            f"ids must be {key_type} of {_shape(columns)}, got {ids.dtype} {list(ids.shape)};"
+            f" call ids.to({key_type}), or make the embedding with another key_type"
+        )
+    if not (ids.is_cpu or ids.is_cuda):
+        raise ValueError(f"ids must be on the CPU, where the embedding is, got {ids.device}; call ids.cpu()")
+
+
+def _shape(columns: int) -> str:
+    return f"shape [B, {columns}]" if columns > 1 else "any shape"
+
+
+def check_tables(table_ids: torch.Tensor, num_tables: int) -> None:
+    """Raise ValueError unless all are from 0 to T-1."""
+    low = high = 0
+    if table_ids.numel():
+        values = _values(table_ids)
+        low, high = int(values.min()), int(values.max())
+    if low < 0 or high >= num_tables:
+        raise ValueError(f"table_ids must be from 0 to {num_tables - 1}, got {low} to {high}")
+
+
+def tables_and_ids(
+    ids: torch.Tensor, table_ids: torch.Tensor | None, num_tables: int, loops: Loops
+) -> tuple[Array, Array, Callable[[], None] | None]:
+    """table_N, id_N and what checks the values of `table_ids`, of ids that `check_ids` has seen."""
+    id_N = loops.array(ids.detach().reshape(-1).contiguous())
+    if table_ids is None:
+        return loops.tables_of_columns(len(id_N), num_tables), id_N, None
+    looked_up = table_ids if ids.numel() else table_ids.reshape(-1)[:0]
+    table_N = loops.tables(table_ids, num_tables).expand(ids.shape).reshape(-1).contiguous()
+    return loops.array(table_N), id_N, functools.partial(check_tables, looked_up, num_tables)
+
+
+def bags_of_ids(
+    ids: torch.Tensor,
+    table_ids: torch.Tensor | None,
+    num_tables: int,
+    key_type: torch.dtype,
+    offsets: torch.Tensor,
+    columns: Sequence[int] | None,
+    loops: Loops,
+) -> tuple[torch.Size, torch.Tensor, torch.Tensor | None, Callable[[], None]]:
+    """The shape that bags of ids give, their offsets and tables, and what checks the values of both.
+
+    Args:
+        columns: the table of each column; see `unique_keys`.
+        loops: those that work where the ids are.
+
+    Raises:
+        TypeError, ValueError: dtype, device or shape is not what a lookup of bags takes.
+    """
+    _check_dtype(ids, key_type, 1)
+    if ids.dim() != 1:
+        raise ValueError(f"ids of bags must be {key_type} [N], got {list(ids.shape)}; call ids.reshape(-1)")
+    _check_offsets_kind(offsets, ids.device)
+    bags = len(offsets) - 1
+    # A copy: what a backward pass reads must be what the lookup was given, and was checked.
+    offset_P1 = offsets.detach().to(torch.int64, copy=True, memory_format=torch.contiguous_format)
+    if columns is not None:
+        _check_columns(columns, num_tables, bags, table_ids)
+        shape = torch.Size([bags // len(columns), len(columns)])
+    elif table_ids is not None:
+        _check_tables_of_bags(table_ids, bags, ids.device)
+        table_ids = table_ids.expand(bags)
+        shape = torch.Size([bags])
+    elif bags % num_tables:
+        raise ValueError(
+            f"offsets must be of B * {num_tables} bags, those of a sample's {num_tables} tables side by side, got"
+            f" {bags} bags; pass table_ids to say which table each bag is of, or add where the last bag ends"
+            " (nn.EmbeddingBag's include_last_offset=True)"
+        )
+    else:
+        shape = torch.Size([bags]) if num_tables == 1 else torch.Size([bags // num_tables, num_tables])
+    table_P = None if table_ids is None else loops.tables(table_ids, num_tables).contiguous()
+
+    def check() -> None:
+        _check_offsets(offset_P1, len(ids))
+        if table_ids is not None:
+            check_tables(table_ids, num_tables)
+
+    return shape, offset_P1, table_P, check
+
+
+def check_scales(scales: torch.Tensor, in_bags: bool, pooling: str, ids: int, device: torch.device) -> None:
+    """Raise TypeError or ValueError unless `per_sample_weights` are what a lookup of so many ids takes.
+
+    Args:
+        in_bags: whether the ids are in bags.
+        device: where they are.
+    """
+    if not in_bags or pooling != "sum":
+        raise ValueError('per_sample_weights are for bags that are summed; pass offsets, and pooling="sum"')
+    is_tensor = isinstance(scales, torch.Tensor)
+    if not is_tensor or scales.dtype != torch.float32 or scales.shape != (ids,):
+        got = (scales.dtype, list(scales.shape)) if is_tensor else type(scales)
+        raise TypeError(f"per_sample_weights must be float32, one for each of {ids} ids, got {got}")
+    if scales.device != device:
+        raise ValueError(f"per_sample_weights must be on {device}, where ids are, got {scales.device}")
+
+
+def check_no_columns(columns: object) -> None:
+    """Raise ValueError if columns are given for ids that are in no bags."""
+    if columns is not None:
+        raise ValueError("columns say how bags lie, so that they need offsets; ids [B, T] have columns of their own")
+
+
+def _check_columns(columns: Sequence[int], num_tables: int, bags: int, table_ids: object) -> None:
+    if not isinstance(columns, list | tuple) or not columns or not all(type(table) is int for table in columns):
+        raise TypeError(f"columns must be a list of the table of each column, ints, got {columns!r}")
+    in_order = all(before <= table for before, table in zip(columns, columns[1:], strict=False))
+    if columns[0] < 0 or columns[-1] >= num_tables or not in_order:
+        raise ValueError(f"columns must be tables from 0 to {num_tables - 1}, none below the one before, got {columns}")
+    if bags % len(columns):
+        raise ValueError(f"offsets must be of as many bags for each of {len(columns)} columns, got {bags} bags")
+    if table_ids is not None:
+        raise ValueError("columns and table_ids both say which table a bag is of; pass one of them")
+
+
+def _check_tables_of_bags(table_ids: torch.Tensor, bags: int, device: torch.device) -> None:
+    is_tensor = isinstance(table_ids, torch.Tensor)
+    if (
+        not is_tensor
+        or table_ids.dtype not in _INTEGERS
+        or table_ids.shape not in ((), (1,), (bags,))
+        or table_ids.device != device
+    ):
+        got = (table_ids.dtype, list(table_ids.shape), str(table_ids.device)) if is_tensor else type(table_ids)
+        raise ValueError(
+            f"table_ids must be integers, one for each of {bags} bags or one for all, where ids are, got {got}"
+        )
+
+
+def _check_offsets_kind(offsets: torch.Tensor, device: torch.device) -> None:
+    is_tensor = isinstance(offsets, torch.Tensor)
+    if not is_tensor or offsets.dtype not in (torch.int64, torch.int32) or offsets.dim() != 1 or len(offsets) == 0:
+        got = (offsets.dtype, list(offsets.shape)) if is_tensor else type(offsets).__name__
+        raise TypeError(f"offsets must be an int64 tensor of shape [bags + 1], got {got}")
+    if offsets.device != device:
+        raise ValueError(f"offsets must be on {device}, where the ids are, got {offsets.device}")
+
+
+def _check_offsets(offset_P1: torch.Tensor, ids: int) -> None:
+    values_P1 = _values(offset_P1)
+    ordered = bool((values_P1[1:] >= values_P1[:-1]).all())
+    if not ordered or values_P1[0] != 0 or values_P1[-1] != ids:
+        raise ValueError(
+            f"offsets must begin with 0, never fall, and end with the number of ids, {ids}; got"
+            f" {offset_P1[:3].tolist()} ... {offset_P1[-1:].tolist()} (nn.EmbeddingBag's include_last_offset=True)"
+        )
+
+
+def _values(tensor: torch.Tensor) -> np.ndarray | torch.Tensor:
+    """Values to compute on: on the CPU an array, since torch's threads would spin on the cores that kernels need."""
+    return tensor.numpy() if tensor.device.type == "cpu" else tensor

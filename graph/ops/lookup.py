@@ -110,7 +110,7 @@ class Lease:
         self.scale_N: Array | None = None
         """Factor of each id in its bag; None = 1."""
         self.pooling = "sum"
-        """Pooling of a bag: one of `batch_ids.POOLINGS`."""
+        """Pooling of a bag: one of `POOLINGS`."""
         self.argmax_PD: Array | None = None
         """For bags pooled by their maximum: place in the bag of the id that gave each number, see `Loops.pool_max`."""
         self.has_grad = False

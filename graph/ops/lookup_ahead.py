@@ -31,7 +31,7 @@ from oneemb.graph.ops.keys import DTYPES, Keys
 from oneemb.graph.ops.lookup import Lease, Remote, gather
 from oneemb.graph.ops.reading import ReadRows, peek
 from oneemb.graph.ops.reserve import Reserved
-from oneemb.graph.rank_errors import whole_exchange
+from oneemb.graph.rank_messages import whole_exchange
 from oneemb.graph.ranks import Ranks
 from oneemb.kernels.owner import owner_of
 from oneemb.storage.embedding_store import EmbeddingStore

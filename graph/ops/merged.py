@@ -19,9 +19,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-import oneemb.graph.ops.batch_ids as batch_ids
 from oneemb.graph.ops.grads import RowGrads
-from oneemb.graph.ops.keys import Keys, measure_unique_keys
+from oneemb.graph.ops.keys import Keys, bags_of_ids, check_ids, check_no_columns, check_tables, measure_unique_keys
 from oneemb.graph.ops.lookup import DTYPES, Lease, full_of, make_room
 from oneemb.graph.ops.op import LOOKUP, PREPARE, Op
 from oneemb.graph.ops.reading import check_pooling, measure_gather
@@ -281,9 +280,7 @@ def _batch_of(lookup: MergedLookup, key_type: torch.dtype) -> _Batch:
     if isinstance(ids, torch.Tensor) and ids.device.type != "cpu":
         raise ValueError(f"ids must be on the CPU, where the embedding is, got {ids.device}; call ids.cpu()")
     if offsets is not None:
-        shape, offset_P1, table_P, check = batch_ids.bags_of_ids(
-            ids, table_ids, num_tables, key_type, offsets, columns, _LOOPS
-        )
+        shape, offset_P1, table_P, check = bags_of_ids(ids, table_ids, num_tables, key_type, offsets, columns, _LOOPS)
         check()
         bags = Bags(offset_P1.numpy())
         if columns is not None:
@@ -292,11 +289,11 @@ def _batch_of(lookup: MergedLookup, key_type: torch.dtype) -> _Batch:
         else:
             table_N = bags.bag_N % np.int32(num_tables) if table_P is None else table_P.numpy()[bags.bag_N]
         return _Batch(ids.detach(), table_N, shape, bags)
-    batch_ids.check_no_columns(columns)
-    batch_ids.check_ids(ids, table_ids, num_tables, key_type)
+    check_no_columns(columns)
+    check_ids(ids, table_ids, num_tables, key_type)
     tables = None
     if table_ids is not None:
-        batch_ids.check_tables(table_ids if ids.numel() else table_ids.reshape(-1)[:0], num_tables)
+        check_tables(table_ids if ids.numel() else table_ids.reshape(-1)[:0], num_tables)
         tables = table_ids.detach().to(torch.int32).expand(ids.shape).reshape(-1).numpy()
     return _Batch(ids.detach().reshape(-1), tables, ids.shape, None)
 

@@ -11,8 +11,7 @@ from typing import Protocol
 
 import torch
 
-import oneemb.graph.ops.batch_ids as batch_ids
-from oneemb.graph.ops.keys import DTYPES, Keys
+from oneemb.graph.ops.keys import DTYPES, POOLINGS, Keys, check_ids, check_scales, tables_and_ids
 from oneemb.graph.ops.op import LOOKUP, PREPARE, Op
 from oneemb.kernels import loops as kernels
 from oneemb.kernels.arrays import Array, RowsOfIds
@@ -84,12 +83,10 @@ def check_pooling(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: 
     Raises:
         TypeError, ValueError: it would refuse it.
     """
-    if pooling not in batch_ids.POOLINGS:
+    if pooling not in POOLINGS:
         raise ValueError(f'pooling must be "sum", "mean" or "max", got {pooling!r}')
     if per_sample_weights is not None:
-        batch_ids.check_scales(
-            per_sample_weights, keys.bags is not None, pooling, len(keys.unique.inverse_N), keys.loops.device
-        )
+        check_scales(per_sample_weights, keys.bags is not None, pooling, len(keys.unique.inverse_N), keys.loops.device)
 
 
 def scales_of(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: str, store: ReadRows) -> Array | None:
@@ -149,11 +146,11 @@ def read_ids(
     """
     if not store.reads_in_place or inserts and store.kept is not None:  # A policy counts unique keys.
         return None
-    batch_ids.check_ids(ids, table_ids, num_tables, key_type)
+    check_ids(ids, table_ids, num_tables, key_type)
     loops = loops_of(ids, store.threads)
     if loops.place != store.loops.place:
         return None
-    table_N, id_N, check = batch_ids.tables_and_ids(ids, table_ids, num_tables, loops)
+    table_N, id_N, check = tables_and_ids(ids, table_ids, num_tables, loops)
     if check is not None:
         check()
     layout = store.format

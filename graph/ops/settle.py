@@ -24,7 +24,7 @@ from oneemb.graph.ops.asking import COUNTS, Asked, KeysByRank, Parts, asked_by, 
 from oneemb.graph.ops.backward_pass import Pass, grads_of_leases
 from oneemb.graph.ops.grads import RowGrads, join_grads, nowhere, sum_over_passes
 from oneemb.graph.ops.lookup import Lease
-from oneemb.graph.rank_errors import whole_exchange
+from oneemb.graph.rank_messages import whole_exchange
 from oneemb.graph.ranks import AnyRanks, Ranks
 from oneemb.kernels.arrays import RowsOfIds
 from oneemb.kernels.hash_index import TABLE_MAX

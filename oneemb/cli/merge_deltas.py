@@ -23,7 +23,7 @@ def merge_deltas_command(
     PATH is the folder of a table, or that in which ranks have theirs. No row is copied. The others stay until they are
     deleted, the last one first. No job may have the tables.
     """
-    from oneemb.rows.merge_deltas import merge_deltas
+    from oneemb.rows.reshard import merge_deltas
 
     need_own_tables([path, *shard])
     with progress_bar(as_json, "merging", "parts") as move:

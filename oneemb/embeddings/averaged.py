@@ -22,7 +22,7 @@ from oneemb.embeddings.embedding import MultiTableEmbedding, TableEmbedding, cop
 from oneemb.embeddings.lookup_keys import keys_of
 from oneemb.graph import ops
 from oneemb.graph.arguments import Lookup
-from oneemb.graph.ops.batch_ids import columns_of, pooling_of
+from oneemb.graph.ops.keys import columns_of, pooling_of
 from oneemb.graph.ops.lookup import DTYPES
 from oneemb.graph.uncompiled import uncompiled
 from oneemb.kernels.arrays import Array

@@ -29,7 +29,7 @@ from oneemb.graph import ops
 from oneemb.graph.arguments import Lookup
 from oneemb.graph.building import building_now
 from oneemb.graph.modules import embeddings_in
-from oneemb.graph.ops.batch_ids import columns_of, pooling_of
+from oneemb.graph.ops.keys import columns_of, pooling_of
 from oneemb.graph.ops.reading import ReadRows
 from oneemb.graph.ranks import ranks_of
 from oneemb.graph.uncompiled import uncompiled

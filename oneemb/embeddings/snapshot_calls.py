@@ -10,8 +10,7 @@ import torch
 
 from oneemb.checkpoints.named_snapshot import SnapshotName, decode, encode
 from oneemb.embeddings.embedding_arguments import DEFAULT_INITIALIZER, differences
-from oneemb.embeddings.row_weight import changes_no_row
-from oneemb.embeddings.weight_of_rows import WeightOfRows, drop_grads
+from oneemb.embeddings.weight_of_rows import WeightOfRows, changes_no_row, drop_grads
 from oneemb.graph.build_error import warn_user
 from oneemb.options import Initializer, TableOptions, to_tree
 from oneemb.storage.errors import StorageError

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from oneemb.embeddings.embedding import TableEmbedding
-from oneemb.graph.ops.batch_ids import check_ids, pooling_of
+from oneemb.graph.ops.keys import check_ids, pooling_of
 from oneemb.serving.free_sizes import FreeSizes
 
 __all__ = ["FrozenEmbedding"]

@@ -15,7 +15,7 @@ from typing import Literal, Never, Self
 import numpy as np
 import torch
 
-from oneemb.graph.ops import batch_ids
+from oneemb.graph.ops import keys as lookup_keys
 from oneemb.graph.uncompiled import uncompiled
 from oneemb.kernels.host_loops import HostLoops
 from oneemb.kernels.threads import Threads
@@ -135,20 +135,20 @@ class InferenceEmbedding(torch.nn.Module):
         """
         refuse_tracers(self, ids)
         served = self._now()
-        pools, columns = batch_ids.pooling_of(pooling, offsets), batch_ids.columns_of(columns)
+        pools, columns = lookup_keys.pooling_of(pooling, offsets), lookup_keys.columns_of(columns)
         if offsets is not None:
             return self._bags(served, ids, table_ids, offsets, per_sample_weights, pools, columns)
-        batch_ids.check_no_columns(columns)
+        lookup_keys.check_no_columns(columns)
         if per_sample_weights is not None:
-            batch_ids.check_scales(per_sample_weights, False, pools, 0, _CPU)
+            lookup_keys.check_scales(per_sample_weights, False, pools, 0, _CPU)
         num_tables = len(served.table_C if table_ids is None else served.is_served_T)
-        batch_ids.check_ids(ids, table_ids, num_tables, served.key_type)
+        lookup_keys.check_ids(ids, table_ids, num_tables, served.key_type)
         _check_on_cpu(ids)
         if table_ids is None:
             id_N = ids.numpy().ravel()
             table_N = served.tables_of_columns(self._loops.tables_of_columns(len(id_N), num_tables))
             return served.rows(table_N, id_N, ids.shape)
-        table_N, id_N, check = batch_ids.tables_and_ids(ids, table_ids, num_tables, self._loops)
+        table_N, id_N, check = lookup_keys.tables_and_ids(ids, table_ids, num_tables, self._loops)
         if check is not None:
             check()
         return served.rows(served.only_served(table_N), id_N, ids.shape)
@@ -165,7 +165,7 @@ class InferenceEmbedding(torch.nn.Module):
     ) -> torch.Tensor:  # fmt: skip
         by_column = table_ids is None and columns is None
         num_tables = len(served.table_C if by_column else served.is_served_T)
-        shape, offset_P1, table_P, check_bags = batch_ids.bags_of_ids(
+        shape, offset_P1, table_P, check_bags = lookup_keys.bags_of_ids(
             ids, table_ids, num_tables, served.key_type, offsets, columns, self._loops
         )
         _check_on_cpu(ids)
@@ -180,7 +180,7 @@ class InferenceEmbedding(torch.nn.Module):
         table_N = np.repeat(its_P, np.diff(its_P1))
         id_N, scale_N = self._loops.array(ids.detach().contiguous()), None
         if per_sample_weights is not None:
-            batch_ids.check_scales(per_sample_weights, True, pooling, len(ids), _CPU)
+            lookup_keys.check_scales(per_sample_weights, True, pooling, len(ids), _CPU)
             scale_N = self._loops.array(per_sample_weights.detach().contiguous())
         if columns is None:
             return served.bags(table_N, id_N, its_P1, scale_N, pooling, shape)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torchrec.types import DataType
 
-from oneemb.graph.rank_errors import whole_exchange
+from oneemb.graph.rank_messages import whole_exchange
 from oneemb.graph.ranks import Ranks
 from oneemb.graph.uncompiled import uncompiled
 from oneemb.kernels.owner import owner_of

@@ -16,7 +16,7 @@ from oneemb.graph.ops.reading import measure_gather
 from oneemb.graph.ops.update import StepOptimizer
 from oneemb.graph.plan import Plan, compile_plan
 from oneemb.graph.prefetch import Prepared
-from oneemb.graph.rank_errors import moment
+from oneemb.graph.rank_messages import moment
 from oneemb.graph.recorder import Profile, StepStats
 from oneemb.storage.fs import AnyPath
 from oneemb.storage.locking.step_lock import StepLock

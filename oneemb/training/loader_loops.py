@@ -10,11 +10,10 @@ from typing import Any, TypeVar
 from oneemb.embeddings.embedding import embeddings_of
 from oneemb.graph import ops
 from oneemb.graph.inputs import Signature
-from oneemb.graph.loader_of_ranks import Together
-from oneemb.graph.loader_position import LoaderPosition
+from oneemb.graph.loaders import LoaderPosition, Together
 from oneemb.graph.one_rank import ALONE
 from oneemb.graph.prefetch import Prepared, prefetch
-from oneemb.graph.rank_errors import mark_told, moment, whole_exchange
+from oneemb.graph.rank_messages import mark_told, moment, whole_exchange
 from oneemb.graph.ranks import AnyRanks, Ranks
 from oneemb.storage.locking.step_lock import in_step
 from oneemb.training.graph_views import GraphViews

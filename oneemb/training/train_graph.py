@@ -24,8 +24,7 @@ from oneemb.training.eager import Optimizer, step_together
 from oneemb.training.loader_loops import OnAcquired
 from oneemb.training.plan_cache import Batch
 from oneemb.training.row_step import embedding_of, row_weights, settle_rows
-from oneemb.training.scaling import Scaling, scalers_of
-from oneemb.training.stand_ins import standing_in
+from oneemb.training.scaling import Scaling, scalers_of, standing_in
 from oneemb.training.train_state import LearningRateScheduler, TrainState
 
 # So many snapshots of earlier checkpoints are worth a warning, and so is every doubling of them.
