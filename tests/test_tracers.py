@@ -5,7 +5,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import oneemb
-from oneemb.training.tracers import tracer_of
+from oneemb.graph.tracers import tracer_of
 from tests.support.graph_models import make_embedding
 from tests.support.tracing_threads import KINDS, another_thread
 

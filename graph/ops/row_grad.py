@@ -24,7 +24,7 @@ from oneemb.graph.ops.grads import RowGrads, join_grads
 from oneemb.graph.ops.lookup import Lease, full
 from oneemb.graph.ops.settle import by_ranks, settle
 from oneemb.graph.ranks import AnyRanks
-from oneemb.graph.uncompiled import uncompiled
+from oneemb.graph.tracers import uncompiled
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.errors import StoreFullError
 from oneemb.storage.merged_store import MergedStore

@@ -11,7 +11,7 @@ from oneemb.graph.ops.lookup import Lease
 from oneemb.graph.ops.row_grad import RowGrad
 from oneemb.graph.ranks import AnyRanks
 from oneemb.graph.tape import version_of
-from oneemb.graph.uncompiled import uncompiled
+from oneemb.graph.tracers import uncompiled
 
 
 def with_grad(

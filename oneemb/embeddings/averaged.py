@@ -24,7 +24,7 @@ from oneemb.graph import ops
 from oneemb.graph.arguments import Lookup
 from oneemb.graph.ops.keys import columns_of, pooling_of
 from oneemb.graph.ops.lookup import DTYPES
-from oneemb.graph.uncompiled import uncompiled
+from oneemb.graph.tracers import refuse_tracers, uncompiled
 from oneemb.kernels.arrays import Array
 from oneemb.kernels.loops import Keys, Loops
 from oneemb.options import make_constant_initializer, make_table
@@ -35,7 +35,6 @@ from oneemb.storage.locking.turns import changing, whole
 from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.storage.row_edits import erase_rows
 from oneemb.storage.rows.row_format import RowFormat
-from oneemb.training.tracers import refuse_tracers
 
 
 class AveragedEmbedding(torch.nn.Module):

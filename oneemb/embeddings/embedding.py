@@ -32,7 +32,7 @@ from oneemb.graph.modules import embeddings_in
 from oneemb.graph.ops.keys import columns_of, pooling_of
 from oneemb.graph.ops.reading import ReadRows
 from oneemb.graph.ranks import ranks_of
-from oneemb.graph.uncompiled import uncompiled
+from oneemb.graph.tracers import hidden_from_modes, refuse_tracers, uncompiled
 from oneemb.kernels.threads import Threads
 from oneemb.options import Initializer, StoreOptions, TableOptions
 from oneemb.storage.all_rows import copy_rows
@@ -40,7 +40,6 @@ from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.fs import AnyPath, absolute_path
 from oneemb.storage.policies.row_policy import RowPolicy
 from oneemb.storage.tiered_rows import ChangeRows
-from oneemb.training.tracers import hidden_from_modes, refuse_tracers
 
 
 class LookupsHere:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from oneemb.graph.ops import keys as lookup_keys
-from oneemb.graph.uncompiled import uncompiled
+from oneemb.graph.tracers import refuse_tracers, uncompiled
 from oneemb.kernels.host_loops import HostLoops
 from oneemb.kernels.threads import Threads
 from oneemb.rows.arguments import Paths, as_list
@@ -26,7 +26,6 @@ from oneemb.serving.served import Served, Version
 from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import AnyPath, absolute_path
 from oneemb.storage.serving.served_file import ServedFile, is_served_file
-from oneemb.training.tracers import refuse_tracers
 
 __all__ = ["InferenceEmbedding", "Version"]
 

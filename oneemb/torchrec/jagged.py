@@ -11,7 +11,7 @@ import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from oneemb.training.tracers import is_exported_by_compiler, tracer_of
+from oneemb.graph.tracers import is_exported_by_compiler, tracer_of
 
 __all__ = [
     "Jagged", "check_jagged", "check_weighted", "checked_bags", "ends_of_features", "expand_samples",

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from oneemb.graph.uncompiled import uncompiled
+from oneemb.graph.tracers import tracer_of, uncompiled
 from oneemb.kernels.frozen_rows import OTHER, RowArrays
 from oneemb.kernels.host_loops import BITS
 from oneemb.kernels.indexed_rows import RowIndex, cells_for, pool_indexed, put_cells, read_indexed
@@ -24,7 +24,6 @@ from oneemb.kernels.threads import Threads
 from oneemb.serving.frozen_rows import FrozenRows
 from oneemb.storage.fs import aligned_bytes
 from oneemb.torchrec.jagged import Jagged
-from oneemb.training.tracers import tracer_of
 
 __all__ = ["IndexedRows", "pooled_while_read"]
 

@@ -15,7 +15,7 @@ from torchrec.types import DataType
 
 from oneemb.graph.rank_messages import whole_exchange
 from oneemb.graph.ranks import Ranks
-from oneemb.graph.uncompiled import uncompiled
+from oneemb.graph.tracers import uncompiled
 from oneemb.kernels.owner import owner_of
 from oneemb.kernels.threads import Threads
 from oneemb.kernels.unique_keys import unique_keys

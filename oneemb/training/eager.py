@@ -13,7 +13,7 @@ from oneemb.embeddings.weight_of_rows import WeightOfRows
 from oneemb.graph import ops
 from oneemb.graph.recorder import UNCOUNTED, StepStats
 from oneemb.graph.row_optimizers import Group, RowOptimizer
-from oneemb.graph.uncompiled import uncompiled
+from oneemb.graph.tracers import uncompiled
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.locking.step_lock import in_step
 from oneemb.storage.locking.undisturbed import undisturbed

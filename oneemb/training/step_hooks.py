@@ -30,7 +30,7 @@ from oneemb.graph.building import building_now
 from oneemb.graph.ranks import AnyRanks
 from oneemb.graph.recorder import UNCOUNTED
 from oneemb.graph.tape import version_of
-from oneemb.graph.uncompiled import uncompiled
+from oneemb.graph.tracers import uncompiled
 from oneemb.storage.locking.signals import signals
 from oneemb.storage.locking.step_lock import in_step
 from oneemb.storage.locking.undisturbed import undisturbed
