@@ -15,8 +15,6 @@ from oneemb.kernels.arrays import Array
 from oneemb.kernels.jit import Number, cpu, external
 from oneemb.kernels.row_blocks import rows_deliver
 
-__all__ = ["AIO_NUMBERS", "BAD_BLOCK", "aio_destroy", "aio_read", "aio_setup"]
-
 # The numbers of io_setup, io_destroy, io_getevents and io_submit.
 _NUMBERS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}
 AIO_NUMBERS = _NUMBERS.get(platform.machine()) if sys.platform == "linux" else None

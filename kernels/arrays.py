@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["Array", "Bags", "RowsOfIds", "Terms", "rows_of_columns"]
-
 Array = Any
 """A NumPy array where loops run on the host, a tensor on the device where they run on a GPU. The two have no type in
 common. Code above the kernels hands them to `Loops`, and does itself only what is written alike for both: arithmetic,

@@ -11,8 +11,6 @@ from oneemb.kernels.arrays import Array
 from oneemb.kernels.jit import Number, cpu, rule
 from oneemb.kernels.jit_code import lanes_mixed
 
-__all__ = ["Buffer", "block_sum", "blocks_sum", "low_half", "rows_sum", "sum_words", "xxh64"]
-
 Buffer = bytes | bytearray | memoryview | np.ndarray
 """Contiguous bytes, or numbers of any kind."""
 

@@ -12,8 +12,6 @@ from oneemb.kernels.jit_code import natural
 from oneemb.kernels.jit_lanes import LANES, bypasses_caches, end_stream, stream_lanes
 from oneemb.kernels.threads import Threads
 
-__all__ = ["copy_into"]
-
 # Words that one iteration copies.
 _BLOCK = 1 << 13
 

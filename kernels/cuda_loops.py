@@ -36,8 +36,6 @@ from oneemb.kernels.reduce_grads_cuda import Segments, reduce_grads_cuda as sum_
 from oneemb.kernels.row_update_cuda import run_row_update_cuda
 from oneemb.kernels.unique_keys_cuda import DeviceKeys, occurrences, unique_keys_cuda
 
-__all__ = ["CudaLoops", "loops_of"]
-
 _OF_BITS = {bits: dtype for dtype, bits in BITS.items()}
 
 

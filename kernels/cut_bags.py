@@ -15,8 +15,6 @@ from oneemb.kernels.arrays import Array
 from oneemb.kernels.jit import cpu
 from oneemb.kernels.jit_code import keep_rolled, natural
 
-__all__ = ["count_parts", "cut_bags", "places_at_ranks"]
-
 _PLACE_BITS = np.int64(32)
 _PLACE_MASK = np.int64((1 << 32) - 1)
 

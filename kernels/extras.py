@@ -6,8 +6,6 @@ Invariant: a feature imports its package when it is set up, before anything has 
 import importlib
 from types import ModuleType
 
-__all__ = ["missing", "need"]
-
 _MORE = {
     "torchrec": "; on a machine without a GPU, pip install fbgemm-gpu-cpu tensordict pyre-extensions iopath, then"
     " pip install --no-deps torchrec"

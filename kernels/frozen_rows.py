@@ -34,8 +34,6 @@ from oneemb.kernels.jit_lanes import (
 )
 from oneemb.kernels.quantize_rows import dequantize_row, integer_at, scale_and_low
 
-__all__ = ["MISSING", "OTHER", "PADDING", "RowArrays", "bags_min", "pool_bag", "read_row", "share_min"]
-
 PADDING = -1
 MISSING = OTHER = -2
 

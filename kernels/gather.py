@@ -11,8 +11,6 @@ from oneemb.kernels.jit_code import keep_rolled, natural, prefetch, prefetch_row
 from oneemb.kernels.jit_lanes import LANES, bypasses_caches, end_stream, move_lanes, stream_lanes
 from oneemb.kernels.threads import Threads
 
-__all__ = ["copy_rows", "copy_rows_out", "copy_words_in", "gather"]
-
 # Rows that are prefetched ahead of the current one.
 _AHEAD = np.uint64(24)
 

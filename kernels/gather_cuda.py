@@ -9,8 +9,6 @@ from oneemb.kernels.arrays import Array
 from oneemb.kernels.jit import cuda, move
 from oneemb.kernels.launch import Gpu, vector_width
 
-__all__ = ["copy_rows_in_cuda", "copy_rows_out_cuda", "gather_cuda"]
-
 V = 1  # elements a thread takes at a time; `at(V=...)` sets it
 
 

@@ -27,11 +27,6 @@ from oneemb.kernels.arrays import Array
 from oneemb.kernels.jit import Number, cpu, part, rule
 from oneemb.kernels.jit_code import end_of_line, keep_rolled, mul_high, natural, prefetch_word, set_word, word_at
 
-__all__ = [
-    "BLOCK", "LINE", "PLACE_BITS", "PLACE_MAX", "SHARD_ROOM", "TABLE_MAX", "cells_erase", "cells_find", "cells_items",
-    "cells_move", "cells_put", "count_keys", "hash_key", "order_keys", "shard_find",
-]  # fmt: skip
-
 LINE = 4
 """Cells of a line."""
 

@@ -21,8 +21,6 @@ from oneemb.kernels.hash_index import hash_key
 from oneemb.kernels.jit import Number, cuda, rule
 from oneemb.kernels.jit_code import mul_high
 
-__all__ = ["erase_loop", "find_loop", "home", "insert_loop", "items_loop", "rehash_loop", "seek"]
-
 _PLACE_BITS = 40
 _PLACE_MASK = (1 << 40) - 1
 

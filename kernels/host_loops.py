@@ -20,8 +20,6 @@ from oneemb.kernels.threads import Threads
 from oneemb.kernels.unique_by_table import KeysByTable, unique_keys_by_table
 from oneemb.kernels.unique_keys import UniqueKeys, columns_are_faster, unique_keys, unique_keys_of_columns
 
-__all__ = ["BITS", "OPENMP_MIN", "SUM_MAX", "HostLoops"]
-
 BITS = {torch.float32: torch.float32, torch.float16: torch.uint16, torch.bfloat16: torch.int16}
 """How loops see weights of each dtype."""
 SUM_MAX = 2.0**127

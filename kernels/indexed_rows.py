@@ -18,8 +18,6 @@ from oneemb.kernels.jit import Number, cpu, part
 from oneemb.kernels.jit_code import keep_rolled, natural, prefetch_row
 from oneemb.kernels.threads import Threads
 
-__all__ = ["RowIndex", "cells_for", "pool_indexed", "put_cells", "read_indexed"]
-
 _AHEAD = 16  # rows that are prefetched before they are read
 _PUT = 1 << 16  # keys that are put at a time
 

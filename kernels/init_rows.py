@@ -19,19 +19,6 @@ from oneemb.kernels.jit_code import from_float32
 from oneemb.kernels.philox import philox
 from oneemb.kernels.threads import Threads
 
-__all__ = [
-    "BY_ID",
-    "CONSTANT",
-    "NORMAL",
-    "QUANTILE_FACTORS",
-    "TRUNC_NORMAL",
-    "UNIFORM",
-    "InitialRows",
-    "draw",
-    "init_rows",
-    "normal_quantile",
-]
-
 CONSTANT = 0
 """param 0: the value"""
 UNIFORM = 1

@@ -14,8 +14,6 @@ from oneemb.kernels.jit_code import from_float32
 from oneemb.kernels.launch import Gpu
 from oneemb.kernels.philox import philox
 
-__all__ = ["DeviceInitialRows", "init_rows_cuda"]
-
 
 class DeviceInitialRows:
     """`InitialRows` on the device."""

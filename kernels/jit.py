@@ -32,11 +32,6 @@ from numba.core import caching
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
 
-__all__ = [
-    "CpuLoop", "CudaLoop", "Number", "around_compiling", "compiling", "cpu", "cuda", "external", "imported_kernels",
-    "load", "move", "part", "rule", "store", "written",
-]  # fmt: skip
-
 Number = Any
 """A number in compiled code, or a vector of them: numba finds its type anew at every call, and Python has none for all
 that it may be. Arrays of compiled code are `oneemb.kernels.arrays.Array`."""

@@ -22,11 +22,6 @@ from numba.extending import intrinsic, overload
 
 from oneemb.kernels.jit import Number, rule
 
-__all__ = [
-    "as_stored", "end_of_line", "float_bits", "from_float32", "keep_rolled", "lanes_mixed", "mul_high", "natural",
-    "prefetch", "prefetch_row", "prefetch_word", "set_word", "to_float32", "uint_as_float", "word_at",
-]  # fmt: skip
-
 # Bytes of a line of the cache.
 _LINE_BYTES = 64
 

@@ -29,11 +29,6 @@ from numba.extending import intrinsic
 from oneemb.kernels import jit, jit_code
 from oneemb.kernels.jit import CudaLoop, Number
 
-__all__ = [
-    "COMPILES", "SIMULATED", "bound", "compile_ptx", "driver_version", "kernel_of", "simulated_array", "stream_of",
-    "without_contraction",
-]  # fmt: skip
-
 SIMULATED = bool(numba.config.ENABLE_CUDASIM)
 """Whether loops run in numba's simulator, on arrays in the host's memory."""
 

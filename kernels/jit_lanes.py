@@ -22,12 +22,6 @@ from numba.core import cgutils
 from numba.core.datamodel import models
 from numba.extending import intrinsic, overload, register_model
 
-__all__ = [
-    "LANES", "WIDE", "copy_lanes", "end_stream", "float_within", "half_within", "load_bytes", "load_lanes",
-    "load_nibbles", "load_pairs", "load_wide", "move_lanes", "multiply_add", "same_lanes", "same_wide", "store_lanes",
-    "stream_lanes", "bypasses_caches", "sum_lanes",
-]  # fmt: skip
-
 LANES = 16
 """Numbers of a vector."""
 

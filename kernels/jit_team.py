@@ -27,8 +27,6 @@ from numba.extending import intrinsic
 from oneemb.kernels.jit import CpuLoop, cpu, external, written
 from oneemb.kernels.jit_code import set_word, word_at
 
-__all__ = ["TEAM_WORDS", "add_word", "begin_team", "end_team", "launcher", "serve", "watch_word"]
-
 # Words of a team.
 _JOBS = 0  # address of the newest job that helpers may join, 0 = none
 _LAUNCHES = 1  # jobs so far, atomic: an idle helper watches it

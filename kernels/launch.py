@@ -18,8 +18,6 @@ from oneemb.kernels import jit_cuda
 from oneemb.kernels.extras import missing
 from oneemb.kernels.jit import CudaLoop
 
-__all__ = ["SIMULATED", "Gpu", "gpu_at", "gpu_of", "vector_width"]
-
 SIMULATED = jit_cuda.SIMULATED
 
 # Threads of a block. In the simulator each is a thread of the machine that lives for one block.

@@ -5,8 +5,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-__all__ = ["least_of"]
-
 _SAMPLE = 16
 
 

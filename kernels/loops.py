@@ -22,8 +22,6 @@ from oneemb.kernels.arrays import Array, Bags, RowsOfIds, Terms
 from oneemb.kernels.init_rows import InitialRows
 from oneemb.kernels.jit import CpuLoop, CudaLoop
 
-__all__ = ["Keys", "Loops", "Segments"]
-
 
 class Keys(Protocol):
     """The unique keys of N ids: `UniqueKeys` on the host, `DeviceKeys` on a GPU. Loops take those they have given."""

@@ -10,8 +10,6 @@ from oneemb.kernels.hash_index import cells_find
 from oneemb.kernels.jit import Number, cpu
 from oneemb.kernels.threads import Threads
 
-__all__ = ["find_each"]
-
 
 @cpu
 def _find_each_cpu(

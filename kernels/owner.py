@@ -10,8 +10,6 @@ from oneemb.kernels.hash_index import hash_key
 from oneemb.kernels.jit import Number, cpu
 from oneemb.kernels.jit_code import mul_high
 
-__all__ = ["owner_of", "owners_share_keys"]
-
 # Unlike the salts of hash indexes, which are small numbers: so the keys of one owner spread over its whole index.
 _SALT = np.uint64(0x6F776E6572730001)
 

@@ -32,11 +32,6 @@ from oneemb.kernels.jit import Number, cpu, rule
 from oneemb.kernels.jit_code import keep_rolled, mul_high, natural
 from oneemb.kernels.threads import Threads
 
-__all__ = [
-    "BUCKETS", "FIRST_BUCKET", "FIRST_SLOT", "PARTS", "SALT_MAX", "SEED", "SLOTS", "DuplicateKeyError", "PerfectHash",
-    "bucket_of", "hash_id", "parts_and_buckets", "regions", "slot_in_table", "slots_of",
-]  # fmt: skip
-
 SEED, PARTS, BUCKETS, FIRST_BUCKET, SLOTS, FIRST_SLOT = range(6)
 
 _PART_KEYS = 1 << 16

@@ -7,8 +7,6 @@ import numpy as np
 
 from oneemb.kernels.jit import Number, rule
 
-__all__ = ["M0", "M1", "W0", "W1", "philox"]
-
 # Multipliers of the words, and steps of the keys.
 M0 = np.uint64(0xD2511F53)
 M1 = np.uint64(0xCD9E8D57)

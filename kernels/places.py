@@ -11,8 +11,6 @@ from oneemb.kernels.host_loops import HostLoops
 from oneemb.kernels.loops import Loops
 from oneemb.kernels.threads import Threads
 
-__all__ = ["loops_at", "loops_of"]
-
 _ONE_THREAD = Threads(1)
 
 

@@ -23,8 +23,6 @@ from oneemb.kernels.jit_lanes import LANES, load_lanes, same_lanes, store_lanes
 from oneemb.kernels.reduce_grads import row_of, sum_rows
 from oneemb.kernels.threads import Threads
 
-__all__ = ["mean_scales", "pool", "pool_max", "scale_grads", "spread_max_grads"]
-
 # The fewest bags worth waking a thread for: a bag has several rows.
 _SHARE_MIN = 64
 

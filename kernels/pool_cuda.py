@@ -13,10 +13,6 @@ from oneemb.kernels.jit import Number, cuda, load, rule, store
 from oneemb.kernels.launch import Gpu, vector_width
 from oneemb.kernels.reduce_grads_cuda import plus, segment_of
 
-__all__ = [
-    "bags_of_cuda", "mean_scales_cuda", "pool_cuda", "pool_max_cuda", "scale_grads_cuda", "spread_max_grads_cuda",
-]  # fmt: skip
-
 V = 1  # elements a thread takes at a time; `at(V=...)` sets it
 
 # Sums kept apart for each id by `scale_grads`, as on the CPU, and all those of a block.

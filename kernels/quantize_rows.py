@@ -25,8 +25,6 @@ from oneemb.kernels.jit_code import float_bits, from_float32, to_float32
 from oneemb.kernels.jit_lanes import LANES, float_within, half_within, load_bytes, load_nibbles, load_pairs, store_lanes
 from oneemb.kernels.threads import Threads
 
-__all__ = ["dequantize_row", "integer_at", "quantize_rows", "quantized_bytes", "scale_and_low"]
-
 _EPSILON = np.float32(1e-8)
 _EXPONENT = np.uint32(0x7F800000)
 _SHARE_MIN = 256

@@ -19,8 +19,6 @@ from oneemb.kernels.jit_code import float_bits, from_float32, keep_rolled, natur
 from oneemb.kernels.jit_lanes import LANES, WIDE, load_lanes, load_wide, same_lanes, same_wide, store_lanes
 from oneemb.kernels.threads import Threads
 
-__all__ = ["ROWS", "Segments", "largest_magnitude", "row_grads", "row_of", "sum_rows", "sum_segments"]
-
 _EXPONENT = np.uint32(0x7F800000)
 
 ROWS = 16

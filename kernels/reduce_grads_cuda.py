@@ -20,8 +20,6 @@ from oneemb.kernels.jit_code import float_bits
 if TYPE_CHECKING:  # row updates of the CPU import this file, and must not load CUDA
     from oneemb.kernels.launch import Gpu
 
-__all__ = ["PART", "Segments", "segment_of", "reduce_grads_cuda", "segments_of", "sum_segment"]
-
 PART = 64
 """Occurrences of a part."""
 

@@ -16,17 +16,6 @@ from oneemb.kernels.arrays import Array
 from oneemb.kernels.checksum import block_sum, low_half, sum_words
 from oneemb.kernels.jit import Number, cpu, rule
 
-__all__ = [
-    "bits_clear",
-    "bits_rows",
-    "bits_set",
-    "requests_deliver",
-    "requests_plan",
-    "rows_deliver",
-    "rows_into_blocks",
-    "rows_out_of_blocks",
-]
-
 
 @rule
 def _copy_words(from_N: Array, begin: Number, to_N: Array, end: Number, width: Number) -> None:

@@ -11,8 +11,6 @@ from oneemb.kernels.arrays import Array
 from oneemb.kernels.jit import Number, cpu
 from oneemb.kernels.threads import Threads
 
-__all__ = ["rows_norm"]
-
 
 @cpu
 def _row_parts_cpu(begin: Number, end: Number, grad_UD: Array, p: Number, part_U: Array) -> None:

@@ -20,8 +20,6 @@ from oneemb.kernels.jit import CpuLoop, Number, rule
 from oneemb.kernels.reduce_grads import Segments
 from oneemb.kernels.threads import Threads
 
-__all__ = ["l2_grad", "lerp", "lerp_scalars", "maximum", "run_row_update"]
-
 
 @rule
 def l2_grad(w: Number, g: Number, weight_decay: Number) -> Number:

@@ -25,8 +25,6 @@ if TYPE_CHECKING:  # row updates of the CPU import this file, and must not load 
 
     from oneemb.kernels.launch import Gpu
 
-__all__ = ["element_update", "given", "gradient", "row_update", "run_row_update_cuda"]
-
 V = 1
 
 

@@ -31,8 +31,6 @@ from oneemb.kernels.jit_lanes import LANES, load_lanes, same_lanes, store_lanes,
 from oneemb.kernels.loops import Loops, Segments
 from oneemb.kernels.reduce_grads import ROWS, row_grads
 
-__all__ = ["RowLoops", "RowUpdate", "element_loops", "row_loops", "row_update"]
-
 
 @dataclass(frozen=True)
 class RowLoops:

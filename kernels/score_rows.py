@@ -28,11 +28,6 @@ from oneemb.kernels.jit import Number, cpu, rule
 from oneemb.kernels.jit_code import float_bits, natural, prefetch, prefetch_row, uint_as_float
 from oneemb.kernels.threads import Threads
 
-__all__ = [
-    "COUNT", "DECAYED", "EPOCH_COUNT", "EPOCH_LOOKUP", "GIVEN", "LOOKUP", "MIXED", "STEP", "ScoreRules",
-    "hashes_of", "score_uses", "ties_of",
-]  # fmt: skip
-
 LOOKUP, STEP, COUNT, DECAYED, MIXED, EPOCH_LOOKUP, EPOCH_COUNT, GIVEN = range(8)
 
 # Unlike the salts of hash indexes and owners.

@@ -31,11 +31,6 @@ from oneemb.kernels.jit_code import keep_rolled, natural, prefetch, prefetch_row
 from oneemb.kernels.perfect_hash import FIRST_SLOT, PARTS, SEED, SLOTS, bucket_of, hash_id, slot_in_table
 from oneemb.kernels.threads import Threads
 
-__all__ = [
-    "BLOCK_BYTES", "ServedRows", "count_rows", "keys_of_slots", "pool_rows", "pool_rows_again", "record_bytes",
-    "serve_rows",
-]  # fmt: skip
-
 BLOCK_BYTES = 4096
 """A page: a first touch reads no more of the file than the system does."""
 

@@ -12,8 +12,6 @@ from oneemb.kernels.jit import Number, cpu
 from oneemb.kernels.jit_code import natural, prefetch, prefetch_row, word_at
 from oneemb.kernels.threads import Threads
 
-__all__ = ["keys_in_cells", "rows_of_shards"]
-
 _PLACE_BITS = np.int64(PLACE_BITS)
 _PLACE_MASK = np.int64((1 << PLACE_BITS) - 1)
 

@@ -7,8 +7,6 @@ from oneemb.kernels.hash_index import hash_key
 from oneemb.kernels.jit import Number, cpu
 from oneemb.kernels.threads import Threads
 
-__all__ = ["add_to_sketch", "read_sketch"]
-
 _SALT = np.uint64(0x736B65746368_0000)
 _MOST = np.uint64(0xFFFFFFFF)
 _SHARE_MIN = 1 << 12

@@ -9,8 +9,6 @@ from oneemb.kernels.arrays import Array
 from oneemb.kernels.jit import Number, cpu
 from oneemb.kernels.threads import SHARES, Threads
 
-__all__ = ["add_marks", "add_pins", "pick_keys", "set_marks", "share_counts"]
-
 # The fewest slots that are worth waking a thread for.
 _SHARE_MIN = 1 << 13
 

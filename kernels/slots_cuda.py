@@ -8,8 +8,6 @@ from oneemb.kernels.arrays import Array
 from oneemb.kernels.hash_index_cuda import seek
 from oneemb.kernels.jit import Number, cuda
 
-__all__ = ["acquire_loop", "count_pinned_loop", "release_loop"]
-
 _PLACE_MASK = (1 << 40) - 1
 
 

@@ -31,8 +31,6 @@ import numpy as np
 from oneemb.kernels.jit import CpuLoop
 from oneemb.kernels.jit_team import TEAM_WORDS, begin_team, end_team, launcher, serve
 
-__all__ = ["SHARES", "Threads", "available_cores", "start", "submit", "within_thread_code"]
-
 _T = TypeVar("_T")
 
 # The smallest share worth waking a thread for: that costs about 10 microseconds.

@@ -22,8 +22,6 @@ from oneemb.kernels.jit import Number, cpu
 from oneemb.kernels.jit_code import keep_rolled, natural, prefetch
 from oneemb.kernels.threads import Threads
 
-__all__ = ["KeysByTable", "unique_keys_by_table"]
-
 # Ids whose cells are prefetched ahead of the current one.
 _AHEAD = 16
 

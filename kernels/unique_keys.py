@@ -23,8 +23,6 @@ from oneemb.kernels.jit import Number, cpu
 from oneemb.kernels.jit_code import keep_rolled, natural, prefetch
 from oneemb.kernels.threads import Threads
 
-__all__ = ["UniqueKeys", "occurrences", "columns_are_faster", "unique_keys", "unique_keys_of_columns"]
-
 # Ids whose cells are prefetched ahead of the current one.
 _AHEAD = 16
 

@@ -20,8 +20,6 @@ from oneemb.kernels.hash_index_cuda import home
 from oneemb.kernels.jit import Number, cuda
 from oneemb.kernels.launch import Gpu
 
-__all__ = ["TABLES_MAX", "DeviceKeys", "occurrences", "unique_keys_cuda"]
-
 TABLES_MAX = 1 << 23
 """Tables that the index can tell apart."""
 

@@ -18,8 +18,6 @@ from oneemb.kernels.jit import Number, rule
 from oneemb.kernels.row_update import l2_grad
 from oneemb.kernels.rule_loops import RowLoops, element_loops, row_update
 
-__all__ = ["adadelta", "update_adadelta"]
-
 
 @rule
 def adadelta(

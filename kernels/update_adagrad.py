@@ -15,8 +15,6 @@ from oneemb.kernels.jit import Number, rule
 from oneemb.kernels.row_update import l2_grad
 from oneemb.kernels.rule_loops import RowLoops, element_loops, row_update
 
-__all__ = ["adagrad", "update_adagrad"]
-
 
 @rule
 def adagrad(w: Number, acc: Number, g: Number, clr: Number, eps: Number, weight_decay: Number) -> tuple:

@@ -16,8 +16,6 @@ from oneemb.kernels.jit import Number, rule
 from oneemb.kernels.row_update import l2_grad, lerp, lerp_scalars, maximum
 from oneemb.kernels.rule_loops import RowLoops, element_loops, row_update
 
-__all__ = ["adamax", "update_adamax"]
-
 
 @rule
 def adamax(

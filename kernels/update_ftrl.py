@@ -20,8 +20,6 @@ from oneemb.kernels.jit import Number, rule
 from oneemb.kernels.row_update import l2_grad
 from oneemb.kernels.rule_loops import RowLoops, element_loops, row_update
 
-__all__ = ["ftrl", "ftrl_published", "update_ftrl"]
-
 
 @rule
 def _raised(n: Number, power: Number) -> Number:

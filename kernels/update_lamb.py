@@ -23,8 +23,6 @@ import numpy as np
 from oneemb.kernels.jit import Number, rule
 from oneemb.kernels.rule_loops import RowLoops, row_loops, row_update
 
-__all__ = ["lamb", "lamb_direction", "lamb_rate", "lamb_squares", "update_lamb"]
-
 
 @rule
 def lamb_direction(

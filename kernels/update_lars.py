@@ -21,8 +21,6 @@ from oneemb.kernels.jit import Number, rule
 from oneemb.kernels.row_update import l2_grad
 from oneemb.kernels.rule_loops import RowLoops, row_loops, row_update
 
-__all__ = ["lars", "lars_rate", "lars_squares", "update_lars"]
-
 
 @rule
 def lars_squares(w: Number, g: Number, lr_eta: Number, momentum: Number, weight_decay: Number) -> tuple:

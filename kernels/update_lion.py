@@ -12,8 +12,6 @@ import numpy as np
 from oneemb.kernels.jit import Number, rule
 from oneemb.kernels.rule_loops import RowLoops, element_loops, row_update
 
-__all__ = ["lion", "update_lion"]
-
 
 @rule
 def lion(

@@ -19,10 +19,6 @@ import numpy as np
 from oneemb.kernels.jit import Number, rule
 from oneemb.kernels.rule_loops import RowLoops, row_loops, row_update
 
-__all__ = [
-    "partial_row_wise_adam", "partial_row_wise_root", "partial_row_wise_square", "update_partial_row_wise_adam",
-]  # fmt: skip
-
 
 @rule
 def partial_row_wise_square(

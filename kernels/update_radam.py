@@ -25,8 +25,6 @@ from oneemb.kernels.row_update import lerp_scalars
 from oneemb.kernels.rule_loops import RowLoops, element_loops, row_update
 from oneemb.kernels.update_adam import decay_scalars, moments
 
-__all__ = ["radam", "update_radam"]
-
 
 @rule
 def radam(

@@ -21,8 +21,6 @@ from oneemb.kernels.jit import Number, rule
 from oneemb.kernels.row_update import l2_grad, lerp, lerp_scalars
 from oneemb.kernels.rule_loops import RowLoops, element_loops, row_update
 
-__all__ = ["rmsprop", "rmsprop_centered", "rmsprop_momentum", "rmsprop_momentum_centered", "update_rmsprop"]
-
 
 @rule
 def rmsprop_momentum_centered(

@@ -20,8 +20,6 @@ from oneemb.kernels.jit import Number, rule
 from oneemb.kernels.row_update import l2_grad
 from oneemb.kernels.rule_loops import RowLoops, row_loops, row_update
 
-__all__ = ["row_wise_rate", "row_wise_square", "row_wise_step", "update_row_wise_adagrad"]
-
 
 @rule
 def row_wise_square(w: Number, g: Number, lr: Number, eps: Number, weight_decay: Number) -> tuple:

@@ -13,8 +13,6 @@ from oneemb.kernels.jit import Number, rule
 from oneemb.kernels.row_update import l2_grad
 from oneemb.kernels.rule_loops import RowLoops, element_loops, row_update
 
-__all__ = ["momentum_sgd", "sgd", "update_sgd"]
-
 
 @rule
 def sgd(w: Number, g: Number, lr: Number, weight_decay: Number) -> Number:

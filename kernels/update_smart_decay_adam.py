@@ -27,8 +27,6 @@ from oneemb.kernels.jit_code import float_bits, uint_as_float
 from oneemb.kernels.row_update import l2_grad
 from oneemb.kernels.rule_loops import RowLoops, row_loops, row_update
 
-__all__ = ["STEP_MAX", "smart_decay", "smart_decay_adam", "update_smart_decay_adam"]
-
 STEP_MAX = (1 << 31) - 1
 
 

@@ -13,8 +13,6 @@ from oneemb.kernels.arrays import Array
 from oneemb.kernels.jit import Number, cpu
 from oneemb.kernels.philox import philox
 
-__all__ = ["TIME_BITS", "use_records"]
-
 TIME_BITS = 27
 
 _POWER_MAX = 31

@@ -11,8 +11,6 @@ from oneemb.kernels.arrays import Array
 from oneemb.kernels.checksum import sum_words
 from oneemb.kernels.jit import Number, cpu
 
-__all__ = ["xxh64_words"]
-
 
 @cpu
 def _xxh64_words_cpu(word_N: Array, seed: Number, sum_N: Array) -> None:

@@ -10,8 +10,6 @@ from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.storage.store_part import no_step
 from oneemb.storage.tiered_rows import ChangeRows, TieredRows
 
-__all__ = ["copy_rows", "visit_rows"]
-
 
 @no_step("copy_to")
 def copy_rows(

@@ -22,8 +22,6 @@ from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.table.snapshot_reader import SnapshotReader, read_snapshot_info
 from oneemb.storage.table.writer_lock import Holder
 
-__all__ = ["EXPORTED", "Bottom", "TableBottom"]
-
 EXPORTED = "rows-on-their-way-to-a-file-"
 """How the name of a snapshot begins that holds the rows of an embedding while they are written to a file."""
 

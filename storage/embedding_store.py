@@ -59,8 +59,6 @@ from oneemb.storage.tiered_rows import TieredRows
 from oneemb.storage.tiers.hot_rows import HotRows, Prefetched
 from oneemb.storage.tiers.stack import StorePlan
 
-__all__ = ["EmbeddingStore", "Watcher", "weights_in"]
-
 _MEND = "the embedding's load_snapshot(name) goes on from one, its clear() from none"
 
 # How long a prefetch gives way to those who wait at most, in naps of 20 microseconds: they take turns by then.

@@ -1,21 +1,5 @@
 """Errors of row stores."""
 
-__all__ = [
-    "BrokenStoreError",
-    "CorruptTableError",
-    "ForkedProcessError",
-    "FormatVersionError",
-    "IndexMemoryError",
-    "LockedError",
-    "OtherSnapshotError",
-    "RowWidthError",
-    "SnapshotExistsError",
-    "SnapshotNeededError",
-    "SnapshotNotFoundError",
-    "StorageError",
-    "StoreFullError",
-]
-
 
 class StorageError(RuntimeError):
     """A store could not do what it was asked. The message says what, where and what to do."""

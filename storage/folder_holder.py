@@ -6,8 +6,6 @@ from typing import Protocol
 
 from oneemb.storage.locking.step_lock import StepLock, between_steps, between_steps_now
 
-__all__ = ["FolderHolder"]
-
 
 class _Closes(Protocol):
     def close(self) -> None: ...

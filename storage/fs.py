@@ -24,19 +24,6 @@ import numpy as np
 
 from oneemb.storage.errors import StorageError
 
-__all__ = [
-    "AnyPath",
-    "FileSystem",
-    "LocalFileSystem",
-    "absolute_path",
-    "aligned_bytes",
-    "doing",
-    "file_path",
-    "path_text",
-    "read_file",
-    "storage_error",
-]
-
 AnyPath = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 """A path as callers give it; `absolute_path` makes one for use."""
 

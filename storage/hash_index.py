@@ -31,8 +31,6 @@ from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import IndexMemoryError
 from oneemb.storage.fs import aligned_bytes
 
-__all__ = ["SHARDS", "HashIndex", "check_tables"]
-
 SHARDS = 256
 """A key's shard follows from its hash alone."""
 

@@ -31,8 +31,6 @@ from oneemb.storage.rows.row_format import RowFormat
 from oneemb.storage.tiers.hot_rows import Prefetched
 from oneemb.storage.tiers.hot_tier import HotTier
 
-__all__ = ["MergedPrefetched", "MergedStore"]
-
 
 @dataclass(eq=False)
 class MergedPrefetched:

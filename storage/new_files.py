@@ -19,8 +19,6 @@ from typing import IO, Any
 from oneemb.storage.fs import FileSystem, LocalFileSystem
 from oneemb.storage.locking.undisturbed import undisturbed
 
-__all__ = ["NewFile", "begin", "close_dropped", "is_held", "new_files", "remove_unfinished", "replace_file"]
-
 
 class NewFile:
     """A file that is written beside its path and renamed to it when it is whole.

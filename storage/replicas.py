@@ -21,8 +21,6 @@ from oneemb.storage.store_part import Store, StorePart, in_turn, no_step
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.tiers.stack import StorePlan
 
-__all__ = ["REPLICATED_BYTES_MAX", "Keys", "Replicas"]
-
 REPLICATED_BYTES_MAX = 1 << 30
 """Most bytes of the rows of all replicated tables of an embedding on a rank, with optimizer state."""
 

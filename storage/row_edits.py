@@ -8,8 +8,6 @@ from oneemb.storage.errors import StorageError
 from oneemb.storage.locking.turns import changing
 from oneemb.storage.store_part import in_turn, no_step
 
-__all__ = ["check_free", "erase_rows", "set_rows"]
-
 
 @no_step("put")
 @in_turn

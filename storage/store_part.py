@@ -16,8 +16,6 @@ from oneemb.storage.locking.turns import Turns
 from oneemb.storage.tiered_rows import TieredRows
 from oneemb.storage.tiers.stack import StorePlan
 
-__all__ = ["Store", "StorePart", "in_turn", "no_step", "reading"]
-
 
 class Store(Protocol):
     """An `EmbeddingStore`, as its parts use it."""

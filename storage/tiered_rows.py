@@ -38,8 +38,6 @@ from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.tiers.hot_rows import HotRows, Tier
 from oneemb.storage.tiers.stack import NewRows, StorePlan, make_tiers, with_room
 
-__all__ = ["ChangeRows", "NewPart", "TieredRows"]
-
 
 class NewPart(NamedTuple):
     """Snapshot of which a store is about to save its part."""

@@ -7,8 +7,6 @@ from typing import Any, Protocol
 
 from oneemb.kernels.threads import within_thread_code
 
-__all__ = ["close_when_dropped"]
-
 
 class _Closes(Protocol):
     def close(self) -> None: ...

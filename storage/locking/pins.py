@@ -21,8 +21,6 @@ from oneemb.storage.tiers.hot_rows import Prefetched, fill_pinned
 
 _NOWHERE: tuple[Array | None, np.ndarray, Array | None] = None, np.empty(0, np.int64), None
 
-__all__ = ["PinBook", "Pins"]
-
 
 class Pins(weakref.ref):
     """The pins of a lookup, for when its owner is dropped before it has released them.

@@ -20,8 +20,6 @@ from typing import Any
 
 from oneemb.kernels.jit import around_compiling
 
-__all__ = ["signals"]
-
 # Signals that programs may handle in Python, Ctrl-C first: all but those that real-time programs define. One of them is
 # SIGCHLD: its handler in torch's data loader raises when a worker has died.
 _NUMBERS = sorted({int(number) for number in signal.valid_signals() if number < 32}, key=lambda n: n != signal.SIGINT)

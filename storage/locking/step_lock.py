@@ -18,8 +18,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
-__all__ = ["StepLock", "alone", "between_steps", "between_steps_now", "in_step", "while_held"]
-
 T = TypeVar("T")
 
 # How long `between_steps_now` waits for the step of another thread, in seconds.

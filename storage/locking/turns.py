@@ -25,8 +25,6 @@ from oneemb.storage.errors import BrokenStoreError, ForkedProcessError, StorageE
 from oneemb.storage.locking.signals import signals
 from oneemb.storage.locking.undisturbed import WAIT_SLICE, forked_objects, undisturbed
 
-__all__ = ["Turns", "changing", "whole"]
-
 # Errors that calls raise on purpose, or that the system raises in them, where nothing is half changed.
 _FORESEEN = (StorageError, MemoryError, ValueError, TypeError, OSError)
 

@@ -21,8 +21,6 @@ from typing import Any, Protocol, Self
 from oneemb.kernels.jit import compiling
 from oneemb.storage.locking.signals import signals
 
-__all__ = ["WAIT_SLICE", "CommitBlock", "forked_objects", "undisturbed"]
-
 WAIT_SLICE = 0.05
 """How long a thread waits for its turn, or for a fork, before it looks whether Ctrl-C came, in seconds."""
 

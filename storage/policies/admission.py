@@ -24,8 +24,6 @@ from oneemb.storage.policies.ledger_clock import LedgerClock
 from oneemb.storage.policies.row_policy import AdmitAfter, AdmitChance, AdmitWhere, EpochLFU, RowPolicy
 from oneemb.storage.snapshots.part_arrays import sightings_name
 
-__all__ = ["Admission"]
-
 _COUNT = np.uint64(0xFFFFFFFF)
 _SEED_FACTOR, _LOOKUP_FACTOR = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95
 

@@ -25,8 +25,6 @@ from oneemb.storage.errors import StoreFullError
 from oneemb.storage.hash_index import SHARDS
 from oneemb.storage.policies.ledger import Ledger
 
-__all__ = ["Departing", "Departures"]
-
 # Rows that a round looks at, or all where there are fewer; and which share of the rows it looks at leave at least.
 _ROUND_ROWS = 1 << 17
 _ROUND_SHARE = 1 / 16

@@ -36,8 +36,6 @@ from oneemb.storage.tiered_rows import TieredRows
 from oneemb.storage.tiers.hot_rows import HotRows, Prefetched
 from oneemb.storage.tiers.hot_tier import HotTier
 
-__all__ = ["KeptRows", "refuses_some"]
-
 # Of which a sweep reads the weights.
 _ROWS_AT_ONCE = 1 << 15
 

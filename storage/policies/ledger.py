@@ -26,8 +26,6 @@ from oneemb.storage.policies.ledger_clock import SECONDS_MAX, LedgerClock
 from oneemb.storage.policies.row_places import MARKS, LyingRows, OwnPlaces, SlotPlaces
 from oneemb.storage.policies.row_policy import RowPolicy, rules_of
 
-__all__ = ["MARKS", "Ledger"]
-
 _UNLIMITED = 2**62
 
 # Places that address space is taken for before they are needed.

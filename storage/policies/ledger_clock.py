@@ -6,8 +6,6 @@ from typing import Any
 from oneemb.storage.errors import CorruptTableError
 from oneemb.storage.hash_index import SHARDS
 
-__all__ = ["SECONDS_MAX", "LedgerClock"]
-
 SECONDS_MAX = 2**32 - 1
 """Most seconds that a ledger counts."""
 

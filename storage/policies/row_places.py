@@ -18,8 +18,6 @@ from oneemb.storage.locking.turns import changing
 from oneemb.storage.tiers.free_slots import FreeSlots
 from oneemb.storage.tiers.growing_array import GrowingArray
 
-__all__ = ["MARKS", "LyingRows", "OwnPlaces", "SlotPlaces"]
-
 MARKS = 4
 """Words of a row's record: its score, the lower half first, and the step and the second of its last use; or, lower half
 first, the time."""

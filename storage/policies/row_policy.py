@@ -25,26 +25,6 @@ from oneemb.kernels.score_rows import (
 )
 from oneemb.storage.rows.initializers import ConstantInitializer, Initializer, encoded
 
-__all__ = [
-    "LFU",
-    "LRU",
-    "Admission",
-    "AdmitAfter",
-    "AdmitChance",
-    "AdmitWhere",
-    "EpochLFU",
-    "EpochLRU",
-    "Eviction",
-    "GivenScore",
-    "MixedLFU",
-    "RowPolicy",
-    "StepLRU",
-    "described",
-    "reads_as",
-    "rows_instead",
-    "rules_of",
-]
-
 
 @dataclass(frozen=True)
 class LRU:

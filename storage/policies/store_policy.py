@@ -11,8 +11,6 @@ from oneemb.storage.policies.departures import Departing
 from oneemb.storage.policies.kept_rows import KeptRows
 from oneemb.storage.store_part import Store, StorePart, in_turn, no_step, reading
 
-__all__ = ["StorePolicy"]
-
 
 class StorePolicy(StorePart):
     """The policies of a store. Where no table has one, no row leaves, and rows have no scores.

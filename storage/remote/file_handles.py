@@ -16,8 +16,6 @@ import numpy as np
 from oneemb.storage.remote.file_server import FileServer, read_file_url
 from oneemb.storage.remote.parameter_server import ServerError
 
-__all__ = ["FileHandle", "open_file_server"]
-
 _open: "weakref.WeakValueDictionary[tuple[int, str], _Shared]" = weakref.WeakValueDictionary()
 """By process and path."""
 

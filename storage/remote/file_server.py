@@ -34,8 +34,6 @@ from oneemb.storage.remote.value_names import Value, ValueNames, write_durably
 from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.table.writer_lock import IN_USE, WriterLock
 
-__all__ = ["FileServer", "read_file_url"]
-
 _SNAPSHOT = "rows"
 
 

@@ -6,8 +6,6 @@ import numpy as np
 
 from oneemb.storage.remote.parameter_server import ServerError
 
-__all__ = ["MemoryServer"]
-
 
 class MemoryServer:
     """A dictionary as a parameter server.

@@ -19,8 +19,6 @@ import numpy as np
 
 from oneemb.storage.errors import StorageError
 
-__all__ = ["Erases", "LostRowsError", "ParameterServer", "ServerError", "ServerTimeoutError"]
-
 
 class ServerError(StorageError):
     """A parameter server, or the way to it, failed. The message says which, what was asked of it, and what to do."""

@@ -23,8 +23,6 @@ from typing import Any
 from oneemb.storage.fs import AnyPath, absolute_path
 from oneemb.storage.remote.parameter_server import ServerError
 
-__all__ = ["OnAllFetched", "OnFetched", "OnPushed", "Plugin", "PullParameter", "PushParameter", "load_plugin"]
-
 _U32, _I64S, _ADDRESS = ctypes.c_uint32, ctypes.POINTER(ctypes.c_int64), ctypes.c_void_p
 
 OnFetched = ctypes.CFUNCTYPE(None, _ADDRESS, _U32, _U32, _ADDRESS, _U32)

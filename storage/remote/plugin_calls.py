@@ -20,8 +20,6 @@ from typing import Any, Protocol
 
 from oneemb.storage.remote.parameter_server import ServerError, ServerTimeoutError
 
-__all__ = ["Call", "Calls", "answered", "fetched"]
-
 # Calls that plugins may still answer, by the numbers that plugins know them by.
 unanswered: dict[int, "Call"] = {}
 _numbers = itertools.count(1)

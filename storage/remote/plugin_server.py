@@ -20,8 +20,6 @@ from oneemb.storage.remote.parameter_server import ServerError
 from oneemb.storage.remote.plugin_abi import OnAllFetched, OnFetched, OnPushed, Plugin, PullParameter, PushParameter
 from oneemb.storage.remote.plugin_calls import Call, Calls, answered, fetched
 
-__all__ = ["TIMEOUT_S", "PluginServer"]
-
 TIMEOUT_S = 30.0
 """How long a plugin has for each request."""
 

@@ -21,8 +21,6 @@ from oneemb.storage.remote.redis_connections import Request, client_options
 from oneemb.storage.remote.redis_errors import server_error
 from oneemb.storage.remote.redis_url import RedisURL
 
-__all__ = ["RedisClusterNodes"]
-
 
 class RedisClusterNodes:
     """The nodes of a cluster, of which a URL names one.

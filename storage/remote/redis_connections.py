@@ -29,8 +29,6 @@ from oneemb.storage.remote.parameter_server import ServerError
 from oneemb.storage.remote.redis_errors import server_error, will_pass
 from oneemb.storage.remote.redis_url import RedisURL
 
-__all__ = ["RedisConnections", "Request", "client_options"]
-
 _AHEAD = 3
 """Requests under way on a connection: the server works on one while the answer before is read."""
 _READ_BYTES = 2**18

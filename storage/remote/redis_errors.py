@@ -7,8 +7,6 @@ import redis
 
 from oneemb.storage.remote.parameter_server import ServerError, ServerTimeoutError
 
-__all__ = ["server_error", "will_pass"]
-
 
 def will_pass(error: BaseException) -> bool:
     """Whether a new connection may help: the old one is broken, or the server is not ready yet."""

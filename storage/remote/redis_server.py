@@ -23,8 +23,6 @@ from oneemb.storage.remote.redis_cluster import RedisClusterNodes
 from oneemb.storage.remote.redis_connections import RedisConnections, Request
 from oneemb.storage.remote.redis_url import read_redis_url
 
-__all__ = ["RedisServer"]
-
 _REQUEST_BYTES = 2**20
 _KEY_BYTES = 64
 _VALUE_BYTES = 2**29

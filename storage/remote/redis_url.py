@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
 
-__all__ = ["RedisURL", "read_redis_url"]
-
 
 @dataclass(frozen=True)
 class RedisURL:

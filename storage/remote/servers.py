@@ -10,8 +10,6 @@ from oneemb.storage.remote.parameter_server import ParameterServer
 from oneemb.storage.remote.plugin_abi import Plugin, load_plugin
 from oneemb.storage.remote.plugin_server import TIMEOUT_S, PluginServer
 
-__all__ = ["check_installed", "check_url", "open_server", "register_io"]
-
 _in_memory: dict[str, dict[tuple[str, int, int], bytes]] = {}
 """Values of the servers in memory, by the server's name: a server opened again by its name has its rows."""
 

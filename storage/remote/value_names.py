@@ -17,8 +17,6 @@ from oneemb.storage.errors import CorruptTableError, FormatVersionError
 from oneemb.storage.fs import FileSystem, doing, read_file
 from oneemb.storage.new_files import replace_file
 
-__all__ = ["Value", "ValueNames", "write_durably"]
-
 _SUM = struct.Struct("<Q")
 _VERSION = 1
 

@@ -5,11 +5,6 @@ from dataclasses import dataclass
 
 from oneemb.kernels import init_rows
 
-__all__ = [
-    "ConstantInitializer", "IdInitializer", "Initializer", "NormalInitializer", "TruncNormalInitializer",
-    "UniformInitializer", "encoded", "largest_weight", "normal_cdf",
-]  # fmt: skip
-
 
 @dataclass(frozen=True)
 class ConstantInitializer:

@@ -14,8 +14,6 @@ import numpy as np
 
 from oneemb.kernels.arrays import Array
 
-__all__ = ["BITS", "WEIGHTS", "RowFormat"]
-
 BITS = {"float32": np.float32, "float16": np.uint16, "bfloat16": np.int16}
 """Dtype of the NumPy array that holds the bits of weights; see oneemb.kernels.jit_code."""
 

@@ -14,8 +14,6 @@ from oneemb.storage.policies.kept_rows import KeptRows
 from oneemb.storage.rows.row_format import RowFormat
 from oneemb.storage.store_part import Store, StorePart, in_turn, no_step
 
-__all__ = ["StoreForm"]
-
 
 class StoreForm(StorePart):
     """The form of a store's rows.

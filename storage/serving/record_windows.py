@@ -13,8 +13,6 @@ import numpy as np
 from oneemb.kernels.serve_rows import BLOCK_BYTES
 from oneemb.storage.fs import FileSystem
 
-__all__ = ["RecordWindows"]
-
 _WINDOW_BYTES = 64 << 20
 _WINDOWS = 256
 """More windows would be kept in pieces too small to be read quickly."""

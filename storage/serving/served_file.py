@@ -36,17 +36,6 @@ from oneemb.storage.fs import AnyPath, absolute_path, storage_error
 from oneemb.storage.rows.row_format import BITS, WEIGHTS
 from oneemb.storage.table.file_header import HEADER_BYTES, read_header
 
-__all__ = [
-    "MANIFEST_MAX",
-    "QUANTIZED",
-    "SERVED_MAGIC",
-    "ServedFile",
-    "ServedInfo",
-    "array_dtype",
-    "is_served_file",
-    "row_bytes_of",
-]
-
 SERVED_MAGIC = b"oneembSV"
 QUANTIZED = {"int8": 8, "int4": 4}
 """Bits of a weight."""

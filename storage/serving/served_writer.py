@@ -28,8 +28,6 @@ from oneemb.storage.serving.record_windows import RecordWindows
 from oneemb.storage.serving.served_file import MANIFEST_MAX, QUANTIZED, SERVED_MAGIC, ServedInfo
 from oneemb.storage.table.file_header import pack_header
 
-__all__ = ["remove_served_files", "write_served_file"]
-
 _Rows = Iterable[tuple[np.ndarray, np.ndarray, np.ndarray]]
 _DIGITS = 12  # of the name of an unfinished file
 

@@ -23,8 +23,6 @@ from oneemb.storage.table.delta import Delta, deltas_since, gone_array, in_chain
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.tiered_rows import TieredRows
 
-__all__ = ["Journal", "Point"]
-
 POINTS_MAX = 4
 """How many snapshots are remembered: a bit for each row."""
 

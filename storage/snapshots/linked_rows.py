@@ -13,8 +13,6 @@ from oneemb.storage.table.delta import GONE, gone_keys
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.table.snapshot_reader import Keep, SnapshotReader
 
-__all__ = ["LinkedRows"]
-
 _Narrow = Callable[[Keep], Keep]
 
 

@@ -16,8 +16,6 @@ from oneemb.storage.snapshots.part_arrays import joined_arrays
 from oneemb.storage.snapshots.snapshot_parts import Part, PartedSnapshot
 from oneemb.storage.table.snapshot_reader import Keep, SnapshotReader
 
-__all__ = ["OwnedRows"]
-
 
 class OwnedRows:
     """The rows that an owner of so many has in a snapshot.

@@ -9,8 +9,6 @@ import numpy as np
 
 from oneemb.storage.table.snapshot_reader import Keep
 
-__all__ = ["joined_arrays", "sightings_name"]
-
 _SIGHTINGS = "sightings of table "
 
 

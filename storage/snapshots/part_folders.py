@@ -19,8 +19,6 @@ from oneemb.storage.snapshots.snapshot_parts import FoundParts, Part, find_parts
 from oneemb.storage.snapshots.unfinished import drop_unwritten, mark, marks_at, unmark
 from oneemb.storage.table.persistent_table import PersistentTable
 
-__all__ = ["NewParts", "PartRemoval", "open_anew", "sweep_folder", "to_remove"]
-
 
 class _Snapshot(NamedTuple):
     """A snapshot of a table that is to be removed."""

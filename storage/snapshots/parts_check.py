@@ -9,8 +9,6 @@ from oneemb.storage.table.check import CheckResult, check_table
 from oneemb.storage.table.delta import GONE, gone_keys
 from oneemb.storage.table.snapshot_reader import SnapshotReader
 
-__all__ = ["check_parts"]
-
 
 def check_parts(
     path: str, *, fs: FileSystem | None = None, progress: Callable[[int, int], None] | None = None

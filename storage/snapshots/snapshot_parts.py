@@ -36,21 +36,6 @@ from oneemb.storage.table.snapshot_file import SnapshotFiles
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.table.table_info import need_table
 
-__all__ = [
-    "Damaged",
-    "FoundParts",
-    "Part",
-    "PartedSnapshot",
-    "find_parts",
-    "folders_at",
-    "incomplete_text",
-    "leftover_text",
-    "look_at",
-    "rank_folder_name",
-    "table_name_of",
-    "unmade_at",
-]
-
 _RANK_FOLDER = re.compile(r"rank-(\d{1,9})-of-(\d{1,9})")
 _IDENTITY_DIGITS = 8
 _LOOKS = 2

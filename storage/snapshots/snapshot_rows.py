@@ -9,8 +9,6 @@ from oneemb.storage.rows.row_format import WEIGHTS, RowFormat
 from oneemb.storage.table.geometry import ROW_WIDTH_MAX
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 
-__all__ = ["PartOf", "SnapshotRows", "part_of", "shard_of", "without_part"]
-
 _STEP_MAX = 1 << 62
 
 

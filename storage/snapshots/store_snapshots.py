@@ -21,8 +21,6 @@ from oneemb.storage.table.snapshot_file import check_snapshot_name
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.tiered_rows import NewPart
 
-__all__ = ["StoreSnapshots"]
-
 
 class StoreSnapshots(StorePart):
     """The snapshots of a store.

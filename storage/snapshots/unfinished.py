@@ -15,8 +15,6 @@ from oneemb.kernels.checksum import xxh64
 from oneemb.storage.fs import FileSystem, doing, read_file
 from oneemb.storage.new_files import replace_file
 
-__all__ = ["drop_unwritten", "mark", "marks_at", "unmark"]
-
 _NAME = "UNFINISHED"
 _DIGITS = (16, 32)  # of an identity
 _SUM_DIGITS = 16

@@ -20,8 +20,6 @@ from oneemb.storage.fs import FileSystem, aligned_bytes
 from oneemb.storage.table.block_reader import REQUEST_BYTES_MAX, BlockReader, DamagedBlock, PreadReader, ReadPlan
 from oneemb.storage.table.geometry import Geometry
 
-__all__ = ["AioReader", "open_reader"]
-
 _DEPTH = 128
 _PROBE_BYTES = 4096
 

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from oneemb.kernels.threads import start
 from oneemb.storage.errors import StorageError
 
-__all__ = ["Background"]
-
 
 class Background:
     """Runs one job at a time, each in a thread of its own.

@@ -15,8 +15,6 @@ from oneemb.kernels.threads import Threads, submit
 from oneemb.storage.fs import FileSystem, aligned_bytes
 from oneemb.storage.table.geometry import Geometry
 
-__all__ = ["BlockReader", "DamagedBlock", "PreadReader", "ReadPlan", "plan_reads"]
-
 # Blocks at most this far apart are read together: one larger read costs the device less than two.
 _GAP_BYTES = 4096
 REQUEST_BYTES_MAX = 64 << 10

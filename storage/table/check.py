@@ -25,8 +25,6 @@ from oneemb.storage.table.snapshot_manifest import ChunkPart, SnapshotRecord
 from oneemb.storage.table.table_info import lost_and_kept, need_table
 from oneemb.storage.table.writer_lock import lock_holder
 
-__all__ = ["CheckResult", "check_table"]
-
 _READ_BYTES = 1 << 22
 _Progress = Callable[[int, int], None]
 

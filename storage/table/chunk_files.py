@@ -32,17 +32,6 @@ from oneemb.storage.table.file_header import HEADER_BYTES, KEYS_MAGIC, ROWS_MAGI
 from oneemb.storage.table.geometry import Geometry
 from oneemb.storage.table.writer_lock import WriterLock
 
-__all__ = [
-    "EVERY_NUMBER",
-    "ROWS_BEGIN",
-    "ChunkEnd",
-    "ChunkFile",
-    "ChunkFiles",
-    "chunk_numbers",
-    "chunk_paths",
-    "key_record",
-]
-
 # The header of a rows file fills a block of the larger size, so that blocks are aligned for direct reads.
 ROWS_BEGIN = 4096
 # Greater than the number of any chunk.

@@ -21,8 +21,6 @@ from oneemb.storage.table.file_header import HEADER_BYTES, KEYS_MAGIC, ROWS_MAGI
 from oneemb.storage.table.geometry import Geometry
 from oneemb.storage.table.snapshot_manifest import ChunkPart
 
-__all__ = ["ChunkKeys", "block_damage", "fill_keys", "live_rows", "opened", "read_keys", "reading", "scan_rows"]
-
 _RUN = struct.Struct("<3Q")
 _READ_BYTES = 1 << 20
 _KEYS_WINDOW_BYTES = 1 << 20

@@ -32,8 +32,6 @@ from oneemb.storage.table.snapshot_store import SnapshotStore
 from oneemb.storage.table.table_info import chunk_bytes_of, live_bits, need_table
 from oneemb.storage.table.writer_lock import WriterLock
 
-__all__ = ["compact_snapshots"]
-
 # A chunk that live rows fill at least this far is left as it is.
 _FULL_ENOUGH = 0.95
 _RUN_BYTES = 1 << 22

@@ -51,8 +51,6 @@ from oneemb.storage.table.live_rows import LiveRows
 from oneemb.storage.table.row_writer import RowWriter
 from oneemb.storage.table.snapshot_store import SnapshotStore
 
-__all__ = ["CompactionResult", "Compactor"]
-
 _PIECE_ROWS = 4096
 # How far the disk may be above the bound, in chunks, before compaction begins in the background.
 _EARLY = 0.25

@@ -22,8 +22,6 @@ from oneemb.storage.table.row_writer import RowWriter
 from oneemb.storage.table.snapshot_manifest import ChunkPart
 from oneemb.storage.table.snapshot_store import Cut, SnapshotStore, rows_not_in
 
-__all__ = ["Contents"]
-
 
 class Contents:
     """Rows of a table, none at first.

@@ -23,19 +23,6 @@ from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError
 from oneemb.storage.hash_index import check_tables
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 
-__all__ = [
-    "GONE",
-    "Delta",
-    "chain_of",
-    "deltas_since",
-    "gone_array",
-    "gone_keys",
-    "in_chain_text",
-    "number_of",
-    "rows_of",
-    "without_delta",
-]
-
 GONE = "gone keys"
 """The name of the array of keys that have no row any more: int64 [N, 2], tables and ids."""
 

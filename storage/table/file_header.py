@@ -11,8 +11,6 @@ from importlib import metadata
 from oneemb.kernels.checksum import xxh64
 from oneemb.storage.errors import CorruptTableError, FormatVersionError
 
-__all__ = ["FORMAT_VERSION", "HEADER_BYTES", "KEYS_MAGIC", "ROWS_MAGIC", "SNAPSHOT_MAGIC", "pack_header", "read_header"]
-
 FORMAT_VERSION = 1
 HEADER_BYTES = 128
 ROWS_MAGIC = b"oneembRW"

@@ -8,8 +8,6 @@ compaction leaves is some number of chunks, so a small table has small chunks. T
 from dataclasses import dataclass
 from functools import cached_property
 
-__all__ = ["ROW_WIDTH_MAX", "Geometry", "geometry_problem", "make_geometry"]
-
 # The most rows of a chunk: the keys of one chunk are read in one piece.
 _CHUNK_ROWS_MAX = 1 << 22
 # Blocks of an extent and of a chunk are a multiple of this, so that each begins at a whole word of the table's bits.

@@ -13,8 +13,6 @@ import re
 import weakref
 from typing import Any
 
-__all__ = ["LongList", "from_json", "to_json"]
-
 # Least number of characters of a list that is kept, and of a text that is searched for such lists.
 _LONG_MIN = 1 << 16
 

@@ -26,8 +26,6 @@ from oneemb.storage.table.geometry import Geometry
 from oneemb.storage.table.pending_keys import PendingKeys
 from oneemb.storage.table.snapshot_manifest import ChunkPart
 
-__all__ = ["LiveRows"]
-
 _EXTENTS_MIN = 32
 
 

@@ -21,8 +21,6 @@ import numpy as np
 from oneemb.kernels.threads import submit
 from oneemb.storage.hash_index import HashIndex
 
-__all__ = ["PendingKeys"]
-
 # The most keys of a list: a longer one makes a key little cheaper, and callers wait longer for it.
 _LIST_MAX = 1 << 17
 # A list is at most 1 / _LISTS_MIN of the keys that the index has room for: it may have to keep that room twice.

@@ -42,8 +42,6 @@ from oneemb.storage.table.snapshot_reader import SnapshotReader, read_snapshot_i
 from oneemb.storage.table.snapshot_store import SnapshotStore
 from oneemb.storage.table.writer_lock import IN_USE, Holder, WriterLock
 
-__all__ = ["PersistentTable", "SnapshotReader", "read_snapshot_info"]
-
 _CHUNK_BYTES = 256 << 20
 # Chunk files that are synced at once, in a table with background threads.
 _SYNC_THREADS = 8

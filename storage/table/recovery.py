@@ -17,8 +17,6 @@ from oneemb.storage.table.snapshot_file import SnapshotFiles
 from oneemb.storage.table.snapshot_manifest import SnapshotRecord
 from oneemb.storage.table.writer_lock import KnownSnapshots
 
-__all__ = ["Recovery", "find_lost", "lost_text", "needed_bytes", "read_snapshots", "remove_orphans"]
-
 
 @dataclass
 class Recovery:

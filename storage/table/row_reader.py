@@ -10,8 +10,6 @@ from oneemb.storage.table.chunk_files import ROWS_BEGIN, ChunkFile, ChunkFiles
 from oneemb.storage.table.chunk_scan import block_damage, reading
 from oneemb.storage.table.live_rows import LiveRows
 
-__all__ = ["RowReader"]
-
 
 class RowReader:
     """Reads rows that are on disk.

@@ -27,8 +27,6 @@ from oneemb.storage.table.chunk_files import ChunkEnd, ChunkFile, ChunkFiles, ke
 from oneemb.storage.table.geometry import Geometry
 from oneemb.storage.table.live_rows import LiveRows
 
-__all__ = ["RowWriter"]
-
 _RUN_BYTES = 4 << 20
 # Blocks of a run's first buffer, small because many tables are.
 _BLOCKS_MIN = 16

@@ -20,8 +20,6 @@ from oneemb.storage.new_files import replace_file
 from oneemb.storage.table.file_header import HEADER_BYTES, SNAPSHOT_MAGIC, read_header
 from oneemb.storage.table.snapshot_manifest import ChunkPart, SnapshotRecord, decode_manifest, encode_snapshot
 
-__all__ = ["RenameUncertainError", "SnapshotFiles", "check_snapshot_name"]
-
 _SUFFIX = ".snapshot"
 _TEMPORARY = ".tmp"
 _SUM = struct.Struct("<Q")

@@ -20,8 +20,6 @@ from oneemb.storage.table.live_rows import LiveRows
 from oneemb.storage.table.snapshot_file import SnapshotFiles
 from oneemb.storage.table.snapshot_manifest import ChunkPart, SnapshotRecord
 
-__all__ = ["load_live_rows", "read_chain"]
-
 _PIECES_AHEAD = 4
 # The more keys go into the index at once, the fewer of its pages are fetched twice.
 _PIECE_ROWS_FIRST = 1 << 17

@@ -18,8 +18,6 @@ from oneemb.storage.table.file_header import HEADER_BYTES, SNAPSHOT_MAGIC, pack_
 from oneemb.storage.table.geometry import Geometry, geometry_problem
 from oneemb.storage.table.json_lists import from_json, to_json
 
-__all__ = ["ArrayPart", "ChunkPart", "SnapshotInfo", "SnapshotRecord", "decode_manifest", "encode_snapshot"]
-
 _SUM = struct.Struct("<Q")
 _CHUNK_NUMBER_MAX = 10**12 - 1
 # Bytes of a run of keys beside the keys and the blocks' checksums: three numbers, a checksum; and at most 8 zeros.

@@ -21,8 +21,6 @@ from oneemb.storage.table.snapshot_file import SnapshotFiles
 from oneemb.storage.table.snapshot_load import load_live_rows
 from oneemb.storage.table.snapshot_manifest import ChunkPart, SnapshotInfo, SnapshotRecord
 
-__all__ = ["Keep", "SnapshotReader", "read_snapshot_info"]
-
 Keep = Callable[[np.ndarray, np.ndarray], np.ndarray]
 """keep(table_N, id_N) tells which of these keys are meant: bool [N]."""
 

@@ -29,8 +29,6 @@ from oneemb.storage.table.snapshot_file import RenameUncertainError, SnapshotFil
 from oneemb.storage.table.snapshot_manifest import ChunkPart, SnapshotInfo, SnapshotRecord
 from oneemb.storage.table.writer_lock import KnownSnapshots, WriterLock
 
-__all__ = ["Cut", "SnapshotStore", "rows_not_in"]
-
 
 @dataclass
 class Cut:

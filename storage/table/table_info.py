@@ -13,8 +13,6 @@ from oneemb.storage.table.snapshot_file import SnapshotFiles
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo, SnapshotRecord
 from oneemb.storage.table.writer_lock import known_snapshots, lock_holder
 
-__all__ = ["TableInfo", "chunk_bytes_of", "live_bits", "lost_and_kept", "need_table", "table_info"]
-
 
 @dataclass
 class TableInfo:

@@ -26,8 +26,6 @@ from oneemb.kernels.checksum import xxh64
 from oneemb.storage.errors import LockedError, StorageError
 from oneemb.storage.fs import FileSystem, doing, storage_error
 
-__all__ = ["IN_USE", "Holder", "KnownSnapshots", "WriterLock", "holders_below", "known_snapshots", "lock_holder"]
-
 IN_USE = "which somebody uses"
 """The reason of a holder that never gives way."""
 

@@ -13,8 +13,6 @@ from oneemb.kernels.slots_cuda import acquire_loop
 from oneemb.kernels.unique_keys_cuda import DeviceKeys
 from oneemb.storage.locking.turns import changing
 
-__all__ = ["DeviceIndex"]
-
 _CELLS_MIN = 64
 _LOAD_MAX = 0.7
 

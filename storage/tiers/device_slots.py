@@ -7,8 +7,6 @@ import torch
 from oneemb.storage.errors import StoreFullError
 from oneemb.storage.tiers.limits import Limits
 
-__all__ = ["enlarge"]
-
 Arrays = list[torch.Tensor]
 """Arrays of S slots, all of one device."""
 

@@ -40,8 +40,6 @@ from oneemb.storage.tiers.memory_tier import HALF_LIFE, MemoryTier
 from oneemb.storage.tiers.pinned_rows import PinnedRows
 from oneemb.storage.tiers.stream_order import StreamOrder
 
-__all__ = ["SLOT_OVERHEAD_BYTES", "DeviceTier"]
-
 # Memory beside the row for each slot: the index at its usual load; then key, score, pins, dirty bit, stack of slots.
 _INDEX_BYTES = 16 * 2
 SLOT_OVERHEAD_BYTES = _INDEX_BYTES + 12 + 8 + 4 + 1 + 8

@@ -16,8 +16,6 @@ import numpy as np
 
 from oneemb.kernels.arrays import Array
 
-__all__ = ["FreeSlots"]
-
 _STACK_MIN = 1024
 
 

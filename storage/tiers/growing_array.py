@@ -19,8 +19,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["GrowingArray"]
-
 _FIRST, _LAST = 1 << 44, 5 << 44
 
 # A new span gets at most this part (1 / 8) of the free addresses, and less the more spans there are.

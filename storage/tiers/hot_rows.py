@@ -22,8 +22,6 @@ from oneemb.kernels.loops import Keys
 from oneemb.storage.row_store import RowStore
 from oneemb.storage.tiers.rows_ahead import RowsAhead
 
-__all__ = ["BeginRows", "HotRows", "Prefetched", "Tier", "fill_pinned"]
-
 BeginRows = Callable[[Array, Array, Array, Array], None]
 """begin(row_SW, slot_M, table_M, id_M) writes the initial rows of keys into these slots of an array of rows."""
 

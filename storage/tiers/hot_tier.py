@@ -41,8 +41,6 @@ from oneemb.storage.tiers.rows_ahead import RowsAhead
 from oneemb.storage.tiers.slot_arrays import SlotArrays
 from oneemb.storage.tiers.victims import VictimClock
 
-__all__ = ["SLOT_OVERHEAD_BYTES", "HotTier"]
-
 # Memory beside the row for each slot of a cache: the index at its usual load, score, pins, dirty bit.
 SLOT_OVERHEAD_BYTES = 40
 

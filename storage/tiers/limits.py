@@ -11,8 +11,6 @@ from oneemb.storage.errors import StoreFullError
 from oneemb.storage.row_store import RowStore
 from oneemb.storage.tiers.reservation import mebibytes
 
-__all__ = ["Counters", "Limits"]
-
 
 @dataclass(frozen=True)
 class Limits:

@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-__all__ = ["MemoryLimit", "memory_limit"]
-
 _PROCESS = Path("/proc/self")
 
 

@@ -27,8 +27,6 @@ from oneemb.storage.tiers.hot_rows import BeginRows
 from oneemb.storage.tiers.limits import Counters, Limits
 from oneemb.storage.tiers.rows_ahead import RowsAhead
 
-__all__ = ["BATCH", "HALF_LIFE", "MemoryTier"]
-
 # Uses of rows in which a use comes to count half as much, as a multiple of the slots. By bench_cache_policy.py, caches
 # miss least at 8 to 32, on Zipf's law and on real clicks; the faster popularity drifts, the shorter it had better be.
 HALF_LIFE = 8

@@ -6,8 +6,6 @@ import torch
 from oneemb.kernels.gather_cuda import copy_rows_in_cuda, copy_rows_out_cuda
 from oneemb.kernels.launch import Gpu
 
-__all__ = ["PinnedRows"]
-
 # Rows that go through the buffer at a time.
 _BATCH = 65536
 

@@ -30,8 +30,6 @@ from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.storage.remote.parameter_server import Erases, LostRowsError, ParameterServer, ServerError
 from oneemb.storage.row_store import RowStore
 
-__all__ = ["RemoteTier"]
-
 _STAMP_WORDS = 2
 
 # Fewest rows whose checksums are worth another thread.

@@ -20,8 +20,6 @@ from contextlib import contextmanager
 from oneemb.storage.errors import StoreFullError
 from oneemb.storage.tiers.memory_limit import memory_limit
 
-__all__ = ["Reservation", "granted", "mebibytes", "usable_bytes"]
-
 # Share of the process's memory limit that rows may take; the rest is for batches, gradients and everything else.
 _MEMORY_SHARE = 0.9
 

@@ -5,8 +5,6 @@ import numpy as np
 from oneemb.kernels.loops import Keys
 from oneemb.storage.row_store import RowSource
 
-__all__ = ["RowsAhead"]
-
 
 class RowsAhead:
     """Rows below of keys that a cache does not have. M keys, W words of a row.

@@ -12,8 +12,6 @@ from oneemb.storage.errors import StoreFullError
 from oneemb.storage.tiers.growing_array import GrowingArray
 from oneemb.storage.tiers.reservation import Reservation, mebibytes
 
-__all__ = ["SlotArrays"]
-
 # Spare slots that come with those asked for: this share of them, and this memory.
 _MORE = 1 / 32
 _MORE_BYTES = 1 << 18

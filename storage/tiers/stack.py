@@ -28,8 +28,6 @@ from oneemb.storage.tiers.hot_tier import SLOT_OVERHEAD_BYTES, HotTier
 from oneemb.storage.tiers.remote_tier import RemoteTier
 from oneemb.storage.tiers.reservation import granted, usable_bytes
 
-__all__ = ["NewRows", "RemotePlan", "StorePlan", "make_tiers", "with_room"]
-
 # Of the GPU's memory that is free, what a tier without a budget may come to use.
 _MEMORY_SHARE = 0.9
 

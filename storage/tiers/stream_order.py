@@ -10,8 +10,6 @@ import torch
 
 from oneemb.kernels.launch import Gpu
 
-__all__ = ["StreamOrder"]
-
 
 class StreamOrder:
     """The order of one tier."""

@@ -22,8 +22,6 @@ from oneemb.kernels.shard_rows import keys_in_cells, rows_of_shards
 from oneemb.kernels.threads import Threads
 from oneemb.storage.hash_index import SHARDS, HashIndex
 
-__all__ = ["Victims", "VictimClock"]
-
 # Rows that a round looks at for each one that leaves, and the fewest that it looks at.
 _LOOKED = 16
 _ROUND_ROWS = 1 << 15
