@@ -102,3 +102,21 @@ def xxh64(data: Buffer, seed: int = 0) -> int:
     if byte_N.ctypes.data % 8:
         byte_N = byte_N.copy()
     return int(_xxh64(byte_N.view(np.uint64), np.uint64(seed)))
+
+
+@cpu
+def _xxh64_words_cpu(word_N: Array, seed: Number, sum_N: Array) -> None:
+    for n in range(len(word_N)):
+        sum_N[n] = sum_words(word_N, n, n + 1, seed)
+
+
+def xxh64_words(word_N: np.ndarray, seed: int) -> np.ndarray:
+    """The XXH64 of the 8 bytes of each word: uint64 [N].
+
+    Args:
+        word_N: uint64 or int64; a 32-bit key is widened with zeros first, `key.view(np.uint32).astype(np.uint64)`.
+        seed: 64 bits.
+    """
+    sum_N = np.empty(len(word_N), np.uint64)
+    _xxh64_words_cpu(np.ascontiguousarray(word_N).view(np.uint64), np.uint64(seed), sum_N)
+    return sum_N

@@ -1,4 +1,4 @@
-"""Copies rows between a slab and batch arrays.  S slots, N ids, U unique keys, D weights, W row width.
+"""Copies rows between a slab and batch arrays, and whole arrays.  S slots, N ids, U unique keys, D weights, W row width.
 
 Copies move bits, whatever a row means.
 """
@@ -105,3 +105,37 @@ def _copy_words_in_cpu(begin: Number, end: Number, row_SW: Array, slot_U: Array,
 def copy_words_in(row_SW: np.ndarray, slot_U: np.ndarray, first: int, word_UX: np.ndarray, *, threads: Threads) -> None:
     """Put int32 words into rows of distinct slots, from their word `first` on."""
     threads.run(_copy_words_in_cpu, len(slot_U), row_SW.view(np.int32), slot_U, first, word_UX)
+
+
+# Words that one iteration copies.
+_BLOCK = 1 << 13
+
+
+@cpu
+def _copy_cpu(begin: Number, end: Number, from_V: Array, to_V: Array) -> None:
+    for i in range(begin * _BLOCK, min(end * _BLOCK, len(from_V))):
+        to_V[natural(i)] = from_V[natural(i)]
+
+
+@cpu
+def _stream_cpu(begin: Number, end: Number, from_XL: Array, to_XL: Array) -> None:
+    for x in range(begin * _BLOCK // LANES, min(end * _BLOCK // LANES, len(from_XL))):
+        stream_lanes(to_XL, x, np.int64(0), from_XL, x, np.int64(0))
+    end_stream()
+
+
+def copy_into(to: np.ndarray, array: np.ndarray, *, threads: Threads) -> None:
+    """Copy a C-contiguous array of 2 or 4 bytes a value into another one of its shape and dtype.
+
+    Not by torch, whose OpenMP threads go on spinning for milliseconds on the cores that the next loops are to use.
+    """
+    word = np.int32 if array.dtype.itemsize == 4 else np.int16
+    from_V, to_V = array.reshape(-1).view(word), to.reshape(-1).view(word)
+    lines = len(from_V) // LANES
+    to_XL = to_V[: lines * LANES].reshape(lines, LANES)
+    if bypasses_caches(to_XL):
+        from_XL = from_V[: lines * LANES].reshape(lines, LANES)
+        threads.run(_stream_cpu, -(-lines * LANES // _BLOCK), from_XL, to_XL, share_min=4)
+        to_V[lines * LANES :] = from_V[lines * LANES :]
+        return
+    threads.run(_copy_cpu, -(-len(from_V) // _BLOCK), from_V, to_V, share_min=4)

@@ -1,6 +1,10 @@
-"""Loops on the host's cores: `oneemb.kernels.loops.Loops` for NumPy arrays."""
+"""Loops on the host's cores: `oneemb.kernels.loops.Loops` for NumPy arrays; and which loops work where.
+
+Nothing of CUDA is imported before a tensor on a GPU, or an embedding there, needs it.
+"""
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,13 +12,12 @@ import numpy as np
 import torch
 
 from oneemb.kernels.arrays import Bags, RowsOfIds, Terms, rows_of_columns
-from oneemb.kernels.copy_array import copy_into
-from oneemb.kernels.gather import copy_words_in, gather
+from oneemb.kernels.gather import copy_into, copy_words_in, gather
 from oneemb.kernels.init_rows import InitialRows, init_rows
 from oneemb.kernels.jit import CpuLoop
+from oneemb.kernels.loops import Loops
 from oneemb.kernels.pool import mean_scales, pool, pool_max, scale_grads, spread_max_grads
-from oneemb.kernels.reduce_grads import Segments, largest_magnitude, sum_segments
-from oneemb.kernels.row_norms import rows_norm
+from oneemb.kernels.reduce_grads import Segments, largest_magnitude, rows_norm, sum_segments
 from oneemb.kernels.row_update import run_row_update
 from oneemb.kernels.threads import Threads
 from oneemb.kernels.unique_by_table import KeysByTable, unique_keys_by_table
@@ -199,3 +202,29 @@ class HostLoops:
 @functools.lru_cache(maxsize=8)
 def _tables_of_columns(ids: int, tables: int) -> np.ndarray:
     return np.tile(np.arange(tables, dtype=np.int32), ids // tables)
+
+
+_ONE_THREAD = Threads(1)
+
+
+def loops_of(tensor: torch.Tensor, threads: Threads = _ONE_THREAD) -> Loops:
+    """The loops that work on a tensor where it lies; those of the host run on `threads`."""
+    if tensor.is_cuda or "oneemb.kernels.cuda_loops" in sys.modules:
+        from oneemb.kernels import cuda_loops
+
+        if (found := cuda_loops.loops_of(tensor)) is not None:
+            return found
+    return HostLoops(threads)
+
+
+def loops_at(device: torch.device, threads: Threads) -> Loops:
+    """The loops of a device; those of the host run on `threads`.
+
+    Raises:
+        RuntimeError, ImportError: CUDA cannot be used; the message says what to install.
+    """
+    if device.type == "cpu":
+        return HostLoops(threads)
+    from oneemb.kernels import cuda_loops
+
+    return cuda_loops.loops_at(device)

@@ -1,7 +1,7 @@
 """The work of loops, wherever they run: on the host's cores (`host_loops.py`) or on a GPU (`cuda_loops.py`).
 
 Everything above the kernels works with a `Loops` and never asks which of the two it is. A store has one;
-`oneemb.kernels.places` gives that of a device or of a tensor. Letters: N ids in P bags, U unique keys, M new keys,
+`oneemb.kernels.host_loops` gives that of a device or of a tensor. Letters: N ids in P bags, U unique keys, M new keys,
 S slots, T tables, D weights of a row.
 
     keys = loops.unique_keys(table_N, id_N, tables=T, padding_id=None, check=None)

@@ -196,3 +196,29 @@ def largest_magnitude(values: np.ndarray, *, threads: Threads) -> float:
     if values.dtype == np.int16:
         return float((np.uint32(bits) << np.uint32(16)).view(np.float32))
     return float(bits.astype(bits_V.dtype).view(np.float32 if values.dtype == np.float32 else np.float16))
+
+
+@cpu
+def _row_parts_cpu(begin: Number, end: Number, grad_UD: Array, p: Number, part_U: Array) -> None:
+    dim = grad_UD.shape[1]
+    for u in range(begin, end):
+        part = 0.0
+        for d in range(dim):
+            size = abs(np.float64(grad_UD[u, d]))
+            if p == 2.0:
+                part += size * size
+            elif p == np.inf:
+                # Written so that NaN stays.
+                part = part if part >= size else size
+            else:
+                part += size**p
+        part_U[u] = part
+
+
+def rows_norm(grad_UD: np.ndarray, p: float, *, threads: Threads) -> float:
+    """The p-norm of all values together (p above 0, or infinity); NaN or infinite where one of them is."""
+    part_U = np.empty(len(grad_UD), np.float64)
+    threads.run(_row_parts_cpu, len(grad_UD), grad_UD, np.float64(p), part_U)
+    if p == np.inf:
+        return float(part_U.max(initial=0.0))
+    return float(part_U.sum() ** (1.0 / p))

@@ -1,8 +1,11 @@
-"""The rows of some shards of a hash index, and a number of each, by which those that leave are chosen.  S slots or
+"""The rows of some shards of a hash index, and a number of each, by which rows to evict are chosen.  S slots or
 places, P shards, G pieces of their cells, N rows, W words of a record.
 
 The number of a row is 64 bits, two words of its record side by side, the lower half first.
 """
+
+import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -94,3 +97,37 @@ def keys_in_cells(cell_N: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarra
     table_N, id_N, place_N = np.empty(size, np.int32), np.empty(size, np.int64), np.empty(size, np.int64)
     _keys_in_cells_cpu(cell_N, table_N, id_N, place_N)
     return table_N, id_N, place_N
+
+
+_SAMPLE = 16
+
+
+def least_of(number_N: np.ndarray, count: int, tie_of: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """Where the `count` least numbers are, or all: int64 [count].
+
+    A sample says below what these surely are, and only those are looked at closely. So numbers lie best in an order
+    that says nothing of them.
+
+    Args:
+        tie_of: a number for each of some places; of equal numbers, those at the places of the least are chosen.
+    """
+    if count >= len(number_N):
+        return np.arange(len(number_N))
+    if count <= 0:
+        return np.empty(0, np.int64)
+    near, near_M = None, number_N
+    sample_X = number_N[::_SAMPLE]
+    rank = count // _SAMPLE + 4 * math.isqrt(count) + 4
+    if rank < len(sample_X):
+        some = np.flatnonzero(number_N <= np.partition(sample_X, rank)[rank])
+        if len(some) >= count:
+            near, near_M = some, number_N[some]
+    bound = np.partition(near_M, count - 1)[count - 1]
+    below, equal = np.flatnonzero(near_M < bound), np.flatnonzero(near_M == bound)
+    if near is not None:
+        below, equal = near[below], near[equal]
+    if len(equal) > (more := count - len(below)):
+        tie_E = tie_of(equal)
+        chosen = np.argpartition(tie_E, more - 1)[:more]
+        equal = equal[chosen[np.argsort(tie_E[chosen])]]
+    return np.concatenate([below, equal])

@@ -14,6 +14,7 @@ default threading layer, the other layers are not there on every machine, and co
 not torch's OpenMP threads: a caller waits for each of them to begin, however long that takes.
 """
 
+import _thread
 import ctypes
 import mmap
 import os
@@ -24,7 +25,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -281,3 +282,29 @@ def _run(function: Callable[..., _T], *args: Any) -> Future[_T]:
     except BaseException as error:
         done.set_exception(error)
     return done
+
+
+class _Closes(Protocol):
+    def close(self) -> None: ...
+
+
+def close_when_dropped(owner: object, its: _Closes) -> "weakref.finalize[Any, Any]":
+    """Have `its` closed when nobody has `owner` any more, unless what is returned is detached before.
+
+    At exit the system frees what there is."""
+    finalizer = weakref.finalize(owner, _close, its)
+    finalizer.atexit = False
+    return finalizer
+
+
+def _close(its: _Closes) -> None:
+    """The garbage collector may ask for it on any thread, in the middle of anything."""
+    of_a_store = threading.current_thread().name.startswith("oneemb-")  # Which close may have to wait for.
+    if of_a_store or within_thread_code():
+        # Where this thread goes on: to start one by `threading` is to wait for locks that it may hold.
+        _thread.start_new_thread(threading.Thread(target=its.close, name="close").start, ())
+        return
+    try:
+        its.close()
+    except KeyboardInterrupt:  # Python drops what is raised here: it comes again, a moment later.
+        threading.Timer(0.01, _thread.interrupt_main).start()

@@ -58,14 +58,7 @@ _LOOPS, _PUBLISHED = element_loops(ftrl), element_loops(ftrl_published)
 
 @row_update
 def update_ftrl(
-    step: int,
-    *,
-    lr: float,
-    lr_power: float,
-    lambda1: float,
-    lambda2: float,
-    beta: float,
-    weight_decay: float,
+    step: int, *, lr: float, lr_power: float, lambda1: float, lambda2: float, beta: float, weight_decay: float
 ) -> tuple[RowLoops, tuple]:
     """One step of FTRL-Proximal. `lr` must be above 0."""
     assert lr > 0

@@ -43,14 +43,7 @@ _LOOPS = element_loops(radam)
 
 @row_update
 def update_radam(
-    step: int,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    decoupled_weight_decay: bool,
+    step: int, *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, decoupled_weight_decay: bool
 ) -> tuple[RowLoops, tuple]:
     """One step of RAdam. A new row's state is zeros."""
     correction2 = 1 - beta2**step

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from oneemb.kernels.arrays import Array
+from oneemb.kernels.hash_index import find_each
 from oneemb.kernels.host_loops import HostLoops
 from oneemb.kernels.loops import Keys
-from oneemb.kernels.merged_index import find_each
 from oneemb.kernels.slot_marks import set_marks
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.locking.undisturbed import undisturbed

@@ -17,7 +17,6 @@ import numpy as np
 
 from oneemb.storage.table.snapshot_manifest import ChunkPart, SnapshotInfo
 
-
 Places = Mapping[int, ChunkPart]
 """By the numbers of chunks, which of their rows were live at one moment."""
 

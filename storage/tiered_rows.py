@@ -23,10 +23,9 @@ import numpy as np
 
 from oneemb.kernels.init_rows import InitialRows
 from oneemb.kernels.loops import Loops
-from oneemb.kernels.threads import Threads
+from oneemb.kernels.threads import Threads, close_when_dropped
 from oneemb.storage.bottom import Bottom
 from oneemb.storage.errors import StorageError, StoreFullError
-from oneemb.storage.locking.dropped import close_when_dropped
 from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.storage.policies.row_policy import RowPolicy
 from oneemb.storage.row_store import Places, RowStore, Snapshots

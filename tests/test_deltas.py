@@ -16,9 +16,9 @@ from oneemb.kernels.owner import owner_of
 from oneemb.kernels.threads import Threads
 from oneemb.policies import LRU, RowPolicy
 from oneemb.rows.reshard import merge_deltas, reshard
-from oneemb.storage.row_edits import set_rows
 from oneemb.storage.snapshots.linked_rows import LinkedRows
 from oneemb.storage.snapshots.snapshot_parts import look_at
+from oneemb.storage.store_rows import set_rows
 from oneemb.storage.table.delta import GONE, Delta, chain_of, gone_array
 from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.table.snapshot_reader import SnapshotReader, read_snapshot_info

@@ -22,9 +22,9 @@ import torch.distributed.checkpoint
 import oneemb
 from oneemb.embeddings.stats import EmbeddingStats, TableStats, TierStats
 from oneemb.kernels import jit_cuda
+from oneemb.kernels.threads import close_when_dropped
 from oneemb.options import to_json
 from oneemb.storage.errors import BrokenStoreError
-from oneemb.storage.locking.dropped import close_when_dropped
 from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.table.snapshot_reader import read_snapshot_info
 from tests.kernels.test_init_rows import uniform_python

@@ -49,7 +49,7 @@ from oneemb.policies import (
 from oneemb.rows.reshard import reshard
 from oneemb.storage.policies.departures import Departures
 from oneemb.storage.policies.ledger import Ledger
-from oneemb.storage.row_edits import set_rows
+from oneemb.storage.store_rows import set_rows
 from oneemb.storage.tiers.stack import RemotePlan
 from tests.support.pairwise import covering
 

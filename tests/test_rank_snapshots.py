@@ -27,9 +27,9 @@ from oneemb.storage.errors import (
     SnapshotNotFoundError,
 )
 from oneemb.storage.fs import LocalFileSystem
-from oneemb.storage.row_edits import set_rows
 from oneemb.storage.snapshots.snapshot_parts import find_parts, folders_at, look_at
 from oneemb.storage.snapshots.unfinished import mark, marks_at, unmark
+from oneemb.storage.store_rows import set_rows
 from tests.support.thread_ranks import FaultyCalls, Torn, files_in, run_ranks
 
 DIM, TABLES, STEP = 3, 2, 41
@@ -605,7 +605,8 @@ def test_parts_of_earlier_releases_each_have_an_identity_of_their_own(tmp_path, 
 def rewrite_meta(folder, name, change):
     """Let a snapshot have another meta, and an identity of its own."""
     from oneemb.kernels.threads import Threads
-    from oneemb.storage.table.persistent_table import PersistentTable, read_snapshot_info
+    from oneemb.storage.table.persistent_table import PersistentTable
+    from oneemb.storage.table.snapshot_reader import read_snapshot_info
 
     info = read_snapshot_info(folder, name)
     with PersistentTable.open(folder, row_width=info.row_width, threads=Threads(1)) as table:

@@ -12,7 +12,7 @@ from oneemb.graph.ranks import RankError
 from oneemb.rows.reshard import reshard
 from oneemb.storage.errors import LockedError, SnapshotExistsError, SnapshotNotFoundError
 from oneemb.storage.fs import LocalFileSystem
-from oneemb.storage.snapshots.parts_check import check_parts
+from oneemb.storage.snapshots.part_folders import check_parts
 from oneemb.storage.snapshots.snapshot_parts import look_at
 from oneemb.storage.snapshots.unfinished import mark
 from tests.support.thread_ranks import FaultyCalls, run_ranks

@@ -14,9 +14,8 @@ import torch
 from oneemb.graph.ops.op import PREPARE, Op
 from oneemb.kernels import loops as kernels
 from oneemb.kernels.arrays import Array, Bags
-from oneemb.kernels.host_loops import OPENMP_MIN, HostLoops
+from oneemb.kernels.host_loops import OPENMP_MIN, HostLoops, loops_of
 from oneemb.kernels.loops import Loops
-from oneemb.kernels.places import loops_of
 from oneemb.kernels.threads import Threads
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

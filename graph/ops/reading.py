@@ -15,8 +15,8 @@ from oneemb.graph.ops.keys import DTYPES, POOLINGS, Keys, check_ids, check_scale
 from oneemb.graph.ops.op import LOOKUP, PREPARE, Op
 from oneemb.kernels import loops as kernels
 from oneemb.kernels.arrays import Array, RowsOfIds
+from oneemb.kernels.host_loops import loops_of
 from oneemb.kernels.loops import Loops
-from oneemb.kernels.places import loops_of
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.merged_store import MergedStore
 from oneemb.storage.rows.row_format import RowFormat

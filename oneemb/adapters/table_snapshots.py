@@ -17,12 +17,11 @@ from oneemb.checkpoints.named_snapshot import SnapshotName
 from oneemb.embeddings.embedding import MultiTableEmbedding
 from oneemb.embeddings.internals import check_fits, load_named
 from oneemb.rows.values import encode_rows, state_of, weights_of
-from oneemb.storage.all_rows import visit_rows
 from oneemb.storage.embedding_store import EmbeddingStore
-from oneemb.storage.row_edits import set_rows
 from oneemb.storage.snapshots.owned_rows import OwnedRows
 from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
+from oneemb.storage.store_rows import set_rows, visit_rows
 
 __all__ = ["load_tables"]
 

@@ -32,7 +32,7 @@ from oneemb.kernels.owner import owner_of
 from oneemb.rows.import_rows import import_rows
 from oneemb.rows.values import encode_rows, state_of
 from oneemb.storage.errors import StorageError
-from oneemb.storage.row_edits import set_rows
+from oneemb.storage.store_rows import set_rows
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -11,9 +11,9 @@ from oneemb.kernels.owner import owner_of
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.fs import LocalFileSystem
 from oneemb.storage.replicas import Keys
-from oneemb.storage.row_edits import set_rows
 from oneemb.storage.snapshots.owned_rows import OwnedRows
 from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot
+from oneemb.storage.store_rows import set_rows
 
 __all__ = ["RankReplicas"]
 

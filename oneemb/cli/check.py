@@ -30,7 +30,7 @@ def check(ctx: click.Context, path: str, as_json: bool) -> None:
     no checksums: their files are compared with each other. PATH may be a file that `oneemb quantize` has made.
     """
     from oneemb.foreign.oneflow_table import is_oneflow_table
-    from oneemb.storage.snapshots.parts_check import check_parts
+    from oneemb.storage.snapshots.part_folders import check_parts
 
     if os.path.isfile(path):
         check_file(ctx, path, as_json)

@@ -31,8 +31,7 @@ def histograms(
     Raises:
         StorageError: a file is damaged, or no embedding has saved the snapshot.
     """
-    from oneemb.storage.policies.ledger import MARKS
-    from oneemb.storage.policies.ledger_clock import LedgerClock
+    from oneemb.storage.policies.ledger import MARKS, LedgerClock
     from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 
     found: dict[int, dict[str, list[np.ndarray]]] = {}

@@ -13,7 +13,7 @@ from oneemb.dynamicemb.tables import DynamicTables
 from oneemb.dynamicemb.types import CopyMode, Found, Storage as Interface
 from oneemb.foreign.dynamicemb_files import file_key, key_of_file
 from oneemb.rows.values import encode_rows
-from oneemb.storage.row_edits import set_rows
+from oneemb.storage.store_rows import set_rows
 
 __all__ = ["DynamicEmbStorage", "HybridStorage", "Storage"]
 

@@ -21,7 +21,7 @@ from oneemb.foreign.dynamicemb_reader import Dump, DumpRows, find_dump
 from oneemb.foreign.dynamicemb_writer import DumpWriter, remove_unfinished, unpublish
 from oneemb.rows.values import encode_rows
 from oneemb.storage.errors import CorruptTableError
-from oneemb.storage.row_edits import set_rows
+from oneemb.storage.store_rows import set_rows
 
 __all__ = ["TableDumps"]
 

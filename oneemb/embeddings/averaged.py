@@ -33,8 +33,8 @@ from oneemb.storage.fs import AnyPath, absolute_path
 from oneemb.storage.locking.step_lock import alone, between_steps
 from oneemb.storage.locking.turns import changing, whole
 from oneemb.storage.locking.undisturbed import undisturbed
-from oneemb.storage.row_edits import erase_rows
 from oneemb.storage.rows.row_format import RowFormat
+from oneemb.storage.store_rows import erase_rows
 
 
 class AveragedEmbedding(torch.nn.Module):

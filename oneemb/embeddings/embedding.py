@@ -35,10 +35,10 @@ from oneemb.graph.ranks import ranks_of
 from oneemb.graph.tracers import hidden_from_modes, refuse_tracers, uncompiled
 from oneemb.kernels.threads import Threads
 from oneemb.options import Initializer, StoreOptions, TableOptions
-from oneemb.storage.all_rows import copy_rows
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.fs import AnyPath, absolute_path
 from oneemb.storage.policies.row_policy import RowPolicy
+from oneemb.storage.store_rows import copy_rows
 from oneemb.storage.tiered_rows import ChangeRows
 
 

@@ -14,7 +14,7 @@ from oneemb.graph.ranks import AnyRanks
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.policies.departures import Departing
 from oneemb.storage.policies.row_policy import GivenScore, RowPolicy
-from oneemb.storage.row_edits import check_free, erase_rows
+from oneemb.storage.store_rows import check_free, erase_rows
 
 
 class RowCalls(torch.nn.Module):

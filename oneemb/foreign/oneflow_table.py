@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oneemb.kernels.xxh64 import xxh64_words
+from oneemb.kernels.checksum import xxh64_words
 from oneemb.storage.errors import CorruptTableError, StorageError
 from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, storage_error
 

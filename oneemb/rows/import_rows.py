@@ -28,9 +28,9 @@ from oneemb.rows.writer import PersistentTableWriter, open_writer
 from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import AnyPath, absolute_path
 from oneemb.storage.locking.undisturbed import undisturbed
-from oneemb.storage.row_edits import set_rows
 from oneemb.storage.rows.row_format import WEIGHTS, RowFormat
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
+from oneemb.storage.store_rows import set_rows
 
 if TYPE_CHECKING:
     # They take a second to import, which an import into a folder does not need.

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from oneemb.kernels.least import least_of
+from oneemb.kernels.shard_rows import least_of
 from oneemb.kernels.threads import Threads
 from oneemb.kernels.unique_keys import unique_keys
 from oneemb.kernels.use_records import use_records

@@ -32,7 +32,7 @@ from oneemb.graph.ranks import ranks_of
 from oneemb.graph.row_optimizers import Group as Options
 from oneemb.graph.tape import version_of
 from oneemb.options import StoreOptions, make_table
-from oneemb.storage.all_rows import copy_rows
+from oneemb.storage.store_rows import copy_rows
 from oneemb.torchrec.configs import Column, check_configs, columns_of, dtype_of, first_rows, pooling_of
 from oneemb.torchrec.jagged import is_call_on_values
 from oneemb.torchrec.lookups import Group

@@ -22,8 +22,8 @@ from oneemb.embeddings.embedding import MultiTableEmbedding
 from oneemb.kernels.init_rows import BY_ID, CONSTANT, NORMAL, TRUNC_NORMAL, UNIFORM, InitialRows
 from oneemb.rows.values import weights_of
 from oneemb.serving.frozen_rows import FrozenRows
-from oneemb.storage.all_rows import visit_rows
 from oneemb.storage.errors import StorageError
+from oneemb.storage.store_rows import visit_rows
 from oneemb.torchrec.quant_index import IndexedRows
 
 __all__ = ["DATA_TYPES", "PARTS", "RowsOfTable", "frozen_rows", "quantized_tables", "rows_of_table"]

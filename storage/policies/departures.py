@@ -16,9 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from oneemb.kernels.least import least_of
 from oneemb.kernels.score_rows import ties_of
-from oneemb.kernels.shard_rows import keys_in_cells
+from oneemb.kernels.shard_rows import keys_in_cells, least_of
 from oneemb.kernels.slot_marks import set_marks
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import StoreFullError

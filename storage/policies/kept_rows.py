@@ -28,8 +28,7 @@ from oneemb.storage.locking.turns import changing
 from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.storage.policies.admission import Admission
 from oneemb.storage.policies.departures import Departing, Departures
-from oneemb.storage.policies.ledger import MARKS, Ledger
-from oneemb.storage.policies.ledger_clock import LedgerClock
+from oneemb.storage.policies.ledger import MARKS, Ledger, LedgerClock
 from oneemb.storage.policies.row_policy import RowPolicy
 from oneemb.storage.rows.row_format import RowFormat
 from oneemb.storage.tiered_rows import TieredRows

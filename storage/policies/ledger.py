@@ -12,7 +12,7 @@ U distinct keys of a lookup, N rows, P places of the ledger, V rows that leave, 
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -20,11 +20,53 @@ import numpy as np
 from oneemb.kernels.score_rows import COUNT, DECAYED, EPOCH_COUNT, score_uses
 from oneemb.kernels.shard_rows import keys_in_cells, rows_of_shards
 from oneemb.kernels.threads import Threads
-from oneemb.storage.errors import StorageError
+from oneemb.storage.errors import CorruptTableError, StorageError
 from oneemb.storage.hash_index import SHARDS
-from oneemb.storage.policies.ledger_clock import SECONDS_MAX, LedgerClock
 from oneemb.storage.policies.row_places import MARKS, LyingRows, OwnPlaces, SlotPlaces
 from oneemb.storage.policies.row_policy import RowPolicy, rules_of
+
+SECONDS_MAX = 2**32 - 1
+"""Most seconds that a ledger counts."""
+
+
+@dataclass
+class LedgerClock:
+    """Counts of a ledger; a snapshot keeps them."""
+
+    lookups: int = 0
+    shard: int = 0
+    """Where the next round of eviction begins."""
+    swept: int = 0
+    """The shard at which the next sweep begins."""
+    swept_step: int = 0
+    """The step of the last sweep."""
+    seconds: int = 0
+    """On the ledger's own clock, which stands while there is no job."""
+    epoch: int = 0
+    steps: int = 0
+    """Steps before those of the store, which begins to count them anew where rows lose their optimizer's state."""
+
+    @classmethod
+    def of_meta(cls, meta: dict[str, Any], name: str) -> "LedgerClock | None":
+        """The clock that `Ledger.to_meta` has put into the meta of snapshot `name`; None = it is not there.
+
+        Raises:
+            CorruptTableError: the entry is none that a ledger writes.
+        """
+        found = meta.get("ledger")
+        if found is None:
+            return None
+        names = {field.name for field in fields(cls)}
+        most = {"shard": SHARDS - 1, "swept": SHARDS - 1, "seconds": SECONDS_MAX, "epoch": 2**32 - 1}
+        if not isinstance(found, dict) or found.keys() != names or not all(
+            type(value) is int and 0 <= value <= most.get(key, _UNLIMITED) for key, value in found.items()
+        ):  # fmt: skip
+            raise CorruptTableError(
+                f"snapshot {name!r} says of the uses of its rows what no embedding says: {repr(found)[:100]}; restore"
+                " its file from a copy, or load another one"
+            )
+        return cls(**found)
+
 
 _UNLIMITED = 2**62
 

@@ -12,17 +12,7 @@ from typing import Literal
 import numpy as np
 
 from oneemb.kernels.init_rows import InitialRows
-from oneemb.kernels.score_rows import (
-    COUNT,
-    DECAYED,
-    EPOCH_COUNT,
-    EPOCH_LOOKUP,
-    GIVEN,
-    LOOKUP,
-    MIXED,
-    STEP,
-    ScoreRules,
-)
+from oneemb.kernels.score_rows import COUNT, DECAYED, EPOCH_COUNT, EPOCH_LOOKUP, GIVEN, LOOKUP, MIXED, STEP, ScoreRules
 from oneemb.storage.rows.initializers import ConstantInitializer, Initializer, encoded
 
 

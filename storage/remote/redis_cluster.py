@@ -17,8 +17,7 @@ from typing import Any
 import redis
 
 from oneemb.storage.remote.parameter_server import ServerError
-from oneemb.storage.remote.redis_connections import Request, client_options
-from oneemb.storage.remote.redis_errors import server_error
+from oneemb.storage.remote.redis_connections import Request, client_options, server_error
 from oneemb.storage.remote.redis_url import RedisURL
 
 

@@ -1,14 +1,61 @@
 """Which parameter server a URL names."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from oneemb.kernels.extras import need
 from oneemb.storage.fs import AnyPath
-from oneemb.storage.remote.memory_server import MemoryServer
-from oneemb.storage.remote.parameter_server import ParameterServer
+from oneemb.storage.remote.parameter_server import ParameterServer, ServerError
 from oneemb.storage.remote.plugin_abi import Plugin, load_plugin
 from oneemb.storage.remote.plugin_server import TIMEOUT_S, PluginServer
+
+
+class MemoryServer:
+    """A dictionary as a parameter server.
+
+    Args:
+        values: what it keeps, by table, id and part; servers that are given the same one share their rows.
+    """
+
+    def __init__(self, values: dict[tuple[str, int, int], bytes], name: str = "memory://"):
+        self.name = name
+        self._values = values
+
+    def pull(self, table: str, id_N: np.ndarray, widths: Sequence[int]) -> tuple[list[np.ndarray], np.ndarray]:
+        """See `ParameterServer`."""
+        parts = [np.empty((len(id_N), width), np.float32) for width in widths]
+        found_NP = np.zeros((len(id_N), len(widths)), np.bool_)
+        for n, id in enumerate(id_N.tolist()):
+            for p, part in enumerate(parts):
+                value = self._values.get((table, id, p))
+                if value is None:
+                    continue
+                if len(value) != part[n].nbytes:
+                    raise ServerError(
+                        f"{self.name}: part {p} of row {id} of table {table!r} is {len(value)} bytes long, and not"
+                        f" {part[n].nbytes}; ask for the width it was kept with"
+                    )
+                part[n] = np.frombuffer(value, np.float32)
+                found_NP[n, p] = True
+        return parts, found_NP
+
+    def push(self, table: str, id_N: np.ndarray, parts: Sequence[np.ndarray]) -> None:
+        """See `ParameterServer`."""
+        for n, id in enumerate(id_N.tolist()):
+            for p, part in enumerate(parts):
+                self._values[table, id, p] = part[n].tobytes()
+
+    def erase(self, table: str, id_N: np.ndarray, parts: int) -> None:
+        """See `Erases`."""
+        for id in id_N.tolist():
+            for p in range(parts):
+                self._values.pop((table, id, p), None)
+
+    def close(self) -> None:
+        """See `ParameterServer`."""
+
 
 _in_memory: dict[str, dict[tuple[str, int, int], bytes]] = {}
 """Values of the servers in memory, by the server's name: a server opened again by its name has its rows."""
@@ -83,8 +130,7 @@ def register_io(path: AnyPath, timeout: float = TIMEOUT_S) -> None:
     if plugin.type in _plugins or (plugin.type in _OPEN and plugin.type != "memory"):
         its = f"the plugin {_plugins[plugin.type][0].path}" if plugin.type in _plugins else "a server of oneemb's own"
         warnings.warn(
-            f"{plugin.type}:// is {its} already; the plugin {plugin.path} of the same IO_type was ignored",
-            stacklevel=2,
+            f"{plugin.type}:// is {its} already; the plugin {plugin.path} of the same IO_type was ignored", stacklevel=2
         )
         return
     _plugins[plugin.type] = (plugin, timeout)
@@ -95,7 +141,7 @@ def _memory(name: str) -> ParameterServer:
 
 
 def _file(path: str) -> ParameterServer:
-    from oneemb.storage.remote.file_handles import open_file_server
+    from oneemb.storage.remote.file_server import open_file_server
 
     return open_file_server(path)
 

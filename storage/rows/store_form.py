@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from oneemb.kernels.host_loops import loops_at
 from oneemb.kernels.loops import Loops
-from oneemb.kernels.places import loops_at
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import StorageError
 from oneemb.storage.locking.step_lock import alone

@@ -7,10 +7,11 @@ Invariants:
   the disk meanwhile.
 """
 
+import errno
 import math
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 
@@ -24,12 +25,14 @@ from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import CorruptTableError, StorageError
 from oneemb.storage.fs import FileSystem, LocalFileSystem, storage_error
 from oneemb.storage.new_files import begin, remove_unfinished
-from oneemb.storage.serving.record_windows import RecordWindows
 from oneemb.storage.serving.served_file import MANIFEST_MAX, QUANTIZED, SERVED_MAGIC, ServedInfo
 from oneemb.storage.table.file_header import pack_header
 
 _Rows = Iterable[tuple[np.ndarray, np.ndarray, np.ndarray]]
 _DIGITS = 12  # of the name of an unfinished file
+_WINDOW_BYTES = 64 << 20
+_WINDOWS = 256
+"""More windows would be kept in pieces too small to be read quickly."""
 
 
 def write_served_file(
@@ -80,6 +83,88 @@ def write_served_file(
 def remove_served_files(fs: FileSystem, folder: str, name: str = r".*\.serving") -> None:
     """Remove what killed processes have left unfinished of files of this name, a regular expression."""
     remove_unfinished(fs, folder, name, _DIGITS, fs.remove)
+
+
+class RecordWindows:
+    """Records by slot.
+
+    Args:
+        slots: of the file.
+        record_bytes: a multiple of 8.
+        file, end: of the file system `fs`: there is nothing from `end` on.
+        window_bytes: what is kept in memory, up to three times; None = 64 MiB, or a 256th of a very large file.
+    """
+
+    def __init__(
+        self, fs: FileSystem, file: int, end: int, slots: int, record_bytes: int, window_bytes: int | None = None
+    ):
+        self._fs, self._file, self._end = fs, file, -(-end // BLOCK_BYTES) * BLOCK_BYTES
+        self._slots, self._record_bytes = slots, record_bytes
+        least = window_bytes or max(_WINDOW_BYTES, slots * record_bytes // _WINDOWS)
+        # A window begins and ends with a block, and has a record at least.
+        step = BLOCK_BYTES // math.gcd(record_bytes, BLOCK_BYTES)
+        self._window = -(-least // (record_bytes * step)) * step
+        self._room = least
+        self._kept: list[tuple[np.ndarray, np.ndarray]] = []
+        self._bytes = 0
+        self._pieces: dict[int, list[tuple[int, int]]] = {}  # of each window: where pieces lie, and their records
+
+    @property
+    def is_beyond(self) -> bool:
+        """Whether there is anything beyond the end of the file."""
+        return bool(self._pieces)
+
+    def put(self, slot_N: np.ndarray, record_NX: np.ndarray) -> None:
+        """Keep records, uint8 [N, record_bytes], of these slots."""
+        self._kept.append((slot_N, record_NX))
+        self._bytes += record_NX.nbytes + slot_N.nbytes
+        if self._bytes > self._room and self._slots > self._window:
+            self._write_kept()
+
+    def _write_kept(self) -> None:
+        slot_N, record_NX = self._take_kept()
+        order_N = np.argsort(slot_N)
+        slot_N, record_NX = slot_N[order_N], record_NX[order_N]
+        bounds = np.searchsorted(slot_N, np.arange(0, self._slots + self._window, self._window)).tolist()
+        for w, (first, last) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+            if first < last:
+                self._pieces.setdefault(w, []).append((self._end, last - first))
+                self._write(slot_N[first:last])
+                self._write(record_NX[first:last])
+
+    def _write(self, array: np.ndarray) -> None:
+        self._fs.write(self._file, array.reshape(-1).view(np.uint8), self._end)
+        self._end += array.nbytes
+
+    def _take_kept(self) -> tuple[np.ndarray, np.ndarray]:
+        slot_N = np.concatenate([slots for slots, _ in self._kept])
+        record_NX = np.concatenate([records for _, records in self._kept])
+        self._kept, self._bytes = [], 0
+        return slot_N, record_NX
+
+    def windows(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """Each window in turn: its first slot, records uint8 [S, record_bytes], zeros in empty slots, and which slots
+        are taken, bool [S]. The arrays are those of the next one too."""
+        if self._kept and self._slots > self._window:
+            self._write_kept()
+        record_SX = np.empty((min(self._window, self._slots), self._record_bytes), np.uint8)
+        taken_S = np.empty(len(record_SX), np.bool_)
+        for w, first in enumerate(range(0, self._slots, self._window)):
+            size = min(self._window, self._slots - first)
+            its_SX, its_S = record_SX[:size], taken_S[:size]
+            its_SX[:], its_S[:] = 0, False
+            for slot_N, record_NX in self._of(w):
+                its_SX[slot_N - first], its_S[slot_N - first] = record_NX, True
+            yield first, its_SX, its_S
+
+    def _of(self, w: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        if not self._pieces:
+            yield from self._kept  # There is one window, or no record.
+        for offset, records in self._pieces.get(w, []):
+            bytes_ = np.empty(records * (8 + self._record_bytes), np.uint8)
+            if self._fs.read_into(self._file, bytes_.data, offset) < len(bytes_):
+                raise OSError(errno.EIO, "what was written a moment ago cannot be read")
+            yield bytes_[: 8 * records].view(np.int64), bytes_[8 * records :].reshape(records, -1)
 
 
 class _Writer:

@@ -11,8 +11,8 @@ import numpy as np
 from oneemb.kernels.owner import owner_of
 from oneemb.storage.errors import OtherSnapshotError
 from oneemb.storage.fs import FileSystem
+from oneemb.storage.policies.admission import joined_arrays
 from oneemb.storage.snapshots.linked_rows import LinkedRows
-from oneemb.storage.snapshots.part_arrays import joined_arrays
 from oneemb.storage.snapshots.snapshot_parts import Part, PartedSnapshot
 from oneemb.storage.table.snapshot_reader import Keep, SnapshotReader
 

@@ -9,7 +9,7 @@ from oneemb.storage.bottom import EXPORTED, Bottom
 from oneemb.storage.errors import OtherSnapshotError, SnapshotExistsError, SnapshotNotFoundError, StorageError
 from oneemb.storage.locking.turns import changing
 from oneemb.storage.policies.kept_rows import KeptRows
-from oneemb.storage.policies.ledger_clock import LedgerClock
+from oneemb.storage.policies.ledger import LedgerClock
 from oneemb.storage.policies.store_policy import StorePolicy
 from oneemb.storage.replicas import Keys, Replicas
 from oneemb.storage.snapshots.journal import Journal

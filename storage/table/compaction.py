@@ -35,21 +35,60 @@ the next save, which is far away if many puts lie between saves.
 Invariant: a row that was put again or erased since its chunk was read is not moved.
 """
 
-from collections.abc import Collection, Iterable
+import threading
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from oneemb.storage.errors import CorruptTableError
+from oneemb.kernels.threads import start
+from oneemb.storage.errors import CorruptTableError, StorageError
 from oneemb.storage.fs import FileSystem
 from oneemb.storage.locking.turns import Turns
 from oneemb.storage.locking.undisturbed import undisturbed
-from oneemb.storage.table.background import Background
 from oneemb.storage.table.chunk_files import ChunkFile, ChunkFiles
 from oneemb.storage.table.chunk_scan import live_rows, read_keys, scan_rows
 from oneemb.storage.table.live_rows import LiveRows
 from oneemb.storage.table.row_writer import RowWriter
 from oneemb.storage.table.snapshot_store import SnapshotStore
+
+
+class Background:
+    """Runs one job at a time, each in a thread of its own.
+
+    Args:
+        name: what the jobs do, for errors.
+    """
+
+    def __init__(self, name: str):
+        self._name = name
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, job: Callable[[], None]) -> None:
+        """Run the job in the background. No other may be running."""
+        assert not self.busy
+        self._thread = threading.Thread(target=self._run, args=(job,), name=f"oneemb-{self._name}", daemon=True)
+        start(self._thread)
+
+    def raise_error(self) -> None:
+        """Raise what ended a job early, as a StorageError, once."""
+        error, self._error = self._error, None
+        if isinstance(error, StorageError):
+            raise error
+        if error is not None:
+            raise StorageError(f"{self._name} in the background failed: {error!r}") from error
+
+    def _run(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except BaseException as error:
+            self._error = error
+
 
 _PIECE_ROWS = 4096
 # How far the disk may be above the bound, in chunks, before compaction begins in the background.

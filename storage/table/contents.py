@@ -12,10 +12,9 @@ from oneemb.kernels.threads import Threads
 from oneemb.storage.fs import FileSystem
 from oneemb.storage.locking.turns import Turns
 from oneemb.storage.row_store import Places
-from oneemb.storage.table.background import Background
 from oneemb.storage.table.chunk_files import chunk_paths
 from oneemb.storage.table.chunk_scan import live_rows, read_keys
-from oneemb.storage.table.compaction import Compactor
+from oneemb.storage.table.compaction import Background, Compactor
 from oneemb.storage.table.geometry import Geometry
 from oneemb.storage.table.live_rows import LiveRows
 from oneemb.storage.table.row_writer import RowWriter

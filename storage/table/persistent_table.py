@@ -30,15 +30,14 @@ from oneemb.storage.hash_index import check_tables
 from oneemb.storage.locking.turns import Turns
 from oneemb.storage.row_store import Places
 from oneemb.storage.table.aio_reader import open_reader
+from oneemb.storage.table.block_reader import RowReader
 from oneemb.storage.table.chunk_scan import live_rows, read_keys, scan_rows
 from oneemb.storage.table.compaction import CompactionResult
 from oneemb.storage.table.contents import Contents
 from oneemb.storage.table.geometry import Geometry, make_geometry
 from oneemb.storage.table.recovery import Recovery
-from oneemb.storage.table.row_reader import RowReader
 from oneemb.storage.table.snapshot_load import load_live_rows, read_chain
 from oneemb.storage.table.snapshot_manifest import ArrayPart, SnapshotInfo
-from oneemb.storage.table.snapshot_reader import SnapshotReader, read_snapshot_info
 from oneemb.storage.table.snapshot_store import SnapshotStore
 from oneemb.storage.table.writer_lock import IN_USE, Holder, WriterLock
 

@@ -12,11 +12,10 @@ from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path
 from oneemb.storage.hash_index import check_tables
-from oneemb.storage.table.block_reader import PreadReader
+from oneemb.storage.table.block_reader import PreadReader, RowReader
 from oneemb.storage.table.chunk_files import EVERY_NUMBER, ChunkFiles, chunk_paths
 from oneemb.storage.table.chunk_scan import ChunkKeys, live_rows, read_keys, scan_rows
 from oneemb.storage.table.live_rows import LiveRows
-from oneemb.storage.table.row_reader import RowReader
 from oneemb.storage.table.snapshot_file import SnapshotFiles
 from oneemb.storage.table.snapshot_load import load_live_rows
 from oneemb.storage.table.snapshot_manifest import ChunkPart, SnapshotInfo, SnapshotRecord

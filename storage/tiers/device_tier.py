@@ -32,13 +32,11 @@ from oneemb.storage.errors import StoreFullError
 from oneemb.storage.locking.turns import changing
 from oneemb.storage.row_store import RowStore
 from oneemb.storage.tiers.device_index import DeviceIndex
-from oneemb.storage.tiers.device_slots import enlarge
+from oneemb.storage.tiers.device_memory import PinnedRows, StreamOrder, enlarge
 from oneemb.storage.tiers.free_slots import FreeSlots
 from oneemb.storage.tiers.hot_rows import BeginRows, fill_pinned
 from oneemb.storage.tiers.limits import Limits
 from oneemb.storage.tiers.memory_tier import HALF_LIFE, MemoryTier
-from oneemb.storage.tiers.pinned_rows import PinnedRows
-from oneemb.storage.tiers.stream_order import StreamOrder
 
 # Memory beside the row for each slot: the index at its usual load; then key, score, pins, dirty bit, stack of slots.
 _INDEX_BYTES = 16 * 2

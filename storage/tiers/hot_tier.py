@@ -33,11 +33,10 @@ from oneemb.kernels.threads import Threads
 from oneemb.storage.hash_index import HashIndex
 from oneemb.storage.locking.turns import changing
 from oneemb.storage.row_store import RowStore
-from oneemb.storage.tiers.hot_rows import BeginRows
+from oneemb.storage.tiers.hot_rows import BeginRows, RowsAhead
 from oneemb.storage.tiers.limits import Limits
 from oneemb.storage.tiers.memory_tier import HALF_LIFE, MemoryTier
 from oneemb.storage.tiers.reservation import Reservation
-from oneemb.storage.tiers.rows_ahead import RowsAhead
 from oneemb.storage.tiers.slot_arrays import SlotArrays
 from oneemb.storage.tiers.victims import VictimClock
 

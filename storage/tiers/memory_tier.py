@@ -23,9 +23,8 @@ from oneemb.storage.locking.turns import changing
 from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.storage.row_store import RowStore
 from oneemb.storage.tiers.free_slots import FreeSlots
-from oneemb.storage.tiers.hot_rows import BeginRows
+from oneemb.storage.tiers.hot_rows import BeginRows, RowsAhead
 from oneemb.storage.tiers.limits import Counters, Limits
-from oneemb.storage.tiers.rows_ahead import RowsAhead
 
 # Uses of rows in which a use comes to count half as much, as a multiple of the slots. By bench_cache_policy.py, caches
 # miss least at 8 to 32, on Zipf's law and on real clicks; the faster popularity drifts, the shorter it had better be.

@@ -22,9 +22,8 @@ from typing import Any
 import numpy as np
 
 from oneemb.kernels.checksum import rows_sum
-from oneemb.kernels.threads import Threads
+from oneemb.kernels.threads import Threads, close_when_dropped
 from oneemb.storage.hash_index import HashIndex
-from oneemb.storage.locking.dropped import close_when_dropped
 from oneemb.storage.locking.turns import changing
 from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.storage.remote.parameter_server import Erases, LostRowsError, ParameterServer, ServerError

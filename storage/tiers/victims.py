@@ -17,8 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from oneemb.kernels.least import least_of
-from oneemb.kernels.shard_rows import keys_in_cells, rows_of_shards
+from oneemb.kernels.shard_rows import keys_in_cells, least_of, rows_of_shards
 from oneemb.kernels.threads import Threads
 from oneemb.storage.hash_index import SHARDS, HashIndex
 

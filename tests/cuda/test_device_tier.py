@@ -10,7 +10,7 @@ import torch
 from oneemb.kernels.cuda_loops import CudaLoops
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import StoreFullError
-from oneemb.storage.tiers import device_slots, device_tier
+from oneemb.storage.tiers import device_memory, device_tier
 from oneemb.storage.tiers.device_tier import DeviceTier
 from oneemb.storage.tiers.hot_tier import HotTier
 from tests.support.row_store_suite import SUITE, DictStore, FailingStore, keys_of
@@ -258,14 +258,14 @@ def test_a_device_out_of_memory_says_what_was_asked_for_and_what_would_fit(tier,
 
 def limit_memory(tier, slots, monkeypatch):
     """Let the device have memory for this many slots of the tier's."""
-    enlarged = device_slots._enlarged
+    enlarged = device_memory._enlarged
 
     def limited(array, size, device):
         if len(tier.row_SW) + size > slots:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return enlarged(array, size, device)
 
-    monkeypatch.setattr(device_slots, "_enlarged", limited)
+    monkeypatch.setattr(device_memory, "_enlarged", limited)
 
 
 def test_a_slab_grows_by_way_of_the_host_where_the_device_has_no_room_for_both(tier, gpu, monkeypatch):

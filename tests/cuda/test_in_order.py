@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from oneemb.storage.tiers.pinned_rows import PinnedRows
-from oneemb.storage.tiers.stream_order import StreamOrder
+from oneemb.storage.tiers.device_memory import PinnedRows, StreamOrder
 
 
 class Stream:

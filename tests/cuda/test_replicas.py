@@ -6,7 +6,7 @@ import torch
 from oneemb.kernels.init_rows import UNIFORM, InitialRows
 from oneemb.kernels.threads import Threads
 from oneemb.storage.embedding_store import EmbeddingStore
-from oneemb.storage.row_edits import set_rows
+from oneemb.storage.store_rows import set_rows
 from oneemb.storage.tiers.stack import StorePlan
 from tests.cuda.test_train import move_to
 

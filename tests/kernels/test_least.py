@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from oneemb.kernels.least import least_of
+from oneemb.kernels.shard_rows import least_of
 
 NUMBERS = {
     "all different": lambda rng: rng.random(20_000),

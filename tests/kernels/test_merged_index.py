@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from oneemb.kernels.merged_index import find_each
+from oneemb.kernels.hash_index import find_each
 from oneemb.kernels.threads import Threads
 from oneemb.storage.hash_index import HashIndex
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from oneemb.kernels.xxh64 import xxh64_words
+from oneemb.kernels.checksum import xxh64_words
 
 ENDS = [0, 1, -1, np.iinfo(np.int64).min, np.iinfo(np.int64).max, 2**32, -(2**32), 0x0102030405060708]
 

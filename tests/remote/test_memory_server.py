@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from oneemb.storage.remote.memory_server import MemoryServer
 from oneemb.storage.remote.parameter_server import Erases, ServerError
-from oneemb.storage.remote.servers import open_server
+from oneemb.storage.remote.servers import MemoryServer, open_server
 from tests.support.parameter_server_suite import SUITE, run_check
 
 

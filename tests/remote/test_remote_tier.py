@@ -9,9 +9,8 @@ import torch
 
 import oneemb
 from oneemb.kernels.threads import Threads
-from oneemb.storage.remote.memory_server import MemoryServer
 from oneemb.storage.remote.parameter_server import ServerError
-from oneemb.storage.remote.servers import open_server, register_io
+from oneemb.storage.remote.servers import MemoryServer, open_server, register_io
 from oneemb.storage.tiers.remote_tier import RemoteTier
 from tests.support.models import make_embedding, rows_of
 from tests.support.plugins import MEMORY_IO, compile_plugin

@@ -16,9 +16,8 @@ from oneemb.kernels.frozen_rows import MISSING, PADDING
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import CorruptTableError, StorageError
 from oneemb.storage.fs import LocalFileSystem
-from oneemb.storage.serving.record_windows import RecordWindows
 from oneemb.storage.serving.served_file import SERVED_MAGIC, ServedFile, ServedInfo, row_bytes_of
-from oneemb.storage.serving.served_writer import write_served_file
+from oneemb.storage.serving.served_writer import RecordWindows, write_served_file
 from oneemb.storage.table.file_header import pack_header
 from tests.support.faulty_fs import FaultyFileSystem, PowerLoss
 from tests.support.served_reader import ServedReader

@@ -9,9 +9,9 @@ from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import LocalFileSystem
 from oneemb.storage.table.check import check_table
-from oneemb.storage.table.persistent_table import PersistentTable, read_snapshot_info
+from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.table.snapshot_file import SnapshotFiles
-from oneemb.storage.table.snapshot_reader import SnapshotReader
+from oneemb.storage.table.snapshot_reader import SnapshotReader, read_snapshot_info
 from oneemb.storage.table.table_info import table_info
 from tests.support.table_model import put_random, scanned
 

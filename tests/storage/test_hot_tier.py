@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import IndexMemoryError, StorageError, StoreFullError
-from oneemb.storage.remote.memory_server import MemoryServer
+from oneemb.storage.remote.servers import MemoryServer
 from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.tiers import hot_tier
 from oneemb.storage.tiers.hot_tier import HotTier

@@ -23,8 +23,8 @@ from oneemb.storage.hash_index import HashIndex
 from oneemb.storage.table import chunk_scan, snapshot_load
 from oneemb.storage.table.check import check_table
 from oneemb.storage.table.file_header import SNAPSHOT_MAGIC
-from oneemb.storage.table.persistent_table import PersistentTable, read_snapshot_info
-from oneemb.storage.table.snapshot_reader import SnapshotReader
+from oneemb.storage.table.persistent_table import PersistentTable
+from oneemb.storage.table.snapshot_reader import SnapshotReader, read_snapshot_info
 from tests.support.inside import snapshot_path
 from tests.support.table_model import check, got, put, put_random, random_keys, random_rows, scanned
 

@@ -9,8 +9,8 @@ import torch
 
 import oneemb
 from oneemb.storage.errors import StorageError, StoreFullError
-from oneemb.storage.row_edits import erase_rows
-from oneemb.storage.tiers.rows_ahead import RowsAhead
+from oneemb.storage.store_rows import erase_rows
+from oneemb.storage.tiers.hot_rows import RowsAhead
 from tests.support.keys import distinct
 
 

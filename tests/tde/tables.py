@@ -5,8 +5,8 @@ import torch
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
 from oneemb.adapters.ranks import ranks_of_job
-from oneemb.storage.remote.memory_server import MemoryServer
 from oneemb.storage.remote.parameter_server import ServerError
+from oneemb.storage.remote.servers import MemoryServer
 from oneemb.tde import DataLoader, IDTransformerCollection, PSCollection
 from oneemb.tde.steps import Steps
 from oneemb.tde.traffic import Traffic
