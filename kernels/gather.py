@@ -1,4 +1,4 @@
-"""Copies rows between a slab and batch arrays, and whole arrays.  S slots, N ids, U unique keys, D weights, W row words.
+"""Copies rows between a slab and batch arrays, and whole arrays.  S slots, N ids, U unique keys, D weights, W words.
 
 Copies move bits, whatever a row means.
 """
