@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["READS", "STEPS", "GraphSteps"]
+__all__ = ["READS", "STEPS"]
 
 TABLES, DIM, BATCH, ROWS = 3, 16, 64, 10_000
 
@@ -21,29 +21,6 @@ TABLES, DIM, BATCH, ROWS = 3, 16, 64, 10_000
 def _batches(count: int = 16) -> list[torch.Tensor]:
     """Ids [BATCH, TABLES] of each batch, uniform over the rows."""
     return list(torch.randint(ROWS, (count, BATCH, TABLES), generator=torch.Generator().manual_seed(0)))
-
-
-class GraphSteps:
-    """A graph whose build looks ids up and begins its backward pass from a gradient that is there already."""
-
-    def __init__(self, embedding: Any, optimizer: Any, **lookup: Any):
-        import oneemb
-
-        class Graph(oneemb.TrainGraph):
-            def __init__(self) -> None:
-                super().__init__()
-                self.embedding = embedding
-                self.add_optimizer(optimizer)
-
-            def build(self, ids: torch.Tensor, grad: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-                rows = self.embedding(ids, **options).reshape(grad.shape)
-                rows.backward(grad)
-                return rows.detach()
-
-        self.graph = Graph()
-
-    def __call__(self, ids: torch.Tensor, grad: torch.Tensor, **options: Any) -> torch.Tensor:
-        return self.graph(ids, grad, options)
 
 
 class Eager:
@@ -106,13 +83,23 @@ class Served(Evaluated):
 
 
 class Graph(Eager):
-    """The same step as a TrainGraph that is called."""
+    """The same step, line by line, as a TrainGraph that is called."""
 
     def _attach(self) -> None:
-        self._steps = GraphSteps(self.embedding, self._torch_optimizer)
+        import oneemb
+
+        class Step(oneemb.TrainGraph):
+            def build(self, ids: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+                rows = self.embedding(ids)
+                rows.backward(grad)
+                return rows
+
+        self._graph = Step()
+        self._graph.embedding = self.embedding
+        self._graph.add_optimizer(self._torch_optimizer)
 
     def step(self, i: int) -> Any:
-        return self._steps(self._ids[i % len(self._ids)], self._grad)
+        return self._graph(self._ids[i % len(self._ids)], self._grad)
 
 
 class TorchEmbedding:

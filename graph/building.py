@@ -279,7 +279,8 @@ class Building:
             if again:
                 return now()
             if name == self._at_once:
-                self._announced.miss(embedding.store, inserts=embedding.training)
+                if self._announced.lookups:
+                    self._announced.miss(embedding.store, inserts=embedding.training)
                 made = self._count(now)
                 self._at_once = ""  # A failed lookup does not count: the next call tries again.
                 return made
@@ -345,8 +346,8 @@ class Building:
     @property
     def in_vain(self) -> list[str]:
         """The embeddings of which a lookup was expected and not made."""
-        at_once = [self._at_once] if self._at_once else []
-        return [*at_once, *(name for name, lookups in self._expected.items() if lookups)]
+        names = [name for name, lookups in self._expected.items() if lookups] if self._expected else []
+        return [self._at_once, *names] if self._at_once else names
 
 
 def steps_itself(stepper: object) -> str:

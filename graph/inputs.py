@@ -93,6 +93,8 @@ class Signature:
         parameters = self._signature.parameters
         self._plain = tuple(parameters) if all(its.kind in _PLAIN for its in parameters.values()) else None
         """Names of the arguments, where each is one that a call may give by its place; None = others are among them."""
+        self._tensors = [Structure("value", name) for name in parameters]
+        """Structure of each argument where it is a tensor."""
 
     def flatten(self, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[list[Any], Structure]:
         """(values, structure) of a call.
@@ -104,8 +106,12 @@ class Signature:
         parts: list[Structure] = []
         names = self._plain
         if names is not None and not kwargs and len(args) == len(names):
-            for name, argument in zip(names, args, strict=True):
-                parts.append(_flatten(argument, name, values, _ITSELF))
+            for name, argument, of_tensor in zip(names, args, self._tensors, strict=True):
+                if type(argument) is torch.Tensor:
+                    values.append(argument)
+                    parts.append(of_tensor)
+                else:
+                    parts.append(_flatten(argument, name, values, _ITSELF))
             return values, Structure("dict", (dict, names), tuple(parts))
         bound = self._signature.bind(*args, **kwargs)
         passed = set(bound.arguments)

@@ -8,14 +8,17 @@ import json
 import os
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from oneemb.graph.ops.op import Measure
 from oneemb.storage.fs import AnyPath, file_path
 
 Result = TypeVar("Result")
+
+_now_ns = time.perf_counter_ns
 
 
 @dataclass
@@ -155,25 +158,19 @@ class StepStats:
     def __init__(self) -> None:
         self.profile: Profile | None = None
         """Where to note each op as well."""
-        self._stats: dict[str, OpStats] = {}
-        self._inner_ns = 0
-        """Time of the calls within the call under way, which is left out of its own."""
+        self._stats: defaultdict[str, OpStats] = defaultdict(OpStats)
 
     def call(
         self, label: str, function: Callable[..., Result], /, *args: object, measure: Measure | None = None,
         **kwargs: object,
     ) -> Result:  # fmt: skip
         """Call a function, measure it, and return its result."""
-        outer, self._inner_ns = self._inner_ns, 0
-        begin = time.perf_counter_ns()
+        begin = _now_ns()
         result = function(*args, **kwargs)
-        end = time.perf_counter_ns()
-        its = self._stats.get(label)
-        if its is None:
-            its = self._stats.setdefault(label, OpStats())
+        end = _now_ns()
+        its = self._stats[label]
         its.calls += 1
-        its.ns += end - begin - self._inner_ns
-        self._inner_ns = outer + end - begin
+        its.ns += end - begin
         if measure is not None:
             rows, size = measure(args, result)
             its.rows += rows
@@ -183,8 +180,12 @@ class StepStats:
         return result
 
     def stats(self) -> list[tuple[str, OpStats]]:
-        """Each op with its counts and times, in the order in which they first ran."""
-        return list(self._stats.items())
+        """Each op with its counts and times, in the order in which they first ended; the time of `build` is without
+        the lookups that are counted within it."""
+        found = {label: replace(its) for label, its in list(self._stats.items())}
+        if "build" in found and "lookup" in found:
+            found["build"].ns = max(0, found["build"].ns - found["lookup"].ns)
+        return list(found.items())
 
 
 class _Uncounted(StepStats):

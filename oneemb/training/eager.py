@@ -299,7 +299,7 @@ def step_together(
             options = []
             for row_step, its_grads in zip(rows, grads, strict=True):
                 if go and steps_nothing(row_step.optimizer):
-                    options.append(ops.options_of(row_step.optimizer))
+                    options.append({})  # as they are now: no hook can change them
                     continue
                 try:
                     rows_stepped.add(row_step.optimizer)

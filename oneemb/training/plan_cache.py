@@ -90,6 +90,8 @@ class PlanCache:
     def __init__(self, name: str):
         self._name = name
         self.known: OrderedDict[Key, Known] = OrderedDict()  # that used last is the last
+        self._last: Known | None = None
+        """Lookups of the last call."""
         self.dropped = 0
         """Plans that gave way to others."""
         self.merged: Merged = {}
@@ -113,16 +115,21 @@ class PlanCache:
     def of(self, batch: Batch, inserts: bool) -> Known:
         """Lookups of a call, used last from now on; see `key_of`."""
         key = key_of(batch, inserts)
-        last = next(reversed(self.known.values()), None)
-        if last is not None and last.key == key:  # A hash of the key takes longer.
-            return last
+        if self._last is not None and self._last.key == key:  # A hash of the key takes longer.
+            return self._last
         known = self.known.get(key)
         if known is None:
             self._forget_exchanged(batch.embeddings)
             self._make_room(batch.structure)
             known = self.known[key] = Known(key)
         self.known.move_to_end(key)
+        self._last = known
         return known
+
+    def clear(self) -> None:
+        """Forget all lookups: they are recorded anew."""
+        self._last = None
+        self.known.clear()
 
     def _forget_exchanged(self, embeddings: Mapping[str, TableEmbedding]) -> None:
         """Drop what is known of embeddings that are no part of the graph any more: their rows and paths are freed."""

@@ -36,7 +36,7 @@ class Scaling:
     def __init__(
         self,
         known: Iterable[torch.amp.GradScaler],
-        given: torch.amp.GradScaler | None,
+        given: torch.amp.GradScaler | None = None,
         before: torch.amp.GradScaler | None = None,
         on_second_pass: Callable[[], None] | None = None,
         parameters: Iterable[torch.nn.Parameter] = (),
@@ -152,33 +152,42 @@ def set_apart(scaler: torch.amp.GradScaler) -> Callable[[], None]:
     return end
 
 
-def scalers_in(values: Iterable[object]) -> list[torch.amp.GradScaler]:
-    """The GradScalers among these."""
-    # By `type`: `isinstance` asks a stand-in that loads something lazily for its class, and loads it. By `id`, since a
-    # metaclass may have any hash. A step asks for the globals of a module: thousands, maybe, and seldom a scaler.
-    values, kinds = list(values), _kinds_of_scalers()
-    if kinds.isdisjoint(map(id, map(type, values))):
-        return []
-    return cast("list[torch.amp.GradScaler]", [value for value in values if id(type(value)) in kinds])
+def scalers_in(values: Iterable[object], others: set[type] | None = None) -> list[torch.amp.GradScaler]:
+    """The GradScalers among these.
+
+    Args:
+        others: classes of earlier calls that are none of GradScalers. Those of this call are added.
+    """
+    # By `type`: `isinstance` asks a stand-in that loads something lazily for its class, and loads it. A step asks for
+    # the globals of a module: thousands, maybe, and seldom a scaler.
+    values, others = list(values), set() if others is None else others
+    try:
+        kinds = set(map(type, values))
+        if kinds <= others:
+            return []
+    except Exception:  # A metaclass may have any hash, or none.
+        kinds = set()
+    found = [value for value in values if issubclass(type(value), torch.amp.GradScaler)]
+    if not found:
+        others |= kinds
+    return cast("list[torch.amp.GradScaler]", found)
 
 
-def _kinds_of_scalers() -> set[int]:
-    """Identities of the GradScaler classes that are defined now."""
-    kinds: list[type] = [torch.amp.GradScaler]
-    for kind in kinds:
-        kinds += type.__subclasses__(kind)
-    return set(map(id, kinds))
+def scalers_of(
+    build: Callable[..., object], values: Iterable[object] = (), others: set[type] | None = None
+) -> list[torch.amp.GradScaler]:
+    """The GradScalers among some values, and those that a function, or one that a decorator has wrapped, has in a
+    closure or as globals now: all globals of its module, since a function that it calls may name them.
 
-
-def scalers_of(build: Callable[..., object], others: Iterable[object] = ()) -> list[torch.amp.GradScaler]:
-    """The GradScalers among other values, and those that a function, or one that a decorator has wrapped, has in a
-    closure or as globals now: all globals of its module, since a function that it calls may name them."""
+    Args:
+        others: of `scalers_in`.
+    """
     function = inspect.unwrap(build) if hasattr(build, "__wrapped__") else build
-    if not isinstance(function, MethodType | FunctionType) and not inspect.isroutine(function):
-        return scalers_in(others)
+    if type(function) is not MethodType and not isinstance(function, FunctionType) and not inspect.isroutine(function):
+        return scalers_in(values, others)
     cells = getattr(function, "__closure__", None)
     held = [cell.cell_contents for cell in cells if cell != CellType()] if cells else []  # but for those that are empty
-    return scalers_in([*others, *held, *getattr(function, "__globals__", {}).values()])
+    return scalers_in([*values, *held, *getattr(function, "__globals__", {}).values()], others)
 
 
 class StandIn:

@@ -30,6 +30,9 @@ from oneemb.training.train_state import LearningRateScheduler, TrainState
 # So many snapshots of earlier checkpoints are worth a warning, and so is every doubling of them.
 _MANY_SNAPSHOTS = 8
 
+_UNSCALED = Scaling(())
+"""Of steps whose losses no GradScaler can scale."""
+
 
 class TrainGraph(CompiledGraph):
     """A training step: subclass it, assign modules, add optimizers, define `build`, which calls `loss.backward()`, and
@@ -88,6 +91,8 @@ class TrainGraph(CompiledGraph):
     def __init__(self) -> None:
         super().__init__()
         self._train_state = TrainState()
+        self._no_scalers: set[type] = set()
+        """Classes of values that `build` knows, where none is a GradScaler."""
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -150,7 +155,7 @@ class TrainGraph(CompiledGraph):
             with undisturbed:
                 joined = Optimizer(optimizer, embeddings, skip_nonfinite=skip_nonfinite)
                 self._train_state.add(joined, lr_scheduler, clip_grad_norm)
-                self._plans.known.clear()
+                self._plans.clear()
 
         between_steps(step_locks(self), "add_optimizer", add)
 
@@ -204,13 +209,16 @@ class TrainGraph(CompiledGraph):
         state = self._train_state
         updates_before, updates_now = state.updates_made(), state.micro_batches + 1 >= self._accumulation()
         kept: list[Expected | MadeLookup] = []
-        known = scalers_of(self.build, vars(self).values())
+        known = scalers_of(self.build, vars(self).values(), self._no_scalers)
         given = state.scaler, state.scaled_by
         with CommitBlock() as committing:  # No interrupt comes between the update and the count of the step.
             try:
-                scaling = Scaling(known, state.scaler, state.scaled_by, self._on_second_pass(), self.parameters())
-                steppers = [stepper for joined in state.optimizers for stepper in (joined, joined.optimizer)]
-                surrounding = {"backward": scaling.backward, "steppers": steppers}
+                on_second_pass = self._on_second_pass() if self.config.cuda_graph else None
+                if known or state.scaler is not None or on_second_pass is not None:
+                    scaling = Scaling(known, state.scaler, state.scaled_by, on_second_pass, self.parameters())
+                else:
+                    scaling = _UNSCALED
+                surrounding = {"backward": scaling.backward, "steppers": state.steppers}
                 build = functools.partial(self._run_build, batch, prepared, on_acquired, expected, **surrounding)
                 methods = scaling.methods()
                 for scheduler in state.lr_schedulers:
@@ -250,7 +258,7 @@ class TrainGraph(CompiledGraph):
     def _on_second_pass(self) -> Callable[[], None] | None:
         """Function to call before a second backward pass of a step: a replayed module would overwrite its gradients."""
         dense = self._dense_compiler()
-        return dense.refuse_second_pass if dense is not None and self.config.cuda_graph else None
+        return None if dense is None else dense.refuse_second_pass
 
     def _check_trained(self, batch: Batch, scaling: Scaling) -> None:
         """Raise BuildError if gradients have come that no optimizer of the graph uses."""

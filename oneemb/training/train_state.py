@@ -24,6 +24,8 @@ class TrainState:
 
     def __init__(self) -> None:
         self.optimizers: list[Optimizer] = []
+        self.steppers: list[torch.optim.Optimizer] = []
+        """The optimizers, and the torch optimizer of each."""
         self.lr_schedulers: list[LearningRateScheduler | None] = []
         """One for each optimizer."""
         self.max_norms: list[float | None] = []
@@ -39,6 +41,7 @@ class TrainState:
     def add(self, optimizer: Optimizer, lr_scheduler: LearningRateScheduler | None, max_norm: float | None) -> None:
         """Let this optimizer step after those there are."""
         self.optimizers.append(optimizer)
+        self.steppers += (optimizer, optimizer.optimizer)
         self.lr_schedulers.append(lr_scheduler)
         self.max_norms.append(max_norm)
 

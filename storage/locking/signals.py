@@ -10,7 +10,6 @@ under way, a handler that is still this object's hands each signal on at once.
 
 # The functions of `signal` without its enums, which take ten times as long.
 import _signal  # type: ignore[import-not-found]
-import operator
 import os
 import signal
 import threading
@@ -55,7 +54,7 @@ class _Signals:
         try:
             self.depth = 1  # What handlers and the garbage collector begin meanwhile is within this block.
             found = list(map(_signal.getsignal, _NUMBERS))
-            if not all(map(operator.is_, found, self._found)):
+            if found != self._found:
                 self._handled = [n for n, handler in zip(_NUMBERS, found, strict=True) if callable(handler)]
                 self._found = found
             for number in self._handled:
