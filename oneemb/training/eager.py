@@ -296,7 +296,7 @@ def step_together(
 
     def make(go: bool, grads: Sequence[list[ops.RowGrads]]) -> None:
         try:
-            options = []
+            options: list[ops.Groups] = []
             for row_step, its_grads in zip(rows, grads, strict=True):
                 if go and steps_nothing(row_step.optimizer):
                     options.append({})  # as they are now: no hook can change them
