@@ -33,45 +33,31 @@ class Bottom(Protocol):
     """Name of the store in errors."""
 
     def open(self, row_width: int) -> RowStore:
-        """The store for rows of this width, without a row.
-
-        Raises:
-            StorageError: it cannot be opened.
-        """
+        """The store for rows of this width, without a row. Raises StorageError if it cannot be opened."""
 
     def snapshots(self) -> list[SnapshotInfo]:
         """Snapshots, oldest first; empty if the store keeps none."""
 
     def snapshot(self, name: str) -> SnapshotInfo:
-        """Description of a snapshot.
-
-        Raises:
-            SnapshotNotFoundError: there is none of that name.
-            StorageError: it cannot be read, or the store keeps none.
-        """
+        """Description of a snapshot. Raises SnapshotNotFoundError if there is none of that name, StorageError if it
+        cannot be read or the store keeps none."""
 
     def chain(self, name: str) -> list[SnapshotInfo]:
-        """A snapshot and, before it, those that it goes on from, the whole one first; raises as `snapshot`."""
+        """A snapshot and, before it, its ancestors, the whole one first; raises as `snapshot`."""
 
     def read(self, name: str) -> LinkedRows:
-        """The rows of a snapshot, those of a delta with those that have not changed; raises as `snapshot`."""
+        """The rows of a snapshot, those of a delta with the unchanged ones; raises as `snapshot`."""
 
     def arrays(self, name: str) -> dict[str, np.ndarray]:
         """Arrays of a snapshot beside its rows, by name; raises as `snapshot`."""
 
 
 class TableBottom:
-    """A persistent table in a folder, which is made if it is not there.
+    """A persistent table in a folder, which is made if it is not there; StorageError if it cannot be.
 
     Args:
-        path: the folder.
-        physical_block_size: 512 or 4096.
-        threads: runs lookups and copies.
-        mend: what to do when a call on the table was cut short, for errors.
+        mend: advice after a call on the table was cut short, for errors.
         holder: object that owns the rows, weakly referenced.
-
-    Raises:
-        StorageError: the folder cannot be made or written to.
     """
 
     def __init__(self, path: str, physical_block_size: int, threads: Threads, mend: str, holder: Holder):
@@ -100,7 +86,7 @@ class TableBottom:
         return table
 
     def _sweep(self, table: PersistentTable) -> None:
-        """Delete what exports of processes that died have left, the first time this one holds the table's lock."""
+        """Delete exports left by processes that died, the first time this process holds the table's lock."""
         for info in () if self._swept else table.snapshots():
             if info.name.startswith(EXPORTED):
                 with suppress(StorageError):

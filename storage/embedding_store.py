@@ -172,11 +172,8 @@ class EmbeddingStore:
         return self.rows.generation
 
     def build(self) -> None:
-        """Make the tiers, if they are not there, for rows without state until an optimizer is attached.
-
-        Raises:
-            StorageError: the path is in use or unusable.
-        """
+        """Make the tiers, if they are not there, for rows without state until an optimizer is attached. Raises
+        StorageError if the path is in use or unusable."""
         alone((self.step_lock,), self._build)
 
     @in_turn
@@ -267,10 +264,8 @@ class EmbeddingStore:
         return self.pins.lent()
 
     def prefetch(self, keys: Keys) -> Prefetched:
-        """Read those rows of a coming lookup that are known, and pin them as far as there is room; begin none.
-
-        On a GPU it runs on the current stream; a step on another one waits until it is done.
-        """
+        """Read the known rows of a coming lookup and pin them as far as there is room. On a GPU this runs on the
+        current stream; a step on another one waits for it."""
         with self.turns:
             self.turns.check(changes=True)
             nothing = Prefetched(self, keys, keys.id_U[:0], self.generation, 0, held=False)
@@ -344,11 +339,7 @@ class EmbeddingStore:
         return weights_in(self.weight_SX, slot_U, self.format, self.loops)
 
     def before_change(self, table_U: Array, id_U: Array, weight_UD: torch.Tensor) -> None:
-        """Tell the watchers that these rows are about to change.
-
-        Raises:
-            StorageError: a watcher keeps them from it.
-        """
+        """Tell the watchers that these rows are about to change. A watcher that raises prevents it."""
         for watcher in list(self.watchers):
             watcher.before_change(table_U, id_U, weight_UD)
 
@@ -365,12 +356,10 @@ class EmbeddingStore:
 
     @reading
     def read(self, keys: Keys) -> tuple[Array, Keys]:
-        """The rows of these keys: float32 [U, at least W]; and the keys, cut to as many as there are.
+        """The rows of these keys, float32 [U, at least W]; and the keys, cut to as many as there are.
 
-        A key that is not known stays so and reads as its initial row, or as zeros, as a policy says.
-
-        Raises:
-            ValueError: tables or offsets, on a GPU, are not as they must be.
+        An unknown key reads as its initial row, or as zeros, as its policy says. Raises ValueError if tables or
+        offsets, on a GPU, are invalid.
         """
         self.check_open()
         if self.built:
@@ -382,10 +371,8 @@ class EmbeddingStore:
 
     @reading
     def slots_of(self, table_N: Array, id_N: Array) -> Array | None:
-        """The slots of rows, for a read in place without a pin: int64 [N], -1 for a key that is not known.
-
-        Keys may be there many times. None where rows move: read those of unique keys.
-        """
+        """The slots of rows, for a read in place without a pin: int64 [N], -1 for an unknown key. Keys may repeat. None
+        where slots are not stable."""
         if self._closed:
             self.check_open()
         return self.rows.hot.slots_of(table_N, id_N) if self.reads_in_place else None

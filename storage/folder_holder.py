@@ -1,4 +1,4 @@
-"""Holder of a store's folder, as other objects of the process see it: they ask it to give way, or to let go."""
+"""Holder of a store's folder, as other objects of the process see it: asked to close, or closed by force."""
 
 import weakref
 from collections.abc import Callable
@@ -24,12 +24,11 @@ class _Holds(_Closes, Protocol):
 
 
 class FolderHolder:
-    """A store and who has made it; a `Holder` of storage/table/writer_lock.py. It refers to both weakly.
+    """A store and its owner, both weakly referenced; a `Holder` of storage/table/writer_lock.py.
 
     Args:
-        store: holds the folder.
         what: the object that users know, in words.
-        owners: how many stores have the rows together.
+        owners: number of stores that have the rows together.
     """
 
     def __init__(self, store: _Holds, what: str, owners: int):
@@ -54,11 +53,7 @@ class FolderHolder:
         return ""
 
     def let_go(self) -> int:
-        """Close, and return the number of lost rows; see `Holder.let_go`.
-
-        Raises:
-            RuntimeError: this thread is in the middle of a step.
-        """
+        """Close, and return the number of lost rows; see `Holder.let_go`. RuntimeError within a step of this thread."""
         store = self._store()
         return 0 if store is None else between_steps((store.step_lock,), "oneemb.release", lambda: self._let_go(store))
 

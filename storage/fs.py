@@ -79,16 +79,11 @@ class FileSystem(Protocol):
     def sync_directory(self, path: str) -> None: ...
 
     def lock(self, path: str, *, exists: bool = False) -> int:
-        """Take the lock of a file, which is made where it is not there, or of a folder.
-
-        Args:
-            exists: make no file; one that is not there is a FileNotFoundError.
-
-        Returns:
-            The file, open for reading and writing.
+        """Lock a file, which is made unless it must exist, or a folder. Returns the file, open for reading and writing.
 
         Raises:
             BlockingIOError: another has the lock.
+            FileNotFoundError: `exists`, and there is no file.
         """
 
     def unlock(self, lock: int) -> None: ...
@@ -263,24 +258,12 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 def absolute_path(path: AnyPath) -> str:
-    """The path that the caller means now, whatever becomes the current directory later: `~` is the user's home.
-
-    Raises:
-        TypeError: it is no path.
-    """
+    """The path that the caller means now, whatever the current directory becomes; `~` is the user's home."""
     return str(Path(os.path.expanduser(path_text(path, "a file or folder"))).absolute())
 
 
 def path_text(path: AnyPath, what: str) -> str:
-    """Text of a path that a caller gave.
-
-    Args:
-        path: the caller's argument `path`.
-        what: it leads to, for the error.
-
-    Raises:
-        TypeError: it is no path.
-    """
+    """Text of a path that a caller gave, of `what` in errors. Raises TypeError if it is no path."""
     try:
         return os.fsdecode(path)
     except TypeError:
@@ -291,12 +274,7 @@ def path_text(path: AnyPath, what: str) -> str:
 
 
 def file_path(path: AnyPath, what: str) -> str:
-    """Text of the path of a file that a caller gave; arguments as of `path_text`.
-
-    Raises:
-        TypeError: it is no path.
-        ValueError: it is empty, or has a null byte.
-    """
+    """Text of a file's path that a caller gave. Raises TypeError, or ValueError if it is empty or has a null byte."""
     text = path_text(path, what)
     if not text or "\0" in text:
         raise ValueError(f"path must not be empty or have a null byte, got {text!r}; give the path of {what}")
@@ -318,11 +296,7 @@ def aligned_bytes(size: int) -> np.ndarray:
 
 
 def read_file(fs: FileSystem, path: str) -> bytes | None:
-    """Bytes of a small file; None = there is none.
-
-    Raises:
-        StorageError: it cannot be read.
-    """
+    """Bytes of a small file; None = there is none. Raises StorageError if it cannot be read."""
     try:
         file = fs.open(path)
     except (FileNotFoundError, NotADirectoryError):

@@ -1,11 +1,11 @@
-"""An index from keys to places that grows with its keys, a shard at a time: 24 bytes a key in use.
+"""Index from keys to places that grows with its keys, a shard at a time: 24 bytes a key in use.
 
 Growth never stops a caller for long. A key's shard grows alone when it is full, by two fifths or what the owner says:
 more of it copies keys less often and leaves more cells empty, 30 bytes a key at 2.2. No two shards have the same sizes
 to grow to: while keys come in, the shards that are due at any moment are as many as the keys that came.
 
-Invariants: at most 84 of 100 cells of a shard are taken, so that a probe ends soon. A call that fails to get memory has
-changed nothing, and says how much was needed.
+Invariants: at most 84 of 100 cells of a shard are taken, so that a probe ends soon. A call that finds no memory raises
+IndexMemoryError, has changed nothing, and says how much was needed.
 """
 
 import math
@@ -52,19 +52,18 @@ _PHASE_P = np.array([int(f"{p:08b}"[::-1], 2) for p in range(SHARDS)]) / SHARDS
 
 
 def check_tables(table_U: np.ndarray) -> None:
-    """Raise ValueError unless an index can hold keys of these tables, int32 [U]. One that cannot takes them for others:
-    who takes tables from outside asks here before any `find` or `put`."""
+    """Raise ValueError unless an index can hold keys of these tables, int32 [U]. `find` and `put` do not check: they
+    would take such keys for others."""
     if len(table_U) and (table_U.min() < 0 or table_U.max() > TABLE_MAX):
         raise ValueError(f"tables must be from 0 to {TABLE_MAX}, got {table_U.min()} to {table_U.max()}")
 
 
 class HashIndex:
-    """Maps (table, id) to a place, an int64 from 0 to 2^40 - 2. Tables are from 0 to 2^23 - 1.
+    """Map from (table, id) to a place, an int64 from 0 to 2^40 - 2. Tables are from 0 to 2^23 - 1.
 
     Args:
-        threads: runs lookups and growth.
         expected: keys to make room for at once, so that the first of them cause no growth.
-        growth: by what the cells of a shard are multiplied when it is full.
+        growth: factor by which the cells of a full shard are multiplied.
     """
 
     def __init__(self, threads: Threads, expected: int = 0, growth: float = 1.4):
@@ -98,22 +97,17 @@ class HashIndex:
         return place_U
 
     def put(self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> np.ndarray:
-        """Set the place of each key, the last one of equal keys. Returns the places they had, -1 if none: int64 [U].
-
-        Raises:
-            IndexMemoryError: there is no memory for the cells; the index is as it was. So for `put_new`.
-        """
+        """Set the place of each key, the last one of equal keys. Returns the former places, -1 if none: int64 [U]."""
         return self._put(table_U, id_U, place_U, np.empty(len(id_U), np.int64))[0]
 
     def replace(self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> np.ndarray:
-        """`put` in less time of keys that are here or were reserved for: there is room for them.
-
-        Returns the places that keys had, -1 if none, in any order: int64 [U]."""
+        """`put` in less time, of keys that are here or were reserved for. Returns former places, -1 if none, in any
+        order."""
         return self._put(table_U, id_U, place_U, np.empty(0, np.int64), grow=False)[0]
 
     def put_new(self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> tuple[int, int] | None:
-        """`put` of keys that are not here, in less time. Returns the (table, id) of one that was here, or is here twice
-        now; None if that is true of none."""
+        """`put` of absent keys in less time. Returns the (table, id) of one that was here, or is here twice now; None =
+        none."""
         old_U, cell_U2 = self._put(table_U, id_U, place_U, np.empty(0, np.int64))
         for id, word in cell_U2[old_U >= 0][:1].tolist():
             return word >> PLACE_BITS, id
@@ -122,10 +116,8 @@ class HashIndex:
     def _put(
         self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray, order_U: np.ndarray, grow: bool = True
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Set the place of each key. Returns the places they had, and the cells that were written, shard by shard.
-
-        The places are in the order of the keys if `order_U` has room for each, and of the cells if it is empty.
-        """
+        """Set the place of each key. Returns the former places, and the cells that were written, shard by shard; the
+        places are in the order of the keys if `order_U` has room for each, and of the cells if it is empty."""
         assert len(place_U) == 0 or 0 <= place_U.min() <= place_U.max() <= PLACE_MAX
         check_tables(table_U)
         shard_U, count_KP = self._count(table_U, id_U)
@@ -151,8 +143,7 @@ class HashIndex:
         return old_U, cell_U2
 
     def erase(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
-        """Take the keys out. Returns the places they had, -1 for a key that was not here: int64 [U]. A call that fails
-        to get memory has changed nothing."""
+        """Erase the keys. Returns their former places, -1 for an absent key: int64 [U]."""
         old_U = np.empty(len(id_U), np.int64)
         shard_U, _ = self._count(table_U, id_U)
         if len(id_U) == 0:
@@ -175,23 +166,14 @@ class HashIndex:
                 yield table_N[:size], id_N[:size], place_N[:size]
 
     def reserve(self, more: int) -> None:
-        """Make room for this many keys beyond those here, whichever they are.
-
-        How many come to one shard is random: room is made for six standard deviations above the mean.
-
-        Raises:
-            IndexMemoryError: there is no memory for the cells; the index is as it was.
-        """
+        """Make room for this many keys beyond those here, whichever they are: six standard deviations above a shard's
+        mean."""
         if more > 0:
             mean = more / SHARDS
             self.grow(self._size_P + min(more, math.ceil(mean + 6 * math.sqrt(mean)) + 4))
 
     def reserve_keys(self, table_U: np.ndarray, id_U: np.ndarray) -> None:
-        """Make room for these keys, so that a `put` of them cannot fail.
-
-        Raises:
-            IndexMemoryError: there is no memory for the cells; the index is as it was.
-        """
+        """Make room for these keys, so that a `put` of them cannot fail."""
         self.grow(self._size_P + self.key_counts(table_U, id_U))
 
     @property
@@ -212,11 +194,7 @@ class HashIndex:
         return bool(np.all(need_P <= self._limit_P))
 
     def grow(self, need_P: np.ndarray) -> None:
-        """Let each shard have room for so many keys, those here included.
-
-        Raises:
-            IndexMemoryError: there is no memory for the cells; the index is as it was.
-        """
+        """Make room in each shard for so many keys, those here included."""
         shard_G = np.flatnonzero(need_P > self._limit_P)
         if len(shard_G) == 0:
             return
@@ -247,7 +225,7 @@ class HashIndex:
         return shard_U, count_KP
 
     def clear(self) -> None:
-        """Forget every key. A call that fails to get memory has changed nothing."""
+        """Forget every key."""
         cells_P = np.full(SHARDS, _CELLS_MIN, np.int64)
         cell_PC2, address_P = _new_cells(cells_P)
         for cell_C2 in cell_PC2:
@@ -259,11 +237,10 @@ class HashIndex:
 
 
 def _new_cells(cells_G: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
-    """Arrays of so many cells each, int64 [cells, 2], that begin at lines of the cache and hold anything; and their
-    addresses, int64 [G].
+    """Arrays of so many cells each, int64 [cells, 2], aligned to cache lines, not initialized; and their addresses,
+    int64 [G].
 
-    Neighbours share a block of memory, large enough for huge pages in a large index. It is given back when all of its
-    shards have grown again; so they are to be shards that grow at about the same time.
+    Neighbours share a block of memory, which is freed when all of its shards have grown again.
     """
     made: list[np.ndarray] = []
     address_G = np.empty(len(cells_G), np.int64)
@@ -279,10 +256,8 @@ def _new_cells(cells_G: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
 
 
 def _map_cells(cells: int) -> np.ndarray:
-    """Memory of its own for so many cells, in huge pages if it is large: in small ones a search takes a third longer.
-
-    Memory that malloc recycles keeps its small pages, so this maps new memory.
-    """
+    """Newly mapped memory for so many cells, in huge pages if it is large: a search takes a third longer in small ones,
+    and recycled memory keeps them."""
     size = cells * _CELL_BYTES
     if size < _HUGE_MIN:
         return np.empty((cells, 2), np.int64)

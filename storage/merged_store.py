@@ -46,9 +46,7 @@ class MergedStore:
     """Stores of rows of one format, on the host, as one.
 
     Args:
-        stores: the members.
-        tables: the number of tables of each.
-        names: what errors call each.
+        stores, tables, names: the members; the number of tables, and the name in errors, of each.
     """
 
     def __init__(self, stores: Sequence[EmbeddingStore], tables: Sequence[int], names: Sequence[str]):
@@ -115,14 +113,9 @@ class MergedStore:
     def acquire_found(
         self, keys: Keys, begin_M1: np.ndarray, prefetched: MergedPrefetched | None = None
     ) -> list[Array | None]:
-        """Pin the rows of each member of which all keys are known, once more. Nothing is inserted.
-
-        Args:
-            begin_M1: where the keys of each member begin, and the end.
-
-        Returns:
-            The slots in each member; None for one that lacks a key, whose rows `acquire_rest` acquires.
-        """
+        """Pin, once more, the rows of each member that knows all of its keys, from begin_M1[m] to begin_M1[m + 1] - 1.
+        Nothing is inserted. Returns the slots in each member; None for a member that lacks a key, see
+        `acquire_rest`."""
         with self._turn():
             if prefetched is None:
                 return self._pin_found(keys, begin_M1)
@@ -131,11 +124,7 @@ class MergedStore:
     def acquire_rest(
         self, m: int, keys: Keys, begin_M1: np.ndarray, prefetched: MergedPrefetched | None = None
     ) -> Array:
-        """Make the rows of one member's keys resident and pin each once more; see `EmbeddingStore.acquire`.
-
-        Raises:
-            StoreFullError: the member is full; nothing has changed.
-        """
+        """Acquire one member's rows; see `EmbeddingStore.acquire`."""
         own = self._own_keys(m, keys, begin_M1)
         return self.members[m].acquire(own, None if prefetched is None else prefetched.parts[m])[0]
 
@@ -172,7 +161,7 @@ class MergedStore:
             part.store.unprefetch(part)
 
     def mark_dirty(self, table_U: np.ndarray, slot_U: np.ndarray) -> None:
-        """Say that the rows of these keys, of any members, in these merged slots have changed."""
+        """Note that the rows of these keys, of any members, in these merged slots have changed."""
         mark_V, begin_M = self._dirty_marks()
         member_U = self.members_of(table_U)
         with undisturbed:

@@ -24,9 +24,7 @@ class NewFile:
     """A file that is written beside its path and renamed to it when it is whole.
 
     Args:
-        path: of the file.
-        temporary: where it is written; None = `path.tmp`. What lies there already, a killed process has left.
-        fs: where files are; None = this machine's.
+        temporary: where it is written; None = `path.tmp`. A file that is there already, a killed process has left.
     """
 
     def __init__(self, path: str, temporary: str | None = None, fs: FileSystem | None = None):
@@ -89,11 +87,8 @@ class NewFile:
 
 
 def replace_file(fs: FileSystem, path: str, data: Any, temporary: str | None = None) -> None:
-    """Replace a file, as a whole or not at all.
-
-    Raises:
-        OSError: it is not written; the old one is unchanged, and nothing is left beside it that could be removed.
-    """
+    """Replace a file, as a whole or not at all. An OSError leaves the old one unchanged, and nothing beside it that
+    could be removed."""
     new = NewFile(path, temporary, fs)
     try:
         new.write(data)
@@ -136,14 +131,8 @@ def close_dropped(file: IO[bytes]) -> None:
 
 
 def begin(fs: FileSystem, stem: str, digits: int, make: Callable[[str], None] | None = None) -> tuple[str, int]:
-    """Make `stem.<digits>.tmp` under a name that nobody else has: the path, and its lock, the open file.
-
-    Args:
-        make: makes a folder, in place of a file.
-
-    Raises:
-        OSError: it cannot be made or locked.
-    """
+    """Make and lock `stem.<digits>.tmp`, a file or a folder that `make` makes, under a name that nobody else has.
+    Returns its path, and the open file that has the lock."""
     while True:
         path = f"{stem}.{uuid.uuid4().hex[:digits]}.tmp"
         if make is not None:
@@ -164,12 +153,8 @@ def is_held(fs: FileSystem, path: str) -> bool:
 
 
 def remove_unfinished(fs: FileSystem, folder: str, stem: str, digits: int, remove: Callable[[str], None]) -> None:
-    """Remove what killed processes have begun in a folder and nobody holds.
-
-    Args:
-        stem: a regular expression of the names, as `begin` has them.
-        remove: removes one of them.
-    """
+    """Remove what killed processes have begun in a folder: names that match `stem`, a regular expression, and that
+    nobody holds."""
     for name in fs.names(folder):
         if re.fullmatch(rf"(?s:{stem})\.[0-9a-f]{{{digits}}}\.tmp", name):
             with suppress(OSError):  # BlockingIOError: somebody holds it; or another has removed it, or may remove it.

@@ -1,6 +1,6 @@
 """Replicated tables of a store: every one of the owners that have rows together has all rows of such a table.
 
-Snapshots, norms and whatever else counts rows take each of them once: `owner_of` says whose it is, as of any other row.
+Snapshots, norms and whatever else counts rows take each of them once, with the owner that `owner_of` names.
 
 Invariants:
 - a store's keys of replicated tables are here, all of them and no others;
@@ -29,13 +29,8 @@ Keys = tuple[np.ndarray, np.ndarray]
 
 
 class Replicas(StorePart):
-    """The rows of replicated tables that a store has, and their keys. It is false where there are no such tables.
-
-    Args:
-        store: its part this is.
-        plan: which tables are replicated, and for how many owners; for one owner none is.
-        threads: runs lookups.
-    """
+    """The rows of replicated tables that a store has, and their keys. False where no table is replicated, as for one
+    owner."""
 
     def __init__(self, store: Store, plan: StorePlan, threads: Threads):
         super().__init__(store)
@@ -57,8 +52,8 @@ class Replicas(StorePart):
         return replicated_N
 
     def are_counted(self, table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray:
-        """Whether each of these keys, whose rows are here, is one that counts here: bool [N]. On every other owner that
-        has the row, it does not."""
+        """Whether each of these keys, whose rows are here, counts here: bool [N]; a replicated one counts with its
+        owner only."""
         counted_N = ~self.are_of(table_N)
         shared = np.flatnonzero(~counted_N)
         counted_N[shared] = self._is_own(table_N[shared], id_N[shared])
@@ -81,14 +76,8 @@ class Replicas(StorePart):
     # ---- what comes and goes ----------------------------------------------------------------------------------------
 
     def new(self, table_U: np.ndarray, id_U: np.ndarray, row_bytes: int | None) -> Keys:
-        """Which of these distinct keys are of replicated tables and not here. There is memory to `add` them.
-
-        Args:
-            row_bytes: of a row; None = there may be any number.
-
-        Raises:
-            StoreFullError: their rows would be more than replicated tables may have.
-        """
+        """Which of these distinct keys are of replicated tables and not here; memory to `add` them is reserved.
+        StoreFullError if their rows, of `row_bytes` each, exceed the limit; None = there is no limit."""
         u = np.flatnonzero(self.are_of(table_U))
         new_U = u[self._index.find(table_U[u], id_U[u]) < 0]
         table_U, id_U = table_U[new_U], id_U[new_U]
@@ -134,16 +123,11 @@ class Replicas(StorePart):
 
     @no_step("check_replicas")
     def check_fits(self, info: SnapshotInfo, rows: int, others: int, replicated: int) -> None:
-        """Raise unless there is room for rows of replicated tables, beside those of a snapshot that this store owns.
+        """Raise StoreFullError unless there is room for rows of replicated tables, beside those of a snapshot.
 
         Args:
-            info: what the snapshot is.
-            rows: how many of its rows this store owns.
-            others: rows of replicated tables that other stores own.
-            replicated: all rows of replicated tables.
-
-        Raises:
-            StoreFullError: there is not.
+            rows: rows of the snapshot that this store owns.
+            others, replicated: rows of replicated tables that other stores own, and all of them.
         """
         with self.turns:
             self._store.check_process()
@@ -163,11 +147,8 @@ class Replicas(StorePart):
     @no_step("put_replicas")
     @in_turn
     def put(self, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray) -> None:
-        """Have rows of replicated tables as another owner has loaded them. Watchers are not told.
-
-        Raises:
-            StoreFullError: there is no room for them; some may be here.
-        """
+        """Write rows of replicated tables as another owner has loaded them, without the watchers' knowledge. After a
+        StoreFullError some may be here."""
         self._put(self.new(table_U, id_U, self.rows.format.row_bytes), table_U, id_U, row_UW)
         self._store.changes += 1
 
@@ -179,13 +160,9 @@ class Replicas(StorePart):
     @no_step("begin_replicas")
     @in_turn
     def begin(self, table_U: np.ndarray, id_U: np.ndarray) -> None:
-        """Begin those rows of replicated tables that are not here, as lookups elsewhere have. It is no change of rows:
-        they are what they were there. There may be more than replicated tables may have: what ranks have begun can be
-        saved.
-
-        Raises:
-            StoreFullError: a tier is too small, or capacity is reached; some may be here.
-        """
+        """Begin those rows of replicated tables that are not here, as lookups elsewhere have: no change of rows. There
+        may be more than the limit, since what ranks have begun can be saved. After a StoreFullError some may be
+        here."""
         new = self.new(table_U, id_U, None)
         if len(new[1]):
             hot, loops = self.rows.hot, self.rows.loops

@@ -1,8 +1,8 @@
-"""Calls on a store and on its parts: each in a turn of the store, some between two steps.
+"""Calls on a store and on its parts: each with the store lock, some between two steps.
 
-A store (embedding_store.py) has parts, objects with one responsibility each: which rows policies keep, snapshots,
-replicated tables. A part refers to its store weakly: a store that nobody has any more is gone at once, with its files
-and its lock, and does not wait for the garbage collector.
+A store (embedding_store.py) has parts, objects with one responsibility each: the policy engine, snapshots, replicated
+tables. A part refers to its store weakly: a store that nobody has any more is gone at once, with its files and its
+lock, and does not wait for the garbage collector.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Calls on all rows of a store, as they are between two steps: a copy in another store, a visit of each."""
+"""Calls on the rows of a store, by their keys or all of them: written, erased, copied, visited."""
 
 from dataclasses import replace
 
@@ -17,11 +17,11 @@ from oneemb.storage.tiered_rows import ChangeRows, TieredRows
 def copy_rows(
     store: EmbeddingStore, other: EmbeddingStore, *, with_state: bool, change: ChangeRows | None = None
 ) -> None:
-    """Let another store, which is new, have the rows as they are now, and the step.
+    """Copy all rows as they are now, and the step, into another store, which is new.
 
     Args:
-        with_state: let it have the optimizer's state too; off, its rows have none and begin at step 0.
-        change: is given tables, ids and rows on their way, and changes the rows in place.
+        with_state: copy the optimizer's state too; off, rows begin with that of new ones, at step 0.
+        change: changes rows in place on their way.
 
     Raises:
         StorageError: the other's path is in use or unusable, or has no room for them.
@@ -44,7 +44,7 @@ def copy_rows(
 
 
 def _fill(rows: TieredRows, source: TieredRows, with_state: bool, change: ChangeRows | None) -> None:
-    """Make the tiers, for rows as those of `source`, and have all of them. There are none here yet."""
+    """Make the tiers of `rows`, which has none, and copy all rows of `source` into them."""
     format = replace(source.format, marks=rows.format.marks)
     rows.build(format if with_state else format.with_state(None, np.empty(0, np.float32)))
     assert rows.bottom_store is not None
@@ -61,12 +61,8 @@ def _fill(rows: TieredRows, source: TieredRows, with_state: bool, change: Change
 
 @no_step("visit")
 def visit_rows(store: EmbeddingStore, call: ChangeRows) -> None:
-    """Give every row, as all of them are now, to a function: tables, ids and rows, some at a time. It must not change
-    them, or use the store.
-
-    Raises:
-        StorageError: rows cannot be read.
-    """
+    """Give every row, as tables, ids and rows, some at a time, to a function, which must neither change them nor use
+    the store."""
     with store.turns:
         store.turns.check(changes=True)
         store.check_open()
@@ -79,11 +75,8 @@ def visit_rows(store: EmbeddingStore, call: ChangeRows) -> None:
 @no_step("put")
 @in_turn
 def set_rows(store: EmbeddingStore, table_U: np.ndarray, id_U: np.ndarray, row_UX: np.ndarray) -> None:
-    """Give keys, known or not, these rows; or the first words of them, before those that they have.
-
-    Raises:
-        StoreFullError: a tier is too small for so many rows at a time, or capacity is reached; nothing has changed.
-    """
+    """Give keys, known or not, these rows, or the first words of them. StoreFullError, with nothing changed, if a tier
+    is too small for so many rows at a time, or capacity is reached."""
     put = store.loops.put
     slot_U, keys = store.acquire(store.loops.distinct_keys(put(table_U), put(id_U)), admits=True)
     try:
@@ -104,14 +97,8 @@ def set_rows(store: EmbeddingStore, table_U: np.ndarray, id_U: np.ndarray, row_U
 @no_step("erase")
 @in_turn
 def erase_rows(store: EmbeddingStore, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
-    """Forget the rows of these keys, here and in every tier. Snapshots keep theirs.
-
-    Returns:
-        Which there were, bool [U].
-
-    Raises:
-        StorageError: a lookup whose step is still to come holds one; nothing has changed.
-    """
+    """Erase the rows of these keys in every tier; snapshots keep theirs. Returns which existed, bool [U]. StorageError,
+    with nothing changed, if a lookup whose step is still to come holds one."""
     store.check_open()
     if not store.built:
         return np.zeros(len(id_U), np.bool_)

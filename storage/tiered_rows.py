@@ -64,14 +64,11 @@ class TieredRows:
     """The rows of an embedding.
 
     Args:
-        plan: which tiers there are.
-        bottom: what lies below them.
+        plan, bottom: the tiers, and the store below them.
         format: of a row, as long as no optimizer has come.
-        initial: how weights begin.
+        initial, policies: first values of weights, and policies of tables; None = all rows stay.
         loops: of the hot tier.
-        threads: runs what is done on the host.
         writing: the lock that is held by whoever writes rows in place.
-        policies: which rows each table keeps; None = all.
     """
 
     def __init__(
@@ -117,23 +114,17 @@ class TieredRows:
         return len(self.hot) if self.tiers else 0
 
     def build(self, format: RowFormat | None = None) -> None:
-        """Make the tiers, without a row, for rows of this format; None = of the present one.
-
-        Raises:
-            StorageError: the store at the bottom cannot be opened.
-        """
+        """Make the tiers, without a row, for this format; None = the present one. StorageError if the bottom cannot be
+        opened."""
         self._open(self.new_rows if format is None else self.new_rows.of(format, self.loops))
 
     def relayout(self, format: RowFormat, loops: Loops, step: int) -> None:
-        """Let rows have this format, and the hot tier be where these loops run. Rows that have no state are given that
-        of new ones.
-
-        Args:
-            step: updates made so far.
+        """Give rows this format, and move the hot tier to where these loops run. Rows without state get that of new
+        ones.
 
         Raises:
-            StoreFullError, StorageError: there is no room for the rows, there or on the disk on their way, or they
-                cannot be given another width; or what else has failed. The rows are as they were; or, where `whole` is
+            StoreFullError, StorageError: there is no room for the rows, there or on the disk on their way, they cannot
+                be given another width, or anything else has failed. The rows are as they were; or, where `whole` is
                 False now, in the snapshot that a note names.
         """
         try:
@@ -284,11 +275,7 @@ class TieredRows:
     # ---- snapshots --------------------------------------------------------------------------------------------------
 
     def _snapshots(self) -> Snapshots:
-        """The store at the bottom as one that keeps snapshots.
-
-        Raises:
-            StorageError: it is none.
-        """
+        """The store at the bottom as one that keeps snapshots; StorageError if it is none."""
         if not self.built:
             self.build()
         if not isinstance(self.bottom_store, Snapshots):
@@ -303,13 +290,9 @@ class TieredRows:
         without: tuple[np.ndarray, np.ndarray] | None = None, more: dict[str, Any] | None = None,
         arrays: Mapping[str, np.ndarray] | None = None, since: Places | None = None,
     ) -> SnapshotInfo:  # fmt: skip
-        """Write every row, or those that are no copies, durably, under a name; see `StoreSnapshots.save`.
-
-        Args:
-            more: what the meta says beside what the rows are.
-            arrays: what the snapshot holds beside them.
-            since: what `places` gave: write only the rows that have changed since.
-        """
+        """Write every row, or but for those of the keys `without`, durably, under a name; see `StoreSnapshots.save`.
+        `more` are further entries of the meta, `arrays` arrays beside the rows; with `since`, of `places`, only
+        changes are written."""
         snapshots = self._snapshots()
         self.hot.flush()
         return self._save(
@@ -323,11 +306,8 @@ class TieredRows:
         return self._snapshots().places
 
     def gone_since(self, then: Places) -> tuple[np.ndarray, np.ndarray]:
-        """The keys, table_N and id_N, that had rows at those places and have none now.
-
-        Raises:
-            StorageError: it cannot be said any more.
-        """
+        """The keys, table_N and id_N, that had rows at those places and have none now. StorageError if that is unknown
+        by now."""
         snapshots = self._snapshots()
         self.hot.flush()
         return snapshots.gone_since(then)
@@ -372,14 +352,12 @@ class TieredRows:
         self, info: SnapshotInfo, weights_only: bool = False, owned: OwnedRows | None = None,
         marks: MarksOf | None = None,
     ) -> tuple[int, bool]:  # fmt: skip
-        """Start from the rows of a snapshot that has been found to fit; see `StoreSnapshots.load`.
+        """Start from the rows of a snapshot that has been found to fit; see `StoreSnapshots.load`. Returns the updates
+        made so far; and False if the rows were given state that the snapshot lacks.
 
         Args:
             owned: the rows, if they are not one snapshot of the store at the bottom.
-            marks: gives rows that lack them theirs.
-
-        Returns:
-            The updates made so far; and False if the rows were given state that the snapshot lacks.
+            marks: makes usage metadata for rows that lack it.
         """
         name, rows = info.name, SnapshotRows.of_meta(info.meta, info.name)
         if weights_only and not self.built:

@@ -23,10 +23,8 @@ _NOWHERE: tuple[Array | None, np.ndarray, Array | None] = None, np.empty(0, np.i
 
 
 class Pins(weakref.ref):
-    """The pins of a lookup, for when its owner is dropped before it has released them.
-
-    Python calls the function of a weak reference without running a line of code: no interrupt can lose the note.
-    """
+    """Pins of a lookup, released when its owner is dropped before it has released them. Python calls the function of a
+    weak reference without running a line of code, so no interrupt can lose it."""
 
     __slots__ = ("generation", "lent_M", "place_U", "released", "slot_U")
     slot_U: Array
@@ -43,8 +41,7 @@ class PinBook:
     """Pins of the hot tier and their owners.
 
     Args:
-        rows: rows of the store.
-        placed: whether every lookup's rows have places in a ledger: see `note_places`.
+        placed: whether every lookup's rows have places in a usage index: see `note_places`.
     """
 
     def __init__(self, rows: TieredRows, *, placed: bool):
@@ -169,11 +166,8 @@ class PinBook:
         return hot.acquire(keys)
 
     def pin_with_room(self, keys: Keys, prefetched: Prefetched | None, leaving: int) -> Array:
-        """Pin the rows of these keys that are in the hot tier: their slots, -1 for others.
-
-        Raises:
-            StoreFullError: others would not fit, though `leaving` rows leave; nothing is pinned.
-        """
+        """Pin the rows of these keys that are in the hot tier: their slots, -1 for others. Raises StoreFullError, with
+        nothing pinned, if the others would not fit even though `leaving` rows are evicted."""
         hot, loops = self._rows.hot, self._rows.loops
         if prefetched is not None and self.take(prefetched):
             slot_U = prefetched.slot_U

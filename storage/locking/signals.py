@@ -98,10 +98,8 @@ class _Signals:
                 self._handle()
 
     def raise_interrupt(self) -> None:
-        """Raise KeyboardInterrupt if Ctrl-C was held back. Called where an interrupt does no harm.
-
-        Handlers that the user has installed still wait: they may call an object that is half changed.
-        """
+        """Raise KeyboardInterrupt if Ctrl-C was deferred. Handlers that the user has installed still wait: they may
+        call an object that is half changed."""
         number = int(signal.SIGINT)
         if number in self.held and threading.get_ident() == self.main:
             if self._handlers[number] is signal.default_int_handler:

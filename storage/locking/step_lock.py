@@ -72,12 +72,8 @@ def in_step(locks: Iterable[StepLock], step: Callable[[], T]) -> T:
 
 
 def between_steps(locks: Iterable[StepLock], what: str, call: Callable[[], T]) -> T:
-    """Run `call` with these locks held and no step under way on any thread; returns what it gives.
-
-    Raises:
-        RuntimeError: this thread is in the middle of a step, since a hook, a scheduler or a signal handler calls;
-            nothing has been done.
-    """
+    """Run `call` with these locks held and no step under way on any thread; returns its result. Raises RuntimeError,
+    with nothing done, if this thread is in a step: a hook, a scheduler or a signal handler calls."""
 
     def run() -> T:
         if any(lock.stepping for lock in locks):
@@ -94,10 +90,8 @@ def between_steps(locks: Iterable[StepLock], what: str, call: Callable[[], T]) -
 
 def between_steps_now(one: StepLock, call: Callable[[], T]) -> T | None:
     """Run `call` with this lock held, between steps. Returns its result; None = a step is under way on this thread, or
-    another thread's step takes longer than a second.
-
-    The wait is bounded, so that a caller that holds other locks, in an `undisturbed` block, cannot deadlock.
-    """
+    another thread's takes longer than a second: the wait is bounded, so that callers with other locks cannot
+    deadlock."""
     lock = one.lock
     owned = lock._is_owned()
     if not lock.acquire(timeout=_PATIENCE):
@@ -110,11 +104,8 @@ def between_steps_now(one: StepLock, call: Callable[[], T]) -> T | None:
 
 
 def _taking_turns(locks: Iterable[StepLock]) -> Iterator[Any]:
-    """Yield the inner lock of each step lock; the caller takes it before it asks for the next one.
-
-    Threads that wait already go first: Python's locks are not fair, and a thread that takes one again and again would
-    leave them waiting.
-    """
+    """Yield the inner lock of each step lock; the caller takes it before it asks for the next one. Waiting threads go
+    first: Python's locks are not fair."""
     me = threading.get_ident()
     for one in locks:
         lock = one.lock
@@ -136,9 +127,9 @@ def _taking_turns(locks: Iterable[StepLock]) -> Iterator[Any]:
 def while_held(locks: Iterable[Any], call: Callable[[], T]) -> T:
     """Run `call` with these locks held. Returns its result.
 
-    Interrupts come between instructions of Python only: one instruction, `extend`, takes each lock and notes it; one,
-    `deque`, releases all. An ExitStack would leave a lock taken if an interrupt came within its code. Nested `with`
-    blocks would overflow Python's stack with a thousand locks.
+    Interrupts come between instructions of Python only: `extend` takes each lock and notes it in one, `deque` releases
+    all in one. An ExitStack would leave a lock taken, and nested `with` blocks overflow Python's stack with a thousand
+    locks.
     """
     held: list[Any] = []
     giving_back = map(_RELEASE, held)

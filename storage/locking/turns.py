@@ -33,9 +33,8 @@ class Turns:
     """`with turns:` is a turn of the thread that runs it; a turn may begin within another one of the same thread.
 
     Args:
-        what: the object, for errors.
-        mend: what to do when it is broken, for errors.
-        rank: of the objects whose turns one thread takes at a time, those of lower rank come first.
+        what, mend: the object, and what to do when it is broken, for errors.
+        rank: objects of lower rank are locked first by a thread that locks several.
     """
 
     def __init__(self, what: str, mend: str, rank: int):
@@ -112,12 +111,8 @@ class Turns:
         return self._broken is not None
 
     def check(self, *, changes: bool) -> None:
-        """Raise unless the object can be read, or changed, in this process.
-
-        Raises:
-            BrokenStoreError: a call was cut short.
-            ForkedProcessError: this process is a child.
-        """
+        """Raise BrokenStoreError if a call was cut short, ForkedProcessError if this process is a child that may not
+        read, or not change, the object."""
         if self._broken is not None:
             raise BrokenStoreError(
                 f"{self._what} is of no use since a call on it was cut short by {self._broken}: what it holds in memory"
@@ -151,9 +146,8 @@ class Turns:
 
 
 class _Changing:
-    """`with changing:` marks lines between which an object is half changed. Any error that leaves the block breaks each
-    object whose turn is under way; an interrupt that the block lets in by `raise_interrupt` does not.
-    """
+    """`with changing:` marks lines between which an object is half changed. Any error that leaves the block, other than
+    that of `raise_interrupt`, breaks each object whose turn is under way."""
 
     def __enter__(self) -> None:
         pass
@@ -167,11 +161,8 @@ changing = _Changing()
 
 
 class whole:
-    """`with whole(objects):` Signals come before this block or after it, and an error that nobody foresaw breaks these
-    objects.
-
-    For what changes several objects together, or needs no turn. The block may let errors out that it has put in order.
-    """
+    """`with whole(objects):` defers signals, and an unforeseen error breaks these objects: for changes of several
+    objects together, or without a turn. Errors that leave everything in order may leave the block."""
 
     def __init__(self, objects: Iterable[Turns]):
         self._objects = objects

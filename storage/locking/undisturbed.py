@@ -94,8 +94,8 @@ class _Undisturbed:
             self._hold_forks(goes_on=True)
 
     def _hold_forks(self, *, goes_on: bool = False, interruptible: bool = False) -> None:
-        """Wait for a fork that is under way, and make the next one wait. A block that goes on (`goes_on`) does not wait
-        until the fork really begins: other threads may be waiting for it."""
+        """Wait for a fork that is under way, and make the next one wait. A block that goes on (`goes_on`) waits only
+        for a fork that has really begun: other threads may be waiting for the block."""
         me = threading.get_ident()
         depth = self._inside.get(me, 0)
         # Write, then read; a fork does the same, so at least one of the two sees the other.
@@ -122,10 +122,8 @@ class _Undisturbed:
 
     def wait_for_others(self, end: float) -> None:
         """Wait until no other thread is in a block or compiles, or until the time `end`; then no other thread may begin
-        a block.
-
-        Until then a thread that compiles may begin one: the garbage collector may close a table in the middle of it.
-        """
+        a block. A thread that compiles may begin one until then: the garbage collector may close a table in the
+        middle of it."""
         while True:
             self._forks_now = True
             free = compiling._lock.acquire(blocking=False)
@@ -161,11 +159,8 @@ undisturbed = _Undisturbed()
 
 
 class CommitBlock:
-    """`with CommitBlock() as block:` From `block.begin()` to the end of the block signals wait.
-
-    An exception that another thread puts into the first line of `__exit__` leaves them waiting, as for `undisturbed`:
-    no Python code can rule that out.
-    """
+    """`with CommitBlock() as block:` From `block.begin()` to the end of the block signals wait. An exception that
+    another thread puts into the first line of `__exit__` leaves them waiting: no Python code can rule that out."""
 
     _begun = False
 

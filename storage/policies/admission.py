@@ -28,12 +28,7 @@ _SEED_FACTOR, _LOOKUP_FACTOR = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95
 
 
 class Admission:
-    """See the head of this file.
-
-    Args:
-        policies: of each table.
-        threads: run loops.
-    """
+    """Admission of keys of tables with these policies; see the head of this file."""
 
     def __init__(self, policies: Sequence[RowPolicy], threads: Threads):
         self._rules = {t: policy.admit for t, policy in enumerate(policies) if policy.admit is not None}
@@ -60,15 +55,15 @@ class Admission:
     def asks(
         self, table_M: np.ndarray, id_M: np.ndarray, uses_M: np.ndarray, lookup: int, *, again: bool = False
     ) -> np.ndarray:
-        """Which of these keys, which are distinct, get a row: bool [M]. Changes nothing.
+        """Which of these distinct keys get a row: bool [M]. Changes nothing.
 
         Args:
-            uses_M: int64, how many ids of the lookup are of each.
+            uses_M: int64, number of the lookup's ids that are each key.
             lookup: its number.
-            again: it was made before: nothing that has no row gets one now.
+            again: the lookup was made before: no key without a row gets one now.
 
         Raises:
-            ValueError: a user's function gives what it is not to give, or raises.
+            ValueError: a user's function raises, or returns an invalid array.
         """
         admitted_M = np.ones(len(id_M), np.bool_)
         for t, rule in self._rules.items():
@@ -102,7 +97,7 @@ class Admission:
     def note(
         self, table_M: np.ndarray, id_M: np.ndarray, uses_M: np.ndarray, admitted_M: np.ndarray, lookup: int
     ) -> None:
-        """Count the lookup that `asks` was asked for; those admitted have a row now, and are counted no more."""
+        """Count the lookup that `asks` was asked for. Admitted keys have a row now, and are counted no more."""
         for t in self._rules:
             of_table = np.flatnonzero(table_M == t)
             refused, admitted = of_table[~admitted_M[of_table]], of_table[admitted_M[of_table]]
@@ -112,7 +107,7 @@ class Admission:
                 self._counters[t].add(id_M[refused], self._sightings(t, uses_M[refused]), lookup)
 
     def forget(self, table_M: np.ndarray, id_M: np.ndarray) -> None:
-        """These ids have got a row that nobody was asked for: they are counted no more."""
+        """Stop counting these ids, which have got a row without admission."""
         for t, counters in self._counters.items():
             counters.forget(id_M[table_M == t])
 
@@ -137,11 +132,8 @@ class Admission:
         return {sightings_name(t): counters.to_array() for t, counters in self._counters.items()}
 
     def from_arrays(self, arrays: Mapping[str, np.ndarray], name: str) -> None:
-        """Go on from what `to_arrays` gave; sightings that are not there, or were counted otherwise, begin anew.
-
-        Raises:
-            CorruptTableError: snapshot `name` holds what no embedding says.
-        """
+        """Go on from the arrays of `to_arrays` in snapshot `name`; missing sightings, or those counted otherwise, begin
+        anew. Raises CorruptTableError if they are invalid."""
         self.clear()
         for t, counters in self._counters.items():
             found = arrays.get(sightings_name(t))
@@ -280,12 +272,7 @@ def sightings_name(table: int) -> str:
 
 
 def joined_arrays(parts: Sequence[Mapping[str, np.ndarray]], is_own: Keep) -> dict[str, np.ndarray]:
-    """One owner's share of the arrays that parts of a snapshot have beside their rows.
-
-    Args:
-        parts: arrays of each part, by name.
-        is_own: whether keys are the owner's.
-    """
+    """One owner's share (`is_own` of keys) of the arrays that parts of a snapshot have beside their rows, by name."""
     joined = {}
     for name in dict.fromkeys(name for part in parts for name in part):
         arrays = [part[name] for part in parts if name in part]

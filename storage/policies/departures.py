@@ -43,24 +43,19 @@ class Departing(NamedTuple):
 
 
 class Departures:
-    """Chooses the rows of a ledger that leave; see the head of this file.
-
-    Args:
-        ledger: knows the rows.
-        threads: runs loops.
-    """
+    """Choice of the rows of a usage index to evict; see the head of this file."""
 
     def __init__(self, ledger: Ledger, threads: Threads):
         self._ledger, self._threads = ledger, threads
 
     def make_room(self, table_M: np.ndarray, held: Sequence[np.ndarray]) -> list[Departing]:
-        """Which rows have to leave before new ones, of these tables, begin.
+        """Rows to evict before new ones, of these tables, begin.
 
         Args:
-            held: places of rows that may not leave, arrays, -1 for none; those of the lookup's other keys among them.
+            held: arrays of places of rows that must stay, -1 for none; those of the lookup's other keys among them.
 
         Raises:
-            StoreFullError: there would be more rows than fit, and too few that may leave.
+            StoreFullError: there would be more rows than fit, and too few that may be evicted.
         """
         if len(table_M) == 0:
             return []
@@ -74,12 +69,8 @@ class Departures:
         return [self._choose(excess_T, excess, held)]
 
     def fitting(self, table_M: np.ndarray, held: Sequence[np.ndarray]) -> np.ndarray:
-        """Which of new rows, of these tables, there can be room for: bool [M]. All, but of tables that refuse rows
-        where they are full, which take the first ones.
-
-        Args:
-            held: as in `make_room`.
-        """
+        """Which of new rows, of these tables, can have room: bool [M]. All but the last ones of full tables that refuse
+        rows. held: as in `make_room`."""
         fits_M = np.ones(len(table_M), np.bool_)
         new_T = np.bincount(table_M, minlength=len(self._ledger.rows_T))
         excess_T = self._excess(new_T)
@@ -92,8 +83,7 @@ class Departures:
         return fits_M
 
     def surplus(self, held: Sequence[np.ndarray], tables: Sequence[int]) -> list[Departing]:
-        """Which rows have to leave of these tables where they were loaded with more than they may have, as far as they
-        may."""
+        """Rows to evict of these tables where they were loaded with more than they may have, as far as they may be."""
         excess_T = self._excess(np.zeros(len(self._ledger.rows_T), np.int64))
         over = [t for t in tables if self._ledger.evicts_T[t] and excess_T[t] > 0]
         if not over:
@@ -161,11 +151,11 @@ class Departures:
                 set_marks(self._ledger.places.held_P, place_N, False, threads=self._threads)
 
     def _choose(self, excess_T: np.ndarray, excess: int, held: Sequence[np.ndarray]) -> Departing:
-        """The rows that leave, in a round or more.
+        """The rows to evict, in a round or more.
 
         Args:
-            excess_T: how many of each table have to leave; below 0 where so many more would fit.
-            excess: how many have to leave of all tables, these among them.
+            excess_T, excess: rows to evict of each table, below 0 where so many more would fit; and of all tables
+                together.
             held: as in `make_room`.
         """
         share = max([_ROUND_ROWS / max(len(self._ledger), 1), excess / (_ROUND_SHARE * max(len(self._ledger), 1))])
@@ -246,11 +236,8 @@ class Departures:
     def expired(
         self, shards: Iterable[int], step: int, second: int, held: Sequence[np.ndarray], *, sweeps: bool = False
     ) -> list[Departing]:
-        """The rows of these shards that were not used for longer than their policies say.
-
-        Args:
-            sweeps: pass over tables that have too few rows to be swept.
-        """
+        """Rows of these shards unused for longer than their policies allow; in `sweeps`, but of tables too small to
+        sweep."""
         limits = [(policy.expire_after_steps, policy.expire_after_seconds) for policy in self._ledger.policies]
         steps_T = np.array([_UNLIMITED if limit is None else limit for limit, _ in limits])
         seconds_T = np.array([_UNLIMITED if limit is None else limit for _, limit in limits])
@@ -286,11 +273,8 @@ class Departures:
     def unwanted(
         self, table_N: np.ndarray, id_N: np.ndarray, weight_ND: np.ndarray, held: Sequence[np.ndarray]
     ) -> list[Departing]:
-        """The rows among these that are to leave for their weights, float32 [N, D].
-
-        Raises:
-            ValueError: the result of `expire_where` is not as it must be.
-        """
+        """Which of these rows, of weights float32 [N, D], are to be evicted for their weights. ValueError if
+        `expire_where` fails."""
         departing = []
         with self._holding(held):
             free_N = ~self._ledger.places.held_P[self._ledger.find(table_N, id_N)]

@@ -40,14 +40,11 @@ _ROWS_AT_ONCE = 1 << 15
 
 
 class KeptRows:
-    """The rows that policies keep.
+    """The policy engine of a store.
 
     Args:
         policies: of each table.
         capacity: rows of all tables together at most; None = no limit.
-        rows: those of the store.
-        pins: who holds them.
-        threads: runs loops.
         writing: the lock that is held by whoever writes rows in place.
     """
 
@@ -74,8 +71,8 @@ class KeptRows:
 
     @property
     def ledger(self) -> Ledger:
-        """The usage index; it uses the rows' own records where all rows lie still on the host. In a turn or between
-        steps only: the first call after rows have moved goes over to the new place."""
+        """The usage index, which uses the rows' own records where slots are stable on the host. Between steps or with
+        the store lock only: the first call after rows have moved goes over to the new place."""
         hot = self._rows.hot if self._rows.built else None
         if hot is not self._hot:
             lying = hot if isinstance(hot, HotTier) and hot.lies_still else None
@@ -84,11 +81,8 @@ class KeptRows:
         return self._ledger
 
     def move_out(self) -> None:
-        """Rows are about to have another form or another place: what is known of them must not lie in them.
-
-        Raises:
-            IndexMemoryError, MemoryError: there is no memory for it; nothing has changed.
-        """
+        """Copy usage metadata out of rows that are about to have another form or place. IndexMemoryError or MemoryError
+        if there is no memory for it, with nothing changed."""
         self.ledger.move_out()
         self._hot = None
 
@@ -113,12 +107,7 @@ class KeptRows:
         self, keys: Keys, prefetched: Prefetched | None, *, step: int, again: bool, admits: bool,
         uses_U: np.ndarray | None,
     ) -> tuple[Array, Keys]:  # fmt: skip
-        """See `EmbeddingStore.acquire`.
-
-        Args:
-            step: updates made so far.
-            uses_U: int64, how many ids of a batch each key is of; None = as the keys say.
-        """
+        """See `EmbeddingStore.acquire`; `step` counts the updates made so far."""
         if self._asks:
             raise ValueError("a function of a policy (admit=, expire_where=) must not call the embedding that asks it")
         ledger, loops = self.ledger, self._rows.loops
@@ -178,11 +167,8 @@ class KeptRows:
         self, keys: Keys, prefetched: Prefetched | None, departing: Sequence[Departing], lent: np.ndarray,
         place_U: np.ndarray,
     ) -> tuple[Array, Array | None]:  # fmt: skip
-        """Pin the rows of these keys, once these others have left, beginning those that have none.
-
-        Returns:
-            Their slots, and those of them that are lent.
-        """
+        """Pin the rows of these keys, beginning new ones, once `departing` are evicted. Returns all slots, and
+        temporary ones."""
         hot, leaving = self._rows.hot, sum(len(its.id_V) for its in departing)
         if prefetched is None and len(lent) == 0 and isinstance(hot, HotTier) and self.ledger.lies_in_rows:
             slot_U = place_U.copy()
@@ -208,7 +194,7 @@ class KeptRows:
         return slot_U, lent_M
 
     def _lend(self, keys: Keys, slot_U: Array, lent: np.ndarray) -> Array | None:
-        """Lend rows to those of the keys that get none. Returns their slots, which are in slot_U too."""
+        """Make temporary rows of the keys `lent`. Returns their slots, which are in slot_U too."""
         if len(lent) == 0:
             return None
         hot, which = self._rows.hot, self._rows.loops.put(lent)
@@ -221,7 +207,7 @@ class KeptRows:
         return lent_M
 
     def _sweep(self, step: int, second: int, held: Sequence[np.ndarray]) -> None:
-        """Let those rows leave that have expired, of the part of all that this step looks at."""
+        """Evict expired rows among those that this step looks at."""
         ledger = self.ledger
         shards = self._departures.due(step)
         ledger.fit(self._format.row_bytes)
@@ -282,7 +268,7 @@ class KeptRows:
         self.ledger.forget(table_V, id_V, "erased", erased_V)
 
     def departing(self, tables: Sequence[int], step: int) -> list[Departing]:
-        """The rows that have expired, those of these tables among them, and that no lookup holds."""
+        """Expired rows that no lookup holds; by their weights, those of these tables only."""
         ledger, held = self.ledger, self._pins.places()
         departing = self._departures.expired(range(SHARDS), step, ledger.second, held)
         if any(ledger.policies[t].weighs for t in tables):
@@ -297,12 +283,8 @@ class KeptRows:
     def evict(
         self, tables: Sequence[int], departing: Sequence[Departing], *, expired_only: bool = False
     ) -> dict[str, int]:
-        """Let those of these rows leave that are of these tables, and what is more than a table may have and is held by
-        no lookup. Returns how many, by reason.
-
-        Args:
-            expired_only: these rows alone.
-        """
+        """Evict those of these rows that are of these tables and, but for `expired_only`, what is more than a table may
+        have and is held by no lookup. Returns their numbers, by reason."""
         left = dict[str, int]()
         self._leave_of(tables, departing, left)
         if not expired_only:
@@ -314,7 +296,7 @@ class KeptRows:
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
-        """Within it a user's function is called, which must not call the embedding."""
+        """Block in which a user's function is called, which must not call the embedding."""
         self._asks = True
         try:
             yield
@@ -322,7 +304,7 @@ class KeptRows:
             self._asks = False
 
     def _leave_of(self, tables: Sequence[int], departing: Sequence[Departing], left: dict[str, int]) -> None:
-        """Let those leave that are of these tables, and count them by reason: one that leaves for two by the first."""
+        """Evict those of these tables, and count them by reason: one that leaves for two by the first."""
         for its in departing:
             chosen = np.flatnonzero(np.isin(its.table_V, tables))
             erased_V = self._leave(Departing(its.table_V[chosen], its.id_V[chosen], its.reason))
@@ -372,12 +354,10 @@ class KeptRows:
         return admission
 
     def read_rows(self, format: RowFormat, clock: LedgerClock | None, steps: int, step: int) -> None:
-        """Know the rows that are here now, by what their records hold.
+        """Enter the rows that are here now into the usage index, with the metadata in their records.
 
         Args:
-            format: of the rows where they have come from.
-            clock: what was counted there; None = nothing.
-            steps: updates made there.
+            format, clock, steps: format of the rows, counts (None = none) and number of updates where they come from.
             step: updates that count here.
         """
         its = slice(self._format.mark_begin, self._format.state_begin)

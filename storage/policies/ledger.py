@@ -49,10 +49,7 @@ class LedgerClock:
     @classmethod
     def of_meta(cls, meta: dict[str, Any], name: str) -> "LedgerClock | None":
         """The clock that `Ledger.to_meta` has put into the meta of snapshot `name`; None = it is not there.
-
-        Raises:
-            CorruptTableError: the entry is none that a ledger writes.
-        """
+        CorruptTableError if the entry is invalid."""
         found = meta.get("ledger")
         if found is None:
             return None
@@ -80,12 +77,10 @@ def _halves(stamp: int) -> tuple[int, int]:
 
 
 class Ledger:
-    """See the head of this file.
+    """The usage index of a store; see the head of this file.
 
     Args:
-        policies: of each table.
         capacity: rows of all tables together at most; None = no limit.
-        threads: runs loops.
         row_bytes: of a row, by which a `capacity_mb` is so many rows.
     """
 
@@ -147,19 +142,15 @@ class Ledger:
         return isinstance(self.places, SlotPlaces)
 
     def lie_in(self, rows: LyingRows | None, first: int) -> None:
-        """Know of rows what is in their records, from word `first` on. They are those that are known now, or will be
-        by `clear` and `add`. None = rows do not lie still; what was in records that did is forgotten."""
+        """Use the usage metadata in the records of rows with stable slots, from word `first` on: of the rows known now,
+        or after `clear` and `add`. None = slots are not stable; metadata in former records is forgotten."""
         if rows is not None:
             self.places = SlotPlaces(rows, first)
         elif self.lies_in_rows:
             self.places = self._own_places()
 
     def move_out(self) -> None:
-        """Know of rows what is in their records now, and go on without these.
-
-        Raises:
-            IndexMemoryError, MemoryError: there is no memory for it; nothing has changed.
-        """
+        """Copy usage metadata out of the records, and go on without them. A memory error has changed nothing."""
         if self.lies_in_rows:
             table_N, id_N, place_N = self.items()
             places, mark_N4 = self._own_places(), self.marks(place_N)
@@ -188,11 +179,7 @@ class Ledger:
 
     @property
     def second(self) -> int:
-        """Whole seconds on the ledger's own clock.
-
-        Raises:
-            ValueError: the policies' clock gives none.
-        """
+        """Whole seconds on the usage index's own clock. ValueError if the policies' clock gives none."""
         passed = min(max(0.0, self._now() - self._began), SECONDS_MAX)  # Of two finite numbers it may be infinite.
         return min(self.clock.seconds + int(passed), SECONDS_MAX)
 
@@ -217,11 +204,7 @@ class Ledger:
         return self.places.index.find(table_U, id_U)
 
     def reserve(self, table_U: np.ndarray, id_U: np.ndarray) -> None:
-        """Have memory for rows of these keys, which have none.
-
-        Raises:
-            IndexMemoryError, MemoryError: there is none.
-        """
+        """Reserve memory for rows of these keys, which have none; IndexMemoryError or MemoryError if there is none."""
         self.places.reserve(table_U, id_U)
 
     def use(
@@ -231,11 +214,10 @@ class Ledger:
         """Count a lookup of these keys, whose rows are there now.
 
         Args:
-            place_U: what `find` has given. New keys, of -1, are known from here on, and have their places in it.
-            uses_U: int64, ids that each key is of.
-            step: of the store.
-            second: of the ledger's clock.
-            slot_U: where the rows are, if their numbers are in their records.
+            place_U: result of `find`; new keys, of -1, are entered, and get their places in it.
+            uses_U: int64, number of ids that are each key.
+            step, second: of the store, and of the usage index's clock.
+            slot_U: slots of the rows, if metadata is in their records.
         """
         is_new_U = place_U < 0
         new = np.flatnonzero(is_new_U)
@@ -308,11 +290,7 @@ class Ledger:
         self._stamp = max(self._stamp, min(int(time_N.max(initial=0)), _UNLIMITED))
 
     def forget(self, table_V: np.ndarray, id_V: np.ndarray, reason: str, erased_V: np.ndarray | None = None) -> None:
-        """These rows have left.
-
-        Args:
-            erased_V: bool, which there were, where places are slots.
-        """
+        """Forget evicted rows; erased_V says which existed, bool, where places are slots."""
         known_V = self.places.forget(table_V, id_V, erased_V)
         self.rows_T -= np.bincount(table_V[known_V], minlength=len(self.rows_T))
         if known_V.any():
@@ -323,8 +301,8 @@ class Ledger:
     def free_rows(
         self, shards: range, word_PX: np.ndarray | None = None, first: int = 0
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The rows in these shards that are not held (`held_P`): the cells that their keys are in; and their scores, or
-        the 64 bits that begin at word `first` of others."""
+        """The rows in these shards that are not held (`held_P`): the cells of their keys; and their scores, or the 64
+        bits that begin at word `first` of `word_PX`."""
         address_P, cells_P = (array[shards.start : shards.stop] for array in self.places.index.shards)
         word_PX = self.places.score_PX if word_PX is None else word_PX
         return rows_of_shards(address_P, cells_P, word_PX, first, self.places.held_P, threads=self._threads)
@@ -336,12 +314,11 @@ class Ledger:
     # ---- snapshots --------------------------------------------------------------------------------------------------
 
     def begin(self, clock: LedgerClock | None, step: int, step_now: int) -> None:
-        """Forget all, and go on from what another ledger has counted, of rows that are to be added.
+        """Forget all, and go on from the counts of another usage index, for rows that are to be added.
 
         Args:
-            clock: its; None = there was none: the rows have `first_marks`.
-            step: of the store whose ledger that was.
-            step_now: of the store that has the rows now.
+            clock: its counts; None = there was none, and rows have `first_marks`.
+            step, step_now: of the store that had the rows, and of the one that has them now.
         """
         self.clear()
         if clock is None:

@@ -1,9 +1,9 @@
-"""Where the numbers are that a ledger has of each row: an array of its own, or the records of rows that lie still.
+"""Storage of per-row usage metadata: an array of its own, or the records of rows with stable slots.
 
-A place is an index into them. The numbers of the row at place p are the words `word_PX[p, first : first + MARKS]`. Its
-score is `score_P[p]` as well: who chooses rows reads the scores of many, which are better read where they lie together.
+A place is an index into it. The metadata of the row at place p are the words `word_PX[p, first : first + MARKS]`. Its
+score is `score_P[p]` as well: a choice of rows reads many scores, which are better read where they lie together.
 
-Invariant: `index` has the key of every row that the ledger knows, with its place, and no other.
+Invariant: `index` has the key of every row that the usage index knows, with its place, and no other.
 
 N rows, P places, V rows that leave, S slots, W words of a row.
 """
@@ -24,7 +24,7 @@ first, the time."""
 
 
 class LyingRows(Protocol):
-    """All rows there are, which lie still in one slab."""
+    """All rows there are, in one slab with stable slots."""
 
     row_SW: np.ndarray
     """float32 [S, W]; it grows in place."""
@@ -37,11 +37,10 @@ class LyingRows(Protocol):
 
 
 class OwnPlaces:
-    """Numbers in an array, with an index over them.
+    """Metadata in an array, with an index over it.
 
     Args:
-        threads: runs loops.
-        most: places that address space is taken for when the first row comes; 0 = as many as it needs.
+        most: places for which address space is taken when the first row comes; 0 = as many as it needs.
     """
 
     first = 0
@@ -72,11 +71,7 @@ class OwnPlaces:
         return self.word_PX
 
     def reserve(self, table_N: np.ndarray, id_N: np.ndarray) -> None:
-        """Have memory for these keys, which are not known.
-
-        Raises:
-            IndexMemoryError, MemoryError: there is none.
-        """
+        """Reserve memory for these keys, which are not known; IndexMemoryError or MemoryError if there is none."""
         self.index.reserve_keys(table_N, id_N)
         need = self._free.used + self._free.fresh(len(id_N))
         if need > len(self.held_P):
@@ -89,7 +84,7 @@ class OwnPlaces:
             self.word_PX, self.held_P, self.table_P = grown
 
     def add(self, table_N: np.ndarray, id_N: np.ndarray, slot_N: np.ndarray | None) -> np.ndarray:
-        """Know these keys from here on. Returns their places: int64 [N]."""
+        """Enter these keys. Returns their places: int64 [N]."""
         self.reserve(table_N, id_N)
         place_N = self._free.reserve(len(id_N), len(self.held_P))
         self.table_P[place_N] = table_N
@@ -98,7 +93,7 @@ class OwnPlaces:
         return place_N
 
     def forget(self, table_V: np.ndarray, id_V: np.ndarray, erased_V: np.ndarray | None) -> np.ndarray:
-        """Know these keys no more. Returns which were known: bool [V]."""
+        """Forget these keys. Returns which were known: bool [V]."""
         place_V = self.index.erase(table_V, id_V)
         with changing:
             known_V = place_V >= 0
@@ -111,12 +106,11 @@ class OwnPlaces:
 
 
 class SlotPlaces:
-    """Numbers in the records of rows that lie still: the place of a row is its slot. Who has the rows puts their keys
-    into the index before they are known here, and takes them out before they are forgotten.
+    """Metadata in the records of rows with stable slots: the place of a row is its slot. Their owner puts keys into the
+    index before they are entered here, and erases them before they are forgotten.
 
     Args:
-        rows: they.
-        first: word of a record with which its numbers begin.
+        first: word of a record with which its metadata begins.
     """
 
     def __init__(self, rows: LyingRows, first: int):
@@ -149,12 +143,10 @@ class SlotPlaces:
         return self.score_P.view(np.uint32).reshape(-1, 2)
 
     def reserve(self, table_N: np.ndarray, id_N: np.ndarray) -> None:
-        """See `OwnPlaces`."""
         self.index.reserve_keys(table_N, id_N)
         self._have(min(len(self._rows.row_SW) + len(id_N), self._rows.slots))
 
     def add(self, table_N: np.ndarray, id_N: np.ndarray, slot_N: np.ndarray | None) -> np.ndarray:
-        """See `OwnPlaces`; slot_N says where the rows are, None = the index does."""
         place_N = self.index.find(table_N, id_N) if slot_N is None else slot_N
         try:
             self._have(len(self._rows.row_SW))
@@ -164,12 +156,11 @@ class SlotPlaces:
         return place_N
 
     def forget(self, table_V: np.ndarray, id_V: np.ndarray, erased_V: np.ndarray | None) -> np.ndarray:
-        """See `OwnPlaces`; erased_V says which rows there were."""
         assert erased_V is not None
         return erased_V
 
     def cleared(self) -> "SlotPlaces":
-        """These: who has the rows clears them."""
+        """The same places: the owner of the rows clears them."""
         return self
 
     def _have(self, slots: int) -> None:

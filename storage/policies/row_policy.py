@@ -295,7 +295,7 @@ def _plain(value: object) -> object:
 def rows_instead(
     policies: Sequence[RowPolicy] | None, initial: InitialRows, of: Literal["absent", "refused"]
 ) -> InitialRows:
-    """Rows as which ids without a row read, or ids that are refused one; `initial` is how rows begin."""
+    """Values read for ids without a row, or for ids that are refused one; `initial` holds the values of new rows."""
     return reads_as(
         [
             policy.refused if of == "refused" and policy.refused is not None else policy.absent
@@ -306,7 +306,7 @@ def rows_instead(
 
 
 def reads_as(said_T: Sequence[Absent], initial: InitialRows) -> InitialRows:
-    """Rows as which ids of each table read, by the table's `Absent`; `initial` is how rows begin."""
+    """Values read for ids of each table, by the table's `Absent`; `initial` holds the values of new rows."""
     kind_TC, param_TC4 = initial.kind_TC.copy(), initial.param_TC4.copy()
     for t, said in enumerate(said_T):
         if said != "initial":

@@ -13,13 +13,11 @@ from oneemb.storage.store_part import Store, StorePart, in_turn, no_step, readin
 
 
 class StorePolicy(StorePart):
-    """The policies of a store. Where no table has one, no row leaves, and rows have no scores.
+    """The policies of a store. Where no table has one, no row is evicted, and rows have no scores.
 
     Args:
-        store: of which this is a part.
-        kept: the rows that policies keep; None where no table has a policy.
+        kept: the policy engine; None where no table has a policy.
         what: the embedding, in errors.
-        num_tables: how many tables there are.
     """
 
     def __init__(self, store: Store, kept: KeptRows | None, what: str, num_tables: int):
@@ -47,11 +45,7 @@ class StorePolicy(StorePart):
     @no_step("departing")
     @in_turn
     def departing(self) -> list[Departing]:
-        """The rows that have expired, as policies say, and that no lookup holds. `evict` lets them leave.
-
-        Raises:
-            ValueError: `expire_where` or a clock raises, or gives what it is not to give.
-        """
+        """Expired rows that no lookup holds; `evict` evicts them. ValueError if `expire_where` or a clock fails."""
         self._store.check_open()
         if self._kept is None or not self._store.built:
             return []
@@ -61,16 +55,11 @@ class StorePolicy(StorePart):
     @no_step("evict")
     @in_turn
     def evict(self, departing: Sequence[Departing] | None = None) -> dict[str, int]:
-        """Let these rows leave, and those that are more than a table may have, and that no lookup holds.
+        """Evict these rows, and those that are more than a table may have and that no lookup holds. Returns numbers, by
+        reason.
 
         Args:
-            departing: what `departing` gave, with no lookup since; None = what it gives in this very turn.
-
-        Returns:
-            How many, by reason.
-
-        Raises:
-            ValueError: as `departing`, where it is asked here; no row has left.
+            departing: result of `departing`, with no lookup since; None = what it gives now, which may raise.
         """
         self._store.check_open()
         if self._kept is None or not self._store.built:
@@ -82,7 +71,7 @@ class StorePolicy(StorePart):
         return left
 
     def evict_before_save(self) -> None:
-        """Let rows leave that have expired, of tables that are to have none of these in a snapshot. In a turn only."""
+        """Evict expired rows of tables whose snapshots are to have none. Requires the store lock."""
         if (kept := self._kept) is not None and self._store.built:
             self._store.pins.release_abandoned()
             tables = [t for t, policy in enumerate(kept.policies) if policy.evict_at_snapshot]
@@ -112,13 +101,13 @@ class StorePolicy(StorePart):
     def set_scores(
         self, table_U: np.ndarray, id_U: np.ndarray, score_U: np.ndarray, time_U: np.ndarray | None = None
     ) -> int:
-        """Give those of these rows that are there other scores. Returns how many there are.
+        """Set the scores of those of these rows that exist. Returns their number.
 
         Args:
             time_U: uint64, of their last uses, where the policy has `timestamps`; None = they stay as they are.
 
         Raises:
-            ValueError: a score is none of its table's rule.
+            ValueError: a score is invalid for its table's rule.
             StoreFullError: so many rows do not fit in the hot tier at a time.
         """
         known = self._need().set_scores(table_U, id_U, score_U, time_U)

@@ -8,12 +8,14 @@
 Each part of a row is a row of its own in a persistent table, whose table number says the part and the user's table: so
 a row may have some parts only, and parts of any widths. A value takes about 30 bytes of memory beside the disk.
 
-What must stay true:
+Invariants:
 - a push or an erase that has returned outlives the process and a loss of power: it has saved a snapshot, which costs
   some syncs and a bit for each value; with `save_bytes` those do which a save, a flush or a close has followed;
-- what was kept and is gone is an error when the folder is opened, and never silently nothing: UNSAVED is durable before
-  the first row that is not saved, and NAMES before the first row of a name; a width that NAMES knows has a snapshot;
-- every byte is compared with its checksum, by the persistent table.
+- what was kept and is gone is an error when the folder is opened: UNSAVED is durable before the first row that is not
+  saved, and NAMES before the first row of a name; a width that NAMES knows has a snapshot;
+- every byte is compared with its checksum, by the persistent table;
+- all who open a URL in one process (a model's embeddings, their averages and copies) share a server: calls are made
+  one at a time, the folder is released when the last has closed, and a forked child has none of its parent's.
 """
 
 import json
@@ -40,14 +42,9 @@ _SNAPSHOT = "rows"
 
 
 def read_file_url(url_rest: str) -> tuple[str, int, bool]:
-    """Path, `save_bytes` and `accept_loss` of a URL, less its `file://`.
-
-    Args:
-        url_rest: `PATH`, `PATH?save_bytes=N`, `PATH?lost=accept`, or both options with `&` in between.
-
-    Raises:
-        ValueError: there is no path, or an option is unknown.
-    """
+    """Path, `save_bytes` and `accept_loss` of a URL without its `file://`: `PATH`, `PATH?save_bytes=N`,
+    `PATH?lost=accept`, or both options with `&` between them. ValueError if there is no path, or an option is
+    unknown."""
     path, _, options = url_rest.partition("?")
     if not path:
         raise ValueError("a file server's URL is file://PATH, such as file:///data/rows; got no path")
@@ -67,9 +64,8 @@ class FileServer:
 
     Args:
         path: the folder; it is made if it is not there. `~` is the user's home.
-        save_bytes: how many bytes may be pushed before they are saved. 0 = each push is saved before it returns.
+        save_bytes: bytes that may be pushed before they are saved. 0 = each push is saved before it returns.
         accept_loss: go on with the rows of the last save where a process has ended without saving others.
-        fs: where files are; None = this machine's.
         background: write in background threads; False = in the calls themselves.
 
     Raises:
@@ -98,7 +94,6 @@ class FileServer:
                 raise
 
     def pull(self, table: str, id_N: np.ndarray, widths: Sequence[int]) -> tuple[list[np.ndarray], np.ndarray]:
-        """See `ParameterServer`."""
         id_N = np.ascontiguousarray(id_N)
         parts = [np.zeros((len(id_N), width), np.float32) for width in widths]
         found_NP = np.zeros((len(id_N), len(widths)), np.bool_)
@@ -130,7 +125,6 @@ class FileServer:
         return parts, found_NP
 
     def push(self, table: str, id_N: np.ndarray, parts: Sequence[np.ndarray]) -> None:
-        """See `ParameterServer`."""
         for part in parts:
             if part.dtype != np.float32 or part.ndim != 2 or len(part) != len(id_N) or not part.shape[1]:
                 raise ValueError(
@@ -150,7 +144,6 @@ class FileServer:
             self._save_if_due()
 
     def erase(self, table: str, id_N: np.ndarray, parts: int) -> None:
-        """See `Erases`."""
         id_N = np.ascontiguousarray(id_N)
         with self._as_server_error():
             self._begin()
@@ -161,21 +154,13 @@ class FileServer:
             self._save_if_due()
 
     def flush(self) -> None:
-        """Save what is not saved yet. Durable when this returns.
-
-        Raises:
-            ServerError: it could not be saved.
-        """
+        """Save what is not saved yet; durable when this returns. ServerError if it could not be saved."""
         with self._as_server_error():
             self._begin()
             self._save()
 
     def close(self) -> None:
-        """Save what is not saved yet, and release the folder.
-
-        Raises:
-            ServerError: rows could not be saved; the folder is released all the same.
-        """
+        """Save what is not saved yet, and release the folder, even if a ServerError says that rows could not be saved."""
         if self._closed or self.forked:
             return
         self._closed = True
@@ -354,15 +339,8 @@ class _Shared:
 
 
 def open_file_server(url_rest: str) -> "FileHandle":
-    """The server of a URL that `open_server` is given, less its `file://`.
-
-    Args:
-        url_rest: see `read_file_url`.
-
-    Raises:
-        ValueError: there is no path, an option is unknown, or the folder is open with another `save_bytes`.
-        ServerError: as `FileServer`.
-    """
+    """The server of a URL, without its `file://`; see `read_file_url`. Raises as `FileServer`, and ValueError if the
+    URL is invalid or the folder is open with another `save_bytes`."""
     path, save_bytes, accept_loss = read_file_url(url_rest)
     key = (os.getpid(), path)
     with _opening:
@@ -386,31 +364,26 @@ class FileHandle:
         shared.handles.add(self)
 
     def pull(self, table: str, id_N: np.ndarray, widths: Sequence[int]) -> tuple[list[np.ndarray], np.ndarray]:
-        """See `ParameterServer`."""
         shared = self._its()
         with shared.one_at_a_time:
             return shared.server.pull(table, id_N, widths)
 
     def push(self, table: str, id_N: np.ndarray, parts: Sequence[np.ndarray]) -> None:
-        """See `ParameterServer`."""
         shared = self._its()
         with shared.one_at_a_time:
             shared.server.push(table, id_N, parts)
 
     def erase(self, table: str, id_N: np.ndarray, parts: int) -> None:
-        """See `Erases`."""
         shared = self._its()
         with shared.one_at_a_time:
             shared.server.erase(table, id_N, parts)
 
     def flush(self) -> None:
-        """See `FileServer`."""
         shared = self._its()
         with shared.one_at_a_time:
             shared.server.flush()
 
     def close(self) -> None:
-        """See `FileServer`."""
         if self._shared is None or self._shared.server.forked:
             return
         with _opening, self._shared.one_at_a_time:

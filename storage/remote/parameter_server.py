@@ -40,23 +40,23 @@ class ParameterServer(Protocol):
         """Name of the server in errors: its URL, without passwords."""
 
     def pull(self, table: str, id_N: np.ndarray, widths: Sequence[int]) -> tuple[list[np.ndarray], np.ndarray]:
-        """Read rows.
+        """Read rows of P parts.
 
         Args:
             table: any name.
             id_N: int64 [N], distinct.
-            widths: float32 numbers of each of P parts.
+            widths: float32 numbers of each part.
 
         Returns:
-            Of each part its values, float32 [N, width], whose rows mean nothing where there is no value; and where
-            there is one, bool [N, P].
+            Of each part its values, float32 [N, width], undefined where there is none; and where there is one, bool [N,
+            P].
 
         Raises:
-            ServerError: the server cannot be reached, refuses, or gives what is not as long as was asked for.
+            ServerError: the server cannot be reached, refuses, or has a value of another length.
         """
 
     def push(self, table: str, id_N: np.ndarray, parts: Sequence[np.ndarray]) -> None:
-        """Keep rows, in place of those the ids had. It returns when the server has said that it has them.
+        """Keep rows, in place of those the ids had. Returns when the server has confirmed it.
 
         Args:
             id_N: int64 [N], distinct.

@@ -77,13 +77,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 @dataclass(frozen=True)
 class Plugin:
-    """A loaded library.
-
-    Args:
-        type: its `IO_type`.
-        path: where it was loaded from.
-        initialize, finalize, pull, push: its functions. They run without the interpreter's lock.
-    """
+    """A loaded library: its `IO_type`, path, and functions, which run without the interpreter's lock."""
 
     type: str
     path: str
@@ -94,11 +88,8 @@ class Plugin:
 
 
 def load_plugin(path: AnyPath) -> Plugin:
-    """The plugin in a shared library. Loading it runs what the library does when it is loaded.
-
-    Raises:
-        ServerError: it cannot be loaded, lacks a name of the interface, or its type is no scheme of a URL.
-    """
+    """The plugin in a shared library. Loading it runs what the library does when it is loaded. ServerError if it cannot
+    be loaded, lacks a name of the interface, or its type is no scheme of a URL."""
     name = os.fsdecode(path)
     # A name without a folder that is no file here is looked for where the system's libraries are.
     name = absolute_path(name) if os.path.sep in name or os.path.exists(name) else name

@@ -125,10 +125,10 @@ class Call:
 
 
 class Calls:
-    """See the module.
+    """Calls of one instance; see the head of this file.
 
     Args:
-        name: what errors call the plugin.
+        name: the plugin, for errors.
         timeout: seconds that a call may take.
     """
 
@@ -159,12 +159,7 @@ class Calls:
         return call.result
 
     def ask(self, call: Call, function: Callable[[], Any]) -> None:
-        """Make a call and wait for its end.
-
-        Raises:
-            ServerError: the answer is wrong.
-            ServerTimeoutError: there was none in time.
-        """
+        """Make a call and wait for its end. ServerError if the answer is wrong, ServerTimeoutError if it is late."""
         self.check_process()
         call.function, call.deadline = function, time.monotonic() + self._timeout
         try:

@@ -36,9 +36,8 @@ class PluginServer:
     """An instance of a plugin.
 
     Args:
-        plugin: the library.
-        config: what its `IO_Initialize` is given.
-        timeout: seconds that it has for each request of at most four million values, to begin and to end.
+        config: argument of its `IO_Initialize`.
+        timeout: seconds for each request of at most four million values, to begin and to end.
 
     Raises:
         ServerError: the plugin gave no instance.
@@ -69,7 +68,6 @@ class PluginServer:
         self._end = weakref.finalize(self, _end, self._calls, plugin, instance)
 
     def pull(self, table: str, id_N: np.ndarray, widths: Sequence[int]) -> tuple[list[np.ndarray], np.ndarray]:
-        """See `ParameterServer`."""
         pieces = []
         for n in self._pieces(len(id_N), len(widths)):
             pull = _Pull(self.name, table, id_N[n], widths)
@@ -88,7 +86,6 @@ class PluginServer:
         return parts, np.concatenate([pull.found_NP for pull in pieces])
 
     def push(self, table: str, id_N: np.ndarray, parts: Sequence[np.ndarray]) -> None:
-        """See `ParameterServer`."""
         for part in parts:
             if part.dtype != np.float32 or part.ndim != 2 or len(part) != len(id_N):
                 raise ValueError(f"parts must be float32 of shape [{len(id_N)}, width], got {part.dtype} {part.shape}")
@@ -103,11 +100,7 @@ class PluginServer:
             self._calls.ask(call, partial(self._plugin.push, self._instance, parameter))
 
     def close(self) -> None:
-        """See `ParameterServer`.
-
-        Raises:
-            ServerTimeoutError: a call of the plugin has not returned. The instance is ended when it does.
-        """
+        """End the instance. ServerTimeoutError if a call of the plugin has not returned: it is ended when that does."""
         self._end()
 
     def _pieces(self, ids: int, parts: int) -> list[slice]:

@@ -22,11 +22,7 @@ from oneemb.storage.remote.redis_url import RedisURL
 
 
 class RedisClusterNodes:
-    """The nodes of a cluster, of which a URL names one.
-
-    Raises:
-        ServerError: it cannot be reached, does not let us in, or is no cluster.
-    """
+    """The nodes of a cluster, of which a URL names one. ServerError if it cannot be reached, refuses, or is no cluster."""
 
     def __init__(self, url: RedisURL):
         self._url = url

@@ -1,4 +1,4 @@
-"""Requests to one Redis server, over some connections at a time.
+"""Requests to one Redis server, over some connections at a time; and the errors of its client, as callers see them.
 
 Several requests are under way on a connection; answers come in the order of requests.
 
@@ -8,7 +8,8 @@ Invariants:
 - a write that was given up never lands later: before anything else goes out, the server is told to forget the
   connection that the write is on (CLIENT KILL), by its number and address, which no other connection has;
 - a process uses connections of its own only: those that a fork has brought are closed and made anew;
-- nobody waits longer than the timeout for the next bytes, and connections are made anew only so often in a row.
+- nobody waits longer than the timeout for the next bytes, and connections are made anew only so often in a row;
+- a message has the server's or the client's text of an error, which has no password in it.
 """
 
 import os
@@ -36,10 +37,7 @@ _FIRST_WAIT_S, _LAST_WAIT_S = 0.1, 3.0
 
 @dataclass(frozen=True)
 class Request:
-    """A command on some keys, and what is done with its answer: `take` is called once the whole answer is there.
-
-    What is written, `values`, has as many bytes for each key.
-    """
+    """A command on some keys, with values of one length to write; `take` is called once the whole answer is there."""
 
     command: str
     keys: list[bytes]
@@ -71,11 +69,7 @@ def client_options(url: RedisURL) -> dict[str, Any]:
 
 
 class RedisConnections:
-    """Connections to one server.
-
-    Raises:
-        ServerError: it cannot be reached, or does not let us in.
-    """
+    """Connections to one server. ServerError if it cannot be reached, or does not let us in."""
 
     def __init__(self, url: RedisURL):
         self._url = url
@@ -86,12 +80,8 @@ class RedisConnections:
         self._drive(self._links[0], _Queue(()))
 
     def run(self, requests: Iterable[Request]) -> None:
-        """Have all requests answered. What fails is raised once nothing more is taken.
-
-        Raises:
-            ServerTimeoutError: an answer was too long in coming.
-            ServerError: the server cannot be reached, or refuses; requests may have been carried out.
-        """
+        """Have all requests answered. A failure is raised once nothing more is taken: ServerTimeoutError if an answer
+        was too late, ServerError if the server cannot be reached or refuses; requests may have been carried out."""
         if not self._links or self._pid != os.getpid():
             self._begin()
         for link in self._links:
@@ -274,12 +264,7 @@ def will_pass(error: BaseException) -> bool:
 
 
 def server_error(error: redis.RedisError, name: str, tries: int = 1) -> ServerError:
-    """The error that callers see.
-
-    Args:
-        name: the server's, without its password.
-        tries: how often it was tried.
-    """
+    """The error that callers see, for the server of this name, without its password, after so many tries."""
     if isinstance(error, redis.TimeoutError):
         return ServerTimeoutError(
             f"{name}: no answer in time ({error}); what was asked may have been done. See whether the server is busy or"

@@ -34,10 +34,9 @@ class RedisServer:
 
     Args:
         scheme: `redis` or `rediss`.
-        rest: what stands behind `://`; see `read_redis_url`.
+        rest: URL after `://`; see `read_redis_url`, which raises ValueError.
 
     Raises:
-        ValueError: the URL says something else.
         ServerError: it cannot be reached, or does not let us in.
     """
 
@@ -48,7 +47,6 @@ class RedisServer:
         self._server = RedisClusterNodes(url) if url.cluster else RedisConnections(url)
 
     def pull(self, table: str, id_N: np.ndarray, widths: Sequence[int]) -> tuple[list[np.ndarray], np.ndarray]:
-        """See `ParameterServer`."""
         parts = [np.empty((len(id_N), width), np.float32) for width in widths]
         found_NP = np.zeros((len(id_N), len(widths)), np.bool_)
 
@@ -63,7 +61,6 @@ class RedisServer:
         return parts, found_NP
 
     def push(self, table: str, id_N: np.ndarray, parts: Sequence[np.ndarray]) -> None:
-        """See `ParameterServer`."""
         for p, part in enumerate(parts):
             if part.dtype != np.float32 or part.ndim != 2 or len(part) != len(id_N):
                 raise ValueError(
@@ -82,7 +79,6 @@ class RedisServer:
         self._server.run(requests())
 
     def erase(self, table: str, id_N: np.ndarray, parts: int) -> None:
-        """See `Erases`."""
         self._server.run(
             Request("UNLINK", self._keys(table, id_N[begin:end], p), _take_nothing)
             for p in range(parts)
@@ -90,7 +86,6 @@ class RedisServer:
         )
 
     def close(self) -> None:
-        """See `ParameterServer`."""
         self._server.close()
 
     def _chunks(self, size: int, value_bytes: int) -> Iterable[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Which parameter server a URL names."""
+"""Parameter servers by their URLs."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -13,18 +13,14 @@ from oneemb.storage.remote.plugin_server import TIMEOUT_S, PluginServer
 
 
 class MemoryServer:
-    """A dictionary as a parameter server.
-
-    Args:
-        values: what it keeps, by table, id and part; servers that are given the same one share their rows.
-    """
+    """Rows in the memory of this process, for tests and trials: `values` by table, id and part, which servers may
+    share."""
 
     def __init__(self, values: dict[tuple[str, int, int], bytes], name: str = "memory://"):
         self.name = name
         self._values = values
 
     def pull(self, table: str, id_N: np.ndarray, widths: Sequence[int]) -> tuple[list[np.ndarray], np.ndarray]:
-        """See `ParameterServer`."""
         parts = [np.empty((len(id_N), width), np.float32) for width in widths]
         found_NP = np.zeros((len(id_N), len(widths)), np.bool_)
         for n, id in enumerate(id_N.tolist()):
@@ -42,13 +38,11 @@ class MemoryServer:
         return parts, found_NP
 
     def push(self, table: str, id_N: np.ndarray, parts: Sequence[np.ndarray]) -> None:
-        """See `ParameterServer`."""
         for n, id in enumerate(id_N.tolist()):
             for p, part in enumerate(parts):
                 self._values[table, id, p] = part[n].tobytes()
 
     def erase(self, table: str, id_N: np.ndarray, parts: int) -> None:
-        """See `Erases`."""
         for id in id_N.tolist():
             for p in range(parts):
                 self._values.pop((table, id, p), None)
@@ -87,11 +81,7 @@ def open_server(url: str) -> ParameterServer:
 
 
 def check_url(url: str) -> tuple[str, str]:
-    """The scheme of a URL, and what follows it.
-
-    Raises:
-        ValueError: no scheme of the name is known.
-    """
+    """The scheme of a URL, and what follows it. ValueError if no scheme of the name is known."""
     scheme, separator, rest = url.partition("://")
     known = dict.fromkeys([*_OPEN, *_plugins])
     if not separator or scheme not in known:

@@ -22,22 +22,15 @@ _VERSION = 1
 
 
 class Value:
-    """Stored form of one part of one table's rows.
-
-    Args:
-        number: number of the server's table that has the values.
-        widths: widths that its values have had, in the order in which they came.
-    """
+    """Stored form of one part of one table's rows: number of the server's table, and widths, in the order in which they
+    came."""
 
     def __init__(self, number: int, widths: list[int]):
         self.number, self.widths = number, widths
 
 
 class ValueNames:
-    """The file, read when this is made.
-
-    Args:
-        path: of the file; it need not be there.
+    """The file at this path, which need not be there, read when this is made.
 
     Raises:
         CorruptTableError: it is not what was written.
@@ -67,11 +60,8 @@ class ValueNames:
         return self._values.get((table, part))
 
     def add(self, table: str, part: int, width: int) -> Value:
-        """Note that a part has values of this width. Returns the part's stored form; it is durable then.
-
-        Raises:
-            StorageError: it cannot be written; what was known is known still.
-        """
+        """Note, durably, that a part has values of this width. Returns the part's stored form. A StorageError has
+        changed nothing."""
         known = self._values.get((table, part))
         if known is not None and width in known.widths:
             return known
@@ -115,11 +105,7 @@ class ValueNames:
 
 
 def write_durably(fs: FileSystem, path: str, data: bytes) -> None:
-    """Put a whole file in the place of one. Durable and atomic.
-
-    Raises:
-        StorageError: it cannot be written; the old one is there still, or the new one.
-    """
+    """Replace a whole file, durably and atomically; after a StorageError there is the old one or the new one."""
     with doing("write", path):
         replace_file(fs, path, data, f"{path}.new")
         fs.sync_directory(path.rpartition("/")[0])

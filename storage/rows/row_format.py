@@ -26,11 +26,10 @@ class RowFormat:
     """Meaning of the words of a row, and the optimizer whose state they hold.
 
     Args:
-        dim: weights of a row, D.
-        dtype: of the weights, "float32", "float16" or "bfloat16".
-        optimizer: whose state follows the weights; None = nobody's, or not known.
-        state: what the state of a new row holds, a float32 value each.
-        marks: words of what a policy notes.
+        dim, dtype: weights of a row, D, and their type: "float32", "float16" or "bfloat16".
+        optimizer: name of the state's optimizer; None = nobody's, or not known.
+        state: the state of a new row, float32 values.
+        marks: words of usage metadata.
     """
 
     dim: int
@@ -82,13 +81,8 @@ class RowFormat:
         return self.same_weights(other) and widths == (other.state_width, other.marks)
 
     def converted(self, row_NW: np.ndarray, format: "RowFormat", *, with_state: bool) -> np.ndarray:
-        """Rows of another format, of the same weights, as rows of this one: float32 [N, W].
-
-        Marks that those lack are zeros.
-
-        Args:
-            with_state: whether they keep their state, which is as much as here; off, they get that of new rows.
-        """
+        """Rows of another format, of the same weights, as rows of this one: float32 [N, W]. Missing usage metadata are
+        zeros; without `with_state`, rows get the state of new ones."""
         out_NW = np.zeros((len(row_NW), self.row_width), np.float32)
         out_NW[:, : self.mark_begin] = row_NW[:, : self.mark_begin]
         if self.marks == format.marks:
@@ -101,10 +95,7 @@ class RowFormat:
         return out_NW
 
     def weights(self, row_NW: Array) -> Array:
-        """The same memory as an array [N, X] of weights' bits, the first `dim` of each row being the weights.
-
-        Of an array it is an array, of a tensor a tensor.
-        """
+        """The same memory, array or tensor, as weights' bits [N, X], the first `dim` of each row being the weights."""
         if isinstance(row_NW, np.ndarray):
             return row_NW.view(BITS[self.dtype])
         import torch

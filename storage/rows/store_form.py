@@ -1,4 +1,4 @@
-"""The form and the place of a store's rows: whose state they carry, and on which device the hot tier is."""
+"""Form and place of a store's rows: the optimizer whose state they carry, and the device of the hot tier."""
 
 from dataclasses import replace
 
@@ -16,23 +16,15 @@ from oneemb.storage.store_part import Store, StorePart, in_turn, no_step
 
 
 class StoreForm(StorePart):
-    """The form of a store's rows.
-
-    Args:
-        store: its part this is.
-        kept: the rows that policies keep; None where no table has a policy.
-        threads: runs loops on the host.
-    """
+    """The form of a store's rows; `kept` is the policy engine, None where no table has a policy."""
 
     def __init__(self, store: Store, kept: KeptRows | None, threads: Threads):
         super().__init__(store)
         self._kept, self._threads = kept, threads
 
     def attach(self, optimizer: str, state: np.ndarray) -> None:
-        """Let rows carry the state of this optimizer. Those that no optimizer has trained keep their weights.
-
-        Args:
-            state: float32 [Z], what the state of a new row holds.
+        """Let rows carry the state of this optimizer, `state` in a new row, float32 [Z]. Rows that no optimizer has
+        trained keep their weights.
 
         Raises:
             StorageError: the path is in use or unusable, or the rows already hold another optimizer's state.
@@ -80,7 +72,7 @@ class StoreForm(StorePart):
             self._relayout(replace(self.rows.format, optimizer=state), self.rows.loops)
 
     def move_to(self, device: torch.device) -> None:
-        """Let the hot tier be on a GPU, or on the host; rows and steps go along.
+        """Move the hot tier to a GPU, or to the host; rows and steps go along.
 
         Raises:
             StoreFullError, StorageError: there is no room for the rows, there or on the disk on their way.

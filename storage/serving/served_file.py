@@ -132,10 +132,6 @@ def is_served_file(path: AnyPath) -> bool:
 class ServedFile:
     """An open file. Its memory is unmapped when nobody refers to it any more.
 
-    Args:
-        path: of the file.
-        threads: compare blocks.
-
     Raises:
         FileNotFoundError: there is no such file.
         CorruptTableError: it is not what was written; the message names file and offset.
@@ -213,10 +209,7 @@ class ServedFile:
         self, table_N: np.ndarray, id_N: np.ndarray, padding_id: int | None, out_ND: np.ndarray, *, threads: Threads
     ) -> np.ndarray:
         """Write the weights of keys to `out_ND`, zeros where there is no row, and return place_N; see `serve_rows`.
-
-        Raises:
-            CorruptTableError: a row that is needed lies in a damaged block.
-        """
+        CorruptTableError if a row lies in a damaged block."""
         place_N, block = serve_rows(self.rows, table_N, id_N, padding_id, out_ND, threads=threads)
         if block >= 0:
             raise self._damaged_block(block)
@@ -226,12 +219,8 @@ class ServedFile:
         self, table_N: np.ndarray, id_N: np.ndarray, padding_id: int | None, bags: tuple, out_PX: np.ndarray, *,
         threads: Threads,
     ) -> tuple[np.ndarray, bool]:  # fmt: skip
-        """Write sums or means of bags of keys to `out_PX`, and return place_N and whether there are keys without a
-        row; see `pool_rows`.
-
-        Raises:
-            CorruptTableError: a row that is needed lies in a damaged block.
-        """
+        """Write sums or means of bags of keys to `out_PX`, and return place_N and whether there are keys without a row;
+        see `pool_rows`. CorruptTableError if a row lies in a damaged block."""
         place_N, has_missing, block = pool_rows(self.rows, table_N, id_N, padding_id, bags, out_PX, threads=threads)
         if block >= 0:
             raise self._damaged_block(block)
@@ -248,11 +237,8 @@ class ServedFile:
         return table_S, np.concatenate([id_N for id_N, _ in found]), np.concatenate([place_N for _, place_N in found])
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Compare all blocks of rows, and find every key where lookups look for it.
-
-        Raises:
-            CorruptTableError: something is not as it was written.
-        """
+        """Compare all blocks of rows, and find every key where lookups look for it. CorruptTableError if something is
+        wrong."""
         rows, info = self.rows, self.info
         for begin in range(0, info.blocks, _CHECKED):
             end = min(begin + _CHECKED, info.blocks)

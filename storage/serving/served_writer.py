@@ -40,17 +40,14 @@ def write_served_file(
     fs: FileSystem | None = None, progress: Callable[[int, int | None], None] | None = None,
     window_bytes: int | None = None,
 ) -> ServedInfo:  # fmt: skip
-    """Write a file, in place of one of its name.
+    """Write a file, in place of one of its name. Returns its description.
 
     Args:
-        info: what is known of it; what depends on the rows is filled in here.
+        info: description so far; what depends on the rows is filled in here.
         keys: table_S int32 and id_S int64 of all rows, in any order.
         rows: (table_N int32, id_N int64, weight_ND): weights' bits where the file has rows as trained, else float32.
         progress: called with (rows done, rows).
         window_bytes: of `RecordWindows`.
-
-    Returns:
-        What the file says.
 
     Raises:
         StorageError: a row cannot be written in this dtype (the message names its table and id), or the disk fails.
@@ -86,13 +83,13 @@ def remove_served_files(fs: FileSystem, folder: str, name: str = r".*\.serving")
 
 
 class RecordWindows:
-    """Records by slot.
+    """Records by slot: they come in any order, and leave as whole windows of slots, one after the other.
+
+    What does not fit in memory is kept beyond `end`, where the file has nothing, and is cut off in the end.
 
     Args:
-        slots: of the file.
         record_bytes: a multiple of 8.
-        file, end: of the file system `fs`: there is nothing from `end` on.
-        window_bytes: what is kept in memory, up to three times; None = 64 MiB, or a 256th of a very large file.
+        window_bytes: kept in memory, up to three times; None = 64 MiB, or a 256th of a very large file.
     """
 
     def __init__(

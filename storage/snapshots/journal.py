@@ -1,11 +1,10 @@
 """Changes to rows since the snapshots that a store has saved or loaded last; deltas are made of them.
 
-A point is a snapshot at which the rows here were those that it holds, and where they lay then. What was written since
-lies elsewhere, and a key whose place is free, and that has none, is gone: so nothing has to be noted of rows that are
-trained, begun or evicted. Keys that were erased by hand are noted, since whoever kept rows that a policy let go has to
-hear of these.
+A point is a snapshot at which the rows here were its rows, and their places then. A row written since lies elsewhere,
+and a key whose place is free, and that has none, is gone: so nothing is noted of rows that are trained, begun or
+evicted. Keys erased by hand are noted, since a reader who keeps evicted rows must still drop those.
 
-Nothing here is thread-safe: `EmbeddingStore` calls it in a turn.
+Nothing here is thread-safe: `EmbeddingStore` calls it with the store lock.
 """
 
 from collections import deque
@@ -60,26 +59,20 @@ class Point:
 
 
 class Journal:
-    """The points, oldest first.
-
-    Args:
-        rows: those of the store.
-        replicas: the keys of replicated tables among them.
-        threads: runs loops.
-    """
+    """The points, oldest first."""
 
     def __init__(self, rows: TieredRows, replicas: Replicas, threads: Threads):
         self._rows, self._replicas, self._threads = rows, replicas, threads
         self._points: deque[Point] = deque(maxlen=POINTS_MAX)
 
     def add(self, name: str, info: SnapshotInfo, rows: int, loaded: int, *, exact: bool = True) -> None:
-        """The rows are those of this snapshot now, which has replaced one of its name; see `Point`."""
+        """Note that the rows are now those of this snapshot, which has replaced one of its name; see `Point`."""
         for n in [n for n, its in enumerate(self._points) if its.name == name]:
             self._drop(n)
         self._points.append(Point(name, info, rows, loaded, self._rows.places, self._rows.opened, exact))
 
     def forget(self, table_name: str) -> None:
-        """The snapshot that the table had under this name is there no more."""
+        """Note that the table's snapshot of this name is gone."""
         for n in [n for n, its in enumerate(self._points) if its.info.name == table_name]:
             self._drop(n)
 
@@ -91,11 +84,11 @@ class Journal:
         del self._points[n]
 
     def clear(self) -> None:
-        """Other rows have taken the place of those that were here."""
+        """Forget all points: other rows have taken the place of the former ones."""
         self._points.clear()
 
     def erase(self, table_N: np.ndarray, id_N: np.ndarray) -> None:
-        """Keys were erased by hand, whether they had rows or not."""
+        """Note keys that were erased by hand, whether they had rows or not."""
         if self._points:
             last = self._points[-1]
             last.erased.append((table_N.copy(), id_N.copy()))
@@ -114,11 +107,8 @@ class Journal:
                 raise SnapshotNeededError(in_chain_text(name, done, deltas))
 
     def parent(self, since: str, keep_evicted: bool) -> Point:
-        """The point at which the snapshot of this name was saved or loaded, since which a delta can be saved.
-
-        Raises:
-            StorageError: it is not remembered, or not there any more.
-        """
+        """The point of this snapshot's last save or load, since which a delta can be saved. StorageError if it is not
+        remembered, or not there any more."""
         point = self._since(since)
         if not (point.exact or keep_evicted):
             raise StorageError(
@@ -130,17 +120,14 @@ class Journal:
         return point
 
     def delta(self, since: str, rows: int, keep_evicted: bool) -> tuple[Places, np.ndarray, Delta]:
-        """Places, erased keys and description of a delta since this snapshot.
+        """Places, erased keys and description of a delta since this snapshot; raises as `parent`.
 
         Args:
-            rows: how many there are now.
+            rows: number of rows now.
             keep_evicted: see `StoreSnapshots.save`.
 
         Returns:
-            Where the rows lay then, the keys that are gone since, as `gone_array` gives them, and what the delta is.
-
-        Raises:
-            StorageError: as `parent`.
+            Places of the rows then, the keys that are gone since, as of `gone_array`, and the delta.
         """
         point = self.parent(since, keep_evicted)
         table_N, id_N = self._rows.gone_since(point.places)

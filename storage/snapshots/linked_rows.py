@@ -17,11 +17,10 @@ _Narrow = Callable[[Keep], Keep]
 
 
 class LinkedRows:
-    """Rows of which the newest counts.
+    """Rows of a chain of snapshots, the newest of each key.
 
     Args:
-        links: the readers of each snapshot's parts, the whole one first, then its deltas in order. They are closed with
-            this.
+        links: the readers of each snapshot's parts, the whole one first, then its deltas in order; closed with this.
     """
 
     def __init__(self, links: Sequence[Sequence[SnapshotReader]]):
@@ -47,17 +46,14 @@ class LinkedRows:
             yield from reader.keys(newest(keep))
 
     def scan(self, batch: int = 65536, keep: Keep | None = None) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Every row once, as `SnapshotReader.scan`, the newest snapshot's first.
-
-        Raises:
-            CorruptTableError: the files are damaged, or a writer has removed a snapshot meanwhile.
-        """
+        """Every row once, as `SnapshotReader.scan`, the newest snapshot's first. CorruptTableError if files are
+        damaged, or a writer has removed a snapshot meanwhile."""
         for reader, newest in self._newest_first():
             if len(reader):
                 yield from reader.scan(batch, keep if newest is _all_of else newest(keep or _every_key))
 
     def _newest_first(self) -> Iterator[tuple[SnapshotReader, _Narrow]]:
-        """Each reader, and what leaves out of kept keys those that later snapshots have or say are gone."""
+        """Each reader, and a function that drops keys that later snapshots have, or say are gone."""
         later = HashIndex(Threads(1))
         for n in range(len(self._links) - 1, -1, -1):
             narrow: _Narrow = _all_of if n == len(self._links) - 1 else _NotIn(later)

@@ -18,16 +18,8 @@ from oneemb.storage.table.snapshot_reader import Keep, SnapshotReader
 
 
 class OwnedRows:
-    """The rows that an owner of so many has in a snapshot.
-
-    Args:
-        snapshot: which, with those it goes on from; of their parts those are opened that may hold such rows.
-        owner, owners: whose rows; of one owner they are all.
-        fs: where the parts are; None = this machine's.
-
-    Raises:
-        StorageError: a part that is needed cannot be read here, or is not what was found.
-    """
+    """The rows of one owner among `owners` in a snapshot and its ancestors; only parts that may hold such rows are
+    opened. StorageError if one cannot be read here, or is not what was found."""
 
     def __init__(self, snapshot: PartedSnapshot, owner: int, owners: int, fs: FileSystem | None = None):
         self._owner, self._owners = owner, owners

@@ -1,4 +1,6 @@
-"""Removes parts of snapshots from the folders of several tables, in steps between which processes wait for each other.
+"""Parts of snapshots in the folders of several tables: removed, made, swept and checked.
+
+Removal goes in steps between which processes wait for each other:
 
 with PartRemoval(parts, {}) as removal:     takes the locks
     removal.mark()                          from here on, what is left of a snapshot that is not whole is a leftover
@@ -41,11 +43,8 @@ class _Snapshot(NamedTuple):
 
 
 def to_remove(found: FoundParts, name: str) -> list[list[_Snapshot]]:
-    """The snapshots of tables that make up those of this name, damaged ones too: first what is left of older ones.
-
-    Raises:
-        SnapshotNotFoundError: there are none; the message names those there are.
-    """
+    """The snapshots of tables that make up those of this name, damaged ones too: leftovers of older ones first.
+    SnapshotNotFoundError if there are none; the message names those there are."""
     parts = sorted(found.parts_of(name), key=lambda part: part.info.sequence)
     older = [part for part in parts if part.group != parts[-1].group]
     rest = [part for part in parts if part.group == parts[-1].group]
@@ -62,14 +61,10 @@ def _snapshots(parts: Iterable[Part]) -> list[_Snapshot]:
 
 
 class PartRemoval:
-    """See the module.
+    """Removal of snapshots of tables; see the head of this file. LockedError if a table is in use elsewhere.
 
     Args:
-        snapshots: what to remove.
-        open_tables: of folders whose tables this process has open, what deletes a snapshot there.
-
-    Raises:
-        LockedError: a table is in use elsewhere.
+        open_tables: function that deletes a snapshot, by the folder of each table that this process has open.
     """
 
     def __init__(
@@ -90,8 +85,8 @@ class PartRemoval:
             raise
 
     def mark(self) -> None:
-        """Say that what is to be removed is of no use in part. A full disk keeps nobody from deleting: then nothing
-        says so, and what a kill leaves has to be deleted once more."""
+        """Mark the snapshots as useless in part. A full disk prevents no deletion: then there is no mark, and leftovers
+        of a kill have to be deleted once more."""
         for folder, identities in self._identities():
             try:
                 mark(self._fs, folder, identities)
@@ -132,25 +127,17 @@ class PartRemoval:
 
 
 class NewParts:
-    """Parts of a snapshot that are about to be made: in `with`, all of them or none.
-
-    Ranks, who make a part each, call `take_back` or `finish` in place of `with`, when they know what became of all.
-
-    Args:
-        identity: of the snapshot.
-        count: how many there will be. One alone is whole, and needs no mark.
-    """
+    """Parts of a snapshot that are about to be made: in `with`, all of them or none. Ranks, who make a part each, call
+    `take_back` or `finish` in place of `with`, when they know what became of all. A single part is whole, and needs
+    no mark."""
 
     def __init__(self, identity: str, count: int, fs: FileSystem | None = None):
         self._identity, self._count, self._fs = identity, count, fs or LocalFileSystem()
         self._begun: list[tuple[str, str, Callable[[str], None] | None]] = []
 
     def begin(self, folder: str, table_name: str, delete: Callable[[str], None] | None = None) -> None:
-        """A part is about to be saved under this name in the table of this folder, which is open.
-
-        Args:
-            delete: deletes a snapshot of the table, if it stays open until all are there.
-        """
+        """Note that a part is about to be saved under this name in the table of this folder, which is open; `delete`
+        deletes a snapshot of the table, if it stays open until all parts are there."""
         self._begun.append((folder, table_name, delete))
         if self._count > 1:
             mark(self._fs, folder, [self._identity])
@@ -196,12 +183,11 @@ def open_anew(folder: str, fs: FileSystem | None = None) -> PersistentTable:
 def sweep_folder(
     folder: str, found: FoundParts, delete: Callable[[str], None] | None = None, fs: FileSystem | None = None
 ) -> None:
-    """Remove leftovers from a table's folder, and marks that say nothing any more. What cannot be removed now stays for
-    the next time.
+    """Remove leftovers and stale marks from a table's folder. What cannot be removed now stays for the next time.
 
     Args:
-        delete: deletes a snapshot of the table, which this process has open; None = it is opened here, unless it is in
-            use. That removes what killed processes have left in it too.
+        delete: deletes a snapshot of the table, which this process has open; None = open it here, unless it is in use,
+            which removes leftovers of killed processes too.
     """
     fs = fs or LocalFileSystem()
     if delete is None:

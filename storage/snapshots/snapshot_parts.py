@@ -82,9 +82,8 @@ class Part:
     """A snapshot of a table, as a part of a whole one.
 
     Args:
-        folder: of the table.
-        info: of the table's snapshot.
-        whole: of which snapshot it is which part.
+        folder, info: of the table and its snapshot.
+        whole: which part of which snapshot.
         identity: of the whole; "" where a release wrote it that gave each part one of its own.
         marked: whether it may be removed while the whole is not there.
     """
@@ -103,12 +102,8 @@ class Part:
 
 @dataclass(frozen=True)
 class PartedSnapshot:
-    """A snapshot of which all parts are there, in their order.
-
-    Args:
-        parts: its own.
-        before: of a delta, the snapshots that it goes on from, the whole one first: see storage/table/delta.py.
-    """
+    """A snapshot whose `parts` are all there, in order; `before` a delta, its ancestors, the whole one first: see
+    table/delta.py."""
 
     parts: tuple[Part, ...]
     before: tuple["PartedSnapshot", ...] = ()
@@ -124,12 +119,8 @@ class PartedSnapshot:
 
     @cached_property
     def info(self) -> SnapshotInfo:
-        """Description of the whole snapshot. A part without rows may not know yet what state rows have; then it comes
-        from another part.
-
-        Raises:
-            CorruptTableError: parts hold rows of several kinds.
-        """
+        """Description of the whole snapshot. The format comes from a part with rows: one without may not know the state
+        yet. CorruptTableError if parts hold rows of several kinds."""
         filled = [part for part in self.parts if part.info.rows] or [self.parts[0]]
         first = filled[0].info
         _check_kind(f"snapshot {self.name!r}", filled)
@@ -145,8 +136,8 @@ class PartedSnapshot:
         )  # fmt: skip
 
     def part_in(self, folder: str, shard: int, shards: int) -> Part | None:
-        """The part that a rank has saved itself, if its rows are of the kind of the others; else None. Of a delta it
-        has to have saved one of each snapshot that it goes on from."""
+        """The part that a rank has saved itself, if its rows are of the kind of the others; else None. The rank must
+        have saved one of each ancestor too."""
         if any(link.part_in(folder, shard, shards) is None for link in self.before):
             return None
         for part in self.parts:
@@ -171,12 +162,7 @@ class Damaged:
 
 
 class FoundParts:
-    """The parts that lie in some folders, and what they make up.
-
-    Args:
-        parts, damaged: what was found there.
-        folders: where it was looked.
-    """
+    """The parts, and damaged snapshots, found in these folders, and the snapshots that they make up."""
 
     def __init__(self, parts: Sequence[Part], damaged: Sequence[Damaged], folders: Sequence[str]):
         self.parts, self.damaged, self.folders = parts, damaged, folders
@@ -219,7 +205,7 @@ class FoundParts:
             named_by: what names it, for errors.
 
         Raises:
-            SnapshotNotFoundError: there is none, or not all of its parts are there; the message says what there is.
+            SnapshotNotFoundError: there is none, or parts are missing; the message says what there is.
             OtherSnapshotError: it is not the one that is meant.
             CorruptTableError, FormatVersionError: a part of it cannot be read.
         """
@@ -348,11 +334,7 @@ def leftover_text(part: Part) -> str:
 
 
 def find_parts(folders: Sequence[str], fs: FileSystem | None = None) -> FoundParts:
-    """The parts in the folders of tables. Takes no lock: a writer may go on meanwhile.
-
-    Raises:
-        StorageError: a folder cannot be listed.
-    """
+    """The parts in the folders of tables. Takes no lock: a writer may go on. StorageError if a folder cannot be listed."""
     fs = fs or LocalFileSystem()
     parts, damaged = [], []
     for folder in folders:
@@ -371,11 +353,7 @@ def find_parts(folders: Sequence[str], fs: FileSystem | None = None) -> FoundPar
 
 
 def look_at(paths: Iterable[str], fs: FileSystem | None = None) -> FoundParts:
-    """The parts at paths that a job may use meanwhile.
-
-    Raises:
-        StorageError: there is no table, or its files cannot be listed.
-    """
+    """The parts at paths that a job may use meanwhile. StorageError if there is no table, or it cannot be listed."""
     paths = list(paths)
     folders = folders_at(paths)
     for path in paths:
@@ -402,11 +380,8 @@ def _part(folder: str, info: SnapshotInfo, marks: set[str]) -> Part | None:
 
 
 def table_name_of(name: str, identity: str, folder: str, fs: FileSystem | None = None) -> str:
-    """The name under which a table keeps a new part: that of the snapshot, unless one that is replaced has it.
-
-    Raises:
-        ValueError, TypeError: no snapshot can have this name.
-    """
+    """The name under which a table keeps a new part: the snapshot's, unless one that is replaced has it. ValueError or
+    TypeError if no snapshot can have the name."""
     files = SnapshotFiles(fs or LocalFileSystem(), f"{folder}/snapshots")
     other = f"{name}~{identity[:_IDENTITY_DIGITS]}"
     files.path(other)  # Too long a name is refused before any part of it is there.

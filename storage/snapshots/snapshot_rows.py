@@ -14,12 +14,7 @@ _STEP_MAX = 1 << 62
 
 @dataclass(frozen=True)
 class SnapshotRows:
-    """Format of a snapshot's rows, and how far their training has come.
-
-    Args:
-        format: of a row.
-        step: updates made so far.
-    """
+    """Format of a snapshot's rows, and the number of updates made so far."""
 
     format: RowFormat
     step: int
@@ -41,12 +36,8 @@ class SnapshotRows:
 
     @classmethod
     def of_meta(cls, meta: dict[str, Any], name: str) -> "SnapshotRows":
-        """Read what `to_meta` wrote.
-
-        Raises:
-            StorageError: the snapshot was not saved by an embedding or a writer.
-            CorruptTableError: it says what no embedding says.
-        """
+        """Read what `to_meta` wrote. StorageError if the snapshot was not saved by an embedding or a writer,
+        CorruptTableError if it is invalid."""
         if "rows" not in meta:
             raise StorageError(
                 f"snapshot {name!r} does not say what its rows are; it was not saved by oneemb's modules"
@@ -73,8 +64,7 @@ class PartOf:
 
     Args:
         name: of the whole.
-        shard: which part; that of the keys whose `owner_of` among the parts is this.
-        shards: how many parts there are.
+        shard, shards: which part of how many; that of the keys whose `owner_of` among the parts is this.
     """
 
     name: str
@@ -96,10 +86,7 @@ class PartOf:
 
 def part_of(meta: dict[str, Any], name: str) -> PartOf | None:
     """The part that `PartOf.to_meta` has described in the meta of snapshot `name`; None = the snapshot is no part.
-
-    Raises:
-        CorruptTableError: the entry is none that an embedding or a writer writes.
-    """
+    CorruptTableError if the entry is invalid."""
     if "snapshot" not in meta:
         return None
     whole = meta["snapshot"]
@@ -113,11 +100,7 @@ def without_part(meta: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shard_of(meta: dict[str, Any], name: str) -> tuple[int, int]:
-    """Which part of a sharded snapshot this is, and of how many; (0, 1) for a whole one.
-
-    Raises:
-        CorruptTableError: it says what no writer says.
-    """
+    """Which part of a sharded snapshot this is, and of how many; (0, 1) for a whole one. CorruptTableError if invalid."""
     shard = meta.get("shard", (0, 1))
     _need(isinstance(shard, list | tuple) and len(shard) == 2, name, shard)
     _need(_number(shard[1], 1, _STEP_MAX) and _number(shard[0], 0, shard[1] - 1), name, shard)

@@ -23,16 +23,7 @@ from oneemb.storage.tiered_rows import NewPart
 
 
 class StoreSnapshots(StorePart):
-    """The snapshots of a store.
-
-    Args:
-        store: its part this is.
-        bottom: what lies below the tiers.
-        journal: the snapshots since which a delta can be saved. In a turn only.
-        kept: the rows that policies keep; None where no table has a policy.
-        policy: lets rows leave before a save.
-        replicas: the keys of replicated tables.
-    """
+    """The snapshots of a store; `kept` is the policy engine, None where no table has a policy."""
 
     def __init__(
         self, store: Store, bottom: Bottom, journal: Journal, kept: KeptRows | None, policy: StorePolicy,
@@ -54,21 +45,18 @@ class StoreSnapshots(StorePart):
         self, name: str, meta: dict[str, Any], *, overwrite: bool = False, part: NewPart | None = None,
         since: str | None = None, keep_evicted: bool = False,
     ) -> SnapshotInfo:  # fmt: skip
-        """Write every row as it is now, durably, under a name.
+        """Write every row as it is now, durably, under a name. Returns the snapshot's description.
 
         Args:
-            meta: what the caller wants to find again beside the rows, any JSON.
-            part: of which snapshot of several stores this is a part; None = it is one of this store alone. A part
-                has those rows of replicated tables that count here.
-            since: write a delta: only what has changed since this snapshot, one of the last that were saved or loaded.
-            keep_evicted: a delta does not say which rows have left by a policy: who loads it has them still.
-
-        Returns:
-            What the snapshot is.
+            meta: any JSON that the caller wants to find again beside the rows.
+            part: of which snapshot of several stores this is a part, without other owners' rows of replicated tables;
+                None = it is one of this store alone.
+            since: write a delta: only changes since this snapshot, one of the last that were saved or loaded.
+            keep_evicted: a delta does not say which rows policies have evicted: its readers keep them.
 
         Raises:
-            StorageError: the name is taken and `overwrite` is off, or the disk fails; the snapshots there are whole. Or
-                it is of a snapshot that deltas go on from; or `since` is none of the last.
+            StorageError: the name is taken and `overwrite` is off, or deltas go on from that snapshot; `since` is none
+                of the last; or the disk fails. The snapshots there are whole.
         """
         store, journal, kept = self._store, self._journal, self._kept
         store.check_open()
@@ -102,11 +90,7 @@ class StoreSnapshots(StorePart):
         return info
 
     def check_since(self, since: str, keep_evicted: bool) -> str:
-        """The identity of a snapshot since which a delta can be saved.
-
-        Raises:
-            StorageError: it is none of the last that were saved or loaded.
-        """
+        """The identity of a snapshot since which a delta can be saved; StorageError if it is none of the last."""
         with self.turns:
             return self._journal.parent(since, keep_evicted).info.identity
 
@@ -125,14 +109,9 @@ class StoreSnapshots(StorePart):
     def load(self, name: str, *, weights_only: bool = False) -> bool:
         """Start from the rows of a snapshot, forgetting those here. Mends a broken store.
 
-        A snapshot of rows without state, such as pretrained vectors, is given the state of new rows and begins at
-        step 0.
-
-        Args:
-            weights_only: leave the state in the snapshot: rows are given that of new ones, and begin at step 0.
-
-        Returns:
-            Whether the rows are now what the snapshot holds, rather than those with state added.
+        A snapshot of rows without state, such as pretrained vectors, is given the state of new rows and begins at step
+        0; so is any with `weights_only`. Returns whether the rows are now the snapshot's, rather than those with state
+        added.
 
         Raises:
             StorageError: there is no such snapshot (the message names those there are), its rows are not of this
@@ -147,14 +126,8 @@ class StoreSnapshots(StorePart):
 
     @no_step("check_rows")
     def check_rows(self, info: SnapshotInfo, owned: OwnedRows | None, *, weights_only: bool, read: bool) -> None:
-        """Raise unless `load_rows` will do what it is asked to, as far as that can be known.
-
-        Args:
-            read: read all rows that take the place of others, so that a damaged one is found before those are gone.
-
-        Raises:
-            StorageError: as `load`; the rows here are as they were.
-        """
+        """Raise, as `load`, unless `load_rows` will succeed as far as that can be known. With `read`, read all rows
+        that are to replace others, so that a damaged one is found before those are gone."""
         with self.turns:
             self._store.check_process()
             self._store.check_open()
@@ -167,11 +140,10 @@ class StoreSnapshots(StorePart):
     def load_rows(
         self, info: SnapshotInfo, owned: OwnedRows | None, *, weights_only: bool, replicated: Keys | None = None
     ) -> bool:
-        """Do as `load` with a snapshot that `check_rows` has found to fit.
+        """`load` of a snapshot that `check_rows` has accepted.
 
         Args:
-            info: what it is; of the store at the bottom, if `owned` is None.
-            owned: those of its rows that are this store's.
+            owned: this store's share of its rows; None = the snapshot is one of the store at the bottom.
             replicated: the keys of replicated tables among them; None = there are no such tables.
         """
         with self.turns:
@@ -254,11 +226,7 @@ class StoreSnapshots(StorePart):
                 )
 
     def _check_reads(self, info: SnapshotInfo, weights_only: bool, owned: OwnedRows | None = None) -> None:
-        """Before a load: what could go wrong later has to do so while the rows here are still there.
-
-        Raises:
-            StoreFullError, StorageError: the rows do not fit, or cannot be read.
-        """
+        """Before a load, raise StoreFullError or StorageError if the rows do not fit, or cannot be read."""
         rows = self.rows
         if not len(rows):
             return
@@ -273,11 +241,8 @@ class StoreSnapshots(StorePart):
 
     @in_turn
     def delete(self, name: str) -> None:
-        """Forget a snapshot and free what only it held.
-
-        Raises:
-            StorageError: there is none, deltas go on from it, or the disk fails.
-        """
+        """Delete a snapshot, and free what only it held. StorageError if there is none, deltas go on from it, or the
+        disk fails."""
         self._store.check_open()
         self._journal.check_not_needed(name, "deleted")
         if self._kept_in[0] == name:
@@ -286,12 +251,8 @@ class StoreSnapshots(StorePart):
         self._journal.forget(name)
 
     def info(self, name: str) -> SnapshotInfo:
-        """Description of a snapshot.
-
-        Raises:
-            SnapshotNotFoundError: there is none of that name; the message names those there are.
-            StorageError: it could not be read, or the store below keeps none.
-        """
+        """Description of a snapshot. SnapshotNotFoundError names those there are; StorageError if it cannot be read, or
+        the store below keeps none."""
         return self._bottom.snapshot(name)
 
     def names(self) -> list[str]:
@@ -299,15 +260,14 @@ class StoreSnapshots(StorePart):
         return [info.name for info in self.rows.snapshots()]
 
     def check(self, name: str, identity: str | None, named_by: str) -> None:
-        """Raise unless the snapshot of this name is there and is the one that is meant.
+        """Raise unless the snapshot of this name, which `named_by` names, is there and is the one that is meant.
 
         Args:
             identity: of the snapshot that is meant; None = whichever has the name.
-            named_by: what names it, for errors.
 
         Raises:
             SnapshotNotFoundError: there is none of that name; the message names those there are.
-            OtherSnapshotError: it is another one, of another run; the message says which.
+            OtherSnapshotError: it is another run's; the message says which.
             StorageError: it could not be read.
         """
         try:

@@ -30,25 +30,22 @@ def marks_at(fs: FileSystem, folder: str) -> set[str]:
 
 
 def mark(fs: FileSystem, folder: str, identities: Collection[str]) -> None:
-    """Mark the parts of these snapshots, durably. By the holder of the folder's lock only.
-
-    Raises:
-        StorageError: the marks may not be there.
-    """
+    """Mark the parts of these snapshots, durably, as the holder of the folder's lock. StorageError: there may be no
+    marks."""
     before = marks_at(fs, folder)
     if not before.issuperset(identities):
         _write(fs, folder, before.union(identities))
 
 
 def unmark(fs: FileSystem, folder: str, identities: Collection[str]) -> None:
-    """Take marks away, durably; raises as `mark`."""
+    """Remove marks, durably; raises as `mark`."""
     before = marks_at(fs, folder)
     if not before.isdisjoint(identities):
         _write(fs, folder, before.difference(identities))
 
 
 def drop_unwritten(fs: FileSystem, folder: str) -> None:
-    """Remove what a killed `mark` or `unmark` has left."""
+    """Remove the temporary file of a killed `mark` or `unmark`."""
     with suppress(OSError):
         fs.remove(f"{folder}/{_NAME}.tmp")
 

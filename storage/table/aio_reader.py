@@ -25,14 +25,7 @@ _PROBE_BYTES = 4096
 
 
 class AioReader:
-    """Keeps up to `depth` direct reads in flight from one thread.
-
-    Args:
-        depth: reads in flight at once.
-
-    Raises:
-        OSError: the system does not let this process use AIO.
-    """
+    """Up to `depth` direct reads in flight from one thread. OSError if the system does not let this process use AIO."""
 
     name = "aio"
     direct = True
@@ -107,12 +100,8 @@ class AioReader:
 
 
 def open_reader(io: str, fs: FileSystem, directory: str, block_bytes: int, threads: Threads) -> BlockReader:
-    """The reader that `io` names, tried out on a file in the directory.
-
-    Raises:
-        StorageError: it does not work there.
-        ValueError: `io` is not "auto", "aio" or "pread".
-    """
+    """The reader that `io` names ("auto", "aio" or "pread"), tried out on a file in the directory. StorageError if it
+    does not work there, ValueError for another name."""
     if io not in ("auto", "aio", "pread"):
         raise ValueError(f"io must be 'auto', 'aio' or 'pread', got {io!r}")
     reader = "it was not asked for" if io == "pread" else _tried(fs, directory, block_bytes)

@@ -1,4 +1,5 @@
-"""Reads scattered rows from chunk files: requests go out many at a time, blocks are checked, rows copied out.
+"""Reads scattered rows from chunk files: requests go out many at a time, blocks are checked, rows copied out. A failed
+read raises an error that names file, block and key.
 
 Requests come sorted by place, each a run of neighbouring blocks, so that no block is read twice.
 """
@@ -37,11 +38,8 @@ class ReadPlan:
     """P places in ascending order, cut into Q requests of neighbouring blocks.
 
     Args:
-        geometry: of the table.
-        place_P: sorted places.
-        to_P: row of the output that each goes to.
-        block_Q: first block of each request, numbered in the whole table.
-        blocks_Q: blocks of each request.
+        place_P, to_P: sorted places, and the row of the output for each.
+        block_Q, blocks_Q: first block of each request, numbered in the whole table, and number of its blocks.
         first_Q: [Q + 1], the first p that each request serves.
     """
 
@@ -91,7 +89,7 @@ class BlockReader(Protocol):
     def read(
         self, plan: ReadPlan, file_Q: np.ndarray, offset_Q: np.ndarray, sum_B: np.ndarray, out_UW: np.ndarray
     ) -> None:
-        """Bring the rows of the plan to `out_UW`; request q is at offset_Q[q] of open file file_Q[q].
+        """Copy the rows of the plan to `out_UW`; request q is at offset_Q[q] of open file file_Q[q].
 
         Raises:
             DamagedBlock: a block is not what was written.
@@ -104,13 +102,7 @@ class BlockReader(Protocol):
 
 
 class PreadReader:
-    """Plain reads by threads, through the system's cache. Works on every file system.
-
-    Args:
-        fs: reads.
-        threads: check blocks and copy rows.
-        depth: number of threads that read.
-    """
+    """Plain reads by `depth` threads of its own, through the system's cache. Works on every file system."""
 
     name = "pread"
     direct = False
@@ -200,12 +192,7 @@ class PreadReader:
 
 
 class RowReader:
-    """Reads rows that are on disk.
-
-    Args:
-        blocks: reads and checks blocks.
-        files: opens chunks.
-    """
+    """Reads rows that are on disk, by their places."""
 
     def __init__(self, blocks: BlockReader, files: ChunkFiles):
         self._blocks, self._files = blocks, files

@@ -39,11 +39,9 @@ class CheckResult:
         rows: rows of all of them; a shared row counts once for each.
         bytes_read: bytes of chunks that were read, each once.
         unneeded: files that no snapshot needs: a live writer's, or what the next open of the table removes.
-        kept: files among `unneeded` that the next open keeps, because a snapshot is lost or cannot be read, and may
-            need them.
+        kept: files among `unneeded` that the next open keeps: a snapshot is lost or cannot be read, and may need them.
         unreadable: paths of snapshots that cannot be read; while there is one, nothing is removed.
-        left_over: one text for each part of a snapshot, and for each rank's folder without a table, that a killed call
-            has left.
+        left_over: one text for each part of a snapshot, or rank's folder without a table, that a killed call has left.
     """
 
     problems: list[str] = field(default_factory=list)
@@ -62,8 +60,6 @@ def check_table(
     """Compare every byte that the snapshots at a path need with its checksum, and follow every reference.
 
     Args:
-        path: the table's folder.
-        fs: where files are; None = this machine's.
         progress: called with (bytes of blocks read, bytes in all).
         leftovers: names of snapshots to count as unneeded files: killed calls have left them.
 

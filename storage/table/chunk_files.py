@@ -94,7 +94,6 @@ class ChunkFiles:
     """All chunks of one table.
 
     Args:
-        fs: where the files are.
         directory: of the chunks; it must exist.
         next_number: greater than the number of any existing chunk.
         direct: whether rows are written and read past the system's cache.
@@ -123,12 +122,8 @@ class ChunkFiles:
         self._process = os.getpid()  # A forked child releases its copies of holds, and must remove no file.
 
     def create(self, geometry: Geometry) -> ChunkFile:
-        """A new, empty chunk, held once.
-
-        Raises:
-            StorageError: the files could not be made, and none is left; or the folder was removed, and another may be
-                in its place.
-        """
+        """A new, empty chunk, held once. StorageError, with no file left, if the files could not be made, or the folder
+        was removed: another may be in its place."""
         if self._lock is not None:
             self._lock.check()
         rows_path, keys_path = chunk_paths(self.directory, self._next_number)
@@ -162,17 +157,11 @@ class ChunkFiles:
         return chunk
 
     def write(self, chunk: ChunkFile, end: ChunkEnd, block_N: np.ndarray, record_N: np.ndarray) -> None:
-        """Write one run. It is part of the chunk after `append`. May run beside all calls but another write.
+        """Write one run: its blocks, in aligned memory, and its `key_record`. It is part of the chunk after `append`.
+        May run beside all calls but another write. After a StorageError the next write goes to the same place.
 
-        The first run brings the files' headers, so that `create` need not wait for the disk.
-
-        Args:
-            end: where the run begins: the end of the chunk, or of a run that is written and not yet appended.
-            block_N: its blocks, in aligned memory.
-            record_N: what `key_record` made of its keys.
-
-        Raises:
-            StorageError: the run is not written; the next write goes to the same place.
+        The first run brings the files' headers, so that `create` need not wait for the disk. `end` is where the run
+        begins: the end of the chunk, or of a run that is written and not yet appended.
         """
         assert chunk.rows_out is not None and chunk.keys_out is not None, "only an open chunk grows"
         path = chunk.rows_path
@@ -206,11 +195,8 @@ class ChunkFiles:
                 self.sync(next(iter(self.unsynced)))
 
     def sync(self, chunk: ChunkFile) -> None:
-        """Return when all appended runs are on the device. May run beside appends.
-
-        Raises:
-            StorageError: they may not be; the chunk is suspect from now on.
-        """
+        """Return when all appended runs are on the device; may run beside appends. A StorageError says that they may
+        not be, and the chunk is suspect from now on."""
         if chunk.suspect:
             raise StorageError(
                 f"{chunk.rows_path} or its keys could not be written to the device earlier, so no snapshot may rely on"
@@ -235,11 +221,8 @@ class ChunkFiles:
                 self._close_written(chunk)
 
     def sync_all(self, chunks: Iterable[ChunkFile]) -> None:
-        """`sync` each chunk, up to `sync_threads` at a time. All are tried, so that all suspect ones are known.
-
-        Raises:
-            StorageError: as for `sync`, for one of them.
-        """
+        """`sync` each chunk, up to `sync_threads` at a time. All are tried, so that all suspect ones are known, before
+        the error of one of them is raised."""
         grown = [chunk for chunk in chunks if chunk.synced_bytes != chunk.nbytes]
         failed: list[StorageError] = []
 
@@ -345,13 +328,8 @@ class ChunkFiles:
 
 
 def key_record(end: ChunkEnd, table_N: np.ndarray, id_N: np.ndarray, sum_B: np.ndarray) -> tuple[np.ndarray, ChunkEnd]:
-    """A run's bytes in the keys file, uint8, and the chunk's end after the run.
-
-    Args:
-        end: of the chunk, before the run.
-        table_N, id_N: keys of the run's rows.
-        sum_B: checksums of the run's blocks.
-    """
+    """A run's bytes in the keys file, uint8, and the chunk's end after the run, given the end before it, the keys of
+    its rows and the checksums of its blocks."""
     parts = [np.frombuffer(_RUN.pack(end.blocks, len(id_N), len(sum_B)), np.uint8)]
     parts += [array.view(np.uint8) for array in (id_N, table_N, sum_B)]
     size = sum(map(len, parts))

@@ -52,11 +52,8 @@ def live_rows(bit_N: np.ndarray) -> np.ndarray:
 
 
 def read_keys(fs: FileSystem, path: str, geometry: Geometry, part: ChunkPart) -> ChunkKeys:
-    """The keys of the part's rows, checked against the part's sum.
-
-    Raises:
-        CorruptTableError: the file is not what was written.
-    """
+    """The keys of the part's rows, checked against the part's sum. CorruptTableError if the file is not what was
+    written."""
     keys = ChunkKeys.empty(geometry, part)
     for _ in fill_keys(fs, path, geometry, part, keys):
         pass
@@ -64,13 +61,8 @@ def read_keys(fs: FileSystem, path: str, geometry: Geometry, part: ChunkPart) ->
 
 
 def fill_keys(fs: FileSystem, path: str, geometry: Geometry, part: ChunkPart, keys: ChunkKeys) -> Iterator[int]:
-    """Fill in the keys of the part's rows run by run, and yield how many rows are filled after each run.
-
-    Each run is checked as it is read; all runs together are checked against the part's sum before the last yield.
-
-    Raises:
-        CorruptTableError: the file is not what was written.
-    """
+    """Fill in the keys of the part's rows run by run, and yield how many rows are filled after each run. Each run is
+    checked as it is read, and all together against the part's sum before the last yield; raises as `read_keys`."""
     with opened(fs, path, "read the keys") as file:
         yield from _fill_open(fs, file, path, geometry, part, keys)
 
@@ -146,10 +138,7 @@ def scan_rows(
     fs: FileSystem, path: str, geometry: Geometry, number: int, keys: ChunkKeys, row_N: np.ndarray, batch: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """The rows `row_N` of one chunk, ascending, as (table_N, id_N, row_NW), at most `batch` at a time.
-
-    Raises:
-        CorruptTableError: a block is not what was written.
-    """
+    CorruptTableError if a block is not what was written."""
     if len(row_N) == 0:
         return
     with opened(fs, path, "read the rows") as file:
@@ -235,11 +224,8 @@ def check_header(header: Buffer, magic: bytes, path: str, number: int, geometry:
 
 @contextmanager
 def reading(path: str, action: str = "read") -> Iterator[None]:
-    """Turn an error of the system in the block into a StorageError that names the action and the path.
-
-    Raises:
-        CorruptTableError: the file is not there, though a snapshot needs it.
-    """
+    """Turn an error of the system in the block into a StorageError that names action and path; a missing file, which a
+    snapshot needs, into a CorruptTableError."""
     try:
         with doing(action, path):
             yield

@@ -51,14 +51,13 @@ def compact_snapshots(
     Args:
         path: the table's folder. Its disk needs room for the rows that move.
         remove_orphans: also remove the files that are kept for snapshots that were removed by other means than here.
-        fs: where files are; None = this machine's.
         progress: called with (rows moved, rows to move).
 
     Raises:
         LockedError: a job uses the table.
         CorruptTableError: a snapshot is not what was written; nothing has changed.
-        StorageError: the disk fails or is full; every snapshot is whole. Or a snapshot is missing and was not given up;
-            nothing has changed.
+        StorageError: the disk fails or is full, and every snapshot is whole; or a snapshot is missing and was not given
+            up, and nothing has changed.
     """
     fs, path = fs or LocalFileSystem(), absolute_path(path)
     need_table(fs, path)

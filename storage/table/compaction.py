@@ -54,11 +54,8 @@ from oneemb.storage.table.snapshot_store import SnapshotStore
 
 
 class Background:
-    """Runs one job at a time, each in a thread of its own.
-
-    Args:
-        name: what the jobs do, for errors.
-    """
+    """Jobs of this name, for errors, one at a time, each in a thread of its own. An error is kept until a call has
+    raised it, once."""
 
     def __init__(self, name: str):
         self._name = name
@@ -105,13 +102,8 @@ _MOVED_FILL_MAX = 0.98
 
 @dataclass
 class CompactionResult:
-    """Result of a compaction.
-
-    Args:
-        chunks: chunks that were emptied.
-        rows_moved: live rows that were written again.
-        bytes_freed: disk space that became free, less what the moved rows take.
-    """
+    """Result of a compaction: emptied chunks, live rows that were written again, and disk space that became free, less
+    what these rows take."""
 
     chunks: int = 0
     rows_moved: int = 0
@@ -122,9 +114,6 @@ class Compactor:
     """Compacts one `LiveRows`; a table makes a new one when it replaces its rows.
 
     Args:
-        fs: where the chunks are.
-        live: the rows.
-        writer: appends to the log of these rows.
         store: the snapshots, and the files of all chunks.
         turns: every call that uses the rows holds its lock, the guard; `move` releases it while it reads.
         max_space_amplification: above 1.
@@ -176,11 +165,7 @@ class Compactor:
 
     def make_room(self, rows: int) -> None:
         """Compact until there is room for this many rows more: here if the bound is reached, else in the background.
-        The guard is held.
-
-        Raises:
-            StorageError: rows could not be moved; nothing is lost.
-        """
+        Requires the guard. A StorageError says that rows could not be moved; nothing is lost."""
         # Settling can only lower the excess, so while that is small it is not needed.
         if self._excess() > (1 if self._background is None else _EARLY) and any(self._loose()):
             self.settle()
@@ -197,15 +182,8 @@ class Compactor:
         self._rows_since_save += rows
 
     def clean_for_save(self, name: str) -> None:
-        """Move rows until the chunks that a snapshot would hold have no more garbage than allowed. The guard is held,
-        and released while chunks are read.
-
-        Args:
-            name: of the snapshot, which replaces the one of that name.
-
-        Raises:
-            StorageError: rows could not be moved; nothing is lost.
-        """
+        """Move rows until the chunks that the snapshot of this name would hold have no more garbage than allowed.
+        Requires the guard, and releases it while chunks are read; raises as `make_room`."""
         moved_before = self.done.rows_moved
         while (chunk := self._next_for_save(name, self.done.rows_moved - moved_before)) is not None:
             undisturbed.raise_interrupt()
@@ -299,11 +277,8 @@ class Compactor:
         return True
 
     def _next_for_save(self, name: str, moved: int) -> ChunkFile | None:
-        """The next chunk whose live rows must move before a snapshot holds its chunks; None = no more.
-
-        Args:
-            moved: rows that have moved already for this save.
-        """
+        """The next chunk whose live rows must move before a snapshot holds its chunks, given the rows moved for this
+        save; None = no more."""
         self.settle()
         live, loose_garbage = self.live_bytes(), self._garbage_max * _LOOSE_PART
         full = 1 / (1 + loose_garbage)

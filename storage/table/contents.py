@@ -1,7 +1,6 @@
-"""A table's current rows, with their writer and their compactor.
+"""A table's current rows, with their writer and their compactor, all three replaced by a load or a `clear`.
 
-Another `LiveRows` takes their place at a load or when the table is cleared: then a new writer and a new compactor go
-with it. Nothing here is thread-safe: `PersistentTable` calls it in a turn.
+Nothing here is thread-safe: `PersistentTable` calls it with its lock.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -26,8 +25,6 @@ class Contents:
     """Rows of a table, none at first.
 
     Args:
-        fs, store, turns, max_space_amplification: as of `Compactor`.
-        geometry: of the rows.
         background: write and compact in background threads; False = in the calls themselves.
         expected_rows: rows to make room for in the index of an empty table.
     """

@@ -39,9 +39,9 @@ class Delta:
     Args:
         since, identity, since_number: name, identity and number of its parent.
         number: its own, greater than that.
-        rows: how many rows there are, in this table, with those that have not changed; at most, where a delta of the
-            chain does not say which have left.
-        inserted: how many of its rows have keys that had none.
+        rows: number of rows in this table, unchanged ones included; an upper bound, where a delta of the chain does not
+            say which have been evicted.
+        inserted: number of its rows whose keys had none.
     """
 
     since: str
@@ -57,11 +57,8 @@ class Delta:
 
     @classmethod
     def of_meta(cls, meta: Mapping[str, Any], name: str) -> "Delta | None":
-        """The delta that the meta of snapshot `name` describes; None = the snapshot is whole.
-
-        Raises:
-            CorruptTableError: the entry is none that a delta writes.
-        """
+        """The delta in the meta of snapshot `name`; None = the snapshot is whole. CorruptTableError if the entry is
+        invalid."""
         found = meta.get("delta")
         if found is None:
             return None
@@ -101,14 +98,11 @@ def rows_of(info: SnapshotInfo) -> int:
 
 
 def chain_of(last: T, there: Callable[[], Iterable[T]], info_of: Callable[[T], SnapshotInfo]) -> list[T]:
-    """A snapshot and those that it goes on from: the whole one first.
-
-    Args:
-        there: gives the snapshots that there are.
+    """A snapshot and its ancestors among those that `there` returns, the whole one first.
 
     Raises:
         SnapshotNotFoundError: one of them is not there.
-        CorruptTableError: one says what none says.
+        CorruptTableError: a description is invalid.
     """
     chain, by_identity = [last], dict[str, T]()
     while (delta := Delta.of_meta(info_of(chain[0]).meta, info_of(chain[0]).name)) is not None:
@@ -151,11 +145,8 @@ def gone_array(table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray:
 
 
 def gone_keys(array: np.ndarray | None, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """The tables, int32 [N], and ids, int64 [N], that delta `name` says are gone.
-
-    Raises:
-        CorruptTableError: it says what no delta says.
-    """
+    """The tables, int32 [N], and ids, int64 [N], that delta `name` says are gone. CorruptTableError if they are
+    invalid."""
     if array is None:
         return np.empty(0, np.int32), np.empty(0, np.int64)
     if array.dtype == np.int64 and array.ndim == 2 and array.shape[1] == 2:

@@ -29,12 +29,8 @@ def pack_header(magic: bytes, number_4: tuple[int, int, int, int]) -> bytes:
 
 
 def read_header(header: bytes, magic: bytes, path: str) -> tuple[int, int, int, int]:
-    """The four numbers of a header, checked.
-
-    Raises:
-        CorruptTableError: these are not the bytes of a header of this kind.
-        FormatVersionError: the header is sound, but of a format that this release does not read.
-    """
+    """The four numbers of a header, checked. CorruptTableError if it is no header of this kind, FormatVersionError if
+    it is sound, but of a format that this release does not read."""
     if len(header) < HEADER_BYTES:
         raise CorruptTableError(
             f"{path}: the header must have {HEADER_BYTES} bytes, the file ends after {len(header)}; restore the file "

@@ -82,11 +82,7 @@ class Geometry:
 
 
 def make_geometry(row_width: int, physical_block_size: int, chunk_bytes: int) -> Geometry:
-    """The geometry of a table whose chunks have about `chunk_bytes` of rows.
-
-    Raises:
-        ValueError: an argument is out of its range.
-    """
+    """The geometry of a table whose chunks have about `chunk_bytes` of rows. ValueError if an argument is invalid."""
     problem = geometry_problem(row_width, physical_block_size, _BLOCKS_MULTIPLE)
     if problem is not None:
         raise ValueError(problem)

@@ -21,12 +21,8 @@ _blanks = re.compile(r"[ \t\n\r]*")
 
 
 class LongList(list[Any]):
-    """A list that knows its JSON text.
-
-    Args:
-        items: the list, with lists rather than tuples and with strings as keys of dicts, as a parsed JSON has it.
-        text: the list's JSON; None = the text that `json.dumps` writes.
-    """
+    """A list that knows its JSON text; None = what `json.dumps` writes. Its items are as a parsed JSON has them: lists
+    rather than tuples, strings as keys of dicts."""
 
     def __init__(self, items: list[Any], text: str | None = None):
         super().__init__(items)
@@ -42,11 +38,7 @@ _known: "weakref.WeakValueDictionary[str, LongList]" = weakref.WeakValueDictiona
 
 
 def to_json(value: Any) -> str:
-    """JSON text of a value.
-
-    Raises:
-        TypeError, ValueError, RecursionError: JSON cannot hold it.
-    """
+    """JSON text of a value. TypeError, ValueError or RecursionError if JSON cannot hold it."""
     if isinstance(value, LongList):
         return value.text
     if isinstance(value, dict) and all(type(key) is str for key in value):
@@ -55,11 +47,8 @@ def to_json(value: Any) -> str:
 
 
 def from_json(data: bytes | str) -> Any:
-    """The value of a JSON text. Equal long lists in objects are one `LongList`.
-
-    Raises:
-        ValueError, RecursionError: it is not JSON, or nested too deep.
-    """
+    """The value of a JSON text; equal long lists in objects are one `LongList`. ValueError or RecursionError if it is
+    not JSON."""
     if len(data) < _LONG_MIN:
         return json.loads(data)
     text = data if isinstance(data, str) else data.decode(json.detect_encoding(data), "surrogatepass")

@@ -33,9 +33,7 @@ class LiveRows:
     """The index, and the bits and checksums of the chunks it points into.
 
     Args:
-        geometry: of all the chunks.
-        files: holds and releases them.
-        threads: runs lookups.
+        files: holds and releases the chunks, which are of one geometry.
         expected: keys to make room for at once.
         beside: puts noted keys into the index; None = the caller's thread does.
     """
@@ -101,11 +99,8 @@ class LiveRows:
         ]
 
     def add(self, chunk: ChunkFile, blocks: int) -> None:
-        """Give a chunk extents for this many blocks. The caller's hold of the chunk becomes this object's.
-
-        Raises:
-            MemoryError: there is no memory for more extents; nothing has changed.
-        """
+        """Give a chunk extents for this many blocks. The caller's hold of the chunk becomes this object's. A
+        MemoryError has changed nothing."""
         size = max(1, -(-blocks // self.geometry.blocks_per_extent))
         first = self._free_extents(size)
         if first is None:
@@ -125,12 +120,8 @@ class LiveRows:
         self._files.release(chunk)
 
     def reserve(self, table_U: np.ndarray, id_U: np.ndarray) -> bool:
-        """Take the memory that these keys need. Returns whether the caller may `note` them, once; if not, it must `put`
-        them.
-
-        Raises:
-            MemoryError: there is no memory for the new ones among them; nothing has changed.
-        """
+        """Reserve the memory that these keys need. Returns whether the caller may `note` them, once; else it must `put`
+        them. A MemoryError has changed nothing."""
         try:
             if self._pending.make_room(table_U, id_U, self._put):
                 return True
@@ -170,11 +161,8 @@ class LiveRows:
     def load(
         self, chunk: ChunkFile, table_N: np.ndarray, id_N: np.ndarray, row_N: np.ndarray
     ) -> tuple[int, int] | None:
-        """Add rows of a chunk to the index; `load_chunk` brings the chunk's bits.
-
-        Returns:
-            None; or the (table, id) of a key that the index then holds twice: it cannot be used any more.
-        """
+        """Add rows of a chunk to the index; `load_chunk` brings the chunk's bits. Returns None; or the (table, id) of a
+        key that the index then holds twice: it cannot be used any more."""
         extents = self._extents[chunk]
         self.live_E[extents] += np.bincount(
             row_N // self.geometry.rows_per_extent, minlength=extents.stop - extents.start
@@ -182,11 +170,8 @@ class LiveRows:
         return self.index.put_new(table_N, id_N, row_N + self.first_place(chunk))
 
     def load_over(self, chunk: ChunkFile, table_N: np.ndarray, id_N: np.ndarray, row_N: np.ndarray) -> None:
-        """Add rows of a chunk, in place of those that their keys have. `load_chunk` must not follow.
-
-        Raises:
-            MemoryError: there is none for so many keys.
-        """
+        """Add rows of a chunk, in place of those of their keys; no `load_chunk` may follow. MemoryError if there is no
+        memory."""
         self.index.reserve_keys(table_N, id_N)
         self._put(table_N, id_N, row_N + self.first_place(chunk))
 

@@ -49,11 +49,7 @@ class PendingKeys:
     """Noted keys, with the places of their rows.
 
     The methods take a function `put(table_K, id_K, place_K)` that puts keys into the index, which has room for them; if
-    it raises, it must have changed nothing.
-
-    Args:
-        index: where the keys go.
-        beside: runs `put` for full lists; None = the caller's thread does.
+    it raises, it must have changed nothing. `beside` runs it for full lists; None = the caller's thread does.
     """
 
     def __init__(self, index: HashIndex, beside: Executor | None):
@@ -71,11 +67,8 @@ class PendingKeys:
 
     def make_room(self, table_U: np.ndarray, id_U: np.ndarray, put: _Put) -> bool:
         """Whether these keys may be noted, once; then neither that nor putting them can fail for lack of memory. If the
-        list has too little room for them, it is handed to `put` and a new one begins.
-
-        Raises:
-            MemoryError: there is no memory for a list, or for its keys in the index; nothing has changed.
-        """
+        list has too little room for them, it is handed to `put` and a new one begins. A MemoryError has changed
+        nothing."""
         # All keys may belong to one shard, so what each shard is to hold is counted.
         size, self._next_P = len(id_U), self._index.key_counts(table_U, id_U)
         fits = self._filling is not None and 0 < self._filling.size and self._filling.size + size <= self._filling.room

@@ -108,19 +108,16 @@ class PersistentTable:
             path: a directory; it is made if it does not exist.
             row_width: 32-bit words of a row.
             physical_block_size: bytes that the device reads at once, 512 or 4096. A loaded snapshot brings its own.
-            threads: runs lookups and copies.
             max_space_amplification: the most bytes on disk for each byte of live rows while there is no snapshot, plus
-                two chunks. With snapshots: their rows, and 1.3 (or this, if it is less) for each byte of live rows,
-                plus two chunks and one for each snapshot; see `compaction.py`. More disk means fewer writes.
+                two chunks; see `compaction.py` for snapshots. More disk means fewer writes.
             chunk_bytes: about the most bytes of rows in a chunk file. A small table has smaller chunks.
             expected_rows: rows to make room for in the index now, so that it need not grow; a table may hold more.
             io: "aio": Linux AIO, past the system's cache; "pread": threads, through the cache; "auto": the first of
                 them that works at this path.
             background: write and compact in background threads; False = in the calls themselves.
-            fs: where files are; None = this machine's.
-            mend: what errors advise after a call was cut short.
-            holder: object that owns the table; another object of this process that holds the path is asked to give way
-                to it. None = the table itself, and none is asked.
+            mend: advice of errors after a call was cut short.
+            holder: object that owns the table; another object of this process that holds the path is asked to close for
+                it. None = the table itself, and none is asked.
 
         Raises:
             LockedError: another table object writes to this path.
@@ -246,24 +243,20 @@ class PersistentTable:
         sequence: int = 0, without: tuple[np.ndarray, np.ndarray] | None = None,
         arrays: Mapping[str, np.ndarray] | None = None, since: Places | None = None,
     ) -> SnapshotInfo:  # fmt: skip
-        """Keep all rows as they are now under a name. Durable when this returns, and atomic.
+        """Keep all rows as they are now under a name. Durable when this returns, and atomic. Returns its description.
 
         First the call moves rows out of chunks with garbage, so that the snapshot does not hold that: no rows if few
         were overwritten, half of the rows or more if most were.
 
         Args:
-            name: of the snapshot.
             meta: any dict that JSON can hold; `load_snapshot` returns it.
             overwrite: replace the snapshot of that name, atomically.
             identity: 32 hexadecimal digits, of a snapshot of which this is a part or a copy; None = one of its own.
             sequence: the least number that it is to have among the snapshots.
-            without: the snapshot does not hold the rows of these keys, (table_U, id_U), which the table keeps.
-            arrays: what it holds beside the rows, by name: integers, float32 or bytes.
-            since: what `places` gave: the snapshot holds only rows that were written since, and moves none. A row that
+            without: keys, (table_U, id_U), whose rows the table keeps and the snapshot does not hold.
+            arrays: arrays beside the rows, by name: integers, float32 or bytes.
+            since: result of `places`: the snapshot holds only rows that were written since, and moves none. A row that
                 was moved meanwhile, to free disk, counts as written.
-
-        Returns:
-            The snapshot's description.
 
         Raises:
             SnapshotExistsError: there is one of that name, and `overwrite` is False.
@@ -296,28 +289,20 @@ class PersistentTable:
 
     @property
     def places(self) -> Places:
-        """Where the rows lay of the snapshot that was saved or loaded last, with all that those before it hold: a bit a
-        row, for `save_snapshot` and `gone_since`. It means something as long as the table is open and these snapshots
-        are there."""
+        """Places of the rows of the snapshot that was saved or loaded last, with all that those before it hold: a bit a
+        row, for `save_snapshot` and `gone_since`. Valid as long as the table is open and these snapshots are there."""
         return self._places
 
     def gone_since(self, then: Places) -> tuple[np.ndarray, np.ndarray]:
-        """The keys, table_N and id_N, that had rows at those places and have none now.
-
-        Raises:
-            StorageError: their files are not there any more, or damaged.
-        """
+        """The keys, table_N and id_N, that had rows at those places and have none now. StorageError if their files are
+        gone or damaged."""
         with self._turns:
             self._begin()
             return self._contents.gone_since(then)
 
     def load_snapshot(self, name: str, deltas: Sequence[str] = ()) -> dict[str, Any]:
-        """Make the snapshot's rows the table's rows; returns the `meta` it was saved with.
-
-        Args:
-            name: of a whole one.
-            deltas: those that go on from it, in order: their rows take the place of what was there, and what they say
-                is gone goes. The `meta` is that of the last.
+        """Make the rows of a whole snapshot, then changed by its deltas in order, the table's rows; returns the `meta`
+        of the last.
 
         Raises:
             SnapshotNotFoundError: there is no snapshot of that name.
@@ -336,12 +321,9 @@ class PersistentTable:
             return records[-1].info.meta
 
     def delete_snapshot(self, name: str) -> None:
-        """Remove a snapshot, and the chunks that nothing else needs. Durable when this returns.
-
-        Raises:
-            SnapshotNotFoundError: there is none of that name.
-            StorageError: it could not be removed, or its removal could not be made durable; the message says which.
-        """
+        """Remove a snapshot, and the chunks that nothing else needs. Durable when this returns. SnapshotNotFoundError
+        if there is none of that name; a StorageError says whether it could not be removed, or its removal not be
+        made durable."""
         with self._turns:
             self._begin(settle=False)
             self._store.delete(name)
@@ -354,13 +336,8 @@ class PersistentTable:
 
     def compact(self) -> CompactionResult:
         """Move the live rows out of every chunk that has garbage and that no snapshot needs, and free those chunks.
-
-        Garbage in chunks that snapshots need cannot be freed now. Each save keeps it small, and it goes with the
-        snapshots.
-
-        Raises:
-            StorageError: rows could not be moved; nothing is lost.
-        """
+        Each save keeps garbage in other chunks small, and it goes with the snapshots. After a StorageError nothing
+        is lost."""
         with self._turns:
             self._begin()
             return self._contents.compactor.compact()

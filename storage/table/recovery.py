@@ -25,11 +25,9 @@ class Recovery:
     Args:
         snapshots: names of the snapshots that are whole.
         damaged: snapshots that cannot be read, with the reason; those of a later format are among them.
-        lost: names of snapshots that are missing though they were not deleted here.
-        lost_more: how many more such there are, whose names are not known.
+        lost, lost_more: names of snapshots that are missing though they were not deleted here, and number of others.
         kept: paths of files that no snapshot needs and that are kept, because a missing one may.
-        removed: paths of files that were removed.
-        truncated: paths of files that were cut back to what a snapshot needs.
+        removed, truncated: paths of files that were removed, or cut back to what a snapshot needs.
         removed_bytes: disk space that removing and cutting has freed.
         stale_lock: the last holder of the lock, if it ended without releasing it.
     """
@@ -61,14 +59,9 @@ class Recovery:
 
 
 def find_lost(known: KnownSnapshots | None, there: Collection[str], next_number: int) -> tuple[list[str], int, int]:
-    """Names of missing snapshots, how many more are missing, and the chunk number below which no file may be removed
-    on their account.
-
-    Args:
-        known: what LOCK says; None = nothing.
-        there: names of the existing snapshots, damaged ones included.
-        next_number: greater than the number of any existing chunk.
-    """
+    """Names of missing snapshots, number of others, and the chunk number below which no file may be removed on their
+    account, given the record in LOCK, the names of existing snapshots, damaged ones included, and a number greater
+    than that of any existing chunk."""
     if known is None:
         return [], 0, next_number
     lost, more = known.gone(there)
@@ -105,11 +98,8 @@ def remove_orphans(
     fs: FileSystem, directory: str, files: SnapshotFiles, needed: dict[int, tuple[int, int]], keep_below: int,
     recovery: Recovery,
 ) -> None:  # fmt: skip
-    """Remove files that no snapshot needs, but for those of chunks with a number below `keep_below`.
-
-    Args:
-        needed: by a chunk's number, the bytes needed of its two files.
-    """
+    """Remove files that no snapshot needs, but for those of chunks with a number below `keep_below`; `needed` has the
+    bytes needed of the two files of each chunk."""
     path = directory
     try:
         numbers = chunk_numbers(fs.names(directory))

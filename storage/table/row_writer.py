@@ -119,14 +119,8 @@ class _Run:
 
 
 class RowWriter:
-    """Appends rows to the chunks of one `LiveRows`.
-
-    Args:
-        live: is given new chunks and the checksums of blocks.
-        files: makes and writes the chunks.
-        threads: copies rows and computes checksums.
-        beside: writes runs; None = the caller's thread does.
-    """
+    """Appends rows to the chunks of one `LiveRows`, which is given new chunks and the checksums of blocks. `beside`
+    writes runs; None = the caller's thread does."""
 
     def __init__(self, live: LiveRows, files: ChunkFiles, threads: Threads, beside: Executor | None):
         geometry = live.geometry
@@ -147,11 +141,8 @@ class RowWriter:
         return self._live.geometry.disk_bytes(sum(run.blocks for run in self._runs() if run.chunk in chunks))
 
     def append(self, table_N: np.ndarray, id_N: np.ndarray, row_NW: np.ndarray) -> np.ndarray:
-        """Append rows; returns their places, int64 [N].
-
-        Raises:
-            StorageError: a run could not be written; no row of this call is appended.
-        """
+        """Append rows; returns their places, int64 [N]. StorageError, with no row appended, if a run could not be
+        written."""
         place_N = np.empty(len(id_N), np.int64)
         first_run, place, rows = self._filling, self._filling.first_place, self._filling.rows
         try:
@@ -169,11 +160,8 @@ class RowWriter:
         return place_N
 
     def write_out(self) -> None:
-        """Write all rows in memory to the chunk. The rest of the last block stays empty.
-
-        Raises:
-            StorageError: they are still in memory; call again.
-        """
+        """Write all rows in memory to the chunk. The rest of the last block stays empty. After a StorageError they are
+        still in memory: call again."""
         self.finish()
         if self._filling.rows:
             self._start()
@@ -270,11 +258,7 @@ class RowWriter:
             self._sealed[-1] = run, submit(self._beside, self._write, run, before)
 
     def finish(self) -> None:
-        """Return when every full run is on disk.
-
-        Raises:
-            StorageError: one is not; the next call tries again.
-        """
+        """Return when every full run is on disk. After a StorageError the next call tries again."""
         while self._sealed:
             self._finish_one()
 

@@ -29,12 +29,7 @@ _FILE_BYTES_MAX = 1 << 48
 
 
 class SnapshotFiles:
-    """The snapshot files in a directory.
-
-    Args:
-        fs: where they are.
-        directory: need not exist for reading.
-    """
+    """The snapshot files in a directory, which need not exist for reading."""
 
     def __init__(self, fs: FileSystem, directory: str):
         self._fs = fs
@@ -74,12 +69,8 @@ class SnapshotFiles:
             raise RenameUncertainError(record.info.name, "written", error, self.directory) from error
 
     def remove(self, name: str) -> None:
-        """Remove a snapshot file, durably.
-
-        Raises:
-            StorageError: it still exists.
-            RenameUncertainError: it is removed, but a loss of power may bring it back.
-        """
+        """Remove a snapshot file, durably. After a StorageError it still exists; after a RenameUncertainError it is
+        removed, but a loss of power may bring it back."""
         path = self.path(name)
         with doing("remove the snapshot", path):
             self._fs.remove(path)

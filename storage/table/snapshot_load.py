@@ -27,7 +27,7 @@ _PIECE_ROWS = 1 << 20
 
 
 def read_chain(snapshots: SnapshotFiles, names: Sequence[str], row_width: int) -> list[SnapshotRecord]:
-    """Records of a whole snapshot and of the deltas that go on from it, by their names.
+    """Records of a whole snapshot and of its deltas, by their names.
 
     Raises:
         SnapshotNotFoundError: there is no snapshot of a name.
@@ -54,14 +54,8 @@ def load_live_rows(
     fs: FileSystem, snapshots: SnapshotFiles, files: ChunkFiles, records: Sequence[SnapshotRecord], threads: Threads,
     beside: Executor | None = None,
 ) -> LiveRows:  # fmt: skip
-    """The live rows of a table that holds exactly this snapshot.
-
-    Args:
-        records: a whole one, and the deltas that go on from it.
-
-    Raises:
-        CorruptTableError: a file is damaged; no chunk is held.
-    """
+    """The live rows of a table that holds exactly a snapshot: `records` of a whole one and its deltas. After a
+    CorruptTableError no chunk is held."""
     record, *deltas = records
     for part in [part for one in records for part in one.parts]:
         keys_path = chunk_paths(files.directory, part.number)[1]

@@ -36,8 +36,7 @@ class SnapshotInfo:
     """The description of a snapshot, without its rows.
 
     Args:
-        name: as it was saved.
-        rows: rows in it.
+        rows: number of rows in it.
         bytes: disk space of the files that it needs. Snapshots share chunks, so the sum for several is too large.
         row_width: 32-bit words of a row.
         physical_block_size: of the table that saved it.
@@ -166,17 +165,8 @@ def _padded(data: bytes) -> bytes:
 
 
 def decode_manifest(body: bytes, bits_offset: int, path: str, name: str) -> SnapshotRecord:
-    """The snapshot that a manifest describes, every field checked.
-
-    Args:
-        body: the manifest's bytes.
-        bits_offset: where the lists of rows begin in the file.
-        path: of the file, for errors.
-        name: the snapshot that the file's name stands for.
-
-    Raises:
-        CorruptTableError: a field is missing, or out of its range.
-    """
+    """The snapshot of this name, which the file's name stands for, that a manifest describes, every field checked;
+    `bits_offset` is where the lists of rows begin. CorruptTableError if a field is missing, or out of its range."""
 
     def need(right: bool, what: str, found: Any) -> None:
         if not right:

@@ -66,12 +66,8 @@ class SnapshotReader:
 
     @classmethod
     def open(cls, path: AnyPath, name: str, *, fs: FileSystem | None = None) -> "SnapshotReader":
-        """A reader of the snapshot `name` of the table at `path`.
-
-        Raises:
-            SnapshotNotFoundError: there is none of that name.
-            CorruptTableError: its file is damaged.
-        """
+        """A reader of a snapshot of the table at `path`; SnapshotNotFoundError if there is none, CorruptTableError if
+        damaged."""
         fs, path = fs or LocalFileSystem(), absolute_path(path)
         return cls(fs, path, SnapshotFiles(fs, f"{path}/snapshots").read(name))
 
@@ -83,14 +79,8 @@ class SnapshotReader:
         return self.info.row_width
 
     def scan(self, batch: int = 65536, keep: Keep | None = None) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Every row once as (table_N int32, id_N int64, row_NW float32), at most `batch` at a time.
-
-        Args:
-            keep: which rows; None = all.
-
-        Raises:
-            CorruptTableError: the files are damaged, or a writer has removed the snapshot meanwhile.
-        """
+        """Every row once, or those that `keep` keeps, as (table_N int32, id_N int64, row_NW float32), at most `batch`
+        at a time. CorruptTableError if files are damaged, or a writer has removed the snapshot meanwhile."""
         geometry = self._record.geometry
         for part in self._record.parts:
             rows, rows_path, keys = self._part(part)
@@ -113,13 +103,8 @@ class SnapshotReader:
     def get(
         self, table_U: np.ndarray, id_U: np.ndarray, out_XW: np.ndarray, to_U: np.ndarray | None = None
     ) -> np.ndarray:
-        """Copy the rows of these keys into `out_XW`, see `RowSource.get`. The first call makes an index of all keys:
-        20 to 30 bytes a row.
-
-        Raises:
-            CorruptTableError: as for `scan`.
-            ValueError: a table is out of the range of tables.
-        """
+        """Copy the rows of these keys into `out_XW`, see `RowSource.get`; raises as `scan`, and ValueError for an
+        invalid table. The first call makes an index of all keys: 20 to 30 bytes a row."""
         check_tables(table_U)
         live = self._find_keys()
         place_U = live.index.find(table_U, id_U)

@@ -77,11 +77,9 @@ class SnapshotStore:
     """Reads the snapshots at a path and frees what they do not need.
 
     Args:
-        fs: where they are.
-        path: of the table.
         direct: whether chunks are read and written past the system's cache.
         recovery: receives what was found and removed.
-        lock: the writer's; it is held, and has the record of the snapshots.
+        lock: the writer's, held, with the record of the snapshots.
         give_up: remove the files that are kept for missing snapshots.
 
     Raises:
@@ -150,13 +148,9 @@ class SnapshotStore:
         return SnapshotRecord(info, geometry, cut.parts, self.files.path(name))
 
     def save(self, record: SnapshotRecord, cut: Cut) -> None:
-        """Steps 2 to 7 of a save; from now on the snapshot holds the chunks of the cut, which are released if there is
-        none.
-
-        Raises:
-            StorageError: the snapshot does not exist.
-            RenameUncertainError: it exists, but a loss of power may undo that.
-        """
+        """Steps 2 to 7 of a save; from now on the snapshot holds the chunks of the cut. A RenameUncertainError says
+        that it exists, but a loss of power may undo that; after any other StorageError it does not, and the chunks
+        are released."""
         for chunk in cut.chunks:
             chunk.snapshots += 1
         self._saving.append((record, cut.chunks))

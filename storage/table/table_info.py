@@ -28,8 +28,7 @@ class TableInfo:
         missing: number of missing bytes of each file, by path, that a snapshot needs.
         live_bytes: bytes of the rows of snapshots; a row that several share counts once.
         garbage_bytes: the most bytes that compaction could free, with the few that files need beside rows.
-        lost: names of snapshots that are missing though they were not deleted here.
-        lost_more: how many more such there are, whose names are not known.
+        lost, lost_more: names of snapshots that are missing though they were not deleted here, and number of others.
         kept: files that no snapshot needs and that the next open of the table does not remove.
     """
 
@@ -48,11 +47,8 @@ class TableInfo:
 
 
 def table_info(path: AnyPath, fs: FileSystem | None = None) -> TableInfo:
-    """Snapshots and files of the table at a path. A live writer may go on meanwhile.
-
-    Raises:
-        StorageError: there is no table, or its files cannot be listed.
-    """
+    """Snapshots and files of the table at a path. A live writer may go on meanwhile. StorageError if there is no table,
+    or its files cannot be listed."""
     fs, path = fs or LocalFileSystem(), absolute_path(path)
     info = _look(fs, path)
     # A writer may have deleted a snapshot and its chunks after this call had read the snapshot: look again.
@@ -106,11 +102,7 @@ def lost_and_kept(
     fs: FileSystem, path: str, files: SnapshotFiles, needed: dict[int, tuple[int, int]], held: bool
 ) -> tuple[list[str], int, list[str]]:
     """Names of snapshots that an open of the table would find lost, the number of others, and files it would keep.
-
-    Args:
-        needed: by chunk number, the bytes that snapshots need of its two files.
-        held: whether a writer holds the lock, and may be changing the record.
-    """
+    `held` says whether a writer holds the lock, and may be changing the record."""
     before = {*files.names()}
     known = known_snapshots(fs, f"{path}/LOCK")
     if known is None and held:
@@ -128,11 +120,8 @@ def chunk_bytes_of(records: list[SnapshotRecord]) -> int:
 
 
 def live_bits(files: SnapshotFiles, records: list[SnapshotRecord]) -> dict[int, tuple[Geometry, np.ndarray]]:
-    """By chunk number: its geometry, and the bits of the rows that belong to any of the snapshots.
-
-    Raises:
-        CorruptTableError: a snapshot's list of rows is not what was written.
-    """
+    """By chunk number: its geometry, and the bits of the rows that belong to any of the snapshots. CorruptTableError if
+    a list of rows is not what was written."""
     live: dict[int, tuple[Geometry, np.ndarray]] = {}
     for record in records:
         for part in record.parts:

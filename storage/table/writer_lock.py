@@ -46,10 +46,8 @@ class KnownSnapshots:
     """A table's snapshots as LOCK records them.
 
     Args:
-        names: of snapshots that must exist, as many as fit.
-        count: how many must exist.
-        lost: names of snapshots that were found missing and that the user has not given up yet, as many as fit.
-        lost_more: how many more are missing, whose names are not known.
+        names, count: snapshots that must exist: names, as many as fit, and number.
+        lost, lost_more: snapshots found missing and not given up yet: names, as many as fit, and number of others.
         keep_below: files of chunks with a smaller number are kept even if no snapshot needs them: a lost one may.
     """
 
@@ -75,30 +73,22 @@ class Holder(Protocol):
         """The object in words, such as "embedding 'items'"."""
 
     def give_way(self, other: str) -> str:
-        """Close, if that loses nothing, so that `other`, an object in words, gets the lock. Returns the reason against
-        it, such as "whose 3 rows no snapshot holds"; "" = closed."""
+        """Close for `other`, an object in words, if that loses nothing. Returns the reason against it, such as "whose 3
+        rows no snapshot holds"; "" = closed."""
 
     def let_go(self) -> int:
-        """Close. Returns the number of rows that are lost.
-
-        Raises:
-            LockedError: the object cannot be closed alone.
-            RuntimeError: this thread is in the middle of the object's step.
-        """
+        """Close. Returns the number of lost rows. LockedError if the object cannot be closed alone, RuntimeError if
+        this thread is in the middle of its step."""
 
 
 class WriterLock:
-    """Held from construction until `release`.
+    """A lock, held from construction until `release`. LockedError if another table object holds it.
 
     Args:
-        fs: where the table is.
         path: of the lock's file.
         holder: object that holds the lock, weakly referenced; None = a call, which ends by itself.
-        takes_over: whether another holder in this process is asked to give way.
+        takes_over: whether another holder in this process is asked to close.
         foreign: the file is of another program's table: it names the holder and is empty after `release`.
-
-    Raises:
-        LockedError: another table object holds it.
     """
 
     def __init__(
@@ -123,11 +113,8 @@ class WriterLock:
         _held[id(self)] = self
 
     def _take(self, newcomer: str) -> int:
-        """Take the lock. Returns its file.
-
-        Args:
-            newcomer: the object, in words, to which a holder in this process is asked to give way; "" = it is not.
-        """
+        """Take the lock, and return its file. A holder in this process is asked to close for `newcomer`, in words; "" =
+        it is not."""
         try:
             return self._fs.lock(self.path)
         except BlockingIOError as error:
@@ -178,11 +165,7 @@ class WriterLock:
             )
 
     def record(self, known: KnownSnapshots) -> None:
-        """Write a new record of the snapshots. Durable when this returns.
-
-        Raises:
-            OSError: the new record may not be durable; the older one is.
-        """
+        """Write a new record of the snapshots, durably. After an OSError it may not be durable; the older one is."""
         if self._pid != os.getpid():
             raise StorageError(f"{self.path} is held by process {self._pid}; a forked child must open its own table")
         if not self.keeps_records:

@@ -18,12 +18,7 @@ _LOAD_MAX = 0.7
 
 
 class DeviceIndex:
-    """Maps (table, id) to a place, an int64 from 0 to 2^40 - 2.
-
-    Args:
-        gpu: where it lives.
-        expected: keys to make room for at once.
-    """
+    """Map from (table, id) to a place, an int64 from 0 to 2^40 - 2, with room for `expected` keys at first."""
 
     def __init__(self, gpu: Gpu, expected: int = 0):
         self._gpu = gpu
@@ -53,12 +48,9 @@ class DeviceIndex:
     def find_slots(
         self, keys: DeviceKeys, pin_S: torch.Tensor, score_S: torch.Tensor, pins: int, tick: int
     ) -> tuple[torch.Tensor, int, bool]:
-        """Find places that are slots, which are pinned `pins` times more and used now; see `acquire_loop`.
-
-        Returns:
-            The slot of each key, -1 for a key that is not here: int64 [U], cut to as many keys as there are; how many
-            are not here; and whether tables or offsets are not as they must be.
-        """
+        """Find places that are slots, which are pinned `pins` times more and used now; see `acquire_loop`. Returns the
+        slots, int64 [U], -1 for an absent key, cut to as many keys as there are; the number of absent keys; and
+        whether tables or offsets are invalid."""
         slot_U = self._gpu.empty(len(keys.id_U), dtype=torch.int64)
         count_4 = self._gpu.full(4, value=0, dtype=torch.int64)
         self._gpu.run(
@@ -96,11 +88,7 @@ class DeviceIndex:
         return table_N[order_N], id_N[order_N], place_N
 
     def reserve(self, more: int) -> None:
-        """Make room for this many keys beyond those here.
-
-        Raises:
-            torch.OutOfMemoryError: there is no memory for the cells; the index is as it was.
-        """
+        """Make room for this many keys beyond those here. A torch.OutOfMemoryError has changed nothing."""
         if self._taken + more <= int(len(self.cell_C2) * _LOAD_MAX):
             return
         # Cells given up count until the index is built anew; where they are many it need not grow for that.

@@ -1,4 +1,7 @@
-"""Growth of a tier's slot arrays in a GPU's memory."""
+"""A GPU's memory as the hot tier uses it: growth of slot arrays, order of calls on several streams, rows on the bus.
+
+Streams and events are torch's and not cuda-python's: its allocator must know which stream still uses what is freed.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -19,19 +22,14 @@ def enlarge(
     arrays: Callable[[], Arrays], hold: Callable[[Arrays], None], size: int, need: int, limits: Limits,
     device: torch.device,
 ) -> None:  # fmt: skip
-    """Let arrays have memory for `size` slots, or at least for `need`.
+    """Let arrays have memory for `size` slots, or at least for `need`. StoreFullError if there is none: they are as
+    they were.
 
     A slab is copied, for which the device needs room for both. Where there is no such room it goes by way of the host's
     memory, twice over the bus; so a store comes to use all of its budget, and not two thirds.
 
     Args:
-        arrays: returns the arrays as they are. Nobody else refers to them.
-        hold: is given those that take their place.
-        limits: of the tier.
-        device: where the arrays are.
-
-    Raises:
-        StoreFullError: there is no memory for `need` slots; the arrays are as they were.
+        arrays, hold: get and set the arrays, which nobody else refers to.
     """
     before = arrays()
     have = len(before[0])
@@ -70,7 +68,7 @@ def _enlarged(array: torch.Tensor, size: int, device: torch.device) -> torch.Ten
 
 
 class StreamOrder:
-    """The order of one tier."""
+    """Order of a tier's calls on several streams: the device runs them in the order in which the host made them."""
 
     def __init__(self, gpu: Gpu):
         self._gpu = gpu
@@ -81,11 +79,8 @@ class StreamOrder:
 
     @contextlib.contextmanager
     def __call__(self, arrays: Callable[[], list[torch.Tensor]]) -> Iterator[None]:
-        """Let launches of a block, on the current stream, run after the launches of all blocks before.
-
-        Args:
-            arrays: returns the arrays that the block uses and that outlive it.
-        """
+        """Let launches of a block, on the current stream, run after those of all blocks before. `arrays` returns the
+        arrays that the block uses and that outlive it."""
         if not self._on_gpu:
             yield
             return
@@ -120,7 +115,7 @@ _BATCH = 65536
 
 
 class PinnedRows:
-    """A buffer for rows of one width, used again and again."""
+    """Page-locked memory for rows of one width, through which they go to a GPU and come back."""
 
     def __init__(self, row_width: int, gpu: Gpu):
         self._row_width = row_width

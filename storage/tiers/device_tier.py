@@ -67,14 +67,11 @@ def _in_order(method: "Callable[Concatenate[DeviceTier, P], R]") -> "Callable[Co
 
 
 class DeviceTier(MemoryTier):
-    """Rows in a GPU's memory.
+    """Rows in a GPU's memory; arguments as of `HotTier`.
 
     Args:
-        name: what errors and statistics call this tier.
-        row_width, below, resident, policy, begin, absent, refused: see `MemoryTier`.
         slots: rows that fit. Memory is taken as slots are first used.
-        row_limit: rows that may be known to this tier and those below together; None = no limit.
-        loops: where it is.
+        loops: those of the GPU.
     """
 
     def __init__(
@@ -111,11 +108,7 @@ class DeviceTier(MemoryTier):
 
     @_in_order
     def acquire(self, keys: DeviceKeys) -> tuple[torch.Tensor, DeviceKeys]:
-        """Make rows resident and pin them; see `HotRows.acquire`.
-
-        Raises:
-            ValueError: tables or offsets were not as they must be; nothing has changed.
-        """
+        """See `HotRows.acquire`. ValueError, with nothing changed, if tables or offsets are invalid."""
         slot_U, keys, missed = self._find_and_pin(keys, 1)
         if missed:
             try:
@@ -158,8 +151,8 @@ class DeviceTier(MemoryTier):
 
     @_in_order
     def bring_known(self, keys: DeviceKeys, slot_U: torch.Tensor, wanted: torch.Tensor, ahead: None = None) -> int:
-        """Pin known rows; see `HotRows.bring_known`. The slab does not grow, since that would move rows which steps on
-        other streams may use: without free slots the call raises `StoreFullError`."""
+        """See `HotRows.bring_known`. The slab does not grow, since that would move rows which steps on other streams
+        may use: without free slots the call raises `StoreFullError`."""
         if self._resident or len(wanted) == 0:
             return 0
         assert self._below is not None

@@ -20,11 +20,7 @@ _STACK_MIN = 1024
 
 
 class FreeSlots:
-    """The free slots of a tier.
-
-    Args:
-        arange: makes an array of the numbers 0 to size - 1, int64, on the host or on the tier's GPU.
-    """
+    """The free slots of a tier; `arange` makes an array of the numbers 0 to size - 1, int64, in the tier's place."""
 
     def __init__(self, arange: Callable[[int], Array]):
         self._arange = arange
@@ -53,16 +49,8 @@ class FreeSlots:
         return max(0, size - self._top)
 
     def reserve(self, size: int, slots: int) -> Array:
-        """The next `size` free slots, int64 [size]: first slots on the stack, then new ones. All stay free until
-        `commit`.
-
-        Args:
-            size: slots to reserve.
-            slots: number of slots in the slab now.
-
-        Raises:
-            MemoryError, torch.OutOfMemoryError: there is no memory for the slots' numbers; nothing has changed.
-        """
+        """The next `size` free slots of a slab of `slots`, int64: first slots on the stack, then new ones. All stay
+        free until `commit`. A memory error has changed nothing."""
         if size > self.left(slots):
             raise AssertionError(
                 f"{size} slots were asked for and {self.left(slots)} of {slots} are free ({self._top} were given back):"
@@ -102,9 +90,7 @@ class FreeSlots:
         """One text for each fault: slots that were lost, slots with several rows. Empty if there is none.
 
         Args:
-            name: the tier's name.
-            taken_N: slots of the keys in the tier's index, int64.
-            returned_N: the slots on the stack, on the host.
+            taken_N, returned_N: slots of the keys in the tier's index, and those on the stack, on the host.
             lent: number of slots with temporary rows, which are in no index.
         """
         found = []

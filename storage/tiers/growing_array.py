@@ -46,17 +46,8 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 class GrowingArray:
-    """Zeros [S, ...] of which S grows.
-
-    Args:
-        most: most rows that the array may ever have. The attribute `most` is less where very many arrays share the
-            addresses.
-        shape: shape of a row.
-        dtype: dtype of the numbers.
-
-    Raises:
-        MemoryError: there is no address space.
-    """
+    """Zeros [S, ...] of which S grows, at most to `most`; that attribute is less where very many arrays share the
+    addresses. MemoryError if there is no address space."""
 
     def __init__(self, most: int, shape: tuple[int, ...], dtype: Any):
         self._shape, self._dtype = shape, np.dtype(dtype)
@@ -73,11 +64,7 @@ class GrowingArray:
         return self._span.mapped
 
     def grow(self, rows: int) -> None:
-        """Make room for at least so many rows.
-
-        Raises:
-            MemoryError: the system gives no memory for the rows; the array is as it was.
-        """
+        """Make room for at least so many rows. A MemoryError has changed nothing."""
         if rows > len(self.array):
             assert rows <= self.most
             self._span.grow(self._first - self._span.begin + rows * self._row_bytes)

@@ -28,15 +28,10 @@ BeginRows = Callable[[Array, Array, Array, Array], None]
 
 
 class RowsAhead:
-    """Rows below of keys that a cache does not have. M keys, W words of a row.
+    """Rows that one thread reads from the store below a cache while others use the cache. M keys, W words of a row.
 
     `read` runs beside other calls of the cache, which names each key whose row below changes meanwhile (`note_change`);
-    `known` reads those rows once more.
-
-    Args:
-        below: the store, whose `get` any thread may call.
-        keys: of a lookup.
-        wanted_M: int64, ascending: which of them.
+    `known` reads those rows once more. wanted_M, ascending, says which of a lookup's keys are read.
     """
 
     def __init__(self, below: RowSource, keys: Keys, wanted_M: np.ndarray):
@@ -112,70 +107,49 @@ class HotRows(Tier, Protocol):
         """
 
     def acquire_rest(self, keys: Keys, slot_U: Array) -> None:
-        """Acquire those keys that have no slot yet in slot_U, which `pin_resident` gave.
-
-        Raises:
-            StoreFullError: as `acquire`; the pins that `pin_resident` made are gone too.
-        """
+        """Acquire those keys that have no slot yet in slot_U, a result of `pin_resident`. After a StoreFullError its
+        pins are gone too."""
 
     def pin_resident(self, keys: Keys) -> tuple[Array, Keys, Array]:
-        """Add a pin to each row of these keys that is resident.
-
-        Returns:
-            slot_U, -1 for those that are not; the keys, cut to as many as there are; and which of them are not here.
-        """
+        """Add a pin to each row of these keys that is resident. Returns slot_U, -1 for absent ones; the keys, cut to as
+        many as there are; and which of them are absent."""
 
     def rows_ahead(self, keys: Keys, wanted: Array) -> RowsAhead | None:
         """Rows below of the `wanted` keys, to be read without a turn and then brought by `bring_known`; None where the
         store below may be read in a turn only, or not all of them would find room now."""
 
     def bring_known(self, keys: Keys, slot_U: Array, wanted: Array, ahead: RowsAhead | None = None) -> int:
-        """Fetch and pin the rows of the `wanted` keys that a store below has; begin none.
+        """Fetch and pin the rows of the `wanted` keys that a store below has; begin none. Returns how many got a slot.
 
         Args:
             wanted: int64, which of the keys; none of them has a slot in slot_U, which gets those of the rows brought.
             ahead: rows of these keys, and perhaps of more, that were read already; None = this call reads them.
-
-        Returns:
-            How many got a slot.
 
         Raises:
             StoreFullError: the rows do not fit beside those that are pinned. None was brought.
         """
 
     def read(self, keys: Keys) -> tuple[Array, Keys]:
-        """The rows of these keys, copied: float32 [U, at least W]; and the keys, cut to as many as there are.
-
-        An unknown key stays so and reads as its initial row.
-        """
+        """Copies of the rows of these keys, float32 [U, at least W], an unknown key's initial row for it; and the keys,
+        cut to as many as there are."""
 
     def slots_of(self, table_N: Array, id_N: Array) -> Array:
-        """The slots of rows that lie still, to be read in place without a pin: int64 [N], -1 for a key not here.
-
-        Keys may be there many times.
-        """
+        """The slots of rows with stable slots, to be read in place without a pin: int64 [N], -1 for an absent key. Keys
+        may repeat."""
 
     def lend(self, table_M: Array, id_M: Array) -> Array:
-        """Slots with initial rows of keys that get no row: int64 [M]. Nobody else finds them.
-
-        Each is pinned twice: for the lookup that releases it, and until `take_back`.
-
-        Raises:
-            StoreFullError: they do not fit beside those that are pinned.
-        """
+        """Slots with temporary rows, of keys that get no row: int64 [M], in no index. Each is pinned twice: for the
+        lookup that releases it, and until `take_back`. StoreFullError if they do not fit beside those that are
+        pinned."""
 
     def take_back(self, slot_M: Array) -> None:
-        """Free slots that were lent, which their lookup has released."""
+        """Free slots of temporary rows that their lookup has released."""
 
     def release(self, slot_U: Array, *, elsewhere: bool = False) -> None:
-        """Unpin slots, once each; -1 is none.
-
-        Args:
-            elsewhere: they may have been pinned on another of a GPU's streams.
-        """
+        """Unpin slots, once each; -1 is none. `elsewhere`: they may have been pinned on another of a GPU's streams."""
 
     def mark_dirty(self, slot_U: Array) -> None:
-        """Say that loops have changed the rows in these slots."""
+        """Note that loops have changed the rows in these slots."""
 
     def check_room(self, more: int, leaving: int) -> None:
         """Get memory for `more` rows beside the pinned ones, once `leaving` of the others have been erased. Raises

@@ -51,20 +51,16 @@ _NOTED_MAX = 64
 
 
 class HotTier(MemoryTier):
-    """Rows in memory.
+    """Rows in the host's memory. StoreFullError if the system gives no address space for the slots of a cache.
 
     Args:
-        name: what errors and statistics call this tier: "device" or "host".
+        name: in errors and statistics: "device" or "host".
         row_width, below, resident, policy, begin, absent, refused: see `MemoryTier`.
         slots: rows that fit. Memory is taken as slots are first used, and in a resident tier address space too.
         row_limit: rows that may be known to this tier and those below together; None = no limit.
-        threads: runs the copies.
         writing: held by whoever writes rows in place; None = nobody does.
         expected: rows for which a resident tier reserves memory at construction, if that fits.
         reads_ahead: whether threads may read the store below a cache beside calls of this tier: see `rows_ahead`.
-
-    Raises:
-        StoreFullError: the system gives no address space for the slots of a cache.
     """
 
     def __init__(
@@ -125,11 +121,8 @@ class HotTier(MemoryTier):
             raise
 
     def acquire_at(self, keys: Keys, slot_U: np.ndarray) -> None:
-        """Do as `acquire` in a tier whose rows lie still, where the caller knows the slots.
-
-        Args:
-            slot_U: the slot of each key; -1 = the key has no row, and this call fills its slot in.
-        """
+        """`acquire` in a tier with stable slots, where the caller knows the slots: -1 = the key has no row, and this
+        call fills in its slot."""
         missing = np.flatnonzero(slot_U < 0)
         slot_U[missing] = self._bring_in(keys.table_U[missing], keys.id_U[missing])
         self._counters.hits += len(slot_U) - len(missing)
@@ -207,10 +200,8 @@ class HotTier(MemoryTier):
         return slot_N
 
     def pin_found(self, slot_U: np.ndarray) -> None:
-        """Pin rows that a loop over several tiers has found in the index, each once more, as `acquire` does.
-
-        The caller may not change `slot_U` afterwards.
-        """
+        """Pin once more rows that a loop over several tiers has found in the index, as `acquire` does. The caller may
+        not change `slot_U` afterwards."""
         self._pin(slot_U, 1)
         self._touch(slot_U)
         self._counters.hits += len(slot_U)

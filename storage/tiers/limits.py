@@ -17,13 +17,12 @@ class Limits:
     """Limits of a tier's rows.
 
     Args:
-        name: what errors call the tier.
-        slots: rows that fit.
-        slot_bytes: bytes of a slot: the row and all that is kept beside it.
+        name: the tier, in errors.
+        slots, slot_bytes: rows that fit, and bytes of a slot: the row and all that is kept beside it.
         resident: whether all rows have to be here.
         row_limit: rows that may be known to this tier and those below together; None = no limit.
-        get_memory: method of a resident tier that gets memory for a number of rows in all, or raises `StoreFullError`;
-            None = the tier has the memory of all its slots. Weak, since the tier refers to this object.
+        get_memory: weak method of a resident tier that gets memory for a number of rows in all, or raises
+            `StoreFullError`; None = the tier has the memory of all its slots.
     """
 
     name: str
@@ -35,10 +34,7 @@ class Limits:
 
     def check_fits(self, more: int, held: int) -> None:
         """Make room for so many more rows beside those held: all rows of a resident tier, the pinned ones of a cache.
-
-        Raises:
-            StoreFullError: there is no room.
-        """
+        StoreFullError if there is none."""
         if held + more <= self.slots:
             self._get_memory(held + more)
             return
@@ -66,11 +62,7 @@ class Limits:
         )
 
     def check_holds(self, rows: int) -> None:
-        """Make room for so many rows in all.
-
-        Raises:
-            StoreFullError: the tier may not know, or cannot hold, so many.
-        """
+        """Make room for so many rows in all. StoreFullError if the tier may not know, or cannot hold, so many."""
         if self.row_limit is not None and rows > self.row_limit:
             raise StoreFullError(
                 f"capacity is {self.row_limit} rows, {rows} are to be loaded; give at least {rows}, or None"

@@ -20,24 +20,15 @@ _PROCESS = Path("/proc/self")
 
 @dataclass(frozen=True, order=True)
 class MemoryLimit:
-    """A limit of memory.
-
-    Args:
-        bytes: bytes that may be used.
-        name: the limit's source, for errors.
-    """
+    """A limit of memory: bytes that may be used, and its source, for errors."""
 
     bytes: int
     name: str
 
 
 def memory_limit(taken: int = 0, process: Path = _PROCESS) -> MemoryLimit:
-    """The least limit of this process.
-
-    Args:
-        taken: bytes of address space that the caller has mapped for rows; they do not lessen RLIMIT_AS and RLIMIT_DATA.
-        process: the process's folder in /proc.
-    """
+    """The least limit of this process, whose folder in /proc is `process`. `taken` bytes of address space, mapped for
+    rows, do not lessen RLIMIT_AS and RLIMIT_DATA."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [MemoryLimit(machine, "the machine's memory"), *_of_control_groups(process), *_of_resources(taken)]
     return min(limits)
@@ -67,11 +58,7 @@ def _of_control_groups(process: Path) -> Iterator[MemoryLimit]:
 
 @functools.lru_cache(maxsize=16)
 def _limit_files(process: Path, pid: int) -> tuple[str, ...]:
-    """Files that may hold limits of these groups.
-
-    Args:
-        pid: number of this process: a child of fork may be in another control group.
-    """
+    """Files that may hold limits of these groups, for this process id: a child of fork may be in another control group."""
     try:
         groups = (process / "cgroup").read_text().splitlines()
         mounts = (process / "mountinfo").read_text().splitlines()

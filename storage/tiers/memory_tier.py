@@ -41,14 +41,13 @@ class MemoryTier(ABC):
     """Rows in memory.
 
     Args:
-        name: what errors and statistics call this tier.
+        name: in errors and statistics.
         row_width: 32-bit words of a row.
         below: the store underneath; None = nothing.
         resident: whether every row is here (see the head of this file). One with nothing below must be.
         policy: which rows a cache evicts first, "lru" or "lfu".
         begin: writes the rows of keys that no tier has; None where nobody acquires rows here.
-        absent: writes what keys read as that have no row; None = the same.
-        refused: writes what keys read as that get no row; None = the same.
+        absent, refused: write the values of keys without a row, and of keys that get none; None = the same.
         arange: makes an array of the numbers 0 to size - 1 in the tier's place.
     """
 
@@ -200,11 +199,7 @@ class MemoryTier(ABC):
             self._below.put(table_U[gone], id_U[gone], row_UW[gone])
 
     def erase(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
-        """Erase rows; see `RowStore.erase`.
-
-        Raises:
-            StorageError: a row is pinned; nothing has changed.
-        """
+        """See `RowStore.erase`. StorageError, with nothing changed, if a row is pinned."""
         table_H, id_H = self._put(table_U), self._put(id_U)
         slot_U = self._index.find(table_H, id_H)
         here_U = slot_U >= 0
@@ -250,8 +245,6 @@ class MemoryTier(ABC):
         self._limits.check_holds(rows)
 
     def reload(self) -> None:
-        """Forget every row here and start from those of the store below: a resident tier copies them all, a cache
-        reads each when a lookup needs it. A call that fails leaves the tier empty, never with a part of the rows."""
         assert self._below is not None
         self._forget()
         try:
@@ -275,7 +268,6 @@ class MemoryTier(ABC):
         self._forget()
 
     def only_read(self) -> None:
-        """In a child of fork: keep no row of those that are read."""
         self._keeps_reads = False
 
     @property
@@ -302,11 +294,7 @@ class MemoryTier(ABC):
             ahead.note_change(id_N)
 
     def _evict_these(self, keys: Keys, dirty: Any) -> None:
-        """Evict rows that are not pinned.
-
-        Args:
-            dirty: which of them the store below does not have as they are.
-        """
+        """Evict rows that are not pinned; `dirty` says which differ from the store below."""
         table_V, id_V, slot_V = keys
         self._put_below((table_V[dirty], id_V[dirty], slot_V[dirty]))
         self._index.erase(table_V, id_V)

@@ -46,7 +46,6 @@ class RemoteTier:
         name: of the tables on the server, which are `name.0`, `name.1` and so on. Nobody else may write to them.
         row_width: 32-bit words of a row.
         below: the store underneath; None = nothing.
-        threads: runs lookups in the index.
     """
 
     def __init__(self, server: ParameterServer, name: str, *, row_width: int, below: RowStore | None, threads: Threads):
@@ -72,12 +71,8 @@ class RemoteTier:
     def get(
         self, table_U: np.ndarray, id_U: np.ndarray, out_XW: np.ndarray, to_U: np.ndarray | None = None
     ) -> np.ndarray:
-        """Read rows; see `RowSource.get`.
-
-        Raises:
-            LostRowsError: the server has another row than was pushed, or none.
-            ServerError: it cannot be reached, or refuses.
-        """
+        """See `RowSource.get`. LostRowsError if the server has another row than was pushed, or none; ServerError if it
+        cannot be reached, or refuses."""
         place_U = self._index.find(table_U, id_U)
         known_K = np.flatnonzero(place_U >= 0)
         row_KW = self._pull(table_U[known_K], id_U[known_K], place_U[known_K])
@@ -111,11 +106,7 @@ class RemoteTier:
         )
 
     def put(self, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray) -> None:
-        """Write rows; see `RowStore.put`.
-
-        Raises:
-            ServerError: the server cannot be reached, or refuses: it is full, for instance.
-        """
+        """See `RowStore.put`. ServerError if the server cannot be reached, or refuses: it is full, for instance."""
         self._push(table_U, id_U, row_UW, dirty=True)
 
     def _push(self, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray, *, dirty: bool) -> None:
@@ -150,7 +141,7 @@ class RemoteTier:
         return f"{self._prefix}.{table}"
 
     def erase(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
-        """Erase rows; see `RowStore.erase`. A row that the server cannot erase stays there, and no job reads it."""
+        """See `RowStore.erase`. A row that the server cannot erase stays there, and no job reads it."""
         erased_U = self._index.find(table_U, id_U) >= 0
         gone_U = erased_U if self._below is None else self._below.erase(table_U, id_U)
         with changing:
@@ -172,11 +163,9 @@ class RemoteTier:
         self._left_behind += len(id_N)
 
     def contains(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
-        """Whether each key has a row; see `RowSource.contains`."""
         return self._index.find(table_U, id_U) >= 0
 
     def scan(self, batch: int = 65536) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Yield all rows; see `RowSource.scan`. Raises as `get`."""
         for table_N, id_N, place_N in self._index.items(batch):
             yield table_N, id_N, self._pull(table_N, id_N, place_N)
 
@@ -218,7 +207,7 @@ class RemoteTier:
             raise
 
     def clear(self) -> None:
-        """Forget all rows; see `RowStore.clear`. The server keeps its copies, which no job reads, until new pushes."""
+        """See `RowStore.clear`. The server keeps its copies, which no job reads, until new pushes."""
         if self._below is not None:
             self._below.clear()
         with changing:
@@ -237,7 +226,6 @@ class RemoteTier:
         return []
 
     def stats(self) -> dict[str, Any]:
-        """See `oneemb.embeddings.stats.RemoteStats`."""
         return {
             "rows": len(self._index),
             "dirty": self._dirty,

@@ -25,12 +25,7 @@ _MEMORY_SHARE = 0.9
 
 
 class Reservation:
-    """Memory reserved by one tier.
-
-    Args:
-        name: the tier's name, for errors.
-        bytes: bytes reserved at once, whether they fit or not.
-    """
+    """Memory reserved by one tier, of this name in errors: `bytes` at once, whether they fit or not."""
 
     def __init__(self, name: str, bytes: int = 0):
         self._name = name
@@ -43,11 +38,8 @@ class Reservation:
             _book.add(self)
 
     def raise_to(self, bytes: int) -> None:
-        """Raise the reservation to at least `bytes` in all.
-
-        Raises:
-            StoreFullError: that would exceed the share of rows; nothing has changed.
-        """
+        """Raise the reservation to at least `bytes` in all. StoreFullError, with nothing changed, if that exceeds the
+        rows' share."""
         if bytes <= self.bytes:
             return
         with _lock:
@@ -90,15 +82,12 @@ class Reservation:
 
 @contextmanager
 def granted(name: str, bytes: int, instead: Sequence[Reservation]) -> Iterator[None]:
-    """Keep memory, during a block, for tiers that this thread makes in place of others that it closes.
+    """Keep memory, during a block, for tiers that this thread makes in place of others that it closes. StoreFullError,
+    with nothing changed, if there is none.
 
     Args:
-        name: name of the tiers, for errors.
         bytes: most that the new tiers need.
         instead: reservations of the tiers to be closed; their memory is kept too, so that they can be made anew.
-
-    Raises:
-        StoreFullError: there is no memory for that; nothing has changed.
     """
     grant = Reservation(name)
     grant.raise_to(max(bytes - sum(one.bytes for one in instead), 0))

@@ -18,18 +18,13 @@ _MORE_BYTES = 1 << 18
 
 
 class SlotArrays:
-    """Arrays of S slots, zeros at first.
+    """Arrays of S slots, zeros at first. StoreFullError if the system gives no address space for the slots of a cache.
 
     Args:
-        name: the tier's name, for errors.
-        row_width: 32-bit words of a row.
         slots: most slots that the tier may ever have.
         slot_bytes: bytes of a slot, its key included.
         resident: whether the tier holds all rows.
         expected: slots for which a resident tier reserves memory at construction, if that fits.
-
-    Raises:
-        StoreFullError: the system gives no address space for the slots of a cache.
     """
 
     def __init__(self, name: str, row_width: int, slots: int, slot_bytes: int, resident: bool, expected: int):
@@ -65,11 +60,7 @@ class SlotArrays:
         return self._reserved
 
     def make_room(self, slots: int) -> None:
-        """Make room for at least so many slots.
-
-        Raises:
-            StoreFullError: there is no memory for that; nothing has changed.
-        """
+        """Make room for at least so many slots. StoreFullError, with nothing changed, if there is no memory."""
         more = slots + int(slots * _MORE) + _MORE_BYTES // self._slot_bytes
         try:
             self._reserve_and_grow(min(more, self.most))

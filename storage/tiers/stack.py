@@ -34,12 +34,8 @@ _MEMORY_SHARE = 0.9
 
 @dataclass(frozen=True)
 class RemotePlan:
-    """Which parameter server keeps the rows.
-
-    Args:
-        url: of the server, as `open_server` takes it.
-        name: what the tables on it are called, followed by the number of each.
-    """
+    """Parameter server that keeps the rows: its URL, as `open_server` takes it, and the name of its tables, before
+    their numbers."""
 
     url: str = field(repr=False)  # It may have a password.
     name: str
@@ -47,7 +43,7 @@ class RemotePlan:
 
 @dataclass(frozen=True)
 class StorePlan:
-    """Which tiers there are and how large.
+    """The tiers, and their sizes.
 
     Args:
         persistent_path: folder of the persistent table.
@@ -55,10 +51,10 @@ class StorePlan:
         host_bytes: budget of a host tier under the hot tier; 0 = no host tier, None = it holds all rows.
         capacity: rows in all at most; None = no limit but the memory's.
         physical_block_size: 512 or 4096.
-        cache_policy: which rows caches evict first, "lru" or "lfu"; oneemb.storage.tiers.hot_tier says what they mean.
+        cache_policy: which rows caches evict first, "lru" or "lfu": see hot_tier.py.
         owner, owners: which of so many stores this is that have the rows together; `owner_of` says whose a key is.
         replicated: tables of which each of these stores has all rows.
-        lends: whether lookups get rows that are not kept.
+        lends: whether lookups get temporary rows.
         remote: the server that keeps all rows, in place of a host tier; None = there is none.
     """
 
@@ -81,14 +77,8 @@ class StorePlan:
 
 
 class NewRows:
-    """Initializes new rows; a `BeginRows`.
-
-    Args:
-        format: of a row; another one of the same words may take its place.
-        initial: how weights begin.
-        loops: write them.
-        policies: say what is read where there is no row; None = what rows begin with.
-    """
+    """Initializes new rows of this format, which another one of the same words may replace; a `BeginRows`. `policies`
+    say what is read where there is no row; None = the initial values."""
 
     def __init__(
         self, format: RowFormat, initial: InitialRows, loops: Loops, policies: Sequence[RowPolicy] | None = None
@@ -115,11 +105,11 @@ class NewRows:
         self._write(row_SW, slot_M, table_M, id_M, self._initial)
 
     def absent(self, row_SW: Array, slot_M: Array, table_M: Array, id_M: Array) -> None:
-        """Write what keys read as that have no row; as a `BeginRows`."""
+        """Write the values of keys that have no row; as a `BeginRows`."""
         self._write(row_SW, slot_M, table_M, id_M, self._of_absent)
 
     def refused(self, row_SW: Array, slot_M: Array, table_M: Array, id_M: Array) -> None:
-        """Write what keys read as that get no row; as a `BeginRows`."""
+        """Write the values of keys that get no row; as a `BeginRows`."""
         self._write(row_SW, slot_M, table_M, id_M, self._of_refused)
 
     def _write(self, row_SW: Array, slot_M: Array, table_M: Array, id_M: Array, initial: Any) -> None:
@@ -133,13 +123,7 @@ def make_tiers(
     plan: StorePlan, begin: NewRows, bottom: RowStore, threads: Threads, writing: AbstractContextManager[Any]
 ) -> list[Tier]:
     """The tiers from the hot one, `HotRows`, where the loops of `begin` run, down to the one above the store at the
-    bottom.
-
-    Tiers that hold all rows copy those that are there already.
-
-    Args:
-        threads: runs what is done on the host.
-        writing: the lock that is held by whoever writes rows in place.
+    bottom. Tiers that hold all rows copy those that are there already.
 
     Raises:
         StoreFullError: the rows there are do not fit, or there is no memory for a tier.
@@ -214,10 +198,7 @@ def _device_tier(plan: StorePlan, begin: NewRows, below: RowStore) -> HotRows:
 @contextmanager
 def with_room(plan: StorePlan, tiers: Sequence[Tier], format: RowFormat, loops: Loops, rows: int) -> Iterator[None]:
     """Keep memory for tiers that hold so many rows of this format in place of `tiers`, and for `tiers` made anew.
-
-    Raises:
-        StoreFullError: a tier on the host that holds all rows could not hold them; nothing has changed.
-    """
+    StoreFullError, with nothing changed, if a tier on the host could not hold all its rows."""
     bytes = 0
     for name, budget_bytes in (("device", plan.cache_bytes), ("host", plan.host_bytes)):
         on_host = name == "host" or isinstance(loops, HostLoops)

@@ -35,24 +35,18 @@ class Victims(NamedTuple):
 
 
 class VictimClock:
-    """Chooses rows of a cache that leave, those of least score first.
-
-    Args:
-        index: the cache's, with the slot of every row that may leave.
-        slots: most rows of the cache.
-        threads: runs loops.
-    """
+    """Choice of rows that a cache of at most `slots` rows evicts, those of least score first; `index` has the slot of
+    each."""
 
     def __init__(self, index: HashIndex, slots: int, threads: Threads):
         self._index, self._slots, self._threads = index, slots, threads
         self._shard = 0  # where the next round begins
 
     def choose(self, need: int, score_S: np.ndarray, pin_S: np.ndarray) -> Victims:
-        """The rows that leave in one round: `need` or more if the round comes to the last shard with that many, none
-        if all rows are pinned.
+        """The rows to evict in one round: `need` or more, unless the round comes to the last shard before; none if all
+        are pinned.
 
         Args:
-            need: slots that are needed now, at least 1.
             score_S: float64, 0 or more.
             pin_S: int32; rows in slots above 0 stay.
         """
