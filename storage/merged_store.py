@@ -16,7 +16,6 @@ Invariants:
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -28,6 +27,7 @@ from oneemb.kernels.slot_marks import set_marks
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.storage.rows.row_format import RowFormat
+from oneemb.storage.tiers.growing_array import array_at
 from oneemb.storage.tiers.hot_rows import Prefetched
 from oneemb.storage.tiers.hot_tier import HotTier
 
@@ -162,10 +162,12 @@ class MergedStore:
 
     def mark_dirty(self, table_U: np.ndarray, slot_U: np.ndarray) -> None:
         """Note that the rows of these keys, of any members, in these merged slots have changed."""
-        mark_V, begin_M = self._dirty_marks()
+        self._look_at_slabs()
         member_U = self.members_of(table_U)
         with undisturbed:
-            set_marks(mark_V, slot_U + (begin_M - self._begin_M).take(member_U), True, threads=self.threads)
+            set_marks(
+                self._mark_V, slot_U + (self._mark_begin_M - self._begin_M).take(member_U), True, threads=self.threads
+            )
             for m in np.flatnonzero(np.bincount(member_U, minlength=len(self.members))).tolist():
                 self.members[m].changes += 1
 
@@ -225,19 +227,6 @@ class MergedStore:
                 store.unprefetch(part)
         return slots
 
-    def _dirty_marks(self) -> tuple[np.ndarray, np.ndarray]:
-        """The dirty marks of all members as one array, and where in it those of each begin."""
-        self._look_at_slabs()
-        return self._mark_V, self._mark_begin_M
-
-
-class _Memory:
-    """Memory from an address on, as NumPy takes that of others; keeps what lies in it alive."""
-
-    def __init__(self, address: int, shape: tuple[int, ...], typestr: str, kept: Sequence[np.ndarray]):
-        self.__array_interface__ = {"data": (address, False), "shape": shape, "typestr": typestr, "version": 3}
-        self.kept = kept
-
 
 def _one_array(parts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """An array over the memory of all parts, [S, ...] each, and the row of it at which each begins: int64 [M]."""
@@ -250,5 +239,4 @@ def _one_array(parts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     assert not np.any((address_M - lowest) % row_bytes)
     begin_M = (address_M - lowest) // row_bytes
     rows = max(begin + len(part) for begin, part in zip(begin_M.tolist(), parts, strict=True))
-    memory: Any = _Memory(lowest, (rows, *first.shape[1:]), first.dtype.str, parts)
-    return np.asarray(memory), begin_M
+    return array_at(lowest, (rows, *first.shape[1:]), first.dtype, parts), begin_M

@@ -14,7 +14,7 @@ Nothing here is thread-safe: `EmbeddingStore` calls it in a turn.
 import functools
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -192,7 +192,7 @@ class TieredRows:
         if saved is None and isinstance(self.bottom_store, Snapshots):
             name = _rescue_name()
             try:
-                self._save(self.bottom_store, name, {}, step, overwrite=False)
+                self._save(self.bottom_store, name, {}, step)
             except Exception as third:
                 error.add_note(f"nor could they be saved: {third}")
                 return
@@ -286,19 +286,18 @@ class TieredRows:
         return self.bottom_store
 
     def save(
-        self, name: str, meta: dict[str, Any], step: int, *, overwrite: bool = False, part: NewPart | None = None,
-        without: tuple[np.ndarray, np.ndarray] | None = None, more: dict[str, Any] | None = None,
-        arrays: Mapping[str, np.ndarray] | None = None, since: Places | None = None,
+        self, name: str, meta: dict[str, Any], step: int, *, part: NewPart | None = None,
+        more: dict[str, Any] | None = None, **how: Any,
     ) -> SnapshotInfo:  # fmt: skip
-        """Write every row, or but for those of the keys `without`, durably, under a name; see `StoreSnapshots.save`.
-        `more` are further entries of the meta, `arrays` arrays beside the rows; with `since`, of `places`, only
-        changes are written."""
+        """Write every row, durably, under a name; see `StoreSnapshots.save`.
+
+        Args:
+            more: further entries of the meta.
+            how: overwrite, without, arrays and since of `Snapshots.save_snapshot`.
+        """
         snapshots = self._snapshots()
         self.hot.flush()
-        return self._save(
-            snapshots, name, meta, step, overwrite=overwrite, part=part, without=without, more=more, arrays=arrays,
-            since=since,
-        )  # fmt: skip
+        return self._save(snapshots, name, meta, step, part, more, **how)
 
     @property
     def places(self) -> Places:
@@ -313,22 +312,17 @@ class TieredRows:
         return snapshots.gone_since(then)
 
     def _save(
-        self, snapshots: Snapshots, name: str, meta: dict[str, Any], step: int, *, overwrite: bool,
-        part: NewPart | None = None, without: tuple[np.ndarray, np.ndarray] | None = None,
-        more: dict[str, Any] | None = None, arrays: Mapping[str, np.ndarray] | None = None,
-        since: Places | None = None,
+        self, snapshots: Snapshots, name: str, meta: dict[str, Any], step: int, part: NewPart | None = None,
+        more: dict[str, Any] | None = None, **how: Any,
     ) -> SnapshotInfo:  # fmt: skip
         meta, shard = SnapshotRows(self.format, step).to_meta(meta), (self._plan.owner, self._plan.owners)
         meta |= more or {}
         if part is not None:
             meta |= PartOf(part.name, *shard).to_meta(name)
-            return snapshots.save_snapshot(
-                name, meta, overwrite=overwrite, identity=part.identity, sequence=part.sequence, without=without,
-                arrays=arrays, since=since,
-            )  # fmt: skip
-        if shard != (0, 1):  # None of other ranks is beside it: nobody may take it for a whole one.
+            how |= {"identity": part.identity, "sequence": part.sequence}
+        elif shard != (0, 1):  # None of other ranks is beside it: nobody may take it for a whole one.
             meta["shard"] = list(shard)
-        return snapshots.save_snapshot(name, meta, overwrite=overwrite, arrays=arrays, since=since)
+        return snapshots.save_snapshot(name, meta, **how)
 
     def delete(self, name: str) -> None:
         """Forget a snapshot and free what only it held."""

@@ -33,7 +33,7 @@ import numpy as np
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import LockedError, SnapshotNotFoundError, StorageError
 from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, doing, read_file
-from oneemb.storage.remote.parameter_server import LostRowsError, ServerError
+from oneemb.storage.remote.parameter_server import LostRowsError, ServerError, wrong_length
 from oneemb.storage.remote.value_names import Value, ValueNames, write_durably
 from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.table.writer_lock import IN_USE, WriterLock
@@ -112,16 +112,12 @@ class FileServer:
                     wrong_N = np.flatnonzero(self._tables[other].contains(table_N, id_N))
                     if len(wrong_N):
                         n = wrong_N[0]
-                        what = f"part {p} of row {id_N[n]} of table {table!r}"
                         if found_NP[n, p]:
                             raise ServerError(
-                                f"{self.name}: {what} has values of {width} and of {other} numbers, since a push was"
-                                " cut short; push it again, or erase it"
+                                f"{self.name}: part {p} of row {id_N[n]} of table {table!r} has values of {width} and"
+                                f" of {other} numbers, since a push was cut short; push it again, or erase it"
                             )
-                        raise ServerError(
-                            f"{self.name}: {what} is {4 * other} bytes long, and not {4 * width}; ask for the width it"
-                            " was kept with"
-                        )
+                        raise wrong_length(self.name, table, id_N[n], p, 4 * other, 4 * width)
         return parts, found_NP
 
     def push(self, table: str, id_N: np.ndarray, parts: Sequence[np.ndarray]) -> None:
@@ -364,24 +360,21 @@ class FileHandle:
         shared.handles.add(self)
 
     def pull(self, table: str, id_N: np.ndarray, widths: Sequence[int]) -> tuple[list[np.ndarray], np.ndarray]:
-        shared = self._its()
-        with shared.one_at_a_time:
-            return shared.server.pull(table, id_N, widths)
+        with self._server() as server:
+            return server.pull(table, id_N, widths)
 
     def push(self, table: str, id_N: np.ndarray, parts: Sequence[np.ndarray]) -> None:
-        shared = self._its()
-        with shared.one_at_a_time:
-            shared.server.push(table, id_N, parts)
+        with self._server() as server:
+            server.push(table, id_N, parts)
 
     def erase(self, table: str, id_N: np.ndarray, parts: int) -> None:
-        shared = self._its()
-        with shared.one_at_a_time:
-            shared.server.erase(table, id_N, parts)
+        with self._server() as server:
+            server.erase(table, id_N, parts)
 
     def flush(self) -> None:
-        shared = self._its()
-        with shared.one_at_a_time:
-            shared.server.flush()
+        """See `FileServer`."""
+        with self._server() as server:
+            server.flush()
 
     def close(self) -> None:
         if self._shared is None or self._shared.server.forked:
@@ -396,8 +389,11 @@ class FileHandle:
                     del _open[key]
                 shared.server.close()
 
-    def _its(self) -> _Shared:
+    @contextmanager
+    def _server(self) -> Iterator[FileServer]:
+        """The server, for this thread alone."""
         if self._shared is None:
             raise ServerError(f"{self.name} is closed; open it again")
         self._shared.server.check_process()
-        return self._shared
+        with self._shared.one_at_a_time:
+            yield self._shared.server

@@ -32,6 +32,14 @@ class LostRowsError(ServerError):
     """A parameter server no longer has the rows that were pushed to it last. No other row was taken for them."""
 
 
+def wrong_length(server: str, table: str, id: object, part: int, found: int, wanted: int) -> ServerError:
+    """The error for a value that has another number of bytes than was asked for."""
+    return ServerError(
+        f"{server}: part {part} of row {id} of table {table!r} is {found} bytes long, and not {wanted}; ask for the"
+        " width it was kept with"
+    )
+
+
 class ParameterServer(Protocol):
     """Rows of tables by id."""
 

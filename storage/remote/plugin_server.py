@@ -16,7 +16,7 @@ from functools import partial
 
 import numpy as np
 
-from oneemb.storage.remote.parameter_server import ServerError
+from oneemb.storage.remote.parameter_server import ServerError, wrong_length
 from oneemb.storage.remote.plugin_abi import OnAllFetched, OnFetched, OnPushed, Plugin, PullParameter, PushParameter
 from oneemb.storage.remote.plugin_calls import Call, Calls, answered, fetched
 
@@ -147,9 +147,7 @@ class _Pull:
             )
         begin, expected = self._parts_at[p]
         if size and size != expected:
-            raise ServerError(
-                f"{self._named(n, p)} is {size} bytes long, and not {expected}; ask for the width it was kept with"
-            )
+            raise wrong_length(self._server, self._table_name, self.id_N[n], p, size, expected)
         if size and not data:
             raise ServerError(f"{self._named(n, p)} came as {size} bytes at NULL: the plugin is wrong")
         if self._given_NP[n, p]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from oneemb.storage.remote.parameter_server import ServerError
+from oneemb.storage.remote.parameter_server import ServerError, wrong_length
 from oneemb.storage.remote.redis_cluster import RedisClusterNodes
 from oneemb.storage.remote.redis_connections import RedisConnections, Request
 from oneemb.storage.remote.redis_url import read_redis_url
@@ -149,10 +149,7 @@ class _Taking:
         size = self._value_ND.shape[1] * self._value_ND.itemsize
         if set(map(len, values)) - {size}:
             n = next(n for n, value in enumerate(answer) if value is not None and len(value) != size)
-            raise ServerError(
-                f"{name}: part {part} of row {self._id_N[n]} of table {table!r} is {len(answer[n])} bytes long, and not"
-                f" {size}; ask for the width it was kept with"
-            )
+            raise wrong_length(name, table, self._id_N[n], part, len(answer[n]), size)
         self._value_ND[found_N] = np.frombuffer(b"".join(values), np.float32).reshape(len(values), size // 4)
         self._found_N[found_N] = True
 

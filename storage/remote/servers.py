@@ -7,7 +7,7 @@ import numpy as np
 
 from oneemb.kernels.extras import need
 from oneemb.storage.fs import AnyPath
-from oneemb.storage.remote.parameter_server import ParameterServer, ServerError
+from oneemb.storage.remote.parameter_server import ParameterServer, wrong_length
 from oneemb.storage.remote.plugin_abi import Plugin, load_plugin
 from oneemb.storage.remote.plugin_server import TIMEOUT_S, PluginServer
 
@@ -29,10 +29,7 @@ class MemoryServer:
                 if value is None:
                     continue
                 if len(value) != part[n].nbytes:
-                    raise ServerError(
-                        f"{self.name}: part {p} of row {id} of table {table!r} is {len(value)} bytes long, and not"
-                        f" {part[n].nbytes}; ask for the width it was kept with"
-                    )
+                    raise wrong_length(self.name, table, id, p, len(value), part[n].nbytes)
                 part[n] = np.frombuffer(value, np.float32)
                 found_NP[n, p] = True
         return parts, found_NP

@@ -8,6 +8,8 @@ Invariant: bytes are compared with their checksum before they are used, and memo
 
 import math
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from urllib.parse import quote, unquote
 
@@ -88,6 +90,12 @@ class SnapshotFiles:
             FormatVersionError: another release wrote it.
         """
         path = self.path(name)
+        with self._opened(path, name) as file:
+            return self._read(file, path, name)
+
+    @contextmanager
+    def _opened(self, path: str, name: str) -> Iterator[int]:
+        """The open file of a snapshot; a block in which it is read."""
         try:
             file = self._fs.open(path)
         except FileNotFoundError as error:
@@ -95,7 +103,7 @@ class SnapshotFiles:
         except OSError as error:
             raise storage_error(error, "open the snapshot", path) from error
         try:
-            return self._read(file, path, name)
+            yield file
         except IsADirectoryError as error:
             raise CorruptTableError(f"{path} must be a file that begins at offset 0 with {SNAPSHOT_MAGIC!r}, it is a "
                                     f"directory; move it elsewhere") from error  # fmt: skip
@@ -132,18 +140,8 @@ class SnapshotFiles:
 
     def _piece(self, record: SnapshotRecord, offset: int, size: int) -> bytes:
         """Bytes of a snapshot's file, as `_bytes`."""
-        try:
-            file = self._fs.open(record.path)
-        except FileNotFoundError as error:
-            raise self.not_found(record.info.name) from error
-        except OSError as error:
-            raise storage_error(error, "open the snapshot", record.path) from error
-        try:
+        with self._opened(record.path, record.info.name) as file:
             return self._bytes(file, offset, size)
-        except OSError as error:
-            raise storage_error(error, "read the snapshot", record.path) from error
-        finally:
-            self._fs.close(file)
 
     def not_found(self, name: str) -> SnapshotNotFoundError:
         """The error for a snapshot that does not exist."""

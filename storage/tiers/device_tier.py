@@ -102,7 +102,6 @@ class DeviceTier(MemoryTier):
         with self._order(self._arrays):
             self._index = DeviceIndex(gpu)
             self._forget()
-        self._rows = 0 if below is None or resident else None  # Those below have not been counted.
 
     # ---- for kernels: rows to compute on, in place ------------------------------------------------------------
 
@@ -456,7 +455,6 @@ class DeviceTier(MemoryTier):
         self._free = FreeSlots(self._loops.arange)
         self._lent = 0  # slots of rows that are in no index
         self._index.clear()
-        self._rows = 0
 
 
 def _padded(row_width: int) -> int:

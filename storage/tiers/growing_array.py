@@ -71,16 +71,19 @@ class GrowingArray:
             self.array = self._of(rows)
 
     def _of(self, rows: int) -> np.ndarray:
-        memory: Any = _Memory(self._first, (rows, *self._shape), self._dtype.str, self._span)
-        return np.asarray(memory)
+        return array_at(self._first, (rows, *self._shape), self._dtype, self._span)
 
 
 class _Memory:
-    """Memory at an address, for `np.asarray`; keeps the span alive."""
-
-    def __init__(self, address: int, shape: tuple[int, ...], typestr: str, span: "_Span"):
+    def __init__(self, address: int, shape: tuple[int, ...], typestr: str, kept: object):
         self.__array_interface__ = {"data": (address, False), "shape": shape, "typestr": typestr, "version": 3}
-        self.span = span
+        self.kept = kept
+
+
+def array_at(address: int, shape: tuple[int, ...], dtype: np.dtype, kept: object) -> np.ndarray:
+    """An array over memory at an address. It keeps an object alive, the owner of the memory."""
+    memory: Any = _Memory(address, shape, dtype.str, kept)
+    return np.asarray(memory)
 
 
 class _Span:

@@ -436,4 +436,4 @@ class HotTier(MemoryTier):
         self._victims.restart()
         self._dirty_S[: self._free.used] = False
         self._free.clear()
-        self._lent = self._rows = 0
+        self._lent = 0

@@ -253,16 +253,18 @@ class MemoryTier(ABC):
                     undisturbed.raise_interrupt()
                     self._limits.check_fits(len(id_N), self._held())
                     self._take(table_N, id_N, row_NW, np.arange(len(id_N)), dirty=False)
-            self._rows = len(self._index) if self._resident else None
         except BaseException:
             self._forget()
             raise
+        finally:
+            self._rows = len(self._index) if self._resident else None
 
     def clear(self) -> None:
         if self._below is not None:
             self._below.clear()
         with changing:
             self._forget()
+            self._rows = 0
 
     def close(self) -> None:
         self._forget()
