@@ -156,7 +156,8 @@ class FileServer:
             self._save()
 
     def close(self) -> None:
-        """Save what is not saved yet, and release the folder, even if a ServerError says that rows could not be saved."""
+        """Save what is not saved yet, and release the folder, even if a ServerError says that rows could not be
+        saved."""
         if self._closed or self.forked:
             return
         self._closed = True

@@ -22,7 +22,8 @@ from oneemb.storage.remote.redis_url import RedisURL
 
 
 class RedisClusterNodes:
-    """The nodes of a cluster, of which a URL names one. ServerError if it cannot be reached, refuses, or is no cluster."""
+    """The nodes of a cluster, of which a URL names one. ServerError if it cannot be reached, refuses, or is no
+    cluster."""
 
     def __init__(self, url: RedisURL):
         self._url = url

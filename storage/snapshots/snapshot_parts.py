@@ -334,7 +334,8 @@ def leftover_text(part: Part) -> str:
 
 
 def find_parts(folders: Sequence[str], fs: FileSystem | None = None) -> FoundParts:
-    """The parts in the folders of tables. Takes no lock: a writer may go on. StorageError if a folder cannot be listed."""
+    """The parts in the folders of tables. Takes no lock: a writer may go on. StorageError if a folder cannot be
+    listed."""
     fs = fs or LocalFileSystem()
     parts, damaged = [], []
     for folder in folders:

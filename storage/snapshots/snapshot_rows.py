@@ -100,7 +100,8 @@ def without_part(meta: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shard_of(meta: dict[str, Any], name: str) -> tuple[int, int]:
-    """Which part of a sharded snapshot this is, and of how many; (0, 1) for a whole one. CorruptTableError if invalid."""
+    """Which part of a sharded snapshot this is, and of how many; (0, 1) for a whole one. CorruptTableError if
+    invalid."""
     shard = meta.get("shard", (0, 1))
     _need(isinstance(shard, list | tuple) and len(shard) == 2, name, shard)
     _need(_number(shard[1], 1, _STEP_MAX) and _number(shard[0], 0, shard[1] - 1), name, shard)

@@ -142,61 +142,48 @@ def scan_rows(
     if len(row_N) == 0:
         return
     with opened(fs, path, "read the rows") as file:
-        yield from _scan_open(fs, file, path, geometry, number, keys, row_N, batch)
-
-
-def _scan_open(
-    fs: FileSystem,
-    file: int,
-    path: str,
-    geometry: Geometry,
-    number: int,
-    keys: ChunkKeys,
-    row_N: np.ndarray,
-    batch: int,
-) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    header = bytearray(HEADER_BYTES)
-    size = fs.read_into(file, memoryview(header), 0)
-    check_header(header[:size], ROWS_MAGIC, path, number, geometry)
-    end, size = ROWS_BEGIN + (int(row_N[-1]) // geometry.rows_per_block + 1) * geometry.block_bytes, fs.size(path)
-    if size < end:
-        raise CorruptTableError(
-            f"{path}: the blocks up to offset {end} are needed, the file ends at offset {size}; restore the file from "
-            f"a copy, or delete the snapshots that need it"
-        )
-    buffer_blocks = max(1, _READ_BYTES // geometry.block_bytes)
-    buffer = aligned_bytes(buffer_blocks * geometry.block_bytes)
-    begin = 0
-    while begin < len(row_N):
-        block = int(row_N[begin]) // geometry.rows_per_block
-        end_row = (block + buffer_blocks) * geometry.rows_per_block
-        end = min(begin + batch, int(np.searchsorted(row_N, end_row)))
-        place_N = row_N[begin:end]
-        blocks = int(place_N[-1]) // geometry.rows_per_block + 1 - block
-        want = blocks * geometry.block_bytes
-        offset = ROWS_BEGIN + block * geometry.block_bytes
-        size = fs.read_into(file, buffer.data[:want], offset)
-        if size != want:
+        header = bytearray(HEADER_BYTES)
+        size = fs.read_into(file, memoryview(header), 0)
+        check_header(header[:size], ROWS_MAGIC, path, number, geometry)
+        end, size = ROWS_BEGIN + (int(row_N[-1]) // geometry.rows_per_block + 1) * geometry.block_bytes, fs.size(path)
+        if size < end:
             raise CorruptTableError(
-                f"{path}: the blocks from offset {offset} on must have {want} bytes, the file ends after {size} of "
-                f"them; restore the file from a copy, or delete the snapshots that need it"
+                f"{path}: the blocks up to offset {end} are needed, the file ends at offset {size}; restore the file"
+                " from a copy, or delete the snapshots that need it"
             )
-        row_NW = np.empty((len(place_N), geometry.row_width), np.float32)
-        to_N = np.arange(len(place_N))
-        bad = rows_deliver(
-            buffer.view(np.uint64), 0, block, place_N, to_N, 0, len(place_N), geometry.rows_per_block,
-            geometry.block_words, keys.sum_B, row_NW.view(np.uint32),
-        )  # fmt: skip
-        if bad < len(place_N):
-            row = int(place_N[bad])
-            block_bad = row // geometry.rows_per_block
-            at = (block_bad - block) * geometry.block_bytes
-            raise block_damage(
-                path, geometry, block_bad, buffer[at : at + geometry.block_bytes], int(keys.sum_B[block_bad]),
-                int(keys.table_N[row]), int(keys.id_N[row]),
+        buffer_blocks = max(1, _READ_BYTES // geometry.block_bytes)
+        buffer = aligned_bytes(buffer_blocks * geometry.block_bytes)
+        begin = 0
+        while begin < len(row_N):
+            block = int(row_N[begin]) // geometry.rows_per_block
+            end_row = (block + buffer_blocks) * geometry.rows_per_block
+            end = min(begin + batch, int(np.searchsorted(row_N, end_row)))
+            place_N = row_N[begin:end]
+            blocks = int(place_N[-1]) // geometry.rows_per_block + 1 - block
+            want = blocks * geometry.block_bytes
+            offset = ROWS_BEGIN + block * geometry.block_bytes
+            size = fs.read_into(file, buffer.data[:want], offset)
+            if size != want:
+                raise CorruptTableError(
+                    f"{path}: the blocks from offset {offset} on must have {want} bytes, the file ends after {size} of "
+                    f"them; restore the file from a copy, or delete the snapshots that need it"
+                )
+            row_NW = np.empty((len(place_N), geometry.row_width), np.float32)
+            to_N = np.arange(len(place_N))
+            bad = rows_deliver(
+                buffer.view(np.uint64), 0, block, place_N, to_N, 0, len(place_N), geometry.rows_per_block,
+                geometry.block_words, keys.sum_B, row_NW.view(np.uint32),
             )  # fmt: skip
-        yield keys.table_N[place_N], keys.id_N[place_N], row_NW
-        begin = end
+            if bad < len(place_N):
+                row = int(place_N[bad])
+                block_bad = row // geometry.rows_per_block
+                at = (block_bad - block) * geometry.block_bytes
+                raise block_damage(
+                    path, geometry, block_bad, buffer[at : at + geometry.block_bytes], int(keys.sum_B[block_bad]),
+                    int(keys.table_N[row]), int(keys.id_N[row]),
+                )  # fmt: skip
+            yield keys.table_N[place_N], keys.id_N[place_N], row_NW
+            begin = end
 
 
 def block_damage(

@@ -58,7 +58,8 @@ def _of_control_groups(process: Path) -> Iterator[MemoryLimit]:
 
 @functools.lru_cache(maxsize=16)
 def _limit_files(process: Path, pid: int) -> tuple[str, ...]:
-    """Files that may hold limits of these groups, for this process id: a child of fork may be in another control group."""
+    """Files that may hold limits of these groups, for this process id: a child of fork may be in another control
+    group."""
     try:
         groups = (process / "cgroup").read_text().splitlines()
         mounts = (process / "mountinfo").read_text().splitlines()
