@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
-from oneemb.graph.ops import OPS
+from oneemb.graph.ops.op import op_of, reads_rows
 from oneemb.graph.plan import AfterPass
-from oneemb.graph.spec import READS
 from oneemb.graph.text import node_label
 from oneemb.kernels.extras import need
 
@@ -78,6 +77,6 @@ def _draw_graph(axes: "Axes", nodes: Sequence[fx.Node], left: float) -> None:
 def _color(node: fx.Node) -> str:
     if node.op in ("placeholder", "output"):
         return _EDGE
-    if node.target in READS:
+    if reads_rows(node):
         return _READS
-    return _PREPARES if node.op == "call_function" and node.target in OPS else _TORCH
+    return _PREPARES if op_of(node) is not None else _TORCH

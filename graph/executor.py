@@ -16,8 +16,7 @@ from typing import Any
 from torch import fx
 
 from oneemb.graph import ops
-from oneemb.graph.ops import OPS
-from oneemb.graph.ops.op import Measure
+from oneemb.graph.ops.op import Measure, op_of
 from oneemb.graph.passes import output_of
 from oneemb.graph.recorder import OpStats, Profile
 from oneemb.graph.text import node_label
@@ -80,7 +79,7 @@ class Executor:
             made: list[_Made] = []
             args, named = layout.arguments(given, made), layout.arguments(node.kwargs.values(), made)
             dropped += tuple(place for place, *_ in made)
-            measure = op.measure if (op := OPS.get(call)) is not None else None
+            measure = op.measure if (op := op_of(node)) is not None else None
             step = _Step(
                 node_label(node), call, made, args, tuple(node.kwargs), named, places[node], dropped, measure, OpStats()
             )

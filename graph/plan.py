@@ -20,6 +20,7 @@ from oneemb.graph.arguments import Lookup, Planned
 from oneemb.graph.building import Expected
 from oneemb.graph.executor import Executor, Find
 from oneemb.graph.modules import Embeddings
+from oneemb.graph.ops.op import check_stage
 from oneemb.graph.ops.update import StepOptimizer
 from oneemb.graph.passes import copy_graph, planned_in
 from oneemb.graph.passes.lower_embeddings import lower_embeddings
@@ -27,7 +28,6 @@ from oneemb.graph.passes.merge_embeddings import Member, merge_embeddings
 from oneemb.graph.passes.share_unique import share_unique
 from oneemb.graph.passes.split_prepare import split_prepare
 from oneemb.graph.recorder import Profile
-from oneemb.graph.spec import check_stage
 from oneemb.graph.tape import Tape, version_of
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.merged_store import MergedStore

@@ -34,7 +34,7 @@ from oneemb.graph.ops.announce import (
 from oneemb.graph.ops.grads import RowGrads
 from oneemb.graph.ops.keys import Keys, equal, keep, unique_keys
 from oneemb.graph.ops.lookup import Lease, acquire, acquire_later, gather, in_backward
-from oneemb.graph.ops.lookup_ahead import LookupAhead, begin_lookup, look_up_on_ranks, lookup_of
+from oneemb.graph.ops.lookup_ahead import LookupAhead, begin_lookup, look_up_on_ranks
 from oneemb.graph.ops.merged import (
     MergedKeys,
     MergedLookup,
@@ -75,7 +75,7 @@ __all__ = [
     "MergedKeys", "MergedLookup", "MergedReserved", "NOTHING_ANNOUNCED", "NonFiniteGradientError", "OPS", "Reserved",
     "RowGrad", "RowGrads", "StepOptimizer", "acquire", "acquire_later", "add_note", "advance", "announce",
     "announced_lookup", "begin_lookup", "check_finite", "check_merged_pooling", "check_pooling", "equal",
-    "forget_unscaled", "gather", "gather_merged", "in_backward", "keep", "look_up_on_ranks", "lookup_of", "may_step",
+    "forget_unscaled", "gather", "gather_merged", "in_backward", "keep", "look_up_on_ranks", "may_step",
     "measure_reduce", "measure_update", "options_of", "part_of", "peek", "prefetch", "read_ids", "reduce_grads",
     "refuse_dense", "reserve", "settle", "shuffle_grads", "step", "unique_keys", "unique_merged_keys", "unprefetch",
     "unscale", "update", "update_scale", "with_grad", "zero_grad",

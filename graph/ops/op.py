@@ -3,19 +3,27 @@
     @Op(PREPARE, takes=("store", "keys"), measure=_measure_prefetch)
     def prefetch(store, keys): ...
 
-The checks of graphs (`oneemb.graph.spec`) and the executor read it here.
+Which ops are legal at each stage of a graph of lookups is checked after every pass:
+
+    recorded  torch's functions of the batch, and calls of embedding modules
+    lowered   calls of embedding modules are ops
+    prepare   the half that may run ahead of its step, on any thread
+    lookup    the other half
+
+A pass that breaks a rule is a bug of ours, so the check asserts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from torch import fx
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
 Measure = Callable[[Any, Any], tuple[int, int]]
 """(rows, bytes) of a call, from its arguments and its result. Any: each op has arguments and a result of its own."""
 
-# Stages of a graph's compilation at which an op is legal; oneemb.graph.spec says what they are.
 LOOKUP = frozenset({"lowered", "lookup"})
 PREPARE = frozenset({"lowered", "prepare"})
 
@@ -44,3 +52,34 @@ class Op:
 
 OPS: dict[Callable[..., object], Op] = {}
 """Every op of graphs by its function."""
+
+
+def op_of(node: fx.Node) -> Op | None:
+    """The op that a node calls; None = a function of torch, or no call."""
+    return OPS.get(node.target) if callable(node.target) else None
+
+
+def reads_rows(node: fx.Node) -> bool:
+    """Whether a node's op inserts, moves or reads rows, so that it stays in the step itself."""
+    return (op := op_of(node)) is not None and op.stages == LOOKUP
+
+
+def check_stage(graph: fx.Graph, stage: str, embeddings: Container[str]) -> None:
+    """Assert that a graph is well-formed and keeps the rules of its stage."""
+    graph.lint()
+    for node in graph.nodes:
+        if node.op == "call_module":
+            assert stage == "recorded" and str(node.target) in embeddings, f"{node.format_node()}: a call at {stage}"
+        if (op := op_of(node)) is not None:
+            assert stage in op.stages, f"{node.format_node()}: not legal at stage {stage}"
+            _check_arguments(node, op)
+
+
+def _check_arguments(node: fx.Node, op: Op) -> None:
+    for argument, what in zip(node.args, op.takes, strict=False):
+        if what == "store":
+            assert isinstance(argument, fx.Node) and argument.op == "get_attr", node.format_node()
+        if what in ("keys", "lease"):
+            assert isinstance(argument, fx.Node), f"{node.format_node()}: {argument} is no {what}"
+            gives = (given := op_of(argument)) is not None and given.gives == what
+            assert gives or argument.op == "placeholder", f"{node.format_node()}: {argument} is no {what}"

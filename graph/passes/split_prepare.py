@@ -3,8 +3,8 @@
 from torch import fx
 
 from oneemb.graph import ops
+from oneemb.graph.ops.op import reads_rows
 from oneemb.graph.passes import output_of
-from oneemb.graph.spec import READS
 
 
 def split_prepare(graph: fx.Graph) -> tuple[fx.Graph, fx.Graph]:
@@ -19,7 +19,7 @@ def split_prepare(graph: fx.Graph) -> tuple[fx.Graph, fx.Graph]:
     """
     reads: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.target in READS or any(used in reads for used in node.all_input_nodes):
+        if reads_rows(node) or any(used in reads for used in node.all_input_nodes):
             reads.add(node)
     stores = {node for node in graph.nodes if node.op == "get_attr" and all(user in reads for user in node.users)}
     prepare, lookup = fx.Graph(), fx.Graph()

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from oneemb.embeddings.embedding import MultiTableEmbedding, TableEmbedding, copied
-from oneemb.embeddings.lookup_keys import keys_of
+from oneemb.embeddings.lookups import keys_of
 from oneemb.graph import ops
 from oneemb.graph.arguments import Lookup
 from oneemb.graph.ops.keys import columns_of, pooling_of

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, Never, Self, TypeVar, cast
 
 import torch
@@ -20,17 +20,14 @@ from oneemb.embeddings.embedding_arguments import (
     rank_folders,
     store_plan,
 )
-from oneemb.embeddings.lookup_keys import keys_of
-from oneemb.embeddings.lookups_on_ranks import LookupsOnRanks
+from oneemb.embeddings.lookups import LookupsHere, LookupsOnRanks
 from oneemb.embeddings.row_calls import RowCalls
 from oneemb.embeddings.snapshot_calls import SnapshotCalls
 from oneemb.embeddings.stats import EmbeddingStats
-from oneemb.graph import ops
 from oneemb.graph.arguments import Lookup
 from oneemb.graph.building import building_now
 from oneemb.graph.modules import embeddings_in
 from oneemb.graph.ops.keys import columns_of, pooling_of
-from oneemb.graph.ops.reading import ReadRows
 from oneemb.graph.ranks import ranks_of
 from oneemb.graph.tracers import hidden_from_modes, refuse_tracers, uncompiled
 from oneemb.kernels.threads import Threads
@@ -40,45 +37,6 @@ from oneemb.storage.fs import AnyPath, absolute_path
 from oneemb.storage.policies.row_policy import RowPolicy
 from oneemb.storage.store_rows import copy_rows
 from oneemb.storage.tiered_rows import ChangeRows
-
-
-class LookupsHere:
-    """Lookups of an embedding whose rows are all in this process; see `LookupsOnRanks`."""
-
-    asks_ranks = False
-
-    def look_up(self, embedding: SnapshotCalls, lookup: Lookup, inserts: bool, has_gradient: bool) -> torch.Tensor:
-        """The rows of ids, with a gradient if they are to have one."""
-        store, scales, pooling = embedding.store, lookup.per_sample_weights, lookup.pooling
-        is_plain = lookup.offsets is None and scales is None and lookup.columns is None
-        if not has_gradient and is_plain and pooling == "sum":
-            if inserts and embedding.may_be_empty:
-                embedding.say_if_empty()
-            read = ops.read_ids(
-                store, lookup.ids, lookup.table_ids, embedding.num_tables, embedding.key_type, embedding.padding_idx,
-                inserts=inserts,
-            )  # fmt: skip
-            if read is not None:
-                return read
-        keys = keys_of(embedding, lookup, inserts)
-        if not inserts and not has_gradient:
-            return ops.peek(store, keys, scales, pooling)
-        lease = ops.acquire(store, keys, again=ops.in_backward()) if inserts else ops.acquire_later(store, keys)
-        rows = ops.gather(lease, scales, pooling)
-        if has_gradient:
-            return ops.with_grad(rows, lease, embedding.weights, scales, embedding.ranks)
-        lease.unpin()
-        return rows
-
-    def peek(
-        self, embedding: SnapshotCalls, source: ReadRows, lookup: Lookup, keys: Callable[[], ops.Keys]
-    ) -> torch.Tensor:
-        """Read rows from `source`, by the embedding's keys."""
-        return ops.peek(source, keys(), lookup.per_sample_weights, lookup.pooling)
-
-    def refuse(self, embedding: SnapshotCalls, failure: Exception) -> Never:
-        """Raise the error of a lookup."""
-        raise failure
 
 
 class TableEmbedding(SnapshotCalls, RowCalls):
@@ -207,8 +165,8 @@ class TableEmbedding(SnapshotCalls, RowCalls):
         try:
             pools = "sum" if pooling is None else pooling_of(pooling, offsets)
         except ValueError as error:
-            if building_now() is None:  # A graph tells the ranks of whatever `build` raises.
-                self.lookups.refuse(self, error)
+            if self.lookups.asks_ranks and building_now() is None:  # A graph tells ranks of whatever `build` raises.
+                self.ranks.fail(f"look up {self.name!r}", error)
             raise
         tables_C = None if columns is None else columns_of(columns)
         lookup = Lookup(ids, table_ids, offsets, tables_C, per_sample_weights, pools)

@@ -11,7 +11,7 @@
 says whether a lookup asks them.
 """
 
-from oneemb.embeddings.lookup_keys import keys_of
+from oneemb.embeddings.lookups import keys_of
 from oneemb.embeddings.snapshot_calls import check_fits, load_named
 from oneemb.embeddings.weight_of_rows import attach_rows, drop_grads, stand_for_rows
 

@@ -25,7 +25,7 @@ from torchrec.streamable import Multistreamable
 from oneemb.adapters.tables import in_backward_optimizers
 from oneemb.adapters.worker import Worker
 from oneemb.embeddings.embedding import MultiTableEmbedding
-from oneemb.embeddings.lookups_on_ranks import RowsAhead
+from oneemb.embeddings.lookups import RowsAhead
 from oneemb.graph.ranks import Ranks
 from oneemb.storage.errors import StorageError
 from oneemb.torchrec.fused_optimizer import FusedRowsOptimizer

@@ -11,11 +11,11 @@ from oneemb.graph import ops
 from oneemb.graph.building import Building
 from oneemb.graph.inputs import Signature
 from oneemb.graph.modules import embeddings_in
+from oneemb.graph.ops.op import check_stage
 from oneemb.graph.passes.lower_embeddings import lower_embeddings
 from oneemb.graph.passes.merge_embeddings import Member, merge_embeddings
 from oneemb.graph.passes.share_unique import share_unique
 from oneemb.graph.passes.split_prepare import split_prepare
-from oneemb.graph.spec import check_stage
 from oneemb.graph.tape import Tape
 from oneemb.graph.text import graph_text
 from tests.support.graph_models import adam, make_embedding, make_graph, sgd

@@ -1,21 +1,18 @@
-"""Lookups of an embedding whose rows ranks own together. Every rank makes each, with ids of its own.
+"""Lookups of an embedding: of rows that are all in this process, and of rows that ranks own together.
 
-    lookups.look_up(embedding, lookup, ...)    at once
+lookups.look_up(embedding, lookup, ...)    at once; every rank makes each lookup, with ids of its own
 
-    ahead = RowsAhead(...)     or in two halves:
-    ahead.send_keys()          on a thread of its own; owners read the rows that they know, and pin them
-    ahead.rows()               in the step, after the updates before it
-
-`LookupsHere` (embedding.py) has the same calls, for an embedding that asks no rank.
+ahead = RowsAhead(...)     on ranks also in two halves:
+ahead.send_keys()          on a thread of its own; owners read the rows that they know, and pin them
+ahead.rows()               in the step, after the updates before it
 """
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Never
+from typing import Any
 
 import torch
 
-from oneemb.embeddings.lookup_keys import keys_of
 from oneemb.embeddings.snapshot_calls import SnapshotCalls
 from oneemb.graph import ops
 from oneemb.graph.arguments import Lookup
@@ -23,12 +20,60 @@ from oneemb.graph.ops.reading import ReadRows
 from oneemb.graph.ranks import Ranks
 
 
-class LookupsOnRanks:
-    """How such an embedding looks ids up.
+def keys_of(embedding: SnapshotCalls, lookup: Lookup, inserts: bool = False) -> ops.Keys:
+    """The unique keys of a lookup; raises as `forward` does of what is wrong with its arguments.
 
     Args:
-        ranks: who own the rows.
+        inserts: whether the lookup is to insert unknown keys: see `say_if_empty`.
     """
+    if inserts and embedding.may_be_empty:
+        embedding.say_if_empty()
+    keys = ops.unique_keys(
+        lookup.ids, lookup.table_ids, embedding.num_tables, embedding.key_type, embedding.padding_idx, lookup.offsets,
+        lookup.columns, threads=embedding.store.threads,
+    )  # fmt: skip
+    if lookup.per_sample_weights is not None or lookup.pooling != "sum":
+        ops.check_pooling(keys, lookup.per_sample_weights, lookup.pooling)
+    return keys
+
+
+class LookupsHere:
+    """Lookups of an embedding whose rows are all in this process; the calls are those of `LookupsOnRanks`."""
+
+    asks_ranks = False
+
+    def look_up(self, embedding: SnapshotCalls, lookup: Lookup, inserts: bool, has_gradient: bool) -> torch.Tensor:
+        """The rows of ids, with a gradient if they are to have one."""
+        store, scales, pooling = embedding.store, lookup.per_sample_weights, lookup.pooling
+        is_plain = lookup.offsets is None and scales is None and lookup.columns is None
+        if not has_gradient and is_plain and pooling == "sum":
+            if inserts and embedding.may_be_empty:
+                embedding.say_if_empty()
+            read = ops.read_ids(
+                store, lookup.ids, lookup.table_ids, embedding.num_tables, embedding.key_type, embedding.padding_idx,
+                inserts=inserts,
+            )  # fmt: skip
+            if read is not None:
+                return read
+        keys = keys_of(embedding, lookup, inserts)
+        if not inserts and not has_gradient:
+            return ops.peek(store, keys, scales, pooling)
+        lease = ops.acquire(store, keys, again=ops.in_backward()) if inserts else ops.acquire_later(store, keys)
+        rows = ops.gather(lease, scales, pooling)
+        if has_gradient:
+            return ops.with_grad(rows, lease, embedding.weights, scales, embedding.ranks)
+        lease.unpin()
+        return rows
+
+    def peek(
+        self, embedding: SnapshotCalls, source: ReadRows, lookup: Lookup, keys: Callable[[], ops.Keys]
+    ) -> torch.Tensor:
+        """Read rows from `source`, by the embedding's keys."""
+        return ops.peek(source, keys(), lookup.per_sample_weights, lookup.pooling)
+
+
+class LookupsOnRanks:
+    """Lookups of an embedding whose rows ranks own together."""
 
     asks_ranks = True
 
@@ -51,15 +96,6 @@ class LookupsOnRanks:
             self.ranks, embedding.store, embedding.name, keys, source=source, sums_bags=lookup.sums_bags
         )
         return ops.gather(lease, lookup.per_sample_weights, lookup.pooling)
-
-    def refuse(self, embedding: SnapshotCalls, failure: Exception) -> Never:
-        """Raise the error of a lookup on all ranks, in place of the exchange of its keys, in which the others wait."""
-
-        def fail() -> Never:
-            raise failure
-
-        self.ranks.agree(ops.lookup_of(embedding.name, embedding.training, self.ranks, ops.in_backward()), fail)
-        raise AssertionError("ranks have agreed on a lookup that has failed")
 
 
 def _rows_of(
