@@ -53,12 +53,26 @@ _HEADER = 16
 # The number of a rank that has left an exchange in which ranks tell numbers.
 _LEFT = -(1 << 40)
 
+_NONE = pickle.dumps(None)
+
 # Bytes that `of_first` sends to each other rank at a time: all of them are in the first one's memory at once.
 _CHUNK = 4 << 20
 
 
+def _tried(make: Callable[[], T]) -> tuple[T | None, list[BaseException]]:
+    """Result of `make`, or None and its error: in a list, since the traceback holds the frame that has the error."""
+    try:
+        return make(), []
+    except BaseException as error:
+        return None, [error]
+
+
 class Ranks:
     """The ranks of a process group.
+
+    Each call that ranks make together takes `what`: what they are doing, in words that are the same on all of them. It
+    raises RankError if another rank has failed, or does something else; and what a function that it is given raises,
+    where every other rank raises RankError.
 
     Args:
         group: of torch.distributed. Tensors go through it as they are with gloo; with NCCL by way of the current GPU.
@@ -150,30 +164,16 @@ class Ranks:
         return over
 
     def exchange(self, what: str, make: Callable[[], Blocks]) -> list[Received]:
-        """Send blocks to the ranks, and get those that they send to this one.
+        """Send blocks, a sequence of tensors for each rank, and get those that the ranks send to this one."""
 
-        Args:
-            what: what the ranks are doing, in words that are the same on all of them.
-            make: gives the blocks, a sequence of tensors for each rank. If it raises, every rank does.
-
-        Returns:
-            What each rank has sent, in their order.
-
-        Raises:
-            RankError: another rank has failed, or does something else.
-            What `make` raises.
-        """
-        failed: list[BaseException] = []  # Not the error itself: its traceback holds this frame.
-        sent = torch.empty(0, dtype=torch.uint8, device="cpu")
-        sent_R = [0] * self.size
-        try:
-            blocks = make()
-            flat = [[bytes_of(tensor) for tensor in block] for block in blocks]
-            sent_R = [sum(len(part) for part in block) for block in flat]
+        def pack() -> tuple[torch.Tensor, list[int]]:
+            flat = [[bytes_of(tensor) for tensor in block] for block in make()]
             parts = [part for block in flat for part in block]
-            sent = torch.cat(parts) if parts else sent
-        except BaseException as error:
-            failed.append(error)
+            return torch.cat(parts) if parts else nothing, [sum(len(part) for part in block) for block in flat]
+
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+        packed, failed = _tried(pack)
+        sent, sent_R = packed or (nothing, [0] * self.size)
         with self._exchanging(what):
             received_R = self._headers(what, failed, sent_R)
             received = torch.empty(sum(received_R), dtype=torch.uint8, device=self._device)
@@ -189,26 +189,17 @@ class Ranks:
         One message, without a copy: what makes the rows leaves room for its header, see `heads`.
 
         Args:
-            what: as for `exchange`.
             make: gives the rows, those for rank 0 first, each rank's behind its `heads`: [sent, W]. It is changed.
             like: a tensor of shape [0, W] and the dtype and device of the rows.
             sent_R, received_R: the rows that go to each rank, and come from it.
 
         Returns:
-            What the ranks have sent, each rank's behind its heads: [received, W].
-
-        Raises:
-            As `exchange`.
+            The rows that the ranks have sent, each rank's behind its heads: [received, W].
         """
-        failed: list[BaseException] = []
         heads = self.heads(like)
         going, coming = ([count + heads for count in counts] for counts in (sent_R, received_R))
-        sent = like.new_zeros(0)
-        try:
-            sent = make()
-        except BaseException as error:
-            failed.append(error)
-            sent = like.new_zeros(sum(going), like.shape[1])
+        made, failed = _tried(make)
+        sent = like.new_zeros(sum(going), like.shape[1]) if made is None else made
         header = torch.zeros(heads, like.shape[1] * like.element_size(), dtype=torch.uint8, device="cpu")
         header.view(-1)[:_HEADER] = torch.tensor([self._code(what), bool(failed)], device="cpu").view(torch.uint8)
         sent.view(torch.uint8)[self._heads_of(going, heads)] = header.to(sent.device)
@@ -249,62 +240,29 @@ class Ranks:
     def agree(self, what: str, check: Callable[[], Any] = lambda: None) -> Any:
         """Wait for all ranks, and raise on each if one raises.
 
-        Args:
-            what: as for `exchange`.
-            check: what this rank has to do.
-
         Returns:
-            What `check` gives on the first rank where it is not None, the same on all ranks; None if there is none.
-            Any: an object that can be pickled.
-
-        Raises:
-            As `exchange`.
+            Result of `check` on the first rank where it is not None, the same on all ranks; None if there is none. Any:
+            an object that can be pickled.
         """
-        failed: list[BaseException] = []
-        found, pickled = None, b""
-        try:
-            found = check()
-            pickled = pickle.dumps(found)
-        except BaseException as error:
-            failed.append(error)
+        pickled, failed = _tried(lambda: pickle.dumps(check()))
         with self._exchanging(what):
-            if not any(self._headers(what, failed, [found is not None] * self.size)):
+            if not any(self._headers(what, failed, [pickled not in (None, _NONE)] * self.size)):
                 return None
-            return next(its for its in self._gather(pickled) if its is not None)
+            return next(its for its in self._gather(pickled or b"") if its is not None)
 
     def all_gather(self, what: str, make: Callable[[], Any]) -> list[Any]:
-        """Results of `make` on all ranks, in the order of the ranks. Any: objects that can be pickled.
-
-        Args:
-            what: as for `exchange`.
-
-        Raises:
-            As `exchange`.
-        """
-        failed: list[BaseException] = []
-        pickled = b""
-        try:
-            pickled = pickle.dumps(make())
-        except BaseException as error:
-            failed.append(error)
+        """Results of `make` on all ranks, in the order of the ranks. Any: objects that can be pickled."""
+        pickled, failed = _tried(lambda: pickle.dumps(make()))
         with self._exchanging(what):
             self._headers(what, failed, [0] * self.size)
-            return self._gather(pickled)
+            return self._gather(pickled or b"")
 
     def by_first(self, what: str, call: Callable[[], T]) -> T:
-        """Result of `call` on the first rank, for all ranks. Others do not call it.
-
-        Raises:
-            As `agree`.
-        """
+        """Result of `call` on the first rank, for all ranks. Others do not call it."""
         return cast(T, self.agree(what, lambda: call() if self.first else None))
 
     def of_first(self, what: str, make: Callable[[], bytes]) -> bytes:
-        """Do as `by_first`, for any number of bytes.
-
-        Raises:
-            As `exchange`.
-        """
+        """Do as `by_first`, for any number of bytes."""
         data = bytearray()
 
         def keep() -> int:
@@ -322,22 +280,10 @@ class Ranks:
         return b"".join(parts)
 
     def tell(self, what: str, make: Callable[[], int]) -> list[int]:
-        """The number that `make` gives on each rank, in their order.
-
-        Args:
-            what: as for `exchange`.
-
-        Raises:
-            As `exchange`.
-        """
-        failed: list[BaseException] = []
-        mine = 0
-        try:
-            mine = make()
-        except BaseException as error:
-            failed.append(error)
+        """The number that `make` gives on each rank, in their order."""
+        mine, failed = _tried(make)
         with self._exchanging(what):
-            return self._headers(what, failed, [mine] * self.size)
+            return self._headers(what, failed, [mine or 0] * self.size)
 
     def leave(self, what: str) -> None:
         """Take part in an exchange of what ranks `tell` without waiting for it: this rank tells them a number that is
@@ -352,8 +298,7 @@ class Ranks:
         before it came there. Does nothing where they have raised with it already.
 
         Args:
-            what: what this rank was doing.
-            since: what `moment` gave when it began to.
+            since: the `moment` at which this rank began to do it.
         """
         if self.forked or is_told(failure, since):
             return
@@ -419,10 +364,7 @@ class Ranks:
         self.all_to_all(got_R3, header_R3, [1] * self.size, [1] * self.size)
         got = got_R3.tolist()
         if any(its_failed or its != doing for its, its_failed, _ in got):
-            left = [rank for rank, (_, _, number) in enumerate(got) if number == _LEFT]
-            if left:  # They wait for no words.
-                self._raise_without_words(what, failed, left[0], [bool(its_failed) for _, its_failed, _ in got])
-            self._raise(what, failed)
+            self._raise(what, failed, got)
         return [size for _, _, size in got]
 
     def _words(self, what: str, failure: BaseException | None) -> torch.Tensor:
@@ -430,28 +372,22 @@ class Ranks:
         words = report(what, failure, self.name, self.made)
         return torch.frombuffer(words, dtype=torch.uint8).to(self._device)
 
-    def _raise(self, what: str, failed: list[BaseException]) -> Never:
+    def _raise(self, what: str, failed: list[BaseException], headers: Sequence[Sequence[int]] = ()) -> Never:
         """Raise what has failed here, which is taken out of the list, or say what has elsewhere."""
-        of_all: list[Said] = [
-            pickle.loads(its.numpy().tobytes())
-            for its in self._all_gather(self._words(what, failed[0] if failed else None))
-        ]
+        left = [rank for rank, (*_, number) in enumerate(headers) if number == _LEFT]
+        of_all: list[Said] = []
+        if not left:  # A rank that has left waits for no words.
+            words = self._all_gather(self._words(what, failed[0] if failed else None))
+            of_all = [pickle.loads(its.numpy().tobytes()) for its in words]
         if failed:
             mark_told(failed[0])
             raise failed.pop()
-        raise told_error(what_has_failed(of_all))
-
-    def _raise_without_words(
-        self, what: str, failed: list[BaseException], left: int, failed_R: Sequence[bool]
-    ) -> Never:
-        """Raise as `_raise`, where a rank has left this exchange."""
-        if failed:
-            mark_told(failed[0])
-            raise failed.pop()
-        others = ", ".join(str(rank) for rank, its in enumerate(failed_R) if its)
+        if not left:
+            raise told_error(what_has_failed(of_all))
+        others = ", ".join(str(rank) for rank, (_, its_failed, _) in enumerate(headers) if its_failed)
         how = f"has failed (rank {others} says how)" if others else "does something else"
         raise told_error(
-            f"rank {left} has left, and another rank {how}, where they were to {what}; nothing was done here"
+            f"rank {left[0]} has left, and another rank {how}, where they were to {what}; nothing was done here"
         )
 
     def _gather_floats(self, values: Sequence[float]) -> list[torch.Tensor]:

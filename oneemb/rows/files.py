@@ -14,8 +14,8 @@ import shutil
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import IO, NamedTuple, Protocol
 
@@ -25,6 +25,8 @@ from oneemb.kernels.hash_index import TABLE_MAX
 from oneemb.storage.errors import StorageError
 from oneemb.storage.new_files import close_dropped
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
+
+ROLES = ("keys", "values", "tables", "state")
 
 NOTE = "oneemb"
 """The name under which a file keeps its note: what its rows are, as JSON."""
@@ -45,6 +47,11 @@ class Batch(NamedTuple):
     """floating-point [N, D]"""
     state_NZ: np.ndarray | None
     """float32 [N, Z]; None where it is not wanted"""
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """The columns that there are, by their roles."""
+        named = {"keys": self.id_N, "values": self.weight_ND, "tables": self.table_N, "state": self.state_NZ}
+        return {role: column for role, column in named.items() if column is not None}
 
 
 @dataclass(frozen=True)
@@ -194,8 +201,65 @@ def _integers(
     return column.astype(dtype, copy=False)
 
 
-class ColumnFiles:
-    """Columns that grow side by side, for formats that store them one after the other.
+class Column(Protocol):
+    """An array that is read from its first row to its last."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> np.dtype | str: ...
+
+    def read(self, begin: int, end: int) -> np.ndarray: ...
+
+
+class ArrayRows:
+    """Rows whose columns are arrays, in memory or in files.
+
+    Args:
+        columns: the arrays by role: "values", and those there are of "keys", "tables" and "state".
+        path: names them in errors.
+        files: open files that they lie in; `close` closes them. If this raises, they stay the caller's.
+        kind, errors: of the file, as for `reading`.
+    """
+
+    def __init__(
+        self, columns: Mapping[str, Column], path: str, note: SnapshotRows | None = None,
+        files: ExitStack | None = None, kind: str = "a file of rows", errors: tuple[type[Exception], ...] = (),
+    ):  # fmt: skip
+        self.note = note
+        self._columns, self._path, self._kind, self._errors = columns, path, kind, errors
+        values = columns["values"]
+        if len(values.shape) != 2:
+            raise ValueError(f"{path}: values must be floating-point [N, D], got {values.dtype} {list(values.shape)}")
+        for role, column in columns.items():
+            if column.shape[:1] != values.shape[:1]:
+                raise ValueError(
+                    f"{path}: {role} must have a row for each of the {values.shape[0]} values, has the shape"
+                    f" {list(column.shape)}"
+                )
+        self.size: int | None = values.shape[0]
+        self.dim = values.shape[1]
+        self.dtype = {"float16": "float16", "F16": "float16", "BF16": "bfloat16"}.get(str(values.dtype), "float32")
+        self.state_width = columns["state"].shape[1] if "state" in columns and len(columns["state"].shape) == 2 else 0
+        self._files = ExitStack() if files is None else files.pop_all()
+
+    def scan(self, batch: int) -> Iterator[Batch]:
+        size = self._columns["values"].shape[0]
+        for begin in range(0, size, batch):
+            end = min(begin + batch, size)
+            with reading(self._path, self._kind, *self._errors):
+                part = {role: column.read(begin, end) for role, column in self._columns.items()}
+            yield checked_batch(
+                self._path, begin, part.get("keys"), part["values"], part.get("tables"), part.get("state")
+            )
+
+    def close(self) -> None:
+        self._files.close()
+
+
+class ColumnWriter:
+    """Base of writers of formats that store columns one after the other: the columns grow side by side.
 
     They are raw files without a name: nothing is left of them, however the process ends.
 
@@ -209,9 +273,8 @@ class ColumnFiles:
         self.dtype: dict[str, np.dtype] = {}
         self.shape: dict[str, tuple[int, ...]] = {}
 
-    def write(self, columns: dict[str, np.ndarray]) -> None:
-        """Append to each column."""
-        for name, array in columns.items():
+    def write(self, batch: Batch) -> None:
+        for name, array in batch.columns().items():
             if name not in self._file:
                 self._file[name] = tempfile.TemporaryFile(prefix=".oneemb-", dir=self._folder)
                 self.dtype[name], self.shape[name] = array.dtype, (0, *array.shape[1:])
@@ -223,7 +286,7 @@ class ColumnFiles:
         self._file[name].seek(0)
         shutil.copyfileobj(self._file[name], out, _COPY_BYTES)
 
-    def remove(self) -> None:
+    def abandon(self) -> None:
         """Remove the files. Removing twice is fine."""
         for file in self._file.values():
             close_dropped(file)

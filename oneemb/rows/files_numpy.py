@@ -6,19 +6,21 @@ Arrays are read and written in pieces, whatever their size; pickled objects are 
 import math
 import os
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from tokenize import TokenError
-from typing import IO, Protocol, TypeVar
+from typing import IO, TypeVar
 
 import numpy as np
 
 from oneemb.rows.files import (
     NOTE,
+    ROLES,
+    ArrayRows,
     Batch,
-    ColumnFiles,
+    Column,
     Columns,
-    checked_batch,
+    ColumnWriter,
     pick_columns,
     read_note,
     reading,
@@ -29,19 +31,8 @@ from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 
 T = TypeVar("T")
 
-_ROLES = ("keys", "values", "tables", "state")
 
-
-class _Stream(Protocol):
-    """An array that is read from its first row to its last."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-    def read(self, begin: int, end: int) -> np.ndarray: ...
-
-
-class _NpyStream:
+class _NpyColumn:
     """An .npy file of `size` bytes, read from its first row to its last."""
 
     def __init__(self, file: IO[bytes], path: str, size: int):
@@ -75,7 +66,7 @@ class _NpyStream:
         return np.frombuffer(data, self.dtype).reshape(shape)
 
 
-class _ArrayStream:
+class _ArrayColumn:
     def __init__(self, array: np.ndarray):
         self._array, self.shape, self.dtype = array, array.shape, array.dtype
 
@@ -83,64 +74,21 @@ class _ArrayStream:
         return self._array[begin:end]
 
 
-class ArrayRows:
-    """Rows whose columns are arrays, in memory or in files.
-
-    Args:
-        streams: the arrays by role: "values", and those there are of "keys", "tables" and "state".
-        path: names them in errors.
-        files: open files that they lie in; `close` closes them. If this raises, they stay the caller's.
-    """
-
-    def __init__(
-        self, streams: dict[str, _Stream], path: str, note: SnapshotRows | None = None, files: ExitStack | None = None
-    ):
-        self.note = note
-        self._streams, self._path = streams, path
-        values = streams["values"]
-        if len(values.shape) != 2:
-            raise ValueError(f"{path}: values must be floating-point [N, D], got {values.dtype} {list(values.shape)}")
-        for role, stream in streams.items():
-            if stream.shape[:1] != values.shape[:1]:
-                raise ValueError(
-                    f"{path}: {role} must have a row for each of the {values.shape[0]} values, has the shape"
-                    f" {list(stream.shape)}"
-                )
-        self.size: int | None = values.shape[0]
-        self.dim = values.shape[1]
-        self.dtype = "float16" if values.dtype == np.float16 else "float32"
-        self.state_width = streams["state"].shape[1] if "state" in streams and len(streams["state"].shape) == 2 else 0
-        self._files = ExitStack() if files is None else files.pop_all()
-
-    def scan(self, batch: int) -> Iterator[Batch]:
-        size = self._streams["values"].shape[0]
-        for begin in range(0, size, batch):
-            end = min(begin + batch, size)
-            with reading(self._path, "a file of rows"):
-                part = {role: stream.read(begin, end) for role, stream in self._streams.items()}
-            yield checked_batch(
-                self._path, begin, part.get("keys"), part["values"], part.get("tables"), part.get("state")
-            )
-
-    def close(self) -> None:
-        self._files.close()
-
-
 def array_rows(arrays: Sequence[np.ndarray], with_state: bool) -> ArrayRows:
     """Rows of (keys, values), (keys, values, tables) or (keys, values, tables, state) in memory."""
-    return ArrayRows({role: _ArrayStream(array) for role, array in _roles(arrays, with_state)}, "the arrays given")
+    return ArrayRows({role: _ArrayColumn(array) for role, array in _roles(arrays, with_state)}, "the arrays given")
 
 
 def npy_rows(paths: Sequence[str], with_state: bool) -> ArrayRows:
     """Rows of .npy files: one file of values whose row numbers are the keys, or (keys, values, ...) as above."""
     roles = [("values", paths[0])] if len(paths) == 1 else _roles(paths, with_state)
     with ExitStack() as stack:
-        streams: dict[str, _Stream] = {}
+        arrays: dict[str, Column] = {}
         for role, path in roles:
             with reading(path, "an .npy file of numbers"):
                 file = stack.enter_context(open(path, "rb"))
-                streams[role] = _NpyStream(file, path, os.fstat(file.fileno()).st_size)
-        return ArrayRows(streams, ", ".join(path for _, path in roles), files=stack)
+                arrays[role] = _NpyColumn(file, path, os.fstat(file.fileno()).st_size)
+        return ArrayRows(arrays, ", ".join(path for _, path in roles), files=stack)
 
 
 def _roles(items: Sequence[T], with_state: bool) -> list[tuple[str, T]]:
@@ -149,7 +97,7 @@ def _roles(items: Sequence[T], with_state: bool) -> list[tuple[str, T]]:
         raise ValueError(f"give (keys, values), (keys, values, tables) or (keys, values, tables, state), got {items}")
     if with_state and len(items) < 4:
         raise ValueError("with_state=True needs a fourth array or file, the state; leave it out to import weights")
-    return list(zip(_ROLES, items, strict=False))[: 4 if with_state else 3]
+    return list(zip(ROLES, items, strict=False))[: 4 if with_state else 3]
 
 
 class NpzRows(ArrayRows):
@@ -168,39 +116,25 @@ class NpzRows(ArrayRows):
                     text = str(np.lib.format.read_array(member, allow_pickle=False))
                 note = read_note(path, text)
             columns = pick_columns([name for name in there if name != NOTE], columns, path, note)
-            streams: dict[str, _Stream] = {}
-            for role in _ROLES:
+            arrays: dict[str, Column] = {}
+            for role in ROLES:
                 if (name := getattr(columns, role)) is not None:
                     with reading(path, "an .npz file"):
                         member = stack.enter_context(archive.open(f"{name}.npy"))
                         size = archive.getinfo(f"{name}.npy").file_size
-                        streams[role] = _NpyStream(member, f"{path}:{name}", size)
-            super().__init__(streams, path, note, files=stack)
+                        arrays[role] = _NpyColumn(member, f"{path}:{name}", size)
+            super().__init__(arrays, path, note, files=stack)
 
 
 # ---- writing --------------------------------------------------------------------------------------------------------
 
 
-class _NumpyWriter:
-    def __init__(self, target: str):
-        self._columns = ColumnFiles(target)
-
-    def write(self, batch: Batch) -> None:
-        columns = {"keys": batch.id_N, "values": batch.weight_ND}
-        if batch.table_N is not None:
-            columns["tables"] = batch.table_N
-        if batch.state_NZ is not None:
-            columns["state"] = batch.state_NZ
-        self._columns.write(columns)
-
+class _NumpyWriter(ColumnWriter):
     def _write_npy(self, name: str, out: IO[bytes]) -> None:
-        shape, dtype = self._columns.shape[name], self._columns.dtype[name]
-        header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+        descr = np.lib.format.dtype_to_descr(self.dtype[name])
+        header = {"descr": descr, "fortran_order": False, "shape": self.shape[name]}
         np.lib.format.write_array_header_1_0(out, header)
-        self._columns.copy(name, out)
-
-    def abandon(self) -> None:
-        self._columns.remove()
+        self.copy(name, out)
 
 
 class NpzWriter(_NumpyWriter):
@@ -212,7 +146,7 @@ class NpzWriter(_NumpyWriter):
 
     def finish(self) -> None:
         with new_files(self._path) as (file,), zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-            for name in self._columns.shape:
+            for name in self.shape:
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
                     self._write_npy(name, member)
             with archive.open(f"{NOTE}.npy", "w") as member:
@@ -225,7 +159,7 @@ class NpyWriter(_NumpyWriter):
 
     def __init__(self, paths: Sequence[str]):
         super().__init__(paths[0])
-        self._paths = dict(zip(_ROLES, paths, strict=False))
+        self._paths = dict(zip(ROLES, paths, strict=False))
 
     def write(self, batch: Batch) -> None:
         if "tables" not in self._paths:

@@ -110,11 +110,10 @@ class ParquetWriter:
 
     def write(self, batch: Batch) -> None:
         arrow = self._arrow
-        columns = {"keys": arrow.array(batch.id_N), "values": self._vectors(batch.weight_ND)}
-        if batch.table_N is not None:
-            columns["tables"] = arrow.array(batch.table_N)
-        if batch.state_NZ is not None:
-            columns["state"] = self._vectors(batch.state_NZ)
+        columns = {
+            role: self._vectors(column) if role in ("values", "state") else arrow.array(column)
+            for role, column in batch.columns().items()
+        }
         part = arrow.record_batch(list(columns.values()), list(columns))
         if self._writer is None:
             schema = part.schema.with_metadata({NOTE: write_note(self._rows)})
