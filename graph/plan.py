@@ -66,7 +66,7 @@ class Plan:
     others: int
     find: Find
 
-    def run_ahead(self, values: Sequence[Any], announcement: ops.Announcement, profile: Profile | None) -> list[Any]:
+    def run_ahead(self, values: Sequence[Any], announcement: ops.Announced, profile: Profile | None) -> list[Any]:
         """Run the first half for the values of a batch, and return its results.
 
         Args:
@@ -75,7 +75,7 @@ class Plan:
         prepared: list[Any] = self.prepare(self._inputs(values, announcement), profile)
         return prepared
 
-    def _inputs(self, values: Sequence[Any], announcement: ops.Announcement | None = None) -> Sequence[Any]:
+    def _inputs(self, values: Sequence[Any], announcement: ops.Announced | None = None) -> Sequence[Any]:
         return [*values, announcement] if self.announces else values
 
     @functools.cached_property

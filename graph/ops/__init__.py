@@ -26,7 +26,6 @@ from oneemb.graph.ops.announce import (
     NOTHING_ANNOUNCED,
     Announced,
     AnnouncedLookup,
-    Announcement,
     LookupOnRanks,
     announce,
     announced_lookup,
@@ -71,7 +70,7 @@ from oneemb.graph.ops.update import (
 from oneemb.graph.ops.with_grad import with_grad
 
 __all__ = [
-    "Announced", "AnnouncedLookup", "Announcement", "Groups", "Keys", "Lease", "LookupAhead", "LookupOnRanks",
+    "Announced", "AnnouncedLookup", "Groups", "Keys", "Lease", "LookupAhead", "LookupOnRanks",
     "MergedKeys", "MergedLookup", "MergedReserved", "NOTHING_ANNOUNCED", "NonFiniteGradientError", "OPS", "Reserved",
     "RowGrad", "RowGrads", "StepOptimizer", "acquire", "acquire_later", "add_note", "advance", "announce",
     "announced_lookup", "begin_lookup", "check_finite", "check_merged_pooling", "check_pooling", "equal",

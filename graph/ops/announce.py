@@ -1,7 +1,7 @@
 """Lookups ahead that begin together: the keys of all lookups that ranks expect of a batch go to the owners at once.
 
-    with Announcement(ranks) as announcement:         on each rank, once a batch, on any thread
-        announced = announce(announcement, lookups)   all their unique keys, in one exchange; owners pin the rows
+    with Announced(ranks) as announced:      on each rank, once a batch, on any thread
+        announce(announced, lookups)         all their unique keys, in one exchange; owners pin the rows
     ...
     lease = announced.lookups[0].acquire()            in the step: its rows, from their owners
     announced.miss(store, inserts=True)               or: `build` has looked up other ids
@@ -54,17 +54,15 @@ _MISSED_IN_EVAL, _MISSED_IN_TRAINING = -2, -1  # what ranks tell; otherwise the 
 
 
 class AnnouncedLookup:
-    """A lookup that ranks have announced, or tried to.
+    """Lookup `number` of those that ranks have announced together, or tried to.
 
     Args:
-        of: those that were announced with it.
-        number: which of them it is.
         ahead: the lookup that has begun; None = it was announced in vain.
     """
 
-    def __init__(self, of: "Announced", number: int, lookup: LookupOnRanks, ahead: LookupAhead | None):
+    def __init__(self, announced: "Announced", number: int, lookup: LookupOnRanks, ahead: LookupAhead | None):
         self.lookup, self.ahead = lookup, ahead
-        self._of, self._number = of, number
+        self._announced, self._number = announced, number
 
     @property
     def inserts(self) -> bool:
@@ -72,24 +70,22 @@ class AnnouncedLookup:
         return self.lookup.inserts
 
     def acquire(self) -> Lease | None:
-        """The rows; None if they are to be looked up unannounced. Unknown keys are inserted if `inserts`.
-
-        Raises:
-            RankError, StoreFullError: as `look_up_on_ranks`.
-        """
-        ranks, store = self.lookup.ranks, self.lookup.store
-        if self not in self._of.waiting:  # It was announced in vain, or the ranks were told of another in its place.
-            self._of.miss(store, inserts=self.inserts)
+        """The rows; None if they are to be looked up unannounced. Unknown keys are inserted if `inserts`. It raises as
+        `look_up_on_ranks`."""
+        ranks, store, announced = self.lookup.ranks, self.lookup.store, self._announced
+        if self not in announced.waiting:  # It was announced in vain, or the ranks were told of another in its place.
+            announced.miss(store, inserts=self.inserts)
             return None
         with whole_exchange():
-            told = self._of.tell(self, self._number)
-            lease = self._of.rows(told)
+            told = announced.tell(self, self._number)
+            lease = announced.rows(told)
             if lease is None:
                 return None
             missed = next((number for number in told if number < 0), None)
             if missed is not None:
-                inserts = missed == _MISSED_IN_TRAINING
-                look_up_on_ranks(ranks, store, self.lookup.name, lambda: _no_keys(store), inserts=inserts)
+                none = [torch.empty(0, dtype=dtype, device="cpu") for dtype in (torch.int32, torch.int64)]
+                keys, inserts = keys_of_ranks(store, *none), missed == _MISSED_IN_TRAINING
+                look_up_on_ranks(ranks, store, self.lookup.name, lambda: keys, inserts=inserts)
         return lease
 
     def look_up(self, check: Callable[[Keys], object], *, has_gradient: bool) -> Lease:
@@ -119,19 +115,56 @@ class AnnouncedLookup:
 
 
 class Announced:
-    """The lookups of a step that were announced together.
+    """The lookups of a batch that ranks announce together. `with` sees to it that this rank takes part in the exchange.
 
     Args:
-        begun: of each; None = they were announced in vain.
+        ranks: of the exchange, with connections of their own for the thread; a process alone announces nothing.
     """
 
-    def __init__(self, lookups: Sequence[LookupOnRanks] = (), begun: Sequence[LookupAhead] | None = None):
-        each: Sequence[LookupAhead | None] = [None] * len(lookups) if begun is None else begun
-        self.lookups = [
-            AnnouncedLookup(self, number, *its) for number, its in enumerate(zip(lookups, each, strict=True))
-        ]
-        self.waiting = [] if begun is None else list(self.lookups)
+    def __init__(self, ranks: AnyRanks = ALONE):
+        self._ranks = None if ranks.alone else ranks
+        """Ranks of the exchange that is still to be made; None = no exchange is due."""
+        self.lookups: Sequence[AnnouncedLookup] = ()
+        self.waiting: list[AnnouncedLookup] = []
         """Lookups of which this rank has told nothing yet."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if error[0] is not None:
+            self.drop()
+        if self._ranks is not None:
+            self.make(())  # In vain for the others.
+
+    def make(self, lookups: Sequence[LookupOnRanks]) -> None:
+        """Announce lookups, which may be none: then it is in vain for the others."""
+        self.lookups = [AnnouncedLookup(self, number, lookup, None) for number, lookup in enumerate(lookups)]
+        ranks = self._ranks
+        if ranks is None:
+            return
+        its = [asking_for(one.store, one.ranks, one.keys, sums_bags=one.sums_bags) for one in lookups]
+        counts_R = [[count for _, asking in its for count in asking.counts(r)] for r in range(ranks.size)]
+        blocks = [
+            [
+                torch.tensor([_code(lookups), *counts], device="cpu"),
+                *(tensor for _, asking in its for tensor in asking.tensors(r)),
+            ]
+            for r, counts in enumerate(counts_R)
+        ]
+        self._ranks = None
+        received = ranks.exchange("announce the lookups of a batch", lambda: blocks)
+        if not lookups or any(int(block.take(1, torch.int64)) != _code(lookups) for block in received):
+            return
+        told_RL = [block.take(COUNTS * len(lookups), torch.int64).view(-1, COUNTS).tolist() for block in received]
+        for n, (one, (keys, asking)) in enumerate(zip(lookups, its, strict=True)):
+            counts = [told[n] for told in told_RL]
+            asked = asked_by(one.store, one.ranks, received, counts, uses=one.store.policy.counts_uses)
+            self.lookups[n].ahead = LookupAhead(one.ranks, one.what, one.store, keys, asking, asked, one.inserts)
+        self.waiting = list(self.lookups)
+        for lookup in self.lookups:
+            assert lookup.ahead is not None
+            lookup.ahead.prefetch()
 
     def tell(self, lookup: AnnouncedLookup, number: int) -> list[int]:
         """Exchange with the ranks which lookup each makes now; `number` is this rank's."""
@@ -155,11 +188,8 @@ class Announced:
         return ahead.acquire()
 
     def miss(self, store: EmbeddingStore, *, inserts: bool) -> None:
-        """Tell the ranks that a lookup is about to be made of ids that were not announced.
-
-        Raises:
-            RankError, StoreFullError: as `look_up_on_ranks`.
-        """
+        """Tell the ranks that a lookup is about to be made of ids that were not announced. It raises as
+        `look_up_on_ranks`."""
         lookup = next((lookup for lookup in self.waiting if lookup.lookup.store is store), None)
         if lookup is None:
             return
@@ -172,8 +202,7 @@ class Announced:
     def end(self) -> None:
         """Release everything."""
         self.waiting.clear()
-        if self.lookups:
-            self.drop()
+        self.drop()
 
     def drop(self) -> None:
         """Unpin the rows that were prefetched for ranks."""
@@ -182,67 +211,6 @@ class Announced:
 
 
 NOTHING_ANNOUNCED = Announced()
-
-
-def _no_keys(store: EmbeddingStore) -> Keys:
-    return keys_of_ranks(
-        store, torch.empty(0, dtype=torch.int32, device="cpu"), torch.empty(0, dtype=torch.int64, device="cpu")
-    )
-
-
-class Announcement:
-    """A rank's part in the exchange of what ranks expect of one batch: `with` sees to it that it takes part.
-
-    Args:
-        ranks: with connections of their own for the thread.
-    """
-
-    def __init__(self, ranks: AnyRanks = ALONE):
-        self._ranks = None if ranks.alone else ranks
-        """Ranks of the exchange that is still to be made; None = no exchange is due."""
-        self.announced = NOTHING_ANNOUNCED
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if error[0] is not None:
-            self.announced.drop()
-        if self._ranks is not None:
-            self.make(())  # In vain for the others.
-
-    def make(self, lookups: Sequence[LookupOnRanks]) -> Announced:
-        """Announce lookups, which may be none.
-
-        Raises:
-            RankError: another rank has failed.
-        """
-        ranks = self._ranks
-        if ranks is None:
-            return Announced(lookups)
-        its = [asking_for(one.store, one.ranks, one.keys, sums_bags=one.sums_bags) for one in lookups]
-        counts_R = [[count for _, asking in its for count in asking.counts(r)] for r in range(ranks.size)]
-        blocks = [
-            [
-                torch.tensor([_code(lookups), *counts], device="cpu"),
-                *(tensor for _, asking in its for tensor in asking.tensors(r)),
-            ]
-            for r, counts in enumerate(counts_R)
-        ]
-        self._ranks = None
-        received = ranks.exchange("announce the lookups of a batch", lambda: blocks)
-        if not lookups or any(int(block.take(1, torch.int64)) != _code(lookups) for block in received):
-            return Announced(lookups)
-        told_RL = [block.take(COUNTS * len(lookups), torch.int64).view(-1, COUNTS).tolist() for block in received]
-        begun = []
-        for n, (one, (keys, asking)) in enumerate(zip(lookups, its, strict=True)):
-            counts = [told[n] for told in told_RL]
-            asked = asked_by(one.store, one.ranks, received, counts, uses=one.store.policy.counts_uses)
-            begun.append(LookupAhead(one.ranks, one.what, one.store, keys, asking, asked, one.inserts))
-        self.announced = Announced(lookups, begun)
-        for ahead in begun:
-            ahead.prefetch()
-        return self.announced
 
 
 def _code(lookups: Sequence[LookupOnRanks]) -> int:
@@ -257,16 +225,15 @@ def _measure_announce(args: object, announced: Announced) -> tuple[int, int]:
 
 
 @Op(PREPARE, takes=("announcement",), measure=_measure_announce)
-def announce(announcement: Announcement | None, lookups: Sequence[LookupOnRanks]) -> Announced:
+def announce(announcement: Announced | None, lookups: Sequence[LookupOnRanks]) -> Announced:
     """Send the unique keys of lookups to their owners, which pin the rows that they know.
 
     Args:
-        announcement: of the batch; None = nothing is announced.
-
-    Raises:
-        RankError: another rank has failed.
+        announcement: of the batch, to which no lookup was added yet; None = nothing is announced.
     """
-    return (announcement or Announcement()).make(lookups)
+    announced = announcement or Announced()
+    announced.make(lookups)
+    return announced
 
 
 @Op(LOOKUP, takes=("announced",))

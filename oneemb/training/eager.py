@@ -4,6 +4,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any, Never
 
 import torch
@@ -19,6 +20,28 @@ from oneemb.storage.locking.step_lock import in_step
 from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.training.row_step import RowStep, attach, groups_of_rows, row_weights, step_rows
 from oneemb.training.step_hooks import rows_stepped, steps_nothing
+
+
+def _of_torch(name: str, doc: str) -> Any:
+    """Property that is the torch optimizer's attribute of this name; in `__init__`, before there is one, the object's
+    own."""
+
+    def holder(optimizer: "Optimizer") -> tuple[object, str]:
+        return (optimizer, f"_own_{name}") if optimizer._inner is None else (optimizer._inner, name)
+
+    def put(optimizer: "Optimizer", value: object) -> None:
+        setattr(*holder(optimizer), value)
+
+    return property(lambda optimizer: getattr(*holder(optimizer)), put, doc=doc)
+
+
+def _of_row_step(name: str, doc: str) -> Any:
+    """Property that is the row step's attribute of this name."""
+
+    def put(optimizer: "Optimizer", value: object) -> None:
+        setattr(optimizer.row_step, name, value)
+
+    return property(attrgetter(f"row_step.{name}"), put, doc=doc)
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -122,68 +145,14 @@ class Optimizer(torch.optim.Optimizer):
         assert self._inner is not None
         return self._inner
 
-    @property
-    def param_groups(self) -> list[Group]:
-        """The torch optimizer's groups."""
-        return self._own_groups if self._inner is None else self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[Group]) -> None:
-        if self._inner is None:
-            self._own_groups = groups
-        else:
-            self.optimizer.param_groups = groups
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The torch optimizer's options for groups that say nothing else."""
-        return self._own_defaults if self._inner is None else self.optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        if self._inner is None:
-            self._own_defaults = defaults
-        else:
-            self.optimizer.defaults = defaults
-
-    @property
-    def state(self) -> Any:
-        """The torch optimizer's state of dense parameters; that of rows is in the rows."""
-        return self._own_state if self._inner is None else self.optimizer.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        if self._inner is None:
-            self._own_state = state
-        else:
-            self.optimizer.state = state
-
-    @property
-    def skip_nonfinite(self) -> bool:
-        """Whether steps whose gradients are not finite are left out, rather than refused."""
-        return self.row_step.skip_nonfinite
-
-    @skip_nonfinite.setter
-    def skip_nonfinite(self, skip: bool) -> None:
-        self.row_step.skip_nonfinite = skip
-
-    @property
-    def skipped(self) -> int:
-        """Steps that were left out because a gradient was not finite."""
-        return self.row_step.skipped
-
-    @skipped.setter
-    def skipped(self, skipped: int) -> None:
-        self.row_step.skipped = skipped
-
-    @property
-    def taken(self) -> int:
-        """Steps made by this object."""
-        return self.row_step.taken
-
-    @taken.setter
-    def taken(self, taken: int) -> None:
-        self.row_step.taken = taken
+    param_groups: list[Group] = _of_torch("param_groups", "The torch optimizer's groups.")
+    defaults: dict[str, Any] = _of_torch("defaults", "The torch optimizer's options for groups that say nothing else.")
+    state: Any = _of_torch("state", "The torch optimizer's state of dense parameters; that of rows is in the rows.")
+    skip_nonfinite: bool = _of_row_step(
+        "skip_nonfinite", "Whether steps whose gradients are not finite are left out, rather than refused."
+    )
+    skipped: int = _of_row_step("skipped", "Steps that were left out because a gradient was not finite.")
+    taken: int = _of_row_step("taken", "Steps made by this object.")
 
     def rows_of(self, store: EmbeddingStore) -> tuple[RowOptimizer, Sequence[Group | None]] | None:
         """The row optimizer of a store and its param groups now, of each table, or of all; None if it is not trained

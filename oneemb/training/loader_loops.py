@@ -224,13 +224,13 @@ class LoaderLoops(GraphViews):
             ranks: those whom its lookups are announced to, with connections of their own.
             position: of the loop that read the batch.
         """
-        with ops.Announcement(ranks) as announcement:
-            prepared = self._prepare_lookups(batch, announcement, follow)
-        prepared.announced, prepared.position = announcement.announced, position
+        with ops.Announced(ranks) as announced:
+            prepared = self._prepare_lookups(batch, announced, follow)
+        prepared.announced, prepared.position = announced, position
         return prepared
 
     def _prepare_lookups(
-        self, batch: Any, announcement: ops.Announcement, follow: Callable[[list[tuple[int, int]]], object] | None
+        self, batch: Any, announced: ops.Announced, follow: Callable[[list[tuple[int, int]]], object] | None
     ) -> Prepared:
         args, kwargs = self._signature.spread(batch)
         spread = Batch({}, args, kwargs, *self._signature.flatten(args, kwargs))
@@ -242,7 +242,7 @@ class LoaderLoops(GraphViews):
             versions = plan.versions()
             if versions and follow is not None:
                 follow(versions)  # A kernel that changes a tensor is launched before the tensor's version changes.
-            values = plan.run_ahead(spread.values, announcement, self._active_profile())
+            values = plan.run_ahead(spread.values, announced, self._active_profile())
         except Exception:
             # What is wrong with the batch, `build` will say, in its line; or it has just given the graph other modules.
             return Prepared(spread)
