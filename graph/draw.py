@@ -39,14 +39,10 @@ def draw_history(history: Sequence[AfterPass], path: str) -> None:
     axes.set_ylim(-height, 1)
     axes.axis("off")
     for column, (after, nodes) in enumerate(zip(history, shown, strict=True)):
-        left = column * (_BOX_WIDTH + 1.4)
-        axes.text(left, 0.1, f"{after.name}: {_ops(nodes)} ops", fontsize=9, fontweight="bold")
+        left, ops = column * (_BOX_WIDTH + 1.4), sum(node.op not in ("placeholder", "output") for node in nodes)
+        axes.text(left, 0.1, f"{after.name}: {ops} ops", fontsize=9, fontweight="bold")
         _draw_graph(axes, nodes, left)
     figure.savefig(path)
-
-
-def _ops(nodes: Sequence[fx.Node]) -> int:
-    return sum(node.op not in ("placeholder", "output") for node in nodes)
 
 
 def _draw_graph(axes: "Axes", nodes: Sequence[fx.Node], left: float) -> None:

@@ -93,15 +93,7 @@ class Executor:
         return [(step.label, step.stats) for step in self._steps]
 
     def __call__(self, values: Sequence[Any], profile: Profile | None = None) -> Any:
-        """Run the graph.
-
-        Args:
-            values: its inputs.
-            profile: where to note each op.
-
-        Returns:
-            What the graph returns.
-        """
+        """Result of the graph for these inputs; each op is noted in `profile`."""
         env = self._initial.copy()
         for place, value in zip(self._inputs, values, strict=True):
             env[place] = value
@@ -165,9 +157,11 @@ class _Layout:
         """The values before the first op: the constants."""
 
     def arguments(self, values: Iterable[object], made: list[_Made]) -> _Get:
-        """Function that gets these arguments, once those in `made` are made, to which it adds."""
+        """Function that gets these arguments, as a tuple or list, once those in `made` are made, to which it adds."""
         places = [self._place_of(value, made) for value in values]
-        return _several(places)
+        if len(places) > 1:
+            return itemgetter(*places)
+        return itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
 
     def _place_of(self, value: object, made: list[_Made]) -> int:
         if isinstance(value, fx.Node):
@@ -176,9 +170,10 @@ class _Layout:
             return self._new(value)
         make: Callable[[Any], object]
         if isinstance(value, dict):
-            parts, make = list(value.values()), functools.partial(_as_dict, tuple(value))
+            names = tuple(value)
+            parts, make = list(value.values()), lambda values: dict(zip(names, values, strict=True))
         elif isinstance(value, slice):
-            parts, make = [value.start, value.stop, value.step], _as_slice
+            parts, make = [value.start, value.stop, value.step], lambda values: slice(*values)
         elif isinstance(value, tuple):
             parts, make = list(value), getattr(type(value), "_make", tuple)
         else:
@@ -194,13 +189,6 @@ class _Layout:
         return len(self.initial) - 1
 
 
-def _several(places: Sequence[int]) -> _Get:
-    """Function that gets the values at these places, as a tuple or list."""
-    return (
-        itemgetter(*places) if len(places) > 1 else itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
-    )
-
-
 def _is_constant(value: object) -> bool:
     """Whether the same object may serve every run: it has no node in it, and cannot be changed."""
     if isinstance(value, tuple):
@@ -208,14 +196,6 @@ def _is_constant(value: object) -> bool:
     if isinstance(value, slice):
         return _is_constant((value.start, value.stop, value.step))
     return not isinstance(value, fx.Node | list | dict)
-
-
-def _as_dict(names: Sequence[str], values: Sequence[object]) -> dict[str, object]:
-    return dict(zip(names, values, strict=True))
-
-
-def _as_slice(values: Sequence[Any]) -> slice:
-    return slice(*values)
 
 
 def _call_method(name: str, owner: object, *args: object, **kwargs: object) -> object:

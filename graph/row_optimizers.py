@@ -89,17 +89,9 @@ class RowOptimizer:
         return np.concatenate([weight_state, np.asarray(self.row_state, np.float32)])
 
     def update(
-        self,
-        weight_SX: Array,
-        row_SW: Array,
-        slot_U: Array,
-        grad_UD: Array | Segments,
-        *,
-        state_begin: int,
-        group: Group,
-        step: int,
-        loops: Loops,
-    ) -> None:
+        self, weight_SX: Array, row_SW: Array, slot_U: Array, grad_UD: Array | Segments, *, state_begin: int,
+        group: Group, step: int, loops: Loops,
+    ) -> None:  # fmt: skip
         """Step the rows in slot_U, in place.
 
         Args:
@@ -108,9 +100,6 @@ class RowOptimizer:
             group: the optimizer's param group as it is now.
             step: the optimizer's global step, from 1.
             loops: what the update runs on.
-
-        Raises:
-            ValueError: the group's options changed into what these rows cannot follow.
         """
         self.check(group)
         self.run(weight_SX, row_SW, slot_U, grad_UD, state_begin=state_begin, group=group, step=step, loops=loops)
@@ -137,11 +126,8 @@ def row_optimizer_of(optimizer: torch.optim.Optimizer, group: Group) -> RowOptim
 
 
 def rows_of_class(cls: type, optimizer: torch.optim.Optimizer, group: Group) -> RowOptimizer:
-    """The row optimizer of one of OPTIMIZERS, for an optimizer of this class, or of a subclass that steps as it does.
-
-    Raises:
-        ValueError, TypeError: see `row_optimizer_of`.
-    """
+    """The row optimizer of one of OPTIMIZERS, for an optimizer of this class, or of a subclass that steps as it does;
+    errors are those of `row_optimizer_of`."""
     known = OPTIMIZERS.get(_name_of(cls))
     if known is None:
         raise TypeError(

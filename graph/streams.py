@@ -14,9 +14,8 @@ import contextlib
 import dataclasses
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -78,27 +77,6 @@ os.register_at_fork(after_in_child=capture_gate.__init__)  # type: ignore[misc]
 Stream = Any
 """torch.cuda.Stream; Any, since those of a test are not torch's, and neither are their events."""
 
-
-class Cuda(Protocol):
-    """Interface of `torch.cuda`, as this module uses it; tests replace it."""
-
-    def is_initialized(self) -> bool:
-        """Whether this process uses CUDA."""
-
-    def current_device(self) -> int:
-        """The number of the current GPU."""
-
-    def current_stream(self, device: torch.device) -> Stream:
-        """The stream that this thread launches to."""
-
-    def stream(self, stream: Stream) -> AbstractContextManager[object]:
-        """Makes a stream and its device current inside."""
-
-    @property
-    def Stream(self) -> Callable[[torch.device], Stream]:
-        """Makes a stream."""
-
-
 Mark = list[tuple[torch.device, Any]]
 """An event for each device; it comes when everything launched so far is done."""
 
@@ -111,7 +89,7 @@ class Ahead:
         cuda: torch.cuda, or what stands for it in a test.
     """
 
-    def __init__(self, devices: Iterable[torch.device] = (), cuda: Cuda = torch.cuda):
+    def __init__(self, devices: Iterable[torch.device] = (), cuda: Any = torch.cuda):
         self._cuda = cuda
         self._ahead: dict[torch.device, Stream] = {}
         self._loop: dict[torch.device, Stream] = {}

@@ -89,12 +89,8 @@ class AnnouncedLookup:
         return lease
 
     def look_up(self, check: Callable[[Keys], object], *, has_gradient: bool) -> Lease:
-        """Lease on the rows of the announced keys, looked up without an announcement.
-
-        Args:
-            check: checks the lookup's other arguments; if it raises, all ranks raise.
-            has_gradient: as for `look_up_on_ranks`.
-        """
+        """Lease on the rows of the announced keys, looked up without an announcement. Where `check`, of the lookup's
+        other arguments, raises, all ranks do."""
         name, ranks, store, keys, inserts, sums_bags = self.lookup
 
         def make() -> Keys:

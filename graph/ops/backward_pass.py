@@ -21,11 +21,7 @@ class Pass(NamedTuple):
     from a hook or as argument of `backward`."""
 
     def checked(self) -> torch.Tensor | Summed:
-        """The gradient.
-
-        Raises:
-            RuntimeError: it was changed in place since it came.
-        """
+        """The gradient; RuntimeError if it was changed in place since it came."""
         grad = self.grad
         if isinstance(grad, torch.Tensor) and version_of(grad) != self.version:
             raise RuntimeError(
@@ -36,11 +32,7 @@ class Pass(NamedTuple):
 
 
 def grads_of_leases(passes: Iterable[Pass]) -> list[tuple[Lease, list[torch.Tensor | Summed]]]:
-    """The gradients of each lookup, in the order in which lookups were made.
-
-    Raises:
-        RuntimeError: a gradient was changed in place since its backward pass.
-    """
+    """The gradients of each lookup, in the order in which lookups were made; errors are those of `Pass.checked`."""
     grads_of: dict[Lease, list[torch.Tensor | Summed]] = {}
     for one in passes:
         grads_of.setdefault(one.lease, []).append(one.checked())
@@ -50,9 +42,6 @@ def grads_of_leases(passes: Iterable[Pass]) -> list[tuple[Lease, list[torch.Tens
 
 
 def reduce_passes(passes: Iterable[Pass], *, shared: bool = False) -> Sequence[RowGrads]:
-    """The gradient of each row, to be summed, of each lookup.
-
-    Args:
-        shared: keep them for others that ask for the same, such as those of other tables of the lookup.
-    """
+    """The gradient of each row, to be summed, of each lookup; if `shared`, kept for others that ask for the same, such
+    as those of other tables of the lookup."""
     return [(lease.reduce_once if shared else lease.reduce)(grads) for lease, grads in grads_of_leases(passes)]

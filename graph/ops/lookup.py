@@ -145,14 +145,8 @@ class Lease:
         return lease
 
     def use(self) -> "Lease | None":
-        """Let a policy count the uses in `uses_U` of the keys; keys without a row that are used get one.
-
-        Returns:
-            A pinned lease on the used rows; None = no row is used, or they were counted already.
-
-        Raises:
-            As `pin`.
-        """
+        """Let a policy count the uses in `uses_U` of the keys; keys without a row that are used get one. Returns a
+        pinned lease on the used rows; None = no row is used, or they were counted already. It raises as `pin`."""
         keys, loops = self.keys, self.store.loops
         if keys.uses_U is None or not keys.uses_U.any():
             return None
@@ -290,8 +284,8 @@ class Lease:
             self._keys = dataclasses.replace(self.keys, unique=unique)
             return self._read(store.format.weights(row_UW), store.loops.arange(len(row_UW)))
         weight_SX = store.weight_SX
-        if self.generation != store.generation:
-            self.check_generation()  # Another thread may have closed the store; the slab taken before stays what it is.
+        if self.generation != store.generation:  # Another thread may have closed it; the slab taken before stays.
+            raise StorageError(REPLACED)
         with undisturbed, store.writing:  # undisturbed, so that a fork finds no lock held
             return self._read(weight_SX, slot_U)
 
@@ -327,11 +321,6 @@ class Lease:
             rows = RowsOfIds(store.weight_SX, self.slot_U, keys.unique.inverse_N)
             return loops.tensor(loops.scale_grads(rows, keys.bags.bag_N, loops.array(grad_PD.contiguous())))
 
-    def check_generation(self) -> None:
-        """Raise StorageError if the slots mean nothing any more."""
-        if self.generation != self.store.generation:
-            raise StorageError(REPLACED)
-
     def check_not_replaced(self) -> None:
         """Raise StorageError if other rows have taken the place of those that were looked up."""
         if self._replaced != self.store.replaced:
@@ -344,11 +333,8 @@ def full_of(store: EmbeddingStore, error: StoreFullError) -> StoreFullError:
 
 
 def full(error: StoreFullError, waiting: int) -> StoreFullError:
-    """The same error; if pinned rows leave no room, one that says how many lookups wait for `zero_grad()`.
-
-    Args:
-        waiting: the number of lookups whose gradients are kept.
-    """
+    """The same error; if pinned rows leave no room, one that says how many lookups wait for `zero_grad()`: `waiting`,
+    whose gradients are kept."""
     if not error.pinned or waiting == 0:
         return error
     return StoreFullError(
@@ -446,25 +432,14 @@ def gather(lease: Lease, per_sample_weights: torch.Tensor | None = None, pooling
 
 
 def make_room(store: EmbeddingStore, error: StoreFullError) -> None:
-    """Unpin the rows that only failed backward passes hold: see `free_failed_passes`.
-
-    Args:
-        error: says that there was no room.
-
-    Raises:
-        StoreFullError: `error`, if there is no more room now.
-    """
+    """Unpin the rows that only failed backward passes hold; raise `error`, by which there was no room, if none do."""
     if not error.pinned or not free_failed_passes(store):
         raise error
 
 
 def free_failed_passes(store: EmbeddingStore) -> bool:
     """Drop gradients of failed backward passes of this thread. torch keeps them in the thread's queue until its next
-    backward pass, and so long their rows stay pinned.
-
-    Returns:
-        Whether pinned rows of the store have lost their owner.
-    """
+    backward pass, and so long their rows stay pinned. Returns whether pinned rows of the store lost their owner."""
     if torch._C._current_graph_task_id() >= 0:
         return False
     # Hidden from torch's modes: a tape would record it, and a graph would take it for a backward pass of `build`.

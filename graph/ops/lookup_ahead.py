@@ -74,7 +74,6 @@ class LookupAhead:
             source: what reads as the store, and is read where nothing is inserted; None = the store.
 
         Raises:
-            RankError: another rank has failed.
             StoreFullError: a tier is too small for the step, or capacity is reached; nothing is inserted on this rank.
         """
         own, self._own = self._own, None
@@ -170,16 +169,11 @@ def begin_lookup(
     """Send the unique keys of a lookup to their owners. Every rank calls it.
 
     Args:
-        store: the rows that this rank owns.
-        name: of the embedding.
+        store: the rows that this rank owns, of the embedding `name`.
         make: gives the keys; where it raises, all ranks do.
         inserts, again: see `LookupAhead`.
         sums_bags: as for `asking_for`.
         connections: those by which keys go; None = those of `ranks`.
-
-    Raises:
-        RankError: another rank has failed.
-        What `make` raises.
     """
     made: list[tuple[Keys, Asking]] = []
     what = lookup_of(name, inserts, ranks, again)
@@ -199,15 +193,11 @@ def look_up_on_ranks(
     ranks: Ranks, store: EmbeddingStore, name: str, make: Callable[[], Keys], *, inserts: bool = False,
     has_gradient: bool = False, source: ReadRows | None = None, sums_bags: bool = False, again: bool = False,
 ) -> Lease:  # fmt: skip
-    """The rows of a lookup, from their owners. Every rank calls it.
+    """The rows of a lookup, from their owners. Every rank calls it; arguments and errors are those of `begin_lookup`
+    and `LookupAhead.acquire`.
 
     Args:
-        store, name, make, inserts, sums_bags, again: as for `begin_lookup`.
-        has_gradient: whether a gradient may come.
-        source: as for `LookupAhead.acquire`.
-
-    Raises:
-        As `begin_lookup` and `LookupAhead.acquire`.
+        has_gradient: whether a gradient may come; off, the rows are unpinned.
     """
     with whole_exchange():
         ahead = begin_lookup(ranks, store, name, make, inserts=inserts, sums_bags=sums_bags, again=again)

@@ -152,11 +152,8 @@ class MergedReserved:
             """Lease of each lookup; None = it has unknown keys, and is not acquired yet."""
 
     def acquire(self, p: int) -> Lease:
-        """The rows of lookup p, pinned; unknown keys are inserted. The lookup is made now: see `Lease.acquire`.
-
-        Raises:
-            StoreFullError: they do not fit; nothing is inserted.
-        """
+        """The rows of lookup p, pinned; unknown keys are inserted, or none if StoreFullError is raised. The lookup is
+        made now: see `Lease.acquire`."""
         lease = self.leases[p]
         if lease is None:
             store = self.rows.store.members[self.rows.member_P[p]]
@@ -300,22 +297,14 @@ def _batch_of(lookup: MergedLookup, key_type: torch.dtype) -> _Batch:
 
 @Op(PREPARE, takes=("keys",))
 def check_merged_pooling(keys: MergedKeys, pooled: Sequence[tuple[int, torch.Tensor | None, str]]) -> None:
-    """`check_pooling` of lookups p.
-
-    Raises:
-        TypeError, ValueError: as `check_pooling`.
-    """
+    """`check_pooling` of lookups p."""
     for p, per_sample_weights, pooling in pooled:
         check_pooling(keys.parts[p].keys, per_sample_weights, pooling)
 
 
 def _read(merged: MergedRows, read: Sequence[int], leases: Sequence[Lease]) -> list[torch.Tensor]:
-    """The weights of each id, or bag, of the lookups p: rows of one array, as tensors that are no views of another.
-
-    Args:
-        read: the lookups, growing.
-        leases: theirs, pinned.
-    """
+    """The weights of each id, or bag, of the lookups `read`, growing, by their pinned leases: rows of one array, as
+    tensors that are no views of another."""
     store, keys = merged.store, merged.keys
     dim, dtype, loops = store.format.dim, DTYPES[store.format.dtype], store.loops
     parts = [keys.parts[p] for p in read]

@@ -78,11 +78,7 @@ def spread_max_grads(keys: Keys, argmax_PD: Array, grad_PD: torch.Tensor, loops:
 
 @Op(PREPARE, takes=("keys",))
 def check_pooling(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: str) -> None:
-    """Check the arguments of a coming `gather`.
-
-    Raises:
-        TypeError, ValueError: it would refuse it.
-    """
+    """Raise TypeError or ValueError if a coming `gather` would refuse these arguments."""
     if pooling not in POOLINGS:
         raise ValueError(f'pooling must be "sum", "mean" or "max", got {pooling!r}')
     if per_sample_weights is not None:
@@ -90,11 +86,7 @@ def check_pooling(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: 
 
 
 def scales_of(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: str, store: ReadRows) -> Array | None:
-    """Factor of each id in its bag: float32 [N]; None = 1.
-
-    Raises:
-        TypeError, ValueError: as `check_pooling`.
-    """
+    """Factor of each id in its bag: float32 [N]; None = 1. It raises as `check_pooling`."""
     check_pooling(keys, per_sample_weights, pooling)
     if per_sample_weights is not None:
         # A copy: the caller may change it before the backward pass, which reads it again.

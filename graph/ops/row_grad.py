@@ -12,7 +12,7 @@ as they would on the dense gradient of a table: one that is zero but for the row
     anything else                      is an error that names the op
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Never
 
 import numpy as np
@@ -263,18 +263,12 @@ class RowGrad(torch.Tensor):
         )
 
 
-def _flat(args: Iterable[Any]) -> Iterator[Any]:
-    for value in args:
-        if isinstance(value, list | tuple):
-            yield from value
-        else:
-            yield value
+def _flat(args: Iterable[Any]) -> list[Any]:
+    return [part for value in args for part in (value if isinstance(value, list | tuple) else [value])]
 
 
 def _holds_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor) or (
-        isinstance(value, list | tuple) and any(isinstance(item, torch.Tensor) for item in value)
-    )
+    return any(isinstance(part, torch.Tensor) for part in _flat([value]))
 
 
 def refuse_dense(grad: torch.Tensor | None) -> None:

@@ -207,10 +207,6 @@ def shuffle_grads(
         its_ranks: `ranks` as each embedding has them: with the `comm_dtype` and scale of its gradients.
         make: gives for each embedding the gradients of the rows that this rank has looked up; None = there are none.
         lookups: the only lookup of each embedding whose gradients these are; None = there are several, or none.
-
-    Raises:
-        RankError: another rank has failed.
-        What `make` raises.
     """
     sent: list[Left | None] = []
 
