@@ -6,8 +6,8 @@ import torch
 
 import oneemb
 from oneemb.graph.ops import asking, lookup_ahead
-from oneemb.graph.ops.announce import AnnouncedLookup
 from oneemb.graph.ops.asking import Asked, Parts, cut_if_fewer_bytes, keys_by_rank
+from oneemb.graph.ops.lookup_ahead import AnnouncedLookup
 from oneemb.kernels.host_loops import HostLoops
 from oneemb.kernels.owner import owner_of
 from oneemb.storage.embedding_store import EmbeddingStore

@@ -22,18 +22,20 @@ Eager mode calls the ops in this order. The compiler only reorders, merges, fuse
 can be compared with an eager one.
 """
 
-from oneemb.graph.ops.announce import (
-    NOTHING_ANNOUNCED,
-    Announced,
-    AnnouncedLookup,
-    LookupOnRanks,
-    announce,
-    announced_lookup,
-)
 from oneemb.graph.ops.grads import RowGrads
 from oneemb.graph.ops.keys import Keys, equal, keep, unique_keys
 from oneemb.graph.ops.lookup import Lease, acquire, acquire_later, gather, in_backward
-from oneemb.graph.ops.lookup_ahead import LookupAhead, begin_lookup, look_up_on_ranks
+from oneemb.graph.ops.lookup_ahead import (
+    NOTHING_ANNOUNCED,
+    Announced,
+    AnnouncedLookup,
+    LookupAhead,
+    LookupOnRanks,
+    announce,
+    announced_lookup,
+    begin_lookup,
+    look_up_on_ranks,
+)
 from oneemb.graph.ops.merged import (
     MergedKeys,
     MergedLookup,

@@ -19,10 +19,9 @@ import numpy as np
 import torch
 
 from oneemb.graph.one_rank import ALONE
-from oneemb.graph.ops.backward_pass import Pass, reduce_passes
 from oneemb.graph.ops.grads import RowGrads, join_grads
 from oneemb.graph.ops.lookup import Lease, full
-from oneemb.graph.ops.settle import by_ranks, settle
+from oneemb.graph.ops.settle import Pass, by_ranks, reduce_passes, settle
 from oneemb.graph.ranks import AnyRanks
 from oneemb.graph.tracers import uncompiled
 from oneemb.storage.embedding_store import EmbeddingStore

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from oneemb.graph.one_rank import ALONE
-from oneemb.graph.ops.backward_pass import Pass
 from oneemb.graph.ops.lookup import Lease
 from oneemb.graph.ops.row_grad import RowGrad
+from oneemb.graph.ops.settle import Pass
 from oneemb.graph.ranks import AnyRanks
 from oneemb.graph.tape import version_of
 from oneemb.graph.tracers import uncompiled
