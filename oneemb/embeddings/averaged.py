@@ -192,14 +192,8 @@ class AveragedEmbedding(torch.nn.Module):
         self.rows.close()
 
     def before_change(self, table_U: Array, id_U: Array, weight_UD: torch.Tensor) -> None:
-        """Bring the averages of these rows, which are about to change, up to date. The embedding's steps call it.
-
-        Args:
-            weight_UD: the rows' weights, as they are.
-
-        Raises:
-            StorageError: there is no room for the averages.
-        """
+        """Bring the averages of these rows, whose weights are about to change, up to date: the embedding's steps call
+        it. StorageError if there is no room for the averages."""
         _check_place(self)
         if self.n_averaged:
             alone((self.rows.store.step_lock,), lambda: self._catch_up(table_U, id_U, weight_UD.float()))

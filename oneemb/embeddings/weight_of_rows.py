@@ -234,12 +234,7 @@ def refuse_values(name: str, what: str) -> Never:
 
 
 def changes_no_row(name: str, what: str) -> str:
-    """Text of the error for a write of values to the weight of an embedding.
-
-    Args:
-        name: name of the embedding.
-        what: the write, as the error names it.
-    """
+    """Text of the error for a write of values, `what`, to the weight of embedding `name`."""
     return (
         f"{what} would change no row of embedding {name!r}, whose weight has shape [0, D]: it stands for the rows and"
         " holds none. For new rows give an initializer, oneemb.make_table(oneemb.make_normal_initializer(...)), or"
@@ -276,14 +271,14 @@ class _HoldsNone(torch.Tensor):
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        """Shape of the tensor."""
+        """See torch.Tensor."""
         if is_dynamo_compiling():
             return self.size()
         self._refuse_initializer(sys._getframe(1))
         return _TENSOR.shape.__get__(self)
 
     def numel(self) -> int:
-        """Number of elements."""
+        """See torch.Tensor."""
         if is_dynamo_compiling():
             return self.size().numel()
         self._refuse_initializer(sys._getframe(1))

@@ -188,13 +188,8 @@ class LoaderLoops(GraphViews):
             raise
 
     def _fail_together(self, error: BaseException, since: int, made: int, *, one_step: bool) -> None:
-        """Tell the ranks of an error.
-
-        Args:
-            since: the `moment` before what has failed.
-            made: steps that had been made by then.
-            one_step: whether a step has failed, after which the others expect nothing.
-        """
+        """Tell the ranks of an error, of a block that began at the moment `since`, when `made` steps had been made.
+        After an error of `one_step` the others expect nothing."""
         if one_step and not isinstance(error, Exception) and self._steps_made() > made:
             mark_told(error)  # An interrupt that came when the step was made: what the others have done, it has.
         embeddings = list(embeddings_of(self).values())

@@ -81,11 +81,7 @@ class Known:
 
 
 class PlanCache:
-    """Plans of the lookups of a graph, for the structures of inputs that were used last.
-
-    Args:
-        name: of the graph's class, in warnings.
-    """
+    """Plans of the lookups of a graph, whose class is `name`, for the structures of inputs that were used last."""
 
     def __init__(self, name: str):
         self._name = name
@@ -159,11 +155,7 @@ class PlanCache:
 
 
 def key_of(batch: Batch, inserts: bool) -> Key:
-    """Key of a call's plan. Calls with equal keys share a plan.
-
-    Args:
-        inserts: whether lookups may insert rows and get a gradient.
-    """
+    """Key of a call's plan, which calls with equal keys share. `inserts`: lookups may insert rows and get gradients."""
     lookups = [
         (
             embedding.store, embedding.num_tables, embedding.key_type, embedding.padding_idx,

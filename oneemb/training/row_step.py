@@ -52,9 +52,6 @@ def groups_of_rows(
 ) -> dict[WeightOfRows, tuple[int, ...]]:
     """The numbers of the param groups that each embedding is in: of each of its weights, or of one that stands for all.
 
-    Args:
-        weights: result of `row_weights`; None = call it.
-
     Raises:
         ValueError: some tables of an embedding are in no group, and are not frozen.
     """
@@ -83,11 +80,6 @@ def _has_grad(weight: torch.Tensor) -> bool:
     return isinstance(weight.grad, ops.RowGrad) and not weight.grad.spent
 
 
-def _world_size() -> int:
-    distributed = torch.distributed
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
-
-
 def attach(optimizer: torch.optim.Optimizer, groups: Mapping[Rows, Sequence[int]]) -> None:
     """Let rows carry this optimizer's state. All of these embeddings are attached, or none is.
 
@@ -96,8 +88,10 @@ def attach(optimizer: torch.optim.Optimizer, groups: Mapping[Rows, Sequence[int]
         StorageError: the rows hold another optimizer's state, or a path is in use.
     """
     row_optimizers: dict[Rows, RowOptimizer] = {}
+    distributed = torch.distributed
+    world = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
     for embedding, its_groups in groups.items():
-        if embedding.ranks.alone and (world := _world_size()) > 1:
+        if embedding.ranks.alone and world > 1:
             raise ValueError(
                 f"embedding {embedding.name!r} would be trained by each of {world} ranks"
                 " alone, and its rows drift apart: make it with process_group=torch.distributed.group.WORLD; or, if"
@@ -143,11 +137,7 @@ def settle_rows(weights: Iterable[Sequence[RowWeight]]) -> AnyRanks:
         weights: `row_weights` of each optimizer of the step.
 
     Returns:
-        The ranks, of all these embeddings.
-
-    Raises:
-        ValueError: the rows are of several process groups.
-        RankError: another rank has failed.
+        The ranks of all these embeddings; ValueError if they are of several process groups.
     """
     embeddings: dict[WeightOfRows, torch.nn.Parameter] = {}
     for of_optimizer in weights:
@@ -212,14 +202,8 @@ class RowStep:
         return {taken.embedding: None for taken, _ in self.grads}
 
     def take_grads(self, weights: Sequence[RowWeight] | None = None) -> None:
-        """Take the gradients of rows out of the weights, attaching embeddings that have no optimizer.
-
-        Args:
-            weights: result of `row_weights`; None = call it.
-
-        Raises:
-            ValueError, TypeError, StorageError: an embedding cannot be attached; its gradient stays where it is.
-        """
+        """Take the gradients of rows out of the weights, attaching embeddings that have no optimizer: the gradient of
+        one that cannot be attached stays where it is. `weights` are the result of `row_weights`; None = call it."""
         if weights is None:
             weights = row_weights(self.optimizer)
         found: dict[WeightOfRows, None] = {}
@@ -254,14 +238,8 @@ class RowStep:
         self.grads, self._spent = [], []
 
     def reduce(self, stats: StepStats) -> list[ops.RowGrads]:
-        """The gradients of rows, to be summed, with rows pinned until `update` or `put_back`.
-
-        Args:
-            stats: counts and times each op.
-
-        Raises:
-            StoreFullError: the rows of the step do not fit.
-        """
+        """The gradients of rows, to be summed, with rows pinned until `update` or `put_back`; StoreFullError if they do
+        not fit."""
         # Rows that are updated as one have the same options, table by table if need be.
         of_group: dict[tuple[int, ...], list[ops.RowGrad]] = {}
         for taken, grad in self.grads:
@@ -275,15 +253,8 @@ class RowStep:
         return reduced
 
     def reduce_again(self, grads: list[ops.RowGrads], changes: Sequence[int]) -> None:
-        """Take the gradients, which hooks of the user's have seen since they were reduced: `grads`, changed in place if
-        something was done to them.
-
-        Args:
-            changes: what `changes` gave when they were reduced.
-
-        Raises:
-            NonFiniteGradientError: one is not finite any more.
-        """
+        """Take the gradients, which hooks of the user's have seen since they were reduced: `grads`, reduced anew and
+        checked if something was done to them. `changes` is that of `changes()` when they were reduced."""
         self.take_grads()
         if self.changes() != changes:
             grads[:] = self.reduce(UNCOUNTED)

@@ -60,11 +60,7 @@ class Scaling:
         return methods
 
     def note(self, scaler: torch.amp.GradScaler) -> None:
-        """Note that `build` scales by this one.
-
-        Raises:
-            BuildError: there is another.
-        """
+        """Note that `build` scales by this one; BuildError if there is another."""
         if any(other is not None and other is not scaler for other in (self.scaler, self._before)):
             raise BuildError(f"build scales its losses with two GradScalers{user_line()}; use one")
         self.scaler, self._by_build = scaler, True
@@ -191,13 +187,8 @@ def scalers_of(
 
 
 class StandIn:
-    """Stands in for a method of an object.
-
-    Args:
-        owner: the object.
-        name: name of the method.
-        tell: gets the object before each call that `build` makes; it may raise.
-    """
+    """Stands in for method `name` of an object: `tell`, which may raise, gets the object before each call that `build`
+    makes."""
 
     def __init__(self, owner: Any, name: str, tell: Callable[[Any], None]):
         self._owner, self._name, self._tell = owner, name, tell
@@ -225,11 +216,7 @@ class StandIn:
 
 @contextmanager
 def standing_in(methods: Iterable[tuple[Any, str, Callable[[Any], None]]]) -> Iterator[None]:
-    """Replace methods by stand-ins during a block.
-
-    Args:
-        methods: arguments of each `StandIn`.
-    """
+    """Replace methods by stand-ins, of which these are the arguments, during a block."""
     stand_ins = [StandIn(*method) for method in methods]
     try:
         for one in stand_ins:

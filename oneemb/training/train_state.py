@@ -64,11 +64,8 @@ class TrainState:
         return made
 
     def drop_gradients(self, scalers: Iterable[torch.amp.GradScaler]) -> None:
-        """Drop every gradient that no update has used, of rows and dense parameters, of all micro-batches so far.
-
-        Args:
-            scalers: those that may have unscaled the gradients.
-        """
+        """Drop every gradient that no update has used, of rows and dense parameters, of all micro-batches so far;
+        `scalers` may have unscaled them."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
             for scaler in scalers:
