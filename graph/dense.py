@@ -108,7 +108,9 @@ class DenseCompiler:
         Args:
             why_not_captured: what in the graph forbids it; empty = nothing does.
         """
-        call = self._compiled_of(module) if self._compiles else module
+        if self._compiles and id(module) not in self._compiled:
+            self._compiled[id(module)] = module, self._first_call(module)
+        call = self._compiled[id(module)][1] if self._compiles else module
         if not self._captures:
             return call
         if id(module) not in self._captured:
@@ -118,11 +120,6 @@ class DenseCompiler:
             captured.give_up(why_not_captured)
             return call
         return lambda *args, **kwargs: captured.run(call, args, kwargs)
-
-    def _compiled_of(self, module: torch.nn.Module) -> Call:
-        if id(module) not in self._compiled:
-            self._compiled[id(module)] = module, self._first_call(module)
-        return self._compiled[id(module)][1]
 
     def _first_call(self, module: torch.nn.Module) -> Call:
         compiled: Call = torch.compile(module, dynamic=True)

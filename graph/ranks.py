@@ -13,6 +13,7 @@ Invariants:
 """
 
 import copy
+import functools
 import itertools
 import math
 import os
@@ -42,7 +43,9 @@ from oneemb.graph.rank_messages import (
     what_has_failed,
     whole_exchange,
 )
+from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.errors import ForkedProcessError
+from oneemb.storage.locking.step_lock import between_steps
 from oneemb.storage.locking.undisturbed import undisturbed
 
 T = TypeVar("T")
@@ -432,3 +435,43 @@ def ranks_of(
 ) -> AnyRanks:  # fmt: skip
     """The ranks of a process group, None = this process alone; arguments and errors are those of `Ranks`."""
     return OneRank(gradients, comm_dtype) if group is None else Ranks(group, gradients, comm_dtype, name)
+
+
+T = TypeVar("T")
+
+
+def together(ranks: AnyRanks, stores: Sequence[EmbeddingStore], verb: str, what: str, call: Callable[[], T]) -> T:
+    """Result of `call`, which ranks make together between two steps; one process makes it alone. Where it raises on
+    one rank it raises on all, before it has begun too; an interrupt comes before it or after it.
+
+    Args:
+        stores: of this rank; no step of theirs may be under way.
+        verb: name of the call, for the error if a step is under way.
+        what: what the first exchange of `call` says.
+    """
+    if ranks.forked:
+        for store in stores:
+            store.turns.check(changes=True)
+    begun = False
+
+    def run() -> T:
+        nonlocal begun
+        begun = True
+        with ranks.whole:
+            return call()
+
+    try:
+        return between_steps([store.step_lock for store in stores], verb, run)
+    except BaseException as error:
+        if not begun:
+            ranks.agree(what, functools.partial(_throw, error))
+        raise
+
+
+def read_together(ranks: AnyRanks, stores: Sequence[EmbeddingStore], verb: str, what: str, call: Callable[[], T]) -> T:
+    """Do as `together` for a call that changes nothing: a process that has all rows makes it at any time."""
+    return call() if ranks.alone else together(ranks, stores, verb, what, call)
+
+
+def _throw(error: BaseException) -> Never:
+    raise error

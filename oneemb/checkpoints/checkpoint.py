@@ -44,9 +44,8 @@ from oneemb.checkpoints.state_bytes import to_bytes
 from oneemb.checkpoints.state_names import named_embeddings
 from oneemb.embeddings import internals
 from oneemb.embeddings.embedding import TableEmbedding, embeddings_of
-from oneemb.embeddings.rank_calls import together
 from oneemb.graph.one_rank import ALONE
-from oneemb.graph.ranks import AnyRanks
+from oneemb.graph.ranks import AnyRanks, together
 from oneemb.storage.errors import SnapshotNeededError, StorageError
 from oneemb.storage.fs import LocalFileSystem, doing
 from oneemb.storage.locking.undisturbed import undisturbed

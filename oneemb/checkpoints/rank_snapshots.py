@@ -22,8 +22,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
 from oneemb.checkpoints.rank_replicas import RankReplicas
-from oneemb.embeddings.rank_calls import read_together, together
-from oneemb.graph.ranks import AnyRanks, RankError
+from oneemb.graph.ranks import AnyRanks, RankError, read_together, together
 from oneemb.storage.bottom import EXPORTED
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.errors import (

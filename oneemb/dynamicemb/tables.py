@@ -19,11 +19,10 @@ from oneemb.dynamicemb.dynamicemb_config import (
     evicting_strategy,
 )
 from oneemb.embeddings.embedding import MultiTableEmbedding
-from oneemb.embeddings.rank_calls import together
 from oneemb.foreign.dynamicemb_files import owner_of_key
 from oneemb.foreign.dynamicemb_reader import DumpRows
 from oneemb.graph import ops
-from oneemb.graph.ranks import Received
+from oneemb.graph.ranks import Received, together
 from oneemb.kernels.owner import owner_of
 from oneemb.rows.values import state_of, weights_of
 
@@ -74,7 +73,7 @@ class DynamicTables:
         self._told_full = 0
 
     def together(self, verb: str, what: str, call: Callable[[], object]) -> None:
-        """Make a call on all ranks, between two steps; see `oneemb.embeddings.rank_calls.together`."""
+        """Make a call on all ranks, between two steps; see `oneemb.graph.ranks.together`."""
         together(self.ranks, [self.rows.store], verb, what, call)
 
     @property

@@ -189,17 +189,14 @@ def store_plan(name: str, options: StoreOptions, tables: Sequence[TableOptions],
         case CachedRemoteStoreOptions():
             cache_bytes, host_bytes, policy = options.cache_budget_mb * 2**20, 0, options.cache_policy
             check_installed(options.url)
-            remote = RemotePlan(options.url, _name_on_server(name, folder))
+            # The same for a job that is started again, and another one for each rank and for a copy in another folder.
+            own_name = f"{name}.{hashlib.blake2s(folder.encode(), digest_size=4).hexdigest()}"
+            remote = RemotePlan(options.url, own_name)
     replicated = tuple(t for t, table in enumerate(tables) if table.replicate)
     return StorePlan(
         folder, cache_bytes, host_bytes, options.capacity, options.physical_block_size, policy, ranks.rank, ranks.size,
         replicated, remote=remote,
     )  # fmt: skip
-
-
-def _name_on_server(name: str, folder: str) -> str:
-    """The same for a job that is started again, and another one for each rank and for a copy in another folder."""
-    return f"{name}.{hashlib.blake2s(folder.encode(), digest_size=4).hexdigest()}"
 
 
 def policies_of(

@@ -8,9 +8,8 @@ from collections import Counter
 import numpy as np
 import torch
 
-from oneemb.embeddings.rank_calls import read_together, together
 from oneemb.graph.ops.lookup import free_failed_passes
-from oneemb.graph.ranks import AnyRanks
+from oneemb.graph.ranks import AnyRanks, read_together, together
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.policies.departures import Departing
 from oneemb.storage.policies.row_policy import GivenScore, RowPolicy
@@ -49,7 +48,8 @@ class RowCalls(torch.nn.Module):
 
     def _erase_named(self, what: str, ids: torch.Tensor, table: int) -> int:
         free_failed_passes(self.store)  # Rows that nobody will train are in use by no lookup.
-        table_N, id_N = self._named_by_ranks(what, ids, table)
+        of_ranks = self.ranks.all_gather(what, lambda: self._named(ids, table))
+        table_N, id_N = (np.concatenate(column) for column in zip(*of_ranks, strict=True))
         order_N = np.lexsort((id_N, table_N))
         table_N, id_N = table_N[order_N], id_N[order_N]
         first_N = np.append(True, (table_N[1:] != table_N[:-1]) | (id_N[1:] != id_N[:-1]))[: len(id_N)]
@@ -191,13 +191,8 @@ class RowCalls(torch.nn.Module):
             raise ValueError(f"table {table} must have a policy with evict=GivenScore(...), got {policy}")
         self.store.policy.give_score(table, GivenScore(score).new)
 
-    def _named_by_ranks(self, what: str, ids: torch.Tensor, table: int) -> tuple[np.ndarray, np.ndarray]:
-        """The keys that any rank names."""
-        table_N, id_N = zip(*self.ranks.all_gather(what, lambda: self._named(ids, table)), strict=True)
-        return np.concatenate(table_N), np.concatenate(id_N)
-
     def _named(self, ids: torch.Tensor, table: int) -> tuple[np.ndarray, np.ndarray]:
-        """int32 [N] and int64 [N]."""
+        """The keys that this rank names: int32 [N] and int64 [N]."""
         if not isinstance(ids, torch.Tensor) or ids.dtype != self.key_type:
             got = ids.dtype if isinstance(ids, torch.Tensor) else type(ids).__name__
             raise TypeError(f"ids must be {self.key_type}, got {got}")

@@ -167,7 +167,7 @@ def merge_deltas(
     identity, sequence = uuid.uuid4().hex, found.next_sequence
     with undisturbed, NewParts(identity, len(last.parts)) as parts:
         for done, part in enumerate(last.parts):
-            links = [_part_in(link, part) for link in chain]
+            links = [its for link in chain for its in link.parts if its.whole.shard == part.whole.shard]
             with PersistentTable.open(
                 part.folder, row_width=part.info.row_width, physical_block_size=part.info.physical_block_size,
                 threads=Threads(1),
@@ -184,10 +184,6 @@ def merge_deltas(
             if progress is not None:
                 progress(done + 1, len(last.parts))
     return len(chain) - (0 if since is None else begin + 1)
-
-
-def _part_in(link: PartedSnapshot, part: Part) -> Part:
-    return next(its for its in link.parts if its.whole.shard == part.whole.shard)
 
 
 def _merged(

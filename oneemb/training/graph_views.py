@@ -101,7 +101,7 @@ class GraphViews(torch.nn.Module):
             ImportError: matplotlib is not installed; the extra `draw` brings it.
             RuntimeError: nothing is compiled, as for `compiled`.
         """
-        from oneemb.graph.draw import draw_history
+        from oneemb.graph.text import draw_history
 
         draw_history(self._plans.plan_of_last_call.history, file_path(path, "the picture to write"))
 
