@@ -437,9 +437,6 @@ def ranks_of(
     return OneRank(gradients, comm_dtype) if group is None else Ranks(group, gradients, comm_dtype, name)
 
 
-T = TypeVar("T")
-
-
 def together(ranks: AnyRanks, stores: Sequence[EmbeddingStore], verb: str, what: str, call: Callable[[], T]) -> T:
     """Result of `call`, which ranks make together between two steps; one process makes it alone. Where it raises on
     one rank it raises on all, before it has begun too; an interrupt comes before it or after it.
