@@ -1,8 +1,8 @@
-"""XXH64 checksums of whole 64-bit words.  B blocks, N rows, X words of a block or of all rows.
+"""XXH64 checksums of whole 64-bit words, and of strings.  B blocks, N rows or strings, X words or bytes of all of them.
 
-Reference: Collet, xxHash fast digest algorithm, version 0.1.1. Lengths here are multiples of 8 bytes, so the
-algorithm's steps for the last 4 bytes and for single bytes are left out; the results are those of XXH64. Words are read
-in the machine's byte order, which must be little-endian as the files are.
+Reference: Collet, xxHash fast digest algorithm, version 0.1.1. Rows and blocks are multiples of 8 bytes, so their loops
+leave out the algorithm's steps for the last 4 bytes and for single bytes; the results are those of XXH64. Words are
+read in the machine's byte order, which must be little-endian as the files are.
 """
 
 import numpy as np
@@ -53,9 +53,53 @@ def sum_words(word_X: Array, begin: Number, end: Number, seed: Number) -> Number
     while x < end:
         sum = _rotate(sum ^ _round(np.uint64(0), word_X[x]), 27) * _P1 + _P4
         x += 1
+    return _avalanche(sum)
+
+
+@rule
+def _avalanche(sum: Number) -> Number:
     sum = (sum ^ (sum >> np.uint64(33))) * _P2
     sum = (sum ^ (sum >> np.uint64(29))) * _P3
     return sum ^ (sum >> np.uint64(32))
+
+
+@rule
+def _little_endian(byte_X: Array, x: Number, size: Number) -> Number:
+    """The number that `size` bytes from x are."""
+    word = np.uint64(0)
+    for k in range(size):
+        word |= np.uint64(byte_X[x + k]) << np.uint64(8 * k)
+    return word
+
+
+@rule
+def sum_bytes(byte_X: Array, begin: Number, end: Number, seed: Number) -> Number:
+    """XXH64 of byte_X[begin:end], of any length."""
+    seed = np.uint64(seed)
+    x = begin
+    if end - begin >= 32:
+        a, b, c, d = seed + _P1 + _P2, seed + _P2, seed, seed - _P1
+        while x + 32 <= end:
+            a = _round(a, _little_endian(byte_X, x, 8))
+            b = _round(b, _little_endian(byte_X, x + 8, 8))
+            c = _round(c, _little_endian(byte_X, x + 16, 8))
+            d = _round(d, _little_endian(byte_X, x + 24, 8))
+            x += 32
+        sum = _rotate(a, 1) + _rotate(b, 7) + _rotate(c, 12) + _rotate(d, 18)
+        sum = _merge(_merge(_merge(_merge(sum, a), b), c), d)
+    else:
+        sum = seed + _P5
+    sum += np.uint64(end - begin)
+    while x + 8 <= end:
+        sum = _rotate(sum ^ _round(np.uint64(0), _little_endian(byte_X, x, 8)), 27) * _P1 + _P4
+        x += 8
+    if x + 4 <= end:
+        sum = _rotate(sum ^ (_little_endian(byte_X, x, 4) * _P1), 23) * _P2 + _P3
+        x += 4
+    while x < end:
+        sum = _rotate(sum ^ (np.uint64(byte_X[x]) * _P5), 11) * _P1
+        x += 1
+    return _avalanche(sum)
 
 
 @rule
@@ -89,6 +133,13 @@ def rows_sum(
     """sum_N[n] = the XXH64, with seed_N[n], of the first `words` words of row n; a row is `stride` words long."""
     for n in range(begin, end):
         sum_N[n] = sum_words(word_X, n * stride, n * stride + words, seed_N[n])
+
+
+@cpu
+def strings_sum(begin: Number, end: Number, byte_X: Array, offset_N1: Array, seed: Number, sum_N: Array) -> None:
+    """sum_N[n] = the XXH64 of byte_X[offset_N1[n]:offset_N1[n + 1]]."""
+    for n in range(begin, end):
+        sum_N[n] = sum_bytes(byte_X, offset_N1[n], offset_N1[n + 1], seed)
 
 
 def xxh64(data: Buffer, seed: int = 0) -> int:

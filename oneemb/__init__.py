@@ -32,6 +32,7 @@ _MODULES = {
         "make_trunc_normal_initializer",
         "make_uniform_initializer",
     ),
+    "hashing": ("expected_collisions", "hash_ids"),
     "checkpoints.named_snapshot": ("snapshot_name",),
     "planning.machine": ("Machine", "StepCost", "measure_machine"),
     "planning.plan": ("Plan", "plan"),
