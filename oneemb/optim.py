@@ -414,12 +414,7 @@ class Lars(_Optimizer):
     """
 
     def __init__(
-        self,
-        params: _Params,
-        lr: float = 1e-2,
-        momentum: float = 0.9,
-        eta: float = 1e-3,
-        weight_decay: float = 0.0,
+        self, params: _Params, lr: float = 1e-2, momentum: float = 0.9, eta: float = 1e-3, weight_decay: float = 0.0
     ):
         super().__init__(params, dict(lr=lr, momentum=momentum, eta=eta, weight_decay=weight_decay))
 
@@ -456,11 +451,7 @@ class Lion(_Optimizer):
     """
 
     def __init__(
-        self,
-        params: _Params,
-        lr: float = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
+        self, params: _Params, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
     ):
         super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay))
 

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["hand_over", "to_be_handed"]
-
 _CHUNK_BYTES = 4 << 20
 
 

@@ -5,8 +5,6 @@ from torch import distributed
 from oneemb.graph.one_rank import ALONE
 from oneemb.graph.ranks import AnyRanks, Ranks
 
-__all__ = ["ranks_of_job"]
-
 
 def ranks_of_job() -> AnyRanks:
     """The ranks of the default process group, with connections of their own; without a group this process alone. Every

@@ -23,8 +23,6 @@ from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 from oneemb.storage.store_rows import set_rows, visit_rows
 
-__all__ = ["load_tables"]
-
 _BATCH = 1 << 16
 """Rows that are read at a time."""
 

@@ -27,17 +27,16 @@ from oneemb.adapters.table_snapshots import load_tables
 from oneemb.checkpoints.named_snapshot import decode, encode
 from oneemb.embeddings.embedding import MultiTableEmbedding
 from oneemb.embeddings.internals import load_named
-from oneemb.kernels.arrays import Array
+from oneemb.graph.row_optimizers import RowOptimizer
 from oneemb.kernels.owner import owner_of
 from oneemb.rows.import_rows import import_rows
 from oneemb.rows.values import encode_rows, state_of
+from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.errors import StorageError
 from oneemb.storage.store_rows import set_rows
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-__all__ = ["TableConfig", "TableState", "dense_rows", "let_go", "load_together", "put_rows", "write_back"]
 
 _CHUNK = 1 << 16
 """Rows of a table that are read at a time."""
@@ -52,7 +51,7 @@ class TableConfig(Protocol):
 
 
 class _Given:
-    """A tensor that a state dict has, with the rows at a moment."""
+    """Tensor in a state dict: the rows, or a part of their state, at a moment."""
 
     def __init__(self, tensor: torch.Tensor, changes: int, put: Callable[[torch.Tensor], None], part: str):
         self.part = part
@@ -82,17 +81,12 @@ class _Given:
 
     @property
     def tensor(self) -> torch.Tensor | None:
-        """The tensor, if anybody has it."""
+        """The tensor; None once nobody has it."""
         return self._tensor()
 
     def let_go(self) -> None:
         """No longer keep the tensor alive."""
         self._held = None
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether nobody has the tensor."""
-        return self._tensor() is None
 
     def is_current(self, changes: int) -> bool:
         """Whether the rows are those of the tensor, or of what was written into it."""
@@ -130,7 +124,7 @@ def let_go(states: Iterable["TableState"]) -> None:
     for state in states:
         for given in state.given:
             given.let_go()
-        state.given[:] = [given for given in state.given if not given.is_gone]
+        state.given[:] = [given for given in state.given if given.tensor is not None]
 
 
 def load_together(entries: Iterable[tuple["TableState", object]]) -> None:
@@ -232,9 +226,8 @@ class TableState:
         if not store.built:
             return
         for table, config in enumerate(self._configs):
-            for table_U, id_U in _chunks(rows, table, config.num_embeddings):
-                keys = store.loops.distinct_keys(table_U, id_U)
-                prefetched = store.prefetch(keys)
+            for table_U, id_U in _chunks(table, config.num_embeddings):
+                prefetched = store.prefetch(_keys(store, table_U, id_U))
                 known += len(id_U) - prefetched.missing
                 store.unprefetch(prefetched)
         if known < rows.stats()["rows"]:
@@ -307,12 +300,10 @@ class TableState:
         if self.is_kept or self._is_empty or row_optimizer is None:
             return {}
         dim, size = self._config.embedding_dim, self._config.num_embeddings
-        width = row_optimizer.state_width(dim)
         found: dict[str, torch.Tensor] = {}
-        if width:
+        if row_optimizer.state_width(dim):
             state_NZ = self._states(size, row_optimizer.initial_state(dim))
-            parts = state_NZ.split([dim] * len(row_optimizer.weight_state) + [1] * len(row_optimizer.row_state), 1)
-            for k, part in enumerate(parts):
+            for k, part in enumerate(state_NZ.split(widths_of_state(row_optimizer, dim), 1)):
                 is_of_row = k >= len(row_optimizer.weight_state)
                 found[_state_name(k)] = (part.squeeze(1) if is_of_row else part).clone()
                 self._give(found[_state_name(k)], functools.partial(self._put_state, k), _state_name(k))
@@ -336,10 +327,8 @@ class TableState:
         own: list[tuple[np.ndarray, np.ndarray]] = []
         if store.built:
             for table_U, id_U in self._own_chunks(size):
-                row_UW, _ = store.read(store.loops.distinct_keys(table_U, id_U))
-                words_UW = store.loops.tensor(row_UW).cpu().numpy()
-                ids = store.loops.tensor(id_U).cpu().numpy()
-                own.append((ids, state_of(store.format, words_UW)[:, : len(initial_Z)].copy()))
+                words_UW = read_words(store, table_U, id_U)
+                own.append((id_U, state_of(store.format, words_UW)[:, : len(initial_Z)].copy()))
         of_all = rows.ranks.all_gather(f"state of table {self.name!r}", lambda: own)
         state_NZ = np.tile(initial_Z, (size, 1))
         for its in of_all:
@@ -352,10 +341,8 @@ class TableState:
         store = self.rows.store
         store.build()
         for table_U, id_U in self._own_chunks(len(weight_ND)):
-            ids = store.loops.tensor(id_U).cpu()
-            words_UW = encode_rows(store.format, weight_ND.detach()[ids].float().cpu().numpy())
-            its = words_UW[:, : store.format.state_begin]
-            set_rows(store, store.loops.tensor(table_U).cpu().numpy(), ids.numpy(), np.ascontiguousarray(its))
+            words_UW = encode_rows(store.format, weight_ND.detach()[torch.from_numpy(id_U)].float().cpu().numpy())
+            set_rows(store, table_U, id_U, np.ascontiguousarray(words_UW[:, : store.format.state_begin]))
 
     def _put_state(self, k: int, part: torch.Tensor) -> None:
         """Let rows have this part of the state, as `of_optimizer` gives it. All of them are known afterwards."""
@@ -364,32 +351,25 @@ class TableState:
             raise RuntimeError(
                 f"a tensor of the state of table {self.name!r} was changed in place, and no optimizer trains its rows"
             )
-        widths = [dim] * len(row_optimizer.weight_state) + [1] * len(row_optimizer.row_state)
+        widths = widths_of_state(row_optimizer, dim)
         its = slice(sum(widths[:k]), sum(widths[: k + 1]))
         part_NZ = part.detach().reshape(len(part), -1).float().cpu().numpy()
         store.build()
         for table_U, id_U in self._own_chunks(len(part_NZ)):
-            row_UW, _ = store.read(store.loops.distinct_keys(table_U, id_U))
-            words_UW = store.loops.tensor(row_UW).cpu().numpy().copy()
-            ids = store.loops.tensor(id_U).cpu().numpy()
-            state_of(store.format, words_UW)[:, its] = part_NZ[ids]
-            set_rows(store, store.loops.tensor(table_U).cpu().numpy(), ids, words_UW)
+            words_UW = read_words(store, table_U, id_U).copy()
+            state_of(store.format, words_UW)[:, its] = part_NZ[id_U]
+            set_rows(store, table_U, id_U, words_UW)
 
     def _put_step(self, step: torch.Tensor) -> None:
         self.rows.store.step = int(step)
         self.rows.store.changes += 1
 
-    def _own_chunks(self, size: int) -> Iterator[tuple[Array, Array]]:
-        store = self.rows.store
-        for table_U, id_U in _chunks(self.rows, self.table, size):
-            tables, ids = (store.loops.tensor(array).cpu().numpy() for array in (table_U, id_U))
-            own_U = np.flatnonzero(owner_of(tables, ids, store.plan.owners) == store.plan.owner)
-            if len(own_U):
-                own = torch.from_numpy(own_U).to(store.loops.device)
-                yield (
-                    store.loops.array(store.loops.tensor(table_U)[own]),
-                    store.loops.array(store.loops.tensor(id_U)[own]),
-                )
+    def _own_chunks(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        plan = self.rows.store.plan
+        for table_U, id_U in _chunks(self.table, size):
+            own_U = owner_of(table_U, id_U, plan.owners) == plan.owner
+            if own_U.any():
+                yield table_U[own_U], id_U[own_U]
 
 
 def _whole(state: "torch.Tensor | ShardedTensor | DTensor", rows: MultiTableEmbedding) -> torch.Tensor:
@@ -418,12 +398,26 @@ def _state_name(k: int) -> str:
     return ["momentum1", "exp_avg_sq"][k] if k < 2 else f"state{k + 1}"
 
 
-def _chunks(rows: MultiTableEmbedding, table: int, size: int) -> Iterator[tuple[Array, Array]]:
+def _chunks(table: int, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Tables and ids of rows 0 to `size` - 1, some at a time."""
-    loops = rows.store.loops
     for begin in range(0, size, _CHUNK):
-        id_U = torch.arange(begin, min(begin + _CHUNK, size), device=loops.device)
-        yield loops.array(torch.full_like(id_U, table, dtype=torch.int32)), loops.array(id_U)
+        id_U = np.arange(begin, min(begin + _CHUNK, size))
+        yield np.full(len(id_U), table, np.int32), id_U
+
+
+def _keys(store: EmbeddingStore, table_U: np.ndarray, id_U: np.ndarray) -> Any:
+    return store.loops.distinct_keys(store.loops.put(table_U), store.loops.put(id_U))
+
+
+def read_words(store: EmbeddingStore, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
+    """Words of the rows of distinct keys, on the host: float32 [U, W]."""
+    words_UW: np.ndarray = store.loops.tensor(store.read(_keys(store, table_U, id_U))[0]).cpu().numpy()
+    return words_UW
+
+
+def widths_of_state(row_optimizer: RowOptimizer, dim: int) -> list[int]:
+    """Number of values of each part of the optimizer's state of a row."""
+    return [dim] * len(row_optimizer.weight_state) + [1] * len(row_optimizer.row_state)
 
 
 @torch.inference_mode(False)  # Whether the tensor is changed in place is told by its version.

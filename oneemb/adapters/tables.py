@@ -21,8 +21,6 @@ from oneemb.graph.row_optimizers import Group as Options
 from oneemb.storage.errors import StorageError
 from oneemb.training.eager import Optimizer
 
-__all__ = ["TableParameter", "holder_of", "in_backward_optimizers", "step_in_backward", "temporary_folder"]
-
 
 class TableParameter(torch.nn.Module):
     """One table of a collection: `weight` stands for its rows, [0, D]."""

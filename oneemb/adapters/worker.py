@@ -9,8 +9,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-__all__ = ["Worker"]
-
 _T = TypeVar("_T")
 
 _JOIN_S = 10.0

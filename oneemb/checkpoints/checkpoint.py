@@ -53,8 +53,6 @@ from oneemb.storage.new_files import NewFile, is_held
 from oneemb.training.compiled_graph import CompiledGraph
 from oneemb.training.train_state import TrainState
 
-__all__ = ["GraphState", "load_checkpoint", "save_checkpoint"]
-
 T = TypeVar("T")
 
 _PREFIX = "checkpoint-"

@@ -9,8 +9,6 @@ from oneemb.storage.errors import LockedError
 from oneemb.storage.fs import AnyPath, LocalFileSystem, absolute_path
 from oneemb.storage.table.writer_lock import holders_below, lock_holder
 
-__all__ = ["release"]
-
 
 def release(path: AnyPath | Sequence[AnyPath]) -> None:
     """Close the objects of this process that hold a folder: an embedding, its averages, a writer of rows.

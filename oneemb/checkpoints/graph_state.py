@@ -40,18 +40,6 @@ from oneemb.training.compiled_graph import CompiledGraph
 from oneemb.training.eager import Optimizer
 from oneemb.training.train_state import TrainState
 
-__all__ = [
-    "LoadedKeys",
-    "Other",
-    "State",
-    "check_between_updates",
-    "check_fits",
-    "load_state",
-    "others_of",
-    "restore_dense",
-    "state_of",
-]
-
 _FORMAT = 2
 
 

@@ -9,8 +9,6 @@ from typing import Any, NotRequired, TypedDict, cast
 
 import torch
 
-__all__ = ["SnapshotName", "decode", "encode", "snapshot_name"]
-
 # A snapshot's name is at most 200 bytes, percent-encoded; quoted in JSON, with its identity, it is below this.
 _BYTES = 1024
 

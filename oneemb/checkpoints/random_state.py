@@ -11,8 +11,6 @@ from torch import Tensor
 from oneemb.checkpoints.state_bytes import hash_of
 from oneemb.graph.ranks import AnyRanks
 
-__all__ = ["RandomState", "random_now", "restore_random"]
-
 _SEED_DIGITS = 8  # NumPy takes 32 bits
 
 

@@ -42,8 +42,6 @@ from oneemb.storage.table.delta import rows_of
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.tiered_rows import NewPart
 
-__all__ = ["Loaded", "RankSnapshots"]
-
 T = TypeVar("T")
 
 
@@ -263,8 +261,7 @@ class RankSnapshots:
         opened: list[PartRemoval] = []
         try:
             self.agree(
-                what,
-                lambda: opened.append(PartRemoval(snapshots, {self._own: self._store.snapshots.delete}, self._fs)),
+                what, lambda: opened.append(PartRemoval(snapshots, {self._own: self._store.snapshots.delete}, self._fs))
             )
         except BaseException:
             for removal in opened:

@@ -13,8 +13,6 @@ from typing import IO, Any
 
 import torch
 
-__all__ = ["hash_of", "load_bytes", "to_bytes"]
-
 
 def to_bytes(state: object) -> bytes:
     """Numbers, tensors and names, nested, as a file holds them."""

@@ -10,8 +10,6 @@ from oneemb.training.compiled_graph import CompiledGraph
 from oneemb.training.eager import Optimizer
 from oneemb.training.row_step import embedding_of
 
-__all__ = ["buffers_of", "named_embeddings", "own_scalers_of", "param_names_of", "tensors_of", "with_extra_state"]
-
 
 def named_embeddings(graph: CompiledGraph) -> dict[str, TableEmbedding]:
     """The graph's embeddings by the names that states give them."""

@@ -7,8 +7,6 @@ from types import FrameType
 
 from oneemb.kernels.extras import need
 
-__all__ = ["main"]
-
 
 def _end(number: int, frame: FrameType | None) -> None:
     """End the program as an error would, so that what is half done is undone."""

@@ -14,8 +14,6 @@ from oneemb.cli.snapshots import need_own_tables
 if TYPE_CHECKING:
     from oneemb.storage.table.check import CheckResult
 
-__all__ = ["check", "compact"]
-
 
 @click.command()
 @click.argument("path", type=click.Path(exists=True))

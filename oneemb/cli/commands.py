@@ -22,8 +22,6 @@ from oneemb.cli.reshard import reshard_command
 from oneemb.cli.rows import export_command, import_command
 from oneemb.cli.snapshots import snapshot
 
-__all__ = ["oneemb"]
-
 _INTERRUPTED = 128 + signal.SIGINT
 
 

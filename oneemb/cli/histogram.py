@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from oneemb.storage.table.snapshot_manifest import SnapshotInfo
     from oneemb.storage.table.snapshot_reader import SnapshotReader
 
-__all__ = ["histogram_lines", "histograms"]
-
 _BINS = 10
 _BAR = 40
 """Letters of the longest bar."""

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from oneemb.storage.snapshots.snapshot_parts import FoundParts
     from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 
-__all__ = ["inspect"]
-
 
 @click.command()
 @click.argument("path", type=click.Path(exists=True))

@@ -5,8 +5,6 @@ import click
 from oneemb.cli.output import FOLDER, json_option, progress_bar, tell
 from oneemb.cli.snapshots import need_own_tables
 
-__all__ = ["merge_deltas_command"]
-
 
 @click.command("merge-deltas")
 @click.argument("path", type=FOLDER)

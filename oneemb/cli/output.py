@@ -7,8 +7,6 @@ from contextlib import contextmanager
 import click
 from tqdm import tqdm
 
-__all__ = ["FOLDER", "json_option", "progress_bar", "size_text", "table_lines", "tell"]
-
 FOLDER = click.Path(exists=True, file_okay=False)
 """The type of an argument that is an existing folder."""
 

@@ -7,8 +7,6 @@ import click
 
 from oneemb.cli.output import FOLDER, json_option, size_text, table_lines, tell
 
-__all__ = ["plan_command"]
-
 
 @click.command("plan")
 @click.option("--rows", type=int, required=True, help="Rows of all ranks together.")

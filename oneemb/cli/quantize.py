@@ -7,8 +7,6 @@ import click
 
 from oneemb.cli.output import FOLDER, json_option, progress_bar, size_text, tell
 
-__all__ = ["check_file", "inspect_file", "quantize_command"]
-
 
 @click.command("quantize")
 @click.argument("path", type=FOLDER)

@@ -4,8 +4,6 @@ import click
 
 from oneemb.cli.output import FOLDER, json_option, progress_bar, tell
 
-__all__ = ["reshard_command"]
-
 
 @click.command("reshard")
 @click.argument("source", type=FOLDER)

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from oneemb.rows.import_rows import Source
     from oneemb.rows.reader import PersistentTableReader
 
-__all__ = ["export_command", "import_command"]
-
 
 @click.command("export")
 @click.argument("path", type=FOLDER)

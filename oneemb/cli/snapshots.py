@@ -7,8 +7,6 @@ import click
 
 from oneemb.cli.output import FOLDER, json_option, size_text, tell
 
-__all__ = ["need_own_tables", "only_snapshot", "snapshot"]
-
 
 @click.group()
 def snapshot() -> None:

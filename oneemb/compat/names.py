@@ -11,8 +11,6 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-__all__ = ["MODULES", "Names", "install"]
-
 # From the name that scripts import to the package that it is.
 MODULES = {"dynamicemb": "oneemb.dynamicemb", "torchrec_dynamic_embedding": "oneemb.tde"}
 

@@ -16,8 +16,6 @@ import re
 from collections import Counter
 from typing import TypeVar
 
-__all__ = ["rewrite"]
-
 _CUDA = "__oneemb_cuda__"
 _STANDS_FOR_CUDA = "oneemb.compat.cuda"
 _DEVICE = re.compile(r"cuda(:\d+)?")

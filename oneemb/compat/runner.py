@@ -32,8 +32,6 @@ from oneemb.compat import cuda
 from oneemb.compat.names import MODULES, Names, install
 from oneemb.compat.rewrite import rewrite
 
-__all__ = ["main"]
-
 # Under this name processes that are spawned import the script once more.
 _SCRIPT = "__oneemb_compat_script__"
 _PYTEST = ("pytest", "py.test")

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from oneemb.adapters.table_state import widths_of_state
 from oneemb.dynamicemb.dynamicemb_config import DynamicEmbScoreStrategy as Score, evict_strategy_of, policy_of
 from oneemb.dynamicemb.tables import DynamicTables
 from oneemb.foreign.dynamicemb_files import Layout, file_key, key_of_file
@@ -195,7 +196,7 @@ class TableDumps:
         row_optimizer, dim = self._tables.rows.row_optimizer, self._tables.rows.embedding_dim
         if row_optimizer is None:
             return []
-        parts = [dim] * len(row_optimizer.weight_state) + [1] * len(row_optimizer.row_state)
+        parts = widths_of_state(row_optimizer, dim)
         return list(zip(["m", "v"] if len(parts) == 2 else ["Gt"], parts, strict=False))
 
     # ---- loads ------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from oneemb.adapters.table_state import read_words
 from oneemb.dynamicemb.dynamicemb_config import (
     DynamicEmbCheckMode,
     DynamicEmbScoreStrategy as Score,
@@ -256,8 +257,7 @@ class DynamicTables:
         order_N = np.argsort(all_N)
         for begin in range(0, len(id_N), at_once):
             ids, scores = id_N[begin : begin + at_once], None
-            keys = store.loops.distinct_keys(store.loops.put(np.full(len(ids), t, np.int32)), store.loops.put(ids))
-            words_NW = store.loops.tensor(store.read(keys)[0]).cpu().numpy()[:, : format.row_width]
+            words_NW = read_words(store, np.full(len(ids), t, np.int32), ids)[:, : format.row_width]
             if scored:
                 at = order_N[np.searchsorted(all_N, ids, sorter=order_N)]
                 scores = self._columns(t, score_N[at], time_N[at], begin)

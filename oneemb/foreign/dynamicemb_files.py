@@ -31,11 +31,6 @@ import numpy as np
 from oneemb.storage.errors import SnapshotNotFoundError
 from oneemb.storage.fs import FileSystem
 
-__all__ = [
-    "DIST_TYPES", "META", "OF_SEED", "RANKED", "UNFINISHED", "Layout", "check_name", "file_key", "key_of_file",
-    "names_in", "owner_of_key", "part_of",
-]  # fmt: skip
-
 Layout = Literal["today", "seed"]
 DIST_TYPES = ("continuous", "roundrobin", "hash_roundrobin")
 """By which dynamicemb deals ids to ranks."""

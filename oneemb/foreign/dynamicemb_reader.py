@@ -27,8 +27,6 @@ from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError
 from oneemb.storage.fs import FileSystem, LocalFileSystem, doing, read_file
 from oneemb.storage.hash_index import HashIndex
 
-__all__ = ["Dump", "DumpRows", "find_dump"]
-
 
 class DumpRows(NamedTuple):
     """Some rows of a dump."""

@@ -6,20 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from oneemb.foreign.dynamicemb_files import (
-    META,
-    OF_SEED,
-    RANKED,
-    UNFINISHED,
-    Layout,
-    check_name,
-    names_in,
-    part_of,
-)
+from oneemb.foreign.dynamicemb_files import META, OF_SEED, RANKED, UNFINISHED, Layout, check_name, names_in, part_of
 from oneemb.storage.fs import FileSystem, LocalFileSystem, doing
 from oneemb.storage.new_files import NewFile
-
-__all__ = ["DumpWriter", "remove_unfinished", "unpublish"]
 
 
 class _File(NewFile):

@@ -21,8 +21,6 @@ from oneemb.foreign.oneflow_table import (
 from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError
 from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, aligned_bytes, doing, storage_error
 
-__all__ = ["OneFlowReader"]
-
 
 class OneFlowReader:
     """The rows of one snapshot. It takes memory for one batch, and 8 bytes for each row of one chunk.

@@ -21,11 +21,6 @@ from oneemb.kernels.checksum import xxh64_words
 from oneemb.storage.errors import CorruptTableError, StorageError
 from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, storage_error
 
-__all__ = [
-    "CHUNK_FILE", "NUMBERS", "PIECE_BYTES", "OneFlowGeometry", "chunk_name", "chunk_number",
-    "is_oneflow_table", "names_in", "oneflow_owner_of", "oneflow_snapshots", "read_all", "read_oneflow_geometry",
-]  # fmt: skip
-
 PIECE_BYTES = 1 << 20
 _SHARDING_SEED = 1
 _KEY_SIZES = (4, 8)

@@ -26,8 +26,6 @@ from oneemb.storage.new_files import replace_file
 from oneemb.storage.table.geometry import PHYSICAL_BLOCK_SIZES
 from oneemb.storage.table.writer_lock import IN_USE, WriterLock
 
-__all__ = ["OneFlowWriter"]
-
 CHUNK_BYTES = 4 << 30
 
 

@@ -11,8 +11,6 @@ from typing import Any
 from oneemb.embeddings.rank_traffic import KeyCounts, messages_of
 from oneemb.storage.tiers.memory_limit import memory_limit
 
-__all__ = ["QUIET", "Machine", "StepCost", "measure_machine", "run_measurement", "zipf_ids"]
-
 
 @dataclass(frozen=True)
 class StepCost:

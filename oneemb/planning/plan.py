@@ -16,8 +16,6 @@ from oneemb.graph.ops.asking import parts_move_fewer_bytes
 from oneemb.planning.machine import Machine, StepCost
 from oneemb.planning.planned_embedding import PlannedEmbedding, check_count
 
-__all__ = ["Plan", "plan"]
-
 # Memory of a key in the index of a tier, and in that of a persistent table, which grows in larger steps: see
 # storage/hash_index.py.
 _INDEX_BYTES, _TABLE_INDEX_BYTES = 24, 30

@@ -6,8 +6,6 @@ from typing import Any
 
 from oneemb.embeddings.rank_traffic import KeyCounts, PartCounts
 
-__all__ = ["PlannedEmbedding", "check_count", "check_share", "unique_share"]
-
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 

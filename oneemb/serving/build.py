@@ -26,8 +26,6 @@ from oneemb.storage.snapshots.owned_rows import OwnedRows
 from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot, look_at
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 
-__all__ = ["DTYPES", "Progress", "Source", "find_snapshot", "make_file", "open_snapshot"]
-
 DTYPES = ("float32", "float16", "int8", "int4")
 """Formats of weights in files; "float32" = as trained."""
 

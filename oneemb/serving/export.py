@@ -43,8 +43,6 @@ from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 from oneemb.training.scaling import scalers_of, set_apart
 
-__all__ = ["FORMATS", "METADATA", "export_graph"]
-
 FORMATS = ("export", "aot_inductor", "torchscript")
 METADATA = "oneemb.json"
 """Name of a program's description: an extra file with torch.export and TorchScript, an entry of the metadata with

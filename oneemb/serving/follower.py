@@ -11,8 +11,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Follower"]
-
 
 class Follower:
     """Begins with `start`: who is to stop it has it by then, so that an interrupt leaves no thread that nobody stops.

@@ -13,8 +13,6 @@ import torch
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
-__all__ = ["SAMPLES_MIN", "FreeSizes"]
-
 SAMPLES_MIN = 2
 """Least number of examples of a batch, the same that torch assumes of a dimension."""
 _TRIED = (*range(SAMPLES_MIN, 40), 1000, 1 << 20)

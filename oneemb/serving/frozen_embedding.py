@@ -17,8 +17,6 @@ from oneemb.embeddings.embedding import TableEmbedding
 from oneemb.graph.ops.keys import check_ids, pooling_of
 from oneemb.serving.free_sizes import FreeSizes
 
-__all__ = ["FrozenEmbedding"]
-
 _NO_BAG = 1 << 40
 
 

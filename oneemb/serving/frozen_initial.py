@@ -10,18 +10,8 @@ Invariant: no integer overflows, so that a compiler of C++ has nothing to assume
 import numpy as np
 import torch
 
-from oneemb.kernels.init_rows import (
-    BY_ID,
-    CONSTANT,
-    NORMAL,
-    QUANTILE_FACTORS,
-    TRUNC_NORMAL,
-    UNIFORM,
-    InitialRows,
-)
+from oneemb.kernels.init_rows import BY_ID, CONSTANT, NORMAL, QUANTILE_FACTORS, TRUNC_NORMAL, UNIFORM, InitialRows
 from oneemb.kernels.philox import M0, M1, W0, W1
-
-__all__ = ["InitialValues", "constants_of"]
 
 _KINDS = (CONSTANT, UNIFORM, NORMAL, TRUNC_NORMAL, BY_ID)
 _LOW = 0xFFFFFFFF

@@ -17,8 +17,6 @@ import torch
 from oneemb.graph.modules import is_embedding, say_not_registered, unregistered_modules
 from oneemb.training.scaling import idle_copy, scalers_in
 
-__all__ = ["frozen_copy"]
-
 _WRAPPERS = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module"}
 """torch's wrappers of modules, and the attribute with the wrapped module; a program contains that module alone."""
 _COPIED = {"_parameters", "_buffers", "_modules", "_flat_weights"}

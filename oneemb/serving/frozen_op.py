@@ -25,8 +25,6 @@ from oneemb.storage.policies.row_policy import RowPolicy
 from oneemb.storage.rows.row_format import RowFormat
 from oneemb.storage.serving.served_file import QUANTIZED, ServedFile, array_dtype
 
-__all__ = ["HashedRows"]
-
 _LOW = 0xFFFFFFFF
 
 _library = library.Library("oneemb", "FRAGMENT")

@@ -29,8 +29,6 @@ from oneemb.storage.errors import StorageError
 from oneemb.storage.policies.row_policy import RowPolicy
 from oneemb.storage.serving.served_file import QUANTIZED, ServedFile
 
-__all__ = ["FrozenRows"]
-
 _ROWS = 1 << 16  # that are copied in one turn
 SALTS_MAX = 64  # tries
 _MASK = (1 << 64) - 1

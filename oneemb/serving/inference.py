@@ -27,9 +27,6 @@ from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import AnyPath, absolute_path
 from oneemb.storage.serving.served_file import ServedFile, is_served_file
 
-__all__ = ["InferenceEmbedding", "Version"]
-
-
 _CPU = torch.device("cpu")
 
 

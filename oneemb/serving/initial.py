@@ -20,8 +20,6 @@ from oneemb.storage.policies.row_policy import Absent, RowPolicy, reads_as, rows
 from oneemb.storage.rows.row_format import RowFormat
 from oneemb.storage.serving.served_file import ServedFile
 
-__all__ = ["first_weights", "initial_of"]
-
 
 def initial_of(file: ServedFile, absent: str, policies: Sequence[RowPolicy] | None = None) -> InitialRows | None:
     """How ids without a row read: as rows begin; None = as zeros.

@@ -19,8 +19,6 @@ from oneemb.storage.errors import CorruptTableError, StorageError
 from oneemb.storage.rows.row_format import BITS, RowFormat
 from oneemb.storage.serving.served_file import ServedFile
 
-__all__ = ["Served", "Version"]
-
 
 class Version(NamedTuple):
     """Which snapshot answers."""

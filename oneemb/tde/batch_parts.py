@@ -6,8 +6,6 @@ from typing import Any
 
 from torchrec import KeyedJaggedTensor
 
-__all__ = ["find_jagged", "replace_jagged"]
-
 
 def find_jagged(data: Any, data_info: Mapping[Any, str] | None, paths: list[str]) -> dict[str, KeyedJaggedTensor]:
     """The KeyedJaggedTensor of each path.

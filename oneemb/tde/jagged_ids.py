@@ -10,8 +10,6 @@ from torchrec import KeyedJaggedTensor
 from oneemb.kernels.threads import Threads
 from oneemb.kernels.unique_keys import unique_keys
 
-__all__ = ["JaggedIds"]
-
 _ONE_THREAD = Threads(1)
 
 

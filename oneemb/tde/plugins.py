@@ -4,8 +4,6 @@ from torch import library
 
 from oneemb.storage.remote import servers
 
-__all__ = ["register_io"]
-
 _library = library.Library("tde", "FRAGMENT")
 _library.define("register_io(str path) -> ()")
 

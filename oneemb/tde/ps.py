@@ -151,12 +151,7 @@ class PS:
         self._mark.check()
         return found
 
-    def write(
-        self,
-        pulled: list[_Pulled],
-        bounds: tuple[float, float] | None,
-        seed: int,
-    ) -> None:
+    def write(self, pulled: list[_Pulled], bounds: tuple[float, float] | None, seed: int) -> None:
         """Write what `pull` gave into the table."""
         for pairs, parts, found_N in pulled:
             shard = next(its for its in self._shards if its.begin <= pairs[0, 1] < its.end)

@@ -8,8 +8,6 @@ import numpy as np
 
 from oneemb.storage.remote.parameter_server import LostRowsError, ParameterServer
 
-__all__ = ["PushMark"]
-
 # Values are float32, which has whole numbers below 2^24.
 _DIGIT = 1 << 16
 _DIGITS = 4

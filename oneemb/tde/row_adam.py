@@ -5,8 +5,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["RowAdam"]
-
 
 class RowAdam(torch.optim.Optimizer):
     """Adam that steps only rows whose gradient is not 0, as FBGEMM's does on a GPU.

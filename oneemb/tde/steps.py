@@ -31,8 +31,6 @@ from oneemb.tde.jagged_ids import JaggedIds
 from oneemb.tde.ps import PS, FetchHandle
 from oneemb.tde.traffic import Traffic
 
-__all__ = ["Batch", "BatchHandle", "CachedTable", "Gathered", "HasTables", "NoRoomError", "Steps"]
-
 
 class NoRoomError(RuntimeError):
     """A table has fewer rows than a batch has distinct ids."""

@@ -8,8 +8,6 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from oneemb.tde.row_adam import RowAdam
 
-__all__ = ["check_optimizers", "new_states", "table_tensors"]
-
 
 def table_tensors(
     path: str, module: torch.nn.Module, params_plan: Mapping[str, Any], optimizers: Iterable[torch.optim.Optimizer]

@@ -11,8 +11,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-__all__ = ["Traffic"]
-
 
 class Traffic:
     """Calls that are still to be made."""

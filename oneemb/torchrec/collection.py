@@ -19,13 +19,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBag
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from oneemb.adapters.table_state import TableState, dense_rows, let_go, put_rows, write_back
-from oneemb.adapters.tables import (
-    TableParameter,
-    holder_of,
-    in_backward_optimizers,
-    step_in_backward,
-    temporary_folder,
-)
+from oneemb.adapters.tables import TableParameter, holder_of, in_backward_optimizers, step_in_backward, temporary_folder
 from oneemb.embeddings.embedding import MultiTableEmbedding
 from oneemb.embeddings.internals import stand_for_rows
 from oneemb.graph.ranks import ranks_of
@@ -41,8 +35,6 @@ from oneemb.torchrec.optimizers import MakeOptimizer, options_now, row_stepper, 
 from oneemb.torchrec.tables import Table, TableRows, fill, kind_of_steps
 from oneemb.torchrec.virtual_tables import policy_of
 from oneemb.training.eager import Optimizer
-
-__all__ = ["Collection", "OnRanks"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,10 +18,6 @@ from oneemb.options import (
 )
 from oneemb.torchrec.virtual_tables import bounds_of, policy_of
 
-__all__ = [
-    "Column", "check_configs", "columns_of", "dtype_of", "first_rows", "initializer_of", "later_rows", "pooling_of",
-]  # fmt: skip
-
 _DTYPES = {DataType.FP32: torch.float32, DataType.FP16: torch.float16, DataType.BF16: torch.bfloat16}
 _POOLINGS = {PoolingType.SUM: "sum", PoolingType.MEAN: "mean"}
 

@@ -8,8 +8,6 @@ from torchrec.optim.fused import FusedOptimizer
 
 from oneemb.adapters.table_state import TableState, write_back
 
-__all__ = ["FusedRowsOptimizer"]
-
 
 class _States(Mapping[torch.Tensor, dict[str, torch.Tensor]]):
     """The state of each table, gathered whenever it is asked for, which every rank does.

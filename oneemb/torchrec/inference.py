@@ -26,15 +26,7 @@ import oneemb.torchrec.quant as quant
 from oneemb.torchrec.modules import EmbeddingBagCollection, EmbeddingCollection
 from oneemb.torchrec.quant_collection import QuantCollection
 from oneemb.torchrec.quant_shards import OnDevices, OnRanks, Place
-from oneemb.torchrec.sharded import (
-    ShardedEmbeddingBagCollection,
-    ShardedEmbeddingCollection,
-)
-
-__all__ = [
-    "DEFAULT_QUANT_MAPPING", "DEFAULT_SHARDERS", "QuantEmbeddingBagCollectionSharder",
-    "QuantEmbeddingCollectionSharder", "quantize_embeddings", "quantize_inference_model", "shard_quant_model",
-]  # fmt: skip
+from oneemb.torchrec.sharded import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 
 _QUANTIZED: dict[type[torch.nn.Module], Any] = {
     EmbeddingBagCollection: quant.EmbeddingBagCollection,

@@ -13,11 +13,6 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from oneemb.graph.tracers import is_exported_by_compiler, tracer_of
 
-__all__ = [
-    "Jagged", "check_jagged", "check_weighted", "checked_bags", "ends_of_features", "expand_samples",
-    "is_call_on_values", "jagged_tensors", "order_of_inverse", "select_features",
-]  # fmt: skip
-
 
 class Jagged(NamedTuple):
     """Bags of some features, feature by feature."""

@@ -7,8 +7,6 @@ import torch
 
 from oneemb.embeddings.embedding import MultiTableEmbedding
 
-__all__ = ["Group", "Lookups", "arguments_of"]
-
 
 class Group(NamedTuple):
     """Tables that are one embedding."""

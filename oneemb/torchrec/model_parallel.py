@@ -8,8 +8,6 @@ from torchrec.distributed.types import ModuleSharder
 
 from oneemb.torchrec.sharder import get_default_sharders
 
-__all__ = ["DistributedModelParallel"]
-
 
 class DistributedModelParallel(model_parallel.DistributedModelParallel):
     """TorchRec's class, with other default sharders: those of `get_default_sharders`, which spread the rows of oneemb's

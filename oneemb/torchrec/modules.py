@@ -27,8 +27,6 @@ from oneemb.torchrec.jagged import (
 )
 from oneemb.torchrec.lookups import Group, Lookups, arguments_of
 
-__all__ = ["EmbeddingBagCollection", "EmbeddingCollection"]
-
 
 @torch.fx.wrap
 def jagged_of(features: KeyedJaggedTensor, wanted: list[str]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

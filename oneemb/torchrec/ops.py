@@ -14,8 +14,6 @@ from typing import Any, Protocol
 import torch
 from torch import library
 
-__all__ = ["ON_META", "LooksUpJagged", "know"]
-
 
 class LooksUpJagged(Protocol):
     """Interface of a collection, as the ops use it."""

@@ -19,8 +19,6 @@ from torchrec.optim import rowwise_adagrad
 
 from oneemb.graph.row_optimizers import OPTIMIZERS
 
-__all__ = ["MakeOptimizer", "from_classes", "from_fused_params", "options_now", "row_stepper", "same_optimizer"]
-
 MakeOptimizer = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]
 
 _KNOWN = {name: (cls, known) for cls, known in OPTIMIZERS.items() for name in known.fbgemm}

@@ -37,11 +37,6 @@ from oneemb.torchrec.quant_index import pooled_while_read
 from oneemb.torchrec.quant_rows import RowsOfTable
 from oneemb.torchrec.quant_shards import Place
 
-__all__ = [
-    "EmbeddingBagCollection", "EmbeddingCollection", "ShardedEmbeddingBagCollection", "ShardedEmbeddingCollection",
-]  # fmt: skip
-
-
 # A trace calls these, and what is marked below, as they are: it knows them by the module in which they are called.
 torch.fx.wrap("jagged_of")
 torch.fx.wrap("jagged_by_name")

@@ -14,12 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self, cast
 
 import torch
-from torchrec.modules.embedding_configs import (
-    BaseEmbeddingConfig,
-    EmbeddingBagConfig,
-    PoolingType,
-    dtype_to_data_type,
-)
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig, PoolingType, dtype_to_data_type
 from torchrec.quant.embedding_modules import MODULE_ATTR_EMB_CONFIG_NAME_TO_NUM_ROWS_POST_PRUNING_DICT
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -30,8 +25,6 @@ from oneemb.torchrec.jagged import is_call_on_values
 from oneemb.torchrec.quant_rows import DATA_TYPES, PARTS, RowsOfTable, quantized_tables
 from oneemb.torchrec.quant_shards import OnOneDevice, OnRanks, Place, stored_rows
 from oneemb.torchrec.sharded import ShardedCollection
-
-__all__ = ["QuantCollection", "TablesByName"]
 
 
 @torch.fx.wrap

@@ -25,8 +25,6 @@ from oneemb.serving.frozen_rows import FrozenRows
 from oneemb.storage.fs import aligned_bytes
 from oneemb.torchrec.jagged import Jagged
 
-__all__ = ["IndexedRows", "pooled_while_read"]
-
 _CELL_BYTES = 16
 _making = threading.Lock()
 

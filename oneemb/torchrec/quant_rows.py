@@ -26,8 +26,6 @@ from oneemb.storage.errors import StorageError
 from oneemb.storage.store_rows import visit_rows
 from oneemb.torchrec.quant_index import IndexedRows
 
-__all__ = ["DATA_TYPES", "PARTS", "RowsOfTable", "frozen_rows", "quantized_tables", "rows_of_table"]
-
 DATA_TYPES = {DataType.FP32: 32, DataType.FP16: 16, DataType.INT8: 8, DataType.INT4: 4, DataType.INT2: 2}
 """Formats of rows, and the bits of a weight in each."""
 

@@ -22,8 +22,6 @@ from oneemb.kernels.unique_keys import unique_keys
 from oneemb.torchrec.quant_index import IndexedRows
 from oneemb.torchrec.quant_rows import RowsOfTable, frozen_rows, rows_of_table
 
-__all__ = ["OnDevices", "OnOneDevice", "OnRanks", "Place", "stored_rows"]
-
 
 class Place(Protocol):
     """Says where rows are."""

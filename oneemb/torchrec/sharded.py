@@ -32,8 +32,6 @@ from oneemb.torchrec.fused_optimizer import FusedRowsOptimizer
 from oneemb.torchrec.lookups import Lookups
 from oneemb.torchrec.modules import EmbeddingBagCollection, EmbeddingCollection
 
-__all__ = ["ShardedCollection", "ShardedEmbeddingBagCollection", "ShardedEmbeddingCollection"]
-
 
 class _Sent(Multistreamable):
     """A lookup whose keys the owners have; `rows` makes it."""

@@ -15,13 +15,7 @@ import torch
 import torchrec
 from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.embedding_types import BaseEmbeddingSharder, EmbeddingComputeKernel
-from torchrec.distributed.types import (
-    ModuleSharder,
-    ParameterSharding,
-    QuantizedCommCodecs,
-    ShardingEnv,
-    ShardingType,
-)
+from torchrec.distributed.types import ModuleSharder, ParameterSharding, QuantizedCommCodecs, ShardingEnv, ShardingType
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from oneemb.graph.ranks import Ranks
@@ -32,11 +26,6 @@ from oneemb.torchrec.optimizers import MakeOptimizer, from_classes, from_fused_p
 from oneemb.torchrec.sharded import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from oneemb.torchrec.tables import TableRows, at_paths
 from oneemb.torchrec.wrapped import managed_collision_sharders, pass_over_collections, refuse_behind_managed_collisions
-
-__all__ = [
-    "EmbeddingBagCollectionSharder", "EmbeddingCollectionSharder", "collection_on_ranks", "comm_dtype_of", "configs_of",
-    "get_default_sharders", "rows_of",
-]  # fmt: skip
 
 _PLANNED_ROWS = 1 << 14
 """A planner sees no more rows of a table than these: it would refuse, or fail with, what has no end."""

@@ -29,8 +29,6 @@ from torchrec.modules.embedding_configs import (
 
 from oneemb.policies import RowPolicy
 
-__all__ = ["bounds_of", "policy_of"]
-
 _ENDLESS = 4_000_000_000
 """A table with more rows has the bounds of a virtual one: 1 / sqrt(num_embeddings) could be 0 in float16."""
 

@@ -25,8 +25,6 @@ from torchrec.modules.mc_embedding_modules import (
 
 from oneemb.torchrec.collection import Collection
 
-__all__ = ["managed_collision_sharders", "pass_over_collections", "refuse_behind_managed_collisions"]
-
 _INSIDE = "_embedding_module"
 """Attribute of a module of managed collisions that holds the collection."""
 

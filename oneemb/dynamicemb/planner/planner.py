@@ -12,14 +12,7 @@ from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from torchrec.distributed.planner.types import (
-    Enumerator,
-    Partitioner,
-    PerfModel,
-    Proposer,
-    Stats,
-    StorageReservation,
-)
+from torchrec.distributed.planner.types import Enumerator, Partitioner, PerfModel, Proposer, Stats, StorageReservation
 from torchrec.distributed.sharding_plan import placement
 from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingPlan, ShardingType
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig

@@ -290,11 +290,7 @@ class DynamicSharder(BaseEmbeddingSharder[torch.nn.Module]):
                 stock, {config.name: params[config.name] for config in others}, env, device, module_fqn
             )
         return self._sharded(
-            sharded,
-            static,
-            configs,
-            list(_dynamic_tables(collection, dynamic, options)),
-            type(module),
+            sharded, static, configs, list(_dynamic_tables(collection, dynamic, options)), type(module)
         )
 
     def _static_sharder(self, module: torch.nn.Module, device: torch.device | None) -> Any:
