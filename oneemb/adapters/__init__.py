@@ -18,7 +18,7 @@ To write one, answer these questions in turn; `oneemb.torchrec` is the fullest e
    piece by piece (`handed_rows.py`).
 5. Where are the rows? In the user's store options, or under a `temporary_folder`, which lasts as long as the module. On
    several ranks the key's owner has a row, whatever a plan says; give the embedding the process group, and every rank
-   makes the same calls in the same order. Tables that are another library's own ask `ranks_of_job` (`ranks.py`).
+   makes the same calls in the same order. Tables that are another library's own ask `ranks_of_job` (`tables.py`).
 6. What runs beside the step? A `Worker` (`worker.py`) makes calls in order on one thread: keys of coming batches, calls
    of servers. It changes no row, and what it raises is raised where its result is asked for.
 

@@ -13,10 +13,13 @@ from multiprocessing.util import Finalize
 from typing import Any, Self
 
 import torch
+from torch import distributed
 
 from oneemb.adapters.table_state import TableConfig, TableState, load_together
 from oneemb.embeddings.embedding import MultiTableEmbedding
 from oneemb.embeddings.internals import stand_for_rows
+from oneemb.graph.one_rank import ALONE
+from oneemb.graph.ranks import AnyRanks, Ranks
 from oneemb.graph.row_optimizers import Group as Options
 from oneemb.storage.errors import StorageError
 from oneemb.training.eager import Optimizer
@@ -130,3 +133,11 @@ def temporary_folder(owner: object, prefix: str) -> tuple[str, Callable[[], obje
     folder = tempfile.mkdtemp(prefix=prefix)
     # Not weakref.finalize, which does nothing when a process of multiprocessing ends, and too much in a fork.
     return folder, Finalize(owner, shutil.rmtree, args=(folder,), kwargs={"ignore_errors": True}, exitpriority=0)
+
+
+def ranks_of_job() -> AnyRanks:
+    """The ranks of the default process group, with connections of their own; without a group this process alone. Every
+    rank calls it."""
+    started = distributed.is_available() and distributed.is_initialized()
+    group = distributed.group.WORLD if started else None
+    return ALONE if group is None or group.size() == 1 else Ranks(group).again()

@@ -15,12 +15,10 @@ import click
 
 from oneemb.cli.check import check, compact
 from oneemb.cli.inspect import inspect
-from oneemb.cli.merge_deltas import merge_deltas_command
 from oneemb.cli.plan import plan_command
 from oneemb.cli.quantize import quantize_command
-from oneemb.cli.reshard import reshard_command
 from oneemb.cli.rows import export_command, import_command
-from oneemb.cli.snapshots import snapshot
+from oneemb.cli.snapshots import merge_deltas_command, reshard_command, snapshot
 
 _INTERRUPTED = 128 + signal.SIGINT
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import click
 
-from oneemb.cli.output import FOLDER, json_option, size_text, tell
+from oneemb.cli.output import FOLDER, json_option, progress_bar, size_text, tell
 
 
 @click.group()
@@ -112,3 +112,59 @@ def only_snapshot(paths: Sequence[str]) -> str:
         ]) or "none"  # fmt: skip
         raise ValueError(f"{paths[0]} must have one snapshot, or one must be named with an option; there are: {there}")
     return names[0]
+
+
+@click.command("merge-deltas")
+@click.argument("path", type=FOLDER)
+@click.option("--name", required=True, help="The delta whose rows the new snapshot has.")
+@click.option("--into", required=True, help="The name of the new snapshot.")
+@click.option("--since", help="Make a delta since this one, from which NAME goes on; without it, a whole snapshot.")
+@click.option("--shard", multiple=True, type=FOLDER, help="Another folder of a sharded snapshot; may be repeated.")
+@json_option
+def merge_deltas_command(
+    path: str, name: str, into: str, since: str | None, shard: tuple[str, ...], as_json: bool
+) -> None:
+    """Make one snapshot of a delta and those that it goes on from.
+
+    PATH is the folder of a table, or that in which ranks have theirs. No row is copied. The others stay until they are
+    deleted, the last one first. No job may have the tables.
+    """
+    from oneemb.rows.reshard import merge_deltas
+
+    need_own_tables([path, *shard])
+    with progress_bar(as_json, "merging", "parts") as move:
+        merged = merge_deltas([path, *shard], name, into, since=since, progress=move)
+    what = "a whole snapshot" if since is None else f"a delta since {since!r}"
+    tell(
+        as_json,
+        {"path": path, "snapshot": into, "of": name, "since": since, "merged": merged},
+        f"{into!r} is {what}, of {merged} snapshots up to {name!r}",
+    )
+
+
+@click.command("reshard")
+@click.argument("source", type=FOLDER)
+@click.option("--name", required=True, help="Which snapshot.")
+@click.option("--ranks", required=True, type=click.IntRange(1), help="How many; 1 = a table without ranks.")
+@click.option(
+    "--to", multiple=True, type=click.Path(file_okay=False), help="Where the parts go; or, repeated, one for each rank."
+)
+@click.option("--shard", multiple=True, type=FOLDER, help="Another folder of a sharded snapshot; may be repeated.")
+@json_option
+def reshard_command(
+    source: str, name: str, ranks: int, to: tuple[str, ...], shard: tuple[str, ...], as_json: bool
+) -> None:
+    """Make the parts of N ranks from a snapshot of any number.
+
+    SOURCE is the folder of a job's ranks, or of a table. A job loads a snapshot of any number of ranks; one of as many
+    as it has it loads faster. Without --to the new parts take the place of the former ones. No job may have the tables.
+    """
+    from oneemb.rows.reshard import reshard
+
+    with progress_bar(as_json, "resharding", "rows") as move:
+        folders = reshard([source, *shard], name, ranks, list(to) or None, progress=move)
+    tell(
+        as_json,
+        {"source": source, "snapshot": name, "ranks": ranks, "folders": folders},
+        f"the parts of {name!r} for {ranks} ranks are in {', '.join(folders)}",
+    )

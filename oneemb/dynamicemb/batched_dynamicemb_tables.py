@@ -15,7 +15,6 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import distributed
 
 from oneemb.adapters.tables import step_in_backward, temporary_folder
-from oneemb.dynamicemb.absent import absent
 from oneemb.dynamicemb.checkpoint_files import (
     encode_checkpoint_file_path,
     encode_counter_checkpoint_file_path,
@@ -29,7 +28,7 @@ from oneemb.dynamicemb.key_value_table import DynamicEmbStorage, HybridStorage, 
 from oneemb.dynamicemb.optimizer import EmbOptimType
 from oneemb.dynamicemb.table_dumps import TableDumps
 from oneemb.dynamicemb.tables import DynamicTables, TableInfo
-from oneemb.dynamicemb.types import initializer_of
+from oneemb.dynamicemb.types import absent, initializer_of
 from oneemb.embeddings.embedding import MultiTableEmbedding
 from oneemb.embeddings.internals import stand_for_rows
 from oneemb.options import make_cached_host_mem_store_options, make_device_mem_store_options, make_table

@@ -11,11 +11,11 @@ from torchrec import KeyedJaggedTensor
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from oneemb.dynamicemb.absent import absent
 from oneemb.dynamicemb.dump_load import get_dynamic_emb_module
 from oneemb.dynamicemb.dynamicemb_config import DynamicEmbTableOptions
 from oneemb.dynamicemb.get_planner import get_planner
 from oneemb.dynamicemb.shard import DynamicEmbeddingBagCollectionSharder, DynamicEmbeddingCollectionSharder
+from oneemb.dynamicemb.types import absent
 
 __all__ = ["ConstructTwinModule", "generate_sparse_feature"]
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 
-from oneemb.dynamicemb.absent import absent
+from oneemb.dynamicemb.types import absent
 
 __all__ = [
     "EmbOptimType", "OptimizerArgs", "get_optimizer_ckpt_state_dim", "get_optimizer_state_dim", "get_required_arg",

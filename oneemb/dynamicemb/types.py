@@ -5,9 +5,9 @@ Names and values are dynamicemb's.
 
 import abc
 import enum
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -326,3 +326,25 @@ class Counter(abc.ABC):
     @abc.abstractmethod
     def dump(self, key_file: str, counter_file: str, table_id: int) -> None:
         """Write them."""
+
+
+__all__ = ["absent"]
+
+
+def absent(module: str, reasons: Mapping[str, str]) -> Callable[[str], Any]:
+    """A `__getattr__` for a module of `oneemb.dynamicemb`.
+
+    Args:
+        module: its `__name__`.
+        reasons: by name, why the module does not have it, and what to use.
+
+    Returns:
+        A function of a name. It raises ImportError with the reason for these names, and AttributeError for others.
+    """
+
+    def getattr_of_module(name: str) -> Any:
+        if name in reasons:
+            raise ImportError(f"{module} has no {name}: {reasons[name]}", name=module)
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return getattr_of_module

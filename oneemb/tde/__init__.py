@@ -20,11 +20,11 @@ from oneemb.tde.dataloader import DataLoader, close, save, wrap
 from oneemb.tde.id_transformer import IDTransformer
 from oneemb.tde.id_transformer_collection import IDTransformerCollection
 from oneemb.tde.id_transformer_group import IDTransformerGroup
-from oneemb.tde.plugins import register_io
 from oneemb.tde.ps import PS, PSCollection
 from oneemb.tde.row_adam import RowAdam
 from oneemb.tde.steps import NoRoomError
 from oneemb.tde.tensor_list import TensorList
+from oneemb.tde.utils import register_io
 
 __all__ = [
     "PS", "DataLoader", "IDTransformer", "IDTransformerCollection", "IDTransformerGroup", "NoRoomError", "PSCollection",

@@ -6,7 +6,7 @@ from typing import Any
 from torchrec import KeyedJaggedTensor
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
-from oneemb.adapters.ranks import ranks_of_job
+from oneemb.adapters.tables import ranks_of_job
 from oneemb.tde.id_transformer import IDTransformer
 from oneemb.tde.ps import PSCollection
 from oneemb.tde.steps import BatchHandle, CachedTable, Steps

@@ -7,7 +7,7 @@ import torch
 from torchrec import KeyedJaggedTensor
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
-from oneemb.adapters.ranks import ranks_of_job
+from oneemb.adapters.tables import ranks_of_job
 from oneemb.tde.id_transformer_collection import IDTransformerCollection
 from oneemb.tde.ps import PSCollection
 from oneemb.tde.steps import BatchHandle, Steps

@@ -3,6 +3,9 @@
 from typing import Any
 
 import torch
+from torch import library
+
+from oneemb.storage.remote import servers
 
 __all__ = ["sharded_modules"]
 
@@ -26,3 +29,19 @@ def sharded_modules(module: torch.nn.Module, path: str, plan: Any) -> dict[str, 
 
 _get_sharded_modules_recursive = sharded_modules
 """By upstream's name."""
+
+
+def register_io(path: str) -> None:
+    """Load a parameter server from a shared library; its `IO_type` becomes the scheme of its URLs.
+
+    `torch.ops.tde.register_io` is the same.
+
+    Raises:
+        ServerError: the library cannot be loaded, or is no such plugin.
+    """
+    servers.register_io(path)
+
+
+_library = library.Library("tde", "FRAGMENT")
+_library.define("register_io(str path) -> ()")
+_library.impl("register_io", register_io, "CompositeExplicitAutograd")

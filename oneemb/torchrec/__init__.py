@@ -25,14 +25,18 @@ from oneemb.torchrec.inference import (
     quantize_inference_model,
     shard_quant_model,
 )
-from oneemb.torchrec.model_parallel import DistributedModelParallel
 from oneemb.torchrec.modules import EmbeddingBagCollection, EmbeddingCollection
 from oneemb.torchrec.quant import (
     EmbeddingBagCollection as QuantEmbeddingBagCollection,
     EmbeddingCollection as QuantEmbeddingCollection,
 )
 from oneemb.torchrec.sharded import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
-from oneemb.torchrec.sharder import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder, get_default_sharders
+from oneemb.torchrec.sharder import (
+    DistributedModelParallel,
+    EmbeddingBagCollectionSharder,
+    EmbeddingCollectionSharder,
+    get_default_sharders,
+)
 
 __all__ = [
     "DEFAULT_QUANT_MAPPING", "DEFAULT_SHARDERS", "DistributedModelParallel", "EmbeddingBagCollection",

@@ -12,7 +12,7 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Never, Self, cast
+from typing import Any, Literal, NamedTuple, Never, Self, cast
 
 import torch
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig, EmbeddingConfig
@@ -27,13 +27,11 @@ from oneemb.graph.row_optimizers import Group as Options
 from oneemb.graph.tape import version_of
 from oneemb.options import StoreOptions, make_table
 from oneemb.storage.store_rows import copy_rows
-from oneemb.torchrec.configs import Column, check_configs, columns_of, dtype_of, first_rows, pooling_of
+from oneemb.torchrec.configs import Column, check_configs, columns_of, dtype_of, first_rows, policy_of, pooling_of
 from oneemb.torchrec.jagged import is_call_on_values
-from oneemb.torchrec.lookups import Group
 from oneemb.torchrec.ops import ON_META, LooksUpJagged, know
 from oneemb.torchrec.optimizers import MakeOptimizer, options_now, row_stepper, same_optimizer
 from oneemb.torchrec.tables import Table, TableRows, fill, kind_of_steps
-from oneemb.torchrec.virtual_tables import policy_of
 from oneemb.training.eager import Optimizer
 
 
@@ -52,6 +50,34 @@ class OnRanks:
     tables: Sequence[TableRows] | None = None
     """Options of each table that are not in its config; None = no table has any. State dicts hold no such rows without
     a path."""
+
+
+class Group(NamedTuple):
+    """Tables that are one embedding."""
+
+    rows: MultiTableEmbedding
+    tables: tuple[int, ...]
+    """Numbers of their configs."""
+    columns: tuple[int, ...]
+    """Numbers of their embeddings in the output."""
+    tables_of_columns: tuple[int, ...]
+    """Table of `rows` for each column."""
+    pooling: str
+
+
+class Lookups(NamedTuple):
+    """Lookups of one call of a collection: one of each embedding."""
+
+    groups: Sequence[Group]
+    arguments: Sequence[dict[str, Any]]
+    """Arguments of each group's lookup, as `MultiTableEmbedding.forward` takes them."""
+    output: Callable[[Sequence[torch.Tensor]], Any]
+    """Function of the rows of each group that returns the result of the call."""
+
+    def look_up(self) -> Any:
+        """Make the lookups; returns the result of the call."""
+        its = zip(self.groups, self.arguments, strict=True)
+        return self.output([group.rows(**arguments) for group, arguments in its])
 
 
 class Collection(torch.nn.Module):

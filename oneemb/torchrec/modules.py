@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from oneemb.options import StoreOptions
-from oneemb.torchrec.collection import Collection, OnRanks
+from oneemb.torchrec.collection import Collection, Group, Lookups, OnRanks
 from oneemb.torchrec.jagged import (
     Jagged,
     check_jagged,
@@ -25,7 +25,6 @@ from oneemb.torchrec.jagged import (
     order_of_inverse,
     select_features,
 )
-from oneemb.torchrec.lookups import Group, Lookups, arguments_of
 
 
 @torch.fx.wrap
@@ -55,6 +54,13 @@ def jagged_by_name(
             values=rows_of[i], lengths=its.lengths(), weights=its.values() if need_indices else None
         )
     return found
+
+
+def _arguments(group: Group, bags: Jagged) -> dict[str, Any]:
+    """Arguments of the lookup of bags in a group of tables, without the tables of ids."""
+    return {
+        "ids": bags.values, "offsets": bags.offsets, "per_sample_weights": bags.weights, "pooling": group.pooling,
+    }  # fmt: skip
 
 
 class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
@@ -205,9 +211,7 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
             return torch.cat(cast(Any, parts), dim=1)
 
         arguments = [
-            arguments_of(
-                selected.values, None, selected.offsets, selected.weights, group.pooling, group.tables_of_columns
-            )
+            _arguments(group, selected) | {"columns": group.tables_of_columns}
             for group, selected in zip(groups, selected_of, strict=True)
         ]
         return Lookups(groups, arguments, output)
@@ -222,14 +226,8 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
         arguments = []
         for group, selected in zip(groups, selected_of, strict=True):
             samples = torch.tensor(selected.samples, device="cpu")
-            table_ids = (
-                torch.tensor(group.tables_of_columns, device="cpu")
-                .repeat_interleave(samples)
-                .to(selected.values.device)
-            )
-            arguments.append(
-                arguments_of(selected.values, table_ids, selected.offsets, selected.weights, group.pooling)
-            )
+            table_P = torch.tensor(group.tables_of_columns, device="cpu").repeat_interleave(samples)
+            arguments.append(_arguments(group, selected) | {"table_ids": table_P.to(selected.values.device)})
 
         def output(pooled: Sequence[torch.Tensor]) -> torch.Tensor:
             parts: list[torch.Tensor | None] = [None] * len(self._columns)
@@ -360,10 +358,10 @@ class EmbeddingCollection(Collection, EmbeddingCollectionInterface):
             table_C[list(group.columns)] = torch.tensor(group.tables_of_columns, device=values.device)
             table_N = table_C[column_N]
             if len(groups) == 1:
-                arguments.append(arguments_of(values, table_N))
+                arguments.append({"ids": values, "table_ids": table_N})
                 break
             own_of.append((table_N >= 0).nonzero().view(-1))
-            arguments.append(arguments_of(values[own_of[-1]], table_N[own_of[-1]]))
+            arguments.append({"ids": values[own_of[-1]], "table_ids": table_N[own_of[-1]]})
 
         def output(rows_of: Sequence[torch.Tensor]) -> torch.Tensor:
             if len(groups) == 1:

@@ -28,9 +28,9 @@ from oneemb.embeddings.embedding import MultiTableEmbedding
 from oneemb.embeddings.lookups import RowsAhead
 from oneemb.graph.ranks import Ranks
 from oneemb.storage.errors import StorageError
-from oneemb.torchrec.fused_optimizer import FusedRowsOptimizer
-from oneemb.torchrec.lookups import Lookups
+from oneemb.torchrec.collection import Lookups
 from oneemb.torchrec.modules import EmbeddingBagCollection, EmbeddingCollection
+from oneemb.torchrec.optimizers import FusedRowsOptimizer
 
 
 class _Sent(Multistreamable):

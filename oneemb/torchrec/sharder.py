@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 import torchrec
+from torchrec.distributed import model_parallel
 from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.embedding_types import BaseEmbeddingSharder, EmbeddingComputeKernel
 from torchrec.distributed.types import ModuleSharder, ParameterSharding, QuantizedCommCodecs, ShardingEnv, ShardingType
@@ -316,3 +317,30 @@ def rows_of(module: torch.nn.Module) -> list[torch.Tensor | None]:
         return module.rows_to_shard()
     weights = [_weight_of(module, config.name) for config in configs_of(module)]
     return [None if weight.device.type == "meta" else weight.data for weight in weights]
+
+
+class DistributedModelParallel(model_parallel.DistributedModelParallel):
+    """TorchRec's class, with other default sharders: those of `get_default_sharders`, which spread the rows of oneemb's
+    and of TorchRec's collections over all ranks by key.
+
+    Args:
+        module: the model.
+        sharders: None = `get_default_sharders()`.
+        arguments: TorchRec's other arguments, such as `env`, `device` and `plan`.
+
+    Reference: torchrec.distributed.model_parallel.DistributedModelParallel.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        *positional: Any,
+        sharders: list[ModuleSharder[torch.nn.Module]] | None = None,
+        **arguments: Any,
+    ):
+        by_position = positional[3:4]  # after env, device and plan
+        if by_position == (None,):
+            positional = (*positional[:3], get_default_sharders() if sharders is None else sharders, *positional[4:])
+        elif sharders is not None or not by_position:
+            arguments["sharders"] = get_default_sharders() if sharders is None else sharders
+        super().__init__(module, *positional, **arguments)

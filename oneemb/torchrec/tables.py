@@ -12,9 +12,8 @@ from oneemb.adapters.tables import TableParameter, in_backward_optimizers
 from oneemb.graph.row_optimizers import row_optimizer_of
 from oneemb.options import Initializer, StoreOptions, make_cached_host_mem_store_options, make_device_mem_store_options
 from oneemb.policies import RowPolicy
-from oneemb.torchrec.configs import dtype_of, first_rows, initializer_of, later_rows
+from oneemb.torchrec.configs import dtype_of, first_rows, initializer_of, later_rows, policy_of
 from oneemb.torchrec.optimizers import row_stepper
-from oneemb.torchrec.virtual_tables import policy_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
-from oneemb.adapters.ranks import ranks_of_job
+from oneemb.adapters.tables import ranks_of_job
 from oneemb.storage.remote.parameter_server import ServerError
 from oneemb.storage.remote.servers import MemoryServer
 from oneemb.tde import DataLoader, IDTransformerCollection, PSCollection

@@ -35,8 +35,8 @@ from torchrec.types import DataType
 import oneemb
 from oneemb.policies import RowPolicy
 from oneemb.torchrec import EmbeddingBagCollection, EmbeddingCollection
+from oneemb.torchrec.configs import policy_of
 from oneemb.torchrec.optimizers import from_fused_params
-from oneemb.torchrec.virtual_tables import policy_of
 
 DOCS = (pathlib.Path(__file__).parents[2] / "docs" / "torchrec.md").read_text()
 

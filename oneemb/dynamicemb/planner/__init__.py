@@ -9,13 +9,13 @@ TorchRec plans the others. A dynamic table has a place in its reckoning, of some
 ranks by id, whatever comes out.
 """
 
-from oneemb.dynamicemb.absent import absent
 from oneemb.dynamicemb.planner.enumerators import DynamicEmbeddingEnumerator
 from oneemb.dynamicemb.planner.planner import (
     DynamicEmbeddingShardingPlanner,
     DynamicEmbParameterConstraints,
     DynamicEmbParameterSharding,
 )
+from oneemb.dynamicemb.types import absent
 
 __all__ = [
     "DynamicEmbParameterConstraints", "DynamicEmbParameterSharding", "DynamicEmbeddingEnumerator",
