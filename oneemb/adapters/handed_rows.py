@@ -1,4 +1,4 @@
-"""First rows of a table, in memory that is freed piece by piece while they move into the embedding.
+"""First rows of a table, in memory that goes back to the system piece by piece while they move into the embedding.
 
 TorchRec's initializers fill a whole table, [N, D], before it moves. Without this module memory would hold it twice.
 """
@@ -28,7 +28,7 @@ def to_be_handed(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def hand_over(weights: torch.Tensor) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield (row_N, weight_ND), float32, for some rows at a time, valid until the next are asked for. A tensor of
+    """Yield (row_N, weight_ND), float32, of some rows at a time, valid until the next are asked for. A tensor of
     `to_be_handed` holds no rows afterwards."""
     memory: mmap.mmap | None = getattr(weights, "handed", None)
     its_own = memory is not None and weights.data_ptr() == np.frombuffer(memory, np.uint8).ctypes.data

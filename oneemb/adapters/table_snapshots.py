@@ -1,4 +1,4 @@
-"""Loads some tables of a snapshot of an embedding; the rows of its other tables stay as they are.
+"""Loads some tables of an embedding's snapshot; the rows of its other tables stay as they are.
 
 A state dict has an entry for each table; it may lack some tables of the embedding, and have entries of others. If the
 tables that it lacks have no rows, the whole snapshot is loaded and their rows are erased again: the embedding then has
@@ -34,7 +34,7 @@ def load_tables(rows: MultiTableEmbedding, snapshot: SnapshotName, tables: Seque
         snapshot: as `named_snapshot` gives it; tables that it does not hold have no rows afterwards.
 
     Raises:
-        StorageError: the snapshot is not there, or its rows do not fit; or a lookup whose step is still to come holds a
+        StorageError: the snapshot is not there, its rows do not fit, or a lookup whose step is still to come holds a
             row that is to be erased. No row has changed.
     """
     others = [t for t in range(rows.num_tables) if t not in tables]
@@ -61,7 +61,7 @@ def load_tables(rows: MultiTableEmbedding, snapshot: SnapshotName, tables: Seque
 
 
 def _ids_of(store: EmbeddingStore) -> dict[int, np.ndarray]:
-    """The ids that have a row here, by table."""
+    """Ids that have a row here, by table."""
     found: dict[int, list[np.ndarray]] = {}
 
     def note(table_N: np.ndarray, id_N: np.ndarray, _: np.ndarray) -> None:

@@ -5,9 +5,9 @@
     state.load(tensor)              such rows, or the name of a snapshot
     state.of_optimizer()            {"momentum1": [N, D], ...}, by FBGEMM's names
 
-Tensors that were given are copies of the rows. Changes that are made to them in place reach the rows at the next
-lookup or state dict: tools that load checkpoints write into the tensors of a state dict. N rows, D weights of
-one, Z values of state, U rows at a time.
+Tensors that were given are copies of the rows. Changes that are made to them in place reach the rows at the next lookup
+or state dict: tools that load checkpoints write into the tensors of a state dict. N rows, D weights of one, Z values of
+state, U rows at a time.
 """
 
 import functools
@@ -62,7 +62,7 @@ class _Given:
         self._put = put
 
     def changed(self, changes: int, what: str) -> bool:
-        """Whether it was changed in place since."""
+        """Whether the tensor was changed in place since."""
         tensor = self._tensor()
         if tensor is None or tensor._version == self._version:
             return False
@@ -74,7 +74,6 @@ class _Given:
         return True
 
     def write(self) -> None:
-        """Bring the tensor into the rows."""
         tensor = self._tensor()
         assert tensor is not None
         self._put(tensor)
@@ -89,18 +88,18 @@ class _Given:
         self._held = None
 
     def is_current(self, changes: int) -> bool:
-        """Whether the rows are those of the tensor, or of what was written into it."""
+        """Whether the rows are those of the tensor, or what was written into it."""
         return changes == self._changes
 
     def keep(self, changes: int) -> None:
-        """Note that the tensor and the rows are the same now; of -1, that they are not."""
+        """Note that the tensor and the rows are the same now; -1 = they are not."""
         tensor = self._tensor()
         if tensor is not None:
             self._version, self._changes = tensor._version, changes
 
 
 def write_back(states: Iterable["TableState"]) -> None:
-    """Bring what was changed in place into the rows.
+    """Bring tensors that were changed in place into the rows.
 
     Raises:
         RuntimeError: the rows have changed since, too.
@@ -120,7 +119,7 @@ def write_back(states: Iterable["TableState"]) -> None:
 
 
 def let_go(states: Iterable["TableState"]) -> None:
-    """Keep no tensor that was given alive any more: who goes on to change it has it."""
+    """Keep tensors that were given alive no longer: whoever goes on to change one has it."""
     for state in states:
         for given in state.given:
             given.let_go()
@@ -131,7 +130,7 @@ def load_together(entries: Iterable[tuple["TableState", object]]) -> None:
     """Note which tables of a state dict name one snapshot: they are loaded together, without other tables.
 
     Args:
-        entries: the state of each table, and what the state dict has of it.
+        entries: each table's state, and its entry in the state dict.
     """
     named: dict[tuple[object, ...], list[TableState]] = {}
     for state, entry in entries:
@@ -147,15 +146,15 @@ def load_together(entries: Iterable[tuple["TableState", object]]) -> None:
 
 
 class TableState:
-    """Gives and takes what state dicts hold of a table.
+    """State of one table in state dicts.
 
     Args:
         rows: the embedding that has the table's rows.
-        table: which of its tables this is.
-        configs: of all of them.
+        table: its number in `rows`.
+        configs: of all tables of `rows`.
+        of_rows: the states of all tables of `rows`; this one is added.
         is_kept: whether the rows have a path of the user's.
-        is_empty: whether state dicts hold nothing of the rows, which are saved otherwise; for those without a path.
-        of_rows: the states of all tables of `rows`, this one's among them from here on.
+        is_empty: whether state dicts hold nothing of the rows, which are saved otherwise; for tables without a path.
     """
 
     def __init__(
@@ -182,7 +181,7 @@ class TableState:
         return self._config.name
 
     def give(self) -> torch.Tensor:
-        """A snapshot's name, or the table's rows. On ranks every one makes the call.
+        """Entry of a state dict: a snapshot's name, or the table's rows. Every rank makes the call.
 
         Raises:
             StorageError: there are rows of other ids than 0 to num_embeddings - 1, and no path.
@@ -238,12 +237,12 @@ class TableState:
             )
 
     def load(self, state: "torch.Tensor | ShardedTensor | DTensor") -> None:
-        """Take a snapshot's name, or num_embeddings rows, of which row r becomes id r.
-
-        Of rows that are sharded each rank has its part; every rank makes the call.
+        """Load an entry: a snapshot's name, or num_embeddings rows, of which row r becomes id r. Rows may be sharded
+        over the ranks, each of which makes the call.
 
         Raises:
-            ValueError: it is neither, or of other tables; or rows are more or fewer, as TorchRec's tables refuse too.
+            ValueError: the entry is neither, or of other tables; or rows are more or fewer, as TorchRec's tables refuse
+                too.
             StorageError: the snapshot cannot be loaded.
         """
         rows, config = self.rows, self._config
@@ -293,9 +292,8 @@ class TableState:
     # ---- optimizer --------------------------------------------------------------------------------------------------
 
     def of_optimizer(self) -> dict[str, torch.Tensor]:
-        """The state that the optimizer has of rows 0 to num_embeddings - 1, float32 [N, D] or [N], by FBGEMM's names,
-        and `step` where it counts. Empty where rows have a path: snapshots hold it. On ranks every one makes the call.
-        """
+        """Optimizer's state of rows 0 to num_embeddings - 1, float32 [N, D] or [N], by FBGEMM's names, and `step` if it
+        counts steps. Empty if rows have a path: snapshots hold their state. Every rank makes the call."""
         rows, row_optimizer = self.rows, self.rows.row_optimizer
         if self.is_kept or self._is_empty or row_optimizer is None:
             return {}
@@ -314,12 +312,12 @@ class TableState:
 
     @property
     def written_step(self) -> float | None:
-        """The count of steps that is to be brought into the rows; None = there is none."""
+        """Count of steps that is to be brought into the rows; None = none."""
         tensors = [given.tensor for given in self.given if given.part == "step"]
         return next((float(tensor) for tensor in reversed(tensors) if tensor is not None), None)
 
     def _give(self, tensor: torch.Tensor, put: Callable[[torch.Tensor], None], part: str) -> None:
-        """Have what is written into a tensor put into the rows."""
+        """Note a tensor of a state dict; `put` brings it into the rows."""
         self.given.append(_Given(tensor, self.rows.store.changes, put, part))
 
     def _states(self, size: int, initial_Z: np.ndarray) -> torch.Tensor:
@@ -337,7 +335,7 @@ class TableState:
         return torch.from_numpy(state_NZ)
 
     def _put_weights(self, weight_ND: torch.Tensor) -> None:
-        """Let rows have these weights. On ranks each brings in those of its own, without a word to the others."""
+        """Set the weights of the rows; each rank sets its own, without a message."""
         store = self.rows.store
         store.build()
         for table_U, id_U in self._own_chunks(len(weight_ND)):
@@ -345,7 +343,7 @@ class TableState:
             set_rows(store, table_U, id_U, np.ascontiguousarray(words_UW[:, : store.format.state_begin]))
 
     def _put_state(self, k: int, part: torch.Tensor) -> None:
-        """Let rows have this part of the state, as `of_optimizer` gives it. All of them are known afterwards."""
+        """Set part k of the state, as `of_optimizer` gives it. All rows are known afterwards."""
         store, dim, row_optimizer = self.rows.store, self._config.embedding_dim, self.rows.row_optimizer
         if row_optimizer is None:
             raise RuntimeError(
@@ -445,5 +443,5 @@ def dense_rows(
 
 
 def put_rows(rows: MultiTableEmbedding, table: int, weights: torch.Tensor) -> None:
-    """Let row r of `weights` be the row of id r. A tensor of `to_be_handed` holds no rows afterwards."""
+    """Set the row of each id r to row r of `weights`. A tensor of `to_be_handed` holds no rows afterwards."""
     import_rows(rows, hand_over(weights), table=table, allow_nonfinite=True)

@@ -26,7 +26,7 @@ from oneemb.training.eager import Optimizer
 
 
 class TableParameter(torch.nn.Module):
-    """One table of a collection: `weight` stands for its rows, [0, D]."""
+    """Parameter of one table in a collection: `weight`, [0, D], stands for its rows."""
 
     def __init__(self, config: TableConfig, dtype: torch.dtype, device: torch.device):
         super().__init__()
@@ -40,19 +40,19 @@ class TableParameter(torch.nn.Module):
         return f"{self.num_embeddings}, {self.embedding_dim}"
 
     def is_stepped_by(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note what steps the table in the backward pass, where TorchRec's tools, and torch's that would add another,
-        see it."""
+        """Note the optimizer that steps the table in the backward pass, where TorchRec's tools, and torch's that would
+        add another, look for it."""
         vars(self.weight).update(
             _in_backward_optimizers=[optimizer], _optimizer_classes=[type(optimizer)],
             _optimizer_kwargs=[dict(optimizer.defaults)],
         )  # fmt: skip
 
     def serves(self, state: Callable[[], TableState]) -> None:
-        """Have state dicts hold, and load, what `state` has of the table at that time."""
+        """Set the function that gives the table's state to state dicts, each time one is taken or loaded."""
         self._state = state
 
     def state_now(self) -> TableState | None:
-        """State of the table now, by the function that `serves` was given; None on meta."""
+        """Current state of the table; None on meta."""
         return None if self._state is None else self._state()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
@@ -90,7 +90,7 @@ class TableParameter(torch.nn.Module):
 
 
 def holder_of(tables: Mapping[str, torch.nn.Module]) -> torch.nn.ModuleDict:
-    """Module of tables by name; it loads tables together whose entries in a state dict name one snapshot."""
+    """Module of tables by name; tables whose entries in a state dict name one snapshot are loaded together."""
     holder = torch.nn.ModuleDict(dict(tables))
     holder.register_load_state_dict_pre_hook(_load_together)
     return holder
@@ -110,16 +110,16 @@ def step_in_backward(
     rows: MultiTableEmbedding, weight: torch.nn.Parameter, optimizer: torch.optim.Optimizer,
     options: Callable[[], Sequence[Options | None]] | None = None, *, is_kept: bool,
 ) -> Optimizer:  # fmt: skip
-    """Have the rows stepped in the backward pass, those of all tables as one.
+    """Step the rows of all tables, as one, in each backward pass.
 
     Args:
-        weight: stands for all rows. It is in no list of parameters: no other optimizer is to step the rows.
+        weight: stands for all rows; a parameter in no list of parameters, so that no other optimizer steps the rows.
         optimizer: says how; it has this weight alone.
-        options: of each table at a step, None = its rows rest; None = those of `optimizer` for all.
+        options: returns each table's options at a step, None = its rows rest; None = those of `optimizer` for all.
         is_kept: whether the rows have a path of the user's.
 
     Returns:
-        What steps the rows, as long as it is kept.
+        The stepper of the rows, which works as long as it is kept.
     """
     stand_for_rows(rows, [weight], is_kept=is_kept)
     stepping = Optimizer(optimizer, [rows], fused=True)
@@ -129,15 +129,15 @@ def step_in_backward(
 
 
 def temporary_folder(owner: object, prefix: str) -> tuple[str, Callable[[], object]]:
-    """A folder that lasts as long as its owner, and what removes it earlier."""
+    """A folder that lasts as long as its owner, and a function that removes it earlier."""
     folder = tempfile.mkdtemp(prefix=prefix)
     # Not weakref.finalize, which does nothing when a process of multiprocessing ends, and too much in a fork.
     return folder, Finalize(owner, shutil.rmtree, args=(folder,), kwargs={"ignore_errors": True}, exitpriority=0)
 
 
 def ranks_of_job() -> AnyRanks:
-    """The ranks of the default process group, with connections of their own; without a group this process alone. Every
-    rank calls it."""
+    """Ranks of the default process group, with connections of their own; this process alone if there is no group. Every
+    rank makes the call."""
     started = distributed.is_available() and distributed.is_initialized()
     group = distributed.group.WORLD if started else None
     return ALONE if group is None or group.size() == 1 else Ranks(group).again()

@@ -15,11 +15,11 @@ _JOIN_S = 10.0
 
 
 class Worker:
-    """The thread. It ends with this object, after the calls that it was given.
+    """Thread that makes calls. It ends with this object, after the calls that it was given.
 
     Args:
         name: of the thread.
-        dropped: how the warning begins of what a call of `later` raises.
+        dropped: beginning of the warning that an error in a call of `later` becomes.
     """
 
     def __init__(self, name: str, dropped: str = ""):
@@ -33,11 +33,11 @@ class Worker:
         weakref.finalize(self, self._calls.put, None)
 
     def later(self, call: Callable[[], object]) -> None:
-        """Have a call made; what it raises is a warning. May be called by the garbage collector."""
+        """Make a call on the thread; an error in it becomes a warning. The garbage collector may call this."""
         self._calls.put(call)
 
     def submit(self, call: Callable[[], _T]) -> "Future[_T]":
-        """Have a call made; its result, or what it raises, is the future's."""
+        """Make a call on the thread; the future has its result or error."""
         future: Future[_T] = Future()
         answer = functools.partial(_answer, call, future)
         if self._thread.is_alive():
@@ -47,12 +47,12 @@ class Worker:
         return future
 
     def end(self) -> None:
-        """End the thread, when it has made the calls that it was given."""
+        """End the thread once it has made its calls."""
         self.ended = True
         self._calls.put(None)
 
     def stop(self) -> None:
-        """End the thread after the call that it is in; wait for that, but not for ever."""
+        """End the thread after its current call; waits for that, but not for ever."""
         self._stopping.set()
         self.end()
         if threading.current_thread() is not self._thread:
