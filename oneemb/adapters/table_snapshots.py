@@ -55,7 +55,7 @@ def load_tables(rows: MultiTableEmbedding, snapshot: SnapshotName, tables: Seque
 
         def load() -> None:
             found = snapshots.find(snapshots.words(what), name, identity, named_by)
-            snapshots.agree(snapshots.words(what), lambda: _put(rows, found, tables))
+            snapshots.ranks.agree(snapshots.words(what), lambda: _put(rows, found, tables))
 
         snapshots.together(what, load)
 

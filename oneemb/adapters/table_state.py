@@ -373,8 +373,7 @@ class TableState:
 def _whole(state: "torch.Tensor | ShardedTensor | DTensor", rows: MultiTableEmbedding) -> torch.Tensor:
     """Whole tensor, put together of the ranks' parts."""
     if hasattr(state, "full_tensor"):
-        found: torch.Tensor = state.full_tensor()
-        return found
+        return state.full_tensor()
     if not isinstance(state, ShardedTensor):
         return state
     its = [(shard.metadata.shard_offsets, shard.tensor.detach().cpu()) for shard in state.local_shards()]
@@ -409,8 +408,7 @@ def _keys(store: EmbeddingStore, table_U: np.ndarray, id_U: np.ndarray) -> Any:
 
 def read_words(store: EmbeddingStore, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
     """Words of the rows of distinct keys, on the host: float32 [U, W]."""
-    words_UW: np.ndarray = store.loops.tensor(store.read(_keys(store, table_U, id_U))[0]).cpu().numpy()
-    return words_UW
+    return store.loops.tensor(store.read(_keys(store, table_U, id_U))[0]).cpu().numpy()
 
 
 def widths_of_state(row_optimizer: RowOptimizer, dim: int) -> list[int]:

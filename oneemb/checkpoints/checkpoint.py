@@ -1,23 +1,23 @@
-"""The whole state of a training graph in one file: written as a whole or not at all.
+"""Checkpoints: the whole state of a training graph in one file, written as a whole or not at all.
 
     file       what a graph is beside its rows (graph_state.py), and for each embedding the name and identity of a
                snapshot in its `persistent_path`
     snapshot   the embedding's rows and their optimizer state
 
-Where ranks own rows together they make every call together: the first one reads and writes the file, for all, and
-each saves and loads its rows (oneemb/checkpoints/rank_snapshots.py).
+Where ranks own rows together they make every call together: the first one reads and writes the file, for all, and each
+saves and loads its rows (rank_snapshots.py).
 
-    save       1. what is to be made is written down       4. the file is renamed to its path, in which nobody else
-               2. each snapshot is saved, by all ranks        takes part: from here on it is the checkpoint
-               3. what ranks have of their own is gathered 5. snapshots that are not to be kept go
+    save       1. the intent is written: what is to be made  4. the file is renamed to its path, by the first rank
+               2. each snapshot is saved, by all ranks          alone: from here on it is the checkpoint
+               3. each rank's own state is gathered          5. superfluous snapshots are deleted
 
 Invariants:
 - the file exists with all it names, or the file that it was to replace does, whichever rank is killed at whichever
-  point: snapshots are durable before the new file takes the place of the old one;
-- a snapshot that a file names is deleted only by a save to the same path that was told how many to keep: a copy of the
-  file may name it too, wherever the copy is;
+point: snapshots are durable before the new file takes the place of the old one;
+- a snapshot that a file names is deleted only by a save to the same path with `keep`: a copy of the file may name it
+too, wherever the copy is;
 - a checkpoint that does not fit the graph, or that names another run's snapshots, is refused before anything has
-  changed, on all ranks if on one.
+changed, on all ranks if on one.
 """
 
 import glob
@@ -72,8 +72,8 @@ class _File(State, total=False):
 
 
 def save_checkpoint(graph: CompiledGraph, train: TrainState, path: str, keep: int | None) -> int:
-    """Write a checkpoint; see `TrainGraph.save`. Returns how many snapshots of earlier ones are kept; 0 on ranks after
-    the first."""
+    """Write a checkpoint; see `TrainGraph.save`. Returns the number of earlier snapshots that are kept; 0 on ranks
+    after the first."""
     ranks, what = _ranks_of(graph), f"save {path!r}, keep={keep}"
     kept = _together(graph, ranks, "save", what, lambda: _save(graph, train, path, keep, ranks, what))
     return kept if ranks.first else 0
@@ -130,7 +130,7 @@ class GraphState:
     Args:
         graph: saved and loaded.
         train: its optimizers and counts.
-        strict: whether graph and state must have the same names, as of `TrainGraph.load`.
+        strict: whether graph and state must have the same names; see `TrainGraph.load`.
 
     Raises:
         TypeError: `strict` is no bool.
@@ -158,7 +158,7 @@ class GraphState:
         return ranks.of_first(what, lambda: to_bytes(state_of(graph, train, snapshots, others)))
 
     def load_state_dict(self, state_dict: Mapping[str, bytes]) -> LoadedKeys:
-        """Load what `state_dict` gave.
+        """Load a dict that `state_dict` gave.
 
         Returns:
             `missing_keys` and `unexpected_keys`, as `TrainGraph.load` gives them; `loaded` is the same afterwards.
@@ -187,7 +187,7 @@ def _check_strict(strict: object) -> None:
 
 
 def _state_in(state_dict: object) -> bytes:
-    """The bytes in what `GraphState.state_dict` gave."""
+    """Bytes in a dict that `GraphState.state_dict` gave."""
     content = state_dict.get("oneemb_graph") if isinstance(state_dict, Mapping) else None
     if not isinstance(content, bytes):
         given = type(state_dict).__name__
@@ -204,7 +204,7 @@ def _state_in(state_dict: object) -> bytes:
 
 
 class _Plan(NamedTuple):
-    """Files and snapshots that the first rank has found at a path, and the names of the new ones."""
+    """Files and snapshots at a path, as the first rank finds them, and the name of the new snapshots."""
 
     earlier: list[_Snapshots]
     """Snapshots of earlier saves to this path, newest first."""
@@ -223,7 +223,11 @@ def _save(graph: CompiledGraph, train: TrainState, path: str, keep: int | None, 
             raise ValueError(f"keep must be an int of at least 1, or None, got {keep!r}")
         check_between_updates(graph, train)
         changes = {name: embedding.store.changes for name, embedding in embeddings.items()}
-        return _plan(path, train.steps) if ranks.first else None, changes
+        if not ranks.first:
+            return None, changes
+        intents = glob.glob(f"{glob.escape(path)}.{'[0-9a-f]' * 8}{_SAVING}")
+        left = [intent for intent in intents if not is_held(LocalFileSystem(), intent)]
+        return _Plan(_named_by(path), left, f"{_PREFIX}{train.steps:012d}-{uuid.uuid4().hex[:8]}"), changes
 
     of_all = ranks.all_gather(what, begin)
     plan = cast(_Plan, of_all[0][0])
@@ -257,12 +261,6 @@ def _save(graph: CompiledGraph, train: TrainState, path: str, keep: int | None, 
     for snapshots in superfluous:
         _delete(embeddings, snapshots)
     return len(kept)
-
-
-def _plan(path: str, steps: int) -> _Plan:
-    intents = glob.glob(f"{glob.escape(path)}.{'[0-9a-f]' * 8}{_SAVING}")
-    left = [intent for intent in intents if not is_held(LocalFileSystem(), intent)]
-    return _Plan(_named_by(path), left, f"{_PREFIX}{steps:012d}-{uuid.uuid4().hex[:8]}")
 
 
 # ---- load -----------------------------------------------------------------------------------------------------------
@@ -322,7 +320,7 @@ def _restore(
 
 
 def _named_by(path: str) -> list[_Snapshots]:
-    """The snapshots, newest first, that saves to this path have made."""
+    """Snapshots of saves to this path, newest first."""
     if not os.path.lexists(path):
         return []
     try:
@@ -344,8 +342,8 @@ class Intent:
         {"snapshots": {embedding: {"oneemb_snapshot": name, "oneemb_identity": null}, ...}}
         in place        appended when the checkpoint is written and about to be renamed
 
-    The file is written before anything else: whatever kills the save, the next save knows what to remove. If the block
-    ends with an error, it removes what it has made itself. Of ranks the first one has the file.
+    The file is written before anything else, by the first rank: whatever kills the save, the next save knows what to
+    remove. A save that fails removes its files and snapshots itself.
     """
 
     def __init__(self, path: str, made: _Snapshots, embeddings: _Embeddings, ranks: AnyRanks, what: str):
@@ -410,7 +408,8 @@ def _temporary_of(intent: str) -> str:
 
 
 def _undo(intent: str, embeddings: _Embeddings, ranks: AnyRanks, what: str) -> None:
-    """Remove what an unfinished save has made: snapshots that no file names, its temporary file and its intent.
+    """Remove the files and snapshots of an unfinished save: snapshots that no file names, its temporary file and its
+    intent.
 
     Args:
         intent: of the first rank.
@@ -432,14 +431,14 @@ def _undo(intent: str, embeddings: _Embeddings, ranks: AnyRanks, what: str) -> N
 
 
 def _read_intent(intent: str) -> tuple[_Snapshots, bool]:
-    """The snapshots that a save would make, and whether its checkpoint was about to be renamed."""
+    """Snapshots that a save would make, and whether its checkpoint was about to be renamed."""
     try:
         with open(intent, "rb") as file:
             text = file.read().decode()
         first_line, _, rest = text.partition("\n")
         made = json.loads(first_line)["snapshots"]
-        if all(isinstance(snapshot["oneemb_snapshot"], str | None) for snapshot in made.values()):
-            names = {name: snapshot["oneemb_snapshot"] for name, snapshot in made.items()}
+        names = {name: snapshot["oneemb_snapshot"] for name, snapshot in made.items()}
+        if all(isinstance(snapshot, str | None) for snapshot in names.values()):
             snapshots: _Snapshots = {
                 name: {"oneemb_snapshot": snapshot, "oneemb_identity": None} for name, snapshot in names.items()
             }
@@ -450,8 +449,8 @@ def _read_intent(intent: str) -> tuple[_Snapshots, bool]:
 
 
 def _existing(embeddings: _Embeddings, of_saves: Sequence[_Snapshots]) -> list[list[str]]:
-    """Names of the modules whose snapshot still exists, for each save. The snapshot need not be readable; one with
-    another identity does not count."""
+    """Names of the modules whose snapshot still exists, for each save. A snapshot that cannot be read exists; one with
+    another identity does not."""
     found: list[list[str]] = [[] for _ in of_saves]
     for name, embedding in embeddings.items():
         named = [(n, snapshots[name]) for n, snapshots in enumerate(of_saves) if name in snapshots]
@@ -465,8 +464,7 @@ def _existing(embeddings: _Embeddings, of_saves: Sequence[_Snapshots]) -> list[l
 
 
 def _delete(embeddings: _Embeddings, snapshots: _Snapshots) -> None:
-    """Delete those of these snapshots that still exist; snapshots of another identity stay, and those that deltas go on
-    from."""
+    """Delete these snapshots, except those with another identity and those that deltas need."""
     for name in _existing(embeddings, [snapshots])[0]:
         with suppress(SnapshotNeededError):
             embeddings[name].delete_snapshot(str(snapshots[name]["oneemb_snapshot"]))

@@ -1,18 +1,19 @@
-"""State of a training graph beside its rows: taken from the graph, compared, restored, read.
+"""State of a training graph beside its rows: taken, compared, restored, read.
 
     state      dense parameters and buffers, optimizers, schedulers, scaler, steps, random generators, and for each
                embedding the name and identity of a snapshot
     others     where ranks own rows together: the state that each rank after the first has of its own
 
-Dense parameters and what optimizers keep of them are the same on all ranks, as DistributedDataParallel has it, and are
-there once, those of the first rank. Random generators are there of each rank, and so are buffers and extra states of
-modules where they are not those of the first.
+Dense parameters and the optimizers' state of them are the same on all ranks, as DistributedDataParallel has it: the
+state has those of the first rank. It has the random generators of each rank, and the buffers and extra states of
+modules that differ from those of the first.
 
 Invariants:
-- as many ranks as there were go on with the bits that each had. Where the number is another one, all have what the
-  first had; of random generators, each rank that was there its own, each further one those that follow from the
-  first's and its number;
-- names are those without DistributedDataParallel: what is wrapped in it loads what was not, and the other way round;
+- the same number of ranks go on with the bits that each had. With another number, all have the state of the first; of
+random generators each rank that was there has its own, and each further rank one that follows from the first's and its
+number;
+- names are those without DistributedDataParallel: a wrapped module loads the state of one that was not, and the other
+way round;
 - a state that does not fit the graph is refused before anything has changed.
 """
 
@@ -20,7 +21,7 @@ import io
 import pickle
 import random
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import IO, Any, Literal, NamedTuple, NotRequired, TypedDict, cast
 
 import numpy as np
@@ -56,7 +57,7 @@ class RandomState(TypedDict):
 
 
 class Other(TypedDict):
-    """State that a rank after the first has of its own."""
+    """Own state of a rank after the first."""
 
     random: RandomState
     tensors: dict[str, torch.Tensor]
@@ -107,10 +108,8 @@ def check_between_updates(graph: CompiledGraph, train: TrainState) -> None:
 
 
 def others_of(graph: CompiledGraph, ranks: AnyRanks, what: str) -> list[Other] | None:
-    """Own states of the ranks after the first, gathered on the first; None = no ranks own rows together.
-
-    Args:
-        what: the operation of the ranks, which make this call together.
+    """Own states of the ranks after the first, gathered on the first; None = no ranks own rows together. Every rank
+    makes the call.
 
     Raises:
         RuntimeError: parameters are sharded over ranks, so that none has them all.
@@ -134,18 +133,14 @@ def others_of(graph: CompiledGraph, ranks: AnyRanks, what: str) -> list[Other] |
 def state_of(
     graph: CompiledGraph, train: TrainState, snapshots: Mapping[str, SnapshotName], others: Sequence[Other] | None
 ) -> State:
-    """The state as it is now.
-
-    Args:
-        others: as `others_of` gives them.
-    """
+    """Current state; `others` as `others_of` gives them."""
     state: State = {
         "format": _FORMAT,
         "embeddings": dict(snapshots),
         "tensors": {name: tensor.detach() for name, tensor in tensors_of(graph).items()},
         "extra": {name: module.get_extra_state() for name, module in with_extra_state(graph).items()},
         "optimizers": [optimizer.state_dict() for optimizer in train.optimizers],
-        "optimizer_classes": [type(optimizer.optimizer).__name__ for optimizer in train.optimizers],
+        "optimizer_classes": _classes(train),
         "optimizer_names": [param_names_of(graph, optimizer) for optimizer in train.optimizers],
         "skipped": [optimizer.skipped for optimizer in train.optimizers],
         "lr_schedulers": [None if scheduler is None else scheduler.state_dict() for scheduler in train.lr_schedulers],
@@ -162,7 +157,7 @@ def state_of(
 
 
 def _own(graph: CompiledGraph, differ: set[str]) -> Other:
-    """State that this rank has of its own; `differ` names the tensors and extra states unlike the first rank's."""
+    """Own state of this rank; `differ` names the tensors and extra states unlike the first rank's."""
     buffers, modules = buffers_of(graph), with_extra_state(graph)
     own: Other = {
         "random": random_now(of_rank=True),
@@ -247,22 +242,22 @@ def check_fits(
             raise ValueError(
                 f"{where} does not fit: {name} is {saved.get(name)} there, {shapes.get(name)} in the graph"
             )
+    classes = _classes(train)
     if not strict:
-        for cls, optimizer in zip(state["optimizer_classes"], train.optimizers, strict=False):
-            if cls != type(optimizer.optimizer).__name__:
-                name = type(optimizer.optimizer).__name__
-                raise ValueError(f"{where} does not fit: the optimizer is {cls} there, {name} in the graph")
-        keys, saved_keys = _keys_of_graph(graph, train), _keys_of_state(state) - _not_taken(train, state)
+        for there, here in zip(state["optimizer_classes"], classes, strict=False):
+            if there != here:
+                raise ValueError(f"{where} does not fit: the optimizer is {there} there, {here} in the graph")
+        keys = _keys(tensors_of(graph), embeddings, own_scalers_of(graph), with_extra_state(graph), classes,
+                     train.lr_schedulers, train.scaler)  # fmt: skip
+        saved_keys = _keys(state["tensors"], state["embeddings"], state.get("own_grad_scalers", ()), state["extra"],
+                           state["optimizers"], state["lr_schedulers"], state["grad_scaler"])  # fmt: skip
+        saved_keys -= _not_taken(train, state)
         hold_nothing |= {f"{name}.weight" for name in state["embeddings"]}
         return LoadedKeys(sorted(keys - saved_keys - hold_nothing), sorted(saved_keys - keys - hold_nothing))
     expected = (
         ("embeddings", sorted(state["embeddings"]), sorted(embeddings)),
         ("modules with extra state", sorted(state["extra"]), sorted(with_extra_state(graph))),
-        (
-            "optimizers",
-            state["optimizer_classes"],
-            [type(optimizer.optimizer).__name__ for optimizer in train.optimizers],
-        ),
+        ("optimizers", state["optimizer_classes"], classes),
         (
             "the numbers of parameters in each param group",
             [_group_sizes(optimizer_state) for optimizer_state in state["optimizers"]],
@@ -294,22 +289,19 @@ def _not_taken(train: TrainState, state: State) -> set[str]:
     return keys
 
 
-def _keys_of_graph(graph: CompiledGraph, train: TrainState) -> set[str]:
-    """Names of all that a state of the graph would have."""
-    keys = {*tensors_of(graph), *named_embeddings(graph), *own_scalers_of(graph)}
-    keys |= {f"{name}._extra_state" for name in with_extra_state(graph)}
-    keys |= {f"optimizers.{n}" for n in range(len(train.optimizers))}
-    keys |= {f"lr_schedulers.{n}" for n, scheduler in enumerate(train.lr_schedulers) if scheduler is not None}
-    return keys | ({"grad_scaler"} if train.scaler is not None else set())
+def _classes(train: TrainState) -> list[str]:
+    return [type(optimizer.optimizer).__name__ for optimizer in train.optimizers]
 
 
-def _keys_of_state(state: State) -> set[str]:
-    """Names of all that a state has."""
-    keys = {*state["tensors"], *state["embeddings"], *state.get("own_grad_scalers", ())}
-    keys |= {f"{name}._extra_state" for name in state["extra"]}
-    keys |= {f"optimizers.{n}" for n in range(len(state["optimizers"]))}
-    keys |= {f"lr_schedulers.{n}" for n, its in enumerate(state["lr_schedulers"]) if its is not None}
-    return keys | ({"grad_scaler"} if state["grad_scaler"] is not None else set())
+def _keys(
+    tensors: Iterable[str], embeddings: Iterable[str], own_scalers: Iterable[str], extra: Iterable[str],
+    optimizers: Sequence[object], lr_schedulers: Sequence[object], scaler: object,
+) -> set[str]:  # fmt: skip
+    """Names of all parts of a state."""
+    keys = {*tensors, *embeddings, *own_scalers, *(f"{name}._extra_state" for name in extra)}
+    keys |= {f"optimizers.{n}" for n in range(len(optimizers))}
+    keys |= {f"lr_schedulers.{n}" for n, scheduler in enumerate(lr_schedulers) if scheduler is not None}
+    return keys | ({"grad_scaler"} if scaler is not None else set())
 
 
 def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -324,7 +316,7 @@ def _group_sizes(state: dict[str, Any]) -> list[int]:
 
 
 def restore_dense(graph: CompiledGraph, train: TrainState, state: State, ranks: AnyRanks) -> None:
-    """Restore everything but rows, as it is for this rank. What graph and state both have must fit."""
+    """Restore everything but rows, for this rank. What graph and state both have must fit."""
     others = state.get("others", [])
     saved_tensors, saved_extra = state["tensors"], state["extra"]
     if ranks.rank > 0 and ranks.size == 1 + len(others):
@@ -383,15 +375,15 @@ def _state_for(graph: CompiledGraph, optimizer: Optimizer, state: State, n: int)
 
 
 def load_state(file: str | IO[bytes], where: str, *, mmap: bool = False) -> State:
-    """The state that a file holds.
+    """State in a file.
 
     Args:
         file: its path, or the file, open for reading.
-        where: what it is, in errors.
+        where: name of the file in errors.
         mmap: leave tensors in the file, unread, and its checksums alone. A path is needed.
 
     Raises:
-        ValueError: it holds none, or is damaged.
+        ValueError: the file holds no state, or is damaged.
     """
     state = load_bytes(file, where, mmap=mmap)
     if not isinstance(state, dict) or not {"format", "embeddings", "tensors"} <= state.keys():
@@ -403,7 +395,7 @@ _SEED_DIGITS = 8  # NumPy takes 32 bits
 
 
 def random_now(*, of_rank: bool) -> RandomState:
-    """States as they are now; `of_rank` = of GPUs, that of this rank alone."""
+    """Current states; `of_rank` = of GPUs, that of this rank alone."""
     cuda: list[torch.Tensor] = []
     if torch.cuda.is_available():
         # A rank that asked for those of all GPUs would take memory on each.
@@ -417,13 +409,13 @@ def random_now(*, of_rank: bool) -> RandomState:
 
 
 def _of_numpy(state: Any) -> list[Any]:
-    """The state of a generator of NumPy, its keys in an array, as a file can hold it."""
+    """State of a NumPy generator, with its keys in a tensor, as a file can hold it."""
     name, keys, *rest = state
     return [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest]
 
 
 def restore_random(saved: Sequence[RandomState], ranks: AnyRanks) -> None:
-    """Set the generators, with those that were saved of each rank."""
+    """Set the generators, from the states that each rank has saved."""
     mine = saved[ranks.rank] if ranks.rank < len(saved) else _random_of_further(saved, ranks.rank)
     torch.set_rng_state(mine["torch"])
     if ranks.alone and torch.cuda.is_available() and len(mine["cuda"]) == torch.cuda.device_count():
@@ -436,8 +428,8 @@ def restore_random(saved: Sequence[RandomState], ranks: AnyRanks) -> None:
 
 
 def _random_of_further(saved: Sequence[RandomState], rank: int) -> RandomState:
-    """For a rank that was not there: generators that were the same on all ranks are the same here, since what they draw
-    is meant to be; others follow from those of the first and this rank's number."""
+    """States for a rank that was not there. Generators that were the same on all ranks are the same here, since what
+    they draw is meant to be; others follow from those of the first rank and this rank's number."""
 
     def state(kind: Literal["torch", "cuda", "python", "numpy"]) -> Any:
         hashes = [hash_of(its[kind]) for its in saved]

@@ -1,7 +1,7 @@
 """Entry of a state dict for an embedding's rows: name and identity of a snapshot, as a tensor.
 
 It is a tensor because tools that save and map state dicts (safetensors, trainers, `{k: v.clone() ...}`) take tensors
-only. It is of one length, so that it fits into the place of another.
+only. All such tensors have one length, so that one fits into the place of another.
 """
 
 import json
@@ -14,7 +14,7 @@ _BYTES = 1024
 
 
 class SnapshotName(TypedDict):
-    """The snapshot that has the rows."""
+    """Snapshot that has the rows."""
 
     oneemb_snapshot: str | None
     """None = there are no rows."""
@@ -33,7 +33,7 @@ def decode(state: torch.Tensor) -> SnapshotName:
     """Decode a tensor of `encode`.
 
     Raises:
-        ValueError: the tensor is none of its, or its values have been changed.
+        ValueError: the tensor is no such tensor, or its values have been changed.
     """
     try:
         # A copy of the model in another dtype may hold the same bytes as floats.
@@ -49,13 +49,13 @@ def decode(state: torch.Tensor) -> SnapshotName:
 
 
 def snapshot_name(state: torch.Tensor) -> str | None:
-    """The snapshot that an embedding's entry of a state dict names, None where there were no rows.
+    """Name of the snapshot in an embedding's entry of a state dict; None = there were no rows.
 
     Args:
         state: `model.state_dict()[f"{name}._extra_state"]`, uint8 [1024].
 
     Raises:
-        ValueError: it names none.
+        ValueError: the entry names no snapshot.
 
     Example:
         >>> import tempfile, torch, oneemb

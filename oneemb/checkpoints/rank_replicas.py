@@ -24,18 +24,18 @@ class RankReplicas:
 
     Args:
         store: of this rank.
-        ranks: who own the rows with it.
+        ranks: that own the rows with it.
     """
 
     def __init__(self, store: EmbeddingStore, ranks: AnyRanks):
         self._store, self._ranks = store, ranks
 
     def check(self, what: str, snapshot: PartedSnapshot, rows: int) -> Keys | None:
-        """The keys of replicated tables that this rank owns in a snapshot, once all ranks have found that there is room
-        for those of all; None if there are no such tables.
+        """Keys of replicated tables that this rank owns in a snapshot; None = no such tables. Raises on all ranks if
+        one has no room for the rows of all.
 
         Args:
-            rows: how many rows of the snapshot this rank owns.
+            rows: number of the snapshot's rows that this rank owns.
         """
         replicas = self._store.replicas
         if not replicas:
@@ -54,7 +54,7 @@ class RankReplicas:
         return found[0]
 
     def spread(self, what: str, own: Keys, put: Callable[[np.ndarray, np.ndarray, np.ndarray], None]) -> None:
-        """Let the others `put` rows of replicated tables that this rank owns, and put theirs."""
+        """Send this rank's own rows of replicated tables to the others, and `put` theirs."""
         store, (table_N, id_N) = self._store, own
         batch = max(1, min(_SPREAD_BYTES // store.format.row_bytes // self._ranks.size, _SPREAD_ROWS))
 
@@ -73,10 +73,8 @@ class RankReplicas:
             spread(slice(begin, begin + batch))
 
     def even_out(self, what: str) -> None:
-        """Let every rank have each row of replicated tables as its owner has it. To be called by `together`.
-
-        Those who watch the rows are told. Where it fails, every rank has no rows any more, and says so.
-        """
+        """Give every rank the owner's version of each row of replicated tables, and report changes to watchers. Called
+        by `together`. If it fails, every rank loses its rows, and says so."""
         store = self._store
         if not store.replicas:
             return
@@ -97,7 +95,7 @@ class RankReplicas:
             raise
 
     def bring_new(self, what: str) -> None:
-        """Let the owners of rows of replicated tables have those that lookups of other ranks have begun."""
+        """Send rows of replicated tables that lookups here have initialized to their owners."""
         store = self._store
         if self._ranks.alone or not store.replicas:
             return

@@ -1,21 +1,23 @@
-"""The snapshots of an embedding: of its ranks, and of whoever had other ranks in the same folders before.
+"""Snapshots of an embedding: of its ranks, and of earlier jobs with other ranks in the same folders.
 
-Each rank saves its own part (storage/snapshots/snapshot_parts.py says when parts are a snapshot) and loads what it owns
-of the parts of any number of ranks. With ranks, every call is made by all of them; where one fails, all raise.
+Each rank saves its own part (storage/snapshots/snapshot_parts.py says when parts are a snapshot) and loads the rows
+that it owns from the parts of any number of ranks. With ranks, every call is made by all of them; where one fails, all
+raise.
 
-    save       1. what killed saves have left goes       4. all wait for each other, twice: the snapshot is announced
+    save       1. remains of killed saves are removed    4. all wait for each other, twice: the snapshot is announced
                2. the part is marked as unfinished          when none is marked any more
-               3. it is saved, durably                   5. those that it replaces go
+               3. it is saved, durably                   5. the snapshots that it replaces are removed
 
 A part has the rows that the rank owns, those of replicated tables too: a snapshot holds each row once. A rank that has
-loaded what it owns gives all others copies of its rows of replicated tables.
+loaded its rows gives all others copies of its rows of replicated tables.
 
 Invariants, whichever rank is killed at whichever point:
 - the snapshot that was announced last can be loaded, and the one being saved is whole or not there;
-- what is left of the latter goes with the next save;
+- the next save removes what is left of the latter;
 - a load that does not fit is refused on all ranks before any rank has changed a row.
 """
 
+import functools
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -46,7 +48,7 @@ T = TypeVar("T")
 
 
 class Loaded(NamedTuple):
-    """A snapshot that has been loaded."""
+    """Snapshot that has been loaded."""
 
     info: SnapshotInfo
     as_saved: bool
@@ -61,13 +63,13 @@ class RankSnapshots:
         store: of this rank.
         paths: the folders that the user has given.
         folders: of each rank, the folder of its table.
-        ranks: who own the rows with it.
+        ranks: that own the rows with it.
     """
 
     def __init__(self, name: str, store: EmbeddingStore, paths: Sequence[str], folders: Sequence[str], ranks: AnyRanks):
         self._name, self._store, self._paths = name, store, list(paths)
         self._folders = list(folders)
-        self._ranks = ranks
+        self.ranks = ranks
         self._rank, self._size = ranks.rank, ranks.size
         self._own = self._folders[self._rank]
         self._fs = LocalFileSystem()
@@ -78,15 +80,12 @@ class RankSnapshots:
         """Whether the folders stay; they do not where a module that has made them takes them away."""
 
     def together(self, what: str, call: Callable[[], T]) -> T:
-        """Run `call` between two steps, on all ranks; returns what it gives. Its first exchange must say the same.
-
-        Raises:
-            What `call` raises, here or on another rank.
-        """
-        return together(self._ranks, [self._store], what.partition(" ")[0], self.words(what), call)
+        """Run `call` between two steps, on all ranks, and return its result. Its first exchange must have the same
+        `what`."""
+        return together(self.ranks, [self._store], what.partition(" ")[0], self.words(what), call)
 
     def words(self, what: str) -> str:
-        """Name of an operation, as exchanges have it."""
+        """Name of an operation in exchanges."""
         return f"{self._part_of}{what} of embedding {self._name!r}"
 
     @contextmanager
@@ -101,13 +100,14 @@ class RankSnapshots:
     # ---- what there is ----------------------------------------------------------------------------------------------
 
     def seen(self) -> list[str]:
-        """The names of the snapshots that this rank sees, oldest first. Not for all ranks together: for a warning."""
+        """Names of the snapshots that this rank sees, oldest first; for a warning, since ranks may see different
+        ones."""
         if self._is_alone():
             return self._store.snapshots.names()
         return [one.name for one in find_parts(folders_at([*self._paths, *self._folders]), self._fs).snapshots()]
 
     def names(self) -> list[str]:
-        """The names of the snapshots, oldest first: the same on all ranks."""
+        """Names of the snapshots, oldest first: the same on all ranks."""
         if self._is_alone():
             return self._store.snapshots.names()
         found = self._look()
@@ -117,7 +117,7 @@ class RankSnapshots:
         return self.together("list snapshots", lambda: self._find(self.words("list snapshots")))
 
     def find(self, what: str, name: str, identity: str | None, named_by: str) -> PartedSnapshot:
-        """The snapshot of this name; raises as `FoundParts.get`."""
+        """Snapshot of this name; raises as `FoundParts.get`."""
         return self._find(what).get(name, identity, named_by)
 
     def _find(self, what: str, check: Callable[[], object] = lambda: None) -> FoundParts:
@@ -130,26 +130,17 @@ class RankSnapshots:
                 folders += [folder for folder in folders_at(self._paths) if folder not in self._folders]
             return find_parts(folders, self._fs)
 
-        return FoundParts.together(self.all_gather(what, look))
+        return FoundParts.together(self.ranks.all_gather(what, look))
 
     def _is_alone(self) -> bool:
         """Whether the embedding has all rows, and ranks have left nothing beside its table."""
-        return self._ranks.alone and not any(folder != self._own for folder in folders_at([self._own]))
-
-    # ---- exchanges --------------------------------------------------------------------------------------------------
-
-    def agree(self, what: str, check: Callable[[], object] = lambda: None) -> None:
-        """Call `Ranks.agree`."""
-        self._ranks.agree(what, check)
-
-    def all_gather(self, what: str, make: Callable[[], T]) -> list[T]:
-        """Call `Ranks.all_gather`."""
-        return self._ranks.all_gather(what, make)
+        return self.ranks.alone and not any(folder != self._own for folder in folders_at([self._own]))
 
     def of_all(self, what: str, mine: T) -> list[T]:
         """All-gather `mine`."""
         words = self.words(what)
-        return read_together(self._ranks, [self._store], what, words, lambda: self.all_gather(words, lambda: mine))
+        gather = functools.partial(self.ranks.all_gather, words, lambda: mine)
+        return read_together(self.ranks, [self._store], what, words, gather)
 
     # ---- save -------------------------------------------------------------------------------------------------------
 
@@ -176,7 +167,7 @@ class RankSnapshots:
         keep_evicted: bool = False,
     ) -> str:  # fmt: skip
         what = self.words(its)
-        identity = self.all_gather(what, lambda: uuid.uuid4().hex)[0]
+        identity = self.ranks.all_gather(what, lambda: uuid.uuid4().hex)[0]
         table_name = ""
 
         def check() -> None:
@@ -190,10 +181,10 @@ class RankSnapshots:
             raise SnapshotExistsError.named(name, f"in {', '.join(former)}")
         found.check_no_deltas(name, "replaced")
         if since is not None:
-            parents = set(self.all_gather(what, lambda: self._store.snapshots.check_since(since, keep_evicted)))
+            parents = set(self.ranks.all_gather(what, lambda: self._store.snapshots.check_since(since, keep_evicted)))
             if len(parents) > 1:
                 raise StorageError(f"ranks know different snapshots {since!r}; save a whole one")
-        self.agree(what, lambda: self._sweep(found))
+        self.ranks.agree(what, lambda: self._sweep(found))
         self.replicas.bring_new(what)
         part, parts = NewPart(name, identity, found.next_sequence), NewParts(identity, self._size, self._fs)
 
@@ -203,14 +194,14 @@ class RankSnapshots:
             snapshots.save(table_name, description, part=part, since=since, keep_evicted=keep_evicted)
 
         try:
-            self.agree(what, save)
+            self.ranks.agree(what, save)
         except BaseException:
             parts.take_back()
             raise
         # Who comes here knows that all parts are there; who goes on from here, that no rank takes its own back, as one
         # does that has not heard of all because another died. So no part loses its mark while others may be missing.
-        self.agree(f"{what}: all parts are there")
-        self.agree(what, parts.finish)
+        self.ranks.agree(f"{what}: all parts are there")
+        self.ranks.agree(what, parts.finish)
         if former:
             with suppress(StorageError, RankError):  # The new one counts: the next save tries again.
                 for snapshots in to_remove(found, name):
@@ -218,8 +209,8 @@ class RankSnapshots:
         return identity
 
     def _sweep(self, found: FoundParts) -> None:
-        """Remove what killed saves have left: each rank in its own folder, the first one in those of no rank, which
-        may hold what killed jobs with other ranks have left."""
+        """Remove what killed saves have left: each rank in its own folder, the first one in folders of no rank, where
+        killed jobs with other ranks may have left something."""
         sweep_folder(self._own, found, self._store.snapshots.delete, self._fs)
         if self._rank == 0:
             left = {part.folder for part in found.leftovers()}
@@ -241,7 +232,7 @@ class RankSnapshots:
         what = self.words(f"delete_snapshot {name!r}")
         found = self._find(what, self._store.build)
         found.check_no_deltas(name, "deleted")
-        self.agree(what, lambda: self._sweep(found))  # What killed saves have left goes on from nothing.
+        self.ranks.agree(what, lambda: self._sweep(found))  # What killed saves have left goes on from nothing.
         for snapshots in to_remove(found, name):
             self._remove(what, snapshots)
 
@@ -253,14 +244,14 @@ class RankSnapshots:
         ]  # fmt: skip
         removal = self._opened(what, mine)
         with removal:
-            self.agree(what, removal.mark)
-            self.agree(what, removal.remove)
-            self.agree(what, removal.unmark)
+            self.ranks.agree(what, removal.mark)
+            self.ranks.agree(what, removal.remove)
+            self.ranks.agree(what, removal.unmark)
 
     def _opened(self, what: str, snapshots: Sequence[Any]) -> PartRemoval:
         opened: list[PartRemoval] = []
         try:
-            self.agree(
+            self.ranks.agree(
                 what, lambda: opened.append(PartRemoval(snapshots, {self._own: self._store.snapshots.delete}, self._fs))
             )
         except BaseException:
@@ -272,22 +263,19 @@ class RankSnapshots:
     # ---- export -----------------------------------------------------------------------------------------------------
 
     def export(self, name: str, check: Callable[[], object], export: Callable[[list[str], str], int]) -> int:
-        """Let `export(folders, name)` read the rows as they are now, from a snapshot that is gone afterwards.
+        """Result of `export(folders, name)` on the first rank, which reads the current rows from a temporary snapshot.
 
         Args:
             name: of the snapshot; that of the first rank is used.
-            check: raises if it need not begin.
-
-        Returns:
-            What it gives on the first rank.
+            check: raises if the export need not begin.
         """
 
         def run() -> int:
             what = self.words("export_rows")
-            shared = self.all_gather(what, lambda: (check(), name))[0][1]
+            shared = self.ranks.all_gather(what, lambda: (check(), name))[0][1]
             self._save("export_rows", shared, {}, overwrite=False)
             try:
-                return self.all_gather(what, lambda: export(self._folders, shared))[0]
+                return self.ranks.all_gather(what, lambda: export(self._folders, shared))[0]
             finally:
                 self._delete(shared)
 
@@ -296,11 +284,8 @@ class RankSnapshots:
     # ---- load -------------------------------------------------------------------------------------------------------
 
     def check_fits(self, name: str, check: Callable[[SnapshotInfo], object]) -> None:
-        """Raise StorageError unless there is a snapshot of this name that fits.
-
-        Args:
-            check: raises unless a snapshot of this kind fits the embedding.
-        """
+        """Raise StorageError unless there is a snapshot of this name that fits; `check` raises unless its kind fits the
+        embedding."""
         if self._is_alone():
             check(self._store.snapshots.info(name))
             self._store.snapshots.check_fits(name)
@@ -309,7 +294,7 @@ class RankSnapshots:
         def look() -> None:
             what = self.words(f"check_fits {name!r}")
             snapshot = self.find(what, name, None, "")
-            self.agree(what, lambda: check(snapshot.info))
+            self.ranks.agree(what, lambda: check(snapshot.info))
             self._open(what, snapshot, weights_only=False, read=False)
 
         self.together(f"check_fits {name!r}", look)
@@ -325,8 +310,7 @@ class RankSnapshots:
         return [_is_there(check, name, identity) for name, identity in named]
 
     def check_named(self, name: str, identity: str | None, named_by: str) -> None:
-        """Raise unless the snapshot of this name is there and is the one that is meant; see
-        `StoreSnapshots.check`."""
+        """Raise unless the snapshot of this name is there and has this identity; see `StoreSnapshots.check`."""
         if self._is_alone():
             self._store.snapshots.check(name, identity, named_by)
         else:
@@ -334,18 +318,15 @@ class RankSnapshots:
             self.together(what, lambda: self.find(self.words(what), name, identity, named_by))
 
     def load(self, name: str, *, weights_only: bool, check: Callable[[SnapshotInfo], object]) -> Loaded:
-        """Load a snapshot; see `TableEmbedding.load_snapshot`. To be called by `together`.
-
-        Args:
-            check: raises unless a snapshot of this kind fits the embedding.
-        """
+        """Load a snapshot; see `TableEmbedding.load_snapshot`. Called by `together`; `check` raises unless the
+        snapshot's kind fits the embedding."""
         if self._is_alone():
             info = self._store.snapshots.info(name)
             check(info)
             return Loaded(info, self._store.snapshots.load(name, weights_only=weights_only))
         what = self.words(f"load_snapshot {name!r}")
         snapshot = self.find(what, name, None, "")
-        self.agree(what, lambda: check(snapshot.info))
+        self.ranks.agree(what, lambda: check(snapshot.info))
         info, owned, replicated = self._open(what, snapshot, weights_only=weights_only, read=True)
         as_saved = False
 
@@ -354,11 +335,11 @@ class RankSnapshots:
             as_saved = self._store.snapshots.load_rows(info, owned, weights_only=weights_only, replicated=replicated)
 
         try:
-            self.agree(what, load)
+            self.ranks.agree(what, load)
             if replicated is not None:
                 self.replicas.spread(what, replicated, self._store.replicas.put)
         except BaseException as error:
-            if not self._ranks.alone:  # Some ranks have the rows of the snapshot, others have not.
+            if not self.ranks.alone:  # Some ranks have the rows of the snapshot, others have not.
                 self._store.turns.cut_short(error)
             raise
         finally:
@@ -367,7 +348,7 @@ class RankSnapshots:
         return Loaded(snapshot.info, as_saved)
 
     def _open(self, what: str, snapshot: PartedSnapshot, *, weights_only: bool, read: bool) -> "_Opened":
-        """Rows that this rank is to load. Returns after all ranks have found that theirs fit."""
+        """Rows that this rank is to load, once all ranks have found that theirs fit."""
         own = snapshot.part_in(self._own, self._rank, self._size)
         owned: OwnedRows | None = None
 
@@ -379,7 +360,7 @@ class RankSnapshots:
 
         info = snapshot.info if own is None else own.info
         try:
-            self.agree(what, check)
+            self.ranks.agree(what, check)
             replicated = self.replicas.check(what, snapshot, rows_of(info) if owned is None else len(owned))
         except BaseException:
             if owned is not None:
@@ -399,7 +380,7 @@ class _Opened(NamedTuple):
 
 
 def _is_there(check: Callable[[str, str | None, str], object], name: str, identity: str | None) -> bool:
-    """Whether a snapshot exists, as `check` says, which raises without it."""
+    """Whether a snapshot exists, for which `check` does not raise."""
     try:
         check(name, identity, "a checkpoint")
     except (SnapshotNotFoundError, OtherSnapshotError, ValueError):

@@ -22,7 +22,7 @@ def to_bytes(state: object) -> bytes:
 
 
 def load_bytes(file: str | IO[bytes], where: str, *, mmap: bool = False) -> Any:
-    """State that `to_bytes` was given; arguments and errors as of `load_state`."""
+    """State of `to_bytes`; arguments and errors as of `load_state`."""
     try:
         if not mmap:  # torch does not look at the checksums of what it reads.
             with zipfile.ZipFile(file) as archive:

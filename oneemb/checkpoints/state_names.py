@@ -1,4 +1,4 @@
-"""Parts of a graph by the names that states give them: those without DistributedDataParallel."""
+"""Parts of a graph by their names in states: those without DistributedDataParallel."""
 
 from collections.abc import Callable
 
@@ -12,13 +12,13 @@ from oneemb.training.row_step import embedding_of
 
 
 def named_embeddings(graph: CompiledGraph) -> dict[str, TableEmbedding]:
-    """The graph's embeddings by the names that states give them."""
+    """Embeddings of the graph by their names in states."""
     plain = _plain_names(graph)
     return {plain(name): embedding for name, embedding in embeddings_of(graph).items()}
 
 
 def _plain_names(graph: torch.nn.Module) -> Callable[[str], str]:
-    """Gives names as they are without DistributedDataParallel, which puts `.module` behind that of what it wraps."""
+    """Function that removes the `.module` of DistributedDataParallel from names."""
     wrapped = [name for name, module in graph.named_modules() if isinstance(module, DistributedDataParallel)]
     wrapped.sort(key=len, reverse=True)  # What is within others comes first: it begins with their names.
 
@@ -65,7 +65,7 @@ def own_scalers_of(graph: torch.nn.Module) -> dict[str, torch.amp.GradScaler]:
 
 
 def with_extra_state(graph: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The modules that have extra state, embeddings left out."""
+    """Modules that have extra state, embeddings left out."""
     plain = _plain_names(graph)
     of_modules = torch.nn.Module.get_extra_state
     return {

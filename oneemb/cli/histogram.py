@@ -65,8 +65,7 @@ def _is_decayed(rule: Any) -> bool:
 def _norms(saved: "SnapshotRows", row_NW: np.ndarray) -> np.ndarray:
     from oneemb.rows.values import weights_of
 
-    norm_N: np.ndarray = np.sqrt(np.square(weights_of(saved.format, row_NW).astype(np.float64)).sum(1))
-    return norm_N
+    return np.sqrt(np.square(weights_of(saved.format, row_NW).astype(np.float64)).sum(1))
 
 
 def _histogram(numbers: np.ndarray) -> dict[str, Sequence[float]]:

@@ -56,14 +56,14 @@ class BatchedDynamicEmbeddingTablesV2(torch.nn.Module):
         table_options: of each table; `dim`, `embedding_dtype`, `dist_type` and `external_storage` are those of all.
         table_names: None = t_0, t_1 and so on.
         feature_table_map: the table of each feature; None = feature f is looked up in table f.
-        pooling_mode: what a bag gives.
-        output_dtype: of what a lookup gives.
+        pooling_mode: of bags.
+        output_dtype: of results.
         device: where lookups run; None = the current GPU, or the CPU where there is none.
         optimizer, learning_rate, eps, initial_accumulator_value, momentum, weight_decay, weight_decay_mode, eta, beta1,
             beta2: FBGEMM's.
         use_index_dedup, prefetch_pipeline, enforce_hbm, bounds_check_mode, stochastic_rounding: have no effect.
         gradient_clipping, max_gradient, max_norm, counter_based_regularization, cowclip_regularization: are refused
-            where they change what is computed.
+            where they change results.
         tables: those of a module that is sharded; None = new ones.
 
     Raises:
@@ -182,7 +182,7 @@ class BatchedDynamicEmbeddingTablesV2(torch.nn.Module):
             [B, sum of the widths of features], or of NONE, [N, D].
 
         Raises:
-            ValueError: offsets are not as many for each feature; or an argument is to be left out.
+            ValueError: features have different numbers of bags; or an argument is to be left out.
         """
         if feature_requires_grad is not None or batch_size_per_feature_per_rank is not None:
             raise ValueError("feature_requires_grad and batch_size_per_feature_per_rank are not supported")
@@ -206,16 +206,16 @@ class BatchedDynamicEmbeddingTablesV2(torch.nn.Module):
         return found.to(self.output_dtype)
 
     def prefetch(self, indices: torch.Tensor, offsets: torch.Tensor, **_: Any) -> None:
-        """Does nothing: a pipeline sends keys ahead by itself."""
+        """No effect: a pipeline sends keys ahead by itself."""
 
     def flush(self) -> None:
-        """Does nothing: what reads rows finds those in caches too."""
+        """No effect: reads of rows find those in caches too."""
 
     def reset_cache_states(self) -> None:
-        """Does nothing; see `flush`."""
+        """No effect; see `flush`."""
 
     def set_record_cache_metrics(self, record: bool) -> None:
-        """Does nothing: `rows.stats()` has them at any time."""
+        """No effect: `rows.stats()` has the metrics at any time."""
 
     @property
     def cache(self) -> None:
@@ -231,12 +231,12 @@ class BatchedDynamicEmbeddingTablesV2(torch.nn.Module):
 
     @property
     def tables(self) -> Storage:
-        """Their rows."""
+        """Rows of the tables."""
         return self._storage
 
     @property
     def dynamic(self) -> DynamicTables:
-        """The tables that make the calls below."""
+        """Tables with dynamicemb's operations."""
         return self._dynamic
 
     @property
@@ -253,23 +253,22 @@ class BatchedDynamicEmbeddingTablesV2(torch.nn.Module):
         return [torch.empty(1, 1, dtype=self.rows.dtype, device=self.rows.weights[0].device) for _ in self.table_names]
 
     def set_score(self, named_score: dict[str, int]) -> None:
-        """Say what scores lookups from now on give the rows of tables of CUSTOMIZED, by name.
+        """Set the scores that lookups from now on give the rows of tables of CUSTOMIZED, by name.
 
         Raises:
-            TypeError, ValueError: a table is none of these, or a score is not above 0.
+            TypeError, ValueError: a table is not of CUSTOMIZED, or a score is not above 0.
         """
         self._dynamic.set_score(named_score)
 
     def get_score(self) -> dict[str, int]:
-        """By table, what `incremental_dump` takes later for what changes from now on."""
+        """Score by table, for a later `incremental_dump` of the rows changed from now on."""
         return self._dynamic.get_score()
 
     def incremental_dump(
         self, named_thresholds: dict[str, int], pg: "distributed.ProcessGroup | None" = None
     ) -> tuple[dict[str, tuple[torch.Tensor, torch.Tensor]], dict[str, int]]:
-        """Rows whose score, or time of last use, is not below a threshold, by table: ids and weights; and what to give
-        next time. With `pg` those of all ranks, on each; every rank makes the call.
-        """
+        """Rows whose score, or time of last use, is not below a threshold, by table: ids and weights; and the
+        thresholds for the next call. With `pg` those of all ranks, on each; every rank makes the call."""
         unknown = [name for name in named_thresholds if name not in self.table_names]
         if unknown:
             warnings.warn(f"there are no tables {unknown}, there are {self.table_names}", stacklevel=2)
@@ -301,7 +300,7 @@ class BatchedDynamicEmbeddingTablesV2(torch.nn.Module):
         self, save_dir: str, optim: bool = False, counter: bool = False, table_names: list[str] | None = None,
         pg: "distributed.ProcessGroup | None" = None,
     ) -> None:  # fmt: skip
-        """Bring in the rows of dumps; see `DynamicEmbLoad`."""
+        """Load the rows of dumps; see `DynamicEmbLoad`."""
         names = [name for name in self.table_names if table_names is None or name in table_names]
         files = TableDumps(self._dynamic)
         dumps = files.check_load(save_dir, names, optim=optim, counter=counter)

@@ -32,30 +32,22 @@ def _suffix_of(items: dict[str, str], item: str) -> str:
 
 
 def encode_meta_json_file_path(root_path: str, table_name: str) -> str:
-    """The path of the options of a table and its optimizer."""
+    """Path of the options of a table and its optimizer."""
     return os.path.join(root_path, f"{table_name}_{META}")
 
 
 def encode_checkpoint_file_path(root_path: str, table_name: str, rank: int, world_size: int, item: str) -> str:
-    """The path of one rank's keys, values, scores or opt_values.
-
-    Raises:
-        ValueError: `item` is none of these.
-    """
+    """Path of one rank's keys, values, scores or opt_values; ValueError if `item` is none of these."""
     return _encoded(root_path, table_name, rank, world_size, _suffix_of(_ITEMS, item))
 
 
 def encode_counter_checkpoint_file_path(root_path: str, table_name: str, rank: int, world_size: int, item: str) -> str:
-    """The path of the keys, or frequencies, of one rank's ids without a row.
-
-    Raises:
-        ValueError: `item` is neither.
-    """
+    """Path of the keys, or frequencies, of one rank's ids without a row; ValueError if `item` is neither."""
     return _encoded(root_path, table_name, rank, world_size, _suffix_of(_COUNTER_ITEMS, item))
 
 
 def find_files(root_path: str, table_name: str, suffix: str) -> tuple[list[str], int]:
-    """The files of all ranks, in the order of their ranks, and how many there are.
+    """Files of all ranks, in the order of their ranks, and their number.
 
     Args:
         suffix: emb_keys, emb_values, emb_scores, opt_values, counter_keys or counter_frequencies.
@@ -78,7 +70,7 @@ def find_files(root_path: str, table_name: str, suffix: str) -> tuple[list[str],
 
 
 class LoadingFiles(NamedTuple):
-    """The files that a rank reads; a list is empty where the dump has none such."""
+    """Files that a rank reads; a list is empty where the dump has none such."""
 
     keys: list[str]
     values: list[str]

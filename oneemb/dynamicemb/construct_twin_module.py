@@ -53,17 +53,16 @@ class ConstructTwinModule:
     """Makes both models, of tables t_0, t_1 and so on with features f_0, f_1 and so on. Every rank makes the calls.
 
     Args:
-        table_num, dims, num_embeddings: how many tables there are, their widths, and the rows that they begin with.
-        pooling_mode: TorchRec's PoolingType, of pooled ones.
+        table_num, dims, num_embeddings: number of tables, their widths, and their first rows.
+        pooling_mode: TorchRec's PoolingType, of pooled tables.
         is_pooled: whether they are EmbeddingBagCollections.
-        multi_hot_sizes: have no effect.
         batch_size: rows that are copied at a time.
         output_dtype, optimizer_kwargs: FBGEMM's options; "optimizer" is a value of EmbOptimType.
         fwd_a2a_precision, bwd_a2a_precision: of rows and gradients between ranks.
         use_index_dedup: as of `DynamicEmbeddingCollectionSharder`.
         init_fn: fills the rows.
-        rank, world_size: have no effect: they are the process group's.
         scale_factor: for how many times as many rows dynamic tables have room.
+        multi_hot_sizes, rank, world_size: have no effect.
     """
 
     def __init__(
@@ -156,7 +155,7 @@ class ConstructTwinModule:
         return DistributedModelParallel(module=module, device=self._device, sharders=[sharder], plan=plan)
 
     def _rows_of(self, ids_F: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The weights that TorchRec's tables have for these ids of each, float32 [N, D], on the CPU."""
+        """Weights that TorchRec's tables have for these ids of each, float32 [N, D], on the CPU."""
         # Bags of one id: pooled tables give rows, too. All features have as many; those beyond are of id 0.
         samples = max(len(ids) for ids in ids_F)
         values = torch.cat([torch.nn.functional.pad(ids, (0, samples - len(ids))) for ids in ids_F])

@@ -4,6 +4,7 @@ A dump has a folder for each collection, named by the collection's path in the m
 each table has files of its own. Both the layout of today's dynamicemb and its first layout are read and written.
 """
 
+import functools
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -38,8 +39,7 @@ TableNames = Mapping[str, Sequence[str]]
 
 
 def find_sharded_modules(module: torch.nn.Module, path: str = "") -> list[tuple[str, str, torch.nn.Module]]:
-    """The sharded collections of a model: the path of each, which begins with `path` and "model"; its last name; and
-    itself."""
+    """Sharded collections of a model: path, which begins with `path` and "model", last name, and module."""
     found, pending = [], [(module, f"{path}model", "model")]
     while pending:
         current, its_path, name = pending.pop()
@@ -56,10 +56,9 @@ def find_sharded_modules(module: torch.nn.Module, path: str = "") -> list[tuple[
 def check_emb_collection_modules(
     module: torch.nn.Module, ret_list: list[torch.nn.Module], visited: set[int] | None = None
 ) -> list[torch.nn.Module]:
-    """Add the sharded collections of a model to a list, each once, and give the list.
+    """Add the sharded collections of a model to `ret_list`, each once, and return it.
 
     Args:
-        ret_list: is added to.
         visited: ids of modules that are passed over; those that were looked at are added. None = none.
     """
     visited = set() if visited is None else visited
@@ -71,7 +70,7 @@ def check_emb_collection_modules(
 
 
 def get_dynamic_emb_module(model: torch.nn.Module) -> list[BatchedDynamicEmbeddingTablesV2]:
-    """The dynamic tables of a model, those of each embedding together."""
+    """Dynamic tables of a model, those of each embedding together."""
     its = model.modules()
     return list(dict.fromkeys(module for module in its if isinstance(module, BatchedDynamicEmbeddingTablesV2)))
 
@@ -106,7 +105,7 @@ def DynamicEmbDump(
     Args:
         path: a folder that all ranks see, new or without files.
         model: with dynamic tables.
-        table_names: those to dump, by collection; None = all.
+        table_names: tables to dump, by collection; None = all.
         optim: whether the optimizer's state is written.
         counter: whether the counts of ids without a row are written; or `pg`, which had this place at first.
         pg: the ranks; None = all.
@@ -116,7 +115,7 @@ def DynamicEmbDump(
 
     Raises:
         FileExistsError: there are files, and `allow_overwrite` is off.
-        ValueError: a name is none of the model's; or the files cannot say what a table has.
+        ValueError: the model has no such table; or the files cannot hold a table's state.
         StorageError: a file cannot be written; on the other ranks RankError.
 
     Reference: dynamicemb.DynamicEmbDump.
@@ -127,10 +126,10 @@ def DynamicEmbDump(
     folder, chosen = absolute_path(path), _chosen(model, table_names)
     what = f"dump into {folder}"
     ranks.agree(what, lambda: _check_folder(folder, allow_overwrite))
-    ranks.agree(what, lambda: _make_folders(folder, list(chosen)))
     for its_path, its in chosen.items():
+        where = os.path.join(folder, its_path)
+        ranks.agree(what, functools.partial(LocalFileSystem().make_directories, where))
         for tables, names in its:
-            where = os.path.join(folder, its_path)
             TableDumps(tables).dump(where, names, optim=bool(optim), counter=counts, layout=layout)
 
 
@@ -142,8 +141,8 @@ def DynamicEmbLoad(
     counter: "bool | distributed.ProcessGroup | None" = False,
     pg: "distributed.ProcessGroup | None" = None,
 ) -> None:
-    """Bring the rows of a dump, of any number of ranks and any `dist_type`, into dynamic tables. Every rank makes the
-    call. Other rows stay.
+    """Load the rows of a dump, of any number of ranks and any `dist_type`, into dynamic tables; other rows stay. Every
+    rank makes the call.
 
     Before a row changes, the call checks that all files are there and have the right length. If a table has a capacity,
     and a rank has no room for all its rows of the dump, the rows of least score are left out, with a warning.
@@ -151,14 +150,14 @@ def DynamicEmbLoad(
     Args:
         path: a folder that `DynamicEmbDump`, or dynamicemb, has written.
         model: with dynamic tables.
-        table_names: those to load, by collection; None = all.
+        table_names: tables to load, by collection; None = all.
         optim: whether the optimizer's state is loaded, its options and its count of steps.
         counter: whether the counts of ids without a row are loaded; or `pg`, which had this place at first.
         pg: the ranks; None = all.
 
     Raises:
-        StorageError: a file is missing, too short or too long, or not what it has to be; nothing has changed.
-        ValueError: a name is none of the model's; or the dump has another score strategy, or another optimizer's state.
+        StorageError: a file is missing, or not as it must be; nothing has changed.
+        ValueError: the model has no such table; or the dump has another score strategy, or another optimizer's state.
         StoreFullError: a table has no room for its rows.
 
     Reference: dynamicemb.DynamicEmbLoad.
@@ -168,9 +167,9 @@ def DynamicEmbLoad(
     found: list[tuple[TableDumps, dict[str, Dump]]] = []
     for its_path, its in _chosen(model, table_names).items():
         for tables, names in its:
-            where = os.path.join(folder, its_path)
             files = TableDumps(tables)
-            found.append((files, files.check_load(where, names, optim=optim, counter=counts)))
+            dumps = files.check_load(os.path.join(folder, its_path), names, optim=optim, counter=counts)
+            found.append((files, dumps))
     for files, dumps in found:
         for name, dump in dumps.items():
             files.load(name, dump, optim=optim, counter=counts)
@@ -218,8 +217,3 @@ def _check_folder(folder: str, allow_overwrite: bool) -> None:
     names = (name for _, _, names in os.walk(folder) for name in names if not name.endswith(UNFINISHED))
     if not allow_overwrite and any(names):
         raise FileExistsError(f"{folder} has files already; give another path, or allow_overwrite=True")
-
-
-def _make_folders(folder: str, paths: Sequence[str]) -> None:
-    for path in paths:
-        LocalFileSystem().make_directories(os.path.join(folder, path))

@@ -1,21 +1,7 @@
-"""The options of a table, with dynamicemb's names, and what tables and stores here make of them.
-
-    option                                  here
-    initializer_args                        how rows begin
-    eval_initializer_args                   what ids without a row read as in eval mode
-    max_capacity, score_strategy            rows of a rank at most, and which leave first
-    admit_strategy, admission_counter       which ids get a row
-    safe_check_mode                         what becomes of ids for which there is no room
-    caching, local_hbm_for_values           on a GPU, the cache before rows in the host's memory
-    external_storage                        a store of oneemb's, such as make_cached_ssd_store_options gives
-    dist_type                               by which ranks dumps are split; lookups do not depend on it
-
-The others say how a GPU's hash table works. They are accepted and have no effect.
-"""
+"""Options of a table, with dynamicemb's names, and the policies, sizes and dtypes that follow from them."""
 
 import enum
 import math
-from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
@@ -61,8 +47,8 @@ _COUNTERS = 1 << 20
 class DynamicEmbCheckMode(enum.IntEnum):
     """Treatment of ids for which a table has no room, because a lookup has more rows than fit at a time.
 
-    ERROR: the lookup raises StoreFullError, which says how many rows there have to be. WARNING: a warning says how many
-    there were; they read as zeros, and their gradients are dropped. IGNORE: the same, in silence.
+    ERROR: the lookup raises StoreFullError, which says how many rows there have to be. WARNING: a warning has their
+    number; they read as zeros, and their gradients are dropped. IGNORE: the same, without a warning.
     """
 
     ERROR = 0
@@ -80,7 +66,8 @@ class DynamicEmbPoolingMode(enum.IntEnum):
 
 @enum.unique
 class DynamicEmbEvictStrategy(enum.Enum):
-    """By what rows leave a full table. It follows from the score strategy; an option of this name has no effect."""
+    """Rule by which rows are evicted from a full table. It follows from the score strategy; an option of this name has
+    no effect."""
 
     LRU = EvictStrategy.KLru
     LFU = EvictStrategy.KLfu
@@ -90,11 +77,11 @@ class DynamicEmbEvictStrategy(enum.Enum):
 
 
 class DynamicEmbScoreStrategy(enum.IntEnum):
-    """Score of a row; rows of the least score leave a full table first.
+    """Score of a row; rows of the least score are evicted from a full table first.
 
-    TIMESTAMP: when it was looked up last, in nanoseconds. STEP: the number of the lookup of its table in which that
-    was. CUSTOMIZED: what `set_score` said before that lookup. LFU: how many ids of lookups were of it. NO_EVICTION: its
-    place in the table, which has no capacity.
+    TIMESTAMP: time of the last lookup, in nanoseconds. STEP: number of the table's last lookup of the row. CUSTOMIZED:
+    the score that `set_score` set before that lookup. LFU: number of ids of lookups that were the row's. NO_EVICTION:
+    the row's place in the table, which has no capacity.
     """
 
     TIMESTAMP = 0
@@ -110,23 +97,24 @@ ScoreStrategy = DynamicEmbScoreStrategy | tuple[DynamicEmbScoreStrategy, ...]
 
 @dataclass
 class DynamicEmbTableOptions:
-    """The options of a table; see the head of this file. Given by keywords: their order has changed in dynamicemb.
+    """Options of a table, given by keywords: their order has changed in dynamicemb.
 
     Args:
         embedding_dtype, dim: of weights; None = as the table's config says.
         max_capacity: rows of a rank at most; None = the planner sets it, from `num_embeddings` of the config.
-        initializer_args, eval_initializer_args: how rows begin, and what ids without a row read as in eval mode.
-        score_strategy: one, or a tuple.
-        safe_check_mode: what becomes of ids for which there is no room.
+        initializer_args, eval_initializer_args: initial weights of rows, and values of ids without a row in eval mode.
+        score_strategy: one strategy or a tuple; rows of the least score are evicted first.
+        safe_check_mode: treatment of ids for which there is no room.
         caching: on a GPU, keep rows in the host's memory and a cache of them on the GPU.
         global_hbm_for_values, local_hbm_for_values: bytes of that cache, of all ranks and of each.
         external_storage: where rows live: made by one of `oneemb.make_*_store_options`.
-        dist_type: "continuous", "roundrobin" or "hash_roundrobin".
+        dist_type: "continuous", "roundrobin" or "hash_roundrobin": by which ranks dumps are split. Lookups do not
+            depend on it.
         admit_strategy, admission_counter: which ids get a row, and how many are counted until they do.
         training: off, a table has no optimizer's state, and cannot be trained.
         device_id, evict_strategy, init_capacity, max_load_factor, bucket_capacity, index_type, score_type, block_size,
-            io_block_size, io_by_cpu, use_constant_memory, reserved_key_start_bit, num_of_buckets_per_alloc: have no
-            effect; bucket_capacity is read by `get_sharded_table_capacity`.
+            io_block_size, io_by_cpu, use_constant_memory, reserved_key_start_bit, num_of_buckets_per_alloc: describe a
+            GPU's hash table and have no effect; bucket_capacity is read by `get_sharded_table_capacity`.
 
     Raises:
         TypeError, ValueError: an option is not as above.
@@ -191,7 +179,7 @@ def _checked(strategy: Any) -> ScoreStrategy | None:
 
 
 def evicting_strategy(strategy: ScoreStrategy | None) -> DynamicEmbScoreStrategy:
-    """The one by which rows leave."""
+    """Strategy by which rows are evicted."""
     return DynamicEmbScoreStrategy.LFU if isinstance(strategy, tuple) else strategy or DynamicEmbScoreStrategy.TIMESTAMP
 
 
@@ -202,11 +190,11 @@ def evict_strategy_of(strategy: ScoreStrategy | None) -> EvictStrategy:
 
 
 def policy_of(options: DynamicEmbTableOptions, num_embeddings: int | None, ranks: int) -> RowPolicy:
-    """Which rows a table of these options keeps.
+    """Policy of the rows of a table with these options.
 
     Args:
         num_embeddings: of its config; None = there is none.
-        ranks: how many own its rows together.
+        ranks: number of ranks that own its rows together.
     """
     strategy, capacity = evicting_strategy(options.score_strategy), options.max_capacity
     evict: Any = LFU() if strategy is DynamicEmbScoreStrategy.LFU else GivenScore(on_use=True)
@@ -232,15 +220,12 @@ def _admission_of(options: DynamicEmbTableOptions) -> AdmitAfter | AdmitWhere | 
         return None
     if type(strategy) is FrequencyAdmissionStrategy:
         return AdmitAfter(max(1, strategy.threshold), counters=counters)
-    return AdmitWhere(_asking(strategy), counters=counters)
 
-
-def _asking(strategy: AdmissionStrategy) -> Callable[[int, np.ndarray, np.ndarray], np.ndarray]:
-    def ask(table: int, id_N: np.ndarray, count_N: np.ndarray) -> np.ndarray:
+    def admits(table: int, id_N: np.ndarray, count_N: np.ndarray) -> np.ndarray:
         admitted = strategy.admit(torch.from_numpy(id_N), torch.from_numpy(np.ascontiguousarray(count_N)))
         return admitted.cpu().numpy()
 
-    return ask
+    return AdmitWhere(admits, counters=counters)
 
 
 # ---- sizes -----------------------------------------------------------------------------------------------------------
@@ -315,29 +300,25 @@ def _found(table: dict[Any, Any], key: Any, what: str) -> Any:
 
 
 def data_type_to_dtype(data_type: DataType) -> torch.dtype:
-    """torch's, of TorchRec's. ValueError if there is none."""
-    dtype: torch.dtype = _found(_OF_TORCHREC, data_type, "a DataType")
-    return dtype
+    """torch's dtype of TorchRec's data type; ValueError if there is none."""
+    return _found(_OF_TORCHREC, data_type, "a DataType")
 
 
 def torch_to_dyn_emb(torch_dtype: torch.dtype) -> DynamicEmbDataType:
-    """dynamicemb's, of torch's. ValueError if there is none."""
-    its: DynamicEmbDataType = _found({dtype: own for own, dtype in _TORCH.items()}, torch_dtype, "a dtype")
-    return its
+    """dynamicemb's data type of torch's dtype; ValueError if there is none."""
+    return _found({dtype: own for own, dtype in _TORCH.items()}, torch_dtype, "a dtype")
 
 
 def data_type_to_dyn_emb(data_type: DataType) -> DynamicEmbDataType:
-    """dynamicemb's, of TorchRec's. ValueError if there is none."""
+    """dynamicemb's data type of TorchRec's; ValueError if there is none."""
     return torch_to_dyn_emb(data_type_to_dtype(data_type))
 
 
 def dyn_emb_to_torch(data_type: DynamicEmbDataType) -> torch.dtype:
-    """torch's, of dynamicemb's. ValueError if there is none."""
-    dtype: torch.dtype = _found({**_TORCH, DynamicEmbDataType.Size_t: torch.int64}, data_type, "a DynamicEmbDataType")
-    return dtype
+    """torch's dtype of dynamicemb's data type; ValueError if there is none."""
+    return _found({**_TORCH, DynamicEmbDataType.Size_t: torch.int64}, data_type, "a DynamicEmbDataType")
 
 
 def string_to_evict_strategy(strategy_str: str) -> EvictStrategy:
-    """The one of this name, such as "KLru". ValueError if there is none."""
-    its: EvictStrategy = _found({one.name: one for one in EvictStrategy}, strategy_str, "an EvictStrategy")
-    return its
+    """Strategy of this name, such as "KLru"; ValueError if there is none."""
+    return _found({one.name: one for one in EvictStrategy}, strategy_str, "an EvictStrategy")

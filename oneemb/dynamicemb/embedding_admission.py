@@ -1,4 +1,4 @@
-"""Which ids get a row, in dynamicemb's words.
+"""Admission of ids to rows, with dynamicemb's names.
 
 DynamicEmbTableOptions(admit_strategy=FrequencyAdmissionStrategy(threshold=3), admission_counter=KVCounter(1 << 20))
 """
@@ -17,11 +17,11 @@ __all__ = ["FrequencyAdmissionStrategy", "KVCounter", "MultiTableKVCounter"]
 
 
 class FrequencyAdmissionStrategy(AdmissionStrategy):
-    """An id gets a row when it has been looked up so often.
+    """An id gets a row at its `threshold`-th lookup.
 
     Args:
-        threshold: ids of lookups in training mode, this lookup's among them, 0 or more. 0 and 1 admit all.
-        initializer_args: what others read as; None = as their rows would begin.
+        threshold: lookups of the id in training mode, 0 or more; 0 and 1 admit all.
+        initializer_args: values of other ids; None = their initial weights.
 
     Raises:
         ValueError: threshold is below 0.
@@ -34,14 +34,14 @@ class FrequencyAdmissionStrategy(AdmissionStrategy):
         self.initializer_args = initializer_args
 
     def admit(self, keys: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
-        """Which ids get a row: bool [N]."""
+        """Whether each id gets a row: bool [N]."""
         if keys.shape[0] != frequencies.shape[0]:
             raise ValueError(f"keys and frequencies must be of one length, got {len(keys)} and {len(frequencies)}")
         return frequencies >= self.threshold
 
 
 class KVCounter:
-    """How many ids of a table are counted while they have no row.
+    """Bound on the number of a table's ids that are counted while they have no row.
 
     Args:
         capacity: ids at most; those that were not looked up for longest are forgotten first.
@@ -127,27 +127,22 @@ class MultiTableKVCounter(Counter):
         return self
 
     def size(self, table_id: int | None = None) -> int:
-        """How many ids are counted, of a table or of all."""
+        """Number of counted ids, of a table or of all."""
         tables = range(len(self._tables.names)) if table_id is None else [table_id]
         return sum(len(self._tables.sightings(t)[0]) for t in tables)
 
     def lookup(self, keys: torch.Tensor, table_ids: torch.Tensor, score: Any = None) -> tuple[torch.Tensor, ...]:
         """Counts of ids, int64 [N], 0 = not counted; whether each is counted, bool [N]; and its place, or -1."""
-        counts, founds = (
-            torch.zeros(len(keys), dtype=torch.int64, device="cpu"),
-            torch.zeros(len(keys), dtype=torch.bool, device="cpu"),
-        )
+        id_N, count_N, found_N = keys.cpu().numpy(), np.zeros(len(keys), np.int64), np.zeros(len(keys), np.bool_)
         for t in table_ids.unique().tolist():
-            of_table = (table_ids == t).nonzero().view(-1).cpu()
-            its = keys[of_table].cpu().numpy()
-            id_N, count_N = self._tables.sightings(t)
-            order_N = np.argsort(id_N)
-            at_N = np.minimum(np.searchsorted(id_N, its, sorter=order_N), max(len(id_N) - 1, 0))
-            found = np.zeros(len(its), np.bool_)
-            if len(id_N):
-                found = id_N[order_N[at_N]] == its
-                counts[of_table] = torch.from_numpy(np.where(found, count_N[order_N[at_N]], 0))
-            founds[of_table] = torch.from_numpy(found)
+            place_M = (table_ids == t).nonzero().view(-1).cpu().numpy()
+            id_M = id_N[place_M]
+            id_C, count_C = self._tables.sightings(t)  # in ascending order of ids
+            at_M = np.minimum(np.searchsorted(id_C, id_M), max(len(id_C) - 1, 0))
+            if len(id_C):
+                found_N[place_M] = id_C[at_M] == id_M
+                count_N[place_M] = np.where(found_N[place_M], count_C[at_M], 0)
+        counts, founds = torch.from_numpy(count_N), torch.from_numpy(found_N)
         places = torch.where(founds, torch.arange(len(keys), device="cpu"), -1)
         return counts.to(keys.device), founds.to(keys.device), places.to(keys.device)
 
@@ -175,11 +170,8 @@ class MultiTableKVCounter(Counter):
         yield id_N, dict.fromkeys(score_names, count_N), None
 
     def load(self, key_file: str, counter_file: str, table_id: int) -> None:
-        """Count as two files say, of int64 numbers, of ids that are this rank's.
-
-        Raises:
-            ValueError: they are not of one length.
-        """
+        """Add the counts in two files of int64 numbers, of ids that are this rank's; ValueError if they differ in
+        length."""
         sizes = [os.path.getsize(path) for path in (key_file, counter_file)]
         if sizes[0] != sizes[1] or sizes[0] % 8:
             raise ValueError(f"{key_file} and {counter_file} must have as many int64 numbers, got {sizes} bytes")
@@ -187,6 +179,6 @@ class MultiTableKVCounter(Counter):
         self._tables.add_sightings(table_id, id_N, count_N)
 
     def dump(self, key_file: str, counter_file: str, table_id: int) -> None:
-        """Write them to two files, of int64 numbers."""
+        """Write ids and counts to two files, of int64 numbers."""
         for path, array_N in zip((key_file, counter_file), self._tables.sightings(table_id), strict=True):
             array_N.astype("<i8").tofile(path)

@@ -79,14 +79,7 @@ class InferenceLinearBucketTable(torch.nn.Module):
         self.register_buffer("size_T", torch.zeros(len(capacity), dtype=torch.int64, device=self.device))
 
     def fill(self, table_id: int, keys: torch.Tensor) -> None:
-        """Replace the ids of a table.
-
-        Args:
-            keys: the new ids, sorted and distinct.
-
-        Raises:
-            StoreFullError: the table has no room for them.
-        """
+        """Replace the ids of a table with these, sorted and distinct; StoreFullError if there is no room for them."""
         begin, end = self.begin_T[table_id : table_id + 2].tolist()
         if len(keys) > end - begin:
             raise StoreFullError(
@@ -185,7 +178,7 @@ class InferenceEmbeddingCollection(torch.nn.Module):
         self.register_buffer("weight", torch.zeros(sum(capacities) + 1, dim, dtype=output_dtype, device=self.device))
 
     def load_from_embedding_table(self, table_weights: torch.Tensor) -> None:
-        """Take rows, [at most as many as all tables have, D]: those of the first table first. With `use_dynamic_hash`,
+        """Load rows, [at most as many as all tables have, D], those of the first table first. With `use_dynamic_hash`,
         row r of a table is that of id r.
 
         Raises:
@@ -232,8 +225,7 @@ class InferenceEmbeddingCollection(torch.nn.Module):
     def _num_embeddings(self, name: str, dump: Dump) -> int | None:
         """Number of ids from which the ranks' blocks of "continuous" keys follow; None = it is not known."""
         config = self.embedding_configs[self.table_names_.index(name)]
-        found: int | None = dump.meta.get("num_embeddings", getattr(config, "num_embeddings", None))
-        return found
+        return dump.meta.get("num_embeddings", getattr(config, "num_embeddings", None))
 
     def _take(self, t: int, dump: Dump, num_embeddings: int | None) -> None:
         dist = dump.meta.get("dist_type", "roundrobin") if dump.version == "today" else "roundrobin"
@@ -244,7 +236,7 @@ class InferenceEmbeddingCollection(torch.nn.Module):
         id_N, row_ND = np.concatenate(ids), np.concatenate(rows)
         order_N = np.argsort(id_N)
         self.hash_table.fill(t, torch.from_numpy(id_N[order_N]))
-        first = int(self.hash_table.begin_T[t]) + 1
+        first = 1 + int(self.hash_table.begin_T[t])
         self.weight[first : first + len(id_N)] = torch.from_numpy(row_ND[order_N]).to(self.weight)
 
     def forward(

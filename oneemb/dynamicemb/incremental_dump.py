@@ -31,8 +31,9 @@ def is_valid_score_threshold(score_threshold: Any) -> bool:
 
 
 def get_score(model: torch.nn.Module) -> dict[str, dict[str, int]] | None:
-    """By collection and table, what `incremental_dump` takes later, for what changes from now on; None where the model
-    has no dynamic tables. TIMESTAMP: the time of this machine in nanoseconds; others: the score of the next lookup."""
+    """Scores by collection and table, for a later `incremental_dump` of the rows changed from now on; None where the
+    model has no dynamic tables. TIMESTAMP: the time of this machine in nanoseconds; others: the score of the next
+    lookup."""
     found = dynamic_tables(model)
     if not found:
         warnings.warn("the model has no sharded collection with dynamic tables, and no scores", stacklevel=2)
@@ -43,13 +44,13 @@ def get_score(model: torch.nn.Module) -> dict[str, dict[str, int]] | None:
 
 
 def set_score(model: torch.nn.Module, table_score: int | Scores) -> None:
-    """Say what scores lookups from now on give the rows of tables of CUSTOMIZED.
+    """Set the scores that lookups from now on give the rows of tables of CUSTOMIZED.
 
     Args:
         table_score: of all tables; or by collection, path or last name, and table.
 
     Raises:
-        TypeError, ValueError: it is neither, or a table's score strategy is another one; or a score is not above 0.
+        TypeError, ValueError: it is neither, a table is not of CUSTOMIZED, or a score is not above 0.
     """
     for _, its, asked in _asked(model, table_score, "table_score"):
         for tables in its:
@@ -59,15 +60,15 @@ def set_score(model: torch.nn.Module, table_score: int | Scores) -> None:
 def incremental_dump(
     model: torch.nn.Module, score_threshold: int | Scores, pg: "distributed.ProcessGroup | None" = None
 ) -> tuple[dict[str, dict[str, tuple[torch.Tensor, torch.Tensor]]], dict[str, dict[str, int]]] | None:
-    """The rows whose score, or time of last use where scores have one, is not below a threshold.
+    """Rows whose score, or time of last use where scores have one, is not below a threshold.
 
     Args:
         score_threshold: of all tables; or by collection, path or last name, and table: then of those alone.
         pg: give the rows of all its ranks, on each of them, which all make the call; None = those of this rank.
 
     Returns:
-        By the path of the collection and by table ids, int64 [N], and weights, float32 [N, D], on the CPU; and what to
-        give next time. None where the model has no dynamic tables.
+        By the path of the collection and by table ids, int64 [N], and weights, float32 [N, D], on the CPU; and the
+        thresholds for the next call. None where the model has no dynamic tables.
 
     Raises:
         TypeError: the threshold is neither.

@@ -1,4 +1,4 @@
-"""Initializers that fill rows of a tensor. The rows of tables begin by `initializer_args` alone.
+"""Initializers that fill rows of a tensor. The rows of tables are initialized by `initializer_args` alone.
 
 fill = create_initializer_from_args(DynamicEmbInitializerArgs(DynamicEmbInitializerMode.NORMAL, std_dev=0.1))
 fill(buffer, torch.tensor([3, 5]), None)            rows 3 and 5 are drawn anew, by torch's generator
@@ -41,7 +41,7 @@ class BaseDynamicEmbInitializer(abc.ABC):
 
     @abc.abstractmethod
     def _filled(self, row_ND: torch.Tensor, keys: torch.Tensor | None) -> torch.Tensor:
-        """The same rows, filled."""
+        """Fill the rows and return them."""
 
 
 class NormalInitializer(BaseDynamicEmbInitializer):
@@ -92,11 +92,7 @@ _KINDS: dict[DynamicEmbInitializerMode, type[BaseDynamicEmbInitializer]] = {
 
 
 def create_initializer_from_args(initializer_args: DynamicEmbInitializerArgs) -> BaseDynamicEmbInitializer:
-    """The initializer of a mode.
-
-    Raises:
-        ValueError: `mode` is none.
-    """
+    """Initializer of the arguments' mode; ValueError if `mode` is none."""
     kind = _KINDS.get(initializer_args.mode)
     if kind is None:
         raise ValueError(f"mode must be a DynamicEmbInitializerMode, got {initializer_args.mode!r}")

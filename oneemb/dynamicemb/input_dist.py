@@ -122,14 +122,10 @@ class RwSparseFeaturesDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
         self.unbucketize_permute_tensor: torch.Tensor | None = None
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
-        """Awaitable of an awaitable of the ids that all ranks have for this one.
-
-        Raises:
-            ValueError: as `bucketize_kjt_before_all2all`.
-        """
+        """Awaitable of an awaitable of the ids that all ranks have for this one; errors as of
+        `bucketize_kjt_before_all2all`."""
         dealt, self.unbucketize_permute_tensor = bucketize_kjt_before_all2all(
             sparse_features, self._world_size, self._feature_block_sizes_tensor, output_permute=self._is_sequence,
             bucketize_pos=self._has_feature_processor, dist_type_per_feature=self._dist_type_per_feature,
         )  # fmt: skip
-        sent: Awaitable[Awaitable[KeyedJaggedTensor]] = self._dist(dealt)
-        return sent
+        return self._dist(dealt)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from oneemb.dynamicemb.dynamicemb_config import DynamicEmbScoreStrategy, DynamicEmbTableOptions
+from oneemb.dynamicemb.dynamicemb_config import DynamicEmbScoreStrategy
 from oneemb.dynamicemb.table_dumps import TableDumps
 from oneemb.dynamicemb.tables import DynamicTables
 from oneemb.dynamicemb.types import CopyMode, Found, Storage as Interface
@@ -19,7 +19,7 @@ __all__ = ["DynamicEmbStorage", "HybridStorage", "Storage"]
 
 
 class Storage(Interface[Any, Any]):
-    """Reads and writes rows by table and id.
+    """Rows by table and id, for dynamicemb's tools.
 
     Args:
         tables: whose rows they are.
@@ -126,17 +126,17 @@ class Storage(Interface[Any, Any]):
             score_file_path, opt_file_path: None = there is none.
             timestamp: time from which the dump counts scores of TIMESTAMP back.
         """
-        options, info, ranks = self._options(table_id), self._tables.tables[table_id], self._tables.ranks
-        parts = self._tables.export(table_id)
+        info, ranks = self._tables.tables[table_id], self._tables.ranks
         columns: dict[str, list[np.ndarray]] = {emb_key_path: [], embedding_file_path: []}
         columns |= {path: [] for path in (score_file_path, opt_file_path) if path is not None}
-        for rows in parts:
+        for rows in self._tables.export(table_id):
             assert rows.score_NS is not None and rows.state_NZ is not None
-            key_N = file_key(options.dist_type, rows.key_N, ranks.size, info.num_embeddings)
+            key_N = file_key(info.options.dist_type, rows.key_N, ranks.size, info.num_embeddings)
             columns[emb_key_path].append(key_N.astype("<i8"))
             columns[embedding_file_path].append(rows.value_ND.astype("<f4"))
             if score_file_path is not None:
-                score_NS = timestamp - rows.score_NS if self._counts_back(table_id) else rows.score_NS
+                counts_back = info.options.score_strategy is DynamicEmbScoreStrategy.TIMESTAMP
+                score_NS = timestamp - rows.score_NS if counts_back else rows.score_NS
                 columns[score_file_path].append(score_NS.astype("<i8"))
             if opt_file_path is not None:
                 columns[opt_file_path].append(rows.state_NZ.astype("<f4"))
@@ -170,14 +170,14 @@ class Storage(Interface[Any, Any]):
         Raises:
             ValueError: a file does not have as many rows as there are keys.
         """
-        options, info, ranks = self._options(table_id), self._tables.tables[table_id], self._tables.ranks
+        info, ranks = self._tables.tables[table_id], self._tables.ranks
         store, dumps = self._tables.rows.store, TableDumps(self._tables)
         store.build()
         with open(meta_file_path) as text:
             meta = json.load(text)
         key_N = np.fromfile(emb_file_path, "<i8")
-        count = meta.get("num_embeddings", info.num_embeddings)
-        id_N = key_of_file(meta.get("dist_type", options.dist_type), ranks.rank, key_N, ranks.size, count)
+        count, dist = meta.get("num_embeddings", info.num_embeddings), meta.get("dist_type", info.options.dist_type)
+        id_N = key_of_file(dist, ranks.rank, key_N, ranks.size, count)
         value_ND = _of_rows(embedding_file_path, "<f4", len(id_N))
         score_NS = None if score_file_path is None else _of_rows(score_file_path, "<i8", len(id_N))
         with_state = include_optim and opt_file_path is not None and store.format.state_width > 0
@@ -190,51 +190,39 @@ class Storage(Interface[Any, Any]):
         if include_optim:
             dumps.take_options(table_id, meta)
 
-    def _options(self, table_id: int) -> DynamicEmbTableOptions:
-        return self._tables.tables[table_id].options
-
-    def _counts_back(self, table_id: int) -> bool:
-        return self._options(table_id).score_strategy is DynamicEmbScoreStrategy.TIMESTAMP
-
     def size(self) -> int:
         """Rows of all tables on this rank."""
         return int(self._tables.rows.stats()["rows"])
 
     def num_tables(self) -> int:
-        """How many tables there are."""
+        """Number of tables."""
         return len(self._tables.tables)
 
+    # Documented by the interface; all tables of an embedding have one width.
+
     def embedding_dtype(self) -> torch.dtype:
-        """Dtype of weights."""
         return self._tables.rows.dtype
 
     def embedding_dim(self, table_id: int = 0) -> int:
-        """Weights of a row."""
         return self._tables.rows.embedding_dim
 
     def value_dim(self, table_id: int = 0) -> int:
-        """Weights and state of a row, as numbers."""
         return self.embedding_dim() + self._tables.rows.store.format.state_width
 
     def max_embedding_dim(self) -> int:
-        """Weights of a row, which all tables have alike."""
         return self.embedding_dim()
 
     def max_value_dim(self) -> int:
-        """Weights and state of a row, which all tables have alike."""
         return self.value_dim()
 
     def embedding_dims(self, on_device: bool = False) -> torch.Tensor:
-        """Weights of a row of each table, int64 [tables]; on the CPU unless `on_device`."""
         device = self._tables.rows.weights[0].device if on_device else torch.device("cpu")
         return torch.full((self.num_tables(),), self.embedding_dim(), dtype=torch.int64, device=device)
 
     def all_dims_vec4(self) -> bool:
-        """Whether weights, and weights and state, are by fours."""
         return self.embedding_dim() % 4 == self.value_dim() % 4 == 0
 
     def init_optimizer_state(self) -> float:
-        """Number that fills the optimizer's state of a new row."""
         return next(iter(self._tables.rows.store.format.state), 0.0)
 
 

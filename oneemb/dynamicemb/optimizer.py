@@ -63,11 +63,7 @@ class OptimizerArgs:
 
 
 def string_to_opt_type(optimizer_str: str) -> EmbOptimType:
-    """Member of EmbOptimType of this value, such as "adam".
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Member of EmbOptimType of this value, such as "adam"; ValueError if there is none."""
     try:
         return EmbOptimType(optimizer_str)
     except ValueError:
@@ -76,22 +72,14 @@ def string_to_opt_type(optimizer_str: str) -> EmbOptimType:
 
 
 def get_required_arg(args: Mapping[str, Any], key: str) -> Any:
-    """Value of an optimizer's argument.
-
-    Raises:
-        ValueError: it is missing.
-    """
+    """Value of an optimizer's argument; ValueError if it is missing."""
     if key not in args:
         raise ValueError(f"args must have {key!r}, got {', '.join(map(repr, args)) or 'nothing'}; add it")
     return args[key]
 
 
 def get_optimizer_state_dim(optimizer_type: EmbOptimType, dim: int, dtype: torch.dtype | None = None) -> int:
-    """Numbers of state of a row, as dynamicemb reckons a table's bytes by them.
-
-    Raises:
-        ValueError: row-wise Adagrad, without a dtype.
-    """
+    """Numbers of state of a row, as dynamicemb computes a table's bytes by them; row-wise Adagrad needs a dtype."""
     if optimizer_type.value == EmbOptimType.EXACT_ROWWISE_ADAGRAD.value:
         if dtype is None:
             raise ValueError("dtype must be given for EXACT_ROWWISE_ADAGRAD, whose state takes 16 bytes")

@@ -43,11 +43,7 @@ _NOT_OF_SEED = {"opt_type", "initial_accumulator_value"}
 
 
 class TableDumps:
-    """Writes and reads dumps.
-
-    Args:
-        tables: whose they are.
-    """
+    """Writes and reads dumps of tables."""
 
     def __init__(self, tables: DynamicTables):
         self._tables = tables
@@ -55,11 +51,7 @@ class TableDumps:
     # ---- dumps ------------------------------------------------------------------------------------------------------
 
     def opt_args(self, t: int) -> dict[str, Any]:
-        """Options of the table's optimizer for a dump.
-
-        Raises:
-            ValueError: dynamicemb's files cannot hold this optimizer.
-        """
+        """Options of the table's optimizer for a dump; ValueError if dynamicemb's files cannot hold this optimizer."""
         row_optimizer, optimizer = self._tables.rows.row_optimizer, self._tables.optimizers[t]
         if row_optimizer is None or optimizer is None:
             return {}
@@ -77,14 +69,14 @@ class TableDumps:
         return found | {option: float(group[option]) for option in options}
 
     def dump(self, folder: str, names: Sequence[str], *, optim: bool, counter: bool, layout: Layout) -> None:
-        """Write tables of these names into a folder that is there. Every rank makes the call.
+        """Write tables of these names into an existing folder. Every rank makes the call.
 
         Args:
             layout: "today" or "seed", which has one file for all ranks.
 
         Raises:
-            ValueError: the files cannot say what a table has.
-            StorageError: a file cannot be written; what was there before is, for tables that were not begun.
+            ValueError: the files cannot hold a table's state.
+            StorageError: a file cannot be written; earlier dumps of tables that were not begun stay.
         """
         for t in [self._tables.index(name) for name in names]:
             what = f"dump table {self._tables.names[t]!r}"
@@ -92,10 +84,10 @@ class TableDumps:
 
     def _dump(self, folder: str, t: int, what: str, optim: bool, counter: bool, layout: Layout) -> None:
         table, ranks = self._tables.tables[t], self._tables.ranks
-        by_first = layout == "seed"
+        by_first = layout == "seed"  # one file for all ranks
         rank_of = self._tables.rank_by_dist(t)
         if by_first:
-            rank_of = _first
+            rank_of = functools.partial(np.zeros_like, dtype=np.int64)
         writers: list[DumpWriter] = []
         metas: list[dict[str, Any]] = []
 
@@ -133,7 +125,7 @@ class TableDumps:
                 ranks.agree(what, lambda: _each(writers, lambda writer: writer.append_counter(*counts)))
             ranks.agree(what, lambda: _each(writers, DumpWriter.finish))
             ranks.agree(what, lambda: unpublish(folder, table.name) if ranks.first else None)
-            ranks.agree(what, lambda: _each(writers, DumpWriter.publish))
+            ranks.agree(what, lambda: _each(writers, DumpWriter.publish))  # under their own names
             if optim or not by_first:  # "seed" has no last file without the state.
                 ranks.agree(what, lambda: writers[0].publish_meta(metas[0]) if ranks.first else None)
         finally:
@@ -141,7 +133,7 @@ class TableDumps:
                 writer.discard()
 
     def _check_seed(self, t: int, counter: bool) -> None:
-        """Raise ValueError if the files of "seed" cannot say what a table has."""
+        """Raise ValueError if the files of "seed" cannot hold a table's scores or counts."""
         if isinstance(self._tables.tables[t].options.score_strategy, tuple):
             raise ValueError(
                 f'files of layout "seed" have one score a row, and table {self._tables.names[t]!r} has two; dump it'
@@ -160,7 +152,7 @@ class TableDumps:
     def _counts_for(
         self, t: int, what: str, rank_of: Callable[[np.ndarray], np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The sightings of all ranks that `rank_of` gives this one."""
+        """Counts of all ranks' ids that `rank_of` gives this one."""
         own = self._tables.sightings(t)
         if self._tables.ranks.size == 1:
             return own
@@ -202,7 +194,7 @@ class TableDumps:
     # ---- loads ------------------------------------------------------------------------------------------------------
 
     def check_load(self, folder: str, names: Sequence[str], *, optim: bool, counter: bool) -> dict[str, Dump]:
-        """The dumps of these tables, found to be whole and to fit. Every rank makes the call.
+        """Dumps of these tables, found to be whole and to fit. Every rank makes the call.
 
         Raises:
             StorageError, ValueError: one is not there, or not whole, or of another kind; nothing has changed.
@@ -231,9 +223,8 @@ class TableDumps:
         return dumps
 
     def _num_embeddings(self, t: int, dump: Dump) -> int | None:
-        """By which the keys of a dump are places in blocks, where they are."""
-        found: int | None = dump.meta.get("num_embeddings", self._tables.tables[t].num_embeddings)
-        return found
+        """Number of ids from which the ranks' blocks of "continuous" keys follow; None = it is not known."""
+        return dump.meta.get("num_embeddings", self._tables.tables[t].num_embeddings)
 
     def _check_scores(self, t: int, dump: Dump) -> None:
         name, strategy = self._tables.names[t], self._tables.tables[t].options.score_strategy
@@ -269,7 +260,7 @@ class TableDumps:
             )
 
     def load(self, name: str, dump: Dump, *, optim: bool, counter: bool) -> None:
-        """Bring in the rows of a dump that `check_load` gave; other rows stay. Every rank makes the call.
+        """Load the rows of a dump that `check_load` gave; other rows stay. Every rank makes the call.
 
         Raises:
             StoreFullError: the table has no room for them, and a part of them is in it.
@@ -327,15 +318,15 @@ class TableDumps:
             store.policy.set_scores(table_U, id_U, score_U, time_U)
 
     def _ids_of(self, t: int, dump: Dump, rank: int, key_N: np.ndarray) -> np.ndarray:
-        """The ids that keys of a dump stand for."""
+        """Ids of keys of a dump."""
         if dump.version == "seed":
             return key_N
         dist = dump.meta.get("dist_type", "roundrobin")
         return key_of_file(dist, rank, key_N, dump.ranks, self._num_embeddings(t, dump))
 
     def _kept_of(self, t: int, dump: Dump, now: int) -> np.ndarray | None:
-        """Where a table has no room for all of this rank's rows of a dump, the ids of those that stay if others leave
-        by their scores; None = there is room. Ranks of another number have room for another number of rows."""
+        """Ids of this rank's rows of a dump with the highest scores, if the table has no room for all; None = there is
+        room. Ranks of another number have room for another number of rows."""
         table = self._tables.tables[t]
         capacity = policy_of(table.options, table.num_embeddings, self._tables.ranks.size).capacity
         if capacity is None or dump.rows <= capacity:
@@ -370,7 +361,7 @@ class TableDumps:
         return np.ascontiguousarray(score_NS[:, 0]).view(np.uint64), None
 
     def take_options(self, t: int, meta: Mapping[str, Any]) -> None:
-        """Go on with the options that a dump has of its optimizer."""
+        """Set the optimizer's options, and its count of steps, to those of a dump."""
         optimizer = self._tables.optimizers[t]
         if optimizer is None:
             return
@@ -388,7 +379,3 @@ class TableDumps:
 def _each(writers: Sequence[DumpWriter], call: Callable[[DumpWriter], None]) -> None:
     for writer in writers:
         call(writer)
-
-
-def _first(id_N: np.ndarray) -> np.ndarray:
-    return np.zeros(len(id_N), np.int64)

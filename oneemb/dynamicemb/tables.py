@@ -1,4 +1,4 @@
-"""Tables in one embedding, as dynamicemb's modules see them: scores, rows that changed, rows for whom `dist_type` says.
+"""Tables in one embedding, as dynamicemb's modules see them: scores, changed rows, rows by `dist_type`.
 
 Invariant: every rank makes the calls that say so, in the same order; where one fails all raise, and no row has changed.
 """
@@ -7,7 +7,6 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -29,8 +28,6 @@ from oneemb.rows.values import state_of, weights_of
 
 __all__ = ["DynamicTables", "TableInfo"]
 
-T = TypeVar("T")
-
 _ROWS = 65536
 """Rows that are read, sent or written at a time."""
 
@@ -40,8 +37,6 @@ class TableInfo:
     """One of the tables.
 
     Args:
-        name: of the table.
-        options: its own.
         num_embeddings: of its config; None = there is none.
     """
 
@@ -55,8 +50,7 @@ class DynamicTables:
 
     Args:
         rows: the embedding; table t of it is `tables[t]`.
-        tables: what is known of each.
-        optimizers: what steps the rows of each table; None = nothing does.
+        optimizers: of the rows of each table; None = no optimizer.
     """
 
     def __init__(
@@ -83,17 +77,13 @@ class DynamicTables:
         return [table.name for table in self.tables]
 
     def index(self, name: str) -> int:
-        """Which table has this name.
-
-        Raises:
-            ValueError: none has.
-        """
+        """Number of the table of this name; ValueError if there is none."""
         if name not in self.names:
             raise ValueError(f"there is no table {name!r}; there are: {', '.join(self.names)}")
         return self.names.index(name)
 
     def strategy(self, t: int) -> Score:
-        """By what rows of a table leave."""
+        """Strategy by which rows of a table are evicted."""
         return evicting_strategy(self.tables[t].options.score_strategy)
 
     def _goes_by_time(self, t: int) -> bool:
@@ -103,10 +93,10 @@ class DynamicTables:
     # ---- lookups ----------------------------------------------------------------------------------------------------
 
     def before_lookup(self) -> None:
-        """Say what scores a lookup in training mode gives. The next call of `after_lookup` is of the same lookup.
+        """Set the scores that a lookup in training mode gives. The next call of `after_lookup` is of the same lookup.
 
         Raises:
-            RuntimeError: a table was not told its score, or is not for training.
+            RuntimeError: a table has no score, or is not for training.
         """
         for t, table in enumerate(self.tables):
             if not table.options.training:
@@ -144,7 +134,7 @@ class DynamicTables:
     # ---- scores -----------------------------------------------------------------------------------------------------
 
     def set_score(self, scores: Mapping[str, int]) -> None:
-        """Say what scores lookups from now on give the rows of some tables, by name.
+        """Set the scores that lookups from now on give the rows of some tables, by name.
 
         Raises:
             TypeError, ValueError: a table's score strategy is not CUSTOMIZED, or a score is not above 0.
@@ -164,8 +154,8 @@ class DynamicTables:
             self.score[t] = score
 
     def get_score(self) -> dict[str, int]:
-        """Score by table, for a later `incremental_dump` of the rows changed from now on: the time, or the score that
-        the next lookup gives."""
+        """Score by table, for a later `incremental_dump` of the rows changed from now on: the time, or the score of the
+        next lookup."""
         return {table.name: self._score_now(t) for t, table in enumerate(self.tables)}
 
     def _score_now(self, t: int) -> int:
@@ -174,14 +164,14 @@ class DynamicTables:
     def incremental_dump(
         self, thresholds: Mapping[str, int], gather: bool
     ) -> tuple[dict[str, tuple[torch.Tensor, torch.Tensor]], dict[str, int]]:
-        """The rows whose score, or time of last use, is not below a threshold.
+        """Rows whose score, or time of last use, is not below a threshold.
 
         Args:
             thresholds: by table.
             gather: give those of all ranks, rather than of this one. Every rank makes the call then.
 
         Returns:
-            By table the ids, int64 [N], and weights, float32 [N, D], on the CPU; and what the next call is to be given.
+            By table the ids, int64 [N], and weights, float32 [N, D], on the CPU; and the thresholds for the next call.
         """
         found, scores = {}, {}
         for name, threshold in thresholds.items():
@@ -193,7 +183,7 @@ class DynamicTables:
             own = np.sort(id_N), values
             its = [own]
             if gather:
-                its = self.ranks.all_gather(f"gather rows of table {name!r}", functools.partial(_itself, own))
+                its = self.ranks.all_gather(f"gather rows of table {name!r}", functools.partial(tuple, own))
             ids, weights = (np.concatenate(arrays) for arrays in zip(*its, strict=True))
             found[name], scores[name] = (torch.from_numpy(ids), torch.from_numpy(weights)), self._score_now(t)
         return found, scores
@@ -201,8 +191,7 @@ class DynamicTables:
     # ---- rows out ---------------------------------------------------------------------------------------------------
 
     def export(self, t: int) -> list[DumpRows]:
-        """The rows of a table that dynamicemb would keep on this rank: those that `dist_type` gives it. Every rank
-        makes the call."""
+        """Rows of a table that `dist_type` gives this rank. Every rank makes the call."""
         found: list[DumpRows] = []
         what = f"export table {self.names[t]!r}"
         self.together("export", what, lambda: self.move(t, what, self.rank_by_dist(t), found.append))
@@ -216,11 +205,8 @@ class DynamicTables:
     def move(
         self, t: int, what: str, rank_of: Callable[[np.ndarray], np.ndarray], take: Callable[[DumpRows], object]
     ) -> None:
-        """Send the rows of a table to ranks, some at a time: each has `take` called with those for it.
-
-        Args:
-            rank_of: gives the rank of each id.
-        """
+        """Send the rows of a table to the ranks that `rank_of` gives their ids, some at a time; each rank calls `take`
+        with its own."""
         own = self.read(t, np.sort(self.rows.store.policy.uses(t)[0]), scored=True)
         if self.ranks.size == 1:
             for rows in own:
@@ -281,25 +267,25 @@ class DynamicTables:
         return score_N.view(np.int64)[:, None]
 
     def own(self, t: int, id_N: np.ndarray) -> np.ndarray:
-        """Which of these ids this rank owns."""
+        """Places of the ids that this rank owns."""
         plan = self.rows.store.plan
         return np.flatnonzero(owner_of(np.full(len(id_N), t, np.int32), id_N, plan.owners) == plan.owner)
 
     # ---- sightings --------------------------------------------------------------------------------------------------
 
     def sightings(self, t: int) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of a table that this rank counts, and their counts, both int64 [N]."""
+        """Ids of a table that this rank counts, in ascending order, and their counts, both int64 [N]."""
         id_N, count_N = self.rows.store.policy.sightings(t)
         order_N = np.argsort(id_N)
         return id_N[order_N], count_N[order_N]
 
     def add_sightings(self, t: int, id_N: np.ndarray, count_N: np.ndarray) -> None:
-        """Count those of these ids, which are distinct, that are this rank's."""
+        """Add the counts of those of these distinct ids that are this rank's."""
         own = self.own(t, id_N)
         self.rows.store.policy.add_sightings(t, id_N[own], count_N[own])
 
     def forget_sightings(self, t: int, id_N: np.ndarray) -> None:
-        """Count these ids no more."""
+        """Forget the counts of these ids."""
         self.rows.store.policy.forget_sightings(t, id_N)
 
     @property
@@ -308,12 +294,8 @@ class DynamicTables:
         return self.rows.store.policy.sightings_bytes
 
 
-def _itself(value: T) -> T:
-    return value
-
-
 def _packed(rows: DumpRows, its: np.ndarray) -> list[torch.Tensor]:
-    """These of the rows, as they travel."""
+    """Tensors of these of the rows, for a message."""
     assert rows.score_NS is not None and rows.state_NZ is not None
     arrays = rows.key_N[its], rows.value_ND[its], rows.score_NS[its], rows.state_NZ[its]
     widths = [1, *(array.shape[1] for array in arrays[1:])]

@@ -58,7 +58,7 @@ class DynamicEmbDataType(enum.Enum):
 
 
 class EvictStrategy(enum.Enum):
-    """Rule by which rows leave a full table, in dumps."""
+    """Rule by which rows are evicted from a full table, in dumps."""
 
     KLru = 0
     KLfu = 1
@@ -96,7 +96,7 @@ class DynamicEmbInitializerMode(enum.Enum):
 
 @dataclass
 class DynamicEmbInitializerArgs:
-    """How rows begin.
+    """Initial weights of rows.
 
     Args:
         mode: the distribution.
@@ -121,13 +121,10 @@ def bounds_of(args: DynamicEmbInitializerArgs, num_embeddings: int | None) -> tu
 
 
 def initializer_of(args: DynamicEmbInitializerArgs, num_embeddings: int | None) -> Initializer:
-    """Initializer of a table, for dynamicemb's arguments.
+    """Initializer of a table, for dynamicemb's arguments; ValueError if the distribution cannot have them.
 
     Args:
         num_embeddings: of the table's config; None = there is none.
-
-    Raises:
-        ValueError: the distribution cannot have these arguments.
     """
     low, high = bounds_of(args, num_embeddings)
     match args.mode:
@@ -282,17 +279,17 @@ class Cache(abc.ABC):
 
 
 class AdmissionStrategy(abc.ABC):
-    """Says which ids get a row.
+    """Decides which ids get a row.
 
-    `admit` is asked once a lookup, for the ids of a table that have none. One that has `initializer_args`, as
-    `FrequencyAdmissionStrategy`, says by these what others read as.
+    `admit` is called once a lookup, for the ids of a table that have no row. A strategy with `initializer_args`, such
+    as `FrequencyAdmissionStrategy`, sets by them the values of ids without a row.
     """
 
     initializer_args: DynamicEmbInitializerArgs | None = None
 
     @abc.abstractmethod
     def admit(self, keys: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
-        """Which ids get a row: bool [N].
+        """Whether each id gets a row: bool [N].
 
         Args:
             keys: int64 [N], distinct.
@@ -300,7 +297,7 @@ class AdmissionStrategy(abc.ABC):
         """
 
     def initialize_non_admitted_embeddings(self, buffer: torch.Tensor, indices: torch.Tensor) -> bool:
-        """Not called; `initializer_args` says what ids without a row read as."""
+        """Not called; `initializer_args` sets the values of ids without a row."""
         return False
 
 
@@ -332,14 +329,12 @@ __all__ = ["absent"]
 
 
 def absent(module: str, reasons: Mapping[str, str]) -> Callable[[str], Any]:
-    """A `__getattr__` for a module of `oneemb.dynamicemb`.
+    """A `__getattr__` for a module of `oneemb.dynamicemb` that lacks some of dynamicemb's names: it raises ImportError
+    with the reason and advice for these, and AttributeError for others.
 
     Args:
         module: its `__name__`.
         reasons: by name, why the module does not have it, and what to use.
-
-    Returns:
-        A function of a name. It raises ImportError with the reason for these names, and AttributeError for others.
     """
 
     def getattr_of_module(name: str) -> Any:

@@ -228,7 +228,7 @@ class SnapshotCalls(WeightOfRows):
         """
         snapshots, named = self.rank_snapshots, list[SnapshotName]()
         what = snapshots.words("load_state_dict")
-        snapshots.together("load_state_dict", lambda: snapshots.agree(what, lambda: named.append(decode(state))))
+        snapshots.together("load_state_dict", lambda: snapshots.ranks.agree(what, lambda: named.append(decode(state))))
         load_named(self, named[0])
 
     def holds(self, snapshot: SnapshotName) -> bool:
@@ -242,7 +242,7 @@ class SnapshotCalls(WeightOfRows):
         An embedding whose calls raise `BrokenStoreError` can be used again afterwards, as after `load_snapshot`.
         """
         snapshots = self.rank_snapshots
-        snapshots.together("clear", lambda: snapshots.agree(snapshots.words("clear"), self._clear))
+        snapshots.together("clear", lambda: snapshots.ranks.agree(snapshots.words("clear"), self._clear))
 
     def _clear(self) -> None:
         self.store.clear()

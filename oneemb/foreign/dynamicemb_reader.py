@@ -194,8 +194,7 @@ class Dump:
         index.put(np.zeros(rows, np.int32), key_N, np.arange(rows))
 
         def of(its_N: np.ndarray) -> np.ndarray:
-            found: np.ndarray = value_NZ[index.find(np.zeros(len(its_N), np.int32), its_N)]
-            return found
+            return value_NZ[index.find(np.zeros(len(its_N), np.int32), its_N)]
 
         return of
 

@@ -178,7 +178,7 @@ def import_rows(
 
     def bring_on_ranks() -> None:
         try:
-            snapshots.agree(what, lambda: counts.append(read()))
+            snapshots.ranks.agree(what, lambda: counts.append(read()))
         except BaseException:
             snapshots.replicas.even_out(what)  # The ranks may have come to different rows of replicated tables.
             raise

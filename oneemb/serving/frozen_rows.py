@@ -206,8 +206,7 @@ class FrozenRows(torch.nn.Module):
     def begin(self, table_M: torch.Tensor, id_M: torch.Tensor) -> torch.Tensor:
         """The weights of keys without a row: float32 [M, D]."""
         if self.draws:
-            begin_MD: torch.Tensor = self.begins(table_M, id_M)
-            return begin_MD
+            return self.begins(table_M, id_M)
         return self.begin_TD.index_select(0, table_M)
 
     def weights_at(self, place_N: torch.Tensor) -> torch.Tensor:

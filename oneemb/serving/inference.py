@@ -151,8 +151,7 @@ class InferenceEmbedding(torch.nn.Module):
 
     def read(self, ids: torch.Tensor, table_ids: torch.Tensor | None = None) -> torch.Tensor:
         """Look ids up; a model that calls `MultiTableEmbedding.read` can be served as it is."""
-        rows: torch.Tensor = self(ids, table_ids)
-        return rows
+        return self(ids, table_ids)
 
     def _bags(
         self, served: Served, ids: torch.Tensor, table_ids: torch.Tensor | None, offsets: torch.Tensor,

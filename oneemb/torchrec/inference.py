@@ -57,8 +57,7 @@ class FeatureProcessedEmbeddingBagCollection(torch.nn.Module):
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """The pooled embeddings of what the processors make of the features."""
-        pooled: KeyedTensor = self.bags(self.feature_processor(features))
-        return pooled
+        return self.bags(self.feature_processor(features))
 
 
 def quantize_embeddings(

@@ -85,8 +85,7 @@ def _with_autograd(op: Any, function: Callable[..., torch.Tensor], weights_at: i
         if _known(args[weights_at]) is not None:
             return function(*args)
         with torch._C._AutoDispatchBelowAutograd():
-            found: torch.Tensor = op(*args)
-            return found
+            return op(*args)
 
     return call
 

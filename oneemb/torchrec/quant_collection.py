@@ -68,8 +68,7 @@ class GroupOfTables(torch.nn.Module):
 
     def forward(self, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """The rows of ids of as many samples of each feature: float32 [N, D]."""
-        rows: torch.Tensor = self.rows(tables_of_ids(offsets, self.table_F, values), values)
-        return rows
+        return self.rows(tables_of_ids(offsets, self.table_F, values), values)
 
 
 class QuantCollection(torch.nn.Module):

@@ -67,8 +67,7 @@ class IndexedRows(torch.nn.Module):
         if not torch.jit.is_scripting():
             if _is_called(id_N):
                 return self._read(table_N, id_N)
-        rows: torch.Tensor = self.frozen(table_N, id_N)
-        return rows
+        return self.frozen(table_N, id_N)
 
     @torch.jit.export
     def where(self) -> torch.device:

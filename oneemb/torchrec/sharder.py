@@ -307,8 +307,7 @@ def _arguments_of(module: Any) -> dict[str, Any]:
 
 def _weight_of(module: Any, table: str) -> torch.Tensor:
     holders = module.embedding_bags if hasattr(module, "embedding_bags") else module.embeddings
-    weight: torch.Tensor = holders[table].weight
-    return weight
+    return holders[table].weight
 
 
 def rows_of(module: torch.nn.Module) -> list[torch.Tensor | None]:

@@ -50,8 +50,7 @@ def _passing_over(shardable_parameters: Any) -> Any:
     def of_others(self: Any, module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
         if any(isinstance(its, Collection) for its in module.modules()):
             return {}
-        found: dict[str, torch.nn.Parameter] = shardable_parameters(self, module)
-        return found
+        return shardable_parameters(self, module)
 
     return of_others
 

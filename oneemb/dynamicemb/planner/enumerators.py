@@ -69,10 +69,10 @@ class DynamicEmbeddingEnumerator(EmbeddingEnumerator):
     def enumerate(
         self, module: torch.nn.Module, sharders: list[ModuleSharder[torch.nn.Module]]
     ) -> list[ShardingOption]:
-        """Sharding options of each table of a model, of which a proposer makes plans.
+        """Sharding options of each table of a model, for a proposer of plans.
 
-        A dynamic table is enumerated as one of 16,384 rows at most, since TorchRec's estimators reckon with memory for
-        all `num_embeddings` rows.
+        A dynamic table is enumerated as one of 16,384 rows at most, since TorchRec's estimators count memory for all
+        `num_embeddings` rows.
 
         Args:
             module: the model.

@@ -118,13 +118,7 @@ class DynamicEmbeddingShardingPlanner:
         sharders: list[ModuleSharder[torch.nn.Module]],
         pg: "distributed.ProcessGroup | None" = None,
     ) -> ShardingPlan:
-        """A plan, the same on all ranks, each of which makes the call.
-
-        Args:
-            module: the model.
-            sharders: that shard it.
-            pg: the ranks; None = all.
-        """
+        """A plan, the same on all ranks, each of which makes the call; `pg` None = all ranks."""
         plan = self._planner.collective_plan(module, sharders, pg or distributed.group.WORLD)
         for of_module in plan.plan.values():
             its: Any = of_module

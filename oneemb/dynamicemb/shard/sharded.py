@@ -62,10 +62,10 @@ class _Merged(LazyAwaitable[Any]):
     """Result of a call, joined from the dynamic tables and the others.
 
     Args:
-        parts: of each what it gives.
-        names_of: what each calls its embeddings, and what all together do: those of a feature that both have are other
-            ones.
-        names: of the latter, in their order.
+        parts: results of both.
+        names_of: for each part, from its names of embeddings to those of all together: names of a feature that both
+            have differ.
+        names: of all embeddings, in their order.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class _Merged(LazyAwaitable[Any]):
 
 @dataclass
 class _RowDist:
-    """By which ranks dumps are split, of each feature, where dynamicemb's tools look for it."""
+    """`dist_type` of each feature, where dynamicemb's tools look for it."""
 
     _dist_type_per_feature: dict[str, str]
 
@@ -99,7 +99,7 @@ class ShardedDynamic(ShardedModule[KJTList, list[Any], Any, _Context], FusedOpti
     """Base of both sharded collections.
 
     Args:
-        dynamic: the tables that are.
+        dynamic: collection of the dynamic tables.
         static: TorchRec's sharded collection of the others; None = there are none.
         configs: of all tables, in their order.
         tables: the dynamic ones, by embedding.
@@ -137,14 +137,9 @@ class ShardedDynamic(ShardedModule[KJTList, list[Any], Any, _Context], FusedOpti
             )
             for its in tables
         )
-        dist = {
-            feature: table.options.dist_type
-            for its in tables
-            for table in its.tables
-            for config in configs
-            if config.name == table.name
-            for feature in config.feature_names
-        }
+        features = {config.name: config.feature_names for config in configs}
+        its_tables = [table for its in tables for table in its.tables]
+        dist = {feature: table.options.dist_type for table in its_tables for feature in features[table.name]}
         self._sharding_type_to_sharding = {"row_wise": _RowDist(dist)}
         self._input_dists = [_RowDist(dist)]
         optimizers: list[tuple[str, KeyedOptimizer]] = [("", dynamic.fused_optimizer)]
@@ -158,7 +153,7 @@ class ShardedDynamic(ShardedModule[KJTList, list[Any], Any, _Context], FusedOpti
         return self._fused_optimizer
 
     def create_context(self) -> _Context:
-        """For one call."""
+        """Context of one call."""
         static = self._static[0]
         return _Context(self._dynamic[0].create_context(), None if static is None else static.create_context())
 
@@ -173,7 +168,7 @@ class ShardedDynamic(ShardedModule[KJTList, list[Any], Any, _Context], FusedOpti
         return KJTListSplitsAwaitable([*sent, self._static[0].input_dist(ctx.static, its)], ctx)
 
     def compute(self, ctx: _Context, dist_input: Sequence[Any]) -> list[Any]:
-        """The rows of the batch."""
+        """Rows of the batch."""
         its = self._tables
         if self.training:
             for tables in its:
@@ -196,12 +191,12 @@ class ShardedDynamic(ShardedModule[KJTList, list[Any], Any, _Context], FusedOpti
 
     @property
     def unsharded_module_type(self) -> type[torch.nn.Module]:
-        """The class that was sharded."""
+        """Class that was sharded."""
         return self._unsharded
 
     @property
     def device(self) -> torch.device:
-        """Where lookups run."""
+        """Device of lookups."""
         return self._dynamic[0].device
 
     def close(self) -> None:
@@ -235,7 +230,7 @@ class DynamicSharder(BaseEmbeddingSharder[torch.nn.Module]):
         return self._of
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Sharding types that a plan may have: TorchRec's, and row-wise, which is that of dynamic tables."""
+        """Sharding types that a plan may have: TorchRec's, and row-wise, for dynamic tables."""
         its = list(self._static.sharding_types(compute_device_type))
         return its if "row_wise" in its else [*its, "row_wise"]
 
@@ -255,10 +250,7 @@ class DynamicSharder(BaseEmbeddingSharder[torch.nn.Module]):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> Any:
-        """The module, sharded; every rank of `env` makes the call.
-
-        Args:
-            params: the plan for the module's tables, dynamic and others.
+        """The module, sharded by the plan `params`; every rank of `env` makes the call.
 
         Raises:
             ValueError: an optimizer or an option that dynamic tables cannot follow.
@@ -371,7 +363,7 @@ def _dynamic_tables(
 
 
 def _select(features: KeyedJaggedTensor, names: Sequence[str]) -> KeyedJaggedTensor:
-    """The features of these names, in this order."""
+    """Features of these names, in this order."""
     keys = features.keys()
     missing = [name for name in names if name not in keys]
     if missing:
