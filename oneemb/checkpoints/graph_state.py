@@ -244,9 +244,9 @@ def check_fits(
             )
     classes = _classes(train)
     if not strict:
-        for there, here in zip(state["optimizer_classes"], classes, strict=False):
-            if there != here:
-                raise ValueError(f"{where} does not fit: the optimizer is {there} there, {here} in the graph")
+        for cls, own in zip(state["optimizer_classes"], classes, strict=False):
+            if cls != own:
+                raise ValueError(f"{where} does not fit: the optimizer is {cls} there, {own} in the graph")
         keys = _keys(tensors_of(graph), embeddings, own_scalers_of(graph), with_extra_state(graph), classes,
                      train.lr_schedulers, train.scaler)  # fmt: skip
         saved_keys = _keys(state["tensors"], state["embeddings"], state.get("own_grad_scalers", ()), state["extra"],

@@ -3,7 +3,6 @@
 Invariant: every rank makes the calls that say so, in the same order; where one fails all raise, and no row has changed.
 """
 
-import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -177,16 +176,16 @@ class DynamicTables:
         for name, threshold in thresholds.items():
             t = self.index(name)
             id_N, score_N, time_N = self.rows.store.policy.uses(t)
-            id_N = id_N[(time_N if self._goes_by_time(t) else score_N) >= np.uint64(max(0, threshold))]
-            parts = [rows.value_ND for rows in self.read(t, np.sort(id_N), scored=False)]
-            values = np.concatenate([np.empty((0, self.rows.embedding_dim), np.float32), *parts])
-            own = np.sort(id_N), values
-            its = [own]
-            if gather:
-                its = self.ranks.all_gather(f"gather rows of table {name!r}", functools.partial(tuple, own))
+            id_N = np.sort(id_N[(time_N if self._goes_by_time(t) else score_N) >= np.uint64(max(0, threshold))])
+            parts = [rows.value_ND for rows in self.read(t, id_N, scored=False)]
+            value_ND = np.concatenate([np.empty((0, self.rows.embedding_dim), np.float32), *parts])
+            its = self._gathered(name, id_N, value_ND) if gather else [(id_N, value_ND)]
             ids, weights = (np.concatenate(arrays) for arrays in zip(*its, strict=True))
             found[name], scores[name] = (torch.from_numpy(ids), torch.from_numpy(weights)), self._score_now(t)
         return found, scores
+
+    def _gathered(self, name: str, id_N: np.ndarray, value_ND: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+        return self.ranks.all_gather(f"gather rows of table {name!r}", lambda: (id_N, value_ND))
 
     # ---- rows out ---------------------------------------------------------------------------------------------------
 
