@@ -75,7 +75,7 @@ class Lookups(NamedTuple):
     """Function of the rows of each group that returns the result of the call."""
 
     def look_up(self) -> Any:
-        """Make the lookups; returns the result of the call."""
+        """Make the lookups and return the result of the call."""
         its = zip(self.groups, self.arguments, strict=True)
         return self.output([group.rows(**arguments) for group, arguments in its])
 
@@ -113,6 +113,8 @@ class Collection(torch.nn.Module):
         check_configs(tables, EmbeddingBagConfig if pools else EmbeddingConfig)
         self.configs = list(tables)
         self._columns: list[Column] = columns_of(tables)
+        self._feature_names: list[str] = [column.feature for column in self._columns]
+        self._embedding_names: list[str] = [column.name for column in self._columns]
         self._pools = pools
         self._device = torch.empty(0, device=device, dtype=torch.float32).device
         self.seed, self._num_threads = seed, num_threads
@@ -164,7 +166,7 @@ class Collection(torch.nn.Module):
         return [table.state for table in self._tables]
 
     def _first_rows(self) -> list[torch.Tensor | None]:
-        """The rows that each table begins with, as TorchRec draws them; None = none."""
+        """First rows of each table, as TorchRec draws them; None = none."""
         begin: list[torch.Tensor | None] = []
         for table in self._tables:
             weights = None if table.begins_empty else first_rows(table.config)
@@ -176,11 +178,7 @@ class Collection(torch.nn.Module):
         return begin
 
     def _make_rows(self, begin: Sequence[torch.Tensor | None]) -> None:
-        """Make the embeddings.
-
-        Args:
-            begin: the rows that each table begins with; None = none.
-        """
+        """Make the embeddings, with the first rows of each table; None = none."""
         alike: dict[tuple[object, ...], list[int]] = {}
         self._in_backward.clear()
         for t, table in enumerate(self._tables):
@@ -202,19 +200,26 @@ class Collection(torch.nn.Module):
         its = [self._tables[t] for t in tables]
         first, configs = its[0], [table.config for table in its]
         words, is_kept = first.words(), first.options is not None
-        paths = self._temporary_folders() if first.options is None else list(first.options.persistent_path)
+        if first.options is None and not self._paths:
+            own, self._remove_own = temporary_folder(self, "oneemb-torchrec-")
+            self._paths = ranks_of(self.process_group).all_gather("make temporary folders of tables", lambda: own)
+        paths = self._paths if first.options is None else list(first.options.persistent_path)
         while os.path.join(paths[0], "-".join(words)) in folders:
             words.append("other")
-        own = [os.path.join(path, "-".join(words)) for path in paths]
-        folders.add(own[0])
+        its_folders = [os.path.join(path, "-".join(words)) for path in paths]
+        folders.add(its_folders[0])
         policies = [policy for config in configs if (policy := policy_of(config)) is not None]  # of all or of none
+        ranks, of_ranks = self._on_ranks, dict[str, Any]()
+        if ranks is not None:
+            of_ranks = {"process_group": ranks.process_group, "gradients_of_ranks": ranks.gradients,
+                        "comm_dtype": ranks.comm_dtype}  # fmt: skip
         rows = MultiTableEmbedding(
             ", ".join(config.name for config in configs), first.config.embedding_dim, dtype_of(first.config),
-            torch.int64, [make_table(table.initializer()) for table in its], first.store_at(own),
+            torch.int64, [make_table(table.initializer()) for table in its], first.store_at(its_folders),
             seed=(self.seed + zlib.crc32(first.config.name.encode())) % 2**64,  # another one for each embedding
             num_threads=self._num_threads,
             policy=[table.kept.policy for table in its if table.kept is not None] or policies or None,
-            **self._of_ranks(),
+            **of_ranks,
         )  # fmt: skip
         self._give_weights(rows, its, is_kept=is_kept)
         if self._device.type != "cpu":
@@ -223,23 +228,14 @@ class Collection(torch.nn.Module):
         of_columns = tuple(tables.index(self._columns[c].table) for c in columns)
         of_rows: list[TableState] = []
         for place, (t, table) in enumerate(zip(tables, its, strict=True)):
-            table.state = TableState(
-                rows, place, configs, of_rows, is_kept=is_kept, is_empty=table.kept is not None
-            )  # fmt: skip
+            is_empty = table.kept is not None
+            table.state = TableState(rows, place, configs, of_rows, is_kept=is_kept, is_empty=is_empty)
             table.parameter.serves(functools.partial(_state_of, weakref.ref(self), t))
         return Group(rows, tables, columns, of_columns, first.pooling)
 
-    def _of_ranks(self) -> dict[str, Any]:
-        its = self._on_ranks
-        if its is None:
-            return {}
-        return {
-            "process_group": its.process_group, "gradients_of_ranks": its.gradients, "comm_dtype": its.comm_dtype,
-        }  # fmt: skip
-
     def _give_weights(self, rows: MultiTableEmbedding, tables: Sequence[Table], *, is_kept: bool) -> None:
-        """Let the tables' parameters stand for the rows; or where their optimizers step in the backward pass, one that
-        nobody else has, so that the rows of all are stepped as one."""
+        """Let the tables' parameters stand for the rows. If their optimizers step in the backward pass, a parameter of
+        its own does, so that the rows of all tables are stepped as one."""
         weights = [table.parameter.weight for table in tables]
         if not tables[0].steppers:
             stand_for_rows(rows, weights, is_kept=is_kept)
@@ -258,14 +254,8 @@ class Collection(torch.nn.Module):
         optimizer = same_optimizer(steppers[0], one)
         self._in_backward.append(step_in_backward(rows, one, optimizer, options, is_kept=is_kept))
 
-    def _temporary_folders(self) -> list[str]:
-        if not self._paths:
-            own, self._remove_own = temporary_folder(self, "oneemb-torchrec-")
-            self._paths = ranks_of(self.process_group).all_gather("make temporary folders of tables", lambda: own)
-        return self._paths
-
     def ready(self) -> list[Group]:
-        """The embeddings, as the optimizers of tables now ask for them."""
+        """Embeddings, grouped by the tables' current optimizers."""
         if self._device.type == "meta":
             raise RuntimeError(ON_META)
         self.regroup()
@@ -287,7 +277,7 @@ class Collection(torch.nn.Module):
         return self._groups
 
     def regroup(self) -> None:
-        """Group tables by what steps them now, if that is something else than before."""
+        """Group tables by their current optimizers, if these have changed."""
         with self._regrouping:  # Threads may take state dicts while others train.
             if any(table.is_regrouped for table in self._tables):
                 if self._on_ranks is not None:
@@ -295,14 +285,14 @@ class Collection(torch.nn.Module):
                 self._make_rows_anew()
 
     def _bring_in(self) -> None:
-        """Bring what was written into tensors of state dicts into the rows."""
+        """Bring tensors of state dicts that were written to into the rows."""
         write_back(state for state in self.states if state is not None)
 
     def rows_to_shard(self) -> list[torch.Tensor | None]:
-        """The rows of each table for those that take its place; None = it begins with none.
+        """Rows of each table for the sharded one in its place; None = it begins with none.
 
         Raises:
-            RuntimeError: they are in a path of the user's, where snapshots are to be used.
+            RuntimeError: rows are in a path of the user's, where snapshots are to be used.
         """
         self._bring_in()
         for group in self._groups:
@@ -324,7 +314,7 @@ class Collection(torch.nn.Module):
         return self._dense_rows()
 
     def _dense_rows(self) -> list[torch.Tensor | None]:
-        """The rows of each table that began with some; None = it began empty."""
+        """Rows of each table that began with some; None = it began empty."""
         begin: list[torch.Tensor | None] = [None] * len(self.configs)
         for group in self._groups:
             for place, t in enumerate(group.tables):
@@ -333,7 +323,7 @@ class Collection(torch.nn.Module):
         return begin
 
     def _make_rows_anew(self) -> None:
-        """Group tables by what steps them now."""
+        """Make the embeddings again, grouped by the tables' current optimizers."""
         for table in self._tables:  # One that rows cannot follow is refused with all rows there.
             kind_of_steps(in_backward_optimizers(table.parameter.weight))
         self._bring_in()
@@ -364,7 +354,7 @@ class Collection(torch.nn.Module):
         return moved
 
     def empty_copy(self) -> Self:
-        """The same on the meta device, without rows."""
+        """A collection of the same tables on the meta device, without rows."""
         raise NotImplementedError
 
     def __deepcopy__(self, memo: object) -> Self:
@@ -390,11 +380,8 @@ class Collection(torch.nn.Module):
         )
 
     def take_rows(self, device: torch.device, groups: Sequence[Group]) -> None:
-        """Leave the meta device with copies of the rows of another collection of the same tables.
-
-        Raises:
-            TypeError: its tables are grouped otherwise.
-        """
+        """Leave the meta device with copies of the rows of another collection of the same tables; TypeError if its
+        tables are grouped differently."""
         torch.nn.Module._apply(self, lambda tensor: torch.empty_like(tensor, device=device))
         self._device = device
         self._introduce()
@@ -409,7 +396,7 @@ class Collection(torch.nn.Module):
 
     @torch.jit.unused
     def _is_called(self, features: KeyedJaggedTensor) -> bool:
-        """Whether this is a call on values; it is not where a model is traced or exported, or has none."""
+        """Whether this is a call on values: not while a model is traced or exported, nor on meta."""
         return is_call_on_values(features) and self._device.type != "meta"
 
     def _introduce(self) -> None:
@@ -426,16 +413,16 @@ class Collection(torch.nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where lookups run."""
+        """Device of lookups."""
         return self._device
 
     @property
     def process_group(self) -> "torch.distributed.ProcessGroup | None":
-        """The ranks that own the rows together; None = this process has them all."""
+        """Ranks that own the rows together; None = this process has them all."""
         return None if self._on_ranks is None else self._on_ranks.process_group
 
     def reset_parameters(self) -> None:
-        """Begin anew, as after the module was made."""
+        """Reset all tables to their state after construction."""
         begin = self._first_rows()
         for state in self.states:
             if state is not None:

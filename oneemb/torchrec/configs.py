@@ -112,11 +112,7 @@ def dtype_of(config: BaseEmbeddingConfig) -> torch.dtype:
 
 
 def pooling_of(config: BaseEmbeddingConfig) -> str:
-    """Pooling of a table's bags: "sum" or "mean".
-
-    Raises:
-        ValueError: the config says something else.
-    """
+    """Pooling of a table's bags: "sum" or "mean"; ValueError if the config has another."""
     pooling = config.pooling if isinstance(config, EmbeddingBagConfig) else PoolingType.SUM
     if pooling not in _POOLINGS:
         raise ValueError(f"table {config.name!r}: pooling must be SUM or MEAN, got {pooling}")
@@ -128,7 +124,7 @@ def initializer_of(config: BaseEmbeddingConfig) -> Initializer:
     `bounds_of`.
 
     Raises:
-        ValueError: it is no function of torch.nn.init for which a row can begin by itself.
+        ValueError: `init_fn` is no function of torch.nn.init by which a row can be initialized by itself.
     """
     function: Any = config.init_fn
     options: dict[str, Any] = {}
@@ -166,30 +162,23 @@ def _normal(mean: float = 0.0, std: float = 1.0) -> Initializer:
     return make_normal_initializer(mean, std) if std else make_constant_initializer(mean)
 
 
-def _trunc_normal(mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0) -> Initializer:
-    return make_trunc_normal_initializer(mean, std, a, b)
-
-
-def _constant(val: float) -> Initializer:
-    return make_constant_initializer(val)
-
-
 _INITIALIZERS: dict[Callable[..., Any], Callable[..., Initializer]] = {
     torch.nn.init.uniform_: _uniform,
     torch.nn.init.normal_: _normal,
-    torch.nn.init.trunc_normal_: _trunc_normal,
-    torch.nn.init.constant_: _constant,
-    torch.nn.init.zeros_: functools.partial(_constant, 0.0),
-    torch.nn.init.ones_: functools.partial(_constant, 1.0),
+    torch.nn.init.trunc_normal_: make_trunc_normal_initializer,
+    torch.nn.init.constant_: lambda val: make_constant_initializer(val),
+    torch.nn.init.zeros_: functools.partial(make_constant_initializer, 0.0),
+    torch.nn.init.ones_: functools.partial(make_constant_initializer, 1.0),
 }
 
 
 def first_rows(config: BaseEmbeddingConfig) -> torch.Tensor:
     """Rows of torch's module of a table before `init_fn` fills them, [num_embeddings, D]. The call draws as many
-    numbers from torch's generator as TorchRec's module does, so that a script with a seed goes on with the same ones.
+    numbers from torch's generator as TorchRec's module does, so that a script with a seed goes on with the same
+    ones.
 
     Raises:
-        ValueError: it is more than memory has.
+        ValueError: the rows are larger than memory.
     """
     size = config.num_embeddings, config.embedding_dim
     try:
@@ -203,8 +192,8 @@ def first_rows(config: BaseEmbeddingConfig) -> torch.Tensor:
 
 
 def later_rows(config: BaseEmbeddingConfig) -> Initializer:
-    """How rows begin of ids that `first_rows` has not: as `init_fn` says; where that fills a whole table in its own
-    way, as TorchRec's default."""
+    """Initializer of rows that `first_rows` lacks: that of `init_fn`; if that fills a whole table in its own way,
+    TorchRec's default."""
     try:
         return initializer_of(config)
     except ValueError:
@@ -229,11 +218,7 @@ def bounds_of(config: BaseEmbeddingConfig, dtype: torch.dtype) -> tuple[float, f
 
 
 def policy_of(config: BaseEmbeddingConfig) -> RowPolicy | None:
-    """Policy of the rows of a table; None = every row stays.
-
-    Raises:
-        ValueError: the config's policy is refused; see the head of this file.
-    """
+    """Policy of the rows of a table; None = every row stays. ValueError if the config's policy is refused."""
     policy: Any = config.virtual_table_eviction_policy
     if policy is None or not config.use_virtual_table or isinstance(policy, NoEvictionPolicy):
         return None

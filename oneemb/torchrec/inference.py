@@ -56,7 +56,7 @@ class FeatureProcessedEmbeddingBagCollection(torch.nn.Module):
         self.bags = bags
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """The pooled embeddings of what the processors make of the features."""
+        """Pooled embeddings of the processed features."""
         return self.bags(self.feature_processor(features))
 
 
@@ -138,7 +138,8 @@ def _quantize(
     dtype: torch.dtype, output_dtype: torch.dtype, by_table: Mapping[str, torch.dtype] | None,
     mapping: Mapping[type[torch.nn.Module], type[torch.nn.Module]],
 ) -> _Swap:  # fmt: skip
-    """Gives the quantized collection of one; None = it is none of oneemb's, or the mapping has another class for it."""
+    """Function that returns the quantized collection of a module; None = it is none of oneemb's, or the mapping has
+    another class for it."""
 
     def swap(module: torch.nn.Module) -> torch.nn.Module | None:
         kinds = [its for kind, its in _QUANTIZED.items() if isinstance(module, kind)]
@@ -179,7 +180,7 @@ class _Sharder(BaseQuantEmbeddingSharder[torch.nn.Module]):
 
     @property
     def module_type(self) -> type[torch.nn.Module]:
-        """The class whose modules are sharded."""
+        """Class whose modules are sharded."""
         return self._unsharded
 
     def shardable_parameters(self, module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -203,7 +204,7 @@ class _Sharder(BaseQuantEmbeddingSharder[torch.nn.Module]):
         Args:
             params: the plan for the module's tables; says on what kind of device rows are, where `device` is on meta.
             env: with a process group, whose ranks each keep their own rows; or of so many devices of this process.
-            device: on which rows are; None, or on meta, = as the plan says.
+            device: of the rows; None, or on meta, = as the plan says.
             module_fqn: has no effect.
         """
         its = cast(QuantCollection, module)
@@ -226,9 +227,9 @@ def _devices(params: Mapping[str, ParameterSharding], count: int, device: torch.
 
 
 class QuantEmbeddingBagCollectionSharder(_Sharder):
-    """Shards quantized `EmbeddingBagCollection`s: each row is on one device, or with one rank, which its key says.
+    """Shards quantized `EmbeddingBagCollection`s: each row is on one device, or with one rank, by its key.
 
-    A plan is read for which modules are sharded: whatever it says of tables, no number depends on it.
+    A plan is read for which modules are sharded: its tables' entries change no number.
 
     Args:
         fused_params, shardable_params: as of TorchRec's class; they have no effect.

@@ -33,7 +33,7 @@ class Jagged(NamedTuple):
 
 
 def is_call_on_values(features: KeyedJaggedTensor) -> bool:
-    """Whether features have values; they have none where this thread traces or exports a model."""
+    """Whether features have values: not while this thread traces or exports a model."""
     if torch.compiler.is_dynamo_compiling():  # of this frame, while the compiler traces it
         return not is_exported_by_compiler()
     if not isinstance(features, KeyedJaggedTensor):
@@ -45,7 +45,7 @@ def check_jagged(features: KeyedJaggedTensor) -> Jagged:
     """All features of a KeyedJaggedTensor.
 
     Raises:
-        TypeError, ValueError: keys, values, lengths, offsets or weights do not go together; the message says which.
+        TypeError, ValueError: keys, values, lengths, offsets or weights contradict each other; the message says which.
     """
     if not isinstance(features, KeyedJaggedTensor):
         raise TypeError(f"features must be a KeyedJaggedTensor, got {type(features).__name__}")
@@ -78,7 +78,7 @@ def check_jagged(features: KeyedJaggedTensor) -> Jagged:
 
 
 def checked_bags(features: KeyedJaggedTensor, is_weighted: bool) -> tuple[KeyedJaggedTensor, Jagged]:
-    """A batch, or a TensorDict, as a KeyedJaggedTensor and as its bags, which have weights if they are weighted.
+    """A batch, or a TensorDict, as a KeyedJaggedTensor and as its bags, with weights if it is weighted.
 
     Raises:
         TypeError, ValueError: as `check_jagged` and `check_weighted`.
@@ -92,7 +92,7 @@ def checked_bags(features: KeyedJaggedTensor, is_weighted: bool) -> tuple[KeyedJ
 
 
 def check_weighted(weights: torch.Tensor | None) -> None:
-    """Raise ValueError where a batch has no weights for a collection that is weighted."""
+    """Raise ValueError if a batch has no weights for a weighted collection."""
     if weights is None:
         raise ValueError("the collection is weighted (is_weighted=True), and the KeyedJaggedTensor has no weights")
 
@@ -101,7 +101,7 @@ def jagged_tensors(
     features: KeyedJaggedTensor, its: Jagged, ids_F: list[int], row_ND: torch.Tensor, names: Sequence[str],
     need_indices: bool,
 ) -> dict[str, JaggedTensor]:  # fmt: skip
-    """The rows of ids, a JaggedTensor of each feature by its name in the output.
+    """Rows of ids as a JaggedTensor of each feature, by its name in the output.
 
     Args:
         features: the batch.
@@ -151,7 +151,7 @@ def _check_offsets(offsets: torch.Tensor, ids: int) -> None:
 def order_of_inverse(
     jagged: Jagged, keys: Sequence[str], inverse: tuple[list[str], torch.Tensor] | None, wanted: Sequence[str]
 ) -> tuple[dict[str, int], torch.Tensor]:
-    """Where the features of inverse indices are, and the indices.
+    """Place of each feature in the inverse indices, and the indices.
 
     Args:
         keys: the features of `jagged`.
@@ -159,7 +159,7 @@ def order_of_inverse(
         wanted: features that must be there.
 
     Raises:
-        TypeError, ValueError: one is not, or indices are not of its samples.
+        TypeError, ValueError: one is missing, or indices are not of its samples.
     """
     if inverse is None:
         raise ValueError(
@@ -180,7 +180,7 @@ def _check_inverse(names: Sequence[str], index_KB: torch.Tensor, samples: Mappin
 
     Args:
         names: the feature of each of K rows.
-        samples: how many each feature has.
+        samples: number of samples of each feature.
     """
     if index_KB.dtype not in (torch.int64, torch.int32) or index_KB.dim() != 2 or len(index_KB) != len(names):
         raise TypeError(
@@ -204,13 +204,13 @@ def _say(tensor: torch.Tensor) -> str:
 
 
 def select_features(jagged: Jagged, keys: Sequence[str], wanted: Sequence[str]) -> Jagged:
-    """The bags of these features in this order; one may come several times.
+    """Bags of these features in this order; one may come several times.
 
     Args:
         keys: the features of `jagged`.
 
     Raises:
-        ValueError: one is not there.
+        ValueError: a feature is missing.
     """
     if keys == wanted:
         return jagged
@@ -239,7 +239,7 @@ def select_features(jagged: Jagged, keys: Sequence[str], wanted: Sequence[str]) 
 
 
 def ends_of_features(jagged: Jagged) -> torch.Tensor:
-    """Where the ids of each feature begin, and the end: int64 [F + 1]."""
+    """Bounds of the ids of each feature: int64 [F + 1]."""
     first_bags = torch.nn.functional.pad(torch.tensor(jagged.samples, device="cpu").cumsum(0), (1, 0))
     return jagged.offsets[first_bags.to(jagged.offsets.device)]
 
@@ -247,15 +247,13 @@ def ends_of_features(jagged: Jagged) -> torch.Tensor:
 def expand_samples(
     jagged: Jagged, keys: Sequence[str], inverse: tuple[list[str], torch.Tensor] | None, wanted: Sequence[str]
 ) -> tuple[Jagged, list[str]]:
-    """Bags of features whose samples are of their own number, as many of each: those that samples of the batch have.
+    """Bags of features with different numbers of samples, expanded to one for each sample of the batch; and their
+    features.
 
     Args:
         keys: the features of `jagged`.
-        inverse: names of features, and for each which of its samples each sample of the batch has.
-        wanted: the features that are given, in any order.
-
-    Returns:
-        The bags, and their features.
+        inverse: names of features, and for each the number of its sample for each sample of the batch.
+        wanted: the features to return, in any order.
 
     Raises:
         TypeError, ValueError: a feature is missing, or inverse indices are not of these samples.

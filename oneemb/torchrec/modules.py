@@ -57,7 +57,7 @@ def jagged_by_name(
 
 
 def _arguments(group: Group, bags: Jagged) -> dict[str, Any]:
-    """Arguments of the lookup of bags in a group of tables, without the tables of ids."""
+    """Arguments of the lookup of bags in a group of tables, without their tables."""
     return {
         "ids": bags.values, "offsets": bags.offsets, "per_sample_weights": bags.weights, "pooling": group.pooling,
     }  # fmt: skip
@@ -114,8 +114,6 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
         if is_weighted and (means := [config.name for config in tables if config.pooling == PoolingType.MEAN]):
             raise ValueError(f"weights are for bags that are summed, tables {means} take the mean; use PoolingType.SUM")
         self._is_weighted = is_weighted
-        self._feature_names: list[str] = [column.feature for column in self._columns]
-        self._embedding_names: list[str] = [column.name for column in self._columns]
         self._lengths_per_embedding: list[int] = [tables[column.table].embedding_dim for column in self._columns]
         self._dim: int = sum(self._lengths_per_embedding)
 
@@ -153,11 +151,7 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
 
     @torch.jit.unused
     def lookups_of(self, features: KeyedJaggedTensor) -> Lookups:
-        """Lookups of a call with these features; its result is a KeyedTensor.
-
-        Raises:
-            TypeError, ValueError: as `forward`.
-        """
+        """Lookups of a call with these features; its result is a KeyedTensor. Errors as of `forward`."""
         lookups = self._lookups_of(features)
         return lookups._replace(output=lambda rows: self._keyed(lookups.output(rows)))
 
@@ -175,7 +169,7 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
     def look_up(
         self, values: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None
     ) -> torch.Tensor:
-        """The pooled embeddings of the features of all columns, given feature by feature: [B, D of all]."""
+        """Pooled embeddings of the features of all columns, given feature by feature: [B, D of all]."""
         features = len(self._columns)
         if (len(offsets) - 1) % features:
             raise ValueError(f"offsets must be of as many samples for each of {features} features")
@@ -193,8 +187,8 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
         """Lookups of a batch with as many samples for each feature.
 
         Args:
-            selected_of: the bags of each group's features. All are selected before anything is looked up: a feature
-                that is missing is an error before any table has new rows.
+            selected_of: the bags of each group's features. All are selected before a lookup: a missing feature is an
+                error before any table has new rows.
         """
 
         def output(pooled: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -239,7 +233,6 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
         return Lookups(groups, arguments, output)
 
     def empty_copy(self) -> Self:
-        """The same on the meta device, without rows."""
         return type(self)(
             copy.deepcopy(self.configs), self._is_weighted, "meta", seed=self.seed, num_threads=self._num_threads
         )
@@ -258,13 +251,13 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
 
 
 class EmbeddingCollection(Collection, EmbeddingCollectionInterface):
-    """The embedding of each id of a KeyedJaggedTensor: TorchRec's class, whose tables grow with their ids.
+    """Embedding of each id of a KeyedJaggedTensor: TorchRec's class, whose tables grow with their ids.
 
     Args:
         tables: TorchRec's configs, of one `embedding_dim`.
         device: as of `EmbeddingBagCollection`.
         need_indices: whether the JaggedTensors of the output have the ids as their weights.
-        use_gather_select, use_gather_select_per_sharding: what TorchRec's sharding is told; no lookup depends on it.
+        use_gather_select, use_gather_select_per_sharding: for TorchRec's sharding; no lookup depends on them.
         store_options, seed, num_threads, on_ranks: as of `EmbeddingBagCollection`.
 
     Raises:
@@ -297,8 +290,6 @@ class EmbeddingCollection(Collection, EmbeddingCollectionInterface):
         self._need_indices: bool = need_indices
         self._use_gather_select = use_gather_select
         self._use_gather_select_per_sharding = use_gather_select_per_sharding
-        self._feature_names: list[str] = [column.feature for column in self._columns]
-        self._embedding_names: list[str] = [column.name for column in self._columns]
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """The embeddings of each feature's ids, by the feature's name; arguments and errors as of
@@ -321,11 +312,7 @@ class EmbeddingCollection(Collection, EmbeddingCollectionInterface):
 
     @torch.jit.unused
     def lookups_of(self, features: KeyedJaggedTensor) -> Lookups:
-        """Lookups of a call with these features; its result is JaggedTensors by name.
-
-        Raises:
-            TypeError, ValueError: as `forward`.
-        """
+        """Lookups of a call with these features; its result is JaggedTensors by name. Errors as of `forward`."""
         features = maybe_td_to_kjt(features, None)
         selected = select_features(check_jagged(features), features.keys(), self._feature_names)
         ids_C = ends_of_features(selected).diff()
@@ -341,7 +328,7 @@ class EmbeddingCollection(Collection, EmbeddingCollectionInterface):
     def look_up(
         self, values: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None
     ) -> torch.Tensor:
-        """The rows of the ids of all columns, given feature by feature: [N, D]."""
+        """Rows of the ids of all columns, given feature by feature: [N, D]."""
         features = len(self._columns)
         samples = (len(offsets) - 1) // features
         ends = offsets[torch.arange(features + 1, device=offsets.device) * samples]
@@ -349,7 +336,7 @@ class EmbeddingCollection(Collection, EmbeddingCollectionInterface):
 
     @torch.jit.unused
     def _rows_of(self, values: torch.Tensor, ids_C: torch.Tensor) -> Lookups:
-        """The rows of ids that lie column by column, so many of each."""
+        """Rows of ids that lie column by column, with the number of ids of each column."""
         groups = self.ready()
         column_N = torch.arange(len(ids_C), device=values.device).repeat_interleave(ids_C)
         arguments, own_of = [], []
@@ -371,7 +358,6 @@ class EmbeddingCollection(Collection, EmbeddingCollectionInterface):
         return Lookups(groups, arguments, output)
 
     def empty_copy(self) -> Self:
-        """The same on the meta device, without rows."""
         return type(self)(
             copy.deepcopy(self.configs), "meta", self._need_indices, self._use_gather_select,
             self._use_gather_select_per_sharding, seed=self.seed, num_threads=self._num_threads,

@@ -1,10 +1,10 @@
-"""The lookups of collections as registered ops: what torch.fx, TorchScript and torch.export keep of a model.
+"""Lookups of collections as registered ops: the form in which torch.fx, TorchScript and torch.export keep them.
 
     torch.ops.oneemb.embedding_bags(values, offsets, per_sample_weights, weights, features, dim)     [B, dim]
     torch.ops.oneemb.embeddings(values, offsets, weights, features, dim)                             [N, dim]
 
-`weights` are the parameters of the tables, which know the collection they are of: an op has no state of its own. A
-model that was saved and loaded elsewhere has parameters that know none; looking up in it is an error.
+`weights` are the parameters of the tables, which know their collection: an op has no state of its own. A model that was
+saved and loaded elsewhere has parameters that know none; a lookup in it is an error.
 """
 
 import weakref
@@ -21,11 +21,11 @@ class LooksUpJagged(Protocol):
     def look_up(
         self, values: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None
     ) -> torch.Tensor:
-        """The rows of the features of all columns, feature by feature: see the ops."""
+        """Rows of the features of all columns, feature by feature: see the ops."""
 
 
 def know(weight: torch.Tensor, collection: LooksUpJagged) -> None:
-    """Let a parameter know the collection that it is of."""
+    """Note the collection of a parameter."""
     weight.collection = weakref.ref(collection)  # type: ignore[attr-defined]
 
 
@@ -45,7 +45,7 @@ def _collection_of(weights: list[torch.Tensor]) -> LooksUpJagged:
 
 
 def _check_meta(values: torch.Tensor, weights: list[torch.Tensor]) -> None:
-    """Raise RuntimeError if numbers are asked for of tables on meta, rather than what they are like."""
+    """Raise RuntimeError for a lookup of values in tables on meta."""
     if type(values) is torch.Tensor and values.device.type != "meta" and weights[0].device.type == "meta":
         raise RuntimeError(ON_META)
 
@@ -79,7 +79,7 @@ def _embeddings(
 
 
 def _with_autograd(op: Any, function: Callable[..., torch.Tensor], weights_at: int) -> Callable[..., torch.Tensor]:
-    """The lookup with a gradient; of stand-ins for parameters, as an exporter has them, what is below autograd."""
+    """The lookup with a gradient; below autograd for stand-ins of parameters, as an exporter has them."""
 
     def call(*args: Any) -> torch.Tensor:
         if _known(args[weights_at]) is not None:

@@ -1,10 +1,10 @@
-"""From the optimizers that TorchRec's users name to those that step rows.
+"""Optimizers of rows for the optimizers that TorchRec's users name, and the form in which TorchRec's tools see them.
 
     apply_optimizer_in_backward(torchrec.optim.RowWiseAdagrad, parameters, {"lr": 0.1})      a class and its arguments
     EmbeddingBagCollectionSharder(fused_params={"optimizer": EmbOptimType.ADAM, ...})        FBGEMM's names
 
 FBGEMM's options that choose among its ways to compute the same (caches, bounds checks, precisions of caches) are
-accepted and have no effect. Those that change what is computed are followed or refused by name.
+accepted and have no effect. Those that change results are followed or refused by name.
 """
 
 import pkgutil
@@ -89,27 +89,17 @@ def from_fused_params(fused_params: Mapping[str, Any]) -> MakeOptimizer:
     if unknown:
         raise ValueError(f"fused_params: unknown options {unknown}")
     cls, known = _KNOWN[name]
-    if given.get("weight_decay"):
-        _check_decay(name, known.fbgemm_options, decay_mode)
     for option, default in [
-        ("betas", (0.9, 0.999)), ("momentum", 0.9), ("eta", 0.001), ("initial_accumulator_value", 0.0),
+        ("weight_decay", 0.0), ("betas", (0.9, 0.999)), ("momentum", 0.9), ("eta", 0.001),
+        ("initial_accumulator_value", 0.0),
     ]:  # fmt: skip
         if given.get(option) and given[option] != default and option not in known.fbgemm_options:
             raise ValueError(f"fused_params: {option} has no effect on {name!r} in FBGEMM, and none here; leave it out")
-    options |= given
-    return _make(cls, {option: options[option] for option in known.fbgemm_options if option in options})
-
-
-def _check_decay(name: str, options: Sequence[str], mode: str) -> None:
-    if "weight_decay" not in options:
-        raise ValueError(f"fused_params: weight_decay has no effect on {name!r} in FBGEMM, and none here; leave it out")
-    if "adagrad" in name and mode not in ("NONE", "L2"):
-        raise ValueError(f"fused_params: weight_decay_mode {mode} is not supported; L2 is what there is")
-
-
-def _make(cls: str, options: Mapping[str, Any]) -> MakeOptimizer:
-    kind = pkgutil.resolve_name(cls)
-    return lambda parameters: kind(parameters, **options)
+        if option == "weight_decay" and given.get(option) and "adagrad" in name and decay_mode not in ("NONE", "L2"):
+            raise ValueError(f"fused_params: weight_decay_mode {decay_mode} is not supported; L2 is what there is")
+    kind, options = pkgutil.resolve_name(cls), options | given
+    own = {option: options[option] for option in known.fbgemm_options if option in options}
+    return lambda parameters: kind(parameters, **own)
 
 
 def from_classes(classes: Sequence[type], options: Sequence[Mapping[str, Any]]) -> MakeOptimizer:
@@ -120,16 +110,12 @@ def from_classes(classes: Sequence[type], options: Sequence[Mapping[str, Any]]) 
     """
     if len(classes) > 1:
         raise ValueError("apply_optimizer_in_backward was called twice for a table, which one optimizer steps")
-    name = _PLACEHOLDERS.get(classes[0])
-    if name is not None:
-        return from_fused_params({"optimizer": name, **_own_defaults(classes[0]), **_fbgemm_names(options[0])})
     cls: Any = classes[0]
+    if (name := _PLACEHOLDERS.get(cls)) is not None:
+        # The one class that is no placeholder has defaults of its own.
+        defaults = {"lr": 1e-2, "eps": 1e-10} if cls is rowwise_adagrad.RowWiseAdagrad else {}
+        return from_fused_params({"optimizer": name, **defaults, **_fbgemm_names(options[0])})
     return lambda parameters: cls(parameters, **options[0])
-
-
-def _own_defaults(cls: type) -> dict[str, Any]:
-    # The one class that is no placeholder has defaults of its own.
-    return {"lr": 1e-2, "eps": 1e-10} if cls is rowwise_adagrad.RowWiseAdagrad else {}
 
 
 def _fbgemm_names(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,7 +129,7 @@ def _fbgemm_names(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def row_stepper(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer that steps rows as this one, of torch or TorchRec, says."""
+    """Optimizer that steps rows as this one, of torch or TorchRec, says."""
     kind = type(optimizer)
     if kind not in _PLACEHOLDERS:
         return optimizer
@@ -166,7 +152,7 @@ def same_optimizer(optimizer: torch.optim.Optimizer, parameter: torch.nn.Paramet
 
 
 def options_now(optimizer: torch.optim.Optimizer, stepper: torch.optim.Optimizer) -> dict[str, Any]:
-    """The options of `stepper`, which `row_stepper` gave, as the users' optimizer has them at this step."""
+    """Options of `stepper`, which `row_stepper` gave, with the values of the users' optimizer at this step."""
     if stepper is optimizer or not hasattr(optimizer, "param_groups"):
         return stepper.param_groups[0]
     own = stepper.param_groups[0]
@@ -174,10 +160,8 @@ def options_now(optimizer: torch.optim.Optimizer, stepper: torch.optim.Optimizer
 
 
 class _States(Mapping[torch.Tensor, dict[str, torch.Tensor]]):
-    """The state of each table, gathered whenever it is asked for, which every rank does.
-
-    As tensors of a state dict, what is written into it in place reaches the rows: see table_state.py.
-    """
+    """State of each table, gathered on each access, which every rank makes. Values that are written into its tensors
+    reach the rows: see table_state.py."""
 
     def __init__(self, tables: Mapping[torch.Tensor, TableState]):
         self._tables = tables
@@ -194,15 +178,15 @@ class _States(Mapping[torch.Tensor, dict[str, torch.Tensor]]):
 
 
 class FusedRowsOptimizer(FusedOptimizer):
-    """The optimizers of tables: rows are updated in the backward pass, with the options that `param_groups` has then.
+    """Optimizers of tables: rows are updated in the backward pass, with the options in `param_groups` at that time.
 
     Its state has TorchRec's names, `t1.momentum1`, and does not depend on how rows are sharded. Tables that have a path
-    have none here: their snapshots hold it.
+    have no state here: their snapshots hold it.
 
     Args:
         weights: the tables' parameters, by name.
         tables: their states, in the same order; None on the meta device, where there are no rows.
-        optimizers: those that step them.
+        optimizers: of the tables.
     """
 
     def __init__(
@@ -217,13 +201,13 @@ class FusedRowsOptimizer(FusedOptimizer):
         super().__init__(weights, self._states, [optimizer.param_groups[0] for optimizer in optimizers])
 
     def step(self, closure: Any = None) -> None:
-        """Does nothing: the backward pass has updated the rows."""
+        """No effect: the backward pass has updated the rows."""
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Does nothing: rows keep no gradient."""
+        """No effect: rows keep no gradient."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` gave. Every rank makes the call, with the same.
+        """Load a dict that `state_dict` gave. Every rank makes the call, with the same dict.
 
         Raises:
             ValueError: the state is that of other tables, or of another optimizer.
@@ -254,7 +238,8 @@ class FusedRowsOptimizer(FusedOptimizer):
         _check_steps(steps)
 
     def post_load_state_dict(self) -> None:
-        """Bring what was written into the state into the rows. TorchRec's optimizer of a whole model calls it, too.
+        """Bring values that were written into the state into the rows. TorchRec's optimizer of a whole model calls it,
+        too.
 
         Raises:
             ValueError: tables that are one embedding would have different counts of steps; nothing is brought in.

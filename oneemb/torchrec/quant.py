@@ -1,10 +1,10 @@
-"""Quantized collections: the rows of a trained collection, read-only, as TorchRec's quantization makes them of its own.
+"""Quantized collections: rows of a trained collection, read-only, as TorchRec's quantization makes them of its own.
 
-    quantized = EmbeddingBagCollection.from_float(collection)           what `quantize_embeddings` calls
+    quantized = EmbeddingBagCollection.from_float(collection)           called by `quantize_embeddings`
     quantized(keyed_jaggedtensor)                                       a KeyedTensor
 
-A call on values goes through the checks of the float modules. What traces, scripts or exports a model meets ops of
-torch and of TorchRec alone, and buffers: the program needs no oneemb. F features, B samples, N ids, D weights of a row.
+A call on values goes through the checks of the float modules. A traced, scripted or exported model has ops of torch and
+of TorchRec alone, and buffers: the program needs no oneemb. F features, B samples, N ids, D weights of a row.
 
 Invariants:
 - a row has the bytes that FBGEMM makes of its weights, and reads as these bytes say, whatever device or rank has it;
@@ -46,7 +46,7 @@ torch.fx.wrap("jagged_by_name")
 def pooled_by_feature(
     rows: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None, means: bool, features: int
 ) -> torch.Tensor:
-    """The sums, or means, of bags of rows, in the order in which they lie: [F, B, D]."""
+    """Sums, or means, of bags of rows, in the order in which they lie: [F, B, D]."""
     order = torch.arange(rows.size(0), device=rows.device)
     if weights is not None:
         weights = weights.to(rows.dtype)
@@ -58,11 +58,11 @@ def pooled_by_feature(
 
 @torch.fx.wrap
 def side_by_side(pooled: list[torch.Tensor], order: list[int], dtype: torch.dtype) -> torch.Tensor:
-    """The embeddings of each sample, [B, D of all].
+    """Embeddings of each sample, [B, D of all].
 
     Args:
         pooled: [F, B, D] of each group.
-        order: where each embedding of the output is among those of all groups.
+        order: place of each embedding of the output among those of all groups.
     """
     if len(pooled) == 1 and order == list(range(len(order))):
         return pooled[0].transpose(0, 1).flatten(1).to(dtype)
@@ -76,14 +76,14 @@ class EmbeddingBagCollection(QuantCollection, EmbeddingBagCollectionInterface):
     """Pooled embeddings of the features of a KeyedJaggedTensor, from quantized rows: TorchRec's class, by any id.
 
     Made by `from_float`, which `quantize_embeddings` and `quantize_inference_model` call; or from configs alone,
-    without rows, to be given some by `load_state_dict`. An id without a row reads as in eval mode of the float module:
-    as its row would begin, not rounded, or as zeros where a policy says so.
+    without rows, for `load_state_dict`. An id without a row reads as in eval mode of the float module: as its initial
+    row, not rounded, or as zeros where a policy says so.
 
     Args:
-        tables: TorchRec's configs, whose `data_type` says what rows are: FP32, FP16, INT8, INT4 or INT2.
+        tables: TorchRec's configs, whose `data_type` is the format of rows: FP32, FP16, INT8, INT4 or INT2.
         is_weighted: whether ids are multiplied by the weights of the KeyedJaggedTensor before they are summed.
-        device: where rows are that are loaded; None = torch's default device.
-        output_dtype: of what lookups give; sums are float32.
+        device: of loaded rows; None = torch's default device.
+        output_dtype: of results; sums are float32.
         rows, place: given by `from_float` and by sharders; without rows every id reads as zeros.
 
     Raises:
@@ -147,7 +147,7 @@ class EmbeddingBagCollection(QuantCollection, EmbeddingBagCollectionInterface):
 
     @torch.jit.unused
     def _checked(self, features: KeyedJaggedTensor) -> list[Jagged]:
-        """The bags of each group's features, of as many samples each."""
+        """Bags of each group's features, of as many samples each."""
         self._check_rows()
         features, jagged = checked_bags(features, self._is_weighted)
         keys, inverse = features.keys(), features.inverse_indices_or_none()
@@ -159,7 +159,7 @@ class EmbeddingBagCollection(QuantCollection, EmbeddingBagCollectionInterface):
         return "QuantizedEmbeddingBagCollection"
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """The tables' configs; `data_type` says what rows are."""
+        """Configs of the tables; `data_type` is the format of rows."""
         return self.configs
 
     def is_weighted(self) -> bool:
@@ -168,7 +168,7 @@ class EmbeddingBagCollection(QuantCollection, EmbeddingBagCollectionInterface):
 
     @property
     def embedding_bags(self) -> Mapping[str, RowsOfTable]:
-        """The rows of each table, by its name: copies, made when they are asked for."""
+        """Rows of each table, by its name: copies, made on each access."""
         return TablesByName(self)
 
 
@@ -247,7 +247,7 @@ class EmbeddingCollection(QuantCollection, EmbeddingCollectionInterface):
         return "QuantizedEmbeddingCollection"
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
-        """The tables' configs; `data_type` says what rows are."""
+        """Configs of the tables; `data_type` is the format of rows."""
         return self.configs
 
     def embedding_dim(self) -> int:
@@ -264,7 +264,7 @@ class EmbeddingCollection(QuantCollection, EmbeddingCollectionInterface):
 
     @property
     def embeddings(self) -> Mapping[str, RowsOfTable]:
-        """The rows of each table, by its name: copies, made when they are asked for."""
+        """Rows of each table, by its name: copies, made on each access."""
         return TablesByName(self)
 
 

@@ -23,13 +23,13 @@ from oneemb.torchrec.collection import Collection
 from oneemb.torchrec.configs import Column, columns_of
 from oneemb.torchrec.jagged import is_call_on_values
 from oneemb.torchrec.quant_rows import DATA_TYPES, PARTS, RowsOfTable, quantized_tables
-from oneemb.torchrec.quant_shards import OnOneDevice, OnRanks, Place, stored_rows
+from oneemb.torchrec.quant_shards import OnDevices, OnRanks, Place, stored_rows
 from oneemb.torchrec.sharded import ShardedCollection
 
 
 @torch.fx.wrap
 def tables_of_ids(offsets: torch.Tensor, table_F: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """The table of each id of features of as many samples each."""
+    """Table of each id of features of as many samples each."""
     features = table_F.size(0)
     ends = torch.arange(features + 1, device=offsets.device) * ((offsets.size(0) - 1) // features)
     return table_F.to(values.device).repeat_interleave(offsets[ends].diff(), output_size=values.size(0))
@@ -39,12 +39,12 @@ class GroupOfTables(torch.nn.Module):
     """Tables that are one: of one width, data type and pooling, and of one embedding in training.
 
     Args:
-        rows: looks theirs up.
-        tables: which of the configs they are.
-        table_F: what `rows` calls the table of each feature.
+        rows: module that looks them up.
+        tables: numbers of their configs.
+        table_F: number of each feature's table in `rows`.
         features: those of the tables, in their order.
         names: of the embeddings of the output.
-        begins: where the bags of each feature begin in the output of a sample.
+        begins: first column of each feature in the output of a sample.
         means: whether bags give means.
     """
 
@@ -67,7 +67,7 @@ class GroupOfTables(torch.nn.Module):
                 module.register_buffer(name, buffer, persistent=False)
 
     def forward(self, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """The rows of ids of as many samples of each feature: float32 [N, D]."""
+        """Rows of ids of as many samples of each feature: float32 [N, D]."""
         return self.rows(tables_of_ids(offsets, self.table_F, values), values)
 
 
@@ -75,8 +75,8 @@ class QuantCollection(torch.nn.Module):
     """Base of both collections.
 
     Args:
-        tables: TorchRec's configs, whose data_type says what rows are.
-        device: where rows are, of those that are made without; on meta there are none until they are loaded.
+        tables: TorchRec's configs, whose data_type is the format of rows.
+        device: of rows that are made without; on meta there are none until they are loaded.
         output_dtype: a floating-point dtype.
         rows: of each table; None = there are none yet, and every id reads as zeros.
         place: where rows are; None = all on the device.
@@ -106,13 +106,13 @@ class QuantCollection(torch.nn.Module):
         self._columns: list[Column] = columns_of(tables)
         self._feature_names: list[str] = [column.feature for column in self._columns]
         self._embedding_names: list[str] = [column.name for column in self._columns]
-        self._place = place or OnOneDevice()
+        self._place = place or OnDevices()
         if rows is None:
             rows = [RowsOfTable.none(config, t) for t, config in enumerate(tables)]
         self._have(rows)
 
     def _have(self, rows: Sequence[RowsOfTable]) -> None:
-        """Look up these rows, of each table. Tables that lie alike and were one embedding in training are one here."""
+        """Look up these rows, of each table. Tables of one format that were one embedding in training are one group."""
         alike: dict[tuple[object, ...], list[int]] = {}
         for t, (config, its) in enumerate(zip(self.configs, rows, strict=True)):
             kind = config.embedding_dim, config.data_type, _pooling(config), *its.origin
@@ -142,7 +142,7 @@ class QuantCollection(torch.nn.Module):
 
     @torch.jit.unused
     def _is_called(self, features: KeyedJaggedTensor) -> bool:
-        """Whether this is a call on values; it is not where a model is traced or exported."""
+        """Whether this is a call on values: not while a model is traced or exported."""
         return is_call_on_values(features)
 
     @torch.jit.unused
@@ -159,7 +159,7 @@ class QuantCollection(torch.nn.Module):
         cls, like: Any, configs: list[Any], output_dtype: torch.dtype, rows: Sequence[RowsOfTable] | None,
         place: Place | None,
     ) -> Self:  # fmt: skip
-        """One of these configs and rows, otherwise like another collection."""
+        """A collection of these configs and rows, otherwise like another one."""
         raise NotImplementedError
 
     @classmethod
@@ -167,11 +167,11 @@ class QuantCollection(torch.nn.Module):
         cls, module: Any, dtype: torch.dtype, output_dtype: torch.dtype = torch.float32,
         by_table: Mapping[str, torch.dtype] | None = None,
     ) -> Self:  # fmt: skip
-        """The rows of a trained collection, as they are now; those of a sharded one stay with their ranks, every one of
-        which makes the call.
+        """Quantized collection of the current rows of a trained one. Rows of a sharded one stay with their ranks, every
+        one of which makes the call.
 
         Args:
-            dtype: of rows; of some tables that of `by_table`.
+            dtype: of rows; `by_table` has those of some tables.
 
         Raises:
             TypeError: `module` is no collection of oneemb.torchrec.
@@ -190,7 +190,7 @@ class QuantCollection(torch.nn.Module):
 
     @classmethod
     def from_float(cls, module: Any, use_precomputed_fake_quant: bool = False) -> Self:
-        """The rows of a trained collection as its `qconfig` says, as torch's and TorchRec's functions ask.
+        """Quantized collection of a trained one as its `qconfig` says, for torch's and TorchRec's functions.
 
         Args:
             module: as of `quantized`.
@@ -211,13 +211,13 @@ class QuantCollection(torch.nn.Module):
         return kind.made_like(self, self.configs, self._output_dtype, rows, place).train(self.training)
 
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """How many rows each table has, and bytes of one."""
+        """Number of rows of each table, and bytes of one."""
         return {name: (len(its.ids), its.weight.shape[1]) for name, its in self._rows_of_tables().items()}
 
     # ---- rows -------------------------------------------------------------------------------------------------------
 
     def rows_of_table(self, table: int) -> RowsOfTable:
-        """The rows of one of the tables, of those that this rank has: copies."""
+        """Rows of one of the tables that this rank has: copies."""
         for group in cast(Any, self.groups):
             if table in group.tables:
                 return stored_rows(group.rows, self._absent[table])
@@ -286,7 +286,7 @@ class QuantCollection(torch.nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where rows are."""
+        """Device of the rows."""
         return self._device
 
 
@@ -342,7 +342,7 @@ def _quantized_configs(collection: Any, dtype: torch.dtype, by_table: Mapping[st
 
 
 def _rows_of_collection(collection: Collection, configs: Sequence[BaseEmbeddingConfig]) -> list[RowsOfTable] | None:
-    """The rows of a collection's tables as these configs say, of those that this rank has; None = on meta."""
+    """Quantized rows of a collection's tables that this rank has; None = the collection is on meta."""
     if collection.device.type == "meta":
         return None
     found: dict[int, RowsOfTable] = {}

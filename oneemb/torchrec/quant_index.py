@@ -42,8 +42,8 @@ class _Index(NamedTuple):
 
 
 class IndexedRows(torch.nn.Module):
-    """Frozen rows, and an index that the first call on values on a CPU makes. What traces, scripts or exports a model
-    meets the frozen rows alone, which search: the numbers are the same.
+    """Frozen rows, and an index that the first call on values on a CPU makes. A traced, scripted or exported model has
+    the frozen rows alone, which search: the numbers are the same.
 
     Args:
         frozen: the rows.
@@ -117,7 +117,7 @@ class IndexedRows(torch.nn.Module):
             pool_indexed(index.arrays, *its, begin_MD.numpy(), out_BE.numpy(), threads=self._threads, known=found)
 
     def _now(self) -> _Index:
-        """The index, and as many threads as torch has now."""
+        """Current index; lookups use torch's current number of threads."""
         if self._threads.count != (count := torch.get_num_threads()):
             self._threads = Threads(count)
         frozen, index = self.frozen, self._index
@@ -154,14 +154,12 @@ def _is_called(tensor: torch.Tensor) -> bool:
 
 
 def pooled_while_read(groups: Sequence[Any], bags: Sequence[Jagged], width: int) -> torch.Tensor | None:
-    """The sums or means of bags of each group's features, where a loop pools rows while it reads them.
+    """Sums or means of bags of each group's features, float32 [B, E], by a loop that pools rows while it reads them;
+    None = there is no such loop.
 
     Args:
         groups: `GroupOfTables`.
         width: E, of all embeddings of a sample.
-
-    Returns:
-        float32 [B, E]; None = there is no such loop.
     """
     if torch.compiler.is_dynamo_compiling() or not groups:
         return None

@@ -1,11 +1,11 @@
-"""Rows of quantized tables, out of those of an embedding, and what looks them up.
+"""Rows of quantized tables, made of those of an embedding, and their lookup.
 
-    tables = quantized_tables(rows, configs)          ids, bytes and how other ids read, of each table
+    tables = quantized_tables(rows, configs)          ids, bytes and values of other ids, of each table
     frozen = frozen_rows(tables, dim, data_type)      a module: (table_N, id_N) -> float32 [N, D]
 
 S rows, N ids, D weights of a row, B bytes of one as it is kept: FP32 and FP16 as they are; INT8, INT4 and INT2 as
 FBGEMM has them, D weights of so many bits, then scale and low as float16. TorchRec has these for 8 bits too, where
-`kernels/quantize_rows.py`, of which files for serving are, has float32.
+`kernels/quantize_rows.py`, for files to serve, has float32.
 
 Reference: FBGEMM's FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf, which makes them.
 """
@@ -43,7 +43,7 @@ def _row_bytes(dim: int, data_type: DataType) -> int:
 
 
 class RowsOfTable(NamedTuple):
-    """A table's rows in a state dict."""
+    """Rows of a table in a state dict."""
 
     ids: torch.Tensor
     """int64 [S], sorted"""
@@ -72,11 +72,11 @@ class RowsOfTable(NamedTuple):
 
     @property
     def origin(self) -> tuple[int, int]:
-        """The same for tables that were one embedding in training: its seed, and which dtype it had."""
+        """Seed and dtype of the table's embedding in training: equal for tables that were one embedding."""
         return int(self.absent[0]), int(self.absent[2])
 
     def to(self, device: torch.device) -> Self:
-        """The same with rows on a device."""
+        """Copy with rows on a device."""
         return type(self)(self.ids.to(device), self.weight.to(device), self.absent.cpu())
 
     def check(self, config: BaseEmbeddingConfig) -> None:
@@ -95,7 +95,10 @@ class RowsOfTable(NamedTuple):
         if self.absent.dtype != torch.int64 or tuple(self.absent.shape) != (8,):
             raise ValueError(f"absent must be int64 [8], got {self.absent.dtype} {[*self.absent.shape]}")
         if DATA_TYPES[config.data_type] <= 8:
-            _check_scales(self.weight, self.ids)
+            right_S = self.weight[:, -_SCALES:].contiguous().view(torch.float16).isfinite().all(1)
+            if not right_S.all():
+                wrong = int((~right_S).nonzero()[0])
+                raise ValueError(f"the scales of weight must be finite, those of id {self.ids[wrong]} are not")
         if not _can_begin(self.absent[1:4].tolist(), self.absent[4:].cpu().numpy().view(np.float64)):
             raise ValueError(f"absent says how ids without a row read, which {self.absent.tolist()} does not")
 
@@ -105,10 +108,10 @@ PARTS = tuple(RowsOfTable.__annotations__)
 
 
 def quantized_tables(rows: MultiTableEmbedding, configs: Sequence[BaseEmbeddingConfig]) -> list[RowsOfTable]:
-    """The rows of an embedding's tables, of those that this rank has, as they are now.
+    """Current rows of an embedding's tables that this rank has, quantized.
 
     Args:
-        configs: of its tables, whose data_type says what rows are to be.
+        configs: of its tables; data_type is the format of rows.
 
     Raises:
         StorageError: a row has a NaN, an infinity, or weights that do not fit; the message names it.
@@ -156,7 +159,7 @@ def _quantized(weight_MD: torch.Tensor, id_M: np.ndarray, config: BaseEmbeddingC
 
 
 def _can_begin(how: list[int], param_4: np.ndarray) -> bool:
-    """Whether numbers of `RowsOfTable.absent` say how ids without a row read: number, dtype and kind; parameters."""
+    """Whether numbers of `RowsOfTable.absent` describe initial rows: number, dtype and kind; parameters."""
     number, trained, kind = how
     first, _, low, high = param_4.tolist()
     if not (0 <= number < _TABLES_MAX and 0 <= trained < len(_TRAINED) and np.isfinite(param_4).all()):
@@ -166,13 +169,6 @@ def _can_begin(how: list[int], param_4: np.ndarray) -> bool:
     if kind == TRUNC_NORMAL:
         return 0 <= low <= high <= 1 and low < 1 and high > 0
     return kind in (CONSTANT, UNIFORM, NORMAL)
-
-
-def _check_scales(row_SB: torch.Tensor, id_S: torch.Tensor) -> None:
-    right_S = row_SB[:, -_SCALES:].contiguous().view(torch.float16).isfinite().all(1)
-    if not right_S.all():
-        wrong = int((~right_S).nonzero()[0])
-        raise ValueError(f"the scales of weight must be finite, those of id {id_S[wrong]} are not")
 
 
 def _check_finite(number_MX: torch.Tensor, id_M: np.ndarray, config: BaseEmbeddingConfig) -> None:
@@ -186,7 +182,7 @@ def _check_finite(number_MX: torch.Tensor, id_M: np.ndarray, config: BaseEmbeddi
 
 
 def frozen_rows(tables: Sequence[RowsOfTable], dim: int, data_type: DataType) -> IndexedRows:
-    """A module that looks up rows of these tables, which have one origin and different numbers."""
+    """Module that looks up rows of these tables, which have one origin and different numbers."""
     absent_T = torch.stack([its.absent for its in tables]).numpy()
     number_T = absent_T[:, 1]
     if len(set(number_T.tolist())) < len(number_T):
@@ -208,7 +204,7 @@ def frozen_rows(tables: Sequence[RowsOfTable], dim: int, data_type: DataType) ->
 
 
 def rows_of_table(indexed: IndexedRows, absent: torch.Tensor) -> RowsOfTable:
-    """A table's rows out of those that `frozen_rows` has made."""
+    """Rows of a table in a module of `frozen_rows`."""
     frozen = indexed.frozen
     ids, rows, scale_S2 = frozen.rows_of(int(absent[1]))
     weight = rows.view(torch.uint8)

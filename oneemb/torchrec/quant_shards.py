@@ -1,10 +1,10 @@
-"""Where quantized rows are: on one device, on several of this process, or with the ranks that own them.
+"""Places of quantized rows: one device, several of this process, or the ranks that own them.
 
     place = OnDevices(devices)
     rows = place(tables, dim, data_type)        a module: (table_N, id_N) -> float32 [N, D]
 
 Invariant: a row is on the device, or with the rank, that `kernels/owner.py` says; and a lookup brings the rows of ids
-together before anything is summed, so that no number depends on how many there are.
+together before anything is summed, so that no number depends on the number of places.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,36 +24,28 @@ from oneemb.torchrec.quant_rows import RowsOfTable, frozen_rows, rows_of_table
 
 
 class Place(Protocol):
-    """Says where rows are."""
+    """Place of rows."""
 
     def __call__(self, tables: Sequence[RowsOfTable], dim: int, data_type: DataType) -> torch.nn.Module:
-        """Module that looks the rows of these tables up; see `frozen_rows`."""
+        """Module that looks up the rows of these tables; see `frozen_rows`."""
 
     def together(self, call: Callable[[], Any]) -> Any:
-        """Result of a call that may raise; rows are looked up after it."""
-
-
-class OnOneDevice:
-    """All rows are where they were made."""
-
-    def __call__(self, tables: Sequence[RowsOfTable], dim: int, data_type: DataType) -> torch.nn.Module:
-        return frozen_rows(tables, dim, data_type)
-
-    def together(self, call: Callable[[], Any]) -> Any:
-        return call()
+        """Result of a call before a lookup; an error is raised on all ranks."""
 
 
 class OnDevices:
     """Each row is on one of several devices of this process.
 
     Args:
-        devices: one may come several times.
+        devices: one may come several times; none = rows stay where they were made.
     """
 
-    def __init__(self, devices: Sequence[torch.device]):
+    def __init__(self, devices: Sequence[torch.device] = ()):
         self._devices = list(devices)
 
     def __call__(self, tables: Sequence[RowsOfTable], dim: int, data_type: DataType) -> torch.nn.Module:
+        if not self._devices:
+            return frozen_rows(tables, dim, data_type)
         shards = [
             frozen_rows([_of_owner(its, d, len(self._devices)).to(device) for its in tables], dim, data_type)
             for d, device in enumerate(self._devices)
@@ -65,7 +57,7 @@ class OnDevices:
 
 
 class OnRanks:
-    """Each row is with one of several processes. Every rank makes its lookups at the same time as the others.
+    """Each row is with one of several processes, which all make the same lookups at the same time.
 
     Args:
         process_group: of them.
@@ -85,7 +77,7 @@ class OnRanks:
 
 
 def _of_owner(table: RowsOfTable, owner: int, owners: int) -> RowsOfTable:
-    """The rows of a table that an owner has."""
+    """Rows of a table that an owner has."""
     id_S = table.ids.cpu()
     table_S = torch.full_like(id_S, table.number, dtype=torch.int32)
     own = torch.from_numpy(owner_of(table_S.numpy(), id_S.numpy(), owners) == owner).to(table.ids.device)
@@ -93,7 +85,7 @@ def _of_owner(table: RowsOfTable, owner: int, owners: int) -> RowsOfTable:
 
 
 def stored_rows(rows: torch.nn.Module, absent: torch.Tensor) -> RowsOfTable:
-    """A table's rows out of what a place has made; of ranks those of this one."""
+    """Rows of a table in a module that a place has made; of ranks those of this one."""
     if isinstance(rows, IndexedRows):
         return rows_of_table(rows, absent)
     parts = [rows_of_table(shard, absent).to(torch.device("cpu")) for shard in rows.shards]  # type: ignore[union-attr]
@@ -103,7 +95,7 @@ def stored_rows(rows: torch.nn.Module, absent: torch.Tensor) -> RowsOfTable:
 
 
 def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """x >> bits of 64-bit numbers without a sign."""
+    """x >> bits of unsigned 64-bit numbers."""
     return torch.bitwise_right_shift(x, bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -124,10 +116,10 @@ def owner_of_keys(table_N: torch.Tensor, id_N: torch.Tensor, owners: int) -> tor
 
 
 class RowsOnDevices(torch.nn.Module):
-    """Looks rows up on the devices that have them. It can be scripted and exported.
+    """Looks rows up on their devices. It can be scripted and exported.
 
     Args:
-        shards: those of each device, in the order of owners.
+        shards: of each device, in the order of owners.
     """
 
     def __init__(self, shards: Sequence[IndexedRows]):
@@ -151,7 +143,7 @@ class RowsOnRanks(torch.nn.Module):
     """Looks rows up on the ranks that own them. Every rank makes the call, with keys of its own.
 
     Args:
-        own: this rank's.
+        own: rows of this rank.
     """
 
     def __init__(self, own: IndexedRows, ranks: Ranks):

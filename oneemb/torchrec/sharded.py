@@ -1,12 +1,12 @@
 """Collections whose rows ranks own together, as `DistributedModelParallel` and TorchRec's pipelines run them.
 
     input_dist     unique keys to the ranks that own them, on a thread
-    compute        owners read their rows, new ones as they begin, and send them back
-    output_dist    what the call gives
+    compute        owners read their rows, initialize new ones, and send them back
+    output_dist    result of the call
     backward       gradients to the owners, which update their rows
 
 A key's owner follows from the key alone. A pipeline may send the keys of coming batches ahead: owners then bring rows
-that they know into memory; rows are read, and new ones begun, in the step. No number depends on it.
+that they know into memory; rows are read, and new ones initialized, in the step. No number depends on it.
 """
 
 import functools
@@ -40,7 +40,7 @@ class _Sent(Multistreamable):
         self.rows = rows
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Does nothing: keys are on the host."""
+        """No effect: keys are on the host."""
 
 
 class _KeysSent(Awaitable[_Sent]):
@@ -60,7 +60,7 @@ class LookupContext(Multistreamable):
     lookups: Lookups | None = None
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Does nothing: the rows are on the stream that computes."""
+        """No effect: the rows are on the stream that computes."""
 
 
 class ShardedCollection(ShardedModule[KJTList, list[torch.Tensor], Any, LookupContext], FusedOptimizerModule):
@@ -101,7 +101,7 @@ class ShardedCollection(ShardedModule[KJTList, list[torch.Tensor], Any, LookupCo
         return self._fused_optimizer
 
     def create_context(self) -> LookupContext:
-        """For one call."""
+        """Context of one call."""
         return LookupContext()
 
     # TorchRec's signatures take any arguments.
@@ -140,7 +140,7 @@ class ShardedCollection(ShardedModule[KJTList, list[torch.Tensor], Any, LookupCo
         return KJTListSplitsAwaitable(awaitables, ctx)
 
     def compute(self, ctx: LookupContext, dist_input: Sequence[_Sent]) -> list[torch.Tensor]:
-        """The rows of the batch, from their owners.
+        """Rows of the batch, from their owners.
 
         Raises:
             StoreFullError: rows do not fit; on the other ranks RankError.
@@ -154,12 +154,12 @@ class ShardedCollection(ShardedModule[KJTList, list[torch.Tensor], Any, LookupCo
 
     @property
     def unsharded_module_type(self) -> type[torch.nn.Module]:
-        """The class that was sharded."""
+        """Class that was sharded."""
         return self._unsharded
 
     @property
     def device(self) -> torch.device:
-        """Where lookups run."""
+        """Device of lookups."""
         return self.collection.device
 
     def close(self) -> None:

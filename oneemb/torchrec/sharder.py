@@ -23,7 +23,7 @@ from oneemb.graph.ranks import Ranks
 from oneemb.options import StoreOptions
 from oneemb.torchrec.collection import Collection, OnRanks
 from oneemb.torchrec.modules import EmbeddingBagCollection, EmbeddingCollection
-from oneemb.torchrec.optimizers import MakeOptimizer, from_classes, from_fused_params
+from oneemb.torchrec.optimizers import from_classes, from_fused_params
 from oneemb.torchrec.sharded import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from oneemb.torchrec.tables import TableRows, at_paths
 from oneemb.torchrec.wrapped import managed_collision_sharders, pass_over_collections, refuse_behind_managed_collisions
@@ -65,11 +65,11 @@ class _Sharder(BaseEmbeddingSharder[torch.nn.Module]):
 
     @property
     def module_type(self) -> type[torch.nn.Module]:
-        """The class whose modules are sharded."""
+        """Class whose modules are sharded."""
         return self._module_type
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """All, so that a plan may say what it likes."""
+        """All sharding types."""
         return [kind.value for kind in ShardingType]
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
@@ -154,21 +154,21 @@ class _Sharder(BaseEmbeddingSharder[torch.nn.Module]):
 
 
 class EmbeddingBagCollectionSharder(_Sharder):
-    """Shards `EmbeddingBagCollection`s: each row lives with one rank, which its key says.
+    """Shards `EmbeddingBagCollection`s: each row lives with one rank, by its key.
 
-    Rows are updated in the backward pass: by what `apply_optimizer_in_backward` was given, else by `fused_params`,
+    Rows are updated in the backward pass, by the optimizer of `apply_optimizer_in_backward`, else by `fused_params`,
     else, as in TorchRec, by SGD at a rate of 0.01. Gradients are divided by the number of ranks, or summed after
     `torchrec.distributed.comm_ops.set_gradient_division(False)`.
 
-    A module on the meta device gets rows as they are met, as `init_fn` says; where that is none of torch.nn.init's
-    by which a row can begin by itself, it fills a table of `num_embeddings` rows. A module that has weights keeps them:
-    row r becomes id r.
+    A module on the meta device gets rows at their first lookup, as `init_fn` says; an `init_fn` that is none of
+    torch.nn.init's by which a row can be initialized by itself fills a table of `num_embeddings` rows. A module that
+    has weights keeps them: row r becomes id r.
 
     Args:
-        fused_params: the optimizer and its options, by FBGEMM's names. Those that say where FBGEMM keeps rows, or how
-            it computes, have no effect; others that rows cannot follow are refused.
-        qcomm_codecs_registry: what `get_qcomm_codecs_registry` gave; says `comm_dtype` where that is None: float16
-            where all codecs are, bfloat16 where others are, float32 where one is: rows and gradients travel alike.
+        fused_params: the optimizer and its options, by FBGEMM's names. Options for where FBGEMM keeps rows, or how it
+            computes, have no effect; others that rows cannot follow are refused.
+        qcomm_codecs_registry: of `get_qcomm_codecs_registry`; sets `comm_dtype` where that is None: float16 where all
+            codecs are, bfloat16 where others are, float32 where one is: rows and gradients travel alike.
         module_type: the class whose modules are sharded: `oneemb.torchrec.EmbeddingBagCollection`, or TorchRec's own,
             so that a model need not be changed. None = the former.
         store_options, seed: of TorchRec's own modules, as of `oneemb.torchrec.EmbeddingBagCollection`.
@@ -234,18 +234,16 @@ def collection_on_ranks(
     fused_params: Mapping[str, Any], begin: Sequence[torch.Tensor | None], *, tables: Sequence[TableRows] | None = None,
     **options: Any,
 ) -> tuple[Any, Ranks | None]:  # fmt: skip
-    """A collection of some of a module's tables, whose rows ranks own together. Every rank makes the call.
+    """A collection of some of a module's tables, whose rows ranks own together, and connections for keys (None = this
+    process has all rows). Every rank makes the call.
 
     Args:
         own: `EmbeddingBagCollection` or `EmbeddingCollection`.
-        configs: those of the tables.
-        fused_params: what steps tables that have no optimizer of their own.
-        begin: the rows that each table begins with; None = none.
+        configs: of the tables.
+        fused_params: optimizer of tables that have none of their own.
+        begin: first rows of each table; None = none.
         tables: as of `OnRanks`.
         options: of `own`.
-
-    Returns:
-        The collection, and connections for keys; None = this process has all rows.
 
     Raises:
         ValueError: an optimizer that rows cannot follow.
@@ -258,7 +256,10 @@ def collection_on_ranks(
         for_rows, for_keys = ranks.again(), ranks.again()
     weights = [_weight_of(module, config.name) for config in configs]
     division: Literal["mean", "sum"] = "mean" if get_gradient_division() else "sum"
-    steppers = [_optimizer_of(weight, fused_params) for weight in weights]
+    steppers = []
+    for weight in weights:
+        classes, of_classes = (getattr(weight, name, ()) for name in ("_optimizer_classes", "_optimizer_kwargs"))
+        steppers.append(from_classes(classes, of_classes) if classes else from_fused_params(fused_params))
     on_ranks = OnRanks(None if for_rows is None else for_rows.group, division, comm_dtype, steppers, begin, tables)
     collection = own(list(configs), **_arguments_of(module), device=device, on_ranks=on_ranks, **options)
     collection.train(module.training)
@@ -267,17 +268,9 @@ def collection_on_ranks(
     return collection, for_keys
 
 
-def _optimizer_of(weight: torch.Tensor, fused_params: Mapping[str, Any]) -> MakeOptimizer:
-    classes, options = (getattr(weight, name, ()) for name in ("_optimizer_classes", "_optimizer_kwargs"))
-    return from_classes(classes, options) if classes else from_fused_params(fused_params)
-
-
 def comm_dtype_of(codecs: Mapping[str, QuantizedCommCodecs]) -> torch.dtype:
-    """In what rows and gradients travel, by what `get_qcomm_codecs_registry` gave.
-
-    Raises:
-        ValueError: by a codec that there is not.
-    """
+    """Dtype of rows and gradients between ranks for the codecs of `get_qcomm_codecs_registry`; ValueError for unknown
+    codecs."""
     dtypes = {codec.quantized_dtype for both in codecs.values() for codec in (both.forward, both.backward)}
     if dtypes - {torch.float32, torch.float16, torch.bfloat16}:
         raise ValueError(f"qcomm_codecs_registry: rows travel as FP32, FP16 or BF16, got codecs of {dtypes}")
@@ -311,7 +304,7 @@ def _weight_of(module: Any, table: str) -> torch.Tensor:
 
 
 def rows_of(module: torch.nn.Module) -> list[torch.Tensor | None]:
-    """The rows that each table of a collection, of TorchRec's or one of ours, has; None = none yet."""
+    """Rows of each table of a collection, of TorchRec's or one of ours; None = none yet."""
     if isinstance(module, Collection):
         return module.rows_to_shard()
     weights = [_weight_of(module, config.name) for config in configs_of(module)]

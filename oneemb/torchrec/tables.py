@@ -18,7 +18,7 @@ from oneemb.torchrec.optimizers import row_stepper
 
 @dataclasses.dataclass(frozen=True)
 class TableRows:
-    """How the rows of a table begin, and which it keeps, where its config does not say."""
+    """Initializer and policy of a table's rows, where its config does not say."""
 
     initializer: Initializer
     policy: RowPolicy
@@ -50,16 +50,16 @@ class Table:
 
     @property
     def begins_empty(self) -> bool:
-        """Whether it begins without rows, so that each begins at its first lookup."""
+        """Whether it begins without rows, which are initialized at their first lookups."""
         return self.options is not None or bool(self.config.use_virtual_table)
 
     @property
     def is_regrouped(self) -> bool:
-        """Whether other optimizers step it now."""
+        """Whether its optimizers have changed."""
         return in_backward_optimizers(self.parameter.weight) != self.steppers
 
     def kind(self) -> tuple[object, ...]:
-        """Key that tables share which are one embedding.
+        """Key of the tables that are one embedding.
 
         Raises:
             ValueError: an optimizer that rows cannot follow, or two policies of rows.
@@ -88,13 +88,14 @@ class Table:
         return make_device_mem_store_options(list(paths))
 
     def initializer(self) -> Initializer:
-        """Initializer of rows that begin at a lookup."""
+        """Initializer of rows at their first lookup."""
         if self.kept is not None:
             return self.kept.initializer
         return initializer_of(self.config) if self.begins_empty else later_rows(self.config)
 
     def rows_drawn_together(self) -> torch.Tensor | None:
-        """All rows, of an `init_fn` that fills a whole table in its own way; None = each row begins by itself."""
+        """All rows, of an `init_fn` that fills a whole table in its own way; None = each row is initialized by
+        itself."""
         if self.begins_empty or self.kept is not None:
             return None
         try:
@@ -105,10 +106,10 @@ class Table:
 
 
 def kind_of_steps(steppers: Sequence[torch.optim.Optimizer]) -> tuple[Any, ...] | None:
-    """Key that tables share which can be stepped as one in the backward pass; None = they are not stepped there.
+    """Key of the tables that can be stepped as one in the backward pass; None = they are not stepped there.
 
     Raises:
-        ValueError: there are several of one table, or the class is not supported for rows.
+        ValueError: a table has several optimizers, or the class is not supported for rows.
     """
     if not steppers:
         return None
@@ -128,5 +129,5 @@ def fill(config: BaseEmbeddingConfig, weights: torch.Tensor) -> torch.Tensor:
 
 
 def at_paths(options: StoreOptions, paths: Sequence[str]) -> StoreOptions:
-    """The same options with other folders."""
+    """The options with other folders."""
     return dataclasses.replace(options, persistent_path=tuple(paths))

@@ -1,4 +1,4 @@
-"""TorchRec's modules around a collection: feature processors, managed collisions and towers, when a model is sharded.
+"""TorchRec's modules around a collection (feature processors, managed collisions, towers) when a model is sharded.
 
 This library's sharders shard its collections, wherever in a model they are. TorchRec's sharders plan nothing for such a
 collection, nor for a module around one. If a model has no other sharder, its first training step raises, on every rank;
@@ -35,7 +35,7 @@ _OF_TORCHREC = (
 
 
 def pass_over_collections() -> None:
-    """Let `shardable_parameters` of TorchRec's sharders be empty for a module that is, or contains, a collection of
+    """Patch TorchRec's sharders: `shardable_parameters` is empty for a module that is, or contains, a collection of
     this library.
 
     TorchRec's planner would divide by the rows of each table's parameter, which are 0; and since it runs on the first
@@ -66,8 +66,7 @@ def refuse_behind_managed_collisions(collection: torch.nn.Module, module_fqn: st
     each rank would map the module's ids in its own way.
 
     Args:
-        collection: the collection to shard.
-        module_fqn: its path in the model.
+        module_fqn: path of the collection in the model.
     """
     path, _, name = module_fqn.rpartition(".")
     if name != _INSIDE:  # A module does not know its parent, and the search below looks at every object of Python.
