@@ -83,7 +83,7 @@ class _Optimizer(torch.optim.Optimizer):
         return loss
 
     def row_optimizer(self, group: _Group) -> RowOptimizer:
-        """How an embedding's rows in this group are stepped."""
+        """Row optimizer of an embedding's rows in this group."""
         its = next(cls for cls in type(self).__mro__ if cls.__module__ == __name__)
         return rows_of_class(its, self, group)
 

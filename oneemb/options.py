@@ -172,7 +172,7 @@ class _Remote:
 
 @dataclass(frozen=True)
 class StoreOptions:
-    """Where rows live: the base of the options of each store. Fields come in the order of the arguments of
+    """Place of rows: the base of the options of each store. Fields come in the order of the arguments of
     `make_*_store_options`."""
 
     persistent_path: tuple[str, ...]
@@ -390,13 +390,9 @@ def _from_tree(tree: object) -> object:
         if kind is None or not required <= names <= is_required.keys():
             raise ValueError(f"not an option of oneemb: {json.dumps(tree)}")
         # Each class checks its arguments itself.
-        arguments: dict[str, Any] = {name: _as_tuple(_from_tree(tree[name])) for name in names}
-        return kind(**arguments)
+        arguments: dict[str, Any] = {name: _from_tree(tree[name]) for name in names}
+        return kind(**{name: tuple(its) if isinstance(its, list) else its for name, its in arguments.items()})
     return [_from_tree(item) for item in tree] if isinstance(tree, list) else tree
-
-
-def _as_tuple(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The command `oneemb`, also `python -m oneemb`. What it can do is in `oneemb.cli.commands`."""
+"""The command `oneemb`, also `python -m oneemb`. Its commands are in `oneemb.cli.commands`."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from oneemb.kernels.extras import need
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """End the program as an error would, so that what is half done is undone."""
+    """End the program as an error would, so that unfinished work is undone."""
     # torch answers an exception in the midst of its own import with abort(), which undoes no more than this and has
     # another exit code.
     loading = getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False)

@@ -1,4 +1,4 @@
-"""The command `check`: whether a table is as it was written; and `compact`, which frees its garbage."""
+"""The commands `check`, which compares a table with its checksums, and `compact`, which frees its garbage."""
 
 import os
 from collections.abc import Callable

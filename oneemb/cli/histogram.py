@@ -1,7 +1,7 @@
 """Histograms of `inspect --histogram`: scores, ages and norms of a snapshot's rows, table by table."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -9,7 +9,6 @@ from oneemb.cli.output import table_lines
 
 if TYPE_CHECKING:
     from oneemb.storage.snapshots.owned_rows import OwnedRows
-    from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
     from oneemb.storage.table.snapshot_manifest import SnapshotInfo
     from oneemb.storage.table.snapshot_reader import SnapshotReader
 
@@ -29,15 +28,18 @@ def histograms(
     Raises:
         StorageError: a file is damaged, or no embedding has saved the snapshot.
     """
+    from oneemb.kernels.score_rows import DECAYED
+    from oneemb.rows.values import weights_of
     from oneemb.storage.policies.ledger import MARKS, LedgerClock
     from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 
     found: dict[int, dict[str, list[np.ndarray]]] = {}
     for info, reader in parts:
         saved, clock = SnapshotRows.of_meta(info.meta, info.name), LedgerClock.of_meta(info.meta, info.name)
-        decayed = {t for t, rule in enumerate(info.meta.get("score_rules", [])) if _is_decayed(rule)}
+        rules = enumerate(info.meta.get("score_rules", []))
+        decayed = {t for t, rule in rules if isinstance(rule, list) and len(rule) == 2 and rule[0] == DECAYED}
         for table_N, _, row_NW in reader.scan():
-            columns = {"norm": _norms(saved, row_NW)}
+            columns = {"norm": np.sqrt(np.square(weights_of(saved.format, row_NW).astype(np.float64)).sum(1))}
             if clock is not None and saved.format.marks == MARKS:
                 its = slice(saved.format.mark_begin, saved.format.state_begin)
                 mark_N4 = np.ascontiguousarray(row_NW[:, its]).view(np.uint32)
@@ -56,27 +58,14 @@ def histograms(
     }
 
 
-def _is_decayed(rule: Any) -> bool:
-    from oneemb.kernels.score_rows import DECAYED
-
-    return isinstance(rule, list) and len(rule) == 2 and rule[0] == DECAYED
-
-
-def _norms(saved: "SnapshotRows", row_NW: np.ndarray) -> np.ndarray:
-    from oneemb.rows.values import weights_of
-
-    return np.sqrt(np.square(weights_of(saved.format, row_NW).astype(np.float64)).sum(1))
-
-
 def _histogram(numbers: np.ndarray) -> dict[str, Sequence[float]]:
     finite = numbers[np.isfinite(numbers)].astype(np.float64)
     rows, edges = np.empty(0, np.int64), np.empty(0)
     if len(finite):
         low, high = finite.min(), finite.max()
         rows, edges = np.array([len(finite)]), np.array([low, high])
-        if ((high - low) or 1.0) / _BINS > 4 * np.spacing(
-            max(abs(low), abs(high))
-        ):  # Else no more bins lie between them.
+        least = 4 * np.spacing(max(abs(low), abs(high)))  # Else no more bins lie between them.
+        if ((high - low) or 1.0) / _BINS > least:
             rows, edges = np.histogram(finite, _BINS)
     found: dict[str, Sequence[float]] = {"edges": edges.tolist(), "rows": rows.tolist()}
     if len(finite) < len(numbers):

@@ -1,4 +1,4 @@
-"""The command `inspect`: what a table holds."""
+"""The command `inspect`: contents of a table."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -15,6 +15,7 @@ from oneemb.cli.quantize import inspect_file
 if TYPE_CHECKING:
     from oneemb.storage.snapshots.snapshot_parts import FoundParts
     from oneemb.storage.table.snapshot_manifest import SnapshotInfo
+    from oneemb.storage.table.table_info import TableInfo
 
 
 @click.command()
@@ -31,7 +32,6 @@ def inspect(path: str, snapshot: str | None, as_json: bool) -> None:
     """
     from oneemb.foreign.oneflow_table import is_oneflow_table
     from oneemb.storage.snapshots.snapshot_parts import look_at
-    from oneemb.storage.table.recovery import lost_text
     from oneemb.storage.table.table_info import table_info
 
     if os.path.isfile(path):
@@ -54,19 +54,9 @@ def inspect(path: str, snapshot: str | None, as_json: bool) -> None:
         "path": path,
         "format": "oneemb",
         "format_version": max((snapshot.format_version for snapshot in info.snapshots), default=None),
-        "holder": info.holder,
-        "chunks": info.chunks,
-        "disk_bytes": info.disk_bytes,
-        "live_bytes": info.live_bytes,
-        "garbage_bytes": info.garbage_bytes,
-        "unsaved_bytes": info.unsaved_bytes,
         "snapshots": snapshots,
-        "damaged": info.damaged,
         "incomplete": incomplete,
-        "missing": info.missing,
-        "lost": info.lost,
-        "lost_more": info.lost_more,
-        "kept": info.kept,
+        **_fields_of(info),
     }
     version = f" {result['format_version']}" if snapshots else ""
     tell(
@@ -81,9 +71,25 @@ def inspect(path: str, snapshot: str | None, as_json: bool) -> None:
         *_missing_lines(info.missing),
         *(f"damaged: {reason}" for reason in info.damaged.values()),
         *(f"incomplete: {reason}" for reason in incomplete.values()),
-        *([f"lost: {lost_text(info.lost, info.lost_more, len(info.kept))}"]
-          if info.lost or info.lost_more or info.kept else []),
-    )  # fmt: skip
+        *_lost_lines(info, ""),
+    )
+
+
+def _fields_of(info: "TableInfo") -> dict[str, object]:
+    """Fields of the result of `inspect` that each table has."""
+    return {
+        "holder": info.holder, "chunks": info.chunks, "disk_bytes": info.disk_bytes, "live_bytes": info.live_bytes,
+        "garbage_bytes": info.garbage_bytes, "unsaved_bytes": info.unsaved_bytes, "missing": info.missing,
+        "damaged": info.damaged, "lost": info.lost, "lost_more": info.lost_more, "kept": info.kept,
+    }  # fmt: skip
+
+
+def _lost_lines(info: "TableInfo", where: str) -> list[str]:
+    from oneemb.storage.table.recovery import lost_text
+
+    if not (info.lost or info.lost_more or info.kept):
+        return []
+    return [f"lost: {where}{lost_text(info.lost, info.lost_more, len(info.kept))}"]
 
 
 def _inspect_rows(path: str, snapshot: str, as_json: bool) -> None:
@@ -108,9 +114,8 @@ def _inspect_rows(path: str, snapshot: str, as_json: bool) -> None:
 
 
 def _inspect_ranks(path: str, found: "FoundParts", as_json: bool) -> None:
-    """Show what the tables in the folders of ranks hold together."""
+    """Show the contents of the tables in the folders of ranks together."""
     from oneemb.storage.snapshots.snapshot_parts import incomplete_text, leftover_text
-    from oneemb.storage.table.recovery import lost_text
     from oneemb.storage.table.table_info import table_info
 
     infos = {folder: table_info(folder) for folder in found.folders}
@@ -127,16 +132,8 @@ def _inspect_ranks(path: str, found: "FoundParts", as_json: bool) -> None:
         "snapshots": snapshots,
         "incomplete": incomplete,
         "left_over": left_over,
-        "folders": {
-            folder: {
-                "holder": info.holder, "chunks": info.chunks, "disk_bytes": info.disk_bytes,
-                "live_bytes": info.live_bytes, "garbage_bytes": info.garbage_bytes,
-                "unsaved_bytes": info.unsaved_bytes, "missing": info.missing, "damaged": info.damaged,
-                "lost": info.lost, "lost_more": info.lost_more, "kept": info.kept,
-            }
-            for folder, info in infos.items()
-        },
-    }  # fmt: skip
+        "folders": {folder: _fields_of(info) for folder, info in infos.items()},
+    }
     tables = [
         (folder, size_text(info.disk_bytes), size_text(info.live_bytes), info.holder or "nobody")
         for folder, info in infos.items()
@@ -151,9 +148,8 @@ def _inspect_ranks(path: str, found: "FoundParts", as_json: bool) -> None:
         *(line for info in infos.values() for line in _missing_lines(info.missing)),
         *(f"incomplete: {reason}" for reason in incomplete.values()),
         *(f"damaged: {reason}" for info in infos.values() for reason in info.damaged.values()),
-        *(f"lost: {folder}: {lost_text(info.lost, info.lost_more, len(info.kept))}" for folder, info in infos.items()
-          if info.lost or info.lost_more or info.kept),
-    )  # fmt: skip
+        *(line for folder, info in infos.items() for line in _lost_lines(info, f"{folder}: ")),
+    )
 
 
 def _missing_lines(missing: Mapping[str, int]) -> list[str]:

@@ -12,7 +12,7 @@ FOLDER = click.Path(exists=True, file_okay=False)
 
 
 def json_option(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command the flag `--json`, as its argument `as_json`."""
+    """Add the flag `--json` to a command, as its argument `as_json`."""
     return click.option("--json", "as_json", is_flag=True, help="Write one JSON object to the standard output.")(
         command
     )
@@ -25,7 +25,7 @@ def tell(as_json: bool, result: Mapping[str, object], *lines: str) -> None:
 
 @contextmanager
 def progress_bar(as_json: bool, what: str, unit: str) -> Iterator[Callable[[int, int | None], None]]:
-    """Gives a function (done, total) that moves a progress bar. There is no bar with JSON, or without a terminal."""
+    """Context of a progress bar, a function (done, total). There is no bar with JSON, or without a terminal."""
     in_bytes = unit == "B"
     with tqdm(
         desc=what, unit=unit if in_bytes else f" {unit}", unit_scale=in_bytes, unit_divisor=1024,

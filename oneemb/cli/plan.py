@@ -1,4 +1,4 @@
-"""The command `plan`: what a training job takes, before it is run."""
+"""The command `plan`: cost of a training job before it is run."""
 
 import json
 from typing import Any

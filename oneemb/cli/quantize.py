@@ -1,4 +1,4 @@
-"""The command `quantize`: a file of rows that is only read, from a snapshot; and what others say of such a file."""
+"""The command `quantize`: a file of rows to serve, from a snapshot; and the contents and checks of such a file."""
 
 import os
 from dataclasses import asdict

@@ -1,4 +1,4 @@
-"""The commands `snapshot list` and `snapshot delete`, and what other commands ask about the snapshots of a table."""
+"""The commands on snapshots, `snapshot list`, `snapshot delete`, `merge-deltas` and `reshard`, and their checks."""
 
 import os
 from collections.abc import Sequence
@@ -70,7 +70,7 @@ def delete_snapshot(path: str, name: str, shard: tuple[str, ...], yes: bool, as_
 
 
 def need_own_tables(paths: Sequence[str]) -> None:
-    """Raise unless tables of oneemb lie there."""
+    """Raise unless these folders hold tables of oneemb."""
     from oneemb.foreign.oneflow_table import is_oneflow_table
     from oneemb.storage.fs import LocalFileSystem
     from oneemb.storage.snapshots.snapshot_parts import folders_at
@@ -86,7 +86,8 @@ def need_own_tables(paths: Sequence[str]) -> None:
 
 
 def snapshot_names(paths: Sequence[str]) -> tuple[list[str], dict[str, str], dict[str, str]]:
-    """The snapshots of a table, or of several; of those that cannot be read, and of those that are not whole, why."""
+    """Names of the snapshots of one table or several; reasons of those that cannot be read, and of those that are not
+    whole."""
     from oneemb.foreign.oneflow_table import is_oneflow_table, oneflow_snapshots
     from oneemb.storage.snapshots.snapshot_parts import incomplete_text, look_at
 

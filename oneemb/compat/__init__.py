@@ -10,7 +10,7 @@
     python -m oneemb.compat dynamicemb -m pytest tests
 
 Importing this package loads no torch. `oneemb.compat.names` has the names, `oneemb.compat.runner` the runner,
-`oneemb.compat.rewrite` what it changes in a script, and `oneemb.compat.cuda` what stands there for `torch.cuda`.
+`oneemb.compat.rewrite` its changes to a script, and `oneemb.compat.cuda` the replacement of `torch.cuda`.
 """
 
 from oneemb.compat.names import install

@@ -1,8 +1,8 @@
 """Replacement of `torch.cuda` in rewritten scripts: one device, number 0, which is the CPU.
 
-Functions have the names and arguments of `torch.cuda`. What only a GPU needs does nothing: `set_device`, `device`,
-`synchronize`, `empty_cache`. `manual_seed` and `manual_seed_all` seed the generator of the CPU. No GPU is asked, and
-torch is imported when a function needs it.
+Functions have the names and arguments of `torch.cuda`. Functions that only a GPU needs do nothing: `set_device`,
+`device`, `synchronize`, `empty_cache`. `manual_seed` and `manual_seed_all` seed the generator of the CPU. No GPU is
+asked, and torch is imported when a function needs it.
 """
 
 import os
@@ -22,7 +22,7 @@ _pretended: str | None = None
 
 
 def pretend(name: str | None) -> None:
-    """Tell scripts from now on that there is a GPU of this name; None = there is none."""
+    """Report a GPU of this name to scripts from now on; None = no GPU."""
     global _pretended
     _pretended = name
 
@@ -33,7 +33,7 @@ def place(value: Any) -> Any:
 
 
 def is_available() -> bool:
-    """False, but for a runner that was told of a GPU's name."""
+    """False, unless the runner was given a GPU's name."""
     return _pretended is not None
 
 
@@ -77,7 +77,7 @@ def manual_seed_all(seed: int) -> None:
 
 
 def get_device_name(device: Any = None) -> str:
-    """The CPU's name, or the name that the runner was told."""
+    """Name of the CPU, or the name that the runner was given."""
     return _pretended if _pretended is not None else _cpu_name()
 
 
@@ -96,7 +96,7 @@ class _Properties:
 
 
 def get_device_properties(device: Any = None) -> _Properties:
-    """The name of `get_device_name`, and the machine's memory."""
+    """Name of the device, and the machine's memory."""
     return _Properties(get_device_name(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 

@@ -21,7 +21,7 @@ def install(name: str, *, replace: bool = False) -> None:
     Nothing is imported by the call itself. A second call changes nothing.
 
     Args:
-        name: of the library whose place is taken: `"dynamicemb"`.
+        name: of the library to replace: `"dynamicemb"`.
         replace: take the place of a library of this name that is installed too. Without it that is an error.
 
     Raises:
@@ -58,12 +58,7 @@ def install(name: str, *, replace: bool = False) -> None:
 
 
 class Names(MetaPathFinder):
-    """Finds the modules of `target` under `name`.
-
-    Args:
-        name: the name that scripts import.
-        target: the package that it is.
-    """
+    """Finds the modules of `target` under `name`, which scripts import."""
 
     def __init__(self, name: str, target: str) -> None:
         self.name, self.target = name, target
@@ -71,11 +66,7 @@ class Names(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of a module under this name, None of all others.
-
-        Raises:
-            ModuleNotFoundError: oneemb has no such module.
-        """
+        """Spec of a module under this name; None for all others, ModuleNotFoundError if oneemb has no such module."""
         if fullname != self.name and not fullname.startswith(f"{self.name}."):
             return None
         real = self.target + fullname.removeprefix(self.name)

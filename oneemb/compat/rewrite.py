@@ -34,7 +34,7 @@ _Node = TypeVar("_Node", bound=ast.AST)
 
 
 def rewrite(source: bytes | str, path: str) -> tuple[ast.Module, Counter[str]]:
-    """The tree of a module with its GPUs replaced, and how often what was replaced.
+    """Tree of a module with its GPUs replaced, and the number of replacements of each kind.
 
     Args:
         source: the text of the module.
@@ -54,7 +54,7 @@ def rewrite(source: bytes | str, path: str) -> tuple[ast.Module, Counter[str]]:
 
 
 def _end_of_head(body: list[ast.stmt]) -> int:
-    """Behind the docstring and imports from __future__, which must come first."""
+    """Place behind the docstring and imports from __future__, which must come first."""
     after = 0
     for place, node in enumerate(body):
         text = place == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
@@ -64,16 +64,10 @@ def _end_of_head(body: list[ast.stmt]) -> int:
     return after
 
 
-def _names_of_torch(tree: ast.Module) -> set[str]:
-    imports = (node for node in ast.walk(tree) if isinstance(node, ast.Import))
-    return {"torch"} | {
-        one.asname for node in imports for one in node.names if one.name == "torch" and one.asname is not None
-    }
-
-
 class _Rules(ast.NodeTransformer):
     def __init__(self, tree: ast.Module) -> None:
-        self.torch = _names_of_torch(tree)
+        imported = [one for node in ast.walk(tree) if isinstance(node, ast.Import) for one in node.names]
+        self.torch = {"torch"} | {one.asname for one in imported if one.name == "torch" and one.asname is not None}
         self.replaced: Counter[str] = Counter()
         self.needs_cuda = False
 
@@ -191,14 +185,10 @@ class _Rules(ast.NodeTransformer):
             node.value = self.visit(node.value)
         return node
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        return self._function(node)
-
-    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AST:
-        return self._function(node)
-
-    def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.AST:
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.AST:
         returns, node.returns = node.returns, None
         self.generic_visit(node)
         node.returns = returns
         return node
+
+    visit_AsyncFunctionDef = visit_FunctionDef

@@ -38,14 +38,11 @@ _PYTEST = ("pytest", "py.test")
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run what the command line says, as python itself would.
-
-    Args:
-        arguments: the words behind `python -m oneemb.compat`.
+    """Run a command line, the words behind `python -m oneemb.compat`, as python itself would.
 
     Raises:
         SystemExit: the command line is wrong, with 2, or the script ends by it.
-        BaseException: whatever the script raises.
+        BaseException: any error of the script.
     """
     command = _parsed(list(arguments))
     folder = os.path.dirname(os.path.realpath(command.script)) if command.script is not None else os.getcwd()
@@ -232,16 +229,16 @@ class _Finder(MetaPathFinder):
 class _Job:
     """Facts that a process needs to run the script's code.
 
-    A spawned process knows nothing of its parent but what multiprocessing sends to it, and imports the script by its
-    path. So this object travels with what is sent, and begins where it is unpickled, which is before that import. No
+    A spawned process knows nothing of its parent but the data that multiprocessing sends, and imports the script by its
+    path. So this object travels with that data, and begins where it is unpickled, which is before that import. No
     environment variable is needed, and processes that are started otherwise are left alone.
 
     Args:
-        name: of the library whose place is taken.
-        target: the package that takes it.
+        name: of the library that is replaced.
+        target: the package in its place.
         script: its path, None for a module.
-        folder: whose modules are rewritten; None = nothing is.
-        gpu_name: that scripts are told.
+        folder: of the modules to rewrite; None = none.
+        gpu_name: reported to scripts.
     """
 
     name: str
@@ -254,7 +251,7 @@ class _Job:
         return _begin_in_child, astuple(self)
 
     def begin(self) -> None:
-        """Rewrite what is imported from now on, here and in the processes that this one spawns."""
+        """Rewrite modules that are imported from now on, here and in the processes that this one spawns."""
         cuda.pretend(self.gpu_name)
         if self.folder is not None:
             # Where the path's own finder was: what is built in comes before the files of a folder.
@@ -274,7 +271,7 @@ class _Job:
         multiprocessing.spawn.get_preparation_data = with_job
 
     def tell(self, what: str) -> None:
-        """Say once, for all ranks, what is replaced."""
+        """Print once, for all ranks, what is replaced."""
         if self.folder is not None and os.environ.get("RANK", "0") == "0":
             print(
                 f"oneemb.compat: torch finds no GPU; in modules of {self.folder}{what} 'cuda' is 'cpu', 'nccl' is"

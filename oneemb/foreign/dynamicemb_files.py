@@ -19,8 +19,8 @@ and "seed", with one file for all ranks:
 
 Invariants:
 - <table>_opt_args.json is written last, and removed first: where it is, every other file is there, whole, of one dump;
-  and so, where "seed" has none, are keys: they come after all others but that one, and go before them;
-- files appear under their names when what is in them outlives a loss of power.
+and so, where "seed" has none, are keys: they come after all others but that one, and go before them;
+- files appear under their names when their contents outlive a loss of power.
 """
 
 import re
@@ -50,10 +50,10 @@ META = "opt_args.json"
 
 
 def owner_of_key(dist_type: str, id_N: np.ndarray, ranks: int, num_embeddings: int | None) -> np.ndarray:
-    """The rank that dynamicemb keeps each id on: int64 [N].
+    """Rank that dynamicemb keeps each id on: int64 [N].
 
     Args:
-        num_embeddings: of the table's config, which "continuous" asks for.
+        num_embeddings: of the table's config, for "continuous".
     """
     unsigned_N = id_N.astype(np.uint64)
     if dist_type == "hash_roundrobin":
@@ -66,8 +66,8 @@ def owner_of_key(dist_type: str, id_N: np.ndarray, ranks: int, num_embeddings: i
 
 
 def file_key(dist_type: str, id_N: np.ndarray, ranks: int, num_embeddings: int | None) -> np.ndarray:
-    """Number that stands for each id in the file of its rank, int64 [N]: under "continuous" the id's place in the
-    rank's block, else the id. Ids beyond all blocks are dealt to the ranks in turn."""
+    """Number of each id in the file of its rank, int64 [N]: under "continuous" the id's place in the rank's block, else
+    the id. Ids beyond all blocks are dealt to the ranks in turn."""
     if dist_type != "continuous":
         return id_N
     unsigned_N, block = id_N.astype(np.uint64), np.uint64(_block(ranks, num_embeddings))
@@ -76,7 +76,7 @@ def file_key(dist_type: str, id_N: np.ndarray, ranks: int, num_embeddings: int |
 
 
 def key_of_file(dist_type: str, rank: int, key_N: np.ndarray, ranks: int, num_embeddings: int | None) -> np.ndarray:
-    """The ids that stand in a rank's file: int64 [N]."""
+    """Ids of the numbers in a rank's file: int64 [N]."""
     if dist_type != "continuous":
         return key_N
     unsigned_N, block = key_N.astype(np.uint64), np.uint64(_block(ranks, num_embeddings))
@@ -111,11 +111,7 @@ def part_of(table: str, name: str, pattern: "re.Pattern[str]") -> "re.Match[str]
 
 
 def names_in(fs: FileSystem, folder: str) -> set[str]:
-    """The names of a folder's files.
-
-    Raises:
-        SnapshotNotFoundError: there is no folder.
-    """
+    """Names of a folder's files; SnapshotNotFoundError if there is no folder."""
     try:
         return set(fs.names(folder))
     except OSError as error:

@@ -1,6 +1,6 @@
-"""Reads dumps of dynamicemb's tables; dynamicemb_files.py says what is in them, and when they are whole.
+"""Reads dumps of dynamicemb's tables; dynamicemb_files.py describes the files, and when they are whole.
 
-Invariant: what `find_dump` has given is whole: every file is there, and as long as it has to be.
+Invariant: a dump of `find_dump` is whole: every file is there, and as long as it has to be.
 """
 
 import json
@@ -99,7 +99,7 @@ class Dump:
             self._state_parts.append((part[keys], part[values]))
 
     def _one(self, found: set[int], what: str) -> int:
-        """The number that all parts with rows have; 0 where none has rows."""
+        """Number that all parts with rows have; 0 where none has rows."""
         if len(found) > 1:
             raise CorruptTableError(
                 f"the rows of {self._parts[0]['keys']} and its like must have as many {what} each, got"
@@ -118,7 +118,7 @@ class Dump:
             raise CorruptTableError(f"{path} must be {what}, {size} bytes, got {got}; restore it from a copy")
 
     def _widths(self, path: str, unit: int, rows: int, widths: Sequence[int] | None = None) -> set[int]:
-        """The one number that a file has of each row; none where there are no rows."""
+        """Number of values of each row in a file, in a set; an empty set if there are no rows."""
         size = self._fs.size(path)
         width = size // (unit * rows) if rows else 0
         if size != unit * rows * width or rows and widths is not None and width not in widths:
@@ -154,10 +154,8 @@ class Dump:
                 )
 
     def read(self, batch: int, *, state: bool) -> Iterator[DumpRows]:
-        """All rows, at most so many at a time.
-
-        Args:
-            state: read it too, where there is some. `check_states` has found it whole.
+        """Yield all rows, at most `batch` at a time; with their state, which `check_states` has checked, if `state` is
+        on.
 
         Raises:
             CorruptTableError: a file became shorter.
@@ -178,7 +176,7 @@ class Dump:
                 yield DumpRows(r, key_N, value_ND, score_NS, state_NZ)
 
     def scores(self, batch: int) -> Iterator[tuple[int, np.ndarray, np.ndarray | None]]:
-        """The rank, key_N and score_NS of all rows, as `read` has them, at most so many at a time."""
+        """Yield the rank, key_N and score_NS of all rows, as `read` has them, at most `batch` at a time."""
         for r, (part, rows) in enumerate(zip(self._parts, self._rows, strict=True)):
             for begin in range(0, rows, batch):
                 count, score_NS = min(batch, rows - begin), None
@@ -187,7 +185,7 @@ class Dump:
                 yield r, self._read(part["keys"], np.int64, begin, count, 1)[:, 0], score_NS
 
     def _state_of(self, keys: str, values: str) -> Callable[[np.ndarray], np.ndarray]:
-        """A function that gives a part of the state of ids, which it finds by their keys."""
+        """Function that returns a part of the state of ids, found by their keys."""
         key_N, rows = self._whole(keys, np.int64, 1)[:, 0], self.rows
         value_NZ = self._whole(values, np.float32, self._one(self._widths(values, 4, rows), "numbers of state"))
         index = HashIndex(Threads(1))
@@ -199,7 +197,7 @@ class Dump:
         return of
 
     def _whole(self, path: str, dtype: type, width: int) -> np.ndarray:
-        """A file of "seed", which has something of all rows."""
+        """Values of all rows in a file of "seed"."""
         return self._read(path, dtype, 0, self.rows, width)
 
     def counters(self, batch: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -230,10 +228,7 @@ _AT_ONCE = 1 << 16
 
 
 def find_dump(folder: str, table: str, *, dim: int, fs: FileSystem | None = None) -> Dump:
-    """The dump of a table that lies in a folder, found to be whole.
-
-    Args:
-        dim: weights of a row.
+    """Dump of a table in a folder, found to be whole; `dim` = weights of a row.
 
     Raises:
         SnapshotNotFoundError: there is none; the message names the tables that there are.
@@ -274,7 +269,7 @@ def find_dump(folder: str, table: str, *, dim: int, fs: FileSystem | None = None
 
 
 def _parts_of_ranks(folder: str, table: str, names: set[str], found: "Sequence[re.Match[str]]") -> list[dict[str, str]]:
-    """The files of each rank, by what is in them."""
+    """Files of each rank, by their kind."""
     worlds = {int(its[3]) for its in found}
     if len(worlds) > 1:
         raise CorruptTableError(

@@ -1,4 +1,4 @@
-"""Writes dumps of dynamicemb's tables; dynamicemb_files.py says what is in them, and when they are whole."""
+"""Writes dumps of dynamicemb's tables; dynamicemb_files.py describes the files, and when they are whole."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -33,12 +33,12 @@ class _File(NewFile):
 
 
 class DumpWriter:
-    """Writes what one rank has of a table, once `remove_unfinished` has been called for it.
+    """Writes one rank's part of a table, after `remove_unfinished` was called for it.
 
     Args:
         folder: is there.
         table: its name.
-        rank, ranks: which of how many writes; of "seed" one writes for all.
+        rank, ranks: number of the writer, and of all writers; of "seed" one writes for all.
         version: "today" or "seed".
         score_words: of a row, 0 to 2; 0 = there is no file of scores.
         states: names and widths of the parts of the state.
@@ -46,7 +46,7 @@ class DumpWriter:
         with_counts: whether there are files of counts.
 
     Raises:
-        ValueError: the table's name is none of a file.
+        ValueError: no file can have the table's name.
         StorageError: a file cannot be made.
     """
 
@@ -81,11 +81,8 @@ class DumpWriter:
 
         Args:
             key_N: int64, as the file has them.
-            score_NS: int64, S as many as `score_words`; not looked at where that is 0.
-            state_NZ: float32; not looked at without `with_state`.
-
-        Raises:
-            StorageError: the disk fails.
+            score_NS: int64, S as many as `score_words`; ignored where that is 0.
+            state_NZ: float32; ignored without `with_state`.
         """
         before = "emb_" if self._version == "today" else ""
         self._append(before, key_N, value_ND, score_NS)
@@ -112,12 +109,12 @@ class DumpWriter:
         self._files["counter_frequencies"].append(count_M.astype(np.int64))
 
     def finish(self) -> None:
-        """Return when what was written outlives a loss of power, under temporary names still."""
+        """Make the files durable, still under temporary names."""
         for file in self._files.values():
             file.finish()
 
     def publish(self) -> None:
-        """Give the files their names, keys last, once `unpublish` has removed those of another dump."""
+        """Give the files their names, keys last, after `unpublish` has removed those of another dump."""
         for its in ([name for name in self._files if name != self._keys], [self._keys]):
             for name in its:
                 self._files[name].publish()
@@ -125,7 +122,7 @@ class DumpWriter:
                 self._fs.sync_directory(self._folder)
 
     def publish_meta(self, meta: Mapping[str, Any]) -> None:
-        """Make the dump of the table whole, once all ranks have published."""
+        """Make the dump of the table whole, after all ranks have published."""
         file = self._files[META] = _File(self._fs, f"{self._folder}/{self._table}_{META}")
         file.append(np.frombuffer(json.dumps(meta, indent=4).encode(), np.uint8))
         file.finish()
@@ -140,11 +137,7 @@ class DumpWriter:
 
 
 def unpublish(folder: str, table: str, fs: FileSystem | None = None) -> None:
-    """Remove a table's dump, of whatever version and number of ranks: what makes it whole first.
-
-    Raises:
-        StorageError: a file cannot be removed.
-    """
+    """Remove a table's dump, of any version and number of ranks: the file that makes it whole first."""
     fs = fs or LocalFileSystem()
     names = names_in(fs, folder)
     its = sorted(name for name in names if part_of(table, name, RANKED) or part_of(table, name, OF_SEED))
@@ -158,11 +151,7 @@ def unpublish(folder: str, table: str, fs: FileSystem | None = None) -> None:
 
 
 def remove_unfinished(folder: str, table: str, fs: FileSystem | None = None) -> None:
-    """Remove what dumps of a table that were killed have left, of whatever number of ranks. None may be under way.
-
-    Raises:
-        StorageError: a file cannot be removed.
-    """
+    """Remove files of killed dumps of a table, of any number of ranks. No dump may be under way."""
     fs = fs or LocalFileSystem()
     for name in sorted(names_in(fs, folder)):
         its = name.removesuffix(UNFINISHED)

@@ -1,7 +1,6 @@
-"""Reads snapshots of OneFlow's tables; `oneflow_table.py` says how they lie in files.
+"""Reads snapshots of OneFlow's tables; `oneflow_table.py` describes their files.
 
-Invariant: the format has no checksums, so what an index says is compared with the sizes of the files before it is
-believed.
+Invariant: the format has no checksums, so an index is compared with the sizes of the files before it is used.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Where OneFlow's one_embedding keeps a table: its files, its numbers, its snapshots.
+"""Files, numbers and snapshots of a table of OneFlow's one_embedding.
 
     <path>/KEY_SIZE, VALUE_SIZE, PHYSICAL_BLOCK_SIZE, NUM_LOGICAL_BLOCKS_PER_CHUNK    a number each, as text
     <path>/LOCK                                  must exist, else OneFlow treats the folder as a new table
@@ -72,7 +72,7 @@ def is_oneflow_table(path: AnyPath, fs: FileSystem | None = None) -> bool:
 
 
 def read_oneflow_geometry(path: AnyPath, fs: FileSystem | None = None) -> OneFlowGeometry:
-    """The numbers that the table at a path was made with.
+    """Geometry of the table at a path.
 
     Raises:
         StorageError: there is no such table.
@@ -111,7 +111,7 @@ def oneflow_snapshots(path: AnyPath, fs: FileSystem | None = None) -> list[str]:
 
 
 def oneflow_owner_of(id_N: np.ndarray, key_bytes: int, owners: int) -> np.ndarray:
-    """Which of several paths OneFlow keeps each key in: int64 [N]. Keys of 4 bytes are widened with zeros."""
+    """Number of the path in which OneFlow keeps each key: int64 [N]. Keys of 4 bytes are widened with zeros."""
     word_N = id_N.astype(np.int64).view(np.uint64)
     if key_bytes == 4:
         word_N = word_N & np.uint64(0xFFFFFFFF)
@@ -122,12 +122,12 @@ def oneflow_owner_of(id_N: np.ndarray, key_bytes: int, owners: int) -> np.ndarra
 
 
 def chunk_name(kind: str, number: int) -> str:
-    """The name of a chunk's file; kind: "key", "value" or "index"."""
+    """Name of a chunk's file; kind: "key", "value" or "index"."""
     return f"{kind}-{number:012d}"
 
 
 def chunk_number(name: str, kind: str) -> int | None:
-    """The chunk whose file of this kind has this name; None if no chunk's has."""
+    """Chunk whose file of this kind has this name; None = no chunk's file."""
     match = CHUNK_FILE.fullmatch(name)
     return int(match[2]) if match and match[1] == kind else None
 

@@ -1,7 +1,7 @@
-"""Writes tables for OneFlow to read; `oneflow_table.py` says how they lie in files.
+"""Writes tables for OneFlow to read; `oneflow_table.py` describes their files.
 
-Invariant: writing changes no byte of a file that is there. A snapshot's rows go to chunks of their own, and LIST,
-without which there is no snapshot, comes last, by a rename, when all it names is on the device.
+Invariant: writing changes no byte of an existing file. A snapshot's rows go to chunks of their own, and LIST, without
+which there is no snapshot, comes last, by a rename, when all files that it names are durable.
 """
 
 import os
@@ -100,11 +100,7 @@ class OneFlowWriter:
             begin = end
 
     def save(self) -> None:
-        """Save the rows as the snapshot, durably.
-
-        Raises:
-            StorageError: it is not there.
-        """
+        """Save the rows as the snapshot, durably. After a StorageError there is no snapshot."""
         fs = self._fs
         self._check_lock()
         self._end_chunk()
@@ -139,7 +135,7 @@ class OneFlowWriter:
             self._fs.sync_directory(os.path.dirname(path))
 
     def close(self) -> None:
-        """Give back the path. Rows that were not saved are gone, and so are their files. Closing twice is fine."""
+        """Give back the path, and remove rows that were not saved, with their files. Closing twice is fine."""
         files, self._files = self._files, None
         for file in files or ():
             self._fs.close(file)
@@ -168,7 +164,7 @@ class OneFlowWriter:
         self._lock.check()
 
     def _make_table(self, geometry: OneFlowGeometry) -> OneFlowGeometry:
-        """The geometry of the table at the path; a new table gets this one."""
+        """Geometry of the table at the path; a new table gets this one."""
         numbers = (geometry.key_bytes, geometry.value_bytes, geometry.physical_block_size, geometry.blocks_per_chunk)
         there = set(names_in(self._fs, self._path))
         for name, number in zip(NUMBERS, numbers, strict=True):

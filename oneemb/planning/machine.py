@@ -1,4 +1,4 @@
-"""The figures of a machine that `oneemb.plan` reckons with, and how those of this one are measured."""
+"""Figures of a machine for `oneemb.plan`, and how those of this one are measured."""
 
 import functools
 import json
@@ -29,7 +29,7 @@ class StepCost:
     key_word_ns: float
 
     def rows_ms(self, ids: int, keys: int, dim: int, row_words: int) -> float:
-        """The time of the rows of one lookup."""
+        """Time of the rows of one lookup."""
         of_ids = ids * (self.id_ns + dim * self.id_weight_ns)
         return (of_ids + keys * (self.key_ns + (row_words + dim) * self.key_word_ns)) / 1e6
 
@@ -85,20 +85,18 @@ class Machine:
                 raise ValueError(f"{one.name} must be above 0, got {value!r}")
 
     def contention(self, ranks: int) -> float:
-        """How much longer its cores take that so many ranks have to share."""
+        """Factor by which so many ranks, sharing its cores, slow each other."""
         return max(1.0, ranks * self.threads / self.cores)
 
     def latency_ms(self, ranks: int, ranks_per_machine: int) -> float:
-        """Time of a collective call that sends next to nothing."""
+        """Time of a collective call of next to no bytes."""
         local = ranks == ranks_per_machine
         first = self.local_us * self.contention(ranks) if local else self.network_us
         return (first + (ranks - 2) * self.peer_us) / 1e3
 
     def message_ms(self, ranks: int, ranks_per_machine: int, local: float, remote: float) -> float:
-        """Time of a collective call in which a rank sends `local` bytes within its machine and `remote` to others.
-
-        The network of a machine is shared by its ranks, and so are its cores, which copy between them.
-        """
+        """Time of a collective call in which a rank sends `local` bytes within its machine and `remote` to others. The
+        ranks of a machine share its network, and its cores, which copy between them."""
         copied = local * self.contention(ranks_per_machine) / self.local_gb_s
         sent = remote * ranks_per_machine / self.network_gb_s
         return self.latency_ms(ranks, ranks_per_machine) + 1e-6 * max(copied, sent)
@@ -109,11 +107,7 @@ class Machine:
 
     @staticmethod
     def from_json(text: str) -> "Machine":
-        """The figures in `text`, the defaults where it has none.
-
-        Raises:
-            ValueError: it is no JSON object of such figures.
-        """
+        """Figures in `text`, and the defaults of others; ValueError if it is no JSON object of figures."""
         given = json.loads(text)
         known = {one.name for one in fields(Machine)}
         if not isinstance(given, dict) or (unknown := given.keys() - known):
@@ -141,10 +135,10 @@ _DISK_ROWS, _DISK_WORDS, _DISK_BATCH = 16_384, 1024, 2048
 
 
 def measure_machine(path: str | None = None, *, threads: int = 1, **figures: Any) -> Machine:
-    """The figures of this machine, in about a minute: steps on one core, messages of two processes, and a disk.
+    """Figures of this machine, in about a minute: steps on one core, messages of two processes, and a disk.
 
-    What cannot be measured on one machine, the network to others above all, has the defaults of `Machine`, or what
-    `figures` say.
+    Figures that one machine cannot measure, of the network to others above all, are the defaults of `Machine`, or
+    `figures`.
 
     Args:
         path: a folder on the disk to measure, in which 64 MiB are written and removed; None = the disk is not measured.
@@ -169,10 +163,8 @@ def measure_machine(path: str | None = None, *, threads: int = 1, **figures: Any
 
 
 def _in_processes(count: int, name: str, *args: Any) -> Any:
-    """Result of a function of this module on the first of `count` processes of a gloo group.
-
-    They are processes of their own, so that threads and memory of this one do no harm, and it need not be importable.
-    """
+    """Result of a function of this module on the first of `count` processes of a gloo group: separate processes, so
+    that threads and memory of this one do no harm, and it need not be importable."""
     import subprocess
     import sys
     import tempfile
@@ -232,8 +224,8 @@ def _measure_steps(threads: int) -> list[dict[str, Any]]:
 
 
 def fitted(cases: list[dict[str, Any]], machine: Machine, ranks: int) -> StepCost:
-    """The figures that explain the measured steps best, messages left out. What these cannot tell apart stays near the
-    defaults."""
+    """Step cost that explains the measured steps best, messages left out. Figures that these cannot tell apart stay
+    near the defaults."""
     import numpy as np
 
     defaults = np.array(list(asdict(machine.alone if ranks == 1 else machine.on_ranks).values()))
@@ -255,7 +247,7 @@ def fitted(cases: list[dict[str, Any]], machine: Machine, ranks: int) -> StepCos
 
 
 class _Case:
-    """Embeddings of some size in a graph that does nothing but to look rows up and train them."""
+    """Embeddings of some size in a graph that only looks rows up and trains them."""
 
     def __init__(
         self, path: str, group: Any, threads: int, samples: int, tables: int, vocabulary: int, dim: int, embeddings: int
@@ -292,7 +284,7 @@ class _Case:
         self.sizes = {"embeddings": embeddings, "dim": dim, "ids": samples * tables * embeddings, "keys": keys}
 
     def stretch_ms(self, round: int) -> float:
-        """The time of a step, of some steps one after another. The first stretch begins the rows."""
+        """Time of a step, of some steps one after another. The first stretch initializes the rows."""
         import numpy as np
 
         steps = [functools.partial(self._graph, *batch) for batch in self._batches]
@@ -323,7 +315,7 @@ def _seconds(calls: Sequence[Callable[[], object]]) -> list[float]:
 
 
 def _nonnegative(terms: Any, target: Any) -> Any:
-    """The figures, none below 0, that come nearest to `terms @ figures = target`, by leaving out the lowest."""
+    """Least-squares figures of `terms @ figures = target`, none below 0, found by leaving out the lowest."""
     import numpy as np
 
     kept = list(range(terms.shape[1]))
@@ -337,7 +329,7 @@ def _nonnegative(terms: Any, target: Any) -> Any:
 
 
 def _measure_fresh() -> float:
-    """GB/s at which a large new array is filled: pages of its memory are given and cleared on the way."""
+    """GB/s at which a large new array is filled, with pages that the system gives and clears on the way."""
     import numpy as np
     import torch
 

@@ -208,14 +208,14 @@ class _Job:
     # ---- between ranks ----------------------------------------------------------------------------------------------
 
     def _even_keys(self, one: PlannedEmbedding, keys: int, parts: PartCounts | None = None) -> KeyCounts:
-        """So many keys, of which every rank owns equally many."""
+        """Counts of so many keys, equally many for each rank."""
         # The first owner is this rank, whose own part stays: the average of a rank's counts had best be there.
         share, more = divmod(keys, self.ranks)
         each = [share + (0 < r <= more) for r in range(self.ranks)]
         return one.keys(each, each, parts)
 
     def _key_counts(self, one: PlannedEmbedding) -> KeyCounts:
-        """The keys of a lookup, and the parts of its bags if it is these that owners are asked for."""
+        """Counts of the keys of a lookup, and of the parts of its bags if owners send these."""
         keys, bags = self._keys(one), self.batch * (one.bags or 0)
         if one.bags is None or one.dtype != "float32" or one.comm_dtype == "float16" or bags >= keys:
             return self._even_keys(one, keys)
@@ -245,7 +245,7 @@ class _Job:
     # ---- time -------------------------------------------------------------------------------------------------------
 
     def _parts(self, messages: Sequence[MessageCost]) -> dict[str, float]:
-        """The time of a step by what it goes to, in ms."""
+        """Time of a step by its parts, in ms."""
         alone, machine = self.ranks == 1, self.machine
         contention = machine.contention(self.per_machine)
         cost: StepCost = machine.alone if alone else machine.on_ranks
@@ -285,7 +285,7 @@ class _Job:
         return 2 * size if size >= _KEPT_BYTES else 0
 
     def _disk_ms(self) -> float:
-        """Rows read from disk; as many are written, since what comes in puts another one out, changed."""
+        """Time of reading rows from disk; as many are written, since a row that comes in evicts a changed one."""
         figures, total = self.machine, 0.0
         for one in self.embeddings:
             misses = self._misses(one) * self.per_machine

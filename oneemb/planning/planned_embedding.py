@@ -1,4 +1,4 @@
-"""An embedding of a planned job: its rows, its lookups, and what a row takes."""
+"""An embedding of a planned job: its rows, its lookups, and the size of a row."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -77,13 +77,13 @@ class PlannedEmbedding:
         return _DTYPE_BYTES[self.comm_dtype]
 
     def keys(self, asks_R: Sequence[int], asked_R: Sequence[int], parts: PartCounts | None = None) -> KeyCounts:
-        """So many keys of a lookup, as ranks send them."""
+        """Counts of so many keys of a lookup, as ranks send them."""
         row_bytes = min(self.weight_bytes, self.comm_bytes)
         return KeyCounts(self.embedding_dim, row_bytes, asks_R, asked_R, self.comm_bytes, parts)
 
     @property
     def rows_given(self) -> int:
-        """How many rows a lookup gives for a sample."""
+        """Number of rows that a lookup gives for a sample."""
         return self.ids if self.bags is None else self.bags
 
     @property
@@ -102,7 +102,7 @@ class PlannedEmbedding:
 
 
 def unique_share(batches: Any) -> float:
-    """The share of unique keys among the ids of batches, as `PlannedEmbedding(unique=...)` takes it: their mean.
+    """Mean share of unique keys among the ids of batches, for `PlannedEmbedding(unique=...)`.
 
     Args:
         batches: of one rank, each integers of shape [B, T], column t of table t; or [N], of one table.

@@ -1,1 +1,1 @@
-"""Embeddings that only read: what a training job has saved, served."""
+"""Read-only embeddings: snapshots of training jobs, served."""

@@ -1,4 +1,4 @@
-"""Makes files of rows that are only read from snapshots, of ranks and deltas too, beside the job that writes them.
+"""Makes files of read-only rows from snapshots, of ranks and deltas too, beside the job that writes them.
 
 Invariant: several processes that need one file make it once: one has the lock, the others wait and find the file.
 """
@@ -38,7 +38,7 @@ _TABLES_TEXT = 100  # letters of a name that list tables
 
 
 class Source(NamedTuple):
-    """Where versions come from, and how they are served."""
+    """Folders of versions, and the form in which they are served."""
 
     paths: list[str]
     folder: str
@@ -50,16 +50,8 @@ class _StoppedError(Exception):
     """The build was given up: no reader wants the file any more."""
 
 
-def _never() -> bool:
-    return False
-
-
 def find_snapshot(paths: Sequence[str], name: str | None) -> PartedSnapshot:
-    """The snapshot of this name; without a name the newest.
-
-    Raises:
-        StorageError: there is none.
-    """
+    """Snapshot of this name; without a name the newest. StorageError if there is none."""
     if name is not None:
         return look_at(paths).get(name)
     newest = _newest(paths)
@@ -99,7 +91,8 @@ def make_file(
     embedding = meta.get("embedding") or {}
     weights = format.dtype if dtype == "float32" or dtype == format.dtype else dtype
     with closing(OwnedRows(snapshot, 0, 1)) as rows:
-        count = len(embedding.get("tables", ())) or 1 + int(rows.keys(_all)[0].max(initial=0))
+        every_table_N = rows.keys(lambda table_N, id_N: np.ones(len(id_N), np.bool_))[0]
+        count = len(embedding.get("tables", ())) or 1 + int(every_table_N.max(initial=0))
         served = tuple(range(count)) if tables is None else tuple(tables)
         if not served or len(set(served)) < len(served) or not set(served) <= set(range(count)):
             raise ValueError(f"tables must be some of 0 to {count - 1}, each once, got {list(served)}")
@@ -112,10 +105,6 @@ def make_file(
         return write_served_file(
             path, info, keys, _weights(rows, format, weights, served_T), threads=threads, progress=progress
         )
-
-
-def _all(table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray:
-    return np.ones(len(id_N), np.bool_)
 
 
 def _weights(
@@ -131,13 +120,13 @@ def _weights(
 
 
 def open_snapshot(
-    source: Source, name: str | None, *, threads: Threads, above: int = -1, stop: Callable[[], bool] = _never
+    source: Source, name: str | None, *, threads: Threads, above: int = -1, stop: Callable[[], bool] = lambda: False
 ) -> ServedFile | None:
-    """The open file of the snapshot of this name, or of the newest, made if it is not there.
+    """Open file of the snapshot of this name, or of the newest, made if it is not there.
 
     Args:
-        above: None is given if the snapshot's sequence is not above this one.
-        stop: asked now and then; once it says so, None is given and nothing is made.
+        above: return None if the snapshot's sequence is not above this one.
+        stop: called now and then; once it is true, nothing is made and None is returned.
 
     Raises:
         As `make_file`, and CorruptTableError: the file is there and damaged.
@@ -158,7 +147,7 @@ def open_snapshot(
 
 
 def _open_made(source: Source, snapshot: PartedSnapshot, threads: Threads, stop: Callable[[], bool]) -> ServedFile:
-    """The open file of this snapshot, made if it is not there; then older ones of its kind than the last two go."""
+    """Open file of this snapshot, made if it is not there; older ones of its kind than the last two are removed."""
     kind = _kind(source)
     name = f"{snapshot.sequence:012d}-{snapshot.info.identity}-{kind}.serving"
     path = os.path.join(source.folder, name)
@@ -170,10 +159,15 @@ def _open_made(source: Source, snapshot: PartedSnapshot, threads: Threads, stop:
     with doing("make files in", source.folder):
         fs.make_directories(source.folder)
         lock = _lock(fs, os.path.join(source.folder, "LOCK"), stop)
+
+    def progress(done: int, total: int | None) -> None:
+        if stop():
+            raise _StoppedError
+
     try:
         if not os.path.exists(path):
             remove_served_files(fs, source.folder)
-            make_file(path, snapshot, source.dtype, source.tables, threads=threads, progress=_stopping(stop))
+            make_file(path, snapshot, source.dtype, source.tables, threads=threads, progress=progress)
             its = sorted(one for one in os.listdir(source.folder) if one.endswith(f"-{kind}.serving"))
             for old in its[:-_KEPT]:
                 if old != name:
@@ -205,7 +199,7 @@ def _kind(source: Source) -> str:
 
 
 def _lock(fs: FileSystem, path: str, stop: Callable[[], bool]) -> int:
-    """Wait until this process has the lock. A child of fork gives its copy up."""
+    """Lock of this file, after waiting for it. A child of fork gives its copy up."""
     while True:
         if stop():
             raise _StoppedError
@@ -231,11 +225,3 @@ def _makes_one_already(folder: str) -> bool:
                 return True
         frame = frame.f_back
     return False
-
-
-def _stopping(stop: Callable[[], bool]) -> Progress:
-    def progress(done: int, total: int | None) -> None:
-        if stop():
-            raise _StoppedError
-
-    return progress

@@ -1,8 +1,8 @@
-"""Makes an inference program of a graph: what `build` computes, with frozen rows in place of embeddings.
+"""Makes an inference program of a graph: `build`, with frozen rows in place of embeddings.
 
 Invariants:
-- the graph, its modules and embeddings are as they were, whatever ends the export: what is traced is a copy;
-- a file is at its path whole, or what was there before is;
+- the graph, its modules and embeddings are as they were, however the export ends: a copy is traced;
+- a file is at its path whole, or the file before it is;
 - a program that would be of one batch size is an error.
 """
 
@@ -177,7 +177,7 @@ def _export(
 
 
 def work_folder(fs: FileSystem, path: str) -> tuple[str, int]:
-    """A new folder beside the file, and its lock. What exports of this file that were killed have left goes."""
+    """A new folder beside the file, and its lock. Folders of killed exports of this file are removed."""
     folder, name = os.path.split(path)
     remove_unfinished(fs, folder, rf"\.{re.escape(name)}", _DIGITS, shutil.rmtree)
     return begin(fs, os.path.join(folder, f".{name}"), _DIGITS, os.mkdir)
@@ -216,8 +216,8 @@ def _frozen(
 
 @contextmanager
 def _snapshot_of(embedding: TableEmbedding, name: str | None) -> Iterator[PartedSnapshot]:
-    """The snapshot to export: the named one, or one that has the rows as they are now. If there is none, the block gets
-    a temporary one, which is deleted afterwards."""
+    """Context of the snapshot to export: the named one, or one of the current rows; a temporary one, which is deleted
+    afterwards, if there is none."""
     paths = list(embedding.store_options.persistent_path)
     if name is not None:
         yield find_snapshot(paths, name)
@@ -268,7 +268,7 @@ class _Program(torch.nn.Module):
     Args:
         graph: holds the parameters.
         build: computes on it.
-        signature_of: whose arguments they are.
+        signature_of: has the signature of `build`.
     """
 
     def __init__(self, graph: torch.nn.Module, build: Callable[..., Any], signature_of: Callable[..., Any]):
@@ -288,7 +288,7 @@ def _made(
     program: _Program, args: tuple[Any, ...], kwargs: dict[str, Any], options: _Options, dynamic_shapes: Any,
     described: str, alone: _Alone,
 ) -> io.BytesIO:  # fmt: skip
-    """The content of the file. It is made in memory: where torch cannot write, its writer ends the process.
+    """Content of the file. It is made in memory: where torch cannot write, its writer ends the process.
 
     Args:
         alone: as of `_export`.
@@ -309,8 +309,13 @@ def _made(
             aoti_compile_and_package(exported, package_path=content, inductor_configs=configs)
         else:
             script = functools.partial(_scripted, program, args, kwargs)
+
+            def with_generator_kept() -> torch.jit.ScriptModule:
+                with torch.random.fork_rng(devices=[]):
+                    return script()
+
             # A trace computes, on the generator of the process if it draws: steps wait until that is put back.
-            traced = alone(lambda: _with_generator_kept(script)) if _may_draw(exported) else script()
+            traced = alone(with_generator_kept) if _may_draw(exported) else script()
             torch.jit.save(traced, content, _extra_files={METADATA: described})
     except (OSError, ValueError, MemoryError, BuildError):
         raise
@@ -369,12 +374,6 @@ def _may_draw(exported: torch.export.ExportedProgram) -> bool:
     return any(torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()) for target in targets)
 
 
-def _with_generator_kept(script: Callable[[], torch.jit.ScriptModule]) -> torch.jit.ScriptModule:
-    """Result of `script`; torch's generator of random numbers is as before afterwards."""
-    with torch.random.fork_rng(devices=[]):
-        return script()
-
-
 def _scripted(program: _Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.jit.ScriptModule:
     bound = inspect.signature(program.forward).bind(*args, **kwargs)
     if bound.kwargs:
@@ -386,15 +385,12 @@ def _scripted(program: _Program, args: tuple[Any, ...], kwargs: dict[str, Any]) 
                 module.lookup = torch.jit.script(module.lookup)
         script = torch.jit.trace(program, bound.args, check_trace=False, strict=False)
     # A branch that depends on shapes would have been refused by torch.export; a number made of one is fixed here alone.
+    ours = os.path.dirname(os.path.abspath(oneemb.__file__))
     fixed = [one for one in caught if issubclass(one.category, torch.jit.TracerWarning)]
-    fixed = [one for one in fixed if "Python boolean" not in str(one.message) and not _is_ours(one.filename)]
+    fixed = [one for one in fixed if "Python boolean" not in str(one.message) and not one.filename.startswith(ours)]
     if fixed:
         raise BuildError(
             f"build cannot be traced for TorchScript: at {fixed[0].filename}:{fixed[0].lineno} it makes a number of a"
             ' tensor or its shape, which would be fixed; use tensor ops, or format="export"'
         )
     return script
-
-
-def _is_ours(filename: str) -> bool:
-    return filename.startswith(os.path.dirname(os.path.abspath(oneemb.__file__)))

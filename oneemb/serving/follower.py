@@ -1,8 +1,8 @@
-"""A thread that calls a function every so many seconds, and hands what that raises to whoever asks.
+"""A thread that calls a function every so many seconds, and raises its errors in the caller of `check`.
 
 Invariants:
-- the thread keeps nothing alive that it calls: it ends when the owner of the function is gone;
-- a child of fork has no thread; what its parent's thread has raised is the parent's.
+- the thread keeps the function's owner not alive: it ends when the owner is gone;
+- a child of fork has no thread; errors of its parent's thread are the parent's.
 """
 
 import os
@@ -13,7 +13,8 @@ from typing import Any
 
 
 class Follower:
-    """Begins with `start`: who is to stop it has it by then, so that an interrupt leaves no thread that nobody stops.
+    """Thread that begins with `start`: by then its owner has it, so that an interrupt leaves no thread that nobody
+    stops.
 
     Args:
         refresh: a bound method, called with a function that says whether to give up.
@@ -49,14 +50,14 @@ class Follower:
         return self._process != os.getpid()
 
     def check(self) -> None:
-        """Raise what a call has raised, once."""
+        """Raise the error of a call, once."""
         if self._error is not None and not self.is_of_parent:
             error, self._error = self._error, None
             if error is not None:
                 raise error
 
     def stop(self) -> None:
-        """Let the thread end soon; a call that it is in gives up."""
+        """Make the thread end soon; its current call gives up."""
         if not self.is_of_parent:  # Its thread may have held the event's lock when this process was forked.
             self.ends.set()
 

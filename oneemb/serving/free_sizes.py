@@ -35,17 +35,14 @@ class _Assumed(NamedTuple):
 
 
 class FreeSizes:
-    """The sizes of inputs that are assumed to be large enough for two samples, while one program is traced."""
+    """Sizes of inputs that are assumed to be large enough for two samples, while one program is traced."""
 
     def __init__(self) -> None:
         self._assumed: list[_Assumed] = []
 
     def assume_samples(self, bags: "int | torch.SymInt", bags_a_sample: int) -> None:
-        """Assume that there are bags of two samples or more, if their number follows from one size of an input.
-
-        Raises:
-            ValueError: there are fewer in the example batch.
-        """
+        """Assume that there are bags of two samples or more, if their number follows from one size of an input;
+        ValueError if the example batch has fewer."""
         if not isinstance(bags, torch.SymInt):
             return  # Nothing is traced, or their number is fixed.
         if bags.node.hint < SAMPLES_MIN * bags_a_sample:
@@ -68,7 +65,7 @@ class FreeSizes:
                 self._assumed.append(made)
 
     def take_back(self, exported: torch.export.ExportedProgram) -> None:
-        """Let the program accept fewer samples than were assumed."""
+        """Make the program accept fewer samples than were assumed."""
         ranges = exported.range_constraints
         of_symbols = {size: found for size, found in ranges.items() if size.is_Symbol}
         lowered = {size: _from(found.lower, found) for size, found in of_symbols.items()}

@@ -4,7 +4,7 @@ B samples, T tables, N ids, P bags, D weights.
 
 Invariants:
 - arguments, shapes, dtypes and numbers are those of `MultiTableEmbedding` in eval mode: lookups bit for bit, and bags
-  summed in float32 in batch order and rounded once;
+summed in float32 in batch order and rounded once;
 - nothing depends on values but by indexing: one that is out of range, in `table_ids` or `offsets`, ends the call.
 """
 
@@ -21,11 +21,11 @@ _NO_BAG = 1 << 40
 
 
 class FrozenEmbedding(torch.nn.Module):
-    """The lookups of an embedding over frozen rows.
+    """Lookups of an embedding over frozen rows.
 
     Args:
-        embedding: what it stands for: names, widths and dtypes are its.
-        dtype: of what lookups give.
+        embedding: gives names, widths and dtypes.
+        dtype: of results.
     """
 
     lookup: torch.nn.Module
@@ -72,11 +72,11 @@ class FrozenEmbedding(torch.nn.Module):
         return torch.arange(self.num_tables, device=ids.device).expand(ids.shape).reshape(-1)
 
     def _wide(self, ids: torch.Tensor) -> torch.Tensor:
-        """The ids, int64. A script that converted them without `^` would take floats for ids."""
+        """Ids as int64. A script that converted them without `^` would take floats for ids."""
         return ids if self.key_type == torch.int64 else (ids ^ 0).long()
 
     def _in_range(self, table_ids: torch.Tensor) -> torch.Tensor:
-        """The table ids, with `num_tables` in place of negative ones: that ends the call with an error. Some compilers
+        """Table ids, with `num_tables` in place of negative ones: that ends the call with an error. Some compilers
         would count a negative id from the end."""
         return torch.where(table_ids < 0, self.num_tables, table_ids)
 
@@ -108,7 +108,8 @@ class FrozenEmbedding(torch.nn.Module):
                 per_sample_weights = torch.where(ids == self.padding_idx, 0.0, per_sample_weights)
             rows = rows * per_sample_weights.unsqueeze(1)
         elif pooling == "mean":
-            rows = rows * self._mean_scales(ids, offsets).index_select(0, bag_N).unsqueeze(1)
+            scale_P = 1.0 / self._without_padding(ids, offsets).diff().clamp(min=1).float()
+            rows = rows * scale_P.index_select(0, bag_N).unsqueeze(1)
         pooled = self._pool(ids, rows, offsets, "max" if pooling == "max" else "sum").to(self.dtype)
         if columns is not None:
             pooled_CBD = pooled.reshape(len(columns), count // len(columns), self.embedding_dim)
@@ -120,19 +121,15 @@ class FrozenEmbedding(torch.nn.Module):
         return flat.reshape(-1, self.num_tables, self.embedding_dim)
 
     def _bags_of(self, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """The bag of each id, int64 [N]; one beyond the last where offsets are wrong."""
+        """Bag of each id, int64 [N]; one beyond the last where offsets are wrong."""
         bag_N = torch.searchsorted(offsets[1:].contiguous(), torch.arange(ids.shape[0], device=ids.device), right=True)
         rises = (offsets[1:] >= offsets[:-1]).all()
         # A number of ids would be fixed by an exporter that compares it with a tensor.
         right = rises & (offsets[0] == 0) & (offsets[-1] == torch.ones_like(ids, dtype=torch.int64).sum())
         return torch.where(right, bag_N, _NO_BAG)
 
-    def _mean_scales(self, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """float32 [P]: 1 / the ids of each bag that are not padding."""
-        return 1.0 / self._without_padding(ids, offsets).diff().clamp(min=1).float()
-
     def _without_padding(self, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """The offsets of what is left where padding is left out."""
+        """Offsets without padding ids."""
         if self.padding_idx is None:
             return offsets
         # Not by pad: an AOTInductor package reads the padded tensor even if it is empty.

@@ -1,4 +1,5 @@
-"""How ids without a row begin, in aten ops alone.  M ids, D weights, C columns, T tables, K blocks of four weights.
+"""Initial rows of ids without a row, in aten ops alone.  M ids, D weights, C columns, T tables, K blocks of four
+weights.
 
 `kernels/init_rows.py` is the definition. Constants, ids and uniform weights have its bits. Normal ones have them for
 the 85 of 100 that need no logarithm; the others are within one rounding of the weights' dtype, as torch's logarithm may
@@ -21,7 +22,7 @@ def constants_of(initial: InitialRows | None, num_tables: int, dim: int, trained
     """Initial rows of each table, float32 [T, D], if no weight depends on the id; None = one does.
 
     Args:
-        initial: None = with zeros.
+        initial: None = zeros.
     """
     if initial is None:
         return torch.zeros(num_tables, dim, dtype=torch.float32, device="cpu")
@@ -29,12 +30,6 @@ def constants_of(initial: InitialRows | None, num_tables: int, dim: int, trained
         return None
     value_TD = np.repeat(initial.param_TC4[:, :, 0], np.diff(initial.end_C, prepend=0), axis=1)
     return torch.from_numpy(value_TD.astype(np.float32)).to(trained).float()
-
-
-def _keys_of(seed: int) -> torch.Tensor:
-    """The keys of each round of Philox, int64 [10, 2, 1, 1]."""
-    key_R2 = [[(seed + int(W0) * r) & _LOW, ((seed >> 32) + int(W1) * r) & _LOW] for r in range(10)]
-    return torch.tensor(key_R2, device="cpu").reshape(10, 2, 1, 1)
 
 
 class InitialValues(torch.nn.Module):
@@ -74,7 +69,9 @@ class InitialValues(torch.nn.Module):
         widths = torch.from_numpy(np.diff(initial.end_C, prepend=0))
         self.register_buffer("column_D", torch.arange(len(widths), device="cpu").repeat_interleave(widths))
         self.register_buffer("block_K", torch.arange(-(-dim // 4), device="cpu"))
-        self.register_buffer("key_R2", _keys_of(initial.seed))
+        seed = initial.seed  # of the keys of each round of Philox
+        key_R2 = [[(seed + int(W0) * r) & _LOW, ((seed >> 32) + int(W1) * r) & _LOW] for r in range(10)]
+        self.register_buffer("key_R2", torch.tensor(key_R2, device="cpu").reshape(10, 2, 1, 1))
         self.register_buffer("by_2", torch.tensor([int(M0), int(M1)], device="cpu").reshape(2, 1, 1))
         factors = torch.tensor(QUANTILE_FACTORS, dtype=torch.float64, device="cpu")
         self.register_buffer("factor_832", factors.permute(2, 0, 1).reshape(8, 3, 2, 1, 1).contiguous())

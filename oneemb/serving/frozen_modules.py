@@ -1,9 +1,9 @@
-"""A copy of a module tree in which other modules stand for embeddings. It has parameters of its own, which steps of
+"""Copies a module tree, with other modules in place of embeddings. The copy has parameters of its own, which steps of
 the tree do not change.
 
-Invariant: nothing of the tree that is copied is written to, tensors and containers that are plain attributes among it,
-so that nothing need be put back, whatever interrupts. A GradScaler's copy scales, and changes nothing. Objects of other
-classes are shared.
+Invariant: nothing of the tree is written to, tensors and containers that are plain attributes among it, so that nothing
+need be put back, whatever interrupts. A GradScaler's copy scales, and changes nothing. Objects of other classes are
+shared.
 """
 
 import copy
@@ -25,7 +25,7 @@ _COPIED = {"_parameters", "_buffers", "_modules", "_flat_weights"}
 def frozen_copy(
     root: torch.nn.Module, stands_for: Mapping[torch.nn.Module, torch.nn.Module]
 ) -> torch.nn.Module:  # fmt: skip
-    """The module as it is in eval mode, with others in place of embeddings, and buffers and parameters of its own,
+    """Copy of the module in eval mode, with others in place of embeddings, and buffers and parameters of its own,
     without gradient.
 
     Raises:
@@ -98,7 +98,7 @@ class _Copying:
         return self._weights[parameter]
 
     def finish(self) -> None:
-        """Let what copies have of others, methods, tensors and modules that are no children, be of their copies."""
+        """Replace references of copies to other modules, methods and tensors by references to their copies."""
         while self._unbound:  # Modules in lists are met here.
             made = self._unbound.pop()
             for name, value in list(vars(made).items()):
@@ -139,7 +139,7 @@ class _Copying:
 
 
 def _bound(method: types.MethodType, module: torch.nn.Module) -> Callable[..., Any]:
-    """A method of a module as one of its copy; what stands for an embedding has its own of that name, if any."""
+    """A method of a module as one of its copy; the module in place of an embedding has its own of that name, if any."""
     bound: Callable[..., Any] = types.MethodType(method.__func__, module)
     return bound if isinstance(module, type(method.__self__)) else getattr(module, method.__name__, bound)
 

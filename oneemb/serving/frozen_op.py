@@ -1,4 +1,4 @@
-"""The lookup of frozen rows as one registered op, which is quick in Python and needs oneemb where it runs.
+"""Lookup of frozen rows as one registered op, which is quick in Python and needs oneemb where it runs.
 
     torch.ops.oneemb.frozen_rows(table_N, id_N, region_T6, pilot_B, record_SW, kind_TC, param_TC4, end_C, key_0, key_1,
         dim, weights, trained, padding_idx)                                                     float32 [N, D]
@@ -6,7 +6,7 @@
 Its tensors are those of a file of rows (`storage/serving/FORMAT.md`): ids have a perfect hash, so that a lookup reads
 one record where `FrozenRows` searches 20 places of a million. It has no state.
 
-Invariant: what is read lies in the tensors: they are compared with one another when they come from a file, and with
+Invariant: reads stay within the tensors: these are compared with one another when they come from a file, and with
 nothing later; whoever changes them in a program has no such promise.
 """
 
@@ -78,15 +78,15 @@ def _(
 
 
 class HashedRows(torch.nn.Module):
-    """The lookup of `FrozenRows` as one op: the same arguments of `forward`, the same result, quicker in Python.
+    """Lookup of `FrozenRows` as one op: the same arguments of `forward`, the same result, quicker in Python.
 
     Args:
-        file: whose rows it has.
-        absent: how an id without a row reads: "initial", as it begins in training, or "zeros".
+        file: of the rows.
+        absent: values of an id without a row: "initial", its initial row in training, or "zeros".
         policies: of the tables; as of `initial_of`.
 
     Raises:
-        StorageError: the file is damaged, or does not say how rows begin and `absent` needs it.
+        StorageError: the file is damaged, or does not describe initial rows and `absent` needs them.
     """
 
     region_T6: torch.Tensor

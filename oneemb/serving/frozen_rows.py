@@ -1,4 +1,4 @@
-"""Rows of tables as plain tensors, looked up in aten ops alone: what an exported program has in place of an embedding.
+"""Rows of tables as plain tensors, looked up in aten ops alone: an exported program has them in place of an embedding.
 
 N ids, T tables, S rows, D weights, X values of a row as it is kept.
 
@@ -46,7 +46,7 @@ def salts_of(tables: int, attempt: int) -> np.ndarray:
 
 
 def _sorted_keys(table_S: np.ndarray, id_S: np.ndarray, tables: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Salts, sorted keys, and which row each is of."""
+    """Salts, sorted keys, and the row of each key."""
     for attempt in range(SALTS_MAX):
         salt_T = salts_of(tables, attempt)
         key_S = id_S ^ salt_T[table_S]
@@ -58,7 +58,7 @@ def _sorted_keys(table_S: np.ndarray, id_S: np.ndarray, tables: int) -> tuple[np
 
 
 def _rows_of(file: ServedFile, place_S: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows in these places of a file, whose blocks have been compared: `rows` and `scale_S2`."""
+    """Rows in these places of a file, whose blocks have been compared: `rows` and `scale_S2`."""
     info, row_SX = file.info, file.rows.row_SX
     bits = QUANTIZED.get(info.weights, 0)
     width = {0: info.dim, 8: info.dim, 4: (info.dim + 1) // 2}[bits]
@@ -84,7 +84,7 @@ class FrozenRows(torch.nn.Module):
         key_S, table_S, salt_T, rows, scale_S2: as above.
         dim: D.
         bits: of a quantized weight, 8, 4 or 2, the first in the lowest; 0 = rows are not quantized.
-        initial: how ids without a row read; None = as zeros.
+        initial: initial rows, which ids without a row read as; None = zeros.
         trained: the weights' dtype in training.
         padding_idx: an id that reads as zeros; None = no such id.
     """
@@ -124,14 +124,14 @@ class FrozenRows(torch.nn.Module):
     def of_file(
         cls, file: ServedFile, *, absent: str = "initial", policies: Sequence[RowPolicy] | None = None
     ) -> Self:  # fmt: skip
-        """The rows of a file. Beside them and the file's map it takes 40 bytes a row while it is made.
+        """Rows of a file. Beside them and the file's map it takes 40 bytes a row while it is made.
 
         Args:
-            absent: how an id without a row reads: "initial", as it begins in training, or "zeros".
+            absent: values of an id without a row: "initial", its initial row in training, or "zeros".
             policies: of the tables; as of `initial_of`.
 
         Raises:
-            StorageError: the file is damaged, or does not say how rows begin and `absent` needs it.
+            StorageError: the file is damaged, or does not describe initial rows and `absent` needs them.
         """
         initial = initial_of(file, absent, policies)
         file.verify()
@@ -179,14 +179,11 @@ class FrozenRows(torch.nn.Module):
         return id_S[order_S], self.rows[place_S], self.scale_S2[place_S] if self.bits else self.scale_S2
 
     def forward(self, table_N: torch.Tensor, id_N: torch.Tensor) -> torch.Tensor:
-        """The weights of keys.
+        """Weights of keys: float32 [N, D].
 
         Args:
             table_N: int64 [N], each from 0 to T-1.
             id_N: int64 [N]; every number is legal.
-
-        Returns:
-            float32 [N, D].
         """
         key_N = id_N ^ self.salt_T.index_select(0, table_N)
         place_N = torch.searchsorted(self.key_S, key_N).clamp(max=self.key_S.shape[0] - 1)
@@ -204,13 +201,13 @@ class FrozenRows(torch.nn.Module):
         return weight_ND
 
     def begin(self, table_M: torch.Tensor, id_M: torch.Tensor) -> torch.Tensor:
-        """The weights of keys without a row: float32 [M, D]."""
+        """Weights of keys without a row: float32 [M, D]."""
         if self.draws:
             return self.begins(table_M, id_M)
         return self.begin_TD.index_select(0, table_M)
 
     def weights_at(self, place_N: torch.Tensor) -> torch.Tensor:
-        """The weights of the rows in these places: float32 [N, D]."""
+        """Weights of the rows in these places: float32 [N, D]."""
         row_NX = self.rows.index_select(0, place_N)
         if self.bits == 0:
             return row_NX.float()

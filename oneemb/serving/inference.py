@@ -130,7 +130,9 @@ class InferenceEmbedding(torch.nn.Module):
             CorruptTableError: a row that is needed is damaged.
         """
         refuse_tracers(self, ids)
-        served = self._now()
+        if self._follower is not None:
+            self._check_follower(self._follower)
+        served = self._version_now()
         pools, columns = lookup_keys.pooling_of(pooling, offsets), lookup_keys.columns_of(columns)
         if offsets is not None:
             return self._bags(served, ids, table_ids, offsets, per_sample_weights, pools, columns)
@@ -184,11 +186,6 @@ class InferenceEmbedding(torch.nn.Module):
 
     # ---- versions ---------------------------------------------------------------------------------------------------
 
-    def _now(self) -> Served:
-        if self._follower is not None:
-            self._check_follower(self._follower)
-        return self._version_now()
-
     def _version_now(self) -> Served:
         served = self._served
         if served is None:
@@ -204,15 +201,15 @@ class InferenceEmbedding(torch.nn.Module):
         follower.check()
 
     def _alone(self) -> threading.Lock:
-        """The lock under which versions, and who follows, are exchanged, for a moment. A child of fork has one of its
-        own: a thread of its parent may have held the other one."""
+        """Lock of the version and of the follower. A child of fork has one of its own: a thread of its parent may have
+        held the other one."""
         if self._process != os.getpid():
             self._lock, self._process = threading.Lock(), os.getpid()
         return self._lock
 
     @property
     def version(self) -> Version:
-        """Which snapshot answers the next lookup."""
+        """Snapshot that answers the next lookup."""
         return self._version_now().version
 
     @property
@@ -232,10 +229,8 @@ class InferenceEmbedding(torch.nn.Module):
         return info.error_max, info.error_rms
 
     def refresh(self) -> bool:
-        """Take over the newest snapshot, if it is newer than the one that answers. Lookups go on meanwhile.
-
-        Returns:
-            Whether there was a newer one.
+        """Take over the newest snapshot, if it is newer than the one that answers; returns whether it was. Lookups go
+        on meanwhile.
 
         Raises:
             StorageError: it cannot be read or made, or its rows are of another width or dtype; the former one answers
@@ -250,9 +245,8 @@ class InferenceEmbedding(torch.nn.Module):
         return file is not None and not stop() and self._take(file, choice, newer=True)
 
     def rollback(self, snapshot: str) -> None:
-        """Let the snapshot of this name answer, older or newer, and stop following until `follow` is called again.
-
-        It waits for nobody who refreshes meanwhile: what they bring is not taken.
+        """Answer from the snapshot of this name, older or newer, and stop following until `follow` is called again. The
+        call waits for no other thread that refreshes: a version that it brings is not taken.
 
         Raises:
             StorageError: there is none: all is as before; or it cannot be read, or its rows are of another width or
@@ -268,7 +262,7 @@ class InferenceEmbedding(torch.nn.Module):
         self._take(file, choice, newer=False)
 
     def _take(self, file: ServedFile, choice: object, *, newer: bool) -> bool:
-        """Let a file answer, unless another call has chosen since, or it should be newer and is not."""
+        """Answer from a file, unless another call has chosen since, or it should be newer and is not."""
         served = Served(file, self._absent, self._loops)
         with self._alone():
             now = self._version_now()
@@ -286,8 +280,8 @@ class InferenceEmbedding(torch.nn.Module):
     def follow(self, seconds: float = 10.0) -> None:
         """Call `refresh` every so many seconds in a thread, until `unfollow` or `close`.
 
-        What it raises, the next lookup raises, once; the thread goes on. A child of fork follows too, from its first
-        lookup on.
+        Its errors are raised by the next lookup, once each; the thread goes on. A child of fork follows too, from its
+        first lookup on.
 
         Raises:
             ValueError: `seconds` is not above 0, or more than a thread can wait.
@@ -305,14 +299,14 @@ class InferenceEmbedding(torch.nn.Module):
             former.close()
 
     def unfollow(self) -> None:
-        """Follow no more; the snapshot that answers goes on to answer."""
+        """Stop following; the current snapshot goes on to answer."""
         with self._alone():
             follower = self._stopped()
         if follower is not None:
             follower.close()
 
     def _stopped(self) -> Follower | None:
-        """Tell the follower to stop, and return it. The caller has the lock, so that there is one follower at most."""
+        """Stop the follower, and return it. The caller has the lock, so that there is one follower at most."""
         follower = self._follower
         if follower is not None:
             follower.stop()

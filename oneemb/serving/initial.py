@@ -1,4 +1,4 @@
-"""How ids read that have no row in a file of rows: as rows begin in training.
+"""Values of ids without a row in a file of rows: their initial rows in training.
 
 M ids, D weights.
 """
@@ -22,14 +22,14 @@ from oneemb.storage.serving.served_file import ServedFile
 
 
 def initial_of(file: ServedFile, absent: str, policies: Sequence[RowPolicy] | None = None) -> InitialRows | None:
-    """How ids without a row read: as rows begin; None = as zeros.
+    """Initial rows, which ids without a row read as; None = zeros.
 
     Args:
         absent: "initial", or as the policies of tables say; or "zeros".
-        policies: those of the tables; None = what the file says of them.
+        policies: of the tables; None = those in the file.
 
     Raises:
-        StorageError: the file does not say how rows begin, or what it says is wrong.
+        StorageError: the file does not describe initial rows, or its description is wrong.
     """
     if absent not in ("initial", "zeros"):
         raise ValueError(f'absent must be "initial" or "zeros", got {absent!r}')
@@ -67,8 +67,7 @@ def _absent_of(said: object) -> Absent:
 def first_weights(
     initial: InitialRows, format: RowFormat, gives: str, table_M: np.ndarray, id_M: np.ndarray, *, threads: Threads
 ) -> np.ndarray:
-    """With what the rows of keys begin, [M, D]: the bits of weights in this format where it `gives` its own dtype, else
-    float32."""
+    """Initial weights of keys, [M, D]: their bits in this format if `gives` is its dtype, else float32."""
     row_MW = np.zeros((len(id_M), format.row_width), np.float32)
     weight_MX = format.weights(row_MW)
     init_rows(

@@ -1,4 +1,4 @@
-"""One version of what is served: its file, and how ids that have no row in it read.
+"""One served version: its file, and the values of ids that have no row in it.
 
 Invariant: bags have the bits that pooling the rows one by one, in batch order, gives.
 """
@@ -21,7 +21,7 @@ from oneemb.storage.serving.served_file import ServedFile
 
 
 class Version(NamedTuple):
-    """Which snapshot answers."""
+    """Snapshot that answers."""
 
     name: str
     identity: str
@@ -32,7 +32,7 @@ class Served:
     """One version.
 
     Args:
-        absent: how an id without a row reads, "initial" or "zeros".
+        absent: values of an id without a row, "initial" or "zeros".
     """
 
     def __init__(self, file: ServedFile, absent: str, loops: HostLoops):
@@ -54,7 +54,7 @@ class Served:
         self._initial = initial_of(file, absent)
 
     def check_as_before(self, before: "Served") -> None:
-        """Raise StorageError unless lookups give what those of the version before give: a model around them goes on."""
+        """Raise StorageError unless lookups give results of the former version's form: a model around them goes on."""
         its, other = ((one.file.info.dim, one.dtype, one.key_type) for one in (self, before))
         if its != other:
             raise StorageError(
@@ -64,25 +64,18 @@ class Served:
             )
 
     def tables_of_columns(self, column_N: np.ndarray) -> np.ndarray:
-        """The tables of ids, or bags, whose columns these are."""
+        """Tables of ids, or bags, in these columns."""
         return column_N if self._in_order else self.table_C.take(column_N)
 
     def only_served(self, table_N: np.ndarray) -> np.ndarray:
-        """These tables.
-
-        Raises:
-            ValueError: one of them is not served.
-        """
+        """These tables; ValueError if one of them is not served."""
         if len(table_N) and len(self.table_C) < len(self.is_served_T) and not self.is_served_T.take(table_N).all():
             raise ValueError(f"table_ids must be of the tables that are served, {self.table_C.tolist()}")
         return table_N
 
     def rows(self, table_N: np.ndarray, id_N: np.ndarray, shape: Sequence[int]) -> torch.Tensor:
-        """The weights of keys, [*shape, D], of which the product is the number of keys.
-
-        Raises:
-            CorruptTableError: a row that is needed is damaged.
-        """
+        """Weights of keys, [*shape, D], of which the product is the number of keys; CorruptTableError if a row is
+        damaged."""
         out, out_ND = self._room(shape)
         self._read(table_N, id_N, out_ND)
         return out
@@ -110,11 +103,7 @@ class Served:
         self, table_N: np.ndarray, id_N: np.ndarray, offset_P1: np.ndarray, scale_N: np.ndarray | None,
         pooling: Literal["sum", "mean", "max"], shape: Sequence[int],
     ) -> torch.Tensor:  # fmt: skip
-        """The pooled weights of bags of keys, [*shape, D].
-
-        Raises:
-            CorruptTableError: a row that is needed is damaged.
-        """
+        """Pooled weights of bags of keys, [*shape, D]; CorruptTableError if a row is damaged."""
         out, out_PD = self._room(shape)
         if pooling == "max":
             self._max(table_N, id_N, offset_P1, out_PD)

@@ -1,11 +1,11 @@
-"""TorchRec's dynamic embedding, by its own names: static tables of which rows beyond memory are on a parameter server.
+"""TorchRec's dynamic embedding, by its own names: static tables, with rows beyond memory on a parameter server.
 
     import oneemb.tde as tde
 
     loader, model = tde.wrap("redis://127.0.0.1:6379/?prefix=model", loader, model, {"ebc": configs})
 
 or, before a script that imports upstream's package itself, `oneemb.compat.install("torchrec_dynamic_embedding")`.
-docs/tde.md says what is the same and what is not.
+docs/tde.md lists similarities and differences.
 """
 
 from oneemb.kernels.extras import missing

@@ -55,7 +55,7 @@ def replace_jagged(
 
 
 def _map(data: Any, of_kjt: Callable[[KeyedJaggedTensor], KeyedJaggedTensor]) -> Any:
-    """The same containers, with what `of_kjt` gives for each KeyedJaggedTensor."""
+    """The same containers, with the result of `of_kjt` in place of each KeyedJaggedTensor."""
     if isinstance(data, KeyedJaggedTensor):
         return of_kjt(data)
     if isinstance(data, tuple | list):
@@ -77,7 +77,7 @@ def _map(data: Any, of_kjt: Callable[[KeyedJaggedTensor], KeyedJaggedTensor]) ->
 
 
 def _replaced(data: Any, changed: Mapping[str, Any]) -> Any:
-    """A copy of a dataclass without its `__init__`, which may want other things."""
+    """A copy of a dataclass without its `__init__`, which may want other arguments."""
     copy = object.__new__(type(data))
     for field in dataclasses.fields(data):
         object.__setattr__(copy, field.name, changed.get(field.name, getattr(data, field.name)))

@@ -1,14 +1,14 @@
-"""A loader whose ids are cache ids, whose rows are in the tables when a batch is given.
+"""A loader whose ids are cache ids, and whose rows are in the tables when a batch is given.
 
-`__next__` is where everything is decided: which says that the step before has ended, has the rows of the next batch
-written, and gives ids of the batch `num_prefetch` further on their cache ids. A thread beside it reads the loader one
-batch ahead and calls servers; it never touches a table.
+`__next__` decides everything: the step before has ended, the rows of the next batch are written, and ids of the batch
+`num_prefetch` further on get their cache ids. A thread beside it reads the loader one batch ahead and calls servers; it
+never touches a table.
 
 Invariants:
-- every batch of the loader is given once, in order; what it raises is raised at the batch it was to give;
+- every batch of the loader is given once, in order; an error of the loader is raised in place of its batch;
 - at most `num_prefetch` batches have cache ids and are not yet given, and one more is read;
 - the numbers of a job do not depend on `num_prefetch`;
-- nothing is left running by an iterator that is gone.
+- an iterator that is gone leaves nothing running.
 """
 
 import traceback
@@ -111,13 +111,13 @@ class DataLoaderIter:
         return self
 
     def __next__(self) -> Any:
-        """The next batch. A call says that the step of the batch before has ended.
+        """The next batch. A call means that the step of the batch before has ended.
 
         Raises:
             StopIteration: there is none.
             NoRoomError: a table has fewer rows than the batch has ids.
             ServerError: a server failed; the next call tries again.
-            Exception: what the loader raised instead of this batch; the next call goes on with the loader.
+            Exception: the loader's error in place of this batch; the next call goes on with the loader.
         """
         if self._ended:
             raise StopIteration
@@ -194,7 +194,7 @@ class DataLoaderIter:
         return None
 
     def _take_read(self) -> None:
-        """Have what the loader gives next in `_next`. An interrupt leaves it to be taken by the next call."""
+        """Put the loader's next batch into `_next`. After an interrupt the next call takes it."""
         if self._reading is None:
             self._next = _Next(self._reader.read(), None)
             return
@@ -249,7 +249,7 @@ def _said(failed: BaseException | None) -> str | None:
 
 
 def _of_all(said: list[str | None], failed: BaseException | None, rank: int) -> BaseException | None:
-    """Why there is no next batch, if one rank has none."""
+    """Error, or end, of the loaders of all ranks; None = all have a next batch."""
     if failed is not None and not isinstance(failed, StopIteration):
         return failed
     for other, text in enumerate(said):
@@ -315,11 +315,11 @@ def save(module: Any) -> None:
     """Push the rows that were used since the last call. All ranks make the call together, between two steps.
 
     Args:
-        module: what `wrap` gave.
+        module: of `wrap`.
 
     Raises:
-        ValueError: it is not.
-        ServerError: a server failed; the next call pushes what this one has not.
+        ValueError: `module` is not of `wrap`.
+        ServerError: a server failed; the next call pushes the rest.
     """
     _group_of(module).save()
 
@@ -328,10 +328,10 @@ def close(module: Any) -> None:
     """Close the servers. Rows that were trained since the last `save` are not pushed.
 
     Args:
-        module: what `wrap` gave.
+        module: of `wrap`.
 
     Raises:
-        ValueError: it is not.
+        ValueError: `module` is not of `wrap`.
         ServerError: a server failed.
     """
     _group_of(module).close()

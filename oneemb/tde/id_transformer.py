@@ -1,10 +1,10 @@
-"""Cache ids of one table: which of its rows has the row of which id.
+"""Cache ids of one table: the places of its rows' ids.
 
 Invariants:
 - every int64 is an id; two ids never have one cache id at a time;
-- an id that comes gets the lowest cache id that is free;
+- a new id gets the lowest free cache id;
 - a pinned cache id is never evicted;
-- the same calls give the same cache ids, on every run and every rank: nothing here is random but what a counter says.
+- the same calls give the same cache ids, on every run and every rank: nothing here is random but by a counter.
 """
 
 import json
@@ -48,12 +48,12 @@ class Moves(NamedTuple):
 
 
 class IDTransformer:
-    """Gives ids places in a table.
+    """Cache ids of the ids of a table.
 
     Args:
         num_embedding: rows of the table.
-        eviction_config: `{"type": "mixed_lru_lfu", "min_used_freq_power": 5}`, which is the default: which id is to
-            leave. The power, 0 to 31, is that of a new id.
+        eviction_config: `{"type": "mixed_lru_lfu", "min_used_freq_power": 5}`, which is the default: which id is
+            evicted. The power, 0 to 31, is that of a new id.
         transform_config: `{"type": "naive"}` or `{"type": "cacheline"}`: both are the same here.
 
     Raises:
@@ -87,7 +87,7 @@ class IDTransformer:
         return len(self._index)
 
     def transform(self, global_ids: TensorList, cache_ids: TensorList, time: int) -> TransformResult:
-        """Give every id its cache id; ids that have none get one while some are free.
+        """Give every id its cache id; new ids get one while some are free.
 
         Args:
             global_ids: int64 tensors of any shape.
@@ -116,11 +116,8 @@ class IDTransformer:
         return TransformResult(len(come_F) == len(new_K), pairs)
 
     def evict(self, num_to_evict: int) -> torch.Tensor:
-        """Take out ids that were used least often, of those the ones that were used longest ago; none that is pinned.
-
-        Returns:
-            int64 [E, 2]: the ids, and the cache ids they had.
-        """
+        """Evict the least often used ids, of those the ones used longest ago; none that is pinned. Returns the ids, and
+        the cache ids they had: int64 [E, 2]."""
         return torch.from_numpy(self._evict(num_to_evict, self._taken_S & (self._pins_S == 0)))
 
     def save(self) -> torch.Tensor:
@@ -142,12 +139,12 @@ class IDTransformer:
         return bool(len(self) - pinned >= lacking)
 
     def moves(self, id_U: np.ndarray, count_U: np.ndarray, time: int) -> Moves:
-        """Give distinct ids their cache ids, for which there is room. A table that is full evicts half of its rows, or
-        as many as it takes, none that is pinned or one of these.
+        """Give distinct ids their cache ids, for which there is room. A full table evicts half of its rows, or as many
+        as needed, none that is pinned or one of these.
 
         Args:
             id_U: int64 [U].
-            count_U: int64 [U], how often each is in the batch.
+            count_U: int64 [U], uses of each in the batch.
             time: number of the batch.
         """
         place_U = self._find(id_U)
@@ -171,12 +168,12 @@ class IDTransformer:
         self._pins_S[cache_U] -= 1
 
     def used(self) -> np.ndarray:
-        """Result that `save` would have, int64 [S, 2], by cache id."""
+        """Pairs that `save` would return, int64 [S, 2], by cache id."""
         cache_S = np.flatnonzero(self._used_S)
         return np.stack([self._id_S[cache_S], cache_S], 1)
 
     def saved(self, cache_S: np.ndarray) -> None:
-        """Note that these are saved; those that are pinned are used again before the next save."""
+        """Note that these are saved; pinned ones are used again before the next save."""
         self._used_S[cache_S[self._pins_S[cache_S] == 0]] = False
 
     # ---- helpers --------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Cache ids of the tables of one collection."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -55,11 +56,11 @@ class IDTransformerCollection:
                 raise ValueError(f"tables of a collection have names of their own; {config.name!r} is two tables'")
             transformer = IDTransformer(config.num_embeddings, eviction_config, transform_config)
             ps = None if ps_collection is None else ps_collection[config.name]
-            bounds = _Bounds(self, config)
+            bounds = functools.partial(self.bounds_of, config)
             self.tables.append(CachedTable(config.name, features, transformer, ps, bounds, seed))
 
     def transform(self, global_features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, list[BatchHandle]]:
-        """The features with cache ids, and what to wait for: see `Steps.transform`."""
+        """The features with cache ids, and handles to wait for: see `Steps.transform`."""
         if self._steps is None:
             self._steps = Steps({"": self}, ranks_of_job(), self._traffic)
         kjts, handles = self._steps.transform({"": global_features})
@@ -71,15 +72,7 @@ class IDTransformerCollection:
             self._steps.save()
 
     def bounds_of(self, config: BaseEmbeddingConfig) -> tuple[float, float] | None:
-        """Between which weights begin that the server lacks; None = they stay as they are."""
+        """Bounds of the initial weights of rows that the server lacks; None = rows stay as they are."""
         if not self._reinitialise and not any(table.transformer.ever_evicted for table in self.tables):
             return None
         return config.get_weight_init_min(), config.get_weight_init_max()
-
-
-class _Bounds:
-    def __init__(self, collection: IDTransformerCollection, config: BaseEmbeddingConfig) -> None:
-        self._collection, self._config = collection, config
-
-    def __call__(self) -> tuple[float, float] | None:
-        return self._collection.bounds_of(self._config)

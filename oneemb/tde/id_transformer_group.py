@@ -19,7 +19,7 @@ __all__ = ["IDTransformerGroup"]
 
 
 class IDTransformerGroup:
-    """The tables of a model, between which and a parameter server rows go. All ranks make one together.
+    """Tables of a model, and the parameter server that keeps their other rows. All ranks make one together.
 
     Args:
         url: of the parameter server; or a function that gives it for a module's path and a table's name.
@@ -27,7 +27,7 @@ class IDTransformerGroup:
         configs_dict: of each collection, by the path of its module, the configs of its tables.
         eviction_config, transform_config: see `IDTransformer`.
         ps_config: `{"chunk_size": ..., "seed": ..., "optimizers": [...]}`: numbers that one call of the server pushes;
-            of rows that begin anew; the optimizers of data-parallel tables, whose state is to travel with rows.
+            seed of initial rows; the optimizers of data-parallel tables, whose state is to travel with rows.
         parallel: has no effect.
 
     Raises:
@@ -75,7 +75,7 @@ class IDTransformerGroup:
     def transform(
         self, kjt_dict: Mapping[str, KeyedJaggedTensor]
     ) -> tuple[dict[str, KeyedJaggedTensor], list[BatchHandle]]:
-        """The features of each path with cache ids, and what to wait for: see `Steps.transform`."""
+        """The features of each path with cache ids, and handles to wait for: see `Steps.transform`."""
         return self.steps.transform(kjt_dict)
 
     def save(self) -> None:
@@ -89,7 +89,7 @@ class IDTransformerGroup:
 
 
 def _check_shared(path: str, plan: Mapping[str, Any], url: str | Callable[[str, str], str]) -> None:
-    """Raise ValueError where ranks would look for rows in memory of their own that another one has pushed."""
+    """Raise ValueError if ranks share a table whose server is in the memory, or the files, of one process."""
     for table, how in plan.items():
         its = url if isinstance(url, str) else url(path, table)
         scheme, _, _ = its.partition("://")

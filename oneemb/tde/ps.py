@@ -1,9 +1,9 @@
-"""The rows of static tables, and the parameter server that keeps those which have no place in them.
+"""Rows of static tables, and the parameter server that keeps the rows without a place in them.
 
 A row that travels is the table's weights and its optimizer's state, float32, one part each.
 
 Invariants:
-- a row that leaves is read at once, in the call that says so; what is sent later is that copy;
+- an evicted row is read at once, in the call that evicts it; that copy is sent later;
 - a row that comes is written in `FetchHandle.wait`, on the thread that calls it;
 - a row of a server is whole or an error: weights never come with the state of another moment's format.
 """
@@ -106,12 +106,12 @@ class PS:
         self, ids_to_fetch: torch.Tensor, time: int, reinit: bool = False, weight_init_max: float = 0.0,
         weight_init_min: float = 0.0,
     ) -> "FetchHandle":  # fmt: skip
-        """Bring rows into the table; they are there when `wait` of what this returns has ended.
+        """Bring rows into the table; they are there when `wait` of the returned handle has ended.
 
         Args:
-            ids_to_fetch: int64 [N, 2], ids and the cache ids that they are to have.
+            ids_to_fetch: int64 [N, 2], ids and their new cache ids.
             time: number of the batch; has no effect.
-            reinit: begin rows that the server lacks anew: weights uniform between the bounds, a function of table and
+            reinit: initialize rows that the server lacks: weights uniform between the bounds, a function of table and
                 id alone, and state `new_state`. Otherwise they stay as the table has them.
             weight_init_max, weight_init_min: the bounds, in any order.
         """
@@ -123,7 +123,7 @@ class PS:
         self, pair_N2: np.ndarray, bounds: tuple[float, float] | None, seed: int = 0,
         written: Callable[[], None] | None = None,
     ) -> "FetchHandle":  # fmt: skip
-        """`fetch` of rows that begin with `seed`; `written` is called when they are in the table."""
+        """`fetch` of rows that are initialized with `seed`; `written` is called when they are in the table."""
         return FetchHandle(self, pair_N2, bounds, seed, written)
 
     def close(self) -> None:
@@ -151,7 +151,7 @@ class PS:
         return found
 
     def write(self, pulled: list[_Pulled], bounds: tuple[float, float] | None, seed: int) -> None:
-        """Write what `pull` gave into the table."""
+        """Write the result of `pull` into the table."""
         for pairs, parts, found_N in pulled:
             shard = next(its for its in self._shards if its.begin <= pairs[0, 1] < its.end)
             if bounds is not None:
@@ -167,7 +167,7 @@ class PS:
                     tensor.detach().index_copy_(0, where.to(tensor.device), rows)
 
     def _own(self, pair_N2: np.ndarray) -> list[tuple[_Shard, np.ndarray]]:
-        """The pairs whose rows this process has, by shard."""
+        """Pairs whose rows this process has, by shard."""
         its = [(s, pair_N2[(pair_N2[:, 1] >= s.begin) & (pair_N2[:, 1] < s.end)]) for s in self._shards]
         return [(shard, pairs) for shard, pairs in its if len(pairs)]
 
@@ -184,7 +184,7 @@ class FetchHandle:
 
     Args:
         pair_N2: int64 [N, 2], ids and cache ids.
-        bounds: of the weights of rows that the server lacks; None = they stay as they are.
+        bounds: of the initial weights of rows that the server lacks; None = they stay as they are.
         written: called once, when the rows are in the table.
     """
 
@@ -198,15 +198,15 @@ class FetchHandle:
         self.done = False
 
     def ask(self) -> None:
-        """Let the rows be pulled in their turn, after everything that was to be pushed before this call."""
+        """Pull the rows in their turn, after all pushes that were added before this call."""
         if self._ticket is None:
             self._ticket = self._ps.traffic.add(self._pull)
 
     def wait(self) -> None:
-        """Have the rows in the table. If it raises, nothing was written, and it may be called again.
+        """Bring the rows into the table. After an error nothing was written, and the call may be repeated.
 
         Raises:
-            ServerError: the server cannot be reached, or gives what is no row of the table.
+            ServerError: the server cannot be reached, or its answer is no row of the table.
         """
         if self.done:
             return
@@ -224,14 +224,14 @@ class FetchHandle:
 
 
 class PSCollection:
-    """The rows of the tables of one collection.
+    """Rows of the tables of one collection.
 
     Args:
         path: of the collection's module.
         plan: of each table its ParameterSharding and its tensors, as `PS` takes them.
         url: of the parameter server; or a function that gives it for a table.
         ps_config: `{"chunk_size": ...}`, see `PS`.
-        traffic: in which order servers are called; None = this one's own.
+        traffic: order of calls of servers; None = this one's own.
         rank: of this process, which decides who pushes tables that all ranks have.
         new_states: number that fills the optimizer's state of a new row, by table; None = 0 for all.
 
@@ -333,7 +333,7 @@ def _rows(table: str, tensor: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _first_weights(table: str, id_N: np.ndarray, width: int, bounds: tuple[float, float], seed: int) -> np.ndarray:
-    """Weights of rows that no server has, float32 [N, width]: a pure function of seed, table and id."""
+    """Initial weights of rows that no server has, float32 [N, width]: a pure function of seed, table and id."""
     digest = hashlib.blake2b(f"{seed}/{table}".encode(), digest_size=8).digest()
     initial = InitialRows(
         int.from_bytes(digest, "little"), np.array([[UNIFORM]]), np.array([[[*bounds, 0.0, 0.0]]]), np.array([width])
@@ -380,7 +380,7 @@ class PushMark:
         self._pushed = True
 
     def check(self) -> None:
-        """Raise LostRowsError if the server has not what this process has pushed, or found when it first asked."""
+        """Raise LostRowsError if the server lacks pushes of this process, or ones that it had at the first check."""
         found = self._read()
         if self._count is None or (found > self._count and not self._pushed):
             self._count = found  # A job that only reads may be beside one that pushes.
@@ -392,6 +392,6 @@ class PushMark:
             )
 
     def _read(self) -> int:
-        """0 = the server has no number."""
+        """Number of pushes on the server; 0 = it has none."""
         (digits,), found = self._server.pull(self._of, self._id, [_DIGITS])
         return sum(int(digits[0, d]) * _DIGIT**d for d in range(_DIGITS)) if found.all() else 0

@@ -1,18 +1,18 @@
 """Batches on their way through the tables: from ids to cache ids, and to rows that are in place.
 
-    begin(batch k + p)    ids get cache ids; rows that leave are read and, from then on, on their way to the server
+    begin(batch k + p)    ids get cache ids; evicted rows are read and, from then on, on their way to the server
     finish(batch k)       its rows are in the tables
-    release(batch k)      the step that trains them has ended; they may leave
+    release(batch k)      the step that trains them has ended; they may be evicted
 
-All three are calls of the thread that trains, between two steps. Only calls of servers, of which `Traffic` has the
-order, may be made by another thread meanwhile.
+All three are calls of the thread that trains, between two steps. Only calls of servers, which `Traffic` orders, may be
+made by another thread meanwhile.
 
 Invariants:
-- the rows of a batch are pinned from `begin` to `release`: a row that leaves is of no batch that is not yet trained, so
-  it is read after the step that last trained it has ended; and a row that comes is written to a place of which no batch
-  before makes use;
+- the rows of a batch are pinned from `begin` to `release`: an evicted row is of no batch that is not yet trained, so it
+is read after the step that last trained it has ended; and a row that comes is written to a place that no earlier batch
+uses;
 - a pull of an id is made after every push of it: on one rank since calls of servers are in order, on several since an
-  id that any rank may still be pushing is *late*: it is pulled when all ranks have said that they have pushed;
+id that any rank may still be pushing is *late*: it is pulled when all ranks have reported that they have pushed;
 - `begin` gives cache ids to all tables of a batch or, if one has no room, to none;
 - ranks do the same in the same order: where one fails, all raise.
 """
@@ -37,10 +37,10 @@ _ONE_THREAD = Threads(1)
 
 
 class JaggedIds:
-    """The distinct ids of each table.
+    """Distinct ids of a KeyedJaggedTensor, table by table.
 
     Args:
-        features: what is looked up.
+        features: to look up.
         names_T: of each table its features.
 
     Raises:
@@ -101,7 +101,7 @@ class NoRoomError(RuntimeError):
 
 
 class CachedTable(NamedTuple):
-    """A table, and who knows its ids."""
+    """A table, and the cache ids of its ids."""
 
     name: str
     features: list[str]
@@ -122,7 +122,7 @@ class HasTables(Protocol):
 
 
 class Gathered(NamedTuple):
-    """The ids of a batch on all ranks."""
+    """Ids of a batch on all ranks."""
 
     jagged: dict[str, JaggedIds]
     """Ids of this rank, by path."""
@@ -147,7 +147,7 @@ class Batch:
 
 
 class Steps:
-    """The batches of collections that are trained together.
+    """Batches of collections that are trained together.
 
     Args:
         collections: by path.
@@ -168,7 +168,7 @@ class Steps:
         """Batch of the last call of `transform`, whose step may be under way."""
 
     def gather(self, kjts: Mapping[str, KeyedJaggedTensor]) -> Gathered:
-        """The ids of all ranks; every rank makes the call.
+        """Ids of all ranks; every rank makes the call.
 
         Raises:
             ValueError: a path or a feature is not known.
@@ -183,11 +183,8 @@ class Steps:
         return Gathered(jagged, self.ranks.all_gather("gather the ids of a batch", mine))
 
     def begin(self, gathered: Gathered) -> Batch | None:
-        """Give the ids of a batch cache ids, and let its rows be sent for.
-
-        Returns:
-            None if a table has no room beside batches that are not yet trained: nothing has changed.
-        """
+        """Give the ids of a batch cache ids, and send for its rows. None = a table has no room beside batches that are
+        not yet trained: nothing has changed."""
         self._check()
         merged = {
             path: [_merged([its[path][t] for its in gathered.of_ranks]) for t in range(len(collection.tables))]
@@ -225,9 +222,8 @@ class Steps:
         return batch
 
     def finish(self, batch: Batch) -> None:
-        """Have the rows of a batch, and of all that began before it, in the tables; every rank makes the call.
-
-        If it raises, it may be called again.
+        """Bring the rows of a batch, and of all that began before it, into the tables; every rank makes the call. After
+        an error it may be called again.
 
         Raises:
             ServerError: a server failed.
@@ -244,7 +240,7 @@ class Steps:
             self._unfinished.popleft()
 
     def release(self, batch: Batch) -> None:
-        """The rows of a batch may leave again."""
+        """Unpin the rows of a batch."""
         pins, batch.pins = batch.pins, []
         for transformer, cache_U in pins:
             transformer.unpin(cache_U)
@@ -272,9 +268,9 @@ class Steps:
     def transform(
         self, kjts: Mapping[str, KeyedJaggedTensor]
     ) -> tuple[dict[str, KeyedJaggedTensor], list["BatchHandle"]]:
-        """The features of each path with cache ids, and what to wait for before they are looked up.
+        """The features of each path with cache ids, and handles to wait for before they are looked up.
 
-        A call says that the step of the batch before has ended: its rows may leave.
+        A call means that the step of the batch before has ended: its rows may be evicted.
 
         Raises:
             NoRoomError: a table has fewer rows than there are ids.
@@ -294,7 +290,7 @@ class Steps:
     # ---- helpers --------------------------------------------------------------------------------------------------
 
     def no_room(self, gathered: Gathered) -> NoRoomError:
-        """Which table has no room for a batch, in words."""
+        """Error that names the table without room for a batch."""
         for path in gathered.jagged:
             for t, table in enumerate(self.collections[path].tables):
                 id_U, _ = _merged([its[path][t] for its in gathered.of_ranks])
@@ -333,7 +329,7 @@ class Steps:
         for some, handles in ((pair_F2[~late_F], batch.handles), (pair_F2[late_F], batch.late)):
             if len(some):
                 table.transformer.pin(some[:, 1])
-                unpin = _Unpin(table.transformer, some[:, 1])
+                unpin = functools.partial(table.transformer.unpin, some[:, 1])
                 handle = table.ps.fetch_later(some, table.bounds(), table.seed, unpin)
                 handles.append(handle)
                 if handles is batch.handles:
@@ -357,16 +353,8 @@ class BatchHandle:
         self._steps, self._batch = steps, batch
 
     def wait(self) -> None:
-        """Have the rows of the batch in the tables: see `Steps.finish`."""
+        """Bring the rows of the batch into the tables: see `Steps.finish`."""
         self._steps.finish(self._batch)
-
-
-class _Unpin:
-    def __init__(self, transformer: IDTransformer, cache_F: np.ndarray) -> None:
-        self._transformer, self._cache_F = transformer, cache_F
-
-    def __call__(self) -> None:
-        self._transformer.unpin(self._cache_F)
 
 
 def _merged(of_ranks: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
@@ -380,7 +368,7 @@ def _merged(of_ranks: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarr
 
 
 def _in_order_of(asked_U: np.ndarray, id_U: np.ndarray, cache_U: np.ndarray) -> np.ndarray:
-    """The cache ids of some of the ids."""
+    """Cache ids of some of the ids."""
     if asked_U is id_U:
         return cache_U
     order_U = np.argsort(id_U)

@@ -1,4 +1,4 @@
-"""Where the rows of a sharded module's tables are: the weights, and what an optimizer keeps of each row."""
+"""Tensors of the rows of a sharded module's tables: the weights, and the optimizer's state of each row."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -17,7 +17,7 @@ def table_tensors(
     Args:
         path: of the module.
         module: TorchRec's sharded collection.
-        params_plan: how its tables are sharded, by name.
+        params_plan: sharding of its tables, by name.
         optimizers: of tables that all ranks have, which no optimizer of the module's own trains.
 
     Raises:
@@ -59,8 +59,8 @@ def table_tensors(
 def check_optimizers(
     path: str, module: torch.nn.Module, params_plan: Mapping[str, Any], optimizers: Iterable[torch.optim.Optimizer]
 ) -> None:
-    """Raise ValueError unless the state of every row is known: tables that all ranks have are trained by an optimizer
-    of the user's, which must be given, and must leave rows alone that have no gradient."""
+    """Raise ValueError unless the state of every row is known: the user's optimizer of a table that all ranks have must
+    be given, and must not change rows without a gradient."""
     parameters = dict(module.named_parameters())
     for key, tensor in module.state_dict().items():
         table = ".".join(key.split(".")[1:-1])
@@ -93,7 +93,7 @@ def new_states(module: torch.nn.Module, optimizers: Iterable[torch.optim.Optimiz
 
 
 def _check_rests(table: str, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
-    """Raise ValueError if the optimizer moves rows that have no gradient, as those on a server have none."""
+    """Raise ValueError if the optimizer changes rows without a gradient, which those on a server do not have."""
     rests = (
         isinstance(optimizer, RowAdam)
         or isinstance(optimizer, torch.optim.SGD) and not group["momentum"] and not group["weight_decay"]
@@ -111,7 +111,7 @@ def _dense_state(
     parameter: torch.Tensor | None, optimizers: Iterable[torch.optim.Optimizer]
 ) -> dict[str, torch.Tensor]:
     for optimizer in optimizers:
-        for its in _parameters_of(optimizer):
+        for its in (its for group in optimizer.param_groups for its in group["params"]):
             if _same(its, parameter):
                 return dict(optimizer.state[its])
     return {}
@@ -124,10 +124,6 @@ def _group_of(parameter: torch.Tensor | None, optimizer: torch.optim.Optimizer) 
     return None
 
 
-def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [its for group in optimizer.param_groups for its in group["params"]]
-
-
 def _same(one: torch.Tensor, other: torch.Tensor | None) -> bool:
-    """Whether both are the same numbers: TorchRec makes more than one parameter of a table."""
+    """Whether both share their numbers: TorchRec makes more than one parameter of a table."""
     return other is not None and one.data_ptr() == other.data_ptr() and one.shape == other.shape

@@ -1,10 +1,9 @@
-"""Traffic to parameter servers and from them, in order, on any thread.
+"""Calls of parameter servers, in order, on any thread.
 
 Invariants:
-- calls are made one at a time, in the order in which they were added: a row that was pushed is what a later pull of its
-  id finds;
-- a call that fails stays the next one to be made: whoever waits for it, or for one after it, gets the error once, with
-  its traceback, and the next who waits makes the call again.
+- calls are made one at a time, in the order in which they were added: a pull of an id finds the row of an earlier push;
+- a call that fails stays the next one to be made: the next wait for it, or for one after it, gets the error once, with
+its traceback, and the wait after that makes the call again.
 """
 
 import threading
@@ -22,7 +21,7 @@ class Traffic:
         self._one_at_a_time = threading.Lock()
 
     def add(self, call: Callable[[], None]) -> int:
-        """A call for later, which must be fine to make twice. Returns the ticket to wait with."""
+        """Add a call, which may be made twice. Returns the ticket to wait with."""
         self._calls.append(call)
         self._added += 1
         return self._added
@@ -33,7 +32,7 @@ class Traffic:
         return self._added
 
     def run_ahead(self, until: int) -> None:
-        """Make the calls up to a ticket, on a thread of its own; what one raises is for whoever waits."""
+        """Make the calls up to a ticket, on a thread of its own; `wait` raises their errors."""
         while True:
             with self._one_at_a_time:
                 if self._made >= until or self._failed is not None:
@@ -44,7 +43,7 @@ class Traffic:
                     self._failed = error
 
     def wait(self, ticket: int) -> None:
-        """Have the calls made up to a ticket: here, as far as no other thread has made them."""
+        """Make the calls up to a ticket, as far as no other thread has made them."""
         while True:
             with self._one_at_a_time:
                 if self._made >= ticket:

@@ -1,4 +1,4 @@
-"""Which modules of a model TorchRec has sharded."""
+"""Modules of a model that TorchRec has sharded, and parameter servers in shared libraries."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ __all__ = ["sharded_modules"]
 
 
 def sharded_modules(module: torch.nn.Module, path: str, plan: Any) -> dict[str, tuple[torch.nn.Module, Any]]:
-    """By path, the modules that a ShardingPlan has, and what it says of their tables.
+    """Modules in a ShardingPlan, by path, and the plan of their tables.
 
     Args:
         module: the model within DistributedModelParallel.
