@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -213,39 +213,16 @@ def _inspect_oneflow(path: str, as_json: bool) -> None:
     )
 
 
-class _Snapshot(TypedDict):
-    """A snapshot in the result of `inspect`."""
-
-    name: str
-    rows: int
-    dim: int | None
-    dtype: str | None
-    state_width: int | None
-    optimizer: str | None
-    step: int | None
-    bytes: int
-    created: str
-    row_width: int
-    physical_block_size: int
-    format_version: int
-    shard: int | None
-    shards: int | None
-    since: str | None
-    """Parent of a delta. Its `rows` are all rows after it is applied."""
-    changed_rows: int | None
-    inserted_rows: int | None
-
-
-def _described(info: "SnapshotInfo", changed: int | None = None) -> _Snapshot:
-    """Description of a snapshot; `changed` is the number of rows in all parts of a delta."""
+def _described(info: "SnapshotInfo", changed: int | None = None) -> dict[str, Any]:
+    """Description of a snapshot; `changed` is the number of rows in all parts of a delta. `rows` of a delta are all rows
+    after it is applied."""
     from oneemb.storage.errors import StorageError
     from oneemb.storage.snapshots.snapshot_rows import SnapshotRows, shard_of
     from oneemb.storage.table.delta import Delta
 
     rows: SnapshotRows | None = None
-    shard: int | None = None
-    shards: int | None = None
     delta: Delta | None = None
+    shard = shards = None
     try:
         rows = SnapshotRows.of_meta(info.meta, info.name)
         shard, shards = shard_of(info.meta, info.name)

@@ -23,8 +23,7 @@ import torch
 from oneemb.graph.ops.lookup import DTYPES as TRAINED
 from oneemb.kernels.host_loops import BITS
 from oneemb.kernels.init_rows import InitialRows
-from oneemb.serving.frozen_initial import InitialValues, constants_of
-from oneemb.serving.initial import initial_of
+from oneemb.serving.initial import InitialValues, constants_of, initial_of
 from oneemb.storage.errors import StorageError
 from oneemb.storage.policies.row_policy import RowPolicy
 from oneemb.storage.serving.served_file import QUANTIZED, ServedFile

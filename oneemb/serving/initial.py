@@ -1,6 +1,12 @@
-"""Values of ids without a row in a file of rows: their initial rows in training.
+"""Values of ids without a row in a file of rows: their initial rows in training, by the kernels and in aten ops alone.
 
-M ids, D weights.
+M ids, D weights, C columns, T tables, K blocks of four weights.
+
+`kernels/init_rows.py` is the definition. Aten ops give its bits of constants, ids and uniform weights, and of the 85 of
+100 normal weights that need no logarithm; the others are within one rounding of the weights' dtype, as torch's logarithm
+may differ from the kernel's in its last place.
+
+Invariant: no integer overflows in the aten ops, so that a compiler of C++ has nothing to assume.
 """
 
 import json
@@ -12,7 +18,17 @@ import torch
 
 from oneemb.embeddings.embedding_arguments import initial_rows
 from oneemb.graph.ops.lookup import DTYPES as TRAINED
-from oneemb.kernels.init_rows import InitialRows, init_rows
+from oneemb.kernels.init_rows import (
+    BY_ID,
+    CONSTANT,
+    NORMAL,
+    QUANTILE_FACTORS,
+    TRUNC_NORMAL,
+    UNIFORM,
+    InitialRows,
+    init_rows,
+)
+from oneemb.kernels.philox import M0, M1, W0, W1
 from oneemb.kernels.threads import Threads
 from oneemb.options import Initializer, TableOptions, from_json
 from oneemb.storage.errors import CorruptTableError, StorageError
@@ -78,3 +94,115 @@ def first_weights(
     return (
         weight_MD if gives == format.dtype else torch.from_numpy(weight_MD).view(TRAINED[format.dtype]).float().numpy()
     )
+
+
+_KINDS = (CONSTANT, UNIFORM, NORMAL, TRUNC_NORMAL, BY_ID)
+_LOW = 0xFFFFFFFF
+
+
+def constants_of(initial: InitialRows | None, num_tables: int, dim: int, trained: torch.dtype) -> torch.Tensor | None:
+    """Initial rows of each table, float32 [T, D], if no weight depends on the id; None = one does.
+
+    Args:
+        initial: None = zeros.
+    """
+    if initial is None:
+        return torch.zeros(num_tables, dim, dtype=torch.float32, device="cpu")
+    if (initial.kind_TC != CONSTANT).any():
+        return None
+    value_TD = np.repeat(initial.param_TC4[:, :, 0], np.diff(initial.end_C, prepend=0), axis=1)
+    return torch.from_numpy(value_TD.astype(np.float32)).to(trained).float()
+
+
+class InitialValues(torch.nn.Module):
+    """The initial weights of keys, as a module that can be scripted and exported.
+
+    Args:
+        initial: how rows begin.
+        trained: the weights' dtype in training, to which they are rounded.
+
+    Raises:
+        ValueError: there is a kind of initializer that aten ops cannot do.
+    """
+
+    kind_TC: torch.Tensor
+    param_TC4: torch.Tensor
+    column_D: torch.Tensor
+    block_K: torch.Tensor
+    key_R2: torch.Tensor
+    by_2: torch.Tensor
+    factor_832: torch.Tensor
+
+    def __init__(self, initial: InitialRows, trained: torch.dtype):
+        super().__init__()
+        unknown = sorted(set(initial.kind_TC.reshape(-1).tolist()) - set(_KINDS))
+        if unknown:
+            raise ValueError(
+                f"rows begin by initializers of kinds {unknown}, which an exported program cannot draw; export with"
+                ' absent="zeros"'
+            )
+        dim = int(initial.end_C[-1])
+        self.dim, self.trained = dim, trained
+        kinds = set(initial.kind_TC.reshape(-1).tolist())
+        self.draws = bool(kinds & {UNIFORM, NORMAL, TRUNC_NORMAL})
+        self.has_normal, self.has_ids = bool(kinds & {NORMAL, TRUNC_NORMAL}), BY_ID in kinds
+        self.register_buffer("kind_TC", torch.from_numpy(initial.kind_TC.copy()))
+        self.register_buffer("param_TC4", torch.from_numpy(initial.param_TC4.copy()))
+        widths = torch.from_numpy(np.diff(initial.end_C, prepend=0))
+        self.register_buffer("column_D", torch.arange(len(widths), device="cpu").repeat_interleave(widths))
+        self.register_buffer("block_K", torch.arange(-(-dim // 4), device="cpu"))
+        seed = initial.seed  # of the keys of each round of Philox
+        key_R2 = [[(seed + int(W0) * r) & _LOW, ((seed >> 32) + int(W1) * r) & _LOW] for r in range(10)]
+        self.register_buffer("key_R2", torch.tensor(key_R2, device="cpu").reshape(10, 2, 1, 1))
+        self.register_buffer("by_2", torch.tensor([int(M0), int(M1)], device="cpu").reshape(2, 1, 1))
+        factors = torch.tensor(QUANTILE_FACTORS, dtype=torch.float64, device="cpu")
+        self.register_buffer("factor_832", factors.permute(2, 0, 1).reshape(8, 3, 2, 1, 1).contiguous())
+
+    def forward(self, table_M: torch.Tensor, id_M: torch.Tensor) -> torch.Tensor:
+        """float32 [M, D], of int64 [M] each."""
+        # Kinds are numbers here, 1 UNIFORM, 2 NORMAL, 3 TRUNC_NORMAL, 4 BY_ID: a script has no constants of modules.
+        kind_MD = self.kind_TC.index_select(0, table_M).index_select(1, self.column_D)
+        param_MD4 = self.param_TC4.index_select(0, table_M).index_select(1, self.column_D)
+        first_MD = param_MD4[:, :, 0]
+        second_MD = param_MD4[:, :, 1]
+        value_MD = first_MD
+        if self.has_ids:
+            modulus_MD = torch.where(kind_MD == 4, first_MD, 1.0).long()
+            value_MD = torch.where(kind_MD == 4, torch.remainder(id_M.unsqueeze(1), modulus_MD).double(), value_MD)
+        if self.draws:
+            word_MD = self._words(table_M, id_M)
+            u_MD = (word_MD.double() + 0.5) * 2.0**-32
+            value_MD = torch.where(kind_MD == 1, first_MD + (second_MD - first_MD) * u_MD, value_MD)
+            if self.has_normal:
+                low_MD, high_MD = param_MD4[:, :, 2], param_MD4[:, :, 3]
+                u_MD = torch.where(kind_MD == 3, low_MD + (high_MD - low_MD) * u_MD, u_MD)
+                normal_MD = first_MD + second_MD * self._normal_quantile(u_MD)
+                value_MD = torch.where((kind_MD == 2) | (kind_MD == 3), normal_MD, value_MD)
+        return value_MD.float().to(self.trained).float()
+
+    def _words(self, table_M: torch.Tensor, id_M: torch.Tensor) -> torch.Tensor:
+        """A random word for each weight, int64 [M, D]: `kernels/philox.py`, both of its halves at a time."""
+        blocks_MK = self.block_K + (id_M & 0).unsqueeze(1)  # not expanded to M, which is no number in a traced program
+        low_MK = (id_M & 0xFFFFFFFF).unsqueeze(1).expand_as(blocks_MK)
+        high_MK = (torch.bitwise_right_shift(id_M, 32) & 0xFFFFFFFF).unsqueeze(1).expand_as(blocks_MK)
+        x_2MK = torch.stack([low_MK, table_M.unsqueeze(1).expand_as(blocks_MK)])
+        y_2MK = torch.stack([high_MK, blocks_MK])
+        for round in range(10):
+            low = (x_2MK & 0xFFFF) * self.by_2
+            high = torch.bitwise_right_shift(x_2MK, 16) * self.by_2 + torch.bitwise_right_shift(low, 16)
+            x_2MK = torch.bitwise_right_shift(high, 16).flip(0) ^ y_2MK ^ self.key_R2[round]
+            y_2MK = (torch.bitwise_left_shift(high & 0xFFFF, 16) | (low & 0xFFFF)).flip(0)
+        words = torch.stack([x_2MK[0], y_2MK[0], x_2MK[1], y_2MK[1]], 2)
+        return words.flatten(1)[:, : self.dim]
+
+    def _normal_quantile(self, p: torch.Tensor) -> torch.Tensor:
+        """Normal quantile of `kernels/init_rows.py`, float64, with all three of its rational functions."""
+        q = p - 0.5
+        r = torch.sqrt(-torch.log(torch.minimum(p, 1.0 - p)))
+        r_3 = torch.stack([0.180625 - q * q, r - 1.6, r - 5.0]).unsqueeze(1)
+        found = r_3 * self.factor_832[0] + self.factor_832[1]
+        for k in range(2, 8):
+            found = found * r_3 + self.factor_832[k]
+        tail = torch.where(r <= 5.0, found[1, 0] / found[1, 1], found[2, 0] / found[2, 1])
+        tail = torch.where(q < 0.0, -tail, tail)
+        return torch.where(torch.abs(q) <= 0.425, q * found[0, 0] / found[0, 1], tail)

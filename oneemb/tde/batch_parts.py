@@ -55,7 +55,7 @@ def replace_jagged(
 
 
 def _map(data: Any, of_kjt: Callable[[KeyedJaggedTensor], KeyedJaggedTensor]) -> Any:
-    """The same containers, with the result of `of_kjt` in place of each KeyedJaggedTensor."""
+    """Copy of the containers, with the result of `of_kjt` in place of each KeyedJaggedTensor."""
     if isinstance(data, KeyedJaggedTensor):
         return of_kjt(data)
     if isinstance(data, tuple | list):

@@ -234,7 +234,7 @@ class Collection(torch.nn.Module):
         return Group(rows, tables, columns, of_columns, first.pooling)
 
     def _give_weights(self, rows: MultiTableEmbedding, tables: Sequence[Table], *, is_kept: bool) -> None:
-        """Let the tables' parameters stand for the rows. If their optimizers step in the backward pass, a parameter of
+        """Make the tables' parameters stand for the rows. If their optimizers step in the backward pass, a parameter of
         its own does, so that the rows of all tables are stepped as one."""
         weights = [table.parameter.weight for table in tables]
         if not tables[0].steppers:

@@ -8,9 +8,9 @@ import oneemb
 from oneemb.kernels.init_rows import InitialRows
 from oneemb.kernels.threads import Threads
 from oneemb.serving.build import find_snapshot, make_file
-from oneemb.serving.frozen_initial import InitialValues
 from oneemb.serving.frozen_op import HashedRows
 from oneemb.serving.frozen_rows import FrozenRows
+from oneemb.serving.initial import InitialValues
 from oneemb.storage.errors import CorruptTableError, StorageError
 from oneemb.storage.serving.served_file import ServedFile
 
