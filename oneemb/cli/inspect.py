@@ -214,8 +214,8 @@ def _inspect_oneflow(path: str, as_json: bool) -> None:
 
 
 def _described(info: "SnapshotInfo", changed: int | None = None) -> dict[str, Any]:
-    """Description of a snapshot; `changed` is the number of rows in all parts of a delta. `rows` of a delta are all rows
-    after it is applied."""
+    """Description of a snapshot; `changed` is the number of rows in all parts of a delta. `rows` of a delta are all
+    rows after it is applied."""
     from oneemb.storage.errors import StorageError
     from oneemb.storage.snapshots.snapshot_rows import SnapshotRows, shard_of
     from oneemb.storage.table.delta import Delta

@@ -3,8 +3,8 @@
 M ids, D weights, C columns, T tables, K blocks of four weights.
 
 `kernels/init_rows.py` is the definition. Aten ops give its bits of constants, ids and uniform weights, and of the 85 of
-100 normal weights that need no logarithm; the others are within one rounding of the weights' dtype, as torch's logarithm
-may differ from the kernel's in its last place.
+100 normal weights that need no logarithm; the others are within one rounding of the weights' dtype, as torch's
+logarithm may differ from the kernel's in its last place.
 
 Invariant: no integer overflows in the aten ops, so that a compiler of C++ has nothing to assume.
 """
