@@ -390,8 +390,9 @@ def _from_tree(tree: object) -> object:
         if kind is None or not required <= names <= is_required.keys():
             raise ValueError(f"not an option of oneemb: {json.dumps(tree)}")
         # Each class checks its arguments itself.
-        arguments: dict[str, Any] = {name: _from_tree(tree[name]) for name in names}
-        return kind(**{name: tuple(its) if isinstance(its, list) else its for name, its in arguments.items()})
+        found = {name: _from_tree(tree[name]) for name in names}
+        arguments: Any = {name: tuple(its) if isinstance(its, list) else its for name, its in found.items()}
+        return kind(**arguments)
     return [_from_tree(item) for item in tree] if isinstance(tree, list) else tree
 
 
