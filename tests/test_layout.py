@@ -269,7 +269,9 @@ def test_nothing_is_defined_that_no_file_of_the_packages_names():
 # By Python; by the tests that compile for GPUs there are none of here; by dynamicemb's users.
 NAMED_BY_OTHERS = {
     "__dir__", "compile_ptx", "ConstructTwinModule", "RwSparseFeaturesDist", "ScoreArg", "assert_tensors_equal",
-    "check_emb_collection_modules", "generate_sparse_feature", "get_required_arg", "string_to_opt_type",
+    "check_emb_collection_modules", "encode_checkpoint_file_path", "encode_counter_checkpoint_file_path",
+    "encode_meta_json_file_path", "generate_sparse_feature", "get_loading_files", "get_required_arg",
+    "string_to_opt_type",
 }  # fmt: skip
 
 FILE_LINES_MAX, CLASS_LINES_MAX = 500, 400
