@@ -21,7 +21,7 @@ class Lookup(NamedTuple):
 
     @property
     def sums_bags(self) -> bool:
-        """Whether it gives sums or means of bags that owners may have a part in (ops/asking.py)."""
+        """Whether it gives sums or means of bags that owners may have a part in (ops/requests.py)."""
         return self.offsets is not None and self.per_sample_weights is None and self.pooling in ("sum", "mean")
 
 

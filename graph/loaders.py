@@ -51,9 +51,9 @@ class Together(Iterator[Any]):
                 raise failed.pop()
             return _HAS_ONE if batch else _HAS_NONE
 
-        with whole_exchange():  # An interrupt comes when it is known whether the others expect another exchange.
+        with whole_exchange():  # An interrupt waits until it is known whether the others expect another exchange.
             try:
-                self._ended = any(self._ranks.tell(_NEXT, has_one))
+                self._ended = any(self._ranks.gather_number(_NEXT, has_one))
             except BaseException:
                 self._ended = True
                 raise

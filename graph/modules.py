@@ -65,7 +65,7 @@ def _modules_in(value: object, where: str) -> Iterator[tuple[str, torch.nn.Modul
             yield from _modules_in(element, f"{where}[{key!r}]")
 
 
-def say_not_registered(root: torch.nn.Module, module: torch.nn.Module) -> str:
+def not_registered(root: torch.nn.Module, module: torch.nn.Module) -> str:
     """Text of the error for a module that is no part of a graph."""
     what = f"embedding {module.name!r}" if is_embedding(module) else type(module).__name__
     where = next((where for where, held in unregistered_modules(root) if held is module), "")

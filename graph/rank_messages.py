@@ -13,54 +13,56 @@ from oneemb.storage.locking.undisturbed import undisturbed
 
 
 class RankError(RuntimeError):
-    """Another rank has failed, or does something else. The message says which one, and what it said."""
+    """Another rank has failed, or does something else. The message names it, and repeats its error."""
 
 
 @contextmanager
 def whole_exchange() -> Iterator[None]:
-    """Within it no signal comes between the messages of an exchange, for which the other ranks wait. Forks may."""
+    """Block of an exchange: no signal comes between its messages, for which the other ranks wait. Forks may."""
     with undisturbed, undisturbed.forks_allowed():
         yield
 
 
-_TOLD = "_oneemb_told"  # of an error: since when all ranks have raised, or will at their next exchange
+_REPORTED = (
+    "_oneemb_reported"  # attribute of an error: moment since which all ranks know it, or will at their next exchange
+)
 _moments = itertools.count(1)
 
 
 def moment() -> int:
-    """This moment, for `Ranks.fail`: later ones are greater."""
+    """Number of this moment, for `Ranks.fail`: later ones are greater."""
     return next(_moments)
 
 
-def mark_told(error: BaseException) -> None:
-    """Let `Ranks.fail` do nothing about this error: all ranks know it, or it has ended nothing that they wait for."""
+def mark_reported(error: BaseException) -> None:
+    """Mark an error as reported, so that `Ranks.fail` ignores it: all ranks know it, or none waits for this rank."""
     with suppress(AttributeError):
-        setattr(error, _TOLD, next(_moments))
+        setattr(error, _REPORTED, next(_moments))
 
 
-def told_error(words: str) -> RankError:
+def reported_error(words: str) -> RankError:
     """An error that all ranks raise."""
     error = RankError(words)
-    mark_told(error)
+    mark_reported(error)
     return error
 
 
-def is_told(error: BaseException | None, since: int) -> bool:
-    """Whether all ranks know of this error, or of one that it took the place of, as that of a signal may."""
+def is_reported(error: BaseException | None, since: int) -> bool:
+    """Whether all ranks know of this error, or of one that it replaced, as the error of a signal may."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:
-        if getattr(error, _TOLD, 0) > since:
+        if getattr(error, _REPORTED, 0) > since:
             return True
         seen.append(error)
         error = error.__context__
     return False
 
 
-Said = tuple[str, str | None, str, str]
+Report = tuple[str, str | None, str, str]
 """Error report of one rank: operation, error, object, configuration."""
 
 
-# Bytes for what a rank was doing and what has failed there, when ranks raise: all send as many.
+# Bytes of an error report, the same on all ranks.
 _WORDS = 8192
 
 
@@ -81,7 +83,7 @@ def _said_of(failure: BaseException) -> str:
         return type(failure).__name__
 
 
-def what_has_failed(of_all: Sequence[Said]) -> str:
+def what_has_failed(of_all: Sequence[Report]) -> str:
     for rank, (_, its, _, _) in enumerate(of_all):
         if its is not None:
             return f"rank {rank} has failed ({its}); nothing was done here"

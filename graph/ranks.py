@@ -33,13 +33,13 @@ from oneemb.graph.rank_messages import (
     Blocks,
     RankError,
     Received,
-    Said,
+    Report,
     Traffic,
     bytes_of,
-    is_told,
-    mark_told,
+    is_reported,
+    mark_reported,
     report,
-    told_error,
+    reported_error,
     what_has_failed,
     whole_exchange,
 )
@@ -50,10 +50,10 @@ from oneemb.storage.locking.undisturbed import undisturbed
 
 T = TypeVar("T")
 
-# Bytes before an answer: what the rank is doing, and whether that has failed.
+# Bytes before an answer: code of the operation, and whether it has failed.
 _HEADER = 16
 
-# The number of a rank that has left an exchange in which ranks tell numbers.
+# Number of a rank that has left a `gather_number`.
 _LEFT = -(1 << 40)
 
 _NONE = pickle.dumps(None)
@@ -136,8 +136,8 @@ class Ranks:
 
     @classmethod
     def joined(cls, several: Sequence["Ranks"]) -> "Ranks":
-        """The ranks of several things that they own, of one group, for an exchange that is about all of them: it tells
-        whether each of these was made in the same way on all ranks."""
+        """The ranks of several embeddings, of one group, for one exchange about all of them: it checks that each was
+        made in the same way on all ranks."""
         if len(several) == 1:
             return several[0]
         joined = copy.copy(several[0])
@@ -161,7 +161,7 @@ class Ranks:
         return Ranks(again, self.gradients, name="connections", made=name)
 
     def over(self, connections: "Ranks") -> "Ranks":
-        """These, by the connections that `again` gave."""
+        """The same ranks, by the connections that `again` gave."""
         over = copy.copy(self)
         over.group = connections.group
         return over
@@ -216,11 +216,11 @@ class Ranks:
         return received.to(like.device)
 
     def heads(self, like: torch.Tensor) -> int:
-        """How many rows before those of each rank hold the header of an answer of such rows."""
+        """Number of rows before those of each rank that hold the header of an answer of such rows."""
         return -(-_HEADER // (like.shape[1] * like.element_size()))
 
     def behind_heads(self, count_R: Sequence[int], heads: int) -> list[slice]:
-        """Where the rows of each rank are, so many of each, if each rank's are behind heads."""
+        """Slice of each rank's rows, so many of each, if each rank's are behind heads."""
         ends = itertools.accumulate(heads + count for count in count_R)
         return [slice(end - count, end) for end, count in zip(ends, count_R, strict=True)]
 
@@ -282,15 +282,15 @@ class Ranks:
             parts.append(received[0].take(count, torch.uint8).cpu().numpy().tobytes())
         return b"".join(parts)
 
-    def tell(self, what: str, make: Callable[[], int]) -> list[int]:
+    def gather_number(self, what: str, make: Callable[[], int]) -> list[int]:
         """The number that `make` gives on each rank, in their order."""
         mine, failed = _tried(make)
         with self._exchanging(what):
             return self._headers(what, failed, [mine or 0] * self.size)
 
     def leave(self, what: str) -> None:
-        """Take part in an exchange of what ranks `tell` without waiting for it: this rank tells them a number that is
-        not 0. Where another one fails in it, the ranks raise without waiting for what it says."""
+        """Take part in a `gather_number` without waiting for it: this rank's number is not 0. Where another rank fails
+        in it, the ranks raise without waiting for its error report."""
         if self.forked:
             return
         with suppress(RuntimeError), whole_exchange():  # Where connections are broken, nobody waits.
@@ -303,17 +303,17 @@ class Ranks:
         Args:
             since: the `moment` at which this rank began to do it.
         """
-        if self.forked or is_told(failure, since):
+        if self.forked or is_reported(failure, since):
             return
         with suppress(RuntimeError), whole_exchange():
-            mark_told(failure)
+            mark_reported(failure)
             self._post_header(what, failed=True)
             mine = self._words(what, failure)
             self.group.allgather([torch.empty_like(mine) for _ in range(self.size)], mine)
 
     def any(self, flag: bool) -> bool:
         """Whether a rank gives True."""
-        return any(self.tell("find whether a gradient is not finite", lambda: int(flag)))
+        return any(self.gather_number("find whether a gradient is not finite", lambda: int(flag)))
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """The sums of these over the ranks, in float64 and in their order: the same bits on each."""
@@ -333,7 +333,7 @@ class Ranks:
 
     @contextmanager
     def _exchanging(self, what: str) -> Iterator[None]:
-        """Within it no signal comes, and a broken connection is said in words."""
+        """Block in which no signal comes, and a broken connection raises a RankError that explains it."""
         if self.forked:
             raise ForkedProcessError(
                 f"this is process {os.getpid()}, a child of rank {self.rank}, process {self._pid}, and was about to"
@@ -344,9 +344,11 @@ class Ranks:
             try:
                 yield
             except RuntimeError as error:
-                if isinstance(error, RankError) or is_told(error, 0):  # It is what has failed here, as all know now.
+                if isinstance(error, RankError) or is_reported(
+                    error, 0
+                ):  # It is what has failed here, as all know now.
                     raise
-                raise told_error(
+                raise reported_error(
                     f"rank {self.rank} was about to {what}, and another rank has ended, was killed, or did not come"
                     " there within the timeout of the process group. The ranks cannot go on with this group: end the"
                     f" job and start it anew, from its last snapshot ({error})"
@@ -360,7 +362,7 @@ class Ranks:
         self.group.alltoall_base(torch.empty_like(header_R3), header_R3, [1] * self.size, [1] * self.size)
 
     def _headers(self, what: str, failed: list[BaseException], sent_R: Sequence[int]) -> list[int]:
-        """Tell the ranks what this one is about to send them; returns what each of them will send."""
+        """Send the header of an exchange; returns how much each rank will send to this one."""
         doing = self._code(what)
         header_R3 = torch.tensor([[doing, bool(failed), sent] for sent in sent_R], device=self._device)
         got_R3 = torch.empty_like(header_R3)
@@ -376,20 +378,20 @@ class Ranks:
         return torch.frombuffer(words, dtype=torch.uint8).to(self._device)
 
     def _raise(self, what: str, failed: list[BaseException], headers: Sequence[Sequence[int]] = ()) -> Never:
-        """Raise what has failed here, which is taken out of the list, or say what has elsewhere."""
+        """Raise the error of this rank, which is taken out of the list, or a RankError about those of others."""
         left = [rank for rank, (*_, number) in enumerate(headers) if number == _LEFT]
-        of_all: list[Said] = []
+        of_all: list[Report] = []
         if not left:  # A rank that has left waits for no words.
             words = self._all_gather(self._words(what, failed[0] if failed else None))
             of_all = [pickle.loads(its.numpy().tobytes()) for its in words]
         if failed:
-            mark_told(failed[0])
+            mark_reported(failed[0])
             raise failed.pop()
         if not left:
-            raise told_error(what_has_failed(of_all))
+            raise reported_error(what_has_failed(of_all))
         others = ", ".join(str(rank) for rank, (_, its_failed, _) in enumerate(headers) if its_failed)
         how = f"has failed (rank {others} says how)" if others else "does something else"
-        raise told_error(
+        raise reported_error(
             f"rank {left[0]} has left, and another rank {how}, where they were to {what}; nothing was done here"
         )
 

@@ -792,7 +792,7 @@ def test_the_first_rank_alone_says_that_an_embedding_starts_empty_beside_snapsho
             "items", DIM, torch.float32, torch.int64, [oneemb.make_table()], OPTIONS["device"](str(tmp_path)),
             process_group=ranks,
         )  # fmt: skip
-        embedding.say_if_empty()
+        embedding.warn_if_empty()
         embedding.close()
 
     run(size, begin, patch=monkeypatch)

@@ -17,7 +17,7 @@ from tests.support.pairwise import diagonal
 
 TABLES, DIM, BATCH, IDS = 2, 4, 6, 40
 
-settling = importlib.import_module("oneemb.graph.ops.settle")  # The package has a function of this name.
+settling = importlib.import_module("oneemb.graph.ops.owner_grads")  # The package has a function of this name.
 
 LOOKUPS = ["plain", "sum", "mean", "max", "weighted"]
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 import oneemb
-from oneemb.graph.ops import asking, lookup_ahead
-from oneemb.graph.ops.asking import Asked, Parts, cut_if_fewer_bytes, keys_by_rank
+from oneemb.graph.ops import lookup_ahead, requests
 from oneemb.graph.ops.lookup_ahead import AnnouncedLookup
+from oneemb.graph.ops.requests import Parts, Requested, cut_if_fewer_bytes, keys_by_rank
 from oneemb.kernels.host_loops import HostLoops
 from oneemb.kernels.owner import owner_of
 from oneemb.storage.embedding_store import EmbeddingStore
@@ -115,12 +115,12 @@ def test_ranks_equal_one_process(tmp_path, rank_pool, way):
 
 def trains_with_rows(*arguments, **options):
     """As `trains`, where no bag is cut."""
-    real = asking.parts_move_fewer_bytes
-    asking.parts_move_fewer_bytes = lambda *_: False
+    real = requests.parts_move_fewer_bytes
+    requests.parts_move_fewer_bytes = lambda *_: False
     try:
         return trains(*arguments, **options)
     finally:
-        asking.parts_move_fewer_bytes = real
+        requests.parts_move_fewer_bytes = real
 
 
 def test_sums_of_parts_are_fewer_bytes_than_rows(tmp_path, rank_pool):
@@ -207,7 +207,7 @@ def counts_finds(group, path, way, drive):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostLoops, "unique_keys_of_bags", counted("ids", HostLoops.unique_keys_of_bags))
-        patch.setattr(asking, "keys_of_ranks", counted("asked", asking.keys_of_ranks))
+        patch.setattr(requests, "keys_of_ranks", counted("asked", requests.keys_of_ranks))
         patch.setattr(EmbeddingStore, "acquire", counted("rows", EmbeddingStore.acquire))
         for _ in range(3):
             counts.update(dict.fromkeys(counts, 0))
@@ -327,7 +327,7 @@ def test_bags_are_cut_where_that_moves_fewer_bytes():
 
 def test_keys_of_one_rank_and_parts_of_another_are_not_the_other_way_round():
     def asked(*parts_R):
-        return Asked(None, None, torch.zeros(4, dtype=torch.int32), torch.arange(4), [2, 2], parts_R)
+        return Requested(None, None, torch.zeros(4, dtype=torch.int32), torch.arange(4), [2, 2], parts_R)
 
     parts = Parts(torch.tensor([0, 1], dtype=torch.int32), torch.tensor([1, 1], dtype=torch.int32))
     assert asked(parts, None).is_as(asked(parts, None)) and asked(None, None).is_as(asked(None, None))

@@ -363,7 +363,7 @@ def soaks(group, path, seed, seconds, steps):
         number = 0
         while made < steps:
             # The ranks end together: the first one says when.
-            if soak.model.users.ranks.tell("go on", lambda: int(time.monotonic() > end))[0]:
+            if soak.model.users.ranks.gather_number("go on", lambda: int(time.monotonic() > end))[0]:
                 break
             segment = Segment(choose)
             print(f"{time.monotonic() - end:7.1f} {number} {segment}", file=watchdog.file, flush=True)

@@ -46,10 +46,10 @@ from oneemb.graph.ops.merged import (
     unique_merged_keys,
 )
 from oneemb.graph.ops.op import OPS
+from oneemb.graph.ops.owner_grads import reduce_to_owners, shuffle_grads
 from oneemb.graph.ops.reading import check_pooling, peek, read_ids
 from oneemb.graph.ops.reserve import Reserved, prefetch, reserve, unprefetch
 from oneemb.graph.ops.row_grad import RowGrad, refuse_dense
-from oneemb.graph.ops.settle import settle, shuffle_grads
 from oneemb.graph.ops.update import (
     Groups,
     NonFiniteGradientError,
@@ -72,12 +72,12 @@ from oneemb.graph.ops.update import (
 from oneemb.graph.ops.with_grad import with_grad
 
 __all__ = [
-    "Announced", "AnnouncedLookup", "Groups", "Keys", "Lease", "LookupAhead", "LookupOnRanks",
-    "MergedKeys", "MergedLookup", "MergedReserved", "NOTHING_ANNOUNCED", "NonFiniteGradientError", "OPS", "Reserved",
-    "RowGrad", "RowGrads", "StepOptimizer", "acquire", "acquire_later", "add_note", "advance", "announce",
-    "announced_lookup", "begin_lookup", "check_finite", "check_merged_pooling", "check_pooling", "equal",
-    "forget_unscaled", "gather", "gather_merged", "in_backward", "keep", "look_up_on_ranks", "may_step",
-    "measure_reduce", "measure_update", "options_of", "part_of", "peek", "prefetch", "read_ids", "reduce_grads",
-    "refuse_dense", "reserve", "settle", "shuffle_grads", "step", "unique_keys", "unique_merged_keys", "unprefetch",
-    "unscale", "update", "update_scale", "with_grad", "zero_grad",
+    "Announced", "AnnouncedLookup", "Groups", "Keys", "Lease", "LookupAhead", "LookupOnRanks", "MergedKeys",
+    "MergedLookup", "MergedReserved", "NOTHING_ANNOUNCED", "NonFiniteGradientError", "OPS", "Reserved", "RowGrad",
+    "RowGrads", "StepOptimizer", "acquire", "acquire_later", "add_note", "advance", "announce", "announced_lookup",
+    "begin_lookup", "check_finite", "check_merged_pooling", "check_pooling", "equal", "forget_unscaled", "gather",
+    "gather_merged", "in_backward", "keep", "look_up_on_ranks", "may_step", "measure_reduce", "measure_update",
+    "options_of", "part_of", "peek", "prefetch", "read_ids", "reduce_grads", "reduce_to_owners", "refuse_dense",
+    "reserve", "shuffle_grads", "step", "unique_keys", "unique_merged_keys", "unprefetch", "unscale", "update",
+    "update_scale", "with_grad", "zero_grad",
 ]  # fmt: skip

@@ -18,11 +18,11 @@ from typing import Protocol, cast
 import numpy as np
 import torch
 
-from oneemb.graph.ops.asking import Asked, Asking, CutBags
 from oneemb.graph.ops.grads import RowGrads, Summed, add_sums, nowhere, sum_over_passes
 from oneemb.graph.ops.keys import DTYPES, Keys
 from oneemb.graph.ops.op import LOOKUP, Op
 from oneemb.graph.ops.reading import check_place, measure_gather, read_rows, scales_of, spread_max_grads
+from oneemb.graph.ops.requests import CutBags, Request, Requested
 from oneemb.graph.ranks import Ranks
 from oneemb.kernels.arrays import Array, Bags, RowsOfIds
 from oneemb.storage.embedding_store import EmbeddingStore
@@ -71,9 +71,9 @@ class Remote:
     """int64: place in `weight_SX` of each unique key, or of each part."""
     owned: "Lease | None"
     """The rows that ranks have asked this one for; None = they are not pinned."""
-    asking: Asking
+    request: Request
     """This rank's request."""
-    asked: Asked
+    requested: Requested
     """Request of all ranks to this one."""
 
 
@@ -83,7 +83,7 @@ class Lease:
     A lease that is dropped (a forward pass without a step) is unpinned by the next `acquire`.
 
     With `remote` they are copies of rows that other ranks own. Nothing is pinned for them here, and their gradients go
-    to the owners before anything is done with them (`settle` in settle.py).
+    to the owners before anything is done with them (`reduce_to_owners` in owner_grads.py).
 
     Args:
         store: whose rows they are.
@@ -276,8 +276,8 @@ class Lease:
         """The weights of each id, or of each bag, as they are now."""
         store, slot_U = self.store, self.slot_U
         if self.remote is not None:
-            if self.remote.asking.cut is not None:
-                return self._sum_parts(self.remote, self.remote.asking.cut)
+            if self.remote.request.cut is not None:
+                return self._sum_parts(self.remote, self.remote.request.cut)
             return self._read(self.remote.weight_SX, self.remote.slot_U)
         if slot_U is None:
             row_UW, unique = store.read(self.keys.unique)

@@ -14,20 +14,21 @@ depends on it. All lookups that ranks expect of a batch begin in one exchange, i
     announced.miss(store, inserts=True)                or: `build` has looked up other ids
 
 A rank that expects other lookups than the others, or none, announces in vain: then all are made as if none had been.
-In the step each rank tells before a lookup whether its ids are those that it has announced. Where they are not, the
-ranks make this rank's lookup unannounced, those that have got their rows already without keys.
+In the step each rank reports before a lookup whether its ids are those that it has announced. Where they are not, the
+ranks make this rank's lookup unannounced; ranks that have received their rows already take part without keys.
 
 Invariants:
-- every rank runs these calls in the same order, whatever its batch holds, and tells once for each announced lookup;
+- every rank runs these calls in the same order, whatever its batch holds, and reports once for each announced lookup;
 - nothing is inserted before `acquire`.
 
-`oneemb.kernels.owner` says who owns a key, asking.py where owners sum bags, settle.py how gradients come to them. Rows
-and gradients travel in `comm_dtype`. Those that a rank has itself are rounded as those of others are, so that no number
-depends on who owns a key; but where owners sum parts of bags, it is the sums that are rounded. Every rank has all rows
-of a replicated table: it asks itself for them.
+`oneemb.kernels.owner` computes the owner of a key; in requests.py owners sum bags; owner_grads.py sends gradients to
+owners. Rows and gradients travel in `comm_dtype`. A rank's own rows are rounded as those of others are, so that no
+number depends on the owner of a key; where owners sum parts of bags, the sums are rounded. Every rank has all rows of a
+replicated table, and requests them from itself.
 """
 
 import dataclasses
+import functools
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -38,20 +39,20 @@ import numpy as np
 import torch
 
 from oneemb.graph.one_rank import ALONE
-from oneemb.graph.ops.asking import (
-    COUNTS,
-    Asked,
-    Asking,
-    asked_by,
-    cut_if_fewer_bytes,
-    keys_by_rank,
-    keys_of_ranks,
-    rows_like,
-)
 from oneemb.graph.ops.keys import DTYPES, Keys
 from oneemb.graph.ops.lookup import Lease, Remote, gather
 from oneemb.graph.ops.op import LOOKUP, PREPARE, Op
 from oneemb.graph.ops.reading import ReadRows, peek
+from oneemb.graph.ops.requests import (
+    COUNTS,
+    Request,
+    Requested,
+    cut_if_fewer_bytes,
+    keys_by_rank,
+    keys_of_ranks,
+    requested_by,
+    rows_like,
+)
 from oneemb.graph.ops.reserve import Reserved
 from oneemb.graph.rank_messages import whole_exchange
 from oneemb.graph.ranks import AnyRanks, Ranks
@@ -71,29 +72,29 @@ class LookupAhead:
     """The rows that this rank owns."""
     keys: Keys
     """Unique keys of this rank's ids."""
-    asking: Asking
-    """Rows that this rank asks others for."""
-    asked: Asked
-    """Rows that others ask this rank for."""
+    request: Request
+    """Rows that this rank requests from others."""
+    requested: Requested
+    """Rows that others request from this rank."""
     inserts: bool
     """Whether unknown keys are inserted, by `acquire`; off, they read as their initial values."""
     again: bool = False
     """See `acquire` in lookup.py."""
     _own: Reserved | None = None
-    """Lookup of what this rank is asked for; None = it is yet to be made."""
+    """Lookup of the rows that are requested from this rank; None = it is yet to be made."""
 
     def prefetch(self) -> None:
-        """Read the rows that ranks ask this one for, as far as they are known and there is room, and pin them."""
+        """Read and pin the known rows that are requested from this rank, as far as there is room."""
         if self.inserts:
-            with suppress(StorageError):  # It will be met again by `acquire`, which tells the ranks.
-                self._own = Reserved(self.store, self.asked.keys, again=self.again)
+            with suppress(StorageError):  # `acquire` will meet it again, and report it to the ranks.
+                self._own = Reserved(self.store, self.requested.keys, again=self.again)
                 self._own.prefetch()
 
     def acquire(self, source: ReadRows | None = None) -> Lease:
-        """The rows, from their owners, and pins on those that this rank was asked for. Call this once.
+        """The rows, from their owners, with pins on the rows that were requested from this rank. Call this once.
 
         Args:
-            source: what reads as the store, and is read where nothing is inserted; None = the store.
+            source: read in place of the store where nothing is inserted; None = the store.
 
         Raises:
             StoreFullError: a tier is too small for the step, or capacity is reached; nothing is inserted on this rank.
@@ -102,15 +103,15 @@ class LookupAhead:
         owned: list[Lease] = []
 
         def read() -> torch.Tensor:
-            asked = self.asked.keys
+            requested = self.requested.keys
             if not self.inserts:
-                return peek(source or self.store, asked)
-            owned.append((own or Reserved(self.store, asked, again=self.again)).acquire())
+                return peek(source or self.store, requested)
+            owned.append((own or Reserved(self.store, requested, again=self.again)).acquire())
             return gather(owned[0])
 
         row_SD, slot_U = self._bring_rows(read)
         array = self.store.loops.array
-        its = self.asking, self.asked
+        its = self.request, self.requested
         remote = Remote(self.ranks, array(row_SD), array(slot_U), owned[0] if owned else None, *its)
         return Lease(self.store, self.keys, remote=remote)
 
@@ -123,38 +124,35 @@ class LookupAhead:
     def of_ranks(self, takes_R: Sequence[bool]) -> Self:
         """Copy of this lookup that serves only the ranks in `takes_R`. Nothing is prefetched."""
         self.drop()
-        asked, takes_N = self.asked, torch.from_numpy(np.repeat(takes_R, self.asked.count_R))
+        requested, takes_N = self.requested, torch.from_numpy(np.repeat(takes_R, self.requested.count_R))
         remains = dataclasses.replace(
-            asked,
-            table_N=asked.table_N[takes_N],
-            id_N=asked.id_N[takes_N],
-            count_R=[count if takes else 0 for count, takes in zip(asked.count_R, takes_R, strict=True)],
-            parts_R=[parts if takes else None for parts, takes in zip(asked.parts_R, takes_R, strict=True)],
-            uses_N=None if asked.uses_N is None else asked.uses_N[takes_N],
+            requested,
+            table_N=requested.table_N[takes_N],
+            id_N=requested.id_N[takes_N],
+            count_R=[count if takes else 0 for count, takes in zip(requested.count_R, takes_R, strict=True)],
+            parts_R=[parts if takes else None for parts, takes in zip(requested.parts_R, takes_R, strict=True)],
+            uses_N=None if requested.uses_N is None else requested.uses_N[takes_N],
         )
-        asking = self.asking if takes_R[self.ranks.rank] else self.asking.of_none()
-        return dataclasses.replace(self, asking=asking, asked=remains)
+        request = self.request if takes_R[self.ranks.rank] else self.request.empty()
+        return dataclasses.replace(self, request=request, requested=remains)
 
     def _bring_rows(self, read: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights or sums that the owners send to this rank, [S, D], of the store's dtype; and the place in it of each
-        key, int64 [U], or of each part.
-
-        Args:
-            read: gives what ranks ask this one for, see `Asked.keys`; where it raises, all ranks do.
-        """
-        ranks, asking = self.ranks, self.asking
+        """Weights or sums that the owners send to this rank, [S, D], of the store's dtype; and the place in them of
+        each key, int64 [U], or of each part. `read` gives the requested rows, see `Requested.keys`; where it raises,
+        all ranks do."""
+        ranks, request = self.ranks, self.request
         like, what = rows_like(self.store, ranks), f"bring rows to {self.what}"
-        answers_R, comes_R = self.asked.answers_R, asking.comes_R
+        answers_R, comes_R = self.requested.answers_R, request.comes_R
         row_SD = ranks.answer(what, lambda: read().to(like.dtype), like, answers_R, comes_R)
         places = ranks.behind_heads(comes_R, ranks.heads(like))
         slot_U = torch.cat([torch.arange(at.start, at.stop, device="cpu") for at in places])
-        if asking.cut is None:
-            slot_U = torch.empty_like(slot_U).scatter_(0, asking.sent.order_N, slot_U)
+        if request.cut is None:
+            slot_U = torch.empty_like(slot_U).scatter_(0, request.sent.order_N, slot_U)
         return row_SD.to(DTYPES[self.store.format.dtype]), slot_U.to(like.device)
 
 
-def asking_for(store: EmbeddingStore, ranks: Ranks, keys: Keys, *, sums_bags: bool) -> tuple[Keys, Asking]:
-    """These keys, counted, and what this rank asks others for in a lookup of them.
+def request_for(store: EmbeddingStore, ranks: Ranks, keys: Keys, *, sums_bags: bool) -> tuple[Keys, Request]:
+    """Counted keys of a lookup, and this rank's request to the owners of their rows.
 
     Args:
         sums_bags: whether it is one of bags, of which `gather` is to give sums or means without weights.
@@ -164,7 +162,7 @@ def asking_for(store: EmbeddingStore, ranks: Ranks, keys: Keys, *, sums_bags: bo
     table_U, id_U = (loops.tensor(array).cpu() for array in (keys.unique.table_U, keys.unique.id_U))
     owner_U = owner_of(table_U.numpy(), id_U.numpy(), ranks.size)
     if store.replicas:
-        owner_U[store.replicas.are_of(table_U.numpy())] = ranks.rank  # It has the rows too.
+        owner_U[store.replicas.are_of(table_U.numpy())] = ranks.rank  # This rank has copies.
     sent, uses_R = keys_by_rank(table_U, id_U, owner_U, ranks.size), None
     if store.policy.counts_uses:
         uses_U = torch.from_numpy(keys.loops.uses_of(keys.unique).astype(np.int32))
@@ -181,7 +179,7 @@ def asking_for(store: EmbeddingStore, ranks: Ranks, keys: Keys, *, sums_bags: bo
         cut = cut_if_fewer_bytes(
             sent, inverse_N, offset_P1, row_P, rank=ranks.rank, row_bytes=row_bytes, grad_bytes=grad_bytes
         )
-    return keys, Asking(sent, cut, uses_R)
+    return keys, Request(sent, cut, uses_R)
 
 
 def begin_lookup(
@@ -194,21 +192,21 @@ def begin_lookup(
         store: the rows that this rank owns, of the embedding `name`.
         make: gives the keys; where it raises, all ranks do.
         inserts, again: see `LookupAhead`.
-        sums_bags: as for `asking_for`.
+        sums_bags: as for `request_for`.
         connections: those by which keys go; None = those of `ranks`.
     """
-    made: list[tuple[Keys, Asking]] = []
+    made: list[tuple[Keys, Request]] = []
     what = lookup_of(name, inserts, ranks, again)
 
     def blocks() -> list[list[torch.Tensor]]:
-        keys, asking = asking_for(store, ranks, make(), sums_bags=sums_bags)
-        made.append((keys, asking))
-        return [[torch.tensor(asking.counts(r), device="cpu"), *asking.tensors(r)] for r in range(ranks.size)]
+        keys, request = request_for(store, ranks, make(), sums_bags=sums_bags)
+        made.append((keys, request))
+        return [[torch.tensor(request.counts(r), device="cpu"), *request.tensors(r)] for r in range(ranks.size)]
 
     received = (ranks if connections is None else ranks.over(connections)).exchange(what, blocks)
     counts_R = [block.take(COUNTS, torch.int64).tolist() for block in received]
-    asked = asked_by(store, ranks, received, counts_R, uses=store.policy.counts_uses)
-    return LookupAhead(ranks, what, store, *made[0], asked, inserts, again)
+    requested = requested_by(store, ranks, received, counts_R, uses=store.policy.counts_uses)
+    return LookupAhead(ranks, what, store, *made[0], requested, inserts, again)
 
 
 def look_up_on_ranks(
@@ -255,7 +253,7 @@ class LookupOnRanks(NamedTuple):
         return lookup_of(self.name, self.inserts, self.ranks)
 
 
-_MISSED_IN_EVAL, _MISSED_IN_TRAINING = -2, -1  # what ranks tell; otherwise the number of the lookup they have announced
+_MISSED_IN_EVAL, _MISSED_IN_TRAINING = -2, -1  # reported in place of the number of an announced lookup
 
 
 class AnnouncedLookup:
@@ -278,19 +276,18 @@ class AnnouncedLookup:
         """The rows; None if they are to be looked up unannounced. Unknown keys are inserted if `inserts`. It raises as
         `look_up_on_ranks`."""
         ranks, store, announced = self.lookup.ranks, self.lookup.store, self._announced
-        if self not in announced.waiting:  # It was announced in vain, or the ranks were told of another in its place.
+        if self not in announced.waiting:  # It was announced in vain, or another lookup was reported in its place.
             announced.miss(store, inserts=self.inserts)
             return None
         with whole_exchange():
-            told = announced.tell(self, self._number)
-            lease = announced.rows(told)
+            number_R = announced.report(self, self._number)
+            lease = announced.rows(number_R)
             if lease is None:
                 return None
-            missed = next((number for number in told if number < 0), None)
+            missed = next((number for number in number_R if number < 0), None)
             if missed is not None:
-                none = [torch.empty(0, dtype=dtype, device="cpu") for dtype in (torch.int32, torch.int64)]
-                keys, inserts = keys_of_ranks(store, *none), missed == _MISSED_IN_TRAINING
-                look_up_on_ranks(ranks, store, self.lookup.name, lambda: keys, inserts=inserts)
+                make, inserts = functools.partial(_no_keys, store), missed == _MISSED_IN_TRAINING
+                look_up_on_ranks(ranks, store, self.lookup.name, make, inserts=inserts)
         return lease
 
     def look_up(self, check: Callable[[Keys], object], *, has_gradient: bool) -> Lease:
@@ -327,7 +324,7 @@ class Announced:
         """Ranks of the exchange that is still to be made; None = no exchange is due."""
         self.lookups: Sequence[AnnouncedLookup] = ()
         self.waiting: list[AnnouncedLookup] = []
-        """Lookups of which this rank has told nothing yet."""
+        """Lookups that this rank has not reported yet."""
 
     def __enter__(self) -> Self:
         return self
@@ -344,12 +341,12 @@ class Announced:
         ranks = self._ranks
         if ranks is None:
             return
-        its = [asking_for(one.store, one.ranks, one.keys, sums_bags=one.sums_bags) for one in lookups]
-        counts_R = [[count for _, asking in its for count in asking.counts(r)] for r in range(ranks.size)]
+        its = [request_for(one.store, one.ranks, one.keys, sums_bags=one.sums_bags) for one in lookups]
+        counts_R = [[count for _, request in its for count in request.counts(r)] for r in range(ranks.size)]
         blocks = [
             [
                 torch.tensor([_code(lookups), *counts], device="cpu"),
-                *(tensor for _, asking in its for tensor in asking.tensors(r)),
+                *(tensor for _, request in its for tensor in request.tensors(r)),
             ]
             for r, counts in enumerate(counts_R)
         ]
@@ -357,46 +354,44 @@ class Announced:
         received = ranks.exchange("announce the lookups of a batch", lambda: blocks)
         if not lookups or any(int(block.take(1, torch.int64)) != _code(lookups) for block in received):
             return
-        told_RL = [block.take(COUNTS * len(lookups), torch.int64).view(-1, COUNTS).tolist() for block in received]
-        for n, (one, (keys, asking)) in enumerate(zip(lookups, its, strict=True)):
-            counts = [told[n] for told in told_RL]
-            asked = asked_by(one.store, one.ranks, received, counts, uses=one.store.policy.counts_uses)
-            self.lookups[n].ahead = LookupAhead(one.ranks, one.what, one.store, keys, asking, asked, one.inserts)
+        counts_RL = [block.take(COUNTS * len(lookups), torch.int64).view(-1, COUNTS).tolist() for block in received]
+        for n, (one, (keys, request)) in enumerate(zip(lookups, its, strict=True)):
+            counts = [counts_L[n] for counts_L in counts_RL]
+            requested = requested_by(one.store, one.ranks, received, counts, uses=one.store.policy.counts_uses)
+            self.lookups[n].ahead = LookupAhead(one.ranks, one.what, one.store, keys, request, requested, one.inserts)
         self.waiting = list(self.lookups)
         for lookup in self.lookups:
             assert lookup.ahead is not None
             lookup.ahead.prefetch()
 
-    def tell(self, lookup: AnnouncedLookup, number: int) -> list[int]:
-        """Exchange with the ranks which lookup each makes now; `number` is this rank's."""
+    def report(self, lookup: AnnouncedLookup, number: int) -> list[int]:
+        """Numbers of the lookups that the ranks make now; `number` is this rank's."""
         self.waiting.remove(lookup)
         try:
-            return lookup.lookup.ranks.tell(f"{lookup.lookup.what}, as announced or not", lambda: number)
+            return lookup.lookup.ranks.gather_number(f"{lookup.lookup.what}, as announced or not", lambda: number)
         except BaseException:
             self.waiting.clear()  # The other ranks wait for nothing.
             raise
 
-    def rows(self, told: Sequence[int]) -> Lease | None:
-        """The rows that this rank has asked for, if it makes a lookup as announced; to each rank that does, its rows.
-        None if no rank does, or not all of these the same lookup."""
-        numbers = {number for number in told if number >= 0}
+    def rows(self, number_R: Sequence[int]) -> Lease | None:
+        """Exchange the rows of the ranks that make a lookup as announced; None if no rank does, or not all of these
+        ranks make the same lookup."""
+        numbers = {number for number in number_R if number >= 0}
         if len(numbers) != 1:
             return None
         ahead = self.lookups[numbers.pop()].ahead
         assert ahead is not None
-        if any(number < 0 for number in told):
-            ahead = ahead.of_ranks([number >= 0 for number in told])
+        if any(number < 0 for number in number_R):
+            ahead = ahead.of_ranks([number >= 0 for number in number_R])
         return ahead.acquire()
 
     def miss(self, store: EmbeddingStore, *, inserts: bool) -> None:
-        """Tell the ranks that a lookup is about to be made of ids that were not announced. It raises as
-        `look_up_on_ranks`."""
+        """Report to the ranks that a lookup of ids that were not announced follows. It raises as `look_up_on_ranks`."""
         lookup = next((lookup for lookup in self.waiting if lookup.lookup.store is store), None)
         if lookup is None:
             return
         with whole_exchange():
-            told = self.tell(lookup, _MISSED_IN_TRAINING if inserts else _MISSED_IN_EVAL)
-            lease = self.rows(told)
+            lease = self.rows(self.report(lookup, _MISSED_IN_TRAINING if inserts else _MISSED_IN_EVAL))
             if lease is not None:
                 lease.unpin()
 
@@ -416,7 +411,7 @@ NOTHING_ANNOUNCED = Announced()
 
 def _measure_announce(args: object, announced: Announced) -> tuple[int, int]:
     begun = [lookup.ahead for lookup in announced.lookups if lookup.ahead is not None]
-    keys = sum(sum(its.asking.sent.count_R) + len(its.asked.id_N) for its in begun)
+    keys = sum(sum(its.request.sent.count_R) + len(its.requested.id_N) for its in begun)
     return keys, keys * (4 + 8)
 
 
@@ -438,6 +433,11 @@ def announced_lookup(announced: Announced, number: int) -> AnnouncedLookup:
     return announced.lookups[number]
 
 
+def _no_keys(store: EmbeddingStore) -> Keys:
+    table_N, id_N = (torch.empty(0, dtype=dtype, device="cpu") for dtype in (torch.int32, torch.int64))
+    return keys_of_ranks(store, table_N, id_N)
+
+
 def _code(lookups: Sequence[LookupOnRanks]) -> int:
-    """Is equal where ranks announce the same lookups; 0 for none."""
+    """Number that is equal where ranks announce the same lookups; 0 for none."""
     return zlib.crc32("; ".join(one.what for one in lookups).encode())

@@ -21,7 +21,7 @@ import torch
 from oneemb.graph.one_rank import ALONE
 from oneemb.graph.ops.grads import RowGrads, join_grads
 from oneemb.graph.ops.lookup import Lease, full
-from oneemb.graph.ops.settle import Pass, by_ranks, reduce_passes, settle
+from oneemb.graph.ops.owner_grads import Pass, by_ranks, reduce_passes, reduce_to_owners
 from oneemb.graph.ranks import AnyRanks
 from oneemb.graph.tracers import uncompiled
 from oneemb.storage.embedding_store import EmbeddingStore
@@ -47,8 +47,8 @@ class RowGrad(torch.Tensor):
     """Leases that pin the rows of `summed`."""
     ranks: AnyRanks
     """Ranks that own the rows."""
-    settled: bool
-    """Whether every gradient is with its owner: see `settle`."""
+    at_owners: bool
+    """Whether every gradient is with its owner: see `reduce_to_owners`."""
     tables: frozenset[int] | None
     """Tables whose rows have the gradient; None = all tables."""
     changes: int = 0
@@ -66,14 +66,14 @@ class RowGrad(torch.Tensor):
         holders: Iterable[Lease] = (),
         ranks: AnyRanks = ALONE,
         *,
-        settled: bool = False,
+        at_owners: bool = False,
         tables: frozenset[int] | None = None,
     ) -> "RowGrad":
         grad = torch.Tensor._make_wrapper_subclass(
             cls, (0, store.format.dim), dtype=torch.float32, device=store.loops.device
         )
         grad.store, grad.passes, grad.summed, grad.holders = store, list(passes), summed, list(holders)
-        grad.ranks, grad.settled, grad.tables = ranks, settled, tables
+        grad.ranks, grad.at_owners, grad.tables = ranks, at_owners, tables
         return grad
 
     def __init__(self, *args: object, **kwargs: object):
@@ -164,7 +164,7 @@ class RowGrad(torch.Tensor):
 
     def set_values(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Let the gradient of each row be what `change` gives for all, float32 [U, D]."""
-        settle([self])
+        reduce_to_owners([self])
         grads = self.reduce()
         self.changes += 1
         if grads is not None:
@@ -176,7 +176,7 @@ class RowGrad(torch.Tensor):
 
     def copy_of(self) -> "RowGrad":
         copy = RowGrad(
-            self.store, self.passes, self.summed, self.holders, self.ranks, settled=self.settled, tables=self.tables
+            self.store, self.passes, self.summed, self.holders, self.ranks, at_owners=self.at_owners, tables=self.tables
         )
         copy.spent = self.spent
         return copy
@@ -199,7 +199,7 @@ class RowGrad(torch.Tensor):
         """Hold what ranks have brought of the rows that this one owns, in place of what its own lookups have left."""
         for lease in dict.fromkeys(lease for lease, *_ in self.passes):
             lease.unpin()
-        self.passes, self.settled = [], True
+        self.passes, self.at_owners = [], True
         if owned is not None:
             lease, grads = owned
             self.holders = [*self.holders, lease]
@@ -215,7 +215,7 @@ class RowGrad(torch.Tensor):
         self.changes += 1
         self.spent = self.spent and other.spent
         self.ranks = other.ranks if self.ranks.alone else self.ranks
-        self.settled = self.settled and other.settled
+        self.at_owners = self.at_owners and other.at_owners
         self.passes = self.passes + other.passes
         self.summed = join_grads([grads for grads in (self.summed, other.summed) if grads is not None])
         self.holders = self.holders + other.holders
@@ -224,7 +224,7 @@ class RowGrad(torch.Tensor):
         """Hold nothing any more."""
         self.changes += 1
         self.passes, self.summed, self.holders = [], None, []
-        self.settled = False  # As where there is none: other ranks may have gradients that come here.
+        self.at_owners = False  # As where there is none: other ranks may have gradients that come here.
 
     # ---- dispatch ---------------------------------------------------------------------------------------------------
 
@@ -335,7 +335,7 @@ def _norms(row_grads: Sequence[RowGrad], ord: float = 2, *, dtype: Any = None) -
     """The norm of each; of rows that ranks own together, over all of them."""
     if not float(ord) > 0:
         raise NotImplementedError(f"the norm of an embedding's rows is one of an order above 0, got {ord}")
-    settle(row_grads)
+    reduce_to_owners(row_grads)
     norms = []
     for grad in row_grads:
         grads = grad.reduce()
@@ -370,7 +370,7 @@ def _unscale(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: 
     if dense:
         aten._amp_foreach_non_finite_check_and_unscale_(dense, found_inf, inv_scale)
     row_grads = [grad for grad in grads if isinstance(grad, RowGrad)]
-    settle(row_grads)
+    reduce_to_owners(row_grads)
     for grad in row_grads:
         if not bool(torch.isfinite(grad.row_values()).all()):
             found_inf.fill_(1.0)
@@ -383,7 +383,7 @@ def _each(op: Any, one: Callable[..., Any], tensors: Sequence[torch.Tensor], *ar
     """A `_foreach` op: the gradients of rows by themselves, the others together."""
     row_grads = [tensor for tensor in tensors if isinstance(tensor, RowGrad)]
     if one is not _zero_:
-        settle(row_grads)
+        reduce_to_owners(row_grads)
     given: list[Any] = [None] * len(tensors)
     dense = [i for i, tensor in enumerate(tensors) if not isinstance(tensor, RowGrad)]
     # A list beside the tensors has an argument for each of them.

@@ -7,8 +7,8 @@ import torch
 
 from oneemb.graph.one_rank import ALONE
 from oneemb.graph.ops.lookup import Lease
+from oneemb.graph.ops.owner_grads import Pass
 from oneemb.graph.ops.row_grad import RowGrad
-from oneemb.graph.ops.settle import Pass
 from oneemb.graph.ranks import AnyRanks
 from oneemb.graph.tape import version_of
 from oneemb.graph.tracers import uncompiled

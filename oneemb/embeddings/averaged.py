@@ -131,7 +131,7 @@ class AveragedEmbedding(torch.nn.Module):
         Raises:
             RuntimeError: it comes in the middle of a step of this thread.
         """
-        self.rows.say_if_empty()
+        self.rows.warn_if_empty()
         between_steps((self.rows.store.step_lock,), "update_rows", self._count)
 
     def _count(self) -> None:

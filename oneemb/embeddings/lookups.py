@@ -24,10 +24,10 @@ def keys_of(embedding: SnapshotCalls, lookup: Lookup, inserts: bool = False) -> 
     """The unique keys of a lookup; raises as `forward` does of what is wrong with its arguments.
 
     Args:
-        inserts: whether the lookup is to insert unknown keys: see `say_if_empty`.
+        inserts: whether the lookup is to insert unknown keys: see `warn_if_empty`.
     """
     if inserts and embedding.may_be_empty:
-        embedding.say_if_empty()
+        embedding.warn_if_empty()
     keys = ops.unique_keys(
         lookup.ids, lookup.table_ids, embedding.num_tables, embedding.key_type, embedding.padding_idx, lookup.offsets,
         lookup.columns, threads=embedding.store.threads,
@@ -48,7 +48,7 @@ class LookupsHere:
         is_plain = lookup.offsets is None and scales is None and lookup.columns is None
         if not has_gradient and is_plain and pooling == "sum":
             if inserts and embedding.may_be_empty:
-                embedding.say_if_empty()
+                embedding.warn_if_empty()
             read = ops.read_ids(
                 store, lookup.ids, lookup.table_ids, embedding.num_tables, embedding.key_type, embedding.padding_idx,
                 inserts=inserts,

@@ -33,7 +33,7 @@ class Message:
 
 @dataclass(frozen=True)
 class PartCounts:
-    """The parts of bags of one lookup, of which owners send sums: see graph/ops/asking.py.
+    """The parts of bags of one lookup, of which owners send sums: see graph/ops/requests.py.
 
     Args:
         asks_R: parts that this rank asks each rank for.

@@ -33,7 +33,7 @@ class SnapshotCalls(WeightOfRows):
     saved: tuple[SnapshotName, int] | None = None
     """The snapshot saved or loaded last, and the store's count of changes then."""
     may_be_empty = True
-    """Whether the warning of `say_if_empty` may still come."""
+    """Whether the warning of `warn_if_empty` may still come."""
 
     def save_snapshot(self, name: str, *, overwrite: bool = False) -> None:
         """Save all rows and the optimizer's state, durably, under a name in `persistent_path`.
@@ -249,7 +249,7 @@ class SnapshotCalls(WeightOfRows):
         drop_grads(self)
         self.saved = None
 
-    def say_if_empty(self) -> None:
+    def warn_if_empty(self) -> None:
         """Warn, once, if rows are about to begin in a folder with snapshots of which none was loaded."""
         asks, self.may_be_empty = self.may_be_empty, False
         if not asks or self.store.changes or self.saved is not None or not self.ranks.first:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from oneemb.embeddings.rank_traffic import KeyCounts, PartCounts, messages_of
-from oneemb.graph.ops.asking import parts_move_fewer_bytes
+from oneemb.graph.ops.requests import parts_move_fewer_bytes
 from oneemb.planning.machine import Machine, StepCost
 from oneemb.planning.planned_embedding import PlannedEmbedding, check_count
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from oneemb.graph.modules import is_embedding, say_not_registered, unregistered_modules
+from oneemb.graph.modules import is_embedding, not_registered, unregistered_modules
 from oneemb.training.scaling import idle_copy, scalers_in
 
 _WRAPPERS = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module"}
@@ -39,7 +39,7 @@ def frozen_copy(
             )
     for where, module in unregistered_modules(root):
         if any(is_embedding(one) for one in module.modules()):
-            raise ValueError(f"{where}: {say_not_registered(root, module)}")
+            raise ValueError(f"{where}: {not_registered(root, module)}")
     copying = _Copying(stands_for)
     made = copying.module(root)
     copying.finish()

@@ -13,7 +13,7 @@ from oneemb.graph.inputs import Signature
 from oneemb.graph.loaders import LoaderPosition, Together
 from oneemb.graph.one_rank import ALONE
 from oneemb.graph.prefetch import Prepared, prefetch
-from oneemb.graph.rank_messages import mark_told, moment, whole_exchange
+from oneemb.graph.rank_messages import mark_reported, moment, whole_exchange
 from oneemb.graph.ranks import AnyRanks, Ranks
 from oneemb.storage.locking.step_lock import in_step
 from oneemb.training.graph_views import GraphViews
@@ -113,7 +113,7 @@ class LoaderLoops(GraphViews):
         free = [one for one in self._connections if one[0] is ranks.group][-1:]
         mine = free[0][1] if free else None
         name = "" if mine is None else mine.made
-        numbers = ranks.tell("begin a loop over a loader", lambda: zlib.crc32(name.encode()))
+        numbers = ranks.gather_number("begin a loop over a loader", lambda: zlib.crc32(name.encode()))
         if mine is None or len(set(numbers)) > 1:  # A loop that was forgotten may be gone on some ranks, not on others.
             self._connected.append(ranks.again())
             return self._connected[-1]
@@ -191,7 +191,7 @@ class LoaderLoops(GraphViews):
         """Tell the ranks of an error, of a block that began at the moment `since`, when `made` steps had been made.
         After an error of `one_step` the others expect nothing."""
         if one_step and not isinstance(error, Exception) and self._steps_made() > made:
-            mark_told(error)  # An interrupt that came when the step was made: what the others have done, it has.
+            mark_reported(error)  # An interrupt that came when the step was made: what the others have done, it has.
         embeddings = list(embeddings_of(self).values())
         # An evaluation that asks no rank is this one's own: others have come to nothing in which they wait for it.
         asks = any(embedding.lookups.asks_ranks for embedding in embeddings)
@@ -200,7 +200,7 @@ class LoaderLoops(GraphViews):
             embedding.ranks.fail(f"run {type(self).__name__}", error, since)
 
     def _steps_made(self) -> int:
-        """How many steps the graph has made."""
+        """Number of steps that the graph has made."""
         return 0
 
     def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:

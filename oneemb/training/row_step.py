@@ -155,7 +155,7 @@ def settle_rows(weights: Iterable[Sequence[RowWeight]]) -> AnyRanks:
     if (groups := len({one.group for one in ranks})) > 1:
         names = ", ".join(repr(embedding.name) for embedding in embeddings)
         raise ValueError(f"a step trains embeddings of one process_group, those of {names} are {groups}")
-    ops.settle(grads)
+    ops.reduce_to_owners(grads)
     for weight, grad in zip(embeddings.values(), grads, strict=True):
         if grad.summed is not None:
             weight.grad = grad
@@ -333,7 +333,7 @@ def step_rows(
         return stats.call("check_finite", ops.check_finite, steps, every)
 
     try:
-        ranks = stats.call("settle", settle_rows, weights)
+        ranks = stats.call("reduce_to_owners", settle_rows, weights)
         if ranks.alone:
             go = ops.may_step(prepare(), steps, scaler)
             if commit is not None:

@@ -14,7 +14,7 @@ from oneemb.embeddings.internals import drop_grads
 from oneemb.graph import ops
 from oneemb.graph.build_error import BuildError
 from oneemb.graph.building import Expected, MadeLookup, steps_itself
-from oneemb.graph.modules import REGISTER, say_not_registered, unregistered_modules
+from oneemb.graph.modules import REGISTER, not_registered, unregistered_modules
 from oneemb.graph.prefetch import Prepared
 from oneemb.storage.fs import AnyPath, file_path
 from oneemb.storage.locking.step_lock import between_steps
@@ -178,7 +178,7 @@ class TrainGraph(CompiledGraph):
             if embedding is None or id(parameter) in registered:
                 continue
             if id(parameter) in unregistered:
-                reason = say_not_registered(self, unregistered[id(parameter)])
+                reason = not_registered(self, unregistered[id(parameter)])
             else:
                 reason = (
                     f"embedding {embedding.name!r} is no part of {type(self).__name__}, which would not update its"
@@ -293,7 +293,7 @@ class TrainGraph(CompiledGraph):
         scaler = state.scaled_by if state.optimizers else None
         if scaler is not None or state.max_norms.count(None) < len(state.max_norms):
             # Norms and overflows are found by all ranks, also by one that has looked nothing up.
-            call("settle", settle_rows, [row_weights(optimizer.optimizer) for optimizer in state.optimizers])
+            call("reduce_to_owners", settle_rows, [row_weights(optimizer.optimizer) for optimizer in state.optimizers])
         if scaler is not None:
             call("unscale", ops.unscale, scaler, state.optimizers)
         for optimizer, max_norm in zip(state.optimizers, state.max_norms, strict=True):

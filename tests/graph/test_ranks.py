@@ -171,7 +171,7 @@ def leaves_while_another_fails(group, fails):
         return 0
 
     try:
-        said = ranks.leave("go on") if ranks.rank == 0 else ranks.tell("go on", number)
+        said = ranks.leave("go on") if ranks.rank == 0 else ranks.gather_number("go on", number)
     except (KeyError, RankError) as error:
         said = f"{type(error).__name__}: {error}"
     return said, ranks.all_gather("go on together", lambda: ranks.rank)

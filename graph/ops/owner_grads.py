@@ -5,7 +5,7 @@
 Gradients wait with the rank that looked the rows up until something needs them whole: a step, a norm, an unscaling. So
 any number of backward passes costs one exchange. Those of a key are summed twice: in batch order by each rank that
 looked it up, then in the order of the ranks by its owner, which takes their mean, as DistributedDataParallel does of
-dense gradients, or sum; both in float32. Of bags that owners have a part in (asking.py) they get the gradients of the
+dense gradients, or sum; both in float32. Of bags that owners have a part in (requests.py) they get the gradients of the
 bags, and make both sums. So the numbers of R ranks are those of one up to the rounding of a sum.
 
 Every rank gets the gradients of all ranks for rows of a replicated table, and sums them in the same order as the others
@@ -20,9 +20,18 @@ from typing import Any, NamedTuple, Protocol, Self, TypeVar, cast
 import numpy as np
 import torch
 
-from oneemb.graph.ops.asking import COUNTS, Asked, KeysByRank, Parts, asked_by, counts_of, keys_by_rank, tensors_of
 from oneemb.graph.ops.grads import RowGrads, Summed, join_grads, nowhere, sum_over_passes
 from oneemb.graph.ops.lookup import Lease
+from oneemb.graph.ops.requests import (
+    COUNTS,
+    KeysByRank,
+    Parts,
+    Requested,
+    counts_of,
+    keys_by_rank,
+    requested_by,
+    tensors_of,
+)
 from oneemb.graph.rank_messages import whole_exchange
 from oneemb.graph.ranks import AnyRanks, Ranks
 from oneemb.graph.tape import version_of
@@ -75,7 +84,7 @@ class GradOfRanks(Protocol):
     store: EmbeddingStore
     passes: list[Pass]
     ranks: AnyRanks
-    settled: bool
+    at_owners: bool
 
     def own(self, owned: tuple[Lease, RowGrads] | None) -> None:
         """Hold what ranks have brought, in place of what its own lookups have left."""
@@ -93,7 +102,7 @@ def by_ranks(row_grads: Iterable[_Grad]) -> list[tuple[Ranks, list[_Grad]]]:
     return list(groups.values())
 
 
-def settle(row_grads: Iterable[GradOfRanks]) -> None:
+def reduce_to_owners(row_grads: Iterable[GradOfRanks]) -> None:
     """Bring the gradients that lookups of rows of other ranks have left to the owners. Does nothing to others.
 
     Every rank calls it with the gradients of the same embeddings in the same order: it is an exchange, unless nothing
@@ -104,7 +113,7 @@ def settle(row_grads: Iterable[GradOfRanks]) -> None:
         RuntimeError: a gradient was changed in place since its backward pass.
     """
     for ranks, group in by_ranks(row_grads):
-        if not all(grad.settled for grad in group):
+        if not all(grad.at_owners for grad in group):
             stores, its_ranks = [grad.store for grad in group], [grad.ranks for grad in group if not grad.ranks.alone]
             make, lookups = functools.partial(_all_left, group, ranks), [_single_lookup(grad) for grad in group]
             for grad, owned in zip(group, shuffle_grads(ranks, stores, its_ranks, make, lookups), strict=True):
@@ -166,12 +175,12 @@ def _left(row_grad: GradOfRanks, ranks: Ranks) -> Left | None:
     """Gradients that lookups of this rank have left; None = none."""
     store, of_keys, left, leases = row_grad.store, [], [], []
     for lease, grads in grads_of_leases(row_grad.passes):
-        cut = None if lease.remote is None else lease.remote.asking.cut
+        cut = None if lease.remote is None else lease.remote.request.cut
         if lease.remote is None or cut is None:
             of_keys.append(lease.reduce(grads))
             leases.append(lease)
             continue
-        sent, grad_PD = lease.remote.asking.sent, sum_over_passes(cast("list[torch.Tensor]", grads))
+        sent, grad_PD = lease.remote.request.sent, sum_over_passes(cast("list[torch.Tensor]", grads))
         loops, grad_SD = store.loops, grad_PD.new_empty(len(cut.bag_S), grad_PD.shape[1])
         grads_of_parts = RowsOfIds(
             loops.array(grad_PD.contiguous()), loops.arange(len(grad_PD)), loops.array(cut.bag_S.to(loops.device))
@@ -181,7 +190,7 @@ def _left(row_grad: GradOfRanks, ranks: Ranks) -> Left | None:
             grad_SD *= cut.scale_S.to(grad_SD.device)[:, None]
         uses_R = None
         if store.kept is not None:
-            uses_R = lease.remote.asking.uses_R or [torch.ones_like(tables) for tables in sent.table_R]
+            uses_R = lease.remote.request.uses_R or [torch.ones_like(tables) for tables in sent.table_R]
             if lease.remote.owned is not None:  # They were used as they were looked up.
                 uses_R = [torch.zeros_like(uses) for uses in uses_R]
         left.append(Left(sent.id_R, sent.table_R, cut.parts_R, grad_SD, uses_R))
@@ -190,7 +199,7 @@ def _left(row_grad: GradOfRanks, ranks: Ranks) -> Left | None:
         loops = store.loops
         remote = leases[0].remote
         if len(leases) == 1 and remote is not None and not store.replicas:
-            sent = remote.asking.sent  # Gradients go to the ranks that sent the rows.
+            sent = remote.request.sent  # Gradients go to the ranks that sent the rows.
         else:
             table_U, id_U = (loops.tensor(array).cpu() for array in (summed.table_U, summed.id_U))
             sent = _by_trainer(store, ranks, table_U, id_U)
@@ -251,7 +260,7 @@ def shuffle_grads(
         sent.extend(make())
         return [_block(sent, r) for r in range(ranks.size)]
 
-    brought: list[tuple[Asked, torch.Tensor] | None] = []
+    brought: list[tuple[Requested, torch.Tensor] | None] = []
     with whole_exchange():
         what = ", ".join(f"the {its.gradients} of {its.name} in {its.comm_dtype}" for its in its_ranks)
         received = ranks.exchange(f"bring gradients to their owners for {what}", blocks)
@@ -262,7 +271,7 @@ def shuffle_grads(
                 brought.append(None)
                 continue
             counts_R = [(max(0, keys), *more) for keys, *more in counts_R]
-            asked = asked_by(store, ranks, received, counts_R, uses=store.kept is not None)
+            requested = requested_by(store, ranks, received, counts_R, uses=store.kept is not None)
             if left is None:
                 rows_R, grad_ND = (
                     [0] * ranks.size,
@@ -270,7 +279,7 @@ def shuffle_grads(
                 )
             else:
                 rows_R, grad_ND = left.rows_R, left.grad_ND
-            brought.append((asked, ranks.swap(grad_ND.to(its.comm_dtype), rows_R, asked.answers_R)))
+            brought.append((requested, ranks.swap(grad_ND.to(its.comm_dtype), rows_R, requested.answers_R)))
         # After the last message: a rank that fails at it, for want of memory, leaves none waiting in one.
         return [
             None if one is None else _owned(*one, its.grad_scale, lookup)
@@ -295,13 +304,13 @@ def _block(sent: Sequence[Left | None], r: int) -> list[torch.Tensor]:
     return [torch.tensor(counts, device="cpu"), *keys]
 
 
-def _owned(asked: Asked, grad_ND: torch.Tensor, scale: float, lookup: Lease | None) -> tuple[Lease, RowGrads]:
+def _owned(requested: Requested, grad_ND: torch.Tensor, scale: float, lookup: Lease | None) -> tuple[Lease, RowGrads]:
     pinned, remote = None, None if lookup is None else lookup.remote
-    if lookup is not None and remote is not None and asked.is_as(remote.asked):
-        asked = remote.asked  # Its unique keys are known.
+    if lookup is not None and remote is not None and requested.is_as(remote.requested):
+        requested = remote.requested  # Its unique keys are known.
         if remote.owned is not None and remote.owned.is_pinned:
             pinned, lookup.remote = remote.owned, dataclasses.replace(remote, owned=None)  # The gradient owns the pins.
-    keys, store = asked.keys_behind(0), asked.store
+    keys, store = requested.keys_behind(0), requested.store
     loops = store.loops
     grad_ND = grad_ND.float().to(loops.device)
     if scale != 1.0:  # Received rows are fewer than terms of sums. NumPy's product may raise on one rank: np.seterr.

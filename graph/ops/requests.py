@@ -1,7 +1,7 @@
 """Request of a rank to others in a lookup: unique keys of their rows, or sums of these over parts of bags.
 
 The ids of a bag that one rank owns are a *part* of it. An owner answers with a row for each key, or with a sum for each
-part; of the latter the rank that has asked makes the sums or means of its bags:
+part, of which the requesting rank makes the sums or means of its bags:
 
     two bags     a b a c,  c d      rank 0 owns a and c, rank 1 owns b and d
     of rank 0    keys a c           parts  a a c  and  c
@@ -29,7 +29,7 @@ from oneemb.kernels.arrays import Bags
 from oneemb.kernels.unique_keys import occurrences
 from oneemb.storage.embedding_store import EmbeddingStore
 
-# More than any embedding has: what comes from other ranks, they have checked.
+# More than any embedding has: other ranks have checked the tables that they send.
 _TABLES = 1 << 31
 
 _PLACE_BYTES = 4
@@ -48,7 +48,7 @@ class KeysByRank(NamedTuple):
 
     @property
     def count_R(self) -> list[int]:
-        """How many go to each rank."""
+        """Number of keys that go to each rank."""
         return [len(ids) for ids in self.id_R]
 
 
@@ -67,7 +67,7 @@ class Parts:
     """Parts of bags that one rank sums for another."""
 
     key_N: torch.Tensor
-    """int32: the key of each id, among those that the other asks for; part after part."""
+    """int32: place of each id's key among the requested keys; part after part."""
     size_S: torch.Tensor
     """int32: how many ids each part has, at least 1."""
 
@@ -91,7 +91,7 @@ class CutBags:
 
     @property
     def count_R(self) -> list[int]:
-        """How many parts are each rank's."""
+        """Number of parts of each rank."""
         return [len(parts.size_S) for parts in self.parts_R]
 
     def of_bags(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,17 +106,17 @@ class CutBags:
 
 
 @dataclass(frozen=True)
-class Asking:
+class Request:
     """Request of a rank to the others: its unique keys and, where bags are cut, the parts to sum."""
 
     sent: KeysByRank
     cut: CutBags | None
     uses_R: Sequence[torch.Tensor] | None = None
-    """int32 [number]: how many ids of the lookup each key is of, by rank; None = owners do not ask."""
+    """int32 [number]: ids of the lookup that each key has, by rank; None = no policy counts uses."""
 
     @property
     def comes_R(self) -> list[int]:
-        """How many rows each rank answers with."""
+        """Number of rows that each rank sends as its answer."""
         return self.sent.count_R if self.cut is None else self.cut.count_R
 
     def counts(self, r: int) -> tuple[int, int, int]:
@@ -128,33 +128,33 @@ class Asking:
         keys = tensors_of(self.sent.id_R[r], self.sent.table_R[r], None if self.cut is None else self.cut.parts_R[r])
         return keys if self.uses_R is None else [*keys, self.uses_R[r]]
 
-    def of_none(self) -> "Asking":
-        """Asking nobody for anything."""
+    def empty(self) -> "Request":
+        """An empty request."""
         cut = self.cut
         if cut is not None:
             parts = [Parts(its.key_N[:0], its.size_S[:0]) for its in cut.parts_R]
             cut = CutBags(parts, cut.bag_S[:0], cut.ids_P)
         order_N, id_R, table_R = self.sent
         sent = KeysByRank(order_N[:0], [ids[:0] for ids in id_R], [tables[:0] for tables in table_R])
-        return Asking(sent, cut, None if self.uses_R is None else [uses[:0] for uses in self.uses_R])
+        return Request(sent, cut, None if self.uses_R is None else [uses[:0] for uses in self.uses_R])
 
 
 COUNTS = 3
-"""How many numbers tell how much is asked for."""
+"""Number of counts in the first message of a request."""
 
 
 def counts_of(ids: torch.Tensor, parts: Parts | None) -> tuple[int, int, int]:
-    """See `Asking.counts`."""
+    """See `Request.counts`."""
     return (len(ids), -1, 0) if parts is None else (len(ids), len(parts.size_S), len(parts.key_N))
 
 
 def tensors_of(ids: torch.Tensor, tables: torch.Tensor, parts: Parts | None) -> list[torch.Tensor]:
-    """See `Asking.tensors`."""
+    """See `Request.tensors`."""
     return [ids, tables] if parts is None else [ids, tables, parts.key_N, parts.size_S]
 
 
 def parts_move_fewer_bytes(keys: int, parts: int, ids: int, row_bytes: int, grad_bytes: int) -> bool:
-    """Whether a rank had best ask other ranks for sums of parts, of so many ids, in place of so many keys' rows.
+    """Whether sums of parts, of so many ids, move fewer bytes between ranks than the rows of so many keys.
 
     Args:
         row_bytes, grad_bytes: of a row and its gradient on their way.
@@ -172,7 +172,7 @@ def cut_if_fewer_bytes(
         sent: its unique keys, by their owners.
         inverse_N: the key of each id, padding too; -1 for padding.
         offset_P1, row_P: as in `oneemb.kernels.arrays.Bags`.
-        rank: which this is: what it asks itself for moves nowhere.
+        rank: number of this rank, whose request to itself moves no bytes.
         row_bytes, grad_bytes: of a row and its gradient on their way.
     """
     order_U, sent_R = sent.order_N.numpy(), sent.count_R
@@ -189,8 +189,8 @@ def cut_if_fewer_bytes(
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Keys that ranks ask this one for, one rank's after another; and parts of bags that it is to sum."""
+class Requested:
+    """Request of all ranks to this one: keys, one rank's after another, and parts of bags to sum."""
 
     store: EmbeddingStore
     ranks: Ranks
@@ -199,26 +199,26 @@ class Asked:
     id_N: torch.Tensor
     """int64"""
     count_R: Sequence[int]
-    """How many are each rank's."""
+    """Number of keys of each rank."""
     parts_R: Sequence[Parts | None]
-    """Parts of bags that each rank asks for; None = the row of each of its keys."""
+    """Parts of bags that each rank requests; None = the row of each of its keys."""
     uses_N: torch.Tensor | None = None
-    """int32: how many ids each is of; None = no policy asks."""
+    """int32: ids that each key has; None = no policy counts uses."""
 
     @property
     def answers_R(self) -> list[int]:
-        """How many rows go to each rank."""
+        """Number of rows that go to each rank."""
         its = zip(self.count_R, self.parts_R, strict=True)
         return [count if parts is None else len(parts.size_S) for count, parts in its]
 
     @functools.cached_property
     def keys(self) -> Keys:
-        """The unique ones. They are looked up in such a shape that their rows can be sent as an answer, behind heads
-        of zeros."""
+        """Unique keys, in such a shape that the rows that a lookup gives can be sent as an answer, behind heads of
+        zeros."""
         return self.keys_behind(self.ranks.heads(rows_like(self.store, self.ranks)))
 
     def keys_behind(self, heads: int) -> Keys:
-        """The unique ones, of which a lookup gives the rows that go to each rank, behind so many rows of zeros."""
+        """Unique keys, of which a lookup gives the rows that go to each rank, behind so many rows of zeros."""
         store, ranks, answers_R = self.store, self.ranks, self.answers_R
         loops, inverse_N = store.loops, store.loops.tensor(self._unique.unique.inverse_N)
         answers, bags, of_answer_N = sum(answers_R) + heads * ranks.size, None, inverse_N
@@ -249,13 +249,13 @@ class Asked:
         )
 
     def _sizes_behind(self, heads: int) -> torch.Tensor:
-        """How many ids each part has, 0 where a head is: int64, on the CPU."""
+        """Number of ids of each part, 0 for a head: int64, on the CPU."""
         size_A = torch.zeros(sum(self.answers_R) + heads * self.ranks.size, dtype=torch.int64, device="cpu")
         for at, parts in zip(self.ranks.behind_heads(self.answers_R, heads), self.parts_R, strict=True):
             size_A[at] = 1 if parts is None else parts.size_S
         return size_A
 
-    def is_as(self, other: "Asked") -> bool:
+    def is_as(self, other: "Requested") -> bool:
         """Whether `other` has the same keys and parts. False for embeddings with a policy."""
         if self.uses_N is not None or self.sizes != other.sizes:
             return False
@@ -274,10 +274,10 @@ class Asked:
         return [self.table_N, self.id_N, *parts]
 
 
-def asked_by(
+def requested_by(
     store: EmbeddingStore, ranks: Ranks, received: Sequence[Received], counts_R: Sequence[Sequence[int]], *,
     uses: bool = False,
-) -> Asked:  # fmt: skip
+) -> Requested:  # fmt: skip
     """Request of all ranks to this one, from their first messages, `counts_R`, and their second ones, `received`.
 
     Args:
@@ -294,7 +294,7 @@ def asked_by(
         if uses:
             uses_R.append(block.take(keys, torch.int32))
     uses_N = torch.cat(uses_R) if uses else None
-    return Asked(store, ranks, torch.cat(tables), torch.cat(ids), [keys for keys, *_ in counts_R], parts_R, uses_N)
+    return Requested(store, ranks, torch.cat(tables), torch.cat(ids), [keys for keys, *_ in counts_R], parts_R, uses_N)
 
 
 def keys_of_ranks(store: EmbeddingStore, table_N: torch.Tensor, id_N: torch.Tensor) -> Keys:
