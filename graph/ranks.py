@@ -344,9 +344,7 @@ class Ranks:
             try:
                 yield
             except RuntimeError as error:
-                if isinstance(error, RankError) or is_reported(
-                    error, 0
-                ):  # It is what has failed here, as all know now.
+                if isinstance(error, RankError) or is_reported(error, 0):  # Its own error, which all know now.
                     raise
                 raise reported_error(
                     f"rank {self.rank} was about to {what}, and another rank has ended, was killed, or did not come"
