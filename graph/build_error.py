@@ -10,7 +10,7 @@ _NOT_THE_USERS = {"oneemb", "torch", "contextlib", "threading", "concurrent"}
 
 
 class BuildError(RuntimeError):
-    """`build` does something that cannot be part of a graph. The message says what, where, and what works."""
+    """`build` does something that cannot be part of a graph. The message names it, its line, and what works."""
 
 
 def user_line() -> str:

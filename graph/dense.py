@@ -1,6 +1,6 @@
 """Runs dense modules through torch.compile or as CUDA graphs; where that fails, as they are.
 
-Invariant: a module that cannot be compiled or captured costs one warning, which says why, and no step.
+Invariant: a module that cannot be compiled or captured costs one warning, which gives the reason, and no step.
 
 A replay copies its inputs into the buffers of the capture, and writes its outputs and gradients where those of the
 capture are. So a module is captured only if a step calls it once and runs one backward pass: a second replay would
@@ -90,7 +90,7 @@ class DenseCompiler:
             return _InPlace(module, run)
 
         before = {module: module._compiled_call_impl for module in modules}
-        if building_now() is None:  # what is ours was left there by an interrupt
+        if building_now() is None:  # an interrupt has left an `_InPlace` there
             before = {module: None if isinstance(call, _InPlace) else call for module, call in before.items()}
         try:
             for module in modules:
@@ -150,7 +150,7 @@ class DenseCompiler:
 
 
 class _InPlace:
-    """Runs in the place of a module while `build` runs. If an interrupt has left it in place, it runs the module."""
+    """Call in the place of a module while `build` runs. If an interrupt has left it there, it calls the module."""
 
     def __init__(self, module: torch.nn.Module, run: Call):
         self._module, self._run = module, run

@@ -7,8 +7,8 @@
 Values may differ from call to call: tensors, numbers, strings inside a tuple, list or dict, and everything that is no
 structure. A list or tuple of nothing but strings, as a collate function gives it, is one value.
 
-Structure is what says which lookups `build` makes; they are recorded anew when it changes:
-- tuples, lists, dicts and dataclasses, their lengths and keys; classes that torch's pytrees know, and what they say of
+The structure decides which lookups `build` makes; they are recorded anew when it changes:
+- tuples, lists, dicts and dataclasses, their lengths and keys; classes that torch's pytrees know, and their context of
   an object beside its leaves, such as the keys of a KeyedJaggedTensor;
 - None, True, False, dtypes and devices, wherever they are;
 - a string that is an argument of its own, as in build(self, batch, mode="train");
@@ -43,8 +43,8 @@ class Structure(NamedTuple):
     Args:
         kind: "value", "constant", "sequence", "dict" or "tree".
         what: a value's name, the class of a constant and the constant, the class of a sequence, the class and keys of a
-            dict or dataclass, or the class and what it says of itself of what a pytree knows.
-        parts: what is nested in it.
+            dict or dataclass, or the class and context of an object that pytrees know.
+        parts: the nested structures.
     """
 
     kind: str
@@ -52,7 +52,7 @@ class Structure(NamedTuple):
     parts: tuple["Structure", ...] = ()
 
     def difference(self, other: "Structure", name: str = "") -> str:
-        """Where another structure first differs from this one, in words; "" if it does not.
+        """First difference of another structure from this one, as text; "" if there is none.
 
         >>> a, b = (Signature(lambda batch, mode="train": 0).flatten(x, {})[1] for x in ([[1, 2]], [[1, 2, 3]]))
         >>> a.difference(b)
@@ -86,7 +86,7 @@ class Structure(NamedTuple):
 
 
 class Signature:
-    """How `build` takes its arguments."""
+    """Signature of `build`."""
 
     def __init__(self, build: Callable[..., object]):
         self._signature = inspect.signature(build)

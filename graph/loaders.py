@@ -21,7 +21,7 @@ class Together(Iterator[Any]):
 
     Args:
         ranks: with connections of their own for the thread that iterates.
-        left: called when it has ended, or was left.
+        left: called at its end, or when the loop is left early.
 
     Raises, where a batch is asked for:
         RankError: the loader of another rank has failed.
@@ -74,7 +74,7 @@ class Together(Iterator[Any]):
                 call()
 
     def __del__(self) -> None:
-        self.leave()  # a loop that has never begun
+        self.leave()  # of a loop that never ran
 
 
 _NEXT = "give the next batch of a loop over a loader"

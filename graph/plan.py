@@ -180,7 +180,7 @@ def compile_plan(
 def _members(
     embeddings: Embeddings, trainers: Sequence[StepOptimizer], merged: Merged
 ) -> tuple[dict[str, Member], dict[str, MergedStore]]:
-    """Which stores can be merged, by the names that the graph has for them, and what they are merged in.
+    """Stores that can be merged, by the names that the graph has for them, and their merged stores.
 
     Those on the host whose rows are alike and are trained by one group of one optimizer, whether they are looked up or
     not: so every plan of these modules merges the same.

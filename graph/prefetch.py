@@ -35,7 +35,7 @@ from oneemb.graph.plan import Plan
 from oneemb.graph.streams import Ahead, Mark, capture_gate
 from oneemb.kernels.threads import start, within_thread_code
 
-# Seconds for which a loop that is left waits for its loader. There is a limit since the loader may wait for the loop in
+# Seconds that a loop that is left waits for its loader. There is a limit since the loader may wait for the loop in
 # turn: the garbage collector closes a forgotten loop on any thread, whatever locks that thread holds.
 _PATIENCE_S = 30.0
 # How long a signal may be delayed while its thread waits for a batch, in seconds.
@@ -212,7 +212,7 @@ class Worker(Generic[Batch]):
 
 
 def _get(queue: "SimpleQueue[None]", patience_s: float = math.inf) -> None:
-    """`queue.get`, in slices: a signal that comes while it is about to begin to wait would wait with it.
+    """`queue.get`, in slices: a signal that comes just before a wait would wait with it.
 
     Raises:
         Empty: nothing has come for so many seconds.
@@ -242,7 +242,7 @@ def prefetch(
         prepare: of a batch; it calls its second argument with the versions of the buffers it is about to read.
         compute: runs a step; it calls its second argument once its rows are acquired.
         devices: GPUs that `prepare` works on, beside the current one.
-        at_end: called, perhaps twice, when the thread loads no more: by itself, or in its place if it never begins.
+        at_end: called, perhaps twice, when the thread loads no more: by the thread, or in its place if it never runs.
         failing: gives a context for the loop, which sees what is raised in it before the thread has ended.
     """
     worker = Worker(batches, prepare, depth, devices, at_end)

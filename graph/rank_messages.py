@@ -90,7 +90,7 @@ def what_has_failed(of_all: Sequence[Report]) -> str:
     differ = len({what for what, *_ in of_all}) > 1
     doing, made = _by_rank(what for what, *_ in of_all), _by_rank(made for *_, made in of_all)
     one_name, ways = len({name for _, _, name, _ in of_all}) == 1, len({made for *_, made in of_all})
-    # Where they are busy with other embeddings, each of these was made in its own way, and that says nothing.
+    # Other embeddings were made in other ways, which explains nothing.
     if not differ or one_name and ways > 1:
         what = f"do different things ({doing})" if differ else of_all[0][0]
         return (
@@ -119,10 +119,10 @@ class Traffic:
     """Exchanges of one tensor each."""
     sent_bytes: int = 0
     seconds: float = 0.0
-    """From the begin of each to its end: the time that others are waited for is in it."""
+    """From the start of each exchange to its end, waits for other ranks included."""
 
     def add(self, sent: torch.Tensor, rows_to_others: int, begin: float) -> None:
-        """Count an exchange of rows that has begun at this reading of time.perf_counter."""
+        """Count an exchange of rows that started at this reading of time.perf_counter."""
         self.messages += 1
         self.sent_bytes += rows_to_others * (sent.numel() // max(1, len(sent))) * sent.element_size()
         self.seconds += time.perf_counter() - begin

@@ -2,14 +2,14 @@
 
     received = ranks.exchange("look up 'items'", lambda: blocks)
 
-Each exchange begins with a header: what the rank is doing, whether that has failed, and how much it sends to whom. So
-every rank raises where one has failed, and ranks that do different things say so; none waits for what will not come. A
-rank that fails between two exchanges puts a header in its place in the next one, and waits for nobody: `fail`.
+Each exchange starts with a header: code of the rank's operation, whether it has failed, and how much it sends to whom.
+So every rank raises where one has failed, or where ranks do different things, and none waits for a message that will
+not come. A rank that fails between two exchanges posts a header for the next one, and waits for nobody: `fail`.
 
 Invariants:
 - after an exchange that raises, every rank has left it: the group can be used again;
 - a child of fork sends nothing: what it asks of ranks is an error, there alone;
-- a rank leaves off between two exchanges, never in one: what comes next on any rank begins with a header, of one size.
+- a rank stops between two exchanges, never in one: the next message on any rank is a header, of one size.
 """
 
 import copy
@@ -189,7 +189,7 @@ class Ranks:
     ) -> torch.Tensor:  # fmt: skip
         """Send rows to the ranks, and get those that they send to this one, where both sides know how many.
 
-        One message, without a copy: what makes the rows leaves room for its header, see `heads`.
+        One message, without a copy: `make` leaves room for its header, see `heads`.
 
         Args:
             make: gives the rows, those for rank 0 first, each rank's behind its `heads`: [sent, W]. It is changed.
@@ -229,8 +229,7 @@ class Ranks:
         return begin_R[:, None] + torch.arange(heads, device="cpu")
 
     def swap(self, sent: torch.Tensor, sent_R: Sequence[int], received_R: Sequence[int]) -> torch.Tensor:
-        """Gradients of rows from the ranks for those to them, within `whole_exchange`, once an exchange has said how
-        many.
+        """Swap gradients of rows with the ranks, within `whole_exchange`, after an exchange of their numbers.
 
         Args:
             sent: [sum(sent_R), ...], those for rank 0 first.
@@ -379,7 +378,7 @@ class Ranks:
         """Raise the error of this rank, which is taken out of the list, or a RankError about those of others."""
         left = [rank for rank, (*_, number) in enumerate(headers) if number == _LEFT]
         of_all: list[Report] = []
-        if not left:  # A rank that has left waits for no words.
+        if not left:  # A rank that has left sends no report.
             words = self._all_gather(self._words(what, failed[0] if failed else None))
             of_all = [pickle.loads(its.numpy().tobytes()) for its in words]
         if failed:
@@ -444,7 +443,7 @@ def together(ranks: AnyRanks, stores: Sequence[EmbeddingStore], verb: str, what:
     Args:
         stores: of this rank; no step of theirs may be under way.
         verb: name of the call, for the error if a step is under way.
-        what: what the first exchange of `call` says.
+        what: operation in the first exchange of `call`.
     """
     if ranks.forked:
         for store in stores:

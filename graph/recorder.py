@@ -157,7 +157,7 @@ class StepStats:
 
     def __init__(self) -> None:
         self.profile: Profile | None = None
-        """Where to note each op as well."""
+        """Profile that notes each op as well; None = none."""
         self._stats: defaultdict[str, OpStats] = defaultdict(OpStats)
 
     def call(

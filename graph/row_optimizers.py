@@ -2,8 +2,8 @@
 
     row_optimizer_of(torch.optim.Adam(...), group)  ->  RowOptimizer "adam"
 
-A RowOptimizer says how many state values a row carries after its weights, what they are in a new row, and how the
-rows of one step are updated. Rates, betas and the like are read from the param group at every step, so that a
+A RowOptimizer holds the number of state values of a row, their values in a new row, and the update of the rows of one
+step. Rates, betas and the like are read from the param group at every step, so that a
 learning rate scheduler works; what decides the width of a row (the class, whether there is momentum) is fixed.
 
 Invariant: an option that changes what the optimizer computes is either followed or refused by name, in every
@@ -96,7 +96,7 @@ class RowOptimizer:
 
         Args:
             weight_SX, row_SW, slot_U, grad_UD: as in oneemb.kernels.row_update.
-            state_begin: word of a row at which its state begins.
+            state_begin: first word of a row's state.
             group: the optimizer's param group as it is now.
             step: the optimizer's global step, from 1.
             loops: what the update runs on.
@@ -174,7 +174,7 @@ def _begin(state: float | str, options: Mapping[str, Any]) -> float:
 def _run(
     update: RowUpdate, signed: bool, absent: Group, *rows: Any, state_begin: int, group: Group, step: int, loops: Loops
 ) -> None:
-    """Step rows with the options of a group; up their gradients where it says so and the class knows of it."""
+    """Step rows with the options of a group; up their gradients if the group maximizes and the class can."""
     if signed and group.get("maximize", False):
         rows = (*rows[:3], loops.negated(rows[3]))
     its = {**absent, **group} if absent else group
@@ -250,7 +250,7 @@ class KnownOptimizer:
     Args:
         name: of the row optimizer, to which those options of `wider` are added that are on.
         update: steps the rows. The names of its options are the class's own, but for beta1 and beta2.
-        state: for each state value that every weight has, its value in a new row, or the option that says it.
+        state: for each state value that every weight has, its value in a new row, or the option that has it.
         row_state: the same for the values that a row has once.
         wider: options each of which gives every weight one state value more, 0 in a new row, in this order. None can be
             turned on later; one that is turned off must not move the state of others.
@@ -308,7 +308,7 @@ OPTIMIZERS = {
         "adagrad", update_adagrad, (_ACC,), counts_steps=lambda group: bool(group.get("lr_decay")),
         fbgemm=("adagrad", "exact_adagrad"), fbgemm_options=("lr", "eps", _ACC), torchrec="Adagrad",
     ),
-    # Since torch 2.7 AdamW is Adam with this option; before, the class alone tells.
+    # Since torch 2.7 AdamW is Adam with this option; before, only the class differs.
     "torch.optim.Adam": KnownOptimizer(
         "adam", update_adam, (0.0, 0.0), wider=("amsgrad",), absent={"decoupled_weight_decay": False},
         renamed={"decoupled_weight_decay": "adamw"}, counts_steps=_always,

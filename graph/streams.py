@@ -70,7 +70,7 @@ class CaptureGate:
 
 
 capture_gate = CaptureGate()
-# A child of fork has none of the threads that were preparing or capturing: it begins with an open gate.
+# A child of fork has none of the threads that were preparing or capturing: its gate is open.
 os.register_at_fork(after_in_child=capture_gate.__init__)  # type: ignore[misc]
 
 
@@ -82,7 +82,7 @@ Mark = list[tuple[torch.device, Any]]
 
 
 class Ahead:
-    """The streams of one loop. Made on its thread before the worker begins: the worker's launches come after it.
+    """The streams of one loop. Made on its thread before the worker starts: the worker's launches come after it.
 
     Args:
         devices: those that batches are prepared on; of GPUs the current one counts too, and the CPU has no streams.

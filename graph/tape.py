@@ -4,9 +4,9 @@
         ids = batch["ids"][:, :2] % 1000      getitem = batch_ids[:, :2];  remainder = getitem % 1000
         rows = self.embedding(ids)            embedding = embedding(remainder)
 
-What is recorded is a guess: it holds where `build` does in the next step what it did in this one. Whoever uses it
-compares the ids that `build` asks for with those that were guessed, so a wrong guess costs time and no number. So the
-tape may be simple. It follows torch's functions from the tensors, arrays and lists of a batch on, and gives an object
+The recording is a guess: it holds where `build` does in the next step what it did in this one. The ids that `build`
+looks up are compared with those that were guessed, so a wrong guess costs time and no number. So the tape may be
+simple. It follows torch's functions from the tensors, arrays and lists of a batch on, and gives an object
 up where it changes in place, depends on random numbers or on a gradient, or comes from anything else.
 """
 

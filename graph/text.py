@@ -94,8 +94,8 @@ _BOX_WIDTH, _BOX_HEIGHT, _LETTERS = 4.6, 0.62, 62
 
 
 def draw_history(history: Sequence[tuple[str, str, fx.Graph]], path: str) -> None:
-    """Write a picture of (name, stage, graph) of each pass to a file, side by side; its ending says the format. An op
-    is a box, in the order in which they run; a line runs from what gives a value to what reads it.
+    """Write a picture of (name, stage, graph) of each pass to a file, whose suffix chooses the format. An op is a box,
+    in the order in which ops run; a line runs from the op that gives a value to the op that reads it.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -133,7 +133,7 @@ def _draw_graph(axes: "Axes", nodes: Sequence[fx.Node], left: float) -> None:
             facecolor=_color(node), edgecolor="#888888", linewidth=0.6,
         )  # fmt: skip
         axes.add_patch(box)
-        # A dollar would begin a formula.
+        # A dollar would start a formula.
         axes.text(left + 0.08, row[node], label.replace("$", r"\$"), fontsize=7, va="center", family="monospace")
         for used in node.all_input_nodes:
             if used in row:

@@ -1,4 +1,4 @@
-"""Torch's compiler and tracers: functions that torch.compile runs as they are; calls on values told from recorded ones.
+"""Torch's compiler and tracers: functions that torch.compile runs as they are; calls on values or recorded ones.
 
 Invariant: the answer concerns the tensors of the call and the thread that makes it. Torch's flags, such as
 `torch.compiler.is_exporting`, are of the whole process: they also hold in threads that train while another one exports.
@@ -44,8 +44,8 @@ def tracer_of(*values: object) -> str | None:
 
 
 def _is_traced_before_dispatch() -> bool:
-    """Whether make_fx(pre_dispatch=True), or torch.export, traces this thread. Only the stack of function modes tells:
-    the stack of pre-dispatch modes is the process's, and its key stays set in a thread that compiles meanwhile."""
+    """Whether make_fx(pre_dispatch=True), or torch.export, traces this thread, by the stack of function modes: that of
+    pre-dispatch modes is the process's, and its key stays set in a thread that compiles meanwhile."""
     modes = (_functions_seen_by(k) for k in range(_function_modes()))
     return any(type(mode).__name__ == "PreDispatchTorchFunctionMode" for mode in modes)
 
@@ -85,7 +85,7 @@ def is_exported_by_compiler() -> bool:
 vars(is_exported_by_compiler)["_dynamo_marked_constant"] = True
 
 
-# What torch's compiler has set for the frames that begin, None outside of what it has compiled.
+# The callback of torch's compiler for new frames; None outside of compiled code.
 _eval_frame = torch._C._dynamo.eval_frame
 _compiler_of_frames = _eval_frame.get_eval_frame_callback
 _SKIPPED = torch._C._dynamo.eval_frame._FrameExecStrategy(

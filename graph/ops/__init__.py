@@ -16,7 +16,7 @@
     rows  = read_ids(store, ids, ...)              eager, in place of all that: a lookup that leaves no gradient
     prefetched = prefetch(store, keys)             ahead of acquire(store, keys, prefetched=prefetched): inserts nothing
 
-Each file says what it is about; `op.py` says how an op is described.
+Each file opens with its subject; `op.py` describes the properties of an op.
 
 Eager mode calls the ops in this order. The compiler only reorders, merges, fuses and overlaps them, so a compiled step
 can be compared with an eager one.

@@ -93,7 +93,7 @@ class RowGrads:
         )  # fmt: skip
 
     def before_change(self) -> None:
-        """Tell those who watch the stores that these rows are about to change.
+        """Notify the watchers of the stores that these rows are about to change.
 
         Raises:
             StorageError: a watcher keeps them from it.

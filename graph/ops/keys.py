@@ -64,7 +64,7 @@ def unique_keys(
         ids: [B, T] of `key_type`: column t is looked up in table t. With one table, or with `table_ids`, any shape.
         table_ids: integers from 0 to T-1 of a shape that broadcasts to that of `ids`: the table of each id.
         offsets: integers [P + 1] from 0 to N, none below the one before: `ids` is [N] and bag p holds the ids from
-            offsets[p] to offsets[p + 1] - 1. `table_ids` then says the table of each bag, [P], or of all; without it
+            offsets[p] to offsets[p + 1] - 1. `table_ids` is then the table of each bag, [P], or of all; without it
             bags are those of B samples one after another, P = B * T, bag p of table p % T.
         columns: the table of each of C columns, none below the one before: bags are those of C columns one after
             another, P = C * B, bag p of column p // B. They give [B, C].

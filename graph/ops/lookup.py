@@ -72,7 +72,7 @@ class Remote:
     owned: "Lease | None"
     """The rows that ranks have asked this one for; None = they are not pinned."""
     request: Request
-    """This rank's request."""
+    """Request of this rank to the others."""
     requested: Requested
     """Request of all ranks to this one."""
 
@@ -169,7 +169,7 @@ class Lease:
     """Number of the backward pass that repeated the lookup last; -1 = none has."""
 
     def acquire(self) -> "Lease":
-        """This lease. The lookup counts as made now; see `order`."""
+        """Return this lease. The lookup counts as made now; see `order`."""
         self.order = next_order()
         return self
 
@@ -225,7 +225,7 @@ class Lease:
         """Let the rows be evicted; `pin` brings them back."""
         if self.remote is not None and self.remote.owned is not None:
             self.remote.owned.unpin()
-        # Given up first: pins that an interrupt leaves in between are released when this object is dropped.
+        # Dropped first: pins that an interrupt leaves in between are released when this object is dropped.
         pins, self._pins = self._pins, None
         if pins is not None:
             self.slot_U = None
@@ -333,8 +333,8 @@ def full_of(store: EmbeddingStore, error: StoreFullError) -> StoreFullError:
 
 
 def full(error: StoreFullError, waiting: int) -> StoreFullError:
-    """The same error; if pinned rows leave no room, one that says how many lookups wait for `zero_grad()`: `waiting`,
-    whose gradients are kept."""
+    """The same error; if pinned rows leave no room, one with the number of lookups that wait for `zero_grad()`:
+    `waiting`, whose gradients are kept."""
     if not error.pinned or waiting == 0:
         return error
     return StoreFullError(
@@ -399,8 +399,8 @@ def acquire(
 
 @Op(LOOKUP, takes=("store", "keys"), gives="lease")
 def acquire_later(store: EmbeddingStore, keys: Keys) -> Lease:
-    """The lookup of an embedding in eval mode that may get a gradient: rows are read as they are, unknown ones as they
-    begin, and acquired by the step that trains them.
+    """Lease of an embedding in eval mode that may get a gradient: rows are read as they are, unknown ones with their
+    initial values, and acquired by the step that trains them.
 
     Raises:
         ValueError: the ids are not where the embedding is.

@@ -40,7 +40,7 @@ class MergedLookup(NamedTuple):
     """One of the lookups that are merged; its ids, their tables and bags are those of `unique_keys`."""
 
     first_table: int
-    """The merged table at which its tables begin."""
+    """Number of its first table among the merged ones."""
     num_tables: int
     ids: torch.Tensor
     table_ids: torch.Tensor | None = None
@@ -83,7 +83,7 @@ class MergedRows:
         self.member_P = np.searchsorted(store.first_table_M1, first_tables).tolist()
         """The member of each lookup."""
         self.begin_M1 = store.begins(first_tables, keys.begin_P1)
-        """Where the keys of each member begin, and the end."""
+        """Place of the first key of each member, and the end."""
 
     def own_keys(self, p: int) -> Keys:
         """The keys of lookup p, as `unique_keys` gives them."""

@@ -1,11 +1,11 @@
 """Gradients of rows on their way: what backward passes leave for lookups, and, between ranks, to the owners of rows.
 
-    settle([weight.grad, ...])      every rank; does nothing to gradients of rows that no ranks own together
+    reduce_to_owners([weight.grad, ...])      every rank; skips gradients of rows that no ranks own together
 
 Gradients wait with the rank that looked the rows up until something needs them whole: a step, a norm, an unscaling. So
 any number of backward passes costs one exchange. Those of a key are summed twice: in batch order by each rank that
 looked it up, then in the order of the ranks by its owner, which takes their mean, as DistributedDataParallel does of
-dense gradients, or sum; both in float32. Of bags that owners have a part in (requests.py) they get the gradients of the
+dense gradients, or sum; both in float32. Where owners sum parts of bags (requests.py) they get the gradients of the
 bags, and make both sums. So the numbers of R ranks are those of one up to the rounding of a sum.
 
 Every rank gets the gradients of all ranks for rows of a replicated table, and sums them in the same order as the others
@@ -42,7 +42,7 @@ from oneemb.storage.embedding_store import EmbeddingStore
 
 
 class Pass(NamedTuple):
-    """Gradient that one backward pass has left for one lookup."""
+    """Gradient of one lookup from one backward pass."""
 
     lease: Lease
     grad: torch.Tensor | Summed
@@ -87,7 +87,7 @@ class GradOfRanks(Protocol):
     at_owners: bool
 
     def own(self, owned: tuple[Lease, RowGrads] | None) -> None:
-        """Hold what ranks have brought, in place of what its own lookups have left."""
+        """Hold the reduced gradient of this rank's rows, in place of that of its own lookups."""
 
 
 _Grad = TypeVar("_Grad", bound=GradOfRanks)
@@ -103,7 +103,7 @@ def by_ranks(row_grads: Iterable[_Grad]) -> list[tuple[Ranks, list[_Grad]]]:
 
 
 def reduce_to_owners(row_grads: Iterable[GradOfRanks]) -> None:
-    """Bring the gradients that lookups of rows of other ranks have left to the owners. Does nothing to others.
+    """Bring the gradients of rows that ranks own together to the owners of the rows.
 
     Every rank calls it with the gradients of the same embeddings in the same order: it is an exchange, unless nothing
     waits.
@@ -127,7 +127,7 @@ def _single_lookup(row_grad: GradOfRanks) -> Lease | None:
 
 
 class Left(NamedTuple):
-    """The gradients that lookups of one embedding have left, by the rank that is to get them."""
+    """Gradients of the lookups of one embedding, by the rank that is to get them."""
 
     id_R: Sequence[torch.Tensor]
     """int64 [number]: ids of keys; one may come several times."""
@@ -143,7 +143,7 @@ class Left(NamedTuple):
 
     @property
     def rows_R(self) -> list[int]:
-        """How many gradients go to each rank."""
+        """Number of gradients that go to each rank."""
         its = zip(self.id_R, self.parts_R, strict=True)
         return [len(ids) if parts is None else len(parts.size_S) for ids, parts in its]
 
@@ -172,7 +172,7 @@ def _all_left(row_grads: Sequence[GradOfRanks], ranks: Ranks) -> list[Left | Non
 
 
 def _left(row_grad: GradOfRanks, ranks: Ranks) -> Left | None:
-    """Gradients that lookups of this rank have left; None = none."""
+    """Gradients of this rank's lookups; None = none."""
     store, of_keys, left, leases = row_grad.store, [], [], []
     for lease, grads in grads_of_leases(row_grad.passes):
         cut = None if lease.remote is None else lease.remote.request.cut
@@ -212,7 +212,7 @@ def _left(row_grad: GradOfRanks, ranks: Ranks) -> Left | None:
 
 
 def _uses_by_steps(store: EmbeddingStore, leases: Sequence[Lease], summed: RowGrads) -> torch.Tensor:
-    """How many ids of those of these lookups that were made in eval mode each summed key is of: int32 [U]."""
+    """Number of ids that each summed key has in those of these lookups that were made in eval mode: int32 [U]."""
     loops, uses_U = store.loops, np.zeros(len(summed.id_U), np.int64)
     evaluated = [lease for lease in leases if lease.remote is not None and lease.remote.owned is None]
     if evaluated:
@@ -287,7 +287,7 @@ def shuffle_grads(
         ]
 
 
-_NONE = -1  # in place of a count: the rank has no gradients of an embedding
+_NONE = -1  # in place of a count, where the rank has no gradients of an embedding
 
 
 def _block(sent: Sequence[Left | None], r: int) -> list[torch.Tensor]:

@@ -128,7 +128,7 @@ def read_ids(
 ) -> torch.Tensor | None:
     """The weights of ids that are in no bags, without a gradient; None where they cannot be read in this way.
 
-    Each row is read in its place, without unique keys and pins. That needs rows that lie still, on the host.
+    Each row is read in its slot, without unique keys and pins. That needs stable slots, on the host.
 
     Args:
         inserts: insert unknown ids, as `gather` does; off, they read as their initial values, as with `peek`.

@@ -55,7 +55,7 @@ class KeysByRank(NamedTuple):
 def keys_by_rank(
     table_U: torch.Tensor, id_U: torch.Tensor, rank_N: np.ndarray, ranks: int, key_N: np.ndarray | None = None
 ) -> KeysByRank:
-    """Keys by the rank that each goes to; `key_N` says which they are, None = all in their order."""
+    """Keys by the rank that each goes to: those of `key_N`, None = all in their order."""
     sorted_N, begin_R1, _ = occurrences(rank_N.astype(np.int32), ranks)
     count_R = np.diff(begin_R1).tolist()
     order_N = torch.from_numpy(sorted_N.astype(np.int64) if key_N is None else key_N[sorted_N])
@@ -95,7 +95,7 @@ class CutBags:
         return [len(parts.size_S) for parts in self.parts_R]
 
     def of_bags(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The parts of bag 0 first, int32 [S], and where those of each bag begin, int64 [P + 1]."""
+        """Parts by bag, int32 [S], and the place of the first part of each bag, int64 [P + 1]."""
         order_S, begin_P1, _ = occurrences(self.bag_S.numpy(), len(self.ids_P))
         return torch.from_numpy(order_S), torch.from_numpy(begin_P1.astype(np.int64))
 

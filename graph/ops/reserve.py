@@ -1,4 +1,4 @@
-"""Lookups ahead: those that have begun for ids that a later step, or `build`, is expected to ask for.
+"""Lookups ahead, of ids that a later step, or `build`, is expected to look up.
 
     prefetched = prefetch(store, keys)                ahead of the step: reads the known rows, and pins them
     reserved = reserve(store, keys, prefetched)       in the step, before `build`

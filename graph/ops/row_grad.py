@@ -1,6 +1,6 @@
 """The gradient of an embedding's rows, as autograd carries it: the gradient of `embedding.weight`.
 
-A `RowGrad` has the weight's shape, [0, D], and holds what backward passes have left for each lookup. torch's own tools
+A `RowGrad` has the weight's shape, [0, D], and holds the gradients of each lookup's backward passes. torch's own tools
 (accumulation, zero_grad, clipping, GradScaler, autograd.grad, hooks) act on it through the few aten ops handled here,
 as they would on the dense gradient of a table: one that is zero but for the rows that were looked up.
 
@@ -36,7 +36,7 @@ class RowGrad(torch.Tensor):
     """The gradient of all rows of one embedding, zero but for rows that were looked up.
 
     `row_keys()` and `row_values()` give it as plain tensors; where ranks own the rows, those that this rank has looked
-    up, until the gradient is settled.
+    up, until the gradient is with the owners.
     """
 
     store: EmbeddingStore
@@ -108,7 +108,7 @@ class RowGrad(torch.Tensor):
         return loops.tensor(grads.table_U), loops.tensor(grads.id_U)
 
     def row_values(self) -> torch.Tensor:
-        """Their gradients, float32 [U, D]: a copy."""
+        """Gradients of these rows, float32 [U, D]: a copy."""
         grads = self.reduce()
         if grads is None:
             return torch.empty(0, self.shape[1], device=self.device, dtype=torch.float32)
@@ -196,7 +196,7 @@ class RowGrad(torch.Tensor):
         self.spent = True
 
     def own(self, owned: tuple[Lease, RowGrads] | None) -> None:
-        """Hold what ranks have brought of the rows that this one owns, in place of what its own lookups have left."""
+        """Hold the reduced gradient of the rows that this rank owns, in place of that of its own lookups."""
         for lease in dict.fromkeys(lease for lease, *_ in self.passes):
             lease.unpin()
         self.passes, self.at_owners = [], True

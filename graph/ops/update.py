@@ -59,7 +59,7 @@ def options_of(optimizer: torch.optim.Optimizer) -> Groups:
 
 
 def measure_reduce(args: object, grads: Sequence[RowGrads]) -> tuple[int, int]:
-    # The sums themselves are made by whoever reads them: an update, row by row, or clipping.
+    # The sums themselves are made where they are read: by an update, row by row, or by clipping.
     rows = 0
     for grad in grads:
         rows += len(grad.slot_U)
@@ -111,7 +111,7 @@ def _as_one(store: EmbeddingStore, row_grads: Sequence[RowGrad]) -> RowGrad:
     left = [[id(one.grad) for one in grad.passes] for grad in row_grads]
     if all(its == left[0] for its in left) and all(grad.summed is None for grad in row_grads):
         return RowGrad(store, first.passes, tables=tables)
-    # What was done to one of them has left sums in place of passes.
+    # One of them was changed since, and holds sums in place of passes.
     parts = [grads for grad in row_grads if (grads := grad.reduce()) is not None]
     holders = dict.fromkeys(
         lease for grad in row_grads for lease in (*(one.lease for one in grad.passes), *grad.holders)
@@ -177,8 +177,8 @@ class NonFiniteGradientError(ArithmeticError):
 
 
 def check_finite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads | None]) -> str | None:
-    """Which gradient of the step is not finite, those of dense parameters too, in words; None = all are. Who watches
-    the rows is then told that they are about to change.
+    """Text about a gradient of the step, dense or of rows, that is not finite; None = all are finite. The watchers of
+    the rows are then notified that these are about to change.
 
     Raises:
         ValueError: an optimizer's options have changed into what its rows cannot follow; no weight, state or
@@ -210,7 +210,7 @@ def may_step(
         scaler: the GradScaler that scaled the losses: a step that overflows is then left out.
 
     Raises:
-        NonFiniteGradientError: one is not finite, and not every optimizer of the step was told to skip such steps.
+        NonFiniteGradientError: one is not finite, and not every optimizer of the step skips such steps.
     """
     if found is None:
         return True
@@ -254,7 +254,7 @@ def _find_nonfinite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrad
     for optimizer in optimizers:
         for g, group in enumerate(optimizer.optimizer.param_groups):
             for p, parameter in enumerate(group["params"]):
-                # A sum is finite only if its terms are, and costs one pass; a finite overflow is told apart after it.
+                # A sum is finite only if its terms are, and costs one pass; a finite overflow is ruled out after it.
                 grad = parameter.grad
                 if grad is not None and not torch.isfinite(grad.sum()) and not torch.isfinite(grad).all():
                     return f"the gradient of parameter {p} {list(parameter.shape)} of group {g} is not finite"

@@ -1,4 +1,4 @@
-"""Where gradients of rows come from: what a lookup gave, as autograd knows it."""
+"""Rows of a lookup as autograd knows them: a backward pass through them gives the weight a gradient of rows."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -35,16 +35,18 @@ def _is_alone(grad: torch.Tensor) -> bool:
     """Whether nobody else has the memory of a gradient that autograd gives, so that it need not be copied.
 
     Another parameter's gradient may be a view of the same memory, which torch clips and accumulates in place: that of
-    `positions` in `embedding(ids)[None] + positions[None]`, say, or of what rows were concatenated with. Who else has
-    it is told by torch's counts of references, where it has them; those that Python holds to the same object (a hook
-    that keeps it) are not among them: `Pass.checked` sees their changes.
+    `positions` in `embedding(ids)[None] + positions[None]`, say, or of a tensor that rows were concatenated with.
+    torch's counts of references tell, where there are any; references of Python to the same object (a hook that keeps
+    it) are not counted: `Pass.checked` finds changes through them.
     """
     if not grad.is_contiguous() or grad.untyped_storage().nbytes() != grad.nbytes:
         return False
     tensor_uses, storage_uses = getattr(grad, "_use_count", None), getattr(torch._C, "_storage_Use_Count", None)
     if tensor_uses is None or storage_uses is None:
         return False
-    base: torch.Tensor | None = grad._base  # Of a view: it has the memory too, and whoever has it.
+    base: torch.Tensor | None = (
+        grad._base
+    )  # Of a view: the base has the memory too, and so has every holder of the base.
     views = 0 if base is None else 1
     # The storage is also held by the object that is asked for its address here, the base by the one that is read here.
     return bool(

@@ -27,7 +27,7 @@ def lower_embeddings(graph: fx.Graph, embeddings: Embeddings, *, inserts: bool =
     After:   keys = unique_keys(kept, ...);  lease = acquire_later(store, keys);  rows = gather(lease)
     After:   keys = unique_keys(kept, ...);  rows = peek(store, keys)
 
-    The keys of bags hold their offsets, and `gather` and `peek` are told how to pool. Arguments that these could refuse
+    The keys of bags hold their offsets, and `gather` and `peek` get their pooling. Arguments that these could refuse
     are checked before any row is inserted:
 
     After:   keys = unique_keys(kept, ...);  check_pooling(keys, weights, "sum");  reserved = reserve(store, keys) ...

@@ -14,16 +14,16 @@ from oneemb.graph.passes import copy_graph, node_of, output_of, planned_in, stor
 
 @dataclass(frozen=True)
 class Member:
-    """Where a store is merged."""
+    """Place of a store in a merged one."""
 
     merged: str
     """The name of the merged store."""
     first_table: int
-    """The merged table at which the store's tables begin."""
+    """Number of the store's first table among the merged ones."""
 
 
 def merge_embeddings(graph: fx.Graph, members: Mapping[str, Member]) -> fx.Graph:
-    """Look up and, after it, update the rows of several stores at once. `members` says which are merged in what.
+    """Look up and, after it, update the rows of several stores at once; `members` has the merged store of each.
 
     Before:  u1 = unique_keys(x, ...);  reserved1 = reserve(a.store, u1)
              u2 = unique_keys(y, ...);  reserved2 = reserve(b.store, u2)

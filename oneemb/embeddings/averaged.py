@@ -110,7 +110,7 @@ class AveragedEmbedding(torch.nn.Module):
 
     @property
     def embedding(self) -> TableEmbedding:
-        """The one whose rows are averaged."""
+        """Embedding whose rows are averaged."""
         return self._embedding[0]
 
     @property
@@ -199,7 +199,7 @@ class AveragedEmbedding(torch.nn.Module):
             alone((self.rows.store.step_lock,), lambda: self._catch_up(table_U, id_U, weight_UD.float()))
 
     def erase(self, table_U: np.ndarray, id_U: np.ndarray) -> None:
-        """Forget the averages of rows that have been erased: they begin anew too."""
+        """Forget the averages of rows that have been erased: they are initialized anew too."""
         erase_rows(self.rows.store, table_U, id_U)
 
     def _catch_up(self, table_U: Array, id_U: Array, row_UD: torch.Tensor) -> None:

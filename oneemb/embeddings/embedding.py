@@ -68,7 +68,7 @@ class TableEmbedding(SnapshotCalls, RowCalls):
             self.ranks.size,
         )  # fmt: skip
         self.policies = policies_of(policy, tables, store_options, self.ranks)
-        """Which rows each table keeps; None = all of them."""
+        """Policy of each table; None = tables keep all rows."""
         self.name = name
         self.column_dims = tuple(dim_C)
         self.embedding_dim = sum(dim_C)
@@ -78,7 +78,7 @@ class TableEmbedding(SnapshotCalls, RowCalls):
         self.num_tables = len(self.tables)
         replicated = all(table.replicate for table in self.tables)
         self.lookups = LookupsHere() if self.ranks.alone or replicated else LookupsOnRanks(self.ranks)
-        """How ids are looked up: here, where this process has all rows or copies of all, or with the ranks."""
+        """Lookups: here, where this process has all rows or copies of all, or with the ranks."""
         self.store_options = store_options
         self.default_initializer = default_initializer
         self.padding_idx = padding_idx
@@ -165,7 +165,7 @@ class TableEmbedding(SnapshotCalls, RowCalls):
         try:
             pools = "sum" if pooling is None else pooling_of(pooling, offsets)
         except ValueError as error:
-            if self.lookups.asks_ranks and building_now() is None:  # A graph tells ranks of whatever `build` raises.
+            if self.lookups.asks_ranks and building_now() is None:  # A graph reports errors of `build` itself.
                 self.ranks.fail(f"look up {self.name!r}", error)
             raise
         tables_C = None if columns is None else columns_of(columns)

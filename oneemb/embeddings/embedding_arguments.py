@@ -29,7 +29,7 @@ from oneemb.storage.snapshots.snapshot_parts import rank_folder_name
 from oneemb.storage.tiers.stack import RemotePlan, StorePlan
 
 DEFAULT_INITIALIZER = NormalInitializer(0.0, 0.05)
-"""How rows begin in an embedding that is given no initializer."""
+"""Initializer of rows in an embedding without one."""
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 """The dtypes of rows, with the names that storage has for them."""
@@ -47,7 +47,7 @@ def check_arguments(
     seed: int,
     ranks: int,
 ) -> None:
-    """Raise TypeError or ValueError unless an embedding can be made of these, as `MultiTableEmbedding` says."""
+    """Raise TypeError or ValueError unless these are arguments of an embedding as in `MultiTableEmbedding`."""
     if not isinstance(name, str) or not name:
         raise TypeError(f"name must be a word, got {name!r}")
     for dim in dim_C:
@@ -122,7 +122,7 @@ def initial_rows(
 
 
 def _check_range(what: str, initializer: Initializer, dtype: torch.dtype) -> None:
-    """Raise ValueError if weights may begin infinite: float16 ends at 65504."""
+    """Raise ValueError if initial weights may be infinite: float16 ends at 65504."""
     largest = largest_weight(initializer)
     if largest > torch.finfo(dtype).max:
         raise ValueError(
@@ -132,7 +132,7 @@ def _check_range(what: str, initializer: Initializer, dtype: torch.dtype) -> Non
 
 
 def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Arguments by which rows begin or read differently in two embeddings, as a text for each; None if there are none.
+    """Arguments by which rows initialize or read differently in two embeddings, a text for each; None = all are equal.
 
     Args:
         theirs: the `description` in a snapshot; other releases may have saved less of it, or none.
@@ -165,7 +165,7 @@ def _begins(table: Mapping[str, Any], default: Mapping[str, Any]) -> str:
 
 
 def rank_folders(options: StoreOptions, ranks: AnyRanks) -> list[str]:
-    """Where the rows of each rank are: the folder that the options give it, or one of its own in theirs."""
+    """Folder of each rank's rows: the one that the options give it, or one of its own in theirs."""
     paths = options.persistent_path
     if ranks.alone or len(paths) > 1:
         return list(paths)
@@ -235,7 +235,7 @@ def policies_of(
 
 
 def state_width_of(options: StoreOptions, dim: int, optimizer: str, needed: int) -> int:
-    """Values of state that a row has room for: what the options say, else the `needed` values of the optimizer."""
+    """Values of state that a row has room for: as the options have it, else the `needed` values of the optimizer."""
     if options.storage_dim is not None:
         if options.storage_dim < dim + needed:
             raise ValueError(

@@ -7,8 +7,8 @@
     check_fits(embedding, name)            whether a snapshot can be loaded
     load_named(embedding, snapshot)        the snapshot that `named_snapshot` gave
 
-`embedding.store` has the rows of this rank, `embedding.ranks` are those that own all together, and `embedding.lookups`
-says whether a lookup asks them.
+`embedding.store` has the rows of this rank, `embedding.ranks` own all rows together, and `embedding.lookups.asks_ranks`
+is whether a lookup is an exchange of theirs.
 """
 
 from oneemb.embeddings.lookups import keys_of

@@ -2,8 +2,8 @@
 
 The one place that knows it beside the code that sends (graph/ranks.py, graph/ops): `oneemb.plan` asks it.
 
-Invariant: `messages_of` says what goes through the process group, byte for byte; benchmarks/bench_plan.py and
-tests/test_planning.py compare the two. Not said: what replicated tables save and cost, and the norms of clipping.
+Invariant: `messages_of` lists all that goes through the process group, byte for byte; benchmarks/bench_plan.py and
+tests/test_planning.py compare the two. Replicated tables and the norms of clipping are left out.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Calls about rows by id: erase some, let those leave that have expired, give scores. Ranks make each together.
+"""Calls about rows by id: erase rows, evict expired ones, give scores. Ranks make each call together.
 
 Each rank names ids of its own, and each of them is dealt with by the rank that owns its row.
 """
@@ -27,8 +27,8 @@ class RowCalls(torch.nn.Module):
     ranks: AnyRanks
 
     def erase(self, ids: torch.Tensor, table: int = 0) -> int:
-        """Forget the rows of ids, weights and optimizer state: one that is looked up again begins anew. Snapshots keep
-        the rows that they have.
+        """Forget the rows of ids, weights and optimizer state: a row that is looked up again is initialized anew.
+        Snapshots keep the rows that they have.
 
         With `process_group` every rank makes the call, each with ids of its own; what any of them names is erased.
 
@@ -66,7 +66,7 @@ class RowCalls(torch.nn.Module):
         return int(np.count_nonzero(counted_U))
 
     def evict(self) -> dict[str, int]:
-        """Let all rows leave that have expired, by age, norm or `expire_where`, as the tables' policies say. With
+        """Evict all rows that have expired, by age, norm or `expire_where` of the tables' policies. With
         `process_group` every rank makes the call.
 
         Returns:
@@ -74,14 +74,16 @@ class RowCalls(torch.nn.Module):
             loaded with more rows than they may have.
 
         Raises:
-            ValueError: `expire_where` or a clock raises, or gives what it is not to give. On this rank no row has left.
+            ValueError: `expire_where` or a clock raises, or gives a wrong result. On this rank no row is evicted.
         """
         what, left = f"evict rows of {self.name!r}", Counter[str]()
 
         def evict() -> list[dict[str, int]]:
-            if self.ranks.alone:  # In one turn: another thread's lookup may not use a row between choice and leave.
+            if (
+                self.ranks.alone
+            ):  # Under one store lock: no other thread may use a row between its choice and its eviction.
                 return [self.store.policy.evict()]
-            departing: list[Departing] = []  # On none of them, if one fails to say what leaves.
+            departing: list[Departing] = []  # Evicted on no rank, if one fails to choose.
             self.ranks.agree(what, lambda: departing.extend(self.store.policy.departing()))
             return self.ranks.all_gather(what, lambda: self.store.policy.evict(departing))
 
@@ -90,9 +92,9 @@ class RowCalls(torch.nn.Module):
         return dict(left)
 
     def scores(self, ids: torch.Tensor, table: int = 0) -> torch.Tensor:
-        """The scores of rows, uint64 of the shape of `ids`: those of least score leave first. 0 where there is no row.
+        """The scores of rows, uint64 of the shape of `ids`, 0 without a row: rows of least score are evicted first.
 
-        What a score means is the policy's: the number of the last lookup of `LRU`, of the step of `StepLRU`, uses of
+        The policy defines the score: the number of the last lookup of `LRU`, of the step of `StepLRU`, uses of
         `LFU` (with a half-life the bits of a float64, log2(uses) + step / half_life), the power and the step of
         `MixedLFU`, the epoch and the lookup or the uses of `EpochLRU` and `EpochLFU`, what was given of `GivenScore`.
         With `process_group` every rank makes the call, each with ids of its own.
@@ -109,12 +111,12 @@ class RowCalls(torch.nn.Module):
 
         of_owners, count = read_together(self.ranks, [self.store], "scores", what, ask)
         score_N = np.zeros(count, np.uint64)
-        for scores_R in of_owners:  # A rank that does not own a row says 0.
+        for scores_R in of_owners:  # A rank that does not own a row has 0.
             score_N |= scores_R[self.ranks.rank]
         return torch.from_numpy(score_N).view(ids.shape)
 
     def set_scores(self, ids: torch.Tensor, scores: torch.Tensor, table: int = 0) -> int:
-        """Give rows other scores; the next use changes them as the policy says, which of `GivenScore` is not at all.
+        """Give rows other scores; the next use changes them by the rule of the policy; `GivenScore` keeps them.
 
         With `process_group` every rank makes the call, each with ids of its own, which may be none.
 

@@ -53,8 +53,8 @@ class SnapshotCalls(WeightOfRows):
         self._save(name, overwrite=overwrite)
 
     def save_delta(self, name: str, since: str, *, keep_evicted: bool = False, overwrite: bool = False) -> None:
-        """Save what has changed since a snapshot or delta: the rows that were trained, begun or imported since, and the
-        keys of those that have left. `load_snapshot(name)` loads the rows as they are now, from the snapshot and the
+        """Save the changes since a snapshot or delta: the rows that were trained, initialized or imported, and the keys
+        of evicted ones. `load_snapshot(name)` loads the rows as they are now, from the snapshot and the
         deltas since, wherever it lies; `oneemb merge-deltas` makes the delta a whole snapshot.
 
         A delta counts as a snapshot: it is complete when the call returns, listed, deleted and named by state dicts as
@@ -64,7 +64,7 @@ class SnapshotCalls(WeightOfRows):
             name: as of `save_snapshot`.
             since: one of the last four snapshots and deltas that this embedding has saved, or loaded as they were
                 saved by as many ranks.
-            keep_evicted: do not say which rows have left by a policy: who loads the delta has them as they were before,
+            keep_evicted: leave out which rows a policy has evicted: a load of the delta has them as they were before,
                 for serving. Those that `erase` has forgotten go all the same.
             overwrite: replace a snapshot of this name, atomically.
 
@@ -88,7 +88,7 @@ class SnapshotCalls(WeightOfRows):
         )
         saved = self.store.snapshots.saved
         if saved is not None and saved[0] == identity:
-            changes = saved[1]  # Rows that have expired may have left before it.
+            changes = saved[1]  # Expired rows may have been evicted before it.
         if not keep_evicted:  # Else who loads it has other rows.
             self.saved = {"oneemb_snapshot": name, "oneemb_identity": identity}, changes
 
@@ -96,7 +96,7 @@ class SnapshotCalls(WeightOfRows):
         """Go on from a snapshot: its rows, optimizer state and step replace those of the embedding.
 
         If the snapshot has no state, such as one of pretrained vectors, its rows get the state of new rows, and the
-        embedding begins at step 0.
+        embedding starts at step 0.
 
         The ranks that saved it may have been more or fewer than those of `process_group`, or none: each rank, and every
         one has to make the call, reads what it owns. With as many ranks as before it reads its own folder alone.
@@ -202,7 +202,7 @@ class SnapshotCalls(WeightOfRows):
         same.
 
         Returns:
-            uint8 [1024], of which a copy says the same.
+            uint8 [1024]; a copy serves as well.
         """
         return encode(self.named_snapshot())
 
@@ -250,7 +250,7 @@ class SnapshotCalls(WeightOfRows):
         self.saved = None
 
     def warn_if_empty(self) -> None:
-        """Warn, once, if rows are about to begin in a folder with snapshots of which none was loaded."""
+        """Warn, once, if rows are about to be initialized in a folder with snapshots of which none was loaded."""
         asks, self.may_be_empty = self.may_be_empty, False
         if not asks or self.store.changes or self.saved is not None or not self.ranks.first:
             return

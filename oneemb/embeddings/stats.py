@@ -59,7 +59,7 @@ class TableStats(TypedDict):
     rows_missing: int
     rows_put: int
     io: str
-    """How blocks are read."""
+    """Kind of block reads."""
     read_depth: int
     """Reads in flight at most."""
     read_requests: int
@@ -70,7 +70,7 @@ class PolicyStats(TypedDict):
     """Counters of a policy, and its memory."""
 
     left: dict[str, int]
-    """Rows that have left since the embedding was made, by reason: "capacity", "expired", "norm", "where", "erased"."""
+    """Rows evicted since the embedding was made, by reason: "capacity", "expired", "norm", "where", "erased"."""
     bytes: int
     """Memory beside rows and their records."""
     admitted: NotRequired[int]

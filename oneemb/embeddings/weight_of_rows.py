@@ -41,7 +41,7 @@ class WeightOfRows(torch.nn.Module):
     weights_of_another: tuple[torch.nn.Parameter, ...] | None = None
     """Parameters of another module that stand for the rows in place of `weight`; see `stand_for_rows`."""
     row_optimizer: RowOptimizer | None = None
-    """How the rows are updated; set by the first step of a torch optimizer, `oneemb.Optimizer` or
+    """Update of the rows; set by the first step of a torch optimizer, `oneemb.Optimizer` or
     `TrainGraph.add_optimizer`."""
     optimizer_ref: weakref.ref[torch.optim.Optimizer] | None = None
 
@@ -180,7 +180,7 @@ def stand_for_rows(embedding: WeightOfRows, weights: Sequence[torch.nn.Parameter
 
 
 def _stand_for(embedding: WeightOfRows, weight: torch.nn.Parameter) -> None:
-    weight.__class__ = RowWeight  # whoever made it, another module or torch's tools
+    weight.__class__ = RowWeight  # another module or torch's tools may have made it
     weight.embedding = _RowsOf(embedding)  # type: ignore[attr-defined]
     weight.register_hook(ops.refuse_dense)
 

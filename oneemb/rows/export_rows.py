@@ -40,7 +40,7 @@ def export_rows(
 ) -> int:
     """Write the rows of an embedding, or of a snapshot, to a file.
 
-    The file has columns `keys`, `values` and `tables`, and says what optimizer and dtype its rows have, so that
+    The file has columns `keys`, `values` and `tables`, and names the optimizer and dtype of its rows, so that
     `import_rows` brings them back as they were. NumPy and Parquet have no bfloat16, and Parquet's readers seldom know
     float16: such weights are written as float32, exactly.
 

@@ -171,7 +171,7 @@ def checked_batch(
     path: str, first: int, keys: np.ndarray | None, values: np.ndarray, tables: np.ndarray | None,
     state: np.ndarray | None,
 ) -> Batch:  # fmt: skip
-    """These columns as a batch, whose first row is row `first` of the file.
+    """Batch of these columns, whose first row is row `first` of the file.
 
     Raises:
         ValueError: they are not what a file of rows holds.
@@ -300,7 +300,7 @@ Progress = Callable[[int, int | None], None]
 
 
 def suffix_of(path: str) -> str:
-    """Which format a path says, such as ".npz"."""
+    """Suffix of a path, such as ".npz"."""
     return os.path.splitext(path)[1].lower()
 
 

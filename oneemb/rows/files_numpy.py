@@ -49,7 +49,7 @@ class _NpyColumn:
             raise ValueError(f"{path} holds pickled Python objects, which are never loaded; save an array of numbers")
         if fortran and len(self.shape) > 1:
             raise ValueError(f"{path} lies column after column; save np.ascontiguousarray(array)")
-        # A damaged header may say any shape: it is believed only if the file has as many bytes.
+        # A damaged header may have any shape: it counts only if the file has as many bytes.
         row_bytes, left = math.prod(self.shape[1:]) * self.dtype.itemsize, size - file.tell()
         if min(self.shape, default=0) < 0 or math.prod(self.shape) * self.dtype.itemsize > left:
             raise ValueError(

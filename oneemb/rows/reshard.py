@@ -189,8 +189,8 @@ def merge_deltas(
 def _merged(
     table: PersistentTable, links: Sequence[Part], since: tuple[str, int] | None
 ) -> tuple[Places | None, dict[str, Any], dict[str, np.ndarray]]:
-    """Load the rows of a chain, and say what the merged snapshot holds: where rows lay that it does not, its meta but
-    for which part it is, and its arrays.
+    """Load the rows of a chain. Returns the places of rows that the merged snapshot does not hold, its meta without the
+    number of its part, and its arrays.
 
     Args:
         since: of a delta, the name of the snapshot that it is to go on from, and which of the links that is.

@@ -225,7 +225,7 @@ def _oneflow_writer(
 
     rows = SnapshotRows(RowFormat(storage_dim, "float32"), 0)
     sinks = _open_all(sink, paths)
-    parts = NewParts("", 1)  # OneFlow's files do not say of which snapshot they are a part, so none is marked.
+    parts = NewParts("", 1)  # OneFlow's files do not name the snapshot that they are a part of, so none is marked.
     return PersistentTableWriter(sinks, parts, owner_of_key, rows, key_dtype, np.dtype(np.float32), False)
 
 

@@ -49,15 +49,15 @@ class GraphViews(torch.nn.Module):
         )
 
     def explain(self) -> str:
-        """Where the time went since the graph was made: a table with a line for each op, and one for `build`.
+        """Table of times since the graph was made, with a line for each op, and one for `build`.
 
         The prepare half runs on a thread of its own, beside the compute half: it costs time only where it takes longer.
         Bytes and GB/s count the rows and gradients that an op must move; of `build` only the time is known, and the
         lookups that it makes itself are part of it.
         The plans of the 16 structures that were used last are in the table, each since it was compiled last; where
-        there were more structures, a line says how many are left out. Another says where `build` has looked up other
+        there were more structures, a line counts those left out. Another one tells where `build` has looked up other
         ids than expected so often that nothing is made ahead of it any more. Of ranks that own rows together the last
-        lines say what this one has exchanged with the others.
+        lines count its exchanges with the others.
         """
         every = list(self._plans.known.values())
         plans = [known.plan for known in every if known.plan is not None]

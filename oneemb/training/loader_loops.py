@@ -57,8 +57,8 @@ class LoaderLoops(GraphViews):
 
         `for loss in graph.run(loader): ...` gives what `for batch in loader: loss = graph(*batch)` gives, bit for
         bit. Ahead of its step a batch's unique ids are found, and its known rows are read into the cache and pinned.
-        Preparing inserts nothing and reads no row's values, so whoever leaves the loop early or saves in it finds what
-        the steps so far have made. The end of the loop, leaving it, or an error in it unpins the rows and ends the
+        Preparing inserts nothing and reads no row's values, so a loop that is left early, or a save in it, has what the
+        steps so far have made. The end of the loop, leaving it, or an error in it unpins the rows and ends the
         thread. If the loader keeps the thread for more than 30 s, a warning says so, and both happen when it gives its
         batch.
 
@@ -98,7 +98,7 @@ class LoaderLoops(GraphViews):
             return self._loop(position.read(loader), prefetch_depth, ranks, position)
         batches: list[Together] = []
         try:
-            with whole_exchange():  # The others begin the loop: an interrupt comes where they can be told.
+            with whole_exchange():  # The others start the loop: an interrupt waits until it can be reported to them.
                 ahead = self._connect(ranks)
                 left = functools.partial(self._connections.append, (ranks.group, ahead))
                 batches.append(Together(ahead, position.read(loader), left))
@@ -156,7 +156,7 @@ class LoaderLoops(GraphViews):
         if depth:
             prepare = functools.partial(self._prepare, ranks=ranks, position=position)
             devices = [embedding.store.loops.device for embedding in embeddings_of(self).values()]
-            # The others are told before this rank waits for its thread, which waits for theirs.
+            # An error is reported before this rank waits for its thread, which waits for other ranks.
             failing = self._failing_together
             yield from prefetch(loader, prepare, self._compute_prepared, depth, devices, leave, failing)
             position.ended()
@@ -188,7 +188,7 @@ class LoaderLoops(GraphViews):
             raise
 
     def _fail_together(self, error: BaseException, since: int, made: int, *, one_step: bool) -> None:
-        """Tell the ranks of an error, of a block that began at the moment `since`, when `made` steps had been made.
+        """Report an error to the ranks, of a block that started at the moment `since`, when `made` steps had been made.
         After an error of `one_step` the others expect nothing."""
         if one_step and not isinstance(error, Exception) and self._steps_made() > made:
             mark_reported(error)  # An interrupt that came when the step was made: what the others have done, it has.
@@ -215,7 +215,7 @@ class LoaderLoops(GraphViews):
         Only plans that exist are used: the thread that calls the graph records and compiles them.
 
         Args:
-            follow: told the versions of the tensors that preparing is about to read.
+            follow: called with the versions of the tensors that preparing is about to read.
             ranks: those whom its lookups are announced to, with connections of their own.
             position: of the loop that read the batch.
         """
@@ -239,7 +239,7 @@ class LoaderLoops(GraphViews):
                 follow(versions)  # A kernel that changes a tensor is launched before the tensor's version changes.
             values = plan.run_ahead(spread.values, announced, self._active_profile())
         except Exception:
-            # What is wrong with the batch, `build` will say, in its line; or it has just given the graph other modules.
+            # An error of the batch will come from `build`, in its line; or modules of the graph were just exchanged.
             return Prepared(spread)
         return Prepared(spread, plan, values, versions)
 

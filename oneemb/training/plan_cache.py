@@ -15,10 +15,10 @@ PLANS_MAX = 16
 """Plans that a graph keeps: those used last."""
 
 RECORDED_MAX = 32
-"""How often the lookups of one structure of inputs are recorded: anew after a step that has made others."""
+"""Recordings of the lookups of one structure of inputs at most: one after each step that has made others."""
 
 MISSED_MAX = 3
-"""How often an embedding may be looked up with other ids than were expected, before none are expected any more."""
+"""Lookups of an embedding with other ids than were expected, after which none are expected any more."""
 
 GIVEN_UP = (
     f"build has looked up other ids than expected, however often its lookups were recorded ({RECORDED_MAX} times); they"
@@ -51,7 +51,7 @@ class Known:
         """None = they are to be recorded."""
         self.recorded = 0
         self.missed: Counter[str] = Counter()
-        """How often a lookup of each embedding was expected in vain."""
+        """Number of lookups of each embedding that were expected in vain."""
 
     @property
     def given_up(self) -> bool:
@@ -89,7 +89,7 @@ class PlanCache:
         self._last: Known | None = None
         """Lookups of the last call."""
         self.dropped = 0
-        """Plans that gave way to others."""
+        """Number of plans that were dropped for others."""
         self.merged: Merged = {}
         self.latest: Plan | None = None
         """Plan of the last call."""

@@ -159,8 +159,7 @@ def settle_rows(weights: Iterable[Sequence[RowWeight]]) -> AnyRanks:
     for weight, grad in zip(embeddings.values(), grads, strict=True):
         if grad.summed is not None:
             weight.grad = grad
-    # Of all of them: lookups of tables that are all replicated ask no rank, so that nothing else tells how these were
-    # made.
+    # Of all of them: lookups of replicated tables are no exchange, so that nothing else compares how these were made.
     return Ranks.joined(ranks)
 
 
