@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 
 class Lookup(NamedTuple):
-    """Arguments of an embedding's `forward`. Any: the lookup itself refuses what is none of its kind."""
+    """Arguments of an embedding's `forward`. Any: the lookup itself refuses wrong types."""
 
     ids: Any
     table_ids: Any = None

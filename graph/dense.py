@@ -33,7 +33,7 @@ _PATIENCE_S = 10.0
 _TRIES = 3
 
 Call = Callable[..., Any]
-"""A module, or what runs in its place. Any: a user's module gives whatever it likes."""
+"""A module, or a call in its place. Any: a user's module may give anything."""
 
 
 class DenseCompiler:
@@ -67,11 +67,11 @@ class DenseCompiler:
 
     @contextlib.contextmanager
     def in_place_of(self, root: torch.nn.Module, why_not_captured: str = "") -> Iterator[None]:
-        """Calls of dense modules inside run what `of` gives for them.
+        """Block in which calls of dense modules run the results of `of`.
 
         Args:
             root: the module whose outermost submodules without an embedding are meant.
-            why_not_captured: what forbids a capture; empty = nothing does.
+            why_not_captured: reason against a capture; empty = there is none.
         """
         modules = list(_dense_modules(root))
         calls: dict[torch.nn.Module, int] = dict.fromkeys(modules, 0)
@@ -106,7 +106,7 @@ class DenseCompiler:
         """The function to call in the module's place.
 
         Args:
-            why_not_captured: what in the graph forbids it; empty = nothing does.
+            why_not_captured: reason against a capture; empty = there is none.
         """
         if self._compiles and id(module) not in self._compiled:
             self._compiled[id(module)] = module, self._first_call(module)
@@ -183,7 +183,7 @@ class _Captured:
             self._calls[kind] = self._calls.get(kind, 0) + 1
             if self._calls[kind] <= WARM_STEPS or not self._capture(kind, call, args):
                 return call(*args, **kwargs)
-        # The buffers of a graph are written again by its next replay; what a step gave is the caller's.
+        # The next replay writes the buffers again; the result of a step is the caller's.
         return torch.utils._pytree.tree_map(_cloned, self._graphs[kind](*args))
 
     def _why_not(self, args: Sequence[Any], kwargs: dict[str, object]) -> str:

@@ -29,7 +29,7 @@ _Get = Callable[[_Env], Sequence[Any]]
 """Gets some of them: C code, since a graph of many small ops would spend as long on their arguments as on the ops."""
 
 _Made = tuple[int, Callable[[Any], Any], _Get]
-"""Place of an argument that is made of several values, what makes it of them, and what gets them."""
+"""Place of an argument that is made of several values, the function that makes it, and the getter of the values."""
 
 Find = Callable[[str], Any]
 """Gives the object that a node names, of whatever class."""
@@ -54,7 +54,7 @@ class Executor:
     """A graph that can be called.
 
     Args:
-        graph: what to run; its inputs are given in the order of its placeholders.
+        graph: run with inputs in the order of its placeholders.
         find: the object that a `get_attr` node names, asked at every run.
         half: "prepare" or "compute": the row of profiles in which its ops are shown.
     """

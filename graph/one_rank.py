@@ -1,4 +1,4 @@
-"""A process that owns all rows, as a group of one rank: its exchanges give back what it sends.
+"""A process that owns all rows, as a group of one rank: its exchanges return its own messages.
 
 It has the calls of `Ranks` (ranks.py) that lookups, steps and calls on rows make, so that these need not ask whether
 there are other ranks; snapshots and checkpoints ask `alone`.

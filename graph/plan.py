@@ -51,7 +51,7 @@ class Plan:
     Args:
         whole: the lookups of a batch, from its values.
         prepare: the half that may run ahead, from the values too.
-        lookup: the other half, from what the first one gives.
+        lookup: the other half, from the results of the first one.
         history: the graph as recorded and after each pass.
         constants: the names of the tensors from outside the batch that the first half reads.
         others: lookups of a step that cannot be made ahead.
@@ -92,7 +92,7 @@ class Plan:
     def only_embedding(self) -> str:
         """Name of the embedding that is looked up; "" where there are several lookups, or none.
 
-        Such a lookup is planned for what can be prepared ahead; where nothing is, it is made in its line of `build`.
+        Such a lookup is planned for the loop that prepares it ahead; otherwise it is made in its line of `build`.
         """
         lookups = planned_in(self.whole.graph)
         return lookups[0].embedding if len(lookups) == 1 else ""
@@ -106,7 +106,7 @@ class Plan:
 
         Args:
             values: of the batch.
-            prepared: what the first half gave for them; None = it did not run.
+            prepared: results of the first half for them; None = it did not run.
         """
         if prepared is None:
             return self._expected(self.whole(self._inputs(values), profile))
@@ -147,7 +147,7 @@ def compile_plan(
     *,
     inserts: bool,
 ) -> Plan:
-    """Compile what a tape has recorded.
+    """Compile the lookups that a tape has recorded.
 
     Args:
         root: the graph.

@@ -6,12 +6,12 @@
 On a GPU the worker has a stream of its own (see streams.py), so that this holds there too.
 
 Invariants:
-- what a step gives does not depend on whether, or how far ahead, its batch was prepared;
+- the result of a step does not depend on whether, or how far ahead, its batch was prepared;
 - batch t + depth is loaded once the rows of batch t have been acquired, not before;
 - an error of the loader, or of a preparation, is raised by the step whose batch it was, with its traceback;
 - when `prefetch` is closed, which leaving a for loop does, nothing is pinned and the thread has ended; or, where the
   loader gives no batch for long, that will be so once it does;
-- what was prefetched and never acquired is unpinned by the thread itself, as its last act, so that nobody waits.
+- rows that were prefetched and never acquired are unpinned by the thread itself, as its last act: nobody waits.
 """
 
 import math
@@ -51,7 +51,7 @@ Follow = Callable[[object], None]
 
 @dataclass
 class Prepared:
-    """A batch, with what was made of it ahead of its step."""
+    """A batch, with the values that were made of it ahead of its step."""
 
     batch: Any
     """Batch for `compute`, which `prepare` has made of a loader's batch."""
@@ -76,7 +76,7 @@ class Prepared:
             self.position.trained(updated)
 
     def drop(self) -> None:
-        """Unpin what was prefetched and never acquired."""
+        """Unpin the rows that were prefetched and never acquired."""
         ops.unprefetch(self.values or ())
         self.announced.drop()
         self.values = None
@@ -243,7 +243,7 @@ def prefetch(
         compute: runs a step; it calls its second argument once its rows are acquired.
         devices: GPUs that `prepare` works on, beside the current one.
         at_end: called, perhaps twice, when the thread loads no more: by the thread, or in its place if it never runs.
-        failing: gives a context for the loop, which sees what is raised in it before the thread has ended.
+        failing: gives a context for the loop, which sees errors in it before the thread has ended.
     """
     worker = Worker(batches, prepare, depth, devices, at_end)
     # From here on only the thread holds the loader's iterator.

@@ -1,4 +1,4 @@
-"""The processes that own rows together, and how they exchange what they have.
+"""The processes that own rows together, and their exchanges.
 
     received = ranks.exchange("look up 'items'", lambda: blocks)
 
@@ -8,7 +8,7 @@ not come. A rank that fails between two exchanges posts a header for the next on
 
 Invariants:
 - after an exchange that raises, every rank has left it: the group can be used again;
-- a child of fork sends nothing: what it asks of ranks is an error, there alone;
+- a child of fork sends nothing: an exchange is an error, there alone;
 - a rank stops between two exchanges, never in one: the next message on any rank is a header, of one size.
 """
 
@@ -73,15 +73,15 @@ def _tried(make: Callable[[], T]) -> tuple[T | None, list[BaseException]]:
 class Ranks:
     """The ranks of a process group.
 
-    Each call that ranks make together takes `what`: what they are doing, in words that are the same on all of them. It
-    raises RankError if another rank has failed, or does something else; and what a function that it is given raises,
-    where every other rank raises RankError.
+    Each call that ranks make together takes `what`: the name of their operation, the same on all of them. It raises
+    RankError if another rank has failed, or does something else. An error of a function that it is given is raised on
+    this rank, and a RankError on every other one.
 
     Args:
         group: of torch.distributed. Tensors go through it as they are with gloo; with NCCL by way of the current GPU.
-        gradients: "mean" or "sum": what becomes of the gradients that ranks have for a row.
+        gradients: "mean" or "sum": reduction of the gradients that ranks have for a row.
         comm_dtype: torch.float32, float16 or bfloat16: of rows and gradients on their way between ranks.
-        name: of what they own.
+        name: of the embedding.
         made: how that was made, in words that have to be the same on all of them.
 
     Raises:
@@ -117,13 +117,13 @@ class Ranks:
         self.rank: int = group.rank()
         self.size: int = group.size()
         self.first = self.rank == 0
-        """Whether this rank does what one has to do for all."""
+        """Whether this rank is the one that acts for all."""
         on_gpu = group.name() == "nccl"
         self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
     @property
     def grad_scale(self) -> float:
-        """By what the gradients that ranks have for a row are multiplied before they are summed."""
+        """Factor of the gradients that ranks have for a row, before they are summed."""
         return 1 / self.size if self.gradients == "mean" else 1.0
 
     @property

@@ -1,6 +1,6 @@
 """Counts and times of ops: the table that `explain` shows, and the Chrome trace of `profile`.
 
-Bytes are those of rows and gradients that an op must read and write; what a cache saved or a disk added is not in
+Bytes are those of rows and gradients that an op must read and write; savings of a cache and costs of a disk are not in
 them. Times are those of the thread that ran the op.
 """
 
@@ -153,7 +153,7 @@ class Profile:
 
 
 class StepStats:
-    """Counts and times what a step does beside its graphs: `build`, and the ops of the update."""
+    """Counts and times of a step beside its graphs: `build`, and the ops of the update."""
 
     def __init__(self) -> None:
         self.profile: Profile | None = None

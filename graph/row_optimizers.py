@@ -4,7 +4,7 @@
 
 A RowOptimizer holds the number of state values of a row, their values in a new row, and the update of the rows of one
 step. Rates, betas and the like are read from the param group at every step, so that a
-learning rate scheduler works; what decides the width of a row (the class, whether there is momentum) is fixed.
+learning rate scheduler works; the width of a row follows from the class and from options that are fixed, as momentum.
 
 Invariant: an option that changes what the optimizer computes is either followed or refused by name, in every
 torch version and whenever it changes: rows and dense parameters never step by different options.
@@ -62,10 +62,10 @@ class RowOptimizer:
     Args:
         name: of the class in small letters, "row_wise_adagrad", with the options that make its rows wider:
             "sgd_momentum", "adam_amsgrad". Rows on disk are known by it.
-        weight_state: for each state value that every weight has, what it is in a new row.
+        weight_state: value in a new row of each state value that every weight has.
         row_state: the same for the values that a row has once; they lie after the others.
         run: steps the rows.
-        check: raises ValueError where the group's options have changed into what the rows cannot follow. Called for
+        check: raises ValueError where the group's options have changed so that the rows cannot follow. Called for
             every row optimizer of a step before any of them runs.
         fixed: options that must stay as they are, with their values; rows with other values are stepped separately.
         counts_steps: whether an update with these options depends on how many there were before.
@@ -99,14 +99,14 @@ class RowOptimizer:
             state_begin: first word of a row's state.
             group: the optimizer's param group as it is now.
             step: the optimizer's global step, from 1.
-            loops: what the update runs on.
+            loops: those that the update runs on.
         """
         self.check(group)
         self.run(weight_SX, row_SW, slot_U, grad_UD, state_begin=state_begin, group=group, step=step, loops=loops)
 
 
 def row_optimizer_of(optimizer: torch.optim.Optimizer, group: Group) -> RowOptimizer:
-    """The row optimizer that does what `optimizer` does to the parameters of `group`, one of its param_groups.
+    """The row optimizer that updates rows as `optimizer` updates the parameters of `group`, one of its param_groups.
 
     Besides the classes in OPTIMIZERS it takes any optimizer whose own class defines
     `row_optimizer(self, group) -> RowOptimizer`.
@@ -195,7 +195,7 @@ def _options(update: RowUpdate, group: Group) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Check:
-    """Raises where a group of a class of torch.optim asks for what its rows cannot follow.
+    """Check that rows can follow the options of a group of a class of torch.optim.
 
     Args:
         cls: the name of the class.

@@ -1,4 +1,4 @@
-"""The stream of each GPU on which coming batches are prepared, and how their steps come to use what it made.
+"""Streams of each GPU on which coming batches are prepared, in order with the steps that use the results.
 
     worker   prepare stream    copy ids, unique keys, find and read rows of t + 1 | mark        (no wait of the host)
     loop     compute stream    step t                                | wait for the mark | step t + 1
@@ -86,7 +86,7 @@ class Ahead:
 
     Args:
         devices: those that batches are prepared on; of GPUs the current one counts too, and the CPU has no streams.
-        cuda: torch.cuda, or what stands for it in a test.
+        cuda: torch.cuda, or a fake of a test.
     """
 
     def __init__(self, devices: Iterable[torch.device] = (), cuda: Any = torch.cuda):
@@ -103,18 +103,18 @@ class Ahead:
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """On the worker's thread: what it launches goes to the streams of its own."""
+        """Block on the worker's thread, whose launches go to streams of its own."""
         with contextlib.ExitStack() as entered:
             for stream in self._ahead.values():  # The last of them is the current device's, which stays current.
                 entered.enter_context(self._cuda.stream(stream))
             yield
 
     def follow(self, versions: object = None) -> None:
-        """Let what is launched ahead from here on come after all that the loop has launched so far.
+        """Order launches ahead, from here on, after all that the loop has launched so far.
 
         Args:
-            versions: of what is to be read; if they are those of the last call, what has changed it is waited for
-                already.
+            versions: of the tensors that are to be read; if they are those of the last call, their changes are waited
+                for already.
         """
         if versions is None or versions != self._versions:
             for device, stream in self._ahead.items():
@@ -125,13 +125,13 @@ class Ahead:
         """On the worker's thread: the moment, on each device, at which all that was launched so far is done.
 
         Args:
-            made: what was; its tensors may be on other devices too.
+            made: the results; their tensors may be on other devices too.
         """
         devices = dict.fromkeys([*self._ahead, *(tensor.device for tensor in tensors_in(made))]) if self._ahead else {}
         return [(device, self._cuda.current_stream(device).record_event()) for device in devices]
 
     def take_over(self, mark: Mark, made: object) -> None:
-        """On the loop's thread: let what is launched from here on use what was made ahead, `made` being its tensors."""
+        """On the loop's thread: order launches from here on after those that made the tensors in `made` ahead."""
         for device, event in mark:
             self._loop[device] = self._cuda.current_stream(device)
             self._loop[device].wait_event(event)
@@ -139,8 +139,7 @@ class Ahead:
             tensor.record_stream(self._loop[tensor.device])
 
     def leave(self) -> None:
-        """On the thread of the loop: let what is launched from here on, and memory given back, come after all that was
-        launched ahead."""
+        """On the loop's thread: order launches from here on, and freed memory, after all launches ahead."""
         for device, stream in self._ahead.items():
             self._cuda.current_stream(device).wait_stream(stream)
 

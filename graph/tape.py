@@ -49,7 +49,7 @@ class Tape:
 
     Args:
         values: the values of the batch.
-        names: what to call them.
+        names: of the values.
         left_out: names of embeddings whose lookups are not recorded.
     """
 
@@ -174,7 +174,7 @@ class Tape:
         if getattr(torch.Tensor, name, None) is func:
             return "call_method", name, *arguments
         if not (isinstance(func, BuiltinFunctionType) or str(getattr(func, "__module__", "")).startswith("torch")):
-            raise _Unknown  # torch lets others have their functions seen too: what they do is not known
+            raise _Unknown  # a function of another library, which torch shows too: its effects are not known
         return "call_function", func, *arguments
 
     def _argument(self, value: Any) -> Any:
@@ -232,7 +232,7 @@ class _Watch(TorchDispatchMode):
         self.pure = True
 
     def __torch_dispatch__(self, op: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        # What an op that torch does not define does is not known: it may draw random numbers in Python.
+        # The effects of an op that torch does not define are not known: it may draw random numbers in Python.
         torchs = op.namespace in ("aten", "prims", "prim")
         if not torchs or op._schema.is_mutable or torch.Tag.nondeterministic_seeded in op.tags:
             self.pure = False
@@ -249,7 +249,7 @@ def _version(value: object) -> int:
 
 
 def _leaves(value: object) -> Iterator[object]:
-    """A value, or what is nested in it. A list may also be a value of a batch."""
+    """A value, and the values nested in it. A list may also be a value of a batch."""
     yield value
     if isinstance(value, tuple | list):
         for part in value:

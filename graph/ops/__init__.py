@@ -1,4 +1,4 @@
-"""The op vocabulary: what a training step is made of, as plain functions. Each function is the definition of its op.
+"""The op vocabulary: the parts of a training step, as plain functions. Each function is the definition of its op.
 
     keys  = unique_keys(ids, table_ids, ...)       which rows, each once
     lease = acquire(store, keys)                   make them resident and pin them
@@ -6,7 +6,7 @@
     rows  = with_grad(rows, lease, weight)         the same, differentiable: backward gives weight a RowGrad
     ...                                            dense forward, loss.backward()
     grads = reduce_grads([weight.grad, ...])       sum over equal keys
-    found = check_finite([optimizer], grads)       what is not finite
+    found = check_finite([optimizer], grads)       a gradient that is not finite
     go    = may_step(found, [optimizer])           whether to take the step
     groups = step(optimizer, go)                   the dense parameters' optimizer, with its hooks
     update(optimizer, grad, go, groups)            the rows' optimizer, in place, for each of grads

@@ -32,7 +32,7 @@ class RowGrads:
         generation: the store's when the slots were handed out.
         table_U, id_U, slot_U: the keys and their slots; see `nowhere`.
         segments: the gradients of ids, by unique key; None = `sums` are given.
-        sums: what the property of this name gives.
+        sums: result of the property of this name.
         stores: of merged stores, those whose lookups got a gradient; None = all.
     """
 

@@ -1,4 +1,4 @@
-"""The ids of a lookup: what ids, tables and offsets must be, and their unique keys.
+"""The ids of a lookup: checks of ids, tables and offsets, and the unique keys.
 
 N ids, U unique keys, P bags, B samples, T tables, C columns.
 """
@@ -137,12 +137,12 @@ def pooling_of(pooling: str | None, offsets: object) -> Literal["sum", "mean", "
 
 
 def columns_of(columns: Any) -> Any:
-    """The tables of columns as a tuple, or what is none of them, which the lookup refuses. Any: what a user gives."""
+    """The tables of columns as a tuple, or a user's wrong value as it is, which the lookup refuses."""
     return tuple(columns) if isinstance(columns, Iterable) else columns
 
 
 def check_ids(ids: torch.Tensor, table_ids: torch.Tensor | None, num_tables: int, key_type: torch.dtype) -> None:
-    """Raise TypeError or ValueError unless dtype, device and shape are what a lookup of ids takes."""
+    """Raise TypeError or ValueError unless dtype, device and shape fit a lookup of ids."""
     _check_dtype(ids, key_type, num_tables if table_ids is None else 1)
     if table_ids is None:
         if num_tables > 1 and (ids.dim() != 2 or ids.shape[1] != num_tables):
@@ -198,7 +198,7 @@ def check_tables(table_ids: torch.Tensor, num_tables: int) -> None:
 def tables_and_ids(
     ids: torch.Tensor, table_ids: torch.Tensor | None, num_tables: int, loops: Loops
 ) -> tuple[Array, Array, Callable[[], None] | None]:
-    """table_N, id_N and what checks the values of `table_ids`, of ids that `check_ids` has seen."""
+    """table_N, id_N and a check of the values of `table_ids`, of ids that `check_ids` has seen."""
     id_N = loops.array(ids.detach().reshape(-1).contiguous())
     if table_ids is None:
         return loops.tables_of_columns(len(id_N), num_tables), id_N, None
@@ -216,21 +216,21 @@ def bags_of_ids(
     columns: Sequence[int] | None,
     loops: Loops,
 ) -> tuple[torch.Size, torch.Tensor, torch.Tensor | None, Callable[[], None]]:
-    """The shape that bags of ids give, their offsets and tables, and what checks the values of both.
+    """The shape that bags of ids give, their offsets and tables, and a check of the values of both.
 
     Args:
         columns: the table of each column; see `unique_keys`.
         loops: those that work where the ids are.
 
     Raises:
-        TypeError, ValueError: dtype, device or shape is not what a lookup of bags takes.
+        TypeError, ValueError: dtype, device or shape does not fit a lookup of bags.
     """
     _check_dtype(ids, key_type, 1)
     if ids.dim() != 1:
         raise ValueError(f"ids of bags must be {key_type} [N], got {list(ids.shape)}; call ids.reshape(-1)")
     _check_offsets_kind(offsets, ids.device)
     bags = len(offsets) - 1
-    # A copy: what a backward pass reads must be what the lookup was given, and was checked.
+    # A copy: a backward pass must read the offsets that were checked.
     offset_P1 = offsets.detach().to(torch.int64, copy=True, memory_format=torch.contiguous_format)
     if columns is not None:
         _check_columns(columns, num_tables, bags, table_ids)
@@ -258,7 +258,7 @@ def bags_of_ids(
 
 
 def check_scales(scales: torch.Tensor, in_bags: bool, pooling: str, ids: int, device: torch.device) -> None:
-    """Raise TypeError or ValueError unless `per_sample_weights` are what a lookup of so many ids takes.
+    """Raise TypeError or ValueError unless `per_sample_weights` fit a lookup of so many ids.
 
     Args:
         in_bags: whether the ids are in bags.

@@ -212,7 +212,7 @@ class Lease:
         self._pin(prefetched, again)
 
     def _pin(self, prefetched: Prefetched | None, again: bool) -> None:
-        # In one turn, so that what is pinned has an owner. The turn is the outermost block: Ctrl-C ends a wait for it.
+        # Under the store lock, so that all pins have an owner. The lock is the outermost block: Ctrl-C ends its wait.
         store, keys = self.store, self.keys
         with store.turns:
             again = again or self.generation != -1
@@ -294,7 +294,7 @@ class Lease:
         return out
 
     def _sum_parts(self, remote: Remote, cut: CutBags) -> torch.Tensor:
-        """The sum of each bag, or its mean, from what the owners of its parts have summed."""
+        """The sum of each bag, or its mean, from the sums that owners have made of its parts."""
         store, loops = self.store, self.store.loops
         order_S, offset_P1 = cut.of_bags()
         scale_S = loops.array(cut.scale_S[order_S].to(loops.device)) if self.pooling == "mean" else None
@@ -379,7 +379,7 @@ def acquire(
     """Make the rows of these keys resident and pin them; unknown keys are inserted with their initial values.
 
     Args:
-        prefetched: what `prefetch` gave for these keys.
+        prefetched: result of `prefetch` for these keys.
         again: whether the lookup was made before, see `in_backward`.
 
     Raises:
@@ -420,8 +420,8 @@ def gather(lease: Lease, per_sample_weights: torch.Tensor | None = None, pooling
     They have no gradient: see `with_grad`. Rows that are not pinned are read as they are.
 
     Args:
-        per_sample_weights: float32 [N], by what the weights of each id are multiplied before a sum.
-        pooling: "sum", "mean" or elementwise "max", what a bag gives. The gradient of a maximum is that of the id that
+        per_sample_weights: float32 [N], factors of the weights of each id before a sum.
+        pooling: "sum", "mean" or elementwise "max" of a bag. The gradient of a maximum is that of the id that
             gave it, the first of several; a NaN is one where the first id of the bag has it.
 
     Raises:

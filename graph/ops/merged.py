@@ -143,7 +143,7 @@ class MergedReserved:
     def __init__(self, rows: MergedRows, prefetched: MergedPrefetched | None):
         self.rows = rows
         self._prefetched = prefetched
-        with whole(member.turns for member in rows.store.members):  # so that what is pinned has an owner
+        with whole(member.turns for member in rows.store.members):  # so that all pins have an owner
             slots = rows.store.acquire_found(rows.keys.unique, rows.begin_M1, prefetched)
             self.leases: list[Lease | None] = [
                 None if slots[m] is None else Lease(rows.store.members[m], None, slots[m], (rows, p))

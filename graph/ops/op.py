@@ -34,7 +34,7 @@ class Op:
 
     Args:
         stages: at which it is legal.
-        takes: what its leading arguments are: "store" (an object that the graph names); "keys", "lease" (given by an
+        takes: kinds of its leading arguments: "store" (an object that the graph names); "keys", "lease" (given by an
             op that gives them); or a word for people.
         gives: "keys" or "lease", for ops that take them.
         measure: rows and bytes of a call, for statistics.

@@ -1,4 +1,4 @@
-"""Gradients of rows on their way: what backward passes leave for lookups, and, between ranks, to the owners of rows.
+"""Gradients of rows on their way: of backward passes and, between ranks, to the owners of the rows.
 
     reduce_to_owners([weight.grad, ...])      every rank; skips gradients of rows that no ranks own together
 

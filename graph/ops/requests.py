@@ -8,8 +8,8 @@ part, of which the requesting rank makes the sums or means of its bags:
     of rank 1    keys b d           parts  b      and  d
 
 Gradients of parts are those of their bags, so that one row goes back for each part too. Rank by rank the bags of a
-batch are cut where that moves fewer bytes: where bags are long, and few ids are in several. What is cut depends on
-nothing but the batch, so that it is the same however a lookup is made.
+batch are cut where that moves fewer bytes: where bags are long, and few ids are in several. The cuts depend on the
+batch alone, so that they are the same however a lookup is made.
 
 U unique keys, N ids that are not padding, P bags, S parts, R ranks.
 """

@@ -59,12 +59,12 @@ class Reserved:
 
 @Op(LOOKUP, takes=("store", "keys"))
 def reserve(store: Any, keys: Keys | MergedKeys, prefetched: Any = None) -> Reserved | MergedReserved:
-    """A lookup, or several, that `build` is expected to make: `acquire` of what this gives makes it.
+    """A lookup, or several, that `build` is expected to make: `acquire` of the result makes it.
 
     Args:
         store, keys: an `EmbeddingStore` and `Keys`, or a `MergedStore` and `MergedKeys`, of which rows of known keys
             are pinned at once.
-        prefetched: what `prefetch` gave for these keys.
+        prefetched: result of `prefetch` for these keys.
 
     Raises:
         ValueError: the ids are not where the embedding is.
@@ -85,7 +85,7 @@ def _measure_prefetch(args: object, prefetched: Prefetched | MergedPrefetched) -
 def prefetch(store: Any, keys: Keys | MergedKeys) -> Prefetched | MergedPrefetched:
     """Read the known rows of a coming lookup and pin them, as far as there is room. Insert none.
 
-    Any thread may call it. What it gives is for the `acquire` of the same keys, or for `unprefetch`.
+    Any thread may call it. The result is for the `acquire` of the same keys, or for `unprefetch`.
     """
     its: Prefetched | MergedPrefetched
     if isinstance(keys, Keys):
@@ -96,7 +96,7 @@ def prefetch(store: Any, keys: Keys | MergedKeys) -> Prefetched | MergedPrefetch
 
 
 def unprefetch(values: Iterable[object]) -> None:
-    """Unpin, for those of these values that `prefetch` gave, what no lookup has taken over."""
+    """Unpin the rows of those values that `prefetch` gave and no lookup has taken over."""
     for value in values:
         if isinstance(value, Prefetched):
             value.store.unprefetch(value)

@@ -4,7 +4,7 @@ A `RowGrad` has the weight's shape, [0, D], and holds the gradients of each look
 (accumulation, zero_grad, clipping, GradScaler, autograd.grad, hooks) act on it through the few aten ops handled here,
 as they would on the dense gradient of a table: one that is zero but for the rows that were looked up.
 
-    op                                 what it does
+    op                                 effect
     detach, clone, add, zero_          keeps the passes, joins those of two, drops them
     norm                               the norm of the summed gradients of rows
     mul, div, neg, clamp by a number   the gradients of rows, summed first, as a dense gradient is
@@ -132,7 +132,7 @@ class RowGrad(torch.Tensor):
         return self.reduce()
 
     def _pin(self) -> None:
-        # First what is summed: a lookup that is pinned anew, for its passes, has its rows in other slots.
+        # The summed part first: a lookup that is pinned anew, for its passes, has its rows in other slots.
         if self.summed is not None and not all(lease.is_pinned for lease in self.holders):
             used = [lease.use() for lease in self.holders]  # by lookups in eval mode of ranks
             lookups = sum(lease.lookups for lease in self.holders)
@@ -156,14 +156,14 @@ class RowGrad(torch.Tensor):
         return stores.pop() if len(stores) == 1 else None
 
     def unpin(self) -> None:
-        """Let the rows be evicted. The gradient stays what it is."""
+        """Unpin the rows. The gradient stays as it is."""
         for one in self.passes:
             one.lease.unpin()
         for lease in self.holders:
             lease.unpin()
 
     def set_values(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Let the gradient of each row be what `change` gives for all, float32 [U, D]."""
+        """Replace the gradients of rows by the result of `change` for all of them, float32 [U, D]."""
         reduce_to_owners([self])
         grads = self.reduce()
         self.changes += 1
@@ -211,7 +211,7 @@ class RowGrad(torch.Tensor):
         return copy
 
     def join(self, other: "RowGrad") -> None:
-        """Add what the other holds."""
+        """Add the gradients of another one."""
         self.changes += 1
         self.spent = self.spent and other.spent
         self.ranks = other.ranks if self.ranks.alone else self.ranks

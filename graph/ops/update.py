@@ -181,7 +181,7 @@ def check_finite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads |
     the rows are then notified that these are about to change.
 
     Raises:
-        ValueError: an optimizer's options have changed into what its rows cannot follow; no weight, state or
+        ValueError: an optimizer's options have changed in a way that its rows cannot follow; no weight, state or
             count has changed.
         StorageError: there is no room for the averages of rows (`oneemb.AveragedEmbedding`); nothing has changed.
     """
@@ -204,7 +204,7 @@ def check_finite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads |
 def may_step(
     found: str | None, optimizers: Sequence[StepOptimizer], scaler: torch.amp.GradScaler | None = None
 ) -> bool:
-    """Whether the step may be taken, given what `check_finite` has found.
+    """Whether the step may be taken, given the result of `check_finite`.
 
     Args:
         scaler: the GradScaler that scaled the losses: a step that overflows is then left out.
@@ -262,7 +262,7 @@ def _find_nonfinite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrad
 
 
 def step(optimizer: StepOptimizer, go: bool, after_hooks: Callable[[], None] | None = None) -> Groups:
-    """Step the dense parameters. It comes before rows are updated, since it runs what may fail: hooks of the user's.
+    """Step the dense parameters. It comes before rows are updated, since hooks of the user's may fail in it.
 
     Args:
         after_hooks: called after the user's hooks that come before the step.

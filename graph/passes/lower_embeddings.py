@@ -18,8 +18,7 @@ def lower_embeddings(graph: fx.Graph, embeddings: Embeddings, *, inserts: bool =
              return (Planned("embedding", Lookup(kept), reserved=reserved, origin=ids),)
 
     Values of the batch are copied, since `build` may change them in place before it looks them up; of tensors from
-    outside the batch, what is looked up is. Rows are acquired and read when `build` asks: what it does not look up must
-    not be inserted.
+    outside the batch, the ids are. Rows are acquired and read when `build` looks them up: no other ids are inserted.
 
     An embedding in eval mode inserts nothing before the step that trains it; if it is frozen it never does, nor does
     any embedding if `inserts` is off. Their rows are read at once:
@@ -86,7 +85,7 @@ def lower_embeddings(graph: fx.Graph, embeddings: Embeddings, *, inserts: bool =
 
 
 def _announce(graph: fx.Graph, lookups: dict[int, ops.LookupOnRanks]) -> dict[int, fx.Node]:
-    """Announce lookups, and return what is reserved of each."""
+    """Announce lookups, and return the node of each."""
     first = next(iter(graph.nodes))
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     with graph.inserting_after(inputs[-1]) if inputs else graph.inserting_before(first):
@@ -97,7 +96,7 @@ def _announce(graph: fx.Graph, lookups: dict[int, ops.LookupOnRanks]) -> dict[in
 
 
 class _Copies:
-    """Copies of what may be, or be a view of, a tensor from outside the batch: that itself may be large."""
+    """Copies of arguments that may be, or be views of, tensors from outside the batch: those may be large."""
 
     def __init__(self, graph: fx.Graph):
         self._graph = graph

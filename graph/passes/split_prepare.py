@@ -1,4 +1,4 @@
-"""Splits lookups into what may run ahead of their step and the rest."""
+"""Splits lookups into a half that may run ahead of their step and the rest."""
 
 from torch import fx
 
@@ -8,14 +8,14 @@ from oneemb.graph.passes import output_of
 
 
 def split_prepare(graph: fx.Graph) -> tuple[fx.Graph, fx.Graph]:
-    """Two graphs: one to run ahead, which has this one's inputs, and the rest, which takes what the first one gives.
+    """Two graphs: one to run ahead, which has this one's inputs, and the rest, which takes its results.
 
     Before:   keys = unique_keys(ids, ...);  reserved = reserve(store, keys) ...
     Prepare:  keys = unique_keys(ids, ...);  prefetched = prefetch(store, keys);  return (keys, prefetched)
     Lookup:   reserved = reserve(store, keys, prefetched=prefetched) ...
 
-    Exact: what is prepared is a function of the batch alone, and `prefetch` changes nothing that can be seen. Rows are
-    inserted and read in the second half or after it, when the updates of all steps before are done.
+    Exact: the prepared values are a function of the batch alone, and `prefetch` changes nothing that can be seen. Rows
+    are inserted and read in the second half or after it, when the updates of all steps before are done.
     """
     reads: set[fx.Node] = set()
     for node in graph.nodes:

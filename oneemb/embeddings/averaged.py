@@ -1,11 +1,11 @@
 """The average of an embedding's rows over the steps of training, kept beside them.
 
-An average moves at every averaging, also that of a row which no step touches. Yet a row that stays what it is draws its
+An average moves at every averaging, also that of a row which no step touches. Yet a row that does not change draws its
 average nearer by the same rule each time, so that any number of averagings can be made up for in one:
 
     average now = row + kept * (average then - row)        kept = decay ** (now - then), or then / now for a mean
 
-`then` and `now` count averagings. What is stored of a row is its average and `then`. A step brings the averages of the
+`then` and `now` count averagings. The store has the average and `then` of each row. A step brings the averages of the
 rows that it is about to change up to date (`EmbeddingStore.watchers`); averaging itself adds one to a count; a lookup
 makes up for the rest as it reads.
 """
@@ -255,7 +255,7 @@ def _check_place(averaged: AveragedEmbedding) -> None:
 
 def _moved(average_UD: torch.Tensor, row_UD: torch.Tensor, kept_U: torch.Tensor) -> torch.Tensor:
     """row + kept * (average - row), in new memory."""
-    # Op by op, so that no machine merges a product into a sum; and what is kept whole keeps its bits.
+    # Op by op, so that no machine merges a product into a sum; and an average that is kept whole keeps its bits.
     moved_UD = (average_UD - row_UD).mul_(kept_U.unsqueeze(1)).add_(row_UD)
     whole_U = kept_U == 1
     if bool(whole_U.any()):

@@ -1,4 +1,4 @@
-"""Embedding modules: what users assign to a model and look ids up in."""
+"""Embedding modules, which users assign to a model to look ids up in."""
 
 import dataclasses
 import functools
@@ -102,7 +102,7 @@ class TableEmbedding(SnapshotCalls, RowCalls):
         self.begin_weight()
 
     def _columns(self, embedding_dim: Any) -> Sequence[int]:
-        """The width of each column. Any: what a user gives, which `check_arguments` sees."""
+        """The width of each column. Any: `check_arguments` sees a user's value."""
         raise NotImplementedError
 
     # ---- lookups ----------------------------------------------------------------------------------------------------

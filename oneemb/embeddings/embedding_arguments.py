@@ -1,4 +1,4 @@
-"""The arguments of an embedding: checked, and turned into what storage and kernels take."""
+"""The arguments of an embedding: checked, and turned into those of storage and kernels."""
 
 import hashlib
 import os

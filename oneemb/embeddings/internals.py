@@ -1,4 +1,4 @@
-"""Internals of an embedding: what graphs, optimizers and adapters call, and users need not.
+"""Internals of an embedding, for graphs, optimizers and adapters; users need none of them.
 
     stand_for_rows(embedding, weights)     parameters of another module stand for the rows, as those of an adapter do
     attach_rows(embedding, row_optimizer, optimizer)     every row gets the state of an optimizer

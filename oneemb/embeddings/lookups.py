@@ -21,7 +21,7 @@ from oneemb.graph.ranks import Ranks
 
 
 def keys_of(embedding: SnapshotCalls, lookup: Lookup, inserts: bool = False) -> ops.Keys:
-    """The unique keys of a lookup; raises as `forward` does of what is wrong with its arguments.
+    """The unique keys of a lookup; errors of its arguments are those of `forward`.
 
     Args:
         inserts: whether the lookup is to insert unknown keys: see `warn_if_empty`.
@@ -112,10 +112,10 @@ class RowsAhead:
 
     Args:
         embedding: whose rows they are; it asks ranks.
-        connections: what `Ranks.again` gave, for the thread that sends keys.
-        arguments: gives the arguments of the lookup, as `forward` takes them; what it raises is raised by `send_keys`,
-            on every rank.
-        later: has its argument called outside of everything else, as what is dropped may be dropped anywhere.
+        connections: result of `Ranks.again`, for the thread that sends keys.
+        arguments: gives the arguments of the lookup, as `forward` takes them; `send_keys` raises its errors, on every
+            rank.
+        later: calls its argument outside of everything else: this object may be dropped anywhere.
     """
 
     def __init__(

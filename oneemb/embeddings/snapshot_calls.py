@@ -20,7 +20,7 @@ from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 
 
 class SnapshotCalls(WeightOfRows):
-    """Part of an embedding: its snapshots, and what state dicts hold of them."""
+    """Part of an embedding: its snapshots, by name and in state dicts."""
 
     column_dims: tuple[int, ...]
     key_type: torch.dtype

@@ -4,7 +4,7 @@
     keys    int64 [N]                                       state   float32 [N, Z]   the optimizer's state
 
 Invariants:
-- what a reader gives has been checked: integers that fit, as many rows in each column, no missing values;
+- the batches of a reader have been checked: integers that fit, as many rows in each column, no missing values;
 - a file that is written takes its path by a rename, when it is complete; an existing one is untouched until then.
 """
 
@@ -29,7 +29,7 @@ from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 ROLES = ("keys", "values", "tables", "state")
 
 NOTE = "oneemb"
-"""The name under which a file keeps its note: what its rows are, as JSON."""
+"""Name of a file's note, the description of its rows as JSON."""
 
 _READ_ERRORS = (OSError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, TypeError)
 
@@ -105,11 +105,11 @@ class RowFileWriter(Protocol):
 
 @contextmanager
 def reading(path: str, expected: str, *errors: type[Exception]) -> Iterator[None]:
-    """Turns what a library raises for a file of another format, or a part of a file, into an error that names the file.
+    """Turns errors of a library for a file of another format, or a part of a file, into one that names the file.
 
     Args:
         path: the file.
-        expected: what it must be, in words.
+        expected: its kind, in words.
         errors: exceptions of the library.
 
     Raises:
@@ -134,7 +134,7 @@ def read_note(path: str, text: str | bytes) -> SnapshotRows | None:
     """Read a note of `write_note`; None = the note is empty.
 
     Raises:
-        ValueError: it is not what `write_note` writes.
+        ValueError: it is no note of `write_note`.
     """
     try:
         rows = json.loads(text)
@@ -174,7 +174,7 @@ def checked_batch(
     """Batch of these columns, whose first row is row `first` of the file.
 
     Raises:
-        ValueError: they are not what a file of rows holds.
+        ValueError: they are not columns of rows.
     """
     if values.ndim != 2 or values.dtype.kind != "f" or values.shape[1] < 1:
         raise ValueError(f"{path}: values must be floating-point [N, D], got {values.dtype} {list(values.shape)}")

@@ -92,7 +92,7 @@ def npy_rows(paths: Sequence[str], with_state: bool) -> ArrayRows:
 
 
 def _roles(items: Sequence[T], with_state: bool) -> list[tuple[str, T]]:
-    """Each item with what it holds."""
+    """Each item with its role."""
     if not 2 <= len(items) <= 4:
         raise ValueError(f"give (keys, values), (keys, values, tables) or (keys, values, tables, state), got {items}")
     if with_state and len(items) < 4:

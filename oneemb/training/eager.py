@@ -137,7 +137,7 @@ class Optimizer(torch.optim.Optimizer):
                 weight.register_post_accumulate_grad_hook(functools.partial(_step_in_backward, step))
                 weight.is_stepped_in_backward = True  # type: ignore[attr-defined]
 
-    # What schedulers, loggers and trainers look at is the torch optimizer's.
+    # Schedulers, loggers and trainers see the attributes of the torch optimizer.
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -193,7 +193,7 @@ class Optimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of rows and dense parameters."""
         with undisturbed:
-            self.row_step.put_back()  # what a step has left that was stopped
+            self.row_step.put_back()  # gradients of a step that was stopped
             for _, weight, _ in row_weights(self.optimizer):
                 if isinstance(weight.grad, ops.RowGrad):
                     weight.grad.unpin()

@@ -12,7 +12,7 @@ from oneemb.training.plan_cache import GIVEN_UP, PlanCache
 
 
 class GraphViews(torch.nn.Module):
-    """Part of a graph: what it shows of itself."""
+    """Part of a graph: its views."""
 
     _plans: PlanCache
     _stats: StepStats
@@ -34,7 +34,7 @@ class GraphViews(torch.nn.Module):
         return self._plans.plan_of_last_call.as_module(type(self).__name__)
 
     def __str__(self) -> str:
-        """The compiled lookups as text: what can run ahead of a step, and what is made in it before `build`."""
+        """The compiled lookups as text: the half that can run ahead of a step, and the half in it, before `build`."""
         if why := self._plans.why_not_compiled():
             return f"{self!r}\n{why}"
         plan = self._plans.plan_of_last_call

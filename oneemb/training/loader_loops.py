@@ -191,7 +191,7 @@ class LoaderLoops(GraphViews):
         """Report an error to the ranks, of a block that started at the moment `since`, when `made` steps had been made.
         After an error of `one_step` the others expect nothing."""
         if one_step and not isinstance(error, Exception) and self._steps_made() > made:
-            mark_reported(error)  # An interrupt that came when the step was made: what the others have done, it has.
+            mark_reported(error)  # An interrupt after the step: this rank has made it, as the others have.
         embeddings = list(embeddings_of(self).values())
         # An evaluation that asks no rank is this one's own: others have come to nothing in which they wait for it.
         asks = any(embedding.lookups.asks_ranks for embedding in embeddings)
@@ -210,7 +210,7 @@ class LoaderLoops(GraphViews):
         self, batch: Any, follow: Callable[[list[tuple[int, int]]], object] | None = None, ranks: AnyRanks = ALONE,
         position: LoaderPosition | None = None,
     ) -> Prepared:  # fmt: skip
-        """A batch with what can be computed ahead of its step; runs on the worker.
+        """A batch with the values that can be computed ahead of its step; runs on the worker.
 
         Only plans that exist are used: the thread that calls the graph records and compiles them.
 

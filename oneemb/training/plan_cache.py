@@ -1,4 +1,4 @@
-"""Plans of a graph: what is known of the lookups of `build`, for each structure of inputs."""
+"""Plans of a graph: the known lookups of `build`, for each structure of inputs."""
 
 import warnings
 from collections import Counter, OrderedDict
@@ -68,7 +68,7 @@ class Known:
     def keep(self, plan: Plan) -> None:
         """Have the lookups made that were recorded."""
         self.plan = plan
-        self.recorded += 1  # not where `build` has raised: what it would have looked up is not known
+        self.recorded += 1  # not where `build` has raised, before all of its lookups
 
     def look_back(self, building: Building, plan: Plan) -> None:
         """Have the lookups recorded anew if a step has made others than were expected."""
@@ -128,7 +128,7 @@ class PlanCache:
         self.known.clear()
 
     def _forget_exchanged(self, embeddings: Mapping[str, TableEmbedding]) -> None:
-        """Drop what is known of embeddings that are no part of the graph any more: their rows and paths are freed."""
+        """Drop the plans of embeddings that are no part of the graph any more: their rows and paths are freed."""
         stores = {embedding.store for embedding in embeddings.values()}
         for key, known in list(self.known.items()):
             if not stores.issuperset(store for store, *_ in key[1][1]):

@@ -282,7 +282,7 @@ class RowStep:
         except BaseException:
             self.put_back()
             row_grad.unpin()
-            weight.grad = None  # None is kept: the next one would be added to what was refused.
+            weight.grad = None  # No gradient is kept: the next one would be added to the refused one.
             raise
         self.put_back()
         row_grad.spend()

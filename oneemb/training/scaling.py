@@ -27,8 +27,8 @@ class Scaling:
 
     Args:
         known: the GradScalers that `build` knows: attributes of the graph, globals, closures.
-        given: what `set_grad_scaler` was given.
-        before: what has scaled the losses of the micro-batches before.
+        given: the argument of `set_grad_scaler`.
+        before: the scaler of the micro-batches before.
         on_second_pass: called before a second backward pass; None = any number is fine.
         parameters: those whose losses `given` scales.
     """
