@@ -365,24 +365,24 @@ def test_int64_ids_for_int32_keys_are_refused(made):
         (
             dict(default_initializer=oneemb.make_normal_initializer(std=1e4), dtype=torch.float16),
             ValueError,
-            "default_initializer begins with weights up to 70000, torch.float16 holds at most 65504",
+            "default_initializer initializes weights up to 70000, torch.float16 holds at most 65504",
         ),
         (
             dict(tables=[oneemb.make_table(oneemb.make_constant_initializer(-1e39))]),
             ValueError,
-            r"table 0 begins with weights up to 1e\+39, torch.float32 holds at most 3.4",
+            r"table 0 initializes weights up to 1e\+39, torch.float32 holds at most 3.4",
         ),
         (
             dict(tables=[oneemb.make_table(oneemb.make_uniform_initializer(-1e5, 0))], dtype=torch.float16),
             ValueError,
-            "table 0 begins with weights up to 100000",
+            "table 0 initializes weights up to 100000",
         ),
         (
             dict(
                 tables=[oneemb.make_table(oneemb.make_trunc_normal_initializer(0, 1e5, -1, 1e5))], dtype=torch.float16
             ),
             ValueError,
-            "table 0 begins with weights up to 100000",
+            "table 0 initializes weights up to 100000",
         ),
         (dict(num_threads=0), ValueError, "number of threads must be at least 1"),
     ],

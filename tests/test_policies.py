@@ -1066,7 +1066,7 @@ def test_averages_of_erased_rows_are_erased(tmp_path):
     assert averaged(ids(1, 2))[:, 0].tolist() == [0.875, 0.875]
     embedding.erase(ids(1))
     assert averaged(ids(1, 2))[:, 0].tolist() == [1.0, 0.875]
-    with pytest.raises(ValueError, match="leave by its policy"):
+    with pytest.raises(ValueError, match="are evicted by its policy"):
         oneemb.AveragedEmbedding(make(tmp_path / "others", "device", RowPolicy(LRU())), tmp_path / "more")
 
 

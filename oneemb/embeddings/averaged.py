@@ -80,8 +80,8 @@ class AveragedEmbedding(torch.nn.Module):
             raise ValueError(f"decay must be from 0 to 1, or None for a mean, got {decay!r}")
         if embedding.policies is not None:
             raise ValueError(
-                f"the rows of embedding {embedding.name!r} leave by its policy, and averages are of rows that stay;"
-                " average an embedding without a policy"
+                f"the rows of embedding {embedding.name!r} are evicted by its policy, and averages are of rows that"
+                " stay; average an embedding without a policy"
             )
         self._decay = decay
         self._embedding = (embedding,)  # no submodule: it is the model's

@@ -126,7 +126,7 @@ def _check_range(what: str, initializer: Initializer, dtype: torch.dtype) -> Non
     largest = largest_weight(initializer)
     if largest > torch.finfo(dtype).max:
         raise ValueError(
-            f"{what} begins with weights up to {largest:g}, {dtype} holds at most {torch.finfo(dtype).max:g}; choose a"
+            f"{what} initializes weights up to {largest:g}, {dtype} holds at most {torch.finfo(dtype).max:g}; choose a"
             " narrower initializer or another dtype"
         )
 
@@ -229,7 +229,7 @@ def policies_of(
     if options.capacity is not None and len({one.evict for one in policies}) > 1:
         raise ValueError(
             f"tables that share the store's capacity, {options.capacity} rows, must have one evict=, so that it is"
-            " clear whose rows leave; give each table a capacity of its own, in its policy"
+            " clear whose rows are evicted; give each table a capacity of its own, in its policy"
         )
     return policies
 
