@@ -55,16 +55,14 @@ def aio_read(
     place_P: Array, to_P: Array, rows_per_block: Number, block_words: Number, sum_B: Array, out_UW: Array,
     failed_4: Array,
 ) -> Number:  # fmt: skip
-    """Read all requests and copy their rows out.
+    """Read all requests and copy their rows out. No read is in flight afterwards, unless io_getevents itself fails.
 
     Completed reads are checked and copied only after the next reads are submitted, so that the device never waits for
     that; hence there are twice as many buffers as reads in flight.
 
-    Returns 0; or BAD_BLOCK with failed_4 = (request, p, buffer, 0), or a negative error number with
-    failed_4[0] = request: -EAGAIN if the system keeps accepting no read although none is in flight.
-
-    No read is in flight afterwards, unless io_getevents itself fails: then failed_4[3] reads are, and they may write
-    into `word_X` until the context is destroyed.
+    Returns 0; or BAD_BLOCK with failed_4 = (request, p, buffer, 0); or a negative error number with failed_4[0] =
+    request: -EAGAIN if the system accepts no read although none is in flight. failed_4[3] reads are still in flight,
+    and may write into `word_X` until the context is destroyed.
     """
     requests, buffers = len(file_Q), len(iocb_MX)
     base = word_X.ctypes.data

@@ -143,12 +143,7 @@ def strings_sum(begin: Number, end: Number, byte_X: Array, offset_N1: Array, see
 
 
 def xxh64(data: Buffer, seed: int = 0) -> int:
-    """The XXH64 of bytes, whose number must be a multiple of 8.
-
-    Args:
-        data: contiguous.
-        seed: 64 bits.
-    """
+    """The XXH64 of contiguous bytes, whose number must be a multiple of 8."""
     byte_N = np.frombuffer(data, np.uint8)
     if byte_N.ctypes.data % 8:
         byte_N = byte_N.copy()
@@ -162,12 +157,8 @@ def _xxh64_words_cpu(word_N: Array, seed: Number, sum_N: Array) -> None:
 
 
 def xxh64_words(word_N: np.ndarray, seed: int) -> np.ndarray:
-    """The XXH64 of the 8 bytes of each word: uint64 [N].
-
-    Args:
-        word_N: uint64 or int64; a 32-bit key is widened with zeros first, `key.view(np.uint32).astype(np.uint64)`.
-        seed: 64 bits.
-    """
+    """The XXH64 of the 8 bytes of each word: uint64 [N]; OneFlow spreads keys over paths by it, modulo their number,
+    with seed 1. A 32-bit key is widened with zeros first, `key.view(np.uint32).astype(np.uint64)`."""
     sum_N = np.empty(len(word_N), np.uint64)
     _xxh64_words_cpu(np.ascontiguousarray(word_N).view(np.uint64), np.uint64(seed), sum_N)
     return sum_N

@@ -40,10 +40,8 @@ _OF_BITS = {bits: dtype for dtype, bits in BITS.items()}
 
 
 class CudaLoops:
-    """Loops that run on this GPU. See `oneemb.kernels.loops.Loops` for what each does.
-
-    `keys`, `grads` and `segments` are `Any`: loops take only those that they have given.
-    """
+    """Loops that run on this GPU; see `oneemb.kernels.loops.Loops`. `keys`, `grads`, `segments`: those that they have
+    given."""
 
     merges = False
     waits = True
@@ -214,11 +212,7 @@ def _tables_of_columns(ids: int, tables: int, device: torch.device, stream: int)
 
 
 def loops_at(device: torch.device) -> CudaLoops:
-    """The loops of a GPU.
-
-    Raises:
-        RuntimeError, ImportError: CUDA cannot be used; the message says what to install.
-    """
+    """The loops of a GPU. RuntimeError or ImportError if CUDA cannot be used; the message says what to install."""
     return _loops_at(launch.gpu_at(device))
 
 

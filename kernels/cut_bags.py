@@ -20,12 +20,8 @@ _PLACE_MASK = np.int64((1 << 32) - 1)
 
 
 def places_at_ranks(order_U: np.ndarray, count_R: list[int]) -> np.ndarray:
-    """The rank of each key, and its place among the keys of that rank, in one number: int64 [U].
-
-    Args:
-        order_U: the keys, those of rank 0 first.
-        count_R: how many keys are of each rank.
-    """
+    """The rank of each key, and its place among the keys of that rank, in one number: int64 [U]. order_U lists the
+    keys, those of rank 0 first; count_R says how many are of each rank."""
     at_U, end = np.empty(len(order_U), np.int64), 0
     for r, count in enumerate(count_R):
         end += count
@@ -95,15 +91,8 @@ def cut_bags(
     inverse_N: np.ndarray, offset_P1: np.ndarray, row_P: np.ndarray | None, at_U: np.ndarray, parts_R: np.ndarray,
     ids_R: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
-    """The parts of bags, those of rank 0 first: key_N, the place of each id's key, and of each part its size and bag.
-
-    Args:
-        inverse_N, offset_P1, row_P, at_U: as of `count_parts`.
-        parts_R, ids_R: as it gives them.
-
-    Returns:
-        key_N, size_S and bag_S: int32.
-    """
+    """The parts of bags, those of rank 0 first, given the arguments and the first two results of `count_parts`: key_N,
+    the place of each id's key, and of each part size_S and bag_S, int32."""
     ids, parts, last_R = int(ids_R.sum()), int(parts_R.sum()), np.full(len(parts_R), -1)
     key_N, begin_S, bag_S = (np.empty(size, np.int32) for size in (ids, parts, parts))
     part_R, id_R = np.cumsum(parts_R) - parts_R, np.cumsum(ids_R) - ids_R

@@ -17,7 +17,6 @@ def need(module: str, what: str, extra: str) -> ModuleType:
     """Import a module of an optional package.
 
     Args:
-        module: full name of the module.
         what: the feature that needs it, for the error.
         extra: oneemb's extra that installs the package.
 

@@ -61,7 +61,6 @@ def gather(
         weight_SX: weights' bits [S, X], X >= D, as `RowFormat.weights` gives them.
         slot_U: int64 [U]; None = `inverse_N` holds the slots.
         inverse_N: int32 or int64 [N].
-        out_ND: [N, D] of the dtype of `weight_SX`.
     """
     if slot_U is not None and len(slot_U) == 0:  # nothing but padding
         out_ND[:] = 0

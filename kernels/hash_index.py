@@ -256,10 +256,8 @@ def cells_put(
 def cells_move(
     begin: Number, end: Number, address_P: Array, cells_P: Array, shard_G: Array, address_G: Array, cells_G: Array
 ) -> None:
-    """Copy shards shard_G[begin:end] into larger arrays of cells, whatever those hold.
-
-    The new cells are zeroed before they are read: memory that is read first is mapped twice by the system.
-    """
+    """Copy shards shard_G[begin:end] into larger arrays of cells, not initialized. The new cells are zeroed before they
+    are read: memory that is read first is mapped twice by the system."""
     for g in range(begin, end):
         p = shard_G[g]
         for w in range(2 * cells_G[g]):
@@ -309,9 +307,9 @@ def _movable(address: Number, cells: Number, line: Number) -> Number:
 
 @rule
 def _close_hole(address: Number, cells: Number, hole: Number) -> None:
-    """Let a cell be empty, and keys that would not be found beyond it lie nearer to their homes.
+    """Empty a cell, and move keys that would not be found beyond it nearer to their homes.
 
-    Which cell of a line a key is in does not matter, and a key lies beyond its home's line only where that is full: so
+    The cell of a key within its line does not matter, and a key lies beyond its home's line only where that is full: so
     other lines are looked at only then.
     """
     while True:
@@ -360,11 +358,8 @@ def cells_erase(
 def cells_items(
     address_P: Array, cells_P: Array, p: Number, c: Number, table_N: Array, id_N: Array, place_N: Array
 ) -> tuple:
-    """Copy taken cells from cell c of shard p on until the arrays are full.
-
-    Returns:
-        (keys copied, shard and cell to go on at); the shard is P at the end.
-    """
+    """Copy taken cells from cell c of shard p on until the arrays are full. Returns keys copied, next shard (P at the
+    end), cell."""
     n = 0
     while p < len(cells_P):
         while c < cells_P[p]:
@@ -402,13 +397,8 @@ def find_each(
     *,
     threads: Threads,
 ) -> np.ndarray:
-    """The place of each key in its index, -1 for a key that is not there: int64 [U].
-
-    Args:
-        address_MP, cells_MP: int64, the address and number of cells of each shard, see oneemb.kernels.hash_index.
-        begin_M1: int64.
-        table_U, id_U: the keys, tables as each index knows them: int32 and int64.
-    """
+    """The place of each key in its index, -1 for an absent key: int64 [U]. Keys of index m are side by side, from
+    begin_M1[m] to begin_M1[m + 1] - 1, with tables as it knows them; address_MP and cells_MP describe its shards."""
     place_U = np.empty(len(id_U), np.int64)
     threads.run(_find_each_cpu, len(id_U), address_MP, cells_MP, begin_M1, table_U, id_U, place_U)
     return place_U

@@ -35,10 +35,8 @@ _NO_INVERSE = np.empty(0, np.int32)
 
 
 class HostLoops:
-    """Loops that run on these threads. See `oneemb.kernels.loops.Loops` for what each does.
-
-    `keys`, `grads` and `segments` are `Any`: loops take only those that they have given.
-    """
+    """Loops that run on these threads; see `oneemb.kernels.loops.Loops`. `keys`, `grads`, `segments`: those that they
+    have given."""
 
     place = "the CPU"
     device = torch.device("cpu")
@@ -218,11 +216,8 @@ def loops_of(tensor: torch.Tensor, threads: Threads = _ONE_THREAD) -> Loops:
 
 
 def loops_at(device: torch.device, threads: Threads) -> Loops:
-    """The loops of a device; those of the host run on `threads`.
-
-    Raises:
-        RuntimeError, ImportError: CUDA cannot be used; the message says what to install.
-    """
+    """The loops of a device; those of the host run on `threads`. RuntimeError or ImportError if CUDA cannot be used;
+    the message says what to install."""
     if device.type == "cpu":
         return HostLoops(threads)
     from oneemb.kernels import cuda_loops

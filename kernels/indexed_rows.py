@@ -105,15 +105,8 @@ def _pool_cpu(
 def read_indexed(
     index: RowIndex, table_N: np.ndarray, id_N: np.ndarray, out_ND: np.ndarray, *, threads: Threads
 ) -> np.ndarray:
-    """Write the weights of each key to `out_ND`, zeros where it has no row.
-
-    Args:
-        table_N, id_N: int32 and int64.
-        out_ND: float32.
-
-    Returns:
-        place_N int64, the row of each key, -1 where there is none.
-    """
+    """Write the weights of each key (int32 table, int64 id) to `out_ND`, float32, zeros where it has no row. Returns
+    place_N int64, the row of each key, -1 where there is none."""
     place_N = np.empty(len(id_N), np.int64)
     threads.run(
         _read_cpu, len(id_N), *index[:2], table_N, id_N, place_N, *index.rows, out_ND,
@@ -158,12 +151,8 @@ def cells_for(rows: int) -> int:
 
 
 def put_cells(cell_C2: np.ndarray, table_S: np.ndarray, id_S: np.ndarray, place_S: np.ndarray) -> None:
-    """Put different keys into cells that are zeros, `cells_for` as many.
-
-    Args:
-        cell_C2: aligned to a line of the cache.
-        table_S, id_S, place_S: int32, int64 and int64.
-    """
+    """Put different keys (int32 tables, int64 ids and places) into `cells_for` zeros, aligned to a line of the
+    cache."""
     address_1, cells_1, size_1 = (np.array([number]) for number in (cell_C2.ctypes.data, len(cell_C2), 0))
     no_order_U = np.empty(0, np.int64)
     for begin in range(0, len(id_S), _PUT):

@@ -141,7 +141,7 @@ def _init_rows_cpu(
 
 @dataclass(frozen=True)
 class InitialRows:
-    """How the new rows of T tables begin.
+    """First values of new rows of T tables.
 
     Args:
         seed: 64 bits.
@@ -168,12 +168,8 @@ def init_rows(
     state_begin: int,
     threads: Threads,
 ) -> None:
-    """Write the initial weights and state of keys (table_U int32, id_U int64) into rows slot_U.
-
-    Args:
-        weight_SX: weights' bits [S, X], the same memory as `row_SW` float32 [S, W].
-        state: float32 [Z], the state words from `state_begin` on.
-    """
+    """Write the initial weights and state of keys (table_U int32, id_U int64) into rows slot_U, of weights' bits [S, X]
+    and float32 [S, W] in the same memory; `state`, float32 [Z], from word `state_begin` on."""
     threads.run(
         _init_rows_cpu, len(slot_U), weight_SX, row_SW, slot_U, table_U, id_U, np.uint64(initial.seed),
         initial.kind_TC, initial.param_TC4, initial.end_C, state, state_begin,

@@ -92,12 +92,9 @@ def part(function: _F) -> _F:
 
 
 def written(name: str, source: str, scope: dict[str, Any], *, beside: Any) -> FunctionType:
-    """Function of a source text, to be compiled. Compiled code is kept as if the text stood in the file of `beside`, a
-    compiled function: a text that depends on other files than that one imports would go unnoticed when they change.
-
-    Args:
-        scope: globals of the function.
-    """
+    """Function of a source text, with these globals, to be compiled. Compiled code is kept as if the text stood in the
+    file of `beside`, a compiled function: a text that depends on files which that one does not import would go stale
+    unnoticed."""
     code = beside.py_func.__code__
     scope = {**scope, "__name__": beside.py_func.__module__}
     exec(compile(source, code.co_filename, "exec"), scope)

@@ -209,12 +209,8 @@ def serve(team: Any) -> None:
 
 @cpu
 def _launch_job(team: Any, helpers: Any, shares: Any, size: Any, entry: Any, arguments: Any) -> int:
-    """Run all shares of a range, with up to this many helpers. Returns the number of shares that have failed.
-
-    Args:
-        team: address of a team.
-        entry, arguments: address of a C function of `_entry_of`, and of its arguments.
-    """
+    """Run all shares of a range, with up to this many helpers. Returns the number of shares that have failed. `team`,
+    `entry` and `arguments` are addresses: of a team, of a C function of `_entry_of`, and of its arguments."""
     mutex, job = team + 8 * _MUTEX, _new_job()
     set_word(job, _SHARES, shares)
     set_word(job, _SIZE, size)
@@ -253,10 +249,8 @@ def _launch_job(team: Any, helpers: Any, shares: Any, size: Any, entry: Any, arg
 
 
 def launcher(loop: Any) -> CpuLoop:
-    """Compiled function `(team, helpers, shares, size, *arguments of the loop)` that runs all shares of 0..size.
-
-    The launcher raises MemoryError where a share has failed: a loop fails for want of memory alone.
-    """
+    """Compiled function `(team, helpers, shares, size, *arguments of the loop)` that runs all shares of 0..size. It
+    raises MemoryError where a share has failed: a loop fails for want of memory alone."""
     made: CpuLoop | None = getattr(loop, "launcher", None)
     if made is None:
         code = loop.py_func.__code__

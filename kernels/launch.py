@@ -47,15 +47,11 @@ class _Array:
 
 
 class Gpu:
-    """One device, as loops see it.
-
-    Args:
-        device: torch's name of it; ignored in the simulator.
+    """One device, as loops see it; torch's name of it is ignored in the simulator.
 
     Attributes:
         device: where the tensors of loops live: the GPU, or in the simulator the CPU.
-        launches: loops launched so far.
-        waits: how often a host thread has waited for numbers from the device so far.
+        launches, waits: loops launched so far, and how often a host thread has waited for numbers from the device.
 
     Raises:
         RuntimeError: PyTorch has no CUDA, there is no GPU or its driver is too old; the message says what to install.
@@ -117,11 +113,8 @@ class Gpu:
             self._launch(loop, min(-(-size // _BLOCK), _BLOCKS_MAX), _BLOCK, args)
 
     def run_rows(self, loop: CudaLoop, rows: int, columns: int, *args: Any) -> None:
-        """Launch a loop in which `threadIdx.x` of a group of threads shares one of `rows` rows at a time.
-
-        Args:
-            columns: pieces of a row; a group has no more threads than that, a power of two up to 32.
-        """
+        """Launch a loop in which `threadIdx.x` of a group of threads shares one of `rows` rows at a time. A group has
+        no more threads than a row has pieces, `columns`: a power of two up to 32."""
         if rows > 0:
             lanes = min(32, _BLOCK // 2, 1 << max(0, columns - 1).bit_length())
             groups = _BLOCK // lanes
@@ -152,11 +145,7 @@ def gpu_of(tensor: torch.Tensor) -> Gpu | None:
 
 
 def gpu_at(device: torch.device) -> Gpu:
-    """A GPU by torch's name of it: the same object for the same one.
-
-    Raises:
-        RuntimeError, ImportError: as `Gpu`.
-    """
+    """A GPU by torch's name of it: the same object for the same one. Raises as `Gpu`."""
     if SIMULATED:
         return simulated_gpu or Gpu(device)
     if device.index is None:

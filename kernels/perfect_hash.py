@@ -45,11 +45,7 @@ _FOUND, _TWICE, _NO_PILOT = 0, 1, 2
 
 
 class DuplicateKeyError(ValueError):
-    """A key comes twice.
-
-    Args:
-        n: the number of the second one.
-    """
+    """A key comes twice; `n` is the number of the second one."""
 
     def __init__(self, n: int):
         super().__init__(f"key {n} comes twice")
@@ -76,12 +72,8 @@ class PerfectHash(NamedTuple):
     @classmethod
     def of_keys(cls, table_N: np.ndarray, id_N: np.ndarray, tables: int, *, threads: Threads) -> "PerfectHash":
         """Perfect hash of these keys: int32, below `tables`, and int64. Hostile keys can be chosen for one salt, or for
-        any that is known before; so the others are drawn.
-
-        Raises:
-            DuplicateKeyError: a key comes twice.
-            ValueError: none was found.
-        """
+        any that is known before; so the others are drawn. DuplicateKeyError if a key comes twice, ValueError if no
+        hash was found."""
         count_T, salt = np.bincount(table_N, minlength=tables), 0
         for _ in range(_TRIES):
             made = _try(table_N, id_N, count_T, salt, threads)
@@ -228,11 +220,8 @@ def _slots_cpu(
 def slots_of(
     table_N: np.ndarray, id_N: np.ndarray, region_T6: np.ndarray, pilot_B: np.ndarray, *, threads: Threads
 ) -> np.ndarray:
-    """The slot of each key, int64; of one that the hash was not made of, anyone's of its table.
-
-    Args:
-        table_N, id_N: of tables that have keys.
-    """
+    """The slot of each key, int64, of tables that have keys; of a key that the hash was not made of, any slot of its
+    table."""
     slot_N = np.empty(len(id_N), np.int64)
     threads.run(_slots_cpu, len(id_N), table_N, id_N, region_T6, pilot_B, slot_N)
     return slot_N
@@ -244,9 +233,8 @@ def regions(
     """The numbers of tables, region_T6.
 
     Args:
-        table_T: the tables, int64, in rising order: of one file those that have keys, or more.
-        count_T: keys of each table, int64.
-        slots_T: slots of a part of each, int64; 0 = a table without keys.
+        table_T: the tables, int64, ascending: of one file those that have keys, or more.
+        count_T, slots_T: keys of each table, and slots of a part of it, int64; 0 = a table without keys.
     """
     region_T6 = np.zeros((len(table_T), 6), np.uint64)
     parts_T, buckets_T = parts_and_buckets(count_T)

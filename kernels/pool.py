@@ -71,9 +71,7 @@ def pool(
     """out_PX[p] = the sum of bag p; where `bags.row_P` is, out_PX[row_P[p]].
 
     Args:
-        weight_SX: weights' bits [S, X], X >= D, as `RowFormat.weights` gives them.
-        slot_U: int64 [U].
-        inverse_N: the key of each id; -1 for padding.
+        weight_SX, slot_U, inverse_N: as in `gather`, with slots.
         scale_N: float32 [N]; None = 1.
         out_PX: [P, D] of the dtype of `weight_SX`.
     """
@@ -122,12 +120,8 @@ def pool_max(
     *,
     threads: Threads,
 ) -> None:
-    """out_PX[p] = the elementwise maximum of bag p; argmax_PD[p] = the places in the bag, from 0, of the ids it is of.
-
-    Args:
-        weight_SX, slot_U, inverse_N, bags, out_PX: as in `pool`.
-        argmax_PD: int32 [P, D]; -1 for a bag that holds nothing but padding.
-    """
+    """out_PX[p] = the elementwise maximum of bag p; argmax_PD[p] = the places in the bag, from 0, of the ids it is of,
+    int32; -1 for a bag that holds nothing but padding."""
     if len(slot_U) == 0:  # nothing but padding
         out_PX[:], argmax_PD[:] = 0, -1
         return
@@ -153,10 +147,8 @@ def _spread_max_grads_cpu(
 def spread_max_grads(
     bags: Bags, argmax_PD: np.ndarray, grad_PX: np.ndarray, out_NX: np.ndarray, *, threads: Threads
 ) -> None:
-    """out_NX = the gradients of ids from those of their bags' maxima, bits of one of the three formats.
-
-    Each number goes to the id that `argmax_PD` says; the others get zeros.
-    """
+    """out_NX = the gradients of ids from those of their bags' maxima, bits of one of the three formats: each number for
+    the id of `argmax_PD`, zeros for the others."""
     threads.run(_spread_max_grads_cpu, len(grad_PX), *bags.arrays, argmax_PD, grad_PX, out_NX, share_min=_SHARE_MIN)
 
 

@@ -74,8 +74,8 @@ def bags_of_cuda(
         offset_P1: int64 [P + 1].
         table_P: int32 [P], the table of each bag; None = bag p is of table p % `tables`.
         row_P: int32 [P], the row of each bag; None = row p.
-        size_2: int64 [2]; its second value turns 1 where offsets or tables are not as they must be. The bags and
-            tables of such ids are in range and mean nothing.
+        size_2: int64 [2]; its second value turns 1 where offsets or tables are invalid. The bags and tables of such ids
+            are in range and mean nothing.
     """
     bag_N, table_N = gpu.empty(ids, dtype=torch.int64), gpu.empty(ids, dtype=torch.int32)
     table_P = gpu.empty(0, dtype=torch.int32) if table_P is None else table_P
@@ -149,14 +149,8 @@ def pool_cuda(
     *,
     gpu: Gpu,
 ) -> None:
-    """The rows of each bag summed in float32, in the order of its ids, rounded once to the dtype of `out_PD`.
-
-    Args:
-        inverse_N: int64 [N], the key of each id; -1 for padding, which is left out.
-        bags: how they lie.
-        scale_N: float32 [N], the factor of each row; None = 1.
-        out_PD: [P, D], bits of float32, float16 or bfloat16, of the dtype of `weight_SX`.
-    """
+    """The rows of each bag summed in float32, in the order of its ids, rounded once to the dtype of `out_PD`; see
+    `oneemb.kernels.pool.pool`."""
     rows, dim = out_PD.shape
     v = vector_width(dim, weight_SX, out_PD)
     scale_N = gpu.empty(0, dtype=torch.float32) if scale_N is None else scale_N
@@ -209,12 +203,7 @@ def pool_max_cuda(
     *,
     gpu: Gpu,
 ) -> None:
-    """The elementwise maximum of the rows of each bag, and which of its ids gave each number.
-
-    Args:
-        inverse_N, bags, out_PD: as in `pool_cuda`.
-        argmax_PD: int32 [P, D], the place in the bag, from 0; -1 for a bag that holds nothing but padding.
-    """
+    """The elementwise maximum of the rows of each bag, and its ids' places; see `oneemb.kernels.pool.pool_max`."""
     rows, dim = out_PD.shape
     v = vector_width(dim, weight_SX, out_PD)
     offset_P1, row_P = bags.offset_P1, _rows(bags.row_P, gpu)

@@ -164,16 +164,14 @@ def _quantize_cpu(
 def quantize_rows(
     weight_ND: np.ndarray, bits: int, row_NB: np.ndarray, *, threads: Threads
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Quantize rows.
+    """Quantize float32 rows to 8 or 4 bits.
 
     Args:
-        weight_ND: float32.
-        bits: 8 or 4.
         row_NB: uint8, B at least `quantized_bytes`; what is beyond becomes zeros.
 
     Returns:
-        right_N bool: which rows could be quantized, of the others row_NB says nothing; and error_N2 float64: the
-        largest error of a row's weights and the sum of their squares.
+        right_N bool: which rows could be quantized, row_NB of others being undefined; and error_N2 float64: the largest
+        error of a row's weights and the sum of their squares.
     """
     right_N, error_N2 = np.empty(len(weight_ND), np.bool_), np.zeros((len(weight_ND), 2))
     threads.run(

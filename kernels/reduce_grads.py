@@ -133,13 +133,10 @@ def _row_grad(
 
 @part
 def row_grads(grads: tuple, first: Number, end: Number, row_SW: Array, slot_U: Array, sum_RD: Array) -> Number:
-    """sum_RD[r] = the gradient of row first + r; for a loop over rows up to `end` that takes ROWS of them at a time.
+    """sum_RD[r] = the gradient of row first + r, for a loop over rows up to `end` that takes ROWS of them at a time.
+    Returns how many rows there are, and prefetches them for the update.
 
-    `grads` is `Segments.arrays()`, or (grad_UD, None, None, None) for gradients that are summed already. Also
-    prefetches the rows that are to be updated.
-
-    Returns:
-        How many rows there are.
+    `grads` is `Segments.arrays()`, or (grad_UD, None, None, None) for gradients that are summed already.
     """
     grad_NX, order_N, begin_U1, scale_N = grads
     rows = min(np.int64(ROWS), end - first)
@@ -162,11 +159,7 @@ def _reduce_grads_cpu(begin: Number, end: Number, grads: tuple, grad_UD: Array, 
 
 
 def sum_segments(segments: Segments, *, threads: Threads) -> tuple[np.ndarray, np.ndarray]:
-    """Sum gradients of equal keys.
-
-    Returns:
-        grad_UD float32 [U, D] and finite_U bool [U]: whether every value of the row's sum is finite.
-    """
+    """Sums of gradients of equal keys, float32 [U, D]; and whether every value of a row's sum is finite, bool [U]."""
     grad_UD = np.empty(segments.shape, np.float32)
     finite_U = np.empty(len(grad_UD), np.bool_)
     threads.run(_reduce_grads_cpu, len(grad_UD), segments.arrays(), grad_UD, finite_U)
@@ -185,10 +178,8 @@ def _largest_cpu(begin: Number, end: Number, bits_V: Array, magnitude: Number, l
 
 
 def largest_magnitude(values: np.ndarray, *, threads: Threads) -> float:
-    """The largest absolute value of a C-contiguous array of weights' bits; not finite where one of them is not.
-
-    One pass at the speed of memory: magnitudes are ordered as their bits are, NaN above infinity.
-    """
+    """The largest absolute value of a C-contiguous array of weights' bits; not finite where one of them is not. One
+    pass at the speed of memory: magnitudes are ordered as their bits are, NaN above infinity."""
     bits_V = values.reshape(-1).view(np.uint32 if values.dtype == np.float32 else np.uint16)
     largest_K = np.zeros(-(-len(bits_V) // _BLOCK), np.uint32)
     threads.run(_largest_cpu, len(largest_K), bits_V, _MAGNITUDE[values.dtype], largest_K, share_min=2)

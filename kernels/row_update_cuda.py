@@ -288,12 +288,8 @@ def run_row_update_cuda(
     go_1: "torch.Tensor | None" = None,
     gpu: "Gpu",
 ) -> None:
-    """Run an update's loop over all rows of slot_U.
-
-    Args:
-        grad: float32 [U, D], or the segments of the U keys.
-        go_1: int64 [1] on the device, 0 = leave the rows as they are; None = go.
-    """
+    """Run an update's loop over all rows of slot_U, with gradients float32 [U, D] or the segments of the U keys. go_1,
+    int64 [1] on the device: 0 = leave the rows as they are; None = go."""
     import torch
 
     from oneemb.kernels.launch import vector_width

@@ -34,12 +34,7 @@ from oneemb.kernels.reduce_grads import ROWS, row_grads
 
 @dataclass(frozen=True)
 class RowLoops:
-    """Loops of one rule, and the state that they read and write.
-
-    Args:
-        states: values of state of a weight.
-        row_states: values of state that a row has once, after those of its weights.
-    """
+    """Loops of one rule; values of state of a weight, and values that a row has once, after those of its weights."""
 
     on_host: CpuLoop
     on_cuda: CudaLoop
@@ -86,11 +81,7 @@ row_update = RowUpdate
 
 
 def element_loops(rule: Any) -> RowLoops:
-    """Loops of an optimizer that looks at one weight at a time.
-
-    Args:
-        rule: (w, *state, g, *scalars) -> w, *state.
-    """
+    """Loops of an optimizer that looks at one weight at a time. rule: (w, *state, g, *scalars) -> w, *state."""
     state, scalars = _split(_arguments(rule), "g")
     source = f"""
 def loop(begin, end, weight_SX, row_SW, slot_U, grads, state_begin, {_listed(scalars)}):

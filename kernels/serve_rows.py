@@ -268,8 +268,8 @@ def serve_rows(
         out_ND: float32, or bits of the rows' own format; of quantized rows float32.
 
     Returns:
-        place_N int64, the slot of each key, MISSING or PADDING where it has no row; and the number of a block that is
-        not as it was written, -1 if there is none: else places and weights mean nothing.
+        place_N int64, the slot of each key, MISSING or PADDING where it has no row; and the number of a damaged block,
+        -1 if there is none: else places and weights mean nothing.
     """
     keys, place_N, blocks, damage_1 = served.arguments(table_N, id_N, padding_id)
     threads.run(
@@ -306,13 +306,8 @@ def pool_rows(
 def pool_rows_again(
     served: ServedRows, place_N: np.ndarray, other_MX: np.ndarray, bags: tuple, out_PX: np.ndarray, *, threads: Threads
 ) -> None:
-    """Pool those bags that have ids without a row once more, with what such ids read as.
-
-    Args:
-        place_N: of `pool_rows`; OTHER - m is row m of `other_MX`.
-        other_MX: in one of the formats of weights.
-        bags, out_PX: as there.
-    """
+    """Pool those bags that have ids without a row once more, with the values of such ids: place OTHER - m of
+    `pool_rows` is row m of `other_MX`, in one of the formats of weights."""
     threads.run(
         _pool_again_cpu, len(out_PX), place_N, *served.arrays, other_MX, *bags, out_PX,
         share_min=bags_min(out_PX.shape[1], len(out_PX), len(place_N)),
@@ -335,11 +330,8 @@ def _keys_cpu(
 def keys_of_slots(
     served: ServedRows, table: int, begin: int = 0, end: int | None = None, *, threads: Threads
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """id_N and place_N, int64, of a table's rows, in the order of their slots. All blocks have been compared before.
-
-    Args:
-        begin, end: of the table's slots, which count from 0; None = to the last one.
-    """
+    """id_N and place_N, int64, of a table's rows in its slots from `begin` (0) to `end` (None = the last), in their
+    order. All blocks have been compared before."""
     region = [int(number) for number in served.region_T6[table]]
     slots = region[PARTS] * region[SLOTS]
     first, last = region[FIRST_SLOT] + begin, region[FIRST_SLOT] + (slots if end is None else min(end, slots))

@@ -63,10 +63,9 @@ def rows_of_shards(
     address_P: np.ndarray, cells_P: np.ndarray, word_SW: np.ndarray, first: int, held_S: np.ndarray, *,
     threads: Threads,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """The rows of these shards that are not held.
+    """The rows of these shards, each an address and number of cells, that are not held.
 
     Args:
-        address_P, cells_P: where the cells of each shard are, and how many.
         word_SW: uint32, the records of rows; their numbers begin at word `first`.
         held_S: bool, or int32 of which 0 says that the row is not held.
 
@@ -105,11 +104,9 @@ _SAMPLE = 16
 def least_of(number_N: np.ndarray, count: int, tie_of: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     """Where the `count` least numbers are, or all: int64 [count].
 
-    A sample says below what these surely are, and only those are looked at closely. So numbers lie best in an order
-    that says nothing of them.
-
-    Args:
-        tie_of: a number for each of some places; of equal numbers, those at the places of the least are chosen.
+    A sample says below what these surely are, and only those are looked at closely; so numbers lie best in an order
+    that says nothing of them. `tie_of` gives a number for each of some places; of equal numbers, those of the least are
+    chosen.
     """
     if count >= len(number_N):
         return np.arange(len(number_N))

@@ -66,11 +66,8 @@ def share_counts(threads: Threads) -> np.ndarray:
 
 
 def add_pins(pin_S: np.ndarray, slot_U: np.ndarray, count: int, pinned_X: np.ndarray, *, threads: Threads) -> None:
-    """pin_S[slot_U] += count, and the sum of pinned_X grows by the number of slots that are above 0 for it.
-
-    Args:
-        pinned_X: of `share_counts` for the same threads. Counting needs no memory, so that it cannot fail halfway.
-    """
+    """pin_S[slot_U] += count; the sum of pinned_X, of `share_counts` for the same threads, grows by the number of slots
+    that are above 0 for it. Counting needs no memory, so that it cannot fail halfway."""
     shares = threads.shares_of(len(slot_U), _SHARE_MIN)
     threads.run(_add_pins_cpu, len(slot_U), pin_S, slot_U, count, shares, pinned_X, share_min=_SHARE_MIN)
 
@@ -84,9 +81,6 @@ def pick_keys(
     table_N: np.ndarray, id_N: np.ndarray, slot_N: np.ndarray, chosen_S: np.ndarray, table_V: np.ndarray,
     id_V: np.ndarray, slot_V: np.ndarray, size: int,
 ) -> int:  # fmt: skip
-    """Append the keys whose slots are chosen, and their slots, to the first `size` of table_V, id_V and slot_V.
-
-    Returns:
-        The new size.
-    """
+    """Append the keys whose slots are chosen, and their slots, to the first `size` of table_V, id_V and slot_V. Returns
+    the new size."""
     return _pick_keys_cpu(table_N, id_N, slot_N, chosen_S, table_V, id_V, slot_V, size)

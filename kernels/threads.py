@@ -61,14 +61,8 @@ _core = _find_core()
 
 
 class Threads:
-    """A fixed number of threads that run CPU loops.
-
-    Args:
-        count: threads in use at once, the calling one among them; None = the cores this process may run on.
-
-    Raises:
-        TypeError, ValueError: count is no int, or below 1.
-    """
+    """A fixed number of threads that run CPU loops, the calling one among them; None = the cores this process may run
+    on. TypeError or ValueError if the number is no int, or below 1."""
 
     def __init__(self, count: int | None = None):
         if count is None:
@@ -82,14 +76,8 @@ class Threads:
         self._closed = False
 
     def run(self, loop: CpuLoop, size: int, *args: Any, share_min: int = _SHARE_MIN) -> None:
-        """Call `loop(begin, end, *args)` so that the shares cover 0..size exactly once.
-
-        Args:
-            loop: a CPU loop.
-
-        Raises:
-            MemoryError: a loop got no memory, after all shares have ended.
-        """
+        """Call `loop(begin, end, *args)` so that the shares cover 0..size exactly once. MemoryError, after all shares
+        have ended, if a loop got no memory."""
         if size < 2 * share_min or (shares := self.shares_of(size, share_min)) == 1:
             loop(0, size, *args)
             return
@@ -174,9 +162,8 @@ def _end(words: np.ndarray, address: int, process: int) -> None:
 
 
 def within_thread_code() -> bool:
-    """Whether this thread is in the middle of a call of `threading` or of an executor, whose locks it may hold: the
-    garbage collector may call a finalizer there, which must not wait for a thread, start one or end a pool.
-    """
+    """Whether this thread is within a call of `threading` or of an executor, whose locks it may hold: the garbage
+    collector may call a finalizer there, which must not wait for a thread, start one or end a pool."""
     frame: FrameType | None = sys._getframe(1)
     inner = ""
     while frame is not None:
@@ -236,13 +223,8 @@ def submit(pool: Executor, function: Callable[..., _T], *args: Any) -> Future[_T
 
 
 def start(thread: threading.Thread) -> None:
-    """`thread.start()`, but too little memory for a thread is an error.
-
-    Python's own call waits for ever if the new thread runs out of memory before it has said that it began.
-
-    Raises:
-        RuntimeError: the thread cannot be started.
-    """
+    """`thread.start()`, but too little memory for a thread is a RuntimeError: Python's own call waits for ever if the
+    new thread runs out of memory before it has said that it began."""
     if not _has_room_for_thread():
         raise RuntimeError("can't start new thread: its stack and first objects do not fit the process's memory limit")
     thread.start()
@@ -289,9 +271,8 @@ class _Closes(Protocol):
 
 
 def close_when_dropped(owner: object, its: _Closes) -> "weakref.finalize[Any, Any]":
-    """Have `its` closed when nobody has `owner` any more, unless what is returned is detached before.
-
-    At exit the system frees what there is."""
+    """Have `its` closed when nobody has `owner` any more, unless the returned finalizer is detached before. At exit the
+    system frees what there is."""
     finalizer = weakref.finalize(owner, _close, its)
     finalizer.atexit = False
     return finalizer

@@ -138,12 +138,8 @@ def unique_keys_cuda(
     size_2: torch.Tensor | None = None,
     gpu: Gpu,
 ) -> DeviceKeys:
-    """The unique keys among (table_N int32, id_N int32 or int64), leaving out ids that equal `padding_id`.
-
-    Args:
-        tables: number of tables; an id of another is noted in `size_2`.
-        size_2: zeros, or the errors found before.
-    """
+    """The unique keys among (table_N int32, id_N int32 or int64), leaving out ids that equal `padding_id`. `size_2` is
+    zeros, or the errors found before; an id of another table than of `tables` is noted there."""
     size = id_N.shape[0]
     cell_C = gpu.full(2 * size + 1, value=_EMPTY, dtype=torch.int64)
     cell_N, first_N, head_U, id_U, inverse_N = (gpu.empty(size, dtype=torch.int64) for _ in range(5))

@@ -65,8 +65,7 @@ def use_records(
     """Note the uses of a batch in records, uint32 [S].
 
     Args:
-        place_U: int64 [U], distinct.
-        id_U: int64 [U], whose places they are.
+        place_U, id_U: int64 [U]: distinct places, and the ids that have them.
         count_U: int64 [U], how often each is used, 1 or more.
         new_U: bool [U], whether this is the first use of a place by its id.
         time: number of the batch.

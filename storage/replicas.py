@@ -10,7 +10,7 @@ Invariants:
 
 import numpy as np
 
-from oneemb.kernels.loops import Keys as LookupKeys
+from oneemb.kernels.loops import Keys
 from oneemb.kernels.owner import owner_of
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import StoreFullError
@@ -24,7 +24,7 @@ from oneemb.storage.tiers.stack import StorePlan
 REPLICATED_BYTES_MAX = 1 << 30
 """Most bytes of the rows of all replicated tables of an embedding on a rank, with optimizer state."""
 
-Keys = tuple[np.ndarray, np.ndarray]
+TableIds = tuple[np.ndarray, np.ndarray]
 """Tables, int32 [N], and ids, int64 [N]."""
 
 
@@ -59,7 +59,7 @@ class Replicas(StorePart):
         counted_N[shared] = self._is_own(table_N[shared], id_N[shared])
         return counted_N
 
-    def keys(self, *, own: bool | None = None) -> Keys:
+    def keys(self, *, own: bool | None = None) -> TableIds:
         """All keys; those that count here; or those that do not."""
         batches = list(self._index.items())
         if not batches:
@@ -75,7 +75,7 @@ class Replicas(StorePart):
 
     # ---- what comes and goes ----------------------------------------------------------------------------------------
 
-    def new(self, table_U: np.ndarray, id_U: np.ndarray, row_bytes: int | None) -> Keys:
+    def new(self, table_U: np.ndarray, id_U: np.ndarray, row_bytes: int | None) -> TableIds:
         """Which of these distinct keys are of replicated tables and not here; memory to `add` them is reserved.
         StoreFullError if their rows, of `row_bytes` each, exceed the limit; None = there is no limit."""
         u = np.flatnonzero(self.are_of(table_U))
@@ -87,14 +87,14 @@ class Replicas(StorePart):
             self._index.reserve_keys(table_U, id_U)
         return table_U, id_U
 
-    def new_of(self, keys: LookupKeys) -> Keys:
+    def new_of(self, keys: Keys) -> TableIds:
         """Keys of a lookup that `new` gives: they are about to be begun."""
         loops, format = self.rows.loops, self.rows.format
         keys = loops.counted(keys)
         table_U, id_U = (loops.tensor(array).cpu().numpy() for array in (keys.table_U, keys.id_U))
         return self.new(table_U, id_U, format.row_bytes)
 
-    def add(self, keys: Keys) -> None:
+    def add(self, keys: TableIds) -> None:
         """Note keys that `new` gave, whose rows are here now."""
         if len(keys[1]):
             self._index.put(*keys, np.zeros(len(keys[1]), np.int64))
@@ -152,7 +152,7 @@ class Replicas(StorePart):
         self._put(self.new(table_U, id_U, self.rows.format.row_bytes), table_U, id_U, row_UW)
         self._store.changes += 1
 
-    def _put(self, new: Keys, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray) -> None:
+    def _put(self, new: TableIds, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray) -> None:
         self.rows.hot.put(table_U, id_U, row_UW)
         with changing:
             self.add(new)

@@ -11,7 +11,7 @@ from oneemb.storage.locking.turns import changing
 from oneemb.storage.policies.kept_rows import KeptRows
 from oneemb.storage.policies.ledger import LedgerClock
 from oneemb.storage.policies.store_policy import StorePolicy
-from oneemb.storage.replicas import Keys, Replicas
+from oneemb.storage.replicas import Replicas, TableIds
 from oneemb.storage.snapshots.journal import Journal
 from oneemb.storage.snapshots.owned_rows import OwnedRows
 from oneemb.storage.snapshots.snapshot_rows import PartOf, SnapshotRows, shard_of
@@ -138,7 +138,7 @@ class StoreSnapshots(StorePart):
 
     @no_step("load_rows")
     def load_rows(
-        self, info: SnapshotInfo, owned: OwnedRows | None, *, weights_only: bool, replicated: Keys | None = None
+        self, info: SnapshotInfo, owned: OwnedRows | None, *, weights_only: bool, replicated: TableIds | None = None
     ) -> bool:
         """`load` of a snapshot that `check_rows` has accepted.
 

@@ -27,7 +27,7 @@ BeginRows = Callable[[Array, Array, Array, Array], None]
 """begin(row_SW, slot_M, table_M, id_M) writes the initial rows of keys into these slots of an array of rows."""
 
 
-class RowsAhead:
+class RowsReadAhead:
     """Rows that one thread reads from the store below a cache while others use the cache. M keys, W words of a row.
 
     `read` runs beside other calls of the cache, which names each key whose row below changes meanwhile (`note_change`);
@@ -114,11 +114,11 @@ class HotRows(Tier, Protocol):
         """Add a pin to each row of these keys that is resident. Returns slot_U, -1 for absent ones; the keys, cut to as
         many as there are; and which of them are absent."""
 
-    def rows_ahead(self, keys: Keys, wanted: Array) -> RowsAhead | None:
+    def rows_ahead(self, keys: Keys, wanted: Array) -> RowsReadAhead | None:
         """Rows below of the `wanted` keys, to be read without a turn and then brought by `bring_known`; None where the
         store below may be read in a turn only, or not all of them would find room now."""
 
-    def bring_known(self, keys: Keys, slot_U: Array, wanted: Array, ahead: RowsAhead | None = None) -> int:
+    def bring_known(self, keys: Keys, slot_U: Array, wanted: Array, ahead: RowsReadAhead | None = None) -> int:
         """Fetch and pin the rows of the `wanted` keys that a store below has; begin none. Returns how many got a slot.
 
         Args:

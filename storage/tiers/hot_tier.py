@@ -33,7 +33,7 @@ from oneemb.kernels.threads import Threads
 from oneemb.storage.hash_index import HashIndex
 from oneemb.storage.locking.turns import changing
 from oneemb.storage.row_store import RowStore
-from oneemb.storage.tiers.hot_rows import BeginRows, RowsAhead
+from oneemb.storage.tiers.hot_rows import BeginRows, RowsReadAhead
 from oneemb.storage.tiers.limits import Limits
 from oneemb.storage.tiers.memory_tier import HALF_LIFE, MemoryTier
 from oneemb.storage.tiers.reservation import Reservation
@@ -160,15 +160,17 @@ class HotTier(MemoryTier):
         self._pin(noted_U, 1)
         return slot_U, missing
 
-    def rows_ahead(self, keys: Keys, wanted: np.ndarray) -> RowsAhead | None:
+    def rows_ahead(self, keys: Keys, wanted: np.ndarray) -> RowsReadAhead | None:
         if not self._reads_ahead or len(wanted) > self._room():
             return None
         assert self._below is not None
-        ahead = RowsAhead(self._below, keys, wanted)
+        ahead = RowsReadAhead(self._below, keys, wanted)
         self._ahead.add(ahead)
         return ahead
 
-    def bring_known(self, keys: Keys, slot_U: np.ndarray, wanted: np.ndarray, ahead: RowsAhead | None = None) -> int:
+    def bring_known(
+        self, keys: Keys, slot_U: np.ndarray, wanted: np.ndarray, ahead: RowsReadAhead | None = None
+    ) -> int:
         if self._resident or len(wanted) == 0:
             return 0
         assert self._below is not None
@@ -178,7 +180,7 @@ class HotTier(MemoryTier):
         found = len(wanted) - len(missing)
         self._limits.check_fits(len(missing), self._held())
         if ahead is None:
-            ahead = RowsAhead(self._below, keys, missing)
+            ahead = RowsReadAhead(self._below, keys, missing)
             ahead.read()
         known = ahead.known(missing)
         u = ahead.wanted_M[known]

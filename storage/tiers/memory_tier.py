@@ -23,7 +23,7 @@ from oneemb.storage.locking.turns import changing
 from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.storage.row_store import RowStore
 from oneemb.storage.tiers.free_slots import FreeSlots
-from oneemb.storage.tiers.hot_rows import BeginRows, RowsAhead
+from oneemb.storage.tiers.hot_rows import BeginRows, RowsReadAhead
 from oneemb.storage.tiers.limits import Counters, Limits
 
 # Uses of rows in which a use comes to count half as much, as a multiple of the slots. By bench_cache_policy.py, caches
@@ -33,7 +33,7 @@ HALF_LIFE = 8
 BATCH = 65536
 """Rows that are moved at a time."""
 
-Keys = tuple[Any, Any, Any]
+KeysAndSlots = tuple[Any, Any, Any]
 """Tables, ids and slots, arrays of the tier's place."""
 
 
@@ -71,7 +71,7 @@ class MemoryTier(ABC):
         self._counters = Counters()
         self._free = FreeSlots(arange)
         self._lent = 0  # slots of rows that are in no index
-        self._ahead: weakref.WeakSet[RowsAhead] = weakref.WeakSet()  # for as long as their readers hold them
+        self._ahead: weakref.WeakSet[RowsReadAhead] = weakref.WeakSet()  # for as long as their readers hold them
         self._keeps_reads = True  # whether a cache keeps rows that were read from below
         # Number of rows known here and below; None = it is not known. A store below may be far away: it counts its rows
         # when a caller, or a limit, needs the number.
@@ -121,7 +121,7 @@ class MemoryTier(ABC):
         is room."""
 
     @abstractmethod
-    def _dirty_keys(self) -> Keys:
+    def _dirty_keys(self) -> KeysAndSlots:
         """The keys whose rows the store below does not have as they are."""
 
     @abstractmethod
@@ -295,7 +295,7 @@ class MemoryTier(ABC):
         for ahead in self._ahead:
             ahead.note_change(id_N)
 
-    def _evict_these(self, keys: Keys, dirty: Any) -> None:
+    def _evict_these(self, keys: KeysAndSlots, dirty: Any) -> None:
         """Evict rows that are not pinned; `dirty` says which differ from the store below."""
         table_V, id_V, slot_V = keys
         self._put_below((table_V[dirty], id_V[dirty], slot_V[dirty]))
@@ -307,7 +307,7 @@ class MemoryTier(ABC):
     def _write_down(self) -> None:
         self._put_below(self._dirty_keys())
 
-    def _put_below(self, keys: Keys) -> None:
+    def _put_below(self, keys: KeysAndSlots) -> None:
         table_N, id_N, slot_N = keys
         if len(slot_N) == 0:
             return

@@ -10,7 +10,7 @@ import torch
 import oneemb
 from oneemb.storage.errors import StorageError, StoreFullError
 from oneemb.storage.store_rows import erase_rows
-from oneemb.storage.tiers.hot_rows import RowsAhead
+from oneemb.storage.tiers.hot_rows import RowsReadAhead
 from tests.support.keys import distinct
 
 
@@ -179,8 +179,8 @@ def while_reading(monkeypatch):
             thread.join(60)
             assert not thread.is_alive(), "it waits for the read"
 
-    real = RowsAhead.read
-    monkeypatch.setattr(RowsAhead, "read", read)
+    real = RowsReadAhead.read
+    monkeypatch.setattr(RowsReadAhead, "read", read)
     return calls.append
 
 
@@ -244,13 +244,13 @@ def test_what_was_read_ahead_before_a_load_is_forgotten(while_reading):
 def test_a_store_that_is_emptied_or_closed_while_rows_are_read_ahead(change, monkeypatch):
     store = make_store()
     below(store, 100)
-    real = RowsAhead.read
+    real = RowsReadAhead.read
 
     def read(ahead):
         getattr(store, change)()
         real(ahead)
 
-    monkeypatch.setattr(RowsAhead, "read", read)
+    monkeypatch.setattr(RowsReadAhead, "read", read)
     prefetched = store.prefetch(keys(0, 100))
     assert prefetched.missing == 100 and (prefetched.slot_U == -1).all()
     if change == "close":
