@@ -130,7 +130,7 @@ def measure(arguments: argparse.Namespace, block: int) -> list[dict[str, Any]]:
         for peer, system in systems.items():
             calls[peer] = lambda n, s=system, r=rounds, u=update: [s.step(batch, u) for batch in r[n]]
         for system in systems.values():
-            system.settle()
+            system.put_pending()
         spent = cold(arguments.path, calls, arguments.rounds)
         rates = rate(spent)
         of_raw = statistics.median(raw / ours for raw, ours in zip(spent["raw"], spent["oneemb"], strict=True))
@@ -258,7 +258,7 @@ class Oneemb:
         for begin in range(0, len(id_N), BATCH):
             id_U = id_N[begin : begin + BATCH]
             self.table.put(self.table_U[: len(id_U)], id_U, rows[: len(id_U)])
-        self.settle()
+        self.put_pending()
         if last:
             len(self.table)  # The index takes in keys that are still on their way.
 
@@ -269,7 +269,7 @@ class Oneemb:
             self.out_UW += 1
             self.table.put(self.table_U, id_U, self.out_UW)
 
-    def settle(self) -> None:
+    def put_pending(self) -> None:
         self.table.flush()
         self.table._files.sync_all(self.table._files.chunks.values())
 
@@ -316,7 +316,7 @@ class Rocks:
         if update:
             self._write(id_U, [row.tobytes() for row in rows + 1])
 
-    def settle(self) -> None:
+    def put_pending(self) -> None:
         self.db.flush()
 
     def close(self) -> None:
@@ -351,7 +351,7 @@ class Lmdb:
                 keys = [bytes(key) for key, _ in got]
                 transaction.cursor().putmulti(zip(keys, (row.tobytes() for row in rows + 1), strict=True))
 
-    def settle(self) -> None:
+    def put_pending(self) -> None:
         self.db.sync(True)
 
     def close(self) -> None:

@@ -28,8 +28,8 @@ from _machine import keep_freed_memory, machine, table
 import oneemb
 from oneemb.kernels.threads import Threads
 from oneemb.policies import LFU, LRU, RowPolicy
-from oneemb.storage.policies.departures import Departures
-from oneemb.storage.policies.ledger import Ledger
+from oneemb.storage.policies.evictions import Evictions
+from oneemb.storage.policies.usage_index import UsageIndex
 
 TABLES, DIM, BATCH = 26, 64, 4096
 
@@ -116,24 +116,24 @@ def measure(folder: str, policy: RowPolicy, options: argparse.Namespace) -> dict
 def quality(evict: Any, threads: int) -> float:
     """Of a million rows that left in rounds, the share that is among the million of least score."""
     rows, leave = 4_000_000, 1_000_000
-    ledger = Ledger([RowPolicy(evict)], rows, Threads(threads))
-    departures = Departures(ledger, Threads(threads))
+    usage = UsageIndex([RowPolicy(evict)], rows, Threads(threads))
+    departures = Evictions(usage, Threads(threads))
     rng = np.random.default_rng(0)
     ids = rng.permutation(rows)
     for begin in range(0, rows, 20_000):
         its = ids[begin : begin + 20_000]
-        ledger.use(np.zeros(len(its), np.int32), its, np.full(len(its), -1), rng.zipf(1.5, len(its)), begin, 0)
-    score_N = ledger.scores(ledger.find(np.zeros(rows, np.int32), np.arange(rows)))
+        usage.use(np.zeros(len(its), np.int32), its, np.full(len(its), -1), rng.zipf(1.5, len(its)), begin, 0)
+    score_N = usage.scores(usage.find(np.zeros(rows, np.int32), np.arange(rows)))
     bound = np.partition(score_N, leave - 1)[leave - 1]
     right = 0
     for begin in range(0, leave, 2_000):
         new = np.arange(rows + begin, rows + begin + 2_000)
         for gone in departures.make_room(np.zeros(len(new), np.int32), [np.full(len(new), -1)]):
-            ledger.forget(*gone)
+            usage.forget(*gone)
             old = gone.id_V[gone.id_V < rows]
             right += int(np.count_nonzero(score_N[old] <= bound))
-        ledger.use(np.zeros(len(new), np.int32), new, np.full(len(new), -1), np.full(len(new), 2**20), rows + begin, 0)
-    return right / ledger.left["capacity"]
+        usage.use(np.zeros(len(new), np.int32), new, np.full(len(new), -1), np.full(len(new), 2**20), rows + begin, 0)
+    return right / usage.left["capacity"]
 
 
 if __name__ == "__main__":

@@ -188,7 +188,7 @@ def _members(
     alike: dict[Hashable, list[str]] = {}
     for name, embedding in embeddings.items():
         store = embedding.store
-        if not store.loops.merges or not embedding.training or not embedding.ranks.alone or store.kept is not None:
+        if not store.loops.merges or not embedding.training or not embedding.ranks.alone or store.engine is not None:
             continue
         trained: list[Hashable] = []
         for i, trainer in enumerate(trainers):

@@ -33,7 +33,7 @@ LOOKUP, STEP, COUNT, DECAYED, MIXED, EPOCH_LOOKUP, EPOCH_COUNT, GIVEN = range(8)
 # Unlike the salts of hash indexes and owners.
 _TIE_SALT = np.uint64(0x6F776E6572730002)
 
-# Keys whose marks are fetched before they are needed.
+# Keys whose usage words are fetched before they are needed.
 _AHEAD = 16
 
 # The fewest rows that are worth waking a thread for.

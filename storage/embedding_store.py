@@ -16,7 +16,7 @@ Invariants:
 - a snapshot holds every row as it was at the call, the number of steps taken and what the rows mean;
 - `generation` changes whenever slots handed out before mean nothing any more;
 - any thread may call a store. `prefetch`, which runs ahead of the training loop, changes nothing that anyone can see:
-  not the rows known, their values or the count of changes; and rows it holds give way to a step that needs their slots.
+  not the rows known, their values or the count of changes; and it is cancelled for a step that needs its slots.
 
 Turns: tiers are searched, filled and evicted from in a turn (storage/locking/turns.py), and a `prefetch` gives way to
 whoever waits for one between two chunks. `release`, `mark_dirty` and kernels on pinned slots need none, only the pins'
@@ -45,10 +45,10 @@ from oneemb.storage.locking.pins import PinBook
 from oneemb.storage.locking.step_lock import StepLock, alone
 from oneemb.storage.locking.turns import Turns, changing
 from oneemb.storage.locking.undisturbed import undisturbed
-from oneemb.storage.policies.kept_rows import KeptRows, refuses_some
-from oneemb.storage.policies.ledger import MARKS
+from oneemb.storage.policies.policy_engine import PolicyEngine, refuses_some
 from oneemb.storage.policies.row_policy import RowPolicy
 from oneemb.storage.policies.store_policy import StorePolicy
+from oneemb.storage.policies.usage_index import USAGE_WORDS
 from oneemb.storage.replicas import Replicas
 from oneemb.storage.rows.row_format import RowFormat
 from oneemb.storage.rows.store_form import StoreForm
@@ -61,7 +61,7 @@ from oneemb.storage.tiers.stack import StorePlan
 
 _MEND = "the embedding's load_snapshot(name) goes on from one, its clear() from none"
 
-# How long a prefetch gives way to those who wait at most, in naps of 20 microseconds: they take turns by then.
+# How long a prefetch lets waiting threads go first at most, in naps of 20 microseconds: they take turns by then.
 _NAPS_MAX = 500
 
 # Rows that a prefetch reads at once from a disk, outside turns.
@@ -72,7 +72,7 @@ _PREFETCH_CHUNK = 4096
 
 
 class Watcher(Protocol):
-    """An object that is told of rows before they change."""
+    """An object that is called before rows change."""
 
     def before_change(self, table_U: Array, id_U: Array, weight_UD: torch.Tensor) -> None:
         """Note that these rows, with these weights, are about to change. An error keeps them from changing."""
@@ -113,7 +113,7 @@ class EmbeddingStore:
         if bottom is None:
             bottom = TableBottom(plan.persistent_path, plan.physical_block_size, threads, _MEND, self.holder)
         self.threads = threads
-        self.plan = plan = replace(plan, lends=refuses_some(policies))
+        self.plan = plan = replace(plan, has_temporary_rows=refuses_some(policies))
         self.num_tables = len(initial.kind_TC)
         self.step = 0
         """Updates made so far."""
@@ -129,23 +129,23 @@ class EmbeddingStore:
         self.writing = threading.Lock()
         """Held by loops that write rows in place, and by those that read rows which may be written; after any turn."""
         self._bottom = bottom
-        format = RowFormat(dim, dtype, marks=0 if policies is None else MARKS)
+        format = RowFormat(dim, dtype, usage_words=0 if policies is None else USAGE_WORDS)
         self.rows = TieredRows(plan, bottom, format, initial, HostLoops(threads), threads, self.writing, policies)
         """All rows, in their tiers."""
         self.pins = PinBook(self.rows, placed=policies is not None)
         """Owners of pinned rows. In a turn only."""
-        self.kept: KeptRows | None = None
+        self.engine: PolicyEngine | None = None
         """Which rows policies keep; None where no table has one, and all stay. In a turn only."""
         if policies is not None:
-            self.kept = KeptRows(policies, plan.capacity, self.rows, self.pins, threads, self.writing)
-        self.policy = StorePolicy(self, self.kept, f"the embedding on {bottom.name}", self.num_tables)
+            self.engine = PolicyEngine(policies, plan.capacity, self.rows, self.pins, threads, self.writing)
+        self.policy = StorePolicy(self, self.engine, f"the embedding on {bottom.name}", self.num_tables)
         """Calls on the policies of the tables."""
         self.replicas = Replicas(self, plan, threads)
         """Replicated tables."""
         self.journal = Journal(self.rows, self.replicas, threads)
         """The snapshots since which a delta can be saved. In a turn only."""
-        self.form = StoreForm(self, self.kept, threads)
-        self.snapshots = StoreSnapshots(self, bottom, self.journal, self.kept, self.policy, self.replicas)
+        self.form = StoreForm(self, self.engine, threads)
+        self.snapshots = StoreSnapshots(self, bottom, self.journal, self.engine, self.policy, self.replicas)
         self._closed = ""
         """Advice of the error of a closed store; "" = it is open."""
 
@@ -215,8 +215,8 @@ class EmbeddingStore:
         Args:
             prefetched: what `prefetch` gave for the same keys; its pins are the caller's from here on.
             again: a lookup that was made before needs its rows again: to a policy that is no use of them.
-            admits: whether every key gets a row, whatever a policy says. Otherwise some may be lent one, until the
-                `Pins` of the slots are released.
+            admits: whether every key gets a row, whatever a policy says. Otherwise some may get a temporary one, until
+                the `Pins` of the slots are released.
             uses_U: int64, how many ids of a batch each key is of, for policies; None = as the keys say.
 
         Returns:
@@ -232,20 +232,20 @@ class EmbeddingStore:
             if self._closed:
                 self.check_open()
             self.pins.release_abandoned()
-            hot, kept = self.rows.hot, self.kept
+            hot, engine = self.rows.hot, self.engine
             begun, new = hot.begun, self.replicas.new_of(keys) if self.replicas else None
-            if kept is None:
+            if engine is None:
                 found = self.pins.acquire(keys, prefetched)
             else:
-                gone = kept.gone
+                gone = engine.gone
                 try:
-                    found = kept.acquire(keys, prefetched, step=self.step, again=again, admits=admits, uses_U=uses_U)
+                    found = engine.acquire(keys, prefetched, step=self.step, again=again, admits=admits, uses_U=uses_U)
                 except BaseException:
                     if prefetched is not None:
-                        self.pins.give_up(prefetched)
+                        self.pins.cancel(prefetched)
                     raise
                 finally:
-                    self.changes += kept.gone > gone
+                    self.changes += engine.gone > gone
                 self.changes += not again  # Scores and sightings have.
             self.changes += hot.begun > begun
             if new is not None:
@@ -254,14 +254,14 @@ class EmbeddingStore:
             return found
 
     @property
-    def lends(self) -> bool:
-        """Whether lookups may be lent rows: one key may then have several slots."""
-        return self.plan.lends
+    def has_temporary_rows(self) -> bool:
+        """Whether lookups may get temporary rows: one key may then have several slots."""
+        return self.plan.has_temporary_rows
 
     @in_turn
-    def lent(self) -> np.ndarray:
-        """The slots of rows that are lent now: int64."""
-        return self.pins.lent()
+    def temporary(self) -> np.ndarray:
+        """The slots of temporary rows: int64."""
+        return self.pins.temporary()
 
     def prefetch(self, keys: Keys) -> Prefetched:
         """Read the known rows of a coming lookup and pin them as far as there is room. On a GPU this runs on the
@@ -331,7 +331,7 @@ class EmbeddingStore:
     def unprefetch(self, prefetched: Prefetched) -> None:
         """Unpin what `prefetch` pinned, if no `acquire` has taken it over."""
         with self.turns:
-            end = self.pins.take if self.turns.broken else self.pins.give_up
+            end = self.pins.take if self.turns.broken else self.pins.cancel
             end(prefetched)
 
     def weights_in(self, slot_U: Array) -> torch.Tensor:
@@ -379,8 +379,8 @@ class EmbeddingStore:
 
     @property
     def reads_in_place(self) -> bool:
-        """Whether rows lie still, so that `slots_of` gives their slots."""
-        return bool(self.rows.tiers) and self.rows.hot.lies_still
+        """Whether slots are stable, so that `slots_of` gives them."""
+        return bool(self.rows.tiers) and self.rows.hot.stable_slots
 
     @property
     def absent_rows(self) -> InitialRows:
@@ -409,8 +409,8 @@ class EmbeddingStore:
             with changing:
                 self.journal.clear()
                 self.replicas.clear()
-                if self.kept is not None:
-                    self.kept.clear()
+                if self.engine is not None:
+                    self.engine.clear()
                 self.changes += 1
                 self.replaced += 1
                 self.step = 0
@@ -424,8 +424,8 @@ class EmbeddingStore:
         counts: dict[str, Any] = {
             "rows": len(self.rows), "replicated_rows": len(self.replicas), "step": self.step,
         }  # fmt: skip
-        if self.kept is not None:
-            counts["policy"] = self.kept.stats()
+        if self.engine is not None:
+            counts["policy"] = self.engine.stats()
         return {**counts, **self.rows.stats()}
 
     @no_step("close")
@@ -459,8 +459,8 @@ class EmbeddingStore:
         if broken:
             self.rows.dismantle()
             self.replicas.clear()
-            if self.kept is not None:
-                self.kept.ledger.clear()
+            if self.engine is not None:
+                self.engine.usage.clear()
             self.pins.prefetched.clear()
             self.turns.mended()
         return broken

@@ -36,28 +36,31 @@ class FolderHolder:
         self.owner: Callable[[], _Closes | None] = self._store
         """Returns the object to close in order to free the folder."""
 
-    def give_way(self, other: str) -> str:
-        """Close, if no row is lost; see `Holder.give_way`."""
+    def close_for(self, other: str) -> str:
+        """Close, if no row is lost; see `Holder.close_for`."""
         if (store := self._store()) is None:
             return ""
         if self._owners > 1:  # Other ranks may have unsaved rows, and a save takes all ranks.
-            return "whose ranks give way together: make this call on all of them"
-        why = between_steps_now(store.step_lock, lambda: self._give_way(store, other))
+            return "whose ranks close together: make this call on all of them"
+        why = between_steps_now(store.step_lock, lambda: self._close_for(store, other))
         return "which is in the middle of a step, a save or a load" if why is None else why
 
-    def _give_way(self, store: _Holds, other: str) -> str:
+    def _close_for(self, store: _Holds, other: str) -> str:
         if lost := self._lost(store):
             return f"whose {lost:,} rows no snapshot holds as they are now"
         store.say_closed(f"{other} of this process has taken over its folder: give each embedding one of its own")
         self._close(store)
         return ""
 
-    def let_go(self) -> int:
-        """Close, and return the number of lost rows; see `Holder.let_go`. RuntimeError within a step of this thread."""
+    def force_close(self) -> int:
+        """Close, and return the number of lost rows; see `Holder.force_close`. RuntimeError within a step of this
+        thread."""
         store = self._store()
-        return 0 if store is None else between_steps((store.step_lock,), "oneemb.release", lambda: self._let_go(store))
+        if store is None:
+            return 0
+        return between_steps((store.step_lock,), "oneemb.release", lambda: self._force_close(store))
 
-    def _let_go(self, store: _Holds) -> int:
+    def _force_close(self, store: _Holds) -> int:
         lost = self._lost(store)
         self._close(store)
         return lost

@@ -8,7 +8,7 @@ Loops take merged slots and that array as they take a store's slots and slab. Be
 memory: nothing but the slots of members may be read or written there.
 
 Invariants:
-- rows, pins, steps and marks stay with each member, whatever it is: a member may be used beside the merged store;
+- rows, pins, steps and usage words stay with each member, whatever it is: a member may be used beside the merged store;
 - keys are given member by member, in the order of the members; so are the slots;
 - a call that raises leaves no pin, in any member.
 """

@@ -32,20 +32,20 @@ def copy_rows(
         if not store.built:
             return
         _fill(other.rows, store.rows, with_state, change)
-        with changing:  # Until the ledger knows the rows: others would never be evicted.
+        with changing:  # Until the usage index has the rows: others would never be evicted.
             other.step = store.step if with_state else 0
-            if other.kept is not None:
-                clock = None if store.kept is None else store.kept.ledger.counted()
-                other.kept.read_rows(store.format, clock, store.step, other.step)
-                if store.kept is not None:
-                    other.kept.admission = other.kept.loaded_admission(store.kept.to_arrays(), "of the other")
+            if other.engine is not None:
+                clock = None if store.engine is None else store.engine.usage.counted()
+                other.engine.read_rows(store.format, clock, store.step, other.step)
+                if store.engine is not None:
+                    other.engine.admission = other.engine.loaded_admission(store.engine.to_arrays(), "of the other")
             other.changes += 1
         other.replicas.add(store.replicas.keys())
 
 
 def _fill(rows: TieredRows, source: TieredRows, with_state: bool, change: ChangeRows | None) -> None:
     """Make the tiers of `rows`, which has none, and copy all rows of `source` into them."""
-    format = replace(source.format, marks=rows.format.marks)
+    format = replace(source.format, usage_words=rows.format.usage_words)
     rows.build(format if with_state else format.with_state(None, np.empty(0, np.float32)))
     assert rows.bottom_store is not None
     for tier in rows.tiers:
@@ -84,7 +84,7 @@ def set_rows(store: EmbeddingStore, table_U: np.ndarray, id_U: np.ndarray, row_U
             store.before_change(keys.table_U, keys.id_U, store.weights_in(slot_U))
         format = store.format
         with store.writing:
-            its = slice(0, min(format.mark_begin, row_UX.shape[1]))
+            its = slice(0, min(format.usage_begin, row_UX.shape[1]))
             store.row_SW[slot_U, its] = put(row_UX[:, its])
             its = slice(format.state_begin, row_UX.shape[1])  # What a policy notes is not the caller's.
             if its.start < its.stop:
@@ -108,8 +108,8 @@ def erase_rows(store: EmbeddingStore, table_U: np.ndarray, id_U: np.ndarray) -> 
     erased_U = store.pins.erase(table_U, id_U)
     with changing:
         store.replicas.forget(table_U, id_U)
-        if store.kept is not None:
-            store.kept.forget(table_U, id_U, erased_U)
+        if store.engine is not None:
+            store.engine.forget(table_U, id_U, erased_U)
         store.changes += bool(erased_U.any())
     return erased_U
 

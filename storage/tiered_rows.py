@@ -50,8 +50,8 @@ ChangeRows = Callable[[np.ndarray, np.ndarray, np.ndarray], None]
 """change(table_N, id_N, row_NW) writes other words into the rows of these keys."""
 
 
-MarksOf = Callable[..., np.ndarray]
-"""marks(table_N, id_N, step=) gives uint32 [N, words of marks] of rows at this step."""
+UsageOf = Callable[..., np.ndarray]
+"""usage(table_N, id_N, step=) gives uint32 [N, usage words] of rows at this step."""
 
 
 def _rescue_name() -> str:
@@ -85,7 +85,7 @@ class TieredRows:
         """Tiers above the store at the bottom, the hot one first. Empty until `build`."""
         self.opened = 0
         """How often the store at the bottom has been opened: what `places` gave is of one of these times."""
-        self.lie_as_saved = False
+        self.loaded_in_place = False
         """Whether the load before has taken rows where they lie, rather than copies of them."""
         self.bottom_store: RowStore | None = None
 
@@ -344,39 +344,39 @@ class TieredRows:
 
     def load(
         self, info: SnapshotInfo, weights_only: bool = False, owned: OwnedRows | None = None,
-        marks: MarksOf | None = None,
+        usage_of: UsageOf | None = None,
     ) -> tuple[int, bool]:  # fmt: skip
         """Start from the rows of a snapshot that has been found to fit; see `StoreSnapshots.load`. Returns the updates
         made so far; and False if the rows were given state that the snapshot lacks.
 
         Args:
             owned: the rows, if they are not one snapshot of the store at the bottom.
-            marks: makes usage metadata for rows that lack it.
+            usage_of: makes usage metadata for rows that lack it.
         """
         name, rows = info.name, SnapshotRows.of_meta(info.meta, info.name)
         if weights_only and not self.built:
             self.build()
         narrower = self.built and not weights_only and self.lacks_state_of(rows.format)
         wider = self.wider(rows.format, weights_only)
-        self.lie_as_saved = replaced = False
+        self.loaded_in_place = replaced = False
         try:
             if narrower:
                 replaced = True
                 self.dismantle()
             if not self.built:
-                self.build(replace(rows.format, marks=self.format.marks))
+                self.build(replace(rows.format, usage_words=self.format.usage_words))
             elif self.format.optimizer is None and self.format.state_width == 0 and not weights_only:
-                self.new_rows.format = replace(rows.format, marks=self.format.marks)
+                self.new_rows.format = replace(rows.format, usage_words=self.format.usage_words)
             for tier in self.tiers:
                 self.check_holds(tier, info, owned)
             if wider or owned is not None or not rows.format.same_words(self.format):
                 replaced = True
-                first = None if marks is None else functools.partial(marks, step=0 if wider else rows.step)
-                self._put_all(name, rows.format, owned, with_state=not wider, marks=first)
+                first = None if usage_of is None else functools.partial(usage_of, step=0 if wider else rows.step)
+                self._put_all(name, rows.format, owned, with_state=not wider, usage_of=first)
             else:
                 whole, *deltas = [link.name for link in self._bottom.chain(name)]
                 self._snapshots().load_snapshot(whole, deltas)
-                self.lie_as_saved = True
+                self.loaded_in_place = True
                 replaced = True
             self.generation += 1
             self.reload()
@@ -407,7 +407,7 @@ class TieredRows:
 
     def _put_all(
         self, name: str, format: RowFormat, owned: OwnedRows | None = None, *, with_state: bool = False,
-        marks: MarksOf | None = None,
+        usage_of: UsageOf | None = None,
     ) -> None:  # fmt: skip
         """Start from the rows of a snapshot, of this format, put one after another; without state they are given that
         of new rows."""
@@ -416,9 +416,9 @@ class TieredRows:
         for table_N, id_N, row_NX in self.scan(name, owned):
             if not with_state or not format.same_words(self.format):
                 row_NX = self.format.converted(row_NX, format, with_state=with_state)
-                if marks is not None and format.marks != self.format.marks:
-                    its = slice(self.format.mark_begin, self.format.state_begin)
-                    row_NX[:, its] = marks(table_N, id_N).view(np.float32)
+                if usage_of is not None and format.usage_words != self.format.usage_words:
+                    its = slice(self.format.usage_begin, self.format.state_begin)
+                    row_NX[:, its] = usage_of(table_N, id_N).view(np.float32)
             self.bottom_store.put(table_N, id_N, row_NX)
 
     def scan(self, name: str, owned: OwnedRows | None = None) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:

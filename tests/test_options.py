@@ -196,7 +196,7 @@ def test_the_policy_reaches_every_cache(kind, policy, tmp_path):
     embedding = oneemb.MultiTableEmbedding("x", 4, torch.float32, torch.int64, [oneemb.make_table()], options)
     embedding(torch.arange(3))
     tiers = embedding.store.rows.tiers
-    assert len(tiers) == 2 and {tier.policy for tier in tiers if not tier.lies_still} == {policy}
+    assert len(tiers) == 2 and {tier.policy for tier in tiers if not tier.stable_slots} == {policy}
     embedding.close()
 
 

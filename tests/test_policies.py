@@ -27,7 +27,7 @@ from hypothesis.stateful import (
 import oneemb
 import oneemb.embeddings.embedding
 import oneemb.kernels.score_rows
-import oneemb.storage.policies.departures
+import oneemb.storage.policies.evictions
 from oneemb.cli.commands import oneemb as command
 from oneemb.embeddings import internals
 from oneemb.graph.arguments import Lookup
@@ -47,8 +47,8 @@ from oneemb.policies import (
     StepLRU,
 )  # fmt: skip
 from oneemb.rows.reshard import reshard
-from oneemb.storage.policies.departures import Departures
-from oneemb.storage.policies.ledger import Ledger
+from oneemb.storage.policies.evictions import Evictions
+from oneemb.storage.policies.usage_index import UsageIndex
 from oneemb.storage.store_rows import set_rows
 from oneemb.storage.tiers.stack import RemotePlan
 from tests.support.pairwise import covering
@@ -115,20 +115,20 @@ def known(embedding, up_to=60, tables=1):
 def check_records(embedding):
     """What the ledger has side by side of rows that lie still is what their records have, and counts are right."""
     store = embedding.store
-    ledger, format = store.kept.ledger, store.format
-    table_N, id_N, place_N = ledger.items()
-    score_N = ledger.scores(place_N)
+    usage, format = store.engine.usage, store.format
+    table_N, id_N, place_N = usage.items()
+    score_N = usage.scores(place_N)
     keys = list(zip(table_N.tolist(), id_N.tolist(), strict=True))
     known = dict(zip(keys, score_N.tolist(), strict=True))
     recorded = {}
     for table_N, id_N, row_NW in store.rows.rows():
-        mark_N2 = np.ascontiguousarray(row_NW[:, format.mark_begin : format.state_begin]).view(np.uint64)
-        recorded |= dict(zip(zip(table_N.tolist(), id_N.tolist(), strict=True), mark_N2[:, 0].tolist(), strict=True))
+        usage_N2 = np.ascontiguousarray(row_NW[:, format.usage_begin : format.state_begin]).view(np.uint64)
+        recorded |= dict(zip(zip(table_N.tolist(), id_N.tolist(), strict=True), usage_N2[:, 0].tolist(), strict=True))
     assert known == recorded
-    tables, counts = Counter(table for table, _ in keys), ledger.rows_T.tolist()
+    tables, counts = Counter(table for table, _ in keys), usage.rows_T.tolist()
     assert counts == [tables[t] for t in range(len(counts))]
-    assert ledger.places.table_P[place_N].tolist() == [table for table, _ in keys]
-    assert not ledger.places.held_P.any()
+    assert usage.places.table_P[place_N].tolist() == [table for table, _ in keys]
+    assert not usage.places.held_P.any()
 
 
 def tie(key):
@@ -593,7 +593,7 @@ def everything(embedding):
 )
 def test_no_number_depends_on_stores_threads_or_prefetching(tmp_path, monkeypatch, evict, admit):
     monkeypatch.setattr(oneemb.kernels.score_rows, "_SHARE_MIN", 4)  # so that threads have their shares
-    monkeypatch.setattr(oneemb.storage.policies.departures, "_ROUND_ROWS", 40)
+    monkeypatch.setattr(oneemb.storage.policies.evictions, "_ROUND_ROWS", 40)
     policy = RowPolicy(evict, expire_after_steps=9, sweep_steps=5, admit=admit)
     found = []
     for way, (store, threads) in enumerate([("device", 1), *((store, 2) for store in STORES)]):
@@ -927,10 +927,10 @@ def test_a_lookup_that_does_not_fit_in_the_cache_lets_no_row_leave(tmp_path):
     optimizer = sgd(embedding)
     for n in range(0, 400, 20):
         step(embedding, optimizer, torch.arange(n, n + 20))
-    before, shard = everything(embedding), embedding.store.kept.ledger.clock.shard
+    before, shard = everything(embedding), embedding.store.engine.usage.clock.shard
     with pytest.raises(oneemb.StoreFullError, match="the device tier has .* slots"):
         embedding(torch.arange(1000, 1390))
-    assert everything(embedding) == before and embedding.store.kept.ledger.clock.shard == shard
+    assert everything(embedding) == before and embedding.store.engine.usage.clock.shard == shard
     assert embedding.store.hot.pinned == 0
     step(embedding, optimizer, ids(1000))
     assert embedding.stats()["rows"] < 400
@@ -952,22 +952,22 @@ def test_what_was_prefetched_gives_way_before_a_lookup_is_refused(tmp_path):
 def test_rounds_of_a_part_of_the_rows_let_the_oldest_leave(monkeypatch, tables, capacity):
     """An eighth of the rows is looked at in a round; each table gets as many new ids as the others, in turns."""
     limit, kept = 1000, {}
-    monkeypatch.setattr(oneemb.storage.policies.departures, "_ROUND_ROWS", limit * tables // 8)
+    monkeypatch.setattr(oneemb.storage.policies.evictions, "_ROUND_ROWS", limit * tables // 8)
     policy = RowPolicy(LRU(), limit if capacity is None else None)
-    ledger = Ledger([policy] * tables, capacity, Threads(1))
+    usage = UsageIndex([policy] * tables, capacity, Threads(1))
     for n in range(4 * limit):
         table_U = np.full(4, n % tables, np.int32)
         id_U = np.arange(4) + 4 * n
-        place_U = ledger.find(table_U, id_U)
-        for gone in Departures(ledger, Threads(1)).make_room(table_U[place_U < 0], [place_U]):
+        place_U = usage.find(table_U, id_U)
+        for gone in Evictions(usage, Threads(1)).make_room(table_U[place_U < 0], [place_U]):
             for key in zip(gone.table_V.tolist(), gone.id_V.tolist(), strict=True):
                 del kept[key]
-            ledger.forget(*gone)
-        ledger.use(table_U, id_U, place_U, np.ones(4, np.int64), n, 0)
+            usage.forget(*gone)
+        usage.use(table_U, id_U, place_U, np.ones(4, np.int64), n, 0)
         kept |= {(n % tables, its): n for its in id_U.tolist()}
         if capacity is None:
             assert sum(key[0] == n % tables for key in kept) <= limit
-        assert len(kept) == len(ledger) <= limit * tables
+        assert len(kept) == len(usage) <= limit * tables
     ages = 4 * limit - np.array(list(kept.values()))
     assert np.all(ages < 1.3 * limit * tables / 4), "each of the rows that are kept is among the youngest, nearly"
     assert len(kept) > 0.9 * limit * tables
@@ -975,22 +975,22 @@ def test_rounds_of_a_part_of_the_rows_let_the_oldest_leave(monkeypatch, tables, 
 
 @pytest.mark.parametrize("capacity", [None, 300], ids=str)
 def test_many_rounds_for_one_lookup_let_no_row_leave_twice(monkeypatch, capacity):
-    monkeypatch.setattr(oneemb.storage.policies.departures, "_ROUND_ROWS", 4)
+    monkeypatch.setattr(oneemb.storage.policies.evictions, "_ROUND_ROWS", 4)
     monkeypatch.setattr(
-        oneemb.storage.policies.departures, "_ROUND_SHARE", 1.0
+        oneemb.storage.policies.evictions, "_ROUND_SHARE", 1.0
     )  # so few shards a round that they come round again
-    ledger, kept = Ledger([RowPolicy(LRU(), 300 if capacity is None else None)], capacity, Threads(1)), set()
+    usage, kept = UsageIndex([RowPolicy(LRU(), 300 if capacity is None else None)], capacity, Threads(1)), set()
     for n in range(12):
         id_U = np.arange(n * 250, n * 250 + 250)
         table_U, place_U = np.zeros(250, np.int32), np.full(250, -1)
-        for gone in Departures(ledger, Threads(1)).make_room(table_U, [place_U]):
+        for gone in Evictions(usage, Threads(1)).make_room(table_U, [place_U]):
             leaving = set(gone.id_V.tolist())
             assert len(leaving) == len(gone.id_V) and leaving <= kept
             kept -= leaving
-            ledger.forget(*gone)
-        ledger.use(table_U, id_U, place_U, np.ones(250, np.int64), n, 0)
+            usage.forget(*gone)
+        usage.use(table_U, id_U, place_U, np.ones(250, np.int64), n, 0)
         kept |= set(id_U.tolist())
-        assert len(kept) == len(ledger) <= 300
+        assert len(kept) == len(usage) <= 300
 
 
 def test_a_table_that_was_loaded_with_too_many_rows_is_brought_to_its_capacity(tmp_path):
@@ -1216,7 +1216,7 @@ def test_inspect_shows_how_scores_ages_and_norms_are_spread(tmp_path, evict):
     for n in range(20):
         step(embedding, optimizer, torch.arange(n + 1).tile(2), ids(0, 1).repeat_interleave(n + 1))
     embedding.save_snapshot("all")
-    tables = embedding.store.kept.ledger.rules() if evict else None
+    tables = embedding.store.engine.usage.rules() if evict else None
     embedding.close()
     done = CliRunner().invoke(command, ["inspect", "--histogram", "all", "--json", str(tmp_path)])
     assert done.exit_code == 0, done.output
@@ -1290,7 +1290,7 @@ def test_a_ledger_that_was_not_read_whole_is_none(tmp_path, monkeypatch):
         def stop(*_):
             raise KeyboardInterrupt
 
-        patch.setattr(embedding.store.kept.ledger, "add", stop)
+        patch.setattr(embedding.store.engine.usage, "add", stop)
         with pytest.raises(KeyboardInterrupt):
             embedding.load_snapshot("all")
     with pytest.raises(oneemb.StorageError, match="load_snapshot"):
@@ -1302,10 +1302,10 @@ def test_a_ledger_that_was_not_read_whole_is_none(tmp_path, monkeypatch):
 @pytest.mark.parametrize("change", [{"lookups": -1}, {"lookups": "1"}, {"more": 1}, None], ids=str)
 def test_what_no_ledger_says_is_an_error_before_rows_are_replaced(tmp_path, monkeypatch, change):
     embedding, _ = trained(tmp_path, "device", RowPolicy(LFU()))
-    said = embedding.store.kept.ledger.to_meta()["ledger"]
+    said = embedding.store.engine.usage.to_meta()["ledger"]
     with monkeypatch.context() as patch:
         patch.setattr(
-            embedding.store.kept.ledger, "to_meta", lambda: {"ledger": [] if change is None else {**said, **change}}
+            embedding.store.engine.usage, "to_meta", lambda: {"ledger": [] if change is None else {**said, **change}}
         )
         embedding.save_snapshot("bad")
     before = everything(embedding)

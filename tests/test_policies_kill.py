@@ -50,7 +50,7 @@ def state_of(embedding):
     rows = {}
     for table_N, id_N, row_NW in embedding.store.rows.rows():
         rows |= {(t, n): row.tobytes() for t, n, row in zip(table_N.tolist(), id_N.tolist(), row_NW, strict=True)}
-    return rows, embedding.store.kept.admission.to_arrays()
+    return rows, embedding.store.engine.admission.to_arrays()
 
 
 def same(one, other):

@@ -290,9 +290,9 @@ def test_no_lookup_comes_between_choosing_rows_and_letting_them_leave(tmp_path, 
         step(embedding, optimizer, its)
     evict, held = embedding.store.policy.evict, []
 
-    def after_another_thread(*departing):
+    def after_another_thread(*to_evict):
         held.append(embedding(ids(1)))
-        return evict(*departing)
+        return evict(*to_evict)
 
     monkeypatch.setattr(embedding.store.policy, "evict", after_another_thread)
     assert embedding.evict() == {"expired": 2} and known(embedding) == {(0, 1), (0, 4)}
@@ -348,12 +348,12 @@ def test_evict_lets_those_leave_that_are_too_many_and_no_others(tmp_path):
 def test_a_thread_that_asks_whether_uses_are_counted_has_no_part_in_a_move_of_rows(tmp_path, monkeypatch):
     embedding = make(tmp_path / "rows", "device", RowPolicy(LFU()))
     embedding(ids(1, 2, 2))
-    store, ledger = embedding.store, embedding.store.kept.ledger
+    store, usage = embedding.store, embedding.store.engine.usage
     relayout, asked = store.rows.relayout, []
 
     def asked_meanwhile(*its):
         asked.append(store.policy.counts_uses)  # As by a thread that announces a batch, which has no turn.
-        assert not ledger.lies_in_rows and len(ledger) == 2
+        assert not usage.in_rows and len(usage) == 2
         relayout(*its)
 
     monkeypatch.setattr(store.rows, "relayout", asked_meanwhile)
@@ -371,7 +371,7 @@ def test_memory_that_is_out_in_the_middle_of_a_lookup_breaks_the_embedding(tmp_p
         raise MemoryError
 
     with monkeypatch.context() as patched:
-        patched.setattr("oneemb.storage.policies.ledger.score_uses", out_of_memory)
+        patched.setattr("oneemb.storage.policies.usage_index.score_uses", out_of_memory)
         with pytest.raises(MemoryError):
             embedding(ids(2, 3))
     with pytest.raises(BrokenStoreError):

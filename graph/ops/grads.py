@@ -152,11 +152,11 @@ def join_grads(parts: Sequence[RowGrads]) -> RowGrads | None:
 
 def _slots_of(store: EmbeddingStore | MergedStore, unique: Any, slot_N: Array) -> Array:
     """Slot of each unique key; the admitted row's slot where the key has been admitted since."""
-    if isinstance(store, MergedStore) or not store.lends:
+    if isinstance(store, MergedStore) or not store.has_temporary_rows:
         return slot_N.take(unique.head_U)
     loops = store.loops
     inverse_N, slot_of_N = (loops.tensor(array).cpu().numpy() for array in (unique.inverse_N, slot_N))
-    kept = np.flatnonzero(~np.isin(slot_of_N, store.lent()))
+    kept = np.flatnonzero(~np.isin(slot_of_N, store.temporary()))
     slot_U = np.empty(len(unique.id_U), np.int64)
     inverse_N = inverse_N.astype(np.int64)
     slot_U[inverse_N] = slot_of_N

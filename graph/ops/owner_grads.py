@@ -189,7 +189,7 @@ def _left(row_grad: GradOfRanks, ranks: Ranks) -> Left | None:
         if lease.pooling == "mean":
             grad_SD *= cut.scale_S.to(grad_SD.device)[:, None]
         uses_R = None
-        if store.kept is not None:
+        if store.engine is not None:
             uses_R = lease.remote.request.uses_R or [torch.ones_like(tables) for tables in sent.table_R]
             if lease.remote.owned is not None:  # They were used as they were looked up.
                 uses_R = [torch.zeros_like(uses) for uses in uses_R]
@@ -205,7 +205,7 @@ def _left(row_grad: GradOfRanks, ranks: Ranks) -> Left | None:
             sent = _by_trainer(store, ranks, table_U, id_U)
         grad_UD, uses_R = loops.tensor(summed.grad_UD), None
         grad_ND = grad_UD.index_select(0, sent.order_N.to(grad_UD.device))
-        if store.kept is not None:
+        if store.engine is not None:
             uses_R = _uses_by_steps(store, leases, summed)[sent.order_N].split(sent.count_R)
         left.insert(0, Left(sent.id_R, sent.table_R, [None] * ranks.size, grad_ND, uses_R))
     return Left.joined(left) if left else None
@@ -271,7 +271,7 @@ def shuffle_grads(
                 brought.append(None)
                 continue
             counts_R = [(max(0, keys), *more) for keys, *more in counts_R]
-            requested = requested_by(store, ranks, received, counts_R, uses=store.kept is not None)
+            requested = requested_by(store, ranks, received, counts_R, uses=store.engine is not None)
             if left is None:
                 rows_R, grad_ND = (
                     [0] * ranks.size,

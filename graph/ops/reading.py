@@ -136,7 +136,7 @@ def read_ids(
     Raises:
         TypeError, ValueError, StoreFullError: as `unique_keys` and `acquire`.
     """
-    if not store.reads_in_place or inserts and store.kept is not None:  # A policy counts unique keys.
+    if not store.reads_in_place or inserts and store.engine is not None:  # A policy counts unique keys.
         return None
     check_ids(ids, table_ids, num_tables, key_type)
     loops = loops_of(ids, store.threads)

@@ -57,7 +57,7 @@ def release(path: AnyPath | Sequence[AnyPath]) -> None:
     for one in paths:
         folder = absolute_path(one)
         for its, holder in holders_below(folder):
-            if lost := holder.let_go():
+            if lost := holder.force_close():
                 warn_user(
                     f"{holder.what} in {its} is closed, and its {lost:,} rows are gone, since no snapshot holds them as"
                     " they were"

@@ -10,7 +10,7 @@ from oneemb.graph.ranks import AnyRanks
 from oneemb.kernels.owner import owner_of
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.fs import LocalFileSystem
-from oneemb.storage.replicas import Keys
+from oneemb.storage.replicas import TableIds
 from oneemb.storage.snapshots.owned_rows import OwnedRows
 from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot
 from oneemb.storage.store_rows import set_rows
@@ -30,7 +30,7 @@ class RankReplicas:
     def __init__(self, store: EmbeddingStore, ranks: AnyRanks):
         self._store, self._ranks = store, ranks
 
-    def check(self, what: str, snapshot: PartedSnapshot, rows: int) -> Keys | None:
+    def check(self, what: str, snapshot: PartedSnapshot, rows: int) -> TableIds | None:
         """Keys of replicated tables that this rank owns in a snapshot; None = no such tables. Raises on all ranks if
         one has no room for the rows of all.
 
@@ -41,7 +41,7 @@ class RankReplicas:
         if not replicas:
             return None
 
-        found: list[Keys] = []
+        found: list[TableIds] = []
 
         def look() -> int:
             with closing(OwnedRows(snapshot, self._ranks.rank, self._ranks.size, LocalFileSystem())) as owned:
@@ -53,7 +53,7 @@ class RankReplicas:
         self._ranks.agree(what, lambda: self._store.replicas.check_fits(snapshot.info, rows, others, total))
         return found[0]
 
-    def spread(self, what: str, own: Keys, put: Callable[[np.ndarray, np.ndarray, np.ndarray], None]) -> None:
+    def spread(self, what: str, own: TableIds, put: Callable[[np.ndarray, np.ndarray, np.ndarray], None]) -> None:
         """Send this rank's own rows of replicated tables to the others, and `put` theirs."""
         store, (table_N, id_N) = self._store, own
         batch = max(1, min(_SPREAD_BYTES // store.format.row_bytes // self._ranks.size, _SPREAD_ROWS))

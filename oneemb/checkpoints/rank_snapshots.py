@@ -36,7 +36,7 @@ from oneemb.storage.errors import (
     StorageError,
 )
 from oneemb.storage.fs import LocalFileSystem
-from oneemb.storage.replicas import Keys
+from oneemb.storage.replicas import TableIds
 from oneemb.storage.snapshots.owned_rows import OwnedRows
 from oneemb.storage.snapshots.part_folders import NewParts, PartRemoval, sweep_folder, to_remove
 from oneemb.storage.snapshots.snapshot_parts import FoundParts, PartedSnapshot, find_parts, folders_at, table_name_of
@@ -375,7 +375,7 @@ class _Opened(NamedTuple):
     info: SnapshotInfo
     owned: OwnedRows | None
     """The rank's rows in the parts of others; None = its own part."""
-    replicated: Keys | None
+    replicated: TableIds | None
     """The keys of replicated tables among them; None = there are no such tables."""
 
 

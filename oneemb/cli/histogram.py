@@ -30,21 +30,21 @@ def histograms(
     """
     from oneemb.kernels.score_rows import DECAYED
     from oneemb.rows.values import weights_of
-    from oneemb.storage.policies.ledger import MARKS, LedgerClock
+    from oneemb.storage.policies.usage_index import USAGE_WORDS, UsageClock
     from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 
     found: dict[int, dict[str, list[np.ndarray]]] = {}
     for info, reader in parts:
-        saved, clock = SnapshotRows.of_meta(info.meta, info.name), LedgerClock.of_meta(info.meta, info.name)
+        saved, clock = SnapshotRows.of_meta(info.meta, info.name), UsageClock.of_meta(info.meta, info.name)
         rules = enumerate(info.meta.get("score_rules", []))
         decayed = {t for t, rule in rules if isinstance(rule, list) and len(rule) == 2 and rule[0] == DECAYED}
         for table_N, _, row_NW in reader.scan():
             columns = {"norm": np.sqrt(np.square(weights_of(saved.format, row_NW).astype(np.float64)).sum(1))}
-            if clock is not None and saved.format.marks == MARKS:
-                its = slice(saved.format.mark_begin, saved.format.state_begin)
-                mark_N4 = np.ascontiguousarray(row_NW[:, its]).view(np.uint32)
-                columns["age"] = clock.steps + saved.step - mark_N4[:, 2].astype(np.int64)
-                columns["score"] = mark_N4.view(np.uint64)[:, 0]
+            if clock is not None and saved.format.usage_words == USAGE_WORDS:
+                its = slice(saved.format.usage_begin, saved.format.state_begin)
+                usage_N4 = np.ascontiguousarray(row_NW[:, its]).view(np.uint32)
+                columns["age"] = clock.steps + saved.step - usage_N4[:, 2].astype(np.int64)
+                columns["score"] = usage_N4.view(np.uint64)[:, 0]
             for t in np.unique(table_N).tolist():
                 of_table = found.setdefault(t, {})
                 for name, column_N in columns.items():

@@ -11,7 +11,7 @@ import torch
 from oneemb.graph.ops.lookup import free_failed_passes
 from oneemb.graph.ranks import AnyRanks, read_together, together
 from oneemb.storage.embedding_store import EmbeddingStore
-from oneemb.storage.policies.departures import Departing
+from oneemb.storage.policies.evictions import RowsToEvict
 from oneemb.storage.policies.row_policy import GivenScore, RowPolicy
 from oneemb.storage.store_rows import check_free, erase_rows
 
@@ -81,11 +81,11 @@ class RowCalls(torch.nn.Module):
         def evict() -> list[dict[str, int]]:
             if (
                 self.ranks.alone
-            ):  # Under one store lock: no other thread may use a row between its choice and its eviction.
+            ):  # Under one store lock: no other thread may use a row before its eviction.
                 return [self.store.policy.evict()]
-            departing: list[Departing] = []  # Evicted on no rank, if one fails to choose.
-            self.ranks.agree(what, lambda: departing.extend(self.store.policy.departing()))
-            return self.ranks.all_gather(what, lambda: self.store.policy.evict(departing))
+            to_evict: list[RowsToEvict] = []  # Evicted on no rank, if one fails to choose.
+            self.ranks.agree(what, lambda: to_evict.extend(self.store.policy.to_evict()))
+            return self.ranks.all_gather(what, lambda: self.store.policy.evict(to_evict))
 
         for its in together(self.ranks, [self.store], "evict", what, evict):
             left.update(its)

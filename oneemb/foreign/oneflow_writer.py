@@ -149,10 +149,10 @@ class OneFlowWriter:
             lock, self._lock = self._lock, None
             lock.release()
 
-    def give_way(self, other: str) -> str:
+    def close_for(self, other: str) -> str:
         return IN_USE
 
-    def let_go(self) -> int:
+    def force_close(self) -> int:
         lost = len(self._index) if self._made else 0
         self.close()
         return lost

@@ -152,7 +152,7 @@ def _export(
         if not with_state:
             rows = SnapshotRows(replace(rows.format, optimizer=None, state=()), 0)
         with_state = rows.format.state_width > 0
-        rows = replace(rows, format=replace(rows.format, marks=0))  # Usage metadata is of the embedding alone.
+        rows = replace(rows, format=replace(rows.format, usage_words=0))  # Usage metadata is of the embedding alone.
         writer = _open_target(paths, rows)
         try:
             # A file without rows has columns too.

@@ -297,7 +297,7 @@ def _description_of(rows: RowFile, with_state: bool) -> SnapshotRows:
                 f"the state must have the {known.format.state_width} values a row that the source says, has"
                 f" {rows.state_width}"
             )
-        return replace(known, format=replace(known.format, dim=rows.dim, marks=0))
+        return replace(known, format=replace(known.format, dim=rows.dim, usage_words=0))
     return SnapshotRows(RowFormat(rows.dim, dtype, None, (0.0,) * rows.state_width), 0)
 
 

@@ -29,7 +29,7 @@ class Pins(weakref.ref):
     __slots__ = ("generation", "lent_M", "place_U", "released", "slot_U")
     slot_U: Array
     generation: int
-    lent_M: Array | None
+    temporary_M: Array | None
     """Slots among them of temporary rows."""
     place_U: np.ndarray
     """Places of the rows in the usage index, if there is one."""
@@ -60,28 +60,28 @@ class PinBook:
     def own(self, owner: object, slot_U: Array) -> Pins:
         """Let an object own the pins of these slots, in the turn that pinned them. When the object is dropped its pins
         are released; if this call raises, they are released at once."""
-        (of_slots, place_U, lent_M), self._places = self._places, _NOWHERE
+        (of_slots, place_U, temporary_M), self._places = self._places, _NOWHERE
         assert not self._placed or of_slots is slot_U, "pins are owned in the turn in which they were made"
         try:
             pins = Pins(owner, self.abandoned.append)
             pins.slot_U, pins.generation, pins.released = slot_U, self._rows.generation, threading.Lock()
-            pins.place_U, pins.lent_M = place_U, lent_M
+            pins.place_U, pins.temporary_M = place_U, temporary_M
             self._pins[id(pins)] = pins
         except BaseException:
-            self.give_back(slot_U, lent_M)
+            self.give_back(slot_U, temporary_M)
             raise
         return pins
 
-    def give_back(self, slot_U: Array, lent_M: Array | None = None) -> None:
+    def give_back(self, slot_U: Array, temporary_M: Array | None = None) -> None:
         """Unpin slots that get no owner, and free those of temporary rows."""
         with undisturbed:
             self._rows.hot.release(slot_U)
-        if lent_M is not None:
-            self._rows.hot.take_back(lent_M)
+        if temporary_M is not None:
+            self._rows.hot.free_temporary(temporary_M)
 
-    def note_places(self, slot_U: Array, place_U: np.ndarray, lent_M: Array | None) -> None:
+    def note_places(self, slot_U: Array, place_U: np.ndarray, temporary_M: Array | None) -> None:
         """Note the places of these slots' rows in the usage index, and the temporary rows, for the next `own`."""
-        self._places = slot_U, place_U, lent_M
+        self._places = slot_U, place_U, temporary_M
 
     def release(self, pins: Pins, *, dropped: bool = False) -> None:
         """Release pins, once, if their slots still have the same rows. Needs no turn."""
@@ -91,7 +91,7 @@ class PinBook:
             # Release first: a row that is pinned but not in `_pins` would count as evictable.
             if pins.generation == self._rows.generation:
                 self._rows.hot.release(pins.slot_U, elsewhere=dropped)
-                if pins.lent_M is not None:
+                if pins.temporary_M is not None:
                     self._released.append(pins)
             self._pins.pop(id(pins), None)
 
@@ -101,8 +101,8 @@ class PinBook:
             self.release(self.abandoned.popleft(), dropped=True)
         while self._released:
             pins = self._released.popleft()
-            if pins.lent_M is not None and pins.generation == self._rows.generation:
-                self._rows.hot.take_back(pins.lent_M)
+            if pins.temporary_M is not None and pins.generation == self._rows.generation:
+                self._rows.hot.free_temporary(pins.temporary_M)
 
     def _owned(self) -> Iterator[Pins]:
         # A copy in one step of Python's: another thread may release some meanwhile.
@@ -113,12 +113,16 @@ class PinBook:
         return [owner for pins in self._owned() if (owner := pins()) is not None]
 
     def places(self) -> list[np.ndarray]:
-        """Places in the ledger of the rows that lookups hold."""
+        """Places, in the usage index, of the rows that lookups hold."""
         return [pins.place_U for pins in self._owned()]
 
-    def lent(self) -> np.ndarray:
+    def temporary(self) -> np.ndarray:
         """Slots of temporary rows, int64."""
-        slots = [self._rows.loops.tensor(its.lent_M).cpu().numpy() for its in self._owned() if its.lent_M is not None]
+        slots = [
+            self._rows.loops.tensor(its.temporary_M).cpu().numpy()
+            for its in self._owned()
+            if its.temporary_M is not None
+        ]
         return np.concatenate([np.empty(0, np.int64), *slots])
 
     def in_use(self, table_U: np.ndarray, id_U: np.ndarray) -> int:
@@ -136,16 +140,16 @@ class PinBook:
         self.prefetched.discard(prefetched)
         return valid
 
-    def give_up(self, prefetched: Prefetched) -> None:
+    def cancel(self, prefetched: Prefetched) -> None:
         """Cancel a prefetch, if no lookup has taken its rows over."""
         if self.take(prefetched):
             with undisturbed:
                 self._rows.hot.release(prefetched.slot_U, elsewhere=True)
 
-    def give_way(self) -> None:
+    def cancel_prefetches(self) -> None:
         """Cancel all prefetches: a step needs the slots."""
         for prefetched in list(self.prefetched):
-            self.give_up(prefetched)
+            self.cancel(prefetched)
 
     # ---- rows -------------------------------------------------------------------------------------------------------
 
@@ -162,7 +166,7 @@ class PinBook:
         except StoreFullError:
             if not self.prefetched:
                 raise
-        self.give_way()
+        self.cancel_prefetches()
         return hot.acquire(keys)
 
     def pin_with_room(self, keys: Keys, prefetched: Prefetched | None, leaving: int) -> Array:
@@ -184,7 +188,7 @@ class PinBook:
             try:
                 hot.check_room(len(missing), leaving)
             except StoreFullError:
-                self.give_way()
+                self.cancel_prefetches()
                 hot.check_room(len(missing), leaving)
         except BaseException:
             self.give_back(slot_U)
@@ -197,7 +201,7 @@ class PinBook:
             slot_V = self._slots_here(table_V, id_V)
             for held in list(self.prefetched):
                 if bool(torch.isin(self._rows.loops.tensor(held.slot_U), slot_V).any()):
-                    self.give_up(held)
+                    self.cancel(held)
         return self._rows.hot.erase(table_V, id_V)
 
     def _slots_here(self, table_V: np.ndarray, id_V: np.ndarray) -> torch.Tensor:

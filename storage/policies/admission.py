@@ -18,9 +18,9 @@ from oneemb.kernels.score_rows import hashes_of
 from oneemb.kernels.sketch import add_to_sketch, read_sketch
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import CorruptTableError
-from oneemb.storage.policies.departures import Departures
-from oneemb.storage.policies.ledger import Ledger, LedgerClock
+from oneemb.storage.policies.evictions import Evictions
 from oneemb.storage.policies.row_policy import AdmitAfter, AdmitChance, AdmitWhere, EpochLFU, RowPolicy
+from oneemb.storage.policies.usage_index import UsageClock, UsageIndex
 from oneemb.storage.table.snapshot_reader import Keep
 
 _COUNT = np.uint64(0xFFFFFFFF)
@@ -163,27 +163,27 @@ def _asked(function: object, table: int, id_N: np.ndarray, count_N: np.ndarray) 
 
 
 class _Counters:
-    """Counts sightings of so many ids exactly: a ledger of what has no row, in which an epoch is a lookup."""
+    """Exact counts of sightings of so many ids: a usage index of ids without rows, in which an epoch is a lookup."""
 
     def __init__(self, most: int, threads: Threads):
         self._most, self._threads = most, threads
-        self._ledger = Ledger([RowPolicy(EpochLFU())], most, threads)
-        self._departures = Departures(self._ledger, threads)
+        self._usage = UsageIndex([RowPolicy(EpochLFU())], most, threads)
+        self._evictions = Evictions(self._usage, threads)
 
     @property
     def nbytes(self) -> int:
-        return self._ledger.nbytes
+        return self._usage.nbytes
 
     def counts(self, id_N: np.ndarray) -> np.ndarray:
-        place_N = self._ledger.find(_no_table(id_N), id_N)
+        place_N = self._usage.find(_no_table(id_N), id_N)
         count_N = np.zeros(len(id_N), np.int64)
         known = np.flatnonzero(place_N >= 0)
-        count_N[known] = (self._ledger.scores(place_N[known]) & _COUNT).astype(np.int64)
+        count_N[known] = (self._usage.scores(place_N[known]) & _COUNT).astype(np.int64)
         return count_N
 
     def items(self) -> tuple[np.ndarray, np.ndarray]:
         """The ids that are counted, and how often each was seen: int64 [N]."""
-        id_N, score_N, _ = self._ledger.uses(0)
+        id_N, score_N, _ = self._usage.uses(0)
         return id_N, (score_N & _COUNT).astype(np.int64)
 
     def add(self, id_N: np.ndarray, more_N: np.ndarray, lookup: int | None) -> None:
@@ -192,23 +192,23 @@ class _Counters:
             kept = np.argsort(hashes_of(_no_table(id_N), id_N, 0, threads=self._threads))[: self._most]
             id_N, more_N = id_N[kept], more_N[kept]
         table_N = _no_table(id_N)
-        place_N = self._ledger.find(table_N, id_N)
-        for gone in self._departures.make_room(table_N[place_N < 0], [place_N]):
-            self._ledger.forget(*gone)
+        place_N = self._usage.find(table_N, id_N)
+        for gone in self._evictions.make_room(table_N[place_N < 0], [place_N]):
+            self._usage.forget(*gone)
         if lookup is not None:
-            self._ledger.clock.epoch = min(lookup, 2**32 - 1)
-        self._ledger.use(table_N, id_N, place_N, more_N, 0, 0)
+            self._usage.clock.epoch = min(lookup, 2**32 - 1)
+        self._usage.use(table_N, id_N, place_N, more_N, 0, 0)
 
     def forget(self, id_N: np.ndarray) -> None:
-        self._ledger.forget(_no_table(id_N), id_N, "admitted")
+        self._usage.forget(_no_table(id_N), id_N, "admitted")
 
     def to_array(self) -> np.ndarray:
-        """int64 [N, 3]: ids, and the words of their marks in pairs; the first line is the ledger's clock."""
-        _, id_N, place_N = self._ledger.items()
-        mark_N4 = self._ledger.marks(place_N)
+        """int64 [N, 3]: ids, and their usage metadata in pairs of words; the first line is the usage index's clock."""
+        _, id_N, place_N = self._usage.items()
+        usage_N4 = self._usage.usage_words(place_N)
         order_N = np.argsort(id_N)  # so that equal states are equal bytes
-        head = np.array([[self._ledger.clock.lookups, self._ledger.clock.shard, self._ledger.clock.epoch]])
-        body_N3 = np.concatenate([id_N[order_N, None], mark_N4[order_N].view(np.int64)], axis=1)
+        head = np.array([[self._usage.clock.lookups, self._usage.clock.shard, self._usage.clock.epoch]])
+        body_N3 = np.concatenate([id_N[order_N, None], usage_N4[order_N].view(np.int64)], axis=1)
         return np.concatenate([head, body_N3])
 
     def from_array(self, array: np.ndarray) -> None:
@@ -216,15 +216,15 @@ class _Counters:
             return  # a sketch's
         if array.ndim != 2 or array.shape[1] != 3 or len(array) == 0 or (array[0] < 0).any() or array[0, 1] >= 256:
             raise ValueError(f"counts must be int64 [N + 1, 3], got {array.dtype} {list(array.shape)}")
-        id_N, mark_N4 = array[1:, 0].copy(), np.ascontiguousarray(array[1:, 1:]).view(np.uint32)
+        id_N, usage_N4 = array[1:, 0].copy(), np.ascontiguousarray(array[1:, 1:]).view(np.uint32)
         if len(np.unique(id_N)) < len(id_N):
             raise ValueError("ids repeat")
         if len(id_N) > self._most:  # Those that were seen last.
-            latest = np.sort(np.argsort(-mark_N4[:, 1].astype(np.int64), kind="stable")[: self._most])
-            id_N, mark_N4 = id_N[latest], mark_N4[latest]
+            latest = np.sort(np.argsort(-usage_N4[:, 1].astype(np.int64), kind="stable")[: self._most])
+            id_N, usage_N4 = id_N[latest], usage_N4[latest]
         lookups, shard, epoch = array[0].tolist()
-        self._ledger.begin(LedgerClock(lookups=lookups, shard=shard, epoch=min(epoch, 2**32 - 1)), 0, 0)
-        self._ledger.add(_no_table(id_N), id_N, mark_N4)
+        self._usage.begin(UsageClock(lookups=lookups, shard=shard, epoch=min(epoch, 2**32 - 1)), 0, 0)
+        self._usage.add(_no_table(id_N), id_N, usage_N4)
 
 
 class _Sketch:

@@ -1,7 +1,7 @@
 """Storage of per-row usage metadata: an array of its own, or the records of rows with stable slots.
 
-A place is an index into it. The metadata of the row at place p are the words `word_PX[p, first : first + MARKS]`. Its
-score is `score_P[p]` as well: a choice of rows reads many scores, which are better read where they lie together.
+A place is an index into it. The metadata of the row at place p are the words `word_PX[p, first : first + USAGE_WORDS]`.
+Its score is `score_P[p]` as well: a choice of rows reads many scores, which are better read where they lie together.
 
 Invariant: `index` has the key of every row that the usage index knows, with its place, and no other.
 
@@ -18,12 +18,12 @@ from oneemb.storage.locking.turns import changing
 from oneemb.storage.tiers.free_slots import FreeSlots
 from oneemb.storage.tiers.growing_array import GrowingArray
 
-MARKS = 4
+USAGE_WORDS = 4
 """Words of a row's record: its score, the lower half first, and the step and the second of its last use; or, lower half
 first, the time."""
 
 
-class LyingRows(Protocol):
+class StableRows(Protocol):
     """All rows there are, in one slab with stable slots."""
 
     row_SW: np.ndarray
@@ -48,9 +48,9 @@ class OwnPlaces:
     def __init__(self, threads: Threads, most: int):
         self._threads, self._most = threads, most
         self.index = HashIndex(threads)
-        self.word_PX = np.empty((0, MARKS), np.uint32)
+        self.word_PX = np.empty((0, USAGE_WORDS), np.uint32)
         self.held_P = np.empty(0, np.bool_)
-        """Marks of whoever looks at rows; False in between."""
+        """Scratch bits of a choice of rows; False in between."""
         self.table_P = np.empty(0, np.int32)
         """The table of each row."""
         self._free = FreeSlots(np.arange)
@@ -58,7 +58,7 @@ class OwnPlaces:
     @property
     def nbytes(self) -> int:
         """Bytes of memory held."""
-        return self.index.nbytes + self._free.used * (4 * MARKS + 1 + 4)
+        return self.index.nbytes + self._free.used * (4 * USAGE_WORDS + 1 + 4)
 
     @property
     def score_P(self) -> np.ndarray:
@@ -113,7 +113,7 @@ class SlotPlaces:
         first: word of a record with which its metadata begins.
     """
 
-    def __init__(self, rows: LyingRows, first: int):
+    def __init__(self, rows: StableRows, first: int):
         self._rows, self.first = rows, first
         self._arrays = [GrowingArray(rows.slots, (), dtype) for dtype in (np.bool_, np.int32, np.uint64)]
         self._have(len(rows.row_SW))

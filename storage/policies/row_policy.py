@@ -1,6 +1,6 @@
 """Which rows a table keeps: what users say of it, checked.
 
-`RowPolicy` is of one table. `kernels/score_rows.py` has the rules by which a use changes a row's score, and `ledger.py`
+`RowPolicy` is of one table. `kernels/score_rows.py` has the rules by which a use changes a row's score, and `usage.py`
 finds the rows that are to leave.
 """
 

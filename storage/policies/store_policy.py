@@ -1,14 +1,14 @@
 """Calls on the policies of a store's tables: rows that leave, scores, epochs, sightings.
 
-Lookups go through `KeptRows` themselves (kept_rows.py).
+Lookups go through `PolicyEngine` themselves (policy_engine.py).
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from oneemb.storage.policies.departures import Departing
-from oneemb.storage.policies.kept_rows import KeptRows
+from oneemb.storage.policies.evictions import RowsToEvict
+from oneemb.storage.policies.policy_engine import PolicyEngine
 from oneemb.storage.store_part import Store, StorePart, in_turn, no_step, reading
 
 
@@ -20,62 +20,62 @@ class StorePolicy(StorePart):
         what: the embedding, in errors.
     """
 
-    def __init__(self, store: Store, kept: KeptRows | None, what: str, num_tables: int):
+    def __init__(self, store: Store, engine: PolicyEngine | None, what: str, num_tables: int):
         super().__init__(store)
-        self._kept, self._what, self._tables = kept, what, range(num_tables)
+        self._engine, self._what, self._tables = engine, what, range(num_tables)
 
-    def _need(self) -> KeptRows:
+    def _need(self) -> PolicyEngine:
         self._store.check_open()
-        if self._kept is None:
+        if self._engine is None:
             raise ValueError(f"{self._what} has no policy, so that its rows have no scores")
-        return self._kept
+        return self._engine
 
     @property
     def counts_uses(self) -> bool:
         """Whether policies ask how many ids of a batch a key is of."""
-        return self._kept is not None and self._kept.counts_uses
+        return self._engine is not None and self._engine.counts_uses
 
     def check_clock(self) -> None:
         """Raise ValueError if the policies' clock gives no time."""
-        if self._kept is not None:
-            self._kept.ledger.second  # noqa: B018  # It is read.
+        if self._engine is not None:
+            self._engine.usage.second  # noqa: B018  # It is read.
 
     # ---- rows that leave --------------------------------------------------------------------------------------------
 
-    @no_step("departing")
+    @no_step("evict")
     @in_turn
-    def departing(self) -> list[Departing]:
+    def to_evict(self) -> list[RowsToEvict]:
         """Expired rows that no lookup holds; `evict` evicts them. ValueError if `expire_where` or a clock fails."""
         self._store.check_open()
-        if self._kept is None or not self._store.built:
+        if self._engine is None or not self._store.built:
             return []
         self._store.pins.release_abandoned()
-        return self._kept.departing(self._tables, self._store.step)
+        return self._engine.to_evict(self._tables, self._store.step)
 
     @no_step("evict")
     @in_turn
-    def evict(self, departing: Sequence[Departing] | None = None) -> dict[str, int]:
+    def evict(self, to_evict: Sequence[RowsToEvict] | None = None) -> dict[str, int]:
         """Evict these rows, and those that are more than a table may have and that no lookup holds. Returns numbers, by
         reason.
 
         Args:
-            departing: result of `departing`, with no lookup since; None = what it gives now, which may raise.
+            to_evict: result of `to_evict`, with no lookup since; None = what it gives now, which may raise.
         """
         self._store.check_open()
-        if self._kept is None or not self._store.built:
+        if self._engine is None or not self._store.built:
             return {}
-        if departing is None:
-            departing = self.departing()
-        left = self._kept.evict(self._tables, departing)
+        if to_evict is None:
+            to_evict = self.to_evict()
+        left = self._engine.evict(self._tables, to_evict)
         self._store.changes += bool(left)
         return left
 
     def evict_before_save(self) -> None:
         """Evict expired rows of tables whose snapshots are to have none. Requires the store lock."""
-        if (kept := self._kept) is not None and self._store.built:
+        if (engine := self._engine) is not None and self._store.built:
             self._store.pins.release_abandoned()
-            tables = [t for t, policy in enumerate(kept.policies) if policy.evict_at_snapshot]
-            if tables and kept.evict(tables, kept.departing(tables, self._store.step), expired_only=True):
+            tables = [t for t, policy in enumerate(engine.policies) if policy.evict_at_snapshot]
+            if tables and engine.evict(tables, engine.to_evict(tables, self._store.step), expired_only=True):
                 self._store.changes += 1
 
     # ---- scores -----------------------------------------------------------------------------------------------------
@@ -83,18 +83,18 @@ class StorePolicy(StorePart):
     @reading
     def scores(self, table_U: np.ndarray, id_U: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The scores of these rows, uint64 [U], 0 of those that are not there; and which are, bool [U]."""
-        ledger = self._need().ledger
-        place_U = ledger.find(table_U, id_U)
+        usage = self._need().usage
+        place_U = usage.find(table_U, id_U)
         score_U = np.zeros(len(id_U), np.uint64)
-        score_U[place_U >= 0] = ledger.scores(place_U[place_U >= 0])
+        score_U[place_U >= 0] = usage.scores(place_U[place_U >= 0])
         return score_U, place_U >= 0
 
     @in_turn
     def check_scores(self, table_U: np.ndarray, id_U: np.ndarray, score_U: np.ndarray) -> None:
         """Raise ValueError unless `set_scores` may give these rows these scores."""
-        ledger = self._need().ledger
-        known_U = ledger.find(table_U, id_U) >= 0
-        ledger.check_scores(table_U[known_U], score_U[known_U])
+        usage = self._need().usage
+        known_U = usage.find(table_U, id_U) >= 0
+        usage.check_scores(table_U[known_U], score_U[known_U])
 
     @no_step("set_scores")
     @in_turn
@@ -117,7 +117,7 @@ class StorePolicy(StorePart):
     @in_turn
     def set_epoch(self, epoch: int) -> None:
         """Let uses from now on be of this epoch."""
-        clock = self._need().ledger.clock
+        clock = self._need().usage.clock
         if type(epoch) is not int:
             raise TypeError(f"an epoch must be an int, got {epoch!r}")
         if not clock.epoch <= epoch < 2**32:
@@ -130,18 +130,18 @@ class StorePolicy(StorePart):
     @in_turn
     def give_score(self, table: int, score: int) -> None:
         """Let uses of rows of a table of `GivenScore` give this score from now on, 0 to 2^64 - 1."""
-        self._need().ledger.give(table, score)
+        self._need().usage.give(table, score)
 
     @reading
     def uses(self, table: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Ids int64 [N] of a table's rows in this store; their scores and, with `timestamps`, times of last use, both
         uint64 [N]."""
-        return self._need().ledger.uses(table)
+        return self._need().usage.uses(table)
 
     @in_turn
     def timestamp(self) -> int:
         """Nanoseconds since 1970, later than the last use of every row."""
-        return self._need().ledger.timestamp()
+        return self._need().usage.timestamp()
 
     # ---- ids that were seen and have no row -------------------------------------------------------------------------
 
@@ -154,16 +154,16 @@ class StorePolicy(StorePart):
     @property
     def sightings_bytes(self) -> int:
         """Bytes of memory that sightings take."""
-        kept = self._kept
-        return 0 if kept is None or kept.admission is None else kept.admission.nbytes
+        engine = self._engine
+        return 0 if engine is None or engine.admission is None else engine.admission.nbytes
 
     @in_turn
     def add_sightings(self, table: int, id_N: np.ndarray, count_N: np.ndarray) -> None:
         """Count these ids, which are distinct, so often more; those that have a row are left out."""
-        kept = self._need()
-        if kept.admission is not None:
-            absent = kept.ledger.find(np.full(len(id_N), table, np.int32), id_N) < 0
-            kept.admission.add_sightings(table, id_N[absent], count_N[absent])
+        engine = self._need()
+        if engine.admission is not None:
+            absent = engine.usage.find(np.full(len(id_N), table, np.int32), id_N) < 0
+            engine.admission.add_sightings(table, id_N[absent], count_N[absent])
             self._store.changes += 1
 
     @in_turn

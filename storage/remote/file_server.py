@@ -167,10 +167,10 @@ class FileServer:
             finally:
                 self._release()
 
-    def give_way(self, other: str) -> str:
+    def close_for(self, other: str) -> str:
         return IN_USE
 
-    def let_go(self) -> int:
+    def force_close(self) -> int:
         raise LockedError(f"{self.name} serves embeddings of this process: close those, or release their folders")
 
     def _open(self, accept_loss: bool) -> None:

@@ -1,10 +1,9 @@
 """Format of a row: the weights, then the optimizer's state, in one record of 32-bit words.
 
-words   0 .. mark_begin              D weights of the table's dtype; half-width weights lie two a word, and an
-                                     odd last one is followed by 16 zero bits
-words   mark_begin .. state_begin    what a policy notes of the row's use (ledger.py): none, where there is no policy
-words   state_begin .. row_width     the optimizer's state, float32 whatever the weights are: squares of
-                                     gradients underflow in float16
+words   0 .. mark_begin              D weights of the table's dtype; half-width weights lie two a word, and an odd last
+one is followed by 16 zero bits words   mark_begin .. state_begin    what a policy notes of the row's use
+(usage_index.py): none, where there is no policy words   state_begin .. row_width     the optimizer's state, float32
+whatever the weights are: squares of gradients underflow in float16
 """
 
 import functools
@@ -29,14 +28,14 @@ class RowFormat:
         dim, dtype: weights of a row, D, and their type: "float32", "float16" or "bfloat16".
         optimizer: name of the state's optimizer; None = nobody's, or not known.
         state: the state of a new row, float32 values.
-        marks: words of usage metadata.
+        usage_words: words of usage metadata.
     """
 
     dim: int
     dtype: str
     optimizer: str | None = None
     state: tuple[float, ...] = ()
-    marks: int = 0
+    usage_words: int = 0
 
     @functools.cached_property
     def state_width(self) -> int:
@@ -44,14 +43,14 @@ class RowFormat:
         return len(self.state)
 
     @functools.cached_property
-    def mark_begin(self) -> int:
+    def usage_begin(self) -> int:
         """Word at which the weights have ended."""
         return -(-self.dim * np.dtype(BITS[self.dtype]).itemsize // 4)
 
     @functools.cached_property
     def state_begin(self) -> int:
         """Word at which the state begins."""
-        return self.mark_begin + self.marks
+        return self.usage_begin + self.usage_words
 
     @functools.cached_property
     def row_width(self) -> int:
@@ -76,17 +75,17 @@ class RowFormat:
         return (self.dim, self.dtype) == (other.dim, other.dtype)
 
     def same_words(self, other: "RowFormat") -> bool:
-        """Whether a row of one format is a row of the other: the same weights, as many marks and as much state."""
-        widths = self.state_width, self.marks
-        return self.same_weights(other) and widths == (other.state_width, other.marks)
+        """Whether a row of one format is one of the other: the same weights, as many usage words and as much state."""
+        widths = self.state_width, self.usage_words
+        return self.same_weights(other) and widths == (other.state_width, other.usage_words)
 
     def converted(self, row_NW: np.ndarray, format: "RowFormat", *, with_state: bool) -> np.ndarray:
         """Rows of another format, of the same weights, as rows of this one: float32 [N, W]. Missing usage metadata are
         zeros; without `with_state`, rows get the state of new ones."""
         out_NW = np.zeros((len(row_NW), self.row_width), np.float32)
-        out_NW[:, : self.mark_begin] = row_NW[:, : self.mark_begin]
-        if self.marks == format.marks:
-            its = slice(self.mark_begin, self.state_begin)
+        out_NW[:, : self.usage_begin] = row_NW[:, : self.usage_begin]
+        if self.usage_words == format.usage_words:
+            its = slice(self.usage_begin, self.state_begin)
             out_NW[:, its] = row_NW[:, its]
         if with_state:
             out_NW[:, self.state_begin :] = row_NW[:, format.state_begin : format.state_begin + self.state_width]

@@ -10,17 +10,17 @@ from oneemb.kernels.loops import Loops
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import StorageError
 from oneemb.storage.locking.step_lock import alone
-from oneemb.storage.policies.kept_rows import KeptRows
+from oneemb.storage.policies.policy_engine import PolicyEngine
 from oneemb.storage.rows.row_format import RowFormat
 from oneemb.storage.store_part import Store, StorePart, in_turn, no_step
 
 
 class StoreForm(StorePart):
-    """The form of a store's rows; `kept` is the policy engine, None where no table has a policy."""
+    """The form of a store's rows; `engine` is the policy engine, None where no table has a policy."""
 
-    def __init__(self, store: Store, kept: KeptRows | None, threads: Threads):
+    def __init__(self, store: Store, engine: PolicyEngine | None, threads: Threads):
         super().__init__(store)
-        self._kept, self._threads = kept, threads
+        self._engine, self._threads = engine, threads
 
     def attach(self, optimizer: str, state: np.ndarray) -> None:
         """Let rows carry the state of this optimizer, `state` in a new row, float32 [Z]. Rows that no optimizer has
@@ -64,8 +64,8 @@ class StoreForm(StorePart):
         self._store.check_open()
         if state == "drop":
             self._relayout(self.rows.format.with_state(None, np.empty(0, np.float32)), self.rows.loops)
-            if self._kept is not None:
-                self._kept.ledger.begin_steps(self._store.step)
+            if self._engine is not None:
+                self._engine.usage.begin_steps(self._store.step)
             self._store.step = 0
             self._store.changes += 1
         elif state != "keep" and self.rows.format.state:
@@ -90,8 +90,8 @@ class StoreForm(StorePart):
         self._store.replaced += 1
 
     def _relayout(self, format: RowFormat, loops: Loops) -> None:
-        if self._kept is not None:
-            self._kept.move_out()
+        if self._engine is not None:
+            self._engine.move_out()
         try:
             self.rows.relayout(format, loops, self._store.step)
         except BaseException as error:

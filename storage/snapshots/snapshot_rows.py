@@ -22,7 +22,7 @@ class SnapshotRows:
     def described(self) -> dict[str, Any]:
         """This as JSON can hold it."""
         row = self.format
-        marks = {"marks": row.marks} if row.marks else {}
+        marks = {"marks": row.usage_words} if row.usage_words else {}
         return {
             "layout": {"dim": row.dim, "dtype": row.dtype, "state_width": row.state_width, **marks},
             "optimizer": row.optimizer,

@@ -8,9 +8,9 @@ from typing import Any
 from oneemb.storage.bottom import EXPORTED, Bottom
 from oneemb.storage.errors import OtherSnapshotError, SnapshotExistsError, SnapshotNotFoundError, StorageError
 from oneemb.storage.locking.turns import changing
-from oneemb.storage.policies.kept_rows import KeptRows
-from oneemb.storage.policies.ledger import LedgerClock
+from oneemb.storage.policies.policy_engine import PolicyEngine
 from oneemb.storage.policies.store_policy import StorePolicy
+from oneemb.storage.policies.usage_index import UsageClock
 from oneemb.storage.replicas import Replicas, TableIds
 from oneemb.storage.snapshots.journal import Journal
 from oneemb.storage.snapshots.owned_rows import OwnedRows
@@ -23,14 +23,14 @@ from oneemb.storage.tiered_rows import NewPart
 
 
 class StoreSnapshots(StorePart):
-    """The snapshots of a store; `kept` is the policy engine, None where no table has a policy."""
+    """The snapshots of a store; `engine` is the policy engine, None where no table has a policy."""
 
     def __init__(
-        self, store: Store, bottom: Bottom, journal: Journal, kept: KeptRows | None, policy: StorePolicy,
+        self, store: Store, bottom: Bottom, journal: Journal, engine: PolicyEngine | None, policy: StorePolicy,
         replicas: Replicas,
     ):  # fmt: skip
         super().__init__(store)
-        self._bottom, self._journal, self._kept = bottom, journal, kept
+        self._bottom, self._journal, self._engine = bottom, journal, engine
         self._policy, self._replicas = policy, replicas
         self.saved: tuple[str, int] | None = None
         """The identity of the snapshot that was saved last, and the store's `changes` then."""
@@ -58,7 +58,7 @@ class StoreSnapshots(StorePart):
             StorageError: the name is taken and `overwrite` is off, or deltas go on from that snapshot; `since` is none
                 of the last; or the disk fails. The snapshots there are whole.
         """
-        store, journal, kept = self._store, self._journal, self._kept
+        store, journal, engine = self._store, self._journal, self._engine
         store.check_open()
         if overwrite:
             journal.check_not_needed(name, "replaced")
@@ -70,7 +70,7 @@ class StoreSnapshots(StorePart):
         check_snapshot_name(name)
         if not name.startswith(EXPORTED):
             self._policy.evict_before_save()
-        uses, arrays = (None, None) if kept is None else (kept.to_meta(), kept.to_arrays())
+        uses, arrays = (None, None) if engine is None else (engine.to_meta(), engine.to_arrays())
         loaded = rows = len(self.rows) - (0 if without is None else len(without[1]))
         places = None
         if since is not None:
@@ -154,27 +154,27 @@ class StoreSnapshots(StorePart):
             return as_saved
 
     def _load(self, info: SnapshotInfo, weights_only: bool, owned: OwnedRows | None = None) -> bool:
-        store, kept = self._store, self._kept
-        rows, clock = SnapshotRows.of_meta(info.meta, info.name), LedgerClock.of_meta(info.meta, info.name)
-        marks = None
+        store, engine = self._store, self._engine
+        rows, clock = SnapshotRows.of_meta(info.meta, info.name), UsageClock.of_meta(info.meta, info.name)
+        usage_of = None
         self._check_policy(info)
-        if kept is not None:
-            marks = kept.ledger.first_marks
+        if engine is not None:
+            usage_of = engine.usage.first_usage
             arrays = self._bottom.arrays(info.name) if owned is None else owned.arrays()
-            admission = kept.loaded_admission(arrays, info.name)
+            admission = engine.loaded_admission(arrays, info.name)
         with self.turns:
             broken = store.mend()
             store.check_open()
             try:
                 store.replaced += 1
-                store.step, same = self.rows.load(info, weights_only, owned, marks)
+                store.step, same = self.rows.load(info, weights_only, owned, usage_of)
                 with changing:
                     self._journal.clear()
                     self._replicas.clear()
-                    if kept is not None:
-                        kept.read_rows(rows.format, clock, rows.step, store.step)
-                        kept.admission = admission
-                    if same and owned is None and self.rows.lie_as_saved:
+                    if engine is not None:
+                        engine.read_rows(rows.format, clock, rows.step, store.step)
+                        engine.admission = admission
+                    if same and owned is None and self.rows.loaded_in_place:
                         self._journal.add(PartOf.name_of(info), info, len(self.rows), len(self.rows))
             except BaseException as error:
                 if broken or not self.rows.whole:  # Without rows, or with a part of them, there is nothing to go on.
@@ -190,10 +190,10 @@ class StoreSnapshots(StorePart):
 
     def _check_policy(self, info: SnapshotInfo) -> None:
         """Raise StorageError unless a snapshot says of the uses of its rows what the policy here can go on with."""
-        LedgerClock.of_meta(info.meta, info.name)
+        UsageClock.of_meta(info.meta, info.name)
         self._policy.check_clock()
-        if self._kept is not None:
-            self._kept.ledger.check_rules(info.meta, info.name)
+        if self._engine is not None:
+            self._engine.usage.check_rules(info.meta, info.name)
 
     def _check_loads(self, name: str, weights_only: bool = False) -> SnapshotInfo:
         """Raise StorageError unless a snapshot is there and `load` finds rows of this embedding's kind in it."""

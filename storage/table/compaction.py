@@ -156,9 +156,9 @@ class Compactor:
         """Bytes that the live rows need; too few while noted keys are not settled."""
         return int(len(self._live.index) * self._live.geometry.disk_bytes_per_row)
 
-    def settle(self) -> None:
+    def put_pending(self) -> None:
         """Put noted keys into the index, and release chunks without live rows, except those being written."""
-        self._live.settle()
+        self._live.put_pending()
         for chunk in self._live.dead_chunks():
             if not self._writer.writes_to(chunk):
                 self._live.remove(chunk)
@@ -168,12 +168,12 @@ class Compactor:
         Requires the guard. A StorageError says that rows could not be moved; nothing is lost."""
         # Settling can only lower the excess, so while that is small it is not needed.
         if self._excess() > (1 if self._background is None else _EARLY) and any(self._loose()):
-            self.settle()
+            self.put_pending()
             while self._excess() > 1 and not self._stopping:
                 if self._moving is not None:
                     self._guard.wait()
                     self._raise_error()
-                    self.settle()
+                    self.put_pending()
                 elif not self._compact_one():
                     break
             if self._background is not None and not self._background.busy and self._excess() > _EARLY:
@@ -214,7 +214,7 @@ class Compactor:
         guard is held once, and released while the chunk is read."""
         while self._moving is not None:
             self._guard.wait()
-        self.settle()
+        self.put_pending()
         if chunk not in self._live:
             return
         geometry, part = self._live.geometry, self._live.part(chunk)
@@ -230,7 +230,7 @@ class Compactor:
                     with self._turns:
                         if self._stopping:
                             break
-                        self.settle()
+                        self.put_pending()
                         if chunk not in self._live:
                             break
                         here = np.flatnonzero(self._live.has_place(chunk, self._live.index.find(table_N, id_N)))
@@ -265,7 +265,7 @@ class Compactor:
     def _run(self) -> None:
         with self._turns:
             while not self._stopping and not self._turns.broken and self._moving is None:
-                self.settle()
+                self.put_pending()
                 if self._excess() <= _EARLY or not self._compact_one():
                     break
 
@@ -279,7 +279,7 @@ class Compactor:
     def _next_for_save(self, name: str, moved: int) -> ChunkFile | None:
         """The next chunk whose live rows must move before a snapshot holds its chunks, given the rows moved for this
         save; None = no more."""
-        self.settle()
+        self.put_pending()
         live, loose_garbage = self.live_bytes(), self._garbage_max * _LOOSE_PART
         full = 1 / (1 + loose_garbage)
         held_max = (1 + self._garbage_max - loose_garbage) * live

@@ -41,9 +41,9 @@ class Contents:
         self._max_space_amplification, self._expected_rows = max_space_amplification, expected_rows
         self.compactions = Background("compaction") if background else None
         self._writes = ThreadPoolExecutor(1, thread_name_prefix="oneemb-write") if background else None
-        self.settles = ThreadPoolExecutor(1, thread_name_prefix="oneemb-settle") if background else None
+        self.index_thread = ThreadPoolExecutor(1, thread_name_prefix="oneemb-settle") if background else None
         self._rows_moved = 0
-        self._use(LiveRows(geometry, self._files, threads, expected_rows, self.settles))
+        self._use(LiveRows(geometry, self._files, threads, expected_rows, self.index_thread))
 
     @property
     def rows_moved(self) -> int:
@@ -52,7 +52,7 @@ class Contents:
 
     def clear(self) -> None:
         """Hold no rows."""
-        self.replace(LiveRows(self.live.geometry, self._files, self._threads, self._expected_rows, self.settles))
+        self.replace(LiveRows(self.live.geometry, self._files, self._threads, self._expected_rows, self.index_thread))
 
     def replace(self, live: LiveRows) -> None:
         """Hold these rows in place of the present ones."""
@@ -111,7 +111,7 @@ class Contents:
 
     def get_ready_for_fork(self) -> None:
         """Settle and write all that background threads have to do: a forked child has no threads."""
-        self.compactor.settle()
+        self.compactor.put_pending()
         self.writer.finish()
 
     def close(self) -> None:
@@ -129,6 +129,6 @@ class Contents:
         self._files.close()
 
     def _end(self, *, cancel: bool) -> None:
-        for beside in (self._writes, self.settles):
+        for beside in (self._writes, self.index_thread):
             if beside is not None:
                 beside.shutdown(cancel_futures=cancel)

@@ -4,13 +4,12 @@ The places of a table are divided into extents: runs of blocks, of about 1 MiB e
 extents as its blocks may need. In a chunk whose first extent is e, row r has the place `e * rows_per_extent + r`. The
 extents of removed chunks are used again, so places stay small however long a table is written to. E extents.
 
-Keys that are `noted` go into the index later, many at once, which costs half as much for each key. Until `settle` the
-index, the bits and the counts are the old ones, so every reader of them calls `settle` first.
+Keys that are `noted` go into the index later, many at once, which costs half as much for each key. Until `put_pending`
+the index, the bits and the counts are the old ones, so every reader of them calls `put_pending` first.
 
-Invariants, between calls:
-- the index holds a place exactly when the place's bit is set, and `live_E[e]` counts the bits of extent e;
-- each chunk with extents is held once on their account;
-- the index has room for every key that was noted, so `settle` needs no memory for it.
+Invariants, between calls: - the index holds a place exactly when the place's bit is set, and `live_E[e]` counts the
+bits of extent e; - each chunk with extents is held once on their account; - the index has room for every key that was
+noted, so `put_pending` needs no memory for it.
 """
 
 from concurrent.futures import Executor
@@ -127,7 +126,7 @@ class LiveRows:
                 return True
         except MemoryError:
             pass  # There is none for a whole list; there may be enough for these keys.
-        self.settle()
+        self.put_pending()
         try:
             self.index.reserve_keys(table_U, id_U)
         except MemoryError:
@@ -137,12 +136,12 @@ class LiveRows:
 
     def put(self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> None:
         """Set the places of these keys' rows. Each key is in the index already, or was passed to `reserve`."""
-        self.settle()
+        self.put_pending()
         self._put(table_U, id_U, place_U)
 
     def erase(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
         """Forget the rows of these keys; on disk they become garbage. Returns whether each key had a row: bool [U]."""
-        self.settle()
+        self.put_pending()
         if len(self.index) == 0:
             return np.zeros(len(id_U), np.bool_)
         place_U = self.index.erase(table_U, id_U)
@@ -151,12 +150,12 @@ class LiveRows:
             return place_U >= 0
 
     def note(self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> None:
-        """Set the places of these keys' rows at the next `settle`. `reserve` must have allowed it for these keys."""
+        """Set the places of these keys' rows at the next `put_pending`. `reserve` must have allowed it for them."""
         self._pending.note(table_U, id_U, place_U)
 
-    def settle(self) -> None:
+    def put_pending(self) -> None:
         """Put all noted keys into the index."""
-        self._pending.settle(self._put)
+        self._pending.put_pending(self._put)
 
     def load(
         self, chunk: ChunkFile, table_N: np.ndarray, id_N: np.ndarray, row_N: np.ndarray

@@ -56,8 +56,8 @@ class PendingKeys:
         self._index, self._beside = index, beside
         # Keys of each shard of the index once all lists but the filling one are put; keys of the filling list; and keys
         # of the next `note`.
-        self._settled_P = index.sizes_P
-        self._noted_P = self._next_P = np.zeros_like(self._settled_P)
+        self._put_P = index.sizes_P
+        self._noted_P = self._next_P = np.zeros_like(self._put_P)
         # Lists are made when the first keys come: an index that is only read needs none.
         self._filling: _List | None = None
         self._spare: _List | None = None
@@ -72,16 +72,16 @@ class PendingKeys:
         # All keys may belong to one shard, so what each shard is to hold is counted.
         size, self._next_P = len(id_U), self._index.key_counts(table_U, id_U)
         fits = self._filling is not None and 0 < self._filling.size and self._filling.size + size <= self._filling.room
-        if fits and self._index.has_room(self._settled_P + self._noted_P + self._next_P):
+        if fits and self._index.has_room(self._put_P + self._noted_P + self._next_P):
             return True
         # From here on the background thread is idle, so the index may be read and may grow.
         self._finish(put)
         if fits:
-            self._settled_P = self._index.sizes_P
-            self._index.grow(self._settled_P + self._noted_P + self._next_P)
+            self._put_P = self._index.sizes_P
+            self._index.grow(self._put_P + self._noted_P + self._next_P)
             return True
         if self._beside is None:
-            self.settle(put)
+            self.put_pending(put)
         room = _list_room(self._index)
         if size > room:
             return False
@@ -90,9 +90,9 @@ class PendingKeys:
             begun, spare = None, begun
         self._index.reserve(room + (begun.size if begun is not None else 0))
         begun_P = self._noted_P if begun is not None else np.zeros_like(self._noted_P)
-        settled_P = self._index.sizes_P + begun_P
-        self._index.grow(settled_P + self._next_P)
-        self._settled_P, self._noted_P = settled_P, np.zeros_like(begun_P)
+        put_P = self._index.sizes_P + begun_P
+        self._index.grow(put_P + self._next_P)
+        self._put_P, self._noted_P = put_P, np.zeros_like(begun_P)
         self._filling = spare if spare is not None and spare.room == room else _List(room)
         if begun is not None:
             assert self._beside is not None
@@ -109,7 +109,7 @@ class PendingKeys:
         filling.table_K[begin:end], filling.id_K[begin:end], filling.place_K[begin:end] = table_U, id_U, place_U
         filling.size, self._noted_P = end, noted_P
 
-    def settle(self, put: _Put) -> None:
+    def put_pending(self, put: _Put) -> None:
         """Return when the index holds every noted key."""
         self._finish(put)
         if self._filling is not None and self._filling.size:

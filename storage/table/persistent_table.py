@@ -191,13 +191,13 @@ class PersistentTable:
         check_tables(table_U)
         row_UW = np.ascontiguousarray(row_UW)
         with self._turns:
-            self._begin(settle=False)
+            self._begin(put_pending=False)
             piece = self._contents.compactor.piece_rows
             for begin in range(0, len(id_U), piece):
                 n = slice(begin, begin + piece)
                 table_N, id_N = table_U[n], id_U[n]
                 self._contents.compactor.make_room(len(id_N))
-                self._begin(settle=False)  # The table may have been closed while rows were moved.
+                self._begin(put_pending=False)  # The table may have been closed while rows were moved.
                 # Memory for the index comes first: after the append nothing may fail.
                 later = self._contents.live.reserve(table_N, id_N)
                 place_N = self._contents.writer.append(table_N, id_N, row_UW[n])
@@ -229,13 +229,13 @@ class PersistentTable:
 
     def clear(self) -> None:
         with self._turns:
-            self._begin(settle=False)
+            self._begin(put_pending=False)
             self._contents.clear()
 
     def flush(self) -> None:
         """Write the rows that are in memory to their chunk. They are durable when a snapshot has been saved."""
         with self._turns:
-            self._begin(settle=False)
+            self._begin(put_pending=False)
             self._contents.writer.write_out()
 
     def save_snapshot(
@@ -310,12 +310,12 @@ class PersistentTable:
             CorruptTableError: its files are damaged; the table's rows are unchanged.
         """
         with self._turns:
-            self._begin(settle=False)
+            self._begin(put_pending=False)
             records = read_chain(self._store.files, [name, *deltas], self.row_width)
             self._reader_for(records[0].geometry)
             contents = self._contents
             contents.replace(
-                load_live_rows(self._fs, self._store.files, self._files, records, self._threads, contents.settles)
+                load_live_rows(self._fs, self._store.files, self._files, records, self._threads, contents.index_thread)
             )
             self._places = contents.parts()
             return records[-1].info.meta
@@ -325,13 +325,13 @@ class PersistentTable:
         if there is none of that name; a StorageError says whether it could not be removed, or its removal not be
         made durable."""
         with self._turns:
-            self._begin(settle=False)
+            self._begin(put_pending=False)
             self._store.delete(name)
 
     def snapshots(self) -> list[SnapshotInfo]:
         """The snapshots, oldest first."""
         with self._turns:
-            self._begin(settle=False, changes=False)
+            self._begin(put_pending=False, changes=False)
             return self._store.infos()
 
     def compact(self) -> CompactionResult:
@@ -382,10 +382,10 @@ class PersistentTable:
             finally:
                 self._lock.release()
 
-    def give_way(self, other: str) -> str:
+    def close_for(self, other: str) -> str:
         return IN_USE
 
-    def let_go(self) -> int:
+    def force_close(self) -> int:
         lost = self._count["rows_put"] - self._put_at_save
         self.close()
         return lost
@@ -396,15 +396,15 @@ class PersistentTable:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _begin(self, *, settle: bool = True, changes: bool = True) -> None:
+    def _begin(self, *, put_pending: bool = True, changes: bool = True) -> None:
         """Checks at the start of every call, in its turn. Calls that use the index settle noted keys first."""
         self._turns.check(changes=changes)
         if self._closed:
             raise StorageError(f"the table at {self._path} is closed; open it again")
         if self._contents.compactions is not None:
             self._contents.compactions.raise_error()
-        if settle and not self._turns.forked:  # Keys were settled before the fork, and a child removes no file.
-            self._contents.compactor.settle()
+        if put_pending and not self._turns.forked:  # Keys were settled before the fork, and a child removes no file.
+            self._contents.compactor.put_pending()
 
     def _get_ready_for_fork(self) -> None:
         if not self._closed:

@@ -188,7 +188,7 @@ class SnapshotStore:
         for array in record.arrays.values():
             array.data = None
         if error is None:
-            self._settle()
+            self._release_uncertain()
             self._forget(name)
         elif isinstance(error, RenameUncertainError):
             self._leave(name)
@@ -219,7 +219,7 @@ class SnapshotStore:
         except StorageError:
             self._certain = certain
             raise
-        self._settle()
+        self._release_uncertain()
         self._forget(name)
         self._record_if_possible()
 
@@ -256,7 +256,7 @@ class SnapshotStore:
             in_use = dict.fromkeys(self.chunk_files.chunks, (1 << 62, 1 << 62))
             remove_orphans(self._fs, self._chunks_path, self.files, in_use, self._keep_below, self._recovery)
 
-    def _settle(self) -> None:
+    def _release_uncertain(self) -> None:
         """Release the chunks of snapshots that can no longer come back: the names are on the device."""
         for _, chunks in self._uncertain:
             self._release(chunks)

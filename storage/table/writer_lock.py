@@ -27,7 +27,7 @@ from oneemb.storage.errors import LockedError, StorageError
 from oneemb.storage.fs import FileSystem, doing, storage_error
 
 IN_USE = "which somebody uses"
-"""The reason of a holder that never gives way."""
+"""The reason of a holder that never closes for others."""
 
 _BLOCK_BYTES = 4096
 _HOLDER_BYTES = 512
@@ -72,11 +72,11 @@ class Holder(Protocol):
     def what(self) -> str:
         """The object in words, such as "embedding 'items'"."""
 
-    def give_way(self, other: str) -> str:
+    def close_for(self, other: str) -> str:
         """Close for `other`, an object in words, if that loses nothing. Returns the reason against it, such as "whose 3
         rows no snapshot holds"; "" = closed."""
 
-    def let_go(self) -> int:
+    def force_close(self) -> int:
         """Close. Returns the number of lost rows. LockedError if the object cannot be closed alone, RuntimeError if
         this thread is in the middle of its step."""
 
@@ -138,11 +138,11 @@ class WriterLock:
             ) from error
 
     def ask(self, newcomer: str) -> str:
-        """Ask the holder to give way. Returns the holder and its reason against it; "" = it has given way."""
+        """Ask the holder to close. Returns the holder and its reason against it; "" = it has closed."""
         holder = self.holder
         if holder is None:
             return "a call that is under way"
-        why = holder.give_way(newcomer) if newcomer else IN_USE
+        why = holder.close_for(newcomer) if newcomer else IN_USE
         return f"{holder.what}, {why}" if why else ""
 
     @property

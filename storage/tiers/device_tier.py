@@ -93,7 +93,7 @@ class DeviceTier(MemoryTier):
         self.slots = slots
         self._loops = loops
         self._gpu = gpu = loops.gpu
-        self.lies_still = False  # What is read must be pinned: growing and evicting wait for no stream that reads.
+        self.stable_slots = False  # What is read must be pinned: growing and evicting wait for no stream that reads.
         self._limits = Limits(name, slots, _padded(row_width) * 4 + SLOT_OVERHEAD_BYTES, resident, row_limit)
         self._bus = PinnedRows(row_width, gpu)
         self._order = StreamOrder(gpu)
@@ -202,10 +202,10 @@ class DeviceTier(MemoryTier):
         return row_UW, keys
 
     def slots_of(self, table_N: torch.Tensor, id_N: torch.Tensor) -> torch.Tensor:
-        raise AssertionError("rows here do not lie still")
+        raise AssertionError("slots are not stable here")
 
     @_in_order
-    def lend(self, table_M: torch.Tensor, id_M: torch.Tensor) -> torch.Tensor:
+    def make_temporary(self, table_M: torch.Tensor, id_M: torch.Tensor) -> torch.Tensor:
         self._limits.check_fits(len(id_M), self._held())
         slot_M = self._reserve(len(id_M))
         self._refused(self.row_SW, slot_M, table_M, id_M)
@@ -213,23 +213,23 @@ class DeviceTier(MemoryTier):
         with changing:
             self.pin_S[slot_M] = 2
             self._free.commit(len(slot_M))
-            self._lent += len(slot_M)
+            self._temporary += len(slot_M)
         return slot_M
 
     @_in_order
-    def take_back(self, slot_M: torch.Tensor) -> None:
+    def free_temporary(self, slot_M: torch.Tensor) -> None:
         self._order.after_releases()
         left_M = self.pin_S[slot_M] - 1
         with changing:
             self.pin_S[slot_M] = left_M
             self._dirty_S[slot_M] = False
-            self._lent -= len(slot_M)
+            self._temporary -= len(slot_M)
             self._free.give_back(slot_M)
 
     @_in_order
     def check_slots(self) -> list[str]:
         _, _, slot_N = self._index.items()
-        return self._free.problems(self.name, self._host(slot_N), self._host(self._free.returned_N), self._lent)
+        return self._free.problems(self.name, self._host(slot_N), self._host(self._free.returned_N), self._temporary)
 
     def release(self, slot_U: torch.Tensor, *, elsewhere: bool = False) -> None:
         if elsewhere:
@@ -433,7 +433,7 @@ class DeviceTier(MemoryTier):
         pinned_S = self.pin_S[used] > 0
         score_S[pinned_S] = torch.iinfo(torch.int64).max
         score_S[self._free.returned_N] = torch.iinfo(torch.int64).max
-        evictable = len(self._index) + self._lent - self._gpu.read(pinned_S.sum())[0]
+        evictable = len(self._index) + self._temporary - self._gpu.read(pinned_S.sum())[0]
         # Stable, so that rows of one score leave in order of slot, whatever the device does.
         victim_V = torch.sort(score_S, stable=True).indices[: min(count, evictable)]
         victim_V = torch.sort(victim_V).values
@@ -453,7 +453,7 @@ class DeviceTier(MemoryTier):
         self.pin_S = gpu.empty(0, dtype=torch.int32)
         self._dirty_S = gpu.empty(0, dtype=torch.bool)
         self._free = FreeSlots(self._loops.arange)
-        self._lent = 0  # slots of rows that are in no index
+        self._temporary = 0  # slots of rows that are in no index
         self._index.clear()
 
 

@@ -86,18 +86,18 @@ class FreeSlots:
         """Free all slots; all are new again."""
         self._top = self.used = 0
 
-    def problems(self, name: str, taken_N: np.ndarray, returned_N: np.ndarray, lent: int) -> list[str]:
+    def problems(self, name: str, taken_N: np.ndarray, returned_N: np.ndarray, temporary: int) -> list[str]:
         """One text for each fault: slots that were lost, slots with several rows. Empty if there is none.
 
         Args:
             taken_N, returned_N: slots of the keys in the tier's index, and those on the stack, on the host.
-            lent: number of slots with temporary rows, which are in no index.
+            temporary: number of slots with temporary rows, which are in no index.
         """
         found = []
-        if self.used != len(taken_N) + len(returned_N) + lent:
+        if self.used != len(taken_N) + len(returned_N) + temporary:
             found.append(
                 f"the {name} tier has used {self.used} slots; {len(taken_N)} are in its index, {len(returned_N)} are"
-                f" free and {lent} hold temporary rows"
+                f" free and {temporary} hold temporary rows"
             )
         slot_N = np.concatenate([taken_N, returned_N])
         if len(np.unique(slot_N)) < len(slot_N) or (slot_N >= self.used).any():

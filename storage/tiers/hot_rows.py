@@ -85,7 +85,7 @@ class HotRows(Tier, Protocol):
     row_SW: Array
     """float32 [S, at least W]. Read it anew for every use: it moves."""
 
-    lies_still: bool
+    stable_slots: bool
     """Whether rows stay in their slots without a pin, so that `slots_of` says where to read them."""
 
     @property
@@ -137,12 +137,12 @@ class HotRows(Tier, Protocol):
         """The slots of rows with stable slots, to be read in place without a pin: int64 [N], -1 for an absent key. Keys
         may repeat."""
 
-    def lend(self, table_M: Array, id_M: Array) -> Array:
+    def make_temporary(self, table_M: Array, id_M: Array) -> Array:
         """Slots with temporary rows, of keys that get no row: int64 [M], in no index. Each is pinned twice: for the
-        lookup that releases it, and until `take_back`. StoreFullError if they do not fit beside those that are
+        lookup that releases it, and until `free_temporary`. StoreFullError if they do not fit beside those that are
         pinned."""
 
-    def take_back(self, slot_M: Array) -> None:
+    def free_temporary(self, slot_M: Array) -> None:
         """Free slots of temporary rows that their lookup has released."""
 
     def release(self, slot_U: Array, *, elsewhere: bool = False) -> None:

@@ -88,7 +88,7 @@ class HotTier(MemoryTier):
         self.slots = self._arrays.most
         make_room = weakref.WeakMethod(self._make_room)
         self._limits = Limits(name, self.slots, slot_bytes, resident, row_limit, make_room)
-        self.lies_still = resident  # rows of a cache are evicted
+        self.stable_slots = resident  # rows of a cache are evicted
         self._threads = threads
         self._writing = threading.Lock() if writing is None else writing
         self._index = HashIndex(threads)
@@ -208,7 +208,7 @@ class HotTier(MemoryTier):
         self._touch(slot_U)
         self._counters.hits += len(slot_U)
 
-    def lend(self, table_M: np.ndarray, id_M: np.ndarray) -> np.ndarray:
+    def make_temporary(self, table_M: np.ndarray, id_M: np.ndarray) -> np.ndarray:
         self._limits.check_fits(len(id_M), self._held())
         self._evict_for(len(id_M))
         slot_M = self._free.reserve(len(id_M), len(self.row_SW))
@@ -217,14 +217,14 @@ class HotTier(MemoryTier):
             self._dirty_S[slot_M] = False
             self._pin(slot_M, 2)
             self._free.commit(len(slot_M))
-            self._lent += len(slot_M)
+            self._temporary += len(slot_M)
         return slot_M
 
-    def take_back(self, slot_M: np.ndarray) -> None:
+    def free_temporary(self, slot_M: np.ndarray) -> None:
         with changing:
             self._pin(slot_M, -1)
             self._dirty_S[slot_M] = False
-            self._lent -= len(slot_M)
+            self._temporary -= len(slot_M)
             self._free.give_back(slot_M)
 
     def release(self, slot_U: np.ndarray, *, elsewhere: bool = False) -> None:
@@ -256,7 +256,7 @@ class HotTier(MemoryTier):
 
     def check_slots(self) -> list[str]:
         _, _, slot_N = self._keys_of(np.ones(len(self.row_SW), np.bool_))
-        return self._free.problems(self.name, slot_N, self._free.returned_N, self._lent)
+        return self._free.problems(self.name, slot_N, self._free.returned_N, self._temporary)
 
     def only_read(self) -> None:
         # A child of fork may write down no row, and none of the parent's threads is there to give back the lock.
@@ -420,7 +420,7 @@ class HotTier(MemoryTier):
     def _keys_of(self, chosen_S: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(table, id, slot) of the rows in the chosen slots, in the order of the index, so that a change to the index
         touches one part of it after the other."""
-        chosen_S = chosen_S.copy()  # Another thread may set marks meanwhile, and the arrays below have room for these.
+        chosen_S = chosen_S.copy()  # Another thread may set bits meanwhile, and the arrays below have room for these.
         size = int(np.count_nonzero(chosen_S))
         table_V, id_V, slot_V = np.empty(size, np.int32), np.empty(size, np.int64), np.empty(size, np.int64)
         found = 0
@@ -438,4 +438,4 @@ class HotTier(MemoryTier):
         self._victims.restart()
         self._dirty_S[: self._free.used] = False
         self._free.clear()
-        self._lent = 0
+        self._temporary = 0

@@ -70,7 +70,7 @@ class MemoryTier(ABC):
         self._resident = resident
         self._counters = Counters()
         self._free = FreeSlots(arange)
-        self._lent = 0  # slots of rows that are in no index
+        self._temporary = 0  # slots of rows that are in no index
         self._ahead: weakref.WeakSet[RowsReadAhead] = weakref.WeakSet()  # for as long as their readers hold them
         self._keeps_reads = True  # whether a cache keeps rows that were read from below
         # Number of rows known here and below; None = it is not known. A store below may be far away: it counts its rows
@@ -284,7 +284,7 @@ class MemoryTier(ABC):
 
     def _held(self) -> int:
         """Rows that cannot make room for others: all there are or, in a cache, those that are pinned."""
-        return len(self._index) + self._lent if self._resident else self.pinned
+        return len(self._index) + self._temporary if self._resident else self.pinned
 
     def _room(self) -> int:
         """Rows that could come in: free slots, and in a cache those of rows that could be evicted."""

@@ -54,7 +54,7 @@ class StorePlan:
         cache_policy: which rows caches evict first, "lru" or "lfu": see hot_tier.py.
         owner, owners: which of so many stores this is that have the rows together; `owner_of` says whose a key is.
         replicated: tables of which each of these stores has all rows.
-        lends: whether lookups get temporary rows.
+        has_temporary_rows: whether lookups get temporary rows.
         remote: the server that keeps all rows, in place of a host tier; None = there is none.
     """
 
@@ -67,7 +67,7 @@ class StorePlan:
     owner: int = 0
     owners: int = 1
     replicated: tuple[int, ...] = ()
-    lends: bool = False
+    has_temporary_rows: bool = False
     remote: RemotePlan | None = None
 
     @property
@@ -115,7 +115,8 @@ class NewRows:
     def _write(self, row_SW: Array, slot_M: Array, table_M: Array, id_M: Array, initial: Any) -> None:
         self.loops.init_rows(
             self.format.weights(row_SW), row_SW, slot_M, table_M, id_M, initial,
-            np.array((0.0,) * self.format.marks + self.format.state, np.float32), state_begin=self.format.mark_begin,
+            np.array((0.0,) * self.format.usage_words + self.format.state, np.float32),
+            state_begin=self.format.usage_begin,
         )  # fmt: skip
 
 
@@ -184,7 +185,7 @@ def _device_tier(plan: StorePlan, begin: NewRows, below: RowStore) -> HotRows:
     if budget_bytes is None:
         budget_bytes = int(begin.loops.gpu.free_bytes() * _MEMORY_SHARE)
     slots = max(budget_bytes // slot_bytes, 1)
-    if plan.cache_bytes is None and plan.capacity is not None and not plan.lends:
+    if plan.cache_bytes is None and plan.capacity is not None and not plan.has_temporary_rows:
         slots = min(slots, plan.capacity)
     tier = device_tier.DeviceTier(
         "device", row_width=begin.format.row_width, slots=slots, below=below, resident=plan.cache_bytes is None,
@@ -209,7 +210,7 @@ def with_room(plan: StorePlan, tiers: Sequence[Tier], format: RowFormat, loops: 
                     f" {rows}; they are as they were. Give it more memory or capacity, or an optimizer with less state"
                 )
             bytes += rows * (format.row_bytes + SLOT_OVERHEAD_BYTES)
-    instead = [tier.reserved for tier in tiers if isinstance(tier, HotTier) and tier.lies_still]
+    instead = [tier.reserved for tier in tiers if isinstance(tier, HotTier) and tier.stable_slots]
     with granted(tiers[0].name, bytes, instead):
         yield
 
@@ -219,5 +220,5 @@ def _host_slots(plan: StorePlan, format: RowFormat, budget_bytes: int | None) ->
     if budget_bytes is not None:
         return max(budget_bytes // slot_bytes, 1)
     slots = usable_bytes() // slot_bytes
-    # Rows that are lent are beside those that are kept.
-    return max(slots if plan.capacity is None or plan.lends else min(slots, plan.capacity), 1)
+    # Temporary rows are beside those of the index.
+    return max(slots if plan.capacity is None or plan.has_temporary_rows else min(slots, plan.capacity), 1)

@@ -219,7 +219,7 @@ def test_pins_that_get_no_owner_for_want_of_memory_are_released(temporary, open_
     store = open_store("ssd")
     store.form.attach(*ADAM)
     key = keys(*range(30))
-    slot_U = store.hot.lend(key.table_U, key.id_U) if temporary else store.acquire(key)[0]
+    slot_U = store.hot.make_temporary(key.table_U, key.id_U) if temporary else store.acquire(key)[0]
     if temporary:  # Each row is pinned twice: for its lookup, and because its slot is in no index.
         store.pins.note_places(slot_U, np.full(30, -1), slot_U)
     monkeypatch.setattr(pin_module, "Pins", no_memory)

@@ -10,7 +10,7 @@ import pytest
 from oneemb.storage.tiers import hot_tier, memory_tier
 from tests.support.failing_allocations import Subject
 
-FUNCTIONS = {"_bring_in", "_evict_these", "_keep", "_reserve", "_take", "erase", "lend", "take_back"}
+FUNCTIONS = {"_bring_in", "_evict_these", "_keep", "_reserve", "_take", "erase", "make_temporary", "free_temporary"}
 FILES = {hot_tier.__file__, memory_tier.__file__}
 
 # Calls that allocate nothing.

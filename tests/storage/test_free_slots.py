@@ -43,14 +43,14 @@ def test_slots_beyond_the_slab_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("taken", "returned", "lent"), [([0, 1], [], 0), ([0, 0, 2], [], 0), ([0, 1, 7], [], 0)],
+    ("taken", "returned", "temporary"), [([0, 1], [], 0), ([0, 0, 2], [], 0), ([0, 1, 7], [], 0)],
     ids=["lost", "twice", "beyond"],
 )  # fmt: skip
-def test_lost_slots_are_told(taken, returned, lent):
+def test_lost_slots_are_told(taken, returned, temporary):
     free = FreeSlots(np.arange)
     free.reserve(3, 10)
     free.commit(3)
-    assert free.problems("host", np.array(taken), np.array(returned, np.int64), lent)
+    assert free.problems("host", np.array(taken), np.array(returned, np.int64), temporary)
 
 
 class Short:

@@ -62,7 +62,7 @@ def test_equal_keys_of_many_lists_end_as_in_a_dict(limit, beside):
             else:
                 assert size > limit // 2  # A list has a power of two of keys.
             if n % 7 == 0:
-                keys.settle(take)
+                keys.put_pending(take)
                 assert taken == model
     assert noted or limit == 1
 
@@ -91,11 +91,11 @@ def test_keys_that_could_not_go_in_stay_and_go_in_later(monkeypatch, beside):
             with pytest.raises(MemoryError):
                 note(range(50, 58))
             with pytest.raises(MemoryError):
-                keys.settle(take)
+                keys.put_pending(take)
         room[0] = True
         note(range(16, 20))
-        keys.settle(take)
-        keys.settle(take)
+        keys.put_pending(take)
+        keys.put_pending(take)
     assert taken == [*range(8), *(range(8, 16) if beside else ()), *range(16, 20)]
 
 
@@ -319,5 +319,5 @@ def test_keys_of_one_shard_have_room_before_they_are_noted(monkeypatch):
         table_N = np.zeros(len(some_N), np.int32)
         assert keys.make_room(table_N, some_N, take)
         keys.note(table_N, some_N, some_N)
-    keys.settle(take)
+    keys.put_pending(take)
     assert sum(taken) == len(ordered_N) and len(index) == 100_000 + len(ordered_N)

@@ -44,7 +44,7 @@ class Failing:
             raise OSError(self.code, os.strerror(self.code))
 
 
-def settle(world, attempted):
+def put_pending(world, attempted):
     """After a failed operation: each row is the old one or one that was put, and the model learns which."""
     for key, row in zip(world.rows | attempted, got(world.table, world.rows | attempted), strict=True):
         assert row in (world.rows.get(key), attempted.get(key)), f"{key} is neither the old row nor the new one"
@@ -93,7 +93,7 @@ def failed_call(operation, code, until_freed, number):
             whole = [rows_before, dict(before["a"][1]), *([{}] if operation is clear_and_save else [])]
             assert world.rows in whole, f"after {failing.failed}: some of the rows, and not others"
         else:
-            settle(world, world.attempted)
+            put_pending(world, world.attempted)
     # Space is free again: everything works, and the snapshots of before are there.
     fs.fail = None
     check(world.table, world.rows)

@@ -203,7 +203,7 @@ class Subject:
         if pinned := sum(tier.get("pinned", 0) for tier in self.embedding.stats().values() if isinstance(tier, dict)):
             wrong.append(f"{pinned} rows are pinned")
         if self.has_policy:
-            known = len(store.kept.ledger)
+            known = len(store.engine.usage)
             if known != self.embedding.stats()["rows"]:
                 wrong.append(f"the policy knows {known} of {self.embedding.stats()['rows']} rows")
             allowed = [{before.get(id, 1.0), after.get(id, 1.0), 1.0} for id in found]  # It may have left.

@@ -1,12 +1,12 @@
-"""Index of the usage of every row, by which policies choose the rows to evict (departures.py).
+"""Index of the usage of every row, by which policies choose the rows to evict (evictions.py).
 
-The ledger knows the key of every row of a store, its score, and when it was last used. It is asked before a lookup's
-rows are made, and told after; the same numbers are in the row's record (`MARKS` words of it), which moves between tiers
-and into snapshots, and from which the ledger is made anew after a load. Where all rows lie still in one slab, the
-ledger has no more of its own than the scores side by side: it finds keys in the index over the slab, the place of a row
-is its slot, and its numbers are those in the record itself.
+The usage index has the key of every row of a store, its score, and the time of its last use. A lookup reads it before
+its rows are made and updates it afterwards. The same numbers are in the row's record (`USAGE_WORDS` words of it), which
+moves between tiers and into snapshots, and from which the index is made anew after a load. Where all rows have stable
+slots in one slab, the usage index keeps only the scores, side by side: it finds keys in the index over the slab, the
+place of a row is its slot, and the metadata are those in the record itself.
 
-U distinct keys of a lookup, N rows, P places of the ledger, V rows that leave, T tables.
+U distinct keys of a lookup, N rows, P places, V evicted rows, T tables.
 """
 
 import math
@@ -22,16 +22,16 @@ from oneemb.kernels.shard_rows import keys_in_cells, rows_of_shards
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import CorruptTableError, StorageError
 from oneemb.storage.hash_index import SHARDS
-from oneemb.storage.policies.row_places import MARKS, LyingRows, OwnPlaces, SlotPlaces
+from oneemb.storage.policies.row_places import USAGE_WORDS, OwnPlaces, SlotPlaces, StableRows
 from oneemb.storage.policies.row_policy import RowPolicy, rules_of
 
 SECONDS_MAX = 2**32 - 1
-"""Most seconds that a ledger counts."""
+"""Most seconds that a clock counts."""
 
 
 @dataclass
-class LedgerClock:
-    """Counts of a ledger; a snapshot keeps them."""
+class UsageClock:
+    """Counts of a usage index, as a snapshot keeps them."""
 
     lookups: int = 0
     shard: int = 0
@@ -41,14 +41,14 @@ class LedgerClock:
     swept_step: int = 0
     """The step of the last sweep."""
     seconds: int = 0
-    """On the ledger's own clock, which stands while there is no job."""
+    """Of the index's own clock, which stands while there is no job."""
     epoch: int = 0
     steps: int = 0
     """Steps before those of the store, which begins to count them anew where rows lose their optimizer's state."""
 
     @classmethod
-    def of_meta(cls, meta: dict[str, Any], name: str) -> "LedgerClock | None":
-        """The clock that `Ledger.to_meta` has put into the meta of snapshot `name`; None = it is not there.
+    def of_meta(cls, meta: dict[str, Any], name: str) -> "UsageClock | None":
+        """The clock that `UsageIndex.to_meta` has put into the meta of snapshot `name`; None = it is not there.
         CorruptTableError if the entry is invalid."""
         found = meta.get("ledger")
         if found is None:
@@ -76,7 +76,7 @@ def _halves(stamp: int) -> tuple[int, int]:
     return stamp & 0xFFFFFFFF, stamp >> 32
 
 
-class Ledger:
+class UsageIndex:
     """The usage index of a store; see the head of this file.
 
     Args:
@@ -86,7 +86,7 @@ class Ledger:
 
     def __init__(self, policies: Sequence[RowPolicy], capacity: int | None, threads: Threads, row_bytes: int = 4):
         self.policies = tuple(policies)
-        self.clock = LedgerClock()
+        self.clock = UsageClock()
         self.capacity, self._threads = capacity, threads
         self._rules = rules_of(policies)
         self.limits: dict[int, int] = {}
@@ -100,7 +100,7 @@ class Ledger:
         self._time = times[0] if times else None
         self._began = self._now()
         self.stamps = policies[0].timestamps
-        """Whether marks hold the time of a row's last use, in nanoseconds, in place of its step and second."""
+        """Whether usage words hold the time of a row's last use, in nanoseconds, in place of its step and second."""
         self._stamp = 0
         self.places: OwnPlaces | SlotPlaces = self._own_places()
         self.left: dict[str, int] = {}
@@ -131,31 +131,31 @@ class Ledger:
         """Forget every row, and begin to count anew."""
         began = self._now()
         self.places = self.places.cleared()
-        self.clock, self._began = LedgerClock(), began
+        self.clock, self._began = UsageClock(), began
         self.rows_T = np.zeros(len(self.policies), np.int64)
 
     # ---- where rows are ---------------------------------------------------------------------------------------------
 
     @property
-    def lies_in_rows(self) -> bool:
+    def in_rows(self) -> bool:
         """Whether places are slots, and what is known of rows is in their records."""
         return isinstance(self.places, SlotPlaces)
 
-    def lie_in(self, rows: LyingRows | None, first: int) -> None:
+    def use_rows(self, rows: StableRows | None, first: int) -> None:
         """Use the usage metadata in the records of rows with stable slots, from word `first` on: of the rows known now,
         or after `clear` and `add`. None = slots are not stable; metadata in former records is forgotten."""
         if rows is not None:
             self.places = SlotPlaces(rows, first)
-        elif self.lies_in_rows:
+        elif self.in_rows:
             self.places = self._own_places()
 
     def move_out(self) -> None:
         """Copy usage metadata out of the records, and go on without them. A memory error has changed nothing."""
-        if self.lies_in_rows:
+        if self.in_rows:
             table_N, id_N, place_N = self.items()
-            places, mark_N4 = self._own_places(), self.marks(place_N)
+            places, usage_N4 = self._own_places(), self.usage_words(place_N)
             place_N = places.add(table_N, id_N, None)
-            places.word_PX[place_N] = mark_N4
+            places.word_PX[place_N] = usage_N4
             self.places = places
 
     def _own_places(self) -> OwnPlaces:
@@ -188,12 +188,12 @@ class Ledger:
         self._stamp = max(self._stamp + 1, time.time_ns())
         return self._stamp
 
-    def counted(self) -> LedgerClock:
+    def counted(self) -> UsageClock:
         """Counts up to now."""
         return replace(self.clock, seconds=self.second)
 
     def to_meta(self) -> dict[str, Any]:
-        """Entries of the ledger for the meta of a snapshot."""
+        """Entries for the meta of a snapshot."""
         stamps = {"timestamps": True} if self.stamps else {}
         return {"ledger": asdict(self.counted()), "score_rules": self.rules(), **stamps}
 
@@ -243,10 +243,10 @@ class Ledger:
         """Tables, ids and places of all rows."""
         return self.rows_in(range(SHARDS))
 
-    def marks(self, place_N: np.ndarray) -> np.ndarray:
+    def usage_words(self, place_N: np.ndarray) -> np.ndarray:
         """Usage metadata of the rows at these places, for their records: uint32 [N, MARKS]."""
         first = self.places.first
-        return self.places.word_PX[place_N, first : first + MARKS]
+        return self.places.word_PX[place_N, first : first + USAGE_WORDS]
 
     def scores(self, place_N: np.ndarray) -> np.ndarray:
         """Scores of the rows at these places, uint64 [N]."""
@@ -281,8 +281,8 @@ class Ledger:
         """Ids int64 [N], scores and times of last use, both uint64 [N], of the rows of a table."""
         table_N, id_N, place_N = self.rows_in(range(SHARDS))
         its = np.flatnonzero(table_N == table)
-        mark_N2 = self.marks(place_N[its]).view(np.uint64)
-        return id_N[its], mark_N2[:, 0].copy(), mark_N2[:, 1].copy()
+        usage_N2 = self.usage_words(place_N[its]).view(np.uint64)
+        return id_N[its], usage_N2[:, 0].copy(), usage_N2[:, 1].copy()
 
     def set_times(self, place_N: np.ndarray, time_N: np.ndarray) -> None:
         """Set the times of last use, uint64, of the rows at these places."""
@@ -313,16 +313,16 @@ class Ledger:
 
     # ---- snapshots --------------------------------------------------------------------------------------------------
 
-    def begin(self, clock: LedgerClock | None, step: int, step_now: int) -> None:
+    def begin(self, clock: UsageClock | None, step: int, step_now: int) -> None:
         """Forget all, and go on from the counts of another usage index, for rows that are to be added.
 
         Args:
-            clock: its counts; None = there was none, and rows have `first_marks`.
+            clock: its counts; None = there was none, and rows have `first_usage`.
             step, step_now: of the store that had the rows, and of the one that has them now.
         """
         self.clear()
         if clock is None:
-            self.clock = LedgerClock(lookups=1, swept_step=step_now)
+            self.clock = UsageClock(lookups=1, swept_step=step_now)
         else:
             self.clock = replace(clock, steps=clock.steps + step - step_now)
 
@@ -330,28 +330,28 @@ class Ledger:
         """The store begins to count its steps anew; `step` was the last one."""
         self.clock.steps += step
 
-    def first_marks(self, table_N: np.ndarray, id_N: np.ndarray, step: int) -> np.ndarray:
+    def first_usage(self, table_N: np.ndarray, id_N: np.ndarray, step: int) -> np.ndarray:
         """Usage metadata for rows that are loaded without any: they count as used once, now."""
         rows, second = len(id_N), 0
         if self.stamps:
             step, second = _halves(self.timestamp())
-        mark_N4 = np.zeros((rows, MARKS), np.uint32)
+        usage_N4 = np.zeros((rows, USAGE_WORDS), np.uint32)
         score_uses(
             np.arange(rows), np.ones(rows, np.bool_), table_N, id_N, np.ones(rows, np.int64), self._rules,
-            mark_N4.view(np.uint64)[:, 0], mark_N4, 0, lookup=1, step=step, second=second, epoch=0,
+            usage_N4.view(np.uint64)[:, 0], usage_N4, 0, lookup=1, step=step, second=second, epoch=0,
             threads=self._threads,
         )  # fmt: skip
-        return mark_N4
+        return usage_N4
 
-    def add(self, table_N: np.ndarray, id_N: np.ndarray, mark_N4: np.ndarray) -> None:
+    def add(self, table_N: np.ndarray, id_N: np.ndarray, usage_N4: np.ndarray) -> None:
         """Know rows that have been loaded, with what their records hold."""
         place_N = self._add(table_N, id_N)
         first = self.places.first
-        mark_N2 = np.ascontiguousarray(mark_N4).view(np.uint64)
-        self.places.word_PX[place_N, first : first + MARKS] = mark_N4
-        self.places.score_P[place_N] = mark_N2[:, 0]
-        if self.stamps and len(mark_N4):
-            self._stamp = max(self._stamp, min(int(mark_N2[:, 1].max()), _UNLIMITED))
+        usage_N2 = np.ascontiguousarray(usage_N4).view(np.uint64)
+        self.places.word_PX[place_N, first : first + USAGE_WORDS] = usage_N4
+        self.places.score_P[place_N] = usage_N2[:, 0]
+        if self.stamps and len(usage_N4):
+            self._stamp = max(self._stamp, min(int(usage_N2[:, 1].max()), _UNLIMITED))
 
     def check_rules(self, meta: dict[str, Any], name: str) -> None:
         """Raise StorageError if the scores in the snapshot of this meta are those of other rules."""

@@ -1,13 +1,13 @@
 """Which rows an embedding keeps: the policies of its tables, carried out on its tiers.
 
 A lookup goes through `acquire`: rows that have expired leave, ids that may have one get a row, as many leave as there
-has to be room for, and what the ledger knows of each row's use goes into its record.
+has to be room for, and the usage metadata of each row go into its record.
 
 Invariants:
-- the ledger has every row of the store, and its numbers are those in the rows' records;
+- the usage index has every row of the store, with the metadata in the rows' records;
 - what leaves is held by no lookup, and does not depend on what is held for coming ones;
 - an `acquire` without room for its rows evicts only rows that had expired. Reads and writes of tiers come last: if one
-  fails, the rows that were evicted for it stay gone from tiers and ledger alike, and nothing else has changed.
+  fails, the rows that were evicted for it stay gone from tiers and usage index alike, and nothing else has changed.
 
 Nothing here is thread-safe: `EmbeddingStore` calls it in a turn.
 """
@@ -27,9 +27,9 @@ from oneemb.storage.locking.pins import PinBook
 from oneemb.storage.locking.turns import changing
 from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.storage.policies.admission import Admission
-from oneemb.storage.policies.departures import Departing, Departures
-from oneemb.storage.policies.ledger import MARKS, Ledger, LedgerClock
+from oneemb.storage.policies.evictions import Evictions, RowsToEvict
 from oneemb.storage.policies.row_policy import RowPolicy
+from oneemb.storage.policies.usage_index import USAGE_WORDS, UsageClock, UsageIndex
 from oneemb.storage.rows.row_format import RowFormat
 from oneemb.storage.tiered_rows import TieredRows
 from oneemb.storage.tiers.hot_rows import HotRows, Prefetched
@@ -39,7 +39,7 @@ from oneemb.storage.tiers.hot_tier import HotTier
 _ROWS_AT_ONCE = 1 << 15
 
 
-class KeptRows:
+class PolicyEngine:
     """The policy engine of a store.
 
     Args:
@@ -54,9 +54,9 @@ class KeptRows:
     ):  # fmt: skip
         self._policies, self._threads = policies, threads
         self._rows, self._pins, self._writing = rows, pins, writing
-        self._ledger = Ledger(policies, capacity, threads)
-        self._departures = Departures(self._ledger, threads)
-        self._hot: HotRows | None = None  # the tier of which the ledger has been told
+        self._usage = UsageIndex(policies, capacity, threads)
+        self._evictions = Evictions(self._usage, threads)
+        self._hot: HotRows | None = None  # the tier that the usage index refers to
         self.admission = self.new_admission()
         """Which ids get a row; None = all."""
         self._asks = False
@@ -70,20 +70,20 @@ class KeptRows:
         return Admission(self._policies, self._threads) if has_rules else None
 
     @property
-    def ledger(self) -> Ledger:
+    def usage(self) -> UsageIndex:
         """The usage index, which uses the rows' own records where slots are stable on the host. Between steps or with
         the store lock only: the first call after rows have moved goes over to the new place."""
         hot = self._rows.hot if self._rows.built else None
         if hot is not self._hot:
-            lying = hot if isinstance(hot, HotTier) and hot.lies_still else None
-            self._ledger.lie_in(lying, self._format.mark_begin)
+            lying = hot if isinstance(hot, HotTier) and hot.stable_slots else None
+            self._usage.use_rows(lying, self._format.usage_begin)
             self._hot = hot
-        return self._ledger
+        return self._usage
 
     def move_out(self) -> None:
         """Copy usage metadata out of rows that are about to have another form or place. IndexMemoryError or MemoryError
         if there is no memory for it, with nothing changed."""
-        self.ledger.move_out()
+        self.usage.move_out()
         self._hot = None
 
     @property
@@ -94,12 +94,12 @@ class KeptRows:
     @property
     def counts_uses(self) -> bool:
         """Whether anything depends on how many ids of a lookup are of a key. Needs no turn."""
-        return self._ledger.counts_uses or self.admission is not None
+        return self._usage.counts_uses or self.admission is not None
 
     @property
     def gone(self) -> int:
         """How many rows have left, for whatever reason."""
-        return sum(self.ledger.left.values())
+        return sum(self.usage.left.values())
 
     # ---- lookups ----------------------------------------------------------------------------------------------------
 
@@ -110,40 +110,40 @@ class KeptRows:
         """See `EmbeddingStore.acquire`; `step` counts the updates made so far."""
         if self._asks:
             raise ValueError("a function of a policy (admit=, expire_where=) must not call the embedding that asks it")
-        ledger, loops = self.ledger, self._rows.loops
-        second = ledger.second  # Whatever may fail comes before rows leave; what a disk does may come afterwards.
+        usage, loops = self.usage, self._rows.loops
+        second = usage.second  # Whatever may fail comes before rows leave; what a disk does may come afterwards.
         keys = loops.counted(keys)
         table_U, id_U = (loops.tensor(array).cpu().numpy() for array in (keys.table_U, keys.id_U))
-        place_U = ledger.find(table_U, id_U)
+        place_U = usage.find(table_U, id_U)
         held = [place_U, *self._pins.places()]
         unknown = np.flatnonzero(place_U < 0)
         asks = self.admission is not None and len(unknown) > 0 and not admits
         if uses_U is None:
-            uses_U = loops.uses_of(keys) if ledger.counts_uses or asks else np.ones(len(table_U), np.int64)
+            uses_U = loops.uses_of(keys) if usage.counts_uses or asks else np.ones(len(table_U), np.int64)
         admitted_M, sighted = np.ones(len(unknown), np.bool_), (table_U[unknown], id_U[unknown], uses_U[unknown])
         if asks:
             assert self.admission is not None
             with self._asking():
-                admitted_M = self.admission.asks(*sighted, ledger.clock.lookups + 1, again=again)
+                admitted_M = self.admission.asks(*sighted, usage.clock.lookups + 1, again=again)
         self._sweep(step, second, held)
         if self._refuses and not admits:
-            fits_M = self._departures.fitting(table_U[unknown[admitted_M]], held)
+            fits_M = self._evictions.fitting(table_U[unknown[admitted_M]], held)
             self.turned_away += 0 if again else int(np.count_nonzero(~fits_M))
             admitted_M[np.flatnonzero(admitted_M)[~fits_M]] = False
-        new, lent = unknown[admitted_M], unknown[~admitted_M]
-        ledger.reserve(table_U[new], id_U[new])
-        shard, gone = ledger.clock.shard, self.gone
+        new, temporary = unknown[admitted_M], unknown[~admitted_M]
+        usage.reserve(table_U[new], id_U[new])
+        shard, gone = usage.clock.shard, self.gone
         try:
-            slot_U, lent_M = self._make_resident(
-                keys, prefetched, self._departures.make_room(table_U[new], held), lent, place_U
+            slot_U, temporary_M = self._make_resident(
+                keys, prefetched, self._evictions.make_room(table_U[new], held), temporary, place_U
             )
         except BaseException:
             if self.gone == gone:  # Whose turn it is to leave has not changed either.
-                ledger.clock.shard = shard
+                usage.clock.shard = shard
             raise
         try:
-            with changing:  # New rows are in the tier and not yet in the ledger.
-                if not again and not len(lent):
+            with changing:  # New rows are in the tier and not yet in the usage index.
+                if not again and not len(temporary):
                     self._use(table_U, id_U, place_U, uses_U, step, second, slot_U)
                 elif not again or len(new):
                     # Rows that had left begin anew.
@@ -154,72 +154,72 @@ class KeptRows:
                     place_U[used] = its_place_U
                 if asks and not again:
                     assert self.admission is not None
-                    self.admission.note(*sighted, admitted_M, ledger.clock.lookups)
+                    self.admission.note(*sighted, admitted_M, usage.clock.lookups)
                 elif self.admission is not None and len(new):
                     self.admission.forget(table_U[new], id_U[new])
         except BaseException:
-            self._pins.give_back(slot_U, lent_M)
+            self._pins.give_back(slot_U, temporary_M)
             raise
-        self._pins.note_places(slot_U, place_U, lent_M)
+        self._pins.note_places(slot_U, place_U, temporary_M)
         return slot_U, keys
 
     def _make_resident(
-        self, keys: Keys, prefetched: Prefetched | None, departing: Sequence[Departing], lent: np.ndarray,
+        self, keys: Keys, prefetched: Prefetched | None, to_evict: Sequence[RowsToEvict], temporary: np.ndarray,
         place_U: np.ndarray,
     ) -> tuple[Array, Array | None]:  # fmt: skip
-        """Pin the rows of these keys, beginning new ones, once `departing` are evicted. Returns all slots, and
+        """Pin the rows of these keys, beginning new ones, once `to_evict` are evicted. Returns all slots, and
         temporary ones."""
-        hot, leaving = self._rows.hot, sum(len(its.id_V) for its in departing)
-        if prefetched is None and len(lent) == 0 and isinstance(hot, HotTier) and self.ledger.lies_in_rows:
+        hot, leaving = self._rows.hot, sum(len(its.id_V) for its in to_evict)
+        if prefetched is None and len(temporary) == 0 and isinstance(hot, HotTier) and self.usage.in_rows:
             slot_U = place_U.copy()
             hot.check_room(int(np.count_nonzero(slot_U < 0)), leaving)
-            for its in departing:
-                self._leave(its)
+            for its in to_evict:
+                self._evict(its)
             hot.acquire_at(keys, slot_U)
             return slot_U, None
         slot_U = self._pins.pin_with_room(keys, prefetched, leaving)
         try:
-            for its in departing:
-                self._leave(its)
-            lent_M = self._lend(keys, slot_U, lent)
+            for its in to_evict:
+                self._evict(its)
+            temporary_M = self._make_temporary(keys, slot_U, temporary)
         except BaseException:
             self._pins.give_back(slot_U)
             raise
         try:
             hot.acquire_rest(keys, slot_U)  # which unpins them all where it fails
         except BaseException:
-            if lent_M is not None:
-                hot.take_back(lent_M)
+            if temporary_M is not None:
+                hot.free_temporary(temporary_M)
             raise
-        return slot_U, lent_M
+        return slot_U, temporary_M
 
-    def _lend(self, keys: Keys, slot_U: Array, lent: np.ndarray) -> Array | None:
-        """Make temporary rows of the keys `lent`. Returns their slots, which are in slot_U too."""
-        if len(lent) == 0:
+    def _make_temporary(self, keys: Keys, slot_U: Array, temporary: np.ndarray) -> Array | None:
+        """Make temporary rows of the keys `temporary`. Returns their slots, which are in slot_U too."""
+        if len(temporary) == 0:
             return None
-        hot, which = self._rows.hot, self._rows.loops.put(lent)
-        lent_M = hot.lend(keys.table_U[which], keys.id_U[which])
+        hot, which = self._rows.hot, self._rows.loops.put(temporary)
+        temporary_M = hot.make_temporary(keys.table_U[which], keys.id_U[which])
         try:
-            slot_U[which] = lent_M
+            slot_U[which] = temporary_M
         except BaseException:
-            self._pins.give_back(lent_M, lent_M)
+            self._pins.give_back(temporary_M, temporary_M)
             raise
-        return lent_M
+        return temporary_M
 
     def _sweep(self, step: int, second: int, held: Sequence[np.ndarray]) -> None:
         """Evict expired rows among those that this step looks at."""
-        ledger = self.ledger
-        shards = self._departures.due(step)
-        ledger.fit(self._format.row_bytes)
-        departing = self._departures.expired(shards, step, second, held, sweeps=True)
-        for table_N, id_N in self._departures.keys_to_weigh(shards, _ROWS_AT_ONCE):
+        usage = self.usage
+        shards = self._evictions.due(step)
+        usage.fit(self._format.row_bytes)
+        to_evict = self._evictions.expired(shards, step, second, held, sweeps=True)
+        for table_N, id_N in self._evictions.keys_to_weigh(shards, _ROWS_AT_ONCE):
             row_NW = np.empty((len(id_N), self._format.row_width), np.float32)
             self._rows.hot.get(table_N, id_N, row_NW)
             with self._asking():
-                departing += self._departures.unwanted(table_N, id_N, self._numbers(row_NW), held)
-        self._departures.swept(step, shards)
-        for its in departing:
-            self._leave(its)
+                to_evict += self._evictions.unwanted(table_N, id_N, self._numbers(row_NW), held)
+        self._evictions.swept(step, shards)
+        for its in to_evict:
+            self._evict(its)
 
     def _numbers(self, row_NW: np.ndarray) -> np.ndarray:
         """The weights of rows: float32 [N, D]."""
@@ -230,22 +230,22 @@ class KeptRows:
         self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray, uses_U: np.ndarray, step: int, second: int,
         slot_U: Array,
     ) -> None:  # fmt: skip
-        """Count a lookup of rows that are pinned in these slots: see `Ledger.use`."""
-        ledger = self.ledger
-        if ledger.lies_in_rows:
+        """Count a lookup of rows that are pinned in these slots: see `UsageIndex.use`."""
+        usage = self.usage
+        if usage.in_rows:
             with self._writing:
-                ledger.use(table_U, id_U, place_U, uses_U, step, second, slot_U)
+                usage.use(table_U, id_U, place_U, uses_U, step, second, slot_U)
             with undisturbed:
                 self._rows.hot.mark_dirty(slot_U)
             return
-        ledger.use(table_U, id_U, place_U, uses_U, step, second)
-        self._write_marks(slot_U, ledger.marks(place_U))
+        usage.use(table_U, id_U, place_U, uses_U, step, second)
+        self._write_usage(slot_U, usage.usage_words(place_U))
 
-    def _write_marks(self, slot_U: Array, mark_U4: np.ndarray) -> None:
-        """Write what the ledger knows into the records of rows that are pinned."""
+    def _write_usage(self, slot_U: Array, usage_U4: np.ndarray) -> None:
+        """Write usage metadata into the records of pinned rows."""
         hot: HotRows = self._rows.hot
         with self._writing:
-            self._rows.loops.copy_words_in(hot.row_SW, slot_U, self._format.mark_begin, mark_U4.view(np.int32))
+            self._rows.loops.copy_words_in(hot.row_SW, slot_U, self._format.usage_begin, usage_U4.view(np.int32))
         with undisturbed:
             hot.mark_dirty(slot_U)
 
@@ -255,43 +255,41 @@ class KeptRows:
 
     # ---- rows that leave --------------------------------------------------------------------------------------------
 
-    def _leave(self, departing: Departing) -> np.ndarray:
+    def _evict(self, to_evict: RowsToEvict) -> np.ndarray:
         """Evict rows that no lookup holds. Returns which keys had a row, bool [V]."""
-        table_V, id_V, reason = departing
+        table_V, id_V, reason = to_evict
         erased_V = self._pins.erase(table_V, id_V)
         with changing:
-            self.ledger.forget(table_V, id_V, reason, erased_V)
+            self.usage.forget(table_V, id_V, reason, erased_V)
         return erased_V
 
     def forget(self, table_V: np.ndarray, id_V: np.ndarray, erased_V: np.ndarray) -> None:
         """These rows have been erased by hand, those of them that there were."""
-        self.ledger.forget(table_V, id_V, "erased", erased_V)
+        self.usage.forget(table_V, id_V, "erased", erased_V)
 
-    def departing(self, tables: Sequence[int], step: int) -> list[Departing]:
+    def to_evict(self, tables: Sequence[int], step: int) -> list[RowsToEvict]:
         """Expired rows that no lookup holds; by their weights, those of these tables only."""
-        ledger, held = self.ledger, self._pins.places()
-        departing = self._departures.expired(range(SHARDS), step, ledger.second, held)
-        if any(ledger.policies[t].weighs for t in tables):
+        usage, held = self.usage, self._pins.places()
+        to_evict = self._evictions.expired(range(SHARDS), step, usage.second, held)
+        if any(usage.policies[t].weighs for t in tables):
             for table_N, id_N, row_NW in self._rows.rows():
                 asked = np.flatnonzero(np.isin(table_N, tables))
                 with self._asking():
-                    departing += self._departures.unwanted(
+                    to_evict += self._evictions.unwanted(
                         table_N[asked], id_N[asked], self._numbers(row_NW[asked]), held
                     )
-        return departing
+        return to_evict
 
     def evict(
-        self, tables: Sequence[int], departing: Sequence[Departing], *, expired_only: bool = False
+        self, tables: Sequence[int], to_evict: Sequence[RowsToEvict], *, expired_only: bool = False
     ) -> dict[str, int]:
         """Evict those of these rows that are of these tables and, but for `expired_only`, what is more than a table may
         have and is held by no lookup. Returns their numbers, by reason."""
         left = dict[str, int]()
-        self._leave_of(tables, departing, left)
+        self._evict_of(tables, to_evict, left)
         if not expired_only:
-            self.ledger.fit(self._format.row_bytes)
-            self._leave_of(
-                tables, self._departures.surplus(self._pins.places(), tables), left
-            )  # of what is left by now
+            self.usage.fit(self._format.row_bytes)
+            self._evict_of(tables, self._evictions.surplus(self._pins.places(), tables), left)  # of what is left by now
         return left
 
     @contextmanager
@@ -303,11 +301,11 @@ class KeptRows:
         finally:
             self._asks = False
 
-    def _leave_of(self, tables: Sequence[int], departing: Sequence[Departing], left: dict[str, int]) -> None:
+    def _evict_of(self, tables: Sequence[int], to_evict: Sequence[RowsToEvict], left: dict[str, int]) -> None:
         """Evict those of these tables, and count them by reason: one that leaves for two by the first."""
-        for its in departing:
+        for its in to_evict:
             chosen = np.flatnonzero(np.isin(its.table_V, tables))
-            erased_V = self._leave(Departing(its.table_V[chosen], its.id_V[chosen], its.reason))
+            erased_V = self._evict(RowsToEvict(its.table_V[chosen], its.id_V[chosen], its.reason))
             if erased := int(np.count_nonzero(erased_V)):
                 left[its.reason] = left.get(its.reason, 0) + erased
 
@@ -317,20 +315,20 @@ class KeptRows:
         self, table_U: np.ndarray, id_U: np.ndarray, score_U: np.ndarray, time_U: np.ndarray | None = None
     ) -> int:
         """See `StorePolicy.set_scores`."""
-        ledger, loops = self.ledger, self._rows.loops
-        place_U = ledger.find(table_U, id_U)
+        usage, loops = self.usage, self._rows.loops
+        place_U = usage.find(table_U, id_U)
         known = np.flatnonzero(place_U >= 0)
         table_U, id_U, place_U = table_U[known], id_U[known], place_U[known]
-        ledger.check_scores(table_U, score_U[known])
+        usage.check_scores(table_U, score_U[known])
         if len(known):
             slot_U, _ = self._pins.acquire(loops.distinct_keys(loops.put(table_U), loops.put(id_U)))
             try:
                 with changing:
                     with self._writing:
-                        ledger.set_scores(place_U, score_U[known])
-                        if time_U is not None and ledger.stamps:
-                            ledger.set_times(place_U, time_U[known])
-                    self._write_marks(slot_U, ledger.marks(place_U))
+                        usage.set_scores(place_U, score_U[known])
+                        if time_U is not None and usage.stamps:
+                            usage.set_times(place_U, time_U[known])
+                    self._write_usage(slot_U, usage.usage_words(place_U))
             finally:
                 self._pins.give_back(slot_U)
         return len(known)
@@ -339,7 +337,7 @@ class KeptRows:
 
     def to_meta(self) -> dict[str, Any]:
         """Entries of the policies for the meta of a snapshot."""
-        return self.ledger.to_meta()
+        return self.usage.to_meta()
 
     def to_arrays(self) -> dict[str, np.ndarray]:
         """Arrays of the policies for a snapshot."""
@@ -353,28 +351,28 @@ class KeptRows:
             admission.from_arrays(arrays, name)
         return admission
 
-    def read_rows(self, format: RowFormat, clock: LedgerClock | None, steps: int, step: int) -> None:
+    def read_rows(self, format: RowFormat, clock: UsageClock | None, steps: int, step: int) -> None:
         """Enter the rows that are here now into the usage index, with the metadata in their records.
 
         Args:
             format, clock, steps: format of the rows, counts (None = none) and number of updates where they come from.
             step: updates that count here.
         """
-        its = slice(self._format.mark_begin, self._format.state_begin)
-        self.ledger.begin(clock if format.marks == MARKS else None, steps, step)
+        its = slice(self._format.usage_begin, self._format.state_begin)
+        self.usage.begin(clock if format.usage_words == USAGE_WORDS else None, steps, step)
         for table_N, id_N, row_NW in self._rows.rows():
-            mark_N4 = np.ascontiguousarray(row_NW[:, its]).view(np.uint32)
-            self.ledger.add(table_N, id_N, mark_N4)
+            usage_N4 = np.ascontiguousarray(row_NW[:, its]).view(np.uint32)
+            self.usage.add(table_N, id_N, usage_N4)
 
     def clear(self) -> None:
         """Forget every row and all sightings."""
-        self.ledger.clear()
+        self.usage.clear()
         if self.admission is not None:
             self.admission.clear()
 
     def stats(self) -> dict[str, Any]:
         """Numbers of rows that have left, and of ids that were admitted or refused."""
-        counts: dict[str, Any] = {"left": dict(self.ledger.left), "bytes": self.ledger.nbytes}
+        counts: dict[str, Any] = {"left": dict(self.usage.left), "bytes": self.usage.nbytes}
         if self.admission is not None:
             counts |= {"admitted": self.admission.admitted, "refused": self.admission.refused}
             counts["bytes"] += self.admission.nbytes

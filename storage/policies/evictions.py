@@ -22,7 +22,7 @@ from oneemb.kernels.slot_marks import set_marks
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import StoreFullError
 from oneemb.storage.hash_index import SHARDS
-from oneemb.storage.policies.ledger import Ledger
+from oneemb.storage.policies.usage_index import UsageIndex
 
 # Rows that a round looks at, or all where there are fewer; and which share of the rows it looks at leave at least.
 _ROUND_ROWS = 1 << 17
@@ -34,7 +34,7 @@ _RUN_CELLS = 1 << 16
 _UNLIMITED = 2**62
 
 
-class Departing(NamedTuple):
+class RowsToEvict(NamedTuple):
     """Rows that are to leave."""
 
     table_V: np.ndarray
@@ -42,13 +42,13 @@ class Departing(NamedTuple):
     reason: str
 
 
-class Departures:
+class Evictions:
     """Choice of the rows of a usage index to evict; see the head of this file."""
 
-    def __init__(self, ledger: Ledger, threads: Threads):
-        self._ledger, self._threads = ledger, threads
+    def __init__(self, usage: UsageIndex, threads: Threads):
+        self._usage, self._threads = usage, threads
 
-    def make_room(self, table_M: np.ndarray, held: Sequence[np.ndarray]) -> list[Departing]:
+    def make_room(self, table_M: np.ndarray, held: Sequence[np.ndarray]) -> list[RowsToEvict]:
         """Rows to evict before new ones, of these tables, begin.
 
         Args:
@@ -59,7 +59,7 @@ class Departures:
         """
         if len(table_M) == 0:
             return []
-        new_T = np.bincount(table_M, minlength=len(self._ledger.rows_T))
+        new_T = np.bincount(table_M, minlength=len(self._usage.rows_T))
         excess_T = self._excess(new_T)
         over_T, excess = (excess_T > 0) & (new_T > 0), self._excess_of_all(len(table_M))
         if not over_T.any() and excess <= 0:
@@ -72,54 +72,54 @@ class Departures:
         """Which of new rows, of these tables, can have room: bool [M]. All but the last ones of full tables that refuse
         rows. held: as in `make_room`."""
         fits_M = np.ones(len(table_M), np.bool_)
-        new_T = np.bincount(table_M, minlength=len(self._ledger.rows_T))
+        new_T = np.bincount(table_M, minlength=len(self._usage.rows_T))
         excess_T = self._excess(new_T)
-        full = [t for t, policy in enumerate(self._ledger.policies) if policy.when_full == "refuse" and excess_T[t] > 0]
-        free_T = self._ledger.rows_T - self._in_use(held) if full else self._ledger.rows_T
+        full = [t for t, policy in enumerate(self._usage.policies) if policy.when_full == "refuse" and excess_T[t] > 0]
+        free_T = self._usage.rows_T - self._in_use(held) if full else self._usage.rows_T
         for t in full:
-            leaving = max(0, int(free_T[t])) if self._ledger.evicts_T[t] else 0
+            leaving = max(0, int(free_T[t])) if self._usage.evicts_T[t] else 0
             many = max(0, int(new_T[t] - excess_T[t] + leaving))
             fits_M[np.flatnonzero(table_M == t)[many:]] = False
         return fits_M
 
-    def surplus(self, held: Sequence[np.ndarray], tables: Sequence[int]) -> list[Departing]:
+    def surplus(self, held: Sequence[np.ndarray], tables: Sequence[int]) -> list[RowsToEvict]:
         """Rows to evict of these tables where they were loaded with more than they may have, as far as they may be."""
-        excess_T = self._excess(np.zeros(len(self._ledger.rows_T), np.int64))
-        over = [t for t in tables if self._ledger.evicts_T[t] and excess_T[t] > 0]
+        excess_T = self._excess(np.zeros(len(self._usage.rows_T), np.int64))
+        over = [t for t in tables if self._usage.evicts_T[t] and excess_T[t] > 0]
         if not over:
             return []
-        free_T, departing = self._ledger.rows_T - self._in_use(held), []
+        free_T, to_evict = self._usage.rows_T - self._in_use(held), []
         with self._holding(held):
-            cell_N, score_N = self._ledger.free_rows(range(SHARDS))
+            cell_N, score_N = self._usage.free_rows(range(SHARDS))
         table_N, id_N, _ = keys_in_cells(cell_N)
         for t in over:
             of = np.flatnonzero(table_N == t)
             its = of[self._least(cell_N[of], score_N[of], int(min(excess_T[t], free_T[t])))]
-            departing.append(Departing(table_N[its], id_N[its], "capacity"))
-        return departing
+            to_evict.append(RowsToEvict(table_N[its], id_N[its], "capacity"))
+        return to_evict
 
     def _excess(self, new_T: np.ndarray) -> np.ndarray:
         """How many rows more than it may have each table has with so many new ones; below 0 where there is room."""
-        excess_T = np.full(len(self._ledger.rows_T), -_UNLIMITED, np.int64)
-        for t, limit in self._ledger.limits.items():
-            excess_T[t] = self._ledger.rows_T[t] + new_T[t] - limit
+        excess_T = np.full(len(self._usage.rows_T), -_UNLIMITED, np.int64)
+        for t, limit in self._usage.limits.items():
+            excess_T[t] = self._usage.rows_T[t] + new_T[t] - limit
         return excess_T
 
     def _excess_of_all(self, new: int) -> int:
-        return -_UNLIMITED if self._ledger.capacity is None else len(self._ledger) + new - self._ledger.capacity
+        return -_UNLIMITED if self._usage.capacity is None else len(self._usage) + new - self._usage.capacity
 
     def _check_enough(self, new_T: np.ndarray, excess_T: np.ndarray, excess: int, held: Sequence[np.ndarray]) -> None:
         """Raise StoreFullError unless as many rows may leave as have to."""
         domains: list[tuple[str, int, int, int | None]] = [
-            (f"table {t}", self._ledger.limits[t], int(excess_T[t]), t) for t in np.flatnonzero(excess_T > 0).tolist()
+            (f"table {t}", self._usage.limits[t], int(excess_T[t]), t) for t in np.flatnonzero(excess_T > 0).tolist()
         ]
         if excess > 0:
-            assert self._ledger.capacity is not None
-            domains.append(("the store", self._ledger.capacity, excess, None))
+            assert self._usage.capacity is not None
+            domains.append(("the store", self._usage.capacity, excess, None))
         most_held = sum(len(place_N) for place_N in held)
         for where, limit, leaving, t in domains:
-            known, new = (int(its_T.sum() if t is None else its_T[t]) for its_T in (self._ledger.rows_T, new_T))
-            evicts = bool(self._ledger.evicts_T[t or 0])
+            known, new = (int(its_T.sum() if t is None else its_T[t]) for its_T in (self._usage.rows_T, new_T))
+            evicts = bool(self._usage.evicts_T[t or 0])
             if evicts and known - most_held >= leaving:
                 continue
             held_T = self._in_use(held)
@@ -137,20 +137,20 @@ class Departures:
     def _in_use(self, held: Sequence[np.ndarray]) -> np.ndarray:
         """How many rows of each table are at these places: int64 [T]."""
         place_N = np.unique(np.concatenate([np.empty(0, np.int64), *held]))
-        return np.bincount(self._ledger.places.table_P[place_N[place_N >= 0]], minlength=len(self._ledger.rows_T))
+        return np.bincount(self._usage.places.table_P[place_N[place_N >= 0]], minlength=len(self._usage.rows_T))
 
     @contextmanager
     def _holding(self, held: Sequence[np.ndarray]) -> Iterator[None]:
         """Rows at these places may not leave."""
         try:
             for place_N in held:
-                set_marks(self._ledger.places.held_P, place_N, True, threads=self._threads)
+                set_marks(self._usage.places.held_P, place_N, True, threads=self._threads)
             yield
         finally:
             for place_N in held:
-                set_marks(self._ledger.places.held_P, place_N, False, threads=self._threads)
+                set_marks(self._usage.places.held_P, place_N, False, threads=self._threads)
 
-    def _choose(self, excess_T: np.ndarray, excess: int, held: Sequence[np.ndarray]) -> Departing:
+    def _choose(self, excess_T: np.ndarray, excess: int, held: Sequence[np.ndarray]) -> RowsToEvict:
         """The rows to evict, in a round or more.
 
         Args:
@@ -158,10 +158,10 @@ class Departures:
                 together.
             held: as in `make_room`.
         """
-        share = max([_ROUND_ROWS / max(len(self._ledger), 1), excess / (_ROUND_SHARE * max(len(self._ledger), 1))])
+        share = max([_ROUND_ROWS / max(len(self._usage), 1), excess / (_ROUND_SHARE * max(len(self._usage), 1))])
         for t in np.flatnonzero(excess_T > 0).tolist():
-            share = max(share, int(excess_T[t]) / (_ROUND_SHARE * int(self._ledger.rows_T[t])))
-        many, shard = min(SHARDS, math.ceil(SHARDS * share)), self._ledger.clock.shard
+            share = max(share, int(excess_T[t]) / (_ROUND_SHARE * int(self._usage.rows_T[t])))
+        many, shard = min(SHARDS, math.ceil(SHARDS * share)), self._usage.clock.shard
         tables, ids = [np.empty(0, np.int32)], [np.empty(0, np.int64)]
         while (excess_T > 0).any() or excess > 0:
             shards = range(shard, min(shard + many, SHARDS))
@@ -173,14 +173,14 @@ class Departures:
             excess_T -= np.bincount(table_V, minlength=len(excess_T))
             tables.append(table_V)
             ids.append(id_V)
-        self._ledger.clock.shard = shard
-        return Departing(np.concatenate(tables), np.concatenate(ids), "capacity")
+        self._usage.clock.shard = shard
+        return RowsToEvict(np.concatenate(tables), np.concatenate(ids), "capacity")
 
     def _choose_in(self, shards: range, excess_T: np.ndarray, excess: int) -> np.ndarray:
         """Rows of these shards to evict: the cells of the index that have their keys."""
-        cell_N, score_N = self._ledger.free_rows(shards)
+        cell_N, score_N = self._usage.free_rows(shards)
         chosen = [cell_N[:0]]
-        if tables := [t for t in self._ledger.limits if self._ledger.evicts_T[t]]:
+        if tables := [t for t in self._usage.limits if self._usage.evicts_T[t]]:
             stays_N, table_N = np.ones(len(cell_N), np.bool_), keys_in_cells(cell_N)[0]
             for t in tables:
                 of_table = np.flatnonzero(table_N == t)
@@ -197,7 +197,7 @@ class Departures:
 
     def _runs(self, shards: Iterable[int]) -> Iterator[range]:
         """Consecutive shards, in the given order, grouped until a group has `_RUN_CELLS` cells."""
-        cells_of, begin, end, cells = self._ledger.places.index.shards[1].tolist(), 0, 0, 0
+        cells_of, begin, end, cells = self._usage.places.index.shards[1].tolist(), 0, 0, 0
         for shard in shards:
             if shard != end or cells >= _RUN_CELLS:
                 if begin < end:
@@ -219,8 +219,8 @@ class Departures:
 
     def due(self, step: int) -> list[int]:
         """The shards whose turn it is to be swept in this step: all of them in `sweep_steps`."""
-        sweeps = [policy.sweep_steps for policy in self._ledger.policies if policy.sweeps]
-        clock = self._ledger.clock
+        sweeps = [policy.sweep_steps for policy in self._usage.policies if policy.sweeps]
+        clock = self._usage.clock
         step += clock.steps
         if not sweeps or step <= clock.swept_step:
             return []
@@ -230,41 +230,41 @@ class Departures:
     def swept(self, step: int, shards: Sequence[int]) -> None:
         """Note that the shards that were due have been swept."""
         if shards:
-            clock = self._ledger.clock
+            clock = self._usage.clock
             clock.swept, clock.swept_step = (shards[-1] + 1) % SHARDS, step + clock.steps
 
     def expired(
         self, shards: Iterable[int], step: int, second: int, held: Sequence[np.ndarray], *, sweeps: bool = False
-    ) -> list[Departing]:
+    ) -> list[RowsToEvict]:
         """Rows of these shards unused for longer than their policies allow; in `sweeps`, but of tables too small to
         sweep."""
-        limits = [(policy.expire_after_steps, policy.expire_after_seconds) for policy in self._ledger.policies]
+        limits = [(policy.expire_after_steps, policy.expire_after_seconds) for policy in self._usage.policies]
         steps_T = np.array([_UNLIMITED if limit is None else limit for limit, _ in limits])
         seconds_T = np.array([_UNLIMITED if limit is None else limit for _, limit in limits])
         if sweeps:
-            few_T = self._ledger.rows_T <= self._ledger.above_T
+            few_T = self._usage.rows_T <= self._usage.above_T
             steps_T[few_T] = seconds_T[few_T] = _UNLIMITED
-        step += self._ledger.clock.steps
-        departing = []
+        step += self._usage.clock.steps
+        to_evict = []
         for run in self._runs(shards):
-            cell_N, last_N = self._ledger.free_rows(run, self._ledger.places.word_PX, self._ledger.places.first + 2)
+            cell_N, last_N = self._usage.free_rows(run, self._usage.places.word_PX, self._usage.places.first + 2)
             table_N, id_N, place_N = keys_in_cells(cell_N)
             last_N2 = last_N.view(np.uint32).reshape(-1, 2)
             old_N = step - last_N2[:, 0].astype(np.int64) > steps_T.take(table_N)
             old_N |= second - last_N2[:, 1].astype(np.int64) > seconds_T.take(table_N)
             if old_N.any():
                 with self._holding(held):
-                    old = np.flatnonzero(old_N & ~self._ledger.places.held_P[place_N])
-                departing.append(Departing(table_N[old], id_N[old], "expired"))
-        return [its for its in departing if len(its.id_V)]
+                    old = np.flatnonzero(old_N & ~self._usage.places.held_P[place_N])
+                to_evict.append(RowsToEvict(table_N[old], id_N[old], "expired"))
+        return [its for its in to_evict if len(its.id_V)]
 
     def keys_to_weigh(self, shards: Iterable[int], most: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Tables and ids of the rows of these shards whose weights sweeps look at, at most so many at a time."""
-        weighed_T = self._ledger.rows_T > self._ledger.above_T
-        weighed_T &= np.array([policy.sweeps_weights for policy in self._ledger.policies])
+        weighed_T = self._usage.rows_T > self._usage.above_T
+        weighed_T &= np.array([policy.sweeps_weights for policy in self._usage.policies])
         if weighed_T.any():
             for run in self._runs(shards):
-                table_N, id_N, _ = self._ledger.rows_in(run)
+                table_N, id_N, _ = self._usage.rows_in(run)
                 weighed = np.flatnonzero(weighed_T.take(table_N))
                 for begin in range(0, len(weighed), most):
                     its = weighed[begin : begin + most]
@@ -272,20 +272,20 @@ class Departures:
 
     def unwanted(
         self, table_N: np.ndarray, id_N: np.ndarray, weight_ND: np.ndarray, held: Sequence[np.ndarray]
-    ) -> list[Departing]:
+    ) -> list[RowsToEvict]:
         """Which of these rows, of weights float32 [N, D], are to be evicted for their weights. ValueError if
         `expire_where` fails."""
-        departing = []
+        to_evict = []
         with self._holding(held):
-            free_N = ~self._ledger.places.held_P[self._ledger.find(table_N, id_N)]
+            free_N = ~self._usage.places.held_P[self._usage.find(table_N, id_N)]
         for t in np.unique(table_N).tolist():
-            policy = self._ledger.policies[t]
+            policy = self._usage.policies[t]
             of_table = np.flatnonzero((table_N == t) & free_N)
             if policy.expire_below_norm is not None:
                 norm_N = np.sqrt(np.square(weight_ND[of_table].astype(np.float64)).sum(1))
                 is_small_N = norm_N < policy.expire_below_norm  # Not one of NaN: that is for `expire_where`.
                 small = of_table[is_small_N]
-                departing.append(Departing(table_N[small], id_N[small], "norm"))
+                to_evict.append(RowsToEvict(table_N[small], id_N[small], "norm"))
                 of_table = of_table[~is_small_N]
             if policy.expire_where is not None and len(of_table):
                 try:
@@ -298,5 +298,5 @@ class Departures:
                         f" {list(leaves_N.shape)}"
                     )
                 gone = of_table[leaves_N]
-                departing.append(Departing(table_N[gone], id_N[gone], "where"))
-        return [its for its in departing if len(its.id_V)]
+                to_evict.append(RowsToEvict(table_N[gone], id_N[gone], "where"))
+        return [its for its in to_evict if len(its.id_V)]
