@@ -244,7 +244,7 @@ class UsageIndex:
         return self.rows_in(range(SHARDS))
 
     def usage_words(self, place_N: np.ndarray) -> np.ndarray:
-        """Usage metadata of the rows at these places, for their records: uint32 [N, MARKS]."""
+        """Usage metadata of the rows at these places, for their records: uint32 [N, USAGE_WORDS]."""
         first = self.places.first
         return self.places.word_PX[place_N, first : first + USAGE_WORDS]
 
