@@ -26,7 +26,7 @@ class Pins(weakref.ref):
     """Pins of a lookup, released when its owner is dropped before it has released them. Python calls the function of a
     weak reference without running a line of code, so no interrupt can lose it."""
 
-    __slots__ = ("generation", "lent_M", "place_U", "released", "slot_U")
+    __slots__ = ("generation", "place_U", "released", "slot_U", "temporary_M")
     slot_U: Array
     generation: int
     temporary_M: Array | None
