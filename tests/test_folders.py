@@ -343,7 +343,7 @@ def test_ranks_give_way_only_together(tmp_path, monkeypatch, size):
         if size == 1:
             second.load_snapshot("s")
             return
-        with pytest.raises(LockedError, match=r"whose ranks give way together: make this call on all .*release\('"):
+        with pytest.raises(LockedError, match=r"whose ranks close together: make this call on all .*release\('"):
             second.store.build()
         first.save_snapshot("t")
         ranks.agree("saved")

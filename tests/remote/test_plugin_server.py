@@ -245,7 +245,7 @@ def test_an_answer_that_is_odd_and_right_is_taken(hostile, mode):
         assert found_NP.all() and all(map(np.array_equal, parts, rows_of(ids)))
     server.push("t", ids, parts)
     if mode == "completes-twice":  # While nobody waits, and the arrays are the caller's.
-        hostile.loaded.force_close()
+        hostile.loaded.let_go()
         hostile.loaded.wait_until_gone()
         assert all(map(np.array_equal, parts, rows_of(ids)))
         assert server.pull("t", ids, [3, 3])[1].all()
@@ -284,7 +284,7 @@ def test_a_late_answer_reaches_nothing_and_finds_what_it_reads(hostile):
     assert plugin_calls.unanswered[number].kept is not None
     parts, found_NP = server.pull("t", IDS + 1, [3, 3])
     taken = [np.full(size, 666) for size in range(1, 50) for _ in range(200)]  # whatever was freed too early
-    hostile.loaded.force_close()
+    hostile.loaded.let_go()
     hostile.loaded.wait_until_gone()
     del taken
     assert set(plugin_calls.unanswered) == open_before
@@ -295,7 +295,7 @@ def test_a_late_answer_reaches_nothing_and_finds_what_it_reads(hostile):
     with pytest.raises(ServerTimeoutError, match=r"1 of its calls are open"):  # The pull has ended since.
         server.push("t", ids, rows)
     ids[:], rows[0][:] = 0, 0  # The caller's arrays are not the plugin's.
-    hostile.loaded.force_close()
+    hostile.loaded.let_go()
     hostile.loaded.wait_until_gone()
     assert (ctypes.c_int64 * 4).in_dll(hostile.loaded, "seen_ids")[:2] == [5001, 7000]
 
@@ -311,7 +311,7 @@ def test_a_plugin_that_does_not_return_keeps_nobody_waiting(hostile):
     with pytest.raises(ServerTimeoutError, match="IO_Finalize"):
         server.close()
     assert hostile.count("finalized") == 0 and hostile.count("asked") == 1
-    hostile.loaded.force_close()
+    hostile.loaded.let_go()
     for thread in threading.enumerate():
         if thread.name == "oneemb-plugin":
             thread.join(LONG)
@@ -324,7 +324,7 @@ def test_an_instance_that_does_not_begin_is_an_error(hostile):
         hostile("null")
     with pytest.raises(ServerTimeoutError, match="IO_Initialize"):
         hostile("stuck-initialize", SOON)
-    hostile.loaded.force_close()
+    hostile.loaded.let_go()
 
 
 def test_an_instance_is_ended_once_when_closed_or_dropped(hostile):
