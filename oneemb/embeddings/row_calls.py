@@ -79,9 +79,7 @@ class RowCalls(torch.nn.Module):
         what, left = f"evict rows of {self.name!r}", Counter[str]()
 
         def evict() -> list[dict[str, int]]:
-            if (
-                self.ranks.alone
-            ):  # Under one store lock: no other thread may use a row before its eviction.
+            if self.ranks.alone:  # Under one store lock: no other thread may use a row before its eviction.
                 return [self.store.policy.evict()]
             to_evict: list[RowsToEvict] = []  # Evicted on no rank, if one fails to choose.
             self.ranks.agree(what, lambda: to_evict.extend(self.store.policy.to_evict()))
