@@ -107,10 +107,7 @@ class Worker(Generic[Batch]):
         self._patience_s = _PATIENCE_S
         self._closed = self._gone = False
         self._process: int | None = None  # in which the thread has begun
-        self._thread = threading.Thread(target=self._run, name="oneemb-prefetch", daemon=True)
-
-    def start(self) -> None:
-        start(self._thread)
+        self.thread = threading.Thread(target=self._run, name="oneemb-prefetch", daemon=True)
 
     def _run(self) -> None:
         self._process = os.getpid()
@@ -153,7 +150,7 @@ class Worker(Generic[Batch]):
         self._ready.put(None)
 
     def next(self) -> Prepared:
-        """The batch whose turn it is, until `done`."""
+        """The next batch, which stays in `made` until its step is over."""
         _get(self._ready)
         prepared = self.made[0]
         self._ahead.take_over(prepared.mark, (prepared.batch, prepared.values))
@@ -176,10 +173,6 @@ class Worker(Generic[Batch]):
         acquired()
         return result
 
-    def done(self) -> None:
-        """The step of the batch that `next` gave is over."""
-        self.made.popleft()
-
     def close(self) -> None:
         """End the thread. Where an interrupt ends this early, it may be called again."""
         self._closed = True
@@ -189,7 +182,7 @@ class Worker(Generic[Batch]):
         if self._process is None:
             self._at_end()
         here = self._process == os.getpid() and not sys.is_finalizing()
-        if here and self._thread is not threading.current_thread():
+        if here and self.thread is not threading.current_thread():
             self._wait()
         self._ahead.leave()
 
@@ -199,7 +192,7 @@ class Worker(Generic[Batch]):
             if not self._gone:
                 _get(self._ended, self._patience_s)
             if not within_thread_code():  # else it ends by itself, a moment later
-                self._thread.join()
+                self.thread.join()
         except Empty:
             if self._patience_s:
                 self._patience_s = 0.0
@@ -251,13 +244,13 @@ def prefetch(
     try:
         try:
             with failing():  # Entered first: it asks which errors ranks have heard of since then.
-                worker.start()
+                start(worker.thread)
                 while not (prepared := worker.next()).last:
                     if prepared.error is not None:
                         raise prepared.error
                     result = worker.step(prepared, compute)
                     del prepared
-                    worker.done()
+                    worker.made.popleft()
                     yield result
                     del result
         finally:
