@@ -158,12 +158,12 @@ class Worker(Generic[Batch]):
 
     def step(self, prepared: Prepared, compute: Callable[[Prepared, Callable[[], None]], Result]) -> Result:
         """Run `compute`, and return its result. Once the rows are acquired one more batch may be prepared."""
-        told = False
+        permitted = False
 
         def acquired() -> None:
-            nonlocal told
-            if not told:
-                told = True
+            nonlocal permitted
+            if not permitted:
+                permitted = True
                 self._permits.put(None)
 
         try:

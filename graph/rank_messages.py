@@ -68,15 +68,15 @@ _WORDS = 8192
 
 def report(what: str, failure: BaseException | None, name: str, made: str) -> bytearray:
     """Error report of one rank, pickled, and zeros up to the length that all have."""
-    said, pickled = None if failure is None else _said_of(failure), b""
+    failed, pickled = None if failure is None else _failure_text(failure), b""
     for length in (_WORDS // 5, _WORDS // 20):  # characters of each, which may take four bytes
-        pickled = pickle.dumps([None if text is None else text[:length] for text in (what, said, name, made)])
+        pickled = pickle.dumps([None if text is None else text[:length] for text in (what, failed, name, made)])
         if len(pickled) <= _WORDS:
             break
     return bytearray(pickled.ljust(_WORDS, b"\0"))
 
 
-def _said_of(failure: BaseException) -> str:
+def _failure_text(failure: BaseException) -> str:
     try:
         return f"{type(failure).__name__}: {failure}"
     except Exception:  # Its own __str__ has failed, and the others wait for some words.

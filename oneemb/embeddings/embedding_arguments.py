@@ -144,24 +144,25 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> tuple[str
     their_default, other = theirs.get("default_initializer", default), list[tuple[int, str, str]]()
     if their_default != default or tables != ours["tables"][: len(tables)]:
         pairs = [
-            (t, _begins(table, their_default), _begins(ours["tables"][t], default)) for t, table in enumerate(tables)
+            (t, _initializers(table, their_default), _initializers(ours["tables"][t], default))
+            for t, table in enumerate(tables)
         ]
-        other = [(t, begins, now) for t, begins, now in pairs if begins != now]
+        other = [(t, was, now) for t, was, now in pairs if was != now]
     if other:
-        t, begins, now = other[0]
+        t, was, now = other[0]
         more = f" (and others in {len(other) - 1} more)" * (len(other) > 1)
-        found.append((f"{begins} in table {t}{more}", f"{now} in it"))
+        found.append((f"{was} in table {t}{more}", f"{now} in it"))
     return (", ".join(one for one, _ in found), ", ".join(one for _, one in found)) if found else None
 
 
-def _begins(table: Mapping[str, Any], default: Mapping[str, Any]) -> str:
+def _initializers(table: Mapping[str, Any], default: Mapping[str, Any]) -> str:
     """Initializers of a table of a description, as text."""
-    said = []
+    texts = []
     for column in table["columns"]:
         its = dict(column["initializer"] or default)
         kind = its.pop("type")
-        said.append(f"{kind}({', '.join(f'{name}={value}' for name, value in its.items())})")
-    return said[0] if len(set(said)) == 1 else f"[{', '.join(said)}]"
+        texts.append(f"{kind}({', '.join(f'{name}={value}' for name, value in its.items())})")
+    return texts[0] if len(set(texts)) == 1 else f"[{', '.join(texts)}]"
 
 
 def rank_folders(options: StoreOptions, ranks: AnyRanks) -> list[str]:

@@ -152,8 +152,8 @@ class SnapshotCalls(WeightOfRows):
 
     def description(self) -> dict[str, Any]:
         """Description of the embedding, as snapshots hold it. Callers must not change its list of tables."""
-        said_T = [policy.absent for policy in self.policies or ()]
-        absent = [said if isinstance(said, str) else to_tree(said) for said in said_T]
+        absent_T = [policy.absent for policy in self.policies or ()]
+        absent = [one if isinstance(one, str) else to_tree(one) for one in absent_T]
         return {
             "name": self.name,
             "key_type": str(self.key_type).removeprefix("torch."),

@@ -195,8 +195,8 @@ class LoaderLoops(GraphViews):
         embeddings = list(embeddings_of(self).values())
         # An evaluation that asks no rank is this one's own: others have come to nothing in which they wait for it.
         asks = any(embedding.lookups.asks_ranks for embedding in embeddings)
-        told = embeddings if asks or self._inserts() or not one_step else []
-        for embedding in told:
+        informed = embeddings if asks or self._inserts() or not one_step else []
+        for embedding in informed:
             embedding.ranks.fail(f"run {type(self).__name__}", error, since)
 
     def _steps_made(self) -> int:
