@@ -1,5 +1,7 @@
 """Lookups that ranks announce to each other ahead of their step change no bit, whether guesses are right or not."""
 
+import itertools
+import threading
 import time
 
 import pytest
@@ -7,7 +9,7 @@ import torch
 
 import oneemb
 from oneemb.graph import prefetch
-from oneemb.graph.ops import AnnouncedLookup
+from oneemb.graph.ops import AnnouncedLookup, lookup_ahead
 from tests.support.pairwise import diagonal
 
 DIM, BATCH, STEPS = 4, 5, 18
@@ -133,6 +135,31 @@ def test_wrong_guesses_of_some_ranks_change_no_bit(tmp_path, rank_pool, odd):
     for one, other in zip(called, run, strict=True):
         assert one[:2] == other[:2]
         assert other[2] > STEPS // 2
+
+
+def train_short_of_memory(group, path):
+    """Result of `train`, where one rank has no memory for each third of its announcements."""
+    real, calls = lookup_ahead.request_for, itertools.count()
+
+    def fails(*args, **kwargs):
+        if threading.current_thread().name == "oneemb-prefetch" and group.rank() == 1 and next(calls) % 3 == 2:
+            raise MemoryError
+        return real(*args, **kwargs)
+
+    lookup_ahead.request_for = fails
+    try:
+        return *train(group, path, "device", "run", nothing), next(calls)
+    finally:
+        lookup_ahead.request_for = real
+
+
+def test_a_rank_without_memory_for_an_announcement_announces_in_vain_and_changes_no_bit(tmp_path, rank_pool):
+    called = rank_pool(3, train, str(tmp_path / "called"), "device", "called", nothing)
+    run = rank_pool(3, train_short_of_memory, str(tmp_path / "run"))
+    for rank, (one, other) in enumerate(zip(called, run, strict=True)):
+        assert one[:2] == other[:2]
+        assert 0 < other[2] < 2 * (STEPS - 3), "some are announced, some in vain"
+        assert (other[3] > 8) == (rank == 1)
 
 
 def raises_in_a_step(group, path, when):
