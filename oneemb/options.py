@@ -175,7 +175,8 @@ class StoreOptions:
     """Place of rows: the base of the options of each store. Fields come in the order of the arguments of
     `make_*_store_options`."""
 
-    persistent_path: tuple[str, ...]
+    persistent_path: tuple[str, ...] = ()
+    """Folders, one or one for each rank; empty = a temporary one."""
     capacity: int | None = None
     size_factor: int | None = None
     storage_dim: int | None = None
@@ -215,11 +216,11 @@ class CachedRemoteStoreOptions(StoreOptions, _Cached, _Remote):
 
 
 Options = Initializer | ColumnOptions | TableOptions | StoreOptions
-_Paths = AnyPath | Sequence[AnyPath]
+_Paths = AnyPath | Sequence[AnyPath] | None
 
 
 def make_device_mem_store_options(
-    persistent_path: _Paths,
+    persistent_path: _Paths = None,
     capacity: int | None = None,
     size_factor: int | None = None,
     storage_dim: int | None = None,
@@ -228,7 +229,9 @@ def make_device_mem_store_options(
     """Options of a store that keeps every row in device memory (main memory on a CPU).
 
     Args:
-        persistent_path: folder for snapshots, made if it does not exist; or a list of folders, one for each rank.
+        persistent_path: folder for snapshots, made if it does not exist; or a list of folders, one for each rank. None
+            = a temporary folder, for trials and tests: it is removed when the embedding is closed or dropped, or when
+            the process ends.
         capacity: rows of all tables together at most; None = as many as the memory holds. Memory is taken as rows
             come, not at once. Rows in memory of all embeddings of a process share nine tenths of what it may use (of
             the machine, its control groups and `ulimit`); with a capacity, memory for so many rows is reserved for
@@ -248,7 +251,7 @@ def make_device_mem_store_options(
 
 def make_cached_host_mem_store_options(
     cache_budget_mb: int,
-    persistent_path: _Paths,
+    persistent_path: _Paths = None,
     capacity: int | None = None,
     size_factor: int | None = None,
     storage_dim: int | None = None,
@@ -274,7 +277,7 @@ def make_cached_host_mem_store_options(
 
 def make_cached_ssd_store_options(
     cache_budget_mb: int,
-    persistent_path: _Paths,
+    persistent_path: _Paths = None,
     capacity: int | None = None,
     size_factor: int | None = None,
     storage_dim: int | None = None,
@@ -286,7 +289,8 @@ def make_cached_ssd_store_options(
 
     Args:
         cache_budget_mb: MiB of device memory for the cache, its index included. The rows of one step must fit.
-        persistent_path: folder of the persistent table, on the SSD.
+        persistent_path: folder of the persistent table, on the SSD. None = a temporary folder, as in
+            `make_device_mem_store_options`, which `tempfile.gettempdir()` is to have room for.
         host_cache_budget_mb: MiB of host memory for a second cache; 0 = none.
         cache_policy: of both caches, as in `make_cached_host_mem_store_options`.
 
@@ -301,7 +305,7 @@ def make_cached_ssd_store_options(
 def make_cached_remote_store_options(
     url: str,
     cache_budget_mb: int,
-    persistent_path: _Paths,
+    persistent_path: _Paths = None,
     capacity: int | None = None,
     size_factor: int | None = None,
     storage_dim: int | None = None,
@@ -400,7 +404,12 @@ def _from_tree(tree: object) -> object:
 
 
 def _paths(paths: _Paths) -> tuple[str, ...]:
-    """The paths as a tuple; `_check_store` looks at what they are, and makes them strings."""
+    """The paths as a tuple, empty for a temporary folder; `_check_store` looks at what they are, and makes them
+    strings."""
+    if paths is None:
+        return ()
+    if isinstance(paths, list | tuple) and not paths:
+        raise TypeError(f"persistent_path must name a folder, or one for each rank, got {paths!r}")
     return cast(tuple[str, ...], tuple(paths) if isinstance(paths, list | tuple) else (paths,))
 
 
@@ -412,7 +421,7 @@ def _check_store(options: StoreOptions) -> None:
     if type(options.storage_dim) is int and options.storage_dim == -1:  # OneFlow's value for "derive it"
         object.__setattr__(options, "storage_dim", None)
     paths = options.persistent_path
-    is_list = isinstance(paths, list | tuple) and len(paths) > 0
+    is_list = isinstance(paths, list | tuple)
     if not is_list or not all(isinstance(path, str | bytes | os.PathLike) and os.fspath(path) for path in paths):
         raise TypeError(f"persistent_path must name a folder, or one for each rank, got {paths!r}")
     # Relative paths are of the current directory, which the job may change later.

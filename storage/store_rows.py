@@ -9,7 +9,7 @@ from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.errors import StorageError
 from oneemb.storage.locking.turns import changing
 from oneemb.storage.locking.undisturbed import undisturbed
-from oneemb.storage.store_part import in_turn, no_step
+from oneemb.storage.store_part import in_turn, no_step, reading
 from oneemb.storage.tiered_rows import ChangeRows, TieredRows
 
 
@@ -92,6 +92,21 @@ def set_rows(store: EmbeddingStore, table_U: np.ndarray, id_U: np.ndarray, row_U
         store.mark_dirty(keys.table_U, slot_U)
     finally:
         store.release(slot_U)
+
+
+@reading
+def contains_rows(store: EmbeddingStore, table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray:
+    """Whether keys, which may repeat, have rows: bool [N]."""
+    store.check_open()
+    if not store.built or not len(id_N):
+        return np.zeros(len(id_N), np.bool_)
+    tables, table_of_n = np.unique(table_N, return_inverse=True)
+    found_N = np.zeros(len(id_N), np.bool_)
+    for t, table in enumerate(tables.tolist()):
+        n = np.flatnonzero(table_of_n == t)
+        id_U, u_of_n = np.unique(id_N[n], return_inverse=True)
+        found_N[n] = store.hot.contains(np.full(len(id_U), table, np.int32), id_U)[u_of_n]
+    return found_N
 
 
 @no_step("erase")

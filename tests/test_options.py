@@ -116,7 +116,7 @@ def test_a_store_takes_a_path_or_one_for_each_rank(kind, tmp_path):
     }[kind]
     assert make(tmp_path).persistent_path == make(str(tmp_path)).persistent_path == (str(tmp_path),)
     assert make(["/a", Path("/b")]).persistent_path == ("/a", "/b")
-    for wrong in ([], "", [""], 7, ["/a", 7], None):
+    for wrong in ([], "", [""], 7, ["/a", 7]):
         with pytest.raises(TypeError):
             make(wrong)
 

@@ -16,7 +16,7 @@ To write one, answer these questions in turn; `oneemb.torchrec` is the fullest e
    names. Before each lookup and state dict `write_back` brings in what others have written into such tensors; a state
    dict that names some tables loads these alone (`table_snapshots.py`). Rows that fill a table at first are handed over
    piece by piece (`handed_rows.py`).
-5. Where are the rows? In the user's store options, or under a `temporary_folder`, which lasts as long as the module. On
+5. Where are the rows? Where the store options of the user say; without a path in a temporary folder. On
    several ranks the key's owner has a row, whatever a plan says; give the embedding the process group, and every rank
    makes the same calls in the same order. Tables that are another library's own ask `ranks_of_job` (`tables.py`).
 6. What runs beside the step? A `Worker` (`worker.py`) makes calls in order on one thread: keys of coming batches, calls

@@ -5,11 +5,8 @@ stand_for_rows(rows, [table.weight, ...], is_kept=...)  a user's optimizer steps
 step_in_backward(rows, weight, optimizer, is_kept=...)  or the backward pass does
 """
 
-import shutil
-import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.util import Finalize
 from typing import Any, Self
 
 import torch
@@ -126,13 +123,6 @@ def step_in_backward(
     if options is not None:
         stepping.row_step.groups_of_tables = options
     return stepping
-
-
-def temporary_folder(owner: object, prefix: str) -> tuple[str, Callable[[], object]]:
-    """A folder that lasts as long as its owner, and a function that removes it earlier."""
-    folder = tempfile.mkdtemp(prefix=prefix)
-    # Not weakref.finalize, which does nothing when a process of multiprocessing ends, and too much in a fork.
-    return folder, Finalize(owner, shutil.rmtree, args=(folder,), kwargs={"ignore_errors": True}, exitpriority=0)
 
 
 def ranks_of_job() -> AnyRanks:

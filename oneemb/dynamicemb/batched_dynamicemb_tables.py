@@ -15,7 +15,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torch import distributed
 
-from oneemb.adapters.tables import step_in_backward, temporary_folder
+from oneemb.adapters.tables import step_in_backward
 from oneemb.dynamicemb.dynamicemb_config import DynamicEmbPoolingMode, DynamicEmbTableOptions, policy_of
 from oneemb.dynamicemb.embedding_admission import MultiTableKVCounter
 from oneemb.dynamicemb.key_value_table import DynamicEmbStorage, HybridStorage, Storage
@@ -131,11 +131,10 @@ class BatchedDynamicEmbeddingTablesV2(torch.nn.Module):
             device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
         store = first.external_storage
         if store is None:
-            folder, _ = temporary_folder(self, "oneemb-dynamicemb-")
-            store = make_device_mem_store_options(folder)
+            store = make_device_mem_store_options()
             if first.caching and device is not None and device.type == "cuda":
                 budget = sum(options.local_hbm_for_values for options in table_options)
-                store = make_cached_host_mem_store_options(max(1, budget >> 20), folder)
+                store = make_cached_host_mem_store_options(max(1, budget >> 20))
         rows = MultiTableEmbedding(
             ", ".join(names), first.dim or 0, first.embedding_dtype or torch.float32, torch.int64,
             [make_table(initializer_of(options.initializer_args, None)) for options in table_options], store,
@@ -145,7 +144,7 @@ class BatchedDynamicEmbeddingTablesV2(torch.nn.Module):
             rows.to(device)
         # It is in no list of parameters: no other optimizer is to step the rows.
         weight = torch.nn.Parameter(rows.weight.detach().clone())
-        is_kept = first.external_storage is not None
+        is_kept = bool(first.external_storage and first.external_storage.persistent_path)
         stepper: torch.optim.Optimizer | None = None
         if first.training:
             stepper = make([weight])

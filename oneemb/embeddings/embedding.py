@@ -19,6 +19,7 @@ from oneemb.embeddings.embedding_arguments import (
     policies_of,
     rank_folders,
     store_plan,
+    temporary_folder,
 )
 from oneemb.embeddings.lookups import LookupsHere, LookupsOnRanks
 from oneemb.embeddings.row_calls import RowCalls
@@ -67,6 +68,11 @@ class TableEmbedding(SnapshotCalls, RowCalls):
             name, dim_C, dtype, key_type, tables, store_options, default_initializer, padding_idx, seed,
             self.ranks.size,
         )  # fmt: skip
+        self.remove_folder = None
+        if not store_options.persistent_path:
+            folder, self.remove_folder = temporary_folder(self)
+            folders = self.ranks.all_gather(f"make temporary folders of {name!r}", lambda: folder)
+            store_options = dataclasses.replace(store_options, persistent_path=tuple(folders))
         self.policies = policies_of(policy, tables, store_options, self.ranks)
         """Policy of each table; None = tables keep all rows."""
         self.name = name
@@ -226,11 +232,20 @@ class TableEmbedding(SnapshotCalls, RowCalls):
         return cast(EmbeddingStats, {**stats, "hit_rate": hit_rate})
 
     def close(self) -> None:
-        """Free memory, files and the lock on `persistent_path`. Rows that no snapshot holds are gone.
+        """Free memory, files and the lock on `persistent_path`. Rows that no snapshot holds are gone, and so is a
+        temporary folder. `with embedding:` calls it at its end.
 
         `oneemb.release(path)` closes an embedding that no variable names any more, as happens in notebooks.
         """
         self.store.close()
+        if self.remove_folder is not None:
+            self.remove_folder()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def extra_repr(self) -> str:
         return (

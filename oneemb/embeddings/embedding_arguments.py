@@ -2,7 +2,10 @@
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.util import Finalize
 from typing import Any
 
 import numpy as np
@@ -86,7 +89,7 @@ def check_arguments(
             f"store_options must be made by one of oneemb.make_*_store_options, got {_with_type(store_options)};"
             " make_device_mem_store_options(folder) keeps rows in memory"
         )
-    if len(store_options.persistent_path) not in (1, ranks):
+    if len(store_options.persistent_path) not in (0, 1, ranks):
         raise ValueError(
             f"persistent_path must name a folder, or one for each of {ranks} ranks, got"
             f" {len(store_options.persistent_path)}; the ranks are those of process_group"
@@ -163,6 +166,13 @@ def _initializers(table: Mapping[str, Any], default: Mapping[str, Any]) -> str:
         kind = its.pop("type")
         texts.append(f"{kind}({', '.join(f'{name}={value}' for name, value in its.items())})")
     return texts[0] if len(set(texts)) == 1 else f"[{', '.join(texts)}]"
+
+
+def temporary_folder(owner: object, prefix: str = "oneemb-") -> tuple[str, Callable[[], object]]:
+    """A folder that lasts as long as its owner, and a function that removes it earlier."""
+    folder = tempfile.mkdtemp(prefix=prefix)
+    # Not weakref.finalize, which does nothing when a process of multiprocessing ends, and too much in a fork.
+    return folder, Finalize(owner, shutil.rmtree, args=(folder,), kwargs={"ignore_errors": True}, exitpriority=0)
 
 
 def rank_folders(options: StoreOptions, ranks: AnyRanks) -> list[str]:

@@ -13,7 +13,7 @@ from oneemb.graph.ranks import AnyRanks, read_together, together
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.policies.evictions import RowsToEvict
 from oneemb.storage.policies.row_policy import GivenScore, RowPolicy
-from oneemb.storage.store_rows import check_free, erase_rows
+from oneemb.storage.store_rows import check_free, contains_rows, erase_rows, visit_rows
 
 
 class RowCalls(torch.nn.Module):
@@ -25,6 +25,58 @@ class RowCalls(torch.nn.Module):
     num_tables: int
     policies: tuple[RowPolicy, ...] | None
     ranks: AnyRanks
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all tables; with `process_group` those of this rank, as `stats()["rows"]`."""
+        rows: int = self.store.stats()["rows"]
+        return rows
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __bool__(self) -> bool:
+        return True  # An embedding without rows is an embedding.
+
+    def contains(self, ids: torch.Tensor, table: int = 0) -> torch.Tensor:
+        """Whether ids have a row: bool of the shape of `ids`, on the CPU. No row is read or inserted.
+
+        With `process_group` every rank makes the call, each with ids of its own.
+
+        Args:
+            ids: integers of `key_type`, any shape.
+            table: of these ids.
+
+        Raises:
+            TypeError, ValueError: ids or table are not as above.
+        """
+        what = f"ask for rows of {self.name!r}"
+
+        def ask() -> list[list[np.ndarray]]:
+            named_R = self.ranks.all_gather(what, lambda: self._named(ids, table))
+            return self.ranks.all_gather(what, lambda: [contains_rows(self.store, *named) for named in named_R])
+
+        of_owners = read_together(self.ranks, [self.store], "contains", what, ask)
+        found_N = np.logical_or.reduce([found_R[self.ranks.rank] for found_R in of_owners])
+        return torch.from_numpy(found_N).view(ids.shape)
+
+    def ids(self, table: int = 0) -> torch.Tensor:
+        """Ids of a table's rows: int64 [rows], ascending. With `process_group` those of the rows that this rank owns,
+        and each rank may make the call by itself. Rows that are on a disk or server are read.
+
+        Raises:
+            ValueError: there is no such table.
+        """
+        if type(table) is not int or not 0 <= table < self.num_tables:
+            raise ValueError(f"table must be an int from 0 to {self.num_tables - 1}, got {table!r}")
+        found = [np.empty(0, np.int64)]
+
+        def note(table_N: np.ndarray, id_N: np.ndarray, row_NW: np.ndarray) -> None:
+            counted_N = self.store.replicas.are_counted(table_N, id_N)
+            found.append(id_N[(table_N == table) & counted_N])
+
+        visit_rows(self.store, note)
+        return torch.from_numpy(np.sort(np.concatenate(found)))
 
     def erase(self, ids: torch.Tensor, table: int = 0) -> int:
         """Forget the rows of ids, weights and optimizer state: a row that is looked up again is initialized anew.

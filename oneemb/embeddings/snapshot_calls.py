@@ -4,6 +4,7 @@ import functools
 import json
 import uuid
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ class SnapshotCalls(WeightOfRows):
     policies: tuple[RowPolicy, ...] | None
     saved: tuple[SnapshotName, int] | None = None
     """The snapshot saved or loaded last, and the store's count of changes then."""
+    remove_folder: Callable[[], object] | None
+    """Removes a temporary folder of rows and snapshots; None = the folder is the user's."""
     may_be_empty = True
     """Whether the warning of `warn_if_empty` may still come."""
 
@@ -82,6 +85,12 @@ class SnapshotCalls(WeightOfRows):
     def _save(
         self, name: str, *, overwrite: bool = False, since: str | None = None, keep_evicted: bool = False
     ) -> None:
+        if self.remove_folder is not None:
+            warn_user(
+                f"the rows of embedding {self.name!r} and their snapshots are in a temporary folder, which goes with"
+                " the embedding and the process: nothing can load them afterwards; give the store options a"
+                " persistent_path"
+            )
         changes = self.store.changes
         identity = self.rank_snapshots.save(
             name, self.description(), overwrite=overwrite, since=since, keep_evicted=keep_evicted

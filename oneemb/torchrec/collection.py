@@ -19,10 +19,9 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBag
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from oneemb.adapters.table_state import TableState, dense_rows, let_go, put_rows, write_back
-from oneemb.adapters.tables import TableParameter, holder_of, in_backward_optimizers, step_in_backward, temporary_folder
+from oneemb.adapters.tables import TableParameter, holder_of, in_backward_optimizers, step_in_backward
 from oneemb.embeddings.embedding import MultiTableEmbedding
 from oneemb.embeddings.internals import stand_for_rows
-from oneemb.graph.ranks import ranks_of
 from oneemb.graph.row_optimizers import Group as Options
 from oneemb.graph.tape import version_of
 from oneemb.options import StoreOptions, make_table
@@ -120,10 +119,6 @@ class Collection(torch.nn.Module):
         self.seed, self._num_threads = seed, num_threads
         self.store_options = store_options
         self._on_ranks = on_ranks
-        self._paths: list[str] = []
-        """Temporary folders of tables without a path, one a rank."""
-        self._remove_own: Callable[[], object] = lambda: None
-        """Removes this rank's temporary folder."""
         self._tables = self._tables_of(store_options)
         setattr(self, named, holder_of({table.config.name: table.parameter for table in self._tables}))
         self.holders = named
@@ -199,15 +194,12 @@ class Collection(torch.nn.Module):
     def _make_group(self, tables: tuple[int, ...], folders: set[str]) -> Group:
         its = [self._tables[t] for t in tables]
         first, configs = its[0], [table.config for table in its]
-        words, is_kept = first.words(), first.options is not None
-        if first.options is None and not self._paths:
-            own, self._remove_own = temporary_folder(self, "oneemb-torchrec-")
-            self._paths = ranks_of(self.process_group).all_gather("make temporary folders of tables", lambda: own)
-        paths = self._paths if first.options is None else list(first.options.persistent_path)
-        while os.path.join(paths[0], "-".join(words)) in folders:
+        paths, words = () if first.options is None else first.options.persistent_path, first.words()
+        while paths and os.path.join(paths[0], "-".join(words)) in folders:
             words.append("other")
         its_folders = [os.path.join(path, "-".join(words)) for path in paths]
-        folders.add(its_folders[0])
+        folders.update(its_folders[:1])
+        is_kept = bool(paths)
         policies = [policy for config in configs if (policy := policy_of(config)) is not None]  # of all or of none
         ranks, of_ranks = self._on_ranks, dict[str, Any]()
         if ranks is not None:
@@ -407,7 +399,6 @@ class Collection(torch.nn.Module):
         """Free memory, files and the locks on the paths. Rows that no snapshot holds are gone."""
         for group in self._groups:
             group.rows.close()
-        self._remove_own()
 
     # ---- what TorchRec's modules have -------------------------------------------------------------------------------
 

@@ -80,12 +80,12 @@ class Table:
         return [f"{self.config.embedding_dim}x{dtype}", self.pooling, *([steps[1]] if steps else [])]
 
     def store_at(self, paths: Sequence[str]) -> StoreOptions:
-        """Options of the store of its embedding, in these folders."""
+        """Options of the store of its embedding, in these folders; none = in a temporary one."""
         if self.options is not None:
             return at_paths(self.options, paths)
         if self.kept is not None and self.kept.cache_budget_mb is not None:
-            return make_cached_host_mem_store_options(self.kept.cache_budget_mb, list(paths))
-        return make_device_mem_store_options(list(paths))
+            return make_cached_host_mem_store_options(self.kept.cache_budget_mb, list(paths) or None)
+        return make_device_mem_store_options(list(paths) or None)
 
     def initializer(self) -> Initializer:
         """Initializer of rows at their first lookup."""
