@@ -68,7 +68,7 @@ check: $(call ready,test)  ## Style, what the oldest Python knows, types, and wh
 	$(RUN) -c 'import vermin; vermin.main()' oneemb graph storage kernels examples benchmarks tests
 	$(RUN) -m mypy -p oneemb
 	MYPYPATH=.:examples $(RUN) -m mypy --allow-untyped-defs --allow-incomplete-defs examples/*.py
-	$(RUN) -m pytest -q tests/test_layout.py
+	$(RUN) -m pytest -q tests/test_layout.py tests/test_documents.py
 
 bench: $(call ready,bench)  ## Every benchmark of a CPU: a table for people and one JSON line a case.
 	for bench in $(filter-out benchmarks/bench_gpu_%,$(wildcard benchmarks/bench_*.py)); do $(RUN) $$bench || exit 1; done
