@@ -295,8 +295,10 @@ def test_pooling_of_ids_in_no_bags_is_an_error(tmp_path, pooling):
 
     score = Score()
     for look_up in (embedding, embedding.eval(), averaged, score):
-        with pytest.raises(ValueError, match=f"pooling='{pooling}' is for bags.*pass offsets"):
+        with pytest.raises(ValueError, match=r"ids of bags must be of shape \[B, 2, L\].*got \[2, 2\]"):
             look_up(ids, pooling=pooling)
+        with pytest.raises(ValueError, match=f"pooling='{pooling}' is for bags.*got no offsets"):
+            look_up(ids[0], pooling=pooling, table_ids=torch.tensor(0))
         assert look_up(ids).shape == (2, 2, DIM)
         assert look_up(ids.reshape(-1), offsets=torch.arange(5), pooling=pooling).shape == (2, 2, DIM)
         assert torch.equal(

@@ -6,7 +6,7 @@ N ids, U unique keys, P bags, B samples, T tables, C columns.
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -130,10 +130,66 @@ def pooling_of(pooling: str | None, offsets: object) -> Literal["sum", "mean", "
         raise ValueError(f'pooling must be "sum", "mean" or "max", got {pooling!r}')
     if offsets is None:
         raise ValueError(
-            f"pooling={pooling!r} is for bags, which need offsets, got None; pass offsets, or pool the rows of ids"
-            " yourself, embedding(ids).sum(1)"
+            f"pooling={pooling!r} is for bags: the last dimension of ids [B, L] (of T tables [B, T, L]), or ids [N]"
+            " with offsets; got no offsets"
         )
     return cast(Literal["sum", "mean", "max"], pooling)
+
+
+class BagArguments(NamedTuple):
+    """Arguments of a lookup, with offsets where they are of bags."""
+
+    ids: torch.Tensor
+    table_ids: torch.Tensor | None
+    offsets: torch.Tensor | None
+    scales: torch.Tensor | None
+    shape: torch.Size | None
+    """Shape of the bags, where they were the last dimension of ids; None = they were given by offsets, or are none."""
+
+    def shaped(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of the bags in their shape."""
+        return rows if self.shape is None else rows.reshape(*self.shape, rows.shape[-1])
+
+
+def bags_of(
+    ids: torch.Tensor, table_ids: torch.Tensor | None, offsets: torch.Tensor | None, scales: torch.Tensor | None,
+    pooling: str | None, columns: Any, num_tables: int, include_last_offset: bool,
+) -> BagArguments:  # fmt: skip
+    """Arguments of `embedding(...)`: bags that are the last dimension of ids, and those whose last offset is left out,
+    get offsets [P + 1]. Any: what a user gives, which the lookup refuses.
+
+    Raises:
+        ValueError: shapes do not fit.
+    """
+    if not include_last_offset and isinstance(offsets, torch.Tensor) and offsets.dim() == 1:
+        end = torch.full((1,), ids.numel(), dtype=offsets.dtype, device=offsets.device)
+        offsets = torch.cat([offsets, end])
+    if pooling is None or offsets is not None or columns is not None:
+        return BagArguments(ids, table_ids, offsets, scales, None)
+    if not isinstance(ids, torch.Tensor) or ids.dim() < 2 or pooling not in POOLINGS:
+        return BagArguments(ids, table_ids, offsets, scales, None)
+    shape = ids.shape[:-1]
+    if table_ids is None and num_tables > 1 and (ids.dim() != 3 or ids.shape[1] != num_tables):
+        raise ValueError(
+            f"ids of bags must be of shape [B, {num_tables}, L], a bag for each table, got {list(ids.shape)}; pass"
+            " table_ids to say which table each bag is of, or offsets"
+        )
+    if isinstance(table_ids, torch.Tensor) and table_ids.dim() > 0:
+        try:
+            table_ids = table_ids.expand(shape).reshape(-1)
+        except RuntimeError as error:
+            raise ValueError(
+                f"table_ids must be of shape {list(shape)}, one for each bag, or broadcast to it, got"
+                f" {list(table_ids.shape)}"
+            ) from error
+    if isinstance(scales, torch.Tensor):
+        if scales.shape != ids.shape:
+            raise ValueError(
+                f"per_sample_weights must be of the shape of ids, {list(ids.shape)}, got {list(scales.shape)}"
+            )
+        scales = scales.reshape(-1)
+    offsets = torch.arange(shape.numel() + 1, dtype=torch.int64, device=ids.device) * ids.shape[-1]
+    return BagArguments(ids.reshape(-1), table_ids, offsets, scales, shape)
 
 
 def columns_of(columns: Any) -> Any:

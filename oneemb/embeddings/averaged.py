@@ -22,7 +22,7 @@ from oneemb.embeddings.embedding import MultiTableEmbedding, TableEmbedding, cop
 from oneemb.embeddings.lookups import keys_of
 from oneemb.graph import ops
 from oneemb.graph.arguments import Lookup
-from oneemb.graph.ops.keys import columns_of, pooling_of
+from oneemb.graph.ops.keys import bags_of, columns_of, pooling_of
 from oneemb.graph.ops.lookup import DTYPES
 from oneemb.graph.tracers import refuse_tracers, uncompiled
 from oneemb.kernels.arrays import Array
@@ -152,11 +152,17 @@ class AveragedEmbedding(torch.nn.Module):
         pooling: Literal["sum", "mean", "max"] | None = None,
         *,
         columns: Sequence[int] | None = None,
+        include_last_offset: bool = True,
     ) -> torch.Tensor:
         """The averages of the rows of ids, without a gradient; arguments, result and errors are those of the
         embedding in eval mode."""
         refuse_tracers(self.embedding, ids)
         rows, averages, pools = self.rows, _Averages(self), pooling or "sum"
+        bags = bags_of(
+            ids, table_ids, offsets, per_sample_weights, pooling, columns, self.embedding.num_tables,
+            include_last_offset,
+        )  # fmt: skip
+        ids, table_ids, offsets, per_sample_weights, _ = bags
         lookup = Lookup(ids, table_ids, offsets, columns_of(columns), per_sample_weights, pools)
 
         def keys() -> ops.Keys:
@@ -165,7 +171,7 @@ class AveragedEmbedding(torch.nn.Module):
 
         with torch.no_grad():
             found = alone((rows.store.step_lock,), lambda: rows.lookups.peek(rows, averages, lookup, keys))
-        return found.to(self.embedding.dtype)
+        return bags.shaped(found.to(self.embedding.dtype))
 
     def copy_to(self, persistent_path: AnyPath) -> TableEmbedding:
         """An embedding like the one that is averaged, whose rows are the averages as they are now: to be served, or

@@ -28,7 +28,7 @@ from oneemb.embeddings.stats import EmbeddingStats
 from oneemb.graph.arguments import Lookup
 from oneemb.graph.building import building_now
 from oneemb.graph.modules import embeddings_in
-from oneemb.graph.ops.keys import columns_of, pooling_of
+from oneemb.graph.ops.keys import BagArguments, bags_of, columns_of, pooling_of
 from oneemb.graph.ranks import ranks_of
 from oneemb.graph.tracers import hidden_from_modes, refuse_tracers, uncompiled
 from oneemb.kernels.threads import Threads
@@ -124,31 +124,38 @@ class TableEmbedding(SnapshotCalls, RowCalls):
         pooling: Literal["sum", "mean", "max"] | None = None,
         *,
         columns: Sequence[int] | None = None,
+        include_last_offset: bool = True,
     ) -> torch.Tensor:
-        """The rows of ids, one for each id or, with `offsets`, one for each bag of ids.
+        """The rows of ids, one for each id or, with `offsets` or `pooling`, one for each bag of ids.
 
         In training mode unknown ids are inserted with their initial values; in eval mode they read as the same values
         and nothing is inserted.
 
         Args:
             ids: integers of `key_type`, on the device of the embedding. Shape [B, T]: column t is looked up in table
-                t. With one table, or with `table_ids`, any shape. With `offsets`, [N]. Every integer is legal.
+                t. With one table, or with `table_ids`, any shape. With `offsets`, [N]. With `pooling` alone the last
+                dimension is a bag: [B, L] with one table, [B, T, L] with T, any with `table_ids`; fill short bags with
+                `padding_idx`. Every integer is legal.
             table_ids: the table, 0 to T-1, of each id: integers of the shape of `ids` or one that broadcasts to it.
-                With `offsets`, the table of each bag, [P], or one for all bags.
+                Of bags the table of each bag, [P] or the shape of `ids` without L, or one for all bags.
             offsets: int64 [P + 1], from 0 to N: bag p holds ids[offsets[p]:offsets[p + 1]], any number of ids.
                 Without `table_ids` bags lie sample by sample: P = B * T, and bag p is looked up in table p % T.
-            per_sample_weights: float32 [N]; each id's weights are multiplied by it before a sum. It gets a gradient.
-            pooling: with `offsets`, "sum" (None is the same), "mean" or elementwise "max" of a bag's ids. Those equal
+            per_sample_weights: float32 of the shape of `ids`, of bags; each id's weights are multiplied by it before a
+                sum. It gets a gradient.
+            pooling: "sum" (with `offsets` None is the same), "mean" or elementwise "max" of a bag's ids. Those equal
                 to `padding_idx` are left out. As in `torch.nn.EmbeddingBag` the gradient of a maximum goes to the id
                 that gave it, the first of several; a NaN is the maximum where the first id of a bag has it, and is
                 passed over elsewhere.
             columns: with `offsets`, the table of each of C columns, 0 to T-1, none below the one before. Bags then lie
                 column by column: P = C * B, and bag p is of column p // B. Several columns may be of one table.
 
+            include_last_offset: as of `torch.nn.EmbeddingBag`, whose default is False: `offsets` ends with N; off, N
+                is left out, int64 [P].
+
         Returns:
             [*ids.shape, D] of the embedding's dtype, which `model.half()` and the like do not change; zeros where an id
             equals `padding_idx`. For bags [B, T, D], with `columns` [B, C, D], or [P, D] with `table_ids` or one table;
-            zeros for an empty bag.
+            [*ids.shape[:-1], D] for bags of the last dimension; zeros for an empty bag.
             Sums and means of bags are made in float32 and rounded once.
 
         Raises:
@@ -168,7 +175,13 @@ class TableEmbedding(SnapshotCalls, RowCalls):
                 " its own; wrap the dense modules alone, and look ids up outside of them; TorchRec's"
                 " DistributedModelParallel shards it by the sharders of oneemb.torchrec.get_default_sharders() alone"
             )
+        bags: BagArguments | None = None
         try:
+            if pooling is not None or not include_last_offset:
+                bags = bags_of(
+                    ids, table_ids, offsets, per_sample_weights, pooling, columns, self.num_tables, include_last_offset
+                )
+                ids, table_ids, offsets, per_sample_weights, _ = bags
             pools = "sum" if pooling is None else pooling_of(pooling, offsets)
         except ValueError as error:
             if self.lookups.asks_ranks and building_now() is None:  # A graph reports errors of `build` itself.
@@ -179,9 +192,11 @@ class TableEmbedding(SnapshotCalls, RowCalls):
         with hidden_from_modes():
             building = building_now()
             if building is None:
-                return self.lookups.look_up(self, lookup, self.training, has_gradient)
-            look_up = functools.partial(self.lookups.look_up, self, lookup, self.training, has_gradient)
-            return building.look_up(self, lookup, has_gradient, look_up)
+                rows = self.lookups.look_up(self, lookup, self.training, has_gradient)
+            else:
+                look_up = functools.partial(self.lookups.look_up, self, lookup, self.training, has_gradient)
+                rows = building.look_up(self, lookup, has_gradient, look_up)
+        return rows if bags is None else bags.shaped(rows)
 
     @uncompiled
     def read(self, ids: torch.Tensor, table_ids: torch.Tensor | None = None) -> torch.Tensor:

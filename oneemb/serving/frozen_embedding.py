@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from oneemb.embeddings.embedding import TableEmbedding
-from oneemb.graph.ops.keys import check_ids, pooling_of
+from oneemb.graph.ops.keys import bags_of, check_ids, pooling_of
 from oneemb.serving.free_sizes import FreeSizes
 
 _NO_BAG = 1 << 40
@@ -48,8 +48,13 @@ class FrozenEmbedding(torch.nn.Module):
         pooling: Literal["sum", "mean", "max"] | None = None,
         *,
         columns: Sequence[int] | None = None,
+        include_last_offset: bool = True,
     ) -> torch.Tensor:
         """Look ids up; see `MultiTableEmbedding.forward` in eval mode."""
+        bags = bags_of(
+            ids, table_ids, offsets, per_sample_weights, pooling, columns, self.num_tables, include_last_offset
+        )
+        ids, table_ids, offsets, per_sample_weights, _ = bags
         pools = pooling_of(pooling, offsets)
         if offsets is None and (columns is not None or per_sample_weights is not None):
             raise ValueError("columns and per_sample_weights are for bags; pass offsets")
@@ -58,7 +63,7 @@ class FrozenEmbedding(torch.nn.Module):
             table_N = self._tables_of(ids, table_ids)
             rows: torch.Tensor = self.lookup(table_N, self._wide(ids).reshape(-1))
             return rows.to(self.dtype).reshape(*ids.shape, self.embedding_dim)
-        return self._pooled(ids, table_ids, offsets, per_sample_weights, pools, columns)
+        return bags.shaped(self._pooled(ids, table_ids, offsets, per_sample_weights, pools, columns))
 
     def read(self, ids: torch.Tensor, table_ids: torch.Tensor | None = None) -> torch.Tensor:
         """Look ids up; see `MultiTableEmbedding.read`."""

@@ -179,6 +179,7 @@ class InferenceEmbedding(torch.nn.Module):
         pooling: Literal["sum", "mean", "max"] | None = None,
         *,
         columns: Sequence[int] | None = None,
+        include_last_offset: bool = True,
     ) -> torch.Tensor:
         """The rows of ids, or of bags of ids: arguments, result and errors are those of `MultiTableEmbedding`.
 
@@ -193,6 +194,18 @@ class InferenceEmbedding(torch.nn.Module):
         if self._follower is not None:
             self._check_follower(self._follower)
         served = self._version_now()
+        if pooling is not None or not include_last_offset:
+            num_tables = len(served.table_C if table_ids is None else served.is_served_T)
+            bags = lookup_keys.bags_of(
+                ids, table_ids, offsets, per_sample_weights, pooling, columns, num_tables, include_last_offset
+            )
+            if bags.shape is not None:
+                assert bags.offsets is not None
+                pools = lookup_keys.pooling_of(pooling, bags.offsets)
+                return bags.shaped(
+                    self._bags(served, bags.ids, bags.table_ids, bags.offsets, bags.scales, pools, columns)
+                )
+            offsets = bags.offsets
         pools, columns = lookup_keys.pooling_of(pooling, offsets), lookup_keys.columns_of(columns)
         if offsets is not None:
             return self._bags(served, ids, table_ids, offsets, per_sample_weights, pools, columns)
