@@ -4,6 +4,7 @@ N ids, U unique keys, P bags, B samples, T tables, C columns.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
@@ -188,7 +189,7 @@ def bags_of(
                 f"per_sample_weights must be of the shape of ids, {list(ids.shape)}, got {list(scales.shape)}"
             )
         scales = scales.reshape(-1)
-    offsets = torch.arange(shape.numel() + 1, dtype=torch.int64, device=ids.device) * ids.shape[-1]
+    offsets = torch.arange(math.prod(shape) + 1, dtype=torch.int64, device=ids.device) * ids.shape[-1]
     return BagArguments(ids.reshape(-1), table_ids, offsets, scales, shape)
 
 

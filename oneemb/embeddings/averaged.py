@@ -13,7 +13,7 @@ makes up for the rest as it reads.
 import dataclasses
 import weakref
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 import torch
@@ -196,6 +196,12 @@ class AveragedEmbedding(torch.nn.Module):
         trains on without."""
         self.embedding.store.watchers.discard(self)
         self.rows.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def before_change(self, table_U: Array, id_U: Array, weight_UD: torch.Tensor) -> None:
         """Bring the averages of these rows, whose weights are about to change, up to date: the embedding's steps call

@@ -392,6 +392,12 @@ class InferenceEmbedding(torch.nn.Module):
             self._served, self._choice = None, object()
         self.unfollow()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     def __reduce_ex__(self, protocol: object) -> Never:
         raise TypeError(
             "an InferenceEmbedding cannot be copied or pickled; open it where it is needed: the map is shared"
