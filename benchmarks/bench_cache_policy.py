@@ -84,7 +84,7 @@ def main() -> None:
 def hit_rate(batches: list[np.ndarray], slots: int, policy: str, half_life: float) -> float:
     hot_tier.HALF_LIFE = half_life
     tier = hot_tier.HotTier(
-        "cache", row_width=4, slots=slots, below=AllRows(), resident=False, policy=policy, begin=lambda *_: None,
+        "cache", row_width=4, slots=slots, below=AllRows(), resident=False, policy=policy, init=lambda *_: None,
         threads=Threads(1),
     )  # fmt: skip
     loops = HostLoops(Threads(1))

@@ -77,7 +77,7 @@ def measure(gpu, dim: int, load: float, keys: int, slots: int, runs: int) -> tup
     is."""
     loops = CudaLoops(gpu)
     tier = DeviceTier(
-        "device", row_width=dim, slots=slots, below=Forgetful(dim), resident=False, begin=lambda *_: None, loops=loops
+        "device", row_width=dim, slots=slots, below=Forgetful(dim), resident=False, init=lambda *_: None, loops=loops
     )
     generator = torch.Generator(device=gpu.device).manual_seed(0)
 

@@ -49,7 +49,7 @@ def rows_of_columns(bags: int, columns: int) -> np.ndarray:
 
 
 class RowsOfIds(NamedTuple):
-    """Where the weights of each id are: in slot slot_U[inverse_N[n]]."""
+    """Slots of the weights of each id: slot_U[inverse_N[n]]."""
 
     weight_SX: Array
     """weights' bits [S, X], X >= D, as `RowFormat.weights` gives them"""

@@ -256,7 +256,7 @@ def prefetch_word(typingctx: Any, address: Any, index: Any) -> Any:
 
 @intrinsic
 def end_of_line(typingctx: Any, address: Any, c: Any, id: Any, high: Any, low_bits: Any) -> Any:
-    """Where in a line of four cells (id, word), the cells c to c + 3 after an address, a search ends: 0 to 3.
+    """Place in a line of four cells (id, word), the cells c to c + 3 after an address, at which a search ends: 0 to 3.
 
     That is the first cell whose id is this one and whose word is `high` above its `low_bits` lowest bits, or whose word
     is 0; 4 = none. The line is one vector, and its address a multiple of 64.

@@ -1,4 +1,4 @@
-"""Which of R owners (ranks, or the paths of a sharded table) keeps a key: for routing, saving and loading.
+"""The owner of a key among R (ranks, or the paths of a sharded table): for routing, saving and loading.
 
 Invariant: the answer is a pure function of (table, id, R), the same in every version: snapshots depend on it.
 """

@@ -28,7 +28,7 @@ SCALED = False  # whether gradients are multiplied on their way into the sum; `a
 
 
 class Segments(NamedTuple):
-    """Where each key's gradients lie; see `segments_of`."""
+    """Places of each key's gradients; see `segments_of`."""
 
     grad_NX: torch.Tensor
     """[N, D], or [P, D] of bags: bits of float32, float16 or bfloat16"""

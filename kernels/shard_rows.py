@@ -102,7 +102,7 @@ _SAMPLE = 16
 
 
 def least_of(number_N: np.ndarray, count: int, tie_of: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """Where the `count` least numbers are, or all: int64 [count].
+    """Places of the `count` least numbers, or of all: int64 [count].
 
     A sample says below what these surely are, and only those are looked at closely; so numbers lie best in an order
     that says nothing of them. `tie_of` gives a number for each of some places; of equal numbers, those of the least are

@@ -244,7 +244,7 @@ def _occurrences_cpu(
 def occurrences(
     inverse_N: np.ndarray, keys: int, bag_N: np.ndarray | None = None, scale_N: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Where each key occurs, in batch order: order_N[begin_U1[u]], ..., order_N[begin_U1[u + 1] - 1].
+    """Places of each key, in batch order: order_N[begin_U1[u]], ..., order_N[begin_U1[u + 1] - 1].
 
     Args:
         inverse_N: the key of each id, 0 to keys - 1; -1 for padding, which is left out.

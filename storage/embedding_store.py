@@ -135,7 +135,7 @@ class EmbeddingStore:
         self.pins = PinBook(self.rows, placed=policies is not None)
         """Owners of pinned rows. In a turn only."""
         self.engine: PolicyEngine | None = None
-        """Which rows policies keep; None where no table has one, and all stay. In a turn only."""
+        """The policies of the tables, carried out; None where no table has one, and all rows stay. In a turn only."""
         if policies is not None:
             self.engine = PolicyEngine(policies, plan.capacity, self.rows, self.pins, threads, self.writing)
         self.policy = StorePolicy(self, self.engine, f"the embedding on {bottom.name}", self.num_tables)

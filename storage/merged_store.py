@@ -107,7 +107,7 @@ class MergedStore:
             store.build()
 
     def begins(self, first_table_P: np.ndarray, begin_P1: np.ndarray) -> np.ndarray:
-        """Where the keys of each member begin, and the end, [M + 1]; given those of P members that have lookups."""
+        """Bounds of the keys of each member, [M + 1]; given those of P members that have lookups."""
         return begin_P1[np.searchsorted(first_table_P, self.first_table_M1)]
 
     def acquire_found(

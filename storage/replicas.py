@@ -76,7 +76,7 @@ class Replicas(StorePart):
     # ---- what comes and goes ----------------------------------------------------------------------------------------
 
     def new(self, table_U: np.ndarray, id_U: np.ndarray, row_bytes: int | None) -> TableIds:
-        """Which of these distinct keys are of replicated tables and not here; memory to `add` them is reserved.
+        """The distinct keys that are of replicated tables and not here; memory to `add` them is reserved.
         StoreFullError if their rows, of `row_bytes` each, exceed the limit; None = there is no limit."""
         u = np.flatnonzero(self.are_of(table_U))
         new_U = u[self._index.find(table_U[u], id_U[u]) < 0]

@@ -90,7 +90,7 @@ class Snapshots(Protocol):
 
     @property
     def places(self) -> Places:
-        """Where the rows lay of the snapshot that was saved or loaded last."""
+        """Places of the rows of the snapshot that was saved or loaded last."""
 
     def gone_since(self, then: Places) -> tuple[np.ndarray, np.ndarray]:
         """The keys that had rows at those places, and have none now."""

@@ -301,7 +301,7 @@ class TieredRows:
 
     @property
     def places(self) -> Places:
-        """Where the rows lay, in the store at the bottom, of the snapshot that was saved or loaded last."""
+        """Places, in the store at the bottom, of the rows of the snapshot that was saved or loaded last."""
         return self._snapshots().places
 
     def gone_since(self, then: Places) -> tuple[np.ndarray, np.ndarray]:

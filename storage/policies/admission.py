@@ -1,4 +1,4 @@
-"""Which ids get a row: those that were seen often enough, by chance, or as a function of the user's says.
+"""Admission: ids get a row that were seen often enough, by chance, or by a function of the user's.
 
     admission = Admission(policies, threads)
     admitted_M = admission.asks(table_M, id_M, uses_M, lookup)      of keys that have no row
@@ -55,7 +55,7 @@ class Admission:
     def asks(
         self, table_M: np.ndarray, id_M: np.ndarray, uses_M: np.ndarray, lookup: int, *, again: bool = False
     ) -> np.ndarray:
-        """Which of these distinct keys get a row: bool [M]. Changes nothing.
+        """Whether each of these distinct keys gets a row: bool [M]. Changes nothing.
 
         Args:
             uses_M: int64, number of the lookup's ids that are each key.

@@ -69,8 +69,8 @@ class Evictions:
         return [self._choose(excess_T, excess, held)]
 
     def fitting(self, table_M: np.ndarray, held: Sequence[np.ndarray]) -> np.ndarray:
-        """Which of new rows, of these tables, can have room: bool [M]. All but the last ones of full tables that refuse
-        rows. held: as in `make_room`."""
+        """Whether each new row, of these tables, can have room: bool [M]. All but the last ones of full tables that
+        refuse rows. held: as in `make_room`."""
         fits_M = np.ones(len(table_M), np.bool_)
         new_T = np.bincount(table_M, minlength=len(self._usage.rows_T))
         excess_T = self._excess(new_T)
@@ -209,7 +209,7 @@ class Evictions:
             yield range(begin, end)
 
     def _least(self, cell_N: np.ndarray, score_N: np.ndarray, count: int) -> np.ndarray:
-        """Which `count` rows are of least score, or all; between equal ones the hash of the key decides."""
+        """The `count` rows of least score, or all; between equal ones the hash of the key decides."""
 
         def tie_of(place_E: np.ndarray) -> np.ndarray:
             table_E, id_E, _ = keys_in_cells(cell_N[place_E])
@@ -273,7 +273,7 @@ class Evictions:
     def unwanted(
         self, table_N: np.ndarray, id_N: np.ndarray, weight_ND: np.ndarray, held: Sequence[np.ndarray]
     ) -> list[RowsToEvict]:
-        """Which of these rows, of weights float32 [N, D], are to be evicted for their weights. ValueError if
+        """Whether each of these rows, of weights float32 [N, D], is to be evicted for its weights. ValueError if
         `expire_where` fails."""
         to_evict = []
         with self._holding(held):

@@ -1,4 +1,4 @@
-"""Which rows an embedding keeps: the policies of its tables, carried out on its tiers.
+"""The policies of an embedding's tables, carried out on its tiers.
 
 A lookup goes through `acquire`: rows that have expired leave, ids that may have one get a row, as many leave as there
 has to be room for, and the usage metadata of each row go into its record.
@@ -58,14 +58,14 @@ class PolicyEngine:
         self._evictions = Evictions(self._usage, threads)
         self._hot: HotRows | None = None  # the tier that the usage index refers to
         self.admission = self.new_admission()
-        """Which ids get a row; None = all."""
+        """Chooses the ids that get a row; None = all."""
         self._asks = False
         self._refuses = any(policy.when_full == "refuse" for policy in policies)
         self.turned_away = 0
         """How many ids of lookups got no row since their table was full."""
 
     def new_admission(self) -> Admission | None:
-        """One that has counted nothing."""
+        """An `Admission` that has counted nothing."""
         has_rules = any(policy.admit is not None for policy in self._policies)
         return Admission(self._policies, self._threads) if has_rules else None
 
@@ -264,7 +264,7 @@ class PolicyEngine:
         return erased_V
 
     def forget(self, table_V: np.ndarray, id_V: np.ndarray, erased_V: np.ndarray) -> None:
-        """These rows have been erased by hand, those of them that there were."""
+        """Note that the existing rows among these have been erased by hand."""
         self.usage.forget(table_V, id_V, "erased", erased_V)
 
     def to_evict(self, tables: Sequence[int], step: int) -> list[RowsToEvict]:

@@ -33,7 +33,7 @@ class StableRows(Protocol):
 
     @property
     def index(self) -> HashIndex:
-        """Where each key's slot is found."""
+        """Finds each key's slot."""
 
 
 class OwnPlaces:

@@ -1,4 +1,4 @@
-"""Which rows a table keeps: what users say of it, checked.
+"""The user's rules for the rows that a table keeps, checked.
 
 `RowPolicy` is of one table. `kernels/score_rows.py` has the rules by which a use changes a row's score, and `usage.py`
 finds the rows that are to leave.
@@ -164,7 +164,7 @@ Absent = Literal["initial", "zeros"] | Initializer
 
 @dataclass(frozen=True)
 class RowPolicy:
-    """Which rows a table keeps.
+    """Rules for the rows that a table keeps.
 
     Args:
         evict: which rows leave where there would be more than `capacity`, or than the store's; None = none, a full

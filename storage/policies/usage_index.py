@@ -35,7 +35,7 @@ class UsageClock:
 
     lookups: int = 0
     shard: int = 0
-    """Where the next round of eviction begins."""
+    """Shard at which the next round of eviction begins."""
     swept: int = 0
     """The shard at which the next sweep begins."""
     swept_step: int = 0

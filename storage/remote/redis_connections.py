@@ -160,7 +160,7 @@ class _Queue:
             return self._again.popleft() if self._again else next(self._requests, None)
 
     def put_back(self, requests: Iterable[Request]) -> None:
-        """These were not answered."""
+        """Note that these were not answered."""
         with self._lock:
             self._again.extend(requests)
 

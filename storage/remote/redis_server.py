@@ -128,7 +128,7 @@ class RedisServer:
 
 
 class _Taking:
-    """Where the values of one request go."""
+    """Takes the values of one request."""
 
     def __init__(
         self, name: str, table: str, part: int, id_N: np.ndarray, value_ND: np.ndarray, found_N: np.ndarray

@@ -20,7 +20,7 @@ class SnapshotRows:
     step: int
 
     def described(self) -> dict[str, Any]:
-        """This as JSON can hold it."""
+        """The form that JSON can hold."""
         row = self.format
         marks = {"marks": row.usage_words} if row.usage_words else {}
         return {
@@ -60,7 +60,7 @@ class SnapshotRows:
 
 @dataclass(frozen=True)
 class PartOf:
-    """Which part of which snapshot a table keeps as one of its own.
+    """The part of a snapshot that a table keeps as a snapshot of its own.
 
     Args:
         name: of the whole.
@@ -100,8 +100,8 @@ def without_part(meta: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shard_of(meta: dict[str, Any], name: str) -> tuple[int, int]:
-    """Which part of a sharded snapshot this is, and of how many; (0, 1) for a whole one. CorruptTableError if
-    invalid."""
+    """The part of a sharded snapshot that this is, and the number of parts; (0, 1) for a whole one.
+    CorruptTableError if invalid."""
     shard = meta.get("shard", (0, 1))
     _need(isinstance(shard, list | tuple) and len(shard) == 2, name, shard)
     _need(_number(shard[1], 1, _STEP_MAX) and _number(shard[0], 0, shard[1] - 1), name, shard)

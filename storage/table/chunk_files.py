@@ -83,7 +83,7 @@ class ChunkFile:
 
 
 class ChunkEnd(NamedTuple):
-    """Where the next run of a chunk begins: after how many blocks and bytes of keys, and the last checksum of keys."""
+    """Begin of the next run of a chunk: blocks and bytes of keys before it, and the last checksum of keys."""
 
     blocks: int
     keys_bytes: int

@@ -1,4 +1,4 @@
-"""Which rows of which chunks are the table's rows now.
+"""The places, in chunks, of the table's rows as they are now.
 
 The places of a table are divided into extents: runs of blocks, of about 1 MiB each. A chunk takes as many neighbouring
 extents as its blocks may need. In a chunk whose first extent is e, row r has the place `e * rows_per_extent + r`. The

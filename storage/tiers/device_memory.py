@@ -95,7 +95,7 @@ class StreamOrder:
             self._stream, self._end = stream, stream.record_event()
 
     def released(self, slot_U: torch.Tensor) -> None:
-        """These slots were released on the current stream, which need not be the one that their array is of."""
+        """Note that these slots were released on the current stream, which need not be that of their array."""
         if self._on_gpu:
             stream = torch.cuda.current_stream(self._gpu.device)
             slot_U.record_stream(stream)

@@ -34,7 +34,7 @@ from oneemb.storage.row_store import RowStore
 from oneemb.storage.tiers.device_index import DeviceIndex
 from oneemb.storage.tiers.device_memory import PinnedRows, StreamOrder, enlarge
 from oneemb.storage.tiers.free_slots import FreeSlots
-from oneemb.storage.tiers.hot_rows import BeginRows, fill_pinned
+from oneemb.storage.tiers.hot_rows import InitRows, fill_pinned
 from oneemb.storage.tiers.limits import Limits
 from oneemb.storage.tiers.memory_tier import HALF_LIFE, MemoryTier
 
@@ -84,12 +84,12 @@ class DeviceTier(MemoryTier):
         resident: bool,
         row_limit: int | None = None,
         policy: str = "lfu",
-        begin: BeginRows,
-        absent: BeginRows | None = None,
-        refused: BeginRows | None = None,
+        init: InitRows,
+        absent: InitRows | None = None,
+        refused: InitRows | None = None,
         loops: CudaLoops,
     ):
-        super().__init__(name, row_width, below, resident, policy, begin, absent, refused, loops.arange)
+        super().__init__(name, row_width, below, resident, policy, init, absent, refused, loops.arange)
         self.slots = slots
         self._loops = loops
         self._gpu = gpu = loops.gpu
@@ -359,7 +359,7 @@ class DeviceTier(MemoryTier):
             new_M = self._gpu.put(missing_M)
         slot_M = self._reserve(size)
         slot_N = slot_M[new_M]
-        self.begin_rows(self.row_SW, slot_N, table_M[new_M], id_M[new_M])
+        self.init_rows(self.row_SW, slot_N, table_M[new_M], id_M[new_M])
         if len(old):
             self._rows_in(slot_M[~new_M], row_MW, old)
         with self._taking(slot_M, table_M, id_M, dirty=new_M):

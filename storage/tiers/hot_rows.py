@@ -23,8 +23,8 @@ from oneemb.kernels.arrays import Array
 from oneemb.kernels.loops import Keys
 from oneemb.storage.row_store import RowSource, RowStore
 
-BeginRows = Callable[[Array, Array, Array, Array], None]
-"""begin(row_SW, slot_M, table_M, id_M) writes the initial rows of keys into these slots of an array of rows."""
+InitRows = Callable[[Array, Array, Array, Array], None]
+"""init(row_SW, slot_M, table_M, id_M) writes the initial rows of keys into these slots of an array of rows."""
 
 
 class RowsReadAhead:

@@ -33,7 +33,7 @@ from oneemb.kernels.threads import Threads
 from oneemb.storage.hash_index import HashIndex
 from oneemb.storage.locking.turns import changing
 from oneemb.storage.row_store import RowStore
-from oneemb.storage.tiers.hot_rows import BeginRows, RowsReadAhead
+from oneemb.storage.tiers.hot_rows import InitRows, RowsReadAhead
 from oneemb.storage.tiers.limits import Limits
 from oneemb.storage.tiers.memory_tier import HALF_LIFE, MemoryTier
 from oneemb.storage.tiers.reservation import Reservation
@@ -55,7 +55,7 @@ class HotTier(MemoryTier):
 
     Args:
         name: in errors and statistics: "device" or "host".
-        row_width, below, resident, policy, begin, absent, refused: see `MemoryTier`.
+        row_width, below, resident, policy, init, absent, refused: see `MemoryTier`.
         slots: rows that fit. Memory is taken as slots are first used, and in a resident tier address space too.
         row_limit: rows that may be known to this tier and those below together; None = no limit.
         writing: held by whoever writes rows in place; None = nobody does.
@@ -73,15 +73,15 @@ class HotTier(MemoryTier):
         resident: bool,
         row_limit: int | None = None,
         policy: str = "lfu",
-        begin: BeginRows | None = None,
-        absent: BeginRows | None = None,
-        refused: BeginRows | None = None,
+        init: InitRows | None = None,
+        absent: InitRows | None = None,
+        refused: InitRows | None = None,
         threads: Threads,
         writing: AbstractContextManager[Any] | None = None,
         expected: int = 0,
         reads_ahead: bool = False,
     ):
-        super().__init__(name, row_width, below, resident, policy, begin, absent, refused, np.arange)
+        super().__init__(name, row_width, below, resident, policy, init, absent, refused, np.arange)
         slot_bytes = row_width * 4 + SLOT_OVERHEAD_BYTES
         self._arrays = SlotArrays(name, row_width, slots, slot_bytes, resident, expected)
         self._dirty_S, self.pin_S, self.score_S, self.row_SW = self._arrays.arrays
@@ -240,7 +240,7 @@ class HotTier(MemoryTier):
 
     @property
     def index(self) -> HashIndex:
-        """Where each key's slot is found; it is the tier that changes it."""
+        """Finds each key's slot; the tier alone changes it."""
         return self._index
 
     @property
@@ -344,7 +344,7 @@ class HotTier(MemoryTier):
             missing_M = self._below.get(table_M, id_M, self.row_SW, slot_M)
             old, new = np.flatnonzero(~missing_M), np.flatnonzero(missing_M)
         slot_O, slot_N = slot_M[old], slot_M[new]
-        self.begin_rows(self.row_SW, slot_N, table_M[new], id_M[new])
+        self.init_rows(self.row_SW, slot_N, table_M[new], id_M[new])
         self._index.put(table_M, id_M, slot_M)
         with changing:
             self._free.commit(size)

@@ -23,7 +23,7 @@ from oneemb.storage.locking.turns import changing
 from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.storage.row_store import RowStore
 from oneemb.storage.tiers.free_slots import FreeSlots
-from oneemb.storage.tiers.hot_rows import BeginRows, RowsReadAhead
+from oneemb.storage.tiers.hot_rows import InitRows, RowsReadAhead
 from oneemb.storage.tiers.limits import Counters, Limits
 
 # Uses of rows in which a use comes to count half as much, as a multiple of the slots. By bench_cache_policy.py, caches
@@ -46,7 +46,7 @@ class MemoryTier(ABC):
         below: the store underneath; None = nothing.
         resident: whether every row is here (see the head of this file). One with nothing below must be.
         policy: which rows a cache evicts first, "lru" or "lfu".
-        begin: writes the rows of keys that no tier has; None where nobody acquires rows here.
+        init: writes the rows of keys that no tier has; None where nobody acquires rows here.
         absent, refused: write the values of keys without a row, and of keys that get none; None = the same.
         arange: makes an array of the numbers 0 to size - 1 in the tier's place.
     """
@@ -57,15 +57,15 @@ class MemoryTier(ABC):
     _dirty_S: Any
 
     def __init__(
-        self, name: str, row_width: int, below: RowStore | None, resident: bool, policy: str, begin: BeginRows | None,
-        absent: BeginRows | None, refused: BeginRows | None, arange: Callable[[int], Array],
+        self, name: str, row_width: int, below: RowStore | None, resident: bool, policy: str, init: InitRows | None,
+        absent: InitRows | None, refused: InitRows | None, arange: Callable[[int], Array],
     ):  # fmt: skip
         assert (resident or below is not None) and policy in ("lru", "lfu")
         self.name = name
         self.row_width = row_width
         self.policy = policy
-        self.begin_rows: BeginRows = begin or _no_rows
-        self._absent, self._refused = absent or self.begin_rows, refused or self.begin_rows
+        self.init_rows: InitRows = init or _no_rows
+        self._absent, self._refused = absent or self.init_rows, refused or self.init_rows
         self._below = below
         self._resident = resident
         self._counters = Counters()

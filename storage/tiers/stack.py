@@ -77,7 +77,7 @@ class StorePlan:
 
 
 class NewRows:
-    """Initializes new rows of this format, which another one of the same words may replace; a `BeginRows`. `policies`
+    """Initializes new rows of this format, which another one of the same words may replace; a `InitRows`. `policies`
     say what is read where there is no row; None = the initial values."""
 
     def __init__(
@@ -105,11 +105,11 @@ class NewRows:
         self._write(row_SW, slot_M, table_M, id_M, self._initial)
 
     def absent(self, row_SW: Array, slot_M: Array, table_M: Array, id_M: Array) -> None:
-        """Write the values of keys that have no row; as a `BeginRows`."""
+        """Write the values of keys that have no row; as a `InitRows`."""
         self._write(row_SW, slot_M, table_M, id_M, self._of_absent)
 
     def refused(self, row_SW: Array, slot_M: Array, table_M: Array, id_M: Array) -> None:
-        """Write the values of keys that get no row; as a `BeginRows`."""
+        """Write the values of keys that get no row; as a `InitRows`."""
         self._write(row_SW, slot_M, table_M, id_M, self._of_refused)
 
     def _write(self, row_SW: Array, slot_M: Array, table_M: Array, id_M: Array, initial: Any) -> None:
@@ -121,9 +121,9 @@ class NewRows:
 
 
 def make_tiers(
-    plan: StorePlan, begin: NewRows, bottom: RowStore, threads: Threads, writing: AbstractContextManager[Any]
+    plan: StorePlan, new_rows: NewRows, bottom: RowStore, threads: Threads, writing: AbstractContextManager[Any]
 ) -> list[Tier]:
-    """The tiers from the hot one, `HotRows`, where the loops of `begin` run, down to the one above the store at the
+    """The tiers from the hot one, `HotRows`, where the loops of `new_rows` run, down to the one above the store at the
     bottom. Tiers that hold all rows copy those that are there already.
 
     Raises:
@@ -137,24 +137,26 @@ def make_tiers(
             RemoteTier(
                 open_server(plan.remote.url),
                 plan.remote.name,
-                row_width=begin.format.row_width,
+                row_width=new_rows.format.row_width,
                 below=below,
                 threads=threads,
             )  # fmt: skip
         ]
     elif plan.host_bytes != 0:
         between = [
-            _host_tier("host", plan, plan.host_bytes, begin.format, below, None, None, threads, None, reads_ahead=False)
+            _host_tier(
+                "host", plan, plan.host_bytes, new_rows.format, below, None, None, threads, None, reads_ahead=False
+            )
         ]
     if between:
         below = between[0]
-    if isinstance(begin.loops, HostLoops):
+    if isinstance(new_rows.loops, HostLoops):
         hot: HotRows = _host_tier(
-            "device", plan, plan.cache_bytes, begin.format, below, plan.capacity, begin, threads, writing,
+            "device", plan, plan.cache_bytes, new_rows.format, below, plan.capacity, new_rows, threads, writing,
             reads_ahead=below is bottom,
         )  # fmt: skip
     else:
-        hot = _device_tier(plan, begin, below)
+        hot = _device_tier(plan, new_rows, below)
     tiers: list[Tier] = [hot, *between]
     if plan.copies_rows and (rows := len(bottom)):
         for tier in reversed(tiers):
@@ -165,32 +167,32 @@ def make_tiers(
 
 def _host_tier(
     name: str, plan: StorePlan, budget_bytes: int | None, format: RowFormat, below: RowStore, row_limit: int | None,
-    begin: NewRows | None, threads: Threads, writing: AbstractContextManager[Any] | None, *, reads_ahead: bool,
+    new_rows: NewRows | None, threads: Threads, writing: AbstractContextManager[Any] | None, *, reads_ahead: bool,
 ) -> HotTier:  # fmt: skip
     return HotTier(
         name, row_width=format.row_width, slots=_host_slots(plan, format, budget_bytes), below=below,
-        resident=budget_bytes is None, row_limit=row_limit, policy=plan.cache_policy, begin=begin,
-        absent=None if begin is None else begin.absent, refused=None if begin is None else begin.refused,
+        resident=budget_bytes is None, row_limit=row_limit, policy=plan.cache_policy, init=new_rows,
+        absent=None if new_rows is None else new_rows.absent, refused=None if new_rows is None else new_rows.refused,
         threads=threads, writing=writing, expected=plan.capacity or 0, reads_ahead=reads_ahead,
     )  # fmt: skip
 
 
-def _device_tier(plan: StorePlan, begin: NewRows, below: RowStore) -> HotRows:
+def _device_tier(plan: StorePlan, new_rows: NewRows, below: RowStore) -> HotRows:
     from oneemb.kernels.cuda_loops import CudaLoops
     from oneemb.storage.tiers import device_tier
 
-    assert isinstance(begin.loops, CudaLoops)
-    slot_bytes = -(-begin.format.row_bytes // 16) * 16 + device_tier.SLOT_OVERHEAD_BYTES
+    assert isinstance(new_rows.loops, CudaLoops)
+    slot_bytes = -(-new_rows.format.row_bytes // 16) * 16 + device_tier.SLOT_OVERHEAD_BYTES
     budget_bytes = plan.cache_bytes
     if budget_bytes is None:
-        budget_bytes = int(begin.loops.gpu.free_bytes() * _MEMORY_SHARE)
+        budget_bytes = int(new_rows.loops.gpu.free_bytes() * _MEMORY_SHARE)
     slots = max(budget_bytes // slot_bytes, 1)
     if plan.cache_bytes is None and plan.capacity is not None and not plan.has_temporary_rows:
         slots = min(slots, plan.capacity)
     tier = device_tier.DeviceTier(
-        "device", row_width=begin.format.row_width, slots=slots, below=below, resident=plan.cache_bytes is None,
-        row_limit=plan.capacity, policy=plan.cache_policy, begin=begin, absent=begin.absent,
-        refused=begin.refused, loops=begin.loops,
+        "device", row_width=new_rows.format.row_width, slots=slots, below=below, resident=plan.cache_bytes is None,
+        row_limit=plan.capacity, policy=plan.cache_policy, init=new_rows, absent=new_rows.absent,
+        refused=new_rows.refused, loops=new_rows.loops,
     )  # fmt: skip
     # It takes the keys that its loops make, which are tensors; no caller has others.
     return cast(HotRows, tier)

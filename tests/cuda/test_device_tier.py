@@ -24,7 +24,7 @@ def tier(gpu):
     def make(below=None, slots=3000, **options):
         return DeviceTier(
             "device", row_width=W, slots=slots, below=below, resident=options.pop("resident", below is None),
-            begin=None, loops=CudaLoops(gpu), **options,
+            init=None, loops=CudaLoops(gpu), **options,
         )  # fmt: skip
 
     return make
@@ -63,7 +63,7 @@ class Model:
 
     def __init__(self, tier, gpu):
         self.tier, self.gpu, self.rows, self.pins, self.begun = tier, gpu, {}, Counter(), []
-        tier.begin_rows = self.begin
+        tier.init_rows = self.begin
 
     def begin(self, row_SW, slot_M, table_M, id_M):
         self.begun += zip(table_M.tolist(), id_M.tolist(), strict=True)
@@ -212,10 +212,10 @@ def test_a_new_row_that_cannot_begin_leaves_no_trace(tier, gpu):
     def fail(*_):
         raise RuntimeError("no row")
 
-    model.tier.begin_rows = fail
+    model.tier.init_rows = fail
     with pytest.raises(RuntimeError, match="no row"):
         model.acquire([(0, 1), (0, 2)])
-    model.tier.begin_rows = model.begin
+    model.tier.init_rows = model.begin
     assert len(model.tier) == 0 and model.tier.pinned == 0 and model.here([(0, 1)]) == []
     model.acquire([(0, i) for i in range(4)])
 

@@ -44,7 +44,7 @@ def streams(gpu):
 def make(gpu):
     def make(below=None, slots=3000):
         return DeviceTier(
-            "device", row_width=W, slots=slots, below=below, resident=below is None, begin=begin_row,
+            "device", row_width=W, slots=slots, below=below, resident=below is None, init=begin_row,
             loops=CudaLoops(gpu),
         )  # fmt: skip
 
@@ -167,7 +167,7 @@ def test_a_tier_need_not_be_on_the_current_gpu():
     other = Gpu("cuda:1")
     with torch.cuda.device(0):
         tier = DeviceTier(
-            "device", row_width=W, slots=500, below=DictStore(W), resident=False, begin=begin_row,
+            "device", row_width=W, slots=500, below=DictStore(W), resident=False, init=begin_row,
             loops=CudaLoops(other),
         )  # fmt: skip
         for begin in range(0, 3000, 300):

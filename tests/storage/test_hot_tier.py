@@ -241,7 +241,7 @@ def beginner(begun=None):
 
 
 def acquire(tier, keys, begun=None):
-    tier.begin_rows = beginner(begun)
+    tier.init_rows = beginner(begun)
     return tier.acquire(distinct(*keys_of(keys)))[0]
 
 
@@ -542,7 +542,7 @@ def test_a_beginning_that_fails_changes_nothing():
         def begin(row_SW, slot_M, table_M, id_M):
             raise KeyboardInterrupt
 
-        tier.begin_rows = begin
+        tier.init_rows = begin
         for _ in range(20):  # A slot lost each time would show.
             with pytest.raises(KeyboardInterrupt):
                 tier.acquire(distinct(*keys_of(ids(1, 5, 6))))

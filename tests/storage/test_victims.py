@@ -97,7 +97,7 @@ def filled(threads=1, slots=MANY, policy="lfu"):
     threads = Threads(threads)
     host = HotTier("host", row_width=2, slots=3 * slots, below=None, resident=True, threads=threads)
     tier = HotTier(
-        "device", row_width=2, slots=slots, below=host, resident=False, threads=threads, begin=begin, policy=policy
+        "device", row_width=2, slots=slots, below=host, resident=False, threads=threads, init=begin, policy=policy
     )
     for first in range(0, slots, 20_000):
         tier.release(use(tier, np.arange(first, first + 20_000)))
