@@ -18,9 +18,9 @@ Invariants:
 - any thread may call a store. `prefetch`, which runs ahead of the training loop, changes nothing that anyone can see:
   not the rows known, their values or the count of changes; and it is cancelled for a step that needs its slots.
 
-Turns: tiers are searched, filled and evicted from in a turn (storage/locking/turns.py), and a `prefetch` gives way to
-whoever waits for one between two chunks. `release`, `mark_dirty` and kernels on pinned slots need none, only the pins'
-lock.
+Locks: tiers are searched, filled and evicted from under the store lock (storage/locking/store_lock.py), which a
+`prefetch` yields to waiting threads between two chunks. `release`, `mark_dirty` and kernels on pinned slots need the
+pins' lock only.
 """
 
 import threading
@@ -43,7 +43,7 @@ from oneemb.storage.errors import StorageError, StoreFullError
 from oneemb.storage.folder_holder import FolderHolder
 from oneemb.storage.locking.pins import PinBook
 from oneemb.storage.locking.step_lock import StepLock, alone
-from oneemb.storage.locking.turns import Turns, changing
+from oneemb.storage.locking.store_lock import StoreLock, changing
 from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.storage.policies.policy_engine import PolicyEngine, refuses_some
 from oneemb.storage.policies.row_policy import RowPolicy
@@ -54,20 +54,20 @@ from oneemb.storage.rows.row_format import RowFormat
 from oneemb.storage.rows.store_form import StoreForm
 from oneemb.storage.snapshots.journal import Journal
 from oneemb.storage.snapshots.store_snapshots import StoreSnapshots
-from oneemb.storage.store_part import in_turn, no_step, reading
+from oneemb.storage.store_part import no_step, reading, with_store_lock
 from oneemb.storage.tiered_rows import TieredRows
 from oneemb.storage.tiers.hot_rows import HotRows, Prefetched
 from oneemb.storage.tiers.stack import StorePlan
 
 _MEND = "the embedding's load_snapshot(name) goes on from one, its clear() from none"
 
-# How long a prefetch lets waiting threads go first at most, in naps of 20 microseconds: they take turns by then.
+# How long a prefetch lets waiting threads go first at most, in naps of 20 microseconds: they alternate by then.
 _NAPS_MAX = 500
 
-# Rows that a prefetch reads at once from a disk, outside turns.
+# Rows that a prefetch reads at once from a disk, without the store lock.
 _READ_AHEAD_MAX = 65536
 
-# Rows that a prefetch brings in in one turn; where they can be read in a turn only, it reads them in it.
+# Rows that a prefetch brings in under one hold of the store lock, and reads there where it must.
 _PREFETCH_CHUNK = 4096
 
 
@@ -121,21 +121,22 @@ class EmbeddingStore:
         """Counts what changed the rows: two equal readings mean equal rows."""
         self.replaced = 0
         """Counts how often other rows have taken the place of those that were looked up, or none have."""
-        self.turns = Turns(f"the embedding on {bottom.name}", _MEND, rank=0)
+        self.store_lock = StoreLock(f"the embedding on {bottom.name}", _MEND, rank=0)
         self.step_lock = StepLock()
-        """Held by steps, and by whoever takes all rows as they are or puts others in their place; before any turn."""
+        """Held by steps, and by whoever takes or replaces all rows; taken before the store lock."""
         self.watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
         """Objects that a step, or `set_rows`, tells which rows it is about to change."""
         self.writing = threading.Lock()
-        """Held by loops that write rows in place, and by those that read rows which may be written; after any turn."""
+        """Held by loops that write rows in place, or read rows which may be written; taken after the store lock."""
         self._bottom = bottom
         format = RowFormat(dim, dtype, usage_words=0 if policies is None else USAGE_WORDS)
         self.rows = TieredRows(plan, bottom, format, initial, HostLoops(threads), threads, self.writing, policies)
         """All rows, in their tiers."""
         self.pins = PinBook(self.rows, placed=policies is not None)
-        """Owners of pinned rows. In a turn only."""
+        """Owners of pinned rows. Under the store lock only."""
         self.engine: PolicyEngine | None = None
-        """The policies of the tables, carried out; None where no table has one, and all rows stay. In a turn only."""
+        """The policies of the tables, carried out; None where no table has one, and all rows stay. Under the store
+        lock only."""
         if policies is not None:
             self.engine = PolicyEngine(policies, plan.capacity, self.rows, self.pins, threads, self.writing)
         self.policy = StorePolicy(self, self.engine, f"the embedding on {bottom.name}", self.num_tables)
@@ -143,7 +144,7 @@ class EmbeddingStore:
         self.replicas = Replicas(self, plan, threads)
         """Replicated tables."""
         self.journal = Journal(self.rows, self.replicas, threads)
-        """The snapshots since which a delta can be saved. In a turn only."""
+        """The snapshots since which a delta can be saved. Under the store lock only."""
         self.form = StoreForm(self, self.engine, threads)
         self.snapshots = StoreSnapshots(self, bottom, self.journal, self.engine, self.policy, self.replicas)
         self._closed = ""
@@ -176,7 +177,7 @@ class EmbeddingStore:
         StorageError if the path is in use or unusable."""
         alone((self.step_lock,), self._build)
 
-    @in_turn
+    @with_store_lock
     def _build(self) -> None:
         self.check_open()
         if not self.built:
@@ -203,7 +204,7 @@ class EmbeddingStore:
 
     @property
     def hot(self) -> HotRows:
-        """The hot tier. In a turn only."""
+        """The hot tier. Under the store lock only."""
         return self.rows.hot
 
     def acquire(
@@ -227,8 +228,8 @@ class EmbeddingStore:
                 changed.
             ValueError: tables or offsets, on a GPU, are not as they must be; nothing has changed.
         """
-        with self.turns:
-            self.turns.check(changes=True)
+        with self.store_lock:
+            self.store_lock.check(changes=True)
             if self._closed:
                 self.check_open()
             self.pins.release_abandoned()
@@ -258,7 +259,7 @@ class EmbeddingStore:
         """Whether lookups may get temporary rows: one key may then have several slots."""
         return self.plan.has_temporary_rows
 
-    @in_turn
+    @with_store_lock
     def temporary(self) -> np.ndarray:
         """The slots of temporary rows: int64."""
         return self.pins.temporary()
@@ -266,8 +267,8 @@ class EmbeddingStore:
     def prefetch(self, keys: Keys) -> Prefetched:
         """Read the known rows of a coming lookup and pin them as far as there is room. On a GPU this runs on the
         current stream; a step on another one waits for it."""
-        with self.turns:
-            self.turns.check(changes=True)
+        with self.store_lock:
+            self.store_lock.check(changes=True)
             nothing = Prefetched(self, keys, keys.id_U[:0], self.generation, 0, held=False)
             if not self.built:
                 return nothing
@@ -287,9 +288,9 @@ class EmbeddingStore:
         return prefetched
 
     def _bring(self, prefetched: Prefetched, missing: Array) -> None:
-        """Read the `missing` keys' rows, outside turns where that can be done, and bring them in, in several turns."""
-        with self.turns:
-            self.turns.check(changes=True)
+        """Read the `missing` keys' rows, without the store lock where possible, and bring them in by chunks."""
+        with self.store_lock:
+            self.store_lock.check(changes=True)
             if not prefetched.valid:
                 return
             ahead = self.hot.rows_ahead(prefetched.keys, missing)
@@ -302,18 +303,18 @@ class EmbeddingStore:
                 return  # A load, say, has put other files in place of those that were read.
         for begin in range(0, len(missing), _PREFETCH_CHUNK):
             naps = 0
-            while self.turns.waiting and naps < _NAPS_MAX:
+            while self.store_lock.waiting and naps < _NAPS_MAX:
                 time.sleep(2e-5)
                 naps += 1
-            with self.turns:
-                self.turns.check(changes=True)
+            with self.store_lock:
+                self.store_lock.check(changes=True)
                 if not prefetched.valid:
                     return
                 chunk = missing[begin : begin + _PREFETCH_CHUNK]
                 prefetched.missing -= self.hot.bring_known(prefetched.keys, prefetched.slot_U, chunk, ahead)
 
     def hold(self, keys: Keys, slot_U: Array, missing: int = 0) -> Prefetched:
-        """Note the pins of a coming lookup, in the turn in which they were made."""
+        """Note the pins of a coming lookup, under the same hold of the store lock as they were made."""
         try:
             prefetched = Prefetched(self, keys, slot_U, self.generation, missing)
             self.pins.prefetched.add(prefetched)
@@ -330,8 +331,8 @@ class EmbeddingStore:
 
     def unprefetch(self, prefetched: Prefetched) -> None:
         """Unpin what `prefetch` pinned, if no `acquire` has taken it over."""
-        with self.turns:
-            end = self.pins.take if self.turns.broken else self.pins.cancel
+        with self.store_lock:
+            end = self.pins.take if self.store_lock.broken else self.pins.cancel
             end(prefetched)
 
     def weights_in(self, slot_U: Array) -> torch.Tensor:
@@ -400,7 +401,7 @@ class EmbeddingStore:
     @no_step("clear")
     def clear(self) -> None:
         """Forget every row; snapshots stay. Mends a broken store."""
-        with self.turns:
+        with self.store_lock:
             self.check_process()
             self.check_open()
             self.policy.check_clock()
@@ -419,7 +420,7 @@ class EmbeddingStore:
     @reading
     def stats(self) -> dict[str, Any]:
         """Sizes now and counters since the store was built, a dict a tier."""
-        if self.built and not self.turns.forked:
+        if self.built and not self.store_lock.forked:
             self.pins.release_abandoned()
         counts: dict[str, Any] = {
             "rows": len(self.rows), "replicated_rows": len(self.replicas), "step": self.step,
@@ -431,16 +432,16 @@ class EmbeddingStore:
     @no_step("close")
     def close(self) -> None:
         """Free memory, files and the path's lock. Rows that no snapshot holds are gone."""
-        with self.turns:
+        with self.store_lock:
             self._closed = self._closed or "make it again to go on"
             self.replaced += 1
             self.rows.dismantle()
-            if not self.turns.forked:
+            if not self.store_lock.forked:
                 self.threads.close()
 
     def unsaved(self) -> int:
         """Number of rows, if no snapshot has all as they are now; 0 if one has, or they can no longer be saved."""
-        with self.turns:
+        with self.store_lock:
             lost = not self.snapshots.are_current and self.built and not self.broken
             return max(1, len(self.rows)) if lost else 0
 
@@ -451,7 +452,7 @@ class EmbeddingStore:
     @property
     def broken(self) -> bool:
         """Whether a call was cut short, so that there may be wrong rows."""
-        return self.turns.broken or self.rows.broken
+        return self.store_lock.broken or self.rows.broken
 
     def mend(self) -> bool:
         """Let a broken store have no rows, and be sound. Returns whether it was broken."""
@@ -462,13 +463,13 @@ class EmbeddingStore:
             if self.engine is not None:
                 self.engine.usage.clear()
             self.pins.prefetched.clear()
-            self.turns.mended()
+            self.store_lock.mended()
         return broken
 
     def check_process(self) -> None:
         """Raise ForkedProcessError if this process is a child of the one that made the store."""
-        if self.turns.forked:
-            self.turns.check(changes=True)
+        if self.store_lock.forked:
+            self.store_lock.check(changes=True)
 
     def check_open(self) -> None:
         """Raise StorageError if the store is closed."""

@@ -58,7 +58,7 @@ class MergedStore:
         self.threads = max((store.threads for store in self.members), key=lambda threads: threads.count)
         """The most threads that a member may use."""
         self.loops = HostLoops(self.threads)
-        self._in_order = sorted(self.members, key=lambda store: id(store.turns))
+        self._in_order = sorted(self.members, key=lambda store: id(store.store_lock))
         self._slabs: list[np.ndarray] = []
         self._row_VW = np.empty((0, 0), np.float32)
         self._begin_M = np.empty(0, np.int64)
@@ -184,12 +184,12 @@ class MergedStore:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """In a turn of every member, taken in an order that every merged store keeps."""
+        """Under the locks of all members, taken in an order that every merged store keeps."""
         with undisturbed, ExitStack() as held:
             for store in self._in_order:
-                held.enter_context(store.turns)
+                held.enter_context(store.store_lock)
             for store in self._in_order:
-                store.turns.check(changes=True)
+                store.store_lock.check(changes=True)
             yield
 
     def _tiers(self) -> list[HotTier]:

@@ -15,9 +15,9 @@ from oneemb.kernels.owner import owner_of
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import StoreFullError
 from oneemb.storage.hash_index import HashIndex
-from oneemb.storage.locking.turns import changing
+from oneemb.storage.locking.store_lock import changing
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
-from oneemb.storage.store_part import Store, StorePart, in_turn, no_step
+from oneemb.storage.store_part import Store, StorePart, no_step, with_store_lock
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.tiers.stack import StorePlan
 
@@ -129,14 +129,14 @@ class Replicas(StorePart):
             rows: rows of the snapshot that this store owns.
             others, replicated: rows of replicated tables that other stores own, and all of them.
         """
-        with self.turns:
+        with self.store_lock:
             self._store.check_process()
             formats = self.rows.format, SnapshotRows.of_meta(info.meta, info.name).format
             self.check_room(replicated, max(format.row_bytes for format in formats))
             if self._store.built and not self._store.broken:
                 self.rows.hot.check_holds(rows + others)
 
-    @in_turn
+    @with_store_lock
     def rows_of(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
         """The rows of these keys of replicated tables, which are here: float32 [U, W]."""
         row_UW = np.empty((len(id_U), self.rows.format.row_width), np.float32)
@@ -145,7 +145,7 @@ class Replicas(StorePart):
         return row_UW
 
     @no_step("put_replicas")
-    @in_turn
+    @with_store_lock
     def put(self, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray) -> None:
         """Write rows of replicated tables as another owner has loaded them, without the watchers' knowledge. After a
         StoreFullError some may be here."""
@@ -158,7 +158,7 @@ class Replicas(StorePart):
             self.add(new)
 
     @no_step("begin_replicas")
-    @in_turn
+    @with_store_lock
     def begin(self, table_U: np.ndarray, id_U: np.ndarray) -> None:
         """Begin those rows of replicated tables that are not here, as lookups elsewhere have: no change of rows. There
         may be more than the limit, since what ranks have begun can be saved. After a StoreFullError some may be

@@ -12,7 +12,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from oneemb.storage.locking.pins import PinBook
 from oneemb.storage.locking.step_lock import StepLock, between_steps
-from oneemb.storage.locking.turns import Turns
+from oneemb.storage.locking.store_lock import StoreLock
 from oneemb.storage.tiered_rows import TieredRows
 from oneemb.storage.tiers.stack import StorePlan
 
@@ -21,7 +21,7 @@ class Store(Protocol):
     """An `EmbeddingStore`, as its parts use it."""
 
     plan: StorePlan
-    turns: Turns
+    store_lock: StoreLock
     step_lock: StepLock
     rows: TieredRows
     pins: PinBook
@@ -54,9 +54,9 @@ class StorePart:
         self._store: Store = weakref.proxy(store)
 
     @property
-    def turns(self) -> Turns:
-        """The turns of the store."""
-        return self._store.turns
+    def store_lock(self) -> StoreLock:
+        """The lock of the store."""
+        return self._store.store_lock
 
     @property
     def step_lock(self) -> StepLock:
@@ -76,26 +76,26 @@ Method = Callable[Concatenate[Any, P], R]
 """A method of a store or of a part; or a function whose first argument is a store."""
 
 
-def in_turn(method: Method[P, R]) -> Method[P, R]:
-    """Runs a method that changes the store in a turn."""
+def with_store_lock(method: Method[P, R]) -> Method[P, R]:
+    """Runs a method that changes the store under its lock."""
 
     @functools.wraps(method)
     def run(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self.turns:
-            self.turns.check(changes=True)
+        with self.store_lock:
+            self.store_lock.check(changes=True)
             return method(self, *args, **kwargs)
 
     return run
 
 
 def reading(method: Method[P, R]) -> Method[P, R]:
-    """Runs a method that only reads in a turn. A child of the process that made the store may call it too."""
+    """Runs a method that only reads, under the lock. A child of the process that made the store may call it too."""
 
     @functools.wraps(method)
     def run(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self.turns:
-            self.turns.check(changes=False)
-            if self.turns.forked:
+        with self.store_lock:
+            self.store_lock.check(changes=False)
+            if self.store_lock.forked:
                 self.rows.only_read()
             return method(self, *args, **kwargs)
 
@@ -108,7 +108,7 @@ def no_step(what: str) -> Callable[[Method[P, R]], Method[P, R]]:
     def decorate(method: Method[P, R]) -> Method[P, R]:
         @functools.wraps(method)
         def run(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
-            if self.turns.forked:
+            if self.store_lock.forked:
                 return method(self, *args, **kwargs)  # which says what a child may not
             return between_steps((self.step_lock,), what, lambda: method(self, *args, **kwargs))
 

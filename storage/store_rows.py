@@ -7,9 +7,9 @@ import numpy as np
 from oneemb.kernels.owner import owner_of
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.errors import StorageError
-from oneemb.storage.locking.turns import changing
+from oneemb.storage.locking.store_lock import changing
 from oneemb.storage.locking.undisturbed import undisturbed
-from oneemb.storage.store_part import in_turn, no_step, reading
+from oneemb.storage.store_part import no_step, reading, with_store_lock
 from oneemb.storage.tiered_rows import ChangeRows, TieredRows
 
 
@@ -26,8 +26,8 @@ def copy_rows(
     Raises:
         StorageError: the other's path is in use or unusable, or has no room for them.
     """
-    with store.turns, other.turns:
-        store.turns.check(changes=True)
+    with store.store_lock, other.store_lock:
+        store.store_lock.check(changes=True)
         store.check_open()
         if not store.built:
             return
@@ -63,8 +63,8 @@ def _fill(rows: TieredRows, source: TieredRows, with_state: bool, change: Change
 def visit_rows(store: EmbeddingStore, call: ChangeRows) -> None:
     """Give every row, as tables, ids and rows, some at a time, to a function, which must neither change them nor use
     the store."""
-    with store.turns:
-        store.turns.check(changes=True)
+    with store.store_lock:
+        store.store_lock.check(changes=True)
         store.check_open()
         if store.built:
             for table_N, id_N, row_NW in store.hot.scan():
@@ -73,7 +73,7 @@ def visit_rows(store: EmbeddingStore, call: ChangeRows) -> None:
 
 
 @no_step("put")
-@in_turn
+@with_store_lock
 def set_rows(store: EmbeddingStore, table_U: np.ndarray, id_U: np.ndarray, row_UX: np.ndarray) -> None:
     """Give keys, known or not, these rows, or the first words of them. StoreFullError, with nothing changed, if a tier
     is too small for so many rows at a time, or capacity is reached."""
@@ -110,7 +110,7 @@ def contains_rows(store: EmbeddingStore, table_N: np.ndarray, id_N: np.ndarray) 
 
 
 @no_step("erase")
-@in_turn
+@with_store_lock
 def erase_rows(store: EmbeddingStore, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
     """Erase the rows of these keys in every tier; snapshots keep theirs. Returns which existed, bool [U]. StorageError,
     with nothing changed, if a lookup whose step is still to come holds one."""
@@ -129,7 +129,7 @@ def erase_rows(store: EmbeddingStore, table_U: np.ndarray, id_U: np.ndarray) -> 
     return erased_U
 
 
-@in_turn
+@with_store_lock
 def check_free(store: EmbeddingStore, table_U: np.ndarray, id_U: np.ndarray) -> None:
     """Raise StorageError if a lookup whose step is still to come holds the row of one of these keys."""
     if not store.built:

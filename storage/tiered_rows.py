@@ -8,7 +8,7 @@ Invariants:
 - `load` succeeds, or leaves the rows as they were, or says by `whole` that some of them are gone;
 - `generation` changes whenever slots handed out before mean nothing any more.
 
-Nothing here is thread-safe: `EmbeddingStore` calls it in a turn.
+Nothing here is thread-safe: `EmbeddingStore` calls it under its lock.
 """
 
 import functools

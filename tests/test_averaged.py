@@ -273,7 +273,7 @@ def test_averages_that_were_cut_short_say_so_and_begin_anew_after_clear(tmp_path
     pair = Pair(tmp_path)
     pair.step(torch.arange(IDS))
     pair.update()
-    pair.averaged.rows.store.turns.cut_short(RuntimeError())
+    pair.averaged.rows.store.store_lock.cut_short(RuntimeError())
     pair.rows(torch.arange(IDS)).sum().backward()
     for use in (pair.averages, pair.optimizers[0].step, pair.averaged.update_rows):
         with pytest.raises(BrokenStoreError):

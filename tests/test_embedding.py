@@ -1160,7 +1160,7 @@ def test_clear_makes_every_id_new_again_and_mends(made, store):
     optimizer.step()
     optimizer.zero_grad()
     embedding.save_snapshot("s")
-    embedding.store.turns.cut_short(KeyboardInterrupt())
+    embedding.store.store_lock.cut_short(KeyboardInterrupt())
     with pytest.raises(oneemb.StorageError, match=r"its clear\(\) from none"):
         embedding(ids)
     embedding.clear()
@@ -1192,7 +1192,7 @@ def test_a_broken_embedding_stays_so_when_its_next_load_fails(made, monkeypatch,
     embedding(torch.arange(10))
     embedding.save_snapshot("good")
     embedding.save_snapshot("other")
-    embedding.store.turns.cut_short(KeyboardInterrupt())
+    embedding.store.store_lock.cut_short(KeyboardInterrupt())
     error = {"damaged": oneemb.StorageError("damaged"), "interrupted": KeyboardInterrupt()}[why]
 
     def fail(*args):

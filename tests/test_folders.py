@@ -199,7 +199,7 @@ def test_a_copy_is_of_rows_that_no_snapshot_has(tmp_path):
 def test_a_broken_embedding_has_nothing_to_save(tmp_path):
     first = make_embedding(tmp_path)
     step(first, 1)
-    first.store.turns.cut_short(ZeroDivisionError())
+    first.store.store_lock.cut_short(ZeroDivisionError())
     step(make_embedding(tmp_path), 1)
 
 

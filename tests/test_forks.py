@@ -16,7 +16,7 @@ from oneemb.kernels.jit import compiling
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import ForkedProcessError
 from oneemb.storage.locking import undisturbed
-from oneemb.storage.locking.turns import Turns, whole
+from oneemb.storage.locking.store_lock import StoreLock, whole
 from oneemb.storage.table.persistent_table import PersistentTable
 from tests.support.interrupts import interrupt_soon
 from tests.support.keys import read_rows
@@ -206,7 +206,7 @@ def test_a_fork_in_the_middle_of_a_call_waits_for_its_end(model):
     begun, end = threading.Event(), threading.Event()
 
     def hold():
-        with store.turns:
+        with store.store_lock:
             begun.set()
             end.wait()
 
@@ -277,7 +277,7 @@ def test_a_fork_waits_for_what_a_child_could_not_do_without(model, what):
             """As that of rows: half of it is done before the other."""
 
             def __enter__(self):
-                self.block = whole((embedding.store.turns,))
+                self.block = whole((embedding.store.store_lock,))
                 self.block.__enter__()
                 counts[0] += 1
 
@@ -311,7 +311,7 @@ def test_a_fork_waits_for_what_a_child_could_not_do_without(model, what):
 def test_a_child_that_got_no_whole_copy_says_so(model, monkeypatch):
     embedding, _ = model
     monkeypatch.setattr(undisturbed, "_FORK_PATIENCE", 0.1)
-    thread = held_elsewhere(embedding.store.turns, 1)
+    thread = held_elsewhere(embedding.store.store_lock, 1)
 
     def read():
         with pytest.raises(ForkedProcessError, match="got no whole copy of it"):
@@ -349,8 +349,8 @@ def test_a_fork_beside_the_first_lookup_is_whole(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_fork_does_not_wait_for_what_lets_others_have_turns(tmp_path, waits):
-    """As compaction does while it reads; whoever waits for that in a turn of its own ends first."""
-    object_ = Turns("the object", "make it anew", rank=0)
+    """As compaction does while it reads; whoever waits for that under a lock of its own ends first."""
+    object_ = StoreLock("the object", "make it anew", rank=0)
     begun, go_on, ended = threading.Event(), threading.Event(), []
 
     def long():
@@ -450,7 +450,7 @@ def test_a_child_waits_for_no_thread_that_was_writing_at_the_fork(tmp_path, monk
 
 
 def test_what_the_collector_closes_while_a_loop_is_compiled_waits_for_no_fork(tmp_path):
-    """Whoever compiles holds a lock that a fork waits for, and may begin a turn: of a table that is dropped."""
+    """Whoever compiles holds a lock that a fork waits for, and may take a store lock: of a table that is dropped."""
     table = PersistentTable.open(tmp_path / "t", row_width=4, threads=Threads(1))
     holds, forking, forked = threading.Event(), threading.Event(), []
 

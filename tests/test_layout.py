@@ -207,8 +207,8 @@ def test_nobody_reaches_into_the_private_parts_of_others():
 
 
 def test_a_reach_into_private_parts_is_found():
-    text = "self._own\nself.store._tiers\nstore.turns._torn\n"
-    assert list(reach_ins(text, "storage/planted.py")) == ["2: self.store._tiers", "3: store.turns._torn"]
+    text = "self._own\nself.store._tiers\nstore.store_lock._torn\n"
+    assert list(reach_ins(text, "storage/planted.py")) == ["2: self.store._tiers", "3: store.store_lock._torn"]
 
 
 def imported_when_loaded(path):

@@ -419,7 +419,7 @@ def test_ctrl_c_ends_the_wait_of_a_lookup_for_the_turn_of_another_thread(tmp_pat
     begun, go_on = threading.Event(), threading.Event()
 
     def take_a_turn():
-        with embedding.store.turns:
+        with embedding.store.store_lock:
             begun.set()
             go_on.wait(60)
 

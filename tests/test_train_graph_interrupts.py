@@ -189,7 +189,7 @@ def test_a_loop_closed_by_the_collector_under_a_lock_that_its_thread_wants_does_
     next(forgotten[0])
     forgotten.append(forgotten)
     (worker,) = threads()
-    with graph.embedding.store.turns.lock:
+    with graph.embedding.store.store_lock.lock:
         may_load.set()
         wait_until_in(worker, "prefetch", "_turn")
         del forgotten

@@ -214,7 +214,7 @@ class Lease:
     def _pin(self, prefetched: Prefetched | None, again: bool) -> None:
         # Under the store lock, so that all pins have an owner. The lock is the outermost block: Ctrl-C ends its wait.
         store, keys = self.store, self.keys
-        with store.turns:
+        with store.store_lock:
             again = again or self.generation != -1
             self.slot_U, unique = store.acquire(keys.unique, prefetched, again=again, uses_U=keys.uses_U)
             if unique is not keys.unique:

@@ -30,7 +30,7 @@ from oneemb.kernels.host_loops import HostLoops
 from oneemb.kernels.reduce_grads import Segments
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import StoreFullError
-from oneemb.storage.locking.turns import whole
+from oneemb.storage.locking.store_lock import whole
 from oneemb.storage.merged_store import MergedPrefetched, MergedStore
 
 _LOOPS = HostLoops(Threads(1))
@@ -143,7 +143,7 @@ class MergedReserved:
     def __init__(self, rows: MergedRows, prefetched: MergedPrefetched | None):
         self.rows = rows
         self._prefetched = prefetched
-        with whole(member.turns for member in rows.store.members):  # so that all pins have an owner
+        with whole(member.store_lock for member in rows.store.members):  # so that all pins have an owner
             slots = rows.store.acquire_found(rows.keys.unique, rows.begin_M1, prefetched)
             self.leases: list[Lease | None] = [
                 None if slots[m] is None else Lease(rows.store.members[m], None, slots[m], (rows, p))
@@ -170,7 +170,7 @@ class MergedReserved:
     def _pin(self, p: int) -> Lease:
         rows, m = self.rows, self.rows.member_P[p]
         store = rows.store.members[m]
-        with store.turns:  # so that what is pinned has an owner
+        with store.store_lock:  # so that what is pinned has an owner
             slot_U = rows.store.acquire_rest(m, rows.keys.unique, rows.begin_M1, self._prefetched)
             return Lease(store, None, slot_U, (rows, p))
 

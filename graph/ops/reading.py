@@ -148,7 +148,7 @@ def read_ids(
     layout = store.format
     out = torch.empty(*ids.shape, layout.dim, dtype=DTYPES[layout.dtype], device="cpu")
     out_ND = loops.array(out.view(-1, layout.dim))
-    with store.turns:  # Nothing is pinned: the rows must be there until they are read.
+    with store.store_lock:  # Nothing is pinned: the rows must be there until they are read.
         slot_N = store.slots_of(table_N, id_N)
         if slot_N is None:
             return None

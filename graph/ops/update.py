@@ -15,7 +15,7 @@ from oneemb.graph.row_optimizers import Group, RowOptimizer
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.errors import StorageError
 from oneemb.storage.locking.step_lock import while_held
-from oneemb.storage.locking.turns import changing, whole
+from oneemb.storage.locking.store_lock import changing, whole
 from oneemb.storage.merged_store import MergedStore
 
 
@@ -322,7 +322,7 @@ def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: G
     store, (row_optimizer, its_groups) = grads.store, rows
     options = [groups.get(id(group), group) if group and groups else group for group in its_groups]
     for member in grads.stores:
-        member.turns.check(changes=True)
+        member.store_lock.check(changes=True)
     if grads.generation != store.generation:  # A hook, or another thread beside torch's own step, has loaded others.
         raise StorageError(REPLACED)
 
@@ -341,11 +341,11 @@ def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: G
                 member.step += 1
             store.mark_dirty(grads.table_U, grads.slot_U)
 
-    turns, writing = [], []
+    store_lock, writing = [], []
     for member in grads.stores:
-        turns.append(member.turns)
+        store_lock.append(member.store_lock)
         writing.append(member.writing)
-    with whole(turns):
+    with whole(store_lock):
         while_held(sorted(writing, key=id), write)
 
 

@@ -102,7 +102,7 @@ def _put(rows: MultiTableEmbedding, snapshot: PartedSnapshot, tables: Sequence[i
         if has_state and store.step == 0:
             store.step = saved.step
     except BaseException as error:
-        store.turns.cut_short(error)
+        store.store_lock.cut_short(error)
         raise
     finally:
         owned.close()

@@ -311,7 +311,7 @@ def _restore(
     except BaseException as error:
         if changed:  # Some rows or weights are the checkpoint's, others are not: nobody can go on from there.
             for embedding in embeddings.values():
-                embedding.store.turns.cut_short(error)
+                embedding.store.store_lock.cut_short(error)
         raise
     return found[0]
 

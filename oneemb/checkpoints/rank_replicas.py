@@ -91,7 +91,7 @@ class RankReplicas:
             self.bring_new(what)
             self.spread(what, store.replicas.keys(own=True), put)
         except BaseException as error:
-            self._store.turns.cut_short(error)
+            self._store.store_lock.cut_short(error)
             raise
 
     def bring_new(self, what: str) -> None:

@@ -340,7 +340,7 @@ class RankSnapshots:
                 self.replicas.spread(what, replicated, self._store.replicas.put)
         except BaseException as error:
             if not self.ranks.alone:  # Some ranks have the rows of the snapshot, others have not.
-                self._store.turns.cut_short(error)
+                self._store.store_lock.cut_short(error)
             raise
         finally:
             if owned is not None:

@@ -31,7 +31,7 @@ from oneemb.options import make_constant_initializer, make_table
 from oneemb.storage.errors import StoreFullError
 from oneemb.storage.fs import AnyPath, absolute_path
 from oneemb.storage.locking.step_lock import alone, between_steps
-from oneemb.storage.locking.turns import changing, whole
+from oneemb.storage.locking.store_lock import changing, whole
 from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.storage.rows.row_format import RowFormat
 from oneemb.storage.store_rows import erase_rows
@@ -136,7 +136,7 @@ class AveragedEmbedding(torch.nn.Module):
 
     def _count(self) -> None:
         store = self.rows.store
-        store.turns.check(changes=True)
+        store.store_lock.check(changes=True)
         with undisturbed:
             store.step += 1
             store.changes += 1
@@ -227,7 +227,7 @@ class AveragedEmbedding(torch.nn.Module):
             self._catch_up(table_U[half:], id_U[half:], row_UD[half:])
             return
         slot_U = store.loops.tensor(lease.slot_U)
-        with whole((store.turns,)), store.writing:  # An average that has moved without its count would move twice.
+        with whole((store.store_lock,)), store.writing:  # An average that has moved without its count would move twice.
             row_SW = store.loops.tensor(store.row_SW)
             count_SW = row_SW.view(torch.int32)
             average_UD = store.weights_in(lease.slot_U)

@@ -167,7 +167,7 @@ class TableEmbedding(SnapshotCalls, RowCalls):
         scaled = isinstance(per_sample_weights, torch.Tensor) and per_sample_weights.requires_grad
         is_trained = torch.is_grad_enabled() and self.is_trained
         has_gradient = is_trained or scaled and torch.is_grad_enabled()
-        if has_gradient and not self.training and self.store.turns.forked:
+        if has_gradient and not self.training and self.store.store_lock.forked:
             has_gradient = False  # A child of fork may read rows, not train them.
         if has_gradient and is_trained and _in_ddp(self):
             raise RuntimeError(

@@ -260,7 +260,7 @@ def step_together(
     """
     for optimizer in optimizers:
         for embedding in optimizer.embeddings:
-            embedding.store.turns.check(changes=True)
+            embedding.store.store_lock.check(changes=True)
     rows = [optimizer.row_step for optimizer in optimizers]
 
     def make(go: bool, grads: Sequence[list[ops.RowGrads]]) -> None:
@@ -284,7 +284,7 @@ def step_together(
             if not isinstance(error, Exception):  # It was not held back: some rows may be updated, others not.
                 for optimizer in optimizers:
                     for embedding in optimizer.embeddings:
-                        embedding.store.turns.note(error)
+                        embedding.store.store_lock.note(error)
             raise
 
     return step_rows(rows, make, scaler=scaler, commit=commit, stats=stats)

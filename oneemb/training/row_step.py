@@ -243,7 +243,7 @@ class RowStep:
         of_group: dict[tuple[int, ...], list[ops.RowGrad]] = {}
         for taken, grad in self.grads:
             store = taken.embedding.store
-            store.turns.check(changes=True)
+            store.store_lock.check(changes=True)
             its = self._groups[store]
             of_group.setdefault(its[:1] if len(set(its)) == 1 else (*its, id(store)), []).append(grad)
         reduced: list[ops.RowGrads] = []

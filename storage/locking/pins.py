@@ -1,6 +1,6 @@
 """Owners of pinned rows of the hot tier: lookups, until they are done, and prefetched rows of coming lookups.
 
-Nothing here is thread-safe: `EmbeddingStore` calls it in a turn, except methods that need none and say so.
+Nothing here is thread-safe: `EmbeddingStore` calls it under its lock, except methods that need none and say so.
 """
 
 import threading
@@ -58,10 +58,10 @@ class PinBook:
     # ---- of lookups -------------------------------------------------------------------------------------------------
 
     def own(self, owner: object, slot_U: Array) -> Pins:
-        """Let an object own the pins of these slots, in the turn that pinned them. When the object is dropped its pins
-        are released; if this call raises, they are released at once."""
+        """Let an object own the pins of these slots, under the same hold of the store lock as they were made. When the
+        object is dropped its pins are released; if this call raises, they are released at once."""
         (of_slots, place_U, temporary_M), self._places = self._places, _NOWHERE
-        assert not self._placed or of_slots is slot_U, "pins are owned in the turn in which they were made"
+        assert not self._placed or of_slots is slot_U, "pins are owned under the lock under which they were made"
         try:
             pins = Pins(owner, self.abandoned.append)
             pins.slot_U, pins.generation, pins.released = slot_U, self._rows.generation, threading.Lock()
@@ -84,7 +84,7 @@ class PinBook:
         self._places = slot_U, place_U, temporary_M
 
     def release(self, pins: Pins, *, dropped: bool = False) -> None:
-        """Release pins, once, if their slots still have the same rows. Needs no turn."""
+        """Release pins, once, if their slots still have the same rows. Needs no store lock."""
         with undisturbed:
             if not pins.released.acquire(blocking=False):
                 return

@@ -1,12 +1,12 @@
 """The lock of a store's training steps, which saves, loads and evaluations of other threads take too.
 
-A step computes on rows in the hot tier and changes them there without holding a turn (turns.py), so that other
+A step computes on rows in the hot tier and changes them there without the store lock (store_lock.py), so that other
 threads can prepare batches meanwhile. What reads or replaces all rows (save, export, load, import, clear, an
 `EvalGraph`) has to run between two steps: it holds this lock, as a step does.
 
 Invariants:
 - several locks are taken in one call, which sorts them: so two threads cannot wait for each other. They are taken
-  before any turn and any `undisturbed` block, since a fork waits for those;
+  before any store lock and any `undisturbed` block, since a fork waits for those;
 - a lock is free again when its block ends, whatever line an interrupt comes at.
 """
 

@@ -1,7 +1,7 @@
 """Blocks that signals and forks wait for: `with undisturbed:`.
 
 signals     come when the outermost block has ended, in the main thread (signals.py)
-forks       a fork waits for the blocks of other threads, and for the turn of each object (turns.py), so that the
+forks       a fork waits for the blocks of other threads, and for the lock of each object (store_lock.py), so that the
             child's copy is whole. What takes longer than a minute is not waited for: the child has no whole copy
             of that object, which is marked as torn there
 """
@@ -22,9 +22,9 @@ from oneemb.kernels.jit import compiling
 from oneemb.storage.locking.signals import signals
 
 WAIT_SLICE = 0.05
-"""How long a thread waits for its turn, or for a fork, before it looks whether Ctrl-C came, in seconds."""
+"""How long a thread waits for a lock, or for a fork, before it looks whether Ctrl-C came, in seconds."""
 
-# How long a fork waits for a call that is under way, in seconds. A child's copy of an object whose turn it did not get
+# How long a fork waits for a call that is under way, in seconds. A child's copy of an object whose lock it did not get
 # is of no use, and says so.
 _FORK_PATIENCE = 60.0
 
@@ -177,7 +177,7 @@ class CommitBlock:
 
 
 class _Forked(Protocol):
-    """An object whose turn a fork takes."""
+    """An object whose lock a fork takes."""
 
     lock: Any
     rank: int
@@ -185,12 +185,12 @@ class _Forked(Protocol):
     """Whether the copy of a child that is being forked is not whole."""
 
     def get_ready_for_fork(self) -> bool:
-        """Whether a child's copy of the object is whole. Called in a turn."""
+        """Whether a child's copy of the object is whole. Called under the lock."""
 
 
 # A fork is of the whole process: what it waits for is known here, for all objects.
 forked_objects: "weakref.WeakSet[_Forked]" = weakref.WeakSet()
-"""Objects whose turns a fork takes."""
+"""Objects whose locks a fork takes."""
 _held: list[_Forked] = []
 _torn: list[_Forked] = []
 _nobody_compiles = False

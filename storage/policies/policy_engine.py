@@ -9,7 +9,7 @@ Invariants:
 - an `acquire` without room for its rows evicts only rows that had expired. Reads and writes of tiers come last: if one
   fails, the rows that were evicted for it stay gone from tiers and usage index alike, and nothing else has changed.
 
-Nothing here is thread-safe: `EmbeddingStore` calls it in a turn.
+Nothing here is thread-safe: `EmbeddingStore` calls it under its lock.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ from oneemb.kernels.loops import Keys
 from oneemb.kernels.threads import Threads
 from oneemb.storage.hash_index import SHARDS
 from oneemb.storage.locking.pins import PinBook
-from oneemb.storage.locking.turns import changing
+from oneemb.storage.locking.store_lock import changing
 from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.storage.policies.admission import Admission
 from oneemb.storage.policies.evictions import Evictions, RowsToEvict
@@ -93,7 +93,7 @@ class PolicyEngine:
 
     @property
     def counts_uses(self) -> bool:
-        """Whether anything depends on how many ids of a lookup are of a key. Needs no turn."""
+        """Whether anything depends on how many ids of a lookup are of a key. Needs no lock."""
         return self._usage.counts_uses or self.admission is not None
 
     @property

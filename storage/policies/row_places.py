@@ -14,7 +14,7 @@ import numpy as np
 
 from oneemb.kernels.threads import Threads
 from oneemb.storage.hash_index import HashIndex
-from oneemb.storage.locking.turns import changing
+from oneemb.storage.locking.store_lock import changing
 from oneemb.storage.tiers.free_slots import FreeSlots
 from oneemb.storage.tiers.growing_array import GrowingArray
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from oneemb.storage.policies.evictions import RowsToEvict
 from oneemb.storage.policies.policy_engine import PolicyEngine
-from oneemb.storage.store_part import Store, StorePart, in_turn, no_step, reading
+from oneemb.storage.store_part import Store, StorePart, no_step, reading, with_store_lock
 
 
 class StorePolicy(StorePart):
@@ -43,7 +43,7 @@ class StorePolicy(StorePart):
     # ---- rows that leave --------------------------------------------------------------------------------------------
 
     @no_step("evict")
-    @in_turn
+    @with_store_lock
     def to_evict(self) -> list[RowsToEvict]:
         """Expired rows that no lookup holds; `evict` evicts them. ValueError if `expire_where` or a clock fails."""
         self._store.check_open()
@@ -53,7 +53,7 @@ class StorePolicy(StorePart):
         return self._engine.to_evict(self._tables, self._store.step)
 
     @no_step("evict")
-    @in_turn
+    @with_store_lock
     def evict(self, to_evict: Sequence[RowsToEvict] | None = None) -> dict[str, int]:
         """Evict these rows, and those that are more than a table may have and that no lookup holds. Returns numbers, by
         reason.
@@ -89,7 +89,7 @@ class StorePolicy(StorePart):
         score_U[place_U >= 0] = usage.scores(place_U[place_U >= 0])
         return score_U, place_U >= 0
 
-    @in_turn
+    @with_store_lock
     def check_scores(self, table_U: np.ndarray, id_U: np.ndarray, score_U: np.ndarray) -> None:
         """Raise ValueError unless `set_scores` may give these rows these scores."""
         usage = self._need().usage
@@ -97,7 +97,7 @@ class StorePolicy(StorePart):
         usage.check_scores(table_U[known_U], score_U[known_U])
 
     @no_step("set_scores")
-    @in_turn
+    @with_store_lock
     def set_scores(
         self, table_U: np.ndarray, id_U: np.ndarray, score_U: np.ndarray, time_U: np.ndarray | None = None
     ) -> int:
@@ -114,7 +114,7 @@ class StorePolicy(StorePart):
         self._store.changes += known > 0
         return known
 
-    @in_turn
+    @with_store_lock
     def set_epoch(self, epoch: int) -> None:
         """Let uses from now on be of this epoch."""
         clock = self._need().usage.clock
@@ -127,7 +127,7 @@ class StorePolicy(StorePart):
         clock.epoch = epoch
         self._store.changes += 1
 
-    @in_turn
+    @with_store_lock
     def give_score(self, table: int, score: int) -> None:
         """Let uses of rows of a table of `GivenScore` give this score from now on, 0 to 2^64 - 1."""
         self._need().usage.give(table, score)
@@ -138,7 +138,7 @@ class StorePolicy(StorePart):
         uint64 [N]."""
         return self._need().usage.uses(table)
 
-    @in_turn
+    @with_store_lock
     def timestamp(self) -> int:
         """Nanoseconds since 1970, later than the last use of every row."""
         return self._need().usage.timestamp()
@@ -157,7 +157,7 @@ class StorePolicy(StorePart):
         engine = self._engine
         return 0 if engine is None or engine.admission is None else engine.admission.nbytes
 
-    @in_turn
+    @with_store_lock
     def add_sightings(self, table: int, id_N: np.ndarray, count_N: np.ndarray) -> None:
         """Count these ids, which are distinct, so often more; those that have a row are left out."""
         engine = self._need()
@@ -166,7 +166,7 @@ class StorePolicy(StorePart):
             engine.admission.add_sightings(table, id_N[absent], count_N[absent])
             self._store.changes += 1
 
-    @in_turn
+    @with_store_lock
     def forget_sightings(self, table: int, id_N: np.ndarray) -> None:
         """Count these ids no more."""
         if (admission := self._need().admission) is not None:

@@ -12,7 +12,7 @@ from oneemb.storage.errors import StorageError
 from oneemb.storage.locking.step_lock import alone
 from oneemb.storage.policies.policy_engine import PolicyEngine
 from oneemb.storage.rows.row_format import RowFormat
-from oneemb.storage.store_part import Store, StorePart, in_turn, no_step
+from oneemb.storage.store_part import Store, StorePart, no_step, with_store_lock
 
 
 class StoreForm(StorePart):
@@ -31,7 +31,7 @@ class StoreForm(StorePart):
         """
         alone((self.step_lock,), lambda: self._attach(optimizer, state))
 
-    @in_turn
+    @with_store_lock
     def _attach(self, optimizer: str, state: np.ndarray) -> None:
         self._store.check_open()
         format, before = self.rows.format.with_state(optimizer, state), self.rows.format
@@ -59,7 +59,7 @@ class StoreForm(StorePart):
         """
         alone((self.step_lock,), lambda: self._detach(state))
 
-    @in_turn
+    @with_store_lock
     def _detach(self, state: str) -> None:
         self._store.check_open()
         if state == "drop":
@@ -83,7 +83,7 @@ class StoreForm(StorePart):
             self._move_to(loops)
 
     @no_step("move_to")
-    @in_turn
+    @with_store_lock
     def _move_to(self, loops: Loops) -> None:
         self._store.check_open()
         self._relayout(self.rows.format, loops)
@@ -96,5 +96,5 @@ class StoreForm(StorePart):
             self.rows.relayout(format, loops, self._store.step)
         except BaseException as error:
             if not self.rows.whole:
-                self.turns.cut_short(error)
+                self.store_lock.cut_short(error)
             raise

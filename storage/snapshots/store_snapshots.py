@@ -7,7 +7,7 @@ from typing import Any
 
 from oneemb.storage.bottom import EXPORTED, Bottom
 from oneemb.storage.errors import OtherSnapshotError, SnapshotExistsError, SnapshotNotFoundError, StorageError
-from oneemb.storage.locking.turns import changing
+from oneemb.storage.locking.store_lock import changing
 from oneemb.storage.policies.policy_engine import PolicyEngine
 from oneemb.storage.policies.store_policy import StorePolicy
 from oneemb.storage.policies.usage_index import UsageClock
@@ -15,7 +15,7 @@ from oneemb.storage.replicas import Replicas, TableIds
 from oneemb.storage.snapshots.journal import Journal
 from oneemb.storage.snapshots.owned_rows import OwnedRows
 from oneemb.storage.snapshots.snapshot_rows import PartOf, SnapshotRows, shard_of
-from oneemb.storage.store_part import Store, StorePart, in_turn, no_step
+from oneemb.storage.store_part import Store, StorePart, no_step, with_store_lock
 from oneemb.storage.table.delta import GONE
 from oneemb.storage.table.snapshot_file import check_snapshot_name
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
@@ -40,7 +40,7 @@ class StoreSnapshots(StorePart):
     # ---- save -------------------------------------------------------------------------------------------------------
 
     @no_step("save_snapshot")
-    @in_turn
+    @with_store_lock
     def save(
         self, name: str, meta: dict[str, Any], *, overwrite: bool = False, part: NewPart | None = None,
         since: str | None = None, keep_evicted: bool = False,
@@ -91,12 +91,12 @@ class StoreSnapshots(StorePart):
 
     def check_since(self, since: str, keep_evicted: bool) -> str:
         """The identity of a snapshot since which a delta can be saved; StorageError if it is none of the last."""
-        with self.turns:
+        with self.store_lock:
             return self._journal.parent(since, keep_evicted).info.identity
 
     @property
     def are_current(self) -> bool:
-        """Whether one of them has all rows as they are now. In a turn only."""
+        """Whether one of them has all rows as they are now. Under the store lock only."""
         return self._store.changes == self._kept_in[1]
 
     def all_rows_gone(self) -> None:
@@ -117,7 +117,7 @@ class StoreSnapshots(StorePart):
             StorageError: there is no such snapshot (the message names those there are), its rows are not of this
                 embedding's kind, or they do not fit; the rows here are as they were.
         """
-        with self.turns:
+        with self.store_lock:
             self._store.check_process()
             info = self._check_loads(name, weights_only)
             if not self._store.broken:
@@ -128,7 +128,7 @@ class StoreSnapshots(StorePart):
     def check_rows(self, info: SnapshotInfo, owned: OwnedRows | None, *, weights_only: bool, read: bool) -> None:
         """Raise, as `load`, unless `load_rows` will succeed as far as that can be known. With `read`, read all rows
         that are to replace others, so that a damaged one is found before those are gone."""
-        with self.turns:
+        with self.store_lock:
             self._store.check_process()
             self._store.check_open()
             self._check_kind(info, weights_only)
@@ -146,7 +146,7 @@ class StoreSnapshots(StorePart):
             owned: this store's share of its rows; None = the snapshot is one of the store at the bottom.
             replicated: the keys of replicated tables among them; None = there are no such tables.
         """
-        with self.turns:
+        with self.store_lock:
             self._store.check_process()
             as_saved = self._load(info, weights_only, owned)
             if replicated is not None:
@@ -162,7 +162,7 @@ class StoreSnapshots(StorePart):
             usage_of = engine.usage.first_usage
             arrays = self._bottom.arrays(info.name) if owned is None else owned.arrays()
             admission = engine.loaded_admission(arrays, info.name)
-        with self.turns:
+        with self.store_lock:
             broken = store.mend()
             store.check_open()
             try:
@@ -178,7 +178,7 @@ class StoreSnapshots(StorePart):
                         self._journal.add(PartOf.name_of(info), info, len(self.rows), len(self.rows))
             except BaseException as error:
                 if broken or not self.rows.whole:  # Without rows, or with a part of them, there is nothing to go on.
-                    self.turns.cut_short(error)
+                    self.store_lock.cut_short(error)
                 raise
             store.changes += 1
             self._kept_in = info.name, store.changes
@@ -239,7 +239,7 @@ class StoreSnapshots(StorePart):
 
     # ---- what there is ----------------------------------------------------------------------------------------------
 
-    @in_turn
+    @with_store_lock
     def delete(self, name: str) -> None:
         """Delete a snapshot, and free what only it held. StorageError if there is none, deltas go on from it, or the
         disk fails."""

@@ -44,7 +44,7 @@ import numpy as np
 from oneemb.kernels.threads import start
 from oneemb.storage.errors import CorruptTableError, StorageError
 from oneemb.storage.fs import FileSystem
-from oneemb.storage.locking.turns import Turns
+from oneemb.storage.locking.store_lock import StoreLock
 from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.storage.table.chunk_files import ChunkFile, ChunkFiles
 from oneemb.storage.table.chunk_scan import live_rows, read_keys, scan_rows
@@ -115,17 +115,17 @@ class Compactor:
 
     Args:
         store: the snapshots, and the files of all chunks.
-        turns: every call that uses the rows holds its lock, the guard; `move` releases it while it reads.
+        store_lock: every call that uses the rows holds it, the guard; `move` releases it while it reads.
         max_space_amplification: above 1.
         background: None = compaction happens in puts and saves only.
     """
 
     def __init__(
-        self, fs: FileSystem, live: LiveRows, writer: RowWriter, store: SnapshotStore, turns: Turns,
+        self, fs: FileSystem, live: LiveRows, writer: RowWriter, store: SnapshotStore, store_lock: StoreLock,
         max_space_amplification: float, background: Background | None,
     ):  # fmt: skip
         self._fs, self._live, self._writer, self._store = fs, live, writer, store
-        self._turns, self._guard = turns, turns.lock
+        self._store_lock, self._guard = store_lock, store_lock.lock
         self._files: ChunkFiles = store.chunk_files
         self._max_space_amplification = max_space_amplification
         self._garbage_max = min(_GARBAGE_MAX, max_space_amplification - 1)
@@ -221,13 +221,13 @@ class Compactor:
         self._moving = chunk
         self._files.hold(chunk)
         try:
-            with self._turns.others_allowed():
+            with self._store_lock.others_allowed():
                 keys = read_keys(self._fs, chunk.keys_path, geometry, part)
                 pieces = scan_rows(
                     self._fs, chunk.rows_path, geometry, part.number, keys, live_rows(part.bit_N), _PIECE_ROWS
                 )
                 for table_N, id_N, row_NW in pieces:
-                    with self._turns:
+                    with self._store_lock:
                         if self._stopping:
                             break
                         self.put_pending()
@@ -263,8 +263,8 @@ class Compactor:
             self.done.rows_moved += len(id_N)
 
     def _run(self) -> None:
-        with self._turns:
-            while not self._stopping and not self._turns.broken and self._moving is None:
+        with self._store_lock:
+            while not self._stopping and not self._store_lock.broken and self._moving is None:
                 self.put_pending()
                 if self._excess() <= _EARLY or not self._compact_one():
                     break

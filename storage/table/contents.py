@@ -9,7 +9,7 @@ import numpy as np
 
 from oneemb.kernels.threads import Threads
 from oneemb.storage.fs import FileSystem
-from oneemb.storage.locking.turns import Turns
+from oneemb.storage.locking.store_lock import StoreLock
 from oneemb.storage.row_store import Places
 from oneemb.storage.table.chunk_files import chunk_paths
 from oneemb.storage.table.chunk_scan import live_rows, read_keys
@@ -34,10 +34,11 @@ class Contents:
     compactor: Compactor
 
     def __init__(
-        self, fs: FileSystem, store: SnapshotStore, geometry: Geometry, threads: Threads, turns: Turns,
+        self, fs: FileSystem, store: SnapshotStore, geometry: Geometry, threads: Threads, store_lock: StoreLock,
         max_space_amplification: float, background: bool, expected_rows: int,
     ):  # fmt: skip
-        self._fs, self._store, self._files, self._threads, self._turns = fs, store, store.chunk_files, threads, turns
+        self._fs, self._store, self._files = fs, store, store.chunk_files
+        self._threads, self._store_lock = threads, store_lock
         self._max_space_amplification, self._expected_rows = max_space_amplification, expected_rows
         self.compactions = Background("compaction") if background else None
         self._writes = ThreadPoolExecutor(1, thread_name_prefix="oneemb-write") if background else None
@@ -67,7 +68,7 @@ class Contents:
         self.live = live
         self.writer = RowWriter(live, self._files, self._threads, self._writes)
         self.compactor = Compactor(
-            self._fs, live, self.writer, self._store, self._turns, self._max_space_amplification, self.compactions
+            self._fs, live, self.writer, self._store, self._store_lock, self._max_space_amplification, self.compactions
         )
 
     def cut(self, without: tuple[np.ndarray, np.ndarray] | None = None) -> Cut:

@@ -19,7 +19,7 @@ import numpy as np
 from oneemb.kernels.row_blocks import bits_clear, bits_set
 from oneemb.kernels.threads import Threads
 from oneemb.storage.hash_index import HashIndex
-from oneemb.storage.locking.turns import changing
+from oneemb.storage.locking.store_lock import changing
 from oneemb.storage.table.chunk_files import ChunkFile, ChunkFiles
 from oneemb.storage.table.geometry import Geometry
 from oneemb.storage.table.pending_keys import PendingKeys

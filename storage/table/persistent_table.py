@@ -27,7 +27,7 @@ from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import CorruptTableError, ForkedProcessError, StorageError
 from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, doing
 from oneemb.storage.hash_index import check_tables
-from oneemb.storage.locking.turns import Turns
+from oneemb.storage.locking.store_lock import StoreLock
 from oneemb.storage.row_store import Places
 from oneemb.storage.table.aio_reader import open_reader
 from oneemb.storage.table.block_reader import RowReader
@@ -54,7 +54,7 @@ class PersistentTable:
         background: bool, expected_rows: int, mend: str, holder: Holder | None = None,
     ):  # fmt: skip
         self._fs, self._path, self._threads = fs, path, threads
-        self._turns = Turns(f"the table at {path}", mend, rank=1)
+        self._store_lock = StoreLock(f"the table at {path}", mend, rank=1)
         self._put_at_save = 0
         self._closed = False
         self._places: Places = {}
@@ -78,12 +78,12 @@ class PersistentTable:
             self._rows = RowReader(blocks, self._files)
             self._io, self._direct = blocks.name, blocks.direct
             self._contents = Contents(
-                fs, self._store, geometry, threads, self._turns, max_space_amplification, background, expected_rows
+                fs, self._store, geometry, threads, self._store_lock, max_space_amplification, background, expected_rows
             )
         except BaseException:
             self._lock.release()
             raise
-        self._turns.before_fork = weakref.WeakMethod(self._get_ready_for_fork)
+        self._store_lock.before_fork = weakref.WeakMethod(self._get_ready_for_fork)
 
     @classmethod
     def open(
@@ -136,10 +136,10 @@ class PersistentTable:
     @property
     def broken(self) -> bool:
         """Whether a call was cut short: the table cannot be used any more."""
-        return self._turns.broken
+        return self._store_lock.broken
 
     def __len__(self) -> int:
-        with self._turns:
+        with self._store_lock:
             self._begin(changes=False)
             return len(self._contents.live.index)
 
@@ -147,7 +147,7 @@ class PersistentTable:
         self, table_U: np.ndarray, id_U: np.ndarray, out_XW: np.ndarray, to_U: np.ndarray | None = None
     ) -> np.ndarray:
         check_tables(table_U)
-        with self._turns:
+        with self._store_lock:
             self._begin(changes=False)
             place_U = self._contents.live.index.find(table_U, id_U)
             missing_U = place_U < 0
@@ -161,7 +161,7 @@ class PersistentTable:
                     to_N = u if to_U is None else to_U[u]
                     self._rows.read(self._contents.live, table_U[u], id_U[u], place_U[u], to_N, out_XW)
                 except CorruptTableError as error:
-                    if self._turns.forked and isinstance(error.__cause__, FileNotFoundError):
+                    if self._store_lock.forked and isinstance(error.__cause__, FileNotFoundError):
                         raise ForkedProcessError(
                             f"the process that made the table at {self._path} has moved rows to other files since this"
                             f" child of it was forked: {error}; fork anew, or read a snapshot with SnapshotReader"
@@ -173,13 +173,13 @@ class PersistentTable:
 
     def erase(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
         """Erase rows; see `RowStore.erase`. Existing snapshots keep the rows; later ones do not have them."""
-        with self._turns:
+        with self._store_lock:
             self._begin()
             return self._contents.live.erase(table_U, id_U)
 
     def contains(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
         check_tables(table_U)
-        with self._turns:
+        with self._store_lock:
             self._begin(changes=False)
             return self._contents.live.index.find(table_U, id_U) >= 0
 
@@ -190,7 +190,7 @@ class PersistentTable:
             )
         check_tables(table_U)
         row_UW = np.ascontiguousarray(row_UW)
-        with self._turns:
+        with self._store_lock:
             self._begin(put_pending=False)
             piece = self._contents.compactor.piece_rows
             for begin in range(0, len(id_U), piece):
@@ -209,7 +209,7 @@ class PersistentTable:
 
     def scan(self, batch: int = 65536) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Every row once, as the rows were when the first batch was asked for: later puts do not show."""
-        with self._turns:
+        with self._store_lock:
             self._begin(changes=False)
             geometry = self._contents.live.geometry
             place_N, table_N, id_N, row_NW = self._contents.writer.copy()
@@ -224,17 +224,17 @@ class PersistentTable:
                 rows = live_rows(part.bit_N)
                 yield from scan_rows(self._fs, chunk.rows_path, geometry, part.number, keys, rows, batch)
         finally:
-            with self._turns:
+            with self._store_lock:
                 cut.release(self._files)
 
     def clear(self) -> None:
-        with self._turns:
+        with self._store_lock:
             self._begin(put_pending=False)
             self._contents.clear()
 
     def flush(self) -> None:
         """Write the rows that are in memory to their chunk. They are durable when a snapshot has been saved."""
-        with self._turns:
+        with self._store_lock:
             self._begin(put_pending=False)
             self._contents.writer.write_out()
 
@@ -263,7 +263,7 @@ class PersistentTable:
             StorageError: it could not be made; an older one of that name is unchanged. A damaged chunk whose rows
                 should move raises CorruptTableError once; later calls leave it as it is.
         """
-        with self._turns:
+        with self._store_lock:
             self._begin()
             self._store.files.path(name)
             if not overwrite:
@@ -296,7 +296,7 @@ class PersistentTable:
     def gone_since(self, then: Places) -> tuple[np.ndarray, np.ndarray]:
         """The keys, table_N and id_N, that had rows at those places and have none now. StorageError if their files are
         gone or damaged."""
-        with self._turns:
+        with self._store_lock:
             self._begin()
             return self._contents.gone_since(then)
 
@@ -309,7 +309,7 @@ class PersistentTable:
             RowWidthError: its rows have another width.
             CorruptTableError: its files are damaged; the table's rows are unchanged.
         """
-        with self._turns:
+        with self._store_lock:
             self._begin(put_pending=False)
             records = read_chain(self._store.files, [name, *deltas], self.row_width)
             self._reader_for(records[0].geometry)
@@ -324,13 +324,13 @@ class PersistentTable:
         """Remove a snapshot, and the chunks that nothing else needs. Durable when this returns. SnapshotNotFoundError
         if there is none of that name; a StorageError says whether it could not be removed, or its removal not be
         made durable."""
-        with self._turns:
+        with self._store_lock:
             self._begin(put_pending=False)
             self._store.delete(name)
 
     def snapshots(self) -> list[SnapshotInfo]:
         """The snapshots, oldest first."""
-        with self._turns:
+        with self._store_lock:
             self._begin(put_pending=False, changes=False)
             return self._store.infos()
 
@@ -338,12 +338,12 @@ class PersistentTable:
         """Move the live rows out of every chunk that has garbage and that no snapshot needs, and free those chunks.
         Each save keeps garbage in other chunks small, and it goes with the snapshots. After a StorageError nothing
         is lost."""
-        with self._turns:
+        with self._store_lock:
             self._begin()
             return self._contents.compactor.compact()
 
     def stats(self) -> dict[str, Any]:
-        with self._turns:
+        with self._store_lock:
             self._begin(changes=False)
             chunks = self._files.chunks.values()
             return {
@@ -367,14 +367,14 @@ class PersistentTable:
 
     def close(self) -> None:
         """Release the path. Rows that no snapshot holds are lost, and their files are removed."""
-        if self._turns.forked:
+        if self._store_lock.forked:
             return  # The path belongs to the process that opened it.
-        with self._turns:
+        with self._store_lock:
             if self._closed:
                 return
             self._closed = True
             try:
-                if self._turns.broken:
+                if self._store_lock.broken:
                     self._contents.abandon()
                     return
                 self._contents.close()
@@ -397,13 +397,13 @@ class PersistentTable:
         self.close()
 
     def _begin(self, *, put_pending: bool = True, changes: bool = True) -> None:
-        """Checks at the start of every call, in its turn. Calls that use the index settle noted keys first."""
-        self._turns.check(changes=changes)
+        """Checks at the start of every call, under the lock. Calls that use the index put pending keys first."""
+        self._store_lock.check(changes=changes)
         if self._closed:
             raise StorageError(f"the table at {self._path} is closed; open it again")
         if self._contents.compactions is not None:
             self._contents.compactions.raise_error()
-        if put_pending and not self._turns.forked:  # Keys were settled before the fork, and a child removes no file.
+        if put_pending and not self._store_lock.forked:  # Keys were put before the fork, and a child removes no file.
             self._contents.compactor.put_pending()
 
     def _get_ready_for_fork(self) -> None:

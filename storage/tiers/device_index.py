@@ -11,7 +11,7 @@ from oneemb.kernels.hash_index_cuda import erase_loop, find_loop, insert_loop, i
 from oneemb.kernels.launch import Gpu
 from oneemb.kernels.slots_cuda import acquire_loop
 from oneemb.kernels.unique_keys_cuda import DeviceKeys
-from oneemb.storage.locking.turns import changing
+from oneemb.storage.locking.store_lock import changing
 
 _CELLS_MIN = 64
 _LOAD_MAX = 0.7

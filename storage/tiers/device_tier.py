@@ -29,7 +29,7 @@ from oneemb.kernels.gather_cuda import copy_rows_in_cuda, copy_rows_out_cuda
 from oneemb.kernels.slots_cuda import count_pinned_loop, release_loop
 from oneemb.kernels.unique_keys_cuda import DeviceKeys
 from oneemb.storage.errors import StoreFullError
-from oneemb.storage.locking.turns import changing
+from oneemb.storage.locking.store_lock import changing
 from oneemb.storage.row_store import RowStore
 from oneemb.storage.tiers.device_index import DeviceIndex
 from oneemb.storage.tiers.device_memory import PinnedRows, StreamOrder, enlarge
@@ -146,7 +146,7 @@ class DeviceTier(MemoryTier):
         return slot_U, keys, missing
 
     def rows_ahead(self, keys: DeviceKeys, wanted: torch.Tensor) -> None:
-        return None  # They are read in a turn.
+        return None  # They are read under the store lock.
 
     @_in_order
     def bring_known(self, keys: DeviceKeys, slot_U: torch.Tensor, wanted: torch.Tensor, ahead: None = None) -> int:

@@ -42,16 +42,16 @@ class RowsReadAhead:
         self._changed: list[np.ndarray] = []
 
     def read(self) -> None:
-        """Read the rows. Needs no turn."""
+        """Read the rows. Needs no lock."""
         self._missing_M = self._below.get(self._table_M, self._id_M, self.row_MW)
 
     def note_change(self, id_N: np.ndarray) -> None:
-        """Note, in a turn, ids of keys whose rows below are about to change."""
+        """Note, under the store lock, ids of keys whose rows below are about to change."""
         self._changed.append(id_N)
 
     def known(self, wanted: np.ndarray) -> np.ndarray:
         """The `wanted` keys that have rows, as places in `wanted_M`; `row_MW` has their rows as they are now.
-        In a turn, after `read`."""
+        Under the store lock, after `read`."""
         m = np.searchsorted(self.wanted_M, wanted)
         if self._changed:
             again = m[np.isin(self._id_M[m], np.concatenate(self._changed))]
@@ -115,8 +115,8 @@ class HotRows(Tier, Protocol):
         many as there are; and which of them are absent."""
 
     def rows_ahead(self, keys: Keys, wanted: Array) -> RowsReadAhead | None:
-        """Rows below of the `wanted` keys, to be read without a turn and then brought by `bring_known`; None where the
-        store below may be read in a turn only, or not all of them would find room now."""
+        """Rows below of the `wanted` keys, to be read without the store lock and then brought by `bring_known`; None
+        where the store below may be read under it only, or not all of them would find room now."""
 
     def bring_known(self, keys: Keys, slot_U: Array, wanted: Array, ahead: RowsReadAhead | None = None) -> int:
         """Fetch and pin the rows of the `wanted` keys that a store below has; begin none. Returns how many got a slot.

@@ -31,7 +31,7 @@ from oneemb.kernels.loops import Keys
 from oneemb.kernels.slot_marks import add_marks, add_pins, pick_keys, set_marks, share_counts
 from oneemb.kernels.threads import Threads
 from oneemb.storage.hash_index import HashIndex
-from oneemb.storage.locking.turns import changing
+from oneemb.storage.locking.store_lock import changing
 from oneemb.storage.row_store import RowStore
 from oneemb.storage.tiers.hot_rows import InitRows, RowsReadAhead
 from oneemb.storage.tiers.limits import Limits

@@ -19,7 +19,7 @@ import numpy as np
 
 from oneemb.kernels.arrays import Array
 from oneemb.storage.errors import StorageError
-from oneemb.storage.locking.turns import changing
+from oneemb.storage.locking.store_lock import changing
 from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.storage.row_store import RowStore
 from oneemb.storage.tiers.free_slots import FreeSlots

@@ -24,7 +24,7 @@ import numpy as np
 from oneemb.kernels.checksum import rows_sum
 from oneemb.kernels.threads import Threads, close_when_dropped
 from oneemb.storage.hash_index import HashIndex
-from oneemb.storage.locking.turns import changing
+from oneemb.storage.locking.store_lock import changing
 from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.storage.remote.parameter_server import Erases, LostRowsError, ParameterServer, ServerError
 from oneemb.storage.row_store import RowStore

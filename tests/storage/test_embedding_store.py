@@ -741,7 +741,7 @@ def test_rows_are_where_they_were_or_where_the_error_says(kind, what, error, tim
         if raised is None:  # What fails after the rows are where they should be is worth a warning only.
             assert done or "could not be deleted" in str(warned[0].message)
             assert store.format.state_width == 2 * DIM and store.stats()["rows"] == 40
-        elif not store.turns.broken:
+        elif not store.store_lock.broken:
             assert everything(store) == before and store.loops.place == "the CPU"
             assert "there" in store.snapshots.names() and (len(store.snapshots.names()) == 1 or warned)
             train(store, *range(30, 45))

@@ -1,4 +1,4 @@
-"""What signals, handlers and errors do to a turn."""
+"""What signals, handlers and errors do to a block under the store lock."""
 
 import _signal
 import asyncio
@@ -13,7 +13,7 @@ import torch
 from oneemb.kernels.jit import compiling, cpu
 from oneemb.storage.errors import BrokenStoreError, StorageError
 from oneemb.storage.locking.signals import signals
-from oneemb.storage.locking.turns import Turns, changing
+from oneemb.storage.locking.store_lock import StoreLock, changing
 from oneemb.storage.locking.undisturbed import undisturbed
 from tests.support.interrupts import AtLine, count_lines, in_no_block, interrupt_soon, interrupted
 
@@ -84,72 +84,72 @@ def test_an_ignored_signal_stays_ignored():
 def test_only_ctrl_c_is_let_in_and_handlers_of_the_users_wait():
     came = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
-    turns = Turns("the object", "make it anew", rank=0)
+    store_lock = StoreLock("the object", "make it anew", rank=0)
     try:
         with pytest.raises(KeyboardInterrupt):
-            with turns:
+            with store_lock:
                 signal.raise_signal(signal.SIGTERM)
                 undisturbed.raise_interrupt()
                 assert came == []
                 signal.raise_signal(signal.SIGINT)
                 undisturbed.raise_interrupt()
                 raise AssertionError("it was let in")
-        assert came == [signal.SIGTERM] and not turns.broken and signals.interrupt is None
+        assert came == [signal.SIGTERM] and not store_lock.broken and signals.interrupt is None
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, IndexError, AssertionError, RuntimeError])
 def test_an_error_that_nobody_foresaw_breaks_the_object(error):
-    turns = Turns("the object", "make it anew", rank=0)
+    store_lock = StoreLock("the object", "make it anew", rank=0)
     with pytest.raises(error):
-        with turns:
+        with store_lock:
             raise error
     with pytest.raises(BrokenStoreError, match=f"the object is of no use .*{error.__name__}.*; make it anew"):
-        turns.check(changes=False)
-    turns.mended()
-    turns.check(changes=True)
+        store_lock.check(changes=False)
+    store_lock.mended()
+    store_lock.check(changes=True)
 
 
 @pytest.mark.parametrize("error", [StorageError, MemoryError, ValueError, TypeError, OSError])
 def test_an_error_that_is_raised_on_purpose_breaks_nothing(error):
-    turns = Turns("the object", "make it anew", rank=0)
+    store_lock = StoreLock("the object", "make it anew", rank=0)
     with pytest.raises(error):
-        with turns:
+        with store_lock:
             raise error
-    turns.check(changes=True)
+    store_lock.check(changes=True)
 
 
 @pytest.mark.parametrize("error", [StorageError, MemoryError, ValueError, OSError, LookupError])
 def test_an_error_in_the_middle_of_a_change_breaks_the_objects_in_whose_turns_it_comes(error):
-    store, table = Turns("the store", "clear it", rank=0), Turns("the table", "load it", rank=1)
+    store, table = StoreLock("the store", "clear it", rank=0), StoreLock("the table", "load it", rank=1)
     with pytest.raises(error), store, table, changing:
         raise error("in the middle")
     assert store.broken and table.broken
 
 
 def test_an_interrupt_that_is_let_in_during_a_change_breaks_nothing():
-    turns = Turns("the object", "clear it", rank=0)
-    with pytest.raises(KeyboardInterrupt), turns, changing:
+    store_lock = StoreLock("the object", "clear it", rank=0)
+    with pytest.raises(KeyboardInterrupt), store_lock, changing:
         signal.raise_signal(signal.SIGINT)
         undisturbed.raise_interrupt()
-    assert not turns.broken
+    assert not store_lock.broken
 
 
 def test_torchs_errors_of_memory_that_runs_out_break_nothing():
-    turns = Turns("the object", "clear it", rank=0)
-    with pytest.raises(RuntimeError, match="memory") as error, turns:
+    store_lock = StoreLock("the object", "clear it", rank=0)
+    with pytest.raises(RuntimeError, match="memory") as error, store_lock:
         torch.empty(2**60, dtype=torch.int8)
-    assert not turns.broken, error.value
+    assert not store_lock.broken, error.value
 
 
 def test_other_threads_and_loops_of_asyncio_take_turns():
-    turns = Turns("the object", "make it anew", rank=0)
+    store_lock = StoreLock("the object", "make it anew", rank=0)
     counted = [0]
 
     def count():
         for _ in range(500):
-            with turns:
+            with store_lock:
                 counted[0] += 1
 
     async def main():
@@ -163,20 +163,20 @@ def test_other_threads_and_loops_of_asyncio_take_turns():
     assert counted == [2500]
 
 
-def turn_of(turns):
-    with turns, turns:
+def turn_of(store_lock):
+    with store_lock, store_lock:
         assert callable(signal.getsignal(signal.SIGINT))
 
 
-@pytest.mark.parametrize("way", ["alone", "within a turn"])
+@pytest.mark.parametrize("way", ["alone", "within a block"])
 def test_a_signal_at_any_line_leaves_handlers_and_blocks_in_order(way):
-    turns = Turns("the object", "make it anew", rank=0)
+    store_lock = StoreLock("the object", "make it anew", rank=0)
 
     def call():
-        turn_of(turns)
+        turn_of(store_lock)
 
     def handler(number, frame):  # as a timer of the user's that looks rows up
-        turn_of(turns)
+        turn_of(store_lock)
         came.append(number)
 
     came, reached = [], 0
@@ -186,14 +186,14 @@ def test_a_signal_at_any_line_leaves_handlers_and_blocks_in_order(way):
         for at in range(1, lines + 1):
             interrupted(call, at, "signal")  # which looks at SIGINT and at the block
             assert signal.getsignal(signal.SIGUSR1) is handler, at
-            if way == "within a turn":
+            if way == "within a block":
                 with AtLine(at, number=signal.SIGUSR1) as line:
                     call()
                 # A call that finds the handlers of the one before runs some lines less.
                 reached += line.place is not None
                 assert (line.place is not None or at > line.lines) and len(came) == reached
                 assert signal.getsignal(signal.SIGUSR1) is handler and in_no_block(), line.place
-            with turns:
+            with store_lock:
                 pass
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
@@ -219,10 +219,10 @@ def test_ctrl_c_is_not_lost_where_another_handler_raises_as_a_block_begins(monke
 
 
 def test_ctrl_c_ends_the_wait_for_a_turn_but_not_a_turn():
-    turns, begun, go_on = Turns("the object", "make it anew", rank=0), threading.Event(), threading.Event()
+    store_lock, begun, go_on = StoreLock("the object", "make it anew", rank=0), threading.Event(), threading.Event()
 
     def stay():
-        with turns:
+        with store_lock:
             begun.set()
             go_on.wait(10)
 
@@ -232,7 +232,7 @@ def test_ctrl_c_ends_the_wait_for_a_turn_but_not_a_turn():
     done = []
     with pytest.raises(KeyboardInterrupt):
         interrupt_soon()
-        with turns:
+        with store_lock:
             done.append(1)
     assert thread.is_alive() and done == []
     # Within a block something has begun: the interrupt waits.
@@ -240,10 +240,10 @@ def test_ctrl_c_ends_the_wait_for_a_turn_but_not_a_turn():
         with undisturbed:
             interrupt_soon()
             threading.Timer(0.6, go_on.set).start()
-            with turns:
+            with store_lock:
                 done.append(2)
             done.append(3)
-    assert done == [2, 3] and turns.waiting == 0
+    assert done == [2, 3] and store_lock.waiting == 0
     thread.join()
 
 

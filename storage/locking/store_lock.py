@@ -1,17 +1,17 @@
 """Makes calls on an object atomic: one at a time, and whole in spite of signals, unforeseen errors and forks.
 
-A *turn* is the time in which one thread has the object for itself: `with turns:`, a reentrant lock that also handles
+A thread in a block of `with store_lock:` has the object for itself. The lock is reentrant, and also handles
 
-    signals     Python's signal handlers (Ctrl-C raises KeyboardInterrupt) run before a turn or after it: `undisturbed`
+    signals     Python's signal handlers (Ctrl-C raises KeyboardInterrupt) run before a block or after it: `undisturbed`
                 holds signals back while a block runs, and handles them when it has ended
     errors      an error within a block of `changing`, where the object is half changed, and an error that no code
                 raises on purpose, leave the object *broken*: it raises BrokenStoreError until its rows are new
     forks       a child process has a copy of the object and shares its files: it may read, not change. A fork waits
-                for the `undisturbed` blocks of other threads, so that the copy is whole; each turn is such a block
+                for the `undisturbed` blocks of other threads, so that the copy is whole; each block of the lock is one
 
 Invariants:
-- no signal handler of Python runs between the first and the last line of a turn in the main thread, but where the turn
-  lets it (`undisturbed.raise_interrupt`);
+- no signal handler of Python runs between the first and the last line of a block in the main thread, but where the
+  block lets it (`undisturbed.raise_interrupt`);
 - a broken object gives out no row.
 """
 
@@ -29,8 +29,8 @@ from oneemb.storage.locking.undisturbed import WAIT_SLICE, forked_objects, undis
 _FORESEEN = (StorageError, MemoryError, ValueError, TypeError, OSError)
 
 
-class Turns:
-    """`with turns:` is a turn of the thread that runs it; a turn may begin within another one of the same thread.
+class StoreLock:
+    """`with store_lock:` gives the object to the thread that runs it; blocks of one thread may be nested.
 
     Args:
         what, mend: the object, and what to do when it is broken, for errors.
@@ -41,9 +41,9 @@ class Turns:
         self.lock = threading.Condition(threading.RLock())
         self.rank = rank
         self.waiting = 0
-        """Number of threads that wait for a turn; not exact."""
+        """Number of threads that wait for the lock; not exact."""
         self.before_fork: Callable[[], Callable[[], None] | None] = lambda: None
-        """Returns a function to call in a turn before the process forks, so that a child can read without threads."""
+        """Returns a function to call under the lock before a fork, so that a child can read without threads."""
         self._what, self._mend = what, mend
         self._broken: str | None = None
         self._pid = os.getpid()
@@ -54,7 +54,7 @@ class Turns:
 
     def __enter__(self) -> None:
         if self.torn and self.forked:
-            self.check(changes=False)  # The turn belongs to a thread that is not there.
+            self.check(changes=False)  # The lock belongs to a thread that is not there.
         undisturbed.__enter__()
         try:
             if not self.lock.acquire(blocking=False):
@@ -81,7 +81,7 @@ class Turns:
 
     @contextmanager
     def others_allowed(self) -> Iterator[None]:
-        """Within a turn, not within one in it: let others have turns during a block."""
+        """Within the outermost block of this lock: let others have the lock during a block."""
         self.lock.release()
         try:
             with undisturbed.forks_allowed():
@@ -133,7 +133,7 @@ class Turns:
         self._broken = None
 
     def get_ready_for_fork(self) -> bool:
-        """Whether a child's copy of the object is whole. Called in a turn."""
+        """Whether a child's copy of the object is whole. Called under the lock."""
         try:
             get_ready = self.before_fork()
             if get_ready is not None and not self.broken and not self.forked:
@@ -147,7 +147,7 @@ class Turns:
 
 class _Changing:
     """`with changing:` marks lines between which an object is half changed. Any error that leaves the block, other than
-    that of `raise_interrupt`, breaks each object whose turn is under way."""
+    that of `raise_interrupt`, breaks each object whose lock is held."""
 
     def __enter__(self) -> None:
         pass
@@ -162,9 +162,9 @@ changing = _Changing()
 
 class whole:
     """`with whole(objects):` defers signals, and an unforeseen error breaks these objects: for changes of several
-    objects together, or without a turn. Errors that leave everything in order may leave the block."""
+    objects together, or without their locks. Errors that leave everything in order may leave the block."""
 
-    def __init__(self, objects: Iterable[Turns]):
+    def __init__(self, objects: Iterable[StoreLock]):
         self._objects = objects
 
     def __enter__(self) -> None:
@@ -173,8 +173,8 @@ class whole:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
             if error is not None:
-                for turns in self._objects:
-                    turns.note(error)
+                for store_lock in self._objects:
+                    store_lock.note(error)
         finally:
             undisturbed.__exit__()
 
