@@ -447,7 +447,7 @@ def together(ranks: AnyRanks, stores: Sequence[EmbeddingStore], verb: str, what:
     """
     if ranks.forked:
         for store in stores:
-            store.turns.check(changes=True)
+            store.store_lock.check(changes=True)
     begun = False
 
     def run() -> T:
