@@ -15,11 +15,8 @@ _CHUNK_BYTES = 4 << 20
 
 
 def to_be_handed(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of this size on the CPU, whose memory goes back to the system as `hand_over` reads it.
-
-    Raises:
-        OSError, OverflowError: there is no such memory.
-    """
+    """A tensor of this size on the CPU, whose memory goes back to the system as `hand_over` reads it. OSError or
+    OverflowError if there is no such memory."""
     count = math.prod(size)
     memory = mmap.mmap(-1, max(count * dtype.itemsize, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     weights: Any = torch.frombuffer(memory, dtype=dtype, count=count).reshape(size)

@@ -28,10 +28,8 @@ _BATCH = 1 << 16
 
 
 def load_tables(rows: MultiTableEmbedding, snapshot: SnapshotName, tables: Sequence[int]) -> None:
-    """Load the rows of these tables, and of no others, from a snapshot. Every rank makes the call.
-
-    Args:
-        snapshot: as `named_snapshot` gives it; tables that it does not hold have no rows afterwards.
+    """Load the rows of these tables, and of no others, from a snapshot, given as by `named_snapshot`. Tables that it
+    does not hold have no rows afterwards. Every rank makes the call.
 
     Raises:
         StorageError: the snapshot is not there, its rows do not fit, or a lookup whose step is still to come holds a

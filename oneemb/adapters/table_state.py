@@ -99,11 +99,7 @@ class _Given:
 
 
 def write_back(states: Iterable["TableState"]) -> None:
-    """Bring tensors that were changed in place into the rows.
-
-    Raises:
-        RuntimeError: the rows have changed since, too.
-    """
+    """Bring tensors that were changed in place into the rows; RuntimeError if the rows have changed since, too."""
     its = [(state, given) for state in states for given in state.given]
     written = [(state, given) for state, given in its if given.changed(state.rows.store.changes, state.rows.name)]
     if not written:
@@ -127,11 +123,8 @@ def let_go(states: Iterable["TableState"]) -> None:
 
 
 def load_together(entries: Iterable[tuple["TableState", object]]) -> None:
-    """Note which tables of a state dict name one snapshot: they are loaded together, without other tables.
-
-    Args:
-        entries: each table's state, and its entry in the state dict.
-    """
+    """Note which tables of a state dict name one snapshot: they are loaded together, without other tables. `entries`
+    has each table's state, and its entry in the state dict."""
     named: dict[tuple[object, ...], list[TableState]] = {}
     for state, entry in entries:
         state.loads_with = frozenset()
@@ -181,11 +174,8 @@ class TableState:
         return self._config.name
 
     def give(self) -> torch.Tensor:
-        """Entry of a state dict: a snapshot's name, or the table's rows. Every rank makes the call.
-
-        Raises:
-            StorageError: there are rows of other ids than 0 to num_embeddings - 1, and no path.
-        """
+        """Entry of a state dict: a snapshot's name, or the table's rows. Every rank makes the call. StorageError if
+        there are rows of other ids than 0 to num_embeddings - 1, and no path."""
         rows, config = self.rows, self._config
         if self.is_kept:
             return encode({**rows.named_snapshot(), "oneemb_table": [self.table, config.name]})

@@ -15,12 +15,8 @@ _JOIN_S = 10.0
 
 
 class Worker:
-    """Thread that makes calls. It ends with this object, after the calls that it was given.
-
-    Args:
-        name: of the thread.
-        dropped: beginning of the warning that an error in a call of `later` becomes.
-    """
+    """Thread that makes calls. It ends with this object, after the calls that it was given. `dropped` is the beginning
+    of the warning that an error in a call of `later` becomes."""
 
     def __init__(self, name: str, dropped: str = ""):
         self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()

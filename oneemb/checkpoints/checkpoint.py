@@ -24,6 +24,7 @@ import glob
 import io
 import json
 import os
+import pathlib
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -103,11 +104,7 @@ def _together(graph: CompiledGraph, ranks: AnyRanks, verb: str, what: str, call:
 
 
 def _ranks_of(graph: CompiledGraph) -> AnyRanks:
-    """The ranks of a graph's embeddings.
-
-    Raises:
-        ValueError: not all of its embeddings are of the same ranks.
-    """
+    """Ranks of a graph's embeddings; ValueError if these are not of the same ranks."""
     embeddings = list(embeddings_of(graph).values())
     ranks = {one.ranks.group: one.ranks for one in embeddings}
     if len(ranks) > 1:
@@ -271,12 +268,7 @@ def _read_together(path: str, ranks: AnyRanks, what: str) -> State:
     if ranks.alone:
         with open(os.path.expanduser(path), "rb") as file:
             return load_state(file, path)
-
-    def read() -> bytes:
-        with open(os.path.expanduser(path), "rb") as file:
-            return file.read()
-
-    data = ranks.of_first(what, read)
+    data = ranks.of_first(what, pathlib.Path(os.path.expanduser(path)).read_bytes)
     return _parsed(lambda: data, path, ranks, what)
 
 
@@ -408,12 +400,8 @@ def _temporary_of(intent: str) -> str:
 
 
 def _undo(intent: str, embeddings: _Embeddings, ranks: AnyRanks, what: str) -> None:
-    """Remove the files and snapshots of an unfinished save: snapshots that no file names, its temporary file and its
-    intent.
-
-    Args:
-        intent: of the first rank.
-    """
+    """Remove the files and snapshots of an unfinished save, whose intent the first rank has: snapshots that no file
+    names, its temporary file and its intent."""
     temporary = _temporary_of(intent)
 
     def read() -> _Snapshots:

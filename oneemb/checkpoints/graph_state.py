@@ -109,11 +109,7 @@ def check_between_updates(graph: CompiledGraph, train: TrainState) -> None:
 
 def others_of(graph: CompiledGraph, ranks: AnyRanks, what: str) -> list[Other] | None:
     """Own states of the ranks after the first, gathered on the first; None = no ranks own rows together. Every rank
-    makes the call.
-
-    Raises:
-        RuntimeError: parameters are sharded over ranks, so that none has them all.
-    """
+    makes the call. RuntimeError if parameters are sharded over ranks, so that none has them all."""
     if ranks.alone:
         return None
     what = f"{what}: what each rank has of its own"
@@ -222,15 +218,8 @@ def _warn_of_differences(graph: CompiledGraph, hashes: Sequence[Mapping[str, str
 def check_fits(
     graph: CompiledGraph, train: TrainState, state: State, where: str, *, strict: bool = True
 ) -> LoadedKeys:  # fmt: skip
-    """Raise ValueError unless the state, apart from its rows, fits the graph; the message says what differs.
-
-    Args:
-        where: the state is from.
-        strict: whether both must have the same names; if not, only what both have must fit.
-
-    Returns:
-        The names that only one of them has.
-    """
+    """Raise ValueError unless the state, apart from its rows, fits the graph; the message says what differs. Returns
+    the names that only one of them has, which is an error if `strict`."""
     if state.get("format") != _FORMAT:
         raise ValueError(f"{where} has format {state.get('format')!r}, this version of oneemb reads {_FORMAT}")
     embeddings = named_embeddings(graph)
@@ -375,16 +364,8 @@ def _state_for(graph: CompiledGraph, optimizer: Optimizer, state: State, n: int)
 
 
 def load_state(file: str | IO[bytes], where: str, *, mmap: bool = False) -> State:
-    """State in a file.
-
-    Args:
-        file: its path, or the file, open for reading.
-        where: name of the file in errors.
-        mmap: leave tensors in the file, unread, and its checksums alone. A path is needed.
-
-    Raises:
-        ValueError: the file holds no state, or is damaged.
-    """
+    """State in a file, given by its path or open for reading; ValueError if it holds none, or is damaged. With `mmap`,
+    which needs a path, tensors stay in the file, unread, and checksums are not compared."""
     state = load_bytes(file, where, mmap=mmap)
     if not isinstance(state, dict) or not {"format", "embeddings", "tensors"} <= state.keys():
         raise ValueError(f"{where} is not a checkpoint of a TrainGraph: graph.save() has not written it")

@@ -30,11 +30,7 @@ def encode(snapshot: SnapshotName) -> torch.Tensor:
 
 
 def decode(state: torch.Tensor) -> SnapshotName:
-    """Decode a tensor of `encode`.
-
-    Raises:
-        ValueError: the tensor is no such tensor, or its values have been changed.
-    """
+    """Decode a tensor of `encode`; ValueError if it is no such tensor, or its values have been changed."""
     try:
         # A copy of the model in another dtype may hold the same bytes as floats.
         snapshot = json.loads(bytes(state.to("cpu", torch.uint8).tolist()))

@@ -20,23 +20,14 @@ _SPREAD_BYTES, _SPREAD_ROWS = 64 << 20, 1 << 16
 
 
 class RankReplicas:
-    """Copies of rows of replicated tables.
-
-    Args:
-        store: of this rank.
-        ranks: that own the rows with it.
-    """
+    """Copies of rows of replicated tables, on ranks that own the rows together."""
 
     def __init__(self, store: EmbeddingStore, ranks: AnyRanks):
         self._store, self._ranks = store, ranks
 
     def check(self, what: str, snapshot: PartedSnapshot, rows: int) -> TableIds | None:
-        """Keys of replicated tables that this rank owns in a snapshot; None = no such tables. Raises on all ranks if
-        one has no room for the rows of all.
-
-        Args:
-            rows: number of the snapshot's rows that this rank owns.
-        """
+        """Keys of replicated tables that this rank owns in a snapshot, of which it owns so many rows; None = no such
+        tables. Raises on all ranks if one has no room for the rows of all."""
         replicas = self._store.replicas
         if not replicas:
             return None

@@ -263,12 +263,8 @@ class RankSnapshots:
     # ---- export -----------------------------------------------------------------------------------------------------
 
     def export(self, name: str, check: Callable[[], object], export: Callable[[list[str], str], int]) -> int:
-        """Result of `export(folders, name)` on the first rank, which reads the current rows from a temporary snapshot.
-
-        Args:
-            name: of the snapshot; that of the first rank is used.
-            check: raises if the export need not begin.
-        """
+        """Result of `export(folders, name)` on the first rank, which reads the current rows from a temporary snapshot
+        of its name. `check` raises if the export need not begin."""
 
         def run() -> int:
             what = self.words("export_rows")

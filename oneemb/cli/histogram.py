@@ -20,14 +20,10 @@ _BAR = 40
 def histograms(
     parts: Sequence[tuple["SnapshotInfo", "SnapshotReader | OwnedRows"]],
 ) -> dict[str, dict[str, dict[str, Sequence[float]]]]:
-    """The histograms of a snapshot, or of the parts that are one, by table and by what is counted.
-
-    Of each there are the `edges` of bins, and how many `rows` are in each. "norm" is the L2 norm of a row's weights.
-    Where a policy has noted uses, "score" is the row's, and "age" the steps since its last use.
-
-    Raises:
-        StorageError: a file is damaged, or no embedding has saved the snapshot.
-    """
+    """Histograms of a snapshot, or of the parts that are one, by table and by column: the `edges` of bins, and the
+    number of `rows` in each. "norm" is the L2 norm of a row's weights. If a policy has noted uses, "score" is the
+    row's, and "age" the steps since its last use. StorageError if a file is damaged, or no embedding has saved the
+    snapshot."""
     from oneemb.kernels.score_rows import DECAYED
     from oneemb.rows.values import weights_of
     from oneemb.storage.policies.usage_index import USAGE_WORDS, UsageClock

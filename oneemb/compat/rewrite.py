@@ -34,15 +34,8 @@ _Node = TypeVar("_Node", bound=ast.AST)
 
 
 def rewrite(source: bytes | str, path: str) -> tuple[ast.Module, Counter[str]]:
-    """Tree of a module with its GPUs replaced, and the number of replacements of each kind.
-
-    Args:
-        source: the text of the module.
-        path: of its file, for errors.
-
-    Raises:
-        SyntaxError: it is no Python.
-    """
+    """Tree of the module at `path` with its GPUs replaced, and the number of replacements of each kind; SyntaxError if
+    it is no Python."""
     tree = ast.parse(source, filename=path)
     rules = _Rules(tree)
     tree = rules.visit(tree)

@@ -402,11 +402,11 @@ def apply_inference_embedding_collection(
 def _in_place_of(
     path: str, configs: list[EmbeddingConfig], dynamic: Mapping[str, bool], sizes: Mapping[str, int]
 ) -> InferenceEmbeddingCollection:
-    said = {config.name: dynamic[config.name] for config in configs if config.name in dynamic}
-    if len(set(said.values())) != 1:
+    by_table = {config.name: dynamic[config.name] for config in configs if config.name in dynamic}
+    if len(set(by_table.values())) != 1:
         raise ValueError(
             f"dynamic_table_configs must say the same of all tables of {path or 'the model'!r}, of one at least; tables"
-            f" are {[config.name for config in configs]}, got {said}"
+            f" are {[config.name for config in configs]}, got {by_table}"
         )
     sized = [replace(config, num_embeddings=sizes.get(config.name, config.num_embeddings)) for config in configs]
-    return create_inference_embedding_collection(sized, use_dynamic=said.popitem()[1])
+    return create_inference_embedding_collection(sized, use_dynamic=by_table.popitem()[1])

@@ -277,14 +277,14 @@ class TableDumps:
     def _load(self, t: int, dump: Dump, now: int, optim: bool, counter: bool) -> None:
         store = self._tables.rows.store
         store.build()
-        at_once, kept = self._tables.at_once, self._kept_of(t, dump, now)
-        if kept is not None:
-            at_once = min(at_once, max(1, len(kept)))
+        at_once, fitting = self._tables.at_once, self._fitting_of(t, dump, now)
+        if fitting is not None:
+            at_once = min(at_once, max(1, len(fitting)))
         for rows in dump.read(at_once, state=optim):
             id_N = self._ids_of(t, dump, rows.rank, rows.key_N)
             own = self._tables.own(t, id_N)
-            if kept is not None:
-                own = own[np.isin(id_N[own], kept)]
+            if fitting is not None:
+                own = own[np.isin(id_N[own], fitting)]
             if len(own) == 0:
                 continue
             state_NZ = rows.state_NZ[own] if rows.state_NZ is not None and dump.state_width else None
@@ -324,7 +324,7 @@ class TableDumps:
         dist = dump.meta.get("dist_type", "roundrobin")
         return key_of_file(dist, rank, key_N, dump.ranks, self._num_embeddings(t, dump))
 
-    def _kept_of(self, t: int, dump: Dump, now: int) -> np.ndarray | None:
+    def _fitting_of(self, t: int, dump: Dump, now: int) -> np.ndarray | None:
         """Ids of this rank's rows of a dump with the highest scores, if the table has no room for all; None = there is
         room. Ranks of another number have room for another number of rows."""
         table = self._tables.tables[t]

@@ -64,7 +64,7 @@ class DynamicTables:
             for t, table in enumerate(self.tables)
         }
         """Score that the next lookup gives a table's rows, for STEP and CUSTOMIZED; 0 = `set_score` has set none."""
-        self._told_full = 0
+        self._warned_full = 0
 
     def together(self, verb: str, what: str, call: Callable[[], object]) -> None:
         """Make a call on all ranks, between two steps; see `oneemb.graph.ranks.together`."""
@@ -115,14 +115,14 @@ class DynamicTables:
                 self.score[t] = self.score[t] % (2**64 - 1) + 1
         if any(table.options.safe_check_mode == DynamicEmbCheckMode.WARNING for table in self.tables):
             full = self.rows.stats()["policy"].get("turned_away", 0)
-            if full > self._told_full:
+            if full > self._warned_full:
                 warnings.warn(
-                    f"{full - self._told_full} ids of a lookup in tables {', '.join(self.names)} got no row, since a"
+                    f"{full - self._warned_full} ids of a lookup in tables {', '.join(self.names)} got no row, since a"
                     " table has no room for all rows of a lookup: they read as zeros and are not trained; raise"
                     " max_capacity, or num_embeddings of the config",
                     stacklevel=3,
                 )
-            self._told_full = full
+            self._warned_full = full
 
     def set_learning_rate(self, lr: float) -> None:
         """Set the rate of all tables, from the next step on."""
@@ -214,7 +214,7 @@ class DynamicTables:
         pending: list[DumpRows] = []
 
         def send() -> list[list[torch.Tensor]]:
-            while pending:  # Where it fails, all ranks are told.
+            while pending:  # Where it fails, all ranks raise.
                 take(pending.pop())
             rows = next(own, None)
             if rows is None:

@@ -50,11 +50,7 @@ META = "opt_args.json"
 
 
 def owner_of_key(dist_type: str, id_N: np.ndarray, ranks: int, num_embeddings: int | None) -> np.ndarray:
-    """Rank that dynamicemb keeps each id on: int64 [N].
-
-    Args:
-        num_embeddings: of the table's config, for "continuous".
-    """
+    """Rank that dynamicemb keeps each id on: int64 [N]. "continuous" needs `num_embeddings` of the table's config."""
     unsigned_N = id_N.astype(np.uint64)
     if dist_type == "hash_roundrobin":
         unsigned_N = _hashed(unsigned_N)

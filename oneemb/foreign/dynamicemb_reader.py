@@ -139,7 +139,8 @@ class Dump:
                 table_N = np.zeros(len(key_N), np.int32)
                 seen = index.find(table_N, key_N) >= 0
                 if seen.any() or len(np.unique(key_N)) < len(key_N):
-                    twice = key_N[seen][0] if seen.any() else _twice(key_N)
+                    unique_U, count_U = np.unique(key_N, return_counts=True)
+                    twice = key_N[seen][0] if seen.any() else unique_U[count_U > 1][0]
                     raise CorruptTableError(f"id {twice} comes twice in {part['keys']} and its like; restore the dump")
                 index.put(table_N, key_N, np.zeros(len(key_N), np.int64))
 
@@ -155,11 +156,7 @@ class Dump:
 
     def read(self, batch: int, *, state: bool) -> Iterator[DumpRows]:
         """Yield all rows, at most `batch` at a time; with their state, which `check_states` has checked, if `state` is
-        on.
-
-        Raises:
-            CorruptTableError: a file became shorter.
-        """
+        on. CorruptTableError if a file became shorter."""
         states = [self._state_of(keys, values) for keys, values in self._state_parts if state]
         for r, (part, rows) in enumerate(zip(self._parts, self._rows, strict=True)):
             for begin in range(0, rows, batch):
@@ -330,8 +327,3 @@ _SAID: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("lr", "beta1", "beta2", "eps", "weight_decay"), ("a number", _is_number)),
 }
 """Values that the last file of a dump may have: a description and a check of each, by name."""
-
-
-def _twice(key_N: np.ndarray) -> int:
-    unique_U, count_U = np.unique(key_N, return_counts=True)
-    return int(unique_U[count_U > 1][0])

@@ -50,11 +50,8 @@ class OneFlowReader:
         return self.geometry.value_bytes // 4
 
     def scan(self, batch: int = 65536) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Every row once as (id_N int64, value_NV float32), at most `batch` at a time.
-
-        Raises:
-            CorruptTableError: an index names a row that is not there, or a row twice.
-        """
+        """Every row once as (id_N int64, value_NV float32), at most `batch` at a time; CorruptTableError if an index
+        names a row that is not there, or a row twice."""
         for number, _ in self._chunks:
             yield from self._scan_chunk(number, batch)
 

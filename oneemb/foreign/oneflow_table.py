@@ -72,12 +72,8 @@ def is_oneflow_table(path: AnyPath, fs: FileSystem | None = None) -> bool:
 
 
 def read_oneflow_geometry(path: AnyPath, fs: FileSystem | None = None) -> OneFlowGeometry:
-    """Geometry of the table at a path.
-
-    Raises:
-        StorageError: there is no such table.
-        CorruptTableError: a number is missing or out of its range.
-    """
+    """Geometry of the table at a path; StorageError if there is no table, CorruptTableError if a number is missing or
+    out of its range."""
     fs, path = fs or LocalFileSystem(), absolute_path(path)
     numbers = []
     for name in NUMBERS:

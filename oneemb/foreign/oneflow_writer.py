@@ -79,15 +79,8 @@ class OneFlowWriter:
         self._block = 0
 
     def put(self, id_N: np.ndarray, value_NV: np.ndarray) -> None:
-        """Add rows, on fresh blocks. Of equal ids the last one counts.
-
-        Args:
-            id_N: int64; with keys of 4 bytes their low 32 bits are the key.
-            value_NV: float32 [N, value_bytes / 4].
-
-        Raises:
-            StorageError: the disk fails.
-        """
+        """Add rows, value_NV float32 [N, value_bytes / 4], on fresh blocks. Of equal ids the last one counts; with keys
+        of 4 bytes the low 32 bits of an id are its key."""
         geometry, begin = self.geometry, 0
         assert value_NV.dtype == np.float32 and value_NV.shape == (len(id_N), geometry.value_bytes // 4)
         piece_blocks = max(1, PIECE_BYTES // geometry.block_bytes)

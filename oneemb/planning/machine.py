@@ -3,12 +3,23 @@
 import functools
 import json
 import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+import numpy as np
+import torch
+from torch import distributed
+
+import oneemb
 from oneemb.embeddings.rank_traffic import KeyCounts, messages_of
+from oneemb.graph.ranks import Ranks
+from oneemb.kernels.threads import Threads
+from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.tiers.memory_limit import memory_limit
 
 
@@ -165,10 +176,6 @@ def measure_machine(path: str | None = None, *, threads: int = 1, **figures: Any
 def _in_processes(count: int, name: str, *args: Any) -> Any:
     """Result of a function of this module on the first of `count` processes of a gloo group: separate processes, so
     that threads and memory of this one do no harm, and it need not be importable."""
-    import subprocess
-    import sys
-    import tempfile
-
     with tempfile.TemporaryDirectory(prefix="oneemb-measure-") as folder:
         code = "import sys; from oneemb.planning.machine import run_measurement; run_measurement(*sys.argv[1:])"
         processes = [
@@ -180,22 +187,19 @@ def _in_processes(count: int, name: str, *args: Any) -> Any:
             for rank in range(count)
         ]  # fmt: skip
         try:
-            said = [process.communicate() for process in processes]
+            outputs = [process.communicate() for process in processes]
         finally:
             for process in processes:
                 process.kill()
                 process.wait()
-    for process, (_, error) in zip(processes, said, strict=True):
+    for process, (_, error) in zip(processes, outputs, strict=True):
         if process.returncode:
             raise RuntimeError(f"{name} has failed: {error.strip()[-2000:]}")
-    return json.loads(said[0][0].splitlines()[-1])
+    return json.loads(outputs[0][0].splitlines()[-1])
 
 
 def run_measurement(folder: str, rank: str, ranks: str, name: str, args: str) -> None:
     """Run one of the functions below, in a process of `_in_processes`."""
-    import torch
-    from torch import distributed
-
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=int(rank), world_size=int(ranks))
     functions: tuple[Callable[..., Any], ...] = (_measure_steps, _measure_messages, _measure_fresh, _measure_disk)
@@ -208,11 +212,6 @@ def run_measurement(folder: str, rank: str, ranks: str, name: str, args: str) ->
 
 def _measure_steps(threads: int) -> list[dict[str, Any]]:
     """Milliseconds of a step, and its sizes, for each case."""
-    import tempfile
-
-    import numpy as np
-    from torch import distributed
-
     group = distributed.group.WORLD if distributed.get_world_size() > 1 else None
     with tempfile.TemporaryDirectory(prefix="oneemb-measure-") as folder:
         cases = [_Case(f"{folder}/{c}", group, threads, *case) for c, case in enumerate(CASES)]
@@ -226,8 +225,6 @@ def _measure_steps(threads: int) -> list[dict[str, Any]]:
 def fitted(cases: list[dict[str, Any]], machine: Machine, ranks: int) -> StepCost:
     """Step cost that explains the measured steps best, messages left out. Figures that these cannot tell apart stay
     near the defaults."""
-    import numpy as np
-
     defaults = np.array(list(asdict(machine.alone if ranks == 1 else machine.on_ranks).values()))
     terms, target = [], []
     for one in cases:
@@ -252,11 +249,6 @@ class _Case:
     def __init__(
         self, path: str, group: Any, threads: int, samples: int, tables: int, vocabulary: int, dim: int, embeddings: int
     ):
-        import numpy as np
-        import torch
-
-        import oneemb
-
         made = [
             oneemb.MultiTableEmbedding(
                 f"e{e}", dim, torch.float32, torch.int64, [oneemb.make_table()] * tables,
@@ -285,8 +277,6 @@ class _Case:
 
     def stretch_ms(self, round: int) -> float:
         """Time of a step, of some steps one after another. The first stretch initializes the rows."""
-        import numpy as np
-
         steps = [functools.partial(self._graph, *batch) for batch in self._batches]
         spent = _seconds(steps * 2)[len(steps) :] if round == 0 else _seconds(steps)[2:]
         return float(np.quantile(spent, QUIET)) * 1e3
@@ -298,8 +288,6 @@ class _Case:
 
 def zipf_ids(rng: Any, vocabulary: int, shape: tuple[int, ...]) -> Any:
     """Ids by Zipf's law (1.05), spread over all integers: int64 of this shape."""
-    import numpy as np
-
     weight_V = np.arange(1, vocabulary + 1) ** -1.05
     cumulated_V = np.cumsum(weight_V / weight_V.sum())
     return np.searchsorted(cumulated_V, rng.random(shape)).clip(max=vocabulary - 1) * np.int64(0x9E3779B97F4A7C1)
@@ -316,8 +304,6 @@ def _seconds(calls: Sequence[Callable[[], object]]) -> list[float]:
 
 def _nonnegative(terms: Any, target: Any) -> Any:
     """Least-squares figures of `terms @ figures = target`, none below 0, found by leaving out the lowest."""
-    import numpy as np
-
     kept = list(range(terms.shape[1]))
     while True:
         found = np.linalg.lstsq(terms[:, kept], target, rcond=None)[0]
@@ -330,21 +316,12 @@ def _nonnegative(terms: Any, target: Any) -> Any:
 
 def _measure_fresh() -> float:
     """GB/s at which a large new array is filled, with pages that the system gives and clears on the way."""
-    import numpy as np
-    import torch
-
     spent = _seconds([lambda: torch.zeros(_FRESH_BYTES, dtype=torch.uint8, device="cpu").fill_(1)] * 10)
     return _FRESH_BYTES / float(np.quantile(spent, QUIET)) / 1e9
 
 
 def _measure_messages() -> list[float]:
     """us of a small exchange of the ranks, and GB/s that each sends to the others in a large one."""
-    import numpy as np
-    import torch
-    from torch import distributed
-
-    from oneemb.graph.ranks import Ranks
-
     assert distributed.group.WORLD is not None
     ranks = Ranks(distributed.group.WORLD)
 
@@ -362,13 +339,6 @@ def _measure_messages() -> list[float]:
 
 def _measure_disk(path: str) -> list[float]:
     """Reads a second of blocks of 4,096 bytes at random places, and GB/s that are written one after another."""
-    import tempfile
-
-    import numpy as np
-
-    from oneemb.kernels.threads import Threads
-    from oneemb.storage.table.persistent_table import PersistentTable
-
     rng = np.random.default_rng(0)
     # A row a block: with a checksum beside it.
     words = _DISK_WORDS - 16

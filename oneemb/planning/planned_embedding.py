@@ -4,7 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
+
+from oneemb import optim
 from oneemb.embeddings.rank_traffic import KeyCounts, PartCounts
+from oneemb.graph.row_optimizers import SUPPORTED, row_optimizer_of
 
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -110,8 +115,6 @@ def unique_share(batches: Any) -> float:
     Raises:
         ValueError: there is no batch, or one without ids.
     """
-    import numpy as np
-
     shares = []
     for batch in batches:
         id_BT = np.asarray(batch)
@@ -125,11 +128,6 @@ def unique_share(batches: Any) -> float:
 
 
 def _state_width(optimizer: Any, dim: int) -> int:
-    import torch
-
-    from oneemb import optim
-    from oneemb.graph.row_optimizers import SUPPORTED, row_optimizer_of
-
     cls = next((getattr(m, optimizer) for m in (torch.optim, optim) if hasattr(m, str(optimizer))), None)
     try:
         if cls is None:

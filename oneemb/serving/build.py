@@ -76,11 +76,8 @@ def make_file(
     path: str, snapshot: PartedSnapshot, dtype: str, tables: Sequence[int] | None, *, threads: Threads,
     progress: Progress | None = None,
 ) -> ServedInfo:  # fmt: skip
-    """Write the file of a snapshot.
-
-    Args:
-        dtype: one of `DTYPES`.
-        tables: those whose rows it has, in the order of their columns; None = all.
+    """Write the file of a snapshot in one of `DTYPES`, with the rows of these tables in the order of their columns;
+    None = all.
 
     Raises:
         ValueError: a table is not one of the snapshot's.

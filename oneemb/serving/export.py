@@ -128,11 +128,7 @@ def _export(
     graph: torch.nn.Module, build: Callable[..., Any], path: str, args: tuple[Any, ...], kwargs: dict[str, Any],
     options: _Options, dynamic_shapes: Any, alone: _Alone,
 ) -> None:  # fmt: skip
-    """Write the file.
-
-    Args:
-        alone: makes a call beside which no step runs.
-    """
+    """Write the file; `alone` makes a call beside which no step runs."""
     copies, apart, fs = ExitStack(), ExitStack(), LocalFileSystem()
     with doing("write", path):
         work, lock = work_folder(fs, path)
@@ -205,13 +201,13 @@ def _frozen(
         else:
             rows = FrozenRows.of_file(file, absent=absent, policies=embedding.policies)
         temporary = found.name.startswith(EXPORTED)
-        said = {
+        description = {
             "name": embedding.name, "snapshot": None if temporary else found.name,
             "identity": None if temporary else info.identity,
             "step": SnapshotRows.of_meta(found.info.meta, found.name).step, "rows": info.rows,
             "error_max": info.error_max, "error_rms": info.error_rms,
         }  # fmt: skip
-        return rows, said
+        return rows, description
 
 
 @contextmanager
@@ -263,13 +259,7 @@ class _WithoutBackward(TorchFunctionMode):
 
 
 class _Program(torch.nn.Module):
-    """Module that is traced. A call of it is a call of `build` with the same arguments.
-
-    Args:
-        graph: holds the parameters.
-        build: computes on it.
-        signature_of: has the signature of `build`.
-    """
+    """Module that is traced. A call of it is a call of `build` on `graph`, with the signature of `signature_of`."""
 
     def __init__(self, graph: torch.nn.Module, build: Callable[..., Any], signature_of: Callable[..., Any]):
         super().__init__()
@@ -288,11 +278,7 @@ def _made(
     program: _Program, args: tuple[Any, ...], kwargs: dict[str, Any], options: _Options, dynamic_shapes: Any,
     described: str, alone: _Alone,
 ) -> io.BytesIO:  # fmt: skip
-    """Content of the file. It is made in memory: where torch cannot write, its writer ends the process.
-
-    Args:
-        alone: as of `_export`.
-    """
+    """Content of the file. It is made in memory: where torch cannot write, its writer ends the process."""
     # Also before a script is traced: only torch.export refuses a `build` that depends on values.
     exported = _exported(program, args, kwargs, dynamic_shapes)
     content = io.BytesIO()

@@ -21,12 +21,7 @@ _NO_BAG = 1 << 40
 
 
 class FrozenEmbedding(torch.nn.Module):
-    """Lookups of an embedding over frozen rows.
-
-    Args:
-        embedding: gives names, widths and dtypes.
-        dtype: of results.
-    """
+    """Lookups of an embedding over frozen rows, with results of this dtype."""
 
     lookup: torch.nn.Module
     """The rows, `FrozenRows` or `HashedRows`."""

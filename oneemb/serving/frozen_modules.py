@@ -26,11 +26,8 @@ def frozen_copy(
     root: torch.nn.Module, stands_for: Mapping[torch.nn.Module, torch.nn.Module]
 ) -> torch.nn.Module:  # fmt: skip
     """Copy of the module in eval mode, with others in place of embeddings, and buffers and parameters of its own,
-    without gradient.
-
-    Raises:
-        ValueError: an embedding is kept where torch does not know of it, or a module cannot be part of a program.
-    """
+    without gradient. ValueError if an embedding is kept where torch does not know of it, or a module cannot be part
+    of a program."""
     for module in root.modules():
         if type(module).__name__ == "AveragedEmbedding":
             raise ValueError(
@@ -47,11 +44,7 @@ def frozen_copy(
 
 
 class _Copying:
-    """A copy that is being made.
-
-    Args:
-        stands_for: as of `frozen_copy`.
-    """
+    """A copy that is being made; `stands_for` as of `frozen_copy`."""
 
     def __init__(self, stands_for: Mapping[torch.nn.Module, torch.nn.Module]):
         self._copies: dict[torch.nn.Module, torch.nn.Module] = {**stands_for}

@@ -154,12 +154,7 @@ class FrozenRows(torch.nn.Module):
         cls, table_S: torch.Tensor, id_S: torch.Tensor, rows: torch.Tensor, scale_S2: torch.Tensor, num_tables: int,
         dim: int, bits: int, initial: InitialRows | None, trained: torch.dtype = torch.float32,
     ) -> Self:  # fmt: skip
-        """Rows in any order, of different keys.
-
-        Args:
-            table_S, id_S: int32 and int64, the key of each row.
-            num_tables: T.
-        """
+        """Rows in any order, of different keys: the table, int32, and id, int64, of each."""
         if not len(id_S):
             table_S, id_S = table_S.new_full((1,), -1), id_S.new_zeros(1)
             rows, scale_S2 = rows.new_zeros(1, rows.shape[1]), scale_S2.new_zeros(1, 2)
@@ -178,12 +173,7 @@ class FrozenRows(torch.nn.Module):
         return id_S[order_S], self.rows[place_S], self.scale_S2[place_S] if self.bits else self.scale_S2
 
     def forward(self, table_N: torch.Tensor, id_N: torch.Tensor) -> torch.Tensor:
-        """Weights of keys: float32 [N, D].
-
-        Args:
-            table_N: int64 [N], each from 0 to T-1.
-            id_N: int64 [N]; every number is legal.
-        """
+        """Weights of keys, float32 [N, D], of tables from 0 to T-1 and any ids, both int64 [N]."""
         key_N = id_N ^ self.salt_T.index_select(0, table_N)
         place_N = torch.searchsorted(self.key_S, key_N).clamp(max=self.key_S.shape[0] - 1)
         found_N = (self.key_S.index_select(0, place_N) == key_N) & (self.table_S.index_select(0, place_N) == table_N)

@@ -65,18 +65,20 @@ def initial_of(file: ServedFile, absent: str, policies: Sequence[RowPolicy] | No
         initial = initial_rows(its["seed"], its["column_dims"], tables, default)
         if len(tables) != file.info.num_tables or sum(its["column_dims"]) != file.info.dim:
             raise ValueError("tables or columns are not those of the rows")
-        said_T = [_absent_of(said) for said in its.get("absent", ())]
-        if len(said_T) not in (0, len(tables)):
-            raise ValueError(f"absent is said of {len(said_T)} tables, there are {len(tables)}")
-        return reads_as(said_T, initial) if policies is None else rows_instead(policies, initial, "absent")
+        absent_T = [_absent_of(one) for one in its.get("absent", ())]
+        if len(absent_T) not in (0, len(tables)):
+            raise ValueError(
+                f"absent must be given for each table, or for none: it is for {len(absent_T)}, there are {len(tables)}"
+            )
+        return reads_as(absent_T, initial) if policies is None else rows_instead(policies, initial, "absent")
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise CorruptTableError(f"{file.path}: what it says of the embedding is wrong: {str(error)[:200]}") from error
 
 
-def _absent_of(said: object) -> Absent:
-    found = said if isinstance(said, str) else from_json(json.dumps(said))
+def _absent_of(described: object) -> Absent:
+    found = described if isinstance(described, str) else from_json(json.dumps(described))
     if found not in ("initial", "zeros") and not isinstance(found, Initializer):
-        raise ValueError(f"absent is {str(said)[:100]}")
+        raise ValueError(f"absent is {str(described)[:100]}")
     return cast(Absent, found)
 
 
@@ -101,11 +103,8 @@ _LOW = 0xFFFFFFFF
 
 
 def constants_of(initial: InitialRows | None, num_tables: int, dim: int, trained: torch.dtype) -> torch.Tensor | None:
-    """Initial rows of each table, float32 [T, D], if no weight depends on the id; None = one does.
-
-    Args:
-        initial: None = zeros.
-    """
+    """Initial rows of each table, float32 [T, D], if no weight depends on the id; None = one does. Zeros if `initial`
+    is None."""
     if initial is None:
         return torch.zeros(num_tables, dim, dtype=torch.float32, device="cpu")
     if (initial.kind_TC != CONSTANT).any():

@@ -29,11 +29,7 @@ class Version(NamedTuple):
 
 
 class Served:
-    """One version.
-
-    Args:
-        absent: values of an id without a row, "initial" or "zeros".
-    """
+    """One version, with values of ids without a row as `absent` says, "initial" or "zeros"."""
 
     def __init__(self, file: ServedFile, absent: str, loops: HostLoops):
         info = file.info

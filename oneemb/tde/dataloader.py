@@ -124,7 +124,7 @@ class DataLoaderIter:
         self._release()
         if not self._begun:
             if self._failed is None:
-                self._steps.settle()
+                self._steps.finish_all()
                 self._begin_next(must=True)
             if self._failed is not None:
                 failed, self._failed = self._failed, None
@@ -182,8 +182,8 @@ class DataLoaderIter:
             self._failed = error
         ranks = self._steps.ranks
         if ranks.size > 1:
-            said = _said(self._failed)
-            self._failed = _of_all(ranks.all_gather("read the next batch", lambda: said), self._failed, ranks.rank)
+            report = _report(self._failed)
+            self._failed = _of_all(ranks.all_gather("read the next batch", lambda: report), self._failed, ranks.rank)
         if self._failed is None:
             assert self._next is not None
             read = self._next.read
@@ -242,22 +242,22 @@ def _leave(worker: Worker | None, steps: Steps, given: list[Batch], begun: "dequ
         steps.drop(begun.popleft()[0])
 
 
-def _said(failed: BaseException | None) -> str | None:
+def _report(failed: BaseException | None) -> str | None:
     if failed is None:
         return None
     return "" if isinstance(failed, StopIteration) else "".join(traceback.format_exception(failed))
 
 
-def _of_all(said: list[str | None], failed: BaseException | None, rank: int) -> BaseException | None:
+def _of_all(reports: list[str | None], failed: BaseException | None, rank: int) -> BaseException | None:
     """Error, or end, of the loaders of all ranks; None = all have a next batch."""
     if failed is not None and not isinstance(failed, StopIteration):
         return failed
-    for other, text in enumerate(said):
+    for other, text in enumerate(reports):
         if text:
             return RuntimeError(f"the loader of rank {other} failed instead of this batch; there it was:\n{text}")
-    if failed is None and "" in said:
+    if failed is None and "" in reports:
         return RuntimeError(
-            f"the loader of rank {said.index('')} has ended, but that of rank {rank} has one more batch; ranks that"
+            f"the loader of rank {reports.index('')} has ended, but that of rank {rank} has one more batch; ranks that"
             " train together need equally many"
         )
     return failed

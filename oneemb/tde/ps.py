@@ -82,11 +82,8 @@ class PS:
         self._chunk = max(1, chunk_size // max(1, sum(self._widths)))
 
     def evict(self, ids_to_evict: torch.Tensor) -> None:
-        """Push rows, and return when the server has them.
-
-        Args:
-            ids_to_evict: int64 [N, 2], ids and their cache ids; those of other ranks' rows are passed over.
-        """
+        """Push the rows of these ids and cache ids, int64 [N, 2], and return when the server has them; other ranks'
+        rows are passed over."""
         self.traffic.wait(self.evict_later(ids_to_evict.numpy()))
 
     def evict_later(self, pair_N2: np.ndarray) -> int:
@@ -203,11 +200,8 @@ class FetchHandle:
             self._ticket = self._ps.traffic.add(self._pull)
 
     def wait(self) -> None:
-        """Bring the rows into the table. After an error nothing was written, and the call may be repeated.
-
-        Raises:
-            ServerError: the server cannot be reached, or its answer is no row of the table.
-        """
+        """Bring the rows into the table. After an error, such as ServerError, nothing was written, and the call may be
+        repeated."""
         if self.done:
             return
         self.ask()
@@ -283,15 +277,13 @@ class PSCollection:
         url: str | Callable[[str, str], str], ps_config: Mapping[str, Any] | None = None, *,
         traffic: Traffic | None = None, rank: int = 0,
     ) -> "PSCollection":  # fmt: skip
-        """The rows of a module that TorchRec has sharded.
+        """Rows of a module that TorchRec has sharded.
 
         Args:
-            path: of the module.
+            path, url, traffic, rank: see `PSCollection`; `url` may be a function of a path and a table.
             sharded_module: TorchRec's sharded collection.
-            params_plan: how its tables are sharded, by name.
-            url: of the parameter server; or a function that gives it for a path and a table.
+            params_plan: sharding of its tables, by name.
             ps_config: see `PSCollection`; `"optimizers"` are those of tables that all ranks have.
-            traffic, rank: see `PSCollection`.
 
         Raises:
             ValueError: the module is not TorchRec's, has other tables than its plan, or an optimizer that is refused.

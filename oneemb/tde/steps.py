@@ -74,11 +74,8 @@ class JaggedIds:
             self.count_TU.append(np.bincount(keys.inverse_N, minlength=len(keys.id_U)).astype(np.int64))
 
     def with_cache_ids(self, cache_TU: Sequence[np.ndarray]) -> KeyedJaggedTensor:
-        """The features with a cache id for each id; those of no table stay as they are.
-
-        Args:
-            cache_TU: int64 [U] of each table, for `id_TU`.
-        """
+        """The features with a cache id, int64 [U] of each table for `id_TU`, in place of each id; ids of no table stay
+        as they are."""
         features = self._features
         values = features.values().detach().to("cpu", copy=True)
         for slices, inverse_N, cache_U in zip(self._slices_T, self._inverse_T, cache_TU, strict=True):
@@ -147,13 +144,7 @@ class Batch:
 
 
 class Steps:
-    """Batches of collections that are trained together.
-
-    Args:
-        collections: by path.
-        ranks: that train them.
-        traffic: of their servers.
-    """
+    """Batches of collections, by path, that ranks train together; `traffic` is that of their servers."""
 
     def __init__(self, collections: Mapping[str, HasTables], ranks: AnyRanks, traffic: Traffic):
         self.collections = collections
@@ -168,12 +159,8 @@ class Steps:
         """Batch of the last call of `transform`, whose step may be under way."""
 
     def gather(self, kjts: Mapping[str, KeyedJaggedTensor]) -> Gathered:
-        """Ids of all ranks; every rank makes the call.
-
-        Raises:
-            ValueError: a path or a feature is not known.
-            RankError: so it is on another rank.
-        """
+        """Ids of all ranks; every rank makes the call. ValueError if a path or a feature is not known; then RankError
+        on the other ranks."""
         jagged: dict[str, JaggedIds] = {}
 
         def mine() -> dict[str, list[tuple[np.ndarray, np.ndarray]]]:
@@ -245,7 +232,7 @@ class Steps:
         for transformer, cache_U in pins:
             transformer.unpin(cache_U)
 
-    def settle(self) -> None:
+    def finish_all(self) -> None:
         """Finish every batch that has begun, also those that were dropped: see `finish`."""
         self._check()
         if self._unfinished:
@@ -256,13 +243,9 @@ class Steps:
         self._dropped.append(batch)
 
     def save(self) -> None:
-        """Push the rows that were used since the last call; every rank makes the call, between two steps.
-
-        Raises:
-            ServerError: a server failed; what was not pushed is pushed by the next call.
-            RankError: something failed on another rank.
-        """
-        self.settle()
+        """Push the rows that were used since the last call; every rank makes the call, between two steps. Rows that
+        were not pushed because of an error are pushed by the next call."""
+        self.finish_all()
         self.ranks.agree("save the rows of tables", self._save)
 
     def transform(

@@ -78,11 +78,8 @@ def check_optimizers(
 
 
 def new_states(module: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, float]:
-    """Number that fills the state of a new row, by table; 0 for tables that the dict lacks.
-
-    Args:
-        optimizers: of tables that all ranks have. FBGEMM's, which train the others, have no other number than 0.
-    """
+    """Number that fills the state of a new row, by table; 0 for tables that the dict lacks. FBGEMM's optimizers, of
+    tables that not all ranks have, have no other number than 0."""
     adagrads = [its for its in optimizers if isinstance(its, torch.optim.Adagrad)]
     return {
         ".".join(key.split(".")[1:-1]): float(adagrad.defaults["initial_accumulator_value"])

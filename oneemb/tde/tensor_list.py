@@ -8,11 +8,7 @@ __all__ = ["TensorList"]
 
 
 class TensorList:
-    """A list of tensors, apart from autograd.
-
-    Args:
-        tensors: each shares its memory with what the list has.
-    """
+    """A list of tensors, apart from autograd, that share their memory with the given ones."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]):
         self.tensor_list = [tensor.detach() for tensor in tensors]

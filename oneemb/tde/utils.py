@@ -11,13 +11,7 @@ __all__ = ["sharded_modules"]
 
 
 def sharded_modules(module: torch.nn.Module, path: str, plan: Any) -> dict[str, tuple[torch.nn.Module, Any]]:
-    """Modules in a ShardingPlan, by path, and the plan of their tables.
-
-    Args:
-        module: the model within DistributedModelParallel.
-        path: of that module.
-        plan: the model's plan.
-    """
+    """Modules in the ShardingPlan of a model, by path below `path`, and the plan of their tables."""
     of_tables = plan.get_plan_for_module(path)
     if of_tables:
         return {path: (module, of_tables)}
@@ -33,12 +27,7 @@ _get_sharded_modules_recursive = sharded_modules
 
 def register_io(path: str) -> None:
     """Load a parameter server from a shared library; its `IO_type` becomes the scheme of its URLs.
-
-    `torch.ops.tde.register_io` is the same.
-
-    Raises:
-        ServerError: the library cannot be loaded, or is no such plugin.
-    """
+    `torch.ops.tde.register_io` is the same. ServerError if the library cannot be loaded, or is no such plugin."""
     servers.register_io(path)
 
 

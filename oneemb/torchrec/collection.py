@@ -150,9 +150,9 @@ class Collection(torch.nn.Module):
         ranks, tables = self._on_ranks, []
         for t, config in enumerate(self.configs):
             options = given.get(config.name) if isinstance(given, Mapping) else given
-            kept = None if ranks is None or ranks.tables is None else ranks.tables[t]
+            extra = None if ranks is None or ranks.tables is None else ranks.tables[t]
             parameter = TableParameter(config, dtype_of(config), self._device)
-            tables.append(Table(config, pooling_of(config) if self._pools else "none", options, kept, parameter))
+            tables.append(Table(config, pooling_of(config) if self._pools else "none", options, extra, parameter))
         return tables
 
     @property
@@ -210,7 +210,7 @@ class Collection(torch.nn.Module):
             torch.int64, [make_table(table.initializer()) for table in its], first.store_at(its_folders),
             seed=(self.seed + zlib.crc32(first.config.name.encode())) % 2**64,  # another one for each embedding
             num_threads=self._num_threads,
-            policy=[table.kept.policy for table in its if table.kept is not None] or policies or None,
+            policy=[table.extra.policy for table in its if table.extra is not None] or policies or None,
             **of_ranks,
         )  # fmt: skip
         self._give_weights(rows, its, is_kept=is_kept)
@@ -220,7 +220,7 @@ class Collection(torch.nn.Module):
         of_columns = tuple(tables.index(self._columns[c].table) for c in columns)
         of_rows: list[TableState] = []
         for place, (t, table) in enumerate(zip(tables, its, strict=True)):
-            is_empty = table.kept is not None
+            is_empty = table.extra is not None
             table.state = TableState(rows, place, configs, of_rows, is_kept=is_kept, is_empty=is_empty)
             table.parameter.serves(functools.partial(_state_of, weakref.ref(self), t))
         return Group(rows, tables, columns, of_columns, first.pooling)
@@ -281,11 +281,8 @@ class Collection(torch.nn.Module):
         write_back(state for state in self.states if state is not None)
 
     def rows_to_shard(self) -> list[torch.Tensor | None]:
-        """Rows of each table for the sharded one in its place; None = it begins with none.
-
-        Raises:
-            RuntimeError: rows are in a path of the user's, where snapshots are to be used.
-        """
+        """Rows of each table for the sharded one in its place; None = it begins with none. RuntimeError if rows are in
+        a path of the user's, where snapshots are to be used."""
         self._bring_in()
         for group in self._groups:
             its = [self._tables[t] for t in group.tables]

@@ -121,11 +121,7 @@ def pooling_of(config: BaseEmbeddingConfig) -> str:
 
 def initializer_of(config: BaseEmbeddingConfig) -> Initializer:
     """Initializer of new rows of a table without end: that of `init_fn`, or, for TorchRec's default, draws between
-    `bounds_of`.
-
-    Raises:
-        ValueError: `init_fn` is no function of torch.nn.init by which a row can be initialized by itself.
-    """
+    `bounds_of`. ValueError if `init_fn` is no function of torch.nn.init by which a row can be initialized by itself."""
     function: Any = config.init_fn
     options: dict[str, Any] = {}
     if isinstance(function, functools.partial):
@@ -175,11 +171,7 @@ _INITIALIZERS: dict[Callable[..., Any], Callable[..., Initializer]] = {
 def first_rows(config: BaseEmbeddingConfig) -> torch.Tensor:
     """Rows of torch's module of a table before `init_fn` fills them, [num_embeddings, D]. The call draws as many
     numbers from torch's generator as TorchRec's module does, so that a script with a seed goes on with the same
-    ones.
-
-    Raises:
-        ValueError: the rows are larger than memory.
-    """
+    ones. ValueError if the rows are larger than memory."""
     size = config.num_embeddings, config.embedding_dim
     try:
         weights = to_be_handed(size, dtype_of(config))

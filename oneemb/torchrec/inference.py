@@ -43,12 +43,7 @@ DEFAULT_QUANT_MAPPING: dict[str, type[torch.nn.Module]] = {
 
 
 class FeatureProcessedEmbeddingBagCollection(torch.nn.Module):
-    """Feature processors before a quantized collection.
-
-    Args:
-        feature_processor: gives a KeyedJaggedTensor with weights.
-        bags: the collection.
-    """
+    """Feature processors, which give a KeyedJaggedTensor with weights, before a quantized collection."""
 
     def __init__(self, feature_processor: torch.nn.Module, bags: quant.EmbeddingBagCollection):
         super().__init__()

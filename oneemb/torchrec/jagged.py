@@ -42,11 +42,8 @@ def is_call_on_values(features: KeyedJaggedTensor) -> bool:
 
 
 def check_jagged(features: KeyedJaggedTensor) -> Jagged:
-    """All features of a KeyedJaggedTensor.
-
-    Raises:
-        TypeError, ValueError: keys, values, lengths, offsets or weights contradict each other; the message says which.
-    """
+    """All features of a KeyedJaggedTensor; TypeError or ValueError if keys, values, lengths, offsets or weights
+    contradict each other."""
     if not isinstance(features, KeyedJaggedTensor):
         raise TypeError(f"features must be a KeyedJaggedTensor, got {type(features).__name__}")
     keys, values, weights = features.keys(), features.values(), features.weights_or_none()
@@ -78,11 +75,8 @@ def check_jagged(features: KeyedJaggedTensor) -> Jagged:
 
 
 def checked_bags(features: KeyedJaggedTensor, is_weighted: bool) -> tuple[KeyedJaggedTensor, Jagged]:
-    """A batch, or a TensorDict, as a KeyedJaggedTensor and as its bags, with weights if it is weighted.
-
-    Raises:
-        TypeError, ValueError: as `check_jagged` and `check_weighted`.
-    """
+    """A batch, or a TensorDict, as a KeyedJaggedTensor and as its bags, with weights if it is weighted; errors as of
+    `check_jagged`."""
     features = maybe_td_to_kjt(features, None)
     jagged = check_jagged(features)
     if not is_weighted:
@@ -101,13 +95,8 @@ def jagged_tensors(
     features: KeyedJaggedTensor, its: Jagged, ids_F: list[int], row_ND: torch.Tensor, names: Sequence[str],
     need_indices: bool,
 ) -> dict[str, JaggedTensor]:  # fmt: skip
-    """Rows of ids as a JaggedTensor of each feature, by its name in the output.
-
-    Args:
-        features: the batch.
-        its: of features, so many ids of each.
-        need_indices: whether the ids are the weights.
-    """
+    """Rows of ids, so many of each feature of `its`, as a JaggedTensor of each feature by its name in the output. The
+    ids are the weights if `need_indices`."""
     # Split, not sliced: the gradient of each slice would be as large as that of all.
     rows_F, id_F = row_ND.split(ids_F), its.values.split(ids_F)
     lengths_F = its.offsets.diff().to(features.lengths().dtype).split(its.samples)
@@ -151,16 +140,8 @@ def _check_offsets(offsets: torch.Tensor, ids: int) -> None:
 def order_of_inverse(
     jagged: Jagged, keys: Sequence[str], inverse: tuple[list[str], torch.Tensor] | None, wanted: Sequence[str]
 ) -> tuple[dict[str, int], torch.Tensor]:
-    """Place of each feature in the inverse indices, and the indices.
-
-    Args:
-        keys: the features of `jagged`.
-        inverse: as a KeyedJaggedTensor has it.
-        wanted: features that must be there.
-
-    Raises:
-        TypeError, ValueError: one is missing, or indices are not of its samples.
-    """
+    """Place of each feature in the inverse indices of a KeyedJaggedTensor, and the indices. TypeError or ValueError if
+    a wanted feature is missing, or indices are not of the samples of `jagged`, whose features are `keys`."""
     if inverse is None:
         raise ValueError(
             "features have samples of their own number (stride_per_key_per_rank): inverse_indices say which of them"
@@ -176,12 +157,8 @@ def order_of_inverse(
 
 
 def _check_inverse(names: Sequence[str], index_KB: torch.Tensor, samples: Mapping[str, int]) -> None:
-    """Raise TypeError or ValueError unless inverse indices are of these features' samples.
-
-    Args:
-        names: the feature of each of K rows.
-        samples: number of samples of each feature.
-    """
+    """Raise TypeError or ValueError unless inverse indices, a row for each of `names`, are of these features'
+    samples."""
     if index_KB.dtype not in (torch.int64, torch.int32) or index_KB.dim() != 2 or len(index_KB) != len(names):
         raise TypeError(
             f"inverse_indices must be integers, a row for each of {len(names)} features, got {_say(index_KB)}"
@@ -204,14 +181,8 @@ def _say(tensor: torch.Tensor) -> str:
 
 
 def select_features(jagged: Jagged, keys: Sequence[str], wanted: Sequence[str]) -> Jagged:
-    """Bags of these features in this order; one may come several times.
-
-    Args:
-        keys: the features of `jagged`.
-
-    Raises:
-        ValueError: a feature is missing.
-    """
+    """Bags of the wanted features in this order, out of those of `keys`; one may come several times. ValueError if one
+    is missing."""
     if keys == wanted:
         return jagged
     place = {key: k for k, key in enumerate(keys)}
@@ -247,17 +218,8 @@ def ends_of_features(jagged: Jagged) -> torch.Tensor:
 def expand_samples(
     jagged: Jagged, keys: Sequence[str], inverse: tuple[list[str], torch.Tensor] | None, wanted: Sequence[str]
 ) -> tuple[Jagged, list[str]]:
-    """Bags of features with different numbers of samples, expanded to one for each sample of the batch; and their
-    features.
-
-    Args:
-        keys: the features of `jagged`.
-        inverse: names of features, and for each the number of its sample for each sample of the batch.
-        wanted: the features to return, in any order.
-
-    Raises:
-        TypeError, ValueError: a feature is missing, or inverse indices are not of these samples.
-    """
+    """Bags of wanted features with different numbers of samples, expanded to one for each sample of the batch; and
+    their features. Arguments and errors as of `order_of_inverse`."""
     order, index_KB = order_of_inverse(jagged, keys, inverse, wanted)
     wanted = list(dict.fromkeys(wanted))
     its = select_features(jagged, keys, wanted)

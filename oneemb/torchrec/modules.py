@@ -184,12 +184,8 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
 
     @torch.jit.unused
     def _even(self, groups: Sequence[Group], selected_of: Sequence[Jagged], jagged: Jagged) -> Lookups:
-        """Lookups of a batch with as many samples for each feature.
-
-        Args:
-            selected_of: the bags of each group's features. All are selected before a lookup: a missing feature is an
-                error before any table has new rows.
-        """
+        """Lookups of a batch with as many samples for each feature. The bags of all groups are selected before a
+        lookup: a missing feature is an error before any table has new rows."""
 
         def output(pooled: Sequence[torch.Tensor]) -> torch.Tensor:
             if not groups:

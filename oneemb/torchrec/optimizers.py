@@ -103,11 +103,8 @@ def from_fused_params(fused_params: Mapping[str, Any]) -> MakeOptimizer:
 
 
 def from_classes(classes: Sequence[type], options: Sequence[Mapping[str, Any]]) -> MakeOptimizer:
-    """Function that makes the optimizer that a parameter was given by `apply_optimizer_in_backward`.
-
-    Raises:
-        ValueError: it was called twice, or has an option that rows cannot follow.
-    """
+    """Function that makes the optimizer that a parameter was given by `apply_optimizer_in_backward`. ValueError if that
+    was called twice, or has an option that rows cannot follow."""
     if len(classes) > 1:
         raise ValueError("apply_optimizer_in_backward was called twice for a table, which one optimizer steps")
     cls: Any = classes[0]
@@ -207,11 +204,8 @@ class FusedRowsOptimizer(FusedOptimizer):
         """No effect: rows keep no gradient."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a dict that `state_dict` gave. Every rank makes the call, with the same dict.
-
-        Raises:
-            ValueError: the state is that of other tables, or of another optimizer.
-        """
+        """Load a dict that `state_dict` gave. Every rank makes the call, with the same dict. ValueError if the state is
+        that of other tables, or of another optimizer."""
         # What is written into it must be there when it is brought into the rows.
         self.state: Mapping[torch.Tensor, dict[str, torch.Tensor]] = dict(self._states)
         try:
@@ -239,11 +233,7 @@ class FusedRowsOptimizer(FusedOptimizer):
 
     def post_load_state_dict(self) -> None:
         """Bring values that were written into the state into the rows. TorchRec's optimizer of a whole model calls it,
-        too.
-
-        Raises:
-            ValueError: tables that are one embedding would have different counts of steps; nothing is brought in.
-        """
+        too. ValueError, and no change, if tables that are one embedding would have different counts of steps."""
         steps: dict[Any, dict[str, float]] = {}
         for table in self._tables.values():
             if (step := table.written_step) is not None:

@@ -58,12 +58,8 @@ def pooled_by_feature(
 
 @torch.fx.wrap
 def side_by_side(pooled: list[torch.Tensor], order: list[int], dtype: torch.dtype) -> torch.Tensor:
-    """Embeddings of each sample, [B, D of all].
-
-    Args:
-        pooled: [F, B, D] of each group.
-        order: place of each embedding of the output among those of all groups.
-    """
+    """Embeddings of each sample, [B, D of all], from those of each group, [F, B, D]; `order` has the place of each
+    embedding of the output among those of all groups."""
     if len(pooled) == 1 and order == list(range(len(order))):
         return pooled[0].transpose(0, 1).flatten(1).to(dtype)
     parts: list[torch.Tensor] = []

@@ -43,11 +43,7 @@ class _Index(NamedTuple):
 
 class IndexedRows(torch.nn.Module):
     """Frozen rows, and an index that the first call on values on a CPU makes. A traced, scripted or exported model has
-    the frozen rows alone, which search: the numbers are the same.
-
-    Args:
-        frozen: the rows.
-    """
+    the frozen rows alone, which search: the numbers are the same."""
 
     __jit_ignored_attributes__ = ["_index", "_threads"]
 
@@ -95,14 +91,8 @@ class IndexedRows(torch.nn.Module):
 
     @torch.jit.unused
     def pool(self, bags: Jagged, table_F: torch.Tensor, begins: list[int], means: bool, out_BE: torch.Tensor) -> None:
-        """Write the sums or means of bags to `out_BE`.
-
-        Args:
-            bags: of as many samples of each feature, on the CPU.
-            table_F: int64, the table of each feature.
-            begins: the first column of each feature.
-            out_BE: float32.
-        """
+        """Write the sums or means of bags, of as many samples of each feature, to the columns of `out_BE`, float32,
+        that begin at `begins`; `table_F` has the table of each feature."""
         frozen, index = self.frozen, self._now()
         id_N, offset_P1 = bags.values.contiguous().numpy(), bags.offsets.contiguous().numpy()
         scale_N = None if bags.weights is None else bags.weights.detach().contiguous().numpy()

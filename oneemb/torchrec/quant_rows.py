@@ -108,14 +108,8 @@ PARTS = tuple(RowsOfTable.__annotations__)
 
 
 def quantized_tables(rows: MultiTableEmbedding, configs: Sequence[BaseEmbeddingConfig]) -> list[RowsOfTable]:
-    """Current rows of an embedding's tables that this rank has, quantized.
-
-    Args:
-        configs: of its tables; data_type is the format of rows.
-
-    Raises:
-        StorageError: a row has a NaN, an infinity, or weights that do not fit; the message names it.
-    """
+    """Current rows of an embedding's tables that this rank has, in the formats of the configs' data_type. StorageError,
+    naming the row, if one has a NaN, an infinity, or weights that do not fit."""
     store = rows.store
     found: list[list[tuple[np.ndarray, torch.Tensor]]] = [[] for _ in configs]
 

@@ -57,11 +57,7 @@ class OnDevices:
 
 
 class OnRanks:
-    """Each row is with one of several processes, which all make the same lookups at the same time.
-
-    Args:
-        process_group: of them.
-    """
+    """Each row is with one of several processes, which all make the same lookups at the same time."""
 
     def __init__(self, process_group: "torch.distributed.ProcessGroup"):
         self._ranks = Ranks(process_group, name="quantized rows")
@@ -116,11 +112,7 @@ def owner_of_keys(table_N: torch.Tensor, id_N: torch.Tensor, owners: int) -> tor
 
 
 class RowsOnDevices(torch.nn.Module):
-    """Looks rows up on their devices. It can be scripted and exported.
-
-    Args:
-        shards: of each device, in the order of owners.
-    """
+    """Looks rows up on their devices, in the order of owners. It can be scripted and exported."""
 
     def __init__(self, shards: Sequence[IndexedRows]):
         super().__init__()
@@ -140,11 +132,7 @@ class RowsOnDevices(torch.nn.Module):
 
 
 class RowsOnRanks(torch.nn.Module):
-    """Looks rows up on the ranks that own them. Every rank makes the call, with keys of its own.
-
-    Args:
-        own: rows of this rank.
-    """
+    """Looks rows up on the ranks that own them. Every rank makes the call, with keys of its own."""
 
     def __init__(self, own: IndexedRows, ranks: Ranks):
         super().__init__()

@@ -139,9 +139,9 @@ class _Sharder(BaseEmbeddingSharder[torch.nn.Module]):
             if its.sharding_type != ShardingType.ROW_WISE.value
         }
         if others and env.rank == 0 and env.world_size > 1:
-            said = ", ".join(f"{kind} of {table!r}" for table, kind in others.items())
+            planned = ", ".join(f"{kind} of {table!r}" for table, kind in others.items())
             warnings.warn(
-                f"{name}: rows are spread over all ranks by key; what the plan says ({said:.300}) has no effect",
+                f"{name}: rows are spread over all ranks by key; what the plan says ({planned:.300}) has no effect",
                 stacklevel=3,
             )
 

@@ -34,15 +34,15 @@ class Table:
         config: TorchRec's.
         pooling: "sum", "mean" or "none".
         options: where its rows are; None = in memory, under a temporary path.
-        kept: options that are not in its config; None = there are none.
+        extra: options that are not in its config; None = there are none.
         parameter: stands for its rows.
     """
 
     def __init__(
-        self, config: BaseEmbeddingConfig, pooling: str, options: StoreOptions | None, kept: TableRows | None,
+        self, config: BaseEmbeddingConfig, pooling: str, options: StoreOptions | None, extra: TableRows | None,
         parameter: TableParameter,
     ):  # fmt: skip
-        self.config, self.pooling, self.options, self.kept, self.parameter = config, pooling, options, kept, parameter
+        self.config, self.pooling, self.options, self.extra, self.parameter = config, pooling, options, extra, parameter
         self.steppers: tuple[torch.optim.Optimizer, ...] = ()
         """Optimizers that step it in the backward pass, as of the time at which its embedding was made."""
         self.state: TableState | None = None
@@ -59,20 +59,17 @@ class Table:
         return in_backward_optimizers(self.parameter.weight) != self.steppers
 
     def kind(self) -> tuple[object, ...]:
-        """Key of the tables that are one embedding.
-
-        Raises:
-            ValueError: an optimizer that rows cannot follow, or two policies of rows.
-        """
-        config, keeps = self.config, policy_of(self.config)
-        if keeps is not None and self.kept is not None:
+        """Key of the tables that are one embedding; ValueError for an optimizer that rows cannot follow, or two
+        policies of rows."""
+        config, policy = self.config, policy_of(self.config)
+        if policy is not None and self.extra is not None:
             raise ValueError(
                 f"table {config.name!r}: virtual_table_eviction_policy and the options of oneemb.dynamicemb both"
                 " say which rows leave; leave out the policy"
             )
-        budget = None if self.kept is None else self.kept.cache_budget_mb
+        budget = None if self.extra is None else self.extra.cache_budget_mb
         where = self.options, budget, self.begins_empty
-        return config.embedding_dim, dtype_of(config), self.pooling, kind_of_steps(self.steppers), keeps, *where
+        return config.embedding_dim, dtype_of(config), self.pooling, kind_of_steps(self.steppers), policy, *where
 
     def words(self) -> list[str]:
         """Words of the name of the folder of its embedding."""
@@ -83,20 +80,20 @@ class Table:
         """Options of the store of its embedding, in these folders; none = in a temporary one."""
         if self.options is not None:
             return at_paths(self.options, paths)
-        if self.kept is not None and self.kept.cache_budget_mb is not None:
-            return make_cached_host_mem_store_options(self.kept.cache_budget_mb, list(paths) or None)
+        if self.extra is not None and self.extra.cache_budget_mb is not None:
+            return make_cached_host_mem_store_options(self.extra.cache_budget_mb, list(paths) or None)
         return make_device_mem_store_options(list(paths) or None)
 
     def initializer(self) -> Initializer:
         """Initializer of rows at their first lookup."""
-        if self.kept is not None:
-            return self.kept.initializer
+        if self.extra is not None:
+            return self.extra.initializer
         return initializer_of(self.config) if self.begins_empty else later_rows(self.config)
 
     def rows_drawn_together(self) -> torch.Tensor | None:
         """All rows, of an `init_fn` that fills a whole table in its own way; None = each row is initialized by
         itself."""
-        if self.begins_empty or self.kept is not None:
+        if self.begins_empty or self.extra is not None:
             return None
         try:
             initializer_of(self.config)
@@ -106,11 +103,8 @@ class Table:
 
 
 def kind_of_steps(steppers: Sequence[torch.optim.Optimizer]) -> tuple[Any, ...] | None:
-    """Key of the tables that can be stepped as one in the backward pass; None = they are not stepped there.
-
-    Raises:
-        ValueError: a table has several optimizers, or the class is not supported for rows.
-    """
+    """Key of the tables that can be stepped as one in the backward pass; None = they are not stepped there. ValueError
+    if a table has several optimizers, or the class is not supported for rows."""
     if not steppers:
         return None
     if len(steppers) > 1:

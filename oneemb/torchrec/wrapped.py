@@ -62,12 +62,8 @@ def managed_collision_sharders(sharders: Sequence[Any]) -> list[ModuleSharder[to
 
 
 def refuse_behind_managed_collisions(collection: torch.nn.Module, module_fqn: str) -> None:
-    """Raise ValueError if a collection is about to be sharded alone, though it is in a module of managed collisions:
-    each rank would map the module's ids in its own way.
-
-    Args:
-        module_fqn: path of the collection in the model.
-    """
+    """Raise ValueError if the collection at the path `module_fqn` is about to be sharded alone, though it is in a
+    module of managed collisions: each rank would map the module's ids in its own way."""
     path, _, name = module_fqn.rpartition(".")
     if name != _INSIDE:  # A module does not know its parent, and the search below looks at every object of Python.
         return
