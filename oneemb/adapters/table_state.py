@@ -164,7 +164,7 @@ class TableState:
         """Tensors that state dicts have."""
         self._configs, self._config = configs, configs[table]
         self.table = table
-        """Which of the tables of `rows` this is."""
+        """Number of the table in `rows`."""
         self.loads_with: frozenset[int] = frozenset()
         """Tables of `rows` that name the same snapshot in the state dict that is being loaded."""
 
@@ -192,7 +192,7 @@ class TableState:
                 assert row_optimizer is not None
                 warnings.warn(
                     f"the state dict of tables {rows.name} holds their weights, not the state that"
-                    f" {row_optimizer.name!r} has of each row: a job that is resumed from it begins that anew. With"
+                    f" {row_optimizer.name!r} has of each row: a job resumed from it initializes that state. With"
                     " store_options it names a snapshot, which has both",
                     stacklevel=2,
                 )
@@ -271,7 +271,7 @@ class TableState:
                 f" {len(state)}; make its config with num_embeddings={len(state)}, or bring in rows of some ids by"
                 f" oneemb.import_rows(rows, (ids, vectors), table={self.table}) for its embedding in collection.rows"
             )
-        # What was written into tensors of weights is what is loaded now, or it takes their place; that of state stays.
+        # These rows replace values that were written into tensors of weights; those in tensors of state stay.
         self.given[:] = [given for given in self.given if given.part != "weight"]
         write_back(self._of_rows)
         current = [given for its in self._of_rows for given in its.given if given.is_current(rows.store.changes)]
@@ -406,7 +406,7 @@ def widths_of_state(row_optimizer: RowOptimizer, dim: int) -> list[int]:
     return [dim] * len(row_optimizer.weight_state) + [1] * len(row_optimizer.row_state)
 
 
-@torch.inference_mode(False)  # Whether the tensor is changed in place is told by its version.
+@torch.inference_mode(False)  # Versions show changes in place.
 def _empty_rows(rows: MultiTableEmbedding, config: TableConfig) -> torch.Tensor:
     size: list[Any] = [config.num_embeddings, config.embedding_dim]
     try:

@@ -75,7 +75,7 @@ class TableParameter(torch.nn.Module):
             missing_keys.append(f"{prefix}weight")
         elif self._state is None:
             warnings.warn(
-                f"{prefix}weight is on the meta device and has no rows: what is loaded into it has no effect; move the"
+                f"{prefix}weight is on the meta device and has no rows: a load into it has no effect; move the"
                 " collection first, to_empty(device='cpu')",
                 stacklevel=2,
             )

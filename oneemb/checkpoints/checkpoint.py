@@ -7,24 +7,23 @@
 Where ranks own rows together they make every call together: the first one reads and writes the file, for all, and each
 saves and loads its rows (rank_snapshots.py).
 
-    save       1. the intent is written: what is to be made  4. the file is renamed to its path, by the first rank
-               2. each snapshot is saved, by all ranks          alone: from here on it is the checkpoint
-               3. each rank's own state is gathered          5. superfluous snapshots are deleted
+    save       1. the intent is written                    4. the file is renamed to its path, by the first rank alone:
+               2. each snapshot is saved, by all ranks        from here on it is the checkpoint
+               3. each rank's own state is gathered        5. superfluous snapshots are deleted
 
 Invariants:
 - the file exists with all it names, or the file that it was to replace does, whichever rank is killed at whichever
-point: snapshots are durable before the new file takes the place of the old one;
+  point: snapshots are durable before the new file takes the place of the old one;
 - a snapshot that a file names is deleted only by a save to the same path with `keep`: a copy of the file may name it
-too, wherever the copy is;
+  too, wherever the copy is;
 - a checkpoint that does not fit the graph, or that names another run's snapshots, is refused before anything has
-changed, on all ranks if on one.
+  changed, on all ranks if on one.
 """
 
 import glob
 import io
 import json
 import os
-import pathlib
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -268,7 +267,12 @@ def _read_together(path: str, ranks: AnyRanks, what: str) -> State:
     if ranks.alone:
         with open(os.path.expanduser(path), "rb") as file:
             return load_state(file, path)
-    data = ranks.of_first(what, pathlib.Path(os.path.expanduser(path)).read_bytes)
+
+    def read() -> bytes:
+        with open(os.path.expanduser(path), "rb") as file:
+            return file.read()
+
+    data = ranks.of_first(what, read)
     return _parsed(lambda: data, path, ranks, what)
 
 

@@ -63,4 +63,4 @@ def release(path: AnyPath | Sequence[AnyPath]) -> None:
                     " they were"
                 )
         if held := lock_holder(LocalFileSystem(), os.path.join(folder, "LOCK")):
-            raise LockedError(f"{folder} is held by {held}; end that process, or what it does with the folder")
+            raise LockedError(f"{folder} is held by {held}; end that process, or its use of the folder")

@@ -10,10 +10,10 @@ modules that differ from those of the first.
 
 Invariants:
 - the same number of ranks go on with the bits that each had. With another number, all have the state of the first; of
-random generators each rank that was there has its own, and each further rank one that follows from the first's and its
-number;
+  random generators each rank that was there has its own, and each further rank one that follows from the first's and
+  its number;
 - names are those without DistributedDataParallel: a wrapped module loads the state of one that was not, and the other
-way round;
+  way round;
 - a state that does not fit the graph is refused before anything has changed.
 """
 
@@ -190,9 +190,9 @@ def _hashes(graph: CompiledGraph) -> dict[str, str]:
     for name, tensor in tensors.items():
         if hasattr(tensor, "device_mesh"):
             raise RuntimeError(
-                f"{name} is sharded over ranks, so that none has all of it, and a state of several ranks has what the"
-                " first of them has: wrap dense modules in DistributedDataParallel, or save them by"
-                " torch.distributed.checkpoint and each embedding by save_snapshot"
+                f"{name} is sharded over ranks, and a state of several ranks holds the tensors of the first: wrap"
+                " dense modules in DistributedDataParallel, or save them by torch.distributed.checkpoint and each"
+                " embedding by save_snapshot"
             )
     hashes = {name: hash_of(tensor.detach()) for name, tensor in tensors.items()}
     return hashes | {

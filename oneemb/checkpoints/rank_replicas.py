@@ -15,7 +15,7 @@ from oneemb.storage.snapshots.owned_rows import OwnedRows
 from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot
 from oneemb.storage.store_rows import set_rows
 
-# What ranks give each other at a time of rows of replicated tables.
+# Size of one exchange of rows of replicated tables.
 _SPREAD_BYTES, _SPREAD_ROWS = 64 << 20, 1 << 16
 
 

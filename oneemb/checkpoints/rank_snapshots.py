@@ -232,7 +232,7 @@ class RankSnapshots:
         what = self.words(f"delete_snapshot {name!r}")
         found = self._find(what, self._store.build)
         found.check_no_deltas(name, "deleted")
-        self.ranks.agree(what, lambda: self._sweep(found))  # What killed saves have left goes on from nothing.
+        self.ranks.agree(what, lambda: self._sweep(found))  # Remains of killed saves need no parent.
         for snapshots in to_remove(found, name):
             self._remove(what, snapshots)
 

@@ -20,7 +20,7 @@ def named_embeddings(graph: CompiledGraph) -> dict[str, TableEmbedding]:
 def _plain_names(graph: torch.nn.Module) -> Callable[[str], str]:
     """Function that removes the `.module` of DistributedDataParallel from names."""
     wrapped = [name for name, module in graph.named_modules() if isinstance(module, DistributedDataParallel)]
-    wrapped.sort(key=len, reverse=True)  # What is within others comes first: it begins with their names.
+    wrapped.sort(key=len, reverse=True)  # Inner modules come first: their names begin with those of the outer ones.
 
     def plain(name: str) -> str:
         for outer in wrapped:

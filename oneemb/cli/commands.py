@@ -3,7 +3,7 @@
 Invariants:
 - with --json a command writes one JSON object to the standard output and nothing else there;
 - exit codes: 0 = done, 1 = `check` found contradictions, or the user said no or closed the output, 2 = it could not be
-done, and the reason is on stderr, 130 = interrupted and 143 = told to end, after unfinished work was undone;
+  done, and the reason is on stderr, 130 = interrupted and 143 = told to end, after unfinished work was undone;
 - a command imports slow modules, such as NumPy and torch, when it runs.
 """
 

@@ -17,7 +17,7 @@ __all__ = [
     "is_available", "manual_seed", "manual_seed_all", "set_device", "synchronize",
 ]  # fmt: skip
 
-# The name of the GPU that scripts are to believe in, None = they are told that there is none.
+# Name of the GPU that is reported to scripts; None = no GPU.
 _pretended: str | None = None
 
 
@@ -61,7 +61,7 @@ def synchronize(device: Any = None) -> None:
 
 
 def empty_cache() -> None:
-    """Do nothing: no memory of a GPU is kept."""
+    """Do nothing: there is no memory of a GPU."""
 
 
 def manual_seed(seed: int) -> None:

@@ -213,7 +213,7 @@ def _chosen(model: torch.nn.Module, table_names: TableNames | None) -> dict[str,
 def _check_folder(folder: str, allow_overwrite: bool) -> None:
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise FileExistsError(f"{folder} is no folder; give another path")
-    # What a dump that failed or was killed has left, folders and unfinished files, is in nobody's way.
+    # Folders and unfinished files of a dump that failed or was killed do not count.
     names = (name for _, _, names in os.walk(folder) for name in names if not name.endswith(UNFINISHED))
     if not allow_overwrite and any(names):
         raise FileExistsError(f"{folder} has files already; give another path, or allow_overwrite=True")

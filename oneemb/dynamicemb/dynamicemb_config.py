@@ -92,7 +92,7 @@ class DynamicEmbScoreStrategy(enum.IntEnum):
 
 
 ScoreStrategy = DynamicEmbScoreStrategy | tuple[DynamicEmbScoreStrategy, ...]
-"""One, or (TIMESTAMP, LFU) in either order: rows leave by LFU, and incremental dumps go by time."""
+"""One strategy, or (TIMESTAMP, LFU) in either order: rows are evicted by LFU, incremental dumps go by time."""
 
 
 @dataclass

@@ -330,7 +330,7 @@ def _checked_offsets(name: str, offsets: torch.Tensor, keys: torch.Tensor, featu
     offsets = offsets.long()
     holds = (offsets[0] == 0) & (offsets[-1] == keys.shape[0]) & (offsets[1:] >= offsets[:-1]).all()
     holds = holds & (offsets.new_full((), (offsets.shape[0] - 1) % features) == 0)
-    if torch.compiler.is_compiling() or type(holds) is not torch.Tensor:  # Whoever records this has no values.
+    if torch.compiler.is_compiling() or type(holds) is not torch.Tensor:  # A tracer has no values.
         torch._assert_async(holds, must)
     elif not holds:
         raise ValueError(f"{must}, got {offsets.tolist()[:20]} of {len(offsets)}, for {keys.shape[0]} keys")

@@ -17,7 +17,7 @@ from oneemb.dynamicemb.dump_load import dynamic_tables, named_for
 __all__ = ["get_score", "incremental_dump", "is_valid_score_threshold", "set_score"]
 
 Scores = Mapping[str, Mapping[str, int]]
-"""By the path of the collection, or its last name; then by table."""
+"""Scores by the path of the collection, or its last name; then by table."""
 
 
 def is_valid_score_threshold(score_threshold: Any) -> bool:

@@ -19,7 +19,7 @@ and "seed", with one file for all ranks:
 
 Invariants:
 - <table>_opt_args.json is written last, and removed first: where it is, every other file is there, whole, of one dump;
-and so, where "seed" has none, are keys: they come after all others but that one, and go before them;
+  and so, where "seed" has none, are keys: they come after all others but that one, and go before them;
 - files appear under their names when their contents outlive a loss of power.
 """
 
@@ -33,7 +33,7 @@ from oneemb.storage.fs import FileSystem
 
 Layout = Literal["today", "seed"]
 DIST_TYPES = ("continuous", "roundrobin", "hash_roundrobin")
-"""By which dynamicemb deals ids to ranks."""
+"""Rules by which dynamicemb deals ids to ranks."""
 
 UNFINISHED = ".unfinished"
 """End of temporary names."""

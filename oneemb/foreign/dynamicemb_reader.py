@@ -32,7 +32,7 @@ class DumpRows(NamedTuple):
     """Some rows of a dump."""
 
     rank: int
-    """The one that has written them."""
+    """Rank that has written them."""
     key_N: np.ndarray
     """int64, as the file has them; see `key_of_file`."""
     value_ND: np.ndarray
@@ -51,7 +51,7 @@ class Dump:
     ):
         self._fs, self.version, self._parts, self.meta, self._dim = fs, version, list(parts), dict(meta), dim
         self.ranks = len(parts)
-        """How many have written it."""
+        """Number of ranks that have written it."""
         self._rows = [self._count(part["keys"], np.int64, 1) for part in parts]
         self.rows = sum(self._rows)
         words, widths = set[int](), set[int]()  # of the parts that have rows

@@ -153,7 +153,7 @@ class OneFlowWriter:
     def _check_lock(self) -> None:
         """Raise StorageError if the folder no longer belongs to this writer."""
         if self._lock is None:
-            raise StorageError(f"{self.what} is closed, and what it had written is gone; make it again")
+            raise StorageError(f"{self.what} is closed, and its unsaved rows are gone; make it again")
         self._lock.check()
 
     def _make_table(self, geometry: OneFlowGeometry) -> OneFlowGeometry:

@@ -138,7 +138,7 @@ CASES = [
 _BATCHES, _ROUNDS = 8, 8
 # How much a figure's default counts, beside a step's time of 1.
 _NEAR_DEFAULTS = 0.03
-# Of equal measurements the one that a fifth are below: what else runs on the machine is not to be measured too.
+# Quantile of equal measurements that counts: a low one, without the load of other programs.
 QUIET = 0.2
 _TINY_BYTES, _LARGE_BYTES, _CALLS, _LARGE_CALLS = 8, 4 << 20, 300, 12
 _FRESH_BYTES = 64 << 20

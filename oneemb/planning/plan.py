@@ -59,7 +59,7 @@ class Plan:
     dense_bytes_sent: int
     """A step, by the all-reduce of DistributedDataParallel, in a ring."""
     memory_bytes: dict[str, int]
-    """By what it is for."""
+    """Bytes by their use."""
     disk_reads_per_s: float
     """Reads from a rank's disk at this step time."""
     step_ms: float
@@ -219,7 +219,7 @@ class _Job:
         keys, bags = self._keys(one), self.batch * (one.bags or 0)
         if one.bags is None or one.dtype != "float32" or one.comm_dtype == "float16" or bags >= keys:
             return self._even_keys(one, keys)
-        # Of a bag's ids each is of any owner; a rank has a part of the bags that it owns an id of.
+        # Any rank may own an id of a bag; a rank has a part of each bag of which it owns an id.
         parts = round(bags * (1 - (1 - 1 / self.ranks) ** (one.ids / one.bags)))
         ids = self.batch * one.ids // self.ranks
         others, row_bytes = self.ranks - 1, one.embedding_dim * one.comm_bytes
@@ -315,7 +315,7 @@ class _Job:
                     )
                 held["cache"] += min(one.cache_mb * 2**20, rows * (row_bytes + _SLOT_OVERHEAD_BYTES))
                 held["index of the table on disk"] += rows * _TABLE_INDEX_BYTES
-            # What a lookup gives and its gradient; on ranks, rows and gradients as they come and go, with their keys.
+            # Result of a lookup and its gradient; on ranks, also rows and gradients in messages, with their keys.
             given = self.batch * one.rows_given
             held["a step"] += self.batch * one.ids * 8 + given * 2 * one.embedding_dim * one.weight_bytes
             if self.ranks > 1:

@@ -56,7 +56,7 @@ def find_snapshot(paths: Sequence[str], name: str | None) -> PartedSnapshot:
         return look_at(paths).get(name)
     newest = _newest(paths)
     for _ in range(_LOOKS):
-        # What a look has listed the job may have deleted before it was read, with all that is newer.
+        # The job may have deleted snapshots between their listing and their reading, and made newer ones.
         again = _newest(paths)
         if again.sequence <= newest.sequence:
             break

@@ -147,7 +147,7 @@ def _export(
             described["steps"] = getattr(graph, "steps", None)
             snapshots = [copies.enter_context(_snapshot_of(one, options.snapshot)) for one in embeddings.values()]
             copy = frozen_copy(graph, stands_for)
-            for scaler in dict.fromkeys(scalers_of(build)):  # Those that are attributes are copied.
+            for scaler in dict.fromkeys(scalers_of(build)):  # Scalers that are attributes are copied.
                 apart.callback(set_apart(scaler))
             return snapshots, copy
 

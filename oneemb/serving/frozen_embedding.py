@@ -4,7 +4,7 @@ B samples, T tables, N ids, P bags, D weights.
 
 Invariants:
 - arguments, shapes, dtypes and numbers are those of `MultiTableEmbedding` in eval mode: lookups bit for bit, and bags
-summed in float32 in batch order and rounded once;
+  summed in float32 in batch order and rounded once;
 - nothing depends on values but by indexing: one that is out of range, in `table_ids` or `offsets`, ends the call.
 """
 

@@ -134,7 +134,7 @@ class InferenceEmbedding(torch.nn.Module):
 
         Raises:
             StorageError: there is no such snapshot, its files are damaged, a row is not finite or too large for the
-                dtype (the message names it), or the snapshot does not say how rows begin and `absent` needs it.
+                dtype (the message names it), or the snapshot does not describe initial rows and `absent` needs them.
             ValueError: an argument is not as above.
         """
         if dtype not in DTYPES or absent not in ("initial", "zeros"):

@@ -72,7 +72,9 @@ def initial_of(file: ServedFile, absent: str, policies: Sequence[RowPolicy] | No
             )
         return reads_as(absent_T, initial) if policies is None else rows_instead(policies, initial, "absent")
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-        raise CorruptTableError(f"{file.path}: what it says of the embedding is wrong: {str(error)[:200]}") from error
+        raise CorruptTableError(
+            f"{file.path}: its description of the embedding is wrong: {str(error)[:200]}"
+        ) from error
 
 
 def _absent_of(described: object) -> Absent:
@@ -137,7 +139,7 @@ class InitialValues(torch.nn.Module):
         unknown = sorted(set(initial.kind_TC.reshape(-1).tolist()) - set(_KINDS))
         if unknown:
             raise ValueError(
-                f"rows begin by initializers of kinds {unknown}, which an exported program cannot draw; export with"
+                f"rows have initializers of kinds {unknown}, which an exported program cannot draw; export with"
                 ' absent="zeros"'
             )
         dim = int(initial.end_C[-1])

@@ -118,7 +118,7 @@ class Served:
         return out
 
     def _max(self, table_N: np.ndarray, id_N: np.ndarray, offset_P1: np.ndarray, out_PD: np.ndarray) -> None:
-        # Of maxima the bits count, those of a NaN too: the rows are copied and compared as in training.
+        # Rows are copied and compared as in training, for the bits of maxima, those of a NaN too.
         row_ND = np.empty((len(id_N), out_PD.shape[1]), out_PD.dtype)
         place_N = self._read(table_N, id_N, row_ND)
         order_N = np.arange(len(id_N), dtype=np.int64)

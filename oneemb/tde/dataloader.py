@@ -53,7 +53,7 @@ class DataLoader:
     ):
         for path in (data_info or {}).values():
             if path not in id_transformer_group:
-                raise ValueError(f"data_info has the path {path!r}, of which there are no tables")
+                raise ValueError(f"data_info has the path {path!r}, which has no tables")
         if type(num_prefetch) is not int or num_prefetch < 0:
             raise ValueError(f"num_prefetch must be an int of 0 or more, got {num_prefetch!r}")
         self._steps = id_transformer_group.steps
@@ -340,5 +340,5 @@ def close(module: Any) -> None:
 def _group_of(module: Any) -> IDTransformerGroup:
     group = getattr(module, "_id_transformer_group", None)
     if not isinstance(group, IDTransformerGroup):
-        raise ValueError("module must be what oneemb.tde.wrap gave: it has no tables of which rows are on a server")
+        raise ValueError("module must be the model that oneemb.tde.wrap returned; this one has no rows on a server")
     return group

@@ -379,8 +379,8 @@ class PushMark:
         elif found not in (self._count, self._count + 1):
             raise LostRowsError(
                 f"{self._server.name}: table {self._table!r} was pushed to {self._count} times, but the server says"
-                f" {found}: it has restarted empty or from an older copy, or another job pushes to the same table. Rows"
-                " would begin anew that were trained: restore the server, or begin the job anew"
+                f" {found}: it has restarted empty or from an older copy, or another job pushes to the same table."
+                " Trained rows would be initialized again: restore the server, or start the job anew"
             )
 
     def _read(self) -> int:

@@ -9,10 +9,10 @@ made by another thread meanwhile.
 
 Invariants:
 - the rows of a batch are pinned from `begin` to `release`: an evicted row is of no batch that is not yet trained, so it
-is read after the step that last trained it has ended; and a row that comes is written to a place that no earlier batch
-uses;
+  is read after the step that last trained it has ended; and a row that comes is written to a place that no earlier
+  batch uses;
 - a pull of an id is made after every push of it: on one rank since calls of servers are in order, on several since an
-id that any rank may still be pushing is *late*: it is pulled when all ranks have reported that they have pushed;
+  id that any rank may still be pushing is *late*: it is pulled when all ranks have reported that they have pushed;
 - `begin` gives cache ids to all tables of a batch or, if one has no room, to none;
 - ranks do the same in the same order: where one fails, all raise.
 """
@@ -104,9 +104,9 @@ class CachedTable(NamedTuple):
     features: list[str]
     transformer: IDTransformer
     ps: PS | None
-    """None = rows neither come nor leave."""
+    """None = rows are neither fetched nor evicted."""
     bounds: Callable[[], tuple[float, float] | None]
-    """Between which the weights of a row begin that the server lacks; None = as the table has them."""
+    """Bounds of the initial weights of a row that the server lacks; None = those in the table."""
     seed: int
 
 
@@ -136,7 +136,7 @@ class Batch:
         self.handles: list[FetchHandle] = []
         self.late: list[FetchHandle] = []
         self.any_late = False
-        """On any rank."""
+        """Whether a row is late on any rank."""
         self.pushed = 0
         """Ticket after which what left for it has been pushed."""
         self.pins: list[tuple[IDTransformer, np.ndarray]] = []
@@ -324,8 +324,8 @@ class Steps:
             self.release(self._dropped.popleft())
         if self._torn:
             raise RuntimeError(
-                "a call that gave ids their cache ids was interrupted: which row is whose is no longer known; begin"
-                " anew from what was saved"
+                "a call that gave ids their cache ids was interrupted: the ids of rows are no longer known; start"
+                " again from the last save"
             )
 
 

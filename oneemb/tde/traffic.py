@@ -3,7 +3,7 @@
 Invariants:
 - calls are made one at a time, in the order in which they were added: a pull of an id finds the row of an earlier push;
 - a call that fails stays the next one to be made: the next wait for it, or for one after it, gets the error once, with
-its traceback, and the wait after that makes the call again.
+  its traceback, and the wait after that makes the call again.
 """
 
 import threading

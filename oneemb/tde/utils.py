@@ -22,7 +22,7 @@ def sharded_modules(module: torch.nn.Module, path: str, plan: Any) -> dict[str, 
 
 
 _get_sharded_modules_recursive = sharded_modules
-"""By upstream's name."""
+"""Upstream's name."""
 
 
 def register_io(path: str) -> None:

@@ -45,7 +45,7 @@ class OnRanks:
     steppers: Sequence[MakeOptimizer]
     """Functions that make the optimizer of each table."""
     begin: Sequence[torch.Tensor | None]
-    """The rows that each table begins with; None = none."""
+    """First rows of each table; None = none."""
     tables: Sequence[TableRows] | None = None
     """Options of each table that are not in its config; None = no table has any. State dicts hold no such rows without
     a path."""
@@ -92,7 +92,7 @@ class Collection(torch.nn.Module):
         named: the attribute that has the tables by name.
     """
 
-    # What TorchScript need not know.
+    # Attributes that TorchScript need not know.
     __jit_ignored_attributes__ = ["rows", "_regrouping", "_tables"]
     __jit_unused_properties__ = ["states", "device", "process_group"]
 

@@ -50,7 +50,7 @@ class Column(NamedTuple):
     """One embedding of the output."""
 
     table: int
-    """Which of the configs it is of."""
+    """Number of its config."""
     feature: str
     name: str
     """Name in the output: the feature, or feature@table where several tables have it."""
@@ -177,8 +177,8 @@ def first_rows(config: BaseEmbeddingConfig) -> torch.Tensor:
         weights = to_be_handed(size, dtype_of(config))
     except (OSError, OverflowError) as error:
         raise ValueError(
-            f"table {config.name!r}: there is no memory for {size[0]:,} rows of {size[1]} weights, with which"
-            " TorchRec's table begins; give store_options, and rows begin as they are met"
+            f"table {config.name!r}: there is no memory for {size[0]:,} rows of {size[1]} weights, the first"
+            " ones of TorchRec's table; give store_options, and each row is initialized at its first lookup"
         ) from error
     return weights.normal_()
 
@@ -228,8 +228,8 @@ def policy_of(config: BaseEmbeddingConfig) -> RowPolicy | None:
             return None
     raise ValueError(
         f"table {config.name!r}: virtual_table_eviction_policy must be NoEvictionPolicy, TimestampBasedEvictionPolicy"
-        f" or FeatureL2NormBasedEvictionPolicy, by which rows can leave here, got {policy!r}. The least used rows leave"
-        " the tables of oneemb.dynamicemb, by max_capacity and score_strategy"
+        f" or FeatureL2NormBasedEvictionPolicy, got {policy!r}. Tables of oneemb.dynamicemb evict their least used"
+        " rows, by max_capacity and score_strategy"
     )
 
 
@@ -237,4 +237,4 @@ _OFF_AT_0 = (
     TimestampBasedEvictionPolicy, FeatureL2NormBasedEvictionPolicy, CountBasedEvictionPolicy,
     CountTimestampMixedEvictionPolicy,
 )  # fmt: skip
-"""Policies by which no row leaves if their thresholds are 0."""
+"""Policies that evict no row if their thresholds are 0."""

@@ -160,7 +160,7 @@ def _swap(model: torch.nn.Module, swap: _Swap, inplace: bool) -> torch.nn.Module
     if id(model) in found:
         return found[id(model)]
     if not inplace:
-        return copy.deepcopy(model, cast(Any, found))  # What is found there is not copied.
+        return copy.deepcopy(model, cast(Any, found))  # Modules that are found there are not copied.
     for module in list(model.modules()):
         children = vars(module)["_modules"]
         children.update({name: found[id(child)] for name, child in children.items() if id(child) in found})

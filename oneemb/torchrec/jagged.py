@@ -144,8 +144,8 @@ def order_of_inverse(
     a wanted feature is missing, or indices are not of the samples of `jagged`, whose features are `keys`."""
     if inverse is None:
         raise ValueError(
-            "features have samples of their own number (stride_per_key_per_rank): inverse_indices say which of them"
-            " each sample of the batch has"
+            "features have different numbers of samples (stride_per_key_per_rank), and no inverse_indices; give each"
+            " feature the number of its sample for each sample of the batch"
         )
     names, index_KB = inverse
     order = {key: k for k, key in enumerate(names)}

@@ -76,7 +76,7 @@ def from_fused_params(fused_params: Mapping[str, Any]) -> MakeOptimizer:
     mode = given.pop("weight_decay_mode", WeightDecayMode.NONE)
     decay_mode = (mode if isinstance(mode, WeightDecayMode) else WeightDecayMode(mode)).name
     if decay_mode not in ("NONE", "L2", "DECOUPLE"):
-        raise ValueError(f"fused_params: weight_decay_mode {decay_mode} is not supported; L2 is what there is")
+        raise ValueError(f"fused_params: weight_decay_mode {decay_mode} is not supported; use L2")
     if "lr" in given and "learning_rate" in given:
         raise ValueError("fused_params: lr and learning_rate are the same; give one of them")
     options = dict(_DEFAULTS)
@@ -96,7 +96,7 @@ def from_fused_params(fused_params: Mapping[str, Any]) -> MakeOptimizer:
         if given.get(option) and given[option] != default and option not in known.fbgemm_options:
             raise ValueError(f"fused_params: {option} has no effect on {name!r} in FBGEMM, and none here; leave it out")
         if option == "weight_decay" and given.get(option) and "adagrad" in name and decay_mode not in ("NONE", "L2"):
-            raise ValueError(f"fused_params: weight_decay_mode {decay_mode} is not supported; L2 is what there is")
+            raise ValueError(f"fused_params: weight_decay_mode {decay_mode} is not supported; use L2")
     kind, options = pkgutil.resolve_name(cls), options | given
     own = {option: options[option] for option in known.fbgemm_options if option in options}
     return lambda parameters: kind(parameters, **own)
@@ -206,7 +206,7 @@ class FusedRowsOptimizer(FusedOptimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a dict that `state_dict` gave. Every rank makes the call, with the same dict. ValueError if the state is
         that of other tables, or of another optimizer."""
-        # What is written into it must be there when it is brought into the rows.
+        # The tensors must live until their values are brought into the rows.
         self.state: Mapping[torch.Tensor, dict[str, torch.Tensor]] = dict(self._states)
         try:
             self._check(state_dict["state"])

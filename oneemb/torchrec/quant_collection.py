@@ -83,7 +83,7 @@ class QuantCollection(torch.nn.Module):
         named: the attribute that has the tables by name.
     """
 
-    # What TorchScript need not know.
+    # Attributes that TorchScript need not know.
     __jit_unused_properties__ = ["device", "embedding_bags", "embeddings"]
     __jit_ignored_attributes__ = ["configs", "_absent", "_columns", "_place"]
 
@@ -118,7 +118,7 @@ class QuantCollection(torch.nn.Module):
             kind = config.embedding_dim, config.data_type, _pooling(config), *its.origin
             alike.setdefault(kind, []).append(t)
         end_C = [*itertools.accumulate(self.configs[column.table].embedding_dim for column in self._columns)]
-        groups, order = torch.nn.ModuleList(), []  # What fails leaves the rows that there are.
+        groups, order = torch.nn.ModuleList(), []  # After a failure the former groups stay.
         for tables in alike.values():
             first = self.configs[tables[0]]
             columns = [c for c, column in enumerate(self._columns) if column.table in tables]
@@ -136,7 +136,7 @@ class QuantCollection(torch.nn.Module):
         self._absent = [its.absent for its in rows]
         self.groups = groups
         self._order: list[int] = [order.index(c) for c in range(len(order))]
-        """Where each embedding of the output is among those of all groups."""
+        """Place of each embedding of the output among those of all groups."""
 
     # ---- lookups ----------------------------------------------------------------------------------------------------
 
@@ -179,7 +179,7 @@ class QuantCollection(torch.nn.Module):
         """
         collection = module.collection if isinstance(module, ShardedCollection) else module
         if not isinstance(collection, Collection):
-            raise TypeError(f"rows are those of a collection of oneemb.torchrec, got {type(module).__name__}")
+            raise TypeError(f"module must be a collection of oneemb.torchrec, got {type(module).__name__}")
         if getattr(module, MODULE_ATTR_EMB_CONFIG_NAME_TO_NUM_ROWS_POST_PRUNING_DICT, None):
             raise ValueError("set_pruning_data: rows are by id here, and are not pruned; leave these modules out")
         configs = _quantized_configs(collection, dtype, by_table)
@@ -268,8 +268,8 @@ class QuantCollection(torch.nn.Module):
             else:
                 if self._device.type == "meta":
                     warnings.warn(
-                        f"the quantized tables {list(parts)} are on the meta device: what is loaded into them has no"
-                        " effect; move the collection first, to_empty(device='cpu')",
+                        f"the quantized tables {list(parts)} are on the meta device: a load into them has no effect;"
+                        " move the collection first, to_empty(device='cpu')",
                         stacklevel=2,
                     )
                     return

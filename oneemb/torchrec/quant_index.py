@@ -34,7 +34,7 @@ class _Index(NamedTuple):
 
     cell_C2: np.ndarray
     at: tuple[int, int, int]
-    """Where the rows, their scales and rows of other ids are."""
+    """Addresses of the rows, their scales and rows of other ids."""
     begin_TD: np.ndarray
     """Rows as which ids without a row read, by table; zeros if the rows depend on the id."""
     arrays: RowIndex

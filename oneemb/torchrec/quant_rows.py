@@ -50,7 +50,7 @@ class RowsOfTable(NamedTuple):
     weight: torch.Tensor
     """uint8 [S, B]"""
     absent: torch.Tensor
-    """int64 [8], on the CPU: how ids without a row read: seed and number of the table in the embedding that was
+    """int64 [8], on the CPU: values of ids without a row: seed and number of the table in the embedding that was
     trained; the place of its dtype in float32, float16, bfloat16; the kind of the initializer and the bits of its
     parameters"""
 
@@ -100,7 +100,7 @@ class RowsOfTable(NamedTuple):
                 wrong = int((~right_S).nonzero()[0])
                 raise ValueError(f"the scales of weight must be finite, those of id {self.ids[wrong]} are not")
         if not _can_begin(self.absent[1:4].tolist(), self.absent[4:].cpu().numpy().view(np.float64)):
-            raise ValueError(f"absent says how ids without a row read, which {self.absent.tolist()} does not")
+            raise ValueError(f"absent must describe the values of ids without a row, got {self.absent.tolist()}")
 
 
 PARTS = tuple(RowsOfTable.__annotations__)

@@ -122,7 +122,7 @@ class ShardedCollection(ShardedModule[KJTList, list[torch.Tensor], Any, LookupCo
         failed: list[Exception] = []
         try:
             ctx.lookups = self.collection.lookups_of(features)
-        except Exception as error:  # The other ranks wait for keys: they are told in their place.
+        except Exception as error:  # The other ranks wait for keys: the error takes the place of these.
             failed.append(error)
 
         def arguments(g: int) -> dict[str, Any]:

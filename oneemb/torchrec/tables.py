@@ -65,7 +65,7 @@ class Table:
         if policy is not None and self.extra is not None:
             raise ValueError(
                 f"table {config.name!r}: virtual_table_eviction_policy and the options of oneemb.dynamicemb both"
-                " say which rows leave; leave out the policy"
+                " choose the rows to evict; leave out the policy"
             )
         budget = None if self.extra is None else self.extra.cache_budget_mb
         where = self.options, budget, self.begins_empty

@@ -111,7 +111,7 @@ except Exception as error:
 def test_a_module_that_was_not_wrapped_has_nothing_to_save():
     from oneemb import tde
 
-    with pytest.raises(ValueError, match="what oneemb.tde.wrap gave"):
+    with pytest.raises(ValueError, match="model that oneemb.tde.wrap returned"):
         tde.save(torch.nn.Linear(1, 1))
 
 
