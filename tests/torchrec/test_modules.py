@@ -270,7 +270,7 @@ def test_options_that_an_init_fn_lacks_are_named(tmp_path, options):
 
 def test_huge_tables_need_a_store(tmp_path):
     tables = [EmbeddingBagConfig(2**60, 64, "t", feature_names=["f"])]
-    with pytest.raises(ValueError, match="give store_options, and rows begin as they are met"):
+    with pytest.raises(ValueError, match="give store_options, and each row is initialized at its first lookup"):
         EmbeddingBagCollection(tables)
     ebc = EmbeddingBagCollection(tables, store_options=oneemb.make_cached_ssd_store_options(1, str(tmp_path)))
     assert ebc(batch(0)).values().shape == (SAMPLES, 64)

@@ -350,11 +350,11 @@ def of_kind(kind, *params):
         ("ids", lambda ids: None, "t: ids must be a tensor with values, got NoneType"),
         ("ids", lambda ids: ids.to("meta"), "t: ids must be a tensor with values"),
         ("weight", lambda weight: torch.full_like(weight, 255), "t: the scales of weight must be finite, those of id"),
-        ("absent", absent_with(1, (1 << 23) - 1), "t: absent says"),  # for which lookups would have room
-        ("absent", absent_with(4, float("nan")), "t: absent says"),
-        ("absent", of_kind(4, 0, 0, 0, 0), "t: absent says"),
-        ("absent", of_kind(4, 1e300, 0, 0, 0), "t: absent says"),
-        ("absent", of_kind(3, 0, 1, 0, 0), "t: absent says"),
+        ("absent", absent_with(1, (1 << 23) - 1), "t: absent must describe"),  # for which lookups would have room
+        ("absent", absent_with(4, float("nan")), "t: absent must describe"),
+        ("absent", of_kind(4, 0, 0, 0, 0), "t: absent must describe"),
+        ("absent", of_kind(4, 1e300, 0, 0, 0), "t: absent must describe"),
+        ("absent", of_kind(3, 0, 1, 0, 0), "t: absent must describe"),
     ],
 )
 def test_hostile_state_is_refused_and_changes_nothing(part, change, says):
