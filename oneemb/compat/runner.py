@@ -100,7 +100,7 @@ def _parsed(words: list[str]) -> _Command:
             return command
         elif command.name and not word.startswith("-"):
             if not os.path.isfile(word):
-                _refuse(f"the script must be a file, {word} is none")
+                _refuse(f"the script must be a file, got {word}; give the path of one")
             command.script, command.arguments = word, words
             return command
         else:
