@@ -47,7 +47,7 @@ class LooksUp(Protocol):
 
     @property
     def lookups(self) -> LooksUpHow:
-        """How ids are looked up."""
+        """Lookups of the embedding: of rows of this process, or of rows that ranks own together."""
 
     @property
     def weights(self) -> tuple[torch.nn.Parameter, ...]:

@@ -120,7 +120,7 @@ class Plan:
         return expected
 
     def executors(self) -> list[Executor]:
-        """All there are."""
+        """Executors of the plan."""
         return [self.whole, self.prepare, self.lookup]
 
     def as_module(self, name: str) -> fx.GraphModule:

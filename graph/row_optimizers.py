@@ -245,7 +245,7 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class KnownOptimizer:
-    """All there is to know of a class of optimizers. `maximize` is followed for every class that has it.
+    """Properties of a class of optimizers. `maximize` is followed for every class that has it.
 
     Args:
         name: of the row optimizer, to which those options of `wider` are added that are on.

@@ -50,7 +50,7 @@ def _count_parts_cpu(
 def count_parts(
     inverse_N: np.ndarray, offset_P1: np.ndarray, row_P: np.ndarray | None, at_U: np.ndarray, ranks: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """How many parts each rank gets and how many ids they have, int64 [R], and the ids of each bag, int64 [P].
+    """Numbers of parts and of ids for each rank, int64 [R], and the number of ids of each bag, int64 [P].
 
     Args:
         inverse_N: the key of each id; -1 for padding, which is in no part.

@@ -280,7 +280,7 @@ def _move_cell(address: Number, c: Number, to: Number) -> None:
 
 @rule
 def _taken_of_line(address: Number, c: Number) -> Number:
-    """How many cells of the line of cells c to c + 3 are taken: the first ones."""
+    """Number of taken cells in the line of cells c to c + 3: the first ones."""
     taken = 0
     for k in range(LINE):
         taken += word_at(address, 2 * (c + k) + 1) != 0

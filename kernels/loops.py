@@ -125,11 +125,11 @@ class Loops(Protocol):
         """Put int32 words, [U, X] on the host, into rows of distinct slots, from their word `first` on."""
 
     def uses_of(self, keys: Keys) -> np.ndarray:
-        """How many ids each of these keys is of, counted: int64 [U], on the host."""
+        """Number of ids of each key, counted: int64 [U], on the host."""
 
     # ---- rows
     def initial_rows(self, initial: InitialRows) -> Any:
-        """How rows begin, as `init_rows` takes it."""
+        """First values of rows, in the form that `init_rows` takes."""
 
     def init_rows(
         self, weight_SX: Array, row_SW: Array, slot_M: Array, table_M: Array, id_M: Array, initial: Any,

@@ -34,7 +34,7 @@ def lerp(x: Number, y: Number, from_x: Number, pull: Number) -> Number:
 
 
 def lerp_scalars(share: float) -> tuple[bool, np.float32]:
-    """How torch.lerp goes `share` of the way from x to y: it starts from the nearer of the two."""
+    """Arguments with which torch.lerp goes `share` of the way from x to y: it starts from the nearer of the two."""
     pull = np.float32(share)
     from_x = bool(pull < np.float32(0.5))
     return from_x, pull if from_x else pull - np.float32(1)

@@ -345,7 +345,7 @@ def keys_of_slots(
 
 
 def count_rows(served: ServedRows, table: int, *, threads: Threads) -> int:
-    """How many rows of a table are in slots in which lookups find them, as of `keys_of_slots`. Memory does not grow."""
+    """Number of a table's rows in slots in which lookups find them, as of `keys_of_slots`. Memory does not grow."""
     slots = int(served.region_T6[table, PARTS]) * int(served.region_T6[table, SLOTS])
     begins = range(0, slots, 64 * _SLOTS)
     return sum(len(keys_of_slots(served, table, at, at + begins.step, threads=threads)[0]) for at in begins)

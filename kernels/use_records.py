@@ -1,4 +1,4 @@
-"""How often and when places were last used, in one word each: the least word is the place that is missed least.
+"""Frequency and time of the last use of each place, in one word: the place with the least word is evicted first.
 
     record = power << 27 | time        power 0..31, time 27 bits
 

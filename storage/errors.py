@@ -6,7 +6,7 @@ class StorageError(RuntimeError):
 
 
 class StoreFullError(StorageError):
-    """There is no room for a row, and none can be made. The call has changed nothing."""
+    """The store has no room for a row and can make none. The call has changed nothing."""
 
     pinned = False
     """Whether there would be room if lookups held fewer rows."""
@@ -36,7 +36,7 @@ class FormatVersionError(StorageError):
 
 
 class IndexMemoryError(StorageError, MemoryError):
-    """There is no memory for the keys of new rows. The call has changed nothing, and what was there can be used."""
+    """The index has no memory for the keys of new rows. The call has changed nothing; known rows can be used."""
 
 
 class LockedError(StorageError):
@@ -56,7 +56,7 @@ class OtherSnapshotError(StorageError):
 
 
 class SnapshotNotFoundError(StorageError):
-    """There is no snapshot of this name. The message names those that exist."""
+    """No snapshot has this name. The message names the snapshots that exist."""
 
 
 class SnapshotNeededError(StorageError):
@@ -64,7 +64,7 @@ class SnapshotNeededError(StorageError):
 
 
 class SnapshotExistsError(StorageError):
-    """There is a snapshot of this name already, and `overwrite` was not asked for."""
+    """A snapshot of this name exists, and `overwrite` was not given."""
 
     @classmethod
     def named(cls, name: str, where: str) -> "SnapshotExistsError":

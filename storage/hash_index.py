@@ -178,11 +178,11 @@ class HashIndex:
 
     @property
     def sizes_P(self) -> np.ndarray:
-        """How many keys each shard holds: int64 [P]."""
+        """Number of keys in each shard: int64 [P]."""
         return self._size_P.copy()
 
     def key_counts(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
-        """How many of these keys belong to each shard: int64 [P]."""
+        """Number of these keys that belong to each shard: int64 [P]."""
         return self._count(table_U, id_U)[1].sum(0)
 
     def shards_of(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:

@@ -29,7 +29,7 @@ class RowSource(Protocol):
         """32-bit words of a row, W."""
 
     def __len__(self) -> int:
-        """How many rows there are."""
+        """Number of rows."""
 
     def get(
         self, table_U: np.ndarray, id_U: np.ndarray, out_XW: np.ndarray, to_U: np.ndarray | None = None

@@ -396,7 +396,7 @@ class TieredRows:
                 tier.check_holds(len(linked))
 
     def rows(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """All of them: see `RowSource.scan`."""
+        """Batches of all rows; see `RowSource.scan`."""
         for batch in self.hot.scan() if self.built else ():
             undisturbed.raise_interrupt()
             yield batch

@@ -73,7 +73,7 @@ PRONOUN = re.compile(
     r"\W*(What|Which|Who|Whose|Whom|Whoever|Whatever|Where|Wherever|How|Why|That|Those|These|This|It|Its|They|Their|Them"
     r"|There|Such|Of|(By|In|With|As|For|On|To|From) (what|which|whom)|(All|One|Some|Each|Any|None) (of|that|there))\b"
 )
-PRONOUNS_MAX = 74
+PRONOUNS_MAX = 20
 
 
 def docstrings_with_pronouns(text):

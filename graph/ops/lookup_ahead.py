@@ -429,7 +429,7 @@ def announce(announcement: Announced | None, lookups: Sequence[LookupOnRanks]) -
 
 @Op(LOOKUP, takes=("announced",))
 def announced_lookup(announced: Announced, number: int) -> AnnouncedLookup:
-    """One of the lookups that were announced together."""
+    """Lookup `number` of those announced together."""
     return announced.lookups[number]
 
 

@@ -37,7 +37,7 @@ _LOOPS = HostLoops(Threads(1))
 
 
 class MergedLookup(NamedTuple):
-    """One of the lookups that are merged; its ids, their tables and bags are those of `unique_keys`."""
+    """A merged lookup; its ids, their tables and bags are those of `unique_keys`."""
 
     first_table: int
     """Number of its first table among the merged ones."""
@@ -190,7 +190,7 @@ class MergedReserved:
 
 @dataclass(frozen=True)
 class ReservedPart:
-    """One of several lookups that were reserved."""
+    """A lookup of several that were reserved together."""
 
     reserved: MergedReserved
     p: int

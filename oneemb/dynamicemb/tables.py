@@ -33,7 +33,7 @@ _ROWS = 65536
 
 @dataclass(frozen=True)
 class TableInfo:
-    """One of the tables.
+    """Table of an embedding.
 
     Args:
         num_embeddings: of its config; None = there is none.

@@ -72,7 +72,7 @@ class Plan:
     advice: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as numbers, strings, lists and dicts, for JSON."""
+        """The plan as numbers, strings, lists and dicts, for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:

@@ -64,7 +64,7 @@ class Served:
         return column_N if self._in_order else self.table_C.take(column_N)
 
     def only_served(self, table_N: np.ndarray) -> np.ndarray:
-        """These tables; ValueError if one of them is not served."""
+        """The tables, checked; ValueError if one of them is not served."""
         if len(table_N) and len(self.table_C) < len(self.is_served_T) and not self.is_served_T.take(table_N).all():
             raise ValueError(f"table_ids must be of the tables that are served, {self.table_C.tolist()}")
         return table_N

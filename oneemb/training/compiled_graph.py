@@ -29,7 +29,7 @@ __all__ = ["CompiledGraph", "GraphConfig", "step_locks"]
 
 @dataclass
 class GraphConfig:
-    """How a graph is compiled. A change counts from the next call on.
+    """Options of compilation. A change counts from the next call on.
 
     Args:
         accumulation_steps: calls for each update. Every call runs forward and backward; the last of them updates with

@@ -103,7 +103,7 @@ class PlanCache:
         return self.latest
 
     def why_not_compiled(self) -> str:
-        """Why the lookups of the last call are not compiled; empty = they are."""
+        """Reason why the lookups of the last call are not compiled; empty = they are."""
         if self.known and next(reversed(self.known.values())).given_up:
             return f"nothing is compiled for such inputs any more: {GIVEN_UP}"
         return "" if self.latest is not None else "nothing is compiled yet: call the graph with a batch first"

@@ -1,4 +1,4 @@
-"""How the weights of new rows begin: what users say of it, checked, and as the loops take it."""
+"""Initializers of new rows: checked, and in the form that loops take."""
 
 import math
 from dataclasses import dataclass

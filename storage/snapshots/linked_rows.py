@@ -37,7 +37,7 @@ class LinkedRows:
         return self.count(_every_key)
 
     def count(self, keep: Keep) -> int:
-        """How many rows are kept. Reads keys only; raises as `scan`."""
+        """Number of rows that `keep` keeps. Reads keys only; raises as `scan`."""
         return sum(len(id_N) for _, id_N in self.keys(keep))
 
     def keys(self, keep: Keep) -> Iterator[tuple[np.ndarray, np.ndarray]]:

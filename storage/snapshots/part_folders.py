@@ -101,7 +101,7 @@ class PartRemoval:
                 self._delete[snapshot.folder](snapshot.name)
 
     def __call__(self) -> None:
-        """All of it."""
+        """Remove the parts, with all steps."""
         self.mark()
         self.remove()
         self.unmark()

@@ -326,7 +326,7 @@ class Compactor:
         return self._live.live_of(chunk) * self._live.geometry.disk_bytes_per_row / max(1, self._bytes_of([chunk]))
 
     def _excess(self) -> float:
-        """How far the disk is above the bound, in chunks, with the next piece of a put."""
+        """Excess of the disk over the bound, in chunks, with the next piece of a put."""
         geometry = self._live.geometry
         piece = self.piece_rows * geometry.disk_bytes_per_row
         # The other chunks are held only briefly, by a scan or a move.

@@ -92,7 +92,7 @@ def without_delta(meta: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def rows_of(info: SnapshotInfo) -> int:
-    """How many rows a table has that has loaded the snapshot."""
+    """Number of rows of a table that has loaded the snapshot."""
     delta = Delta.of_meta(info.meta, info.name)
     return info.rows if delta is None else delta.rows
 

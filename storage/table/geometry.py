@@ -1,4 +1,4 @@
-"""How rows lie in blocks and blocks in chunks. All live chunks of a table share one geometry.
+"""Arrangement of rows in blocks and of blocks in chunks. All live chunks of a table share one geometry.
 
 A chunk is full when it holds a sixteenth of the table's rows; the next rows begin a new chunk. The garbage that
 compaction leaves is some number of chunks, so a small table has small chunks. The size of a chunk is a whole number of
@@ -95,7 +95,7 @@ def make_geometry(row_width: int, physical_block_size: int, chunk_bytes: int) ->
 
 
 def geometry_problem(row_width: object, physical_block_size: object, blocks_per_chunk: object) -> str | None:
-    """Why these cannot be the numbers of a geometry; None if they can."""
+    """Reason why these cannot be the numbers of a geometry; None if they can."""
     if type(row_width) is not int or not 1 <= row_width <= ROW_WIDTH_MAX:
         return f"row_width must be at least 1 word of 4 bytes and at most {ROW_WIDTH_MAX}, got {row_width!r}"
     if type(physical_block_size) is not int or physical_block_size not in PHYSICAL_BLOCK_SIZES:

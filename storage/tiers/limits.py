@@ -45,7 +45,7 @@ class Limits:
         )
 
     def unknown(self, below: RowStore | None, table_U: np.ndarray, id_U: np.ndarray, new: np.ndarray) -> int | None:
-        """How many of the `new` keys the store below lacks too; None if no limit needs it."""
+        """Number of `new` keys that the store below lacks too; None if no limit needs it."""
         if self.resident or below is None or len(new) == 0:
             return len(new)
         if self.row_limit is None:

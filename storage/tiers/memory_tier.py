@@ -99,7 +99,7 @@ class MemoryTier(ABC):
 
     @abstractmethod
     def _pinned_of(self, slot_H: Any) -> int:
-        """How many of these slots are pinned."""
+        """Number of these slots that are pinned."""
 
     @abstractmethod
     def _rows_in(self, slot_N: Any, row_XW: np.ndarray, from_N: np.ndarray) -> None:

@@ -254,5 +254,5 @@ def _by_table(table_U: np.ndarray) -> Iterator[tuple[int, Any]]:
 
 
 def _dirty(place_U: np.ndarray) -> int:
-    """How many of these places are of dirty rows; -1 is none."""
+    """Number of these places with dirty rows; -1 is no place."""
     return int(np.count_nonzero((place_U >= 0) & (place_U % 2 == 1)))
