@@ -17,7 +17,7 @@ comparison, indexing by an array."""
 
 @dataclass(frozen=True)
 class Bags:
-    """How N ids lie in P bags."""
+    """Arrangement of N ids in P bags."""
 
     offset_P1: Array
     """int64 [P + 1]: bag p holds the ids from offset_P1[p] to offset_P1[p + 1] - 1"""

@@ -99,7 +99,7 @@ class Evictions:
         return to_evict
 
     def _excess(self, new_T: np.ndarray) -> np.ndarray:
-        """How many rows more than it may have each table has with so many new ones; below 0 where there is room."""
+        """Rows by which each table exceeds its capacity with so many new ones; below 0 where there is room."""
         excess_T = np.full(len(self._usage.rows_T), -_UNLIMITED, np.int64)
         for t, limit in self._usage.limits.items():
             excess_T[t] = self._usage.rows_T[t] + new_T[t] - limit
@@ -135,7 +135,7 @@ class Evictions:
             )
 
     def _in_use(self, held: Sequence[np.ndarray]) -> np.ndarray:
-        """How many rows of each table are at these places: int64 [T]."""
+        """Number of each table's rows at these places: int64 [T]."""
         place_N = np.unique(np.concatenate([np.empty(0, np.int64), *held]))
         return np.bincount(self._usage.places.table_P[place_N[place_N >= 0]], minlength=len(self._usage.rows_T))
 

@@ -98,7 +98,7 @@ class PolicyEngine:
 
     @property
     def gone(self) -> int:
-        """How many rows have left, for whatever reason."""
+        """Number of evicted rows, for whatever reason."""
         return sum(self.usage.left.values())
 
     # ---- lookups ----------------------------------------------------------------------------------------------------

@@ -316,7 +316,7 @@ def reads_as(said_T: Sequence[Absent], initial: InitialRows) -> InitialRows:
 
 
 def rules_of(policies: Sequence[RowPolicy]) -> ScoreRules:
-    """How uses change the scores of rows, for loops."""
+    """Rules by which uses change the scores of rows, for loops."""
     tables = len(policies)
     rules = ScoreRules(
         np.zeros(tables, np.int64), np.ones(tables), np.zeros(tables, np.uint64), np.zeros(tables, np.bool_)

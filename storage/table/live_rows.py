@@ -84,7 +84,7 @@ class LiveRows:
         return (place_N >= extents.start * rows) & (place_N < extents.stop * rows)
 
     def live_of(self, chunk: ChunkFile) -> int:
-        """How many of the chunk's rows are live."""
+        """Number of live rows in the chunk."""
         return int(self.live_E[self._extents[chunk]].sum())
 
     def dead_chunks(self) -> list[ChunkFile]:
