@@ -7,14 +7,17 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, Never, Self, TypeVar, cast
 
+import numpy as np
 import torch
 
+import oneemb
 import oneemb.training.step_hooks  # noqa: F401  # so that torch optimizers train rows
 from oneemb.checkpoints.rank_snapshots import RankSnapshots
 from oneemb.embeddings.embedding_arguments import (
     DEFAULT_INITIALIZER,
     DTYPE_NAMES,
     check_arguments,
+    check_pretrained,
     initial_rows,
     policies_of,
     rank_folders,
@@ -24,7 +27,7 @@ from oneemb.embeddings.embedding_arguments import (
 from oneemb.embeddings.lookups import LookupsHere, LookupsOnRanks
 from oneemb.embeddings.row_calls import RowCalls
 from oneemb.embeddings.snapshot_calls import SnapshotCalls
-from oneemb.embeddings.stats import EmbeddingStats
+from oneemb.embeddings.stats import EmbeddingStats, metrics_of
 from oneemb.graph.arguments import Lookup
 from oneemb.graph.building import building_now
 from oneemb.graph.modules import embeddings_in
@@ -32,7 +35,7 @@ from oneemb.graph.ops.keys import BagArguments, bags_of, columns_of, pooling_of
 from oneemb.graph.ranks import ranks_of
 from oneemb.graph.tracers import hidden_from_modes, refuse_tracers, uncompiled
 from oneemb.kernels.threads import Threads
-from oneemb.options import Initializer, StoreOptions, TableOptions
+from oneemb.options import Initializer, StoreOptions, TableOptions, make_device_mem_store_options, make_table_options
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.fs import AnyPath, absolute_path
 from oneemb.storage.policies.row_policy import RowPolicy
@@ -69,6 +72,8 @@ class TableEmbedding(SnapshotCalls, RowCalls):
             self.ranks.size,
         )  # fmt: skip
         self.remove_folder = None
+        self._counted: dict[str, int] = {}
+        """Counters at the last call of `metrics`."""
         if not store_options.persistent_path:
             folder, self.remove_folder = temporary_folder(self)
             folders = self.ranks.all_gather(f"make temporary folders of {name!r}", lambda: folder)
@@ -246,6 +251,28 @@ class TableEmbedding(SnapshotCalls, RowCalls):
         hit_rate = hot["hits"] / max(1, hot["hits"] + hot["misses"])
         return cast(EmbeddingStats, {**stats, "hit_rate": hit_rate})
 
+    def metrics(self) -> dict[str, float]:
+        """Figures of a training run for loggers, flat; shares are of the lookups since the last call of this method.
+
+        Returns:
+            `rows` and `step`, as in `stats`; `hit_rate`, the share of unique keys that were in the hot tier;
+            `served_without_disk`, the share whose rows were not read from the persistent table or a server;
+            `memory_bytes` and `disk_bytes` of all tiers; `rows_evicted` from caches, `rows_read` and `rows_written` of
+            the persistent table or server, and `rows_left` by a policy, since the tiers were made. With `process_group`
+            those of this rank. A share of no lookups is 1.
+
+        Example:
+            >>> import torch, oneemb
+            >>> embedding = oneemb.MultiTableEmbedding(
+            ...     "items", 4, torch.float32, torch.int64, [oneemb.make_table()],
+            ...     oneemb.make_device_mem_store_options())
+            >>> rows = embedding(torch.tensor([1, 2, 2]))
+            >>> embedding.metrics()["rows"], embedding.metrics()["hit_rate"]
+            (2, 1.0)
+        """
+        figures, self._counted = metrics_of(self.stats(), self._counted)
+        return figures
+
     def close(self) -> None:
         """Free memory, files and the lock on `persistent_path`. Rows that no snapshot holds are gone, and so is a
         temporary folder. `with embedding:` calls it at its end.
@@ -380,6 +407,50 @@ class MultiTableEmbedding(TableEmbedding):
 
     def _columns(self, embedding_dim: Any) -> Sequence[int]:
         return [embedding_dim]
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        weight: torch.Tensor | Sequence[torch.Tensor],
+        ids: torch.Tensor | Sequence[torch.Tensor] | None = None,
+        *,
+        freeze: bool = True,
+        name: str = "pretrained",
+        store_options: StoreOptions | None = None,
+        **more: Any,
+    ) -> Self:
+        """An embedding whose rows are given, as `torch.nn.Embedding.from_pretrained` has it; other ids may come.
+
+        Args:
+            weight: rows of a table, float32, float16 or bfloat16 [rows, D]; or a list, one for each table.
+            ids: id of each row, integers [rows], or a list, one for each table; None = 0 to rows - 1.
+            freeze: rows are not trained: the weight has `requires_grad` False.
+            name: names the embedding in errors and snapshots.
+            store_options: where rows live; None = in memory, with a temporary folder.
+            more: arguments of the class, such as `padding_idx`, `seed` or `tables`.
+
+        Raises:
+            TypeError, ValueError: weights or ids are not as above, repeat, or a weight is not finite.
+
+        Example:
+            >>> import torch, oneemb
+            >>> vectors = oneemb.MultiTableEmbedding.from_pretrained(torch.eye(3), torch.tensor([7, -1, 40]))
+            >>> vectors(torch.tensor([40, 7])).tolist()
+            [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
+        """
+        weights: list[Any] = list(weight) if isinstance(weight, list | tuple) else [weight]
+        given: list[Any] = list(ids) if isinstance(ids, list | tuple) else [ids] * len(weights)
+        check_pretrained(weights, given)
+        dim, dtype = weights[0].shape[1], weights[0].dtype
+        key_type = next((its.dtype for its in given if its is not None), torch.int64)
+        options = {"key_type": key_type, "tables": [make_table_options()] * len(weights), **more}
+        options["store_options"] = store_options or make_device_mem_store_options()
+        embedding = cls(name, dim, dtype, **options)
+        for table, (its_weights, its_ids) in enumerate(zip(weights, given, strict=True)):
+            id_N = np.arange(len(its_weights)) if its_ids is None else its_ids.cpu().numpy()
+            source = (id_N, its_weights.detach().cpu().float().numpy())
+            oneemb.import_rows(embedding, source, table=table)
+        return embedding.requires_grad_(not freeze)
 
 
 class MultiTableMultiColumnEmbedding(TableEmbedding):

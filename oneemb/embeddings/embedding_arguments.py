@@ -168,6 +168,29 @@ def _initializers(table: Mapping[str, Any], default: Mapping[str, Any]) -> str:
     return texts[0] if len(set(texts)) == 1 else f"[{', '.join(texts)}]"
 
 
+def check_pretrained(weights: Sequence[Any], ids: Sequence[Any]) -> None:
+    """Raise unless these are the weights and ids of tables, for `from_pretrained`."""
+    if not weights or len(ids) != len(weights):
+        raise ValueError(f"ids must be those of {len(weights)} tables, one or more, as weight, got {len(ids)}")
+    for table, (weight, its) in enumerate(zip(weights, ids, strict=True)):
+        is_matrix = isinstance(weight, torch.Tensor) and weight.dim() == 2 and weight.dtype in DTYPE_NAMES
+        if not is_matrix or weight.shape[1:] != weights[0].shape[1:] or weight.dtype != weights[0].dtype:
+            got = f"{weight.dtype} {list(weight.shape)}" if isinstance(weight, torch.Tensor) else type(weight).__name__
+            raise TypeError(
+                f"weight must be a matrix [rows, D] of float32, float16 or bfloat16, of all tables alike, got {got} of"
+                f" table {table}"
+            )
+        if its is None:
+            continue
+        if not isinstance(its, torch.Tensor) or its.dtype not in (torch.int64, torch.int32):
+            got = str(its.dtype) if isinstance(its, torch.Tensor) else type(its).__name__
+            raise TypeError(f"ids must be a tensor of int64 or int32, got {got} of table {table}")
+        if its.shape != weight.shape[:1] or len(its.unique()) < len(its):
+            raise ValueError(
+                f"ids must be [{len(weight)}], each once, one for each row, got {list(its.shape)} of table {table}"
+            )
+
+
 def temporary_folder(owner: object, prefix: str = "oneemb-") -> tuple[str, Callable[[], object]]:
     """A folder that lasts as long as its owner, and a function that removes it earlier."""
     folder = tempfile.mkdtemp(prefix=prefix)

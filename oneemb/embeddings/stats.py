@@ -1,6 +1,6 @@
-"""Result of `embedding.stats()`: sizes now, and counters since the tiers were made."""
+"""Results of `embedding.stats()` and `embedding.metrics()`: sizes now, and counters since the tiers were made."""
 
-from typing import NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict, cast
 
 
 class TierStats(TypedDict):
@@ -98,3 +98,28 @@ class EmbeddingStats(TypedDict):
     host: NotRequired[TierStats]
     remote: NotRequired[RemoteStats]
     persistent: NotRequired[TableStats]
+
+
+def metrics_of(stats: EmbeddingStats, before: dict[str, int]) -> tuple[dict[str, float], dict[str, int]]:
+    """Figures of `embedding.metrics()`, and the counters to give the next call as `before`; none at the first."""
+    its = cast("dict[str, Any]", stats)  # Keys of a TypedDict are literals.
+    hot, table, remote = (its.get(place, {}) for place in ("device", "persistent", "remote"))
+    read = table.get("rows_got", 0) - table.get("rows_missing", 0) + remote.get("rows_pulled", 0)
+    counted = {"hits": hot.get("hits", 0), "misses": hot.get("misses", 0), "read": read}
+    if any(counted[name] < then for name, then in before.items()):
+        before = {}  # The tiers have been made anew.
+    hits, misses, read_now = (counted[name] - before.get(name, 0) for name in ("hits", "misses", "read"))
+    tiers = [its[place] for place in ("device", "host") if place in its]
+    figures: dict[str, float] = {
+        "rows": stats["rows"],
+        "step": stats["step"],
+        "hit_rate": hits / (hits + misses) if hits + misses else 1.0,
+        "served_without_disk": 1 - min(1.0, read_now / (hits + misses)) if hits + misses else 1.0,
+        "memory_bytes": sum(tier["bytes"] for tier in tiers) + table.get("memory_bytes", 0) + remote.get("bytes", 0),
+        "disk_bytes": table.get("disk_bytes", 0),
+        "rows_evicted": sum(tier["evicted"] for tier in tiers),
+        "rows_read": read,
+        "rows_written": table.get("rows_put", 0) + remote.get("rows_pushed", 0),
+        "rows_left": sum(its.get("policy", {}).get("left", {}).values()),
+    }
+    return figures, counted
