@@ -142,6 +142,20 @@ def test_importing_oneemb_loads_neither_torch_nor_numba():
     assert done.stdout.strip() == "[]"
 
 
+def test_training_on_a_cpu_loads_no_compiler_for_gpus():
+    code = """
+import sys, torch, oneemb
+embedding = oneemb.MultiTableEmbedding("e", 4, torch.float32, torch.int64, [oneemb.make_table()],
+    oneemb.make_device_mem_store_options())
+optimizer = torch.optim.Adam(embedding.parameters())
+embedding(torch.tensor([1, 2, 1])).sum().backward()
+optimizer.step()
+print(embedding.stats()["rows"], [m for m in ("oneemb.kernels.jit_cuda", "numba.cuda") if m in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT.parent)
+    assert done.stdout.strip() == "2 []"
+
+
 def test_every_public_name_can_be_loaded():
     import oneemb
 
