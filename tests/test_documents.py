@@ -9,7 +9,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FOLDERS = ["kernels", "storage", "graph", "oneemb"]
 READMES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("README.md"))
-DOCUMENTS = [ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", ROOT / "tests" / "README.md", *READMES]
+DECISIONS = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+DOCUMENTS = [*map(ROOT.joinpath, ["ARCHITECTURE.md", "CONTRIBUTING.md", "tests/README.md"]), *DECISIONS, *READMES]
 
 
 def named_files(text):
