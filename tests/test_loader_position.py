@@ -196,3 +196,19 @@ def test_a_loader_whose_state_cannot_be_had_is_run_with_a_warning(depth, what):
     ) as warned:
         assert len(list(graph.run(loader, prefetch_depth=depth))) == BATCHES
     assert len(warned) == 1 and graph.loader_state is None
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_loop_has_the_length_of_its_loader(depth):
+    graph, batches = Graph(), [torch.tensor([[1, 2]])] * 5
+    loop = graph.run(batches, depth)
+    assert len(loop) == 5 and len(list(loop)) == 5
+    assert list(loop) == []
+    empty = graph.run([], depth)
+    assert empty and len(empty) == 0 and list(empty) == []
+    with pytest.raises(TypeError, match="has no len"):
+        len(graph.run(iter(batches), depth))
+    left = graph.run(batches, depth)
+    next(left)
+    left.close()
+    assert list(left) == [] and not [one for one in threading.enumerate() if one.name == "oneemb-prefetch"]

@@ -3,9 +3,9 @@
 import functools
 import traceback
 import zlib
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sized
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from oneemb.embeddings.embedding import embeddings_of
 from oneemb.graph import ops
@@ -23,6 +23,36 @@ Result = TypeVar("Result")
 
 # Called when the rows that were prefetched for a step are the step's own.
 OnAcquired = Callable[[], None]
+
+
+class Loop(Generator[Any, None, None]):
+    """A generator over the batches of a loader, with the loader's length, which progress bars show.
+
+    Args:
+        steps: makes the steps.
+        loader: gives the batches.
+    """
+
+    def __init__(self, steps: Generator[Any, None, None], loader: Iterable[Any]):
+        self._steps, self._length = steps, functools.partial(len, cast(Sized, loader))
+
+    def __len__(self) -> int:
+        return self._length()
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __next__(self) -> Any:
+        return next(self._steps)
+
+    def send(self, value: None) -> Any:
+        return self._steps.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._steps.throw(*error)
+
+    def close(self) -> None:
+        self._steps.close()
 
 
 class LoaderLoops(GraphViews):
@@ -52,7 +82,7 @@ class LoaderLoops(GraphViews):
         """Whether lookups may insert rows and get a gradient."""
         return False
 
-    def run(self, loader: Iterable[Any], prefetch_depth: int = 1) -> Generator[Any, None, None]:
+    def run(self, loader: Iterable[Any], prefetch_depth: int = 1) -> "Loop":
         """Call the graph for each batch, while a thread loads and prepares the batches to come.
 
         `for loss in graph.run(loader): ...` gives what `for batch in loader: loss = graph(*batch)` gives, bit for
@@ -80,8 +110,8 @@ class LoaderLoops(GraphViews):
                 `forward` or a hook hands it on. Hooks that are registered later, or for all modules at once, run in the
                 graph's modules, and for the graph itself only where nothing is prepared.
 
-        Yields:
-            What `build` returns, for each batch.
+        Returns:
+            A generator of what `build` returns, for each batch. Its length is that of the loader, if that has one.
 
         Raises:
             ValueError: prefetch_depth is not an int of at least 0.
@@ -95,14 +125,14 @@ class LoaderLoops(GraphViews):
         ranks = self._ranks()
         self._position = position = LoaderPosition(self._position.state)
         if ranks.alone:
-            return self._loop(position.read(loader), prefetch_depth, ranks, position)
+            return Loop(self._loop(position.read(loader), prefetch_depth, ranks, position), loader)
         batches: list[Together] = []
         try:
             with whole_exchange():  # The others start the loop: an interrupt waits until it can be reported to them.
                 ahead = self._connect(ranks)
                 left = functools.partial(self._connections.append, (ranks.group, ahead))
                 batches.append(Together(ahead, position.read(loader), left))
-            return self._loop(batches[0], prefetch_depth, ahead, position)
+            return Loop(self._loop(batches[0], prefetch_depth, ahead, position), loader)
         except BaseException:
             for one in batches:
                 one.leave()
