@@ -205,11 +205,6 @@ class RowGrad(torch.Tensor):
             self.holders = [*self.holders, lease]
             self.summed = grads if self.summed is None else join_grads([self.summed, grads])
 
-    def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "RowGrad":
-        copy = self.copy_of()
-        copy.set_values(change)
-        return copy
-
     def join(self, other: "RowGrad") -> None:
         """Add the gradients of another one."""
         self.changes += 1
