@@ -26,16 +26,6 @@ from oneemb.graph.tape import Tape, version_of
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.errors import StoreFullError
 
-__all__ = ["Building", "Expected", "MadeLookup", "building_now", "steps_itself"]
-
-
-class LooksUpHow(Protocol):
-    """Interface of the way in which an embedding looks ids up."""
-
-    @property
-    def asks_ranks(self) -> bool:
-        """Whether rows come from other ranks, which make the same lookup."""
-
 
 class LooksUp(Protocol):
     """Interface of an embedding module, as a graph uses it."""
@@ -44,10 +34,8 @@ class LooksUp(Protocol):
     store: EmbeddingStore
     training: bool
     ranks: AnyRanks
-
-    @property
-    def lookups(self) -> LooksUpHow:
-        """Lookups of the embedding: of rows of this process, or of rows that ranks own together."""
+    lookups: Any
+    """Lookups of ids; `asks_ranks` is whether rows come from other ranks, which make the same lookup."""
 
     @property
     def weights(self) -> tuple[torch.nn.Parameter, ...]:
@@ -75,13 +63,38 @@ class AnyReserved(Protocol):
         """Hold no lease any more."""
 
 
-class Expected:
+class MadeLookup:
+    """A lookup that was made, whose rows autograd holds.
+
+    Args:
+        lease: of its rows.
+    """
+
+    _made: Callable[[], ops.Lease | None] = staticmethod(lambda: None)
+    """Returns the lease; None = it is gone, or the lookup is not made yet."""
+
+    def __init__(self, lease: ops.Lease):
+        self._made = weakref.ref(lease)
+
+    @property
+    def has_grad(self) -> bool:
+        """Whether a gradient has come for the rows."""
+        lease = self._made()
+        return lease is not None and lease.has_grad
+
+    def drop(self) -> None:
+        """Unpin the rows."""
+        if (lease := self._made()) is not None:
+            lease.unpin()
+
+
+class Expected(MadeLookup):
     """A lookup that `build` is expected to make.
 
     Args:
-        planned: what a plan gave for it.
+        planned: result of a plan for it.
         changes: the store's count when the rows were read.
-        waits: whether the host waits for what it asks of ids.
+        waits: whether the host waits for values of ids.
     """
 
     def __init__(self, planned: Planned, changes: int, waits: bool):
@@ -91,7 +104,6 @@ class Expected:
         self.changes, self.waits = changes, waits
         self.lease: ops.Lease | None = None
         """Lease of the lookup; None = the lookup is not made yet."""
-        self._handed_over: Callable[[], ops.Lease | None] = lambda: None
         self._version = None if self.origin is None else (self.origin.data_ptr(), version_of(self.origin))
 
     def is_of(self, asked: Lookup) -> bool:
@@ -109,7 +121,7 @@ class Expected:
         )
 
     def read(self, store: EmbeddingStore, asked: Lookup) -> torch.Tensor | None:
-        """The rows as they are now; None if they cannot be had from what was reserved."""
+        """The rows as they are now; None if the reserved ones cannot be read."""
         scales, planned = asked.per_sample_weights, self.lookup
         if self.rows is not None and store.changes == self.changes and asked.pooling == planned.pooling:
             if scales is planned.per_sample_weights or _same(scales, planned.per_sample_weights):
@@ -135,50 +147,22 @@ class Expected:
         return self.reserved is not None and self.reserved.inserts
 
     def hand_over(self) -> None:
-        """Hold the rows no more: autograd does, and lets them go where `build` drops what it made of them."""
+        """Hold the rows no more: autograd does, until `build` drops the values that it has made of them."""
         assert self.lease is not None and self.reserved is not None
-        self._handed_over = weakref.ref(self.lease)
+        self._made = weakref.ref(self.lease)
         self.reserved.forget()
         self.lease = self.reserved = self.rows = None
-
-    @property
-    def has_grad(self) -> bool:
-        """Whether a gradient has come for the rows."""
-        lease = self._handed_over()
-        return lease is not None and lease.has_grad
 
     def drop(self) -> None:
         """Unpin the rows."""
         if self.reserved is not None:
             self.reserved.drop()
-        elif (lease := self._handed_over()) is not None:
-            lease.unpin()
-
-
-class MadeLookup:
-    """A lookup that was made in its line of `build`.
-
-    Args:
-        lease: of its rows.
-    """
-
-    def __init__(self, lease: ops.Lease):
-        self._lease = weakref.ref(lease)
-
-    @property
-    def has_grad(self) -> bool:
-        """Whether a gradient has come for the rows."""
-        lease = self._lease()
-        return lease is not None and lease.has_grad
-
-    def drop(self) -> None:
-        """Unpin the rows."""
-        if (lease := self._lease()) is not None:
-            lease.unpin()
+        else:
+            super().drop()
 
 
 def _same(given: Any, guessed: torch.Tensor | None) -> bool:
-    # Any: what a user gives; what is no tensor is refused by the lookup itself.
+    # Any: a user's value; the lookup itself refuses what is no tensor.
     if given is None or guessed is None:
         return False
     alike = isinstance(given, torch.Tensor) and given.dtype == guessed.dtype and given.device == guessed.device
@@ -193,7 +177,7 @@ class Building:
         expected: the lookups that `build` is expected to make.
         on_all_made: called once, when none of them is expected any more and the rows of all are acquired.
         tape: records lookups; None = it is known already which are made.
-        backward: called in place of `Tensor.backward`, with its arguments; None = it is left alone.
+        backward: called in place of `Tensor.backward`, with its arguments; None = no replacement.
         steppers: the optimizers that the graph itself steps.
         announced: those of the lookups that ranks have announced to each other, whether they are expected still or not.
         at_once: name of the embedding whose one planned lookup is not made ahead: its first call in `build` makes it;
@@ -222,7 +206,7 @@ class Building:
         self._waiting = len(expected)
         self._at_once, self._count = at_once, count
         self.thread: int | None = None
-        """The one that runs `build`."""
+        """Thread that runs `build`."""
         for lookup in expected:
             self._expected.setdefault(lookup.embedding, []).append(lookup)
         self._on_all_made = on_all_made
@@ -257,7 +241,7 @@ class Building:
         """The rows of a lookup.
 
         Args:
-            has_gradient: whether a gradient may come, of rows or of what they are multiplied by.
+            has_gradient: whether a gradient may come, of rows or of their factors.
             now: makes the lookup.
 
         Raises:
@@ -288,7 +272,7 @@ class Building:
             if lookup is None:
                 self._announced.miss(embedding.store, inserts=embedding.training)
             elif lookup.reserved is not None and lookup.lease is None:  # The ranks have announced different lookups.
-                if lookup.reserved not in self._announced.lookups:  # Those were of what has changed since.
+                if lookup.reserved not in self._announced.lookups:  # Those were of an older plan.
                     self._announced.miss(embedding.store, inserts=embedding.training)
                 lookup.look_up(asked, has_gradient)
             if lookup is not None:
@@ -304,7 +288,7 @@ class Building:
             self.others += 1  # One that fails is none, here and on the tape.
             return rows
         except StoreFullError:
-            if embedding.lookups.asks_ranks or not self._give_way():  # Ranks make a lookup once.
+            if embedding.lookups.asks_ranks or not self._cancel_expected():  # Ranks make a lookup once.
                 raise
             return now()
 
@@ -323,8 +307,8 @@ class Building:
                 return lookup
         return None
 
-    def _give_way(self) -> bool:
-        """Expect nothing any more: what is expected may be in vain and pins rows, which eager mode would not do.
+    def _cancel_expected(self) -> bool:
+        """Cancel what is expected: it may be in vain, and pins rows, which eager mode would not do.
 
         Returns:
             Whether anything was expected.

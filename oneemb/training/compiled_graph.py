@@ -24,8 +24,6 @@ from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.training.loader_loops import LoaderLoops, OnAcquired
 from oneemb.training.plan_cache import Batch, PlanCache
 
-__all__ = ["CompiledGraph", "GraphConfig", "step_locks"]
-
 
 @dataclass
 class GraphConfig:
@@ -209,7 +207,7 @@ class CompiledGraph(LoaderLoops):
         return result
 
     def _run_build(
-        self, batch: Batch, prepared: Prepared, on_acquired: OnAcquired | None, expected: list[Expected | MadeLookup],
+        self, batch: Batch, prepared: Prepared, on_acquired: OnAcquired | None, expected: list[MadeLookup],
         **surrounding: Any,
     ) -> Any:  # fmt: skip
         """Call `build`, and return its result.
@@ -254,7 +252,7 @@ class CompiledGraph(LoaderLoops):
 
     def _expect(
         self,
-        expected: list[Expected | MadeLookup],
+        expected: list[MadeLookup],
         plan: Plan,
         batch: Batch,
         prepared: Prepared,
@@ -270,7 +268,7 @@ class CompiledGraph(LoaderLoops):
             prepared.drop()
         prepared.values = None  # Its rows are the lookups' own, or dropped.
 
-    def _count_lookup(self, expected: list[Expected | MadeLookup], make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def _count_lookup(self, expected: list[MadeLookup], make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Make a lookup and count it. Its rows are unpinned with those that were expected: whoever keeps the result or
         the error of `build` keeps its lease too."""
         rows = self._stats.call("lookup", make, measure=measure_gather)

@@ -13,7 +13,7 @@ from oneemb.embeddings.embedding import embeddings_of
 from oneemb.embeddings.internals import drop_grads
 from oneemb.graph import ops
 from oneemb.graph.build_error import BuildError
-from oneemb.graph.building import Expected, MadeLookup, steps_itself
+from oneemb.graph.building import MadeLookup, steps_itself
 from oneemb.graph.modules import REGISTER, not_registered, unregistered_modules
 from oneemb.graph.prefetch import Prepared
 from oneemb.storage.fs import AnyPath, file_path
@@ -23,7 +23,7 @@ from oneemb.training.compiled_graph import CompiledGraph, step_locks
 from oneemb.training.eager import Optimizer, step_together
 from oneemb.training.loader_loops import OnAcquired
 from oneemb.training.plan_cache import Batch
-from oneemb.training.row_step import embedding_of, row_weights, settle_rows
+from oneemb.training.row_step import embedding_of, row_weights, reduce_rows_to_owners
 from oneemb.training.scaling import Scaling, scalers_of, standing_in
 from oneemb.training.train_state import LearningRateScheduler, TrainState
 
@@ -200,7 +200,7 @@ class TrainGraph(CompiledGraph):
         self._train_state.scaler = scaler
 
     def _step(self, batch: Batch, prepared: Prepared, on_acquired: OnAcquired | None) -> Any:
-        expected: list[Expected | MadeLookup] = []
+        expected: list[MadeLookup] = []
         if not self.training:
             with torch.no_grad():
                 result = self._run_build(batch, prepared, on_acquired, expected, backward=_no_backward)
@@ -208,7 +208,7 @@ class TrainGraph(CompiledGraph):
             return result
         state = self._train_state
         updates_before, updates_now = state.updates_made(), state.micro_batches + 1 >= self._accumulation()
-        kept: list[Expected | MadeLookup] = []
+        kept: list[MadeLookup] = []
         known = scalers_of(self.build, vars(self).values(), self._no_scalers)
         given = state.scaler, state.scaled_by
         with CommitBlock() as committing:  # No interrupt comes between the update and the count of the step.
@@ -293,7 +293,7 @@ class TrainGraph(CompiledGraph):
         scaler = state.scaled_by if state.optimizers else None
         if scaler is not None or state.max_norms.count(None) < len(state.max_norms):
             # Norms and overflows are found by all ranks, also by one that has looked nothing up.
-            call("reduce_to_owners", settle_rows, [row_weights(optimizer.optimizer) for optimizer in state.optimizers])
+            call("reduce_to_owners", reduce_rows_to_owners, [row_weights(optimizer.optimizer) for optimizer in state.optimizers])
         if scaler is not None:
             call("unscale", ops.unscale, scaler, state.optimizers)
         for optimizer, max_norm in zip(state.optimizers, state.max_norms, strict=True):
