@@ -64,9 +64,8 @@ from oneemb.storage.remote.parameter_server import (
     ServerTimeoutError as ServerTimeoutError,
 )
 from oneemb.storage.table.snapshot_file import RenameUncertainError as RenameUncertainError
-from oneemb.training.compiled_graph import GraphConfig as GraphConfig
+from oneemb.training.compiled_graph import EvalGraph as EvalGraph, GraphConfig as GraphConfig
 from oneemb.training.eager import Optimizer as Optimizer
-from oneemb.training.eval_graph import EvalGraph as EvalGraph
 from oneemb.training.train_graph import TrainGraph as TrainGraph
 
 __version__: str

@@ -1,4 +1,4 @@
-"""Base of training and evaluation graphs: it calls `build`, makes its lookups ahead of the call, and shows them."""
+"""Base of graphs, which calls `build` and makes its lookups ahead of the call; and the graph that only evaluates."""
 
 import functools
 import inspect
@@ -27,7 +27,7 @@ from oneemb.training.plan_cache import Batch, PlanCache
 
 @dataclass
 class GraphConfig:
-    """Options of compilation. A change counts from the next call on.
+    """Options of a graph's compilation. A change counts from the next call on.
 
     Args:
         accumulation_steps: calls for each update. Every call runs forward and backward; the last of them updates with
@@ -182,7 +182,7 @@ class CompiledGraph(LoaderLoops):
             What `build` returns.
 
         Raises:
-            BuildError: `build` does what has no place in a graph; the message says what, and where.
+            BuildError: `build` does something that has no place in a graph; the message names it and its line.
             NonFiniteGradientError: a gradient is NaN or infinite; no weight, state or count has changed. Ids that the
                 lookups have inserted stay, with their initial values.
             What `build`, a hook, an optimizer or a scheduler raises: a note says what was updated before. A step whose
@@ -251,12 +251,7 @@ class CompiledGraph(LoaderLoops):
         return result
 
     def _expect(
-        self,
-        expected: list[MadeLookup],
-        plan: Plan,
-        batch: Batch,
-        prepared: Prepared,
-        profile: Profile | None,
+        self, expected: list[MadeLookup], plan: Plan, batch: Batch, prepared: Prepared, profile: Profile | None
     ) -> None:
         """Add the lookups that `build` is expected to make."""
         try:
@@ -264,13 +259,13 @@ class CompiledGraph(LoaderLoops):
             if not fits and (prepared.values is not None or prepared.announced.lookups):
                 prepared.drop()
             expected += plan.expect(batch.values, prepared.values if fits else None, profile)
-        except Exception:  # `build` will make them as in eager mode; what is wrong it will say, in its line.
+        except Exception:  # `build` will make them as in eager mode, and raise the error in its line.
             prepared.drop()
         prepared.values = None  # Its rows are the lookups' own, or dropped.
 
     def _count_lookup(self, expected: list[MadeLookup], make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Make a lookup and count it. Its rows are unpinned with those that were expected: whoever keeps the result or
-        the error of `build` keeps its lease too."""
+        """Make a lookup and count it. Its rows are unpinned with those that were expected: the result or the error of
+        `build`, if it is kept, keeps the lease too."""
         rows = self._stats.call("lookup", make, measure=measure_gather)
         lease = getattr(rows.grad_fn, "lease", None)
         if lease is not None:
@@ -285,3 +280,40 @@ class CompiledGraph(LoaderLoops):
 def step_locks(graph: torch.nn.Module) -> list[StepLock]:
     """The locks of the stores of all embeddings below a module."""
     return [embedding.store.step_lock for embedding in embeddings_of(graph).values()]
+
+
+class EvalGraph(CompiledGraph):
+    """A graph that only evaluates: subclass it, assign modules, define `build`, and call the object.
+
+    A call runs all modules in eval mode, whatever mode they are in, makes no gradient and inserts no id: an unknown id
+    reads as its initial value. So a `TrainGraph` and an `EvalGraph` may share modules. If two threads call graphs that
+    share an embedding, each waits for the step of the other. Other modules have no such lock, and their mode is the
+    same for all threads: an `EvalGraph` may not run while another thread trains its modules eagerly, or calls a graph
+    that shares modules with it but no embedding; give it copies of those modules.
+
+    Example:
+        >>> import tempfile, torch, oneemb
+        >>> class Score(oneemb.EvalGraph):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.embedding = oneemb.MultiTableEmbedding(
+        ...             "words", 4, torch.float32, torch.int64, [oneemb.make_table()],
+        ...             oneemb.make_device_mem_store_options(tempfile.mkdtemp()))
+        ...     def build(self, ids):
+        ...         return self.embedding(ids).sum(-1)
+        >>> graph = Score()
+        >>> graph(torch.tensor([7, 8])).shape, graph.embedding.stats()["rows"]
+        (torch.Size([2]), 0)
+    """
+
+    def _step(self, batch: Batch, prepared: Prepared, on_acquired: OnAcquired | None) -> Any:
+        in_training_mode = [module for module in self.modules() if module.training]
+        try:
+            for module in in_training_mode:
+                module.training = False
+            with torch.no_grad():
+                return super()._step(batch, prepared, on_acquired)
+        finally:
+            with undisturbed:
+                for module in in_training_mode:
+                    module.training = True

@@ -130,7 +130,7 @@ def _row_optimizer(embedding: WeightOfRows, optimizer: torch.optim.Optimizer, gr
     return first
 
 
-def reduce_rows_to_owners(weights: Iterable[Sequence[RowWeight]]) -> AnyRanks:
+def rows_to_owners(weights: Iterable[Sequence[RowWeight]]) -> AnyRanks:
     """Bring the gradients of rows that ranks own together to their owners; all ranks call it before a step.
 
     Args:
@@ -332,7 +332,7 @@ def step_rows(
         return stats.call("check_finite", ops.check_finite, steps, every)
 
     try:
-        ranks = stats.call("reduce_to_owners", reduce_rows_to_owners, weights)
+        ranks = stats.call("reduce_to_owners", rows_to_owners, weights)
         if ranks.alone:
             go = ops.may_step(prepare(), steps, scaler)
             if commit is not None:

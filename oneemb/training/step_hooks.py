@@ -34,7 +34,7 @@ from oneemb.graph.tracers import uncompiled
 from oneemb.storage.locking.signals import signals
 from oneemb.storage.locking.step_lock import in_step
 from oneemb.storage.locking.undisturbed import undisturbed
-from oneemb.training.row_step import RowStep, embedding_of, row_weights, reduce_rows_to_owners
+from oneemb.training.row_step import RowStep, embedding_of, row_weights, rows_to_owners
 
 
 class _Hooked(RowStep):
@@ -52,7 +52,7 @@ class _Hooked(RowStep):
     @uncompiled
     def begin(self) -> None:
         """Take the gradients, and check them."""
-        ranks = reduce_rows_to_owners([row_weights(self.optimizer)])
+        ranks = rows_to_owners([row_weights(self.optimizer)])
         try:
             ops.may_step(self._ready() if ranks.alone else self._agree(ranks), [self])
         except BaseException:

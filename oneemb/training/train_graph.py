@@ -23,7 +23,7 @@ from oneemb.training.compiled_graph import CompiledGraph, step_locks
 from oneemb.training.eager import Optimizer, step_together
 from oneemb.training.loader_loops import OnAcquired
 from oneemb.training.plan_cache import Batch
-from oneemb.training.row_step import embedding_of, row_weights, reduce_rows_to_owners
+from oneemb.training.row_step import embedding_of, row_weights, rows_to_owners
 from oneemb.training.scaling import Scaling, scalers_of, standing_in
 from oneemb.training.train_state import LearningRateScheduler, TrainState
 
@@ -293,7 +293,7 @@ class TrainGraph(CompiledGraph):
         scaler = state.scaled_by if state.optimizers else None
         if scaler is not None or state.max_norms.count(None) < len(state.max_norms):
             # Norms and overflows are found by all ranks, also by one that has looked nothing up.
-            call("reduce_to_owners", reduce_rows_to_owners, [row_weights(optimizer.optimizer) for optimizer in state.optimizers])
+            call("reduce_to_owners", rows_to_owners, [row_weights(one.optimizer) for one in state.optimizers])
         if scaler is not None:
             call("unscale", ops.unscale, scaler, state.optimizers)
         for optimizer, max_norm in zip(state.optimizers, state.max_norms, strict=True):
