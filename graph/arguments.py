@@ -37,4 +37,4 @@ class Planned(NamedTuple):
     rows: Any = None
     """The rows that were read; None = nothing yet."""
     origin: Any = None
-    """The batch's own tensor of which the ids are a copy, if they are one."""
+    """Tensor of the batch that the ids are a copy of, if they are a copy."""

@@ -179,7 +179,7 @@ class Building:
         tape: records lookups; None = it is known already which are made.
         backward: called in place of `Tensor.backward`, with its arguments; None = no replacement.
         steppers: the optimizers that the graph itself steps.
-        announced: those of the lookups that ranks have announced to each other, whether they are expected still or not.
+        announced: lookups that ranks have announced to each other, whether they are expected still or not.
         at_once: name of the embedding whose one planned lookup is not made ahead: its first call in `build` makes it;
             "" = there is none.
         count: calls a function that makes that lookup, and counts it.
@@ -329,7 +329,7 @@ class Building:
 
     @property
     def in_vain(self) -> list[str]:
-        """The embeddings of which a lookup was expected and not made."""
+        """Names of embeddings with a lookup that was expected and not made."""
         names = [name for name, lookups in self._expected.items() if lookups] if self._expected else []
         return [self._at_once, *names] if self._at_once else names
 

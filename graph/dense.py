@@ -41,7 +41,7 @@ class DenseCompiler:
 
     Args:
         compiles: each goes through torch.compile at its first call, for any batch size.
-        captures: those that may be are captured as CUDA graphs.
+        captures: modules that allow it are captured as CUDA graphs.
     """
 
     def __init__(self, compiles: bool = True, captures: bool = False) -> None:

@@ -151,7 +151,7 @@ def compile_plan(
 
     Args:
         root: the graph.
-        embeddings: those that it had when the tape was made: `build` may have exchanged them since.
+        embeddings: of the graph when the tape was made: `build` may have exchanged them since.
         trainers: the optimizers that train them.
         merged: the merged stores made so far.
         inserts: whether lookups may insert rows and get a gradient.

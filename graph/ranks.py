@@ -167,7 +167,7 @@ class Ranks:
         return over
 
     def exchange(self, what: str, make: Callable[[], Blocks]) -> list[Received]:
-        """Send blocks, a sequence of tensors for each rank, and get those that the ranks send to this one."""
+        """Send blocks, a sequence of tensors for each rank, and receive the blocks of the ranks to this one."""
 
         def pack() -> tuple[torch.Tensor, list[int]]:
             flat = [[bytes_of(tensor) for tensor in block] for block in make()]
@@ -187,7 +187,7 @@ class Ranks:
         self, what: str, make: Callable[[], torch.Tensor], like: torch.Tensor, sent_R: Sequence[int],
         received_R: Sequence[int],
     ) -> torch.Tensor:  # fmt: skip
-        """Send rows to the ranks, and get those that they send to this one, where both sides know how many.
+        """Send rows to the ranks, and receive theirs, where both sides know the numbers of rows.
 
         One message, without a copy: `make` leaves room for its header, see `heads`.
 
@@ -322,7 +322,7 @@ class Ranks:
         return first.tolist()
 
     def norms(self, norms: Sequence[float], ord: float) -> list[float]:
-        """The norms of vectors of which each rank has a part, from those of the parts; NaN if one is."""
+        """The norms of vectors that lie in parts on the ranks, from the norms of the parts; NaN if one is."""
         if ord == math.inf:
             of_all = self._gather_floats(norms)
             return torch.stack(of_all).amax(0).tolist()

@@ -33,7 +33,7 @@ class OpStats:
 
 
 def stats_table(halves: Iterable[tuple[str, Iterable[tuple[str, OpStats]]]]) -> str:
-    """A table for people: one line an op, those of each half in the order they run."""
+    """A table for people: one line an op, in the order in which each half runs them."""
     lines = []
     total_ns = 0
     for half, stats in halves:

@@ -99,7 +99,7 @@ class RowOptimizer:
             state_begin: first word of a row's state.
             group: the optimizer's param group as it is now.
             step: the optimizer's global step, from 1.
-            loops: those that the update runs on.
+            loops: of the place of the rows.
         """
         self.check(group)
         self.run(weight_SX, row_SW, slot_U, grad_UD, state_begin=state_begin, group=group, step=step, loops=loops)

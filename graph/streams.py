@@ -75,7 +75,7 @@ os.register_at_fork(after_in_child=capture_gate.__init__)  # type: ignore[misc]
 
 
 Stream = Any
-"""torch.cuda.Stream; Any, since those of a test are not torch's, and neither are their events."""
+"""torch.cuda.Stream; Any, since a test has streams and events of its own."""
 
 Mark = list[tuple[torch.device, Any]]
 """An event for each device; it comes when everything launched so far is done."""
@@ -85,7 +85,7 @@ class Ahead:
     """The streams of one loop. Made on its thread before the worker starts: the worker's launches come after it.
 
     Args:
-        devices: those that batches are prepared on; of GPUs the current one counts too, and the CPU has no streams.
+        devices: of prepared batches; of GPUs the current one counts too, and the CPU has no streams.
         cuda: torch.cuda, or a fake of a test.
     """
 

@@ -201,7 +201,7 @@ class Tape:
             return self._outside[id(value)]
         if isinstance(value, np.generic):
             return value.item()
-        if type(value) is int:  # Most often a size that equals that of the batch is that size.
+        if type(value) is int:  # Most often a size that equals the size of the batch is that size.
             return next((node for size, node in self._sizes if size == value), value)
         if type(value) in (tuple, torch.Size):
             return tuple(map(self._argument, value))

@@ -134,7 +134,7 @@ def nowhere(loops: Loops, rows: int) -> Array:
 
 
 def join_grads(parts: Sequence[RowGrads]) -> RowGrads | None:
-    """Gradients of rows of one store, those of equal keys to be summed in this order; None if there are none."""
+    """Gradients of rows of one store, joined, with equal keys to be summed in this order; None if there are none."""
     if len(parts) < 2:
         return parts[0] if parts else None
     store, stores = parts[0].store, tuple({member: None for part in parts for member in part.stores})
@@ -167,7 +167,7 @@ def _slots_of(store: EmbeddingStore | MergedStore, unique: Any, slot_N: Array) -
 def sum_over_passes(grads: Sequence[torch.Tensor]) -> torch.Tensor:
     """The gradients of the ids of a lookup, [N, D], summed in float32 over its backward passes.
 
-    Those of a single pass are given as they are, perhaps in strides.
+    The gradients of a single pass are given as they are, perhaps in strides.
     """
     if len(grads) == 1:
         return grads[0]
@@ -178,7 +178,7 @@ def sum_over_passes(grads: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def add_sums(sums: Sequence[Summed], loops: Loops) -> Summed:
-    """Sums of the same keys, added up in this order; those of a single one are given as they are."""
+    """Sums of the same keys, added up in this order; a single one is given as it is."""
     first, *others = sums
     if not others:
         return first

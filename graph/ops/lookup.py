@@ -52,7 +52,7 @@ def in_backward() -> bool:
 
 
 class SharedRows(Protocol):
-    """The rows of several lookups, that of a lease among them."""
+    """The rows of several lookups, the lookup of a lease among them."""
 
     store: MergedStore
 
@@ -306,7 +306,7 @@ class Lease:
         return out
 
     def grad_of_scales(self, grad_PD: torch.Tensor) -> torch.Tensor:
-        """The gradient of `per_sample_weights`, float32 [N], from that of bags."""
+        """The gradient of `per_sample_weights`, float32 [N], from the gradient of bags."""
         store, keys, loops = self.store, self.keys, self.store.loops
         assert keys.bags is not None
         if self.slot_U is None:
@@ -322,7 +322,7 @@ class Lease:
             return loops.tensor(loops.scale_grads(rows, keys.bags.bag_N, loops.array(grad_PD.contiguous())))
 
     def check_not_replaced(self) -> None:
-        """Raise StorageError if other rows have taken the place of those that were looked up."""
+        """Raise StorageError if the rows of the lookup were replaced since."""
         if self._replaced != self.store.replaced:
             raise StorageError(REPLACED)
 
@@ -421,7 +421,7 @@ def gather(lease: Lease, per_sample_weights: torch.Tensor | None = None, pooling
 
     Args:
         per_sample_weights: float32 [N], factors of the weights of each id before a sum.
-        pooling: "sum", "mean" or elementwise "max" of a bag. The gradient of a maximum is that of the id that
+        pooling: "sum", "mean" or elementwise "max" of a bag. The gradient of a maximum goes to the id that
             gave it, the first of several; a NaN is one where the first id of the bag has it.
 
     Raises:

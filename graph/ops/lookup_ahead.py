@@ -155,7 +155,7 @@ def request_for(store: EmbeddingStore, ranks: Ranks, keys: Keys, *, sums_bags: b
     """Counted keys of a lookup, and this rank's request to the owners of their rows.
 
     Args:
-        sums_bags: whether it is one of bags, of which `gather` is to give sums or means without weights.
+        sums_bags: whether it is a lookup of bags, whose sums or means `gather` is to give without weights.
     """
     loops = store.loops
     keys = dataclasses.replace(keys, unique=keys.loops.counted(keys.unique))
@@ -193,7 +193,7 @@ def begin_lookup(
         make: gives the keys; where it raises, all ranks do.
         inserts, again: see `LookupAhead`.
         sums_bags: as for `request_for`.
-        connections: those by which keys go; None = those of `ranks`.
+        connections: by which keys go; None = the connections of `ranks`.
     """
     made: list[tuple[Keys, Request]] = []
     what = lookup_of(name, inserts, ranks, again)

@@ -37,7 +37,7 @@ _LOOPS = HostLoops(Threads(1))
 
 
 class MergedLookup(NamedTuple):
-    """A merged lookup; its ids, their tables and bags are those of `unique_keys`."""
+    """One of the lookups that are merged; ids, tables and bags are as for `unique_keys`."""
 
     first_table: int
     """Number of its first table among the merged ones."""
@@ -99,7 +99,7 @@ class MergedRows:
         return Keys(part.keys.shape, own, part.keys.bags, self.store.members[self.member_P[p]].loops)
 
     def reduce(self, grads: Mapping[int, tuple[Lease, Sequence[torch.Tensor]]]) -> RowGrads:
-        """The gradients of some lookups, of one backward pass each, those of each key to be summed.
+        """The gradients of some lookups, of one backward pass each, to be summed by key.
 
         Args:
             grads: by lookup, its lease, which is pinned, and its gradients.

@@ -3,7 +3,7 @@
     reduce_to_owners([weight.grad, ...])      every rank; skips gradients of rows that no ranks own together
 
 Gradients wait with the rank that looked the rows up until something needs them whole: a step, a norm, an unscaling. So
-any number of backward passes costs one exchange. Those of a key are summed twice: in batch order by each rank that
+any number of backward passes costs one exchange. Gradients of a key are summed twice: in batch order by each rank that
 looked it up, then in the order of the ranks by its owner, which takes their mean, as DistributedDataParallel does of
 dense gradients, or sum; both in float32. Where owners sum parts of bags (requests.py) they get the gradients of the
 bags, and make both sums. So the numbers of R ranks are those of one up to the rounding of a sum.
@@ -87,7 +87,7 @@ class GradOfRanks(Protocol):
     at_owners: bool
 
     def own(self, owned: tuple[Lease, RowGrads] | None) -> None:
-        """Hold the reduced gradient of this rank's rows, in place of that of its own lookups."""
+        """Hold the reduced gradient of this rank's rows, in place of the gradient of its own lookups."""
 
 
 _Grad = TypeVar("_Grad", bound=GradOfRanks)
@@ -212,7 +212,7 @@ def _left(row_grad: GradOfRanks, ranks: Ranks) -> Left | None:
 
 
 def _uses_by_steps(store: EmbeddingStore, leases: Sequence[Lease], summed: RowGrads) -> torch.Tensor:
-    """Number of ids that each summed key has in those of these lookups that were made in eval mode: int32 [U]."""
+    """Number of ids that each summed key has in the lookups in eval mode among these: int32 [U]."""
     loops, uses_U = store.loops, np.zeros(len(summed.id_U), np.int64)
     evaluated = [lease for lease in leases if lease.remote is not None and lease.remote.owned is None]
     if evaluated:

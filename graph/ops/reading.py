@@ -69,7 +69,7 @@ def read_rows(
 
 
 def spread_max_grads(keys: Keys, argmax_PD: Array, grad_PD: torch.Tensor, loops: Loops) -> torch.Tensor:
-    """The gradients of ids, [N, D], from those of their bags' maxima: each number goes to the id that gave it."""
+    """The gradients of ids, [N, D], from the gradients of their bags' maxima: each goes to the id that gave it."""
     assert keys.bags is not None
     grad_ND = grad_PD.new_empty(len(keys.unique.inverse_N), grad_PD.shape[1])
     loops.spread_max_grads(keys.bags, argmax_PD, loops.array(grad_PD), loops.array(grad_ND))

@@ -40,7 +40,7 @@ class KeysByRank(NamedTuple):
     """Keys by the ranks that they go to."""
 
     order_N: torch.Tensor
-    """int64: which of the keys these are, those that go to rank 0 first."""
+    """int64: places of the keys, by rank."""
     id_R: Sequence[torch.Tensor]
     """int64 [number]: the ids of the keys that go to each rank."""
     table_R: Sequence[torch.Tensor]
@@ -55,7 +55,7 @@ class KeysByRank(NamedTuple):
 def keys_by_rank(
     table_U: torch.Tensor, id_U: torch.Tensor, rank_N: np.ndarray, ranks: int, key_N: np.ndarray | None = None
 ) -> KeysByRank:
-    """Keys by the rank that each goes to: those of `key_N`, None = all in their order."""
+    """The keys at the places `key_N` by the rank that each goes to; None = all in their order."""
     sorted_N, begin_R1, _ = occurrences(rank_N.astype(np.int32), ranks)
     count_R = np.diff(begin_R1).tolist()
     order_N = torch.from_numpy(sorted_N.astype(np.int64) if key_N is None else key_N[sorted_N])
@@ -81,7 +81,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class CutBags:
-    """The parts of all bags of a lookup, those of rank 0 first, each rank's in the order of the bags."""
+    """The parts of all bags of a lookup, by rank, each rank's in the order of the bags."""
 
     parts_R: Sequence[Parts]
     bag_S: torch.Tensor
@@ -218,7 +218,7 @@ class Requested:
         return self.keys_behind(self.ranks.heads(rows_like(self.store, self.ranks)))
 
     def keys_behind(self, heads: int) -> Keys:
-        """Unique keys, of which a lookup gives the rows that go to each rank, behind so many rows of zeros."""
+        """Unique keys, whose lookup gives the rows that go to each rank, behind so many rows of zeros."""
         store, ranks, answers_R = self.store, self.ranks, self.answers_R
         loops, inverse_N = store.loops, store.loops.tensor(self._unique.unique.inverse_N)
         answers, bags, of_answer_N = sum(answers_R) + heads * ranks.size, None, inverse_N

@@ -5,7 +5,7 @@ A `RowGrad` has the weight's shape, [0, D], and holds the gradients of each look
 as they would on the dense gradient of a table: one that is zero but for the rows that were looked up.
 
     op                                 effect
-    detach, clone, add, zero_          keeps the passes, joins those of two, drops them
+    detach, clone, add, zero_          keeps the passes, joins the passes of two, drops them
     norm                               the norm of the summed gradients of rows
     mul, div, neg, clamp by a number   the gradients of rows, summed first, as a dense gradient is
     another op that only reads         gets the summed values, float32 [U, D], and gives a plain tensor
@@ -94,7 +94,7 @@ class RowGrad(torch.Tensor):
     # ---- values -----------------------------------------------------------------------------------------------------
 
     def reduce(self) -> RowGrads | None:
-        """The gradient of each row, to be summed; None if there is none. Its slots are those of rows at the lookup."""
+        """The gradient of each row, to be summed; None if there is none. Its slots are as of the lookup."""
         of_passes = reduce_passes(self.passes, shared=self.tables is not None)
         if self.tables is not None:
             of_passes = [grads.of_tables(self.tables) for grads in of_passes]
@@ -196,7 +196,7 @@ class RowGrad(torch.Tensor):
         self.spent = True
 
     def own(self, owned: tuple[Lease, RowGrads] | None) -> None:
-        """Hold the reduced gradient of the rows that this rank owns, in place of that of its own lookups."""
+        """Hold the reduced gradient of the rows that this rank owns, in place of the gradient of its own lookups."""
         for lease in dict.fromkeys(lease for lease, *_ in self.passes):
             lease.unpin()
         self.passes, self.at_owners = [], True

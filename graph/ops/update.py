@@ -67,8 +67,8 @@ def measure_reduce(args: object, grads: Sequence[RowGrads]) -> tuple[int, int]:
 
 
 def reduce_grads(row_grads: Sequence[RowGrad]) -> list[RowGrads]:
-    """The gradients of rows, those of equal keys to be summed, with the slot of each: rows are resident and pinned
-    until `unpin`. Those of embeddings whose lookups were merged are one.
+    """The gradients of rows, to be summed by key, with the slot of each: rows are resident and pinned until `unpin`.
+    Embeddings whose lookups were merged have one result.
 
     The sum runs in float32: over the backward passes of an id in the order they came, over the ids of a lookup in batch
     order, then over lookups in the order they were made.
@@ -142,8 +142,7 @@ def _merged_lookups(
 
 
 def unscale(scaler: torch.amp.GradScaler, optimizers: Sequence[StepOptimizer]) -> None:
-    """Divide gradients by the scale, those of dense parameters and of rows, in place; but for those that `build` has
-    unscaled."""
+    """Divide the gradients of dense parameters and of rows by the scale, in place, unless `build` has done so."""
     if not scaler.is_enabled():
         return
     for optimizer in optimizers:
@@ -282,7 +281,7 @@ def step(optimizer: StepOptimizer, go: bool, after_hooks: Callable[[], None] | N
             after_hooks()
         groups.update(options_of(optimizer.optimizer))
 
-    handle = optimizer.optimizer.register_step_pre_hook(keep)  # after those that there are
+    handle = optimizer.optimizer.register_step_pre_hook(keep)  # after the hooks of users
     try:
         optimizer.optimizer.step()
     except BaseException as error:
@@ -350,7 +349,7 @@ def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: G
 
 
 def _by_group(grads: RowGrads, options: Sequence[Group | None]) -> list[tuple[RowGrads, Group]]:
-    """The gradients and the options of their tables: those of tables that have others, apart."""
+    """The gradients and the options of their tables; tables with other options apart."""
     if len(options) == 1:
         return [] if options[0] is None else [(grads, options[0])]
     alike: list[tuple[Group | None, list[int]]] = []

@@ -20,7 +20,7 @@ def with_grad(
 ) -> torch.Tensor:  # fmt: skip
     """Result of `gather`, made differentiable: a backward pass through it gives each weight a `RowGrad`.
 
-    The rows need not be pinned: those of an embedding in eval mode are inserted by the step that trains them.
+    The rows need not be pinned: the step that trains rows of an embedding in eval mode inserts them.
 
     Args:
         weights: one that stands for all rows, or for each table one that stands for its rows.

@@ -1,4 +1,4 @@
-"""Makes one lookup of those of several embeddings."""
+"""Merges the lookups of several embeddings into one."""
 
 import itertools
 import operator

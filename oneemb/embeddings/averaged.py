@@ -38,7 +38,7 @@ from oneemb.storage.store_rows import erase_rows
 
 
 class AveragedEmbedding(torch.nn.Module):
-    """The running average of an embedding's rows, of all of them, at the cost of those that steps touch.
+    """The running average of all rows of an embedding, at the cost of the rows that steps touch.
 
     It is to rows what `torch.optim.swa_utils.AveragedModel` is to dense parameters: the first `update_rows` takes the
     rows as they are; each later one moves every average toward its row as it is then. A lookup reads the averages.

@@ -199,7 +199,7 @@ def temporary_folder(owner: object, prefix: str = "oneemb-") -> tuple[str, Calla
 
 
 def rank_folders(options: StoreOptions, ranks: AnyRanks) -> list[str]:
-    """Folder of each rank's rows: the one that the options give it, or one of its own in theirs."""
+    """Folder of each rank's rows: from the options, or a subfolder of the options' folder."""
     paths = options.persistent_path
     if ranks.alone or len(paths) > 1:
         return list(paths)

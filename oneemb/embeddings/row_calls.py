@@ -110,7 +110,7 @@ class RowCalls(torch.nn.Module):
         return sum(self.ranks.all_gather(what, lambda: self._erase(table_U, id_U)))
 
     def _erase(self, table_U: np.ndarray, id_U: np.ndarray) -> int:
-        """Erase those that are here. Returns how many there were of which no other rank has copies that count."""
+        """Erase the rows that are here. Returns their number, without copies that count on another rank."""
         erased_U = erase_rows(self.store, table_U, id_U)
         for watcher in list(self.store.watchers):
             watcher.erase(table_U, id_U)

@@ -323,7 +323,7 @@ class _Data(_HoldsNone):
     ) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         written = kwargs.get("out")
-        if name in _ALL and name != "copy_":  # of which the method has decided
+        if name in _ALL and name != "copy_":  # these methods have decided already
             written = args[0] if args else kwargs.get("input", kwargs.get("self"))
         if isinstance(written, _Data):
             refuse_values(written.name, f"torch.{name} into the weight")

@@ -190,7 +190,7 @@ def open_writer(
     paths: list[str], name: str, rows: SnapshotRows, key_dtype: np.dtype, value_dtype: np.dtype,
     physical_block_size: int = 4096,
 ) -> PersistentTableWriter:  # fmt: skip
-    """A writer of rows whose format and step are known, such as those of another snapshot."""
+    """A writer of rows whose format and step are known, such as rows of another snapshot."""
 
     for path in paths:
         if is_oneflow_table(path):

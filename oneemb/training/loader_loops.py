@@ -274,7 +274,7 @@ class LoaderLoops(GraphViews):
         return Prepared(spread, plan, values, versions)
 
     def _compute_prepared(self, prepared: Prepared, on_acquired: OnAcquired | None) -> Any:
-        # Those that it has now: the loop may have exchanged modules since the batch was prepared.
+        # Its embeddings now: the loop may have exchanged modules since the batch was prepared.
         batch = prepared.batch._replace(embeddings=embeddings_of(self))
         return _of_a_loop(lambda: self._in_step(batch, lambda: self._step(batch, prepared, on_acquired)))
 

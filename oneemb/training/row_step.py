@@ -230,7 +230,7 @@ class RowStep:
             taken.weight.grad = None
 
     def put_back(self) -> None:
-        """Give the weights their gradients back, those that have no newer one."""
+        """Give the weights without a newer gradient theirs back."""
         for taken, grad in self.grads + self._spent:
             if taken.weight.grad is None:
                 taken.weight.grad = grad
@@ -253,7 +253,7 @@ class RowStep:
 
     def reduce_again(self, grads: list[ops.RowGrads], changes: Sequence[int]) -> None:
         """Take the gradients, which hooks of the user's have seen since they were reduced: `grads`, reduced anew and
-        checked if something was done to them. `changes` is that of `changes()` when they were reduced."""
+        checked if something was done to them. `changes` is the result of `changes()` when they were reduced."""
         self.take_grads()
         if self.changes() != changes:
             grads[:] = self.reduce(UNCOUNTED)

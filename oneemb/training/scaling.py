@@ -182,7 +182,7 @@ def scalers_of(
     if type(function) is not MethodType and not isinstance(function, FunctionType) and not inspect.isroutine(function):
         return scalers_in(values, others)
     cells = getattr(function, "__closure__", None)
-    held = [cell.cell_contents for cell in cells if cell != CellType()] if cells else []  # but for those that are empty
+    held = [cell.cell_contents for cell in cells if cell != CellType()] if cells else []  # without empty ones
     return scalers_in([*values, *held, *getattr(function, "__globals__", {}).values()], others)
 
 
@@ -216,7 +216,7 @@ class StandIn:
 
 @contextmanager
 def standing_in(methods: Iterable[tuple[Any, str, Callable[[Any], None]]]) -> Iterator[None]:
-    """Replace methods by stand-ins, of which these are the arguments, during a block."""
+    """Replace methods by stand-ins, made of these arguments, during a block."""
     stand_ins = [StandIn(*method) for method in methods]
     try:
         for one in stand_ins:

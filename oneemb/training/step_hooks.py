@@ -106,7 +106,7 @@ class _Hooked(RowStep):
             raise
 
     def drop(self) -> None:
-        """Forget the gradients of a step that has raised: whoever keeps the error may have zeroed them since."""
+        """Forget the gradients of a step that has raised, whose error is kept: they may have been zeroed since."""
         if self.grads:
             names = ", ".join(repr(embedding.name) for embedding in self.embeddings)
             warnings.warn(
