@@ -107,7 +107,10 @@ class Worker(Generic[Batch]):
         self._patience_s = _PATIENCE_S
         self._closed = self._gone = False
         self._process: int | None = None  # in which the thread has begun
-        self.thread = threading.Thread(target=self._run, name="oneemb-prefetch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="oneemb-prefetch", daemon=True)
+
+    def start(self) -> None:
+        start(self._thread)
 
     def _run(self) -> None:
         self._process = os.getpid()
@@ -182,7 +185,7 @@ class Worker(Generic[Batch]):
         if self._process is None:
             self._at_end()
         here = self._process == os.getpid() and not sys.is_finalizing()
-        if here and self.thread is not threading.current_thread():
+        if here and self._thread is not threading.current_thread():
             self._wait()
         self._ahead.leave()
 
@@ -192,7 +195,7 @@ class Worker(Generic[Batch]):
             if not self._gone:
                 _get(self._ended, self._patience_s)
             if not within_thread_code():  # else it ends by itself, a moment later
-                self.thread.join()
+                self._thread.join()
         except Empty:
             if self._patience_s:
                 self._patience_s = 0.0
@@ -244,7 +247,7 @@ def prefetch(
     try:
         try:
             with failing():  # Entered first: it asks which errors ranks have heard of since then.
-                start(worker.thread)
+                worker.start()
                 while not (prepared := worker.next()).last:
                     if prepared.error is not None:
                         raise prepared.error
