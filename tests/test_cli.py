@@ -422,13 +422,6 @@ def test_a_terminal_is_shown_a_progress_bar_and_nobody_else_is(path):
     os.close(end)
 
 
-def test_without_its_libraries_the_command_says_how_to_get_them():
-    code = "import sys; sys.modules['click'] = None; from oneemb.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "the command line needs click: pip install 'oneemb[cli]'\n"
-
-
 def test_asking_for_help_loads_neither_torch_nor_numba():
     code = (
         "import sys; from oneemb.cli.commands import oneemb; oneemb(['--help'], standalone_mode=False);"

@@ -5,8 +5,6 @@ import signal
 import sys
 from types import FrameType
 
-from oneemb.kernels.extras import need
-
 
 def _end(number: int, frame: FrameType | None) -> None:
     """End the program as an error would, so that unfinished work is undone."""
@@ -30,12 +28,6 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end)
     try:
-        try:
-            for module in ("click", "tqdm"):
-                need(module, "the command line", "cli")
-        except ImportError as error:
-            print(error, file=sys.stderr)
-            raise SystemExit(2) from None
         from oneemb.cli.commands import oneemb
 
         oneemb(prog_name="oneemb")
