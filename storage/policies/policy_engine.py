@@ -123,7 +123,7 @@ class PolicyEngine:
         admitted_M, sighted = np.ones(len(unknown), np.bool_), (table_U[unknown], id_U[unknown], uses_U[unknown])
         if asks:
             assert self.admission is not None
-            with self._asking():
+            with self._calling_user():
                 admitted_M = self.admission.asks(*sighted, usage.clock.lookups + 1, again=again)
         self._sweep(step, second, held)
         if self._refuses and not admits:
@@ -215,7 +215,7 @@ class PolicyEngine:
         for table_N, id_N in self._evictions.keys_to_weigh(shards, _ROWS_AT_ONCE):
             row_NW = np.empty((len(id_N), self._format.row_width), np.float32)
             self._rows.hot.get(table_N, id_N, row_NW)
-            with self._asking():
+            with self._calling_user():
                 to_evict += self._evictions.unwanted(table_N, id_N, self._numbers(row_NW), held)
         self._evictions.swept(step, shards)
         for its in to_evict:
@@ -274,7 +274,7 @@ class PolicyEngine:
         if any(usage.policies[t].weighs for t in tables):
             for table_N, id_N, row_NW in self._rows.rows():
                 asked = np.flatnonzero(np.isin(table_N, tables))
-                with self._asking():
+                with self._calling_user():
                     to_evict += self._evictions.unwanted(
                         table_N[asked], id_N[asked], self._numbers(row_NW[asked]), held
                     )
@@ -293,7 +293,7 @@ class PolicyEngine:
         return left
 
     @contextmanager
-    def _asking(self) -> Iterator[None]:
+    def _calling_user(self) -> Iterator[None]:
         """Block in which a user's function is called, which must not call the embedding."""
         self._asks = True
         try:
