@@ -94,7 +94,7 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 def save_results(path: str | None, about: Mapping[str, Any], cases: Sequence[Mapping[str, Any]]) -> None:
     """Write a file of results in place of the one before: {"about": machine and versions, "cases": [...]}, a line each.
 
-    `benchmarks/readme_tables.py` makes the tables of README.md of those in benchmarks/results.
+    `benchmarks/readme_tables.py` makes the tables of docs/benchmarks.md of those in benchmarks/results.
     """
     if path is None:
         return

@@ -1,6 +1,6 @@
 """One training step of embedding tables on the CPU, and a lookup alone, beside the systems people use.
 
-    python benchmarks/bench_embedding_step.py                                  the cases of the README
+    python benchmarks/bench_embedding_step.py                                  the cases of docs/benchmarks.md
     python benchmarks/bench_embedding_step.py --all                            every optimizer, width, batch, ids
     python benchmarks/bench_embedding_step.py --optimizer adam --dim 16 128    some of them
     python benchmarks/bench_embedding_step.py --keyed                          TorchRec's EmbeddingBagCollection, whole
@@ -62,7 +62,7 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--all", action="store_true", help="every combination, in place of the README's cases")
+    parser.add_argument("--all", action="store_true", help="every combination, in place of the documents' cases")
     parser.add_argument("--optimizer", nargs="+", choices=_OPTIMIZERS)
     parser.add_argument("--dim", nargs="+", type=int)
     parser.add_argument("--batch", nargs="+", type=int)

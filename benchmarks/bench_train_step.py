@@ -1,6 +1,6 @@
 """A whole training step: eager and compiled, prefetched or not, on an SSD and in memory, beside nn.EmbeddingBag.
 
-    python benchmarks/bench_train_step.py                          the synthetic DLRM of the README
+    python benchmarks/bench_train_step.py                          the synthetic DLRM of the documents
     python benchmarks/bench_train_step.py --rows 100000            a smaller one
     python benchmarks/bench_train_step.py --kuairand               the demo's model on its click log
 

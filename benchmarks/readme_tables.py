@@ -1,4 +1,4 @@
-"""Tables of README.md and docs/, made of the results in benchmarks/results.
+"""Tables of docs/, made of the results in benchmarks/results.
 
     python benchmarks/readme_tables.py              writes each table anew between its markers
     python benchmarks/readme_tables.py --check      exit code 1 if a table is not what its results say
@@ -38,12 +38,12 @@ class TableError(ValueError):
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", type=Path, help="default: README.md and docs/*.md")
+    parser.add_argument("files", nargs="*", type=Path, help="default: docs/*.md")
     parser.add_argument("--check", action="store_true", help="write nothing")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     options = parser.parse_args(arguments)
     status = 0
-    for file in options.files or [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for file in options.files or sorted((ROOT / "docs").glob("*.md")):
         text = file.read_text()
         try:
             new = filled(text, options.results)

@@ -189,7 +189,7 @@ def test_manual_optimization_with_toggled_optimizers_trains_rows(tmp_path, make)
 
 
 class RowsCheckpointIO(plugins.TorchCheckpointIO):
-    """The plugin that README.md shows."""
+    """The plugin that docs/lightning.md shows."""
 
     def __init__(self, module):
         super().__init__()
@@ -266,9 +266,9 @@ def test_what_copies_the_model_is_refused_with_what_to_do(tmp_path, averaging):
         trainer(tmp_path, callbacks=[averaging()]).fit(module, clicks())
 
 
-def test_the_plugin_is_that_of_the_readme():
+def test_the_plugin_is_that_of_the_documents():
     root = pathlib.Path(__file__).parent.parent
-    code = [part.split("```")[0] for part in (root / "README.md").read_text().split("```python\n")]
-    shown = next(part for part in code if "class RowsCheckpointIO" in part).split("\n\n\n")[0]
+    code = [part.split("```")[0] for part in (root / "docs" / "lightning.md").read_text().split("```python\n")]
+    shown = next(part for part in code if "class RowsCheckpointIO" in part).split("\n\n\n")[1]
     own = inspect.getsource(RowsCheckpointIO)
     assert shown.partition("def remove_checkpoint")[2].strip() == own.partition("def remove_checkpoint")[2].strip()

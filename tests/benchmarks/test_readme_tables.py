@@ -1,4 +1,4 @@
-"""Tables of README.md are made of results, and of nothing else."""
+"""Tables of docs/ are made of results, and of nothing else."""
 
 import json
 import subprocess

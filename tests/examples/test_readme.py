@@ -1,21 +1,36 @@
-"""README's first example runs, and runs again where it has run before."""
+"""README.md: its length, its figures and its picture."""
 
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
 
 
-def test_the_first_example_runs_and_runs_again(tmp_path, monkeypatch, recwarn):
-    monkeypatch.chdir(tmp_path)
-    (code, *_) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert code.count("/nvme/my_embedding") == 1
-    code = code.replace("/nvme/my_embedding", str(tmp_path / "my_embedding"))
-    for run in range(2):
-        names = {}
-        exec(compile(code, str(README), "exec"), names)
-        assert names["loss"].isfinite() and names["graph"].steps == 1
-        assert names["embedding"].snapshots() == ["first-step"] and names["embedding"].stats()["rows"] == 3 * 4096
-        names["embedding"].close()
-        said = [str(one.message) for one in recwarn if "oneemb" in one.filename or "starts empty" in str(one.message)]
-        assert len(said) == run and all("load_snapshot(name) goes on from one" in one for one in said)
+def test_the_readme_is_read_at_one_go():
+    assert len(README.read_text().splitlines()) <= 110
+
+
+def test_the_figures_of_the_readme_are_those_of_the_benchmarks():
+    text = README.read_text()
+    cases = json.loads((ROOT / "benchmarks" / "results" / "embedding_step.json").read_text())["cases"]
+    (step,) = (its for its in cases if its["case"]["optimizer"] == "sgd" and not its["case"]["pooled"])
+    (torch, fbgemm) = re.search(
+        r"with SGD on 26 tables takes (\S+) of .*?\sand (\S+) of FBGEMM's", text, re.DOTALL
+    ).groups()
+    assert (torch, fbgemm) == (f"{step['ratio']['torch']:.2f}", f"{step['ratio']['fbgemm']:.2f}")
+    (disk,) = re.search(r"Random reads of rows on an SSD reach (\S+) of", text).groups()
+    assert f"| random read | {disk} " in (ROOT / "docs" / "benchmarks.md").read_text()
+
+
+def test_the_picture_is_what_its_script_draws(tmp_path):
+    assets = ROOT / "docs" / "assets"
+    script = tmp_path / "draw_overview.py"
+    script.write_text((assets / "draw_overview.py").read_text())
+    subprocess.run([sys.executable, script], check=True)
+    for theme in ("light", "dark"):
+        assert (tmp_path / f"overview-{theme}.svg").read_text() == (assets / f"overview-{theme}.svg").read_text()
+        assert f"docs/assets/overview-{theme}.svg" in README.read_text()
