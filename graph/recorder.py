@@ -4,6 +4,7 @@ Bytes are those of rows and gradients that an op must read and write; savings of
 them. Times are those of the thread that ran the op.
 """
 
+import html
 import json
 import os
 import threading
@@ -100,6 +101,9 @@ class Profile:
         """Note one op."""
         with self._lock:
             self.events.append((half, op, self.step, begin_ns, end_ns))
+
+    def _repr_html_(self) -> str:
+        return f'<pre style="line-height:1.2">{html.escape(str(self))}</pre>'
 
     def __str__(self) -> str:
         """The table that `print` shows: a line for each op, in the order in which they first ran."""

@@ -358,8 +358,8 @@ REACHED_INTO = {
     "tests/torchrec/test_sharding.py": {"_sender"},
 }
 REACHED_INTO_MAX = 36
-# Names that the packages have too, of a NamedTuple, and of torch's GradScaler, Tensor and Module.
-NOT_OURS = {"_replace", "_scale", "_version", "_compiled_call_impl"}
+# Names that the packages have too, of a NamedTuple, of torch's GradScaler, Tensor and Module, and of notebooks.
+NOT_OURS = {"_replace", "_scale", "_version", "_compiled_call_impl", "_repr_html_"}
 
 
 def private_names(text):

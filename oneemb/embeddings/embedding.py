@@ -28,6 +28,7 @@ from oneemb.embeddings.lookups import LookupsHere, LookupsOnRanks
 from oneemb.embeddings.row_calls import RowCalls
 from oneemb.embeddings.snapshot_calls import SnapshotCalls
 from oneemb.embeddings.stats import EmbeddingStats, metrics_of
+from oneemb.embeddings.summary import facts_of, html_of
 from oneemb.graph.arguments import Lookup
 from oneemb.graph.building import building_now
 from oneemb.graph.modules import embeddings_in
@@ -290,10 +291,10 @@ class TableEmbedding(SnapshotCalls, RowCalls):
         self.close()
 
     def extra_repr(self) -> str:
-        return (
-            f"{self.name!r}, tables={self.num_tables}, dim={self.embedding_dim},"
-            f" dtype={str(self.dtype).removeprefix('torch.')}, store={type(self.store_options).__name__}"
-        )
+        return f"{self.name!r}, " + ", ".join(f"{name}: {fact}" for name, fact in facts_of(self).items())
+
+    def _repr_html_(self) -> str:
+        return html_of(f"{type(self).__name__} {self.name!r}", facts_of(self))
 
     def __deepcopy__(self, memo: object) -> Never:
         raise TypeError(

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from oneemb.embeddings.rank_traffic import KeyCounts, PartCounts, messages_of
+from oneemb.embeddings.summary import html_of_text
 from oneemb.graph.ops.requests import parts_move_fewer_bytes
 from oneemb.planning.machine import Machine, StepCost
 from oneemb.planning.planned_embedding import PlannedEmbedding, check_count
@@ -74,6 +75,9 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """The plan as numbers, strings, lists and dicts, for JSON."""
         return asdict(self)
+
+    def _repr_html_(self) -> str:
+        return html_of_text(str(self))
 
     def __str__(self) -> str:
         total = sum(self.memory_bytes.values())

@@ -4,6 +4,7 @@ import torch
 from torch import fx
 
 from oneemb.embeddings.embedding import embeddings_of
+from oneemb.embeddings.summary import html_of_text
 from oneemb.graph.ranks import Ranks
 from oneemb.graph.recorder import Profile, StepStats, stats_table
 from oneemb.graph.text import graph_text
@@ -32,6 +33,9 @@ class GraphViews(torch.nn.Module):
             RuntimeError: nothing is compiled yet, or `build` has looked up other ids too often.
         """
         return self._plans.plan_of_last_call.as_module(type(self).__name__)
+
+    def _repr_html_(self) -> str:
+        return html_of_text(str(self))
 
     def __str__(self) -> str:
         """The compiled lookups as text: the half that can run ahead of a step, and the half in it, before `build`."""

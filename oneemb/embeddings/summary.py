@@ -1,0 +1,116 @@
+"""Embeddings at a glance: rows, bytes, optimizer, policy and path, as text and for notebooks."""
+
+import dataclasses
+import html
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from oneemb.graph.modules import embeddings_in
+from oneemb.storage.errors import StorageError
+
+
+def facts_of(embedding: Any) -> dict[str, str]:
+    """Facts of an embedding, in words, by name. Any: the class of embeddings uses this function.
+
+    Args:
+        embedding: a `TableEmbedding`; of one that is closed only what it was made with.
+    """
+    options = embedding.store_options
+    facts = {
+        "tables": str(embedding.num_tables),
+        "dim": str(embedding.embedding_dim),
+        "dtype": str(embedding.dtype).removeprefix("torch."),
+        "store": type(options).__name__.removesuffix("StoreOptions"),
+        "path": ", ".join(options.persistent_path),
+    }
+    try:
+        embedding.store.check_open()
+        stats: dict[str, Any] = embedding.stats()
+    except StorageError:
+        return {**facts, "rows": "none, it is closed"}
+    tiers = [stats[place] for place in ("device", "host") if place in stats]
+    memory = sum(tier["bytes"] for tier in tiers) + stats.get("persistent", {}).get("memory_bytes", 0)
+    facts |= {"rows": f"{stats['rows']:,}", "memory": _in_mib(memory)}
+    if disk := stats.get("persistent", {}).get("disk_bytes", 0):
+        facts["disk"] = _in_mib(disk)
+    optimizer = embedding.optimizer
+    of_rows = embedding.store.format.optimizer if optimizer is None else type(optimizer).__name__
+    facts["optimizer"] = "none yet" if of_rows is None else f"{of_rows}, step {stats['step']:,}"
+    if embedding.policies is not None:
+        facts["policy"] = "; ".join(dict.fromkeys(map(_brief, embedding.policies)))
+    if tiers and tiers[0]["hits"] + tiers[0]["misses"]:
+        facts["hit rate"] = f"{stats['hit_rate']:.1%}"
+    return facts
+
+
+def _brief(value: Any) -> str:
+    """A dataclass with the fields alone that are not as by default."""
+    if not dataclasses.is_dataclass(value):
+        return repr(value)
+    its = [(field.name, getattr(value, field.name), field.default) for field in dataclasses.fields(value)]
+    given = ", ".join(f"{name}={_brief(found)}" for name, found, default in its if found != default)
+    return f"{type(value).__name__}({given})"
+
+
+def _in_mib(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"
+
+
+def summary(model: torch.nn.Module) -> str:
+    """Table of a model's embeddings, a line each, with the number of rows and weights; and of its other parameters.
+
+    Args:
+        model: any module, an embedding itself too.
+
+    Raises:
+        TypeError: it is no module.
+
+    Example:
+        >>> import torch, oneemb
+        >>> model = torch.nn.Sequential(
+        ...     oneemb.MultiTableEmbedding.from_pretrained(torch.eye(4)), torch.nn.Linear(4, 1))
+        >>> print(oneemb.summary(model))  # doctest: +NORMALIZE_WHITESPACE
+        embedding  tables  rows  dim  weights   memory  optimizer
+        0               1     4    4       16  0.0 MiB   none yet
+        5 other parameters, all trained
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    names = ("tables", "rows", "dim", "weights", "memory", "optimizer")
+    lines: list[Sequence[str]] = [("embedding", *names)]
+    stand_for_rows: set[int] = set()
+    for name, embedding in embeddings_in(model).items():
+        facts = facts_of(embedding)
+        rows = facts["rows"].replace(",", "")
+        facts["weights"] = f"{int(rows) * embedding.embedding_dim:,}" if rows.isdigit() else ""
+        lines.append((name or embedding.name, *(facts.get(its, "") for its in names)))
+        stand_for_rows.update(map(id, embedding.weights))
+    dense = [parameter for parameter in model.parameters() if id(parameter) not in stand_for_rows]
+    counted = sum(parameter.numel() for parameter in dense)
+    trained = sum(parameter.numel() for parameter in dense if parameter.requires_grad)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    table = [
+        "  ".join(
+            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    ]
+    which = "all" if trained == counted else f"{trained:,}"
+    return "\n".join([*map(str.rstrip, table), f"{counted:,} other parameters, {which} trained"])
+
+
+def html_of(title: str, facts: dict[str, str]) -> str:
+    """Facts as a table for notebooks."""
+    left = 'style="text-align:left"'
+    rows = [
+        f"<tr><th {left}>{html.escape(name)}</th><td {left}>{html.escape(fact)}</td></tr>"
+        for name, fact in facts.items()
+    ]
+    return f"<table><caption>{html.escape(title)}</caption>{''.join(rows)}</table>"
+
+
+def html_of_text(text: str) -> str:
+    """Lines of text for notebooks, in letters of one width."""
+    return f'<pre style="line-height:1.2">{html.escape(text)}</pre>'

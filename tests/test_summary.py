@@ -1,0 +1,83 @@
+"""How embeddings, graphs, profiles and plans show themselves, in text and in notebooks."""
+
+import re
+
+import pytest
+import torch
+
+import oneemb
+from oneemb.policies import LFU, RowPolicy
+from tests.support.models import STORES, make_embedding
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_an_embedding_shows_what_it_is(tmp_path, kind):
+    embedding = make_embedding(tmp_path, store=kind, tables=2, policy=RowPolicy(evict=LFU(), capacity=5000))
+    assert "rows: 0" in repr(embedding) and "optimizer: none yet" in repr(embedding)
+    embedding(torch.arange(2000).reshape(1000, 2)).sum().backward()
+    optimizer = torch.optim.Adam(embedding.parameters(), lr=0.1)
+    optimizer.step()
+    text = repr(embedding)
+    for part in (
+        "'items'",
+        "tables: 2",
+        "dim: 4",
+        "rows: 2,000",
+        "optimizer: Adam, step 1",
+        str(tmp_path),
+        "LFU",
+        "MiB",
+    ):
+        assert part in text, (part, text)
+    shown = embedding._repr_html_()
+    assert shown.count("<tr>") == shown.count("</tr>") > 8 and "2,000" in shown and "<table>" in shown
+    embedding.close()
+    assert "rows: none, it is closed" in repr(embedding)
+
+
+def test_names_are_escaped(tmp_path):
+    embedding = make_embedding(tmp_path, name="<b>&")
+    assert "&lt;b&gt;&amp;" in embedding._repr_html_() and "<b>" not in embedding._repr_html_()
+    embedding.close()
+
+
+def test_a_summary_counts_rows_and_other_parameters(tmp_path):
+    one, two = make_embedding(tmp_path / "one", tables=2), make_embedding(tmp_path / "two", dim=8)
+    one(torch.tensor([[1, 2], [3, 2]]))
+    frozen = torch.nn.Linear(3, 2).requires_grad_(False)
+    model = torch.nn.ModuleDict({"one": one, "deep": torch.nn.Sequential(two, torch.nn.Linear(8, 1)), "frozen": frozen})
+    lines = oneemb.summary(model).splitlines()
+    assert [line.split()[:5] for line in lines[1:3]] == [["one", "2", "3", "4", "12"], ["deep.0", "1", "0", "8", "0"]]
+    assert lines[3] == "17 other parameters, 9 trained"
+    assert oneemb.summary(torch.nn.Linear(2, 1)).splitlines()[1:] == ["3 other parameters, all trained"]
+    assert oneemb.summary(one).splitlines()[1].startswith("items")
+    one.close()
+    two.close()
+    assert oneemb.summary(model).splitlines()[1].split()[2] == "none,"
+    with pytest.raises(TypeError, match="model must be a torch.nn.Module, got int"):
+        oneemb.summary(3)
+
+
+class Graph(oneemb.TrainGraph):
+    def __init__(self, embedding):
+        super().__init__()
+        self.embedding = embedding
+        self.add_optimizer(torch.optim.SGD(embedding.parameters(), lr=0.1))
+
+    def build(self, ids):
+        self.embedding(ids).sum().backward()
+
+
+def test_graphs_profiles_and_plans_show_their_text(tmp_path):
+    graph = Graph(make_embedding(tmp_path))
+    assert graph._repr_html_().startswith("<pre")
+    graph(torch.arange(3))
+    profile = graph.profile(1)
+    graph(torch.arange(3))
+    plan = oneemb.plan(rows=10**6, embedding_dim=16, ids=3, unique=0.5, batch=128, ranks=1)
+    for shown in (graph, profile, plan):
+        text = re.sub("<[^>]*>", "", shown._repr_html_())
+        assert text == str(shown).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace(
+            "'", "&#x27;"
+        ).replace('"', "&quot;")
+    graph.embedding.close()
