@@ -13,7 +13,7 @@ from tests.support.models import STORES, make_embedding
 @pytest.mark.parametrize("kind", STORES)
 def test_an_embedding_shows_what_it_is(tmp_path, kind):
     embedding = make_embedding(tmp_path, store=kind, tables=2, policy=RowPolicy(evict=LFU(), capacity=5000))
-    assert "rows: 0" in repr(embedding) and "optimizer: none yet" in repr(embedding)
+    assert "rows=0" in repr(embedding) and "optimizer=none yet" in repr(embedding)
     embedding(torch.arange(2000).reshape(1000, 2)).sum().backward()
     optimizer = torch.optim.Adam(embedding.parameters(), lr=0.1)
     optimizer.step()
@@ -32,7 +32,7 @@ def test_an_embedding_shows_what_it_is(tmp_path, kind):
     shown = embedding._repr_html_()
     assert shown.count("<tr>") == shown.count("</tr>") > 8 and "2,000" in shown and "<table>" in shown
     embedding.close()
-    assert "rows: none, it is closed" in repr(embedding)
+    assert "rows=none, it is closed" in repr(embedding)
 
 
 def test_names_are_escaped(tmp_path):

@@ -291,7 +291,7 @@ class TableEmbedding(SnapshotCalls, RowCalls):
         self.close()
 
     def extra_repr(self) -> str:
-        return f"{self.name!r}, " + ", ".join(f"{name}: {fact}" for name, fact in facts_of(self).items())
+        return f"{self.name!r}, " + ", ".join(f"{name}={fact}" for name, fact in facts_of(self).items())
 
     def _repr_html_(self) -> str:
         return html_of(f"{type(self).__name__} {self.name!r}", facts_of(self))
