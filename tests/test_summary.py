@@ -20,10 +20,10 @@ def test_an_embedding_shows_what_it_is(tmp_path, kind):
     text = repr(embedding)
     for part in (
         "'items'",
-        "tables: 2",
-        "dim: 4",
-        "rows: 2,000",
-        "optimizer: Adam, step 1",
+        "tables=2",
+        "dim=4",
+        "rows=2,000",
+        "optimizer=Adam, step 1",
         str(tmp_path),
         "LFU",
         "MiB",
