@@ -95,7 +95,7 @@ class LoadedKeys(NamedTuple):
     """Names that only the state has."""
 
 
-# ---- taken ----------------------------------------------------------------------------------------------------------
+# ---- take -----------------------------------------------------------------------------------------------------------
 
 
 def check_between_updates(graph: CompiledGraph, train: TrainState) -> None:
@@ -212,7 +212,7 @@ def _warn_of_differences(graph: CompiledGraph, hashes: Sequence[Mapping[str, str
         )
 
 
-# ---- compared -------------------------------------------------------------------------------------------------------
+# ---- compare --------------------------------------------------------------------------------------------------------
 
 
 def check_fits(
@@ -301,7 +301,7 @@ def _group_sizes(state: dict[str, Any]) -> list[int]:
     return [len(group["params"]) for group in state["param_groups"]]
 
 
-# ---- put back -------------------------------------------------------------------------------------------------------
+# ---- restore --------------------------------------------------------------------------------------------------------
 
 
 def restore_dense(graph: CompiledGraph, train: TrainState, state: State, ranks: AnyRanks) -> None:
@@ -360,7 +360,7 @@ def _state_for(graph: CompiledGraph, optimizer: Optimizer, state: State, n: int)
     return {"state": merged, "param_groups": groups}
 
 
-# ---- read ----------------------------------------------------------------------------------------------------------
+# ---- read -----------------------------------------------------------------------------------------------------------
 
 
 def load_state(file: str | IO[bytes], where: str, *, mmap: bool = False) -> State:

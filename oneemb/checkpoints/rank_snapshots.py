@@ -97,7 +97,7 @@ class RankSnapshots:
         finally:
             self._part_of = former
 
-    # ---- what there is ----------------------------------------------------------------------------------------------
+    # ---- list -------------------------------------------------------------------------------------------------------
 
     def seen(self) -> list[str]:
         """Names of the snapshots that this rank sees, oldest first; for a warning, since ranks may see different
@@ -343,8 +343,11 @@ class RankSnapshots:
                 owned.close()
         return Loaded(snapshot.info, as_saved)
 
-    def _open(self, what: str, snapshot: PartedSnapshot, *, weights_only: bool, read: bool) -> "_Opened":
-        """Rows that this rank is to load, once all ranks have found that theirs fit."""
+    def _open(
+        self, what: str, snapshot: PartedSnapshot, *, weights_only: bool, read: bool
+    ) -> tuple[SnapshotInfo, OwnedRows | None, TableIds | None]:
+        """Rows that this rank is to load, once all ranks have found that theirs fit: the snapshot, the rank's rows in
+        the parts of others (None = its own part), and the keys of replicated tables (None = no such tables)."""
         own = snapshot.part_in(self._own, self._rank, self._size)
         owned: OwnedRows | None = None
 
@@ -362,17 +365,7 @@ class RankSnapshots:
             if owned is not None:
                 owned.close()
             raise
-        return _Opened(info, owned, replicated)
-
-
-class _Opened(NamedTuple):
-    """Rows that a rank is to load."""
-
-    info: SnapshotInfo
-    owned: OwnedRows | None
-    """The rank's rows in the parts of others; None = its own part."""
-    replicated: TableIds | None
-    """The keys of replicated tables among them; None = there are no such tables."""
+        return info, owned, replicated
 
 
 def _is_there(check: Callable[[str, str | None, str], object], name: str, identity: str | None) -> bool:

@@ -183,7 +183,7 @@ def _run_as_main(code: CodeType, path: str | None, loader: Any, spec: ModuleSpec
     exec(code, module.__dict__)
 
 
-# ---- modules that are imported --------------------------------------------------------------------------------------
+# ---- imported modules -----------------------------------------------------------------------------------------------
 
 
 class _Loader(SourceFileLoader):
@@ -222,7 +222,7 @@ class _Finder(MetaPathFinder):
         return not installed and not real.is_relative_to(self.standard)
 
 
-# ---- processes that are spawned -------------------------------------------------------------------------------------
+# ---- spawned processes ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -365,11 +365,8 @@ def encode_counter_checkpoint_file_path(root_path: str, table_name: str, rank: i
 def find_files(root_path: str, table_name: str, suffix: str) -> tuple[list[str], int]:
     """Files of all ranks, in the order of their ranks, and their number.
 
-    Args:
-        suffix: emb_keys, emb_values, emb_scores, opt_values, counter_keys or counter_frequencies.
-
     Raises:
-        ValueError: `suffix` is none of these.
+        ValueError: `suffix` is none of emb_keys, emb_values, emb_scores, opt_values, counter_keys, counter_frequencies.
         StorageError: a rank's file is missing, files are of several numbers of ranks, or there is no folder.
     """
     if suffix not in _SUFFIXES:
@@ -398,10 +395,7 @@ class LoadingFiles(NamedTuple):
 
 def get_loading_files(root_path: str, name: str, rank: int, world_size: int) -> LoadingFiles:
     """Files of a table that a rank reads: its own if `world_size` ranks have written them, else those of all.
-
-    Raises:
-        StorageError: a file is missing, or there is no folder.
-    """
+    StorageError if a file is missing, or there is no folder."""
     found = {suffix: find_files(root_path, name, suffix) for suffix in _SUFFIXES}
     counts = {suffix: count for suffix, (_, count) in found.items() if count or suffix == "emb_values"}
     ranks = found["emb_keys"][1]

@@ -190,12 +190,8 @@ def evict_strategy_of(strategy: ScoreStrategy | None) -> EvictStrategy:
 
 
 def policy_of(options: DynamicEmbTableOptions, num_embeddings: int | None, ranks: int) -> RowPolicy:
-    """Policy of the rows of a table with these options.
-
-    Args:
-        num_embeddings: of its config; None = there is none.
-        ranks: number of ranks that own its rows together.
-    """
+    """Policy of the rows of a table with these options, which so many ranks own together; `num_embeddings` of its
+    config, None = there is none."""
     strategy, capacity = evicting_strategy(options.score_strategy), options.max_capacity
     evict: Any = LFU() if strategy is DynamicEmbScoreStrategy.LFU else GivenScore(on_use=True)
     if strategy is DynamicEmbScoreStrategy.NO_EVICTION:
@@ -228,17 +224,14 @@ def _admission_of(options: DynamicEmbTableOptions) -> AdmitAfter | AdmitWhere | 
     return AdmitWhere(admits, counters=counters)
 
 
-# ---- sizes -----------------------------------------------------------------------------------------------------------
+# ---- sizes ----------------------------------------------------------------------------------------------------------
 
 
 def complete_initializer_args(
     initializer_args: DynamicEmbInitializerArgs, *, embedding_config: BaseEmbeddingConfig | None = None
 ) -> DynamicEmbInitializerArgs:
-    """Arguments with the bounds that UNIFORM lacks; a copy if any were missing, else the same object.
-
-    Args:
-        embedding_config: of the table, whose `num_embeddings` N gives -1 / sqrt(N) and 1 / sqrt(N); None = 0 and 1.
-    """
+    """Arguments with the bounds that UNIFORM lacks, of a table with this config; a copy if any were missing, else the
+    same object. N `num_embeddings` give -1 / sqrt(N) and 1 / sqrt(N), no config 0 and 1."""
     given = initializer_args.lower, initializer_args.upper
     if initializer_args.mode is not DynamicEmbInitializerMode.UNIFORM or None not in given:
         return initializer_args
@@ -252,11 +245,8 @@ def align_to_table_size(n: int, alignment: int = DEMB_TABLE_ALIGN_SIZE) -> int:
 
 
 def get_sharded_table_capacity(embedding_config: BaseEmbeddingConfig, world_size: int, bucket_capacity: int) -> int:
-    """Rows of a table that a rank has at most: its share of `num_embeddings`, rounded up to whole buckets.
-
-    Raises:
-        ValueError: there is no rank, or bucket_capacity is no multiple of 16.
-    """
+    """Rows of a table that a rank has at most: its share of `num_embeddings`, rounded up to whole buckets. ValueError
+    if there is no rank, or bucket_capacity is no multiple of 16."""
     if world_size < 1:
         raise ValueError(f"world_size must be 1 or more, got {world_size}")
     rows = -(-int(embedding_config.num_embeddings) // world_size)
@@ -278,7 +268,7 @@ def get_table_value_bytes(
     return rows * dtype.itemsize * (dim + get_optimizer_state_dim(optimizer_type, dim, dtype))
 
 
-# ---- data types ------------------------------------------------------------------------------------------------------
+# ---- data types -----------------------------------------------------------------------------------------------------
 
 _TORCH = {
     DynamicEmbDataType.Float32: torch.float32, DynamicEmbDataType.BFloat16: torch.bfloat16,

@@ -69,15 +69,8 @@ class TableDumps:
         return found | {option: float(group[option]) for option in options}
 
     def dump(self, folder: str, names: Sequence[str], *, optim: bool, counter: bool, layout: Layout) -> None:
-        """Write tables of these names into an existing folder. Every rank makes the call.
-
-        Args:
-            layout: "today" or "seed", which has one file for all ranks.
-
-        Raises:
-            ValueError: the files cannot hold a table's state.
-            StorageError: a file cannot be written; earlier dumps of tables that were not begun stay.
-        """
+        """Write tables of these names into an existing folder. Every rank makes the call. ValueError if the files
+        cannot hold a table's state; after a StorageError earlier dumps of tables that were not begun stay."""
         for t in [self._tables.index(name) for name in names]:
             what = f"dump table {self._tables.names[t]!r}"
             self._tables.together("dump", what, functools.partial(self._dump, folder, t, what, optim, counter, layout))
@@ -194,11 +187,8 @@ class TableDumps:
     # ---- loads ------------------------------------------------------------------------------------------------------
 
     def check_load(self, folder: str, names: Sequence[str], *, optim: bool, counter: bool) -> dict[str, Dump]:
-        """Dumps of these tables, found to be whole and to fit. Every rank makes the call.
-
-        Raises:
-            StorageError, ValueError: one is not there, or not whole, or of another kind; nothing has changed.
-        """
+        """Dumps of these tables, found to be whole and to fit. Every rank makes the call. StorageError or ValueError if
+        one is not there, or not whole, or of another kind; nothing has changed."""
         what = f"look at the dumps in {folder}"
         found: dict[str, Dump] = {}
         ranks = self._tables.ranks
@@ -260,11 +250,8 @@ class TableDumps:
             )
 
     def load(self, name: str, dump: Dump, *, optim: bool, counter: bool) -> None:
-        """Load the rows of a dump that `check_load` gave; other rows stay. Every rank makes the call.
-
-        Raises:
-            StoreFullError: the table has no room for them, and a part of them is in it.
-        """
+        """Load the rows of a dump of `check_load`; other rows stay. Every rank makes the call. After a StoreFullError,
+        for rows without room, a part of them is in the table."""
         t = self._tables.index(name)
         what = f"load table {name!r}"
 
@@ -302,13 +289,8 @@ class TableDumps:
         self, t: int, id_U: np.ndarray, value_UD: np.ndarray, state_UZ: np.ndarray | None, score_US: np.ndarray | None,
         now: int,
     ) -> None:  # fmt: skip
-        """Write rows of this rank; the store must be built.
-
-        Args:
-            state_UZ: optimizer's state; None = that of new rows.
-            score_US: as files have them; None = as of a lookup.
-            now: `timestamp` of the store, the same for all rows.
-        """
+        """Write rows of this rank to the built store. `state_UZ` None = the state of new rows; `score_US` as files have
+        them, None = as of a lookup; `now` is the store's `timestamp`, the same for all rows."""
         store = self._tables.rows.store
         format = store.format if state_UZ is not None else dataclasses.replace(store.format, state=())
         table_U = np.full(len(id_U), t, np.int32)

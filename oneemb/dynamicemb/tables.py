@@ -33,11 +33,7 @@ _ROWS = 65536
 
 @dataclass(frozen=True)
 class TableInfo:
-    """Table of an embedding.
-
-    Args:
-        num_embeddings: of its config; None = there is none.
-    """
+    """Table of an embedding; `num_embeddings` of its config, None = there is none."""
 
     name: str
     options: DynamicEmbTableOptions
@@ -45,12 +41,8 @@ class TableInfo:
 
 
 class DynamicTables:
-    """Tables that are one embedding.
-
-    Args:
-        rows: the embedding; table t of it is `tables[t]`.
-        optimizers: of the rows of each table; None = no optimizer.
-    """
+    """Tables that are one embedding: table t of `rows` is `tables[t]`, and `optimizers[t]`, if there is one, steps its
+    rows."""
 
     def __init__(
         self, rows: MultiTableEmbedding, tables: Sequence[TableInfo],
@@ -93,10 +85,7 @@ class DynamicTables:
 
     def before_lookup(self) -> None:
         """Set the scores that a lookup in training mode gives. The next call of `after_lookup` is of the same lookup.
-
-        Raises:
-            RuntimeError: a table has no score, or is not for training.
-        """
+        RuntimeError if a table has no score, or is not for training."""
         for t, table in enumerate(self.tables):
             if not table.options.training:
                 raise RuntimeError(f"table {table.name!r} is not for training (training=False); call eval() first")
@@ -133,11 +122,8 @@ class DynamicTables:
     # ---- scores -----------------------------------------------------------------------------------------------------
 
     def set_score(self, scores: Mapping[str, int]) -> None:
-        """Set the scores that lookups from now on give the rows of some tables, by name.
-
-        Raises:
-            TypeError, ValueError: a table's score strategy is not CUSTOMIZED, or a score is not above 0.
-        """
+        """Set the scores that lookups from now on give the rows of some tables, by name. TypeError or ValueError if a
+        table's score strategy is not CUSTOMIZED, or a score is not above 0."""
         for name, score in scores.items():
             t = self.index(name)
             if isinstance(score, bool) or not isinstance(score, int):
@@ -163,15 +149,9 @@ class DynamicTables:
     def incremental_dump(
         self, thresholds: Mapping[str, int], gather: bool
     ) -> tuple[dict[str, tuple[torch.Tensor, torch.Tensor]], dict[str, int]]:
-        """Rows whose score, or time of last use, is not below a threshold.
-
-        Args:
-            thresholds: by table.
-            gather: give those of all ranks, rather than of this one. Every rank makes the call then.
-
-        Returns:
-            By table the ids, int64 [N], and weights, float32 [N, D], on the CPU; and the thresholds for the next call.
-        """
+        """Rows whose score, or time of last use, is not below a threshold, by table: ids, int64 [N], and weights,
+        float32 [N, D], on the CPU; and the thresholds for the next call. With `gather` those of all ranks; every
+        rank makes the call then."""
         found, scores = {}, {}
         for name, threshold in thresholds.items():
             t = self.index(name)

@@ -121,11 +121,8 @@ def bounds_of(args: DynamicEmbInitializerArgs, num_embeddings: int | None) -> tu
 
 
 def initializer_of(args: DynamicEmbInitializerArgs, num_embeddings: int | None) -> Initializer:
-    """Initializer of a table, for dynamicemb's arguments; ValueError if the distribution cannot have them.
-
-    Args:
-        num_embeddings: of the table's config; None = there is none.
-    """
+    """Initializer of a table, for dynamicemb's arguments and `num_embeddings` of its config, None = there is none;
+    ValueError if the distribution cannot have them."""
     low, high = bounds_of(args, num_embeddings)
     match args.mode:
         case DynamicEmbInitializerMode.NORMAL:
@@ -329,13 +326,8 @@ __all__ = ["absent"]
 
 
 def absent(module: str, reasons: Mapping[str, str]) -> Callable[[str], Any]:
-    """A `__getattr__` for a module of `oneemb.dynamicemb` that lacks some of dynamicemb's names: it raises ImportError
-    with the reason and advice for these, and AttributeError for others.
-
-    Args:
-        module: its `__name__`.
-        reasons: by name, why the module does not have it, and what to use.
-    """
+    """A `__getattr__` for the module of `oneemb.dynamicemb` with this `__name__`: it raises ImportError for names of
+    dynamicemb that the module lacks, with the reason and advice in `reasons`, and AttributeError for others."""
 
     def getattr_of_module(name: str) -> Any:
         if name in reasons:

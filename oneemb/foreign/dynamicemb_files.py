@@ -46,7 +46,7 @@ META = "opt_args.json"
 """The last file, without the name of the table."""
 
 
-# ---- which rank has a key --------------------------------------------------------------------------------------------
+# ---- ranks of keys --------------------------------------------------------------------------------------------------
 
 
 def owner_of_key(dist_type: str, id_N: np.ndarray, ranks: int, num_embeddings: int | None) -> np.ndarray:
@@ -92,7 +92,7 @@ def _hashed(unsigned_N: np.ndarray) -> np.ndarray:
     return h_N ^ (h_N >> shift)
 
 
-# ---- names -----------------------------------------------------------------------------------------------------------
+# ---- names ----------------------------------------------------------------------------------------------------------
 
 
 def check_name(table: str) -> None:

@@ -22,12 +22,7 @@ from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_pat
 
 
 class OneFlowReader:
-    """The rows of one snapshot. It takes memory for one batch, and 8 bytes for each row of one chunk.
-
-    Args:
-        path: the table's folder.
-        name: which snapshot.
-        fs: where files are; None = this machine's.
+    """Rows of one snapshot. It takes memory for one batch, and 8 bytes for each row of one chunk.
 
     Raises:
         StorageError: there is no such table.

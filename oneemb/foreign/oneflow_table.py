@@ -31,14 +31,8 @@ CHUNK_FILE = re.compile(r"(key|value|index)-([0-9]{12})")
 
 @dataclass(frozen=True)
 class OneFlowGeometry:
-    """The four numbers of a table.
-
-    Args:
-        key_bytes: 4 or 8.
-        value_bytes: of a row's values.
-        physical_block_size: bytes that the device reads at once.
-        blocks_per_chunk: logical blocks of a full chunk.
-    """
+    """The four numbers of a table: bytes of a key, 4 or 8; of a row's values; of the block that the device reads at
+    once; and logical blocks of a full chunk."""
 
     key_bytes: int
     value_bytes: int

@@ -25,12 +25,9 @@ from oneemb.storage.tiers.memory_limit import memory_limit
 
 @dataclass(frozen=True)
 class StepCost:
-    """Time of a step on the cores of a rank, without messages.
-
-    The time is a sum: `call_us + lookups * lookup_us + ids * id_ns + ids * D * id_weight_ns + keys * key_ns + keys *
-    words * key_word_ns`, where ids are those of the batch, keys the unique ones of them, and words those of a row,
-    with state, and of its gradient.
-    """
+    """Time of a step on the cores of a rank, without messages: `call_us + lookups * lookup_us + ids * id_ns + ids * D *
+    id_weight_ns + keys * key_ns + keys * words * key_word_ns`, where ids are those of the batch, keys the unique
+    ones of them, and words those of a row, with state, and of its gradient."""
 
     call_us: float
     lookup_us: float

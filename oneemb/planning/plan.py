@@ -91,7 +91,11 @@ class Plan:
                 (f"  {one.name}", _size(one.bytes), f"{one.ms:.2f} ms{', ahead' if one.ahead else ''}")
                 for one in self.messages
             ),
-            ("memory of a rank", _size(total), f"of {_size(self._memory_of_rank())} there is"),
+            (
+                "memory of a rank",
+                _size(total),
+                f"of {_size(self.machine.memory_gib * 2**30 / self.ranks_per_machine)} there is",
+            ),
             *((f"  {name}", _size(size), "") for name, size in self.memory_bytes.items()),
         ]
         if self.disk_reads_per_s:
@@ -106,9 +110,6 @@ class Plan:
         ratio = self.bytes_sent_without_deduplication / self.bytes_sent
         dense = f"; dense all-reduce {_size(self.dense_bytes_sent)}" if self.dense_bytes_sent else ""
         return f"{ratio:.1f} times as much without deduplication{dense}"
-
-    def _memory_of_rank(self) -> float:
-        return self.machine.memory_gib * 2**30 / self.ranks_per_machine
 
 
 def plan(
@@ -326,7 +327,7 @@ class _Job:
                 held["a step"] += 2 * keys * (12 + one.embedding_dim * (2 * one.weight_bytes + 4))
         return {name: size for name, size in held.items() if size}
 
-    # ---- what limits ------------------------------------------------------------------------------------------------
+    # ---- limit ------------------------------------------------------------------------------------------------------
 
     def _judge(self, parts: dict[str, float], memory: dict[str, int]) -> tuple[str, tuple[str, ...]]:
         """Part that limits the job, and advice."""

@@ -179,7 +179,7 @@ def work_folder(fs: FileSystem, path: str) -> tuple[str, int]:
     return begin(fs, os.path.join(folder, f".{name}"), _DIGITS, os.mkdir)
 
 
-# ---- rows ------------------------------------------------------------------------------------------------------------
+# ---- rows -----------------------------------------------------------------------------------------------------------
 
 
 def _frozen(
@@ -238,7 +238,7 @@ def _snapshot_of(embedding: TableEmbedding, name: str | None) -> Iterator[Parted
                 store.snapshots.delete(own)
 
 
-# ---- programs --------------------------------------------------------------------------------------------------------
+# ---- programs -------------------------------------------------------------------------------------------------------
 
 
 def _build_of(build: Callable[..., Any], graph: torch.nn.Module) -> Callable[..., Any]:

@@ -89,7 +89,18 @@ class FrozenEmbedding(torch.nn.Module):
         pooling: str,
         columns: Sequence[int] | None,
     ) -> torch.Tensor:
-        self._check_bags(ids, table_ids, offsets, per_sample_weights, pooling, columns)
+        if ids.dtype != self.key_type or ids.dim() != 1:
+            raise TypeError(f"ids of bags must be {self.key_type} [N], got {ids.dtype} {list(ids.shape)}")
+        if offsets.dtype not in (torch.int64, torch.int32) or offsets.dim() != 1:
+            raise TypeError(f"offsets must be int64 [bags + 1], got {offsets.dtype} {list(offsets.shape)}")
+        if per_sample_weights is not None and (pooling != "sum" or per_sample_weights.dtype != torch.float32):
+            raise ValueError(
+                f'per_sample_weights must be float32, for pooling="sum", got {per_sample_weights.dtype} for {pooling!r}'
+            )
+        if columns is not None and (table_ids is not None or not all(0 <= t < self.num_tables for t in columns)):
+            raise ValueError(
+                f"columns must be tables from 0 to {self.num_tables - 1}, without table_ids, got {list(columns)}"
+            )
         offsets, count = offsets.long(), offsets.shape[0] - 1
         by_column = 1 if table_ids is not None else self.num_tables
         self.free_sizes.assume_samples(count, by_column if columns is None else len(columns))
@@ -144,28 +155,6 @@ class FrozenEmbedding(torch.nn.Module):
         return torch.nn.functional.embedding_bag(
             torch.arange(rows.shape[0], device=ids.device), rows, offsets, mode=mode, include_last_offset=True
         )
-
-    def _check_bags(
-        self,
-        ids: torch.Tensor,
-        table_ids: torch.Tensor | None,
-        offsets: torch.Tensor,
-        per_sample_weights: torch.Tensor | None,
-        pooling: str,
-        columns: Sequence[int] | None,
-    ) -> None:
-        if ids.dtype != self.key_type or ids.dim() != 1:
-            raise TypeError(f"ids of bags must be {self.key_type} [N], got {ids.dtype} {list(ids.shape)}")
-        if offsets.dtype not in (torch.int64, torch.int32) or offsets.dim() != 1:
-            raise TypeError(f"offsets must be int64 [bags + 1], got {offsets.dtype} {list(offsets.shape)}")
-        if per_sample_weights is not None and (pooling != "sum" or per_sample_weights.dtype != torch.float32):
-            raise ValueError(
-                f'per_sample_weights must be float32, for pooling="sum", got {per_sample_weights.dtype} for {pooling!r}'
-            )
-        if columns is not None and (table_ids is not None or not all(0 <= t < self.num_tables for t in columns)):
-            raise ValueError(
-                f"columns must be tables from 0 to {self.num_tables - 1}, without table_ids, got {list(columns)}"
-            )
 
     def extra_repr(self) -> str:
         return f"{self.name!r}, tables={self.num_tables}, dim={self.embedding_dim}"

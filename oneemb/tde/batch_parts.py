@@ -8,16 +8,13 @@ from torchrec import KeyedJaggedTensor
 
 
 def find_jagged(data: Any, data_info: Mapping[Any, str] | None, paths: list[str]) -> dict[str, KeyedJaggedTensor]:
-    """The KeyedJaggedTensor of each path.
+    """KeyedJaggedTensor of each path; ValueError if the batch has others.
 
     Args:
         data: a batch.
         data_info: of each index, key or name of a field of the batch the path that its KeyedJaggedTensor is for; None =
             paths take the KeyedJaggedTensors of the batch in their order, however deep they are.
         paths: of the collections.
-
-    Raises:
-        ValueError: the batch has other KeyedJaggedTensors than that.
     """
     if data_info is None:
         found: list[KeyedJaggedTensor] = []

@@ -312,10 +312,8 @@ def wrap(
 
 
 def save(module: Any) -> None:
-    """Push the rows that were used since the last call. All ranks make the call together, between two steps.
-
-    Args:
-        module: of `wrap`.
+    """Push the rows of a model of `wrap` that were used since the last call. All ranks make the call together, between
+    two steps.
 
     Raises:
         ValueError: `module` is not of `wrap`.
@@ -325,15 +323,8 @@ def save(module: Any) -> None:
 
 
 def close(module: Any) -> None:
-    """Close the servers. Rows that were trained since the last `save` are not pushed.
-
-    Args:
-        module: of `wrap`.
-
-    Raises:
-        ValueError: `module` is not of `wrap`.
-        ServerError: a server failed.
-    """
+    """Close the servers of a model of `wrap`; ValueError if it is none. Rows that were trained since the last `save`
+    are not pushed."""
     _group_of(module).close()
 
 

@@ -126,7 +126,7 @@ class IDTransformer:
         self._used_S[pairs[:, 1]] = False
         return torch.from_numpy(pairs)
 
-    # ---- what collections call ------------------------------------------------------------------------------------
+    # ---- calls of collections ---------------------------------------------------------------------------------------
 
     def has_room(self, id_U: np.ndarray, may_evict: bool = True) -> bool:
         """Whether `moves` of these distinct ids would succeed; without `may_evict`, whether nothing would leave."""
@@ -176,7 +176,7 @@ class IDTransformer:
         """Note that these are saved; pinned ones are used again before the next save."""
         self._used_S[cache_S[self._pins_S[cache_S] == 0]] = False
 
-    # ---- helpers --------------------------------------------------------------------------------------------------
+    # ---- helpers ----------------------------------------------------------------------------------------------------
 
     def _find(self, id_U: np.ndarray) -> np.ndarray:
         return self._index.find(np.zeros(len(id_U), np.int32), id_U)

@@ -17,18 +17,17 @@ __all__ = ["IDTransformerCollection"]
 
 
 class IDTransformerCollection:
-    """Transforms what a collection looks up. On several ranks all make one together, and make each call together.
+    """Transforms the ids that a collection looks up. On several ranks all make one together, and make each call
+    together.
 
     Args:
-        tables: configs of the collection.
+        tables: configs of the collection; ValueError if two have one name, or one feature.
         eviction_config, transform_config: see `IDTransformer`.
-        ps_collection: where rows come from and leave to; None = none leaves, and a table that is full is an error.
-        reinitialise: begin rows anew that the server lacks. By default that is done from the first eviction on, as
-            upstream does; before, they are what the table has.
-        seed: of rows that begin anew.
-
-    Raises:
-        ValueError: two tables have one name, or one feature.
+        ps_collection: rows are fetched from it, and evicted to it; None = no row is evicted, and a full table is an
+            error.
+        reinitialise: initialize rows that the server lacks. By default they stay as in the table until the first
+            eviction, as upstream has it.
+        seed: of initialized rows.
 
     Reference: torchrec_dynamic_embedding's IDTransformerCollection.
     """

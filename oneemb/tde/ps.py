@@ -127,7 +127,7 @@ class PS:
         """Close the server."""
         self._server.close()
 
-    # ---- what handles call ----------------------------------------------------------------------------------------
+    # ---- calls of handles -------------------------------------------------------------------------------------------
 
     def pull(self, pair_N2: np.ndarray) -> list[_Pulled]:
         """Pairs of each shard, their parts, and which of them the server has."""
@@ -296,7 +296,7 @@ class PSCollection:
         return PSCollection(path, plan, its_url, ps_config, traffic=traffic, rank=rank, new_states=begins)
 
 
-# ---- helpers ---------------------------------------------------------------------------------------------------------
+# ---- helpers --------------------------------------------------------------------------------------------------------
 
 
 def _shards_of(table: str, tensors: Sequence[torch.Tensor]) -> list[_Shard]:

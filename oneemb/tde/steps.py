@@ -270,7 +270,7 @@ class Steps:
         self._last = batch
         return batch.kjts, [BatchHandle(self, batch)]
 
-    # ---- helpers --------------------------------------------------------------------------------------------------
+    # ---- helpers ----------------------------------------------------------------------------------------------------
 
     def no_room(self, gathered: Gathered) -> NoRoomError:
         """Error that names the table without room for a batch."""

@@ -397,7 +397,7 @@ class Collection(torch.nn.Module):
         for group in self._groups:
             group.rows.close()
 
-    # ---- what TorchRec's modules have -------------------------------------------------------------------------------
+    # ---- interface of TorchRec --------------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:

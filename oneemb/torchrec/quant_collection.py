@@ -152,7 +152,7 @@ class QuantCollection(torch.nn.Module):
                 "the rows are on the meta device: load a state dict, or move the module, to_empty(device='cpu')"
             )
 
-    # ---- made of others ---------------------------------------------------------------------------------------------
+    # ---- construction -----------------------------------------------------------------------------------------------
 
     @classmethod
     def made_like(
@@ -278,7 +278,7 @@ class QuantCollection(torch.nn.Module):
                 except (ValueError, StorageError) as error:  # that each table is right does not say that all are
                     error_msgs.append(f"{prefix}{self.holders}: {error}")
 
-    # ---- what TorchRec's modules have -------------------------------------------------------------------------------
+    # ---- interface of TorchRec --------------------------------------------------------------------------------------
 
     def output_dtype(self) -> torch.dtype:
         """Dtype of results."""

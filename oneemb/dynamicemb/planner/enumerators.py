@@ -22,12 +22,7 @@ def is_dynamic(constraints: ParameterConstraints) -> bool:
 
 
 class _SomeRows:
-    """A sharder that gives a planner some rows of dynamic tables.
-
-    Args:
-        sharder: which is asked for everything else.
-        dynamic: the names of dynamic tables.
-    """
+    """A sharder that gives a planner some rows of dynamic tables, and is like `sharder` otherwise."""
 
     def __init__(self, sharder: ModuleSharder[torch.nn.Module], dynamic: set[str]):
         self._sharder, self._dynamic = sharder, dynamic

@@ -59,10 +59,9 @@ class _Context(Multistreamable):
 
 
 class _Merged(LazyAwaitable[Any]):
-    """Result of a call, joined from the dynamic tables and the others.
+    """Result of a call, joined from the results of the dynamic tables and the others.
 
     Args:
-        parts: results of both.
         names_of: for each part, from its names of embeddings to those of all together: names of a feature that both
             have differ.
         names: of all embeddings, in their order.
@@ -96,15 +95,9 @@ class _RowDist:
 
 
 class ShardedDynamic(ShardedModule[KJTList, list[Any], Any, _Context], FusedOptimizerModule):
-    """Base of both sharded collections.
-
-    Args:
-        dynamic: collection of the dynamic tables.
-        static: TorchRec's sharded collection of the others; None = there are none.
-        configs: of all tables, in their order.
-        tables: the dynamic ones, by embedding.
-        unsharded: the class of the module that is sharded.
-    """
+    """Base of both sharded collections, made of the collection of the dynamic tables, `tables` by embedding, and
+    TorchRec's sharded collection of the others, None = there are none. `configs` are those of all tables, in their
+    order, `unsharded` the class of the module that is sharded."""
 
     def __init__(
         self, dynamic: ShardedCollection, static: Any, configs: Sequence[BaseEmbeddingConfig],
@@ -250,11 +243,8 @@ class DynamicSharder(BaseEmbeddingSharder[torch.nn.Module]):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> Any:
-        """The module, sharded by the plan `params`; every rank of `env` makes the call.
-
-        Raises:
-            ValueError: an optimizer or an option that dynamic tables cannot follow.
-        """
+        """The module, sharded by the plan `params`; every rank of `env` makes the call. ValueError for an optimizer or
+        an option that dynamic tables cannot follow."""
         its = {name: plan for name, plan in params.items() if isinstance(plan, DynamicEmbParameterSharding)}
         if not its:
             return self._static_sharder(module, device).shard(module, params, env, device, module_fqn)
