@@ -39,32 +39,24 @@ __all__ = [
 
 
 def make_constant_initializer(value: float) -> ConstantInitializer:
-    """Weights that all begin as `value`."""
+    """Initial weights of one value."""
     return ConstantInitializer(value)
 
 
 def make_uniform_initializer(low: float = 0.0, high: float = 1.0) -> UniformInitializer:
-    """Weights that begin uniform between `low` and `high`.
-
-    Raises:
-        ValueError: low is above high, or one is not finite.
-    """
+    """Uniform initial weights between `low` and `high`; ValueError if low is above high, or one is not finite."""
     return UniformInitializer(low, high)
 
 
 def make_normal_initializer(mean: float = 0.0, std: float = 1.0) -> NormalInitializer:
-    """Weights that begin normal.
-
-    Raises:
-        ValueError: std is negative, or an argument is not finite.
-    """
+    """Normal initial weights; ValueError if std is negative, or an argument is not finite."""
     return NormalInitializer(mean, std)
 
 
 def make_trunc_normal_initializer(
     mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0
 ) -> TruncNormalInitializer:
-    """Weights that begin normal, cut off below `a` and above `b` (values, as in `torch.nn.init.trunc_normal_`).
+    """Normal initial weights, cut off below `a` and above `b` (values, as in `torch.nn.init.trunc_normal_`).
 
     Raises:
         ValueError: std is not above 0, a is not below b, hardly anything lies between them, or one is not finite.
@@ -87,7 +79,7 @@ def make_id_initializer(modulus: int = 100_000) -> IdInitializer:
 
 @dataclass(frozen=True)
 class ColumnOptions:
-    """One column of a row: how its weights begin. None = by the embedding's default initializer."""
+    """One column of a row, and the initializer of its weights; None = the embedding's default initializer."""
 
     initializer: Initializer | None = None
 
@@ -115,11 +107,7 @@ class TableOptions:
 
 
 def make_column_options(initializer: Initializer | None = None) -> ColumnOptions:
-    """One column of a table.
-
-    Raises:
-        TypeError: the initializer was not made by one of `make_*_initializer`.
-    """
+    """One column of a table; TypeError if the initializer was not made by one of `make_*_initializer`."""
     return ColumnOptions(initializer)
 
 
@@ -129,7 +117,7 @@ def make_table_options(
     """One logical table.
 
     Args:
-        param: how its rows begin: an initializer for all weights; or a column, or a sequence of columns for
+        param: the initializer of all weights; or a column, or a sequence of columns for
             `MultiTableMultiColumnEmbedding`; None = the embedding's default initializer.
         replicate: with `process_group`, let every rank have all rows of the table, rather than each row one rank: for
             small tables. Lookups of it move no rows between ranks, and where all tables of an embedding are replicated
@@ -374,11 +362,7 @@ def to_tree(value: object) -> Any:
 
 
 def from_json(text: str) -> Options | list[Options]:
-    """Options equal to those that `to_json` wrote.
-
-    Raises:
-        ValueError: the text is not what `to_json` writes.
-    """
+    """Options equal to those that `to_json` wrote; ValueError if the text is no such text."""
     found = _from_tree(json.loads(text))
     if not all(isinstance(option, Options) for option in (found if isinstance(found, list) else [found])):
         raise ValueError(f"not an option of oneemb: {text}")

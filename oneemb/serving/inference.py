@@ -123,10 +123,10 @@ class InferenceEmbedding(torch.nn.Module):
         Args:
             path: the persistent path of the training job, or those of its ranks; or a file that `oneemb quantize` has
                 made, whose dtype and tables count.
-            snapshot: which; None = the newest.
+            snapshot: name of the snapshot; None = the newest.
             dtype: of the file: "float32" = the weights as trained, bit for bit. Others give float32.
             tables: those that are served, in the order of columns; None = all.
-            absent: how an id without a row reads: "initial", as its row begins in training, not rounded to `dtype`; or
+            absent: values of an id without a row: "initial", its initial row in training, not rounded to `dtype`; or
                 "zeros".
             folder: where files are made; None = `serving` in the first path.
             verify: compare all rows with their checksums now, not each when it is first read.

@@ -164,7 +164,7 @@ class Collection(torch.nn.Module):
         """First rows of each table, as TorchRec draws them; None = none."""
         begin: list[torch.Tensor | None] = []
         for table in self._tables:
-            weights = None if table.begins_empty else first_rows(table.config)
+            weights = None if table.starts_empty else first_rows(table.config)
             begin.append(weights if weights is None or self._pools else fill(table.config, weights))
         if self._pools:  # TorchRec's module of bags fills its tables when it has made them all.
             for table, weights in zip(self._tables, begin, strict=True):
@@ -286,13 +286,13 @@ class Collection(torch.nn.Module):
         self._bring_in()
         for group in self._groups:
             its = [self._tables[t] for t in group.tables]
-            if group.rows.stats()["rows"] and its[0].begins_empty:
+            if group.rows.stats()["rows"] and its[0].starts_empty:
                 raise RuntimeError(
                     f"tables {group.rows.name} have rows that lookups began; make the collection on the meta device,"
                     " shard it, and load a snapshot of these rows"
                 )
             for table in its:
-                if table.state is not None and not table.begins_empty:
+                if table.state is not None and not table.starts_empty:
                     table.state.check_in_range()
             if group.rows.stats()["step"] and its[0].steppers:
                 warnings.warn(
@@ -307,7 +307,7 @@ class Collection(torch.nn.Module):
         begin: list[torch.Tensor | None] = [None] * len(self.configs)
         for group in self._groups:
             for place, t in enumerate(group.tables):
-                if not self._tables[t].begins_empty:
+                if not self._tables[t].starts_empty:
                     begin[t] = dense_rows(group.rows, place, self.configs[t])
         return begin
 
@@ -318,7 +318,7 @@ class Collection(torch.nn.Module):
         self._bring_in()
         for group in self._groups:
             stats = group.rows.stats()
-            if stats["step"] or stats["rows"] and self._tables[group.tables[0]].begins_empty:
+            if stats["step"] or stats["rows"] and self._tables[group.tables[0]].starts_empty:
                 raise RuntimeError(
                     f"apply_optimizer_in_backward comes before the first lookup; tables {group.rows.name} have rows"
                 )

@@ -67,7 +67,7 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
     """Pooled embeddings of the features of a KeyedJaggedTensor: TorchRec's class, whose tables grow with their ids.
 
     Any int64 is an id, and `num_embeddings` bounds nothing. In training mode unknown ids are inserted, in eval mode
-    they read as they would begin.
+    they read as their initial rows.
 
     Args:
         tables: TorchRec's configs. With `store_options`, `init_fn` is one of torch.nn.init's functions, with options by
@@ -75,16 +75,16 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
         is_weighted: whether ids are multiplied by the weights of the KeyedJaggedTensor before they are summed.
         device: where lookups run; None = torch's default device. On "meta" there are no rows until the module is moved.
         store_options: where rows live: made by one of `oneemb.make_*_store_options`, for all tables or, in a dict, by
-            table; each embedding has a subfolder of `persistent_path`. Rows begin as they are met, as `init_fn` says;
-            state dicts name snapshots. None = a table begins as TorchRec's does, with `num_embeddings` rows that
-            `init_fn` fills, and grows from there; it is in memory, and state dicts hold its rows.
-        seed: a row that begins as it is met is a pure function of (seed, its table and those that are one embedding
-            with it, id).
+            table; each embedding has a subfolder of `persistent_path`. A row is initialized at its first lookup, by
+            `init_fn`; state dicts name snapshots. None = a table starts as TorchRec's does, with `num_embeddings` rows
+            that `init_fn` fills, and grows from there; it is in memory, and state dicts hold its rows.
+        seed: a row that is initialized at its first lookup is a pure function of (seed, its table and those that are
+            one embedding with it, id).
         num_threads: threads that run the kernels; None = the cores there are. No result depends on it.
         on_ranks: given by `EmbeddingBagCollectionSharder`, which shards a collection between ranks; None = it is not.
 
     Raises:
-        TypeError, ValueError: a config is not as above, or asks for what there is not; the message says which.
+        TypeError, ValueError: a config is not as above, or is not supported; the message says which.
 
     Example:
         >>> import torch
@@ -118,17 +118,15 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
         self._dim: int = sum(self._lengths_per_embedding)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """The pooled embeddings of each feature.
+        """Pooled embeddings of each feature, float32, those of a sample side by side, table by table and feature by
+        feature.
 
         Args:
             features: a KeyedJaggedTensor with, among others, the features of the tables, in any order; or a TensorDict
                 of nested tensors. Where samples are of variable number it has `inverse_indices`.
 
-        Returns:
-            float32, the embeddings of a sample side by side, table by table and feature by feature.
-
         Raises:
-            TypeError, ValueError: lengths, values, keys and weights do not go together, or a feature is missing;
+            TypeError, ValueError: lengths, values, keys and weights contradict each other, or a feature is missing;
                 nothing was inserted.
             StoreFullError: the rows do not fit; nothing of that table's lookup was inserted.
         """
@@ -288,12 +286,8 @@ class EmbeddingCollection(Collection, EmbeddingCollectionInterface):
         self._use_gather_select_per_sharding = use_gather_select_per_sharding
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """The embeddings of each feature's ids, by the feature's name; arguments and errors as of
-        `EmbeddingBagCollection`.
-
-        Returns:
-            JaggedTensors of float32 [ids, D], with the lengths of the feature.
-        """
+        """Embeddings of each feature's ids by the feature's name, JaggedTensors of float32 [ids, D] with the lengths of
+        the feature; arguments and errors as of `EmbeddingBagCollection`."""
         if not torch.jit.is_scripting():
             if self._is_called(features):
                 return self._by_name(features)

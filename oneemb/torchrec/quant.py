@@ -110,11 +110,8 @@ class EmbeddingBagCollection(QuantCollection, EmbeddingBagCollectionInterface):
         return cls(configs, like.is_weighted(), like.device, output_dtype, rows=rows, place=place)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """The pooled embeddings of each feature; arguments and errors are those of the float module.
-
-        Returns:
-            Of `output_dtype`, the embeddings of a sample side by side, table by table and feature by feature.
-        """
+        """Pooled embeddings of each feature, of `output_dtype`, those of a sample side by side, table by table and
+        feature by feature; arguments and errors as of the float module."""
         if not torch.jit.is_scripting():
             if self._is_called(features):
                 return self._pooled(features)
@@ -203,11 +200,8 @@ class EmbeddingCollection(QuantCollection, EmbeddingCollectionInterface):
         return cls(configs, like.device, like.need_indices(), output_dtype, rows=rows, place=place)
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """The embeddings of each feature's ids, by the feature's name; arguments and errors as of the float module.
-
-        Returns:
-            JaggedTensors of `output_dtype` [ids, D], with the lengths of the feature.
-        """
+        """Embeddings of each feature's ids by the feature's name, JaggedTensors of `output_dtype` [ids, D] with the
+        lengths of the feature; arguments and errors as of the float module."""
         if not torch.jit.is_scripting():
             if self._is_called(features):
                 return self._by_name(features)

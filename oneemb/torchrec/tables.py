@@ -49,7 +49,7 @@ class Table:
         """State for state dicts; None = the table has no rows yet."""
 
     @property
-    def begins_empty(self) -> bool:
+    def starts_empty(self) -> bool:
         """Whether it begins without rows, which are initialized at their first lookups."""
         return self.options is not None or bool(self.config.use_virtual_table)
 
@@ -68,7 +68,7 @@ class Table:
                 " choose the rows to evict; leave out the policy"
             )
         budget = None if self.extra is None else self.extra.cache_budget_mb
-        where = self.options, budget, self.begins_empty
+        where = self.options, budget, self.starts_empty
         return config.embedding_dim, dtype_of(config), self.pooling, kind_of_steps(self.steppers), policy, *where
 
     def words(self) -> list[str]:
@@ -88,12 +88,12 @@ class Table:
         """Initializer of rows at their first lookup."""
         if self.extra is not None:
             return self.extra.initializer
-        return initializer_of(self.config) if self.begins_empty else later_rows(self.config)
+        return initializer_of(self.config) if self.starts_empty else later_rows(self.config)
 
     def rows_drawn_together(self) -> torch.Tensor | None:
         """All rows, of an `init_fn` that fills a whole table in its own way; None = each row is initialized by
         itself."""
-        if self.begins_empty or self.extra is not None:
+        if self.starts_empty or self.extra is not None:
             return None
         try:
             initializer_of(self.config)
