@@ -356,7 +356,7 @@ def to_tree(value: object) -> Any:
     for name in names:
         field = getattr(value, name)
         tree[name] = field if type(field) in _PLAIN else to_tree(field)
-    if tree.get("replicate") is False:  # The text of other tables is what it was before there were such.
+    if tree.get("replicate") is False:  # The text of other tables stays that of earlier releases.
         del tree["replicate"]
     return tree
 

@@ -40,7 +40,7 @@ CALLS = {
     "options": (lambda folder, **more: oneemb.make_cached_ssd_store_options(
         **{"cache_budget_mb": 1, "persistent_path": folder, **more}
     ), {
-        "cache_budget_mb": (3,), "persistent_path": ("x",), "capacity": (None, 3), "size_factor": (None, 3),
+        "cache_budget_mb": (3,), "persistent_path": ("x", None), "capacity": (None, 3), "size_factor": (None, 3),
         "storage_dim": (None, 3), "physical_block_size": (), "host_cache_budget_mb": (3,), "cache_policy": (),
     }),
     "table": (lambda folder, **more: oneemb.make_table(**more), {"param": (None,), "replicate": (True,)}),

@@ -56,7 +56,7 @@ from oneemb.training.train_state import TrainState
 T = TypeVar("T")
 
 _PREFIX = "checkpoint-"
-# The suffix of the file that says what a save is about to make, and that file's last line.
+# Suffix of the intent of a save, and the intent's last line.
 _SAVING, _IN_PLACE = ".saving", "in place\n"
 
 _Embeddings = Mapping[str, TableEmbedding]
@@ -305,7 +305,7 @@ def _restore(
             ranks.agree(what, lambda: restore_dense(graph, train, state, ranks))
             changed = False
     except BaseException as error:
-        if changed:  # Some rows or weights are the checkpoint's, others are not: nobody can go on from there.
+        if changed:  # Some rows or weights are the checkpoint's, others are not: the graph cannot go on.
             for embedding in embeddings.values():
                 embedding.store.store_lock.cut_short(error)
         raise
@@ -327,7 +327,7 @@ def _named_by(path: str) -> list[_Snapshots]:
         raise type(error)(error.errno, f"{error.strerror}; give the path of a file, to be written", path) from error
     except ValueError as error:
         raise ValueError(f"{error}; save to another path, or delete it first") from error
-    if state.get("path") != path:  # It was copied or moved here: what it names belongs to the original.
+    if state.get("path") != path:  # The file was copied or moved here: its snapshots belong to the original.
         return []
     return [state["embeddings"], *state["earlier"]]
 

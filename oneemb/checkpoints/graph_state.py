@@ -379,7 +379,7 @@ def random_now(*, of_rank: bool) -> RandomState:
     """Current states; `of_rank` = of GPUs, that of this rank alone."""
     cuda: list[torch.Tensor] = []
     if torch.cuda.is_available():
-        # A rank that asked for those of all GPUs would take memory on each.
+        # Reading the states of all GPUs would take memory on each.
         cuda = [torch.cuda.get_rng_state()] if of_rank else torch.cuda.get_rng_state_all()
     return {
         "torch": torch.get_rng_state(),

@@ -24,7 +24,7 @@ def to_bytes(state: object) -> bytes:
 def load_bytes(file: str | IO[bytes], where: str, *, mmap: bool = False) -> Any:
     """State of `to_bytes`; arguments and errors as of `load_state`."""
     try:
-        if not mmap:  # torch does not look at the checksums of what it reads.
+        if not mmap:  # torch compares no checksums.
             with zipfile.ZipFile(file) as archive:
                 if (damaged := archive.testzip()) is not None:
                     raise ValueError(f"the checksum of {damaged} is wrong")

@@ -112,7 +112,7 @@ def compact(path: str, remove_orphans: bool, as_json: bool) -> None:
     result = CompactionResult()
     with progress_bar(as_json, "moving", "rows") as move:
         for folder in found.folders:
-            if len(found.folders) > 1:  # One folder alone does not show what is a leftover.
+            if len(found.folders) > 1:  # One folder alone does not show its leftovers.
                 sweep_folder(folder, found)
             one = compact_snapshots(folder, remove_orphans=remove_orphans, progress=move)
             result.chunks += one.chunks

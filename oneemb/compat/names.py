@@ -53,7 +53,7 @@ def install(name: str, *, replace: bool = False) -> None:
                 " place",
                 name=name,
             )
-    # In front of all others: those of the path would make second copies of the package's modules.
+    # Before all other finders: those of the path would make second copies of the package's modules.
     sys.meta_path.insert(0, Names(name, target))
 
 
@@ -92,4 +92,4 @@ class _Same(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self.spec  # the import system has put that of the other name in its place
+        module.__spec__ = self.spec  # the import system has replaced it by the spec of the other name

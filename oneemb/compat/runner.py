@@ -254,10 +254,10 @@ class _Job:
         """Rewrite modules that are imported from now on, here and in the processes that this one spawns."""
         cuda.pretend(self.gpu_name)
         if self.folder is not None:
-            # Where the path's own finder was: what is built in comes before the files of a folder.
+            # In the place of the path's own finder: built-in modules come before the files of a folder.
             place = sys.meta_path.index(PathFinder) if PathFinder in sys.meta_path else len(sys.meta_path)
             sys.meta_path.insert(place, _Finder(self.folder, self.script))
-        # The one thing that is patched. multiprocessing has no other place for what a child needs.
+        # The only patch: multiprocessing has no other place for the data of a child.
         usual = multiprocessing.spawn.get_preparation_data
 
         def with_job(name: str) -> dict[str, Any]:

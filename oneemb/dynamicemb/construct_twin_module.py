@@ -156,7 +156,7 @@ class ConstructTwinModule:
 
     def _rows_of(self, ids_F: list[torch.Tensor]) -> list[torch.Tensor]:
         """Weights that TorchRec's tables have for these ids of each, float32 [N, D], on the CPU."""
-        # Bags of one id: pooled tables give rows, too. All features have as many; those beyond are of id 0.
+        # Bags of one id: pooled tables give rows, too. All features have as many, padded with id 0.
         samples = max(len(ids) for ids in ids_F)
         values = torch.cat([torch.nn.functional.pad(ids, (0, samples - len(ids))) for ids in ids_F])
         batch = KeyedJaggedTensor(

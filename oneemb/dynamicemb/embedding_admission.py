@@ -83,7 +83,7 @@ class _OwnCounts:
             raise TypeError(f"kv_counters must be KVCounters, one for each table, got {counters!r:.200}")
         self.names = [f"t_{t}" for t in range(len(counters))]
         self._capacities = [one.capacity for one in counters]
-        self._counts: list[dict[int, int]] = [{} for _ in counters]  # those looked up last are last
+        self._counts: list[dict[int, int]] = [{} for _ in counters]  # in the order of their last lookups
 
     def sightings(self, t: int) -> tuple[np.ndarray, np.ndarray]:
         id_N, count_N = (np.array(list(its), np.int64) for its in (self._counts[t], self._counts[t].values()))

@@ -328,7 +328,7 @@ class TableDumps:
             " of the dump: those of the least scores are left out; raise max_capacity, or num_embeddings of the config",
             stacklevel=2,
         )
-        return id_N[np.lexsort((id_N, score_N))[-capacity:]]  # of equal scores those of the greater ids
+        return id_N[np.lexsort((id_N, score_N))[-capacity:]]  # of equal scores the greater ids
 
     def _scores_of(self, t: int, score_NS: np.ndarray, now: int) -> tuple[np.ndarray, np.ndarray | None]:
         """Scores, and times of last use, of a dump's scores."""

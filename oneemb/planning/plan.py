@@ -214,7 +214,7 @@ class _Job:
 
     def _even_keys(self, one: PlannedEmbedding, keys: int, parts: PartCounts | None = None) -> KeyCounts:
         """Counts of so many keys, equally many for each rank."""
-        # The first owner is this rank, whose own part stays: the average of a rank's counts had best be there.
+        # The first owner is this rank, whose own part is not sent: it has the smaller share.
         share, more = divmod(keys, self.ranks)
         each = [share + (0 < r <= more) for r in range(self.ranks)]
         return one.keys(each, each, parts)

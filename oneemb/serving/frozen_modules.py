@@ -50,7 +50,7 @@ class _Copying:
         self._copies: dict[torch.nn.Module, torch.nn.Module] = {**stands_for}
         self._weights: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
         self._unbound: list[torch.nn.Module] = []
-        self._values: dict[int, tuple[object, Any]] = {}  # what is copied stays, so that its id is its own
+        self._values: dict[int, tuple[object, Any]] = {}  # with the originals, so that their ids stay unique
 
     def module(self, module: torch.nn.Module) -> torch.nn.Module:
         """The copy of a module, whose attributes are still those of the module."""

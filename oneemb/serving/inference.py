@@ -326,7 +326,7 @@ class InferenceEmbedding(torch.nn.Module):
                 dtype: the former one answers still, and nobody follows.
         """
         source, choice = self._need_source(), object()
-        find_snapshot(source.paths, snapshot)  # A name that there is not stops nobody.
+        find_snapshot(source.paths, snapshot)  # An unknown name stops no follower.
         with self._alone():
             self._stopped()
             self._choice = choice

@@ -98,10 +98,10 @@ class DataLoaderIter:
     ):
         self._steps, self._depth = steps, num_prefetch
         self._reader = _Reader(dataloader, data_info, paths)
-        self._given: list[Batch] = []  # the one whose step is under way
+        self._given: list[Batch] = []  # the batch whose step is under way
         self._begun: deque[tuple[Batch, _Read]] = deque()
         self._next: _Next | None = None
-        self._failed: BaseException | None = None  # in place of the batch after those that have begun
+        self._failed: BaseException | None = None  # in place of the batch after `_begun`
         self._ended = False
         self._worker = Worker("oneemb-tde") if num_prefetch else None
         self._reading: Future[_Read] | None = None
@@ -141,7 +141,7 @@ class DataLoaderIter:
             if not self._begin_next(must=False):
                 break
         self._run_ahead()
-        self._begun.popleft()  # Last: what raises before is no reason to pass over this batch.
+        self._begun.popleft()  # Last: after an error above, the next call gives this batch.
         self._given.append(batch)
         return self._reader.replaced(read.data, batch.kjts)
 

@@ -166,7 +166,7 @@ class Collection(torch.nn.Module):
         for table in self._tables:
             weights = None if table.starts_empty else first_rows(table.config)
             begin.append(weights if weights is None or self._pools else fill(table.config, weights))
-        if self._pools:  # TorchRec's module of bags fills its tables when it has made them all.
+        if self._pools:  # TorchRec's module of bags makes all tables before it fills them.
             for table, weights in zip(self._tables, begin, strict=True):
                 if weights is not None:
                     fill(table.config, weights)

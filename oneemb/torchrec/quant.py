@@ -37,7 +37,7 @@ from oneemb.torchrec.quant_index import pooled_while_read
 from oneemb.torchrec.quant_rows import RowsOfTable
 from oneemb.torchrec.quant_shards import Place
 
-# A trace calls these, and what is marked below, as they are: it knows them by the module in which they are called.
+# A trace keeps calls of these, and of the functions marked below: it knows them by the calling module.
 torch.fx.wrap("jagged_of")
 torch.fx.wrap("jagged_by_name")
 

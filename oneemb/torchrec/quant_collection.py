@@ -235,7 +235,7 @@ class QuantCollection(torch.nn.Module):
         was = self._device
         for group in self.groups:
             self._device = cast(GroupOfTables, group).table_F.device
-        if was.type == "meta" and self._device.type != "meta":  # Keys are not what memory happens to hold.
+        if was.type == "meta" and self._device.type != "meta":  # Keys must not be uninitialized memory.
             self._have([RowsOfTable.none(config, t) for t, config in enumerate(self.configs)])
         return moved
 

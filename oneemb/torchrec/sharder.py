@@ -250,7 +250,7 @@ def collection_on_ranks(
     """
     ranks = Ranks(process_group)
     # Connections of their own: DistributedDataParallel sends gradients meanwhile, and keys may go ahead of rows. One
-    # rank that has all rows asks nobody.
+    # rank that has all rows sends no request.
     for_rows = for_keys = None
     if ranks.size > 1 or torch.distributed.get_world_size() > 1:
         for_rows, for_keys = ranks.again(), ranks.again()

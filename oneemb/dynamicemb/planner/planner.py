@@ -98,7 +98,7 @@ class DynamicEmbeddingShardingPlanner:
             enumerator = DynamicEmbeddingEnumerator(topology, batch_size, constraints)
         others: dict[str, ParameterConstraints] = {}
         for name, its in constraints.items():
-            # The planner looks at what a table may be sharded by.
+            # The planner reads the sharding types of each table.
             others[name] = (
                 ParameterConstraints(sharding_types=[ShardingType.ROW_WISE.value]) if is_dynamic(its) else its
             )
