@@ -198,8 +198,8 @@ class RankSnapshots:
         except BaseException:
             parts.take_back()
             raise
-        # Before this wait a rank knows that all parts are there; after it, that no rank takes its part back, as one does
-        # that did not hear from all because another died. So no part loses its mark while others may be missing.
+        # Before this wait a rank knows that all parts are there; after it, that no rank takes its part back, as one
+        # does that did not hear from all because another died. So no part loses its mark while others may be missing.
         self.ranks.agree(f"{what}: all parts are there")
         self.ranks.agree(what, parts.finish)
         if former:
