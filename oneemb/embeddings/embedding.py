@@ -63,8 +63,13 @@ class TableEmbedding(SnapshotCalls, RowCalls):
         gradients_of_ranks: Literal["mean", "sum"] = "mean",
         comm_dtype: torch.dtype = torch.float32,
         policy: RowPolicy | Sequence[RowPolicy] | None = None,
+        keep_state_snapshots: int | None = None,
     ):
         super().__init__()
+        if keep_state_snapshots is not None and (type(keep_state_snapshots) is not int or keep_state_snapshots < 1):
+            given = repr(keep_state_snapshots)
+            raise ValueError(f"keep_state_snapshots must be an int of at least 1, or None, got {given}")
+        self.keep_state_snapshots = keep_state_snapshots
         dim_C = self._columns(embedding_dim)
         self.ranks = ranks_of(process_group, gradients_of_ranks, comm_dtype)
         """The ranks that own the rows together, or this process alone."""
@@ -386,6 +391,9 @@ class MultiTableEmbedding(TableEmbedding):
             are, but where all tables of the embedding are replicated.
         policy: which rows tables keep, a `oneemb.policies.RowPolicy` for all or a list of one for each; None = all
             rows. With `process_group` the same on all ranks; capacities are of the rows that each owns.
+        keep_state_snapshots: `state_dict()` saves a snapshot; keep so many of these, the newest ones, so that a job
+            that calls it often does not fill the disk. A state dict that names an older one cannot be loaded. None =
+            keep all.
 
     Raises:
         TypeError, ValueError: an argument is not as above.

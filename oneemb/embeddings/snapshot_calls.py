@@ -2,9 +2,11 @@
 
 import functools
 import json
+import re
 import uuid
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,10 +16,13 @@ from oneemb.embeddings.embedding_arguments import DEFAULT_INITIALIZER, differenc
 from oneemb.embeddings.weight_of_rows import WeightOfRows, changes_no_row, drop_grads
 from oneemb.graph.build_error import warn_user
 from oneemb.options import Initializer, TableOptions, to_tree
-from oneemb.storage.errors import StorageError
+from oneemb.storage.errors import SnapshotNeededError, StorageError
 from oneemb.storage.policies.row_policy import RowPolicy, described
 from oneemb.storage.table.json_lists import LongList
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
+
+_STATE = re.compile("state-[0-9]{12}-[0-9a-f]{8}")
+"""Names of the snapshots that state dicts have made."""
 
 
 class SnapshotCalls(WeightOfRows):
@@ -35,6 +40,8 @@ class SnapshotCalls(WeightOfRows):
     """The snapshot saved or loaded last, and the store's count of changes then."""
     remove_folder: Callable[[], object] | None
     """Removes a temporary folder of rows and snapshots; None = the folder is the user's."""
+    keep_state_snapshots: int | None
+    """Snapshots of state dicts to keep; None = all."""
     may_be_empty = True
     """Whether the warning of `warn_if_empty` may still come."""
 
@@ -206,9 +213,9 @@ class SnapshotCalls(WeightOfRows):
         """Entry of `state_dict()` for the rows: name and identity of a snapshot that has them as they are now.
 
         Saves one, named `state-<step>-<digits>`, unless the last one saved or loaded still has the rows as they are.
-        These snapshots stay until `delete_snapshot`: a state dict that is kept, or was written to a file, may name any
-        of them. `oneemb.snapshot_name` gives the name. With `process_group` every rank makes the call, and gets the
-        same.
+        These snapshots stay until `delete_snapshot`, or until there are `keep_state_snapshots` newer ones: a state dict
+        that is kept, or was written to a file, may name any of them. `oneemb.snapshot_name` gives the name. With
+        `process_group` every rank makes the call, and gets the same.
 
         Returns:
             uint8 [1024]; a copy serves as well.
@@ -224,8 +231,17 @@ class SnapshotCalls(WeightOfRows):
             return {"oneemb_snapshot": None}
         if not all(saved for _, saved, _ in of_all):
             self.save_snapshot(of_all[0][2])
+            if self.keep_state_snapshots is not None:
+                self._delete_states(self.keep_state_snapshots)
         assert self.saved is not None
         return self.saved[0].copy()
+
+    def _delete_states(self, keep: int) -> None:
+        """Delete the snapshots of state dicts but for the newest ones, and for those that deltas go on from."""
+        states = [name for name in self.snapshots() if _STATE.fullmatch(name)]
+        for name in states[:-keep]:
+            with suppress(SnapshotNeededError):
+                self.delete_snapshot(name)
 
     def set_extra_state(self, state: torch.Tensor) -> None:
         """Load the snapshot that a state dict names. With `process_group` every rank makes the call, with the same one.
