@@ -20,7 +20,7 @@ from oneemb.graph.build_error import BuildError, user_line
 from oneemb.graph.building import building_now
 from oneemb.graph.modules import embeddings_in, is_embedding
 from oneemb.graph.streams import capture_gate
-from oneemb.storage.locking.undisturbed import undisturbed
+from oneemb.storage.locking.signals_deferred import signals_deferred
 
 WARM_STEPS = 3
 """Calls of a module with inputs of one kind before they are captured."""
@@ -98,7 +98,7 @@ class DenseCompiler:
                     module._compiled_call_impl = call_of(module)  # as Module.compile does
             yield
         finally:
-            with undisturbed:
+            with signals_deferred:
                 for module, call in before.items():
                     module._compiled_call_impl = call
 

@@ -20,7 +20,7 @@ from oneemb.graph.ops.op import Measure, op_of
 from oneemb.graph.passes import output_of
 from oneemb.graph.recorder import OpStats, Profile
 from oneemb.graph.text import node_label
-from oneemb.storage.locking.undisturbed import undisturbed
+from oneemb.storage.locking.signals_deferred import signals_deferred
 
 _Env = list[Any]
 """The values of a run, each at its place. Any: ops take and give values of every kind."""
@@ -101,7 +101,7 @@ class Executor:
         try:
             return self._run(env, reserved, profile)
         except BaseException:
-            with undisturbed:
+            with signals_deferred:
                 ops.unprefetch(env)
                 for lookup in reserved:
                     lookup.drop()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from oneemb.storage.locking.undisturbed import undisturbed
+from oneemb.storage.locking.signals_deferred import signals_deferred
 
 
 class RankError(RuntimeError):
@@ -19,7 +19,7 @@ class RankError(RuntimeError):
 @contextmanager
 def whole_exchange() -> Iterator[None]:
     """Block of an exchange: no signal comes between its messages, for which the other ranks wait. Forks may."""
-    with undisturbed, undisturbed.forks_allowed():
+    with signals_deferred, signals_deferred.forks_allowed():
         yield
 
 

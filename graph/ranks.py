@@ -45,8 +45,8 @@ from oneemb.graph.rank_messages import (
 )
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.errors import ForkedProcessError
+from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.locking.step_lock import between_steps
-from oneemb.storage.locking.undisturbed import undisturbed
 
 T = TypeVar("T")
 
@@ -90,7 +90,7 @@ class Ranks:
 
     alone: Literal[False] = False
     """Whether no other process can own rows; see `OneRank`."""
-    whole = undisturbed
+    whole = signals_deferred
     """Block around a call that ranks make together."""
 
     def __init__(

@@ -24,7 +24,7 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oneemb.graph.arguments import Lookup
-from oneemb.storage.locking.undisturbed import undisturbed
+from oneemb.storage.locking.signals_deferred import signals_deferred
 
 _OPERATORS: dict[str, Callable[..., Any]] = {
     f"__{name}__": getattr(operator, name)
@@ -33,10 +33,10 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
 
 
 class _Graph(fx.Graph):
-    """A graph whose nodes are made undisturbed: in torch's C code a KeyboardInterrupt would become a SystemError."""
+    """A graph whose nodes are made with signals deferred: in torch's C code a KeyboardInterrupt would become a SystemError."""
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        with undisturbed:
+        with signals_deferred:
             return super().create_node(*args, **kwargs)
 
 

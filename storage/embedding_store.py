@@ -42,9 +42,9 @@ from oneemb.storage.bottom import Bottom, TableBottom
 from oneemb.storage.errors import StorageError, StoreFullError
 from oneemb.storage.folder_holder import FolderHolder
 from oneemb.storage.locking.pins import PinBook
+from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.locking.step_lock import StepLock, alone
 from oneemb.storage.locking.store_lock import StoreLock, changing
-from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.storage.policies.policy_engine import PolicyEngine, refuses_some
 from oneemb.storage.policies.row_policy import RowPolicy
 from oneemb.storage.policies.store_policy import StorePolicy
@@ -346,12 +346,12 @@ class EmbeddingStore:
 
     def release(self, slot_U: Array, *, elsewhere: bool = False) -> None:
         """Unpin slots that `acquire` gave, once each; see `HotRows.release`."""
-        with undisturbed:
+        with signals_deferred:
             self.hot.release(slot_U, elsewhere=elsewhere)
 
     def mark_dirty(self, table_U: Array, slot_U: Array) -> None:
         """Say that the rows of keys of these tables, in these slots, have changed."""
-        with undisturbed:
+        with signals_deferred:
             self.rows.hot.mark_dirty(slot_U)
             self.changes += 1
 

@@ -25,7 +25,7 @@ from oneemb.kernels.host_loops import HostLoops
 from oneemb.kernels.loops import Keys
 from oneemb.kernels.slot_marks import set_marks
 from oneemb.storage.embedding_store import EmbeddingStore
-from oneemb.storage.locking.undisturbed import undisturbed
+from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.rows.row_format import RowFormat
 from oneemb.storage.tiers.growing_array import array_at
 from oneemb.storage.tiers.hot_rows import Prefetched
@@ -164,7 +164,7 @@ class MergedStore:
         """Note that the rows of these keys, of any members, in these merged slots have changed."""
         self._look_at_slabs()
         member_U = self.members_of(table_U)
-        with undisturbed:
+        with signals_deferred:
             set_marks(
                 self._mark_V, slot_U + (self._mark_begin_M - self._begin_M).take(member_U), True, threads=self.threads
             )
@@ -185,7 +185,7 @@ class MergedStore:
     @contextmanager
     def _turn(self) -> Iterator[None]:
         """Under the locks of all members, taken in an order that every merged store keeps."""
-        with undisturbed, ExitStack() as held:
+        with signals_deferred, ExitStack() as held:
             for store in self._in_order:
                 held.enter_context(store.store_lock)
             for store in self._in_order:

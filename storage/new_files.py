@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from typing import IO, Any
 
 from oneemb.storage.fs import FileSystem, LocalFileSystem
-from oneemb.storage.locking.undisturbed import undisturbed
+from oneemb.storage.locking.signals_deferred import signals_deferred
 
 
 class NewFile:
@@ -106,17 +106,17 @@ def new_files(*paths: str) -> Iterator[list[IO[bytes]]]:
     it raises, none of them is left."""
     files: list[NewFile] = []
     try:
-        with undisturbed:
+        with signals_deferred:
             for path in paths:
                 files.append(NewFile(path))
         yield [new.stream for new in files]
         for new in files:
             new.sync()
-        with undisturbed:  # Keys of a new file with values of an old one would be wrong rows.
+        with signals_deferred:  # Keys of a new file with values of an old one would be wrong rows.
             for new in files:
                 new.put_in_place()
     finally:
-        with undisturbed:
+        with signals_deferred:
             for new in files:
                 new.drop()
 

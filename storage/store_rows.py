@@ -7,8 +7,8 @@ import numpy as np
 from oneemb.kernels.owner import owner_of
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.errors import StorageError
+from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.locking.store_lock import changing
-from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.storage.store_part import no_step, reading, with_store_lock
 from oneemb.storage.tiered_rows import ChangeRows, TieredRows
 
@@ -51,7 +51,7 @@ def _fill(rows: TieredRows, source: TieredRows, with_state: bool, change: Change
     for tier in rows.tiers:
         tier.check_holds(len(source))
     for table_N, id_N, row_NW in source.hot.scan():
-        undisturbed.raise_interrupt()
+        signals_deferred.raise_interrupt()
         row_NW = rows.format.converted(row_NW, source.format, with_state=with_state)
         if change is not None:
             change(table_N, id_N, row_NW)
@@ -68,7 +68,7 @@ def visit_rows(store: EmbeddingStore, call: ChangeRows) -> None:
         store.check_open()
         if store.built:
             for table_N, id_N, row_NW in store.hot.scan():
-                undisturbed.raise_interrupt()
+                signals_deferred.raise_interrupt()
                 call(table_N, id_N, row_NW)
 
 

@@ -26,7 +26,7 @@ from oneemb.kernels.loops import Loops
 from oneemb.kernels.threads import Threads, close_when_dropped
 from oneemb.storage.bottom import Bottom
 from oneemb.storage.errors import StorageError, StoreFullError
-from oneemb.storage.locking.undisturbed import undisturbed
+from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.policies.row_policy import RowPolicy
 from oneemb.storage.row_store import Places, RowStore, Snapshots
 from oneemb.storage.rows.row_format import RowFormat
@@ -398,7 +398,7 @@ class TieredRows:
     def rows(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Batches of all rows; see `RowSource.scan`."""
         for batch in self.hot.scan() if self.built else ():
-            undisturbed.raise_interrupt()
+            signals_deferred.raise_interrupt()
             yield batch
 
     def wider(self, format: RowFormat, weights_only: bool) -> bool:
@@ -426,7 +426,7 @@ class TieredRows:
         reader = self._bottom.read(name) if owned is None else owned
         try:
             for batch in reader.scan():
-                undisturbed.raise_interrupt()
+                signals_deferred.raise_interrupt()
                 yield batch
         finally:
             if owned is None:

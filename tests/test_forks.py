@@ -15,7 +15,7 @@ import oneemb
 from oneemb.kernels.jit import compiling
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import ForkedProcessError
-from oneemb.storage.locking import undisturbed
+from oneemb.storage.locking import signals_deferred
 from oneemb.storage.locking.store_lock import StoreLock, whole
 from oneemb.storage.table.persistent_table import PersistentTable
 from tests.support.interrupts import interrupt_soon
@@ -310,7 +310,7 @@ def test_a_fork_waits_for_what_a_child_could_not_do_without(model, what):
 
 def test_a_child_that_got_no_whole_copy_says_so(model, monkeypatch):
     embedding, _ = model
-    monkeypatch.setattr(undisturbed, "_FORK_PATIENCE", 0.1)
+    monkeypatch.setattr(signals_deferred, "_FORK_PATIENCE", 0.1)
     thread = held_elsewhere(embedding.store.store_lock, 1)
 
     def read():

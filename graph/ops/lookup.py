@@ -28,7 +28,7 @@ from oneemb.kernels.arrays import Array, Bags, RowsOfIds
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.errors import StorageError, StoreFullError
 from oneemb.storage.locking.pins import Pins
-from oneemb.storage.locking.undisturbed import undisturbed
+from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.merged_store import MergedStore
 from oneemb.storage.tiers.hot_rows import Prefetched
 
@@ -286,7 +286,7 @@ class Lease:
         weight_SX = store.weight_SX
         if self.generation != store.generation:  # Another thread may have closed it; the slab taken before stays.
             raise StorageError(REPLACED)
-        with undisturbed, store.writing:  # undisturbed, so that a fork finds no lock held
+        with signals_deferred, store.writing:  # signals deferred, so that a fork finds no lock held
             return self._read(weight_SX, slot_U)
 
     def _read(self, weight_SX: Array, slot_U: Array) -> torch.Tensor:
@@ -317,7 +317,7 @@ class Lease:
             else:
                 rows = RowsOfIds(remote.weight_SX, remote.slot_U, keys.unique.inverse_N)
             return loops.tensor(loops.scale_grads(rows, keys.bags.bag_N, loops.array(grad_PD.contiguous())))
-        with undisturbed, store.writing:
+        with signals_deferred, store.writing:
             rows = RowsOfIds(store.weight_SX, self.slot_U, keys.unique.inverse_N)
             return loops.tensor(loops.scale_grads(rows, keys.bags.bag_N, loops.array(grad_PD.contiguous())))
 

@@ -48,7 +48,7 @@ from oneemb.graph.one_rank import ALONE
 from oneemb.graph.ranks import AnyRanks, together
 from oneemb.storage.errors import SnapshotNeededError, StorageError
 from oneemb.storage.fs import LocalFileSystem, doing
-from oneemb.storage.locking.undisturbed import undisturbed
+from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.new_files import NewFile, is_held
 from oneemb.training.compiled_graph import CompiledGraph
 from oneemb.training.train_state import TrainState
@@ -297,7 +297,7 @@ def _restore(
             internals.check_fits(embeddings[name], snapshot["oneemb_snapshot"])
     changed = False
     try:
-        with undisturbed:
+        with signals_deferred:
             for name, snapshot in snapshots.items():
                 internals.load_named(embeddings[name], snapshot)
                 changed = True
@@ -356,7 +356,7 @@ class Intent:
         try:
             new.write(data)
             new.sync()
-            with undisturbed:
+            with signals_deferred:
                 self._note(_IN_PLACE)
                 new.put_in_place()
                 with suppress(FileNotFoundError):
@@ -366,7 +366,7 @@ class Intent:
 
     def __enter__(self) -> "Intent":
         try:
-            with undisturbed:
+            with signals_deferred:
                 self._ranks.by_first(f"{self._what}: what it makes", self._begin)
             return self
         except BaseException as error:
@@ -374,7 +374,7 @@ class Intent:
             raise
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        with undisturbed:
+        with signals_deferred:
             try:
                 if error is not None and (self._notes is not None or not self._ranks.alone):
                     _undo(self.path, self._embeddings, self._ranks, self._what)

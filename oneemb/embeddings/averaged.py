@@ -30,9 +30,9 @@ from oneemb.kernels.loops import Keys, Loops
 from oneemb.options import make_constant_initializer, make_table
 from oneemb.storage.errors import StoreFullError
 from oneemb.storage.fs import AnyPath, absolute_path
+from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.locking.step_lock import alone, between_steps
 from oneemb.storage.locking.store_lock import changing, whole
-from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.storage.rows.row_format import RowFormat
 from oneemb.storage.store_rows import erase_rows
 
@@ -137,7 +137,7 @@ class AveragedEmbedding(torch.nn.Module):
     def _count(self) -> None:
         store = self.rows.store
         store.store_lock.check(changes=True)
-        with undisturbed:
+        with signals_deferred:
             store.step += 1
             store.changes += 1
 

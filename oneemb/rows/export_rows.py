@@ -23,7 +23,7 @@ from oneemb.rows.values import state_of, weights_of
 from oneemb.storage.bottom import EXPORTED
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.fs import absolute_path, storage_error
-from oneemb.storage.locking.undisturbed import undisturbed
+from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 
 
@@ -138,7 +138,7 @@ def _check_targets(paths: list[str], overwrite: bool) -> None:
 
 
 def _delete_if_there(store: EmbeddingStore, name: str) -> None:
-    with undisturbed:
+    with signals_deferred:
         if name in store.snapshots.names():
             store.snapshots.delete(name)
 
@@ -160,7 +160,7 @@ def _export(
             seen = written = 0
             tables: set[int] = set()
             for table_N, id_N, row_NW in whole_batches(reader.scan(), batch_size):
-                undisturbed.raise_interrupt()
+                signals_deferred.raise_interrupt()
                 seen += len(id_N)
                 if table is not None:
                     tables.update(np.unique(table_N).tolist())

@@ -7,7 +7,7 @@ import numpy as np
 
 from oneemb.kernels.extras import need
 from oneemb.rows.files import NOTE, Batch, Columns, checked_batch, pick_columns, read_note, reading, write_note
-from oneemb.storage.locking.undisturbed import undisturbed
+from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.new_files import NewFile
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 
@@ -117,7 +117,7 @@ class ParquetWriter:
         part = arrow.record_batch(list(columns.values()), list(columns))
         if self._writer is None:
             schema = part.schema.with_metadata({NOTE: write_note(self._rows)})
-            with undisturbed:
+            with signals_deferred:
                 self._new = NewFile(self._path)
             self._writer = self._parquet.ParquetWriter(self._new.stream, schema, use_dictionary=False)
         if len(part):

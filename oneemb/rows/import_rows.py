@@ -27,7 +27,7 @@ from oneemb.rows.values import array_of, encode_rows, state_of, weights_of
 from oneemb.rows.writer import PersistentTableWriter, open_writer
 from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import AnyPath, absolute_path
-from oneemb.storage.locking.undisturbed import undisturbed
+from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.rows.row_format import WEIGHTS, RowFormat
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 from oneemb.storage.store_rows import set_rows
@@ -156,11 +156,11 @@ def import_rows(
                 sink = opened.enter_context(_IntoEmbedding(embedding, description, with_state))
             else:
                 paths = as_list(cast(Paths, target))
-                with undisturbed:  # The sink locks the paths: an interrupt may not come before its context begins.
+                with signals_deferred:  # The sink locks the paths: an interrupt may not come before its context begins.
                     sink = _IntoSnapshot(paths, str(snapshot), description, weight_dtype, physical_block_size)
                     opened.enter_context(sink)
             for batch in rows.scan(batch_size):
-                undisturbed.raise_interrupt()
+                signals_deferred.raise_interrupt()
                 if batch.table_N is None:
                     batch = batch._replace(table_N=np.full(len(batch.id_N), table, np.int32))
                 if not allow_nonfinite:

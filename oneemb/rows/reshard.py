@@ -19,7 +19,7 @@ from oneemb.kernels.threads import Threads
 from oneemb.rows.arguments import Paths, as_list
 from oneemb.storage.errors import SnapshotExistsError, StorageError
 from oneemb.storage.fs import LocalFileSystem
-from oneemb.storage.locking.undisturbed import undisturbed
+from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.row_store import Places
 from oneemb.storage.snapshots.owned_rows import OwnedRows
 from oneemb.storage.snapshots.part_folders import NewParts, PartRemoval, sweep_folder, to_remove
@@ -84,7 +84,7 @@ def reshard(
     foreign = [folder for folder in there.folders_with(name) if os.path.realpath(folder) not in former]
     if foreign:
         raise SnapshotExistsError(f"{', '.join(foreign)} has a snapshot {name!r} already; delete it, or go elsewhere")
-    with undisturbed:
+    with signals_deferred:
         _make(snapshot, folders, there, progress)
         if in_place:
             for snapshots in to_remove(there, name):
@@ -112,7 +112,7 @@ def _make(
                 table_name = table_name_of(info.name, info.identity, folder)
                 parts.begin(folder, table_name)
                 for batch in owned.scan():
-                    undisturbed.raise_interrupt()
+                    signals_deferred.raise_interrupt()
                     table.put(*batch)
                     done += len(batch[1])
                     if progress is not None:
@@ -165,7 +165,7 @@ def merge_deltas(
                 " `oneemb reshard`"
             )
     identity, sequence = uuid.uuid4().hex, found.next_sequence
-    with undisturbed, NewParts(identity, len(last.parts)) as parts:
+    with signals_deferred, NewParts(identity, len(last.parts)) as parts:
         for done, part in enumerate(last.parts):
             links = [its for link in chain for its in link.parts if its.whole.shard == part.whole.shard]
             with PersistentTable.open(
@@ -199,7 +199,7 @@ def _merged(
     if since is not None:
         table.load_snapshot(names[0], names[1 : since[1] + 1])
         places, rows = table.places, len(table)
-    undisturbed.raise_interrupt()
+    signals_deferred.raise_interrupt()
     table.load_snapshot(names[0], names[1:])
     meta = without_delta(without_part(last.meta), 0)
     with SnapshotReader.open(links[-1].folder, last.name) as reader:

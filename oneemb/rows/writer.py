@@ -19,7 +19,7 @@ from oneemb.kernels.unique_keys import unique_keys
 from oneemb.rows.arguments import VALUES, AnyDtype, Format, Paths, as_list, check_format, dtype_of, name_of
 from oneemb.rows.values import encode_rows
 from oneemb.storage.errors import SnapshotExistsError, StorageError
-from oneemb.storage.locking.undisturbed import undisturbed
+from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.rows.row_format import WEIGHTS, RowFormat
 from oneemb.storage.snapshots.part_folders import NewParts, sweep_folder
 from oneemb.storage.snapshots.snapshot_parts import FoundParts, find_parts, folders_at, table_name_of
@@ -101,7 +101,7 @@ class PersistentTableWriter:
         """
         if self._closed:
             return
-        with undisturbed:  # A save lets Ctrl-C in only while nothing has been saved.
+        with signals_deferred:  # A save lets Ctrl-C in only while nothing has been saved.
             try:
                 with self._parts:
                     for sink in self._sinks:
@@ -111,7 +111,7 @@ class PersistentTableWriter:
 
     def abandon(self) -> None:
         """Close the files and leave no snapshot."""
-        with undisturbed:
+        with signals_deferred:
             if not self._closed:
                 self._closed = True
                 for sink in self._sinks:
@@ -279,7 +279,7 @@ def _open_all(sink: Callable[[int, str], _Sink], paths: list[str]) -> list[_Sink
     if not paths or len(set(map(os.path.realpath, paths))) < len(paths):
         raise ValueError(f"paths must name one folder or several different ones, got {paths}")
     sinks: list[_Sink] = []
-    with undisturbed:
+    with signals_deferred:
         try:
             for shard, path in enumerate(paths):
                 sinks.append(sink(shard, path))

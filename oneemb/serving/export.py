@@ -35,8 +35,8 @@ from oneemb.serving.frozen_op import HashedRows
 from oneemb.serving.frozen_rows import FrozenRows
 from oneemb.storage.bottom import EXPORTED
 from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, doing, file_path, storage_error
+from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.locking.step_lock import between_steps
-from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.storage.new_files import begin, remove_unfinished, replace_file
 from oneemb.storage.serving.served_file import ServedFile
 from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot
@@ -165,7 +165,7 @@ def _export(
     except OSError as error:
         raise storage_error(error, "write", path) from error
     finally:
-        with undisturbed:
+        with signals_deferred:
             copies.close()
             apart.close()
             shutil.rmtree(work, ignore_errors=True)
@@ -233,7 +233,7 @@ def _snapshot_of(embedding: TableEmbedding, name: str | None) -> Iterator[Parted
         store.snapshots.save(own, embedding.description())
         yield find_snapshot(paths, own)
     finally:
-        with undisturbed:
+        with signals_deferred:
             if own in store.snapshots.names():
                 store.snapshots.delete(own)
 

@@ -19,8 +19,8 @@ from oneemb.graph.prefetch import Prepared
 from oneemb.graph.rank_messages import moment
 from oneemb.graph.recorder import Profile, StepStats
 from oneemb.storage.fs import AnyPath
+from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.locking.step_lock import StepLock
-from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.training.loader_loops import LoaderLoops, OnAcquired
 from oneemb.training.plan_cache import Batch, PlanCache
 
@@ -240,7 +240,7 @@ class CompiledGraph(LoaderLoops):
                 result = call()
         if tape is not None:
             found = tape, self, batch.embeddings, self._trainers(), self._plans.merged
-            with undisturbed:  # In the C code of torch.fx a KeyboardInterrupt would become a SystemError.
+            with signals_deferred:  # In the C code of torch.fx a KeyboardInterrupt would become a SystemError.
                 known.keep(compile_plan(*found, inserts=self._inserts()))
         elif plan is not None:
             known.look_back(building, plan)
@@ -314,6 +314,6 @@ class EvalGraph(CompiledGraph):
             with torch.no_grad():
                 return super()._step(batch, prepared, on_acquired)
         finally:
-            with undisturbed:
+            with signals_deferred:
                 for module in in_training_mode:
                     module.training = True

@@ -16,8 +16,8 @@ from oneemb.graph.recorder import UNCOUNTED, StepStats
 from oneemb.graph.row_optimizers import Group, RowOptimizer
 from oneemb.graph.tracers import uncompiled
 from oneemb.storage.embedding_store import EmbeddingStore
+from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.locking.step_lock import in_step
-from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.training.row_step import RowStep, attach, groups_of_rows, row_weights, step_rows
 from oneemb.training.step_hooks import rows_stepped, steps_nothing
 
@@ -192,7 +192,7 @@ class Optimizer(torch.optim.Optimizer):
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of rows and dense parameters."""
-        with undisturbed:
+        with signals_deferred:
             self.row_step.put_back()  # gradients of a step that was stopped
             for _, weight, _ in row_weights(self.optimizer):
                 if isinstance(weight.grad, ops.RowGrad):

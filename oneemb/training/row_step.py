@@ -16,8 +16,8 @@ from oneemb.graph.ranks import AnyRanks, Ranks
 from oneemb.graph.recorder import UNCOUNTED, StepStats
 from oneemb.graph.row_optimizers import Group, RowOptimizer, row_optimizer_of
 from oneemb.storage.embedding_store import EmbeddingStore
+from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.locking.step_lock import alone, in_step
-from oneemb.storage.locking.undisturbed import undisturbed
 
 Rows = TypeVar("Rows", bound=WeightOfRows)
 
@@ -106,7 +106,7 @@ def attach(optimizer: torch.optim.Optimizer, groups: Mapping[Rows, Sequence[int]
 
     def attach_all() -> None:
         try:
-            with undisturbed:
+            with signals_deferred:
                 for embedding, row_optimizer in row_optimizers.items():
                     attach_rows(embedding, row_optimizer, optimizer)
         except BaseException:  # Ctrl-C, which comes when the block has ended, too.
@@ -337,11 +337,11 @@ def step_rows(
             go = ops.may_step(prepare(), steps, scaler)
             if commit is not None:
                 commit()
-        with undisturbed:  # An interrupt comes before the step or after all of it.
+        with signals_deferred:  # An interrupt comes before the step or after all of it.
             if not ranks.alone:
                 what = f"step by {', '.join(type(step.optimizer).__name__ for step in steps)}{where}"
                 # Once they have agreed the other ranks make the step: one that is interrupted must make it too.
-                with undisturbed.forks_allowed():
+                with signals_deferred.forks_allowed():
                     found = ranks.agree(what, prepare)
                 go = ops.may_step(found, steps, scaler)
                 if commit is not None:

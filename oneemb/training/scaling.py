@@ -17,7 +17,7 @@ import torch
 from oneemb.graph.build_error import BuildError, user_line
 from oneemb.graph.building import building_now
 from oneemb.graph.tape import version_of
-from oneemb.storage.locking.undisturbed import undisturbed
+from oneemb.storage.locking.signals_deferred import signals_deferred
 
 
 class Scaling:
@@ -223,6 +223,6 @@ def standing_in(methods: Iterable[tuple[Any, str, Callable[[Any], None]]]) -> It
             one.hide()
         yield
     finally:
-        with undisturbed:
+        with signals_deferred:
             for one in stand_ins:
                 one.show()

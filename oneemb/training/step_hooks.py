@@ -32,8 +32,8 @@ from oneemb.graph.recorder import UNCOUNTED
 from oneemb.graph.tape import version_of
 from oneemb.graph.tracers import uncompiled
 from oneemb.storage.locking.signals import signals
+from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.locking.step_lock import in_step
-from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.training.row_step import RowStep, embedding_of, row_weights, rows_to_owners
 
 
@@ -89,7 +89,7 @@ class _Hooked(RowStep):
     def end(self) -> None:
         """Update the rows."""
         locks = [embedding.store.step_lock for embedding in self.embeddings]
-        with undisturbed:
+        with signals_deferred:
             try:
                 in_step(locks, self._update_rows)
             finally:

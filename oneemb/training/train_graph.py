@@ -17,8 +17,8 @@ from oneemb.graph.building import MadeLookup, steps_itself
 from oneemb.graph.modules import REGISTER, not_registered, unregistered_modules
 from oneemb.graph.prefetch import Prepared
 from oneemb.storage.fs import AnyPath, file_path
+from oneemb.storage.locking.signals_deferred import CommitBlock, signals_deferred
 from oneemb.storage.locking.step_lock import between_steps
-from oneemb.storage.locking.undisturbed import CommitBlock, undisturbed
 from oneemb.training.compiled_graph import CompiledGraph, step_locks
 from oneemb.training.eager import Optimizer, step_together
 from oneemb.training.loader_loops import OnAcquired
@@ -152,7 +152,7 @@ class TrainGraph(CompiledGraph):
         ]
 
         def add() -> None:
-            with undisturbed:
+            with signals_deferred:
                 joined = Optimizer(optimizer, embeddings, skip_nonfinite=skip_nonfinite)
                 self._train_state.add(joined, lr_scheduler, clip_grad_norm)
                 self._plans.clear()
@@ -236,14 +236,14 @@ class TrainGraph(CompiledGraph):
                 else:
                     kept = [lookup for lookup in expected if lookup.has_grad]
             except BaseException:
-                with undisturbed:
+                with signals_deferred:
                     state.drop_gradients({scaler for scaler in (*known, *given) if scaler is not None})
                     if state.updates_made() > updates_before:  # a scheduler failed, after the update
                         state.steps += 1
                         prepared.trained()
                 raise
             finally:
-                with undisturbed:
+                with signals_deferred:
                     for lookup in expected:
                         if lookup not in kept:
                             lookup.drop()

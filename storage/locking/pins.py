@@ -15,7 +15,7 @@ import torch
 from oneemb.kernels.arrays import Array
 from oneemb.kernels.loops import Keys
 from oneemb.storage.errors import StoreFullError
-from oneemb.storage.locking.undisturbed import undisturbed
+from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.tiered_rows import TieredRows
 from oneemb.storage.tiers.hot_rows import Prefetched, fill_pinned
 
@@ -74,7 +74,7 @@ class PinBook:
 
     def give_back(self, slot_U: Array, temporary_M: Array | None = None) -> None:
         """Unpin slots that get no owner, and free those of temporary rows."""
-        with undisturbed:
+        with signals_deferred:
             self._rows.hot.release(slot_U)
         if temporary_M is not None:
             self._rows.hot.free_temporary(temporary_M)
@@ -85,7 +85,7 @@ class PinBook:
 
     def release(self, pins: Pins, *, dropped: bool = False) -> None:
         """Release pins, once, if their slots still have the same rows. Needs no store lock."""
-        with undisturbed:
+        with signals_deferred:
             if not pins.released.acquire(blocking=False):
                 return
             # Release first: a row that is pinned but not in `_pins` would count as evictable.
@@ -143,7 +143,7 @@ class PinBook:
     def cancel(self, prefetched: Prefetched) -> None:
         """Cancel a prefetch, if no lookup has taken its rows over."""
         if self.take(prefetched):
-            with undisturbed:
+            with signals_deferred:
                 self._rows.hot.release(prefetched.slot_U, elsewhere=True)
 
     def cancel_prefetches(self) -> None:
@@ -208,7 +208,7 @@ class PinBook:
         """Slots of the rows of these keys that are in the hot tier."""
         hot, loops = self._rows.hot, self._rows.loops
         found_V, *_ = hot.pin_resident(loops.distinct_keys(loops.put(table_V), loops.put(id_V)))
-        with undisturbed:
+        with signals_deferred:
             hot.release(found_V)
         slot_V = loops.tensor(found_V)
         return slot_V[slot_V >= 0]

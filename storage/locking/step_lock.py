@@ -6,7 +6,7 @@ threads can prepare batches meanwhile. What reads or replaces all rows (save, ex
 
 Invariants:
 - several locks are taken in one call, which sorts them: so two threads cannot wait for each other. They are taken
-  before any store lock and any `undisturbed` block, since a fork waits for those;
+  before any store lock and any `signals_deferred` block, since a fork waits for those;
 - a lock is free again when its block ends, whatever line an interrupt comes at.
 """
 

@@ -2,16 +2,17 @@
 
 A thread in a block of `with store_lock:` has the object for itself. The lock is reentrant, and also handles
 
-    signals     Python's signal handlers (Ctrl-C raises KeyboardInterrupt) run before a block or after it: `undisturbed`
-                holds signals back while a block runs, and handles them when it has ended
+    signals     Python's signal handlers (Ctrl-C raises KeyboardInterrupt) run before a block or after it:
+                `signals_deferred` holds signals back while a block runs, and handles them when it has ended
     errors      an error within a block of `changing`, where the object is half changed, and an error that no code
                 raises on purpose, leave the object *broken*: it raises BrokenStoreError until its rows are new
     forks       a child process has a copy of the object and shares its files: it may read, not change. A fork waits
-                for the `undisturbed` blocks of other threads, so that the copy is whole; each block of the lock is one
+                for the `signals_deferred` blocks of other threads, so that the copy is whole; each block of the lock
+                is one
 
 Invariants:
 - no signal handler of Python runs between the first and the last line of a block in the main thread, but where the
-  block lets it (`undisturbed.raise_interrupt`);
+  block lets it (`signals_deferred.raise_interrupt`);
 - a broken object gives out no row.
 """
 
@@ -23,7 +24,7 @@ from types import TracebackType
 
 from oneemb.storage.errors import BrokenStoreError, ForkedProcessError, StorageError
 from oneemb.storage.locking.signals import signals
-from oneemb.storage.locking.undisturbed import WAIT_SLICE, forked_objects, undisturbed
+from oneemb.storage.locking.signals_deferred import WAIT_SLICE, forked_objects, signals_deferred
 
 # Errors that calls raise on purpose, or that the system raises in them, where nothing is half changed.
 _FORESEEN = (StorageError, MemoryError, ValueError, TypeError, OSError)
@@ -49,18 +50,18 @@ class StoreLock:
         self._pid = os.getpid()
         self.torn = False
         """Whether this process is a child that got no whole copy of the object."""
-        with undisturbed:  # No fork comes while the set is half changed.
+        with signals_deferred:  # No fork comes while the set is half changed.
             forked_objects.add(self)
 
     def __enter__(self) -> None:
         if self.torn and self.forked:
             self.check(changes=False)  # The lock belongs to a thread that is not there.
-        undisturbed.__enter__()
+        signals_deferred.__enter__()
         try:
             if not self.lock.acquire(blocking=False):
                 self._wait()
         except BaseException:
-            undisturbed.__exit__()
+            signals_deferred.__exit__()
             raise
 
     def _wait(self) -> None:
@@ -68,8 +69,8 @@ class StoreLock:
         self.waiting += 1
         try:
             while not self.lock.acquire(timeout=WAIT_SLICE):
-                if undisturbed.outermost:
-                    undisturbed.raise_interrupt()
+                if signals_deferred.outermost:
+                    signals_deferred.raise_interrupt()
         finally:
             self.waiting -= 1
 
@@ -77,14 +78,14 @@ class StoreLock:
         if error is not None:
             self.note(error)
         self.lock.release()
-        undisturbed.__exit__()
+        signals_deferred.__exit__()
 
     @contextmanager
     def others_allowed(self) -> Iterator[None]:
         """Within the outermost block of this lock: let others have the lock during a block."""
         self.lock.release()
         try:
-            with undisturbed.forks_allowed():
+            with signals_deferred.forks_allowed():
                 yield
         finally:
             self.lock.acquire()
@@ -168,7 +169,7 @@ class whole:
         self._objects = objects
 
     def __enter__(self) -> None:
-        undisturbed.__enter__()
+        signals_deferred.__enter__()
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
@@ -176,7 +177,7 @@ class whole:
                 for store_lock in self._objects:
                     store_lock.note(error)
         finally:
-            undisturbed.__exit__()
+            signals_deferred.__exit__()
 
 
 def _says_memory_ran_out(error: BaseException) -> bool:

@@ -24,8 +24,8 @@ from oneemb.kernels.loops import Keys
 from oneemb.kernels.threads import Threads
 from oneemb.storage.hash_index import SHARDS
 from oneemb.storage.locking.pins import PinBook
+from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.locking.store_lock import changing
-from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.storage.policies.admission import Admission
 from oneemb.storage.policies.evictions import Evictions, RowsToEvict
 from oneemb.storage.policies.row_policy import RowPolicy
@@ -235,7 +235,7 @@ class PolicyEngine:
         if usage.in_rows:
             with self._writing:
                 usage.use(table_U, id_U, place_U, uses_U, step, second, slot_U)
-            with undisturbed:
+            with signals_deferred:
                 self._rows.hot.mark_dirty(slot_U)
             return
         usage.use(table_U, id_U, place_U, uses_U, step, second)
@@ -246,7 +246,7 @@ class PolicyEngine:
         hot: HotRows = self._rows.hot
         with self._writing:
             self._rows.loops.copy_words_in(hot.row_SW, slot_U, self._format.usage_begin, usage_U4.view(np.int32))
-        with undisturbed:
+        with signals_deferred:
             hot.mark_dirty(slot_U)
 
     @property

@@ -44,8 +44,8 @@ import numpy as np
 from oneemb.kernels.threads import start
 from oneemb.storage.errors import CorruptTableError, StorageError
 from oneemb.storage.fs import FileSystem
+from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.locking.store_lock import StoreLock
-from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.storage.table.chunk_files import ChunkFile, ChunkFiles
 from oneemb.storage.table.chunk_scan import live_rows, read_keys, scan_rows
 from oneemb.storage.table.live_rows import LiveRows
@@ -186,7 +186,7 @@ class Compactor:
         Requires the guard, and releases it while chunks are read; raises as `make_room`."""
         moved_before = self.done.rows_moved
         while (chunk := self._next_for_save(name, self.done.rows_moved - moved_before)) is not None:
-            undisturbed.raise_interrupt()
+            signals_deferred.raise_interrupt()
             self.move(chunk)
             if chunk in self._live:
                 break
@@ -201,7 +201,7 @@ class Compactor:
             disk = self._disk_bytes()
             for chunk in self._live.chunks():
                 if chunk in self._live and not chunk.snapshots and self._fill(chunk) < _FULL_ENOUGH:
-                    undisturbed.raise_interrupt()
+                    signals_deferred.raise_interrupt()
                     self.move(chunk)
             self._writer.write_out()
             self.done.bytes_freed = disk - self._disk_bytes()

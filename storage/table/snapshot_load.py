@@ -10,7 +10,7 @@ import numpy as np
 from oneemb.kernels.threads import Threads, submit
 from oneemb.storage.errors import CorruptTableError, RowWidthError
 from oneemb.storage.fs import FileSystem
-from oneemb.storage.locking.undisturbed import undisturbed
+from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.table.chunk_files import ROWS_BEGIN, ChunkFile, ChunkFiles, chunk_paths
 from oneemb.storage.table.chunk_scan import ChunkKeys, check_header, fill_keys, live_rows, opened, read_keys, reading
 from oneemb.storage.table.delta import GONE, gone_keys
@@ -69,7 +69,7 @@ def load_live_rows(
         try:
             while (piece := coming.popleft().result()) is not None:
                 coming.append(submit(ahead, next, pieces, None))
-                undisturbed.raise_interrupt()  # The table's rows have not changed yet.
+                signals_deferred.raise_interrupt()  # The table's rows have not changed yet.
                 part = piece.part
                 if chunk is None:
                     chunk = files.adopt(part.number, record.geometry, part.blocks, part.keys_bytes, part.keys_sum)
@@ -96,7 +96,7 @@ def _go_on(fs: FileSystem, snapshots: SnapshotFiles, files: ChunkFiles, record: 
     gone = snapshots.read_array(record, GONE) if GONE in record.arrays else None
     live.erase(*gone_keys(gone, record.info.name))
     for part in record.parts:
-        undisturbed.raise_interrupt()
+        signals_deferred.raise_interrupt()
         rows_path, keys_path = chunk_paths(files.directory, part.number)
         _check_rows_file(fs, rows_path, record.geometry, part)
         keys, row_N = read_keys(fs, keys_path, record.geometry, part), live_rows(snapshots.read_bits(record, part))

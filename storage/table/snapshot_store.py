@@ -19,7 +19,7 @@ import numpy as np
 
 from oneemb.storage.errors import SnapshotExistsError, StorageError
 from oneemb.storage.fs import FileSystem, doing, storage_error
-from oneemb.storage.locking.undisturbed import undisturbed
+from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.table.chunk_files import ROWS_BEGIN, ChunkFile, ChunkFiles, chunk_numbers
 from oneemb.storage.table.chunk_scan import live_rows
 from oneemb.storage.table.geometry import Geometry
@@ -162,7 +162,7 @@ class SnapshotStore:
         self._enter(record, cut, None)
 
     def _make_durable(self, record: SnapshotRecord, cut: Cut) -> None:
-        undisturbed.raise_interrupt()  # Nothing of the snapshot exists yet.
+        signals_deferred.raise_interrupt()  # Nothing of the snapshot exists yet.
         self._lock.check()
         self.chunk_files.sync_all(cut.chunks)  # 2.
         self.chunk_files.sync_names()  # 3.

@@ -19,8 +19,8 @@ import numpy as np
 
 from oneemb.kernels.arrays import Array
 from oneemb.storage.errors import StorageError
+from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.locking.store_lock import changing
-from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.storage.row_store import RowStore
 from oneemb.storage.tiers.free_slots import FreeSlots
 from oneemb.storage.tiers.hot_rows import InitRows, RowsReadAhead
@@ -250,7 +250,7 @@ class MemoryTier(ABC):
         try:
             if self._resident:
                 for table_N, id_N, row_NW in self._below.scan():
-                    undisturbed.raise_interrupt()
+                    signals_deferred.raise_interrupt()
                     self._limits.check_fits(len(id_N), self._held())
                     self._take(table_N, id_N, row_NW, np.arange(len(id_N)), dirty=False)
         except BaseException:
@@ -314,7 +314,7 @@ class MemoryTier(ABC):
         assert self._below is not None
         self._note_change_below(id_N)
         for n in range(0, len(slot_N), BATCH):
-            undisturbed.raise_interrupt()  # Rows of a batch that is below are clean, the others are as they were.
+            signals_deferred.raise_interrupt()  # Rows of a batch that is below are clean, the others are as they were.
             its = slice(n, n + BATCH)
             self._below.put(self._host(table_N[its]), self._host(id_N[its]), self._rows_out(slot_N[its]))
             self._dirty_S[slot_N[its]] = False

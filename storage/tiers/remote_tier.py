@@ -24,8 +24,8 @@ import numpy as np
 from oneemb.kernels.checksum import rows_sum
 from oneemb.kernels.threads import Threads, close_when_dropped
 from oneemb.storage.hash_index import HashIndex
+from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.locking.store_lock import changing
-from oneemb.storage.locking.undisturbed import undisturbed
 from oneemb.storage.remote.parameter_server import Erases, LostRowsError, ParameterServer, ServerError
 from oneemb.storage.row_store import RowStore
 
@@ -174,7 +174,7 @@ class RemoteTier:
         if self._below is None:
             return
         for table_N, id_N, place_N in self._dirty_batches():
-            undisturbed.raise_interrupt()  # Rows of a batch that is below are clean, the others are as they were.
+            signals_deferred.raise_interrupt()  # Rows of a batch that is below are clean, the others are as they were.
             self._below.put(table_N, id_N, self._pull(table_N, id_N, place_N))
             self._index.replace(table_N, id_N, place_N - 1)
             self._dirty -= len(id_N)
@@ -200,7 +200,7 @@ class RemoteTier:
         self._forget()
         try:
             for table_N, id_N, row_NW in self._below.scan():
-                undisturbed.raise_interrupt()
+                signals_deferred.raise_interrupt()
                 self._push(table_N, id_N, row_NW, dirty=False)
         except BaseException:
             self._forget()

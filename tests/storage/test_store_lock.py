@@ -13,8 +13,8 @@ import torch
 from oneemb.kernels.jit import compiling, cpu
 from oneemb.storage.errors import BrokenStoreError, StorageError
 from oneemb.storage.locking.signals import signals
+from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.locking.store_lock import StoreLock, changing
-from oneemb.storage.locking.undisturbed import undisturbed
 from tests.support.interrupts import AtLine, count_lines, in_no_block, interrupt_soon, interrupted
 
 
@@ -26,7 +26,7 @@ def test_handlers_run_once_when_the_block_has_ended_and_are_put_back():
 
     before = {number: signal.signal(number, handler) for number in (signal.SIGUSR1, signal.SIGCHLD, signal.SIGTERM)}
     try:
-        with undisturbed, undisturbed:
+        with signals_deferred, signals_deferred:
             for number in before:
                 signal.raise_signal(number)
                 signal.raise_signal(number)
@@ -48,11 +48,11 @@ def test_every_handler_runs_though_one_raises():
     before = signal.signal(signal.SIGUSR2, handler)
     try:
         with pytest.raises((KeyboardInterrupt, LookupError)):
-            with undisturbed:
+            with signals_deferred:
                 signal.raise_signal(signal.SIGUSR2)
                 signal.raise_signal(signal.SIGINT)
         assert came == [signal.SIGUSR2]
-        with undisturbed:
+        with signals_deferred:
             pass
     finally:
         signal.signal(signal.SIGUSR2, before)
@@ -62,7 +62,7 @@ def test_a_handler_that_was_asked_for_in_a_block_and_put_back_later_still_works(
     came = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: came.append(number))
     try:
-        with undisturbed:
+        with signals_deferred:
             inside = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         signal.signal(signal.SIGUSR1, inside)
         signal.raise_signal(signal.SIGUSR1)
@@ -74,7 +74,7 @@ def test_a_handler_that_was_asked_for_in_a_block_and_put_back_later_still_works(
 def test_an_ignored_signal_stays_ignored():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with undisturbed:
+        with signals_deferred:
             signal.raise_signal(signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
@@ -89,10 +89,10 @@ def test_only_ctrl_c_is_let_in_and_handlers_of_the_users_wait():
         with pytest.raises(KeyboardInterrupt):
             with store_lock:
                 signal.raise_signal(signal.SIGTERM)
-                undisturbed.raise_interrupt()
+                signals_deferred.raise_interrupt()
                 assert came == []
                 signal.raise_signal(signal.SIGINT)
-                undisturbed.raise_interrupt()
+                signals_deferred.raise_interrupt()
                 raise AssertionError("it was let in")
         assert came == [signal.SIGTERM] and not store_lock.broken and signals.interrupt is None
     finally:
@@ -132,7 +132,7 @@ def test_an_interrupt_that_is_let_in_during_a_change_breaks_nothing():
     store_lock = StoreLock("the object", "clear it", rank=0)
     with pytest.raises(KeyboardInterrupt), store_lock, changing:
         signal.raise_signal(signal.SIGINT)
-        undisturbed.raise_interrupt()
+        signals_deferred.raise_interrupt()
     assert not store_lock.broken
 
 
@@ -213,7 +213,7 @@ def test_ctrl_c_is_not_lost_where_another_handler_raises_as_a_block_begins(monke
 
     monkeypatch.setattr(_signal, "getsignal", asked)
     with pytest.raises(KeyboardInterrupt):
-        with undisturbed:
+        with signals_deferred:
             raise AssertionError("it began")
     assert in_no_block() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -237,7 +237,7 @@ def test_ctrl_c_ends_the_wait_for_a_turn_but_not_a_turn():
     assert thread.is_alive() and done == []
     # Within a block something has begun: the interrupt waits.
     with pytest.raises(KeyboardInterrupt):
-        with undisturbed:
+        with signals_deferred:
             interrupt_soon()
             threading.Timer(0.6, go_on.set).start()
             with store_lock:

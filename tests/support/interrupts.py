@@ -19,7 +19,7 @@ from oneemb.storage.locking.signals import signals
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 PACKAGE = f"{ROOT}/oneemb/"
 WAYS = ("signal", "raise")
-DECIDING = tuple(f"/storage/locking/{name}.py" for name in ("store_lock", "undisturbed", "signals"))
+DECIDING = tuple(f"/storage/locking/{name}.py" for name in ("store_lock", "signals_deferred", "signals"))
 
 
 class Interrupted(BaseException):

@@ -18,7 +18,7 @@ import torch
 
 from oneemb.graph.ranks import RankError, Ranks, ranks_of
 from oneemb.storage.fs import LocalFileSystem
-from oneemb.storage.locking.undisturbed import undisturbed
+from oneemb.storage.locking.signals_deferred import signals_deferred
 
 SECONDS = 60
 CHANGES = ("make_directories", "create", "write", "sync", "truncate", "rename", "remove", "sync_directory")
@@ -49,7 +49,7 @@ class _Meeting:
 class ThreadRanks:
     """As `oneemb.graph.ranks.Ranks`."""
 
-    alone, forked, whole = False, False, undisturbed
+    alone, forked, whole = False, False, signals_deferred
     gradients, comm_dtype = "mean", torch.float32
 
     def __init__(self, meeting, rank, size):

@@ -1,4 +1,4 @@
-"""Blocks that signals and forks wait for: `with undisturbed:`.
+"""Blocks that signals and forks wait for: `with signals_deferred:`.
 
 signals     come when the outermost block has ended, in the main thread (signals.py)
 forks       a fork waits for the blocks of other threads, and for the lock of each object (store_lock.py), so that the
@@ -29,8 +29,8 @@ WAIT_SLICE = 0.05
 _FORK_PATIENCE = 60.0
 
 
-class _Undisturbed:
-    """`with undisturbed:` holds signals back, and forks by other threads; may be nested."""
+class _SignalsDeferred:
+    """`with signals_deferred:` holds signals back, and forks by other threads; may be nested."""
 
     def __init__(self) -> None:
         self._inside: dict[int, int] = {}  # number of nested blocks that a thread is in, by the thread
@@ -155,7 +155,7 @@ class _Undisturbed:
         signals.start_anew()
 
 
-undisturbed = _Undisturbed()
+signals_deferred = _SignalsDeferred()
 
 
 class CommitBlock:
@@ -169,11 +169,11 @@ class CommitBlock:
 
     def begin(self) -> None:
         """Hold signals back."""
-        self._begun = undisturbed.__enter__() is None  # type: ignore[func-returns-value]
+        self._begun = signals_deferred.__enter__() is None  # type: ignore[func-returns-value]
 
     def __exit__(self, *error: object) -> None:
         if self._begun:
-            undisturbed.__exit__()
+            signals_deferred.__exit__()
 
 
 class _Forked(Protocol):
@@ -199,9 +199,9 @@ _nobody_compiles = False
 def _before_fork() -> None:
     global _nobody_compiles
     end = time.monotonic() + _FORK_PATIENCE
-    undisturbed.close_for_fork()
+    signals_deferred.close_for_fork()
     while True:
-        undisturbed.wait_for_others(end)
+        signals_deferred.wait_for_others(end)
         _take_turns()
         # After them, since getting ready may mean that other threads of ours compile. A child could never get it.
         _nobody_compiles = compiling._lock.acquire(blocking=False)
@@ -234,7 +234,7 @@ def _in_parent() -> None:
     _give_turns_back()
     if _nobody_compiles:
         compiling._lock.release()
-    undisturbed.open_after_fork()
+    signals_deferred.open_after_fork()
 
 
 def _in_child() -> None:
@@ -244,7 +244,7 @@ def _in_child() -> None:
         compiling._lock.release()
     else:
         compiling._lock = threading.RLock()  # The other is of a thread that is not there.
-    undisturbed.start_anew()
+    signals_deferred.start_anew()
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
