@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 from _machine import machine, table
 
-from oneemb.kernels.host_loops import HostLoops
+from oneemb.kernels.host_backend import HostBackend
 from oneemb.kernels.threads import Threads
 from oneemb.storage.tiers import hot_tier
 
@@ -87,11 +87,11 @@ def hit_rate(batches: list[np.ndarray], slots: int, policy: str, half_life: floa
         "cache", row_width=4, slots=slots, below=AllRows(), resident=False, policy=policy, init=lambda *_: None,
         threads=Threads(1),
     )  # fmt: skip
-    loops = HostLoops(Threads(1))
+    backend = HostBackend(Threads(1))
     for n, id_U in enumerate(batches):
         if n == len(batches) // 2:
             before = tier.stats()
-        tier.release(tier.acquire(loops.distinct_keys(np.zeros(len(id_U), np.int32), id_U))[0])
+        tier.release(tier.acquire(backend.distinct_keys(np.zeros(len(id_U), np.int32), id_U))[0])
     hits, misses = (tier.stats()[name] - before[name] for name in ("hits", "misses"))
     return round(hits / (hits + misses), 4)
 

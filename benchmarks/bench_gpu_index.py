@@ -18,7 +18,7 @@ import torch
 from _gpu import about, copy_bandwidth, milliseconds, open_gpu, write
 from _machine import table
 
-from oneemb.kernels.cuda_loops import CudaLoops
+from oneemb.kernels.cuda_backend import CudaBackend
 from oneemb.kernels.gather_cuda import copy_rows_out_cuda
 from oneemb.storage.tiers.device_tier import DeviceTier
 
@@ -75,9 +75,15 @@ def main() -> None:
 def measure(gpu, dim: int, load: float, keys: int, slots: int, runs: int) -> tuple[dict[str, float], float]:
     """Milliseconds of each op on `keys` keys in a tier of `slots` slots that is filled to `load`; how full its index
     is."""
-    loops = CudaLoops(gpu)
+    backend = CudaBackend(gpu)
     tier = DeviceTier(
-        "device", row_width=dim, slots=slots, below=Forgetful(dim), resident=False, init=lambda *_: None, loops=loops
+        "device",
+        row_width=dim,
+        slots=slots,
+        below=Forgetful(dim),
+        resident=False,
+        init=lambda *_: None,
+        backend=backend,
     )
     generator = torch.Generator(device=gpu.device).manual_seed(0)
 
@@ -91,7 +97,7 @@ def measure(gpu, dim: int, load: float, keys: int, slots: int, runs: int) -> tup
         return some(10 * slots + run * keys, 10 * slots + run * keys)
 
     def acquire(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
-        tier.release(tier.acquire(loops.distinct_keys(*batch))[0])
+        tier.release(tier.acquire(backend.distinct_keys(*batch))[0])
 
     filled = int(slots * load)
     for first in range(0, filled, keys):

@@ -165,7 +165,7 @@ def begin_rows(embedding: oneemb.MultiTableEmbedding, options: argparse.Namespac
         return
     for t, first in itertools.product(range(options.tables), range(0, options.rows, 100_000)):
         id_U = np.arange(first, min(first + 100_000, options.rows), dtype=np.int64)
-        keys = embedding.store.loops.distinct_keys(np.full(len(id_U), t, np.int32), id_U)
+        keys = embedding.store.backend.distinct_keys(np.full(len(id_U), t, np.int32), id_U)
         embedding.store.release(embedding.store.acquire(keys)[0])
     if options.path:
         embedding.save_snapshot(snapshot)

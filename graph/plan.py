@@ -116,7 +116,7 @@ class Plan:
         expected = []
         for planned in found:
             store: EmbeddingStore = self.find(f"{planned.embedding}.store")
-            expected.append(Expected(planned, store.changes, store.loops.waits))
+            expected.append(Expected(planned, store.changes, store.backend.waits))
         return expected
 
     def executors(self) -> list[Executor]:
@@ -188,7 +188,7 @@ def _members(
     alike: dict[Hashable, list[str]] = {}
     for name, embedding in embeddings.items():
         store = embedding.store
-        if not store.loops.merges or not embedding.training or not embedding.ranks.alone or store.engine is not None:
+        if not store.backend.merges or not embedding.training or not embedding.ranks.alone or store.engine is not None:
             continue
         trained: list[Hashable] = []
         for i, trainer in enumerate(trainers):

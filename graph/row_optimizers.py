@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from oneemb.kernels.arrays import Array
-from oneemb.kernels.loops import Loops, Segments
+from oneemb.kernels.backend import Backend, Segments
 from oneemb.kernels.rule_loops import RowUpdate
 from oneemb.kernels.update_adadelta import update_adadelta
 from oneemb.kernels.update_adagrad import update_adagrad
@@ -51,7 +51,7 @@ _IMPLEMENTATION = {"foreach", "fused", "capturable"}
 class RunUpdate(Protocol):
     """Steps rows in place; see `RowOptimizer.update`, whose arguments it has."""
 
-    def __call__(self, *rows: Array, state_begin: int, group: Group, step: int, loops: Loops) -> None:
+    def __call__(self, *rows: Array, state_begin: int, group: Group, step: int, backend: Backend) -> None:
         """`rows` are weight_SX, row_SW, slot_U and grad_UD, the last an array or segments."""
 
 
@@ -90,7 +90,7 @@ class RowOptimizer:
 
     def update(
         self, weight_SX: Array, row_SW: Array, slot_U: Array, grad_UD: Array | Segments, *, state_begin: int,
-        group: Group, step: int, loops: Loops,
+        group: Group, step: int, backend: Backend,
     ) -> None:  # fmt: skip
         """Step the rows in slot_U, in place.
 
@@ -102,7 +102,7 @@ class RowOptimizer:
             loops: of the place of the rows.
         """
         self.check(group)
-        self.run(weight_SX, row_SW, slot_U, grad_UD, state_begin=state_begin, group=group, step=step, loops=loops)
+        self.run(weight_SX, row_SW, slot_U, grad_UD, state_begin=state_begin, group=group, step=step, backend=backend)
 
 
 def row_optimizer_of(optimizer: torch.optim.Optimizer, group: Group) -> RowOptimizer:
@@ -172,13 +172,20 @@ def _begin(state: float | str, options: Mapping[str, Any]) -> float:
 
 
 def _run(
-    update: RowUpdate, signed: bool, absent: Group, *rows: Any, state_begin: int, group: Group, step: int, loops: Loops
+    update: RowUpdate,
+    signed: bool,
+    absent: Group,
+    *rows: Any,
+    state_begin: int,
+    group: Group,
+    step: int,
+    backend: Backend,
 ) -> None:
     """Step rows with the options of a group; up their gradients if the group maximizes and the class can."""
     if signed and group.get("maximize", False):
-        rows = (*rows[:3], loops.negated(rows[3]))
+        rows = (*rows[:3], backend.negated(rows[3]))
     its = {**absent, **group} if absent else group
-    update(*rows, state_begin=state_begin, step=step, loops=loops, **_options(update, its))
+    update(*rows, state_begin=state_begin, step=step, backend=backend, **_options(update, its))
 
 
 def _options(update: RowUpdate, group: Group) -> dict[str, Any]:

@@ -33,7 +33,7 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
 
 
 class _Graph(fx.Graph):
-    """A graph whose nodes are made with signals deferred: in torch's C code a KeyboardInterrupt would become a SystemError."""
+    """A graph that defers signals while nodes are made: in torch's C code Ctrl-C would become a SystemError."""
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         with signals_deferred:

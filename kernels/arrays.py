@@ -11,7 +11,7 @@ import numpy as np
 
 Array = Any
 """A NumPy array where loops run on the host, a tensor on the device where they run on a GPU. The two have no type in
-common. Code above the kernels hands them to `Loops`, and does itself only what is written alike for both: arithmetic,
+common. Code above the kernels hands them to `Backend`, and does itself only what is written alike for both: arithmetic,
 comparison, indexing by an array."""
 
 

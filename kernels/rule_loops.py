@@ -25,10 +25,10 @@ import numpy as np
 
 from oneemb.kernels import row_update_cuda
 from oneemb.kernels.arrays import Array
+from oneemb.kernels.backend import Backend, Segments
 from oneemb.kernels.jit import CpuLoop, CudaLoop, cpu, written
 from oneemb.kernels.jit_code import from_float32, keep_rolled, to_float32
 from oneemb.kernels.jit_lanes import LANES, load_lanes, same_lanes, store_lanes, sum_lanes
-from oneemb.kernels.loops import Loops, Segments
 from oneemb.kernels.reduce_grads import ROWS, row_grads
 
 
@@ -64,13 +64,13 @@ class RowUpdate:
         *,
         state_begin: int,
         step: int,
-        loops: Loops,
+        backend: Backend,
         **options: Any,
     ) -> None:
         """Step the rows of slot_U; see oneemb.kernels.row_update."""
         its, scalars = self.plan(step, **options)
         state_width = its.states * grad_UD.shape[1] + its.row_states
-        loops.update_rows(
+        backend.update_rows(
             its.on_host, its.on_cuda, weight_SX, row_SW, slot_U, grad_UD, state_begin, *scalars,
             state_width=state_width,
         )  # fmt: skip

@@ -34,9 +34,9 @@ import numpy as np
 import torch
 
 from oneemb.kernels.arrays import Array, RowsOfIds
-from oneemb.kernels.host_loops import HostLoops
+from oneemb.kernels.backend import Backend, Keys
+from oneemb.kernels.host_backend import HostBackend
 from oneemb.kernels.init_rows import InitialRows
-from oneemb.kernels.loops import Keys, Loops
 from oneemb.kernels.threads import Threads
 from oneemb.storage.bottom import Bottom, TableBottom
 from oneemb.storage.errors import StorageError, StoreFullError
@@ -81,10 +81,10 @@ class Watcher(Protocol):
         """Note that the rows of these keys have been erased."""
 
 
-def weights_in(weight_SX: Array, slot_U: Array, format: RowFormat, loops: Loops) -> torch.Tensor:
+def weights_in(weight_SX: Array, slot_U: Array, format: RowFormat, backend: Backend) -> torch.Tensor:
     """The weights of the rows in these slots of a slab: [U, D]."""
-    out = torch.empty(len(slot_U), format.dim, dtype=getattr(torch, format.dtype), device=loops.device)
-    loops.gather(RowsOfIds(weight_SX, slot_U, loops.arange(len(slot_U))), loops.array(out))
+    out = torch.empty(len(slot_U), format.dim, dtype=getattr(torch, format.dtype), device=backend.device)
+    backend.gather(RowsOfIds(weight_SX, slot_U, backend.arange(len(slot_U))), backend.array(out))
     return out
 
 
@@ -130,7 +130,7 @@ class EmbeddingStore:
         """Held by loops that write rows in place, or read rows which may be written; taken after the store lock."""
         self._bottom = bottom
         format = RowFormat(dim, dtype, usage_words=0 if policies is None else USAGE_WORDS)
-        self.rows = TieredRows(plan, bottom, format, initial, HostLoops(threads), threads, self.writing, policies)
+        self.rows = TieredRows(plan, bottom, format, initial, HostBackend(threads), threads, self.writing, policies)
         """All rows, in their tiers."""
         self.pins = PinBook(self.rows, placed=policies is not None)
         """Owners of pinned rows. Under the store lock only."""
@@ -163,9 +163,9 @@ class EmbeddingStore:
         return self.rows.new_rows.format
 
     @property
-    def loops(self) -> Loops:
+    def backend(self) -> Backend:
         """Loops that run where the hot tier is. Keys and slots are arrays of that place."""
-        return self.rows.new_rows.loops
+        return self.rows.new_rows.backend
 
     @property
     def generation(self) -> int:
@@ -337,7 +337,7 @@ class EmbeddingStore:
 
     def weights_in(self, slot_U: Array) -> torch.Tensor:
         """The weights of the rows in these slots, which are pinned: [U, D]."""
-        return weights_in(self.weight_SX, slot_U, self.format, self.loops)
+        return weights_in(self.weight_SX, slot_U, self.format, self.backend)
 
     def before_change(self, table_U: Array, id_U: Array, weight_UD: torch.Tensor) -> None:
         """Tell the watchers that these rows are about to change. A watcher that raises prevents it."""
@@ -365,9 +365,9 @@ class EmbeddingStore:
         self.check_open()
         if self.built:
             return self.hot.read(keys)
-        keys = self.loops.counted(keys)
-        row_UW = self.loops.put(np.zeros((len(keys.id_U), self.format.row_width), np.float32))
-        self.rows.new_rows.absent(row_UW, self.loops.arange(len(keys.id_U)), keys.table_U, keys.id_U)
+        keys = self.backend.counted(keys)
+        row_UW = self.backend.put(np.zeros((len(keys.id_U), self.format.row_width), np.float32))
+        self.rows.new_rows.absent(row_UW, self.backend.arange(len(keys.id_U)), keys.table_U, keys.id_U)
         return row_UW, keys
 
     @reading

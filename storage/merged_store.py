@@ -20,9 +20,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from oneemb.kernels.arrays import Array
+from oneemb.kernels.backend import Keys
 from oneemb.kernels.hash_index import find_each
-from oneemb.kernels.host_loops import HostLoops
-from oneemb.kernels.loops import Keys
+from oneemb.kernels.host_backend import HostBackend
 from oneemb.kernels.slot_marks import set_marks
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.locking.signals_deferred import signals_deferred
@@ -57,7 +57,7 @@ class MergedStore:
         self._member_T = np.repeat(np.arange(len(self.members), dtype=np.int32), tables)
         self.threads = max((store.threads for store in self.members), key=lambda threads: threads.count)
         """The most threads that a member may use."""
-        self.loops = HostLoops(self.threads)
+        self.backend = HostBackend(self.threads)
         self._in_order = sorted(self.members, key=lambda store: id(store.store_lock))
         self._slabs: list[np.ndarray] = []
         self._row_VW = np.empty((0, 0), np.float32)
@@ -198,7 +198,7 @@ class MergedStore:
     def _own_keys(self, m: int, keys: Keys, begin_M1: np.ndarray) -> Keys:
         """The keys of one member, with tables as it counts them."""
         own = slice(begin_M1[m], begin_M1[m + 1])
-        return self.loops.distinct_keys(keys.table_U[own] - self.first_table_M1[m], keys.id_U[own])
+        return self.backend.distinct_keys(keys.table_U[own] - self.first_table_M1[m], keys.id_U[own])
 
     def _pin_found(self, keys: Keys, begin_M1: np.ndarray) -> list[Array | None]:
         """Find the keys of all members in one loop, and pin those of each member of which all are there."""

@@ -10,7 +10,7 @@ Invariants:
 
 import numpy as np
 
-from oneemb.kernels.loops import Keys
+from oneemb.kernels.backend import Keys
 from oneemb.kernels.owner import owner_of
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import StoreFullError
@@ -89,9 +89,9 @@ class Replicas(StorePart):
 
     def new_of(self, keys: Keys) -> TableIds:
         """Keys of a lookup that `new` gives: they are about to be begun."""
-        loops, format = self.rows.loops, self.rows.format
-        keys = loops.counted(keys)
-        table_U, id_U = (loops.tensor(array).cpu().numpy() for array in (keys.table_U, keys.id_U))
+        backend, format = self.rows.backend, self.rows.format
+        keys = backend.counted(keys)
+        table_U, id_U = (backend.tensor(array).cpu().numpy() for array in (keys.table_U, keys.id_U))
         return self.new(table_U, id_U, format.row_bytes)
 
     def add(self, keys: TableIds) -> None:
@@ -165,7 +165,7 @@ class Replicas(StorePart):
         here."""
         new = self.new(table_U, id_U, None)
         if len(new[1]):
-            hot, loops = self.rows.hot, self.rows.loops
-            row_UW, _ = hot.read(loops.distinct_keys(loops.put(new[0]), loops.put(new[1])))
-            row_UW = loops.tensor(row_UW).cpu().numpy()[:, : self.rows.format.row_width]
+            hot, backend = self.rows.hot, self.rows.backend
+            row_UW, _ = hot.read(backend.distinct_keys(backend.put(new[0]), backend.put(new[1])))
+            row_UW = backend.tensor(row_UW).cpu().numpy()[:, : self.rows.format.row_width]
             self._put(new, *new, np.ascontiguousarray(row_UW))

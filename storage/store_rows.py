@@ -77,8 +77,8 @@ def visit_rows(store: EmbeddingStore, call: ChangeRows) -> None:
 def set_rows(store: EmbeddingStore, table_U: np.ndarray, id_U: np.ndarray, row_UX: np.ndarray) -> None:
     """Give keys, known or not, these rows, or the first words of them. StoreFullError, with nothing changed, if a tier
     is too small for so many rows at a time, or capacity is reached."""
-    put = store.loops.put
-    slot_U, keys = store.acquire(store.loops.distinct_keys(put(table_U), put(id_U)), admits=True)
+    put = store.backend.put
+    slot_U, keys = store.acquire(store.backend.distinct_keys(put(table_U), put(id_U)), admits=True)
     try:
         if store.watchers:
             store.before_change(keys.table_U, keys.id_U, store.weights_in(slot_U))

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from oneemb.kernels.backend import Backend
 from oneemb.kernels.init_rows import InitialRows
-from oneemb.kernels.loops import Loops
 from oneemb.kernels.threads import Threads, close_when_dropped
 from oneemb.storage.bottom import Bottom
 from oneemb.storage.errors import StorageError, StoreFullError
@@ -72,11 +72,11 @@ class TieredRows:
     """
 
     def __init__(
-        self, plan: StorePlan, bottom: Bottom, format: RowFormat, initial: InitialRows, loops: Loops, threads: Threads,
-        writing: AbstractContextManager[Any], policies: Sequence[RowPolicy] | None = None,
+        self, plan: StorePlan, bottom: Bottom, format: RowFormat, initial: InitialRows, backend: Backend,
+        threads: Threads, writing: AbstractContextManager[Any], policies: Sequence[RowPolicy] | None = None,
     ):  # fmt: skip
         self._plan, self._bottom, self._threads, self._writing = plan, bottom, threads, writing
-        self.new_rows = NewRows(format, initial, loops, policies)
+        self.new_rows = NewRows(format, initial, backend, policies)
         """How rows begin: their form, and the loops of the hot tier."""
         self.generation = 0
         self.whole = True
@@ -107,8 +107,8 @@ class TieredRows:
         return self.new_rows.format
 
     @property
-    def loops(self) -> Loops:
-        return self.new_rows.loops
+    def backend(self) -> Backend:
+        return self.new_rows.backend
 
     def __len__(self) -> int:
         return len(self.hot) if self.tiers else 0
@@ -116,9 +116,9 @@ class TieredRows:
     def build(self, format: RowFormat | None = None) -> None:
         """Make the tiers, without a row, for this format; None = the present one. StorageError if the bottom cannot be
         opened."""
-        self._open(self.new_rows if format is None else self.new_rows.of(format, self.loops))
+        self._open(self.new_rows if format is None else self.new_rows.of(format, self.backend))
 
-    def relayout(self, format: RowFormat, loops: Loops, step: int) -> None:
+    def relayout(self, format: RowFormat, backend: Backend, step: int) -> None:
         """Give rows this format, and move the hot tier to where these loops run. Rows without state get that of new
         ones.
 
@@ -128,21 +128,21 @@ class TieredRows:
                 False now, in the snapshot that a note names.
         """
         try:
-            self._relayout(format, loops, step)
+            self._relayout(format, backend, step)
         except Exception as error:  # of CUDA, for instance: the rows are as they were
             if not self.whole or isinstance(error, StorageError | MemoryError):
                 raise
             raise StorageError(f"the rows in {self._bottom.name} could not be moved: {error}") from error
 
-    def _relayout(self, format: RowFormat, loops: Loops, step: int) -> None:
-        before, after = self.new_rows, self.new_rows.of(format, loops)
+    def _relayout(self, format: RowFormat, backend: Backend, step: int) -> None:
+        before, after = self.new_rows, self.new_rows.of(format, backend)
         if not self.built:
             self.new_rows = after
             return
-        if format.same_words(before.format) and loops is before.loops:
+        if format.same_words(before.format) and backend is before.backend:
             before.format = format
             return
-        with with_room(self._plan, self.tiers, format, loops, len(self)):
+        with with_room(self._plan, self.tiers, format, backend, len(self)):
             self._replace(before, after, step)
 
     def _replace(self, before: NewRows, after: NewRows, step: int) -> None:

@@ -8,7 +8,7 @@ import oneemb
 from oneemb.graph.ops import lookup_ahead, requests
 from oneemb.graph.ops.lookup_ahead import AnnouncedLookup
 from oneemb.graph.ops.requests import Parts, Requested, cut_if_fewer_bytes, keys_by_rank
-from oneemb.kernels.host_loops import HostLoops
+from oneemb.kernels.host_backend import HostBackend
 from oneemb.kernels.owner import owner_of
 from oneemb.storage.embedding_store import EmbeddingStore
 
@@ -206,7 +206,7 @@ def counts_finds(group, path, way, drive):
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HostLoops, "unique_keys_of_bags", counted("ids", HostLoops.unique_keys_of_bags))
+        patch.setattr(HostBackend, "unique_keys_of_bags", counted("ids", HostBackend.unique_keys_of_bags))
         patch.setattr(requests, "keys_of_ranks", counted("asked", requests.keys_of_ranks))
         patch.setattr(EmbeddingStore, "acquire", counted("rows", EmbeddingStore.acquire))
         for _ in range(3):

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from oneemb.kernels.arrays import Array, Terms
+from oneemb.kernels.backend import Backend, Segments
 from oneemb.kernels.hash_index import TABLE_MAX
-from oneemb.kernels.loops import Loops, Segments
 from oneemb.storage.embedding_store import EmbeddingStore, weights_in
 from oneemb.storage.merged_store import MergedStore
 
@@ -60,7 +60,7 @@ class RowGrads:
         """grad_UD, float32 [U, D], and finite_U, bool [U]: whether a row's sum is finite throughout."""
         if self._sums is None:
             assert self.segments is not None
-            self._sums = self.store.loops.sum_segments(self.segments)
+            self._sums = self.store.backend.sum_segments(self.segments)
         return self._sums
 
     @property
@@ -80,8 +80,8 @@ class RowGrads:
 
     def with_sums(self, grad_UD: Array) -> "RowGrads":
         """The same rows with other sums."""
-        loops = self.store.loops
-        sums = grad_UD, loops.array(torch.isfinite(loops.tensor(grad_UD)).all(1))
+        backend = self.store.backend
+        sums = grad_UD, backend.array(torch.isfinite(backend.tensor(grad_UD)).all(1))
         keys = self.table_U, self.id_U, self.slot_U
         return RowGrads(self.store, self.generation, *keys, sums=sums, stores=self.stores)
 
@@ -104,7 +104,7 @@ class RowGrads:
                 break
         else:
             return
-        weight_UD = weights_in(store.weight_SX, self.slot_U, store.format, store.loops)
+        weight_UD = weights_in(store.weight_SX, self.slot_U, store.format, store.backend)
         if isinstance(store, EmbeddingStore):
             store.before_change(self.table_U, self.id_U, weight_UD)
             return
@@ -116,11 +116,11 @@ class RowGrads:
 
     def of_tables(self, tables: Collection[int]) -> "RowGrads":
         """The gradients of rows of these tables, of one store."""
-        table_U = self.store.loops.tensor(self.table_U)
+        table_U = self.store.backend.tensor(self.table_U)
         wanted_U = torch.isin(table_U, torch.tensor(sorted(tables), dtype=table_U.dtype, device=table_U.device))
         if bool(wanted_U.all()):
             return self
-        return self.rows(self.store.loops.array(wanted_U.nonzero().view(-1)))
+        return self.rows(self.store.backend.array(wanted_U.nonzero().view(-1)))
 
     def rows(self, u: Array) -> "RowGrads":
         """The gradients of the keys `u` alone, which may be of any store here."""
@@ -128,9 +128,9 @@ class RowGrads:
         return RowGrads(self.store, self.generation, *keys, sums=(self.grad_UD[u], self.finite_U[u]))
 
 
-def nowhere(loops: Loops, rows: int) -> Array:
+def nowhere(backend: Backend, rows: int) -> Array:
     """The slots of rows that are not pinned: -1, int64 [U]."""
-    return loops.array(torch.full((rows,), -1, device=loops.device, dtype=torch.int64))
+    return backend.array(torch.full((rows,), -1, device=backend.device, dtype=torch.int64))
 
 
 def join_grads(parts: Sequence[RowGrads]) -> RowGrads | None:
@@ -138,15 +138,15 @@ def join_grads(parts: Sequence[RowGrads]) -> RowGrads | None:
     if len(parts) < 2:
         return parts[0] if parts else None
     store, stores = parts[0].store, tuple({member: None for part in parts for member in part.stores})
-    loops = store.loops
+    backend = store.backend
     table_N, id_N, slot_N, grad_ND = (
-        loops.array(torch.cat([loops.tensor(getattr(part, name)) for part in parts]))
+        backend.array(torch.cat([backend.tensor(getattr(part, name)) for part in parts]))
         for name in ("table_U", "id_U", "slot_U", "grad_UD")
     )
-    unique = loops.counted(loops.unique_keys(table_N, id_N, tables=TABLE_MAX + 1, padding_id=None, check=None))
+    unique = backend.counted(backend.unique_keys(table_N, id_N, tables=TABLE_MAX + 1, padding_id=None, check=None))
     return RowGrads(
         store, parts[0].generation, unique.table_U, unique.id_U, _slots_of(store, unique, slot_N),
-        segments=loops.segments(unique, None, grad_ND, None), stores=stores,
+        segments=backend.segments(unique, None, grad_ND, None), stores=stores,
     )  # fmt: skip
 
 
@@ -154,14 +154,14 @@ def _slots_of(store: EmbeddingStore | MergedStore, unique: Any, slot_N: Array) -
     """Slot of each unique key; the admitted row's slot where the key has been admitted since."""
     if isinstance(store, MergedStore) or not store.has_temporary_rows:
         return slot_N.take(unique.head_U)
-    loops = store.loops
-    inverse_N, slot_of_N = (loops.tensor(array).cpu().numpy() for array in (unique.inverse_N, slot_N))
+    backend = store.backend
+    inverse_N, slot_of_N = (backend.tensor(array).cpu().numpy() for array in (unique.inverse_N, slot_N))
     kept = np.flatnonzero(~np.isin(slot_of_N, store.temporary()))
     slot_U = np.empty(len(unique.id_U), np.int64)
     inverse_N = inverse_N.astype(np.int64)
     slot_U[inverse_N] = slot_of_N
     slot_U[inverse_N[kept]] = slot_of_N[kept]
-    return loops.put(slot_U)
+    return backend.put(slot_U)
 
 
 def sum_over_passes(grads: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -177,12 +177,12 @@ def sum_over_passes(grads: Sequence[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-def add_sums(sums: Sequence[Summed], loops: Loops) -> Summed:
+def add_sums(sums: Sequence[Summed], backend: Backend) -> Summed:
     """Sums of the same keys, added up in this order; a single one is given as it is."""
     first, *others = sums
     if not others:
         return first
-    total = loops.tensor(first.grad_UD).clone()
+    total = backend.tensor(first.grad_UD).clone()
     for other in others:
-        total += loops.tensor(other.grad_UD)
-    return Summed(loops.array(total), loops.array(torch.isfinite(total).all(1)))
+        total += backend.tensor(other.grad_UD)
+    return Summed(backend.array(total), backend.array(torch.isfinite(total).all(1)))

@@ -13,16 +13,16 @@ import numpy as np
 import torch
 
 from oneemb.graph.ops.op import PREPARE, Op
-from oneemb.kernels import loops as kernels
+from oneemb.kernels import backend as kernels
 from oneemb.kernels.arrays import Array, Bags
-from oneemb.kernels.host_loops import OPENMP_MIN, HostLoops, loops_of
-from oneemb.kernels.loops import Loops
+from oneemb.kernels.backend import Backend
+from oneemb.kernels.host_backend import OPENMP_MIN, HostBackend, backend_of
 from oneemb.kernels.threads import Threads
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 _ONE_THREAD = Threads(1)
-_NO_LOOPS = HostLoops(_ONE_THREAD)
+_NO_BACKEND = HostBackend(_ONE_THREAD)
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Keys:
     """Shape of the ids; with bags, [B, T] or [P]."""
     unique: kernels.Keys
     bags: Bags | None
-    loops: Loops
+    backend: Backend
     """Loops that work where the ids are."""
     uses_U: np.ndarray | None = None
     """int64: number of ids in the ranks' batches that each key has, for policies; None = the number in `unique`."""
@@ -74,21 +74,21 @@ def unique_keys(
     Raises:
         TypeError, ValueError: dtype, device, shape or range is not as above.
     """
-    loops = loops_of(ids, threads) if isinstance(ids, torch.Tensor) else _NO_LOOPS  # which is refused just below
+    backend = backend_of(ids, threads) if isinstance(ids, torch.Tensor) else _NO_BACKEND  # which is refused just below
     if offsets is None:
         if columns is not None:
             check_no_columns(columns)
         check_ids(ids, table_ids, num_tables, key_type)
-        table_N, id_N, check = tables_and_ids(ids, table_ids, num_tables, loops)
-        unique = loops.unique_keys(table_N, id_N, tables=num_tables, padding_id=padding_idx, check=check)
-        return Keys(ids.shape, unique, None, loops)
-    shape, offset_P1, table_P, check_bags = bags_of_ids(ids, table_ids, num_tables, key_type, offsets, columns, loops)
-    id_N = loops.array(ids.detach().contiguous())
-    unique, bags = loops.unique_keys_of_bags(
-        id_N, loops.array(offset_P1), None if table_P is None else loops.array(table_P), tables=num_tables,
+        table_N, id_N, check = tables_and_ids(ids, table_ids, num_tables, backend)
+        unique = backend.unique_keys(table_N, id_N, tables=num_tables, padding_id=padding_idx, check=check)
+        return Keys(ids.shape, unique, None, backend)
+    shape, offset_P1, table_P, check_bags = bags_of_ids(ids, table_ids, num_tables, key_type, offsets, columns, backend)
+    id_N = backend.array(ids.detach().contiguous())
+    unique, bags = backend.unique_keys_of_bags(
+        id_N, backend.array(offset_P1), None if table_P is None else backend.array(table_P), tables=num_tables,
         columns=columns, padding_id=padding_idx, check=check_bags,
     )  # fmt: skip
-    return Keys(shape, unique, bags, loops)
+    return Keys(shape, unique, bags, backend)
 
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -253,15 +253,15 @@ def check_tables(table_ids: torch.Tensor, num_tables: int) -> None:
 
 
 def tables_and_ids(
-    ids: torch.Tensor, table_ids: torch.Tensor | None, num_tables: int, loops: Loops
+    ids: torch.Tensor, table_ids: torch.Tensor | None, num_tables: int, backend: Backend
 ) -> tuple[Array, Array, Callable[[], None] | None]:
     """table_N, id_N and a check of the values of `table_ids`, of ids that `check_ids` has seen."""
-    id_N = loops.array(ids.detach().reshape(-1).contiguous())
+    id_N = backend.array(ids.detach().reshape(-1).contiguous())
     if table_ids is None:
-        return loops.tables_of_columns(len(id_N), num_tables), id_N, None
+        return backend.tables_of_columns(len(id_N), num_tables), id_N, None
     looked_up = table_ids if ids.numel() else table_ids.reshape(-1)[:0]
-    table_N = loops.tables(table_ids, num_tables).expand(ids.shape).reshape(-1).contiguous()
-    return loops.array(table_N), id_N, functools.partial(check_tables, looked_up, num_tables)
+    table_N = backend.tables(table_ids, num_tables).expand(ids.shape).reshape(-1).contiguous()
+    return backend.array(table_N), id_N, functools.partial(check_tables, looked_up, num_tables)
 
 
 def bags_of_ids(
@@ -271,7 +271,7 @@ def bags_of_ids(
     key_type: torch.dtype,
     offsets: torch.Tensor,
     columns: Sequence[int] | None,
-    loops: Loops,
+    backend: Backend,
 ) -> tuple[torch.Size, torch.Tensor, torch.Tensor | None, Callable[[], None]]:
     """The shape that bags of ids give, their offsets and tables, and a check of the values of both.
 
@@ -304,7 +304,7 @@ def bags_of_ids(
         )
     else:
         shape = torch.Size([bags]) if num_tables == 1 else torch.Size([bags // num_tables, num_tables])
-    table_P = None if table_ids is None else loops.tables(table_ids, num_tables).contiguous()
+    table_P = None if table_ids is None else backend.tables(table_ids, num_tables).contiguous()
 
     def check() -> None:
         _check_offsets(offset_P1, len(ids))

@@ -112,7 +112,7 @@ class Lease:
         self.pooling = "sum"
         """Pooling of a bag: one of `POOLINGS`."""
         self.argmax_PD: Array | None = None
-        """For bags pooled by their maximum: place in the bag of the id that gave each number, see `Loops.pool_max`."""
+        """For bags pooled by their maximum: place in the bag of the id of each number, see `Backend.pool_max`."""
         self.has_grad = False
         """Whether a gradient has come."""
         self.lookups = 1
@@ -138,8 +138,8 @@ class Lease:
     @classmethod
     def of_keys(cls, store: EmbeddingStore, table_U: Array, id_U: Array, lookups: int = 1) -> "Lease":
         """A pinned lease of distinct keys, in place of the leases of so many lookups."""
-        unique = store.loops.distinct_keys(table_U, id_U)
-        lease = cls(store, Keys(torch.Size((len(id_U),)), unique, None, store.loops))
+        unique = store.backend.distinct_keys(table_U, id_U)
+        lease = cls(store, Keys(torch.Size((len(id_U),)), unique, None, store.backend))
         lease.lookups = lookups
         lease.pin(again=True)
         return lease
@@ -147,13 +147,13 @@ class Lease:
     def use(self) -> "Lease | None":
         """Let a policy count the uses in `uses_U` of the keys; keys without a row that are used get one. Returns a
         pinned lease on the used rows; None = no row is used, or they were counted already. It raises as `pin`."""
-        keys, loops = self.keys, self.store.loops
+        keys, backend = self.keys, self.store.backend
         if keys.uses_U is None or not keys.uses_U.any():
             return None
         used = np.flatnonzero(keys.uses_U)
-        at = loops.array(torch.from_numpy(used).to(loops.device))
-        unique = loops.distinct_keys(keys.unique.table_U[at], keys.unique.id_U[at])
-        lease = Lease(self.store, Keys(torch.Size((len(used),)), unique, None, loops, keys.uses_U[used]))
+        at = backend.array(torch.from_numpy(used).to(backend.device))
+        unique = backend.distinct_keys(keys.unique.table_U[at], keys.unique.id_U[at])
+        lease = Lease(self.store, Keys(torch.Size((len(used),)), unique, None, backend, keys.uses_U[used]))
         lease.pin()
         self._keys = dataclasses.replace(keys, uses_U=None)
         return lease
@@ -236,22 +236,24 @@ class Lease:
         gradient. None = the gradient is to be kept and summed later."""
         if self.has_grad or self.remote is not None or self.shared is not None or self.argmax_PD is not None:
             return None
-        keys, loops = self.keys, self.store.loops
-        if not loops.sum_costs_less(keys.unique, len(grad_NX)):
+        keys, backend = self.keys, self.store.backend
+        if not backend.sum_costs_less(keys.unique, len(grad_NX)):
             return None
-        return Summed(*loops.sum_segments(loops.segments(keys.unique, keys.bags, loops.array(grad_NX), self.scale_N)))
+        return Summed(
+            *backend.sum_segments(backend.segments(keys.unique, keys.bags, backend.array(grad_NX), self.scale_N))
+        )
 
     def reduce(self, grads: Sequence[torch.Tensor | Summed]) -> RowGrads:
         """Gradients of unique keys, from one gradient of the lookup for each backward pass; sums are made later, unless
         `sum_now` has made them."""
-        unique, loops = self.keys.unique, self.store.loops
-        slot_U = nowhere(loops, len(unique.id_U)) if self.slot_U is None else self.slot_U
+        unique, backend = self.keys.unique, self.store.backend
+        slot_U = nowhere(backend, len(unique.id_U)) if self.slot_U is None else self.slot_U
         keys = self.store, self.generation, unique.table_U, unique.id_U, slot_U
         if isinstance(grads[0], Summed):
-            return RowGrads(*keys, sums=add_sums(cast("Sequence[Summed]", grads), loops))
-        grad_NX = loops.array(self.sum_passes(cast("Sequence[torch.Tensor]", grads)).contiguous())
+            return RowGrads(*keys, sums=add_sums(cast("Sequence[Summed]", grads), backend))
+        grad_NX = backend.array(self.sum_passes(cast("Sequence[torch.Tensor]", grads)).contiguous())
         bags = self.keys.bags if self.argmax_PD is None else None
-        return RowGrads(*keys, segments=loops.segments(unique, bags, grad_NX, self.scale_N))
+        return RowGrads(*keys, segments=backend.segments(unique, bags, grad_NX, self.scale_N))
 
     def reduce_once(self, grads: Sequence[torch.Tensor | Summed]) -> RowGrads:
         """Result of `reduce`, kept for a next call with the same gradients."""
@@ -270,7 +272,7 @@ class Lease:
         grad_NX = sum_over_passes(grads)
         if self.argmax_PD is None:
             return grad_NX
-        return spread_max_grads(self.keys, self.argmax_PD, grad_NX.contiguous(), self.store.loops)
+        return spread_max_grads(self.keys, self.argmax_PD, grad_NX.contiguous(), self.store.backend)
 
     def read(self) -> torch.Tensor:
         """The weights of each id, or of each bag, as they are now."""
@@ -282,7 +284,7 @@ class Lease:
         if slot_U is None:
             row_UW, unique = store.read(self.keys.unique)
             self._keys = dataclasses.replace(self.keys, unique=unique)
-            return self._read(store.format.weights(row_UW), store.loops.arange(len(row_UW)))
+            return self._read(store.format.weights(row_UW), store.backend.arange(len(row_UW)))
         weight_SX = store.weight_SX
         if self.generation != store.generation:  # Another thread may have closed it; the slab taken before stays.
             raise StorageError(REPLACED)
@@ -295,31 +297,31 @@ class Lease:
 
     def _sum_parts(self, remote: Remote, cut: CutBags) -> torch.Tensor:
         """The sum of each bag, or its mean, from the sums that owners have made of its parts."""
-        store, loops = self.store, self.store.loops
+        store, backend = self.store, self.store.backend
         order_S, offset_P1 = cut.of_bags()
-        scale_S = loops.array(cut.scale_S[order_S].to(loops.device)) if self.pooling == "mean" else None
-        part_S = loops.array(order_S.to(loops.device))
-        out = torch.empty(*self.keys.shape, store.format.dim, dtype=DTYPES[store.format.dtype], device=loops.device)
+        scale_S = backend.array(cut.scale_S[order_S].to(backend.device)) if self.pooling == "mean" else None
+        part_S = backend.array(order_S.to(backend.device))
+        out = torch.empty(*self.keys.shape, store.format.dim, dtype=DTYPES[store.format.dtype], device=backend.device)
         rows = RowsOfIds(remote.weight_SX, remote.slot_U, part_S)
-        bags = Bags(loops.array(offset_P1.to(loops.device)))
-        loops.pool(rows, bags, scale_S, loops.array(out.view(-1, out.shape[-1])))
+        bags = Bags(backend.array(offset_P1.to(backend.device)))
+        backend.pool(rows, bags, scale_S, backend.array(out.view(-1, out.shape[-1])))
         return out
 
     def grad_of_scales(self, grad_PD: torch.Tensor) -> torch.Tensor:
         """The gradient of `per_sample_weights`, float32 [N], from the gradient of bags."""
-        store, keys, loops = self.store, self.keys, self.store.loops
+        store, keys, backend = self.store, self.keys, self.store.backend
         assert keys.bags is not None
         if self.slot_U is None:
             remote = self.remote
             if remote is None:
                 weight_UX = store.format.weights(store.read(keys.unique)[0])
-                rows = RowsOfIds(weight_UX, loops.arange(len(weight_UX)), keys.unique.inverse_N)
+                rows = RowsOfIds(weight_UX, backend.arange(len(weight_UX)), keys.unique.inverse_N)
             else:
                 rows = RowsOfIds(remote.weight_SX, remote.slot_U, keys.unique.inverse_N)
-            return loops.tensor(loops.scale_grads(rows, keys.bags.bag_N, loops.array(grad_PD.contiguous())))
+            return backend.tensor(backend.scale_grads(rows, keys.bags.bag_N, backend.array(grad_PD.contiguous())))
         with signals_deferred, store.writing:
             rows = RowsOfIds(store.weight_SX, self.slot_U, keys.unique.inverse_N)
-            return loops.tensor(loops.scale_grads(rows, keys.bags.bag_N, loops.array(grad_PD.contiguous())))
+            return backend.tensor(backend.scale_grads(rows, keys.bags.bag_N, backend.array(grad_PD.contiguous())))
 
     def check_not_replaced(self) -> None:
         """Raise StorageError if the rows of the lookup were replaced since."""
@@ -367,7 +369,7 @@ class LeaseAgain(Lease):
         """Whether `first` is the lease of a first lookup of the same keys."""
         if isinstance(first, LeaseAgain) or first.slot_U is None or len(first.slot_U) != len(self.keys.unique.id_U):
             return False
-        tensor, one, other = self.store.loops.tensor, self.keys.unique, first.keys.unique
+        tensor, one, other = self.store.backend.tensor, self.keys.unique, first.keys.unique
         return torch.equal(tensor(one.id_U), tensor(other.id_U)) and torch.equal(
             tensor(one.table_U), tensor(other.table_U)
         )
@@ -386,7 +388,7 @@ def acquire(
         StoreFullError: a tier is too small for the step, or capacity is reached; nothing of this lookup is inserted.
         ValueError: the ids are not where the embedding is.
     """
-    check_place(store, keys.loops)
+    check_place(store, keys.backend)
     if not store.built:
         store.build()
     lease = LeaseAgain(store, keys) if again else Lease(store, keys)
@@ -405,9 +407,9 @@ def acquire_later(store: EmbeddingStore, keys: Keys) -> Lease:
     Raises:
         ValueError: the ids are not where the embedding is.
     """
-    check_place(store, keys.loops)
+    check_place(store, keys.backend)
     # On a GPU tables and offsets are checked here, before anything uses them.
-    return Lease(store, dataclasses.replace(keys, unique=keys.loops.counted(keys.unique)))
+    return Lease(store, dataclasses.replace(keys, unique=keys.backend.counted(keys.unique)))
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------

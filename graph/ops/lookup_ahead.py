@@ -110,7 +110,7 @@ class LookupAhead:
             return gather(owned[0])
 
         row_SD, slot_U = self._bring_rows(read)
-        array = self.store.loops.array
+        array = self.store.backend.array
         its = self.request, self.requested
         remote = Remote(self.ranks, array(row_SD), array(slot_U), owned[0] if owned else None, *its)
         return Lease(self.store, self.keys, remote=remote)
@@ -157,15 +157,15 @@ def request_for(store: EmbeddingStore, ranks: Ranks, keys: Keys, *, sums_bags: b
     Args:
         sums_bags: whether it is a lookup of bags, whose sums or means `gather` is to give without weights.
     """
-    loops = store.loops
-    keys = dataclasses.replace(keys, unique=keys.loops.counted(keys.unique))
-    table_U, id_U = (loops.tensor(array).cpu() for array in (keys.unique.table_U, keys.unique.id_U))
+    backend = store.backend
+    keys = dataclasses.replace(keys, unique=keys.backend.counted(keys.unique))
+    table_U, id_U = (backend.tensor(array).cpu() for array in (keys.unique.table_U, keys.unique.id_U))
     owner_U = owner_of(table_U.numpy(), id_U.numpy(), ranks.size)
     if store.replicas:
         owner_U[store.replicas.are_of(table_U.numpy())] = ranks.rank  # This rank has copies.
     sent, uses_R = keys_by_rank(table_U, id_U, owner_U, ranks.size), None
     if store.policy.counts_uses:
-        uses_U = torch.from_numpy(keys.loops.uses_of(keys.unique).astype(np.int32))
+        uses_U = torch.from_numpy(keys.backend.uses_of(keys.unique).astype(np.int32))
         uses_R = uses_U[sent.order_N].split(sent.count_R)
     cut, like = None, rows_like(store, ranks)
     # Rows of half as many bits give a sum that is rounded once; so would sums of parts be, each. float16 may not hold
@@ -173,8 +173,8 @@ def request_for(store: EmbeddingStore, ranks: Ranks, keys: Keys, *, sums_bags: b
     if sums_bags and store.format.dtype == "float32" and like.dtype != torch.float16 and not store.replicas:
         assert keys.bags is not None
         offsets, row_P = keys.bags.arrays
-        inverse_N, offset_P1 = (loops.tensor(array).cpu().numpy() for array in (keys.unique.inverse_N, offsets))
-        row_P = None if row_P is None else loops.tensor(row_P).cpu().numpy()
+        inverse_N, offset_P1 = (backend.tensor(array).cpu().numpy() for array in (keys.unique.inverse_N, offsets))
+        row_P = None if row_P is None else backend.tensor(row_P).cpu().numpy()
         row_bytes, grad_bytes = (store.format.dim * dtype.itemsize for dtype in (like.dtype, ranks.comm_dtype))
         cut = cut_if_fewer_bytes(
             sent, inverse_N, offset_P1, row_P, rank=ranks.rank, row_bytes=row_bytes, grad_bytes=grad_bytes

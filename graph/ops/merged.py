@@ -26,14 +26,14 @@ from oneemb.graph.ops.op import LOOKUP, PREPARE, Op
 from oneemb.graph.ops.reading import check_pooling, measure_gather
 from oneemb.kernels import unique_keys as kernel
 from oneemb.kernels.arrays import Bags, RowsOfIds, rows_of_columns
-from oneemb.kernels.host_loops import HostLoops
+from oneemb.kernels.host_backend import HostBackend
 from oneemb.kernels.reduce_grads import Segments
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import StoreFullError
 from oneemb.storage.locking.store_lock import whole
 from oneemb.storage.merged_store import MergedPrefetched, MergedStore
 
-_LOOPS = HostLoops(Threads(1))
+_BACKEND = HostBackend(Threads(1))
 
 
 class MergedLookup(NamedTuple):
@@ -70,7 +70,7 @@ class MergedKeys:
     begin_P1: np.ndarray
     """int64 [P + 1]: lookup p has the unique keys from begin_P1[p] to begin_P1[p + 1] - 1"""
 
-    loops: HostLoops = _LOOPS
+    backend: HostBackend = _BACKEND
 
 
 class MergedRows:
@@ -96,7 +96,7 @@ class MergedRows:
             inverse_N.astype(np.int32),
             unique.head_U[part.unique] - part.ids.start,
         )
-        return Keys(part.keys.shape, own, part.keys.bags, self.store.members[self.member_P[p]].loops)
+        return Keys(part.keys.shape, own, part.keys.bags, self.store.members[self.member_P[p]].backend)
 
     def reduce(self, grads: Mapping[int, tuple[Lease, Sequence[torch.Tensor]]]) -> RowGrads:
         """The gradients of some lookups, of one backward pass each, to be summed by key.
@@ -108,7 +108,7 @@ class MergedRows:
         live = sorted(grads)
         got = [grads[p][0].sum_passes(grads[p][1]) for p in live]
         # Where one was summed, and is float32, all are.
-        grad_NX = _LOOPS.array(torch.cat(got))
+        grad_NX = _BACKEND.array(torch.cat(got))
         inverse_N, row_N, scale_N = unique.inverse_N, None, None
         dead = [part for p, part in enumerate(parts) if p not in grads]
         if dead:
@@ -254,7 +254,7 @@ def unique_merged_keys(lookups: Sequence[MergedLookup], key_type: torch.dtype, p
     parts: list[KeysPart] = []
     for lookup, batch, begin, end in zip(lookups, batches, begin_P, end_P, strict=True):
         own = unique._replace(inverse_N=unique.inverse_N[begin:end])
-        keys = Keys(batch.shape, own, batch.bags, _LOOPS)
+        keys = Keys(batch.shape, own, batch.bags, _BACKEND)
         p = len(parts)
         parts.append(
             KeysPart(lookup.first_table, slice(begin, end), keys, slice(int(begin_P1[p]), int(begin_P1[p + 1])))
@@ -277,7 +277,7 @@ def _batch_of(lookup: MergedLookup, key_type: torch.dtype) -> _Batch:
     if isinstance(ids, torch.Tensor) and ids.device.type != "cpu":
         raise ValueError(f"ids must be on the CPU, where the embedding is, got {ids.device}; call ids.cpu()")
     if offsets is not None:
-        shape, offset_P1, table_P, check = bags_of_ids(ids, table_ids, num_tables, key_type, offsets, columns, _LOOPS)
+        shape, offset_P1, table_P, check = bags_of_ids(ids, table_ids, num_tables, key_type, offsets, columns, _BACKEND)
         check()
         bags = Bags(offset_P1.numpy())
         if columns is not None:
@@ -306,7 +306,7 @@ def _read(merged: MergedRows, read: Sequence[int], leases: Sequence[Lease]) -> l
     """The weights of each id, or bag, of the lookups `read`, growing, by their pinned leases: rows of one array, as
     tensors that are no views of another."""
     store, keys = merged.store, merged.keys
-    dim, dtype, loops = store.format.dim, DTYPES[store.format.dtype], store.loops
+    dim, dtype, backend = store.format.dim, DTYPES[store.format.dtype], store.backend
     parts = [keys.parts[p] for p in read]
     slot_U = np.empty(len(keys.unique.id_U), np.int64)
     merged_U = store.merged_slots([merged.member_P[p] for p in read], [lease.slot_U for lease in leases])
@@ -319,7 +319,7 @@ def _read(merged: MergedRows, read: Sequence[int], leases: Sequence[Lease]) -> l
     end_P = list(itertools.accumulate(part.keys.shape.numel() for part in parts))
     begin_P = [0, *end_P[:-1]]
     all_ND = torch.empty(end_P[-1], dim, dtype=dtype, device="cpu")
-    row_ND = loops.array(all_ND)
+    row_ND = backend.array(all_ND)
     first = 0
     # Lookups that lie side by side and are read in the same way are one launch.
     for (_, pooled, takes_max), group in itertools.groupby(
@@ -330,16 +330,16 @@ def _read(merged: MergedRows, read: Sequence[int], leases: Sequence[Lease]) -> l
         ids = slice(parts[adjacent[0]].ids.start, parts[adjacent[-1]].ids.stop)
         rows = RowsOfIds(weight_SX, slot_U, inverse_N[ids])
         if not pooled:
-            loops.gather(rows, row_ND[first:end])
+            backend.gather(rows, row_ND[first:end])
         else:
             bags, scale_N = _pooling([parts[i] for i in adjacent], [leases[i] for i in adjacent])
             if takes_max:
                 argmax_PD = np.empty((end - first, dim), np.int32)
-                loops.pool_max(rows, bags, row_ND[first:end], argmax_PD)
+                backend.pool_max(rows, bags, row_ND[first:end], argmax_PD)
                 for i in adjacent:
                     leases[i].argmax_PD = argmax_PD[begin_P[i] - first : end_P[i] - first]
             else:
-                loops.pool(rows, bags, scale_N, row_ND[first:end])
+                backend.pool(rows, bags, scale_N, row_ND[first:end])
         first = end
     return [
         torch.empty(0, dtype=dtype, device="cpu").set_(all_ND.untyped_storage(), begin * dim, (*part.keys.shape, dim))  # type: ignore[call-overload]

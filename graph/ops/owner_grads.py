@@ -181,11 +181,13 @@ def _left(row_grad: GradOfRanks, ranks: Ranks) -> Left | None:
             leases.append(lease)
             continue
         sent, grad_PD = lease.remote.request.sent, sum_over_passes(cast("list[torch.Tensor]", grads))
-        loops, grad_SD = store.loops, grad_PD.new_empty(len(cut.bag_S), grad_PD.shape[1])
+        backend, grad_SD = store.backend, grad_PD.new_empty(len(cut.bag_S), grad_PD.shape[1])
         grads_of_parts = RowsOfIds(
-            loops.array(grad_PD.contiguous()), loops.arange(len(grad_PD)), loops.array(cut.bag_S.to(loops.device))
+            backend.array(grad_PD.contiguous()),
+            backend.arange(len(grad_PD)),
+            backend.array(cut.bag_S.to(backend.device)),
         )
-        loops.gather(grads_of_parts, loops.array(grad_SD))
+        backend.gather(grads_of_parts, backend.array(grad_SD))
         if lease.pooling == "mean":
             grad_SD *= cut.scale_S.to(grad_SD.device)[:, None]
         uses_R = None
@@ -196,14 +198,14 @@ def _left(row_grad: GradOfRanks, ranks: Ranks) -> Left | None:
         left.append(Left(sent.id_R, sent.table_R, cut.parts_R, grad_SD, uses_R))
     summed = join_grads(of_keys)
     if summed is not None:
-        loops = store.loops
+        backend = store.backend
         remote = leases[0].remote
         if len(leases) == 1 and remote is not None and not store.replicas:
             sent = remote.request.sent  # Gradients go to the ranks that sent the rows.
         else:
-            table_U, id_U = (loops.tensor(array).cpu() for array in (summed.table_U, summed.id_U))
+            table_U, id_U = (backend.tensor(array).cpu() for array in (summed.table_U, summed.id_U))
             sent = _by_trainer(store, ranks, table_U, id_U)
-        grad_UD, uses_R = loops.tensor(summed.grad_UD), None
+        grad_UD, uses_R = backend.tensor(summed.grad_UD), None
         grad_ND = grad_UD.index_select(0, sent.order_N.to(grad_UD.device))
         if store.engine is not None:
             uses_R = _uses_by_steps(store, leases, summed)[sent.order_N].split(sent.count_R)
@@ -213,15 +215,15 @@ def _left(row_grad: GradOfRanks, ranks: Ranks) -> Left | None:
 
 def _uses_by_steps(store: EmbeddingStore, leases: Sequence[Lease], summed: RowGrads) -> torch.Tensor:
     """Number of ids that each summed key has in the lookups in eval mode among these: int32 [U]."""
-    loops, uses_U = store.loops, np.zeros(len(summed.id_U), np.int64)
+    backend, uses_U = store.backend, np.zeros(len(summed.id_U), np.int64)
     evaluated = [lease for lease in leases if lease.remote is not None and lease.remote.owned is None]
     if evaluated:
         keys = [(summed.table_U, summed.id_U), *((its.keys.unique.table_U, its.keys.unique.id_U) for its in evaluated)]
-        table_N, id_N = (loops.array(torch.cat([*map(loops.tensor, its)])) for its in zip(*keys, strict=True))
+        table_N, id_N = (backend.array(torch.cat([*map(backend.tensor, its)])) for its in zip(*keys, strict=True))
         # Keys that are summed are distinct and come first: they are the unique ones, in their order.
-        unique = loops.unique_keys(table_N, id_N, tables=TABLE_MAX + 1, padding_id=None, check=None)
-        key_N = loops.tensor(unique.inverse_N).cpu().numpy()[len(uses_U) :].astype(np.int64)
-        np.add.at(uses_U, key_N, np.concatenate([loops.uses_of(its.keys.unique) for its in evaluated]))
+        unique = backend.unique_keys(table_N, id_N, tables=TABLE_MAX + 1, padding_id=None, check=None)
+        key_N = backend.tensor(unique.inverse_N).cpu().numpy()[len(uses_U) :].astype(np.int64)
+        np.add.at(uses_U, key_N, np.concatenate([backend.uses_of(its.keys.unique) for its in evaluated]))
     return torch.from_numpy(uses_U.astype(np.int32))
 
 
@@ -275,7 +277,7 @@ def shuffle_grads(
             if left is None:
                 rows_R, grad_ND = (
                     [0] * ranks.size,
-                    torch.empty(0, store.format.dim, device=store.loops.device, dtype=torch.float32),
+                    torch.empty(0, store.format.dim, device=store.backend.device, dtype=torch.float32),
                 )
             else:
                 rows_R, grad_ND = left.rows_R, left.grad_ND
@@ -311,12 +313,12 @@ def _owned(requested: Requested, grad_ND: torch.Tensor, scale: float, lookup: Le
         if remote.owned is not None and remote.owned.is_pinned:
             pinned, lookup.remote = remote.owned, dataclasses.replace(remote, owned=None)  # The gradient owns the pins.
     keys, store = requested.keys_behind(0), requested.store
-    loops = store.loops
-    grad_ND = grad_ND.float().to(loops.device)
+    backend = store.backend
+    grad_ND = grad_ND.float().to(backend.device)
     if scale != 1.0:  # Received rows are fewer than terms of sums. NumPy's product may raise on one rank: np.seterr.
         grad_ND *= scale
-    segments = loops.segments(keys.unique, keys.bags, loops.array(grad_ND), None)
+    segments = backend.segments(keys.unique, keys.bags, backend.array(grad_ND), None)
     table_U, id_U = keys.unique.table_U, keys.unique.id_U
     if pinned is None or pinned.slot_U is None:
-        return Lease(store, keys), RowGrads(store, -1, table_U, id_U, nowhere(loops, len(id_U)), segments=segments)
+        return Lease(store, keys), RowGrads(store, -1, table_U, id_U, nowhere(backend, len(id_U)), segments=segments)
     return pinned, RowGrads(store, pinned.generation, table_U, id_U, pinned.slot_U, segments=segments)

@@ -13,10 +13,10 @@ import torch
 
 from oneemb.graph.ops.keys import DTYPES, POOLINGS, Keys, check_ids, check_scales, tables_and_ids
 from oneemb.graph.ops.op import LOOKUP, PREPARE, Op
-from oneemb.kernels import loops as kernels
+from oneemb.kernels import backend as kernels
 from oneemb.kernels.arrays import Array, RowsOfIds
-from oneemb.kernels.host_loops import loops_of
-from oneemb.kernels.loops import Loops
+from oneemb.kernels.backend import Backend
+from oneemb.kernels.host_backend import backend_of
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.merged_store import MergedStore
 from oneemb.storage.rows.row_format import RowFormat
@@ -30,18 +30,18 @@ class ReadRows(Protocol):
         """Format of a row."""
 
     @property
-    def loops(self) -> Loops:
+    def backend(self) -> Backend:
         """Loops that work where the rows are."""
 
     def read(self, keys: kernels.Keys) -> tuple[Array, kernels.Keys]:
         """The rows of these keys; see `EmbeddingStore.read`."""
 
 
-def check_place(store: ReadRows | MergedStore, loops: Loops) -> None:
-    if loops.place != store.loops.place:
+def check_place(store: ReadRows | MergedStore, backend: Backend) -> None:
+    if backend.place != store.backend.place:
         raise ValueError(
-            f"ids must be on {store.loops.place}, where the embedding is, got {loops.place};"
-            f" call ids.to({str(store.loops.device)!r})"
+            f"ids must be on {store.backend.place}, where the embedding is, got {backend.place};"
+            f" call ids.to({str(store.backend.device)!r})"
         )
 
 
@@ -53,26 +53,26 @@ def read_rows(
     store: ReadRows, weight_SX: Array, slot_U: Array, keys: Keys, scale_N: Array | None, pooling: str
 ) -> tuple[torch.Tensor, Array | None]:
     """The weights of each id, or of each bag, from the rows in slot_U; and the `argmax_PD` of a maximum."""
-    loops, layout, rows = store.loops, store.format, RowsOfIds(weight_SX, slot_U, keys.unique.inverse_N)
+    backend, layout, rows = store.backend, store.format, RowsOfIds(weight_SX, slot_U, keys.unique.inverse_N)
     dim = layout.dim
-    out = torch.empty(*keys.shape, dim, dtype=DTYPES[layout.dtype], device=loops.device)
-    out_ND = loops.array(out.view(-1, dim))
+    out = torch.empty(*keys.shape, dim, dtype=DTYPES[layout.dtype], device=backend.device)
+    out_ND = backend.array(out.view(-1, dim))
     argmax_PD = None
     if keys.bags is None:
-        loops.gather(rows, out_ND)
+        backend.gather(rows, out_ND)
     elif pooling == "max":
-        argmax_PD = loops.array(torch.empty(out_ND.shape, dtype=torch.int32, device=loops.device))
-        loops.pool_max(rows, keys.bags, out_ND, argmax_PD)
+        argmax_PD = backend.array(torch.empty(out_ND.shape, dtype=torch.int32, device=backend.device))
+        backend.pool_max(rows, keys.bags, out_ND, argmax_PD)
     else:
-        loops.pool(rows, keys.bags, scale_N, out_ND)
+        backend.pool(rows, keys.bags, scale_N, out_ND)
     return out, argmax_PD
 
 
-def spread_max_grads(keys: Keys, argmax_PD: Array, grad_PD: torch.Tensor, loops: Loops) -> torch.Tensor:
+def spread_max_grads(keys: Keys, argmax_PD: Array, grad_PD: torch.Tensor, backend: Backend) -> torch.Tensor:
     """The gradients of ids, [N, D], from the gradients of their bags' maxima: each goes to the id that gave it."""
     assert keys.bags is not None
     grad_ND = grad_PD.new_empty(len(keys.unique.inverse_N), grad_PD.shape[1])
-    loops.spread_max_grads(keys.bags, argmax_PD, loops.array(grad_PD), loops.array(grad_ND))
+    backend.spread_max_grads(keys.bags, argmax_PD, backend.array(grad_PD), backend.array(grad_ND))
     return grad_ND
 
 
@@ -82,7 +82,9 @@ def check_pooling(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: 
     if pooling not in POOLINGS:
         raise ValueError(f'pooling must be "sum", "mean" or "max", got {pooling!r}')
     if per_sample_weights is not None:
-        check_scales(per_sample_weights, keys.bags is not None, pooling, len(keys.unique.inverse_N), keys.loops.device)
+        check_scales(
+            per_sample_weights, keys.bags is not None, pooling, len(keys.unique.inverse_N), keys.backend.device
+        )
 
 
 def scales_of(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: str, store: ReadRows) -> Array | None:
@@ -90,10 +92,10 @@ def scales_of(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: str,
     check_pooling(keys, per_sample_weights, pooling)
     if per_sample_weights is not None:
         # A copy: the caller may change it before the backward pass, which reads it again.
-        return store.loops.array(per_sample_weights.detach().clone(memory_format=torch.contiguous_format))
+        return store.backend.array(per_sample_weights.detach().clone(memory_format=torch.contiguous_format))
     if keys.bags is None or pooling != "mean":
         return None
-    return store.loops.mean_scales(keys.bags.offset_P1, keys.unique.inverse_N)
+    return store.backend.mean_scales(keys.bags.offset_P1, keys.unique.inverse_N)
 
 
 @Op(LOOKUP, takes=("store", "keys"), measure=measure_gather)
@@ -107,12 +109,12 @@ def peek(
     Raises:
         TypeError, ValueError: as `gather`; or the ids are not where the embedding is.
     """
-    check_place(store, keys.loops)
+    check_place(store, keys.backend)
     row_UW, unique = store.read(keys.unique)  # on a GPU tables and offsets are checked here, before anything uses them
     keys = dataclasses.replace(keys, unique=unique)
     sums = per_sample_weights is None and pooling == "sum"
     scale_N = None if sums else scales_of(keys, per_sample_weights, pooling, store)
-    weight_UX, slot_U = store.format.weights(row_UW), store.loops.arange(len(row_UW))
+    weight_UX, slot_U = store.format.weights(row_UW), store.backend.arange(len(row_UW))
     return read_rows(store, weight_UX, slot_U, keys, scale_N, pooling)[0]
 
 
@@ -139,15 +141,15 @@ def read_ids(
     if not store.reads_in_place or inserts and store.engine is not None:  # A policy counts unique keys.
         return None
     check_ids(ids, table_ids, num_tables, key_type)
-    loops = loops_of(ids, store.threads)
-    if loops.place != store.loops.place:
+    backend = backend_of(ids, store.threads)
+    if backend.place != store.backend.place:
         return None
-    table_N, id_N, check = tables_and_ids(ids, table_ids, num_tables, loops)
+    table_N, id_N, check = tables_and_ids(ids, table_ids, num_tables, backend)
     if check is not None:
         check()
     layout = store.format
     out = torch.empty(*ids.shape, layout.dim, dtype=DTYPES[layout.dtype], device="cpu")
-    out_ND = loops.array(out.view(-1, layout.dim))
+    out_ND = backend.array(out.view(-1, layout.dim))
     with store.store_lock:  # Nothing is pinned: the rows must be there until they are read.
         slot_N = store.slots_of(table_N, id_N)
         if slot_N is None:
@@ -157,13 +159,15 @@ def read_ids(
             missing = missing[id_N[missing] != padding_idx]
             slot_N[id_N == padding_idx] = -1  # a snapshot of another embedding may have brought it
         if len(missing) and inserts:
-            unique = loops.unique_keys(table_N[missing], id_N[missing], tables=num_tables, padding_id=None, check=None)
+            unique = backend.unique_keys(
+                table_N[missing], id_N[missing], tables=num_tables, padding_id=None, check=None
+            )
             slot_U, _ = store.acquire(unique)
             store.release(slot_U)
             slot_N[missing] = slot_U.take(unique.inverse_N)
         with store.writing:
-            loops.gather(RowsOfIds(store.weight_SX, None, slot_N), out_ND)
+            backend.gather(RowsOfIds(store.weight_SX, None, slot_N), out_ND)
         if len(missing) and not inserts:
-            row_MW, _ = store.read(loops.distinct_keys(table_N[missing], id_N[missing]))
+            row_MW, _ = store.read(backend.distinct_keys(table_N[missing], id_N[missing]))
             out_ND[missing] = layout.weights(row_MW)[:, : layout.dim]
     return out

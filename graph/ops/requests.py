@@ -220,7 +220,7 @@ class Requested:
     def keys_behind(self, heads: int) -> Keys:
         """Unique keys, whose lookup gives the rows that go to each rank, behind so many rows of zeros."""
         store, ranks, answers_R = self.store, self.ranks, self.answers_R
-        loops, inverse_N = store.loops, store.loops.tensor(self._unique.unique.inverse_N)
+        backend, inverse_N = store.backend, store.backend.tensor(self._unique.unique.inverse_N)
         answers, bags, of_answer_N = sum(answers_R) + heads * ranks.size, None, inverse_N
         if any(parts is not None for parts in self.parts_R):
             of_answer_N, bags = self._key_of_ids, bags_of_sizes(self._sizes_behind(heads), store)
@@ -232,8 +232,8 @@ class Requested:
         if self.uses_N is not None:
             uses_U = np.zeros(len(self._unique.unique.id_U), np.int64)
             np.add.at(uses_U, inverse_N.cpu().numpy(), self.uses_N.numpy())
-        unique = self._unique.unique._replace(inverse_N=loops.array(of_answer_N))  # type: ignore[attr-defined]  # a NamedTuple
-        return Keys(torch.Size((answers,)), unique, bags, loops, uses_U)
+        unique = self._unique.unique._replace(inverse_N=backend.array(of_answer_N))  # type: ignore[attr-defined]  # a NamedTuple
+        return Keys(torch.Size((answers,)), unique, bags, backend, uses_U)
 
     @functools.cached_property
     def _unique(self) -> Keys:
@@ -242,7 +242,7 @@ class Requested:
     @functools.cached_property
     def _key_of_ids(self) -> torch.Tensor:
         """The unique key of each id of parts, one rank's after another."""
-        inverse_N = self.store.loops.tensor(self._unique.unique.inverse_N)
+        inverse_N = self.store.backend.tensor(self._unique.unique.inverse_N)
         its = zip(inverse_N.split(list(self.count_R)), self.parts_R, strict=True)
         return torch.cat(
             [keys if parts is None else keys.index_select(0, parts.key_N.to(keys.device)) for keys, parts in its]
@@ -299,24 +299,26 @@ def requested_by(
 
 def keys_of_ranks(store: EmbeddingStore, table_N: torch.Tensor, id_N: torch.Tensor) -> Keys:
     """Keys that several ranks have sent, on the place of the store's rows; one may come from each."""
-    loops = store.loops
-    table_N, id_N = table_N.to(loops.device), id_N.to(loops.device)
-    unique = loops.unique_keys(loops.array(table_N), loops.array(id_N), tables=_TABLES, padding_id=None, check=None)
-    return Keys(id_N.shape, loops.counted(unique), None, loops)
+    backend = store.backend
+    table_N, id_N = table_N.to(backend.device), id_N.to(backend.device)
+    unique = backend.unique_keys(
+        backend.array(table_N), backend.array(id_N), tables=_TABLES, padding_id=None, check=None
+    )
+    return Keys(id_N.shape, backend.counted(unique), None, backend)
 
 
 def bags_of_sizes(size_P: torch.Tensor, store: EmbeddingStore) -> Bags:
     """Bags of so many ids each, one after another."""
-    loops = store.loops
+    backend = store.backend
     offset_P1 = torch.cat([size_P.new_zeros(1), size_P.cumsum(0)])
-    if not loops.waits:
-        return Bags(loops.array(offset_P1))
-    bag_N = torch.repeat_interleave(size_P.to(loops.device))
-    return Bags(loops.array(offset_P1.to(loops.device)), loops.array(bag_N))
+    if not backend.waits:
+        return Bags(backend.array(offset_P1))
+    bag_N = torch.repeat_interleave(size_P.to(backend.device))
+    return Bags(backend.array(offset_P1.to(backend.device)), backend.array(bag_N))
 
 
 def rows_like(store: EmbeddingStore, ranks: Ranks) -> torch.Tensor:
     """A tensor of no rows, [0, D], with the device of the store's and the dtype in which they travel: their own, or
     `comm_dtype` if that is smaller."""
     dtype = min(DTYPES[store.format.dtype], ranks.comm_dtype, key=lambda dtype: dtype.itemsize)
-    return torch.empty(0, store.format.dim, dtype=dtype, device=store.loops.device)
+    return torch.empty(0, store.format.dim, dtype=dtype, device=store.backend.device)

@@ -69,7 +69,7 @@ def reserve(store: Any, keys: Keys | MergedKeys, prefetched: Any = None) -> Rese
     Raises:
         ValueError: the ids are not where the embedding is.
     """
-    check_place(store, keys.loops)
+    check_place(store, keys.backend)
     if not store.built:
         store.build()
     if isinstance(keys, Keys):

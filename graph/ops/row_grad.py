@@ -70,7 +70,7 @@ class RowGrad(torch.Tensor):
         tables: frozenset[int] | None = None,
     ) -> "RowGrad":
         grad = torch.Tensor._make_wrapper_subclass(
-            cls, (0, store.format.dim), dtype=torch.float32, device=store.loops.device
+            cls, (0, store.format.dim), dtype=torch.float32, device=store.backend.device
         )
         grad.store, grad.passes, grad.summed, grad.holders = store, list(passes), summed, list(holders)
         grad.ranks, grad.at_owners, grad.tables = ranks, at_owners, tables
@@ -102,17 +102,17 @@ class RowGrad(torch.Tensor):
 
     def row_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The tables, int32 [U], and ids, int64 [U], of the rows that have a gradient."""
-        grads, loops = self.reduce(), self.store.loops
+        grads, backend = self.reduce(), self.store.backend
         if grads is None:
             return torch.empty(0, dtype=torch.int32, device="cpu"), torch.empty(0, dtype=torch.int64, device="cpu")
-        return loops.tensor(grads.table_U), loops.tensor(grads.id_U)
+        return backend.tensor(grads.table_U), backend.tensor(grads.id_U)
 
     def row_values(self) -> torch.Tensor:
         """Gradients of these rows, float32 [U, D]: a copy."""
         grads = self.reduce()
         if grads is None:
             return torch.empty(0, self.shape[1], device=self.device, dtype=torch.float32)
-        return self.store.loops.tensor(grads.grad_UD).clone()
+        return self.store.backend.tensor(grads.grad_UD).clone()
 
     def acquire(self) -> RowGrads | None:
         """The gradient of each row, to be summed, with the slot of each: rows are resident and pinned until `unpin`.
@@ -168,9 +168,9 @@ class RowGrad(torch.Tensor):
         grads = self.reduce()
         self.changes += 1
         if grads is not None:
-            loops = self.store.loops
+            backend = self.store.backend
             with np.errstate(invalid="ignore", over="ignore"):
-                self.summed = grads.with_sums(loops.array(change(loops.tensor(grads.grad_UD))))
+                self.summed = grads.with_sums(backend.array(change(backend.tensor(grads.grad_UD))))
             self.holders = list(dict.fromkeys([*self.holders, *(lease for lease, *_ in self.passes)]))
             self.passes = []
 
@@ -336,7 +336,7 @@ def _norms(row_grads: Sequence[RowGrad], ord: float = 2, *, dtype: Any = None) -
         grads = grad.reduce()
         if grads is not None and grad.ranks.size > 1 and grad.store.replicas:
             grads = _counted(grads, grad.store)
-        norms.append(0.0 if grads is None else grad.store.loops.norm(grads.grad_UD, float(ord)))
+        norms.append(0.0 if grads is None else grad.store.backend.norm(grads.grad_UD, float(ord)))
     for ranks, group in by_ranks(row_grads):
         places = [i for i, grad in enumerate(row_grads) if any(grad is one for one in group)]
         for i, norm in zip(places, ranks.norms([norms[i] for i in places], float(ord)), strict=True):
@@ -349,9 +349,9 @@ def _norms(row_grads: Sequence[RowGrad], ord: float = 2, *, dtype: Any = None) -
 
 def _counted(grads: RowGrads, store: EmbeddingStore) -> RowGrads:
     """Gradients of the rows that count on this rank. Every rank has a copy of a replicated table's row; one counts."""
-    loops = store.loops
-    table_U, id_U = (loops.tensor(array).cpu().numpy() for array in (grads.table_U, grads.id_U))
-    return grads.rows(loops.put(np.flatnonzero(store.replicas.are_counted(table_U, id_U))))
+    backend = store.backend
+    table_U, id_U = (backend.tensor(array).cpu().numpy() for array in (grads.table_U, grads.id_U))
+    return grads.rows(backend.put(np.flatnonzero(store.replicas.are_counted(table_U, id_U))))
 
 
 def _clamp_(grad: RowGrad, min: float | None = None, max: float | None = None) -> RowGrad:

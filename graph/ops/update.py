@@ -227,7 +227,7 @@ def _surely_finite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads
     """Whether all gradients are so small that every sum must be finite. A GPU is waited for once."""
     by_place: dict[str, list[RowGrads]] = {}
     for grad in grads:
-        by_place.setdefault(grad.store.loops.place, []).append(grad)
+        by_place.setdefault(grad.store.backend.place, []).append(grad)
     dense: list[torch.Tensor] = []
     for optimizer in optimizers:
         for group in optimizer.optimizer.param_groups:
@@ -235,7 +235,7 @@ def _surely_finite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads
                 if (grad_of := parameter.grad) is not None:
                     dense.append(grad_of)
     for there in by_place.values():
-        if not there[0].store.loops.surely_finite([grad.terms for grad in there], dense):
+        if not there[0].store.backend.surely_finite([grad.terms for grad in there], dense):
             return False
         dense = []  # The first place has looked at them.
     return bool(by_place)
@@ -244,7 +244,7 @@ def _surely_finite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads
 def _find_nonfinite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads]) -> str | None:
     """First number that is not finite, in words; None = all are."""
     for row_grads in grads:
-        finite_U = row_grads.store.loops.tensor(row_grads.finite_U).cpu().numpy()
+        finite_U = row_grads.store.backend.tensor(row_grads.finite_U).cpu().numpy()
         if not finite_U.all():
             u = int(np.argmin(finite_U))
             count = int(np.count_nonzero(~finite_U))
@@ -329,12 +329,12 @@ def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: G
 
     def write() -> None:
         with changing:
-            row_SW, layout, loops = store.row_SW, store.format, store.loops
+            row_SW, layout, backend = store.row_SW, store.format, store.backend
             weight_SX = layout.weights(row_SW)
             for part, step, group in parts:
                 row_optimizer.update(
                     weight_SX, row_SW, part.slot_U, part.segments or part.grad_UD,
-                    state_begin=layout.state_begin, group=group, step=step + 1, loops=loops,
+                    state_begin=layout.state_begin, group=group, step=step + 1, backend=backend,
                 )  # fmt: skip
             for member in grads.stores:
                 member.step += 1

@@ -100,7 +100,7 @@ class _WithGrad(torch.autograd.Function):
             if sums and (summed := lease.sum_now(flat)) is not None:
                 one = Pass(lease, summed, 0)
             else:
-                grad_NX = flat if as_is else lease.store.loops.copy(flat)
+                grad_NX = flat if as_is else lease.store.backend.copy(flat)
                 one = Pass(lease, grad_NX, version_of(grad_NX))
             for t, needed in enumerate(of_weights):
                 if needed:

@@ -393,12 +393,12 @@ def _chunks(table: int, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 def _keys(store: EmbeddingStore, table_U: np.ndarray, id_U: np.ndarray) -> Any:
-    return store.loops.distinct_keys(store.loops.put(table_U), store.loops.put(id_U))
+    return store.backend.distinct_keys(store.backend.put(table_U), store.backend.put(id_U))
 
 
 def read_words(store: EmbeddingStore, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
     """Words of the rows of distinct keys, on the host: float32 [U, W]."""
-    return store.loops.tensor(store.read(_keys(store, table_U, id_U))[0]).cpu().numpy()
+    return store.backend.tensor(store.read(_keys(store, table_U, id_U))[0]).cpu().numpy()
 
 
 def widths_of_state(row_optimizer: RowOptimizer, dim: int) -> list[int]:
@@ -410,7 +410,7 @@ def widths_of_state(row_optimizer: RowOptimizer, dim: int) -> list[int]:
 def _empty_rows(rows: MultiTableEmbedding, config: TableConfig) -> torch.Tensor:
     size: list[Any] = [config.num_embeddings, config.embedding_dim]
     try:
-        return torch.empty(size, dtype=rows.dtype, device=rows.store.loops.device)
+        return torch.empty(size, dtype=rows.dtype, device=rows.store.backend.device)
     except RuntimeError as error:  # torch's way to say that there is no memory
         raise StorageError(
             f"there is no memory for a state dict with {size[0]:,} rows of table {config.name!r}; give store_options"

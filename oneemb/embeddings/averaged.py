@@ -26,7 +26,7 @@ from oneemb.graph.ops.keys import bags_of, columns_of, pooling_of
 from oneemb.graph.ops.lookup import DTYPES
 from oneemb.graph.tracers import refuse_tracers, uncompiled
 from oneemb.kernels.arrays import Array
-from oneemb.kernels.loops import Keys, Loops
+from oneemb.kernels.backend import Backend, Keys
 from oneemb.options import make_constant_initializer, make_table
 from oneemb.storage.errors import StoreFullError
 from oneemb.storage.fs import AnyPath, absolute_path
@@ -98,7 +98,7 @@ class AveragedEmbedding(torch.nn.Module):
             process_group=embedding.ranks.group,
         )  # fmt: skip
         """Stored averages."""
-        weight = self.rows.to(embedding.store.loops.device).weight.detach()
+        weight = self.rows.to(embedding.store.backend.device).weight.detach()
         del self.rows.weight
         self.rows.register_buffer("weight", weight)  # It is no parameter: no optimizer trains averages.
         store = self.rows.store
@@ -186,8 +186,8 @@ class AveragedEmbedding(torch.nn.Module):
         return copied(self.embedding, persistent_path, weights_only=True, change=self._put_averages)
 
     def _put_averages(self, table_N: np.ndarray, id_N: np.ndarray, row_NW: np.ndarray) -> None:
-        loops, format = self.rows.store.loops, self.embedding.store.format
-        average_ND, _ = self.read(loops.distinct_keys(loops.put(table_N), loops.put(id_N)))
+        backend, format = self.rows.store.backend, self.embedding.store.format
+        average_ND, _ = self.read(backend.distinct_keys(backend.put(table_N), backend.put(id_N)))
         weight_ND = torch.from_numpy(format.weights(row_NW))[:, : format.dim].view(DTYPES[format.dtype])
         weight_ND.copy_(average_ND)
 
@@ -226,9 +226,9 @@ class AveragedEmbedding(torch.nn.Module):
             self._catch_up(table_U[:half], id_U[:half], row_UD[:half])
             self._catch_up(table_U[half:], id_U[half:], row_UD[half:])
             return
-        slot_U = store.loops.tensor(lease.slot_U)
+        slot_U = store.backend.tensor(lease.slot_U)
         with whole((store.store_lock,)), store.writing:  # An average that has moved without its count would move twice.
-            row_SW = store.loops.tensor(store.row_SW)
+            row_SW = store.backend.tensor(store.row_SW)
             count_SW = row_SW.view(torch.int32)
             average_UD = store.weights_in(lease.slot_U)
             moved_UD = _moved(average_UD, row_UD, self._kept(count_SW[slot_U, dim]))
@@ -240,17 +240,17 @@ class AveragedEmbedding(torch.nn.Module):
 
     def _kept(self, then_U: torch.Tensor) -> torch.Tensor:
         """Share that averages as of `then_U` averagings keep by now: float32 [U]. The first averaging leaves none."""
-        now, loops = self.n_averaged, self.rows.store.loops
+        now, backend = self.n_averaged, self.rows.store.backend
         if self.decay is None or now == 0:
             return (then_U.double() / max(1, now)).float()
         # The power is not torch's, whose last bit depends on where in the tensor a value lies.
-        kept_U = loops.tensor(self.decay ** loops.array(now - then_U.double())).float()
+        kept_U = backend.tensor(self.decay ** backend.array(now - then_U.double())).float()
         return torch.where(then_U == 0, 0.0, kept_U)
 
     def read(self, keys: Keys) -> tuple[torch.Tensor, Keys]:
         """The averages of these keys, float32 [U, D]; and the keys, cut to as many as there are."""
         _check_place(self)
-        source, tensor, dim = self.embedding.store, self.rows.store.loops.tensor, self.rows.embedding_dim
+        source, tensor, dim = self.embedding.store, self.rows.store.backend.tensor, self.rows.embedding_dim
         row_UW, keys = source.read(keys)
         stored_UW = tensor(self.rows.store.read(keys)[0])
         row_UD = tensor(source.format.weights(row_UW))[:, :dim].view(DTYPES[source.format.dtype]).float()
@@ -258,7 +258,7 @@ class AveragedEmbedding(torch.nn.Module):
 
 
 def _check_place(averaged: AveragedEmbedding) -> None:
-    rows, averages = averaged.embedding.store.loops, averaged.rows.store.loops
+    rows, averages = averaged.embedding.store.backend, averaged.rows.store.backend
     if averages.place != rows.place:
         raise ValueError(
             f"averages must be where the rows are, on {rows.device}, they are on {averages.device}; move both modules"
@@ -281,8 +281,8 @@ class _Averages:
     def __init__(self, averaged: AveragedEmbedding):
         self._averaged = averaged
         self.format = RowFormat(averaged.rows.embedding_dim, "float32")
-        self.loops: Loops = averaged.embedding.store.loops
+        self.backend: Backend = averaged.embedding.store.backend
 
     def read(self, keys: Keys) -> tuple[Array, Keys]:
         average_UD, keys = self._averaged.read(keys)
-        return self.loops.array(average_UD), keys
+        return self.backend.array(average_UD), keys

@@ -342,7 +342,7 @@ def copied(
     )  # fmt: skip
     copy.may_be_empty = False
     try:
-        copy.to(embedding.store.loops.device).train(embedding.training)
+        copy.to(embedding.store.backend.device).train(embedding.training)
         copy.weight.requires_grad_(embedding.is_trained)
         copy_rows(embedding.store, copy.store, with_state=not weights_only, change=change)
     except BaseException:

@@ -105,7 +105,7 @@ class WeightOfRows(torch.nn.Module):
         Raises:
             RuntimeError, NotImplementedError: rows cannot be moved where the conversion moves its parameters.
         """
-        moved = torch.empty(0, self.embedding_dim, dtype=torch.float32, device=self.store.loops.device)
+        moved = torch.empty(0, self.embedding_dim, dtype=torch.float32, device=self.store.backend.device)
         failure = None
         try:
             moved = fn(moved)
@@ -118,7 +118,7 @@ class WeightOfRows(torch.nn.Module):
                 f"embedding {self.name!r} runs on the CPU and on GPUs of NVIDIA, asked to move to {moved.device}; keep"
                 " it on the CPU and move its output: embedding(ids).to(device)"
             )
-        if moved.device != self.store.loops.device and any(weight.grad is not None for weight in self.weights):
+        if moved.device != self.store.backend.device and any(weight.grad is not None for weight in self.weights):
             raise RuntimeError(
                 f"embedding {self.name!r} holds lookups whose update is still to come; step the optimizer, then move it"
             )
@@ -139,7 +139,7 @@ class WeightOfRows(torch.nn.Module):
                 f" it gives, embedding(ids).to({moved.dtype}), or make it with that dtype",
                 stacklevel=2,
             )
-        if moved.device != self.store.loops.device:
+        if moved.device != self.store.backend.device:
             self.store.form.move_to(moved.device)
         # The weight keeps its dtype, as the rows that it stands for keep theirs.
         return super()._apply(lambda tensor: fn(tensor).to(tensor.dtype), recurse)

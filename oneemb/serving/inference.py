@@ -18,7 +18,7 @@ import torch
 
 from oneemb.graph.ops import keys as lookup_keys
 from oneemb.graph.tracers import refuse_tracers, uncompiled
-from oneemb.kernels.host_loops import HostLoops
+from oneemb.kernels.host_backend import HostBackend
 from oneemb.kernels.threads import Threads
 from oneemb.rows.arguments import Paths, as_list
 from oneemb.serving.build import DTYPES, Source, find_snapshot, open_snapshot
@@ -98,8 +98,8 @@ class InferenceEmbedding(torch.nn.Module):
 
     def __init__(self, file: ServedFile, source: Source | None, absent: str, threads: Threads):
         super().__init__()
-        self._loops = HostLoops(threads)
-        self._served: Served | None = Served(file, absent, self._loops)
+        self._backend = HostBackend(threads)
+        self._served: Served | None = Served(file, absent, self._backend)
         self._source, self._absent, self._threads = source, absent, threads
         self._follower: Follower | None = None
         self._choice: object = None  # Another one for each call that chooses a version by itself.
@@ -217,9 +217,9 @@ class InferenceEmbedding(torch.nn.Module):
         _check_on_cpu(ids)
         if table_ids is None:
             id_N = ids.numpy().ravel()
-            table_N = served.tables_of_columns(self._loops.tables_of_columns(len(id_N), num_tables))
+            table_N = served.tables_of_columns(self._backend.tables_of_columns(len(id_N), num_tables))
             return served.rows(table_N, id_N, ids.shape)
-        table_N, id_N, check = lookup_keys.tables_and_ids(ids, table_ids, num_tables, self._loops)
+        table_N, id_N, check = lookup_keys.tables_and_ids(ids, table_ids, num_tables, self._backend)
         if check is not None:
             check()
         return served.rows(served.only_served(table_N), id_N, ids.shape)
@@ -236,22 +236,22 @@ class InferenceEmbedding(torch.nn.Module):
         by_column = table_ids is None and columns is None
         num_tables = len(served.table_C if by_column else served.is_served_T)
         shape, offset_P1, table_P, check_bags = lookup_keys.bags_of_ids(
-            ids, table_ids, num_tables, served.key_type, offsets, columns, self._loops
+            ids, table_ids, num_tables, served.key_type, offsets, columns, self._backend
         )
         _check_on_cpu(ids)
         check_bags()
-        its_P1 = self._loops.array(offset_P1)
+        its_P1 = self._backend.array(offset_P1)
         if columns is not None:
             its_P = served.only_served(np.repeat(np.array(columns, np.int32), shape[0]))
         elif table_P is not None:
-            its_P = served.only_served(self._loops.array(table_P))
+            its_P = served.only_served(self._backend.array(table_P))
         else:
-            its_P = served.tables_of_columns(self._loops.tables_of_columns(len(its_P1) - 1, num_tables))
+            its_P = served.tables_of_columns(self._backend.tables_of_columns(len(its_P1) - 1, num_tables))
         table_N = np.repeat(its_P, np.diff(its_P1))
-        id_N, scale_N = self._loops.array(ids.detach().contiguous()), None
+        id_N, scale_N = self._backend.array(ids.detach().contiguous()), None
         if per_sample_weights is not None:
             lookup_keys.check_scales(per_sample_weights, True, pooling, len(ids), _CPU)
-            scale_N = self._loops.array(per_sample_weights.detach().contiguous())
+            scale_N = self._backend.array(per_sample_weights.detach().contiguous())
         if columns is None:
             return served.bags(table_N, id_N, its_P1, scale_N, pooling, shape)
         pooled = served.bags(table_N, id_N, its_P1, scale_N, pooling, (len(columns), shape[0]))
@@ -336,7 +336,7 @@ class InferenceEmbedding(torch.nn.Module):
 
     def _take(self, file: ServedFile, choice: object, *, newer: bool) -> bool:
         """Answer from a file, unless another call has chosen since, or it should be newer and is not."""
-        served = Served(file, self._absent, self._loops)
+        served = Served(file, self._absent, self._backend)
         with self._alone():
             now = self._version_now()
             if self._choice is not choice or newer and served.version.sequence <= now.version.sequence:

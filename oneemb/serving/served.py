@@ -12,7 +12,7 @@ import torch
 from oneemb.graph.ops.lookup import DTYPES as TRAINED
 from oneemb.kernels.arrays import Bags, RowsOfIds
 from oneemb.kernels.frozen_rows import MISSING, OTHER, PADDING
-from oneemb.kernels.host_loops import HostLoops
+from oneemb.kernels.host_backend import HostBackend
 from oneemb.kernels.serve_rows import pool_rows_again
 from oneemb.serving.initial import first_weights, initial_of
 from oneemb.storage.errors import CorruptTableError, StorageError
@@ -31,9 +31,9 @@ class Version(NamedTuple):
 class Served:
     """One version, with values of ids without a row as `absent` says, "initial" or "zeros"."""
 
-    def __init__(self, file: ServedFile, absent: str, loops: HostLoops):
+    def __init__(self, file: ServedFile, absent: str, backend: HostBackend):
         info = file.info
-        self.file, self.version, self._loops = file, Version(info.name, info.identity, info.sequence), loops
+        self.file, self.version, self._backend = file, Version(info.name, info.identity, info.sequence), backend
         gives = info.trained if info.weights == info.trained else "float32"
         self._begins = RowFormat(info.dim, info.trained), gives
         self.dtype, self._bits = TRAINED[gives], BITS[gives]
@@ -86,12 +86,12 @@ class Served:
 
     def _read(self, table_N: np.ndarray, id_N: np.ndarray, out_ND: np.ndarray) -> np.ndarray:
         """Write the weights of keys to `out_ND`, and return their places."""
-        place_N = self.file.read(table_N, id_N, self.padding_idx, out_ND, threads=self._loops.threads)
+        place_N = self.file.read(table_N, id_N, self.padding_idx, out_ND, threads=self._backend.threads)
         if self._initial is not None:
             missing = np.flatnonzero(place_N == MISSING)
             if len(missing):
                 out_ND[missing] = first_weights(
-                    self._initial, *self._begins, table_N[missing], id_N[missing], threads=self._loops.threads
+                    self._initial, *self._begins, table_N[missing], id_N[missing], threads=self._backend.threads
                 )
         return place_N
 
@@ -106,15 +106,15 @@ class Served:
             return out
         bags = (offset_P1, scale_N, pooling == "mean")
         place_N, has_missing = self.file.pool(
-            table_N, id_N, self.padding_idx, bags, out_PD, threads=self._loops.threads
+            table_N, id_N, self.padding_idx, bags, out_PD, threads=self._backend.threads
         )  # fmt: skip
         if has_missing and self._initial is not None:
             missing = np.flatnonzero(place_N == MISSING)
             other_MD = first_weights(
-                self._initial, *self._begins, table_N[missing], id_N[missing], threads=self._loops.threads
+                self._initial, *self._begins, table_N[missing], id_N[missing], threads=self._backend.threads
             )
             place_N[missing] = OTHER - np.arange(len(missing))
-            pool_rows_again(self.file.rows, place_N, other_MD, bags, out_PD, threads=self._loops.threads)
+            pool_rows_again(self.file.rows, place_N, other_MD, bags, out_PD, threads=self._backend.threads)
         return out
 
     def _max(self, table_N: np.ndarray, id_N: np.ndarray, offset_P1: np.ndarray, out_PD: np.ndarray) -> None:
@@ -123,6 +123,6 @@ class Served:
         place_N = self._read(table_N, id_N, row_ND)
         order_N = np.arange(len(id_N), dtype=np.int64)
         inverse_N = np.where(place_N == PADDING, -1, order_N)
-        self._loops.pool_max(
+        self._backend.pool_max(
             RowsOfIds(row_ND, order_N, inverse_N), Bags(offset_P1), out_PD, np.empty(out_PD.shape, np.int32)
         )

@@ -132,7 +132,7 @@ def quantized_tables(rows: MultiTableEmbedding, configs: Sequence[BaseEmbeddingC
         none.absent[0] = int(np.uint64(absent.seed).view(np.int64))
         none.absent[2], none.absent[3] = _TRAINED.index(rows.dtype), int(absent.kind_TC[t, 0])
         none.absent[4:] = torch.from_numpy(absent.param_TC4[t, 0].view(np.int64))
-        tables.append(RowsOfTable(ids[order], weight[order], none.absent).to(store.loops.device))
+        tables.append(RowsOfTable(ids[order], weight[order], none.absent).to(store.backend.device))
     return tables
 
 

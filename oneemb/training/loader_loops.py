@@ -185,7 +185,7 @@ class LoaderLoops(GraphViews):
         leave = loader.leave if isinstance(loader, Together) else lambda: None
         if depth:
             prepare = functools.partial(self._prepare, ranks=ranks, position=position)
-            devices = [embedding.store.loops.device for embedding in embeddings_of(self).values()]
+            devices = [embedding.store.backend.device for embedding in embeddings_of(self).values()]
             # An error is reported before this rank waits for its thread, which waits for other ranks.
             failing = self._failing_together
             yield from prefetch(loader, prepare, self._compute_prepared, depth, devices, leave, failing)

@@ -159,7 +159,7 @@ def key_of(batch: Batch, inserts: bool) -> Key:
     lookups = [
         (
             embedding.store, embedding.num_tables, embedding.key_type, embedding.padding_idx,
-            embedding.store.format, embedding.store.loops.place,
+            embedding.store.format, embedding.store.backend.place,
             inserts and (embedding.training, embedding.is_trained),
         )
         for embedding in batch.embeddings.values()

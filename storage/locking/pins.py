@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from oneemb.kernels.arrays import Array
-from oneemb.kernels.loops import Keys
+from oneemb.kernels.backend import Keys
 from oneemb.storage.errors import StoreFullError
 from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.tiered_rows import TieredRows
@@ -119,7 +119,7 @@ class PinBook:
     def temporary(self) -> np.ndarray:
         """Slots of temporary rows, int64."""
         slots = [
-            self._rows.loops.tensor(its.temporary_M).cpu().numpy()
+            self._rows.backend.tensor(its.temporary_M).cpu().numpy()
             for its in self._owned()
             if its.temporary_M is not None
         ]
@@ -128,7 +128,7 @@ class PinBook:
     def in_use(self, table_U: np.ndarray, id_U: np.ndarray) -> int:
         """Number of these keys' rows that lookups hold."""
         slot_U = self._slots_here(table_U, id_U)
-        held = [self._rows.loops.tensor(pins.slot_U) for pins in self._owned()]
+        held = [self._rows.backend.tensor(pins.slot_U) for pins in self._owned()]
         return int(torch.isin(slot_U, torch.cat(held)).sum()) if held else 0
 
     # ---- of coming lookups ------------------------------------------------------------------------------------------
@@ -172,16 +172,16 @@ class PinBook:
     def pin_with_room(self, keys: Keys, prefetched: Prefetched | None, leaving: int) -> Array:
         """Pin the rows of these keys that are in the hot tier: their slots, -1 for others. Raises StoreFullError, with
         nothing pinned, if the others would not fit even though `leaving` rows are evicted."""
-        hot, loops = self._rows.hot, self._rows.loops
+        hot, backend = self._rows.hot, self._rows.backend
         if prefetched is not None and self.take(prefetched):
             slot_U = prefetched.slot_U
         else:
             prefetched, (slot_U, _, missing) = None, hot.pin_resident(keys)
         try:
             if prefetched is not None:
-                missing = loops.array((loops.tensor(slot_U) < 0).nonzero().view(-1))
+                missing = backend.array((backend.tensor(slot_U) < 0).nonzero().view(-1))
                 if len(missing):  # Lookups before this one may have brought some of them in.
-                    its = loops.distinct_keys(keys.table_U[missing], keys.id_U[missing])
+                    its = backend.distinct_keys(keys.table_U[missing], keys.id_U[missing])
                     slot_M, _, still_missing = hot.pin_resident(its)
                     fill_pinned(slot_U, missing, slot_M, hot.release)
                     missing = still_missing
@@ -200,15 +200,15 @@ class PinBook:
         if self.prefetched:
             slot_V = self._slots_here(table_V, id_V)
             for held in list(self.prefetched):
-                if bool(torch.isin(self._rows.loops.tensor(held.slot_U), slot_V).any()):
+                if bool(torch.isin(self._rows.backend.tensor(held.slot_U), slot_V).any()):
                     self.cancel(held)
         return self._rows.hot.erase(table_V, id_V)
 
     def _slots_here(self, table_V: np.ndarray, id_V: np.ndarray) -> torch.Tensor:
         """Slots of the rows of these keys that are in the hot tier."""
-        hot, loops = self._rows.hot, self._rows.loops
-        found_V, *_ = hot.pin_resident(loops.distinct_keys(loops.put(table_V), loops.put(id_V)))
+        hot, backend = self._rows.hot, self._rows.backend
+        found_V, *_ = hot.pin_resident(backend.distinct_keys(backend.put(table_V), backend.put(id_V)))
         with signals_deferred:
             hot.release(found_V)
-        slot_V = loops.tensor(found_V)
+        slot_V = backend.tensor(found_V)
         return slot_V[slot_V >= 0]

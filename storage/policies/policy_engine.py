@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from oneemb.kernels.arrays import Array
-from oneemb.kernels.loops import Keys
+from oneemb.kernels.backend import Keys
 from oneemb.kernels.threads import Threads
 from oneemb.storage.hash_index import SHARDS
 from oneemb.storage.locking.pins import PinBook
@@ -110,16 +110,16 @@ class PolicyEngine:
         """See `EmbeddingStore.acquire`; `step` counts the updates made so far."""
         if self._asks:
             raise ValueError("a function of a policy (admit=, expire_where=) must not call the embedding that asks it")
-        usage, loops = self.usage, self._rows.loops
+        usage, backend = self.usage, self._rows.backend
         second = usage.second  # Whatever may fail comes before rows leave; what a disk does may come afterwards.
-        keys = loops.counted(keys)
-        table_U, id_U = (loops.tensor(array).cpu().numpy() for array in (keys.table_U, keys.id_U))
+        keys = backend.counted(keys)
+        table_U, id_U = (backend.tensor(array).cpu().numpy() for array in (keys.table_U, keys.id_U))
         place_U = usage.find(table_U, id_U)
         held = [place_U, *self._pins.places()]
         unknown = np.flatnonzero(place_U < 0)
         asks = self.admission is not None and len(unknown) > 0 and not admits
         if uses_U is None:
-            uses_U = loops.uses_of(keys) if usage.counts_uses or asks else np.ones(len(table_U), np.int64)
+            uses_U = backend.uses_of(keys) if usage.counts_uses or asks else np.ones(len(table_U), np.int64)
         admitted_M, sighted = np.ones(len(unknown), np.bool_), (table_U[unknown], id_U[unknown], uses_U[unknown])
         if asks:
             assert self.admission is not None
@@ -149,7 +149,7 @@ class PolicyEngine:
                     # Rows that had left begin anew.
                     used = new if again else np.append(np.flatnonzero(place_U >= 0), new)
                     its_place_U = place_U[used]  # which gets those of new rows
-                    its_slot_U = slot_U[loops.put(used)]
+                    its_slot_U = slot_U[backend.put(used)]
                     self._use(table_U[used], id_U[used], its_place_U, uses_U[used], step, second, its_slot_U)
                     place_U[used] = its_place_U
                 if asks and not again:
@@ -197,7 +197,7 @@ class PolicyEngine:
         """Make temporary rows of the keys `temporary`. Returns their slots, which are in slot_U too."""
         if len(temporary) == 0:
             return None
-        hot, which = self._rows.hot, self._rows.loops.put(temporary)
+        hot, which = self._rows.hot, self._rows.backend.put(temporary)
         temporary_M = hot.make_temporary(keys.table_U[which], keys.id_U[which])
         try:
             slot_U[which] = temporary_M
@@ -245,7 +245,7 @@ class PolicyEngine:
         """Write usage metadata into the records of pinned rows."""
         hot: HotRows = self._rows.hot
         with self._writing:
-            self._rows.loops.copy_words_in(hot.row_SW, slot_U, self._format.usage_begin, usage_U4.view(np.int32))
+            self._rows.backend.copy_words_in(hot.row_SW, slot_U, self._format.usage_begin, usage_U4.view(np.int32))
         with signals_deferred:
             hot.mark_dirty(slot_U)
 
@@ -315,13 +315,13 @@ class PolicyEngine:
         self, table_U: np.ndarray, id_U: np.ndarray, score_U: np.ndarray, time_U: np.ndarray | None = None
     ) -> int:
         """See `StorePolicy.set_scores`."""
-        usage, loops = self.usage, self._rows.loops
+        usage, backend = self.usage, self._rows.backend
         place_U = usage.find(table_U, id_U)
         known = np.flatnonzero(place_U >= 0)
         table_U, id_U, place_U = table_U[known], id_U[known], place_U[known]
         usage.check_scores(table_U, score_U[known])
         if len(known):
-            slot_U, _ = self._pins.acquire(loops.distinct_keys(loops.put(table_U), loops.put(id_U)))
+            slot_U, _ = self._pins.acquire(backend.distinct_keys(backend.put(table_U), backend.put(id_U)))
             try:
                 with changing:
                     with self._writing:

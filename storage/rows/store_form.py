@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from oneemb.kernels.host_loops import loops_at
-from oneemb.kernels.loops import Loops
+from oneemb.kernels.backend import Backend
+from oneemb.kernels.host_backend import backend_at
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import StorageError
 from oneemb.storage.locking.step_lock import alone
@@ -45,7 +45,7 @@ class StoreForm(StorePart):
                 f" attached is {optimizer!r} ({len(state)} values); attach {before.optimizer!r}, let its state go by"
                 " detach_optimizer('drop'), or start from another path"
             )
-        self._relayout(format, self.rows.loops)
+        self._relayout(format, self.rows.backend)
 
     def detach(self, state: str) -> None:
         """Let another optimizer be attached to rows that one has trained.
@@ -63,13 +63,13 @@ class StoreForm(StorePart):
     def _detach(self, state: str) -> None:
         self._store.check_open()
         if state == "drop":
-            self._relayout(self.rows.format.with_state(None, np.empty(0, np.float32)), self.rows.loops)
+            self._relayout(self.rows.format.with_state(None, np.empty(0, np.float32)), self.rows.backend)
             if self._engine is not None:
                 self._engine.usage.begin_steps(self._store.step)
             self._store.step = 0
             self._store.changes += 1
         elif state != "keep" and self.rows.format.state:
-            self._relayout(replace(self.rows.format, optimizer=state), self.rows.loops)
+            self._relayout(replace(self.rows.format, optimizer=state), self.rows.backend)
 
     def move_to(self, device: torch.device) -> None:
         """Move the hot tier to a GPU, or to the host; rows and steps go along.
@@ -78,22 +78,22 @@ class StoreForm(StorePart):
             StoreFullError, StorageError: there is no room for the rows, there or on the disk on their way.
             RuntimeError, ImportError: CUDA cannot be used.
         """
-        loops = loops_at(device, self._threads)
-        if loops.place != self.rows.loops.place:
-            self._move_to(loops)
+        backend = backend_at(device, self._threads)
+        if backend.place != self.rows.backend.place:
+            self._move_to(backend)
 
     @no_step("move_to")
     @with_store_lock
-    def _move_to(self, loops: Loops) -> None:
+    def _move_to(self, backend: Backend) -> None:
         self._store.check_open()
-        self._relayout(self.rows.format, loops)
+        self._relayout(self.rows.format, backend)
         self._store.replaced += 1
 
-    def _relayout(self, format: RowFormat, loops: Loops) -> None:
+    def _relayout(self, format: RowFormat, backend: Backend) -> None:
         if self._engine is not None:
             self._engine.move_out()
         try:
-            self.rows.relayout(format, loops, self._store.step)
+            self.rows.relayout(format, backend, self._store.step)
         except BaseException as error:
             if not self.rows.whole:
                 self.store_lock.cut_short(error)

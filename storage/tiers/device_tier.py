@@ -24,7 +24,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import numpy as np
 import torch
 
-from oneemb.kernels.cuda_loops import CudaLoops
+from oneemb.kernels.cuda_backend import CudaBackend
 from oneemb.kernels.gather_cuda import copy_rows_in_cuda, copy_rows_out_cuda
 from oneemb.kernels.slots_cuda import count_pinned_loop, release_loop
 from oneemb.kernels.unique_keys_cuda import DeviceKeys
@@ -71,7 +71,7 @@ class DeviceTier(MemoryTier):
 
     Args:
         slots: rows that fit. Memory is taken as slots are first used.
-        loops: those of the GPU.
+        backend: that of the GPU.
     """
 
     def __init__(
@@ -87,12 +87,12 @@ class DeviceTier(MemoryTier):
         init: InitRows,
         absent: InitRows | None = None,
         refused: InitRows | None = None,
-        loops: CudaLoops,
+        backend: CudaBackend,
     ):
-        super().__init__(name, row_width, below, resident, policy, init, absent, refused, loops.arange)
+        super().__init__(name, row_width, below, resident, policy, init, absent, refused, backend.arange)
         self.slots = slots
-        self._loops = loops
-        self._gpu = gpu = loops.gpu
+        self._backend = backend
+        self._gpu = gpu = backend.gpu
         self.stable_slots = False  # What is read must be pinned: growing and evicting wait for no stream that reads.
         self._limits = Limits(name, slots, _padded(row_width) * 4 + SLOT_OVERHEAD_BYTES, resident, row_limit)
         self._bus = PinnedRows(row_width, gpu)
@@ -127,7 +127,7 @@ class DeviceTier(MemoryTier):
         try:
             missing = torch.nonzero(slot_U < 0).reshape(-1)
             # Some may have come in since they were looked for.
-            slot_M, _ = self.acquire(self._loops.distinct_keys(keys.table_U[missing], keys.id_U[missing]))
+            slot_M, _ = self.acquire(self._backend.distinct_keys(keys.table_U[missing], keys.id_U[missing]))
         except BaseException:
             self.release(slot_U)
             raise
@@ -156,7 +156,7 @@ class DeviceTier(MemoryTier):
             return 0
         assert self._below is not None
         # Steps may have brought some in since they were looked for.
-        distinct = self._loops.distinct_keys(keys.table_U[wanted], keys.id_U[wanted])
+        distinct = self._backend.distinct_keys(keys.table_U[wanted], keys.id_U[wanted])
         slot_M, _, missed = self._find_and_pin(distinct, 1)
         fill_pinned(slot_U, wanted, slot_M, self.release)
         found = len(wanted) - missed
@@ -274,7 +274,7 @@ class DeviceTier(MemoryTier):
 
     def _look(self, table_U: np.ndarray, id_U: np.ndarray) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
         self._order.after_releases()
-        slot_U, _, _ = self._find_and_pin(self._loops.distinct_keys(self._put(table_U), self._put(id_U)), 0)
+        slot_U, _, _ = self._find_and_pin(self._backend.distinct_keys(self._put(table_U), self._put(id_U)), 0)
         missing_U = self._host(slot_U < 0)
         return slot_U[slot_U >= 0], np.flatnonzero(~missing_U), missing_U
 
@@ -452,7 +452,7 @@ class DeviceTier(MemoryTier):
         self.score_S = gpu.empty(0, dtype=torch.int64)
         self.pin_S = gpu.empty(0, dtype=torch.int32)
         self._dirty_S = gpu.empty(0, dtype=torch.bool)
-        self._free = FreeSlots(self._loops.arange)
+        self._free = FreeSlots(self._backend.arange)
         self._temporary = 0  # slots of rows that are in no index
         self._index.clear()
 

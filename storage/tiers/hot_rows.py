@@ -5,7 +5,7 @@
     tier.mark_dirty(slot_U)
     tier.release(slot_U)
 
-A hot tier is a `RowStore` as well, so that others can stand on it. Keys and slots are arrays of the tier's `Loops`.
+A hot tier is a `RowStore` as well, so that others can stand on it. Keys and slots are arrays of the tier's `Backend`.
 
 Invariants:
 - a slot that is pinned is neither evicted nor moved;
@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from oneemb.kernels.arrays import Array
-from oneemb.kernels.loops import Keys
+from oneemb.kernels.backend import Keys
 from oneemb.storage.row_store import RowSource, RowStore
 
 InitRows = Callable[[Array, Array, Array, Array], None]

@@ -26,8 +26,8 @@ from typing import Any
 
 import numpy as np
 
+from oneemb.kernels.backend import Keys
 from oneemb.kernels.gather import copy_rows, copy_rows_out
-from oneemb.kernels.loops import Keys
 from oneemb.kernels.slot_marks import add_marks, add_pins, pick_keys, set_marks, share_counts
 from oneemb.kernels.threads import Threads
 from oneemb.storage.hash_index import HashIndex

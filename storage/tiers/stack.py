@@ -14,9 +14,9 @@ from typing import Any, cast
 import numpy as np
 
 from oneemb.kernels.arrays import Array
-from oneemb.kernels.host_loops import HostLoops
+from oneemb.kernels.backend import Backend
+from oneemb.kernels.host_backend import HostBackend
 from oneemb.kernels.init_rows import InitialRows
-from oneemb.kernels.loops import Loops
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import StoreFullError
 from oneemb.storage.policies.row_policy import RowPolicy, rows_instead
@@ -81,25 +81,25 @@ class NewRows:
     say what is read where there is no row; None = the initial values."""
 
     def __init__(
-        self, format: RowFormat, initial: InitialRows, loops: Loops, policies: Sequence[RowPolicy] | None = None
+        self, format: RowFormat, initial: InitialRows, backend: Backend, policies: Sequence[RowPolicy] | None = None
     ):
         self.format = format
         self.initial = initial
-        self.loops = loops
+        self.backend = backend
         self._policies = policies
-        self._initial = self._of_absent = self._of_refused = loops.initial_rows(initial)
+        self._initial = self._of_absent = self._of_refused = backend.initial_rows(initial)
         if policies is not None:
-            self._of_absent = loops.initial_rows(rows_instead(policies, initial, "absent"))
-            self._of_refused = loops.initial_rows(rows_instead(policies, initial, "refused"))
+            self._of_absent = backend.initial_rows(rows_instead(policies, initial, "absent"))
+            self._of_refused = backend.initial_rows(rows_instead(policies, initial, "refused"))
 
     @property
     def absent_rows(self) -> InitialRows:
         """Rows as which keys without a row read."""
         return self.initial if self._policies is None else rows_instead(self._policies, self.initial, "absent")
 
-    def of(self, format: RowFormat, loops: Loops) -> "NewRows":
+    def of(self, format: RowFormat, backend: Backend) -> "NewRows":
         """The same of another format, in another place."""
-        return NewRows(format, self.initial, loops, self._policies)
+        return NewRows(format, self.initial, backend, self._policies)
 
     def __call__(self, row_SW: Array, slot_M: Array, table_M: Array, id_M: Array) -> None:
         self._write(row_SW, slot_M, table_M, id_M, self._initial)
@@ -113,7 +113,7 @@ class NewRows:
         self._write(row_SW, slot_M, table_M, id_M, self._of_refused)
 
     def _write(self, row_SW: Array, slot_M: Array, table_M: Array, id_M: Array, initial: Any) -> None:
-        self.loops.init_rows(
+        self.backend.init_rows(
             self.format.weights(row_SW), row_SW, slot_M, table_M, id_M, initial,
             np.array((0.0,) * self.format.usage_words + self.format.state, np.float32),
             state_begin=self.format.usage_begin,
@@ -123,8 +123,8 @@ class NewRows:
 def make_tiers(
     plan: StorePlan, new_rows: NewRows, bottom: RowStore, threads: Threads, writing: AbstractContextManager[Any]
 ) -> list[Tier]:
-    """The tiers from the hot one, `HotRows`, where the loops of `new_rows` run, down to the one above the store at the
-    bottom. Tiers that hold all rows copy those that are there already.
+    """The tiers from the hot one, `HotRows`, in the place of the backend of `new_rows`, down to the one above the store
+    at the bottom. Tiers that hold all rows copy those that are there already.
 
     Raises:
         StoreFullError: the rows there are do not fit, or there is no memory for a tier.
@@ -150,7 +150,7 @@ def make_tiers(
         ]
     if between:
         below = between[0]
-    if isinstance(new_rows.loops, HostLoops):
+    if isinstance(new_rows.backend, HostBackend):
         hot: HotRows = _host_tier(
             "device", plan, plan.cache_bytes, new_rows.format, below, plan.capacity, new_rows, threads, writing,
             reads_ahead=below is bottom,
@@ -178,33 +178,33 @@ def _host_tier(
 
 
 def _device_tier(plan: StorePlan, new_rows: NewRows, below: RowStore) -> HotRows:
-    from oneemb.kernels.cuda_loops import CudaLoops
+    from oneemb.kernels.cuda_backend import CudaBackend
     from oneemb.storage.tiers import device_tier
 
-    assert isinstance(new_rows.loops, CudaLoops)
+    assert isinstance(new_rows.backend, CudaBackend)
     slot_bytes = -(-new_rows.format.row_bytes // 16) * 16 + device_tier.SLOT_OVERHEAD_BYTES
     budget_bytes = plan.cache_bytes
     if budget_bytes is None:
-        budget_bytes = int(new_rows.loops.gpu.free_bytes() * _MEMORY_SHARE)
+        budget_bytes = int(new_rows.backend.gpu.free_bytes() * _MEMORY_SHARE)
     slots = max(budget_bytes // slot_bytes, 1)
     if plan.cache_bytes is None and plan.capacity is not None and not plan.has_temporary_rows:
         slots = min(slots, plan.capacity)
     tier = device_tier.DeviceTier(
         "device", row_width=new_rows.format.row_width, slots=slots, below=below, resident=plan.cache_bytes is None,
         row_limit=plan.capacity, policy=plan.cache_policy, init=new_rows, absent=new_rows.absent,
-        refused=new_rows.refused, loops=new_rows.loops,
+        refused=new_rows.refused, backend=new_rows.backend,
     )  # fmt: skip
-    # It takes the keys that its loops make, which are tensors; no caller has others.
+    # It takes the keys that its backend makes, which are tensors; no caller has others.
     return cast(HotRows, tier)
 
 
 @contextmanager
-def with_room(plan: StorePlan, tiers: Sequence[Tier], format: RowFormat, loops: Loops, rows: int) -> Iterator[None]:
+def with_room(plan: StorePlan, tiers: Sequence[Tier], format: RowFormat, backend: Backend, rows: int) -> Iterator[None]:
     """Keep memory for tiers that hold so many rows of this format in place of `tiers`, and for `tiers` made anew.
     StoreFullError, with nothing changed, if a tier on the host could not hold all its rows."""
     bytes = 0
     for name, budget_bytes in (("device", plan.cache_bytes), ("host", plan.host_bytes)):
-        on_host = name == "host" or isinstance(loops, HostLoops)
+        on_host = name == "host" or isinstance(backend, HostBackend)
         if budget_bytes is None and on_host:
             if rows > (slots := _host_slots(plan, format, None)):
                 raise StoreFullError(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from oneemb.kernels.cuda_loops import CudaLoops
+from oneemb.kernels.cuda_backend import CudaBackend
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import StoreFullError
 from oneemb.storage.tiers import device_memory, device_tier
@@ -24,7 +24,7 @@ def tier(gpu):
     def make(below=None, slots=3000, **options):
         return DeviceTier(
             "device", row_width=W, slots=slots, below=below, resident=options.pop("resident", below is None),
-            init=None, loops=CudaLoops(gpu), **options,
+            init=None, backend=CudaBackend(gpu), **options,
         )  # fmt: skip
 
     return make
@@ -76,7 +76,7 @@ class Model:
         return slot_U
 
     def distinct(self, keys):
-        return CudaLoops(self.gpu).distinct_keys(*map(self.gpu.put, keys_of(keys)))
+        return CudaBackend(self.gpu).distinct_keys(*map(self.gpu.put, keys_of(keys)))
 
     def release(self, keys, slot_U):
         self.tier.release(slot_U)

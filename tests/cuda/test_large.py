@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from oneemb.kernels.arrays import Bags
-from oneemb.kernels.cuda_loops import CudaLoops
+from oneemb.kernels.cuda_backend import CudaBackend
 from oneemb.kernels.gather_cuda import copy_rows_in_cuda, copy_rows_out_cuda, gather_cuda
 from oneemb.kernels.pool_cuda import pool_cuda
 from oneemb.kernels.update_sgd import update_sgd
@@ -42,5 +42,5 @@ def test_rows_beyond_two_to_the_31_elements_are_read_written_and_updated(gpu, sl
     assert out_PD.cpu().numpy().tobytes() == to_bits(rows.sum(0, keepdims=True), "bfloat16").tobytes()
     grad_UD = gpu.full(4, DIM, value=2, dtype=torch.float32)
     options = dict(lr=0.5, momentum=0.0, dampening=0.0, nesterov=False, weight_decay=0.0)
-    update_sgd(slab_SX, row_SW, slot_U, grad_UD, state_begin=DIM // 2, step=1, loops=CudaLoops(gpu), **options)
+    update_sgd(slab_SX, row_SW, slot_U, grad_UD, state_begin=DIM // 2, step=1, backend=CudaBackend(gpu), **options)
     assert slab_SX[slot_U].cpu().numpy().tobytes() == to_bits(rows - 1, "bfloat16").tobytes()

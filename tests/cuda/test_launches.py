@@ -61,7 +61,7 @@ def test_a_step_whose_rows_are_there_launches_few_loops_and_waits_twice(gpu, nam
     optimizer = oneemb.Optimizer(OPTIMIZERS[name](embedding.parameters()), [embedding])
     ids = (torch.arange(80, device=gpu.device) % 3).reshape(-1, 2)  # enough for a key whose sum is made of parts
     with on_gpu(gpu, embedding):
-        at = embedding.store.loops.gpu
+        at = embedding.store.backend.gpu
         for _ in range(2):
             a_step(at, embedding, optimizer, ids)
         launches, waits = at.launches, at.waits
@@ -96,7 +96,7 @@ def test_a_graph_waits_as_often_as_an_eager_step_however_many_dense_parameters_i
     graph = Graph(tmp_path, "device", "adagrad")
     with on_gpu(gpu, graph):
         batch = batches(gpu)[0]
-        at = graph.embedding.store.loops.gpu
+        at = graph.embedding.store.backend.gpu
         for _ in range(2):
             graph(*batch)
         launches, waits = at.launches, at.waits
@@ -109,7 +109,7 @@ def test_a_step_of_several_lookups_waits_once_more_for_each_and_once_for_their_s
     graph = Pooled(tmp_path, "device", "sgd")
     with on_gpu(gpu, graph):
         batch = [part.to(gpu.device) for part in next(iter(bag_batches()))]
-        at = graph.embedding.store.loops.gpu
+        at = graph.embedding.store.backend.gpu
         for _ in range(2):
             graph(*batch)
         waits = at.waits
@@ -124,7 +124,7 @@ def test_a_prepared_step_of_known_rows_waits_for_its_gradients_alone(gpu, tmp_pa
         batch = batches(gpu)[0]
         for _ in range(2):
             graph(*batch)
-        at = graph.embedding.store.loops.gpu
+        at = graph.embedding.store.backend.gpu
         prepared = graph._prepare(batch)  # as the worker does
         waits = at.waits
         graph._compute_prepared(prepared, None)

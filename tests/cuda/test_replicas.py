@@ -35,12 +35,12 @@ def test_rows_of_replicated_tables_go_from_a_gpu_to_another_store_and_back(gpu, 
         there = open_store(tmp_path / f"host {cache_bytes}", 1, None)
         move_to(here, gpu)
         table_N, id_N = np.array([0, 1, 1, 0, 1, 1], np.int32), np.array([3, 3, 4, 5, 3, 9])
-        loops = here.loops
-        keys = loops.unique_keys(loops.put(table_N), loops.put(id_N), tables=2, padding_id=None, check=None)
+        backend = here.backend
+        keys = backend.unique_keys(backend.put(table_N), backend.put(id_N), tables=2, padding_id=None, check=None)
         slot_U, found = here.acquire(keys)
         assert len(found.id_U) == 5 and known(here) == {(1, 3), (1, 4), (1, 9)}
-        loops.tensor(here.row_SW)[loops.tensor(slot_U), : 2 * DIM] = torch.arange(
-            5 * 2 * DIM, dtype=torch.float32, device=loops.device
+        backend.tensor(here.row_SW)[backend.tensor(slot_U), : 2 * DIM] = torch.arange(
+            5 * 2 * DIM, dtype=torch.float32, device=backend.device
         ).reshape(5, -1)
         here.mark_dirty(found.table_U, slot_U)
         here.release(slot_U)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from oneemb.graph.row_optimizers import row_optimizer_of
-from oneemb.kernels.cuda_loops import CudaLoops
-from oneemb.kernels.host_loops import HostLoops
+from oneemb.kernels.cuda_backend import CudaBackend
+from oneemb.kernels.host_backend import HostBackend
 from oneemb.kernels.reduce_grads_cuda import PART, segments_of
 from oneemb.kernels.row_update_cuda import element_update, run_row_update_cuda
 from oneemb.kernels.threads import Threads
@@ -61,7 +61,7 @@ def on_cpu(optimizer, slab, slot_U, grad_UD, step):
     rows = row_optimizer_of(optimizer, optimizer.param_groups[0])
     rows.update(
         slab.weight_SX, slab.row_SW, slot_U, grad_UD,
-        state_begin=slab.state_begin, group=optimizer.param_groups[0], step=step, loops=HostLoops(ONE),
+        state_begin=slab.state_begin, group=optimizer.param_groups[0], step=step, backend=HostBackend(ONE),
     )  # fmt: skip
 
 
@@ -69,7 +69,7 @@ def on_gpu(gpu, optimizer, row_SW, slab, slot_U, grad, step):
     rows = row_optimizer_of(optimizer, optimizer.param_groups[0])
     rows.update(
         row_SW.view(BITS[slab.dtype]), row_SW, gpu.put(slot_U), grad,
-        state_begin=slab.state_begin, group=optimizer.param_groups[0], step=step, loops=CudaLoops(gpu),
+        state_begin=slab.state_begin, group=optimizer.param_groups[0], step=step, backend=CudaBackend(gpu),
     )  # fmt: skip
 
 
@@ -164,7 +164,7 @@ def test_nothing_is_written_when_the_device_says_so(gpu, name):
 
     rows.update(
         row_SW, row_SW, gpu.put(np.arange(4)), gpu.put(np.ones((4, 8), np.float32)),
-        state_begin=slab.state_begin, group=optimizer.param_groups[0], step=1, loops=CudaLoops(Stopped()),
+        state_begin=slab.state_begin, group=optimizer.param_groups[0], step=1, backend=CudaBackend(Stopped()),
     )  # fmt: skip
     assert row_SW.cpu().numpy().tobytes() == slab.row_SW.tobytes()
 

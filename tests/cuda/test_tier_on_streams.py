@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from oneemb.kernels.cuda_loops import CudaLoops
+from oneemb.kernels.cuda_backend import CudaBackend
 from oneemb.storage.tiers import device_tier
 from oneemb.storage.tiers.device_tier import DeviceTier
 from tests.cuda.conftest import SIMULATED
@@ -45,7 +45,7 @@ def make(gpu):
     def make(below=None, slots=3000):
         return DeviceTier(
             "device", row_width=W, slots=slots, below=below, resident=below is None, init=begin_row,
-            loops=CudaLoops(gpu),
+            backend=CudaBackend(gpu),
         )  # fmt: skip
 
     return make
@@ -56,7 +56,7 @@ def begin_row(row_SW, slot_M, table_M, id_M):
 
 
 def distinct(gpu, begin, end):
-    return CudaLoops(gpu).distinct_keys(*map(gpu.put, keys_of([(0, i) for i in range(begin, end)])))
+    return CudaBackend(gpu).distinct_keys(*map(gpu.put, keys_of([(0, i) for i in range(begin, end)])))
 
 
 def acquire(tier, gpu, begin, end):
@@ -168,7 +168,7 @@ def test_a_tier_need_not_be_on_the_current_gpu():
     with torch.cuda.device(0):
         tier = DeviceTier(
             "device", row_width=W, slots=500, below=DictStore(W), resident=False, init=begin_row,
-            loops=CudaLoops(other),
+            backend=CudaBackend(other),
         )  # fmt: skip
         for begin in range(0, 3000, 300):
             update(tier, acquire(tier, other, begin, begin + 300))

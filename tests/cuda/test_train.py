@@ -240,7 +240,7 @@ def test_a_step_launches_no_more_loops_than_it_should(gpu, tmp_path):
         (batch,) = batches(gpu)[:1]
         graph(*batch)
         graph(*batch)
-        at = graph.embedding.store.loops.gpu
+        at = graph.embedding.store.backend.gpu
         before = at.launches
         graph(*batch)
         assert at.launches - before <= 12

@@ -111,7 +111,7 @@ def update_of(make):
     optimizer = make([torch.nn.Parameter(torch.zeros(1))])
     group, noted = optimizer.param_groups[0], Noted()
     rows = row_optimizer_of(optimizer, group)
-    rows.update(None, None, None, np.zeros((1, 4), np.float32), state_begin=4, group=group, step=6, loops=noted)
+    rows.update(None, None, None, np.zeros((1, 4), np.float32), state_begin=4, group=group, step=6, backend=noted)
     return noted.noted
 
 

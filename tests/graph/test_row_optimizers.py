@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from oneemb.graph.row_optimizers import OPTIMIZERS as KNOWN, row_optimizer_of
-from oneemb.kernels.host_loops import HostLoops
+from oneemb.kernels.host_backend import HostBackend
 from oneemb.kernels.threads import Threads
 from oneemb.optim import Ftrl, Lamb, Lars, PartialRowWiseAdam, RowWiseAdagrad, SmartDecayAdam
 from tests.support.optimizers import OPTIMIZERS
 
-LOOPS = HostLoops(Threads(1))
+BACKEND = HostBackend(Threads(1))
 
 
 def parameter():
@@ -29,7 +29,7 @@ def step(rows, group, number=1, dim=2, weight=1.0, grad=1.0):
     row_SW = np.concatenate([np.full(dim, weight), rows.initial_state(dim)]).astype(np.float32)[None]
     rows.update(
         row_SW, row_SW, np.zeros(1, np.int64), np.full((1, dim), grad, np.float32),
-        state_begin=dim, group=group, step=number, loops=LOOPS,
+        state_begin=dim, group=group, step=number, backend=BACKEND,
     )  # fmt: skip
     return row_SW[0]
 
@@ -134,7 +134,7 @@ def rows_and_dense(cls, options, change=None, steps=7):
         if number == steps // 2:
             group.update(change or {})
         grad_UD = rng.normal(0, 1, (6, 5)).astype(np.float32)
-        rows.update(row_SW, row_SW, slot_U, grad_UD, state_begin=5, group=group, step=number, loops=LOOPS)
+        rows.update(row_SW, row_SW, slot_U, grad_UD, state_begin=5, group=group, step=number, backend=BACKEND)
         grad = torch.from_numpy(grad_UD)
         dense.grad = grad.to_sparse(1) if isinstance(optimizer, torch.optim.SparseAdam) else grad
         optimizer.step()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from oneemb.kernels.host_loops import HostLoops
+from oneemb.kernels.host_backend import HostBackend
 from oneemb.kernels.threads import Threads
 
 
@@ -15,7 +15,7 @@ def test_a_copy_has_the_bits_and_memory_of_its_own(shape, dtype, count):
     threads = Threads(count)
     bits = torch.from_numpy(np.random.default_rng(0).integers(-(1 << 15), 1 << 15, shape, np.int16))
     given = bits.view(dtype) if dtype.itemsize == 2 else (bits.to(torch.int32) << 16 | 77).view(dtype)
-    copy = HostLoops(threads).copy(given)
+    copy = HostBackend(threads).copy(given)
     assert copy.dtype == dtype and copy.is_contiguous() and copy.shape == given.shape
     word = torch.int16 if dtype.itemsize == 2 else torch.int32
     before = given.view(word).clone()
@@ -35,11 +35,11 @@ def test_a_large_array_is_copied_past_the_caches(rows, streamed, monkeypatch):
 
     monkeypatch.setattr(Threads, "run", noted)
     given = torch.rand(rows, 259)
-    assert torch.equal(HostLoops(Threads(2)).copy(given), given)
+    assert torch.equal(HostBackend(Threads(2)).copy(given), given)
     assert loops == ["_stream_cpu" if streamed else "_copy_cpu"]
 
 
 def test_what_lies_in_strides_is_copied_together():
     given = torch.arange(12.0).reshape(3, 4).T
-    copy = HostLoops(Threads(1)).copy(given)
+    copy = HostBackend(Threads(1)).copy(given)
     assert copy.is_contiguous() and torch.equal(copy, given)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from oneemb.kernels.host_loops import HostLoops
+from oneemb.kernels.host_backend import HostBackend
 from oneemb.kernels.threads import Threads
 from oneemb.kernels.unique_by_table import unique_keys_by_table
 from oneemb.kernels.unique_keys import occurrences, unique_keys, unique_keys_of_columns
@@ -134,8 +134,8 @@ def test_any_columns_agree_with_a_dict(tables, padding_id, data):
     (2, 6000, True, True), (1, 6000, True, False), (2, 600, True, False), (2, 6000, False, False),
 ])  # fmt: skip
 def test_several_threads_find_keys_column_by_column(threads, samples, is_known, in_columns, monkeypatch):
-    loops, launched, run = HostLoops(Threads(threads)), [], Threads.run
-    table_N = loops.tables_of_columns(samples * 6, 6)
+    backend, launched, run = HostBackend(Threads(threads)), [], Threads.run
+    table_N = backend.tables_of_columns(samples * 6, 6)
     id_N = np.random.default_rng(0).integers(0, 500, samples * 6)
 
     def noted(self, loop, *args, **kwargs):
@@ -143,7 +143,7 @@ def test_several_threads_find_keys_column_by_column(threads, samples, is_known, 
         run(self, loop, *args, **kwargs)
 
     def find(table_N, id_N, padding_id):
-        return loops.unique_keys(table_N, id_N, tables=6, padding_id=padding_id, check=None)
+        return backend.unique_keys(table_N, id_N, tables=6, padding_id=padding_id, check=None)
 
     monkeypatch.setattr(Threads, "run", noted)
     check(table_N if is_known else table_N.copy(), id_N, find=find)

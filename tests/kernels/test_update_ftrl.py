@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from oneemb.kernels.host_loops import HostLoops
+from oneemb.kernels.host_backend import HostBackend
 from oneemb.kernels.update_ftrl import update_ftrl
 from tests.support.row_updates import CASES, THREADS, Float64Oracle, Slab, check_not_finite, check_threads, check_update
 
@@ -67,7 +67,13 @@ def test_lambda1_makes_weights_exactly_zero():
     slab.weight_SX[:, :64] = 0
     grad_UD = np.random.default_rng(2).normal(0, 1, (8, 64)).astype(np.float32)
     kernel(lambda1=1.0)(
-        slab.weight_SX, slab.row_SW, slot_U, grad_UD, state_begin=slab.state_begin, step=1, loops=HostLoops(THREADS[1])
+        slab.weight_SX,
+        slab.row_SW,
+        slot_U,
+        grad_UD,
+        state_begin=slab.state_begin,
+        step=1,
+        backend=HostBackend(THREADS[1]),
     )
     assert ((slab.weight_SD[:8] == 0) == (np.abs(grad_UD) <= 1)).all()
 

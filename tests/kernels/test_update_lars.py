@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from oneemb.kernels.host_loops import HostLoops
+from oneemb.kernels.host_backend import HostBackend
 from oneemb.kernels.update_lars import update_lars
 from tests.support.row_updates import (
     CASES,
@@ -55,7 +55,7 @@ def one_row(weight, grad, **options):
     row_SW = np.concatenate([np.asarray(weight, np.float32), initial(2)]).astype(np.float32)[None]
     kernel(**options)(
         row_SW, row_SW, np.zeros(1, np.int64), np.asarray([grad], np.float32),
-        state_begin=2, step=1, loops=HostLoops(THREADS[1]),
+        state_begin=2, step=1, backend=HostBackend(THREADS[1]),
     )  # fmt: skip
     return row_SW[0, :2].tolist()
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from oneemb.kernels.host_loops import HostLoops
+from oneemb.kernels.host_backend import HostBackend
 from oneemb.kernels.update_sgd import update_sgd
 from tests.support.row_updates import (
     CASES,
@@ -106,5 +106,5 @@ def test_gradients_that_are_not_finite_spoil_their_own_rows_only():
 def test_an_infinite_weight_stays_infinite_without_weight_decay():
     row_SW = np.array([[np.inf, 1.0]], np.float32)
     grad_UD = np.ones((1, 2), np.float32)
-    update_plain(row_SW, row_SW, np.zeros(1, np.int64), grad_UD, state_begin=2, step=1, loops=HostLoops(THREADS[1]))
+    update_plain(row_SW, row_SW, np.zeros(1, np.int64), grad_UD, state_begin=2, step=1, backend=HostBackend(THREADS[1]))
     assert row_SW.tolist() == [[np.inf, np.float32(1) - np.float32(0.05)]]

@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from oneemb.kernels.host_loops import HostLoops
+from oneemb.kernels.host_backend import HostBackend
 from oneemb.kernels.update_smart_decay_adam import STEP_MAX, update_smart_decay_adam
 from tests.support.row_updates import (
     CASES,
@@ -61,7 +61,7 @@ def test_smart_decay_adam_options_equal_the_formula_in_float64(options):
 def run(slab, slots, grad_UD, step, **options):
     kernel(**options)(
         slab.weight_SX, slab.row_SW, np.asarray(slots, np.int64), grad_UD,
-        state_begin=slab.state_begin, step=step, loops=HostLoops(THREADS[1]),
+        state_begin=slab.state_begin, step=step, backend=HostBackend(THREADS[1]),
     )  # fmt: skip
 
 

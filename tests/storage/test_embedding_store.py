@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from oneemb.kernels.host_loops import HostLoops
+from oneemb.kernels.host_backend import HostBackend
 from oneemb.kernels.init_rows import CONSTANT, UNIFORM, InitialRows
 from oneemb.kernels.threads import Threads
 from oneemb.storage.embedding_store import EmbeddingStore
@@ -662,7 +662,7 @@ def test_rows_on_a_store_without_snapshots_keep_their_width(kind, open_store):
     assert everything(rows)[2:] == ("sgd", before[3])
 
 
-class ElsewhereLoops(HostLoops):
+class ElsewhereLoops(HostBackend):
     """Loops of another place, which is the host as well."""
 
     place = "elsewhere"
@@ -678,7 +678,7 @@ def test_rows_move_to_another_place_whatever_is_below(kind, bottom, open_store, 
         train(store, *range(begin, begin + 40))
     before, generation = everything(store), store.generation
     store.form.move_to(torch.device("meta"))
-    assert store.loops.place == "elsewhere" and everything(store) == before and store.generation != generation
+    assert store.backend.place == "elsewhere" and everything(store) == before and store.generation != generation
     train(store, *range(20))
     assert store.stats()["rows"] == 200 and store.snapshots.names() == []
 
@@ -742,7 +742,7 @@ def test_rows_are_where_they_were_or_where_the_error_says(kind, what, error, tim
             assert done or "could not be deleted" in str(warned[0].message)
             assert store.format.state_width == 2 * DIM and store.stats()["rows"] == 40
         elif not store.store_lock.broken:
-            assert everything(store) == before and store.loops.place == "the CPU"
+            assert everything(store) == before and store.backend.place == "the CPU"
             assert "there" in store.snapshots.names() and (len(store.snapshots.names()) == 1 or warned)
             train(store, *range(30, 45))
         else:

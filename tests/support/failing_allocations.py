@@ -93,10 +93,10 @@ class Subject:
     def prefetch(self):
         """Rows that are prefetched and then acquired, as a training loop does it on two threads."""
         ids, store = self.ids(), self.embedding.store
-        put = store.loops.put
+        put = store.backend.put
 
         def call():
-            keys = store.loops.distinct_keys(put(np.zeros(self.batch, np.int32)), put(ids))
+            keys = store.backend.distinct_keys(put(np.zeros(self.batch, np.int32)), put(ids))
             prefetched = store.prefetch(keys)
             try:
                 slot_U, _ = store.acquire(keys, prefetched, admits=True)

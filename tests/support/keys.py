@@ -4,10 +4,10 @@ import dataclasses
 
 import numpy as np
 
-from oneemb.kernels.host_loops import HostLoops
+from oneemb.kernels.host_backend import HostBackend
 from oneemb.kernels.threads import Threads
 
-HOST = HostLoops(Threads(1))
+HOST = HostBackend(Threads(1))
 
 
 def distinct(table_U, id_U):

@@ -8,7 +8,7 @@ and a formula in float64 NumPy, written from the reference. Neither imports the 
 import numpy as np
 import torch
 
-from oneemb.kernels.host_loops import HostLoops
+from oneemb.kernels.host_backend import HostBackend
 from oneemb.kernels.threads import Threads
 from oneemb.storage.rows.row_format import RowFormat
 from tests.support.pairwise import diagonal
@@ -207,8 +207,8 @@ def check_update(update, oracle, initial_state, dtype, dim, threads, *, seed=0, 
         slot_U = touched_rows(step, rng)
         grad_UD = rng.normal(0, 1, (len(slot_U), dim)).astype(np.float32)
         before = slab.bytes_outside(slot_U)
-        loops = HostLoops(runner)
-        update(slab.weight_SX, slab.row_SW, slot_U, grad_UD, state_begin=slab.state_begin, step=step, loops=loops)
+        backend = HostBackend(runner)
+        update(slab.weight_SX, slab.row_SW, slot_U, grad_UD, state_begin=slab.state_begin, step=step, backend=backend)
         assert slab.bytes_outside(slot_U) == before, f"step {step} wrote outside its rows"
         oracle.step(step, slot_U, grad_UD)
         oracle.weight_SD = rounded(oracle.weight_SD, dtype)
@@ -242,7 +242,7 @@ def check_threads(update, initial_state, dim=16, slots=4000):
             grad_UD = rng.normal(0, 1, (len(slot_U), dim)).astype(np.float32)
             update(
                 slab.weight_SX, slab.row_SW, slot_U, grad_UD, state_begin=slab.state_begin, step=step,
-                loops=HostLoops(threads),
+                backend=HostBackend(threads),
             )  # fmt: skip
         threads.close()
         results.append(slab.row_SW.tobytes())
@@ -264,7 +264,7 @@ def check_not_finite(update, initial_state, dim=19):
                     grad_UD[slot, 4] = value
             update(
                 slab.weight_SX, slab.row_SW, slot_U, grad_UD, state_begin=slab.state_begin, step=step,
-                loops=HostLoops(THREADS[1]),
+                backend=HostBackend(THREADS[1]),
             )  # fmt: skip
     assert np.isfinite(slabs[False].weight_SD).all()
     assert not np.isfinite(slabs[True].weight_SD[list(bad), 4]).any()

@@ -1,4 +1,4 @@
-"""Loops on the host's cores: `oneemb.kernels.loops.Loops` for NumPy arrays; and which loops work where.
+"""The backend of the host's cores: `oneemb.kernels.backend.Backend` for NumPy arrays; and the backend of a device.
 
 Nothing of CUDA is imported before a tensor on a GPU, or an embedding there, needs it.
 """
@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from oneemb.kernels.arrays import Bags, RowsOfIds, Terms, rows_of_columns
+from oneemb.kernels.backend import Backend
 from oneemb.kernels.gather import copy_into, copy_words_in, gather
 from oneemb.kernels.init_rows import InitialRows, init_rows
 from oneemb.kernels.jit import CpuLoop
-from oneemb.kernels.loops import Loops
 from oneemb.kernels.pool import mean_scales, pool, pool_max, scale_grads, spread_max_grads
 from oneemb.kernels.reduce_grads import Segments, largest_magnitude, rows_norm, sum_segments
 from oneemb.kernels.row_update import run_row_update
@@ -34,9 +34,9 @@ OPENMP_MIN = 1 << 15
 _NO_INVERSE = np.empty(0, np.int32)
 
 
-class HostLoops:
-    """Loops that run on these threads; see `oneemb.kernels.loops.Loops`. `keys`, `grads`, `segments`: those that they
-    have given."""
+class HostBackend:
+    """The backend of these threads; see `oneemb.kernels.backend.Backend`. It takes keys, gradients and segments that it
+    made."""
 
     place = "the CPU"
     device = torch.device("cpu")
@@ -205,21 +205,21 @@ def _tables_of_columns(ids: int, tables: int) -> np.ndarray:
 _ONE_THREAD = Threads(1)
 
 
-def loops_of(tensor: torch.Tensor, threads: Threads = _ONE_THREAD) -> Loops:
-    """The loops that work on a tensor where it lies; those of the host run on `threads`."""
-    if tensor.is_cuda or "oneemb.kernels.cuda_loops" in sys.modules:
-        from oneemb.kernels import cuda_loops
+def backend_of(tensor: torch.Tensor, threads: Threads = _ONE_THREAD) -> Backend:
+    """The backend for a tensor in its place; that of the host runs on `threads`."""
+    if tensor.is_cuda or "oneemb.kernels.cuda_backend" in sys.modules:
+        from oneemb.kernels import cuda_backend
 
-        if (found := cuda_loops.loops_of(tensor)) is not None:
+        if (found := cuda_backend.backend_of(tensor)) is not None:
             return found
-    return HostLoops(threads)
+    return HostBackend(threads)
 
 
-def loops_at(device: torch.device, threads: Threads) -> Loops:
-    """The loops of a device; those of the host run on `threads`. RuntimeError or ImportError if CUDA cannot be used;
+def backend_at(device: torch.device, threads: Threads) -> Backend:
+    """The backend of a device; that of the host runs on `threads`. RuntimeError or ImportError if CUDA cannot be used;
     the message says what to install."""
     if device.type == "cpu":
-        return HostLoops(threads)
-    from oneemb.kernels import cuda_loops
+        return HostBackend(threads)
+    from oneemb.kernels import cuda_backend
 
-    return cuda_loops.loops_at(device)
+    return cuda_backend.backend_at(device)

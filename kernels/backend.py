@@ -1,12 +1,12 @@
-"""The work of loops, wherever they run: on the host's cores (`host_loops.py`) or on a GPU (`cuda_loops.py`).
+"""The contract of a backend: the kernels for the host's cores (`host_backend.py`) or for a GPU (`cuda_backend.py`).
 
-Everything above the kernels works with a `Loops` and never asks which of the two it is. A store has one;
-`oneemb.kernels.host_loops` gives that of a device or of a tensor. Letters: N ids in P bags, U unique keys, M new keys,
-S slots, T tables, D weights of a row.
+Everything above the kernels works with a `Backend` and never asks which of the two it is. A store has one;
+`oneemb.kernels.host_backend` gives that of a device or of a tensor. Letters: N ids in P bags, U unique keys, M new
+keys, S slots, T tables, D weights of a row.
 
-    keys = loops.unique_keys(table_N, id_N, tables=T, padding_id=None, check=None)
-    loops.gather(RowsOfIds(weight_SX, slot_U, keys.inverse_N), out_ND)
-    segments = loops.segments(keys, None, grad_ND, None)
+    keys = backend.unique_keys(table_N, id_N, tables=T, padding_id=None, check=None)
+    backend.gather(RowsOfIds(weight_SX, slot_U, keys.inverse_N), out_ND)
+    segments = backend.segments(keys, None, grad_ND, None)
 
 Invariant: both implementations give the same keys in the same order and, but for functions such as `log` and `pow`,
 the same bits.
@@ -24,7 +24,7 @@ from oneemb.kernels.jit import CpuLoop, CudaLoop
 
 
 class Keys(Protocol):
-    """The unique keys of N ids: `UniqueKeys` on the host, `DeviceKeys` on a GPU. Loops take those they have given."""
+    """The unique keys of N ids: `UniqueKeys` on the host, `DeviceKeys` on a GPU. A backend takes keys that it made."""
 
     @property
     def table_U(self) -> Array:
@@ -44,7 +44,7 @@ class Keys(Protocol):
 
 
 class Segments(Protocol):
-    """Gradients of ids, still to be summed for each unique key. Loops take those they have given."""
+    """Gradients of ids, still to be summed for each unique key. A backend takes segments that it made."""
 
     @property
     def grad_NX(self) -> Array:
@@ -63,10 +63,10 @@ class Segments(Protocol):
         """(U, D): the shape of the summed gradients."""
 
 
-class Loops(Protocol):
-    """The loops of one place, with the arrays they work on.
+class Backend(Protocol):
+    """The kernels of one place, with the arrays they work on.
 
-    `place` is what errors call it: "the CPU" or the device's name. Loops of one place may exchange arrays.
+    `place` is its name in errors: "the CPU" or the device's name. Backends of one place may exchange arrays.
     Tensors have to be on `device`. `merges` says whether one loop can run over the rows of several slabs,
     `waits` whether the host waits for what it asks of a tensor.
     """
@@ -78,7 +78,7 @@ class Loops(Protocol):
 
     # ---- arrays
     def array(self, tensor: torch.Tensor) -> Array:
-        """The tensor's memory as loops take it: float16 and bfloat16 as bits."""
+        """The tensor's memory as kernels take it: float16 and bfloat16 as bits."""
 
     def tensor(self, array: Array) -> torch.Tensor:
         """The array's memory as a tensor."""
@@ -87,7 +87,7 @@ class Loops(Protocol):
         """A C-contiguous copy of gradients or rows."""
 
     def put(self, array: np.ndarray) -> Array:
-        """A host array where loops run: itself, or a copy."""
+        """A host array in the place of the backend: itself, or a copy."""
 
     def arange(self, size: int) -> Array:
         """0 to size - 1, int64."""

@@ -1,4 +1,4 @@
-"""Loops on a GPU: `oneemb.kernels.loops.Loops` for tensors on the device.
+"""The backend of a GPU: `oneemb.kernels.backend.Backend` for tensors on the device.
 
 A step waits for the device twice. First, its acquisition reads in one go how many unique keys there are, how many of
 them miss, and whether tables and offsets are valid; it does not wait if a batch prepared ahead has found every row.
@@ -19,7 +19,7 @@ import torch
 from oneemb.kernels import launch, reduce_grads_cuda
 from oneemb.kernels.arrays import Bags, RowsOfIds, Terms, rows_of_columns
 from oneemb.kernels.gather_cuda import gather_cuda
-from oneemb.kernels.host_loops import BITS, SUM_MAX
+from oneemb.kernels.host_backend import BITS, SUM_MAX
 from oneemb.kernels.init_rows import InitialRows
 from oneemb.kernels.init_rows_cuda import DeviceInitialRows, init_rows_cuda
 from oneemb.kernels.jit import CudaLoop
@@ -39,9 +39,8 @@ from oneemb.kernels.unique_keys_cuda import DeviceKeys, occurrences, unique_keys
 _OF_BITS = {bits: dtype for dtype, bits in BITS.items()}
 
 
-class CudaLoops:
-    """Loops that run on this GPU; see `oneemb.kernels.loops.Loops`. `keys`, `grads`, `segments`: those that they have
-    given."""
+class CudaBackend:
+    """The backend of a GPU; see `oneemb.kernels.backend.Backend`. It takes keys, gradients and segments that it made."""
 
     merges = False
     waits = True
@@ -211,17 +210,17 @@ def _tables_of_columns(ids: int, tables: int, device: torch.device, stream: int)
     return torch.arange(tables, dtype=torch.int32, device=device).repeat(ids // tables)
 
 
-def loops_at(device: torch.device) -> CudaLoops:
-    """The loops of a GPU. RuntimeError or ImportError if CUDA cannot be used; the message says what to install."""
-    return _loops_at(launch.gpu_at(device))
+def backend_at(device: torch.device) -> CudaBackend:
+    """The backend of a GPU. RuntimeError or ImportError if CUDA cannot be used; the message says what to install."""
+    return _backend_of_gpu(launch.gpu_at(device))
 
 
-def loops_of(tensor: torch.Tensor) -> CudaLoops | None:
-    """The loops of the GPU that a tensor is on; None where it is on the CPU."""
+def backend_of(tensor: torch.Tensor) -> CudaBackend | None:
+    """The backend of the GPU that a tensor is on; None where it is on the CPU."""
     gpu = launch.gpu_of(tensor)
-    return None if gpu is None else _loops_at(gpu)
+    return None if gpu is None else _backend_of_gpu(gpu)
 
 
 @functools.lru_cache(maxsize=64)
-def _loops_at(gpu: Gpu) -> CudaLoops:
-    return CudaLoops(gpu)
+def _backend_of_gpu(gpu: Gpu) -> CudaBackend:
+    return CudaBackend(gpu)
