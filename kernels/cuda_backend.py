@@ -40,7 +40,7 @@ _OF_BITS = {bits: dtype for dtype, bits in BITS.items()}
 
 
 class CudaBackend:
-    """The backend of a GPU; see `oneemb.kernels.backend.Backend`. It takes keys, gradients and segments that it made."""
+    """The backend of a GPU; see `oneemb.kernels.backend.Backend`. It takes keys, gradients, segments that it made."""
 
     merges = False
     waits = True

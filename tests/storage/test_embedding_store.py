@@ -671,7 +671,7 @@ class ElsewhereLoops(HostBackend):
 @pytest.mark.parametrize("bottom", [None, DictBottom])
 @pytest.mark.parametrize("kind", PLANS)
 def test_rows_move_to_another_place_whatever_is_below(kind, bottom, open_store, monkeypatch):
-    monkeypatch.setattr(store_form, "loops_at", lambda device, threads: ElsewhereLoops(threads))
+    monkeypatch.setattr(store_form, "backend_at", lambda device, threads: ElsewhereLoops(threads))
     store = open_store(kind, bottom=bottom and bottom())
     store.form.attach(*ADAM)
     for begin in range(0, 200, 40):
@@ -715,7 +715,7 @@ class FailingCalls:
     ),
 )
 def test_rows_are_where_they_were_or_where_the_error_says(kind, what, error, times, open_store, monkeypatch):
-    monkeypatch.setattr(store_form, "loops_at", lambda device, threads: ElsewhereLoops(threads))
+    monkeypatch.setattr(store_form, "backend_at", lambda device, threads: ElsewhereLoops(threads))
     first = 0
     while True:
         first += 1
