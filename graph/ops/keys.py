@@ -277,7 +277,7 @@ def bags_of_ids(
 
     Args:
         columns: the table of each column; see `unique_keys`.
-        loops: of the place of the ids.
+        backend: of the place of the ids.
 
     Raises:
         TypeError, ValueError: dtype, device or shape does not fit a lookup of bags.
