@@ -164,7 +164,7 @@ class EmbeddingStore:
 
     @property
     def backend(self) -> Backend:
-        """Loops that run where the hot tier is. Keys and slots are arrays of that place."""
+        """Backend of the place of the hot tier. Keys and slots are arrays of that place."""
         return self.rows.new_rows.backend
 
     @property

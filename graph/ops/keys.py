@@ -34,7 +34,7 @@ class Keys:
     unique: kernels.Keys
     bags: Bags | None
     backend: Backend
-    """Loops that work where the ids are."""
+    """Backend of the place of the ids."""
     uses_U: np.ndarray | None = None
     """int64: number of ids in the ranks' batches that each key has, for policies; None = the number in `unique`."""
 

@@ -31,7 +31,7 @@ class ReadRows(Protocol):
 
     @property
     def backend(self) -> Backend:
-        """Loops that work where the rows are."""
+        """Backend of the place of the rows."""
 
     def read(self, keys: kernels.Keys) -> tuple[Array, kernels.Keys]:
         """The rows of these keys; see `EmbeddingStore.read`."""

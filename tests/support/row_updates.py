@@ -194,7 +194,7 @@ def touched_rows(step, rng, slots=SLOTS):
 def check_update(update, oracle, initial_state, dtype, dim, threads, *, seed=0, close=None):
     """STEPS steps of `update` agree with the oracle, and touch no byte that is not theirs.
 
-    update(weight_SX, row_SW, slot_U, grad_UD, state_begin=, step=, loops=) -> None; close: which columns of the
+    update(weight_SX, row_SW, slot_U, grad_UD, state_begin=, step=, backend=) -> None; close: which columns of the
     state are compared, None = all.
     """
     print(f"seed {seed}")
