@@ -15,8 +15,8 @@ from tests.support.walk import walk_of_ids
 # Of one step or lookup: the most calls of Python functions, of C functions, and loops launched. Counted with Python
 # 3.11 and the torch of constraints/test.txt; later Pythons inline comprehensions and count less.
 STEP_BOUNDS = {
-    "eager": (378, 370, 6),  # 361, 347, 6
-    "graph": (410, 430, 6),  # 391, 407, 6
+    "eager": (375, 352, 6),  # 358, 332, 6
+    "graph": (388, 384, 6),  # 370, 363, 6
 }
 READ_BOUNDS = {
     "eval": (72, 80, 2),  # 64, 63, 2
