@@ -9,7 +9,8 @@ IDS = torch.arange(6).reshape(3, 2)
 BAGS = {"ids": IDS.reshape(-1), "offsets": torch.arange(7)}
 
 WRONG = {
-    "pooling": ({"ids": IDS, "pooling": "sum"}, "ValueError: pooling='sum' is"),
+    "pooling": ({"ids": IDS, "pooling": "sum"}, "ValueError: ids of bags must be of shape [B, 2, L]"),
+    "no bags": ({"ids": IDS[0], "pooling": "sum", "table_ids": IDS[0]}, "ValueError: pooling='sum' is"),
     "unknown pooling": ({**BAGS, "pooling": "avg"}, "ValueError: pooling must be"),
     "columns": ({**BAGS, "columns": 3}, "TypeError: columns must be a list"),
     "columns of ids": ({"ids": IDS, "columns": 3}, "ValueError: columns say how bags lie"),

@@ -22,7 +22,7 @@ from oneemb.embeddings.embedding import MultiTableEmbedding, TableEmbedding, cop
 from oneemb.embeddings.lookups import keys_of
 from oneemb.graph import ops
 from oneemb.graph.arguments import Lookup
-from oneemb.graph.ops.keys import bags_of, columns_of, pooling_of
+from oneemb.graph.ops.keys import BagArguments, bags_of, columns_of, pooling_of
 from oneemb.graph.ops.lookup import DTYPES
 from oneemb.graph.tracers import refuse_tracers, uncompiled
 from oneemb.kernels.arrays import Array
@@ -158,15 +158,21 @@ class AveragedEmbedding(torch.nn.Module):
         embedding in eval mode."""
         refuse_tracers(self.embedding, ids)
         rows, averages, pools = self.rows, _Averages(self), pooling or "sum"
-        bags = bags_of(
-            ids, table_ids, offsets, per_sample_weights, pooling, columns, self.embedding.num_tables,
-            include_last_offset,
-        )  # fmt: skip
+        failed: ValueError | None = None
+        try:
+            bags = bags_of(
+                ids, table_ids, offsets, per_sample_weights, pooling, columns, self.embedding.num_tables,
+                include_last_offset,
+            )  # fmt: skip
+        except ValueError as error:
+            failed, bags = error, BagArguments(ids, table_ids, offsets, per_sample_weights, None)
         ids, table_ids, offsets, per_sample_weights, _ = bags
         lookup = Lookup(ids, table_ids, offsets, columns_of(columns), per_sample_weights, pools)
 
         def keys() -> ops.Keys:
-            pooling_of(pooling, offsets)  # raises on every rank
+            if failed is not None:
+                raise failed  # on every rank
+            pooling_of(pooling, offsets)
             return keys_of(rows, lookup)
 
         with torch.no_grad():
