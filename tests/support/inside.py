@@ -45,13 +45,13 @@ def snapshot_path(table, name):
 @contextmanager
 def in_the_middle_of_a_move(table, job):
     """Within the block, a table's compaction has a chunk that it moves; its thread runs the job."""
-    with table._turns:
+    with table._store_lock:
         table._contents.compactor._moving = object()
         table._contents.compactions.start(job)
     yield
-    with table._turns:
+    with table._store_lock:
         table._contents.compactor._moving = None
-        table._turns.lock.notify_all()
+        table._store_lock.lock.notify_all()
 
 
 # ---- memory and threads ----------------------------------------------------------------------------------------------
