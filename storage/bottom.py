@@ -1,7 +1,7 @@
 """Store below an embedding's tiers: a `RowStore` that is opened once the width of a row is known.
 
-`TableBottom` is a persistent table in a folder. Any other `RowStore` will do: one that has no snapshots (see
-`oneemb.storage.row_store.Snapshots`) refuses to save and load, and rows in it keep the width with which they began.
+`TableBottom` is a persistent table in a folder. Any other `RowStore` can be used. A store without snapshots
+(`oneemb.storage.row_store.Snapshots`) refuses to save and load, and the width of its rows cannot change.
 """
 
 import os
@@ -23,41 +23,44 @@ from oneemb.storage.table.snapshot_reader import SnapshotReader, read_snapshot_i
 from oneemb.storage.table.writer_lock import Holder
 
 EXPORTED = "rows-on-their-way-to-a-file-"
-"""How the name of a snapshot begins that holds the rows of an embedding while they are written to a file."""
+"""Prefix of the names of temporary snapshots: each holds the rows of an embedding while they are written to a file."""
 
 
 class Bottom(Protocol):
-    """Opens the store at the bottom, and reads the snapshots it keeps without opening it."""
+    """Opens the store at the bottom. Reads the store's snapshots without opening it."""
 
     name: str
     """Name of the store in errors."""
 
     def open(self, row_width: int) -> RowStore:
-        """The store for rows of this width, without a row. Raises StorageError if it cannot be opened."""
+        """Open the store for rows of `row_width` words; the open store has no rows yet. Raises StorageError if it
+        cannot be opened."""
 
     def snapshots(self) -> list[SnapshotInfo]:
-        """Snapshots, oldest first; empty if the store keeps none."""
+        """Descriptions of all snapshots, oldest first; an empty list if the store keeps no snapshots."""
 
     def snapshot(self, name: str) -> SnapshotInfo:
-        """Description of a snapshot. Raises SnapshotNotFoundError if there is none of that name, StorageError if it
-        cannot be read or the store keeps none."""
+        """Description of a snapshot. Raises SnapshotNotFoundError if no snapshot has this name, StorageError if it
+        cannot be read or the store keeps no snapshots."""
 
     def chain(self, name: str) -> list[SnapshotInfo]:
-        """A snapshot and, before it, its ancestors, the whole one first; raises as `snapshot`."""
+        """Descriptions of a snapshot and its ancestors, the whole snapshot first and the named one last; raises as
+        `snapshot`."""
 
     def read(self, name: str) -> LinkedRows:
-        """The rows of a snapshot, those of a delta with the unchanged ones; raises as `snapshot`."""
+        """All rows of a snapshot; for a delta, the changed rows and the unchanged rows of its ancestors. Raises as
+        `snapshot`."""
 
     def arrays(self, name: str) -> dict[str, np.ndarray]:
-        """Arrays of a snapshot beside its rows, by name; raises as `snapshot`."""
+        """{name: array} of the arrays that a snapshot holds beside its rows; raises as `snapshot`."""
 
 
 class TableBottom:
-    """A persistent table in a folder, which is made if it is not there; StorageError if it cannot be.
+    """A persistent table in the folder `path`. Makes a missing folder; raises StorageError if that fails.
 
     Args:
-        mend: advice after a call on the table was cut short, for errors.
-        holder: object that owns the rows, weakly referenced.
+        mend: advice in the errors that a table raises after a call on it was cut short.
+        holder: the object that other objects of the process ask to free the folder; weakly referenced.
     """
 
     def __init__(self, path: str, physical_block_size: int, threads: Threads, mend: str, holder: Holder):
@@ -86,7 +89,7 @@ class TableBottom:
         return table
 
     def _sweep(self, table: PersistentTable) -> None:
-        """Delete exports left by processes that died, the first time this process holds the table's lock."""
+        """Delete the `EXPORTED` snapshots that killed processes have left; only the first time the table is opened."""
         for info in () if self._swept else table.snapshots():
             if info.name.startswith(EXPORTED):
                 with suppress(StorageError):

@@ -1,20 +1,20 @@
 """The store of one embedding: its rows acquired, prefetched and read, by any thread.
 
-`TieredRows` (tiered_rows.py) keeps the rows; what is here says who may do what with them, and when. A store has parts
-(store_part.py), each with calls of its own:
+`TieredRows` (tiered_rows.py) keeps the rows. `EmbeddingStore` takes the locks, counts changes and refuses calls that
+are not allowed now. A store has parts (store_part.py), each with calls of its own:
 
-    store.form         whose state the rows carry, and on which device the hot tier is
-    store.policy       rows that leave, scores, sightings
-    store.snapshots    saved, loaded, deleted, between two steps
-    store.replicas     replicated tables
-    store.holder       holder of the folder
+    store.form         the optimizer whose state rows carry, and the device of the hot tier
+    store.policy       policies of tables: evictions, scores, counts of ids seen
+    store.snapshots    snapshots: save, load and delete, between two steps
+    store.replicas     keys and rows of replicated tables
+    store.holder       lets other objects of the process ask the store to free its folder
 
-row_edits.py has calls on rows by their keys, all_rows.py on all rows.
+store_rows.py has calls on rows by key, and on all rows.
 
 Invariants:
-- the rows known, their values and the snapshots do not depend on which tiers there are, nor on any budget;
-- a snapshot holds every row as it was at the call, the number of steps taken and what the rows mean;
-- `generation` changes whenever slots handed out before mean nothing any more;
+- the keys with rows, the rows' values and the snapshots depend neither on the tiers nor on any budget;
+- a snapshot holds every row as it was at the call, the number of steps taken, and the format of the rows;
+- `generation` changes whenever slots that were returned before become invalid;
 - any thread may call a store. `prefetch`, which runs ahead of the training loop, changes nothing that anyone can see:
   not the rows known, their values or the count of changes; and it is cancelled for a step that needs its slots.
 
@@ -61,13 +61,13 @@ from oneemb.storage.tiers.stack import StorePlan
 
 _MEND = "the embedding's load_snapshot(name) goes on from one, its clear() from none"
 
-# How long a prefetch lets waiting threads go first at most, in naps of 20 microseconds: they alternate by then.
+# Maximum naps, of 20 microseconds each, in which a prefetch lets waiting threads take the store lock first.
 _NAPS_MAX = 500
 
-# Rows that a prefetch reads at once from a disk, without the store lock.
+# Maximum rows that a prefetch reads from a disk in one read, without the store lock.
 _READ_AHEAD_MAX = 65536
 
-# Rows that a prefetch brings in under one hold of the store lock, and reads there where it must.
+# Maximum rows that a prefetch moves into the hot tier in one block under the store lock.
 _PREFETCH_CHUNK = 4096
 
 
@@ -93,11 +93,11 @@ class EmbeddingStore:
 
     Args:
         dim, dtype: weights of a row and their type, "float32", "float16" or "bfloat16".
-        initial: how new rows begin.
-        plan: the tiers.
-        threads: runs the loops.
-        bottom: what lies below the tiers; None = a persistent table at the plan's path.
-        policies: which rows each table keeps; None = all of them.
+        initial: first weights of new rows.
+        plan: the tiers and their sizes.
+        threads: threads that run the loops.
+        bottom: the store below the tiers; None = a persistent table at the plan's path.
+        policies: policy of each table, which says which rows it keeps; None = every table keeps all rows.
         name: name of the embedding, for errors of other objects of this process that want its folder.
 
     Raises:
@@ -109,7 +109,7 @@ class EmbeddingStore:
         bottom: Bottom | None = None, policies: Sequence[RowPolicy] | None = None, name: str = "",
     ):  # fmt: skip
         self.holder = FolderHolder(self, f"embedding {name!r}", plan.owners)
-        """Holder of the folder, for other objects of this process that want it."""
+        """Lets other objects of this process ask this store to free its folder."""
         if bottom is None:
             bottom = TableBottom(plan.persistent_path, plan.physical_block_size, threads, _MEND, self.holder)
         self.threads = threads
@@ -118,24 +118,26 @@ class EmbeddingStore:
         self.step = 0
         """Updates made so far."""
         self.changes = 0
-        """Counts what changed the rows: two equal readings mean equal rows."""
+        """Number of changes of rows: if two readings are equal, no row has changed between them."""
         self.replaced = 0
-        """Counts how often other rows have taken the place of those that were looked up, or none have."""
+        """Number of times that all rows were replaced or removed, or moved to another device: `load`, `clear`,
+        `close`."""
         self.store_lock = StoreLock(f"the embedding on {bottom.name}", _MEND, rank=0)
         self.step_lock = StepLock()
-        """Held by steps, and by whoever takes or replaces all rows; taken before the store lock."""
+        """Held by steps, and by calls that read or replace all rows; taken before the store lock."""
         self.watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
-        """Objects that a step, or `set_rows`, tells which rows it is about to change."""
+        """Objects that are called with the keys and weights of rows before a step or `set_rows` changes the rows."""
         self.writing = threading.Lock()
-        """Held by loops that write rows in place, or read rows which may be written; taken after the store lock."""
+        """Held by loops that write rows in place, or read rows that another thread may write; taken after the store
+        lock."""
         self._bottom = bottom
         format = RowFormat(dim, dtype, usage_words=0 if policies is None else USAGE_WORDS)
         self.rows = TieredRows(plan, bottom, format, initial, HostBackend(threads), threads, self.writing, policies)
         """All rows, in their tiers."""
         self.pins = PinBook(self.rows, placed=policies is not None)
-        """Owners of pinned rows. Under the store lock only."""
+        """Pins of the hot tier and their owners. Use under the store lock only."""
         self.engine: PolicyEngine | None = None
-        """The policies of the tables, carried out; None where no table has one, and all rows stay. Under the store
+        """Carries out the policies of the tables; None = no table has a policy, and all rows stay. Use under the store
         lock only."""
         if policies is not None:
             self.engine = PolicyEngine(policies, plan.capacity, self.rows, self.pins, threads, self.writing)
@@ -144,17 +146,17 @@ class EmbeddingStore:
         self.replicas = Replicas(self, plan, threads)
         """Replicated tables."""
         self.journal = Journal(self.rows, self.replicas, threads)
-        """The snapshots since which a delta can be saved. Under the store lock only."""
+        """Snapshots on which a new delta can be based. Use under the store lock only."""
         self.form = StoreForm(self, self.engine, threads)
         self.snapshots = StoreSnapshots(self, bottom, self.journal, self.engine, self.policy, self.replicas)
         self._closed = ""
-        """Advice of the error of a closed store; "" = it is open."""
+        """Advice in the errors of a closed store; "" = the store is open."""
 
     # ---- form and place -----------------------------------------------------------------------------------------
 
     @property
     def built(self) -> bool:
-        """Whether the tiers are there. Until then no row is known here, and every id reads as its initial value."""
+        """Whether the tiers have been made. Before that no key has a row, and every id reads as its initial value."""
         return bool(self.rows.tiers)
 
     @property
@@ -164,16 +166,16 @@ class EmbeddingStore:
 
     @property
     def backend(self) -> Backend:
-        """Backend of the place of the hot tier. Keys and slots are arrays of that place."""
+        """Backend of the hot tier's device. Keys and slots are arrays on that device."""
         return self.rows.new_rows.backend
 
     @property
     def generation(self) -> int:
-        """Changes whenever slots handed out before mean nothing any more."""
+        """Version of the slots: changes whenever slots that were returned before become invalid."""
         return self.rows.generation
 
     def build(self) -> None:
-        """Make the tiers, if they are not there, for rows without state until an optimizer is attached. Raises
+        """Make the tiers, if they are not made yet. Rows have no optimizer state until an optimizer is attached. Raises
         StorageError if the path is in use or unusable."""
         alone((self.step_lock,), self._build)
 
@@ -194,39 +196,39 @@ class EmbeddingStore:
 
     @property
     def weight_SX(self) -> Array:
-        """The same memory as weights' bits."""
+        """View of `row_SW` as the bits of weights: [S, X], the first `dim` entries of each row being its weights."""
         return self.rows.new_rows.format.weights(self.row_SW)
 
     @property
     def members(self) -> tuple["EmbeddingStore"]:
-        """The stores that a lookup here is of; see `MergedStore`."""
+        """The stores whose rows a lookup reads: this one only. A `MergedStore` returns several."""
         return (self,)
 
     @property
     def hot(self) -> HotRows:
-        """The hot tier. Under the store lock only."""
+        """The hot tier. Use under the store lock only."""
         return self.rows.hot
 
     def acquire(
         self, keys: Keys, prefetched: Prefetched | None = None, *, again: bool = False, admits: bool = False,
         uses_U: np.ndarray | None = None,
     ) -> tuple[Array, Keys]:  # fmt: skip
-        """Make the rows of these keys resident in the hot tier, beginning new ones, and pin each once more.
+        """Bring the rows of these keys into the hot tier, initialize new rows, and add one pin to each row.
 
         Args:
-            prefetched: what `prefetch` gave for the same keys; its pins are the caller's from here on.
-            again: a lookup that was made before needs its rows again: to a policy that is no use of them.
-            admits: whether every key gets a row, whatever a policy says. Otherwise some may get a temporary one, until
-                the `Pins` of the slots are released.
-            uses_U: int64, how many ids of a batch each key is of, for policies; None = as the keys say.
+            prefetched: result of `prefetch` for the same keys; this call takes over its pins.
+            again: whether an earlier lookup acquires its rows again; policies then count no use.
+            admits: whether every key gets a permanent row. If False, policies may give keys temporary rows, which exist
+                until the `Pins` of the slots are released.
+            uses_U: int64, number of ids in the batch for each key, for policies; None = the counts in `keys`.
 
         Returns:
-            slot_U, int64 [U], good until it is released; and the keys, cut to as many as there are.
+            slot_U, int64 [U], valid until it is released; and the keys, cut to their actual number U.
 
         Raises:
-            StoreFullError: a tier is too small, or capacity or that of replicated tables is reached; nothing has
-                changed.
-            ValueError: tables or offsets, on a GPU, are not as they must be; nothing has changed.
+            StoreFullError: a tier is too small, or the capacity or the limit of replicated tables is reached; nothing
+                has changed.
+            ValueError: tables or offsets, on a GPU, are invalid; nothing has changed.
         """
         with self.store_lock:
             self.store_lock.check(changes=True)
@@ -256,7 +258,7 @@ class EmbeddingStore:
 
     @property
     def has_temporary_rows(self) -> bool:
-        """Whether lookups may get temporary rows: one key may then have several slots."""
+        """Whether lookups may get temporary rows; then one key may have several slots."""
         return self.plan.has_temporary_rows
 
     @with_store_lock
@@ -265,8 +267,8 @@ class EmbeddingStore:
         return self.pins.temporary()
 
     def prefetch(self, keys: Keys) -> Prefetched:
-        """Read the known rows of a coming lookup and pin them as far as there is room. On a GPU this runs on the
-        current stream; a step on another one waits for it."""
+        """Read the rows that a coming lookup's keys have already, and pin as many as fit. On a GPU this runs on the
+        current stream; a step on another stream waits for it."""
         with self.store_lock:
             self.store_lock.check(changes=True)
             nothing = Prefetched(self, keys, keys.id_U[:0], self.generation, 0, held=False)
@@ -288,7 +290,8 @@ class EmbeddingStore:
         return prefetched
 
     def _bring(self, prefetched: Prefetched, missing: Array) -> None:
-        """Read the `missing` keys' rows, without the store lock where possible, and bring them in by chunks."""
+        """Read rows that are not in the hot tier, without the store lock where possible, and move them there by chunks.
+        `missing`: positions of their keys in `prefetched.keys`."""
         with self.store_lock:
             self.store_lock.check(changes=True)
             if not prefetched.valid:
@@ -314,7 +317,7 @@ class EmbeddingStore:
                 prefetched.missing -= self.hot.bring_known(prefetched.keys, prefetched.slot_U, chunk, ahead)
 
     def hold(self, keys: Keys, slot_U: Array, missing: int = 0) -> Prefetched:
-        """Note the pins of a coming lookup, under the same hold of the store lock as they were made."""
+        """Register the pins of a coming lookup, in the block under the store lock that made the pins."""
         try:
             prefetched = Prefetched(self, keys, slot_U, self.generation, missing)
             self.pins.prefetched.add(prefetched)
@@ -330,7 +333,7 @@ class EmbeddingStore:
         return self.rows.check_slots()
 
     def unprefetch(self, prefetched: Prefetched) -> None:
-        """Unpin what `prefetch` pinned, if no `acquire` has taken it over."""
+        """Unpin the rows that `prefetch` pinned, unless an `acquire` has taken over the pins."""
         with self.store_lock:
             end = self.pins.take if self.store_lock.broken else self.pins.cancel
             end(prefetched)
@@ -345,19 +348,19 @@ class EmbeddingStore:
             watcher.before_change(table_U, id_U, weight_UD)
 
     def release(self, slot_U: Array, *, elsewhere: bool = False) -> None:
-        """Unpin slots that `acquire` gave, once each; see `HotRows.release`."""
+        """Remove one pin from each slot that `acquire` returned; see `HotRows.release`."""
         with signals_deferred:
             self.hot.release(slot_U, elsewhere=elsewhere)
 
     def mark_dirty(self, table_U: Array, slot_U: Array) -> None:
-        """Say that the rows of keys of these tables, in these slots, have changed."""
+        """Set the dirty bits of these slots, whose rows have changed; `table_U` is not read."""
         with signals_deferred:
             self.rows.hot.mark_dirty(slot_U)
             self.changes += 1
 
     @reading
     def read(self, keys: Keys) -> tuple[Array, Keys]:
-        """The rows of these keys, float32 [U, at least W]; and the keys, cut to as many as there are.
+        """Copies of the rows of these keys, float32 [U, at least W]; and the keys, cut to their actual number U.
 
         An unknown key reads as its initial row, or as zeros, as its policy says. Raises ValueError if tables or
         offsets, on a GPU, are invalid.
@@ -372,8 +375,8 @@ class EmbeddingStore:
 
     @reading
     def slots_of(self, table_N: Array, id_N: Array) -> Array | None:
-        """The slots of rows, for a read in place without a pin: int64 [N], -1 for an unknown key. Keys may repeat. None
-        where slots are not stable."""
+        """Slots of rows, which may be read in place without a pin: int64 [N], -1 for a key without a row. Keys may
+        repeat. None if slots are not stable."""
         if self._closed:
             self.check_open()
         return self.rows.hot.slots_of(table_N, id_N) if self.reads_in_place else None
@@ -385,22 +388,22 @@ class EmbeddingStore:
 
     @property
     def absent_rows(self) -> InitialRows:
-        """Rows as which keys without a row read."""
+        """Values that a read returns for keys without a row."""
         return self.rows.new_rows.absent_rows
 
     def members_of(self, table_U: Array) -> np.ndarray:
-        """int32 [U], which of `members` each key is of."""
+        """Index in `members` of the store that each key belongs to: int32 [U], all 0."""
         return np.zeros(len(table_U), np.int32)
 
     def describe_key(self, table: int, id: int) -> str:
-        """A key as errors name it."""
+        """Text that names a key in errors."""
         return f"id {id} in table {table}"
 
     # ---- the rest -------------------------------------------------------------------------------------------------
 
     @no_step("clear")
     def clear(self) -> None:
-        """Forget every row; snapshots stay. Mends a broken store."""
+        """Remove all rows; snapshots stay. A broken store can be used again afterwards."""
         with self.store_lock:
             self.check_process()
             self.check_open()
@@ -419,7 +422,7 @@ class EmbeddingStore:
 
     @reading
     def stats(self) -> dict[str, Any]:
-        """Sizes now and counters since the store was built, a dict a tier."""
+        """Current sizes, and counters since the store was built; one dict for each tier."""
         if self.built and not self.store_lock.forked:
             self.pins.release_abandoned()
         counts: dict[str, Any] = {
@@ -440,22 +443,23 @@ class EmbeddingStore:
                 self.threads.close()
 
     def unsaved(self) -> int:
-        """Number of rows, if no snapshot has all as they are now; 0 if one has, or they can no longer be saved."""
+        """Number of all rows that `close` would lose. 0 if a snapshot holds all rows as they are now, or the store is
+        broken."""
         with self.store_lock:
             lost = not self.snapshots.are_current and self.built and not self.broken
             return max(1, len(self.rows)) if lost else 0
 
     def say_closed(self, advice: str) -> None:
-        """Let the error of a closed store give this advice."""
+        """Set the advice that errors of the closed store give."""
         self._closed = advice
 
     @property
     def broken(self) -> bool:
-        """Whether a call was cut short, so that there may be wrong rows."""
+        """Whether a call was cut short, so that rows may be wrong."""
         return self.store_lock.broken or self.rows.broken
 
     def mend(self) -> bool:
-        """Let a broken store have no rows, and be sound. Returns whether it was broken."""
+        """Remove all rows of a broken store, after which it can be used again. Returns whether it was broken."""
         broken = self.broken
         if broken:
             self.rows.dismantle()

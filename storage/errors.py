@@ -2,14 +2,14 @@
 
 
 class StorageError(RuntimeError):
-    """A store could not do what it was asked. The message says what, where and what to do."""
+    """A call on a store has failed. The message says which call, on which store, and what to do."""
 
 
 class StoreFullError(StorageError):
     """The store has no room for a row and can make none. The call has changed nothing."""
 
     pinned = False
-    """Whether there would be room if lookups held fewer rows."""
+    """Whether the store would have room if lookups had pinned fewer rows."""
 
     @classmethod
     def of_pins(cls, message: str) -> "StoreFullError":
@@ -24,11 +24,11 @@ class BrokenStoreError(StorageError):
 
 
 class ForkedProcessError(StorageError):
-    """A child process asks for what only the process that made the object may do."""
+    """A child of fork has made a call that only the process that made the object may make."""
 
 
 class CorruptTableError(StorageError):
-    """Bytes that were read back are not those that were written. The message names file and offset."""
+    """A file has other bytes than were written. The message names file and offset."""
 
 
 class FormatVersionError(StorageError):
@@ -36,7 +36,8 @@ class FormatVersionError(StorageError):
 
 
 class IndexMemoryError(StorageError, MemoryError):
-    """The index has no memory for the keys of new rows. The call has changed nothing; known rows can be used."""
+    """No memory is left for the index to hold the keys of new rows. The call has changed nothing; rows that have an
+    entry can still be used."""
 
 
 class LockedError(StorageError):
@@ -44,7 +45,7 @@ class LockedError(StorageError):
 
 
 class OtherSnapshotError(StorageError):
-    """The snapshot of this name is not the one that is meant, but another run's."""
+    """The snapshot of this name has another identity than expected: another run has saved it."""
 
     @classmethod
     def named_by(cls, what: str, name: str, identity: str, where: str, found: object) -> "OtherSnapshotError":
@@ -60,7 +61,7 @@ class SnapshotNotFoundError(StorageError):
 
 
 class SnapshotNeededError(StorageError):
-    """Deltas go on from this snapshot, so that it can neither go nor be replaced. The message names them."""
+    """A snapshot can be neither deleted nor replaced, because deltas are based on it. The message names the deltas."""
 
 
 class SnapshotExistsError(StorageError):
@@ -68,7 +69,7 @@ class SnapshotExistsError(StorageError):
 
     @classmethod
     def named(cls, name: str, where: str) -> "SnapshotExistsError":
-        """The error for this name; `where` it is, such as "in /data"."""
+        """Return the error for this name; `where` says where the snapshot is, such as "in /data"."""
         return cls(
             f"there is a snapshot named {name!r} already, {where}; pass overwrite=True to replace it, or delete it, or"
             " choose another name"

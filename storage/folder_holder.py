@@ -1,4 +1,4 @@
-"""Holder of a store's folder, as other objects of the process see it: asked to close, or closed by force."""
+"""`FolderHolder`: lets other objects of the process ask a store to close and free its folder, or force it to."""
 
 import weakref
 from collections.abc import Callable
@@ -17,18 +17,19 @@ class _Holds(_Closes, Protocol):
     step_lock: StepLock
 
     def unsaved(self) -> int:
-        """Number of rows that no snapshot holds as they are now."""
+        """Number of all rows, if no snapshot holds them as they are now; else 0."""
 
     def say_closed(self, advice: str) -> None:
-        """Let the error of a closed store give this advice."""
+        """Set the advice that the closed store's errors give."""
 
 
 class FolderHolder:
-    """A store and its owner, both weakly referenced; a `Holder` of storage/table/writer_lock.py.
+    """Closes a store, or its owner, to free the store's folder; both are weakly referenced. A `Holder` of
+    storage/table/writer_lock.py.
 
     Args:
-        what: the object that users know, in words.
-        owners: number of stores that have the rows together.
+        what: name of the owner in errors, such as "embedding 'users'".
+        owners: number of ranks among which the rows are divided.
     """
 
     def __init__(self, store: _Holds, what: str, owners: int):
@@ -37,7 +38,7 @@ class FolderHolder:
         """Returns the object to close in order to free the folder."""
 
     def close_for(self, other: str) -> str:
-        """Close, if no row is lost; see `Holder.close_for`."""
+        """Close, if no row is lost. Returns "", or the reason why the store stays open; see `Holder.close_for`."""
         if (store := self._store()) is None:
             return ""
         if self._owners > 1:  # Other ranks may have unsaved rows, and a save takes all ranks.
@@ -53,7 +54,7 @@ class FolderHolder:
         return ""
 
     def force_close(self) -> int:
-        """Close, and return the number of lost rows; see `Holder.force_close`. RuntimeError within a step of this
+        """Close, and return the number of lost rows; see `Holder.force_close`. Raises RuntimeError in a step of this
         thread."""
         store = self._store()
         if store is None:

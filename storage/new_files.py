@@ -1,12 +1,12 @@
-"""Files that take their names when they are whole and durable, and what a killed process leaves of them.
+"""New files that get their names once they are whole and durable; removal of unfinished files of killed processes.
 
 A file is written under a temporary name beside its path, synced, and renamed: `NewFile`. Where several processes may
-make a file at once, each writes under a name that nobody else has, `begin`, and holds its lock while it lives: what
-nobody holds, a killed process has left, and `remove_unfinished` removes it.
+make a file at once, `begin` gives each process a unique temporary name and a lock on that file. A temporary file that
+no process has locked was left by a killed process; `remove_unfinished` removes it.
 
 Invariant: with one writer of a path at a time, a reader sees the former file or the new one, whole. Two writers at once
-need `begin`: `NewFile` removes a temporary file that is there already. That the new name outlives a loss of power is up
-to the caller's `sync_directory`.
+need `begin`, because `NewFile` removes a temporary file that exists already. To make the new name durable, the caller
+calls `sync_directory`.
 """
 
 import os
@@ -24,7 +24,8 @@ class NewFile:
     """A file that is written beside its path and renamed to it when it is whole.
 
     Args:
-        temporary: where it is written; None = `path.tmp`. A file that is there already, a killed process has left.
+        temporary: path under which the file is written; None = `path.tmp`. A file that has this path already, left by a
+            killed process, is removed.
     """
 
     def __init__(self, path: str, temporary: str | None = None, fs: FileSystem | None = None):
@@ -43,27 +44,27 @@ class NewFile:
 
     @property
     def stream(self) -> IO[bytes]:
-        """The file for libraries that write to one of Python's own, in place of `write`."""
+        """The file as a Python file object, for libraries that write to one; then `write` is not used."""
         if self._stream is None:
             assert self._file is not None
             self._stream = open(self._file, "wb", closefd=False)
         return self._stream
 
     def write(self, data: Any) -> None:
-        """Append the bytes of an object."""
+        """Append the bytes of `data`, an object with the buffer protocol."""
         assert self._file is not None
         self._fs.write(self._file, data, self._offset)
         self._offset += memoryview(data).nbytes
 
     def sync(self) -> None:
-        """Return when what was written outlives a loss of power."""
+        """Make all written bytes durable: they outlive a loss of power once this returns."""
         assert self._file is not None
         if self._stream is not None:
             self._stream.flush()
         self._fs.sync(self._file)
 
     def put_in_place(self) -> None:
-        """Rename the file, which is synced, to its path."""
+        """Rename the file to its path; call `sync` first."""
         self._fs.rename(self.temporary, self.path)
         self._renamed = True
 
@@ -87,8 +88,8 @@ class NewFile:
 
 
 def replace_file(fs: FileSystem, path: str, data: Any, temporary: str | None = None) -> None:
-    """Replace a file, as a whole or not at all. An OSError leaves the old one unchanged, and nothing beside it that
-    could be removed."""
+    """Replace a file by one with the bytes `data`, atomically. After an OSError the old file is unchanged, and the
+    temporary file is removed if possible."""
     new = NewFile(path, temporary, fs)
     try:
         new.write(data)
@@ -102,8 +103,8 @@ def replace_file(fs: FileSystem, path: str, data: Any, temporary: str | None = N
 
 @contextmanager
 def new_files(*paths: str) -> Iterator[list[IO[bytes]]]:
-    """Files to write to. When the block ends without an error, all of them take their paths, after all are durable; if
-    it raises, none of them is left."""
+    """Yield a file object for each path. When the block ends without an error, all files are synced, then renamed to
+    their paths. If the block raises, all are removed."""
     files: list[NewFile] = []
     try:
         with signals_deferred:
@@ -122,16 +123,16 @@ def new_files(*paths: str) -> Iterator[list[IO[bytes]]]:
 
 
 def close_dropped(file: IO[bytes]) -> None:
-    """Close a file that nobody will read. On a full disk the rest of it cannot be written, which no longer matters."""
+    """Close a file that nobody will read, and ignore OSError: unwritten bytes of it do not matter."""
     with suppress(OSError):
         file.close()
 
 
-# ---- names of one's own ---------------------------------------------------------------------------------------------
+# ---- unique names ---------------------------------------------------------------------------------------------
 
 
 def begin(fs: FileSystem, stem: str, digits: int, make: Callable[[str], None] | None = None) -> tuple[str, int]:
-    """Make and lock `stem.<digits>.tmp`, a file or a folder that `make` makes, under a name that nobody else has.
+    """Make and lock a file, or the folder that `make(path)` makes, with the unique name `stem.<random hex digits>.tmp`.
     Returns its path, and the open file that has the lock."""
     while True:
         path = f"{stem}.{uuid.uuid4().hex[:digits]}.tmp"
@@ -145,7 +146,8 @@ def begin(fs: FileSystem, stem: str, digits: int, make: Callable[[str], None] | 
 
 
 def is_held(fs: FileSystem, path: str) -> bool:
-    """Whether a process holds the lock of what it has begun. What cannot be locked counts as held: it is left alone."""
+    """Whether a process has locked this unfinished file or folder. A path whose lock cannot be tested counts as
+    held."""
     try:
         return fs.read_lock(path) is not None
     except OSError:
@@ -153,8 +155,8 @@ def is_held(fs: FileSystem, path: str) -> bool:
 
 
 def remove_unfinished(fs: FileSystem, folder: str, stem: str, digits: int, remove: Callable[[str], None]) -> None:
-    """Remove what killed processes have begun in a folder: names that match `stem`, a regular expression, and that
-    nobody holds."""
+    """Call `remove(path)` for each unfinished file of `begin` in a folder that no process has locked. `stem` is a
+    regular expression for the part of the name before the digits."""
     for name in fs.names(folder):
         if re.fullmatch(rf"(?s:{stem})\.[0-9a-f]{{{digits}}}\.tmp", name):
             with suppress(OSError):  # BlockingIOError: somebody holds it; or another has removed it, or may remove it.

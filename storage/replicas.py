@@ -1,11 +1,11 @@
-"""Replicated tables of a store: every one of the owners that have rows together has all rows of such a table.
+"""Replicated tables of a store: every rank stores all rows of such a table.
 
-Snapshots, norms and whatever else counts rows take each of them once, with the owner that `owner_of` names.
+Snapshots, norms and other counts of rows count each replicated row once, on the rank that `owner_of` names.
 
 Invariants:
-- a store's keys of replicated tables are here, all of them and no others;
-- a row that a gradient, a load or an import has reached is with every owner, with the same bits; one that a lookup has
-  begun may be missing elsewhere, and begins there with the same values, since those depend on seed and key alone.
+- `Replicas` holds exactly the keys of replicated tables that the store has;
+- a row that a gradient, a load or an import has changed has the same bits on every rank. A row that a lookup has
+  initialized may be missing on other ranks, and gets the same values there: they depend on seed and key alone.
 """
 
 import numpy as np
@@ -22,15 +22,15 @@ from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.tiers.stack import StorePlan
 
 REPLICATED_BYTES_MAX = 1 << 30
-"""Most bytes of the rows of all replicated tables of an embedding on a rank, with optimizer state."""
+"""Maximum bytes, on each rank, of all replicated rows of an embedding, with optimizer state."""
 
 TableIds = tuple[np.ndarray, np.ndarray]
-"""Tables, int32 [N], and ids, int64 [N]."""
+"""(tables, int32 [N]; ids, int64 [N]) of N keys."""
 
 
 class Replicas(StorePart):
-    """The rows of replicated tables that a store has, and their keys. False where no table is replicated, as for one
-    owner."""
+    """Keys of replicated tables that a store has, and calls on their rows. Its truth value is False if no table is
+    replicated or there is one rank only."""
 
     def __init__(self, store: Store, plan: StorePlan, threads: Threads):
         super().__init__(store)
@@ -47,20 +47,20 @@ class Replicas(StorePart):
         return len(self._index)
 
     def are_of(self, table_N: np.ndarray, id_N: np.ndarray | None = None) -> np.ndarray:
-        """Whether each key is one of a replicated table: bool [N]. Ids do not matter."""
+        """Whether the table of each key is replicated: bool [N]. `id_N` is not read."""
         replicated_N: np.ndarray = self._replicated_T.take(table_N, mode="clip")
         return replicated_N
 
     def are_counted(self, table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray:
-        """Whether each of these keys, whose rows are here, counts here: bool [N]; a replicated one counts with its
-        owner only."""
+        """Whether this rank counts each key, whose row it stores: bool [N]. The owner alone counts a replicated key."""
         counted_N = ~self.are_of(table_N)
         shared = np.flatnonzero(~counted_N)
         counted_N[shared] = self._is_own(table_N[shared], id_N[shared])
         return counted_N
 
     def keys(self, *, own: bool | None = None) -> TableIds:
-        """All keys; those that count here; or those that do not."""
+        """Replicated keys of this store. own: None = all; True = keys that this rank owns; False = keys that other
+        ranks own."""
         batches = list(self._index.items())
         if not batches:
             return np.empty(0, np.int32), np.empty(0, np.int64)
@@ -73,11 +73,11 @@ class Replicas(StorePart):
     def _is_own(self, table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray:
         return owner_of(table_N, id_N, self._plan.owners) == self._plan.owner
 
-    # ---- what comes and goes ----------------------------------------------------------------------------------------
+    # ---- new and erased keys ----------------------------------------------------------------------------------------
 
     def new(self, table_U: np.ndarray, id_U: np.ndarray, row_bytes: int | None) -> TableIds:
-        """The distinct keys that are of replicated tables and not here; memory to `add` them is reserved.
-        StoreFullError if their rows, of `row_bytes` each, exceed the limit; None = there is no limit."""
+        """Replicated keys among these distinct ones that have no row here; memory for `add` of them is reserved. Raises
+        StoreFullError if the rows, of `row_bytes` each, would exceed the limit; row_bytes=None = no limit."""
         u = np.flatnonzero(self.are_of(table_U))
         new_U = u[self._index.find(table_U[u], id_U[u]) < 0]
         table_U, id_U = table_U[new_U], id_U[new_U]
@@ -88,19 +88,19 @@ class Replicas(StorePart):
         return table_U, id_U
 
     def new_of(self, keys: Keys) -> TableIds:
-        """Keys of a lookup that `new` gives: they are about to be begun."""
+        """Replicated keys of a lookup that have no row here yet; see `new`."""
         backend, format = self.rows.backend, self.rows.format
         keys = backend.counted(keys)
         table_U, id_U = (backend.tensor(array).cpu().numpy() for array in (keys.table_U, keys.id_U))
         return self.new(table_U, id_U, format.row_bytes)
 
     def add(self, keys: TableIds) -> None:
-        """Note keys that `new` gave, whose rows are here now."""
+        """Add keys that `new` returned, once the store has their rows."""
         if len(keys[1]):
             self._index.put(*keys, np.zeros(len(keys[1]), np.int64))
 
     def forget(self, table_U: np.ndarray, id_U: np.ndarray) -> None:
-        """Note that these keys, of any tables, have no row any more."""
+        """Remove keys whose rows were erased; keys of tables that are not replicated are ignored."""
         if self:
             self._index.erase(table_U, id_U)
 
@@ -109,7 +109,7 @@ class Replicas(StorePart):
         self._index.clear()
 
     def check_room(self, rows: int, row_bytes: int) -> None:
-        """Raise `StoreFullError` if so many rows in all are more than replicated tables may have."""
+        """Raise `StoreFullError` if `rows`, the total number of replicated rows, exceeds REPLICATED_BYTES_MAX."""
         if rows * row_bytes <= REPLICATED_BYTES_MAX:
             return
         raise StoreFullError(
@@ -123,11 +123,12 @@ class Replicas(StorePart):
 
     @no_step("check_replicas")
     def check_fits(self, info: SnapshotInfo, rows: int, others: int, replicated: int) -> None:
-        """Raise StoreFullError unless there is room for rows of replicated tables, beside those of a snapshot.
+        """Raise StoreFullError unless a snapshot can be loaded: the store has room for its own and all replicated rows.
 
         Args:
-            rows: rows of the snapshot that this store owns.
-            others, replicated: rows of replicated tables that other stores own, and all of them.
+            rows: number of the snapshot's rows that this rank owns.
+            others: number of replicated rows that other ranks own.
+            replicated: number of all replicated rows.
         """
         with self.store_lock:
             self._store.check_process()
@@ -138,7 +139,7 @@ class Replicas(StorePart):
 
     @with_store_lock
     def rows_of(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
-        """The rows of these keys of replicated tables, which are here: float32 [U, W]."""
+        """Rows of these replicated keys, all of which the store has: float32 [U, W]."""
         row_UW = np.empty((len(id_U), self.rows.format.row_width), np.float32)
         missing_U = self.rows.hot.get(table_U, id_U, row_UW)
         assert not missing_U.any()
@@ -147,8 +148,8 @@ class Replicas(StorePart):
     @no_step("put_replicas")
     @with_store_lock
     def put(self, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray) -> None:
-        """Write rows of replicated tables as another owner has loaded them, without the watchers' knowledge. After a
-        StoreFullError some may be here."""
+        """Write replicated rows that another rank has loaded; watchers are not called. After a StoreFullError some rows
+        may have been written."""
         self._put(self.new(table_U, id_U, self.rows.format.row_bytes), table_U, id_U, row_UW)
         self._store.changes += 1
 
@@ -160,9 +161,9 @@ class Replicas(StorePart):
     @no_step("begin_replicas")
     @with_store_lock
     def begin(self, table_U: np.ndarray, id_U: np.ndarray) -> None:
-        """Begin those rows of replicated tables that are not here, as lookups elsewhere have: no change of rows. There
-        may be more than the limit, since what ranks have begun can be saved. After a StoreFullError some may be
-        here."""
+        """Initialize the replicated rows that lookups on other ranks have initialized and this rank lacks. The limit is
+        not checked: rows that exist on a rank must be able to be saved. Does not count as a change. After a
+        StoreFullError some rows may have been added."""
         new = self.new(table_U, id_U, None)
         if len(new[1]):
             hot, backend = self.rows.hot, self.rows.backend

@@ -1,8 +1,8 @@
-"""Calls on a store and on its parts: each with the store lock, some between two steps.
+"""`StorePart`, base class of the parts of a store; decorators that run a method under the store lock or between steps.
 
 A store (embedding_store.py) has parts, objects with one responsibility each: the policy engine, snapshots, replicated
-tables. A part refers to its store weakly: a store that nobody has any more is gone at once, with its files and its
-lock, and does not wait for the garbage collector.
+tables. A part refers to its store weakly, so a store without references frees its files and its lock at once, without
+the garbage collector.
 """
 
 import functools
@@ -18,7 +18,7 @@ from oneemb.storage.tiers.stack import StorePlan
 
 
 class Store(Protocol):
-    """An `EmbeddingStore`, as its parts use it."""
+    """Attributes and methods of an `EmbeddingStore` that its parts use."""
 
     plan: StorePlan
     store_lock: StoreLock
@@ -31,11 +31,11 @@ class Store(Protocol):
 
     @property
     def built(self) -> bool:
-        """Whether the tiers are there."""
+        """Whether the tiers have been made."""
 
     @property
     def broken(self) -> bool:
-        """Whether a call was cut short, so that there may be wrong rows."""
+        """Whether a call was cut short, so that rows may be wrong."""
 
     def check_open(self) -> None:
         """Raise StorageError if the store is closed."""
@@ -44,11 +44,11 @@ class Store(Protocol):
         """Raise ForkedProcessError if this process is a child of the one that made the store."""
 
     def mend(self) -> bool:
-        """Let a broken store have no rows, and be sound. Returns whether it was broken."""
+        """Remove all rows of a broken store, after which it can be used again. Returns whether it was broken."""
 
 
 class StorePart:
-    """A part of a store."""
+    """Base class of the parts of a store."""
 
     def __init__(self, store: Store):
         self._store: Store = weakref.proxy(store)
@@ -60,7 +60,7 @@ class StorePart:
 
     @property
     def step_lock(self) -> StepLock:
-        """The lock of the store's steps."""
+        """Lock that the store's training steps hold."""
         return self._store.step_lock
 
     @property
@@ -77,7 +77,8 @@ Method = Callable[Concatenate[Any, P], R]
 
 
 def with_store_lock(method: Method[P, R]) -> Method[P, R]:
-    """Runs a method that changes the store under its lock."""
+    """Decorator of a method that changes the store: runs it under the store lock, after a check that changes are
+    allowed."""
 
     @functools.wraps(method)
     def run(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -89,7 +90,7 @@ def with_store_lock(method: Method[P, R]) -> Method[P, R]:
 
 
 def reading(method: Method[P, R]) -> Method[P, R]:
-    """Runs a method that only reads, under the lock. A child of the process that made the store may call it too."""
+    """Decorator of a method that only reads the store: runs it under the store lock, in a child of fork too."""
 
     @functools.wraps(method)
     def run(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -103,7 +104,7 @@ def reading(method: Method[P, R]) -> Method[P, R]:
 
 
 def no_step(what: str) -> Callable[[Method[P, R]], Method[P, R]]:
-    """Runs a method, which errors call `what`, when no thread is in the middle of a step."""
+    """Decorator of a method, named `what` in errors: runs it while no thread is in a step."""
 
     def decorate(method: Method[P, R]) -> Method[P, R]:
         @functools.wraps(method)
