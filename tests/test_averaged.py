@@ -134,7 +134,7 @@ def test_an_optimizers_hook_may_update_the_averages(tmp_path):
 def test_in_the_middle_of_a_step_of_the_joined_optimizer_an_update_is_refused(tmp_path):
     pair = Pair(tmp_path, joined=True)
     pair.optimizers[0].optimizer.register_step_post_hook(lambda *_: pair.averaged.update_rows())
-    with pytest.raises(RuntimeError, match="update_rows comes in the middle of a step"):
+    with pytest.raises(RuntimeError, match="update_rows was called in the middle of a step"):
         pair.step(torch.arange(3))
     assert pair.averaged.n_averaged == 0
 

@@ -96,7 +96,7 @@ def test_a_copy_in_the_middle_of_a_step_is_refused(tmp_path):
         tmp_path / "rows", lambda parameters, lr: oneemb.Optimizer(torch.optim.SGD(parameters, lr))
     )
     optimizer.optimizer.register_step_pre_hook(lambda *_: embedding.copy_to(tmp_path / "copy"))
-    with pytest.raises(RuntimeError, match="copy_to comes in the middle of a step"):
+    with pytest.raises(RuntimeError, match="copy_to was called in the middle of a step"):
         step(embedding, optimizer)
     assert embedding.copy_to(tmp_path / "copy").stats()["rows"] == IDS - 2
 

@@ -282,7 +282,7 @@ def test_release_is_refused_in_the_middle_of_a_step(tmp_path):
     before = rows_of(embedding, [1])
 
     def release():
-        with pytest.raises(RuntimeError, match=r"oneemb\.release comes in the middle of a step"):
+        with pytest.raises(RuntimeError, match=r"oneemb\.release was called in the middle of a step"):
             oneemb.release(tmp_path)
         said.append(refused(make_embedding(tmp_path)))
 

@@ -494,7 +494,7 @@ WRONG = {
     "micro-batches": "RuntimeError: 1 of 1 micro-batches",
     "another path": "RankError: the ranks do different things",
     "another keep": "RankError: the ranks do different things",
-    "in a step": "RuntimeError: save comes in the middle of a step",
+    "in a step": "RuntimeError: save was called in the middle of a step",
 }
 
 

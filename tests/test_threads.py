@@ -449,7 +449,7 @@ def test_a_save_in_the_middle_of_a_step_of_its_own_thread_is_refused(tmp_path, w
     def save(*_):
         model.save(tmp_path / "c")
 
-    with pytest.raises(RuntimeError, match="save comes in the middle of a step.*let the handler set a flag"):
+    with pytest.raises(RuntimeError, match="save was called in the middle of a step.*handler can set a flag"):
         if who == "scheduler":
             scheduler = torch.optim.lr_scheduler.LambdaLR(model.optimizers[0].optimizer, lambda step: 1.0)
             scheduler.step = save

@@ -322,10 +322,12 @@ class InferenceEmbeddingCollection(torch.nn.Module):
 def _checked_offsets(name: str, offsets: torch.Tensor, keys: torch.Tensor, features: int = 1) -> torch.Tensor:
     """The offsets as int64, after a check that they have parts of as many as `features` and cover the keys."""
     if offsets.dim() != 1 or offsets.is_floating_point() or offsets.shape[0] < 1:
+        advice = "; call .long()" if offsets.is_floating_point() else ""
         raise ValueError(
-            f"{name} must be integers [number of parts + 1], got {offsets.dtype} {list(offsets.shape)}; call .long()"
+            f"{name} must be integers of one dimension, [number of parts + 1], got {offsets.dtype}"
+            f" {list(offsets.shape)}{advice}"
         )
-    counted = "" if features == 1 else f", and be 1 + a multiple of the number of features, {features}"
+    counted = "" if features == 1 else f"; its length must be 1 + a multiple of the number of features, {features}"
     must = f"{name} must begin with 0, never fall and end with the number of keys{counted}"
     offsets = offsets.long()
     holds = (offsets[0] == 0) & (offsets[-1] == keys.shape[0]) & (offsets[1:] >= offsets[:-1]).all()

@@ -183,8 +183,8 @@ class TableEmbedding(SnapshotCalls, RowCalls):
         if has_gradient and is_trained and _in_ddp(self):
             raise RuntimeError(
                 f"embedding {self.name!r} is inside DistributedDataParallel, which would leave each rank with rows of"
-                " its own; wrap the dense modules alone, and look ids up outside of them; TorchRec's"
-                " DistributedModelParallel shards it by the sharders of oneemb.torchrec.get_default_sharders() alone"
+                " its own; wrap the dense modules alone, and look ids up outside of them. For TorchRec's"
+                " DistributedModelParallel, pass sharders=oneemb.torchrec.get_default_sharders()"
             )
         bags: BagArguments | None = None
         try:

@@ -360,7 +360,7 @@ class _IntoEmbedding:
             )
         if str(embedding.key_type) == "torch.int32" and len(id_N) and not -(2**31) <= id_N.min() <= id_N.max() < 2**31:
             raise ValueError(
-                f"keys must fit in the int32 of embedding {embedding.name!r}, got {id_N.min()} to {id_N.max()}"
+                f"ids must fit in int32, the key_type of embedding {embedding.name!r}, got {id_N.min()} to {id_N.max()}"
             )
         unique = unique_keys(table_N, id_N, padding_id=embedding.padding_idx)
         last_U = np.empty(len(unique.id_U), np.int64)

@@ -78,9 +78,9 @@ def between_steps(locks: Iterable[StepLock], what: str, call: Callable[[], T]) -
     def run() -> T:
         if any(lock.stepping for lock in locks):
             raise RuntimeError(
-                f"{what} comes in the middle of a step, by a hook, a scheduler or a handler of a signal, where rows and"
-                " parameters are of no one moment; do it between two steps: let the handler set a flag, and look at"
-                " it after each call"
+                f"{what} was called in the middle of a step, from a hook, a scheduler or a signal handler, when some"
+                " rows and parameters are updated and others are not; call it between two steps: a signal handler can"
+                " set a flag that the training loop checks after each step"
             )
         return call()
 

@@ -68,8 +68,8 @@ class RedisClusterNodes:
             raise server_error(error, self._url.name) from error
         except redis.exceptions.RedisClusterException as error:
             raise ServerError(
-                f"{self._url.name}: the cluster cannot be used ({error}); see `redis-cli cluster info`, and leave out"
-                " `cluster=true` where the server is none"
+                f"{self._url.name}: the cluster cannot be used ({error}); see `redis-cli cluster info`; if the server"
+                " is no cluster, remove `cluster=true` from the URL"
             ) from error
 
 

@@ -65,7 +65,7 @@ def test_rows_lie_on_all_nodes_and_a_child_of_fork_has_connections_of_its_own(no
 
 
 def test_what_is_no_cluster_or_one_without_being_said_to_be_is_told(nodes, redis_host):
-    with pytest.raises(ServerError, match="leave out `cluster=true` where the server is none"):
+    with pytest.raises(ServerError, match="is no cluster, remove `cluster=true` from the URL"):
         open_server(f"redis://{redis_host}/?cluster=true")
     single = open_server(f"redis://{nodes[0].host}")
     with pytest.raises(ServerError, match="add `cluster=true` to the URL"):
