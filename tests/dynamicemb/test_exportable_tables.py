@@ -210,7 +210,7 @@ def test_arguments_without_effect_and_of_other_shapes_are_refused_by_name(traine
         with pytest.raises(ValueError, match="per_sample_weights must be one for each of 3 keys"):
             made(ids, offsets, pooled, weights)
     for wrong in (offsets.float(), offsets[None], offsets[:0]):
-        with pytest.raises(ValueError, match=r"^offsets must be integers \[number of parts \+ 1\]"):
+        with pytest.raises(ValueError, match=r"^offsets must be integers of one dimension, \[number of parts \+ 1\]"):
             made(ids, wrong, pooled)
     assert torch.equal(made(ids, offsets.int(), pooled.int()), made(ids, offsets, pooled))
 
