@@ -8,13 +8,13 @@ from torchrec import KeyedJaggedTensor
 
 
 def find_jagged(data: Any, data_info: Mapping[Any, str] | None, paths: list[str]) -> dict[str, KeyedJaggedTensor]:
-    """KeyedJaggedTensor of each path; ValueError if the batch has others.
+    """{path of a collection: its KeyedJaggedTensor in the batch}; ValueError if they do not match the paths.
 
     Args:
         data: a batch.
-        data_info: of each index, key or name of a field of the batch the path that its KeyedJaggedTensor is for; None =
-            paths take the KeyedJaggedTensors of the batch in their order, however deep they are.
-        paths: of the collections.
+        data_info: {index, key or field name in the batch: path of the collection that looks up the KeyedJaggedTensor
+            there}; None = the n-th KeyedJaggedTensor of the batch, however deep it is, belongs to the n-th path.
+        paths: paths of the collections.
     """
     if data_info is None:
         found: list[KeyedJaggedTensor] = []
@@ -42,7 +42,7 @@ def find_jagged(data: Any, data_info: Mapping[Any, str] | None, paths: list[str]
 def replace_jagged(
     data: Any, data_info: Mapping[Any, str] | None, paths: list[str], new: Mapping[str, KeyedJaggedTensor]
 ) -> Any:
-    """The batch with other KeyedJaggedTensors where `find_jagged` finds them; the one given stays as it is."""
+    """Copy of the batch with the KeyedJaggedTensors of `new`, by path, in the places where `find_jagged` finds them."""
     if data_info is None:
         order = iter(paths)
         return _map(data, lambda kjt: new[next(order)])
@@ -74,7 +74,7 @@ def _map(data: Any, of_kjt: Callable[[KeyedJaggedTensor], KeyedJaggedTensor]) ->
 
 
 def _replaced(data: Any, changed: Mapping[str, Any]) -> Any:
-    """A copy of a dataclass without its `__init__`, which may want other arguments."""
+    """A copy of a dataclass with these fields changed. `__init__` is not called: it may need other arguments."""
     copy = object.__new__(type(data))
     for field in dataclasses.fields(data):
         object.__setattr__(copy, field.name, changed.get(field.name, getattr(data, field.name)))

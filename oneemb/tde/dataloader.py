@@ -1,14 +1,14 @@
-"""A loader whose ids are cache ids, and whose rows are in the tables when a batch is given.
+"""A loader that replaces the ids of batches by cache ids, and has the rows of a batch in the tables when it returns it.
 
-`__next__` decides everything: the step before has ended, the rows of the next batch are written, and ids of the batch
-`num_prefetch` further on get their cache ids. A thread beside it reads the loader one batch ahead and calls servers; it
-never touches a table.
+A call of `__next__` means that the step before has ended. The call writes the rows of the next batch into the tables,
+and gives cache ids to the batch `num_prefetch` batches later. A thread reads the user's loader one batch ahead and
+calls servers; only `__next__` touches tables.
 
 Invariants:
-- every batch of the loader is given once, in order; an error of the loader is raised in place of its batch;
-- at most `num_prefetch` batches have cache ids and are not yet given, and one more is read;
+- every batch of the user's loader is returned once, in order; an error of the loader is raised in place of the batch;
+- at most `num_prefetch` batches have cache ids and are not yet returned, and one more batch is read;
 - the numbers of a job do not depend on `num_prefetch`;
-- an iterator that is gone leaves nothing running.
+- an iterator that is collected or closed leaves no thread running.
 """
 
 import traceback
@@ -30,13 +30,13 @@ __all__ = ["DataLoader", "close", "save", "wrap"]
 
 
 class DataLoader:
-    """A loader with cache ids.
+    """A loader of batches with cache ids in place of ids.
 
     Args:
-        id_transformer_group: the tables.
-        dataloader: anything that can be iterated over.
-        data_info, paths: see `find_jagged`.
-        num_prefetch: batches whose rows are sent for ahead.
+        id_transformer_group: the model's tables and their cache ids.
+        dataloader: the user's loader; anything that can be iterated over.
+        data_info, paths: the path of the collection for each KeyedJaggedTensor of a batch; see `find_jagged`.
+        num_prefetch: number of batches whose rows are fetched ahead.
 
     Raises:
         ValueError: `data_info` has a path of no table, or `num_prefetch` is below 0.
@@ -63,7 +63,7 @@ class DataLoader:
         self._live: Callable[[], DataLoaderIter | None] = lambda: None
 
     def __iter__(self) -> "DataLoaderIter":
-        """Begin anew; an iterator that was made before ends."""
+        """A new iterator over the loader; the iterator of an earlier call ends."""
         live = self._live()
         if live is not None:
             live.close()
@@ -87,7 +87,7 @@ class _Next(NamedTuple):
 
     read: _Read
     gathered: Gathered | None
-    """The batch's ids on all ranks; None = not exchanged yet, since an interrupt came between."""
+    """The batch's ids on all ranks; None = an interrupt came before the ranks exchanged them."""
 
 
 class DataLoaderIter:
@@ -101,7 +101,7 @@ class DataLoaderIter:
         self._given: list[Batch] = []  # the batch whose step is under way
         self._begun: deque[tuple[Batch, _Read]] = deque()
         self._next: _Next | None = None
-        self._failed: BaseException | None = None  # in place of the batch after `_begun`
+        self._failed: BaseException | None = None  # raised in place of the batch after `_begun`
         self._ended = False
         self._worker = Worker("oneemb-tde") if num_prefetch else None
         self._reading: Future[_Read] | None = None
@@ -114,7 +114,7 @@ class DataLoaderIter:
         """The next batch. A call means that the step of the batch before has ended.
 
         Raises:
-            StopIteration: there is none.
+            StopIteration: there are no more batches.
             NoRoomError: a table has fewer rows than the batch has ids.
             ServerError: a server failed; the next call tries again.
             Exception: the loader's error in place of this batch; the next call goes on with the loader.
@@ -134,7 +134,7 @@ class DataLoaderIter:
                 try:
                     raise failed
                 finally:
-                    del failed  # or the error would keep this frame, which keeps the error, and so the thread
+                    del failed  # else the error keeps this frame, the frame keeps the error, and both keep the thread
         batch, read = self._begun[0]
         self._steps.finish(batch)
         while len(self._begun) <= self._depth and self._failed is None:
@@ -146,7 +146,7 @@ class DataLoaderIter:
         return self._reader.replaced(read.data, batch.kjts)
 
     def close(self) -> None:
-        """End here: the thread ends, and batches that were not given will not be."""
+        """End the iterator and its thread; batches that were not returned yet are dropped."""
         self._ended = True
         self._release()
         self._finalizer()
@@ -156,7 +156,8 @@ class DataLoaderIter:
             self._steps.release(self._given.pop())
 
     def _begin_next(self, *, must: bool) -> bool:
-        """Give the next batch its cache ids, or find why there is none. False if it has to wait for room."""
+        """Give the next batch cache ids; return whether that was done. False: there is no batch, or, where `_failed` is
+        None, its tables have no room yet. `must`: a lack of room is an error, put into `_failed`."""
         if self._next is None or self._next.gathered is None:
             self._next = self._gather()
             if self._next is None:
@@ -174,7 +175,7 @@ class DataLoaderIter:
         return True
 
     def _gather(self) -> _Next | None:
-        """The next batch of the loader, on all ranks; None if one of them has none, which `_failed` says."""
+        """The loader's next batch, with its ids on all ranks; None if a rank has no batch: `_failed` has the reason."""
         try:
             if self._next is None:
                 self._take_read()
@@ -249,7 +250,12 @@ def _report(failed: BaseException | None) -> str | None:
 
 
 def _of_all(reports: list[str | None], failed: BaseException | None, rank: int) -> BaseException | None:
-    """Error, or end, of the loaders of all ranks; None = all have a next batch."""
+    """Error or end of a loader on any rank; None = every rank has a next batch.
+
+    Args:
+        reports: traceback of each rank's error; "" = the loader has ended, None = there is a batch.
+        failed: this rank's own error or StopIteration.
+    """
     if failed is not None and not isinstance(failed, StopIteration):
         return failed
     for other, text in enumerate(reports):
@@ -276,27 +282,27 @@ def wrap(
     parallel: bool = True,
     num_prefetch: int = 0,
 ) -> tuple[DataLoader, Any]:
-    """The loader and the model, by which small static tables train on any int64 id: rows beyond them are on a server.
+    """A loader and a model that train small static tables on any int64 id: rows without room are kept on a server.
 
     All ranks of the default process group make the call together, and go through the loader together.
 
     Args:
-        url: of the parameter server, such as `redis://127.0.0.1:6379/?prefix=model`; or a function that gives it for a
-            module's path and a table's name.
+        url: the parameter server's URL, such as `redis://127.0.0.1:6379/?prefix=model`; or a function that returns the
+            URL for a module's path and a table's name.
         dataloader: gives batches with KeyedJaggedTensors of ids.
         module: the model, in TorchRec's DistributedModelParallel.
-        configs_dict: of each collection, by the path of its module, the configs of its tables. Their `num_embeddings`
-            are the rows that are in memory: at least the distinct ids of one batch on all ranks.
-        data_info: of each index, key or field of a batch the path that its KeyedJaggedTensor is for; None = paths take
-            the KeyedJaggedTensors in their order.
+        configs_dict: {path of a collection's module: configs of its tables}. `num_embeddings` of a config is the number
+            of rows in memory: at least the number of distinct ids in one batch of all ranks together.
+        data_info: {index, key or field of a batch: path of the collection that looks up the KeyedJaggedTensor there};
+            None = the n-th KeyedJaggedTensor of a batch belongs to the n-th path of `configs_dict`.
         eviction_config: `{"type": "mixed_lru_lfu", "min_used_freq_power": 5}`.
-        transform_config: `{"type": "naive"}` or `{"type": "cacheline"}`, which are the same.
-        ps_config: see `IDTransformerGroup`.
+        transform_config: `{"type": "naive"}` or `{"type": "cacheline"}`, which do the same.
+        ps_config: options of pushes, of initial rows and of optimizers; see `IDTransformerGroup`.
         parallel: has no effect.
-        num_prefetch: batches whose rows are sent for while others train; 0 = none, and no thread.
+        num_prefetch: number of batches whose rows are fetched while earlier ones train; 0 = none, and no thread.
 
     Raises:
-        ValueError: a path is no sharded module of TorchRec's, or its tables cannot be served: the message says why.
+        ValueError: a path leads to no module that TorchRec has sharded, or a table cannot be on a server.
         ServerError: a server cannot be reached.
 
     Reference: torchrec_dynamic_embedding's wrap.
@@ -305,26 +311,26 @@ def wrap(
         url, module, configs_dict, eviction_config=eviction_config, transform_config=transform_config,
         ps_config=ps_config, parallel=parallel,
     )  # fmt: skip
-    # `save` finds it there. Not a parameter, not in state dicts.
+    # `save` reads this attribute. It is no submodule, so it is in no state dict.
     object.__setattr__(module, "_id_transformer_group", group)
     loader = DataLoader(group, dataloader, data_info=data_info, paths=list(configs_dict), num_prefetch=num_prefetch)
     return loader, module
 
 
 def save(module: Any) -> None:
-    """Push the rows of a model of `wrap` that were used since the last call. All ranks make the call together, between
-    two steps.
+    """Push to the server the rows that were used since the last call, of a model that `wrap` returned. All ranks make
+    the call together, between two steps.
 
     Raises:
-        ValueError: `module` is not of `wrap`.
+        ValueError: `wrap` did not return `module`.
         ServerError: a server failed; the next call pushes the rest.
     """
     _group_of(module).save()
 
 
 def close(module: Any) -> None:
-    """Close the servers of a model of `wrap`; ValueError if it is none. Rows that were trained since the last `save`
-    are not pushed."""
+    """Close the servers of a model that `wrap` returned; ValueError for another model. Rows that were trained since the
+    last `save` are not pushed."""
     _group_of(module).close()
 
 

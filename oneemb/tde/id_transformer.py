@@ -1,10 +1,10 @@
-"""Cache ids of one table: the places of its rows' ids.
+"""Cache ids of one table: the number of the row that each id has in the static table.
 
 Invariants:
 - every int64 is an id; two ids never have one cache id at a time;
 - a new id gets the lowest free cache id;
 - a pinned cache id is never evicted;
-- the same calls give the same cache ids, on every run and every rank: nothing here is random but by a counter.
+- the same calls give the same cache ids, on every run and every rank.
 """
 
 import json
@@ -28,33 +28,33 @@ _FREE_WINDOW = 4096
 
 
 class TransformResult(NamedTuple):
-    """Result of a transformation."""
+    """Result of `IDTransformer.transform`."""
 
     success: bool
     """Whether every id has a cache id."""
     ids_to_fetch: torch.Tensor
-    """int64 [F, 2]: ids that came, and their cache ids."""
+    """Ids that are new in the table, and their cache ids: int64 [F, 2]."""
 
 
 class Moves(NamedTuple):
-    """Changes that a batch of distinct ids needs."""
+    """Cache ids of a batch of distinct ids, and the ids that came into the table and left it for them."""
 
     cache_U: np.ndarray
-    """int64 [U]: the cache id of each."""
+    """Cache id of each id: int64 [U]."""
     fetch_F2: np.ndarray
-    """int64 [F, 2]: ids that came, and their cache ids."""
+    """Ids that are new in the table, and their cache ids: int64 [F, 2]."""
     evict_E2: np.ndarray
-    """int64 [E, 2]: ids that left, and the cache ids they had."""
+    """Ids that were evicted, and their former cache ids: int64 [E, 2]."""
 
 
 class IDTransformer:
-    """Cache ids of the ids of a table.
+    """Gives the ids of one table their cache ids, and evicts ids.
 
     Args:
         num_embedding: rows of the table.
-        eviction_config: `{"type": "mixed_lru_lfu", "min_used_freq_power": 5}`, which is the default: which id is
-            evicted. The power, 0 to 31, is that of a new id.
-        transform_config: `{"type": "naive"}` or `{"type": "cacheline"}`: both are the same here.
+        eviction_config: `{"type": "mixed_lru_lfu", "min_used_freq_power": 5}`, the default: the rule by which ids
+            are evicted; `min_used_freq_power`, 0 to 31, is the power with which a new id begins.
+        transform_config: `{"type": "naive"}` or `{"type": "cacheline"}`: both do the same here.
 
     Raises:
         ValueError: a type or an option that is not known, or a number out of range.
@@ -83,15 +83,15 @@ class IDTransformer:
         self._free_from = 0  # no free cache id is lower
 
     def __len__(self) -> int:
-        """Ids that have a cache id."""
+        """Number of ids that have a cache id."""
         return len(self._index)
 
     def transform(self, global_ids: TensorList, cache_ids: TensorList, time: int) -> TransformResult:
-        """Give every id its cache id; new ids get one while some are free.
+        """Give every id its cache id; new ids get free cache ids, as long as there are some.
 
         Args:
             global_ids: int64 tensors of any shape.
-            cache_ids: as many int64 tensors of the same shapes, which are written to: -1 where there was no room.
+            cache_ids: int64 tensors of the same number and shapes, for the result; -1 where there was no room.
             time: number of the batch.
         """
         if [its.shape for its in global_ids] != [its.shape for its in cache_ids]:
@@ -116,12 +116,12 @@ class IDTransformer:
         return TransformResult(len(come_F) == len(new_K), pairs)
 
     def evict(self, num_to_evict: int) -> torch.Tensor:
-        """Evict the least often used ids, of those the ones used longest ago; none that is pinned. Returns the ids, and
-        the cache ids they had: int64 [E, 2]."""
+        """Evict the least often used ids, and of equally often used ids those that were used longest ago. Pinned ids
+        stay. Returns the evicted ids and their former cache ids: int64 [E, 2]."""
         return torch.from_numpy(self._evict(num_to_evict, self._taken_S & (self._pins_S == 0)))
 
     def save(self) -> torch.Tensor:
-        """The ids that were used since the last call, and their cache ids: int64 [S, 2]."""
+        """Ids that were used since the last call, and their cache ids: int64 [S, 2]."""
         pairs = self.used()
         self._used_S[pairs[:, 1]] = False
         return torch.from_numpy(pairs)
@@ -129,7 +129,7 @@ class IDTransformer:
     # ---- calls of collections ---------------------------------------------------------------------------------------
 
     def has_room(self, id_U: np.ndarray, may_evict: bool = True) -> bool:
-        """Whether `moves` of these distinct ids would succeed; without `may_evict`, whether nothing would leave."""
+        """Whether `moves` has room for these distinct ids; if `may_evict` is False, without an eviction."""
         place_U = self._find(id_U)
         known_K = place_U[place_U >= 0]
         lacking = len(id_U) - len(known_K) - (self.num_embedding - len(self))
@@ -139,12 +139,12 @@ class IDTransformer:
         return bool(len(self) - pinned >= lacking)
 
     def moves(self, id_U: np.ndarray, count_U: np.ndarray, time: int) -> Moves:
-        """Give distinct ids their cache ids, for which there is room. A full table evicts half of its rows, or as many
-        as needed, none that is pinned or one of these.
+        """Give distinct ids their cache ids; `has_room` has been asked before. A full table evicts half of its rows, or
+        more if needed, but no pinned id and none of `id_U`.
 
         Args:
-            id_U: int64 [U].
-            count_U: int64 [U], uses of each in the batch.
+            id_U: the ids, int64 [U].
+            count_U: number of uses of each id in the batch, int64 [U].
             time: number of the batch.
         """
         place_U = self._find(id_U)
@@ -160,7 +160,7 @@ class IDTransformer:
         return Moves(place_U, np.stack([id_U[new_K], place_U[new_K]], 1), evict_E2)
 
     def pin(self, cache_U: np.ndarray) -> None:
-        """Keep these distinct cache ids from being evicted, until they are unpinned as often."""
+        """Keep these distinct cache ids from eviction. Each `pin` needs an `unpin`."""
         self._pins_S[cache_U] += 1
 
     def unpin(self, cache_U: np.ndarray) -> None:
@@ -168,12 +168,12 @@ class IDTransformer:
         self._pins_S[cache_U] -= 1
 
     def used(self) -> np.ndarray:
-        """Pairs that `save` would return, int64 [S, 2], by cache id."""
+        """Ids that were used since the last save, and their cache ids, int64 [S, 2], in the order of cache ids."""
         cache_S = np.flatnonzero(self._used_S)
         return np.stack([self._id_S[cache_S], cache_S], 1)
 
     def saved(self, cache_S: np.ndarray) -> None:
-        """Note that these are saved; pinned ones are used again before the next save."""
+        """Note that the rows at these cache ids are saved. Pinned rows still count as used: a step will change them."""
         self._used_S[cache_S[self._pins_S[cache_S] == 0]] = False
 
     # ---- helpers ----------------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ class IDTransformer:
         return self._index.find(np.zeros(len(id_U), np.int32), id_U)
 
     def _take(self, id_F: np.ndarray) -> np.ndarray:
-        """The lowest free cache ids, in order, for ids that have none."""
+        """Give ids without a cache id the lowest free cache ids, in order; return these, int64 [F]."""
         found: list[np.ndarray] = []
         missing, begin, window = len(id_F), self._free_from, _FREE_WINDOW
         while missing:

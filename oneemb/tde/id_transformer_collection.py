@@ -17,17 +17,17 @@ __all__ = ["IDTransformerCollection"]
 
 
 class IDTransformerCollection:
-    """Transforms the ids that a collection looks up. On several ranks all make one together, and make each call
-    together.
+    """Replaces the ids that a collection looks up by cache ids. On several ranks all ranks construct it together, and
+    make each call together.
 
     Args:
         tables: configs of the collection; ValueError if two have one name, or one feature.
         eviction_config, transform_config: see `IDTransformer`.
-        ps_collection: rows are fetched from it, and evicted to it; None = no row is evicted, and a full table is an
-            error.
-        reinitialise: initialize rows that the server lacks. By default they stay as in the table until the first
-            eviction, as upstream has it.
-        seed: of initialized rows.
+        ps_collection: the server that rows are fetched from and evicted to; None = no row is evicted, and a full table
+            is an error.
+        reinitialise: initialize the rows that the server lacks. By default a table's rows keep their numbers until
+            its first eviction, as upstream does.
+        seed: seed of initial rows.
 
     Reference: torchrec_dynamic_embedding's IDTransformerCollection.
     """
@@ -71,7 +71,7 @@ class IDTransformerCollection:
             self._steps.save()
 
     def bounds_of(self, config: BaseEmbeddingConfig) -> tuple[float, float] | None:
-        """Bounds of the initial weights of rows that the server lacks; None = rows stay as they are."""
+        """Bounds of the initial weights of a table's rows that the server lacks; None = the rows stay as they are."""
         if not self._reinitialise and not any(table.transformer.ever_evicted for table in self.tables):
             return None
         return config.get_weight_init_min(), config.get_weight_init_max()

@@ -19,19 +19,19 @@ __all__ = ["IDTransformerGroup"]
 
 
 class IDTransformerGroup:
-    """Tables of a model, and the parameter server that keeps their other rows. All ranks make one together.
+    """Cache ids of all tables of a model, and their parameter server. All ranks construct it together.
 
     Args:
-        url: of the parameter server; or a function that gives it for a module's path and a table's name.
+        url: the parameter server's URL; or a function that returns the URL for a module's path and a table's name.
         module: the model, in DistributedModelParallel.
-        configs_dict: of each collection, by the path of its module, the configs of its tables.
+        configs_dict: {path of a collection's module: configs of its tables}.
         eviction_config, transform_config: see `IDTransformer`.
-        ps_config: `{"chunk_size": ..., "seed": ..., "optimizers": [...]}`: numbers that one call of the server pushes;
-            seed of initial rows; the optimizers of data-parallel tables, whose state is to travel with rows.
+        ps_config: `{"chunk_size": ..., "seed": ..., "optimizers": [...]}`: number of values that one call of the server
+            pushes; seed of initial rows; the optimizers of data-parallel tables, whose state is pushed with the rows.
         parallel: has no effect.
 
     Raises:
-        ValueError: a path is no sharded module of TorchRec's, or its tables cannot be served: the message says why.
+        ValueError: a path leads to no module that TorchRec has sharded, or a table cannot be on a server.
         ServerError: a server cannot be reached.
 
     Reference: torchrec_dynamic_embedding's IDTransformerGroup.
@@ -75,7 +75,7 @@ class IDTransformerGroup:
     def transform(
         self, kjt_dict: Mapping[str, KeyedJaggedTensor]
     ) -> tuple[dict[str, KeyedJaggedTensor], list[BatchHandle]]:
-        """The features of each path with cache ids, and handles to wait for: see `Steps.transform`."""
+        """Features with cache ids, by path, and handles to wait for before a lookup; see `Steps.transform`."""
         return self.steps.transform(kjt_dict)
 
     def save(self) -> None:
@@ -89,7 +89,7 @@ class IDTransformerGroup:
 
 
 def _check_shared(path: str, plan: Mapping[str, Any], url: str | Callable[[str, str], str]) -> None:
-    """Raise ValueError if ranks share a table whose server is in the memory, or the files, of one process."""
+    """Raise ValueError if ranks share a table, but its server keeps rows in one process's memory or files."""
     for table, how in plan.items():
         its = url if isinstance(url, str) else url(path, table)
         scheme, _, _ = its.partition("://")

@@ -1,11 +1,11 @@
-"""Rows of static tables, and the parameter server that keeps the rows without a place in them.
+"""Moves rows between static tables and the parameter server, which keeps the rows that have no place in a table.
 
-A row that travels is the table's weights and its optimizer's state, float32, one part each.
+A row is sent as float32 numbers in parts: the weights, then each state of the optimizer.
 
 Invariants:
-- an evicted row is read at once, in the call that evicts it; that copy is sent later;
-- a row that comes is written in `FetchHandle.wait`, on the thread that calls it;
-- a row of a server is whole or an error: weights never come with the state of another moment's format.
+- an evicted row is read in the call that evicts it; the copy is sent later;
+- a fetched row is written into the table by `FetchHandle.wait`, on the thread that calls it;
+- a server has all parts of a row, or the fetch is an error: weights never come without their optimizer's state.
 """
 
 import functools
@@ -30,35 +30,35 @@ DEFAULT_CHUNK_SIZE = 8 * 1024 * 1024
 
 
 _Pulled = tuple[np.ndarray, list[np.ndarray], np.ndarray]
-"""Pairs of ids and cache ids, the parts of their rows, and which of them the server has."""
+"""Ids and cache ids, int64 [N, 2]; the parts of their rows; and whether the server has each row, bool [N]."""
 
 
 class _Shard(NamedTuple):
-    """Rows of a table that this process has."""
+    """Rows `begin` to `end` - 1 of a table, which this process has."""
 
     begin: int
     end: int
     tensors: list[torch.Tensor]
-    """[rows, width] of each part"""
+    """Each part of the rows, [rows, width]: weights, then states."""
 
 
 class PS:
-    """The rows of one table.
+    """Pushes the rows of one table to its server, and fetches them.
 
     Args:
-        table_name: of the table on the server.
-        tensors: the table, [rows, D], and each state of its optimizer, [rows, D] or [rows]; or the ShardedTensors of
-            both, of which this process has some rows.
-        url: of the parameter server.
-        chunk_size: numbers that are pushed in one call of the server.
-        server: one that is open, in place of the one at the URL.
-        traffic: in which order servers are called; None = this one's own.
-        pushes: whether this process pushes rows; False = another one has the same and does.
-        rank: of this process.
+        table_name: the table's name on the server.
+        tensors: the table, [rows, D], and each state of its optimizer, [rows, D] or [rows]; or ShardedTensors of
+            these, of which this process has some rows.
+        url: the parameter server's URL.
+        chunk_size: number of float32 values that one call of the server pushes.
+        server: an open server, used in place of the URL's.
+        traffic: orders the calls of several tables' servers; None = an order of this table alone.
+        pushes: whether this process pushes rows; False = another process has the same rows and pushes them.
+        rank: this process's rank.
         new_state: number that fills the optimizer's state of a new row.
 
     Raises:
-        ValueError: a shard has not all columns of its rows.
+        ValueError: a shard lacks columns of its rows.
         ServerError: the server cannot be reached.
 
     Reference: torchrec_dynamic_embedding's PS.
@@ -82,12 +82,12 @@ class PS:
         self._chunk = max(1, chunk_size // max(1, sum(self._widths)))
 
     def evict(self, ids_to_evict: torch.Tensor) -> None:
-        """Push the rows of these ids and cache ids, int64 [N, 2], and return when the server has them; other ranks'
-        rows are passed over."""
+        """Push rows, and return when the server has them. `ids_to_evict` has their ids and cache ids, int64 [N, 2];
+        rows of other ranks are skipped."""
         self.traffic.wait(self.evict_later(ids_to_evict.numpy()))
 
     def evict_later(self, pair_N2: np.ndarray) -> int:
-        """Read rows now and push them in their turn. Returns the ticket of `traffic`."""
+        """Read rows now, and add their push to `traffic`. Returns the ticket to wait for the push with."""
         if not self._pushes or not len(pair_N2):
             return self.traffic.added
         for shard, pairs in self._own(pair_N2):
@@ -103,14 +103,14 @@ class PS:
         self, ids_to_fetch: torch.Tensor, time: int, reinit: bool = False, weight_init_max: float = 0.0,
         weight_init_min: float = 0.0,
     ) -> "FetchHandle":  # fmt: skip
-        """Bring rows into the table; they are there when `wait` of the returned handle has ended.
+        """Handle that brings rows into the table: they are there when its `wait` has returned.
 
         Args:
             ids_to_fetch: int64 [N, 2], ids and their new cache ids.
             time: number of the batch; has no effect.
-            reinit: initialize rows that the server lacks: weights uniform between the bounds, a function of table and
-                id alone, and state `new_state`. Otherwise they stay as the table has them.
-            weight_init_max, weight_init_min: the bounds, in any order.
+            reinit: initialize the rows that the server lacks: weights are uniform between the bounds, and depend on
+                table and id alone; the state is `new_state`. If False, the table's numbers at these cache ids stay.
+            weight_init_max, weight_init_min: bounds of initial weights, in any order.
         """
         del time
         low, high = sorted((float(weight_init_min), float(weight_init_max)))
@@ -120,7 +120,8 @@ class PS:
         self, pair_N2: np.ndarray, bounds: tuple[float, float] | None, seed: int = 0,
         written: Callable[[], None] | None = None,
     ) -> "FetchHandle":  # fmt: skip
-        """`fetch` of rows that are initialized with `seed`; `written` is called when they are in the table."""
+        """As `fetch`, with `bounds` of initial weights, which depend on `seed` too; None = `reinit` is False. `written`
+        is called when the rows are in the table."""
         return FetchHandle(self, pair_N2, bounds, seed, written)
 
     def close(self) -> None:
@@ -130,7 +131,7 @@ class PS:
     # ---- calls of handles -------------------------------------------------------------------------------------------
 
     def pull(self, pair_N2: np.ndarray) -> list[_Pulled]:
-        """Pairs of each shard, their parts, and which of them the server has."""
+        """Read the rows of these ids and cache ids, int64 [N, 2], from the server, for each shard here."""
         found: list[_Pulled] = []
         for _, pairs in self._own(pair_N2):
             parts, found_NP = self._server.pull(self.table_name, np.ascontiguousarray(pairs[:, 0]), self._widths)
@@ -148,7 +149,7 @@ class PS:
         return found
 
     def write(self, pulled: list[_Pulled], bounds: tuple[float, float] | None, seed: int) -> None:
-        """Write the result of `pull` into the table."""
+        """Write the result of `pull` into the table; `bounds` and `seed` as of `fetch_later`."""
         for pairs, parts, found_N in pulled:
             shard = next(its for its in self._shards if its.begin <= pairs[0, 1] < its.end)
             if bounds is not None:
@@ -164,7 +165,7 @@ class PS:
                     tensor.detach().index_copy_(0, where.to(tensor.device), rows)
 
     def _own(self, pair_N2: np.ndarray) -> list[tuple[_Shard, np.ndarray]]:
-        """Pairs whose rows this process has, by shard."""
+        """Each shard of this process, with those of the pairs (id, cache id) whose rows it has."""
         its = [(s, pair_N2[(pair_N2[:, 1] >= s.begin) & (pair_N2[:, 1] < s.end)]) for s in self._shards]
         return [(shard, pairs) for shard, pairs in its if len(pairs)]
 
@@ -177,11 +178,12 @@ class PS:
 
 
 class FetchHandle:
-    """Rows on their way into a table.
+    """Handle of a fetch of rows into a table.
 
     Args:
-        pair_N2: int64 [N, 2], ids and cache ids.
-        bounds: of the initial weights of rows that the server lacks; None = they stay as they are.
+        pair_N2: ids and cache ids, int64 [N, 2].
+        bounds: bounds of the initial weights of rows that the server lacks; None = such rows stay as they are.
+        seed: seed of these initial weights.
         written: called once, when the rows are in the table.
     """
 
@@ -195,13 +197,13 @@ class FetchHandle:
         self.done = False
 
     def ask(self) -> None:
-        """Pull the rows in their turn, after all pushes that were added before this call."""
+        """Add the pull of the rows to the calls of servers, after all pushes that were added earlier."""
         if self._ticket is None:
             self._ticket = self._ps.traffic.add(self._pull)
 
     def wait(self) -> None:
-        """Bring the rows into the table. After an error, such as ServerError, nothing was written, and the call may be
-        repeated."""
+        """Wait for the pull, and write the rows into the table. After an error, such as ServerError, nothing was
+        written, and the call may be repeated."""
         if self.done:
             return
         self.ask()
@@ -218,15 +220,15 @@ class FetchHandle:
 
 
 class PSCollection:
-    """Rows of the tables of one collection.
+    """The `PS` of each table of one collection.
 
     Args:
-        path: of the collection's module.
-        plan: of each table its ParameterSharding and its tensors, as `PS` takes them.
-        url: of the parameter server; or a function that gives it for a table.
+        path: path of the collection's module.
+        plan: {table: (its ParameterSharding, its tensors as `PS` takes them)}.
+        url: the parameter server's URL; or a function that returns the URL for a table.
         ps_config: `{"chunk_size": ...}`, see `PS`.
-        traffic: order of calls of servers; None = this one's own.
-        rank: of this process, which decides who pushes tables that all ranks have.
+        traffic: orders the calls of servers; None = an order of this collection alone.
+        rank: this process's rank; rank 0 pushes the tables that all ranks have.
         new_states: number that fills the optimizer's state of a new row, by table; None = 0 for all.
 
     Raises:
@@ -277,13 +279,13 @@ class PSCollection:
         url: str | Callable[[str, str], str], ps_config: Mapping[str, Any] | None = None, *,
         traffic: Traffic | None = None, rank: int = 0,
     ) -> "PSCollection":  # fmt: skip
-        """Rows of a module that TorchRec has sharded.
+        """The `PSCollection` of a module that TorchRec has sharded.
 
         Args:
             path, url, traffic, rank: see `PSCollection`; `url` may be a function of a path and a table.
             sharded_module: TorchRec's sharded collection.
-            params_plan: sharding of its tables, by name.
-            ps_config: see `PSCollection`; `"optimizers"` are those of tables that all ranks have.
+            params_plan: ParameterSharding of each table, by name.
+            ps_config: see `PSCollection`; `"optimizers"` has the optimizers of the tables that all ranks have.
 
         Raises:
             ValueError: the module is not TorchRec's, has other tables than its plan, or an optimizer that is refused.
@@ -318,7 +320,7 @@ def _shards_of(table: str, tensors: Sequence[torch.Tensor]) -> list[_Shard]:
 
 
 def _rows(table: str, tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """The tensor as [rows, width], sharing its memory."""
+    """View of a tensor as [rows, width]."""
     if tensor.dim() not in (1, 2) or tensor.shape[0] != rows:
         raise ValueError(f"table {table}: a tensor of its {rows} rows has the shape {tuple(tensor.shape)}")
     return tensor.detach().view(rows, -1)
@@ -338,22 +340,22 @@ def _first_weights(table: str, id_N: np.ndarray, width: int, bounds: tuple[float
     return weight_NX
 
 
-# Values are float32, which has whole numbers below 2^24.
+# The number is stored in digits below 2^16: a server keeps float32 values, which are exact below 2^24.
 _DIGIT = 1 << 16
 _DIGITS = 4
 
 
 class PushMark:
-    """Number of pushes of one rank to one table, kept on the server beside the table: a server that has lost rows shows
+    """Number of pushes of one rank to one table, kept on the server beside the table: a server that has lost rows has
     another number.
 
-    Invariant: the number on the server is the one here, or one more while a push that raised may have been carried out.
-    A server that restarts empty, or from an older copy, has none or a lower one.
+    Invariant: the server's number equals the number here; it is one higher if a push that raised was carried out. A
+    server that restarts empty, or from an older copy, has no number or a lower one.
 
     Args:
-        server: that has the table.
-        table: its name there.
-        rank: whose pushes are counted.
+        server: the table's server.
+        table: name of the table on the server.
+        rank: the rank whose pushes are counted.
     """
 
     def __init__(self, server: ParameterServer, table: str, rank: int):
@@ -372,10 +374,10 @@ class PushMark:
         self._pushed = True
 
     def check(self) -> None:
-        """Raise LostRowsError if the server lacks pushes of this process, or ones that it had at the first check."""
+        """Raise LostRowsError if the server lacks pushes of this process, or pushes that it had at the first check."""
         found = self._read()
         if self._count is None or (found > self._count and not self._pushed):
-            self._count = found  # A job that only reads may be beside one that pushes.
+            self._count = found  # Another job may push while this one only reads.
         elif found not in (self._count, self._count + 1):
             raise LostRowsError(
                 f"{self._server.name}: table {self._table!r} was pushed to {self._count} times, but the server says"
@@ -384,6 +386,6 @@ class PushMark:
             )
 
     def _read(self) -> int:
-        """Number of pushes on the server; 0 = it has none."""
+        """Number of pushes that the server has; 0 if it has no number."""
         (digits,), found = self._server.pull(self._of, self._id, [_DIGITS])
         return sum(int(digits[0, d]) * _DIGIT**d for d in range(_DIGITS)) if found.all() else 0

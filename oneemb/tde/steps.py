@@ -1,8 +1,8 @@
-"""Batches on their way through the tables: from ids to cache ids, and to rows that are in place.
+"""Takes batches through the tables: gives ids their cache ids, brings rows into place, and unpins them after the step.
 
-    begin(batch k + p)    ids get cache ids; evicted rows are read and, from then on, on their way to the server
-    finish(batch k)       its rows are in the tables
-    release(batch k)      the step that trains them has ended; they may be evicted
+    begin(batch k + p)    gives ids their cache ids; reads the rows that are evicted, which go to the server later
+    finish(batch k)       writes the batch's rows into the tables
+    release(batch k)      after the step that trains the batch: its rows may be evicted
 
 All three are calls of the thread that trains, between two steps. Only calls of servers, which `Traffic` orders, may be
 made by another thread meanwhile.
@@ -40,8 +40,8 @@ class JaggedIds:
     """Distinct ids of a KeyedJaggedTensor, table by table.
 
     Args:
-        features: to look up.
-        names_T: of each table its features.
+        features: the batch.
+        names_T: names of each table's features.
 
     Raises:
         ValueError: a feature is not there, or ids are no integers.
@@ -58,9 +58,9 @@ class JaggedIds:
         self._slices_T: list[list[slice]] = []
         self._inverse_T: list[np.ndarray] = []
         self.id_TU: list[np.ndarray] = []
-        """int64 [U] of each table, in the order in which they first occur."""
+        """Distinct ids of each table, int64 [U], in the order in which they first occur."""
         self.count_TU: list[np.ndarray] = []
-        """int64 [U] of each table, how often each occurs."""
+        """Number of occurrences of each id of `id_TU`, int64 [U] for each table."""
         for names in names_T:
             missing = [name for name in names if name not in index]
             if missing:
@@ -74,8 +74,8 @@ class JaggedIds:
             self.count_TU.append(np.bincount(keys.inverse_N, minlength=len(keys.id_U)).astype(np.int64))
 
     def with_cache_ids(self, cache_TU: Sequence[np.ndarray]) -> KeyedJaggedTensor:
-        """The features with a cache id, int64 [U] of each table for `id_TU`, in place of each id; ids of no table stay
-        as they are."""
+        """Copy of the features with cache ids in place of ids; ids of features without a table stay. `cache_TU` has the
+        cache id of each id of `id_TU`: int64 [U] for each table."""
         features = self._features
         values = features.values().detach().to("cpu", copy=True)
         for slices, inverse_N, cache_U in zip(self._slices_T, self._inverse_T, cache_TU, strict=True):
@@ -98,15 +98,15 @@ class NoRoomError(RuntimeError):
 
 
 class CachedTable(NamedTuple):
-    """A table, and the cache ids of its ids."""
+    """A table, its features, its cache ids and its server."""
 
     name: str
     features: list[str]
     transformer: IDTransformer
     ps: PS | None
-    """None = rows are neither fetched nor evicted."""
+    """Rows on the server; None = there is no server: rows are neither fetched nor evicted."""
     bounds: Callable[[], tuple[float, float] | None]
-    """Bounds of the initial weights of a row that the server lacks; None = those in the table."""
+    """Returns bounds of the initial weights of a row that the server lacks; None = the weights in the table stay."""
     seed: int
 
 
@@ -122,13 +122,13 @@ class Gathered(NamedTuple):
     """Ids of a batch on all ranks."""
 
     jagged: dict[str, JaggedIds]
-    """Ids of this rank, by path."""
+    """Ids of this rank's batch, by path of the collection."""
     of_ranks: list[dict[str, list[tuple[np.ndarray, np.ndarray]]]]
-    """Distinct ids of each table, and how often each occurs, by path, for each rank."""
+    """For each rank {path of a collection: (distinct ids, number of occurrences of each) for each table}."""
 
 
 class Batch:
-    """A batch whose ids have cache ids."""
+    """A batch whose ids have cache ids, and the fetches and pins of its rows."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -136,15 +136,20 @@ class Batch:
         self.handles: list[FetchHandle] = []
         self.late: list[FetchHandle] = []
         self.any_late = False
-        """Whether a row is late on any rank."""
+        """Whether any row of the batch is late (see above) on any rank."""
         self.pushed = 0
-        """Ticket after which what left for it has been pushed."""
+        """Ticket of the last push of a row that was evicted for this batch."""
         self.pins: list[tuple[IDTransformer, np.ndarray]] = []
         self.finished = False
 
 
 class Steps:
-    """Batches of collections, by path, that ranks train together; `traffic` is that of their servers."""
+    """Takes batches, which ranks train together, through their tables.
+
+    Args:
+        collections: by path.
+        traffic: orders the calls of all servers.
+    """
 
     def __init__(self, collections: Mapping[str, HasTables], ranks: AnyRanks, traffic: Traffic):
         self.collections = collections
@@ -159,8 +164,8 @@ class Steps:
         """Batch of the last call of `transform`, whose step may be under way."""
 
     def gather(self, kjts: Mapping[str, KeyedJaggedTensor]) -> Gathered:
-        """Ids of all ranks; every rank makes the call. ValueError if a path or a feature is not known; then RankError
-        on the other ranks."""
+        """Distinct ids of a batch on all ranks, from each rank's features by path; every rank makes the call. ValueError
+        if a path or a feature is not known; the other ranks then raise RankError."""
         jagged: dict[str, JaggedIds] = {}
 
         def mine() -> dict[str, list[tuple[np.ndarray, np.ndarray]]]:
@@ -170,8 +175,8 @@ class Steps:
         return Gathered(jagged, self.ranks.all_gather("gather the ids of a batch", mine))
 
     def begin(self, gathered: Gathered) -> Batch | None:
-        """Give the ids of a batch cache ids, and send for its rows. None = a table has no room beside batches that are
-        not yet trained: nothing has changed."""
+        """Give the ids of a batch cache ids, and begin to fetch its rows. None = a table has no room beside the batches
+        that are not trained yet; nothing has changed."""
         self._check()
         merged = {
             path: [_merged([its[path][t] for its in gathered.of_ranks]) for t in range(len(collection.tables))]
@@ -209,8 +214,8 @@ class Steps:
         return batch
 
     def finish(self, batch: Batch) -> None:
-        """Bring the rows of a batch, and of all that began before it, into the tables; every rank makes the call. After
-        an error it may be called again.
+        """Write the rows of a batch, and of all batches begun earlier, into the tables; every rank makes the call.
+        After an error the call may be repeated.
 
         Raises:
             ServerError: a server failed.
@@ -233,13 +238,13 @@ class Steps:
             transformer.unpin(cache_U)
 
     def finish_all(self) -> None:
-        """Finish every batch that has begun, also those that were dropped: see `finish`."""
+        """Finish every batch that has begun, dropped batches too; errors as of `finish`."""
         self._check()
         if self._unfinished:
             self.finish(self._unfinished[-1])
 
     def drop(self, batch: Batch) -> None:
-        """Release a batch that nobody will train, at the next call; from any thread."""
+        """Note that nobody will train a batch: the next call releases it. May be called from any thread."""
         self._dropped.append(batch)
 
     def save(self) -> None:
@@ -251,12 +256,12 @@ class Steps:
     def transform(
         self, kjts: Mapping[str, KeyedJaggedTensor]
     ) -> tuple[dict[str, KeyedJaggedTensor], list["BatchHandle"]]:
-        """The features of each path with cache ids, and handles to wait for before they are looked up.
+        """Features with cache ids, by path, and handles to wait for before these features are looked up.
 
         A call means that the step of the batch before has ended: its rows may be evicted.
 
         Raises:
-            NoRoomError: a table has fewer rows than there are ids.
+            NoRoomError: a table has fewer rows than the batch has distinct ids.
             ServerError: a server failed.
         """
         if self._last is not None:
@@ -330,18 +335,18 @@ class Steps:
 
 
 class BatchHandle:
-    """The rows of one batch."""
+    """Handle for the fetch of one batch's rows."""
 
     def __init__(self, steps: Steps, batch: Batch) -> None:
         self._steps, self._batch = steps, batch
 
     def wait(self) -> None:
-        """Bring the rows of the batch into the tables: see `Steps.finish`."""
+        """Write the rows of the batch into the tables; errors as of `Steps.finish`."""
         self._steps.finish(self._batch)
 
 
 def _merged(of_ranks: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """The distinct ids of all ranks, in the order in which they first occur, and how often each does."""
+    """Distinct ids of all ranks, in the order of their first occurrence, and the number of occurrences of each."""
     if len(of_ranks) == 1:
         return of_ranks[0]
     id_N, count_N = (np.concatenate(its) for its in zip(*of_ranks, strict=True))
@@ -351,7 +356,7 @@ def _merged(of_ranks: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarr
 
 
 def _in_order_of(asked_U: np.ndarray, id_U: np.ndarray, cache_U: np.ndarray) -> np.ndarray:
-    """Cache ids of some of the ids."""
+    """Cache ids of `asked_U`, which are some of the ids `id_U` with the cache ids `cache_U`."""
     if asked_U is id_U:
         return cache_U
     order_U = np.argsort(id_U)

@@ -12,13 +12,13 @@ from oneemb.tde.row_adam import RowAdam
 def table_tensors(
     path: str, module: torch.nn.Module, params_plan: Mapping[str, Any], optimizers: Iterable[torch.optim.Optimizer]
 ) -> dict[str, list[torch.Tensor]]:
-    """Weights and states of the rows of each table, in memory that the module and its optimizer use.
+    """{table: [weights, each state of the optimizer]}: tensors whose memory the module and its optimizer use.
 
     Args:
-        path: of the module.
+        path: path of the module.
         module: TorchRec's sharded collection.
-        params_plan: sharding of its tables, by name.
-        optimizers: of tables that all ranks have, which no optimizer of the module's own trains.
+        params_plan: ParameterSharding of each table, by name.
+        optimizers: the user's optimizers of tables that all ranks have; the module's own optimizer steps the others.
 
     Raises:
         ValueError: the module is not TorchRec's, or has other tables than its plan.
@@ -78,8 +78,8 @@ def check_optimizers(
 
 
 def new_states(module: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, float]:
-    """Number that fills the state of a new row, by table; 0 for tables that the dict lacks. FBGEMM's optimizers, of
-    tables that not all ranks have, have no other number than 0."""
+    """{table: number that fills the state of a new row}; 0 for tables that the dict lacks, such as those that FBGEMM's
+    optimizers step."""
     adagrads = [its for its in optimizers if isinstance(its, torch.optim.Adagrad)]
     return {
         ".".join(key.split(".")[1:-1]): float(adagrad.defaults["initial_accumulator_value"])
@@ -90,7 +90,7 @@ def new_states(module: torch.nn.Module, optimizers: Iterable[torch.optim.Optimiz
 
 
 def _check_rests(table: str, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
-    """Raise ValueError if the optimizer changes rows without a gradient, which those on a server do not have."""
+    """Raise ValueError if the optimizer changes rows that have no gradient: it cannot change the rows on a server."""
     rests = (
         isinstance(optimizer, RowAdam)
         or isinstance(optimizer, torch.optim.SGD) and not group["momentum"] and not group["weight_decay"]
@@ -122,5 +122,5 @@ def _group_of(parameter: torch.Tensor | None, optimizer: torch.optim.Optimizer) 
 
 
 def _same(one: torch.Tensor, other: torch.Tensor | None) -> bool:
-    """Whether both share their numbers: TorchRec makes more than one parameter of a table."""
+    """Whether two tensors share their memory: TorchRec makes several parameters of one table."""
     return other is not None and one.data_ptr() == other.data_ptr() and one.shape == other.shape

@@ -8,7 +8,7 @@ __all__ = ["TensorList"]
 
 
 class TensorList:
-    """A list of tensors, apart from autograd, that share their memory with the given ones."""
+    """A list of detached tensors, which share their memory with the given ones."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]):
         self.tensor_list = [tensor.detach() for tensor in tensors]

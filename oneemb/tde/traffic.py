@@ -2,8 +2,8 @@
 
 Invariants:
 - calls are made one at a time, in the order in which they were added: a pull of an id finds the row of an earlier push;
-- a call that fails stays the next one to be made: the next wait for it, or for one after it, gets the error once, with
-  its traceback, and the wait after that makes the call again.
+- a call that fails stays first in the order: the next `wait` for this call or a later one raises its error, with the
+  traceback; the `wait` after that makes the call again.
 """
 
 import threading
@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 
 class Traffic:
-    """Calls that are still to be made."""
+    """Queue of the calls of servers."""
 
     def __init__(self) -> None:
         self._calls: deque[Callable[[], None]] = deque()
@@ -21,7 +21,7 @@ class Traffic:
         self._one_at_a_time = threading.Lock()
 
     def add(self, call: Callable[[], None]) -> int:
-        """Add a call, which may be made twice. Returns the ticket to wait with."""
+        """Add a call, and return its ticket for `wait`. After an error the call is made again."""
         self._calls.append(call)
         self._added += 1
         return self._added
@@ -32,7 +32,7 @@ class Traffic:
         return self._added
 
     def run_ahead(self, until: int) -> None:
-        """Make the calls up to a ticket, on a thread of its own; `wait` raises their errors."""
+        """Make the calls up to a ticket. For a background thread: `wait` raises their errors."""
         while True:
             with self._one_at_a_time:
                 if self._made >= until or self._failed is not None:
@@ -43,7 +43,7 @@ class Traffic:
                     self._failed = error
 
     def wait(self, ticket: int) -> None:
-        """Make the calls up to a ticket, as far as no other thread has made them."""
+        """Return once all calls up to a ticket are made; makes those that no other thread has made."""
         while True:
             with self._one_at_a_time:
                 if self._made >= ticket:
