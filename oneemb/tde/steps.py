@@ -164,8 +164,8 @@ class Steps:
         """Batch of the last call of `transform`, whose step may be under way."""
 
     def gather(self, kjts: Mapping[str, KeyedJaggedTensor]) -> Gathered:
-        """Distinct ids of a batch on all ranks, from each rank's features by path; every rank makes the call. ValueError
-        if a path or a feature is not known; the other ranks then raise RankError."""
+        """Distinct ids of a batch on all ranks, from each rank's features by path; every rank makes the call.
+        ValueError if a path or a feature is not known; the other ranks then raise RankError."""
         jagged: dict[str, JaggedIds] = {}
 
         def mine() -> dict[str, list[tuple[np.ndarray, np.ndarray]]]:
