@@ -11,8 +11,8 @@ class RowAdam(torch.optim.Optimizer):
 
         m' = b1 m + (1 - b1) g    v' = b2 v + (1 - b2) g g    w' = w - lr (m' / c1 / (sqrt(v' / c2) + eps) + decay w)
 
-    with c1 = 1 - b1^t and c2 = 1 - b2^t for step t of the table. The constructor makes the state, so that `wrap` can push
-    it with the rows.
+    with c1 = 1 - b1^t and c2 = 1 - b2^t for step t of the table. The constructor makes the state, so that `wrap` can
+    push it with the rows.
 
     Args:
         params: tables, [rows, D].
