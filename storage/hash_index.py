@@ -1,8 +1,10 @@
-"""Index from keys to places that grows with its keys, a shard at a time: 24 bytes a key in use.
+"""Hash index from keys to places, which are int64 numbers such as slots. It grows one shard at a time: 24 bytes a key
+in use.
 
-Growth never stops a caller for long. A key's shard grows alone when it is full, by two fifths or what the owner says:
-more of it copies keys less often and leaves more cells empty, 30 bytes a key at 2.2. No two shards have the same sizes
-to grow to: while keys come in, the shards that are due at any moment are as many as the keys that came.
+Growth never stops a caller for long. A full shard grows alone, by the factor `growth`, 1.4 unless the owner gives
+another. A larger factor copies keys less often and leaves more cells empty: 30 bytes a key at 2.2. Each shard grows to
+sizes of its own, so shards do not become full at the same moment.
+P shards, G shards that grow, C cells, K blocks of keys.
 
 Invariants: at most 84 of 100 cells of a shard are taken, so that a probe ends soon. A call that finds no memory raises
 IndexMemoryError, has changed nothing, and says how much was needed.
@@ -32,28 +34,29 @@ from oneemb.storage.errors import IndexMemoryError
 from oneemb.storage.fs import aligned_bytes
 
 SHARDS = 256
-"""A key's shard follows from its hash alone."""
+"""Number of shards, P. The hash of a key alone decides its shard."""
 
 _CELL_BYTES = 16
 _CELLS_MIN = LINE
 _LOAD_MAX = 0.84
 
-# Shards whose cells share a block of memory.
+# Number of shards whose cells share a block of memory.
 _BLOCK_SHARDS = 16
 
-# Blocks of so many bytes or more ask for huge pages.
+# Least bytes of a block that asks for huge pages; bytes of a huge page.
 _HUGE_MIN, _HUGE_PAGE = 1 << 22, 1 << 21
 
-# Keys that are worth waking a thread for.
+# Least number of keys for which another thread is used.
 _SHARE_MIN = 512
 
-# Where between two sizes of the common ladder each shard has its own: as far apart as can be for any run of shards.
+# float64 [P], from 0 to 1: offset of a shard's sizes between two steps of growth, in powers of the factor. Bits are
+# reversed, so that the offsets of neighbouring shards lie far apart.
 _PHASE_P = np.array([int(f"{p:08b}"[::-1], 2) for p in range(SHARDS)]) / SHARDS
 
 
 def check_tables(table_U: np.ndarray) -> None:
-    """Raise ValueError unless an index can hold keys of these tables, int32 [U]. `find` and `put` do not check: they
-    would take such keys for others."""
+    """Raise ValueError if a table number, int32 [U], is outside 0 to TABLE_MAX. `find` does not check: it would take
+    such a key for another."""
     if len(table_U) and (table_U.min() < 0 or table_U.max() > TABLE_MAX):
         raise ValueError(f"tables must be from 0 to {TABLE_MAX}, got {table_U.min()} to {table_U.max()}")
 
@@ -62,7 +65,7 @@ class HashIndex:
     """Map from (table, id) to a place, an int64 from 0 to 2^40 - 2. Tables are from 0 to 2^23 - 1.
 
     Args:
-        expected: keys to make room for at once, so that the first of them cause no growth.
+        expected: number of keys for which the index makes room at construction.
         growth: factor by which the cells of a full shard are multiplied.
     """
 
@@ -77,37 +80,39 @@ class HashIndex:
 
     @property
     def capacity(self) -> int:
-        """Keys that there is room for, those here included, if they come to the shards as they should."""
+        """Number of keys that fit in all shards, present keys included, if the keys spread evenly over the shards."""
         return int(self._limit_P.sum())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory held."""
+        """Bytes of all cells."""
         return int(self._cells_P.sum()) * _CELL_BYTES
 
     @property
     def shards(self) -> tuple[np.ndarray, np.ndarray]:
-        """The address and the number of cells of each shard, for a loop over several indexes: good until keys come."""
+        """Address of each shard's cells, and number of its cells: two int64 [P], for a loop over several indexes. Valid
+        until keys are added."""
         return self._address_P, self._cells_P
 
     def find(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
-        """The place of each key, -1 for a key that is not here: int64 [U]."""
+        """The place of each key, -1 for an absent key: int64 [U]."""
         place_U = np.empty(len(id_U), np.int64)
         self._threads.run(cells_find, len(id_U), self._address_P, self._cells_P, table_U, id_U, place_U)
         return place_U
 
     def put(self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> np.ndarray:
-        """Set the place of each key, the last one of equal keys. Returns the former places, -1 if none: int64 [U]."""
+        """Set the place of each key; of equal keys, the last one decides. Returns the former places, -1 for a new key:
+        int64 [U]."""
         return self._put(table_U, id_U, place_U, np.empty(len(id_U), np.int64))[0]
 
     def replace(self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> np.ndarray:
-        """`put` in less time, of keys that are here or were reserved for. Returns former places, -1 if none, in any
-        order."""
+        """Faster `put` for keys that are present or had room reserved. Returns the former places, -1 for a new key, in
+        any order."""
         return self._put(table_U, id_U, place_U, np.empty(0, np.int64), grow=False)[0]
 
     def put_new(self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> tuple[int, int] | None:
-        """`put` of absent keys in less time. Returns the (table, id) of one that was here, or is here twice now; None =
-        none."""
+        """Faster `put` for absent keys, each given once. Returns (table, id) of a key that was present or given twice;
+        None = no such key."""
         old_U, cell_U2 = self._put(table_U, id_U, place_U, np.empty(0, np.int64))
         for id, word in cell_U2[old_U >= 0][:1].tolist():
             return word >> PLACE_BITS, id
@@ -116,15 +121,16 @@ class HashIndex:
     def _put(
         self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray, order_U: np.ndarray, grow: bool = True
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Set the place of each key. Returns the former places, and the cells that were written, shard by shard; the
-        places are in the order of the keys if `order_U` has room for each, and of the cells if it is empty."""
+        """Set the place of each key. Returns the former places, int64 [U], and the cells that were written, int64 [U,
+        2], shard by shard. The places are in the order of the keys if `order_U` is int64 [U], in the order of the cells
+        if it is empty."""
         assert len(place_U) == 0 or 0 <= place_U.min() <= place_U.max() <= PLACE_MAX
         check_tables(table_U)
         shard_U, count_KP = self._count(table_U, id_U)
         try:
             self.grow(self._size_P + count_KP.sum(0))
         except IndexMemoryError:
-            # Keys that are here need no room; a shard without an empty cell would be searched for ever.
+            # Present keys need no room. Each shard must keep an empty cell, or a search would never end.
             new = np.flatnonzero(self.find(table_U, id_U) < 0)
             if grow or np.any(self._size_P + self.key_counts(table_U[new], id_U[new]) >= self._cells_P):
                 raise
@@ -148,7 +154,7 @@ class HashIndex:
         shard_U, _ = self._count(table_U, id_U)
         if len(id_U) == 0:
             return old_U
-        # Rows that are evicted are of a few shards, side by side: these are the work that threads share.
+        # Evicted rows lie in a few neighbouring shards: threads share these shards only.
         first, shards = int(shard_U.min()), int(shard_U.max()) - int(shard_U.min()) + 1
         self._threads.run(
             cells_erase, shards, first, self._address_P, self._cells_P, self._size_P, shard_U, table_U, id_U, old_U,
@@ -157,7 +163,8 @@ class HashIndex:
         return old_U
 
     def items(self, batch: int = 65536) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """All (table_N int32, id_N int64, place_N int64), in batches. The index must not change meanwhile."""
+        """Yield all keys with places, in batches (table_N int32, id_N int64, place_N int64). The index must not change
+        meanwhile."""
         shard = cell = 0
         while shard < SHARDS:
             table_N, id_N, place_N = np.empty(batch, np.int32), np.empty(batch, np.int64), np.empty(batch, np.int64)
@@ -166,8 +173,8 @@ class HashIndex:
                 yield table_N[:size], id_N[:size], place_N[:size]
 
     def reserve(self, more: int) -> None:
-        """Make room for this many keys beyond those here, whichever they are: six standard deviations above a shard's
-        mean."""
+        """Make room for `more` unknown keys beside the present ones: each shard gets room for its mean share of them
+        and six standard deviations."""
         if more > 0:
             mean = more / SHARDS
             self.grow(self._size_P + min(more, math.ceil(mean + 6 * math.sqrt(mean)) + 4))
@@ -190,11 +197,11 @@ class HashIndex:
         return self._count(table_U, id_U)[0]
 
     def has_room(self, need_P: np.ndarray) -> bool:
-        """Whether each shard has room for so many keys, those here included."""
+        """Whether each shard p has room for need_P[p] keys, present keys included."""
         return bool(np.all(need_P <= self._limit_P))
 
     def grow(self, need_P: np.ndarray) -> None:
-        """Make room in each shard for so many keys, those here included."""
+        """Make room in each shard p for need_P[p] keys, present keys included."""
         shard_G = np.flatnonzero(need_P > self._limit_P)
         if len(shard_G) == 0:
             return
@@ -218,14 +225,15 @@ class HashIndex:
         self._limit_P[shard_G] = limit_G
 
     def _count(self, table_U: np.ndarray, id_U: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The shard of each key, uint8 [U], and how many each has in each block of keys, int64 [K, P]."""
+        """The shard of each key, uint8 [U]; and the number of keys of each shard in each block of BLOCK keys, int64 [K,
+        P]."""
         shard_U = np.empty(len(id_U), np.uint8)
         count_KP = np.zeros((-(-len(id_U) // BLOCK), SHARDS), np.int64)
         self._threads.run(count_keys, len(count_KP), table_U, id_U, shard_U, count_KP, share_min=1)
         return shard_U, count_KP
 
     def clear(self) -> None:
-        """Forget every key."""
+        """Erase all keys."""
         cells_P = np.full(SHARDS, _CELLS_MIN, np.int64)
         cell_PC2, address_P = _new_cells(cells_P)
         for cell_C2 in cell_PC2:
@@ -237,10 +245,10 @@ class HashIndex:
 
 
 def _new_cells(cells_G: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
-    """Arrays of so many cells each, int64 [cells, 2], aligned to cache lines, not initialized; and their addresses,
-    int64 [G].
+    """One array of cells_G[g] cells for each of G shards, int64 [cells, 2], aligned to cache lines, not initialized;
+    and their addresses, int64 [G].
 
-    Neighbours share a block of memory, which is freed when all of its shards have grown again.
+    Neighbouring shards share a block of memory, which is freed once all of its shards have grown again.
     """
     made: list[np.ndarray] = []
     address_G = np.empty(len(cells_G), np.int64)
@@ -256,8 +264,8 @@ def _new_cells(cells_G: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
 
 
 def _map_cells(cells: int) -> np.ndarray:
-    """Newly mapped memory for so many cells, in huge pages if it is large: a search takes a third longer in small ones,
-    and recycled memory keeps them."""
+    """Memory for `cells` cells: int64 [cells, 2]. Large memory is newly mapped in huge pages: a search takes a third
+    longer in small pages, which recycled memory would keep."""
     size = cells * _CELL_BYTES
     if size < _HUGE_MIN:
         return np.empty((cells, 2), np.int64)
@@ -270,12 +278,12 @@ def _map_cells(cells: int) -> np.ndarray:
 
 
 def _limit(cells_P: np.ndarray) -> np.ndarray:
-    """The keys that shards of these sizes may hold."""
+    """Maximum number of keys in shards of cells_P cells: int64 [P]."""
     return (cells_P * _LOAD_MAX).astype(np.int64)
 
 
 def _cells_for(need_P: np.ndarray, phase_P: np.ndarray, growth: float) -> np.ndarray:
-    """The first size on each shard's ladder that has room for these keys."""
+    """Least number of cells, among the sizes that each shard may have, with room for need_P keys: int64 [P]."""
     least_P = (need_P + 1) / _LOAD_MAX
     step_P = np.ceil(np.log(least_P / _CELLS_MIN) / math.log(growth) - phase_P)
     return (np.ceil(_CELLS_MIN * growth ** (step_P + phase_P)).astype(np.int64) + LINE) // LINE * LINE

@@ -1,15 +1,15 @@
-"""Several stores whose rows are alike, taken as one, so that one loop runs over the rows of all of them.
+"""Several stores whose rows have one format, used as one store, so that one loop runs over the rows of all of them.
 
     merged table   tables of the first member, then those of the second, ...: merged = first table of the member + table
-    merged slot    a row's place in one array that begins at the member's slab with the lowest address and reaches over
-                   all others: merged = slot + (address of the member's slab - lowest address) / bytes of a row
+    merged slot    index of a row in one array that begins at the slab with the lowest address and spans all slabs:
+                   merged = slot + (address of the member's slab - lowest address) / bytes of a row
 
-Loops take merged slots and that array as they take a store's slots and slab. Between the slabs lies what is not
-memory: nothing but the slots of members may be read or written there.
+Loops take merged slots and this array as they take a store's slots and slab. Addresses between the slabs may be
+unmapped: loops may read and write the slots of members only. M members, V rows of the merged array.
 
 Invariants:
-- rows, pins, steps and usage words stay with each member, whatever it is: a member may be used beside the merged store;
-- keys are given member by member, in the order of the members; so are the slots;
+- each member keeps its rows, pins, steps and usage words, and may still be used by itself;
+- arrays of keys and of slots list the first member's entries first, then the second member's, and so on;
 - a call that raises leaves no pin, in any member.
 """
 
@@ -34,29 +34,31 @@ from oneemb.storage.tiers.hot_tier import HotTier
 
 @dataclass(eq=False)
 class MergedPrefetched:
-    """Rows of a coming lookup that were prefetched in each member."""
+    """Result of `MergedStore.prefetch`: pinned rows of a coming lookup, one part for each member."""
 
     store: "MergedStore"
     parts: list[Prefetched]
     slot_U: np.ndarray
-    """Array with one element for each key."""
+    """int64 [U], all -1; only its length, the number of keys, is used."""
 
 
 class MergedStore:
-    """Stores of rows of one format, on the host, as one.
+    """Several stores on the host, whose rows have one format, used as one store.
 
     Args:
-        stores, tables, names: the members; the number of tables, and the name in errors, of each.
+        stores: the M members.
+        tables: number of tables of each member.
+        names: name of each member in errors.
     """
 
     def __init__(self, stores: Sequence[EmbeddingStore], tables: Sequence[int], names: Sequence[str]):
         self.members = tuple(stores)
         self.names = tuple(names)
         self.first_table_M1 = np.concatenate([[0], np.cumsum(tables)]).astype(np.int32)
-        """The merged table at which each member's begin, and the end."""
+        """int32 [M + 1]: the first merged table of each member, then the total number of tables."""
         self._member_T = np.repeat(np.arange(len(self.members), dtype=np.int32), tables)
         self.threads = max((store.threads for store in self.members), key=lambda threads: threads.count)
-        """The most threads that a member may use."""
+        """The threads of the member that has the most."""
         self.backend = HostBackend(self.threads)
         self._in_order = sorted(self.members, key=lambda store: id(store.store_lock))
         self._slabs: list[np.ndarray] = []
@@ -72,18 +74,18 @@ class MergedStore:
 
     @property
     def row_SW(self) -> np.ndarray:
-        """The array that merged slots are places in. Read it anew for every use."""
+        """The array that merged slots index: float32 [V, W]. Read it anew for every use."""
         self._look_at_slabs()
         return self._row_VW
 
     @property
     def weight_SX(self) -> np.ndarray:
-        """The same memory as weights' bits."""
+        """View of `row_SW` as the bits of weights: [V, X], the first `dim` entries of each row being its weights."""
         return self.format.weights(self.row_SW)
 
     @property
     def generation(self) -> int:
-        """Changes whenever merged slots handed out before mean nothing any more."""
+        """Version of the merged slots: changes whenever merged slots that were returned before become invalid."""
         return sum(store.generation for store in self.members)
 
     def _look_at_slabs(self) -> None:
@@ -98,24 +100,29 @@ class MergedStore:
 
     @property
     def built(self) -> bool:
-        """Whether the tiers of every member are there."""
+        """Whether the tiers of every member have been made."""
         return all(store.built for store in self.members)
 
     def build(self) -> None:
-        """Make the tiers of those members that have none."""
+        """Make the tiers of members whose tiers are not made yet."""
         for store in self.members:
             store.build()
 
     def begins(self, first_table_P: np.ndarray, begin_P1: np.ndarray) -> np.ndarray:
-        """Bounds of the keys of each member, [M + 1]; given those of P members that have lookups."""
+        """Bounds of each member's keys: [M + 1], key u belongs to member m if result[m] <= u < result[m + 1].
+
+        Args:
+            first_table_P: [P], first merged table of each member that has lookups.
+            begin_P1: [P + 1], bounds of these members' keys.
+        """
         return begin_P1[np.searchsorted(first_table_P, self.first_table_M1)]
 
     def acquire_found(
         self, keys: Keys, begin_M1: np.ndarray, prefetched: MergedPrefetched | None = None
     ) -> list[Array | None]:
-        """Pin, once more, the rows of each member that knows all of its keys, from begin_M1[m] to begin_M1[m + 1] - 1.
-        Nothing is inserted. Returns the slots in each member; None for a member that lacks a key, see
-        `acquire_rest`."""
+        """Add one pin to each row of every member that has rows for all of its keys, begin_M1[m] to begin_M1[m + 1] -
+        1. No row is added. Returns each member's own slots; None for a member that lacks a row: call `acquire_rest` for
+        it."""
         with self._turn():
             if prefetched is None:
                 return self._pin_found(keys, begin_M1)
@@ -124,19 +131,20 @@ class MergedStore:
     def acquire_rest(
         self, m: int, keys: Keys, begin_M1: np.ndarray, prefetched: MergedPrefetched | None = None
     ) -> Array:
-        """Acquire one member's rows; see `EmbeddingStore.acquire`."""
+        """Acquire the rows of member `m`, and return its own slots; see `EmbeddingStore.acquire`."""
         own = self._own_keys(m, keys, begin_M1)
         return self.members[m].acquire(own, None if prefetched is None else prefetched.parts[m])[0]
 
     def merged_slots(self, members: Sequence[int], slots: Sequence[Array]) -> np.ndarray:
-        """Merged slots of these members' own: int64, one member's after another."""
+        """Merged slots, int64, of these members' own slots, concatenated in the order of `members`."""
         self._look_at_slabs()
         slot_U = np.concatenate(slots)
         slot_U += np.repeat(self._begin_M[members], [len(own) for own in slots])
         return slot_U
 
     def prefetch(self, keys: Keys, begin_M1: np.ndarray) -> MergedPrefetched:
-        """Read known rows of a coming lookup and pin them as far as there is room; see `EmbeddingStore.prefetch`."""
+        """Read the rows that a coming lookup's keys have already, and pin as many as fit; see
+        `EmbeddingStore.prefetch`."""
         own_M = [self._own_keys(m, keys, begin_M1) for m in range(len(self.members))]
         held: dict[int, Prefetched] = {}
         try:
@@ -156,12 +164,13 @@ class MergedStore:
         return MergedPrefetched(self, parts, np.broadcast_to(np.int64(-1), len(keys.id_U)))
 
     def unprefetch(self, prefetched: MergedPrefetched) -> None:
-        """Unpin what `prefetch` pinned, if no `acquire` has taken it over."""
+        """Unpin the rows that `prefetch` pinned, unless a call of `acquire_found` or `acquire_rest` has taken over the
+        pins."""
         for part in prefetched.parts:
             part.store.unprefetch(part)
 
     def mark_dirty(self, table_U: np.ndarray, slot_U: np.ndarray) -> None:
-        """Note that the rows of these keys, of any members, in these merged slots have changed."""
+        """Set the dirty bits of these merged slots, whose rows, of keys of any members, have changed."""
         self._look_at_slabs()
         member_U = self.members_of(table_U)
         with signals_deferred:
@@ -176,7 +185,7 @@ class MergedStore:
         return self._member_T.take(table_U)
 
     def describe_key(self, table: int, id: int) -> str:
-        """A key as errors name it."""
+        """Text that names a key, with its embedding, in errors."""
         m = int(self._member_T[table])
         return f"id {id} in table {table - int(self.first_table_M1[m])} of embedding {self.names[m]!r}"
 
@@ -184,7 +193,7 @@ class MergedStore:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Under the locks of all members, taken in an order that every merged store keeps."""
+        """Run a block under the store locks of all members. Every merged store takes locks in the same order."""
         with signals_deferred, ExitStack() as held:
             for store in self._in_order:
                 held.enter_context(store.store_lock)
@@ -196,12 +205,13 @@ class MergedStore:
         return [store.hot for store in self.members]  # type: ignore[misc]  # loops that merge are those of the host
 
     def _own_keys(self, m: int, keys: Keys, begin_M1: np.ndarray) -> Keys:
-        """The keys of one member, with tables as it counts them."""
+        """The keys of member `m`, with the member's own table numbers."""
         own = slice(begin_M1[m], begin_M1[m + 1])
         return self.backend.distinct_keys(keys.table_U[own] - self.first_table_M1[m], keys.id_U[own])
 
     def _pin_found(self, keys: Keys, begin_M1: np.ndarray) -> list[Array | None]:
-        """Find the keys of all members in one loop, and pin those of each member of which all are there."""
+        """Find the keys of all members in one loop. Pin the rows of each member that has rows for all of its keys; see
+        `acquire_found`."""
         tiers = self._tiers()
         shards = [tier.index.shards for tier in tiers]
         address_MP, cells_MP = (np.array([shard[i] for shard in shards]) for i in (0, 1))
@@ -218,18 +228,20 @@ class MergedStore:
         return slots
 
     def _take_over(self, prefetched: MergedPrefetched, begin_M1: np.ndarray) -> list[Array | None]:
-        """The slots in each member of which all rows were prefetched."""
+        """Take over the pins of each member whose rows were all prefetched. Returns its slots; None for other
+        members."""
         slots: list[Array | None] = [None] * len(self.members)
         for m, (store, part) in enumerate(zip(self.members, prefetched.parts, strict=True)):
             if part.missing == 0 and not store.pins.abandoned and store.pins.take(part):
                 slots[m] = part.slot_U
-            elif begin_M1[m] == begin_M1[m + 1]:  # It has no lookup that would give this back, or one of nothing.
+            elif begin_M1[m] == begin_M1[m + 1]:  # Without keys, no later call would unpin this part.
                 store.unprefetch(part)
         return slots
 
 
 def _one_array(parts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """An array over the memory of all parts, [S, ...] each, and the row of it at which each begins: int64 [M]."""
+    """One array that spans the memory of all parts, each [S, ...]; and the index in it of each part's first row: int64
+    [M]."""
     first = parts[0]
     address_M = np.array([part.ctypes.data for part in parts], np.int64)
     lowest, row_bytes = int(address_M.min()), first.strides[0]

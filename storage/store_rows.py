@@ -1,4 +1,4 @@
-"""Calls on the rows of a store, by their keys or all of them: written, erased, copied, visited."""
+"""Functions that write or erase rows of a store by key, or copy or visit all rows."""
 
 from dataclasses import replace
 
@@ -17,14 +17,14 @@ from oneemb.storage.tiered_rows import ChangeRows, TieredRows
 def copy_rows(
     store: EmbeddingStore, other: EmbeddingStore, *, with_state: bool, change: ChangeRows | None = None
 ) -> None:
-    """Copy all rows as they are now, and the step, into another store, which is new.
+    """Copy all rows as they are now, and the step, into another store, whose tiers are not made yet.
 
     Args:
-        with_state: copy the optimizer's state too; off, rows begin with that of new ones, at step 0.
-        change: changes rows in place on their way.
+        with_state: if True, copy the optimizer state too; if False, rows get the state of new rows, and the step is 0.
+        change: function that changes the copied rows in place before they are stored.
 
     Raises:
-        StorageError: the other's path is in use or unusable, or has no room for them.
+        StorageError: the path of `other` is in use or unusable, or has no room for the rows.
     """
     with store.store_lock, other.store_lock:
         store.store_lock.check(changes=True)
@@ -32,7 +32,7 @@ def copy_rows(
         if not store.built:
             return
         _fill(other.rows, store.rows, with_state, change)
-        with changing:  # Until the usage index has the rows: others would never be evicted.
+        with changing:  # Rows that are missing in the usage index would never be evicted.
             other.step = store.step if with_state else 0
             if other.engine is not None:
                 clock = None if store.engine is None else store.engine.usage.counted()
@@ -44,7 +44,7 @@ def copy_rows(
 
 
 def _fill(rows: TieredRows, source: TieredRows, with_state: bool, change: ChangeRows | None) -> None:
-    """Make the tiers of `rows`, which has none, and copy all rows of `source` into them."""
+    """Make the tiers of `rows`, which are not made yet, and copy all rows of `source` into them."""
     format = replace(source.format, usage_words=rows.format.usage_words)
     rows.build(format if with_state else format.with_state(None, np.empty(0, np.float32)))
     assert rows.bottom_store is not None
@@ -61,8 +61,8 @@ def _fill(rows: TieredRows, source: TieredRows, with_state: bool, change: Change
 
 @no_step("visit")
 def visit_rows(store: EmbeddingStore, call: ChangeRows) -> None:
-    """Give every row, as tables, ids and rows, some at a time, to a function, which must neither change them nor use
-    the store."""
+    """Call `call(table_N, id_N, row_NW)` for batches of all rows. The function must neither change the rows nor use the
+    store."""
     with store.store_lock:
         store.store_lock.check(changes=True)
         store.check_open()
@@ -75,8 +75,8 @@ def visit_rows(store: EmbeddingStore, call: ChangeRows) -> None:
 @no_step("put")
 @with_store_lock
 def set_rows(store: EmbeddingStore, table_U: np.ndarray, id_U: np.ndarray, row_UX: np.ndarray) -> None:
-    """Give keys, known or not, these rows, or the first words of them. StoreFullError, with nothing changed, if a tier
-    is too small for so many rows at a time, or capacity is reached."""
+    """Write rows, or the first X words of rows, at these keys, which may be new; usage metadata are not written. Raises
+    StoreFullError, with nothing changed, if a tier is too small for U rows at a time, or capacity is reached."""
     put = store.backend.put
     slot_U, keys = store.acquire(store.backend.distinct_keys(put(table_U), put(id_U)), admits=True)
     try:
@@ -86,7 +86,7 @@ def set_rows(store: EmbeddingStore, table_U: np.ndarray, id_U: np.ndarray, row_U
         with store.writing:
             its = slice(0, min(format.usage_begin, row_UX.shape[1]))
             store.row_SW[slot_U, its] = put(row_UX[:, its])
-            its = slice(format.state_begin, row_UX.shape[1])  # What a policy notes is not the caller's.
+            its = slice(format.state_begin, row_UX.shape[1])  # Usage metadata belong to the policy.
             if its.start < its.stop:
                 store.row_SW[slot_U, its] = put(row_UX[:, its])
         store.mark_dirty(keys.table_U, slot_U)
@@ -112,14 +112,14 @@ def contains_rows(store: EmbeddingStore, table_N: np.ndarray, id_N: np.ndarray) 
 @no_step("erase")
 @with_store_lock
 def erase_rows(store: EmbeddingStore, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
-    """Erase the rows of these keys in every tier; snapshots keep theirs. Returns which existed, bool [U]. StorageError,
-    with nothing changed, if a lookup whose step is still to come holds one."""
+    """Erase the rows of these keys in every tier; snapshots keep their rows. Returns whether each key had a row: bool
+    [U]. Raises StorageError, with nothing changed, if a lookup before its step has pinned one of the rows."""
     store.check_open()
     if not store.built:
         return np.zeros(len(id_U), np.bool_)
     store.pins.release_abandoned()
     own = np.flatnonzero(owner_of(table_U, id_U, store.plan.owners) == store.plan.owner)
-    store.journal.erase(table_U[own], id_U[own])  # First: no delta brings back what is gone.
+    store.journal.erase(table_U[own], id_U[own])  # First, so that no delta restores an erased row.
     erased_U = store.pins.erase(table_U, id_U)
     with changing:
         store.replicas.forget(table_U, id_U)
@@ -131,7 +131,7 @@ def erase_rows(store: EmbeddingStore, table_U: np.ndarray, id_U: np.ndarray) -> 
 
 @with_store_lock
 def check_free(store: EmbeddingStore, table_U: np.ndarray, id_U: np.ndarray) -> None:
-    """Raise StorageError if a lookup whose step is still to come holds the row of one of these keys."""
+    """Raise StorageError if a lookup before its step has pinned the row of one of these keys."""
     if not store.built:
         return
     store.pins.release_abandoned()

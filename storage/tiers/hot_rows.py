@@ -1,11 +1,11 @@
-"""The contract of the hot tier: rows that loops read and write where they are.
+"""The contract of the hot tier: loops read and write its rows in place.
 
     slot_U, keys = tier.acquire(keys)         in memory and pinned, unknown ones begun
     ...                                       loops on tier.row_SW[slot_U]
     tier.mark_dirty(slot_U)
     tier.release(slot_U)
 
-A hot tier is a `RowStore` as well, so that others can stand on it. Keys and slots are arrays of the tier's `Backend`.
+A hot tier is a `RowStore` too. Keys and slots are arrays of the tier's `Backend`.
 
 Invariants:
 - a slot that is pinned is neither evicted nor moved;
@@ -28,7 +28,7 @@ InitRows = Callable[[Array, Array, Array, Array], None]
 
 
 class RowsReadAhead:
-    """Rows that one thread reads from the store below a cache while others use the cache. M keys, W words of a row.
+    """Rows that one thread reads from the store below a cache while other threads use the cache. M keys to read.
 
     `read` runs beside other calls of the cache, which names each key whose row below changes meanwhile (`note_change`);
     `known` reads those rows once more. wanted_M, ascending, says which of a lookup's keys are read.
@@ -50,8 +50,8 @@ class RowsReadAhead:
         self._changed.append(id_N)
 
     def known(self, wanted: np.ndarray) -> np.ndarray:
-        """The `wanted` keys that have rows, as places in `wanted_M`; `row_MW` has their rows as they are now.
-        Under the store lock, after `read`."""
+        """Positions in `wanted_M` of the `wanted` keys that have rows below. Reads changed rows again, so that `row_MW`
+        has the present rows. Call after `read`, under the store lock."""
         m = np.searchsorted(self.wanted_M, wanted)
         if self._changed:
             again = m[np.isin(self._id_M[m], np.concatenate(self._changed))]
@@ -60,7 +60,7 @@ class RowsReadAhead:
 
 
 class Tier(RowStore, Protocol):
-    """Rows above a store that has them too, or some of them."""
+    """A `RowStore` above another store: it holds all rows, or caches some rows of the store below."""
 
     name: str
     """Name of the tier in errors and statistics."""
@@ -73,14 +73,15 @@ class Tier(RowStore, Protocol):
         index, free, or of a temporary row."""
 
     def reload(self) -> None:
-        """Forget every row here and start from those of the store below. A call that raises leaves the tier empty."""
+        """Drop all rows of this tier, then, in a resident tier, copy all rows of the store below. A call that raises
+        leaves the tier empty."""
 
     def only_read(self) -> None:
-        """In a child of fork: keep no row of those that are read."""
+        """In a child of fork: stop keeping rows that are read from below."""
 
 
 class HotRows(Tier, Protocol):
-    """Rows that loops compute on, in place."""
+    """The hot tier: loops compute on its rows in place."""
 
     row_SW: Array
     """float32 [S, at least W]. Read it anew for every use: it moves."""
@@ -90,66 +91,70 @@ class HotRows(Tier, Protocol):
 
     @property
     def begun(self) -> int:
-        """Rows that `acquire` has begun since the tier was made."""
+        """Number of new rows that `acquire` has initialized since the tier was made."""
 
     @property
     def pinned(self) -> int:
-        """Slots that are pinned now."""
+        """Number of pinned slots."""
 
     def acquire(self, keys: Keys) -> tuple[Array, Keys]:
-        """Make the rows of these keys resident, beginning unknown ones, and pin each once more.
+        """Bring the rows of these keys into this tier, initialize new rows, and add one pin to each row.
 
         Returns:
-            slot_U, int64 [U], good until it is released; and the keys, cut to as many as there are.
+            slot_U, int64 [U], valid until it is released; and the keys, cut to their actual number U.
 
         Raises:
             StoreFullError: the rows do not fit beside those that are pinned, or there would be too many.
         """
 
     def acquire_rest(self, keys: Keys, slot_U: Array) -> None:
-        """Acquire those keys that have no slot yet in slot_U, a result of `pin_resident`. After a StoreFullError its
-        pins are gone too."""
+        """Acquire the keys whose slot in `slot_U`, a result of `pin_resident`, is -1, and fill in their slots. Any
+        error releases the pins of `slot_U` too."""
 
     def pin_resident(self, keys: Keys) -> tuple[Array, Keys, Array]:
-        """Add a pin to each row of these keys that is resident. Returns slot_U, -1 for absent ones; the keys, cut to as
-        many as there are; and which of them are absent."""
+        """Add one pin to each row of these keys that is in this tier. Returns slot_U, -1 for other keys; the keys, cut
+        to their actual number U; and the positions of the keys that are not in this tier."""
 
     def rows_ahead(self, keys: Keys, wanted: Array) -> RowsReadAhead | None:
-        """Rows below of the `wanted` keys, to be read without the store lock and then brought by `bring_known`; None
-        where the store below may be read under it only, or not all of them would find room now."""
+        """A reader of the store below for the `wanted` keys: call its `read` without the store lock, then
+        `bring_known`. None if the store below may be read under the store lock only, or the rows would not all fit
+        now."""
 
     def bring_known(self, keys: Keys, slot_U: Array, wanted: Array, ahead: RowsReadAhead | None = None) -> int:
-        """Fetch and pin the rows of the `wanted` keys that a store below has; begin none. Returns how many got a slot.
+        """Bring in and pin the rows of the `wanted` keys that exist; initialize no row. Returns the number of keys that
+        got a slot.
 
         Args:
-            wanted: int64, which of the keys; none of them has a slot in slot_U, which gets those of the rows brought.
-            ahead: rows of these keys, and perhaps of more, that were read already; None = this call reads them.
+            wanted: int64, positions in `keys` of keys whose slot in `slot_U` is -1; this call fills in the slots of
+                found rows.
+            ahead: reader that has read the rows of these keys, and perhaps of more; None = this call reads the rows.
 
         Raises:
-            StoreFullError: the rows do not fit beside those that are pinned. None was brought.
+            StoreFullError: the rows do not fit beside the pinned ones. No row was moved from below.
         """
 
     def read(self, keys: Keys) -> tuple[Array, Keys]:
-        """Copies of the rows of these keys, float32 [U, at least W], an unknown key's initial row for it; and the keys,
-        cut to as many as there are."""
+        """Copies of the rows of these keys, float32 [U, at least W], for a key without a row the values that it reads
+        as; and the keys, cut to their actual number U."""
 
     def slots_of(self, table_N: Array, id_N: Array) -> Array:
-        """The slots of rows with stable slots, to be read in place without a pin: int64 [N], -1 for an absent key. Keys
-        may repeat."""
+        """Slots of rows, in a tier with stable slots, which may be read in place without a pin: int64 [N], -1 for an
+        absent key. Keys may repeat."""
 
     def make_temporary(self, table_M: Array, id_M: Array) -> Array:
-        """Slots with temporary rows, of keys that get no row: int64 [M], in no index. Each is pinned twice: for the
-        lookup that releases it, and until `free_temporary`. StoreFullError if they do not fit beside those that are
-        pinned."""
+        """Make temporary rows for keys that get no permanent row. Returns their slots, int64 [M], which are in no
+        index. Each slot gets two pins: the lookup releases one, `free_temporary` the other. Raises StoreFullError if
+        the rows do not fit beside the pinned ones."""
 
     def free_temporary(self, slot_M: Array) -> None:
-        """Free slots of temporary rows that their lookup has released."""
+        """Free the slots of temporary rows after their lookup has released them."""
 
     def release(self, slot_U: Array, *, elsewhere: bool = False) -> None:
-        """Unpin slots, once each; -1 is none. `elsewhere`: they may have been pinned on another of a GPU's streams."""
+        """Remove one pin from each slot; -1 is ignored. elsewhere: whether another stream of a GPU may have pinned the
+        slots."""
 
     def mark_dirty(self, slot_U: Array) -> None:
-        """Note that loops have changed the rows in these slots."""
+        """Set the dirty bits of these slots, whose rows loops have changed."""
 
     def check_room(self, more: int, leaving: int) -> None:
         """Get memory for `more` rows beside the pinned ones, once `leaving` of the others have been erased. Raises
@@ -164,16 +169,16 @@ class Prefetched:
     """The `EmbeddingStore` whose rows they are; Any, since that class imports this one."""
     keys: Keys
     slot_U: Array
-    """int64 [U]: -1 for a row that is not there yet."""
+    """int64 [U]: -1 for a row that is not in the hot tier yet."""
     generation: int
     missing: int
-    """How many are not there yet."""
+    """Number of keys whose rows are not in the hot tier yet."""
     held: bool = True
-    """Whether the pins are still there."""
+    """Whether this object still holds the pins: neither `acquire` nor a cancel has taken them."""
 
     @property
     def valid(self) -> bool:
-        """Whether the pins are there and their slots have the same rows."""
+        """Whether this object holds the pins and their slots still have the same rows."""
         return self.held and self.generation == self.store.generation
 
 

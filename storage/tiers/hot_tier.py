@@ -1,7 +1,7 @@
 """The tier in the host's memory: an index over a slab, with a score, a dirty bit and pins a slot.
 
-The hot tier is the one kernels compute on, in place. The same class keeps a host's memory between a smaller hot tier
-and an SSD, because it is itself a `RowStore` (memory_tier.py). A cache evicts in rounds: a round looks at a part of the
+Kernels compute in place on the rows of the hot tier. The same class, as a `RowStore` (memory_tier.py), also serves as a
+host tier between a smaller hot tier and an SSD. A cache evicts in rounds: a round looks at a part of the
 rows, in proportion to the slots that are needed now (victims.py), so no step waits for a walk over the cache.
 
 The score of a row says how it was used since it came in, by the cache's policy:
@@ -51,14 +51,14 @@ _NOTED_MAX = 64
 
 
 class HotTier(MemoryTier):
-    """Rows in the host's memory. StoreFullError if the system gives no address space for the slots of a cache.
+    """A tier in host memory. Raises StoreFullError if the system gives no address space for the slots of a cache.
 
     Args:
         name: in errors and statistics: "device" or "host".
         row_width, below, resident, policy, init, absent, refused: see `MemoryTier`.
         slots: rows that fit. Memory is taken as slots are first used, and in a resident tier address space too.
-        row_limit: rows that may be known to this tier and those below together; None = no limit.
-        writing: held by whoever writes rows in place; None = nobody does.
+        row_limit: maximum number of rows in this tier and the stores below together; None = no limit.
+        writing: lock that is held by loops that write rows in place; None = no loop does.
         expected: rows for which a resident tier reserves memory at construction, if that fits.
         reads_ahead: whether threads may read the store below a cache beside calls of this tier: see `rows_ahead`.
     """
@@ -152,7 +152,8 @@ class HotTier(MemoryTier):
         return slot_U, keys, missing
 
     def _pin_resident(self, table_U: np.ndarray, id_U: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The slots of keys, pinned, -1 for a key that is not here; and which of them are not."""
+        """Pin the rows of keys that are in this tier. Returns their slots, -1 for other keys; and the positions of the
+        other keys."""
         slot_U = self._index.find(table_U, id_U)
         hit_H, missing, noted_U = slot_U[slot_U >= 0], np.flatnonzero(slot_U < 0), slot_U.copy()
         self._touch(hit_H)
@@ -202,8 +203,8 @@ class HotTier(MemoryTier):
         return slot_N
 
     def pin_found(self, slot_U: np.ndarray) -> None:
-        """Pin once more rows that a loop over several tiers has found in the index, as `acquire` does. The caller may
-        not change `slot_U` afterwards."""
+        """Add one pin, as `acquire` does, to each row that a loop over several tiers has found in the index. The caller
+        must not change `slot_U` afterwards."""
         self._pin(slot_U, 1)
         self._touch(slot_U)
         self._counters.hits += len(slot_U)
@@ -240,12 +241,12 @@ class HotTier(MemoryTier):
 
     @property
     def index(self) -> HashIndex:
-        """Finds each key's slot; the tier alone changes it."""
+        """Index from keys to slots; only the tier changes it."""
         return self._index
 
     @property
     def dirty_S(self) -> np.ndarray:
-        """The dirty bits, for a loop over those of several tiers."""
+        """One dirty bit for each slot, bool [S]. A merged store loops over the bits of several tiers at once."""
         return self._dirty_S
 
     @property
@@ -318,14 +319,15 @@ class HotTier(MemoryTier):
     # ---- inside -----------------------------------------------------------------------------------------------
 
     def _make_room(self, rows: int) -> None:
-        """Get memory for so many rows in all, in a resident tier. No slot moves."""
+        """Get memory for `rows` rows in all, in a resident tier. No slot moves."""
         if rows > len(self.row_SW):
             self._arrays.make_room(rows)
             # The slab last: readers that find a new slab take the other arrays anew.
             self._dirty_S, self.pin_S, self.score_S, self.row_SW = self._arrays.arrays
 
     def _bring_in(self, table_M: np.ndarray, id_M: np.ndarray) -> np.ndarray:
-        """Slots for keys that are not here: rows from below, or else new ones."""
+        """Bring in rows of keys that are not in this tier, from below or else new ones. Returns their slots, not
+        pinned."""
         size = len(id_M)
         if size == 0:
             return np.empty(0, np.int64)
@@ -368,14 +370,15 @@ class HotTier(MemoryTier):
         return slot_N
 
     def _reserve(self, table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray:
-        """Slots for rows of these keys; other rows are evicted if need be. The slots stay free until `commit`, which
-        comes right after the index has the keys. The caller has checked that there is room."""
+        """Slots for rows of these keys; evicts other rows if there are too few free slots. The slots stay free until
+        `commit`, which follows as soon as the index has the keys. The caller has checked that there is room."""
         self._evict_for(len(id_N))
         self._index.reserve_keys(table_N, id_N)
         return self._free.reserve(len(id_N), len(self.row_SW))
 
     def _pin(self, slot_U: np.ndarray, count: int) -> None:
-        """Count pins. The caller may not change `slot_U` afterwards."""
+        """Add `count`, which may be negative, to the pins of each slot. The caller must not change `slot_U`
+        afterwards."""
         with self._pin_lock:
             if not self._resident:
                 add_pins(self.pin_S, slot_U, count, self._pinned_X, threads=self._threads)
@@ -410,7 +413,7 @@ class HotTier(MemoryTier):
             self.use_score /= _SCORE_STEP
 
     def _evict_for(self, size: int) -> None:
-        """Evict rows until so many slots are free."""
+        """Evict rows until `size` slots are free, or all rows are pinned."""
         while (short := size - self._free.left(self.slots)) > 0:
             table_V, id_V, slot_V = self._victims.choose(short, self.score_S, self.pin_S)
             if len(slot_V) == 0:

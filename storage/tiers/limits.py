@@ -1,4 +1,5 @@
-"""Limits and counters of a tier in memory: how many rows fit, how many may be known, how many calls have found."""
+"""Limits and counters of a tier in memory: how many rows fit, how many may exist, how many were found, made and
+moved."""
 
 import weakref
 from collections.abc import Sized
@@ -18,10 +19,11 @@ class Limits:
 
     Args:
         name: the tier, in errors.
-        slots, slot_bytes: rows that fit, and bytes of a slot: the row and all that is kept beside it.
-        resident: whether all rows have to be here.
-        row_limit: rows that may be known to this tier and those below together; None = no limit.
-        get_memory: weak method of a resident tier that gets memory for a number of rows in all, or raises
+        slots: maximum number of rows in the tier.
+        slot_bytes: bytes of a slot: the row, its key in the index, score, pins and dirty bit.
+        resident: whether the tier must hold all rows.
+        row_limit: maximum number of rows in this tier and the stores below together; None = no limit.
+        get_memory: weak method of a resident tier: get_memory(rows) gets memory for `rows` rows in all, or raises
             `StoreFullError`; None = the tier has the memory of all its slots.
     """
 
@@ -33,8 +35,8 @@ class Limits:
     get_memory: "weakref.WeakMethod[Any] | None" = None
 
     def check_fits(self, more: int, held: int) -> None:
-        """Make room for so many more rows beside those held: all rows of a resident tier, the pinned ones of a cache.
-        StoreFullError if there is none."""
+        """Get memory for `more` rows beside the `held` rows: all rows of a resident tier, the pinned rows of a cache.
+        Raises StoreFullError if they do not fit."""
         if held + more <= self.slots:
             self._get_memory(held + more)
             return
@@ -45,7 +47,8 @@ class Limits:
         )
 
     def unknown(self, below: RowStore | None, table_U: np.ndarray, id_U: np.ndarray, new: np.ndarray) -> int | None:
-        """Number of `new` keys that the store below lacks too; None if no limit needs it."""
+        """Number of keys, at the positions `new`, that have no row in the store below either; None = not counted, since
+        there is no row limit."""
         if self.resident or below is None or len(new) == 0:
             return len(new)
         if self.row_limit is None:
@@ -53,7 +56,7 @@ class Limits:
         return len(new) - int(np.count_nonzero(below.contains(table_U[new], id_U[new])))
 
     def check_new(self, more: int, tier: Sized, first_table: int) -> None:
-        """Raise `StoreFullError` if `more` new rows would exceed the row limit, beside those that the tier knows."""
+        """Raise `StoreFullError` if the tier's rows and `more` new ones would exceed the row limit."""
         if self.row_limit is None or more == 0 or (known := len(tier)) + more <= self.row_limit:
             return
         raise StoreFullError(
@@ -62,7 +65,8 @@ class Limits:
         )
 
     def check_holds(self, rows: int) -> None:
-        """Make room for so many rows in all. StoreFullError if the tier may not know, or cannot hold, so many."""
+        """Get memory for `rows` rows in all. Raises StoreFullError if they exceed the row limit, or the slots of a
+        resident tier."""
         if self.row_limit is not None and rows > self.row_limit:
             raise StoreFullError(
                 f"capacity is {self.row_limit} rows, {rows} are to be loaded; give at least {rows}, or None"
@@ -79,7 +83,7 @@ class Limits:
             get_memory(rows)
 
     def mebibytes(self, rows: int) -> int:
-        """MiB for so many rows, rounded up."""
+        """MiB that `rows` slots take, rounded up."""
         return mebibytes(rows * self.slot_bytes)
 
 

@@ -1,9 +1,9 @@
-"""A tier in memory as the store under another one: what tiers on the host and on a GPU have in common.
+"""`MemoryTier`: the part that tiers in host memory and in a GPU's memory share, which makes each a `RowStore`.
 
 hot_tier.py and device_tier.py keep the rows in slot arrays of their own, and have what loops need of them. What is here
 is the `RowStore` of both: it takes and gives NumPy arrays, and moves rows by a few methods that each tier has.
 
-Two ways to be:
+A tier is of one of two kinds:
 - **resident**: holds every row there is; the store below, if any, is only where `flush` writes to. A full one
   raises `StoreFullError`.
 - **cache** (not resident): holds some rows of the store below and evicts unpinned ones, those of least score first,
@@ -26,7 +26,7 @@ from oneemb.storage.tiers.free_slots import FreeSlots
 from oneemb.storage.tiers.hot_rows import InitRows, RowsReadAhead
 from oneemb.storage.tiers.limits import Counters, Limits
 
-# Uses of rows in which a use comes to count half as much, as a multiple of the slots. By bench_cache_policy.py, caches
+# Half-life of a use's score, in uses of rows, as a multiple of the slots. By bench_cache_policy.py, caches
 # miss least at 8 to 32, on Zipf's law and on real clicks; the faster popularity drifts, the shorter it had better be.
 HALF_LIFE = 8
 
@@ -34,20 +34,21 @@ BATCH = 65536
 """Rows that are moved at a time."""
 
 KeysAndSlots = tuple[Any, Any, Any]
-"""Tables, ids and slots, arrays of the tier's place."""
+"""(tables, ids, slots) of rows, arrays on the tier's device."""
 
 
 class MemoryTier(ABC):
-    """Rows in memory.
+    """Base class of tiers in memory.
 
     Args:
         name: in errors and statistics.
         row_width: 32-bit words of a row.
         below: the store underneath; None = nothing.
-        resident: whether every row is here (see the head of this file). One with nothing below must be.
+        resident: whether the tier holds all rows. Must be True if `below` is None.
         policy: which rows a cache evicts first, "lru" or "lfu".
         init: writes the rows of keys that no tier has; None where nobody acquires rows here.
-        absent, refused: write the values of keys without a row, and of keys that get none; None = the same.
+        absent: writes the values that keys without a row read as; None = as `init`.
+        refused: writes the values of temporary rows; None = as `init`.
         arange: makes an array of the numbers 0 to size - 1 in the tier's place.
     """
 
@@ -77,25 +78,25 @@ class MemoryTier(ABC):
         # when a caller, or a limit, needs the number.
         self._rows: int | None = 0 if below is None or resident else None
 
-    # ---- what each tier does in its place ----------------------------------------------------------------------------
+    # ---- methods of each kind of tier ----------------------------------------------------------------------------
 
     @property
     @abstractmethod
     def pinned(self) -> int:
-        """Slots that are pinned now."""
+        """Number of pinned slots."""
 
     @abstractmethod
     def _put(self, array: np.ndarray) -> Any:
-        """The array in the tier's place."""
+        """Copy of a host array on the tier's device; on the host, the array itself."""
 
     @abstractmethod
     def _host(self, array: Any) -> np.ndarray:
-        """An array of the tier's place on the host."""
+        """Copy on the host of an array on the tier's device; on the host, the array itself."""
 
     @abstractmethod
     def _look(self, table_U: np.ndarray, id_U: np.ndarray) -> tuple[Any, np.ndarray, np.ndarray]:
-        """Slots of those of these keys that are here, whose rows are used now; which of the keys they are, int64; and
-        for each key whether it is not here, bool [U]."""
+        """Find keys, and score a use of their rows. Returns the slots of keys in this tier, [H]; the positions of these
+        keys, int64 [H]; and whether each key is not in this tier, bool [U]."""
 
     @abstractmethod
     def _pinned_of(self, slot_H: Any) -> int:
@@ -117,12 +118,12 @@ class MemoryTier(ABC):
     def _take(
         self, table_N: np.ndarray, id_N: np.ndarray, row_XW: np.ndarray, from_N: np.ndarray, *, dirty: bool
     ) -> Any:
-        """Keep rows row_XW[from_N] of keys that are not here, and return their slots. The caller has checked that there
-        is room."""
+        """Store rows row_XW[from_N] of keys that are not in this tier, and return their slots. The caller has checked
+        that there is room."""
 
     @abstractmethod
     def _dirty_keys(self) -> KeysAndSlots:
-        """The keys whose rows the store below does not have as they are."""
+        """Keys and slots of the dirty rows."""
 
     @abstractmethod
     def _scan(self, batch: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
@@ -130,7 +131,7 @@ class MemoryTier(ABC):
 
     @abstractmethod
     def _forget(self) -> None:
-        """Forget every row here."""
+        """Drop all rows of this tier."""
 
     # ---- as a store under another tier -------------------------------------------------------------------------------
 
@@ -283,20 +284,20 @@ class MemoryTier(ABC):
             self._rows += more
 
     def _held(self) -> int:
-        """Rows that cannot make room for others: all there are or, in a cache, those that are pinned."""
+        """Number of rows that cannot be evicted: all rows of a resident tier, the pinned rows of a cache."""
         return len(self._index) + self._temporary if self._resident else self.pinned
 
     def _room(self) -> int:
-        """Rows that could come in: free slots, and in a cache those of rows that could be evicted."""
+        """Number of rows that could be added: free slots and, in a cache, slots of rows that could be evicted."""
         return self.slots - self._held()
 
     def _note_change_below(self, id_N: Any) -> None:
-        """Tell those who read rows ahead that the rows below of these ids are about to change."""
+        """Tell each `RowsReadAhead` of this tier that the rows of these ids in the store below are about to change."""
         for ahead in self._ahead:
             ahead.note_change(id_N)
 
     def _evict_these(self, keys: KeysAndSlots, dirty: Any) -> None:
-        """Evict rows that are not pinned; `dirty` says which differ from the store below."""
+        """Evict these rows, none of which is pinned; `dirty`: positions, or a mask, of the dirty rows among them."""
         table_V, id_V, slot_V = keys
         self._put_below((table_V[dirty], id_V[dirty], slot_V[dirty]))
         self._index.erase(table_V, id_V)

@@ -1,4 +1,4 @@
-"""A tier whose rows a parameter server keeps.
+"""A tier whose rows a parameter server stores.
 
 It holds all rows, as a host tier may, above a persistent table that has them as of the last snapshot. Of each row it
 remembers the key and when it was pushed, a word in an index; the row itself travels with that number, its *stamp*:
@@ -39,11 +39,12 @@ _COUNT_BITS = 39
 
 
 class RemoteTier:
-    """Rows on a server.
+    """A tier that stores its rows on a parameter server.
 
     Args:
-        server: keeps them. It is closed with the tier.
-        name: of the tables on the server, which are `name.0`, `name.1` and so on. Nobody else may write to them.
+        server: connection to the server; closed with the tier.
+        name: prefix of the tables on the server, which are `name.0`, `name.1` and so on. No other job may write to
+            them.
         row_width: 32-bit words of a row.
         below: the store underneath; None = nothing.
     """
@@ -54,7 +55,7 @@ class RemoteTier:
         self._width = row_width + row_width % 2 + _STAMP_WORDS
         """32-bit words of a value."""
         self._server, self._prefix, self._below, self._threads = server, name, below, threads
-        # Of each row, twice the number of the push that it was in, and 1 where the store below does not have it so.
+        # {key: 2 * number of the row's last push + 1 if the row is dirty}.
         self._index = HashIndex(threads)
         self._dirty = 0
         self._pushes = 0
@@ -80,7 +81,8 @@ class RemoteTier:
         return place_U < 0
 
     def _pull(self, table_K: np.ndarray, id_K: np.ndarray, place_K: np.ndarray) -> np.ndarray:
-        """The rows that were pushed with these numbers."""
+        """Read the rows of these K keys from the server: float32 [K, W]. place_K: entries of the index, which hold the
+        number of each row's last push. Raises LostRowsError if a row is missing or has another stamp."""
         row_KW = np.empty((len(id_K), self.row_width), np.float32)
         for table, its in _by_table(table_K):
             id_N = np.ascontiguousarray(id_K[its])
@@ -170,7 +172,7 @@ class RemoteTier:
             yield table_N, id_N, self._pull(table_N, id_N, place_N)
 
     def flush(self) -> None:
-        """Read the rows that were pushed since the last time, and hand them down."""
+        """Read the rows that were pushed since the last flush from the server, and write them to the store below."""
         if self._below is None:
             return
         for table_N, id_N, place_N in self._dirty_batches():
@@ -242,7 +244,7 @@ class RemoteTier:
 
 
 def _by_table(table_U: np.ndarray) -> Iterator[tuple[int, Any]]:
-    """Each table there is, and where its keys are."""
+    """Yield each table number in `table_U` with the positions of its keys, an array or slice."""
     if len(table_U) == 0:
         return
     if (table_U == table_U[0]).all():
@@ -254,5 +256,5 @@ def _by_table(table_U: np.ndarray) -> Iterator[tuple[int, Any]]:
 
 
 def _dirty(place_U: np.ndarray) -> int:
-    """Number of these places with dirty rows; -1 is no place."""
+    """Number of dirty rows among these entries of the index; -1 is no entry."""
     return int(np.count_nonzero((place_U >= 0) & (place_U % 2 == 1)))

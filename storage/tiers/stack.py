@@ -28,14 +28,14 @@ from oneemb.storage.tiers.hot_tier import SLOT_OVERHEAD_BYTES, HotTier
 from oneemb.storage.tiers.remote_tier import RemoteTier
 from oneemb.storage.tiers.reservation import granted, usable_bytes
 
-# Of the GPU's memory that is free, what a tier without a budget may come to use.
+# Share of the GPU's free memory that a tier without a budget may use.
 _MEMORY_SHARE = 0.9
 
 
 @dataclass(frozen=True)
 class RemotePlan:
-    """Parameter server that keeps the rows: its URL, as `open_server` takes it, and the name of its tables, before
-    their numbers."""
+    """Parameter server that stores the rows: its URL, as `open_server` takes it, and the prefix of the names of its
+    tables."""
 
     url: str = field(repr=False)  # It may have a password.
     name: str
@@ -52,8 +52,8 @@ class StorePlan:
         capacity: rows in all at most; None = no limit but the memory's.
         physical_block_size: 512 or 4096.
         cache_policy: which rows caches evict first, "lru" or "lfu": see hot_tier.py.
-        owner, owners: which of so many stores this is that have the rows together; `owner_of` says whose a key is.
-        replicated: tables of which each of these stores has all rows.
+        owner, owners: rank of this store, and number of ranks among which rows are divided; see `owner_of`.
+        replicated: numbers of the tables of which every rank stores all rows.
         has_temporary_rows: whether lookups get temporary rows.
         remote: the server that keeps all rows, in place of a host tier; None = there is none.
     """
@@ -72,13 +72,13 @@ class StorePlan:
 
     @property
     def copies_rows(self) -> bool:
-        """Whether a tier has all rows, beside the store at the bottom."""
+        """Whether a tier above the store at the bottom holds all rows too."""
         return self.cache_bytes is None or self.host_bytes is None or self.remote is not None
 
 
 class NewRows:
-    """Initializes new rows of this format, which another one of the same words may replace; a `InitRows`. `policies`
-    say what is read where there is no row; None = the initial values."""
+    """Initializes new rows of one format; callable as an `InitRows`. `policies` say which values keys without a row
+    read as; None = the initial values."""
 
     def __init__(
         self, format: RowFormat, initial: InitialRows, backend: Backend, policies: Sequence[RowPolicy] | None = None
@@ -94,22 +94,22 @@ class NewRows:
 
     @property
     def absent_rows(self) -> InitialRows:
-        """Rows as which keys without a row read."""
+        """Values that a read returns for keys without a row."""
         return self.initial if self._policies is None else rows_instead(self._policies, self.initial, "absent")
 
     def of(self, format: RowFormat, backend: Backend) -> "NewRows":
-        """The same of another format, in another place."""
+        """A `NewRows` with the same initial values for another format and backend."""
         return NewRows(format, self.initial, backend, self._policies)
 
     def __call__(self, row_SW: Array, slot_M: Array, table_M: Array, id_M: Array) -> None:
         self._write(row_SW, slot_M, table_M, id_M, self._initial)
 
     def absent(self, row_SW: Array, slot_M: Array, table_M: Array, id_M: Array) -> None:
-        """Write the values of keys that have no row; as a `InitRows`."""
+        """Write the values that keys without a row read as; an `InitRows`."""
         self._write(row_SW, slot_M, table_M, id_M, self._of_absent)
 
     def refused(self, row_SW: Array, slot_M: Array, table_M: Array, id_M: Array) -> None:
-        """Write the values of keys that get no row; as a `InitRows`."""
+        """Write the values of temporary rows, of keys that a policy refuses a row; an `InitRows`."""
         self._write(row_SW, slot_M, table_M, id_M, self._of_refused)
 
     def _write(self, row_SW: Array, slot_M: Array, table_M: Array, id_M: Array, initial: Any) -> None:
@@ -123,12 +123,12 @@ class NewRows:
 def make_tiers(
     plan: StorePlan, new_rows: NewRows, bottom: RowStore, threads: Threads, writing: AbstractContextManager[Any]
 ) -> list[Tier]:
-    """The tiers from the hot one, `HotRows`, in the place of the backend of `new_rows`, down to the one above the store
-    at the bottom. Tiers that hold all rows copy those that are there already.
+    """Make the tiers above the store `bottom`. Returns them from the top: first the hot tier, a `HotRows` on the device
+    of `new_rows.backend`. Tiers that hold all rows copy the rows of `bottom`.
 
     Raises:
-        StoreFullError: the rows there are do not fit, or there is no memory for a tier.
-        MemoryError, OutOfMemoryError: there is no memory for the rows there are.
+        StoreFullError: the rows of `bottom` do not fit, or there is no memory for a tier.
+        MemoryError, OutOfMemoryError: there is no memory for the rows of `bottom`.
         ValueError, StorageError: the URL names no server, or one that cannot be reached.
     """
     below, between = bottom, list[Tier]()
@@ -200,8 +200,9 @@ def _device_tier(plan: StorePlan, new_rows: NewRows, below: RowStore) -> HotRows
 
 @contextmanager
 def with_room(plan: StorePlan, tiers: Sequence[Tier], format: RowFormat, backend: Backend, rows: int) -> Iterator[None]:
-    """Keep memory for tiers that hold so many rows of this format in place of `tiers`, and for `tiers` made anew.
-    StoreFullError, with nothing changed, if a tier on the host could not hold all its rows."""
+    """Reserve memory during a block for new tiers with `rows` rows of this format that replace `tiers`, and for making
+    `tiers` again. Raises StoreFullError, with nothing changed, if a resident tier on the host could not hold all
+    rows."""
     bytes = 0
     for name, budget_bytes in (("device", plan.cache_bytes), ("host", plan.host_bytes)):
         on_host = name == "host" or isinstance(backend, HostBackend)
