@@ -67,8 +67,7 @@ class VictimClock:
         """The `count` unpinned rows of least score in these shards, or all if there are fewer; rows of equal score by
         lower slot."""
         address_P, cells_P = (array[shards] for array in self._index.shards)
-        score_S2 = score_S.view(np.uint32).reshape(-1, 2)  # Float64 numbers of 0 or more have the same order as their
-        bits.
+        score_S2 = score_S.view(np.uint32).reshape(-1, 2)  # Numbers of 0 or more have the order of their bits.
         cell_N, score_N = rows_of_shards(address_P, cells_P, score_S2, 0, pin_S, threads=self._threads)
         chosen = least_of(score_N, count, lambda place_E: keys_in_cells(cell_N[place_E])[2])
         return Victims(*keys_in_cells(cell_N[np.sort(chosen)]))
