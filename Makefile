@@ -11,7 +11,7 @@ ready = $(VENV)/ready-$(1)
 endif
 INSTALL = $(RUN) -m pip install -q --disable-pip-version-check
 
-.PHONY: demo test test-changed test-slow test-nightly gpu-test gpu-bench gpu-sanitize check bench bench-compare bench-tables clean
+.PHONY: demo test test-changed test-slow test-nightly gpu-test gpu-bench gpu-sanitize check docs bench bench-compare bench-tables clean
 
 demo: $(call ready,demo)  ## Train a click model with its embeddings on the cached-SSD store.
 	$(RUN) examples/kuairand_dlrm.py --store ssd
@@ -69,6 +69,10 @@ check: $(call ready,test)  ## Style, what the oldest Python knows, types, and wh
 	$(RUN) -m mypy -p oneemb
 	MYPYPATH=.:examples $(RUN) -m mypy --allow-untyped-defs --allow-incomplete-defs examples/*.py
 	$(RUN) -m pytest -q tests/test_layout.py tests/test_documents.py
+
+# Strictly: a link that leads nowhere is an error. Nothing is fetched.
+docs: $(call ready,test)  ## The documents as a site of static files, in build/site.
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build
 
 bench: $(call ready,bench)  ## Every benchmark of a CPU: a table for people and one JSON line a case.
 	for bench in $(filter-out benchmarks/bench_gpu_%,$(wildcard benchmarks/bench_*.py)); do $(RUN) $$bench || exit 1; done

@@ -493,6 +493,7 @@ TARGETS = [
     "test-slow",
     "test-nightly",
     "check",
+    "docs",
     "bench",
     "bench-compare",
     "bench-tables",
