@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def build(folder, config="mkdocs.yml"):
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--config-file", config, "--site-dir", folder]
+    command = [sys.executable, "-m", "mkdocs", "build", "--config-file", config, "--site-dir", folder]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
 
