@@ -1,13 +1,15 @@
-"""Admission: ids get a row that were seen often enough, by chance, or by a function of the user's.
+"""Admission decides which ids get a row: ids seen often enough, ids drawn by chance, or ids that a user's function
+admits.
 
     admission = Admission(policies, threads)
-    admitted_M = admission.asks(table_M, id_M, uses_M, lookup)      of keys that have no row
-    admission.note(table_M, id_M, uses_M, admitted_M, lookup)       once the lookup has been made
+    admitted_M = admission.asks(table_M, id_M, uses_M, lookup)      keys that have no row
+    admission.note(table_M, id_M, uses_M, admitted_M, lookup)       after the lookup
 
-Sightings are counted where a rule needs them: exactly, of so many keys as the rule says, those that were not seen for
-longest being forgotten first; or by a sketch, which never counts too few. Counts are in snapshots.
+A sighting is an occurrence of an id without a row in a lookup. If a rule needs sightings, they are counted exactly, for
+at most `counters` ids (the ids that were not seen for longest are forgotten first), or approximately by a sketch, whose
+counts are never too small. Snapshots contain the counts.
 
-M keys without a row, T tables, S sketches' width, R their depth.
+Shape letters: M keys without a row, T tables, S width and R depth of a sketch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,13 +30,14 @@ _SEED_FACTOR, _LOOKUP_FACTOR = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95
 
 
 class Admission:
-    """Admission of keys of tables with these policies; see the head of this file."""
+    """Decides for each key without a row whether it gets a row, by the policies of the tables."""
 
     def __init__(self, policies: Sequence[RowPolicy], threads: Threads):
         self._rules = {t: policy.admit for t, policy in enumerate(policies) if policy.admit is not None}
         self._threads = threads
         self.admitted = self.refused = 0
-        """How many keys without a row were looked up, each once a lookup, and got one, or none."""
+        """Number of keys without a row that got a row in a lookup, and that got none; a key counts once in each
+        lookup."""
         self.clear()
 
     def clear(self) -> None:
@@ -58,9 +61,9 @@ class Admission:
         """Whether each of these distinct keys gets a row: bool [M]. Changes nothing.
 
         Args:
-            uses_M: int64, number of the lookup's ids that are each key.
-            lookup: its number.
-            again: the lookup was made before: no key without a row gets one now.
+            uses_M: int64, number of ids in the lookup that have the key.
+            lookup: number of the lookup.
+            again: whether the same lookup was made before; then no key of a table with a rule gets a row now.
 
         Raises:
             ValueError: a user's function raises, or returns an invalid array.
@@ -86,7 +89,7 @@ class Admission:
         return admitted_M
 
     def _counts(self, table: int, id_N: np.ndarray, uses_N: np.ndarray) -> np.ndarray:
-        """Sightings of these ids, those of this lookup among them."""
+        """Number of sightings of each id, this lookup included."""
         return self._counters[table].counts(id_N) + self._sightings(table, uses_N)
 
     def _sightings(self, table: int, uses_N: np.ndarray) -> np.ndarray:
@@ -97,7 +100,8 @@ class Admission:
     def note(
         self, table_M: np.ndarray, id_M: np.ndarray, uses_M: np.ndarray, admitted_M: np.ndarray, lookup: int
     ) -> None:
-        """Count the lookup that `asks` was asked for. Admitted keys have a row now, and are counted no more."""
+        """Count the sightings of a lookup, with the arguments and the result of `asks`. Admitted keys have a row now,
+        so their counts are removed."""
         for t in self._rules:
             of_table = np.flatnonzero(table_M == t)
             refused, admitted = of_table[~admitted_M[of_table]], of_table[admitted_M[of_table]]
@@ -107,20 +111,20 @@ class Admission:
                 self._counters[t].add(id_M[refused], self._sightings(t, uses_M[refused]), lookup)
 
     def forget(self, table_M: np.ndarray, id_M: np.ndarray) -> None:
-        """Stop counting these ids, which have got a row without admission."""
+        """Remove the counts of these keys, which have got a row without admission."""
         for t, counters in self._counters.items():
             counters.forget(id_M[table_M == t])
 
     def sightings(self, table: int) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of a table that are counted, and how often they were seen, both int64 [N]; none where a sketch
-        counts, or nothing."""
+        """Counted ids of a table and their numbers of sightings, both int64 [N]. Empty if the table has a sketch or
+        counts nothing."""
         counters = self._counters.get(table)
         if not isinstance(counters, _Counters):
             return np.empty(0, np.int64), np.empty(0, np.int64)
         return counters.items()
 
     def add_sightings(self, table: int, id_N: np.ndarray, count_N: np.ndarray) -> None:
-        """Count these ids, which are distinct and have no row, so often more."""
+        """Add `count_N` sightings to the counts of these distinct ids, which have no row."""
         counters = self._counters.get(table)
         if counters is not None and len(id_N):
             counters.add(id_N, count_N, None)
@@ -132,8 +136,8 @@ class Admission:
         return {sightings_name(t): counters.to_array() for t, counters in self._counters.items()}
 
     def from_arrays(self, arrays: Mapping[str, np.ndarray], name: str) -> None:
-        """Go on from the arrays of `to_arrays` in snapshot `name`; missing sightings, or those counted otherwise, begin
-        anew. Raises CorruptTableError if they are invalid."""
+        """Load the counts from the arrays that `to_arrays` has put into snapshot `name`. Counts begin at zero if the
+        array is missing, or was made by the other way of counting. CorruptTableError if an array is invalid."""
         self.clear()
         for t, counters in self._counters.items():
             found = arrays.get(sightings_name(t))
@@ -163,7 +167,8 @@ def _asked(function: object, table: int, id_N: np.ndarray, count_N: np.ndarray) 
 
 
 class _Counters:
-    """Exact counts of sightings of so many ids: a usage index of ids without rows, in which an epoch is a lookup."""
+    """Exact counts of sightings for at most `most` ids: a usage index of ids without rows, in which each lookup is an
+    epoch."""
 
     def __init__(self, most: int, threads: Threads):
         self._most, self._threads = most, threads
@@ -182,13 +187,14 @@ class _Counters:
         return count_N
 
     def items(self) -> tuple[np.ndarray, np.ndarray]:
-        """The ids that are counted, and how often each was seen: int64 [N]."""
+        """Counted ids and their numbers of sightings, both int64 [N]."""
         id_N, score_N, _ = self._usage.uses(0)
         return id_N, (score_N & _COUNT).astype(np.int64)
 
     def add(self, id_N: np.ndarray, more_N: np.ndarray, lookup: int | None) -> None:
-        """Count them. `lookup` is its number; None = as of the last one."""
-        if len(id_N) > self._most:  # More than can be counted in one lookup: those of the greatest hashes are not.
+        """Add `more_N` sightings to the counts of the ids. lookup: number of the lookup; None = that of the last
+        one."""
+        if len(id_N) > self._most:  # Too many ids to count: the ids with the greatest hashes are left out.
             kept = np.argsort(hashes_of(_no_table(id_N), id_N, 0, threads=self._threads))[: self._most]
             id_N, more_N = id_N[kept], more_N[kept]
         table_N = _no_table(id_N)
@@ -203,7 +209,7 @@ class _Counters:
         self._usage.forget(_no_table(id_N), id_N, "admitted")
 
     def to_array(self) -> np.ndarray:
-        """int64 [N, 3]: ids, and their usage metadata in pairs of words; the first line is the usage index's clock."""
+        """int64 [N + 1, 3]: first the usage index's clock, then for each id the id and its four usage words."""
         _, id_N, place_N = self._usage.items()
         usage_N4 = self._usage.usage_words(place_N)
         order_N = np.argsort(id_N)  # so that equal states are equal bytes
@@ -219,7 +225,7 @@ class _Counters:
         id_N, usage_N4 = array[1:, 0].copy(), np.ascontiguousarray(array[1:, 1:]).view(np.uint32)
         if len(np.unique(id_N)) < len(id_N):
             raise ValueError("ids repeat")
-        if len(id_N) > self._most:  # Those that were seen last.
+        if len(id_N) > self._most:  # Keep the ids that were seen last.
             latest = np.sort(np.argsort(-usage_N4[:, 1].astype(np.int64), kind="stable")[: self._most])
             id_N, usage_N4 = id_N[latest], usage_N4[latest]
         lookups, shard, epoch = array[0].tolist()
@@ -229,7 +235,8 @@ class _Counters:
 
 class _Sketch:
     """Counts sightings of any number of ids by a count-min sketch (Cormode, Muthukrishnan, J. Algorithms 55, 2005): a
-    count is never too small, and with probability 1 - e^-4 too large by less than e/S of all sightings in it."""
+    count is never too small, and with probability 1 - e^-4 it is too large by less than e/S of all counted
+    sightings."""
 
     def __init__(self, width: int, threads: Threads):
         self._width, self._threads = width, threads
@@ -246,7 +253,7 @@ class _Sketch:
         add_to_sketch(self._count_RS, id_N, more_N)
 
     def forget(self, id_N: np.ndarray) -> None:
-        """A sketch cannot: what it has counted of an id is in the counts of others."""
+        """Does nothing: other ids share the cells of an id, so a sketch cannot remove a count."""
 
     def to_array(self) -> np.ndarray:
         return self._count_RS
@@ -267,12 +274,17 @@ _SIGHTINGS = "sightings of table "
 
 
 def sightings_name(table: int) -> str:
-    """The name of the array that has the sightings of a table's ids."""
+    """Name of the array with the sightings of a table's ids."""
     return f"{_SIGHTINGS}{table}"
 
 
 def joined_arrays(parts: Sequence[Mapping[str, np.ndarray]], is_own: Keep) -> dict[str, np.ndarray]:
-    """One owner's share (`is_own` of keys) of the arrays that parts of a snapshot have beside their rows, by name."""
+    """Join the arrays of the parts of a snapshot for one rank: {name: array with the counts of the rank's own keys}.
+
+    Args:
+        parts: for each part, {name: array}, as from `Admission.to_arrays`.
+        is_own: function of table_N and id_N; returns bool [N], whether the rank owns the key.
+    """
     joined = {}
     for name in dict.fromkeys(name for part in parts for name in part):
         arrays = [part[name] for part in parts if name in part]
@@ -285,16 +297,17 @@ def joined_arrays(parts: Sequence[Mapping[str, np.ndarray]], is_own: Keep) -> di
 
 
 def _joined_sightings(arrays: Sequence[np.ndarray], table: int, is_own: Keep) -> np.ndarray:
-    """Counts of several parts. A sketch of each counts none of its own ids too low, so neither does the maximum."""
+    """Join one table's counts of several parts. Sketches are joined by their maximum: a sketch counts no id of its own
+    part too low, so the maximum counts no id too low."""
     first, same = arrays[0], [array for array in arrays if array.dtype == arrays[0].dtype and array.ndim == 2]
     if first.dtype == np.uint32:
         return np.maximum.reduce([array for array in same if array.shape == first.shape] or [first])
     if first.dtype != np.int64 or any(len(array) == 0 or array.shape[1] != 3 for array in same) or not same:
-        return first  # which whoever reads it refuses
+        return first  # Invalid: `from_array` raises the error.
     head = np.max([array[0] for array in same], axis=0)
     body_N3 = np.concatenate([array[1:] for array in same])
     body_N3 = body_N3[is_own(np.full(len(body_N3), table, np.int32), np.ascontiguousarray(body_N3[:, 0]))]
-    # Of an id that several have counted, which they have not together, the latest counts.
+    # If several parts have counted an id, which no save of one job makes, the greatest usage counts.
     body_N3 = body_N3[np.lexsort((body_N3[:, 1].view(np.uint64), body_N3[:, 0]))]
     last_N = np.append(body_N3[1:, 0] != body_N3[:-1, 0], True)[: len(body_N3)]
     return np.concatenate([head[None], body_N3[last_N]])

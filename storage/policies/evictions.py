@@ -1,12 +1,12 @@
 """Choice of the rows that policies evict: at capacity, by age, by their weights.
 
-Which rows leave depends on keys, scores and counts alone, never on where rows are or who has prefetched them. All rows
-are in the 256 shards of an index, by their keys' hashes. A round takes the rows that leave out of some of them, the
-shards of the next round being the next ones: so the time of a round does not grow with the table. Each shard is a
-random sample of the rows, and gives up as large a share as all others by the time that each had its turn. A round is
-for all tables that are full, whichever needs room: so each of them has its turn with every shard, too.
+Which rows are evicted depends on keys, scores and counts, and not on tiers or prefetching. The index has 256 shards;
+the hash of its key puts a row into a shard, so each shard is a random sample of the rows. A round of eviction chooses
+rows from some shards, and the next round goes on with the next shards, so the time of a round does not grow with the
+table. A round evicts rows of every full table, whichever table needs room, so each table loses rows from all shards in
+turn.
 
-N rows, M new rows, V rows that leave, T tables.
+Shape letters: N rows, M new rows, V rows to evict, T tables.
 """
 
 import math
@@ -24,18 +24,18 @@ from oneemb.storage.errors import StoreFullError
 from oneemb.storage.hash_index import SHARDS
 from oneemb.storage.policies.usage_index import UsageIndex
 
-# Rows that a round looks at, or all where there are fewer; and which share of the rows it looks at leave at least.
+# Approximate number of rows that a round looks at, and the least share of these rows that it evicts.
 _ROUND_ROWS = 1 << 17
 _ROUND_SHARE = 1 / 16
 
-# Cells that a sweep looks at together, in some milliseconds.
+# Cells of the index that a sweep looks at in one loop, which takes some milliseconds.
 _RUN_CELLS = 1 << 16
 
 _UNLIMITED = 2**62
 
 
 class RowsToEvict(NamedTuple):
-    """Rows that are to leave."""
+    """Keys of rows to evict, and the reason: "capacity", "expired", "norm" or "where"."""
 
     table_V: np.ndarray
     id_V: np.ndarray
@@ -43,19 +43,21 @@ class RowsToEvict(NamedTuple):
 
 
 class Evictions:
-    """Choice of the rows of a usage index to evict; see the head of this file."""
+    """Chooses the rows of a usage index to evict: at capacity, by age, by their weights."""
 
     def __init__(self, usage: UsageIndex, threads: Threads):
         self._usage, self._threads = usage, threads
 
     def make_room(self, table_M: np.ndarray, held: Sequence[np.ndarray]) -> list[RowsToEvict]:
-        """Rows to evict before new ones, of these tables, begin.
+        """Choose the rows to evict before new rows are made.
 
         Args:
-            held: arrays of places of rows that must stay, -1 for none; those of the lookup's other keys among them.
+            table_M: table of each new row.
+            held: arrays of places of rows that must not be evicted, the rows of the present lookup included; a place of
+                -1 means no row.
 
         Raises:
-            StoreFullError: there would be more rows than fit, and too few that may be evicted.
+            StoreFullError: the new rows do not fit, and too few rows may be evicted.
         """
         if len(table_M) == 0:
             return []
@@ -69,8 +71,8 @@ class Evictions:
         return [self._choose(excess_T, excess, held)]
 
     def fitting(self, table_M: np.ndarray, held: Sequence[np.ndarray]) -> np.ndarray:
-        """Whether each new row, of these tables, can have room: bool [M]. All but the last ones of full tables that
-        refuse rows. held: as in `make_room`."""
+        """Whether there can be room for each new row: bool [M]. False for the last new rows of a full table whose
+        policy has `when_full="refuse"`. table_M, held: as in `make_room`."""
         fits_M = np.ones(len(table_M), np.bool_)
         new_T = np.bincount(table_M, minlength=len(self._usage.rows_T))
         excess_T = self._excess(new_T)
@@ -83,7 +85,8 @@ class Evictions:
         return fits_M
 
     def surplus(self, held: Sequence[np.ndarray], tables: Sequence[int]) -> list[RowsToEvict]:
-        """Rows to evict of these tables where they were loaded with more than they may have, as far as they may be."""
+        """Choose rows to evict from those of `tables` that exceed their capacity, for example after a load. Held rows
+        stay, so a table may still exceed its capacity."""
         excess_T = self._excess(np.zeros(len(self._usage.rows_T), np.int64))
         over = [t for t in tables if self._usage.evicts_T[t] and excess_T[t] > 0]
         if not over:
@@ -99,7 +102,8 @@ class Evictions:
         return to_evict
 
     def _excess(self, new_T: np.ndarray) -> np.ndarray:
-        """Rows by which each table exceeds its capacity with so many new ones; below 0 where there is room."""
+        """Number of rows by which each table would exceed its capacity with `new_T` new rows; negative if there is
+        room."""
         excess_T = np.full(len(self._usage.rows_T), -_UNLIMITED, np.int64)
         for t, limit in self._usage.limits.items():
             excess_T[t] = self._usage.rows_T[t] + new_T[t] - limit
@@ -109,7 +113,8 @@ class Evictions:
         return -_UNLIMITED if self._usage.capacity is None else len(self._usage) + new - self._usage.capacity
 
     def _check_enough(self, new_T: np.ndarray, excess_T: np.ndarray, excess: int, held: Sequence[np.ndarray]) -> None:
-        """Raise StoreFullError unless as many rows may leave as have to."""
+        """StoreFullError if fewer rows may be evicted than the excess of a table (`excess_T`) or of all tables
+        (`excess`)."""
         domains: list[tuple[str, int, int, int | None]] = [
             (f"table {t}", self._usage.limits[t], int(excess_T[t]), t) for t in np.flatnonzero(excess_T > 0).tolist()
         ]
@@ -135,13 +140,13 @@ class Evictions:
             )
 
     def _in_use(self, held: Sequence[np.ndarray]) -> np.ndarray:
-        """Number of each table's rows at these places: int64 [T]."""
+        """Number of rows of each table at the places `held`: int64 [T]."""
         place_N = np.unique(np.concatenate([np.empty(0, np.int64), *held]))
         return np.bincount(self._usage.places.table_P[place_N[place_N >= 0]], minlength=len(self._usage.rows_T))
 
     @contextmanager
     def _holding(self, held: Sequence[np.ndarray]) -> Iterator[None]:
-        """Rows at these places may not leave."""
+        """Mark the rows at these places as held during the with block, so that no choice contains them."""
         try:
             for place_N in held:
                 set_marks(self._usage.places.held_P, place_N, True, threads=self._threads)
@@ -151,10 +156,10 @@ class Evictions:
                 set_marks(self._usage.places.held_P, place_N, False, threads=self._threads)
 
     def _choose(self, excess_T: np.ndarray, excess: int, held: Sequence[np.ndarray]) -> RowsToEvict:
-        """The rows to evict, in a round or more.
+        """Choose the rows to evict, in one round or more.
 
         Args:
-            excess_T, excess: rows to evict of each table, below 0 where so many more would fit; and of all tables
+            excess_T, excess: number of rows to evict from each table, negative if there is room; and from all tables
                 together.
             held: as in `make_room`.
         """
@@ -168,7 +173,7 @@ class Evictions:
             shard = shards.stop % SHARDS
             with self._holding(held):
                 table_V, id_V, place_V = keys_in_cells(self._choose_in(shards, excess_T, excess))
-            held = [*held, place_V]  # None leaves twice.
+            held = [*held, place_V]  # So that no row is chosen twice.
             excess -= len(id_V)
             excess_T -= np.bincount(table_V, minlength=len(excess_T))
             tables.append(table_V)
@@ -177,7 +182,7 @@ class Evictions:
         return RowsToEvict(np.concatenate(tables), np.concatenate(ids), "capacity")
 
     def _choose_in(self, shards: range, excess_T: np.ndarray, excess: int) -> np.ndarray:
-        """Rows of these shards to evict: the cells of the index that have their keys."""
+        """Choose rows of these shards to evict; returns the cells of the index with their keys."""
         cell_N, score_N = self._usage.free_rows(shards)
         chosen = [cell_N[:0]]
         if tables := [t for t in self._usage.limits if self._usage.evicts_T[t]]:
@@ -209,7 +214,8 @@ class Evictions:
             yield range(begin, end)
 
     def _least(self, cell_N: np.ndarray, score_N: np.ndarray, count: int) -> np.ndarray:
-        """The `count` rows of least score, or all; between equal ones the hash of the key decides."""
+        """Indices of the `count` rows of least score, or of all rows if there are fewer. Ties are broken by the hash of
+        the key."""
 
         def tie_of(place_E: np.ndarray) -> np.ndarray:
             table_E, id_E, _ = keys_in_cells(cell_N[place_E])
@@ -218,7 +224,7 @@ class Evictions:
         return least_of(score_N, count, tie_of)
 
     def due(self, step: int) -> list[int]:
-        """The shards whose turn it is to be swept in this step: all of them in `sweep_steps`."""
+        """Numbers of the shards to sweep in this step. Within `sweep_steps` steps every shard is swept once."""
         sweeps = [policy.sweep_steps for policy in self._usage.policies if policy.sweeps]
         clock = self._usage.clock
         step += clock.steps
@@ -228,7 +234,7 @@ class Evictions:
         return [(clock.swept + n) % SHARDS for n in range(min(many, SHARDS))]
 
     def swept(self, step: int, shards: Sequence[int]) -> None:
-        """Note that the shards that were due have been swept."""
+        """Note that the shards from `due` have been swept in this step."""
         if shards:
             clock = self._usage.clock
             clock.swept, clock.swept_step = (shards[-1] + 1) % SHARDS, step + clock.steps
@@ -236,8 +242,12 @@ class Evictions:
     def expired(
         self, shards: Iterable[int], step: int, second: int, held: Sequence[np.ndarray], *, sweeps: bool = False
     ) -> list[RowsToEvict]:
-        """Rows of these shards unused for longer than their policies allow; in `sweeps`, but of tables too small to
-        sweep."""
+        """Choose the rows of these shards that were not used for longer than their policies allow.
+
+        Args:
+            step, second: the present step and second.
+            sweeps: if True, leave out tables that are too small to sweep (`sweep_above`).
+        """
         limits = [(policy.expire_after_steps, policy.expire_after_seconds) for policy in self._usage.policies]
         steps_T = np.array([_UNLIMITED if limit is None else limit for limit, _ in limits])
         seconds_T = np.array([_UNLIMITED if limit is None else limit for _, limit in limits])
@@ -259,7 +269,8 @@ class Evictions:
         return [its for its in to_evict if len(its.id_V)]
 
     def keys_to_weigh(self, shards: Iterable[int], most: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Tables and ids of the rows of these shards whose weights sweeps look at, at most so many at a time."""
+        """Yield tables and ids of the rows of these shards whose weights a sweep must check, at most `most` at a
+        time."""
         weighed_T = self._usage.rows_T > self._usage.above_T
         weighed_T &= np.array([policy.sweeps_weights for policy in self._usage.policies])
         if weighed_T.any():
@@ -273,8 +284,8 @@ class Evictions:
     def unwanted(
         self, table_N: np.ndarray, id_N: np.ndarray, weight_ND: np.ndarray, held: Sequence[np.ndarray]
     ) -> list[RowsToEvict]:
-        """Whether each of these rows, of weights float32 [N, D], is to be evicted for its weights. ValueError if
-        `expire_where` fails."""
+        """Choose, among these rows with their weights (float32 [N, D]), the rows to evict by `expire_below_norm` and
+        `expire_where`. ValueError if the function `expire_where` fails."""
         to_evict = []
         with self._holding(held):
             free_N = ~self._usage.places.held_P[self._usage.find(table_N, id_N)]
@@ -283,7 +294,7 @@ class Evictions:
             of_table = np.flatnonzero((table_N == t) & free_N)
             if policy.expire_below_norm is not None:
                 norm_N = np.sqrt(np.square(weight_ND[of_table].astype(np.float64)).sum(1))
-                is_small_N = norm_N < policy.expire_below_norm  # Not one of NaN: that is for `expire_where`.
+                is_small_N = norm_N < policy.expire_below_norm  # False for a norm of NaN: left to `expire_where`.
                 small = of_table[is_small_N]
                 to_evict.append(RowsToEvict(table_N[small], id_N[small], "norm"))
                 of_table = of_table[~is_small_N]

@@ -1,13 +1,14 @@
-"""The policies of an embedding's tables, carried out on its tiers.
+"""The policy engine: carries out the policies of an embedding's tables on its tiers.
 
-A lookup goes through `acquire`: rows that have expired leave, ids that may have one get a row, as many leave as there
-has to be room for, and the usage metadata of each row go into its record.
+A lookup goes through `acquire`: expired rows are evicted, admission decides which new ids get a row, rows are evicted
+to make room for them, and the usage metadata of each row is written into its record.
 
 Invariants:
-- the usage index has every row of the store, with the metadata in the rows' records;
-- what leaves is held by no lookup, and does not depend on what is held for coming ones;
-- an `acquire` without room for its rows evicts only rows that had expired. Reads and writes of tiers come last: if one
-  fails, the rows that were evicted for it stay gone from tiers and usage index alike, and nothing else has changed.
+- the usage index has every row of the store, with the same metadata as the rows' records;
+- no row that a lookup holds is evicted, and which rows are evicted does not depend on prefetched rows;
+- if an `acquire` has no room for its rows, it evicts only rows that had expired. Reads and writes of tiers come last:
+  if one fails, the rows that were evicted for the lookup stay evicted from tiers and usage index, and nothing else has
+  changed.
 
 Nothing here is thread-safe: `EmbeddingStore` calls it under its lock.
 """
@@ -35,7 +36,7 @@ from oneemb.storage.tiered_rows import TieredRows
 from oneemb.storage.tiers.hot_rows import HotRows, Prefetched
 from oneemb.storage.tiers.hot_tier import HotTier
 
-# Of which a sweep reads the weights.
+# Most rows whose weights a sweep reads at once.
 _ROWS_AT_ONCE = 1 << 15
 
 
@@ -43,9 +44,9 @@ class PolicyEngine:
     """The policy engine of a store.
 
     Args:
-        policies: of each table.
-        capacity: rows of all tables together at most; None = no limit.
-        writing: the lock that is held by whoever writes rows in place.
+        policies: policy of each table.
+        capacity: most rows of all tables together; None = no limit.
+        writing: the lock to hold while words of rows are written in place.
     """
 
     def __init__(
@@ -56,13 +57,13 @@ class PolicyEngine:
         self._rows, self._pins, self._writing = rows, pins, writing
         self._usage = UsageIndex(policies, capacity, threads)
         self._evictions = Evictions(self._usage, threads)
-        self._hot: HotRows | None = None  # the tier that the usage index refers to
+        self._hot: HotRows | None = None  # The tier whose slots the usage index uses.
         self.admission = self.new_admission()
-        """Chooses the ids that get a row; None = all."""
+        """Decides which ids get a row; None = all ids do."""
         self._asks = False
         self._refuses = any(policy.when_full == "refuse" for policy in policies)
         self.turned_away = 0
-        """How many ids of lookups got no row since their table was full."""
+        """Number of keys that got no row because their table was full."""
 
     def new_admission(self) -> Admission | None:
         """An `Admission` that has counted nothing."""
@@ -71,8 +72,8 @@ class PolicyEngine:
 
     @property
     def usage(self) -> UsageIndex:
-        """The usage index, which uses the rows' own records where slots are stable on the host. Between steps or with
-        the store lock only: the first call after rows have moved goes over to the new place."""
+        """The usage index. With stable slots on the host it uses the metadata in the rows' records. Call between steps
+        or with the store lock: the first call after the hot tier was replaced switches to the new tier."""
         hot = self._rows.hot if self._rows.built else None
         if hot is not self._hot:
             lying = hot if isinstance(hot, HotTier) and hot.stable_slots else None
@@ -81,8 +82,8 @@ class PolicyEngine:
         return self._usage
 
     def move_out(self) -> None:
-        """Copy usage metadata out of rows that are about to have another form or place. IndexMemoryError or MemoryError
-        if there is no memory for it, with nothing changed."""
+        """Copy the usage metadata out of the rows' records before the rows get another format or tier. After an
+        IndexMemoryError or MemoryError nothing has changed."""
         self.usage.move_out()
         self._hot = None
 
@@ -93,7 +94,7 @@ class PolicyEngine:
 
     @property
     def counts_uses(self) -> bool:
-        """Whether anything depends on how many ids of a lookup are of a key. Needs no lock."""
+        """Whether a score or an admission depends on how many ids of a lookup have the same key. Needs no lock."""
         return self._usage.counts_uses or self.admission is not None
 
     @property
@@ -111,7 +112,7 @@ class PolicyEngine:
         if self._asks:
             raise ValueError("a function of a policy (admit=, expire_where=) must not call the embedding that asks it")
         usage, backend = self.usage, self._rows.backend
-        second = usage.second  # Whatever may fail comes before rows leave; what a disk does may come afterwards.
+        second = usage.second  # Read first, since the clock may raise: rows are evicted only after calls that may fail.
         keys = backend.counted(keys)
         table_U, id_U = (backend.tensor(array).cpu().numpy() for array in (keys.table_U, keys.id_U))
         place_U = usage.find(table_U, id_U)
@@ -138,7 +139,7 @@ class PolicyEngine:
                 keys, prefetched, self._evictions.make_room(table_U[new], held), temporary, place_U
             )
         except BaseException:
-            if self.gone == gone:  # Whose turn it is to leave has not changed either.
+            if self.gone == gone:  # No row was evicted, so the next round begins at the same shard.
                 usage.clock.shard = shard
             raise
         try:
@@ -146,9 +147,9 @@ class PolicyEngine:
                 if not again and not len(temporary):
                     self._use(table_U, id_U, place_U, uses_U, step, second, slot_U)
                 elif not again or len(new):
-                    # Rows that had left begin anew.
+                    # In a repeated lookup only rows that were evicted meanwhile, and begin again, are counted.
                     used = new if again else np.append(np.flatnonzero(place_U >= 0), new)
-                    its_place_U = place_U[used]  # which gets those of new rows
+                    its_place_U = place_U[used]  # `_use` sets the places of new rows in this array.
                     its_slot_U = slot_U[backend.put(used)]
                     self._use(table_U[used], id_U[used], its_place_U, uses_U[used], step, second, its_slot_U)
                     place_U[used] = its_place_U
@@ -167,8 +168,13 @@ class PolicyEngine:
         self, keys: Keys, prefetched: Prefetched | None, to_evict: Sequence[RowsToEvict], temporary: np.ndarray,
         place_U: np.ndarray,
     ) -> tuple[Array, Array | None]:  # fmt: skip
-        """Pin the rows of these keys, beginning new ones, once `to_evict` are evicted. Returns all slots, and
-        temporary ones."""
+        """Evict the rows `to_evict`, then make the rows of all keys resident and pin them. Returns the slots of all
+        keys, and the slots of temporary rows (None if there are none).
+
+        Args:
+            temporary: indices of the keys that get temporary rows.
+            place_U: place of each key in the usage index, -1 for keys without a row.
+        """
         hot, leaving = self._rows.hot, sum(len(its.id_V) for its in to_evict)
         if prefetched is None and len(temporary) == 0 and isinstance(hot, HotTier) and self.usage.in_rows:
             slot_U = place_U.copy()
@@ -186,7 +192,7 @@ class PolicyEngine:
             self._pins.give_back(slot_U)
             raise
         try:
-            hot.acquire_rest(keys, slot_U)  # which unpins them all where it fails
+            hot.acquire_rest(keys, slot_U)  # Unpins all rows if it fails.
         except BaseException:
             if temporary_M is not None:
                 hot.free_temporary(temporary_M)
@@ -194,7 +200,8 @@ class PolicyEngine:
         return slot_U, temporary_M
 
     def _make_temporary(self, keys: Keys, slot_U: Array, temporary: np.ndarray) -> Array | None:
-        """Make temporary rows of the keys `temporary`. Returns their slots, which are in slot_U too."""
+        """Make temporary rows for the keys with indices `temporary`. Returns their slots, and writes them into
+        slot_U."""
         if len(temporary) == 0:
             return None
         hot, which = self._rows.hot, self._rows.backend.put(temporary)
@@ -207,7 +214,7 @@ class PolicyEngine:
         return temporary_M
 
     def _sweep(self, step: int, second: int, held: Sequence[np.ndarray]) -> None:
-        """Evict expired rows among those that this step looks at."""
+        """Evict the expired rows of the shards that are due in this step."""
         usage = self.usage
         shards = self._evictions.due(step)
         usage.fit(self._format.row_bytes)
@@ -230,7 +237,7 @@ class PolicyEngine:
         self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray, uses_U: np.ndarray, step: int, second: int,
         slot_U: Array,
     ) -> None:  # fmt: skip
-        """Count a lookup of rows that are pinned in these slots: see `UsageIndex.use`."""
+        """Count a lookup in the usage metadata of rows that are pinned in slots `slot_U`; see `UsageIndex.use`."""
         usage = self.usage
         if usage.in_rows:
             with self._writing:
@@ -256,7 +263,7 @@ class PolicyEngine:
     # ---- rows that leave --------------------------------------------------------------------------------------------
 
     def _evict(self, to_evict: RowsToEvict) -> np.ndarray:
-        """Evict rows that no lookup holds. Returns which keys had a row, bool [V]."""
+        """Evict these rows, which no lookup holds. Returns bool [V]: whether the key had a row."""
         table_V, id_V, reason = to_evict
         erased_V = self._pins.erase(table_V, id_V)
         with changing:
@@ -264,11 +271,11 @@ class PolicyEngine:
         return erased_V
 
     def forget(self, table_V: np.ndarray, id_V: np.ndarray, erased_V: np.ndarray) -> None:
-        """Note that the existing rows among these have been erased by hand."""
+        """Remove keys whose rows the user has erased from the usage index. erased_V: whether each key had a row."""
         self.usage.forget(table_V, id_V, "erased", erased_V)
 
     def to_evict(self, tables: Sequence[int], step: int) -> list[RowsToEvict]:
-        """Expired rows that no lookup holds; by their weights, those of these tables only."""
+        """Choose the expired rows that no lookup holds: by age in all tables, by weights in `tables` only."""
         usage, held = self.usage, self._pins.places()
         to_evict = self._evictions.expired(range(SHARDS), step, usage.second, held)
         if any(usage.policies[t].weighs for t in tables):
@@ -283,18 +290,19 @@ class PolicyEngine:
     def evict(
         self, tables: Sequence[int], to_evict: Sequence[RowsToEvict], *, expired_only: bool = False
     ) -> dict[str, int]:
-        """Evict those of these rows that are of these tables and, but for `expired_only`, what is more than a table may
-        have and is held by no lookup. Returns their numbers, by reason."""
+        """Evict the rows of `to_evict` that belong to `tables`. Unless `expired_only`, also evict rows by which a table
+        exceeds its capacity and that no lookup holds. Returns {reason: number of evicted rows}."""
         left = dict[str, int]()
         self._evict_of(tables, to_evict, left)
         if not expired_only:
             self.usage.fit(self._format.row_bytes)
-            self._evict_of(tables, self._evictions.surplus(self._pins.places(), tables), left)  # of what is left by now
+            # The surplus is chosen among the rows that are left.
+            self._evict_of(tables, self._evictions.surplus(self._pins.places(), tables), left)
         return left
 
     @contextmanager
     def _calling_user(self) -> Iterator[None]:
-        """Block in which a user's function is called, which must not call the embedding."""
+        """Context in which a user's function is called: a lookup in the embedding raises an error meanwhile."""
         self._asks = True
         try:
             yield
@@ -302,7 +310,8 @@ class PolicyEngine:
             self._asks = False
 
     def _evict_of(self, tables: Sequence[int], to_evict: Sequence[RowsToEvict], left: dict[str, int]) -> None:
-        """Evict those of these tables, and count them by reason: one that leaves for two by the first."""
+        """Evict the rows of `to_evict` in `tables`, and add their numbers to `left` by reason. A row with two reasons
+        counts for the first."""
         for its in to_evict:
             chosen = np.flatnonzero(np.isin(its.table_V, tables))
             erased_V = self._evict(RowsToEvict(its.table_V[chosen], its.id_V[chosen], its.reason))
@@ -344,7 +353,8 @@ class PolicyEngine:
         return {} if self.admission is None else self.admission.to_arrays()
 
     def loaded_admission(self, arrays: Mapping[str, np.ndarray], name: str) -> Admission | None:
-        """Admission that continues from the sightings among the arrays of snapshot `name`."""
+        """An `Admission` with the sightings in the arrays of snapshot `name`; None = no policy has an admission
+        rule."""
         admission = self.new_admission()
         if admission is not None and self.admission is not None:
             admission.admitted, admission.refused = self.admission.admitted, self.admission.refused
@@ -352,11 +362,12 @@ class PolicyEngine:
         return admission
 
     def read_rows(self, format: RowFormat, clock: UsageClock | None, steps: int, step: int) -> None:
-        """Enter the rows that are here now into the usage index, with the metadata in their records.
+        """Rebuild the usage index from the rows that the store has now, with the metadata in their records.
 
         Args:
-            format, clock, steps: format of the rows, counts (None = none) and number of updates where they come from.
-            step: updates that count here.
+            format, clock, steps: row format, usage clock (None = no clock) and number of updates of the store from
+                which the rows come.
+            step: number of updates of this store.
         """
         its = slice(self._format.usage_begin, self._format.state_begin)
         self.usage.begin(clock if format.usage_words == USAGE_WORDS else None, steps, step)
@@ -371,7 +382,7 @@ class PolicyEngine:
             self.admission.clear()
 
     def stats(self) -> dict[str, Any]:
-        """Numbers of rows that have left, and of ids that were admitted or refused."""
+        """Numbers of rows evicted, by reason, bytes of memory, and numbers of ids that were admitted or refused."""
         counts: dict[str, Any] = {"left": dict(self.usage.left), "bytes": self.usage.nbytes}
         if self.admission is not None:
             counts |= {"admitted": self.admission.admitted, "refused": self.admission.refused}
@@ -382,5 +393,5 @@ class PolicyEngine:
 
 
 def refuses_some(policies: Sequence[RowPolicy] | None) -> bool:
-    """Whether ids may get no row."""
+    """Whether a policy may refuse a row to an id: it has an admission rule, or `when_full="refuse"`."""
     return policies is not None and any(policy.admit is not None or policy.when_full == "refuse" for policy in policies)

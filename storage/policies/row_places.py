@@ -1,11 +1,12 @@
-"""Storage of per-row usage metadata: an array of its own, or the records of rows with stable slots.
+"""Storage of the usage metadata of rows: a separate array (`OwnPlaces`), or the records of rows with stable slots
+(`SlotPlaces`).
 
-A place is an index into it. The metadata of the row at place p are the words `word_PX[p, first : first + USAGE_WORDS]`.
-Its score is `score_P[p]` as well: a choice of rows reads many scores, which are better read where they lie together.
+A place is the number of a row in this storage. The metadata of the row at place p is `word_PX[p, first : first +
+USAGE_WORDS]`. Its score is also `score_P[p]`: evictions read many scores, so scores are stored side by side.
 
-Invariant: `index` has the key of every row that the usage index knows, with its place, and no other.
+Invariant: `index` has the key of each row in the usage index, with the row's place, and no other key.
 
-N rows, P places, V rows that leave, S slots, W words of a row.
+Shape letters: N rows, P places, X words of a place, V evicted rows, S slots, W words of a row.
 """
 
 from typing import Protocol
@@ -19,12 +20,12 @@ from oneemb.storage.tiers.free_slots import FreeSlots
 from oneemb.storage.tiers.growing_array import GrowingArray
 
 USAGE_WORDS = 4
-"""Words of a row's record: its score, the lower half first, and the step and the second of its last use; or, lower half
-first, the time."""
+"""Words of usage metadata in a row's record: two words of score, lower half first, then the step and the second of the
+last use, or, with timestamps, the time of the last use in two words, lower half first."""
 
 
 class StableRows(Protocol):
-    """All rows there are, in one slab with stable slots."""
+    """The rows of a resident tier with stable slots: one slab and its index."""
 
     row_SW: np.ndarray
     """float32 [S, W]; it grows in place."""
@@ -37,10 +38,10 @@ class StableRows(Protocol):
 
 
 class OwnPlaces:
-    """Metadata in an array, with an index over it.
+    """Usage metadata in a separate array, with an index from keys to places.
 
     Args:
-        most: places for which address space is taken when the first row comes; 0 = as many as it needs.
+        most: number of places for which address space is reserved at the first row; 0 = only as many as are needed.
     """
 
     first = 0
@@ -50,7 +51,7 @@ class OwnPlaces:
         self.index = HashIndex(threads)
         self.word_PX = np.empty((0, USAGE_WORDS), np.uint32)
         self.held_P = np.empty(0, np.bool_)
-        """Scratch bits of a choice of rows; False in between."""
+        """Whether a row must not be evicted; set only during a choice of rows, otherwise all False."""
         self.table_P = np.empty(0, np.int32)
         """The table of each row."""
         self._free = FreeSlots(np.arange)
@@ -62,20 +63,20 @@ class OwnPlaces:
 
     @property
     def score_P(self) -> np.ndarray:
-        """uint64: those in `word_PX`."""
+        """Score of each place, uint64 [P]: a view of `word_PX`."""
         return self.word_PX.view(np.uint64)[:, 0]
 
     @property
     def score_PX(self) -> np.ndarray:
-        """The same as uint32, in the first two words."""
+        """An array with the scores as uint32 in its first two columns."""
         return self.word_PX
 
     def reserve(self, table_N: np.ndarray, id_N: np.ndarray) -> None:
-        """Reserve memory for these keys, which are not known; IndexMemoryError or MemoryError if there is none."""
+        """Reserve memory for these new keys. IndexMemoryError or MemoryError if memory does not suffice."""
         self.index.reserve_keys(table_N, id_N)
         need = self._free.used + self._free.fresh(len(id_N))
         if need > len(self.held_P):
-            # What is never written takes no memory, and where `most` is known nothing is copied later.
+            # Unwritten pages take no memory. If `most` is known, the arrays need not grow and be copied later.
             size = max(need, self._most, len(self.held_P) * 3 // 2)
             before = [self.word_PX, self.held_P, self.table_P]
             grown = [np.zeros((size, *array.shape[1:]), array.dtype) for array in before]  # All of them, or none.
@@ -84,7 +85,7 @@ class OwnPlaces:
             self.word_PX, self.held_P, self.table_P = grown
 
     def add(self, table_N: np.ndarray, id_N: np.ndarray, slot_N: np.ndarray | None) -> np.ndarray:
-        """Enter these keys. Returns their places: int64 [N]."""
+        """Add these new keys to the index. Returns their places: int64 [N]."""
         self.reserve(table_N, id_N)
         place_N = self._free.reserve(len(id_N), len(self.held_P))
         self.table_P[place_N] = table_N
@@ -93,7 +94,7 @@ class OwnPlaces:
         return place_N
 
     def forget(self, table_V: np.ndarray, id_V: np.ndarray, erased_V: np.ndarray | None) -> np.ndarray:
-        """Forget these keys. Returns which were known: bool [V]."""
+        """Remove these keys. Returns bool [V]: whether the key was in the index."""
         place_V = self.index.erase(table_V, id_V)
         with changing:
             known_V = place_V >= 0
@@ -106,11 +107,12 @@ class OwnPlaces:
 
 
 class SlotPlaces:
-    """Metadata in the records of rows with stable slots: the place of a row is its slot. Their owner puts keys into the
-    index before they are entered here, and erases them before they are forgotten.
+    """Usage metadata in the records of rows with stable slots: the place of a row is its slot. The hot tier puts keys
+    into the index before `add`, and erases them before `forget`.
 
     Args:
-        first: word of a record with which its metadata begins.
+        rows: the hot tier with the rows.
+        first: number of the record's word at which the metadata begins.
     """
 
     def __init__(self, rows: StableRows, first: int):
@@ -124,7 +126,7 @@ class SlotPlaces:
 
     @property
     def index(self) -> HashIndex:
-        """Theirs."""
+        """The index of the rows' tier."""
         return self._rows.index
 
     @property
@@ -139,7 +141,7 @@ class SlotPlaces:
 
     @property
     def score_PX(self) -> np.ndarray:
-        """See `OwnPlaces`."""
+        """The scores as uint32 [P, 2]."""
         return self.score_P.view(np.uint32).reshape(-1, 2)
 
     def reserve(self, table_N: np.ndarray, id_N: np.ndarray) -> None:
@@ -150,7 +152,7 @@ class SlotPlaces:
         place_N = self.index.find(table_N, id_N) if slot_N is None else slot_N
         try:
             self._have(len(self._rows.row_SW))
-        except MemoryError:  # The slab has more slots than are used: those that were reserved for are enough.
+        except MemoryError:  # The slab has more slots than rows: grow only to the last used slot.
             self._have(int(place_N.max(initial=-1)) + 1)
         self.table_P[place_N] = table_N
         return place_N
@@ -164,7 +166,7 @@ class SlotPlaces:
         return self
 
     def _have(self, slots: int) -> None:
-        """Make room for the numbers of so many slots."""
+        """Grow the arrays to this many slots."""
         for array in self._arrays:
             array.grow(slots)
         self.held_P, self.table_P, self.score_P = (array.array for array in self._arrays)

@@ -1,6 +1,6 @@
-"""Calls on the policies of a store's tables: rows that leave, scores, epochs, sightings.
+"""Calls on the policies of a store's tables: eviction, scores, epochs, sightings.
 
-Lookups go through `PolicyEngine` themselves (policy_engine.py).
+Lookups do not use this module; they call `PolicyEngine.acquire`.
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from oneemb.storage.store_part import Store, StorePart, no_step, reading, with_s
 
 
 class StorePolicy(StorePart):
-    """The policies of a store. Where no table has one, no row is evicted, and rows have no scores.
+    """Calls on the policies of a store. Without policies no row is evicted, and rows have no scores.
 
     Args:
-        kept: the policy engine; None where no table has a policy.
-        what: the embedding, in errors.
+        engine: the policy engine; None = no table has a policy.
+        what: name of the embedding for error texts.
     """
 
     def __init__(self, store: Store, engine: PolicyEngine | None, what: str, num_tables: int):
@@ -32,11 +32,11 @@ class StorePolicy(StorePart):
 
     @property
     def counts_uses(self) -> bool:
-        """Whether policies ask how many ids of a batch a key is of."""
+        """Whether policies need to know how many ids of a batch have the same key."""
         return self._engine is not None and self._engine.counts_uses
 
     def check_clock(self) -> None:
-        """Raise ValueError if the policies' clock gives no time."""
+        """ValueError if the policies' clock raises an error or returns no finite number."""
         if self._engine is not None:
             self._engine.usage.second  # noqa: B018  # It is read.
 
@@ -45,7 +45,7 @@ class StorePolicy(StorePart):
     @no_step("evict")
     @with_store_lock
     def to_evict(self) -> list[RowsToEvict]:
-        """Expired rows that no lookup holds; `evict` evicts them. ValueError if `expire_where` or a clock fails."""
+        """Choose the expired rows that no lookup holds, for `evict`. ValueError if `expire_where` or a clock fails."""
         self._store.check_open()
         if self._engine is None or not self._store.built:
             return []
@@ -55,11 +55,11 @@ class StorePolicy(StorePart):
     @no_step("evict")
     @with_store_lock
     def evict(self, to_evict: Sequence[RowsToEvict] | None = None) -> dict[str, int]:
-        """Evict these rows, and those that are more than a table may have and that no lookup holds. Returns numbers, by
-        reason.
+        """Evict the rows `to_evict`, and rows by which a table exceeds its capacity and that no lookup holds. Returns
+        {reason: number of evicted rows}.
 
         Args:
-            to_evict: result of `to_evict`, with no lookup since; None = what it gives now, which may raise.
+            to_evict: result of the method `to_evict`, with no lookup since that call; None = call it now.
         """
         self._store.check_open()
         if self._engine is None or not self._store.built:
@@ -71,7 +71,7 @@ class StorePolicy(StorePart):
         return left
 
     def evict_before_save(self) -> None:
-        """Evict expired rows of tables whose snapshots are to have none. Requires the store lock."""
+        """Evict the expired rows of tables whose policy has `evict_at_snapshot`. Requires the store lock."""
         if (engine := self._engine) is not None and self._store.built:
             self._store.pins.release_abandoned()
             tables = [t for t, policy in enumerate(engine.policies) if policy.evict_at_snapshot]
@@ -82,7 +82,8 @@ class StorePolicy(StorePart):
 
     @reading
     def scores(self, table_U: np.ndarray, id_U: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The scores of these rows, uint64 [U], 0 of those that are not there; and which are, bool [U]."""
+        """Scores of the rows of these keys, uint64 [U], and whether each key has a row, bool [U]. The score of a key
+        without a row is 0."""
         usage = self._need().usage
         place_U = usage.find(table_U, id_U)
         score_U = np.zeros(len(id_U), np.uint64)
@@ -91,7 +92,7 @@ class StorePolicy(StorePart):
 
     @with_store_lock
     def check_scores(self, table_U: np.ndarray, id_U: np.ndarray, score_U: np.ndarray) -> None:
-        """Raise ValueError unless `set_scores` may give these rows these scores."""
+        """ValueError if `set_scores` would refuse these scores for these keys."""
         usage = self._need().usage
         known_U = usage.find(table_U, id_U) >= 0
         usage.check_scores(table_U[known_U], score_U[known_U])
@@ -101,14 +102,14 @@ class StorePolicy(StorePart):
     def set_scores(
         self, table_U: np.ndarray, id_U: np.ndarray, score_U: np.ndarray, time_U: np.ndarray | None = None
     ) -> int:
-        """Set the scores of those of these rows that exist. Returns their number.
+        """Set the scores of the keys that have a row. Returns the number of these keys.
 
         Args:
-            time_U: uint64, of their last uses, where the policy has `timestamps`; None = they stay as they are.
+            time_U: times of last use, uint64, if the policies have `timestamps`; None = the times do not change.
 
         Raises:
             ValueError: a score is invalid for its table's rule.
-            StoreFullError: so many rows do not fit in the hot tier at a time.
+            StoreFullError: the rows do not fit in the hot tier at one time.
         """
         known = self._need().set_scores(table_U, id_U, score_U, time_U)
         self._store.changes += known > 0
@@ -116,7 +117,7 @@ class StorePolicy(StorePart):
 
     @with_store_lock
     def set_epoch(self, epoch: int) -> None:
-        """Let uses from now on be of this epoch."""
+        """Set the epoch that uses of rows have from now on."""
         clock = self._need().usage.clock
         if type(epoch) is not int:
             raise TypeError(f"an epoch must be an int, got {epoch!r}")
@@ -129,7 +130,7 @@ class StorePolicy(StorePart):
 
     @with_store_lock
     def give_score(self, table: int, score: int) -> None:
-        """Let uses of rows of a table of `GivenScore` give this score from now on, 0 to 2^64 - 1."""
+        """Set the score, 0 to 2^64 - 1, that uses give from now on to rows of a table with `GivenScore`."""
         self._need().usage.give(table, score)
 
     @reading
@@ -159,7 +160,7 @@ class StorePolicy(StorePart):
 
     @with_store_lock
     def add_sightings(self, table: int, id_N: np.ndarray, count_N: np.ndarray) -> None:
-        """Count these ids, which are distinct, so often more; those that have a row are left out."""
+        """Add `count_N` sightings to the counts of these distinct ids. Ids that have a row are left out."""
         engine = self._need()
         if engine.admission is not None:
             absent = engine.usage.find(np.full(len(id_N), table, np.int32), id_N) < 0
@@ -168,7 +169,7 @@ class StorePolicy(StorePart):
 
     @with_store_lock
     def forget_sightings(self, table: int, id_N: np.ndarray) -> None:
-        """Count these ids no more."""
+        """Remove the counts of these ids."""
         if (admission := self._need().admission) is not None:
             admission.forget(np.full(len(id_N), table, np.int32), id_N)
             self._store.changes += 1

@@ -1,12 +1,12 @@
-"""Index of the usage of every row, by which policies choose the rows to evict (evictions.py).
+"""The usage index: key and usage metadata of every row, from which policies choose the rows to evict (evictions.py).
 
-The usage index has the key of every row of a store, its score, and the time of its last use. A lookup reads it before
-its rows are made and updates it afterwards. The same numbers are in the row's record (`USAGE_WORDS` words of it), which
-moves between tiers and into snapshots, and from which the index is made anew after a load. Where all rows have stable
-slots in one slab, the usage index keeps only the scores, side by side: it finds keys in the index over the slab, the
-place of a row is its slot, and the metadata are those in the record itself.
+For each row of a store the usage index has the key, the score, and the time of the last use. A lookup reads it before
+rows are made and updates it afterwards. The row's record has the same metadata (`USAGE_WORDS` words), moves between
+tiers and into snapshots, and is the source from which a load rebuilds the index. If all rows have stable slots in one
+slab, the usage index stores only the scores, side by side: keys are found in the index of the slab, the place of a row
+is its slot, and the metadata is read from the records.
 
-U distinct keys of a lookup, N rows, P places, V evicted rows, T tables.
+Shape letters: U distinct keys of a lookup, N rows, P places, X words of a place, V evicted rows, T tables.
 """
 
 import math
@@ -31,7 +31,7 @@ SECONDS_MAX = 2**32 - 1
 
 @dataclass
 class UsageClock:
-    """Counts of a usage index, as a snapshot keeps them."""
+    """Counts of a usage index that a snapshot contains: lookups, seconds, epoch, steps, and positions of rounds."""
 
     lookups: int = 0
     shard: int = 0
@@ -41,10 +41,10 @@ class UsageClock:
     swept_step: int = 0
     """The step of the last sweep."""
     seconds: int = 0
-    """Of the index's own clock, which stands while there is no job."""
+    """Seconds of the usage index's own clock, which stops while no job runs."""
     epoch: int = 0
     steps: int = 0
-    """Steps before those of the store, which begins to count them anew where rows lose their optimizer's state."""
+    """Steps to add to those of the store. The store counts from 0 again when rows lose their optimizer state."""
 
     @classmethod
     def of_meta(cls, meta: dict[str, Any], name: str) -> "UsageClock | None":
@@ -67,7 +67,7 @@ class UsageClock:
 
 _UNLIMITED = 2**62
 
-# Places that address space is taken for before they are needed.
+# Most places for which address space is reserved before they are needed.
 _PLACES_AT_ONCE = 1 << 26
 
 
@@ -77,11 +77,11 @@ def _halves(stamp: int) -> tuple[int, int]:
 
 
 class UsageIndex:
-    """The usage index of a store; see the head of this file.
+    """The usage index of a store.
 
     Args:
-        capacity: rows of all tables together at most; None = no limit.
-        row_bytes: of a row, by which a `capacity_mb` is so many rows.
+        capacity: most rows of all tables together; None = no limit.
+        row_bytes: bytes of a row, by which a `capacity_mb` is converted to a number of rows.
     """
 
     def __init__(self, policies: Sequence[RowPolicy], capacity: int | None, threads: Threads, row_bytes: int = 4):
@@ -90,12 +90,12 @@ class UsageIndex:
         self.capacity, self._threads = capacity, threads
         self._rules = rules_of(policies)
         self.limits: dict[int, int] = {}
-        """Most rows of each table that has a limit."""
+        """{table with a capacity: most rows of the table}."""
         self.above_T = np.full(len(policies), -1)
-        """Rows of each table above which it is swept."""
+        """A table is swept if it has more rows than this."""
         self.fit(row_bytes)
         self.evicts_T = np.array([policy.evict is not None for policy in policies])
-        # One for all tables: see `policies_of`.
+        # All tables have the same clock: `policies_of` checks this.
         times = [policy.clock or time.monotonic for policy in policies if policy.expire_after_seconds is not None]
         self._time = times[0] if times else None
         self._began = self._now()
@@ -104,11 +104,11 @@ class UsageIndex:
         self._stamp = 0
         self.places: OwnPlaces | SlotPlaces = self._own_places()
         self.left: dict[str, int] = {}
-        """How many rows have left, by reason."""
+        """{reason: number of evicted rows}."""
         self.clear()
 
     def fit(self, row_bytes: int) -> None:
-        """Let rows have so many bytes from here on."""
+        """Compute the limits that are given in MiB for rows of this size."""
         for t, policy in enumerate(self.policies):
             if policy.capacity is not None:
                 self.limits[t] = policy.capacity
@@ -138,19 +138,20 @@ class UsageIndex:
 
     @property
     def in_rows(self) -> bool:
-        """Whether places are slots, and what is known of rows is in their records."""
+        """Whether places are slots, and the usage metadata is only in the rows' records."""
         return isinstance(self.places, SlotPlaces)
 
     def use_rows(self, rows: StableRows | None, first: int) -> None:
-        """Use the usage metadata in the records of rows with stable slots, from word `first` on: of the rows known now,
-        or after `clear` and `add`. None = slots are not stable; metadata in former records is forgotten."""
+        """Use the usage metadata in the records of rows with stable slots, which begins at word `first`. rows=None:
+        slots are not stable; begin with an empty array instead."""
         if rows is not None:
             self.places = SlotPlaces(rows, first)
         elif self.in_rows:
             self.places = self._own_places()
 
     def move_out(self) -> None:
-        """Copy usage metadata out of the records, and go on without them. A memory error has changed nothing."""
+        """Copy the usage metadata out of the records into a separate array, and use the array. After a memory error
+        nothing has changed."""
         if self.in_rows:
             table_N, id_N, place_N = self.items()
             places, usage_N4 = self._own_places(), self.usage_words(place_N)
@@ -179,17 +180,17 @@ class UsageIndex:
 
     @property
     def second(self) -> int:
-        """Whole seconds on the usage index's own clock. ValueError if the policies' clock gives none."""
-        passed = min(max(0.0, self._now() - self._began), SECONDS_MAX)  # Of two finite numbers it may be infinite.
+        """Whole seconds on the usage index's own clock. ValueError if the policies' clock fails."""
+        passed = min(max(0.0, self._now() - self._began), SECONDS_MAX)  # The difference may overflow to infinity.
         return min(self.clock.seconds + int(passed), SECONDS_MAX)
 
     def timestamp(self) -> int:
-        """Nanoseconds since 1970, later than all that were given before."""
+        """Nanoseconds since 1970; greater than every earlier result."""
         self._stamp = max(self._stamp + 1, time.time_ns())
         return self._stamp
 
     def counted(self) -> UsageClock:
-        """Counts up to now."""
+        """A copy of the clock with the present second."""
         return replace(self.clock, seconds=self.second)
 
     def to_meta(self) -> dict[str, Any]:
@@ -200,24 +201,25 @@ class UsageIndex:
     # ---- lookups ----------------------------------------------------------------------------------------------------
 
     def find(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
-        """The place of each key, -1 of one that has no row: int64 [U]."""
+        """Place of each key, or -1 if the key has no row: int64 [U]."""
         return self.places.index.find(table_U, id_U)
 
     def reserve(self, table_U: np.ndarray, id_U: np.ndarray) -> None:
-        """Reserve memory for rows of these keys, which have none; IndexMemoryError or MemoryError if there is none."""
+        """Reserve memory for these new keys. IndexMemoryError or MemoryError if memory does not suffice."""
         self.places.reserve(table_U, id_U)
 
     def use(
         self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray, uses_U: np.ndarray, step: int, second: int,
         slot_U: np.ndarray | None = None,
     ) -> None:  # fmt: skip
-        """Count a lookup of these keys, whose rows are there now.
+        """Count a lookup of these keys, whose rows exist now.
 
         Args:
-            place_U: result of `find`; new keys, of -1, are entered, and get their places in it.
-            uses_U: int64, number of ids that are each key.
-            step, second: of the store, and of the usage index's clock.
-            slot_U: slots of the rows, if metadata is in their records.
+            place_U: result of `find`. Keys with -1 are added to the index, and their places are written into this
+                array.
+            uses_U: int64, number of ids in the lookup that have the key.
+            step, second: step of the store, and second of the usage index's clock.
+            slot_U: slots of the rows, if the metadata is in the records.
         """
         is_new_U = place_U < 0
         new = np.flatnonzero(is_new_U)
@@ -234,7 +236,7 @@ class UsageIndex:
         self.clock.lookups += 1
 
     def _add(self, table_N: np.ndarray, id_N: np.ndarray, slot_N: np.ndarray | None = None) -> np.ndarray:
-        """Know these rows, of keys that were not known. Returns their places."""
+        """Add the rows of new keys to the index. Returns their places."""
         place_N = self.places.add(table_N, id_N, slot_N)
         self.rows_T += np.bincount(table_N, minlength=len(self.rows_T))
         return place_N
@@ -254,11 +256,11 @@ class UsageIndex:
 
     @property
     def counts_uses(self) -> bool:
-        """Whether a score depends on how many ids of a lookup are of a key."""
+        """Whether a score depends on how many ids of a lookup have the same key."""
         return bool(np.isin(self._rules.kind_T, (COUNT, DECAYED, EPOCH_COUNT)).any())
 
     def check_scores(self, table_N: np.ndarray, score_N: np.ndarray) -> None:
-        """Raise ValueError unless rows of these tables may have these scores, uint64 [N]."""
+        """ValueError if a score, uint64 [N], is invalid for the rule of its table."""
         is_number_N = self._rules.kind_T.take(table_N) == DECAYED
         if (score_N[is_number_N] >= np.array(np.inf).view(np.uint64)).any():
             raise ValueError("scores of LFU with a half-life are bits of finite float64 numbers, 0 or more, got others")
@@ -269,12 +271,12 @@ class UsageIndex:
         self._set_numbers(place_N, score_N, 0)
 
     def _set_numbers(self, place_N: np.ndarray, number_N: np.ndarray, word: int) -> None:
-        """Put 64 bits into two words of what is known of each row."""
+        """Write 64 bits into words `word` and `word + 1` of the metadata of each row."""
         its = slice(self.places.first + word, self.places.first + word + 2)
         self.places.word_PX[place_N, its] = np.ascontiguousarray(number_N, np.uint64).view(np.uint32).reshape(-1, 2)
 
     def give(self, table: int, score: int) -> None:
-        """Let uses of rows of a table of `GivenScore` give this score from now on."""
+        """Set the score that uses give from now on to rows of a table with `GivenScore`."""
         self._rules.given_T[table] = score
 
     def uses(self, table: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -290,7 +292,8 @@ class UsageIndex:
         self._stamp = max(self._stamp, min(int(time_N.max(initial=0)), _UNLIMITED))
 
     def forget(self, table_V: np.ndarray, id_V: np.ndarray, reason: str, erased_V: np.ndarray | None = None) -> None:
-        """Forget evicted rows; erased_V says which existed, bool, where places are slots."""
+        """Remove evicted rows from the index. erased_V: whether each row existed, bool [V]; required if places are
+        slots."""
         known_V = self.places.forget(table_V, id_V, erased_V)
         self.rows_T -= np.bincount(table_V[known_V], minlength=len(self.rows_T))
         if known_V.any():
@@ -301,8 +304,8 @@ class UsageIndex:
     def free_rows(
         self, shards: range, word_PX: np.ndarray | None = None, first: int = 0
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The rows in these shards that are not held (`held_P`): the cells of their keys; and their scores, or the 64
-        bits that begin at word `first` of `word_PX`."""
+        """Cells of the index with the keys of the rows in these shards that are not marked in `held_P`, and 64 bits of
+        each row: its score, or the two words of `word_PX` from word `first` on."""
         address_P, cells_P = (array[shards.start : shards.stop] for array in self.places.index.shards)
         word_PX = self.places.score_PX if word_PX is None else word_PX
         return rows_of_shards(address_P, cells_P, word_PX, first, self.places.held_P, threads=self._threads)
@@ -314,11 +317,11 @@ class UsageIndex:
     # ---- snapshots --------------------------------------------------------------------------------------------------
 
     def begin(self, clock: UsageClock | None, step: int, step_now: int) -> None:
-        """Forget all, and go on from the counts of another usage index, for rows that are to be added.
+        """Remove all rows, and continue with the clock of another usage index, whose rows are added next.
 
         Args:
-            clock: its counts; None = there was none, and rows have `first_usage`.
-            step, step_now: of the store that had the rows, and of the one that has them now.
+            clock: clock of the other usage index; None = there was none, and the rows get `first_usage`.
+            step, step_now: step of the store from which the rows come, and step of this store.
         """
         self.clear()
         if clock is None:
@@ -327,7 +330,7 @@ class UsageIndex:
             self.clock = replace(clock, steps=clock.steps + step - step_now)
 
     def begin_steps(self, step: int) -> None:
-        """The store begins to count its steps anew; `step` was the last one."""
+        """Note that the store counts its steps from 0 again; `step` was the last step."""
         self.clock.steps += step
 
     def first_usage(self, table_N: np.ndarray, id_N: np.ndarray, step: int) -> np.ndarray:
@@ -344,7 +347,7 @@ class UsageIndex:
         return usage_N4
 
     def add(self, table_N: np.ndarray, id_N: np.ndarray, usage_N4: np.ndarray) -> None:
-        """Know rows that have been loaded, with what their records hold."""
+        """Add loaded rows to the index, with the usage metadata of their records."""
         place_N = self._add(table_N, id_N)
         first = self.places.first
         usage_N2 = np.ascontiguousarray(usage_N4).view(np.uint64)
@@ -354,14 +357,14 @@ class UsageIndex:
             self._stamp = max(self._stamp, min(int(usage_N2[:, 1].max()), _UNLIMITED))
 
     def check_rules(self, meta: dict[str, Any], name: str) -> None:
-        """Raise StorageError if the scores in the snapshot of this meta are those of other rules."""
+        """StorageError if the scores in snapshot `name`, which has this meta, were made by other rules."""
         theirs = meta.get("score_rules")
         if theirs is not None and bool(meta.get("timestamps")) != self.stamps:
             raise StorageError(
                 f"snapshot {name!r} was saved with timestamps={bool(meta.get('timestamps'))}, and this embedding's"
                 " policy says otherwise; load it with the same"
             )
-        # Further tables here are no difference.
+        # This embedding may have more tables than the snapshot.
         if theirs is not None and (not isinstance(theirs, list) or theirs != self.rules()[: len(theirs)]):
             raise StorageError(
                 f"snapshot {name!r} holds scores of other rules than this embedding's evict= asks for; load it into an"

@@ -1,8 +1,9 @@
-"""Many direct reads at once by Linux AIO, where the system and the file system support it.
+"""Reads blocks by Linux AIO, many direct reads at once, where the system and the file system support this.
 
 Invariants:
 - the buffers of reads in flight are neither freed nor used for anything else; `read` leaves no read in flight;
-- a context and its buffers belong to one process: a forked child makes its own, since it shares its parent's memory.
+- an AIO context and its buffers belong to one process: a forked child makes new ones, since a child shares its
+  parent's memory.
 """
 
 import errno
@@ -25,7 +26,8 @@ _PROBE_BYTES = 4096
 
 
 class AioReader:
-    """Up to `depth` direct reads in flight from one thread. OSError if the system does not let this process use AIO."""
+    """A `BlockReader` by Linux AIO: one thread keeps up to `depth` direct reads in flight. OSError if the system does
+    not let this process use AIO."""
 
     name = "aio"
     direct = True
@@ -36,14 +38,14 @@ class AioReader:
         self._begin()
 
     def _begin(self) -> None:
-        """Make the context and the buffers of this process."""
+        """Make the AIO context and the arrays that the reads of this process use."""
         assert AIO_NUMBERS is not None
         context_1 = np.zeros(1, np.int64)
         failed = aio_setup(AIO_NUMBERS[0], self.depth, context_1)
         if failed:
             raise OSError(-failed, os.strerror(-failed))
         self._context: int | None = int(context_1[0])
-        aio_destroy(AIO_NUMBERS[1], 0)  # No context: compiled now, and not where the garbage collector closes this.
+        aio_destroy(AIO_NUMBERS[1], 0)  # Destroys nothing: compiles the function before the garbage collector needs it.
         self._process = os.getpid()
         self._iocb_MX, self._event_KX = np.zeros((2 * self.depth, 8), np.int64), np.zeros((self.depth, 4), np.int64)
         self._byte_N = np.empty(0, np.uint8)
@@ -76,7 +78,7 @@ class AioReader:
             raise OSError(-result, os.strerror(-result), q)
 
     def _leave(self) -> None:
-        """Destroy a context whose reads in flight cannot be waited for; the next call makes a new one."""
+        """Destroy the context, since its reads in flight cannot be waited for; the next `read` makes a new context."""
         context, self._context = self._context, None
         if AIO_NUMBERS is not None and aio_destroy(AIO_NUMBERS[1], context) < 0:
             self._kept.append(self._byte_N)  # The reads were not waited for and may still write into these buffers.
@@ -94,14 +96,14 @@ class AioReader:
         self._context = None
 
     def __del__(self) -> None:
-        # At exit the system frees contexts, and faster.
+        # At exit the system frees contexts faster than `close`.
         if hasattr(self, "_context") and not sys.is_finalizing():
             self.close()
 
 
 def open_reader(io: str, fs: FileSystem, directory: str, block_bytes: int, threads: Threads) -> BlockReader:
-    """The reader that `io` names ("auto", "aio" or "pread"), tried out on a file in the directory. StorageError if it
-    does not work there, ValueError for another name."""
+    """Return the block reader that `io` names. "auto" is an `AioReader` if a trial on a file in `directory` works, else
+    a `PreadReader`. StorageError if `io` is "aio" and the trial fails, ValueError if `io` is none of the three."""
     if io not in ("auto", "aio", "pread"):
         raise ValueError(f"io must be 'auto', 'aio' or 'pread', got {io!r}")
     reader = "it was not asked for" if io == "pread" else _tried(fs, directory, block_bytes)
@@ -116,7 +118,8 @@ def open_reader(io: str, fs: FileSystem, directory: str, block_bytes: int, threa
 
 
 def _tried(fs: FileSystem, directory: str, block_bytes: int) -> AioReader | str:
-    """A reader that has read such blocks of a file in this directory; or why that does not work."""
+    """Return an `AioReader` that has read blocks of `block_bytes` from a file in the directory, or, as a text, the
+    reason why such reads do not work."""
     if not fs.native or AIO_NUMBERS is None:
         return "this system has no Linux AIO"
     path = f"{directory}/probe.tmp"
@@ -141,7 +144,8 @@ def _reason(error: OSError) -> str:
 
 
 def _probe(fs: FileSystem, file: int, block_bytes: int) -> AioReader | str:
-    """Write a page in blocks and read each block back with an `AioReader`. Returns it, or why that fails."""
+    """Write a page in blocks and read each block back with an `AioReader`. Returns the reader, or the reason of a
+    failure as a text."""
     geometry = Geometry(block_bytes // 4, block_bytes, 64)
     blocks = _PROBE_BYTES // block_bytes
     byte_N = aligned_bytes(_PROBE_BYTES)
@@ -153,7 +157,7 @@ def _probe(fs: FileSystem, file: int, block_bytes: int) -> AioReader | str:
     n = np.arange(blocks)
     plan = ReadPlan(geometry, n, n, n, np.ones(blocks, np.int64), np.arange(blocks + 1))
     out_UW = np.empty((blocks, geometry.row_width), np.float32)
-    # One that works is kept: the system takes tens of milliseconds to destroy a context.
+    # A reader that works is returned for use: the system takes tens of milliseconds to destroy a context.
     reader = AioReader()
     try:
         reader.read(plan, np.full(blocks, file), n * block_bytes, sum_B, out_UW)

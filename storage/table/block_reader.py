@@ -1,7 +1,8 @@
-"""Reads scattered rows from chunk files: requests go out many at a time, blocks are checked, rows copied out. A failed
-read raises an error that names file, block and key.
+"""Reads scattered rows from chunk files: reads the blocks, compares their checksums, and copies the rows out of them. A
+failed read raises an error that names file, block and key.
 
-Requests come sorted by place, each a run of neighbouring blocks, so that no block is read twice.
+One request reads a run of neighbouring blocks, and requests are sorted by place, so that no block is read twice. Shape
+letters: P places of rows, Q requests, B blocks of the table, X rows of an output.
 """
 
 import os
@@ -26,7 +27,8 @@ _GROUP_BYTES = 8 << 20
 
 
 class DamagedBlock(Exception):
-    """The block of place `place_P[p]` is damaged. `data` holds its bytes as read; fewer at the end of the file."""
+    """The block that holds row `place_P[p]` of a `ReadPlan` is damaged. `data` holds the bytes that were read: fewer
+    than a block at the end of the file."""
 
     def __init__(self, p: int, data: np.ndarray):
         super().__init__()
@@ -35,12 +37,12 @@ class DamagedBlock(Exception):
 
 @dataclass
 class ReadPlan:
-    """P places in ascending order, cut into Q requests of neighbouring blocks.
+    """P places of rows in ascending order, and the Q requests that read them.
 
     Args:
-        place_P, to_P: sorted places, and the row of the output for each.
-        block_Q, blocks_Q: first block of each request, numbered in the whole table, and number of its blocks.
-        first_Q: [Q + 1], the first p that each request serves.
+        place_P, to_P: the sorted places, and for each place the row of the output to copy the row to.
+        block_Q, blocks_Q: number of each request's first block, counted in the whole table, and its number of blocks.
+        first_Q: [Q + 1]; request q reads the places first_Q[q] .. first_Q[q + 1] of `place_P`.
     """
 
     geometry: Geometry
@@ -52,11 +54,11 @@ class ReadPlan:
 
     @property
     def extent_Q(self) -> np.ndarray:
-        """The extent that each request reads from, in ascending order."""
+        """Number of the extent from which each request reads, in ascending order (see `Geometry`)."""
         return self.block_Q // self.geometry.blocks_per_extent
 
     def cut(self, begin: int, end: int) -> "ReadPlan":
-        """The requests begin .. end; `place_P` and `to_P` stay whole."""
+        """A plan with the requests begin .. end only; `place_P` and `to_P` are not cut."""
         return ReadPlan(
             self.geometry, self.place_P, self.to_P, self.block_Q[begin:end], self.blocks_Q[begin:end],
             self.first_Q[begin : end + 1],
@@ -64,7 +66,7 @@ class ReadPlan:
 
 
 def plan_reads(geometry: Geometry, place_N: np.ndarray, to_N: np.ndarray) -> ReadPlan:
-    """The requests that bring the rows at these places to rows `to_N` of an output."""
+    """Plan the requests that copy the row at place_N[n] to row to_N[n] of an output."""
     order = np.argsort(place_N)
     place_P, to_P = place_N[order], to_N[order]
     size = len(place_P)
@@ -82,17 +84,18 @@ class BlockReader(Protocol):
 
     name: str
     direct: bool
-    """Whether the files are to be opened past the system's cache."""
+    """Whether the files must be opened for direct reads, which pass the system's page cache."""
     depth: int
-    """Reads in flight at once."""
+    """Most reads in flight at once."""
 
     def read(
         self, plan: ReadPlan, file_Q: np.ndarray, offset_Q: np.ndarray, sum_B: np.ndarray, out_UW: np.ndarray
     ) -> None:
-        """Copy the rows of the plan to `out_UW`; request q is at offset_Q[q] of open file file_Q[q].
+        """Copy the rows of the plan to rows `plan.to_P` of `out_UW`, and compare each block with its checksum in
+        `sum_B`. Request q reads from offset offset_Q[q] of the open file file_Q[q].
 
         Raises:
-            DamagedBlock: a block is not what was written.
+            DamagedBlock: the checksum of a block does not match.
             OSError: the system could not read; `error.filename` is the number of the request.
         """
 
@@ -102,7 +105,8 @@ class BlockReader(Protocol):
 
 
 class PreadReader:
-    """Plain reads by `depth` threads of its own, through the system's cache. Works on every file system."""
+    """A `BlockReader` by ordinary reads through the system's page cache, on `depth` threads. Works on every file
+    system."""
 
     name = "pread"
     direct = False
@@ -112,7 +116,8 @@ class PreadReader:
         self._begin()
 
     def _begin(self) -> None:
-        """Make this process's threads and buffer: a forked child has no threads, and shares its parent's memory."""
+        """Make the threads and the buffer of this process. A forked child needs new ones: it has no threads, and shares
+        its parent's memory."""
         self._process = os.getpid()
         self._pool = ThreadPoolExecutor(self.depth, thread_name_prefix="oneemb-read") if self.depth > 1 else None
         self._byte_N = np.empty(0, np.uint8)
@@ -192,7 +197,7 @@ class PreadReader:
 
 
 class RowReader:
-    """Reads rows that are on disk, by their places."""
+    """Reads rows from the chunk files by their places, with one `BlockReader`."""
 
     def __init__(self, blocks: BlockReader, files: ChunkFiles):
         self._blocks, self._files = blocks, files
@@ -202,15 +207,16 @@ class RowReader:
         self, live: LiveRows, table_N: np.ndarray, id_N: np.ndarray, place_N: np.ndarray, to_N: np.ndarray,
         out_XW: np.ndarray,
     ) -> None:  # fmt: skip
-        """out_XW[to_N[n]] = the row at place_N[n], which is that of the key (table_N[n], id_N[n]).
+        """Copy the row at place_N[n], whose key is (table_N[n], id_N[n]), to out_XW[to_N[n]]. Keys are for error texts.
 
         Raises:
-            CorruptTableError: a block is not what was written.
+            CorruptTableError: the checksum of a block does not match, or a file is missing.
             StorageError: the system could not read.
         """
         geometry = live.geometry
         plan = plan_reads(geometry, place_N, to_N)
-        # The first extent of each request's chunk: it identifies the chunk and says where it begins.
+        # First extent of the chunk that each request reads: it identifies the chunk and the place where the chunk
+        # begins.
         first_Q = live.first_E[plan.extent_Q]
         offset_Q = ROWS_BEGIN + (plan.block_Q - first_Q * geometry.blocks_per_extent) * geometry.block_bytes
         begin = 0

@@ -1,8 +1,10 @@
 """Reads everything that the snapshots at a path need, and lists what is damaged.
 
 Invariants:
-- nothing is written and no lock is taken, so a live writer may go on; what it removes meanwhile counts as no problem;
-- every byte that a reader of any snapshot could read is compared with its checksum, and every reference is followed.
+- nothing is written and no lock is taken, so a live writer may go on; a snapshot that the writer removes meanwhile is
+  no problem;
+- every byte that a reader of any snapshot could read is compared with its checksum, and every file that a snapshot
+  names is read.
 """
 
 from collections.abc import Callable, Collection
@@ -34,14 +36,14 @@ class CheckResult:
     """Result of a check.
 
     Args:
-        problems: one text for each problem, which names the file; empty = nothing is damaged.
+        problems: a text for each problem, with the path of the file; empty = nothing is damaged.
         snapshots: names of the snapshots that were checked.
-        rows: rows of all of them; a shared row counts once for each.
-        bytes_read: bytes of chunks that were read, each once.
-        unneeded: files that no snapshot needs: a live writer's, or what the next open of the table removes.
-        kept: files among `unneeded` that the next open keeps: a snapshot is lost or cannot be read, and may need them.
-        unreadable: paths of snapshots that cannot be read; while there is one, nothing is removed.
-        left_over: one text for each part of a snapshot, or rank's folder without a table, that a killed call has left.
+        rows: number of rows in all snapshots; a row that k snapshots share counts k times.
+        bytes_read: number of bytes of blocks that were read.
+        unneeded: paths of files that no snapshot needs. A live writer uses them, or the next open removes them.
+        kept: paths among `unneeded` that the next open keeps: a snapshot is lost or cannot be read, and may need them.
+        unreadable: paths of snapshots that cannot be read; if there is any, the next open removes no file.
+        left_over: a text for each leftover of a killed call: a part of a snapshot, or a rank's folder without a table.
     """
 
     problems: list[str] = field(default_factory=list)
@@ -57,14 +59,14 @@ class CheckResult:
 def check_table(
     path: AnyPath, *, fs: FileSystem | None = None, progress: _Progress | None = None, leftovers: Collection[str] = ()
 ) -> CheckResult:
-    """Compare every byte that the snapshots at a path need with its checksum, and follow every reference.
+    """Compare every byte that the snapshots at a path need with its checksum, and read every file that they name.
 
     Args:
-        progress: called with (bytes of blocks read, bytes in all).
-        leftovers: names of snapshots to count as unneeded files: killed calls have left them.
+        progress: called with (bytes of blocks read so far, bytes of all blocks to read).
+        leftovers: names of snapshots that killed calls have left; they count as unneeded files.
 
     Raises:
-        StorageError: there is no table, or the device fails in a way that says nothing about the files.
+        StorageError: there is no table, or a file call fails in a way that does not show damage to the files.
     """
     fs, path = fs or LocalFileSystem(), absolute_path(path)
     need_table(fs, path)
@@ -94,7 +96,7 @@ class _Check:
                 self._problem(error, [name])
                 if not self._gone(name):
                     self.result.unreadable.append(self._files.path(name))
-        # Of each chunk the longest prefix that a snapshot needs, and who needs it.
+        # For each chunk: the longest prefix that any snapshot needs, and the snapshots that need the chunk.
         longest: dict[int, tuple[Geometry, ChunkPart]] = {}
         users: dict[int, list[SnapshotRecord]] = {}
         for record in records:
@@ -122,7 +124,8 @@ class _Check:
         self._check_lost(needed_bytes(records))
 
     def _check_blocks(self, geometry: Geometry, part: ChunkPart, keys: ChunkKeys, names: list[str]) -> None:
-        """Compare all blocks of a chunk's prefix with their checksums."""
+        """Compare all blocks of the part of a chunk with their checksums. `names` are the snapshots that need the
+        chunk."""
         path = chunk_paths(f"{self._path}/chunks", part.number)[0]
         with opened(self._fs, path) as file:
             header = bytearray(HEADER_BYTES)
@@ -153,7 +156,11 @@ class _Check:
                     )
 
     def _check_snapshot(self, record: SnapshotRecord, sound: set[int]) -> None:
-        """Check a snapshot's lists of rows, and that no key is in it twice."""
+        """Check the lists of rows and the arrays of a snapshot, and that no key is in the snapshot twice.
+
+        Args:
+            sound: numbers of the chunks whose keys were read without an error.
+        """
         name, geometry = record.info.name, record.geometry
         index = HashIndex(Threads(1), sum(part.rows for part in record.parts if part.number in sound))
         for part in record.parts:
@@ -200,7 +207,7 @@ class _Check:
             self.result.problems.append(str(error))
 
     def _gone(self, name: str) -> bool:
-        """Whether a writer has deleted or replaced the snapshot, and perhaps its chunks, since its file was read."""
+        """Whether a writer has deleted or replaced the snapshot since its file was read; its chunks may be gone too."""
         try:
             return self._files.read(name).info.sequence != self._sequence.get(name)
         except SnapshotNotFoundError:

@@ -1,16 +1,16 @@
-"""The chunk files of a table: made, appended to, synced, held, removed.  FORMAT.md has the bytes.
+"""Creates, extends, syncs, holds and removes the chunk files of a table. FORMAT.md describes their bytes.
 
-A chunk is two files, `<number>.rows` and `<number>.keys`. Both are only appended to, in runs: a run's blocks go to the
-first file, then its keys and the blocks' checksums to the second. Bytes that a run has filled are never written again,
-so a prefix of a chunk, which a snapshot or a scan refers to, never changes.
+A chunk is two files, `<number>.rows` and `<number>.keys`. Both only grow, in runs: a run is a group of blocks, which
+are appended to the first file, with their keys and checksums, which are appended to the second file. The bytes of a run
+are never written again, so the prefix of a chunk that a snapshot or a scan reads never changes.
 
 Invariants:
-- a number is not used again while files of its earlier use may exist;
-- files are removed when, and only when, the last hold of the chunk is released;
+- the number of a chunk is not used again while files with this number may exist;
+- files are removed when the last hold of the chunk is released, and at no other time;
 - a file is synced on the descriptor that wrote it, which stays open until then: Linux reports a failed writeback to
-  each descriptor that was open, but to one that is opened later only if no process has been told before;
-- a chunk whose sync has failed stays `suspect`: the system may have dropped its pages, so no new snapshot may rely on
-  it.
+  each descriptor that was open, but to a descriptor that is opened later only if no process was told before;
+- a chunk whose sync has failed stays `suspect`: the system may have dropped pages of its files, so no new snapshot may
+  rely on the chunk.
 """
 
 import os
@@ -32,21 +32,22 @@ from oneemb.storage.table.file_header import HEADER_BYTES, KEYS_MAGIC, ROWS_MAGI
 from oneemb.storage.table.geometry import Geometry
 from oneemb.storage.table.writer_lock import WriterLock
 
-# The header of a rows file fills a block of the larger size, so that blocks are aligned for direct reads.
+# Offset of the first block in a rows file. The header takes 4096 bytes, so that blocks are aligned for direct reads.
 ROWS_BEGIN = 4096
-# Greater than the number of any chunk.
+# A bound: the number of every chunk is smaller.
 EVERY_NUMBER = 1 << 62
 _RUN = struct.Struct("<3Q")
 _SUM = struct.Struct("<Q")
 _FILES_OPEN_MAX = 256
-# Most full chunks that stay open because they are not synced. With one more the oldest is synced, which the system has
-# written back by then.
+# Most full chunks whose files stay open because they are not synced. Beyond this number the oldest chunk is synced; the
+# system has probably written it back by then.
 _UNSYNCED_MAX = 64
 _CHUNK_NAME = re.compile(r"([0-9]{12})\.(?:rows|keys)")
 
 
 class ChunkFile:
-    """One chunk and how far it is written. Only `ChunkFiles` changes one."""
+    """One chunk: its paths, the end of its last run, what is synced, and how often it is held. Only `ChunkFiles`
+    changes these fields."""
 
     def __init__(self, number: int, geometry: Geometry, rows_path: str, keys_path: str):
         self.number = number
@@ -83,7 +84,8 @@ class ChunkFile:
 
 
 class ChunkEnd(NamedTuple):
-    """Begin of the next run of a chunk: blocks and bytes of keys before it, and the last checksum of keys."""
+    """The place where the next run of a chunk begins: number of blocks, size of the keys file, and the checksum of all
+    keys before it."""
 
     blocks: int
     keys_bytes: int
@@ -91,13 +93,13 @@ class ChunkEnd(NamedTuple):
 
 
 class ChunkFiles:
-    """All chunks of one table.
+    """The chunk files of one table.
 
     Args:
-        directory: of the chunks; it must exist.
-        next_number: greater than the number of any existing chunk.
-        direct: whether rows are written and read past the system's cache.
-        lock: the writer's; None = for reading only.
+        directory: path of the folder `chunks`, which must exist.
+        next_number: number of the next new chunk, greater than the number of any existing chunk.
+        direct: whether rows are written and read past the system's page cache.
+        lock: lock of the folder that the writer holds; None = the files are only read.
     """
 
     def __init__(
@@ -112,18 +114,18 @@ class ChunkFiles:
         self._direct = direct
         self._directory_synced = True
         self._unremoved: list[str] = []
-        self.unsynced: dict[ChunkFile, None] = {}  # sealed chunks whose files are still open, oldest first
+        self.unsynced: dict[ChunkFile, None] = {}  # Sealed chunks whose files are still open, oldest first.
         self.files_open_max = _FILES_OPEN_MAX
         self.sync_threads = 1
         self.keep_below = 0
-        """Files of chunks with a smaller number are not removed: a snapshot that cannot be read may need them."""
+        """Chunks with a smaller number are not removed: a snapshot that cannot be read may need them."""
         self.bytes_written = 0
         self.bytes_removed = 0
-        self._process = os.getpid()  # A forked child releases its copies of holds, and must remove no file.
+        self._process = os.getpid()  # A forked child releases copies of holds, but must not remove files.
 
     def create(self, geometry: Geometry) -> ChunkFile:
-        """A new, empty chunk, held once. StorageError, with no file left, if the files could not be made, or the folder
-        was removed: another may be in its place."""
+        """Create an empty chunk, held once. StorageError, with no file left, if the files cannot be created, or if the
+        table's folder was removed or replaced."""
         if self._lock is not None:
             self._lock.check()
         rows_path, keys_path = chunk_paths(self.directory, self._next_number)
@@ -146,7 +148,8 @@ class ChunkFiles:
         return chunk
 
     def adopt(self, number: int, geometry: Geometry, blocks: int, keys_bytes: int, keys_sum: int) -> ChunkFile:
-        """The chunk of this number as a snapshot describes it, held once more. Its files are not opened."""
+        """Return the chunk of this number with one hold more, without opening its files. If the chunk was not known up
+        to this end, its end becomes the given one: `blocks`, `keys_bytes` and `keys_sum` come from a snapshot."""
         chunk = self.chunks.get(number)
         if chunk is None:
             chunk = self.chunks[number] = ChunkFile(number, geometry, *chunk_paths(self.directory, number))
@@ -157,11 +160,14 @@ class ChunkFiles:
         return chunk
 
     def write(self, chunk: ChunkFile, end: ChunkEnd, block_N: np.ndarray, record_N: np.ndarray) -> None:
-        """Write one run: its blocks, in aligned memory, and its `key_record`. It is part of the chunk after `append`.
-        May run beside all calls but another write. After a StorageError the next write goes to the same place.
+        """Write one run, which becomes part of the chunk only with `append`. May run beside all calls except another
+        write. After a StorageError the next write goes to the same place.
 
-        The first run brings the files' headers, so that `create` need not wait for the disk. `end` is where the run
-        begins: the end of the chunk, or of a run that is written and not yet appended.
+        The first run also writes the headers of the files, so that `create` need not wait for the disk.
+
+        Args:
+            end: where the run begins: the end of the chunk, or of a run that is written and not yet appended.
+            block_N, record_N: bytes of the run's blocks, in aligned memory, and of its `key_record`.
         """
         assert chunk.rows_out is not None and chunk.keys_out is not None, "only an open chunk grows"
         path = chunk.rows_path
@@ -179,24 +185,24 @@ class ChunkFiles:
             raise storage_error(error, "write rows to", path) from error
 
     def append(self, chunk: ChunkFile, end: ChunkEnd) -> None:
-        """Make the run that was written up to this end part of the chunk."""
+        """Make a written run part of the chunk: `end` is the end of that run."""
         before = chunk.nbytes
         chunk.blocks, chunk.keys_bytes, chunk.keys_sum = end
         self.bytes_written += chunk.nbytes - before
 
     def seal(self, chunk: ChunkFile) -> None:
-        """Note that no run follows. The sync of the last run closes the files."""
+        """Note that no run follows. The files are closed once all runs are synced."""
         if chunk.suspect or chunk.synced_bytes == chunk.nbytes:
             self._close_written(chunk)
             return
         self.unsynced[chunk] = None
         if len(self.unsynced) > min(_UNSYNCED_MAX, self._fs.spare_files() // 2):
-            with suppress(StorageError):  # The chunk is suspect now, and the next save moves its rows.
+            with suppress(StorageError):  # On an error the chunk is suspect, and the next save moves its rows.
                 self.sync(next(iter(self.unsynced)))
 
     def sync(self, chunk: ChunkFile) -> None:
-        """Return when all appended runs are on the device; may run beside appends. A StorageError says that they may
-        not be, and the chunk is suspect from now on."""
+        """Wait until all appended runs are on the device; may run beside appends. After a StorageError the runs may be
+        missing on the device, and the chunk stays suspect."""
         if chunk.suspect:
             raise StorageError(
                 f"{chunk.rows_path} or its keys could not be written to the device earlier, so no snapshot may rely on"
@@ -216,13 +222,13 @@ class ChunkFiles:
             chunk.suspect = True
             raise storage_error(error, "sync", path) from error
         finally:
-            # A run that was appended during this sync waits for the next one.
+            # A run that was appended during this sync is synced by the next call, so the files stay open for it.
             if chunk in self.unsynced and (chunk.suspect or chunk.synced_bytes == chunk.nbytes):
                 self._close_written(chunk)
 
     def sync_all(self, chunks: Iterable[ChunkFile]) -> None:
-        """`sync` each chunk, up to `sync_threads` at a time. All are tried, so that all suspect ones are known, before
-        the error of one of them is raised."""
+        """`sync` each chunk, up to `sync_threads` at a time. An error is raised after all chunks were tried, so that
+        all suspect chunks are known."""
         grown = [chunk for chunk in chunks if chunk.synced_bytes != chunk.nbytes]
         failed: list[StorageError] = []
 
@@ -243,7 +249,7 @@ class ChunkFiles:
             raise failed[0]
 
     def sync_names(self) -> None:
-        """Return when the names of all chunks are on the device. May run beside `create`."""
+        """Wait until the names of all chunk files are on the device: sync the folder. May run beside `create`."""
         if self._directory_synced:
             return
         self._directory_synced = True
@@ -271,8 +277,8 @@ class ChunkFiles:
                 self._remove(path)
 
     def rows_file(self, chunk: ChunkFile) -> int:
-        """The rows file, open for reading. At most `files_open_max` files stay open for reading alone: beyond that the
-        least recently used one is closed."""
+        """Return the open rows file of a chunk, for reading. At most `files_open_max` files stay open only for reading:
+        beyond this number the least recently used file is closed."""
         if chunk.rows_out is not None:
             return chunk.rows_out
         file = self.open_rows_files.pop(chunk, None)
@@ -284,13 +290,13 @@ class ChunkFiles:
         return file
 
     def close(self) -> None:
-        """Close all files. None is removed afterwards: another writer may use the numbers of removed chunks again."""
+        """Close all files. Afterwards no file is removed: another writer may use the numbers of the chunks again."""
         self.keep_below = EVERY_NUMBER
         for chunk in self.chunks.values():
             self._close_chunk(chunk)
 
     def __del__(self) -> None:
-        if hasattr(self, "chunks"):  # It may have been stopped before it had any.
+        if hasattr(self, "chunks"):  # Else `__init__` has failed early.
             self.close()
 
     def _close_chunk(self, chunk: ChunkFile) -> None:
@@ -328,8 +334,12 @@ class ChunkFiles:
 
 
 def key_record(end: ChunkEnd, table_N: np.ndarray, id_N: np.ndarray, sum_B: np.ndarray) -> tuple[np.ndarray, ChunkEnd]:
-    """A run's bytes in the keys file, uint8, and the chunk's end after the run, given the end before it, the keys of
-    its rows and the checksums of its blocks."""
+    """Return the bytes of a run in the keys file, uint8, and the end of the chunk after the run.
+
+    Args:
+        end: end of the chunk before the run.
+        table_N, id_N, sum_B: keys of the run's rows, and checksums of its B blocks.
+    """
     parts = [np.frombuffer(_RUN.pack(end.blocks, len(id_N), len(sum_B)), np.uint8)]
     parts += [array.view(np.uint8) for array in (id_N, table_N, sum_B)]
     size = sum(map(len, parts))
@@ -348,10 +358,10 @@ def _header(magic: bytes, chunk: ChunkFile) -> bytes:
 
 
 def chunk_paths(directory: str, number: int) -> tuple[str, str]:
-    """The rows file and the keys file of a chunk."""
+    """Paths of the rows file and of the keys file of a chunk."""
     return f"{directory}/{number:012d}.rows", f"{directory}/{number:012d}.keys"
 
 
 def chunk_numbers(names: list[str]) -> dict[str, int]:
-    """The chunk's number for each of the names that is a chunk file's."""
+    """{name: number of the chunk} for all names that are names of chunk files."""
     return {name: int(match[1]) for name in names if (match := _CHUNK_NAME.fullmatch(name))}

@@ -1,6 +1,7 @@
-"""Reads the rows of one chunk in the order they lie: for scans, loads, compaction and readers beside a writer.
+"""Reads the keys and the rows of one chunk in file order: for scans, loads, compaction, and readers beside a writer.
 
-Invariant: all that is yielded has been compared with its checksum.
+Shape letters: N rows of a chunk, B blocks of a chunk. Invariant: every key and row that is returned has been compared
+with a checksum.
 """
 
 import os
@@ -28,7 +29,8 @@ _KEYS_WINDOW_BYTES = 1 << 20
 
 @dataclass
 class ChunkKeys:
-    """The keys of a chunk's rows, by row, and the checksums of its blocks. A row that no run has filled has key 0."""
+    """The table and the id of each row of a chunk, and the checksum of each block. At the end of a run's last block,
+    rows that hold nothing have table 0 and id 0."""
 
     table_N: np.ndarray
     id_N: np.ndarray
@@ -36,24 +38,24 @@ class ChunkKeys:
 
     @classmethod
     def empty(cls, geometry: Geometry, part: ChunkPart) -> "ChunkKeys":
-        """Room for the keys of a part, not filled in."""
+        """Arrays of the size that the keys of a part need, not initialized."""
         rows = part.blocks * geometry.rows_per_block
         return cls(np.empty(rows, np.int32), np.empty(rows, np.int64), np.empty(part.blocks, np.uint32))
 
     def of(self, row_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The tables and ids of these rows."""
+        """Tables and ids of rows `row_N` of the chunk."""
         return self.table_N[row_N], self.id_N[row_N]
 
 
 def live_rows(bit_N: np.ndarray) -> np.ndarray:
-    """The rows whose bit is set, ascending: int64."""
+    """Numbers of the rows whose bits are set in the bytes `bit_N`, ascending, int64."""
     row_N = np.empty(8 * len(bit_N) + 1, np.int64)
     return row_N[: bits_rows(bit_N, row_N)]
 
 
 def read_keys(fs: FileSystem, path: str, geometry: Geometry, part: ChunkPart) -> ChunkKeys:
-    """The keys of the part's rows, checked against the part's sum. CorruptTableError if the file is not what was
-    written."""
+    """Read the keys of the rows of a part from the keys file at `path`. CorruptTableError if a checksum, or the part's
+    checksum, does not match."""
     keys = ChunkKeys.empty(geometry, part)
     for _ in fill_keys(fs, path, geometry, part, keys):
         pass
@@ -61,8 +63,9 @@ def read_keys(fs: FileSystem, path: str, geometry: Geometry, part: ChunkPart) ->
 
 
 def fill_keys(fs: FileSystem, path: str, geometry: Geometry, part: ChunkPart, keys: ChunkKeys) -> Iterator[int]:
-    """Fill in the keys of the part's rows run by run, and yield how many rows are filled after each run. Each run is
-    checked as it is read, and all together against the part's sum before the last yield; raises as `read_keys`."""
+    """Write the keys of a part's rows into `keys` run by run, and yield the number of rows so far after each run. Each
+    run is checked as it is read, and all runs against the part's checksum before the last yield; raises as
+    `read_keys`."""
     with opened(fs, path, "read the keys") as file:
         yield from _fill_open(fs, file, path, geometry, part, keys)
 
@@ -70,11 +73,12 @@ def fill_keys(fs: FileSystem, path: str, geometry: Geometry, part: ChunkPart, ke
 def _fill_open(
     fs: FileSystem, file: int, path: str, geometry: Geometry, part: ChunkPart, keys: ChunkKeys
 ) -> Iterator[int]:
-    # A window that moves through the file, small enough that its bytes are still in the CPU's cache when copied out.
+    # A window that moves through the file. It is small, so that its bytes are copied while they are in the CPU's cache.
     byte_N, begin, size, ended = np.empty(_KEYS_WINDOW_BYTES, np.uint8), 0, 0, False
 
     def window(offset: int, length: int) -> np.ndarray:
-        """The part's bytes from an offset on: at least `length`, unless the file or the part ends before."""
+        """Bytes of the part from an offset on: at least `length` bytes, or fewer if the file or the part ends
+        before."""
         nonlocal byte_N, begin, size, ended
         if offset + length > begin + size and not ended:
             kept_N = byte_N[offset - begin : size]
@@ -137,8 +141,8 @@ def _fill_open(
 def scan_rows(
     fs: FileSystem, path: str, geometry: Geometry, number: int, keys: ChunkKeys, row_N: np.ndarray, batch: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """The rows `row_N` of one chunk, ascending, as (table_N, id_N, row_NW), at most `batch` at a time.
-    CorruptTableError if a block is not what was written."""
+    """Yield the rows `row_N` (ascending) of the chunk `number`, whose rows file is at `path`, as (table_N, id_N,
+    row_NW) of at most `batch` rows. CorruptTableError if the checksum of a block does not match."""
     if len(row_N) == 0:
         return
     with opened(fs, path, "read the rows") as file:
@@ -189,7 +193,12 @@ def scan_rows(
 def block_damage(
     path: str, geometry: Geometry, block: int, data: np.ndarray, expected: int, table: int, id: int
 ) -> CorruptTableError:
-    """The error for a damaged block, found when the row of (table, id) was read."""
+    """The error for a damaged block.
+
+    Args:
+        block, data, expected: number of the block in the chunk, its bytes as read, and its checksum as written.
+        table, id: key of a row in the block, for the text.
+    """
     offset = ROWS_BEGIN + block * geometry.block_bytes
     actual = xxh64(data) & 0xFFFFFFFF
     return CorruptTableError(
@@ -199,7 +208,7 @@ def block_damage(
 
 
 def check_header(header: Buffer, magic: bytes, path: str, number: int, geometry: Geometry) -> None:
-    """Raise unless this is the header of that chunk."""
+    """CorruptTableError unless the header has the magic, the chunk number and the geometry that are expected."""
     expected = (number, geometry.row_width, geometry.physical_block_size, geometry.blocks_per_chunk)
     found = read_header(bytes(header[:HEADER_BYTES]), magic, path)
     if found != expected:
@@ -211,8 +220,8 @@ def check_header(header: Buffer, magic: bytes, path: str, number: int, geometry:
 
 @contextmanager
 def reading(path: str, action: str = "read") -> Iterator[None]:
-    """Turn an error of the system in the block into a StorageError that names action and path; a missing file, which a
-    snapshot needs, into a CorruptTableError."""
+    """Turn an OSError of the with block into a StorageError that names action and path, or into a CorruptTableError if
+    the file is missing, since a snapshot needs it."""
     try:
         with doing(action, path):
             yield
@@ -228,7 +237,7 @@ def reading(path: str, action: str = "read") -> Iterator[None]:
 
 @contextmanager
 def opened(fs: FileSystem, path: str, action: str = "read") -> Iterator[int]:
-    """The open file of a chunk; errors of the block as of `reading`."""
+    """Open a file of a chunk for the with block; errors in the block are turned into those of `reading`."""
     with reading(path, action):
         file = fs.open(path)
         try:

@@ -1,14 +1,15 @@
-"""Frees disk at a path that no job uses: rows that snapshots need move out of chunks that are mostly garbage.
+"""Frees disk in a table's folder that no job uses: moves the rows that snapshots need out of chunks that are mostly
+garbage, and removes these chunks.
 
-While a job runs, it leaves chunks that snapshots need as they are, with the garbage in them. Those chunks are compacted
-here. A row that several snapshots share is moved once and stays shared.
+A running job cannot remove chunks that snapshots need, even if they are mostly garbage. This module compacts them. A
+row that several snapshots share is moved once and stays shared.
 
-    1. take the lock, remove what no snapshot needs          4. replace each snapshot's file by a new one
-    2. write the rows of sparse chunks to new chunks         5. remove what no snapshot needs any more
-    3. sync those, and the directory of the chunks
+    1. take the lock, remove files that no snapshot needs    4. replace each snapshot file by a new one
+    2. write the rows of sparse chunks to new chunks         5. remove the chunks that no snapshot needs any more
+    3. sync the new chunks and the folder `chunks`
 
-Invariant: each snapshot's file is replaced atomically, and the chunks of old and new files are kept until all files are
-new; so a crash at any moment leaves every snapshot with its rows.
+Invariant: each snapshot file is replaced atomically, and the old chunks are kept until all snapshot files are new. So a
+crash at any moment leaves every snapshot with its rows.
 """
 
 from collections.abc import Callable
@@ -32,10 +33,10 @@ from oneemb.storage.table.snapshot_store import SnapshotStore
 from oneemb.storage.table.table_info import chunk_bytes_of, live_bits, need_table
 from oneemb.storage.table.writer_lock import WriterLock
 
-# A chunk that live rows fill at least this far is left as it is.
+# A chunk whose needed rows take at least this share of its bytes is not compacted.
 _FULL_ENOUGH = 0.95
 _RUN_BYTES = 1 << 22
-# Bytes of a run in the keys file beside its keys: three numbers, its checksum, zeros.
+# Most bytes of a run in the keys file beside keys and checksums of blocks: three numbers, a checksum, padding.
 _RUN_OVERHEAD_BYTES = 48
 
 
@@ -46,18 +47,19 @@ def compact_snapshots(
     fs: FileSystem | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> CompactionResult:
-    """Free the disk space at a path that its snapshots do not need.
+    """Free the disk space of a table's folder that no snapshot needs.
 
     Args:
-        path: the table's folder. Its disk needs room for the rows that move.
-        remove_orphans: also remove the files that are kept for snapshots that were removed by other means than here.
+        path: the table's folder. Its disk needs free space for a second copy of the rows that move.
+        remove_orphans: also remove the files that are kept for lost snapshots: ones that something other than oneemb
+            has removed.
         progress: called with (rows moved, rows to move).
 
     Raises:
         LockedError: a job uses the table.
         CorruptTableError: a snapshot is not what was written; nothing has changed.
-        StorageError: the disk fails or is full, and every snapshot is whole; or a snapshot is missing and was not given
-            up, and nothing has changed.
+        StorageError: the disk fails or is full; every snapshot is still whole. Or a snapshot is lost and
+            `remove_orphans` is False; nothing has changed.
     """
     fs, path = fs or LocalFileSystem(), absolute_path(path)
     need_table(fs, path)
@@ -125,7 +127,7 @@ def _compact(
             chunks.sync(chunk)
         chunks.sync_names()
         moved = {number: live_rows(bits[number]) for number in numbers}
-        first, begin = {}, 0  # of each old chunk, the number of its first row in the log
+        first, begin = {}, 0  # {number of an old chunk: number of its first row in the log}
         for number in numbers:
             first[number], begin = begin, begin + len(moved[number])
         for record in records:
@@ -139,7 +141,7 @@ def _compact(
 
 
 def _bytes_max(geometry: Geometry, rows: int) -> int:
-    """The most bytes that new chunks with this many rows take."""
+    """Upper bound on the bytes of the new chunks for `rows` rows."""
     chunks = -(-rows // geometry.rows_per_chunk)
     runs = rows * geometry.row_bytes // _RUN_BYTES + chunks + 1
     gaps = chunks * (ROWS_BEGIN + HEADER_BYTES + geometry.block_bytes) + runs * _RUN_OVERHEAD_BYTES
@@ -149,7 +151,11 @@ def _bytes_max(geometry: Geometry, rows: int) -> int:
 def _moved(
     files: SnapshotFiles, record: SnapshotRecord, moved: dict[int, np.ndarray], first: dict[int, int], log: "_Log"
 ) -> SnapshotRecord:
-    """The snapshot with the rows of moved chunks at their new places."""
+    """Return the record of a snapshot with the new places of the rows that have moved.
+
+    Args:
+        moved, first: {number of an old chunk: its moved rows} and {number of an old chunk: its first row in the log}.
+    """
     parts, place = [], []
     for part in record.parts:
         bit_N = files.read_bits(record, part)
@@ -175,7 +181,8 @@ def _moved(
 
 
 class _Log:
-    """New chunks that are filled one after the other. The n-th row that is put is row n of the log."""
+    """A sequence of new chunks, each filled before the next is created. The n-th row that is put is row n of the
+    log."""
 
     def __init__(self, files: ChunkFiles, geometry: Geometry):
         self._files, self._geometry = files, geometry
@@ -183,23 +190,23 @@ class _Log:
         self._size = 0
         self.chunks: list[ChunkFile] = []
         self.rows: list[int] = []
-        """Rows of each chunk."""
+        """Number of rows in each chunk."""
 
     def put(self, table_N: np.ndarray, id_N: np.ndarray, row_NW: np.ndarray) -> None:
-        """Add rows; they are written when a run is full."""
+        """Append rows to the log. Rows wait in memory until they fill a run."""
         self._kept.append((table_N, id_N, row_NW))
         self._size += len(id_N)
         if self._size * self._geometry.row_bytes >= _RUN_BYTES:
             self._write(self._size // self._geometry.rows_per_block * self._geometry.rows_per_block)
 
     def end(self) -> None:
-        """Write the rows that are left, and close the chunks' files."""
+        """Write the rows that are still in memory, and seal all chunks."""
         self._write(self._size)
         for chunk in self.chunks:
             self._files.seal(chunk)
 
     def _write(self, size: int) -> None:
-        """Write the first `size` gathered rows: whole blocks, except at the end of the log."""
+        """Write the first `size` rows that wait in memory. They fill whole blocks, except at the end of the log."""
         geometry = self._geometry
         if self._size == 0:
             return
@@ -220,7 +227,7 @@ class _Log:
         geometry = self._geometry
         blocks = -(-len(id_N) // geometry.rows_per_block)
         byte_N = aligned_bytes(blocks * geometry.block_bytes)
-        # As words, so that no bit is taken for a number.
+        # Copied as uint32, so that no NaN pattern is changed.
         whole_RW = np.zeros((blocks * geometry.rows_per_block, geometry.row_width), np.uint32)
         whole_RW[: len(id_N)] = row_NW.view(np.uint32)
         used = geometry.rows_per_block * geometry.row_width

@@ -1,36 +1,38 @@
-"""Frees disk: live rows of chunks that are mostly garbage move to the end of the log, and the chunks go.
+"""Frees disk: moves the live rows of chunks that are mostly garbage to the end of the log, and removes these chunks.
 
-A row on disk is live, or only snapshots have it, or it is garbage. A chunk that a snapshot needs is **held**: after its
-live rows have moved it is freed only when the last snapshot that needs it goes. The other chunks are **loose**: moving
-their rows frees disk at once. With live = bytes of live rows, saved = bytes of the rows of all kept snapshots (shared
-ones counted each time), a = `max_space_amplification` and g = min(0.3, a - 1):
+A version of a row on disk is live, or only snapshots need it, or it is garbage. A chunk that a snapshot needs is
+**held**: after its live rows have moved, it is removed only with the last snapshot that needs it. Other chunks are
+**loose**: moving their rows frees disk at once. With live = bytes of live rows, saved = sum over all kept snapshots of
+the bytes of their rows, a = `max_space_amplification` and g = min(0.3, a - 1):
 
     bytes on disk <= max(a * live, (1 + g) * live + saved) + 2 chunks + 1 chunk for each kept snapshot
 
-A save in the background counts as a kept snapshot. A chunk is a sixteenth of the live rows, or of the smallest size. So
-one kept snapshot costs at most 2.3 times the live rows, and each further one its own rows, if snapshots are deleted
-oldest first; deleting one from between others may leave garbage of 0.24 times its neighbours' rows until they go. A
-load or a clear lowers `live` at once; what snapshots hold then, at most 0.24 times their rows more, goes with them.
+A save in the background counts as a kept snapshot. A chunk has a sixteenth of the live rows, or the smallest size. If
+snapshots are deleted oldest first, a table with one kept snapshot takes at most 2.3 times the live rows, and each
+further snapshot at most its own rows. If a snapshot between others is deleted, garbage of up to 0.24 times the rows of
+its neighbours may stay until they are deleted. A load or a clear lowers `live` at once; up to 0.24 times the rows of
+the snapshots may then stay as garbage until the snapshots are deleted.
 
-Why that holds. Loose garbage can always be cleaned; garbage in held chunks cannot, and every live row may be
-overwritten before the next save. So a save cleans the chunks before it holds them, until they have at most g - s bytes
-of garbage for each live byte, s = g / 5, and so have all held chunks together. Then (1 + g) * live + saved leaves at
-least s * live for loose garbage in the worst case. A put goes in pieces of half a chunk at most, and before a piece
-loose chunks are cleaned until there is room for it: while there is not, loose chunks are less than 1 / (1 + s) live, so
-one of the sealed ones is, each move frees disk, and the loop ends. The 2 chunks more are the one being written and the
-one being moved; the chunk more for each snapshot is there because one that holds the chunk being written also holds
-what is appended to it later. During a save that replaces a snapshot the chunks of both exist, which the bound allows:
-every row is live once and saved once.
+Proof. Loose garbage can always be removed; garbage in held chunks cannot, and every live row may be overwritten before
+the next save. So a save cleans the chunks before it holds them, until they have at most g - s bytes of garbage for each
+live byte, with s = g / 5; the same then holds for all held chunks together. So (1 + g) * live + saved leaves at least
+s * live for loose garbage in the worst case. A put is cut into pieces of at most half a chunk, and before each piece
+loose chunks are cleaned until there is room for the piece. While there is no room, less than 1 / (1 + s) of the loose
+chunks is live, so the same holds for a sealed loose chunk: moving its rows frees disk, and the loop ends. The bound has
+2 chunks more for the chunk that is being written and the chunk that is being moved. It has 1 chunk more for each
+snapshot, because a snapshot that holds the chunk being written also holds the rows that are appended to it later. A
+save that replaces a snapshot needs the chunks of both for a while; the bound allows this, since every row is then
+counted once as live and once as saved.
 
-What that costs. The chunk with the least live rows for its size, a fraction u, is cleaned first: u / (1 - u) rows move
-for each that is freed. So rows are written at most 1 + 1 / s times, 17 at a = 2, and far less where chunks differ. Rows
-written for each that was put, at a = 2 with one kept snapshot: 1.6 when any share of the table is overwritten between
-saves, in any order, both drawn anew each time. Rows overwritten at random: 1.5 to 1.9 when half the table or more is
-overwritten between saves, 2.4 at a fifth and 2.9 at a twentieth; in order: 1.1. It cannot be less there: held chunks
-may have g - s of garbage, and a log of 1.3 times its live rows that is overwritten at random writes each row 2.4 times.
-More disk makes it less: a = 2.5 writes 1.7 and 1.9 times.
-After many puts a save cleans further, by up to a share of what was put: that leaves more room for loose garbage until
-the next save, which is far away if many puts lie between saves.
+Cost. The chunk with the smallest live fraction u is cleaned first: u / (1 - u) rows move for each row that is freed. So
+a row is written at most 1 + 1 / s times, 17 at a = 2, and far fewer times where chunks differ. Writes for each row that
+was put, measured at a = 2 with one kept snapshot: 1.6 if the share of the table that is overwritten between saves, and
+the order, are drawn anew each time. Rows overwritten at random: 1.5 to 1.9 if half the table or more is overwritten
+between saves, 2.4 at a fifth, 2.9 at a twentieth. Rows overwritten in order: 1.1. Random order cannot cost less: held
+chunks may have g - s of garbage, and a log of 1.3 times its live rows that is overwritten at random writes each row 2.4
+times. With more disk, a = 2.5, the last two are 1.7 and 1.9.
+After many puts a save cleans more chunks than it must, by up to a share of the rows put. This leaves more room for
+loose garbage until the next save, which is far away if many puts lie between saves.
 
 Invariant: a row that was put again or erased since its chunk was read is not moved.
 """
@@ -54,8 +56,8 @@ from oneemb.storage.table.snapshot_store import SnapshotStore
 
 
 class Background:
-    """Jobs of this name, for errors, one at a time, each in a thread of its own. An error is kept until a call has
-    raised it, once."""
+    """Runs one job at a time, each in a new thread. An error of a job is kept until `raise_error` raises it. `name`
+    stands in the texts of errors."""
 
     def __init__(self, name: str):
         self._name = name
@@ -67,13 +69,13 @@ class Background:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, job: Callable[[], None]) -> None:
-        """Run the job in the background. No other may be running."""
+        """Run the job in the background. No other job may be running."""
         assert not self.busy
         self._thread = threading.Thread(target=self._run, args=(job,), name=f"oneemb-{self._name}", daemon=True)
         start(self._thread)
 
     def raise_error(self) -> None:
-        """Raise what ended a job early, as a StorageError, once."""
+        """Raise the error with which a job ended, as a StorageError, if it was not raised yet."""
         error, self._error = self._error, None
         if isinstance(error, StorageError):
             raise error
@@ -88,22 +90,22 @@ class Background:
 
 
 _PIECE_ROWS = 4096
-# How far the disk may be above the bound, in chunks, before compaction begins in the background.
+# Compaction begins in the background when the disk use exceeds the bound by this many chunks.
 _EARLY = 0.25
-# `compact` leaves a chunk as it is that live rows fill at least this far.
+# `compact` skips a chunk whose live rows take at least this share of its bytes.
 _FULL_ENOUGH = 0.95
-# g above: garbage for each live byte beside snapshots; and the part of it that a save leaves to loose chunks, s / g.
+# The largest g of the docstring above, and s / g: the part of the garbage that a save leaves to loose chunks.
 _GARBAGE_MAX = 0.3
 _LOOSE_PART = 0.2
-# A save may move this many rows more than it must for each row put since the last save, beyond half the live rows.
+# With p rows put since the last save and n live rows, a save may move `_MOVED_SHARE * (p - n / 2)` rows beyond need.
 _MOVED_SHARE = 0.4
 _MOVED_FILL_MAX = 0.98
 
 
 @dataclass
 class CompactionResult:
-    """Result of a compaction: emptied chunks, live rows that were written again, and disk space that became free, less
-    what these rows take."""
+    """Result of a compaction: number of chunks that were emptied, number of live rows that were written again, and
+    bytes of disk that became free, less the bytes that the moved rows take."""
 
     chunks: int = 0
     rows_moved: int = 0
@@ -111,13 +113,14 @@ class CompactionResult:
 
 
 class Compactor:
-    """Compacts one `LiveRows`; a table makes a new one when it replaces its rows.
+    """Compacts the chunks of one `LiveRows`. A table makes a new compactor when it replaces its rows.
 
     Args:
         store: the snapshots, and the files of all chunks.
-        store_lock: every call that uses the rows holds it, the guard; `move` releases it while it reads.
-        max_space_amplification: above 1.
-        background: None = compaction happens in puts and saves only.
+        store_lock: the lock that every call holds while it uses the rows, "the guard" below; `move` releases the lock
+            while it reads a chunk.
+        max_space_amplification: the number a of the file's docstring, above 1.
+        background: runs compactions in a thread; None = only puts and saves compact.
     """
 
     def __init__(
@@ -138,35 +141,35 @@ class Compactor:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of a chunk that would be begun now."""
+        """Size in bytes that a chunk would get if it were created now."""
         geometry = self._live.geometry
         return geometry.disk_bytes(geometry.chunk_blocks(len(self._live.index)))
 
     @property
     def piece_rows(self) -> int:
-        """The most rows that may be put between two calls of `make_room`."""
+        """Most rows that may be put between two calls of `make_room`: half a chunk."""
         geometry = self._live.geometry
         return max(1, geometry.chunk_blocks(len(self._live.index)) * geometry.rows_per_block // 2)
 
     def loose_bytes(self) -> int:
-        """Bytes of chunks that no snapshot needs, without headers, with the rows still in memory."""
+        """Bytes of the chunks that no snapshot needs: without headers, and with the rows that are still in memory."""
         return self._bytes_of({chunk for chunk in self._live.chunks() if not chunk.snapshots})
 
     def live_bytes(self) -> int:
-        """Bytes that the live rows need; too few while noted keys are not settled."""
+        """Bytes on disk that the live rows need. The number is too small before `put_pending`."""
         return int(len(self._live.index) * self._live.geometry.disk_bytes_per_row)
 
     def put_pending(self) -> None:
-        """Put noted keys into the index, and release chunks without live rows, except those being written."""
+        """Put pending keys into the index, and release the chunks without live rows that are not being written."""
         self._live.put_pending()
         for chunk in self._live.dead_chunks():
             if not self._writer.writes_to(chunk):
                 self._live.remove(chunk)
 
     def make_room(self, rows: int) -> None:
-        """Compact until there is room for this many rows more: here if the bound is reached, else in the background.
-        Requires the guard. A StorageError says that rows could not be moved; nothing is lost."""
-        # Settling can only lower the excess, so while that is small it is not needed.
+        """Compact until there is room for `rows` more rows: in this call if the bound is exceeded, else in the
+        background. Requires the guard. After a StorageError rows could not be moved, and no row is lost."""
+        # Putting pending keys can only lower the excess, so it is not needed while the excess is small.
         if self._excess() > (1 if self._background is None else _EARLY) and any(self._loose()):
             self.put_pending()
             while self._excess() > 1 and not self._stopping:
@@ -182,8 +185,8 @@ class Compactor:
         self._rows_since_save += rows
 
     def clean_for_save(self, name: str) -> None:
-        """Move rows until the chunks that the snapshot of this name would hold have no more garbage than allowed.
-        Requires the guard, and releases it while chunks are read; raises as `make_room`."""
+        """Move rows until the chunks that a new snapshot `name` would hold have no more garbage than a save allows.
+        Requires the guard, and releases it while chunks are read. Raises as `make_room`."""
         moved_before = self.done.rows_moved
         while (chunk := self._next_for_save(name, self.done.rows_moved - moved_before)) is not None:
             signals_deferred.raise_interrupt()
@@ -193,7 +196,7 @@ class Compactor:
         self._rows_since_save = 0
 
     def compact(self) -> CompactionResult:
-        """Move the rows of every loose chunk that has garbage. The guard is held."""
+        """Move the live rows out of every loose chunk with garbage. Requires the guard."""
         before = self.done
         self.done = CompactionResult()
         try:
@@ -210,8 +213,8 @@ class Compactor:
             self.done = CompactionResult(*(getattr(before, f) + getattr(self.done, f) for f in _FIELDS))
 
     def move(self, chunk: ChunkFile) -> None:
-        """Move the live rows of a chunk to the end of the log, and release the chunk. It must not be being written. The
-        guard is held once, and released while the chunk is read."""
+        """Move the live rows of a chunk to the end of the log, and release the chunk, which must not be being written.
+        Requires the guard, held once, and releases it while the chunk is read."""
         while self._moving is not None:
             self._guard.wait()
         self.put_pending()
@@ -239,7 +242,7 @@ class Compactor:
                 self._live.remove(chunk)
                 self.done.chunks += 1
         except CorruptTableError:
-            self._damaged.add(chunk)  # It would fail each time; its sound rows stay where they are.
+            self._damaged.add(chunk)  # Not tried again: each try would fail. Its sound rows stay where they are.
             raise
         finally:
             self._moving = None
@@ -247,7 +250,7 @@ class Compactor:
             self._guard.notify_all()
 
     def stop(self) -> None:
-        """Stop background compaction and wait for its end. The guard is held, and released meanwhile."""
+        """Stop background compaction and wait until it has ended. Requires the guard, and releases it while waiting."""
         self.stop_soon()
         while self._moving is not None:
             self._guard.wait()
@@ -277,8 +280,8 @@ class Compactor:
         return True
 
     def _next_for_save(self, name: str, moved: int) -> ChunkFile | None:
-        """The next chunk whose live rows must move before a snapshot holds its chunks, given the rows moved for this
-        save; None = no more."""
+        """The next chunk whose live rows must move before snapshot `name` is saved; None = no more. `moved` rows have
+        been moved for this save so far."""
         self.put_pending()
         live, loose_garbage = self.live_bytes(), self._garbage_max * _LOOSE_PART
         full = 1 / (1 + loose_garbage)
@@ -287,9 +290,9 @@ class Compactor:
         kept, kept_rows_bytes = self._store.kept_beside(name)
         own = [chunk for chunk in self._live.chunks() if chunk not in self._damaged]
         sealed = [chunk for chunk in own if not self._writer.writes_to(chunk)]
-        # Moving rows out of a chunk that another snapshot needs too makes held chunks more, not less.
+        # Moving rows out of a chunk that another snapshot needs too would increase the bytes of held chunks.
         fresh = [chunk for chunk in sealed if chunk not in kept]
-        # Rows that the replaced snapshot needs too exist twice for a while: room for them is made first.
+        # Rows that the replaced snapshot needs too exist twice during the save: room for them is made first.
         chunk = self._least(self._loose(), full) if self._excess() > 0 else None
         if chunk is None and self._bytes_of({*own, *kept}) > max(spare, held_max + kept_rows_bytes):
             chunk = self._least(fresh, full)
@@ -304,13 +307,13 @@ class Compactor:
 
     @property
     def _full(self) -> float:
-        """The fill from which on a put does not move a chunk's rows; the file's docstring says why."""
+        """A put does not move the rows of chunks that are filled at least this far; see the file's docstring."""
         if self._store.rows_bytes():
             return 1 / (1 + self._garbage_max * _LOOSE_PART)
         return (1 + 1 / self._max_space_amplification) / 2
 
     def _loose(self) -> list[ChunkFile]:
-        """The chunks that no snapshot needs, that are not being written and not damaged."""
+        """Chunks that no snapshot needs and that are neither being written nor damaged."""
         return [
             chunk
             for chunk in self._live.chunks()
@@ -318,7 +321,7 @@ class Compactor:
         ]
 
     def _least(self, chunks: Iterable[ChunkFile], full: float) -> ChunkFile | None:
-        """The chunk with the least live rows for its size, if they fill less than `full` of it."""
+        """The chunk with the smallest live share of its bytes, if this share is below `full`."""
         fill, _, chunk = min(((self._fill(chunk), chunk.number, chunk) for chunk in chunks), default=(full, 0, None))
         return chunk if fill < full else None
 
@@ -326,10 +329,10 @@ class Compactor:
         return self._live.live_of(chunk) * self._live.geometry.disk_bytes_per_row / max(1, self._bytes_of([chunk]))
 
     def _excess(self) -> float:
-        """Excess of the disk over the bound, in chunks, with the next piece of a put."""
+        """Bytes by which the disk use, with the next piece of a put, exceeds the bound, as a number of chunks."""
         geometry = self._live.geometry
         piece = self.piece_rows * geometry.disk_bytes_per_row
-        # The other chunks are held only briefly, by a scan or a move.
+        # Chunks that are not counted here are held only briefly, by a scan or a move.
         chunks = {chunk for chunk in self._files.chunks.values() if chunk.snapshots or chunk in self._live}
         live = self.live_bytes()
         with_snapshots = (1 + self._garbage_max) * live + self._store.rows_bytes()
@@ -337,7 +340,7 @@ class Compactor:
         return (self._bytes_of(chunks) + piece - allowed) / self.chunk_bytes
 
     def _bytes_of(self, chunks: Collection[ChunkFile]) -> int:
-        """Bytes of chunks without headers, with the rows still in memory."""
+        """Bytes of these chunks: without headers, and with the rows that are still in memory."""
         return sum(chunk.runs_bytes for chunk in chunks) + self._writer.bytes_to_write(chunks)
 
     def _disk_bytes(self) -> int:

@@ -1,6 +1,6 @@
-"""A table's current rows, with their writer and their compactor, all three replaced by a load or a `clear`.
+"""The current rows of a table with their writer and their compactor. A load or a `clear` replaces all three.
 
-Nothing here is thread-safe: `PersistentTable` calls it with its lock.
+Nothing here is thread-safe: `PersistentTable` holds its lock when it calls a method.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -22,11 +22,11 @@ from oneemb.storage.table.snapshot_store import Cut, SnapshotStore, rows_not_in
 
 
 class Contents:
-    """Rows of a table, none at first.
+    """Current rows of a table, empty at first: the index (`live`), the writer and the compactor.
 
     Args:
-        background: write and compact in background threads; False = in the calls themselves.
-        expected_rows: rows to make room for in the index of an empty table.
+        background: if True, write and compact in background threads; if False, in the calls themselves.
+        expected_rows: number of rows for which the index of an empty table has room.
     """
 
     live: LiveRows
@@ -48,15 +48,15 @@ class Contents:
 
     @property
     def rows_moved(self) -> int:
-        """Rows that compactions have moved since the table was made."""
+        """Number of rows that compactions have moved since the table was opened."""
         return self._rows_moved + self.compactor.done.rows_moved
 
     def clear(self) -> None:
-        """Hold no rows."""
+        """Replace the rows by an empty set of rows."""
         self.replace(LiveRows(self.live.geometry, self._files, self._threads, self._expected_rows, self.index_thread))
 
     def replace(self, live: LiveRows) -> None:
-        """Hold these rows in place of the present ones."""
+        """Replace the present rows by these rows, and release the old chunks."""
         self.compactor.stop()
         self._rows_moved += self.compactor.done.rows_moved
         self.writer.drop()
@@ -72,7 +72,11 @@ class Contents:
         )
 
     def cut(self, without: tuple[np.ndarray, np.ndarray] | None = None) -> Cut:
-        """The live rows of each chunk on disk now, but for those of some keys; the chunks are held once more."""
+        """Return the live rows of each chunk that are on disk now, and hold the chunks once more.
+
+        Args:
+            without: keys, (table_U, id_U), whose rows are left out.
+        """
         cut = Cut(self.live.geometry, [], [])
         place_U = np.empty(0, np.int64) if without is None else np.sort(self.live.index.find(*without))
         for chunk in self.live.chunks():
@@ -86,11 +90,11 @@ class Contents:
         return cut
 
     def parts(self) -> dict[int, ChunkPart]:
-        """The live rows of each chunk on disk now, by its number."""
+        """{number of a chunk: its live rows that are on disk now}."""
         return {chunk.number: self.live.part(chunk) for chunk in self.live.chunks() if chunk.blocks}
 
     def gone_since(self, then: Places) -> tuple[np.ndarray, np.ndarray]:
-        """The keys, table_N and id_N, that had rows at those places and have none now."""
+        """Keys, as table_N and id_N, that had a row in the chunks' parts `then` and have no row now."""
         tables, ids, now = [np.empty(0, np.int32)], [np.empty(0, np.int64)], self.parts()
         for number, part in then.items():
             lost = live_rows(rows_not_in(part, now.get(number)).bit_N)
@@ -111,7 +115,7 @@ class Contents:
                 self.compactor.move(chunk)
 
     def get_ready_for_fork(self) -> None:
-        """Settle and write all that background threads have to do: a forked child has no threads."""
+        """Put all pending keys and write all full runs now, since a forked child has no background threads."""
         self.compactor.put_pending()
         self.writer.finish()
 
@@ -123,10 +127,10 @@ class Contents:
         self._files.close()
 
     def abandon(self) -> None:
-        """End the threads of a broken table: its state is unknown, so chunk files stay, and the next open removes
-        them."""
+        """End the threads of a broken table. Chunk files stay, since the state of the table is unknown; the next open
+        removes them."""
         self.compactor.stop_soon()
-        self._end(cancel=True)  # so that no file is closed that is being written
+        self._end(cancel=True)  # Waits for a write in progress, so that its file is not closed meanwhile.
         self._files.close()
 
     def _end(self, *, cancel: bool) -> None:

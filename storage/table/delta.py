@@ -1,16 +1,16 @@
-"""Snapshots that hold only what has changed since another one: which one that is, and the chain back to a whole one.
+"""Deltas: snapshots that hold only the changes since a parent snapshot, and the chain from a delta to a whole snapshot.
 
-A delta is a snapshot whose lists have the rows that were written since its parent was saved, and whose array
-`gone keys` has the keys that had a row then and have none now. The meta of its file says what `Delta` is:
+A delta contains the rows that were written since its parent was saved. Its array `gone keys` has the keys that had a
+row in the parent and have none now. The meta of its file has the fields of a `Delta`:
 
     base      a whole snapshot, number 0
-    d1        since base, number 1
-    d2        since d1, number 2           the rows of d2 are those of base, changed by d1, then by d2
+    d1        parent base, number 1
+    d2        parent d1, number 2          to load d2, load base, then apply d1, then d2
 
 Invariants:
-- a parent is known by its identity, which no other snapshot has, and its number: what is missing, or was replaced by
-  another one of its name, is an error;
-- numbers grow along a chain, so that it ends.
+- a delta names its parent by identity, which no other snapshot has, and by number: a parent that is missing, or was
+  replaced by another snapshot of the same name, is an error;
+- numbers grow along a chain, so a chain has no circle.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,14 +34,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Delta:
-    """Description of a delta.
+    """Description of a delta in the meta of its snapshot.
 
     Args:
-        since, identity, since_number: name, identity and number of its parent.
-        number: its own, greater than that.
-        rows: number of rows in this table, unchanged ones included; an upper bound, where a delta of the chain does not
-            say which have been evicted.
-        inserted: number of its rows whose keys had none.
+        since, identity, since_number: name, identity and number of the parent.
+        number: number of the delta, greater than `since_number`.
+        rows: number of rows in the table after the delta is loaded, unchanged rows included; an upper bound if a delta
+            of the chain leaves evicted keys out.
+        inserted: number of the delta's rows whose keys had no row in the parent.
     """
 
     since: str
@@ -57,8 +57,8 @@ class Delta:
 
     @classmethod
     def of_meta(cls, meta: Mapping[str, Any], name: str) -> "Delta | None":
-        """The delta in the meta of snapshot `name`; None = the snapshot is whole. CorruptTableError if the entry is
-        invalid."""
+        """The `Delta` that the meta of snapshot `name` describes; None = the snapshot is whole. CorruptTableError if
+        the entry is invalid."""
         found = meta.get("delta")
         if found is None:
             return None
@@ -78,7 +78,8 @@ class Delta:
 
 
 def number_of(info: SnapshotInfo) -> int:
-    """The number of a snapshot in the chains that go on from it: 0 of one that was saved whole."""
+    """Number of a snapshot in its chain: 0 for a snapshot that was saved whole. A delta that was made whole keeps its
+    number."""
     delta = Delta.of_meta(info.meta, info.name)
     number = info.meta.get(_NUMBER, 0) if delta is None else delta.number
     if type(number) is not int or not 0 <= number < _NUMBER_MAX:
@@ -87,7 +88,7 @@ def number_of(info: SnapshotInfo) -> int:
 
 
 def without_delta(meta: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """The meta of a delta that has been made whole."""
+    """Meta for a delta that has been made whole: without the delta's entry, with its number."""
     return {key: value for key, value in meta.items() if key != "delta"} | {_NUMBER: number}
 
 
@@ -98,11 +99,15 @@ def rows_of(info: SnapshotInfo) -> int:
 
 
 def chain_of(last: T, there: Callable[[], Iterable[T]], info_of: Callable[[T], SnapshotInfo]) -> list[T]:
-    """A snapshot and its ancestors among those that `there` returns, the whole one first.
+    """Return the chain of a snapshot: the whole snapshot first, then each delta, `last` at the end.
+
+    Args:
+        there: returns all snapshots among which parents are looked up.
+        info_of: returns the info of a snapshot.
 
     Raises:
-        SnapshotNotFoundError: one of them is not there.
-        CorruptTableError: a description is invalid.
+        SnapshotNotFoundError: a snapshot of the chain is missing.
+        CorruptTableError: a description of a delta is invalid.
     """
     chain, by_identity = [last], dict[str, T]()
     while (delta := Delta.of_meta(info_of(chain[0]).meta, info_of(chain[0]).name)) is not None:
@@ -126,13 +131,13 @@ def chain_of(last: T, there: Callable[[], Iterable[T]], info_of: Callable[[T], S
 
 
 def deltas_since(identity: str, infos: Iterable[SnapshotInfo]) -> list[str]:
-    """The names of those snapshots that are deltas since the one of this identity."""
-    its = [(info.name, info.meta.get("delta")) for info in infos]  # Whatever else they say, and whoever wrote them.
+    """Names of the snapshots that are deltas whose parent has this identity."""
+    its = [(info.name, info.meta.get("delta")) for info in infos]  # The other fields may be invalid.
     return [name for name, said in its if isinstance(said, dict) and said.get("identity") == identity]
 
 
 def in_chain_text(name: str, done: str, deltas: Sequence[str]) -> str:
-    """Text of the error for a snapshot that deltas need, and that cannot be `done` ("deleted", "replaced")."""
+    """Text of the error if a snapshot cannot be `done` ("deleted", "replaced") because `deltas` need it."""
     return (
         f"snapshot {name!r} cannot be {done}: {', '.join(map(repr, deltas))}, deltas since it, need it; make the last"
         " of them whole with `oneemb merge-deltas` and delete them first"
@@ -140,13 +145,13 @@ def in_chain_text(name: str, done: str, deltas: Sequence[str]) -> str:
 
 
 def gone_array(table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray:
-    """Keys as a delta's file has them: each once, in order, so that equal states are equal bytes."""
+    """The array `gone keys` of a delta, int64 [N, 2]: each key once, sorted, so that equal states give equal bytes."""
     return np.unique(np.stack([table_N.astype(np.int64), id_N], axis=1), axis=0)
 
 
 def gone_keys(array: np.ndarray | None, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """The tables, int32 [N], and ids, int64 [N], that delta `name` says are gone. CorruptTableError if they are
-    invalid."""
+    """Tables, int32 [N], and ids, int64 [N], of the keys in the array `gone keys` of delta `name`. CorruptTableError if
+    the array is invalid."""
     if array is None:
         return np.empty(0, np.int32), np.empty(0, np.int64)
     if array.dtype == np.int64 and array.ndim == 2 and array.shape[1] == 2:

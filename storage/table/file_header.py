@@ -1,7 +1,7 @@
-"""The 128 bytes that every file of a table begins with. FORMAT.md says what each of them is.
+"""Packs and reads the header of a file: the 128 bytes with which every file of a table begins. See FORMAT.md.
 
 Invariant for this format and all later ones: magic, version, release and checksum stay where they are, so that
-any release can tell a damaged file from one that is too new for it.
+any release can tell a damaged file from a file of a later format.
 """
 
 import struct
@@ -23,14 +23,14 @@ _SUM = struct.Struct("<Q")
 
 
 def pack_header(magic: bytes, number_4: tuple[int, int, int, int]) -> bytes:
-    """The header of a new file."""
+    """The bytes of a header with this magic and these four numbers."""
     fields = _FIELDS.pack(magic, FORMAT_VERSION, HEADER_BYTES, _release().encode()[:24], *number_4)
     return fields + _SUM.pack(xxh64(fields))
 
 
 def read_header(header: bytes, magic: bytes, path: str) -> tuple[int, int, int, int]:
-    """The four numbers of a header, checked. CorruptTableError if it is no header of this kind, FormatVersionError if
-    it is sound, but of a format that this release does not read."""
+    """The four numbers of a header, after comparing its checksum. CorruptTableError if the header is damaged or has
+    another magic, FormatVersionError if it has a format that this release does not read."""
     if len(header) < HEADER_BYTES:
         raise CorruptTableError(
             f"{path}: the header must have {HEADER_BYTES} bytes, the file ends after {len(header)}; restore the file "

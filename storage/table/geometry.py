@@ -1,34 +1,35 @@
 """Arrangement of rows in blocks and of blocks in chunks. All live chunks of a table share one geometry.
 
-A chunk is full when it holds a sixteenth of the table's rows; the next rows begin a new chunk. The garbage that
-compaction leaves is some number of chunks, so a small table has small chunks. The size of a chunk is a whole number of
-**extents**, of about 1 MiB each.
+A chunk is full when it holds a sixteenth of the table's rows; the next rows begin a new chunk. Compaction may leave a
+few chunks of garbage, so a small table has small chunks. The room for a chunk is a whole number of **extents**, of
+about 1 MiB each.
 """
 
 from dataclasses import dataclass
 from functools import cached_property
 
-# The most rows of a chunk: the keys of one chunk are read in one piece.
+# Most rows of a chunk. It bounds memory: all keys of a chunk are read at once.
 _CHUNK_ROWS_MAX = 1 << 22
-# Blocks of an extent and of a chunk are a multiple of this, so that each begins at a whole word of the table's bits.
+# The number of blocks in an extent, or in a chunk, is a multiple of 64, so that each begins at a whole word of the
+# table's bits.
 _BLOCKS_MULTIPLE = 64
-# About the size of an extent, which is the least that a chunk may hold.
+# Approximate size of an extent. A chunk has at least one extent.
 _EXTENT_BYTES = 1 << 20
 # A chunk holds at most 1 / _CHUNKS_MIN of the live rows.
 _CHUNKS_MIN = 16
 PHYSICAL_BLOCK_SIZES = (512, 4096)
-# A row of one GiB: larger than any in use, and small enough that products of sizes stay below 2^63.
+# Most words of a row, one GiB: larger than any row in use, and small enough that products of sizes stay below 2^63.
 ROW_WIDTH_MAX = 1 << 28
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes that follow from the row and the device.
+    """Sizes of blocks, extents and chunks, computed from the size of a row and of a device's block.
 
     Args:
         row_width: 32-bit words of a row, W.
-        physical_block_size: bytes the device reads at once, 512 or 4096.
-        blocks_per_chunk: blocks of the largest chunk, a multiple of 64.
+        physical_block_size: number of bytes that the device reads at once, 512 or 4096.
+        blocks_per_chunk: number of blocks in the largest chunk, a multiple of 64.
     """
 
     row_width: int
@@ -41,7 +42,7 @@ class Geometry:
 
     @cached_property
     def block_bytes(self) -> int:
-        """Bytes of a logical block: as many physical blocks as one row needs."""
+        """Bytes of a logical block: one row's bytes rounded up to whole physical blocks."""
         return -(-self.row_bytes // self.physical_block_size) * self.physical_block_size
 
     @property
@@ -72,7 +73,7 @@ class Geometry:
         return (self.block_bytes + 4) / self.rows_per_block + 12
 
     def chunk_blocks(self, rows: int) -> int:
-        """The most blocks of a new chunk in a table with this many rows."""
+        """Most blocks of a new chunk in a table with this many rows."""
         extents = max(1, rows // (_CHUNKS_MIN * self.rows_per_extent))
         return min(self.blocks_per_chunk, extents * self.blocks_per_extent)
 
@@ -82,7 +83,8 @@ class Geometry:
 
 
 def make_geometry(row_width: int, physical_block_size: int, chunk_bytes: int) -> Geometry:
-    """The geometry of a table whose chunks have about `chunk_bytes` of rows. ValueError if an argument is invalid."""
+    """The geometry of a table whose largest chunks have about `chunk_bytes` of rows. ValueError if an argument is
+    invalid."""
     problem = geometry_problem(row_width, physical_block_size, _BLOCKS_MULTIPLE)
     if problem is not None:
         raise ValueError(problem)
@@ -95,7 +97,7 @@ def make_geometry(row_width: int, physical_block_size: int, chunk_bytes: int) ->
 
 
 def geometry_problem(row_width: object, physical_block_size: object, blocks_per_chunk: object) -> str | None:
-    """Reason why these cannot be the numbers of a geometry; None if they can."""
+    """Text of the reason why these numbers are invalid for a geometry; None if they are valid."""
     if type(row_width) is not int or not 1 <= row_width <= ROW_WIDTH_MAX:
         return f"row_width must be at least 1 word of 4 bytes and at most {ROW_WIDTH_MAX}, got {row_width!r}"
     if type(physical_block_size) is not int or physical_block_size not in PHYSICAL_BLOCK_SIZES:

@@ -1,7 +1,7 @@
-"""JSON in which a long list is written and parsed once, however many texts contain it.
+"""Writes and parses JSON; a long list is written once and parsed once, however many texts contain it.
 
 Every snapshot of an embedding has the list of the embedding's tables. A list of a hundred thousand tables takes a third
-of a second to parse, so a parsed list is kept, by its text, as long as anything refers to it.
+of a second to parse, so {text: parsed list} is kept as long as anything refers to the list.
 
 Invariants:
 - `to_json` and `from_json` return what `json.dumps` and `json.loads` return;
@@ -13,7 +13,7 @@ import re
 import weakref
 from typing import Any
 
-# Least number of characters of a list that is kept, and of a text that is searched for such lists.
+# Lists with at least this many characters of JSON are kept; shorter texts are not searched for kept lists.
 _LONG_MIN = 1 << 16
 
 _decoder = json.JSONDecoder()
@@ -21,8 +21,8 @@ _blanks = re.compile(r"[ \t\n\r]*")
 
 
 class LongList(list[Any]):
-    """A list that knows its JSON text; None = what `json.dumps` writes. Its items are as a parsed JSON has them: lists
-    rather than tuples, strings as keys of dicts."""
+    """A list with its JSON text. The items must be as `json.loads` returns them: lists, no tuples, and dicts with
+    strings as keys. text: None = the text that `json.dumps` writes."""
 
     def __init__(self, items: list[Any], text: str | None = None):
         super().__init__(items)
@@ -47,8 +47,8 @@ def to_json(value: Any) -> str:
 
 
 def from_json(data: bytes | str) -> Any:
-    """The value of a JSON text; equal long lists in objects are one `LongList`. ValueError or RecursionError if it is
-    not JSON."""
+    """Parse a JSON text; equal long lists in objects become the same `LongList`. ValueError or RecursionError if the
+    text is not JSON."""
     if len(data) < _LONG_MIN:
         return json.loads(data)
     text = data if isinstance(data, str) else data.decode(json.detect_encoding(data), "surrogatepass")
@@ -59,7 +59,7 @@ def from_json(data: bytes | str) -> Any:
 
 
 def _value(text: str, at: int) -> tuple[Any, int]:
-    """The value that begins at `at`, and the place after its end."""
+    """Parse the value that begins at index `at` of the text; returns the value and the index after its end."""
     if text.startswith("{", at):
         return _object(text, at)
     if not text.startswith("[", at):
@@ -88,7 +88,7 @@ def _object(text: str, at: int) -> tuple[dict[str, Any], int]:
 
 
 def _after(mark: str, text: str, at: int) -> int:
-    """Place of the first character, other than a blank, after a mark that comes next."""
+    """Skip blanks, the required character `mark`, and blanks; returns the index after them."""
     at = _after_blanks(text, at)
     if not text.startswith(mark, at):
         raise json.JSONDecodeError(f"Expecting {mark!r} delimiter", text, at)

@@ -1,15 +1,19 @@
-"""The places, in chunks, of the table's rows as they are now.
+"""The index of a table: the place of each key's current row.
 
-The places of a table are divided into extents: runs of blocks, of about 1 MiB each. A chunk takes as many neighbouring
-extents as its blocks may need. In a chunk whose first extent is e, row r has the place `e * rows_per_extent + r`. The
-extents of removed chunks are used again, so places stay small however long a table is written to. E extents.
+A place is the number of a row's position in the table. Places are divided into extents: runs of blocks, of about 1 MiB
+each. A chunk takes the neighbouring extents that its blocks may need. In a chunk whose first extent is e, row r has the
+place `e * rows_per_extent + r`. Extents of removed chunks are used again, so places stay small however long a table is
+written to. Shape letters: E extents, B blocks.
 
-Keys that are `noted` go into the index later, many at once, which costs half as much for each key. Until `put_pending`
-the index, the bits and the counts are the old ones, so every reader of them calls `put_pending` first.
+`note` puts a key into a list; all keys of the list go into the index at once, which costs half as much for each key.
+Until `put_pending` the index, the bits and the counts are out of date, so every call that reads them calls
+`put_pending` first.
 
-Invariants, between calls: - the index holds a place exactly when the place's bit is set, and `live_E[e]` counts the
-bits of extent e; - each chunk with extents is held once on their account; - the index has room for every key that was
-noted, so `put_pending` needs no memory for it.
+Invariants, between calls:
+- the index contains a place if and only if the bit of the place is set, and `live_E[e]` is the number of bits of extent
+  e;
+- each chunk with extents is held once by this object;
+- the index has room for every noted key, so `put_pending` allocates no memory for keys.
 """
 
 from concurrent.futures import Executor
@@ -29,12 +33,12 @@ _EXTENTS_MIN = 32
 
 
 class LiveRows:
-    """The index, and the bits and checksums of the chunks it points into.
+    """Index of the current rows, with a bit for each live place and the checksum of each block.
 
     Args:
-        files: holds and releases the chunks, which are of one geometry.
-        expected: keys to make room for at once.
-        beside: puts noted keys into the index; None = the caller's thread does.
+        files: the chunk files, which are held and released here. All chunks have the same geometry.
+        expected: number of keys for which the index has room at first.
+        beside: thread that puts noted keys into the index; None = the caller's thread does.
     """
 
     def __init__(
@@ -44,7 +48,7 @@ class LiveRows:
         # The index's growth limits the speed of appends: it may take 30 bytes a key, not 24, to grow less often.
         self.index = HashIndex(threads, expected, growth=2.2)
         self.first_E = np.empty(0, np.int64)
-        """The first extent of the chunk that this extent belongs to; -1 for a free extent."""
+        """For each extent, the first extent of its chunk; -1 for a free extent."""
         self.live_E = np.empty(0, np.int64)
         self.bit_N = np.empty(0, np.uint8)
         self.sum_B = np.empty(0, np.uint32)
@@ -67,11 +71,11 @@ class LiveRows:
         return chunk in self._extents
 
     def chunk_in(self, extent: int) -> ChunkFile:
-        """The chunk that an extent belongs to."""
+        """The chunk to which an extent belongs."""
         return self._chunk[int(self.first_E[extent])]
 
     def first_block(self, chunk: ChunkFile) -> int:
-        """The number in the table of a chunk's first block."""
+        """Number of a chunk's first block, counted over all extents of the table."""
         return self._extents[chunk].start * self.geometry.blocks_per_extent
 
     def first_place(self, chunk: ChunkFile) -> int:
@@ -98,8 +102,8 @@ class LiveRows:
         ]
 
     def add(self, chunk: ChunkFile, blocks: int) -> None:
-        """Give a chunk extents for this many blocks. The caller's hold of the chunk becomes this object's. A
-        MemoryError has changed nothing."""
+        """Give a chunk extents for this many blocks, and take over the caller's hold of the chunk. After a MemoryError
+        nothing has changed."""
         size = max(1, -(-blocks // self.geometry.blocks_per_extent))
         first = self._free_extents(size)
         if first is None:
@@ -119,13 +123,13 @@ class LiveRows:
         self._files.release(chunk)
 
     def reserve(self, table_U: np.ndarray, id_U: np.ndarray) -> bool:
-        """Reserve the memory that these keys need. Returns whether the caller may `note` them, once; else it must `put`
-        them. A MemoryError has changed nothing."""
+        """Reserve the memory that these keys need in the index. Returns True if the caller may `note` the keys, once;
+        if False, the caller must `put` them. After a MemoryError nothing has changed."""
         try:
             if self._pending.make_room(table_U, id_U, self._put):
                 return True
         except MemoryError:
-            pass  # There is none for a whole list; there may be enough for these keys.
+            pass  # Memory does not suffice for a whole list; it may suffice for these keys.
         self.put_pending()
         try:
             self.index.reserve_keys(table_U, id_U)
@@ -140,7 +144,8 @@ class LiveRows:
         self._put(table_U, id_U, place_U)
 
     def erase(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
-        """Forget the rows of these keys; on disk they become garbage. Returns whether each key had a row: bool [U]."""
+        """Remove these keys from the index; their rows on disk become garbage. Returns bool [U]: whether the key had a
+        row."""
         self.put_pending()
         if len(self.index) == 0:
             return np.zeros(len(id_U), np.bool_)
@@ -150,7 +155,8 @@ class LiveRows:
             return place_U >= 0
 
     def note(self, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> None:
-        """Set the places of these keys' rows at the next `put_pending`. `reserve` must have allowed it for them."""
+        """Set the places of these keys' rows at the next `put_pending`. `reserve` must have returned True for the
+        keys."""
         self._pending.note(table_U, id_U, place_U)
 
     def put_pending(self) -> None:
@@ -160,8 +166,8 @@ class LiveRows:
     def load(
         self, chunk: ChunkFile, table_N: np.ndarray, id_N: np.ndarray, row_N: np.ndarray
     ) -> tuple[int, int] | None:
-        """Add rows of a chunk to the index; `load_chunk` brings the chunk's bits. Returns None; or the (table, id) of a
-        key that the index then holds twice: it cannot be used any more."""
+        """Add rows `row_N` of a chunk with new keys to the index; `load_chunk` sets their bits. Returns None, or, if a
+        key was there already, its (table, id): this object cannot be used any more then."""
         extents = self._extents[chunk]
         self.live_E[extents] += np.bincount(
             row_N // self.geometry.rows_per_extent, minlength=extents.stop - extents.start
@@ -169,8 +175,8 @@ class LiveRows:
         return self.index.put_new(table_N, id_N, row_N + self.first_place(chunk))
 
     def load_over(self, chunk: ChunkFile, table_N: np.ndarray, id_N: np.ndarray, row_N: np.ndarray) -> None:
-        """Add rows of a chunk, in place of those of their keys; no `load_chunk` may follow. MemoryError if there is no
-        memory."""
+        """Add rows `row_N` of a chunk, which replace older rows of the same keys, and set the bits. No `load_chunk` may
+        follow. MemoryError if memory does not suffice."""
         self.index.reserve_keys(table_N, id_N)
         self._put(table_N, id_N, row_N + self.first_place(chunk))
 
@@ -180,13 +186,13 @@ class LiveRows:
         self.sum_B[begin : begin + len(sum_B)] = sum_B
 
     def load_chunk(self, chunk: ChunkFile, bit_N: np.ndarray, sum_B: np.ndarray) -> None:
-        """Set the live rows, as bits, and the blocks' checksums of a chunk whose extents are new."""
+        """Set the bits of the live rows and the checksums of the blocks of a chunk whose extents are new."""
         begin = self.first_place(chunk) // 8
         self.bit_N[begin : begin + len(bit_N)] = bit_N
         self.load_sums(chunk, sum_B)
 
     def part(self, chunk: ChunkFile, without_N: np.ndarray | None = None) -> ChunkPart:
-        """The live rows of one chunk that are on disk now, but for those in these places, which grow."""
+        """The live rows of a chunk that are on disk now, without the rows at the ascending places `without_N`."""
         rows = chunk.blocks * self.geometry.rows_per_block
         extents, extent_bytes = self._extents[chunk], self.geometry.rows_per_extent // 8
         bit_N = self.bit_N[extents.start * extent_bytes : extents.stop * extent_bytes]
@@ -214,12 +220,12 @@ class LiveRows:
         rows = self.geometry.rows_per_extent
         old_U = self.index.replace(table_U, id_U, place_U)
         with changing:
-            # New places first: where a key comes twice in a call, the earlier place is the old place of the later one.
+            # New places first: if a key comes twice in a call, its first place is the old place of the second.
             bits_set(self.bit_N, place_U, rows, self.live_E)
             bits_clear(self.bit_N, old_U, rows, self.live_E)
 
     def _free_extents(self, size: int) -> int | None:
-        """The first of `size` neighbouring free extents; None if there are none."""
+        """First extent of `size` neighbouring free extents; None = there are no such extents."""
         free = np.flatnonzero(self.first_E == -1)
         runs = np.flatnonzero(free[size - 1 :] - free[: max(0, len(free) - size + 1)] == size - 1)
         return int(free[runs[0]]) if len(runs) else None

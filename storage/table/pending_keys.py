@@ -1,16 +1,17 @@
-"""Keys that wait to be put into an index: putting many at once costs half as much as putting them batch by batch.
+"""Lists of keys that are put into an index later, many at once: this costs half as much as putting them batch by batch.
 
-There are two lists of keys: one fills while the other is put into the index, in a background thread if there is one.
+There are two lists: one fills while the other is put into the index, in a background thread if there is one. Shape
+letters: K keys of a list, P shards (partitions) of the index.
 
 Invariants:
-- the index has room for all keys of a list before the first of them is noted, so putting them needs no memory and
-  cannot fail for lack of it;
+- the index has room for all keys of a list before the first key is noted, so putting the keys cannot fail for lack of
+  memory;
 - a noted key stays in a list until the index holds it: if a put fails, the next call tries again;
-- keys are put in the order in which they were noted, so of equal keys the last one counts;
-- the background thread is used for full lists only.
+- keys are put in the order in which they were noted, so the last of equal keys counts;
+- the background thread puts full lists only.
 
-The index keeps that room unused meanwhile, so a list is no longer than a small part of what the index holds. After the
-background thread has put a list, it also grows the index for the next two lists, so that the caller need not.
+The room in the index stays unused until a list is put, so a list is short compared with the index. After the background
+thread has put a list, it also grows the index for the next two lists, so that the caller need not wait for this.
 """
 
 from collections.abc import Callable
@@ -21,18 +22,18 @@ import numpy as np
 from oneemb.kernels.threads import submit
 from oneemb.storage.hash_index import HashIndex
 
-# The most keys of a list: a longer one makes a key little cheaper, and callers wait longer for it.
+# Most keys of a list: a longer list would save little for each key, and callers would wait longer for it.
 _LIST_MAX = 1 << 17
-# A list is at most 1 / _LISTS_MIN of the keys that the index has room for: it may have to keep that room twice.
+# A list has at most 1 / _LISTS_MIN of the keys for which the index has room: the index may keep room for two lists.
 _LISTS_MIN = 32
-# An index too small for lists of this many keys gets keys at once: it lies in the CPU's cache, and they cost little.
+# If an index is too small for lists of this many keys, keys are put at once: the index fits into the CPU's cache.
 _LIST_MIN = 1 << 10
 
 _Put = Callable[[np.ndarray, np.ndarray, np.ndarray], None]
 
 
 class _List:
-    """Room for keys and their places, 20 bytes each."""
+    """List of up to `room` keys with the places of their rows, 20 bytes for each key."""
 
     def __init__(self, room: int) -> None:
         self.size, self.room = 0, room
@@ -40,36 +41,36 @@ class _List:
         self.place_K = np.empty(room, np.int64)
 
     def give(self, put: _Put) -> None:
-        """Put all keys into the index and empty the list; if that raises, the list keeps all keys."""
+        """Put all keys into the index and empty the list. If `put` raises, the list keeps all keys."""
         put(self.table_K[: self.size], self.id_K[: self.size], self.place_K[: self.size])
         self.size = 0
 
 
 class PendingKeys:
-    """Noted keys, with the places of their rows.
+    """Noted keys with the places of their rows, until they are put into the index.
 
-    The methods take a function `put(table_K, id_K, place_K)` that puts keys into the index, which has room for them; if
-    it raises, it must have changed nothing. `beside` runs it for full lists; None = the caller's thread does.
+    Methods take a function `put(table_K, id_K, place_K)` that puts keys into the index, which has room for them. If
+    `put` raises, it must have changed nothing. beside: runs `put` for full lists; None = the caller's thread does.
     """
 
     def __init__(self, index: HashIndex, beside: Executor | None):
         self._index, self._beside = index, beside
-        # Keys of each shard of the index once all lists but the filling one are put; keys of the filling list; and keys
-        # of the next `note`.
+        # Number of keys in each shard of the index after all lists but the filling one are put; number of keys of each
+        # shard in the filling list; and in the next `note`.
         self._put_P = index.sizes_P
         self._noted_P = self._next_P = np.zeros_like(self._put_P)
         # Lists are made when the first keys come: an index that is only read needs none.
         self._filling: _List | None = None
         self._spare: _List | None = None
-        # The list before, until the index holds it. Without a future, the next call has to put it.
+        # The full list, until the index holds its keys, and the future of its put; None = the next call has to put it.
         self._full: _List | None = None
         self._putting: Future[None] | None = None
 
     def make_room(self, table_U: np.ndarray, id_U: np.ndarray, put: _Put) -> bool:
-        """Whether these keys may be noted, once; then neither that nor putting them can fail for lack of memory. If the
-        list has too little room for them, it is handed to `put` and a new one begins. A MemoryError has changed
-        nothing."""
-        # All keys may belong to one shard, so what each shard is to hold is counted.
+        """Make room for these keys. Returns True if they may be noted, once: neither `note` nor the put can then fail
+        for lack of memory. If the filling list has too little room, it is handed to `put` and a new list begins. After
+        a MemoryError nothing has changed."""
+        # All keys may belong to one shard, so the keys of each shard are counted.
         size, self._next_P = len(id_U), self._index.key_counts(table_U, id_U)
         fits = self._filling is not None and 0 < self._filling.size and self._filling.size + size <= self._filling.room
         if fits and self._index.has_room(self._put_P + self._noted_P + self._next_P):
@@ -110,14 +111,14 @@ class PendingKeys:
         filling.size, self._noted_P = end, noted_P
 
     def put_pending(self, put: _Put) -> None:
-        """Return when the index holds every noted key."""
+        """Wait until the index holds every noted key."""
         self._finish(put)
         if self._filling is not None and self._filling.size:
             self._filling.give(put)
             self._noted_P = np.zeros_like(self._noted_P)
 
     def wait(self) -> None:
-        """Return when the background thread is idle. If it failed, the next call raises the error."""
+        """Wait until the background thread is idle. If it has failed, the next call raises the error."""
         if self._putting is not None:
             wait([self._putting])
 
@@ -127,10 +128,10 @@ class PendingKeys:
         try:
             self._index.reserve(2 * _list_room(self._index))
         except MemoryError:
-            pass  # The caller asks again when it begins a list, and raises then.
+            pass  # `make_room` reserves again when it begins a list, and raises the error there.
 
     def _finish(self, put: _Put) -> None:
-        """Return when the index holds the list before."""
+        """Wait until the index holds the keys of the full list, if there is any."""
         if self._full is None:
             return
         self.wait()
@@ -143,6 +144,6 @@ class PendingKeys:
 
 
 def _list_room(index: HashIndex) -> int:
-    """Keys of the next list: a power of two, so that it seldom changes; 0 if keys should be put at once."""
+    """Number of keys of the next list: a power of two, so that it seldom changes; 0 = put keys at once."""
     room = min(_LIST_MAX, index.capacity // _LISTS_MIN)
     return 1 << (room.bit_length() - 1) if room >= _LIST_MIN else 0

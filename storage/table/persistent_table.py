@@ -1,7 +1,7 @@
 """The persistent table: a log of chunk files, an index in memory, and named snapshots that survive a loss of power.
 
-A put appends rows; their older versions become garbage, and compaction frees chunks that are mostly garbage. Only
-snapshots outlive the object: a table that is opened is empty, and `load_snapshot` brings rows back.
+A put appends rows; older versions of these rows become garbage, and compaction frees chunks that are mostly garbage.
+Only snapshots outlive the object: a table is empty when it is opened, and `load_snapshot` loads rows.
 
 Invariants, with a crash at any moment:
 - a snapshot exists completely or not at all, and no later call changes it;
@@ -102,22 +102,23 @@ class PersistentTable:
         mend: str = "close it, open it again and load one",
         holder: Holder | None = None,
     ) -> "PersistentTable":
-        """The table at a path, empty: `load_snapshot` brings back what was saved.
+        """Open the table at a path. It is empty: `load_snapshot` loads rows that were saved.
 
         Args:
-            path: a directory; it is made if it does not exist.
-            row_width: 32-bit words of a row.
-            physical_block_size: bytes that the device reads at once, 512 or 4096. A loaded snapshot brings its own.
-            max_space_amplification: the most bytes on disk for each byte of live rows while there is no snapshot, plus
-                two chunks; see `compaction.py` for snapshots. More disk means fewer writes.
-            chunk_bytes: about the most bytes of rows in a chunk file. A small table has smaller chunks.
-            expected_rows: rows to make room for in the index now, so that it need not grow; a table may hold more.
-            io: "aio": Linux AIO, past the system's cache; "pread": threads, through the cache; "auto": the first of
-                them that works at this path.
-            background: write and compact in background threads; False = in the calls themselves.
-            mend: advice of errors after a call was cut short.
-            holder: object that owns the table; another object of this process that holds the path is asked to close for
-                it. None = the table itself, and none is asked.
+            path: a folder; it is made if it does not exist.
+            row_width: number of 32-bit words of a row.
+            physical_block_size: number of bytes that the device reads at once, 512 or 4096. A load changes it to the
+                snapshot's.
+            max_space_amplification: without snapshots, disk use is at most this factor times the bytes of live rows,
+                plus two chunks; see `compaction.py` for snapshots. More disk means fewer writes.
+            chunk_bytes: approximate most bytes of rows in a chunk file. A small table has smaller chunks.
+            expected_rows: number of rows for which the index has room at once; a table may hold more.
+            io: "aio" = Linux AIO, past the system's page cache; "pread" = reads by threads, through the cache; "auto" =
+                "aio" if it works at this path, else "pread".
+            background: if True, write and compact in background threads; if False, in the calls themselves.
+            mend: what the error after a call that was cut short advises to do.
+            holder: object that owns the table. If another object of this process holds the path, it is asked to close
+                for this holder. None = the table is the holder, and no other object is asked.
 
         Raises:
             LockedError: another table object writes to this path.
@@ -208,7 +209,7 @@ class PersistentTable:
             self._count["rows_put"] += len(id_U)
 
     def scan(self, batch: int = 65536) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Every row once, as the rows were when the first batch was asked for: later puts do not show."""
+        """Yield every row once, as the rows were at the first `next`: later puts do not change what is yielded."""
         with self._store_lock:
             self._begin(changes=False)
             geometry = self._contents.live.geometry
@@ -243,25 +244,27 @@ class PersistentTable:
         sequence: int = 0, without: tuple[np.ndarray, np.ndarray] | None = None,
         arrays: Mapping[str, np.ndarray] | None = None, since: Places | None = None,
     ) -> SnapshotInfo:  # fmt: skip
-        """Keep all rows as they are now under a name. Durable when this returns, and atomic. Returns its description.
+        """Save a snapshot of all rows as they are now. It is atomic, and durable when the call returns. Returns its
+        info.
 
-        First the call moves rows out of chunks with garbage, so that the snapshot does not hold that: no rows if few
-        were overwritten, half of the rows or more if most were.
+        First the call moves rows out of chunks with garbage, so that the snapshot does not hold the garbage: no rows if
+        few were overwritten, half of the rows or more if most were.
 
         Args:
             meta: any dict that JSON can hold; `load_snapshot` returns it.
-            overwrite: replace the snapshot of that name, atomically.
-            identity: 32 hexadecimal digits, of a snapshot of which this is a part or a copy; None = one of its own.
-            sequence: the least number that it is to have among the snapshots.
-            without: keys, (table_U, id_U), whose rows the table keeps and the snapshot does not hold.
-            arrays: arrays beside the rows, by name: integers, float32 or bytes.
-            since: result of `places`: the snapshot holds only rows that were written since, and moves none. A row that
-                was moved meanwhile, to free disk, counts as written.
+            overwrite: if True, replace a snapshot of the same name, atomically.
+            identity: identity for the snapshot, 32 hexadecimal digits: that of the snapshot of which this is a part or
+                a copy. None = a new one.
+            sequence: least sequence number that the snapshot gets; the newest snapshot has the greatest.
+            without: keys, (table_U, id_U), whose rows stay in the table but are left out of the snapshot.
+            arrays: {name: array} to store beside the rows: integers, float32 or bytes.
+            since: an earlier value of `places`: the snapshot holds only rows that were written since then, and no row
+                is moved first. A row that compaction has moved since then counts as written.
 
         Raises:
-            SnapshotExistsError: there is one of that name, and `overwrite` is False.
-            StorageError: it could not be made; an older one of that name is unchanged. A damaged chunk whose rows
-                should move raises CorruptTableError once; later calls leave it as it is.
+            SnapshotExistsError: there is a snapshot of that name, and `overwrite` is False.
+            StorageError: the snapshot could not be saved; an older one of that name is unchanged. The first save that
+                meets a damaged chunk may raise CorruptTableError; later saves do not move the rows of this chunk.
         """
         with self._store_lock:
             self._begin()
@@ -273,7 +276,7 @@ class PersistentTable:
                 self._contents.compactor.clean_for_save(name)
             self._contents.writer.write_out()  # 1.
             cut = self._contents.cut(without)
-            places = {part.number: replace(part) for part in cut.parts}  # whose bits go with the save
+            places = {part.number: replace(part) for part in cut.parts}  # Copies: the save drops the bits of the parts.
             if since is not None:
                 cut.leave_out(since, self._files)
             try:
@@ -289,25 +292,26 @@ class PersistentTable:
 
     @property
     def places(self) -> Places:
-        """Places of the rows of the snapshot that was saved or loaded last, with all that those before it hold: a bit a
-        row, for `save_snapshot` and `gone_since`. Valid as long as the table is open and these snapshots are there."""
+        """Places of all rows at the last save or load of a snapshot, a bit for each row: for `save_snapshot` and
+        `gone_since`. For a delta, rows of its chain are included. Valid while the table is open and the snapshots of
+        the chain exist."""
         return self._places
 
     def gone_since(self, then: Places) -> tuple[np.ndarray, np.ndarray]:
-        """The keys, table_N and id_N, that had rows at those places and have none now. StorageError if their files are
-        gone or damaged."""
+        """Keys, as table_N and id_N, that had a row at the places `then` (from `places`) and have no row now.
+        StorageError if a file of these rows is missing or damaged."""
         with self._store_lock:
             self._begin()
             return self._contents.gone_since(then)
 
     def load_snapshot(self, name: str, deltas: Sequence[str] = ()) -> dict[str, Any]:
-        """Make the rows of a whole snapshot, then changed by its deltas in order, the table's rows; returns the `meta`
-        of the last.
+        """Replace the table's rows by those of the whole snapshot `name`, then apply `deltas` in order. Returns the
+        `meta` of the last snapshot.
 
         Raises:
-            SnapshotNotFoundError: there is no snapshot of that name.
-            RowWidthError: its rows have another width.
-            CorruptTableError: its files are damaged; the table's rows are unchanged.
+            SnapshotNotFoundError: a snapshot is missing.
+            RowWidthError: the snapshot has rows of another width.
+            CorruptTableError: files of a snapshot are damaged; the table's rows are unchanged.
         """
         with self._store_lock:
             self._begin(put_pending=False)
@@ -321,9 +325,9 @@ class PersistentTable:
             return records[-1].info.meta
 
     def delete_snapshot(self, name: str) -> None:
-        """Remove a snapshot, and the chunks that nothing else needs. Durable when this returns. SnapshotNotFoundError
-        if there is none of that name; a StorageError says whether it could not be removed, or its removal not be
-        made durable."""
+        """Remove a snapshot, and the chunks that only this snapshot needs. The removal is durable when the call
+        returns. SnapshotNotFoundError if there is no snapshot of that name; StorageError if the snapshot could not be
+        removed, or if the removal may not be durable."""
         with self._store_lock:
             self._begin(put_pending=False)
             self._store.delete(name)
@@ -335,9 +339,9 @@ class PersistentTable:
             return self._store.infos()
 
     def compact(self) -> CompactionResult:
-        """Move the live rows out of every chunk that has garbage and that no snapshot needs, and free those chunks.
-        Each save keeps garbage in other chunks small, and it goes with the snapshots. After a StorageError nothing
-        is lost."""
+        """Move the live rows out of every chunk that has garbage and that no snapshot needs, and remove these chunks.
+        The garbage in chunks of snapshots is kept small by each save and is removed with the snapshots. After a
+        StorageError no row is lost."""
         with self._store_lock:
             self._begin()
             return self._contents.compactor.compact()
@@ -366,7 +370,8 @@ class PersistentTable:
             }
 
     def close(self) -> None:
-        """Release the path. Rows that no snapshot holds are lost, and their files are removed."""
+        """Close the table and release the lock of its folder. Rows that no snapshot holds are lost, and their files are
+        removed."""
         if self._store_lock.forked:
             return  # The path belongs to the process that opened it.
         with self._store_lock:
@@ -397,7 +402,8 @@ class PersistentTable:
         self.close()
 
     def _begin(self, *, put_pending: bool = True, changes: bool = True) -> None:
-        """Checks at the start of every call, under the lock. Calls that use the index put pending keys first."""
+        """Check, at the start of every call and under the lock, that the table can be used. A call that uses the index
+        first puts pending keys into it."""
         self._store_lock.check(changes=changes)
         if self._closed:
             raise StorageError(f"the table at {self._path} is closed; open it again")
@@ -411,7 +417,7 @@ class PersistentTable:
             self._contents.get_ready_for_fork()
 
     def _reader_for(self, geometry: Geometry) -> None:
-        """Raise unless blocks of this geometry's size can be read in the way that the table reads."""
+        """StorageError if blocks of this geometry's size cannot be read by the table's block reader."""
         if geometry.physical_block_size < self._contents.live.geometry.physical_block_size and self._direct:
             blocks = open_reader(self._io, self._fs, self._files.directory, geometry.physical_block_size, self._threads)
             blocks.close()

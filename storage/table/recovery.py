@@ -1,10 +1,11 @@
-"""Opening of a table: it finds the whole snapshots, and removes every file that none of them needs.
+"""Opening of a table: finds the snapshots that are whole, and removes every file that no snapshot needs.
 
 Invariants:
-- while a snapshot cannot be read, nothing is removed, because it is not known what it needs;
-- when a snapshot is missing that was not deleted here, all files of that moment are kept until the user gives it up;
-- files with names that no release gives to a file are left alone;
-- a file with another hard link is not cut back: a copy of the folder that was made of links may need all of it.
+- while a snapshot cannot be read, no file is removed, because the files that the snapshot needs are not known;
+- if something other than oneemb has removed a snapshot, all files of the moment in which this is found are kept until
+  the user gives the snapshot up;
+- files with names that no release of oneemb uses are left alone;
+- a file with another hard link is not truncated: a backup that consists of hard links may need all of it.
 """
 
 from collections.abc import Collection
@@ -20,16 +21,17 @@ from oneemb.storage.table.writer_lock import KnownSnapshots
 
 @dataclass
 class Recovery:
-    """Result of the last open of a table.
+    """Result of the last open of a table: what was found and what was removed.
 
     Args:
         snapshots: names of the snapshots that are whole.
-        damaged: snapshots that cannot be read, with the reason; those of a later format are among them.
-        lost, lost_more: names of snapshots that are missing though they were not deleted here, and number of others.
-        kept: paths of files that no snapshot needs and that are kept, because a missing one may.
-        removed, truncated: paths of files that were removed, or cut back to what a snapshot needs.
-        removed_bytes: disk space that removing and cutting has freed.
-        stale_lock: the last holder of the lock, if it ended without releasing it.
+        damaged: {name of a snapshot that cannot be read: reason}; snapshots of a later format are among them.
+        lost, lost_more: names of snapshots that something other than oneemb has removed; number of further such
+            snapshots whose names are not known.
+        kept: paths of files that no existing snapshot needs, but that a lost snapshot may need.
+        removed, truncated: paths of files that were removed, or truncated to the bytes that snapshots need.
+        removed_bytes: bytes of disk that became free.
+        stale_lock: text that names the last holder of the lock, if it ended without releasing the lock.
     """
 
     snapshots: list[str] = field(default_factory=list)
@@ -59,9 +61,14 @@ class Recovery:
 
 
 def find_lost(known: KnownSnapshots | None, there: Collection[str], next_number: int) -> tuple[list[str], int, int]:
-    """Names of missing snapshots, number of others, and the chunk number below which no file may be removed on their
-    account, given the record in LOCK, the names of existing snapshots, damaged ones included, and a number greater
-    than that of any existing chunk."""
+    """Return the names of lost snapshots, the number of lost snapshots without a known name, and the chunk number below
+    which no file may be removed, since lost snapshots may need the files.
+
+    Args:
+        known: the record of snapshots in LOCK; None = LOCK has no record.
+        there: names of all existing snapshots, damaged ones included.
+        next_number: greater than the number of any existing chunk.
+    """
     if known is None:
         return [], 0, next_number
     lost, more = known.gone(there)
@@ -70,7 +77,7 @@ def find_lost(known: KnownSnapshots | None, there: Collection[str], next_number:
 
 
 def lost_text(lost: list[str], lost_more: int, kept: int) -> str:
-    """The message about missing snapshots, and the files that are kept for them."""
+    """Text about lost snapshots and the number of files that are kept for them."""
     names = [*map(repr, lost), *([f"{lost_more} more"] if lost_more else [])]
     gone = f"snapshots {', '.join(names)} are gone" if names else "nobody knows which snapshots there were"
     return (
@@ -80,13 +87,13 @@ def lost_text(lost: list[str], lost_more: int, kept: int) -> str:
 
 
 def read_snapshots(files: SnapshotFiles, recovery: Recovery) -> list[SnapshotRecord]:
-    """All snapshots that can be read, oldest first; the others are noted in `recovery.damaged`."""
+    """Records of all snapshots that can be read, oldest first. The other snapshots are added to `recovery.damaged`."""
     records = []
     for name in files.names():
         try:
             records.append(files.read(name))
         except SnapshotNotFoundError:
-            continue  # A writer has removed it meanwhile, or it is a link to nowhere.
+            continue  # A writer has removed the snapshot meanwhile, or the file is a dangling link.
         except StorageError as error:
             recovery.damaged[name] = str(error)
     records.sort(key=lambda record: record.info.sequence)
@@ -98,8 +105,8 @@ def remove_orphans(
     fs: FileSystem, directory: str, files: SnapshotFiles, needed: dict[int, tuple[int, int]], keep_below: int,
     recovery: Recovery,
 ) -> None:  # fmt: skip
-    """Remove files that no snapshot needs, but for those of chunks with a number below `keep_below`; `needed` has the
-    bytes needed of the two files of each chunk."""
+    """Remove the files, or the ends of files, that no snapshot needs, except in chunks with a number below
+    `keep_below`. needed: {number of a chunk: bytes that snapshots need of its rows file and of its keys file}."""
     path = directory
     try:
         numbers = chunk_numbers(fs.names(directory))
@@ -129,7 +136,7 @@ def remove_orphans(
 
 
 def needed_bytes(records: list[SnapshotRecord]) -> dict[int, tuple[int, int]]:
-    """By chunk number, the bytes of its two files that some snapshot needs."""
+    """{number of a chunk: bytes that snapshots need of its rows file and of its keys file}."""
     needed: dict[int, tuple[int, int]] = {}
     for record in records:
         for part in record.parts:
@@ -144,6 +151,6 @@ def _remove(fs: FileSystem, path: str, recovery: Recovery) -> None:
     try:
         fs.remove(path)
     except (IsADirectoryError, PermissionError):
-        return  # No release has made it, or it belongs to another user: it does no harm.
+        return  # A folder, which oneemb does not make, or a file of another user: left alone.
     recovery.removed.append(path)
     recovery.removed_bytes += size

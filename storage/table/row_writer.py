@@ -1,14 +1,14 @@
 """Appends rows to the newest chunk: gathers them in memory and writes them in long runs.
 
-There are a few buffers, one for each run: one fills while the full ones before it are written in the background, in
-order. There are more than two, so that disk and caller need not wait for each other when one is slow for a moment.
+Each run has a buffer: one buffer fills while the full buffers before it are written in the background, in order. There
+are more than two, so that neither the disk nor the caller waits when the other is slow for a moment.
 
 Invariants:
 - a row has its place, and can be read, as soon as it is appended;
-- a failed write loses nothing: the rows stay in memory, and the next call writes them to the same blocks;
-- a failed `append` takes its own rows back. Those that are on disk already stay there as garbage, because no key
-  points at them;
-- runs are written in order, across chunks too: after a failed one none is written;
+- after a failed write the rows stay in memory, and the next call writes them to the same blocks;
+- after a failed `append` none of its rows is in the table. Rows that are on disk already stay there as garbage, because
+  no key points to them;
+- runs are written in order, across chunks too: after a failed run no later run is written;
 - a run becomes part of its chunk (`ChunkFiles.append`) in the caller's thread only.
 """
 
@@ -28,11 +28,11 @@ from oneemb.storage.table.geometry import Geometry
 from oneemb.storage.table.live_rows import LiveRows
 
 _RUN_BYTES = 4 << 20
-# Blocks of a run's first buffer, small because many tables are.
+# Blocks of a run's first buffer: few, because many tables are small.
 _BLOCKS_MIN = 16
-# Runs that may wait for the disk, beside the one that fills.
+# Most full runs that wait for the disk. One more run fills.
 _RUNS_SEALED_MAX = 3
-# A share of a copy smaller than this is not worth waking a thread for.
+# Least bytes that each thread copies; for fewer bytes it is not worth waking a thread.
 _SHARE_BYTES_MIN = 2 << 20
 
 
@@ -48,7 +48,7 @@ class _Run:
         self.chunk: ChunkFile | None = None
         # The run's first block in its chunk, the most blocks of the chunk, and the chunk's first block in the table.
         self.block = self.chunk_blocks = self.chunk_begin = 0
-        # Only of a sealed run: its bytes in the keys file, and where in the chunk it begins and ends.
+        # Set by `seal`: the bytes of the run in the keys file, and where in the chunk the run begins and ends.
         self.record_N = np.empty(0, np.uint8)
         self.begin = self.end = ChunkEnd(0, 0, 0)
 
@@ -62,17 +62,18 @@ class _Run:
 
     @property
     def room(self) -> int:
-        """Rows that still fit into the run and into its chunk."""
+        """Number of rows that still fit into the run and into its chunk."""
         blocks = min(self.blocks_max, self.chunk_blocks - self.block)
         return blocks * self.geometry.rows_per_block - self.rows
 
     def follow(self, run: "_Run") -> None:
-        """Begin, empty, where that run ends."""
+        """Make this run empty, and let it begin where the other run ends."""
         self.chunk, self.chunk_blocks, self.chunk_begin = run.chunk, run.chunk_blocks, run.chunk_begin
         self.block, self.rows = run.block + run.blocks, 0
 
     def take(self, table_N: np.ndarray, id_N: np.ndarray, row_NW: np.ndarray, threads: Threads) -> np.ndarray:
-        """Copy rows in, with the checksums of the blocks that they fill; returns their places."""
+        """Copy rows into the buffer and compute the checksums of the blocks that become full. Returns the rows'
+        places."""
         self._have(self.rows + len(id_N))
         first, self.rows = self.rows, self.rows + len(id_N)
         self.table_N[first : self.rows] = table_N
@@ -92,7 +93,8 @@ class _Run:
         )  # fmt: skip
 
     def seal(self, begin: ChunkEnd) -> None:
-        """Zero the rest of the last block, so that it has its checksum too, and make the record of the keys."""
+        """Fill the last block with zeros and compute its checksum, and pack the keys for the keys file. `begin` is
+        where the run begins in its chunk."""
         last = self.blocks - 1
         rest = self.rows - last * self.geometry.rows_per_block
         if rest < self.geometry.rows_per_block:
@@ -105,7 +107,7 @@ class _Run:
         self.record_N, self.end = key_record(begin, table_N, id_N, self.sum_B[: self.blocks])
 
     def _have(self, rows: int) -> None:
-        """Grow the buffer to hold so many rows."""
+        """Grow the buffer until it has room for this many rows."""
         per_block, before = self.geometry.rows_per_block, len(self.sum_B)
         if rows <= before * per_block:
             return
@@ -119,8 +121,8 @@ class _Run:
 
 
 class RowWriter:
-    """Appends rows to the chunks of one `LiveRows`, which is given new chunks and the checksums of blocks. `beside`
-    writes runs; None = the caller's thread does."""
+    """Appends rows to the chunks of one `LiveRows`, creates new chunks, and stores the checksums of blocks in the
+    `LiveRows`. beside: thread that writes runs; None = the caller's thread does."""
 
     def __init__(self, live: LiveRows, files: ChunkFiles, threads: Threads, beside: Executor | None):
         geometry = live.geometry
@@ -128,7 +130,7 @@ class RowWriter:
         blocks = min(geometry.blocks_per_chunk, max(1, _RUN_BYTES // geometry.block_bytes))
         self._filling = _Run(geometry, blocks)
         self._spare = [_Run(geometry, blocks) for _ in range(_RUNS_SEALED_MAX)]
-        # Full runs, oldest first, each with the future of its write; None = a call has to write it.
+        # Sealed runs, oldest first, each with the future of its write; None = the next call has to write it.
         self._sealed: deque[tuple[_Run, Future[None] | None]] = deque()
         self.chunk: ChunkFile | None = None
 
@@ -137,12 +139,12 @@ class RowWriter:
         return chunk is self.chunk or any(run.chunk is chunk for run, _ in self._sealed)
 
     def bytes_to_write(self, chunks: Collection[ChunkFile]) -> int:
-        """About the bytes that rows in memory will take in these chunks."""
+        """Approximate number of bytes that rows in memory will take on disk in these chunks."""
         return self._live.geometry.disk_bytes(sum(run.blocks for run in self._runs() if run.chunk in chunks))
 
     def append(self, table_N: np.ndarray, id_N: np.ndarray, row_NW: np.ndarray) -> np.ndarray:
-        """Append rows; returns their places, int64 [N]. StorageError, with no row appended, if a run could not be
-        written."""
+        """Append rows; returns their places, int64 [N]. If a run cannot be written, raises StorageError and appends no
+        row."""
         place_N = np.empty(len(id_N), np.int64)
         first_run, place, rows = self._filling, self._filling.first_place, self._filling.rows
         try:
@@ -160,20 +162,21 @@ class RowWriter:
         return place_N
 
     def write_out(self) -> None:
-        """Write all rows in memory to the chunk. The rest of the last block stays empty. After a StorageError they are
-        still in memory: call again."""
+        """Write all rows in memory to the chunk. The rest of the last block stays empty. After a StorageError the rows
+        are still in memory, and the call can be repeated."""
         self.finish()
         if self._filling.rows:
             self._start()
             self.finish()
 
     def seal(self) -> None:
-        """Write the rows in memory; the next ones begin a new chunk."""
+        """Write the rows in memory, and let the next rows begin a new chunk."""
         self.write_out()
         self._leave()
 
     def drop(self) -> None:
-        """Forget the rows in memory and the chunk."""
+        """Drop the rows of the filling run, and leave the chunk. Sealed runs are dropped too if they cannot be
+        written."""
         try:
             self.finish()
         except StorageError:
@@ -183,7 +186,8 @@ class RowWriter:
         self.seal()
 
     def in_memory(self, place_N: np.ndarray) -> np.ndarray:
-        """Whether each place is that of a row in memory, for `read`: bool [N]. Valid until the next call."""
+        """Whether the row of each place is in memory and must be read by `read`: bool [N]. Valid until the next
+        call."""
         while self._sealed and _is_written(self._sealed[0][1]):
             self._finish_one()
         found = np.zeros(len(place_N), bool)
@@ -192,13 +196,13 @@ class RowWriter:
         return found
 
     def read(self, place_N: np.ndarray, out_UW: np.ndarray, to_N: np.ndarray) -> None:
-        """out_UW[to_N[n]] = the row in memory at place_N[n]."""
+        """Copy the row in memory at place_N[n] to out_UW[to_N[n]]."""
         for run in self._runs():
             n = np.flatnonzero((place_N >= run.first_place) & (place_N < run.first_place + run.rows))
             run.read(place_N[n], out_UW, to_N[n])
 
     def copy(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """The rows in memory: their places, tables, ids and weights."""
+        """Copies of the rows in memory: place_N, table_N, id_N, row_NW."""
         runs = list(self._runs())
         places = [np.arange(run.first_place, run.first_place + run.rows) for run in runs]
         place_N = np.concatenate([np.empty(0, np.int64), *places])
@@ -216,7 +220,7 @@ class RowWriter:
     def _make_room(self) -> None:
         """Begin an empty run, in a new chunk if this one is full."""
         if self._filling.rows:
-            # Finished writes are checked for errors here; a write in progress is waited for only without a spare run.
+            # Errors of ended writes are raised here. A write in progress is waited for only if there is no spare run.
             while self._sealed and (not self._spare or _has_ended(self._sealed[0][1])):
                 self._finish_one()
             self._start()
@@ -237,13 +241,13 @@ class RowWriter:
             self.chunk = chunk
 
     def _leave(self) -> None:
-        """Leave the chunk: the next rows begin a new one. Its files are closed when its last run is written."""
+        """Let the next rows begin a new chunk. The present chunk is sealed once all its runs are written."""
         chunk, self.chunk = self.chunk, None
         if chunk is not None and not self.writes_to(chunk):
             self._files.seal(chunk)
 
     def _start(self) -> None:
-        """Begin to write the filling run; a spare one fills next."""
+        """Begin to write the filling run; a spare run becomes the filling one."""
         run, last = self._filling, self._sealed[-1][0] if self._sealed else None
         assert run.chunk is not None
         run.seal(last.end if last is not None and last.chunk is run.chunk else run.chunk.end)
@@ -258,16 +262,17 @@ class RowWriter:
             self._sealed[-1] = run, submit(self._beside, self._write, run, before)
 
     def finish(self) -> None:
-        """Return when every full run is on disk. After a StorageError the next call tries again."""
+        """Wait until every sealed run is written. After a StorageError the next call tries again."""
         while self._sealed:
             self._finish_one()
 
     def _finish_one(self) -> None:
-        """Return when the oldest sealed run is on disk."""
+        """Wait until the oldest sealed run is written, and make it part of its chunk."""
         run, written = self._sealed[0]
         assert run.chunk is not None
         if written is not None and written.exception() is not None:
-            # The writes after it have failed too. All are tried again in order: the cause may be gone by now.
+            # The writes of later runs have failed too. All runs are written again in order: the cause may be gone by
+            # now.
             wait([later for _, later in self._sealed if later is not None])
             self._sealed = deque((run, None) for run, _ in self._sealed)
             written = None
@@ -285,7 +290,7 @@ class RowWriter:
             self._files.seal(run.chunk)
 
     def _write(self, run: _Run, before: Future[None] | None) -> None:
-        """Write a run. `before` is the write of the run before it, which must have succeeded; None = there is none."""
+        """Write a run after the write of the run before has succeeded. before: that write; None = there is none."""
         assert run.chunk is not None
         if before is not None:
             before.result()
@@ -293,7 +298,7 @@ class RowWriter:
 
 
 def _has_ended(written: Future[None] | None) -> bool:
-    """Whether this write need not be waited for."""
+    """Whether a write has ended, with or without an error, or was not begun."""
     return written is None or written.done()
 
 
