@@ -33,7 +33,7 @@ from oneemb.storage.merged_store import MergedStore
 from oneemb.storage.tiers.hot_rows import Prefetched
 
 next_order = itertools.count().__next__
-"""Gives numbers that grow from lookup to lookup."""
+"""Returns a number greater than all that it has returned before: the place of a lookup in the order of lookups."""
 
 
 REPLACED = (
@@ -43,8 +43,8 @@ REPLACED = (
 
 
 def in_backward() -> bool:
-    """Whether this thread runs a backward pass. A lookup there repeats one of the forward pass, since activation
-    checkpointing recomputes it."""
+    """Whether this thread runs a backward pass. Activation checkpointing recomputes a forward pass in it, so a lookup
+    there repeats an earlier lookup."""
     return bool(torch._C._current_graph_task_id() >= 0)
 
 
@@ -52,25 +52,25 @@ def in_backward() -> bool:
 
 
 class SharedRows(Protocol):
-    """The rows of several lookups, the lookup of a lease among them."""
+    """The rows of several merged lookups. A `Lease` is of one of these lookups."""
 
     store: MergedStore
 
     def own_keys(self, p: int) -> Keys:
-        """The keys of lookup p, as if it were alone."""
+        """The keys of lookup `p`, as an unmerged lookup would have them."""
 
 
 @dataclass(frozen=True)
 class Remote:
-    """Rows of a lookup that other ranks own."""
+    """Copies of a lookup's rows, as the owners have sent them."""
 
     ranks: Ranks
     weight_SX: Array
-    """Weights of the rows, as they came; where owners sum parts of bags, the sums."""
+    """Weights of the rows that have come; where owners sum parts of bags, the sums. S and X are its dimensions."""
     slot_U: Array
-    """int64: place in `weight_SX` of each unique key, or of each part."""
+    """int64: index in `weight_SX` of each unique key, or of each part."""
     owned: "Lease | None"
-    """The rows that ranks have asked this one for; None = they are not pinned."""
+    """Lease on the rows that all ranks have requested from this rank; None = these rows are not pinned."""
     request: Request
     """Request of this rank to the others."""
     requested: Requested
@@ -80,17 +80,17 @@ class Remote:
 class Lease:
     """Rows of a lookup: resident in the hot tier and pinned, from `pin` to `unpin`.
 
-    A lease that is dropped (a forward pass without a step) is unpinned by the next `acquire`.
+    If nobody holds the lease any more (a forward pass without a step), the next `acquire` unpins its rows.
 
-    With `remote` they are copies of rows that other ranks own. Nothing is pinned for them here, and their gradients go
-    to the owners before anything is done with them (`reduce_to_owners` in owner_grads.py).
+    With `remote`, the rows are copies of rows that other ranks own. The lease itself then pins nothing, and gradients
+    go to the owners before anything else is done with them (`reduce_to_owners` in owner_grads.py).
 
     Args:
-        store: whose rows they are.
-        keys: of the lookup; None = those that `shared` gives.
-        slot_U: where the rows are, pinned; None = they are not pinned yet.
-        shared: (rows, p): of a merged lookup, the rows of all and which of them this is.
-        remote: where the weights are, of rows that other ranks own.
+        store: the store of the rows.
+        keys: the keys of the lookup; None = `shared` gives them.
+        slot_U: the slots of the rows, which are pinned; None = the rows are not pinned yet.
+        shared: for one of several merged lookups: (the rows of all these lookups, number of this lookup).
+        remote: copies of the rows that other ranks own; None = the rows are in `store`.
     """
 
     def __init__(
@@ -112,13 +112,13 @@ class Lease:
         self.pooling = "sum"
         """Pooling of a bag: one of `POOLINGS`."""
         self.argmax_PD: Array | None = None
-        """For bags pooled by their maximum: place in the bag of the id of each number, see `Backend.pool_max`."""
+        """For bags pooled by their maximum: which id of the bag gave each number, see `Backend.pool_max`."""
         self.has_grad = False
-        """Whether a gradient has come."""
+        """Whether a backward pass has given the lookup a gradient."""
         self.lookups = 1
-        """Number of lookups whose rows the lease holds; above 1 by `of_keys` alone."""
+        """Number of lookups whose rows the lease holds; above 1 only for a lease that `of_keys` has made."""
         self.order = next_order()
-        """Grows from lookup to lookup: gradients of a row are summed in the order in which lookups were made."""
+        """Number that grows from lookup to lookup. Gradients of a row are summed in this order."""
         self._keys = keys
         self._replaced = store.replaced
         self._pins: Pins | None = None
@@ -137,7 +137,7 @@ class Lease:
 
     @classmethod
     def of_keys(cls, store: EmbeddingStore, table_U: Array, id_U: Array, lookups: int = 1) -> "Lease":
-        """A pinned lease of distinct keys, in place of the leases of so many lookups."""
+        """A pinned lease on distinct keys, which takes the place of the leases of `lookups` lookups."""
         unique = store.backend.distinct_keys(table_U, id_U)
         lease = cls(store, Keys(torch.Size((len(id_U),)), unique, None, store.backend))
         lease.lookups = lookups
@@ -145,8 +145,8 @@ class Lease:
         return lease
 
     def use(self) -> "Lease | None":
-        """Let a policy count the uses in `uses_U` of the keys; keys without a row that are used get one. Returns a
-        pinned lease on the used rows; None = no row is used, or they were counted already. It raises as `pin`."""
+        """Let the policies count `keys.uses_U` as uses, and insert used keys that have no row. Returns a pinned lease
+        on the used rows; None = no key is used, or the uses were counted already. Raises as `pin`."""
         keys, backend = self.keys, self.store.backend
         if keys.uses_U is None or not keys.uses_U.any():
             return None
@@ -160,16 +160,16 @@ class Lease:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether the rows are in their slots."""
+        """Whether the rows are pinned, in the slots `slot_U`."""
         return self._pins is not None and self.generation == self.store.generation
 
     inserts = False
-    """See `Reserved.inserts`: the step that trains unknown keys inserts them."""
+    """False: the step that trains unknown keys inserts them, not `acquire` (compare `Reserved.inserts`)."""
     repeated_by = -1
-    """Number of the backward pass that repeated the lookup last; -1 = none has."""
+    """Number of the backward pass that repeated the lookup last; -1 = no backward pass has."""
 
     def acquire(self) -> "Lease":
-        """Return this lease. The lookup counts as made now; see `order`."""
+        """Return this lease, with the `order` of a lookup that is made now."""
         self.order = next_order()
         return self
 
@@ -178,7 +178,7 @@ class Lease:
         self.unpin()
 
     def forget(self) -> None:
-        """See `Reserved`; it holds no other."""
+        """Do nothing: a lease holds no other lease (compare `Reserved.forget`)."""
 
     @property
     def is_valid(self) -> bool:
@@ -186,20 +186,21 @@ class Lease:
         return self._replaced == self.store.replaced and (self.slot_U is None or self.is_pinned)
 
     def pool_by(self, keys: Keys, per_sample_weights: torch.Tensor | None, pooling: str) -> None:
-        """Set how `read` pools bags; see `gather`. `keys` are the lookup's own, or its part of merged ones."""
+        """Set how `read` pools bags, with arguments as for `gather`. `keys`: the keys of the lookup, perhaps merged."""
         sums = per_sample_weights is None and pooling == "sum"
         self.scale_N = None if sums else scales_of(keys, per_sample_weights, pooling, self.store)
         self.pooling = pooling
 
     def pin(self, prefetched: Prefetched | None = None, *, again: bool = False) -> None:
-        """Make the rows resident and pin them, if they are not; unknown ones are inserted.
+        """Make the rows resident and pin them, unless they are pinned. Unknown keys are inserted.
 
         Args:
-            again: whether policies count no new use of the rows. They never do if the lease has pinned them before.
+            prefetched: result of `prefetch` for these keys.
+            again: if True, policies do not count this as a use of the rows. They count only the first pin of a lease.
 
         Raises:
-            StoreFullError: they do not fit.
-            StorageError: they were replaced since the lookup.
+            StoreFullError: the rows do not fit.
+            StorageError: the rows were replaced since the lookup.
         """
         if self._pins is not None and self.generation == self.store.generation:
             return
@@ -225,15 +226,15 @@ class Lease:
         """Let the rows be evicted; `pin` brings them back."""
         if self.remote is not None and self.remote.owned is not None:
             self.remote.owned.unpin()
-        # Dropped first: pins that an interrupt leaves in between are released when this object is dropped.
+        # `_pins` is cleared first: pins that an interrupt leaves here are released when `pins` has no holder.
         pins, self._pins = self._pins, None
         if pins is not None:
             self.slot_U = None
             self.store.pins.release(pins)
 
     def sum_now(self, grad_NX: torch.Tensor) -> Summed | None:
-        """Sums per unique key of the lookup's only backward pass, with the bits of `reduce`, in place of a copy of the
-        gradient. None = the gradient is to be kept and summed later."""
+        """Sum the gradient of the lookup's only backward pass by unique key, with the same bits as `reduce`, so that
+        the gradient need not be copied. None = the caller must keep the gradient, which is summed later."""
         if self.has_grad or self.remote is not None or self.shared is not None or self.argmax_PD is not None:
             return None
         keys, backend = self.keys, self.store.backend
@@ -244,8 +245,8 @@ class Lease:
         )
 
     def reduce(self, grads: Sequence[torch.Tensor | Summed]) -> RowGrads:
-        """Gradients of unique keys, from one gradient of the lookup for each backward pass; sums are made later, unless
-        `sum_now` has made them."""
+        """Gradients of the unique keys, still to be summed unless `sum_now` has summed them. `grads` has one gradient
+        of the lookup for each backward pass."""
         unique, backend = self.keys.unique, self.store.backend
         slot_U = nowhere(backend, len(unique.id_U)) if self.slot_U is None else self.slot_U
         keys = self.store, self.generation, unique.table_U, unique.id_U, slot_U
@@ -256,7 +257,7 @@ class Lease:
         return RowGrads(*keys, segments=backend.segments(unique, bags, grad_NX, self.scale_N))
 
     def reduce_once(self, grads: Sequence[torch.Tensor | Summed]) -> RowGrads:
-        """Result of `reduce`, kept for a next call with the same gradients."""
+        """Result of `reduce`. The lease keeps it, and returns it again for the same gradients."""
         if self._reduced is not None:
             before, slot_U, reduced = self._reduced
             same = len(before) == len(grads) and all(one is two for one, two in zip(before, grads, strict=True))
@@ -267,15 +268,15 @@ class Lease:
         return reduced
 
     def sum_passes(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The gradients of ids, [N, D], or of bags that gave a sum, [P, D], summed over backward passes; perhaps in
-        strides."""
+        """Sum of `grads` over backward passes: gradients of ids, [N, D], or of bags pooled by sum or mean, [P, D]. The
+        tensor may be non-contiguous."""
         grad_NX = sum_over_passes(grads)
         if self.argmax_PD is None:
             return grad_NX
         return spread_max_grads(self.keys, self.argmax_PD, grad_NX.contiguous(), self.store.backend)
 
     def read(self) -> torch.Tensor:
-        """The weights of each id, or of each bag, as they are now."""
+        """The current weights of each id, or the pooled weights of each bag."""
         store, slot_U = self.store, self.slot_U
         if self.remote is not None:
             if self.remote.request.cut is not None:
@@ -286,7 +287,8 @@ class Lease:
             self._keys = dataclasses.replace(self.keys, unique=unique)
             return self._read(store.format.weights(row_UW), store.backend.arange(len(row_UW)))
         weight_SX = store.weight_SX
-        if self.generation != store.generation:  # Another thread may have closed it; the slab taken before stays.
+        # Another thread may have closed the store. `weight_SX`, read before this check, stays allocated.
+        if self.generation != store.generation:
             raise StorageError(REPLACED)
         with signals_deferred, store.writing:  # signals deferred, so that a fork finds no lock held
             return self._read(weight_SX, slot_U)
@@ -296,7 +298,7 @@ class Lease:
         return out
 
     def _sum_parts(self, remote: Remote, cut: CutBags) -> torch.Tensor:
-        """The sum of each bag, or its mean, from the sums that owners have made of its parts."""
+        """The sum or the mean of each bag, computed from the sums of its parts, which owners have sent."""
         store, backend = self.store, self.store.backend
         order_S, offset_P1 = cut.of_bags()
         scale_S = backend.array(cut.scale_S[order_S].to(backend.device)) if self.pooling == "mean" else None
@@ -308,7 +310,7 @@ class Lease:
         return out
 
     def grad_of_scales(self, grad_PD: torch.Tensor) -> torch.Tensor:
-        """The gradient of `per_sample_weights`, float32 [N], from the gradient of bags."""
+        """The gradient of `per_sample_weights`, float32 [N], computed from `grad_PD`, the gradient of the bags."""
         store, keys, backend = self.store, self.keys, self.store.backend
         assert keys.bags is not None
         if self.slot_U is None:
@@ -330,13 +332,13 @@ class Lease:
 
 
 def full_of(store: EmbeddingStore, error: StoreFullError) -> StoreFullError:
-    """The error of a lookup without room; see `full`."""
+    """`full` for a lookup in `store`: `waiting` is the number of its lookups that have a gradient."""
     return full(error, sum(one.lookups for one in store.pins.owners() if isinstance(one, Lease) and one.has_grad))
 
 
 def full(error: StoreFullError, waiting: int) -> StoreFullError:
-    """The same error; if pinned rows leave no room, one with the number of lookups that wait for `zero_grad()`:
-    `waiting`, whose gradients are kept."""
+    """`error`; or, if pinned rows leave no room, an error that says that the gradients of `waiting` lookups are kept
+    until `zero_grad()`."""
     if not error.pinned or waiting == 0:
         return error
     return StoreFullError(
@@ -349,15 +351,15 @@ def full(error: StoreFullError, waiting: int) -> StoreFullError:
 class LeaseAgain(Lease):
     """Lease of a lookup that the backward pass repeats; policies do not count it as a use of its rows.
 
-    The rows are read at the slots of the first lookup's lease, if it is still pinned: an id that got no row in the
-    forward pass may have got one by another lookup since.
+    The rows are read at the slots of the first lookup's lease, if it is still pinned. So an id without a row in the
+    forward pass reads the same weights, even if another lookup has given it a row since.
     """
 
     def read(self) -> torch.Tensor:
-        """See `Lease`."""
+        """The current weights, as `Lease.read`, from the slots of the first lookup if these are still pinned."""
         backward, own_U = torch._C._current_graph_task_id(), self.slot_U
         leases = [one for one in self.store.pins.owners() if isinstance(one, Lease) and self._repeats(one)]
-        # Lookups of the same ids are repeated in the order in which they were made, each once.
+        # Several lookups of the same ids are repeated in the order in which they were made, each once.
         first = min(leases, key=lambda one: (one.repeated_by == backward, one.order), default=self)
         first.repeated_by, self.slot_U = backward, first.slot_U
         try:
@@ -382,7 +384,7 @@ def acquire(
 
     Args:
         prefetched: result of `prefetch` for these keys.
-        again: whether the lookup was made before, see `in_backward`.
+        again: whether the lookup repeats one of the forward pass, see `in_backward`.
 
     Raises:
         StoreFullError: a tier is too small for the step, or capacity is reached; nothing of this lookup is inserted.
@@ -401,8 +403,8 @@ def acquire(
 
 @Op(LOOKUP, takes=("store", "keys"), gives="lease")
 def acquire_later(store: EmbeddingStore, keys: Keys) -> Lease:
-    """Lease of an embedding in eval mode that may get a gradient: rows are read as they are, unknown ones with their
-    initial values, and acquired by the step that trains them.
+    """Unpinned lease for a lookup in eval mode that may get a gradient. Unknown keys read as their initial values. The
+    step that trains the rows acquires them.
 
     Raises:
         ValueError: the ids are not where the embedding is.
@@ -417,14 +419,14 @@ def acquire_later(store: EmbeddingStore, keys: Keys) -> Lease:
 
 @Op(LOOKUP, takes=("lease",), measure=measure_gather)
 def gather(lease: Lease, per_sample_weights: torch.Tensor | None = None, pooling: str = "sum") -> torch.Tensor:
-    """The weights of each id, zeros for padding: [*shape of ids, D], of the store's dtype; of bags, those pooled.
+    """The weights of each id, or the pooled weights of each bag: [*shape, D] in the store's dtype; zeros for padding.
 
-    They have no gradient: see `with_grad`. Rows that are not pinned are read as they are.
+    Autograd does not know the result before `with_grad`. Rows that are not pinned are read from any tier.
 
     Args:
-        per_sample_weights: float32 [N], factors of the weights of each id before a sum.
-        pooling: "sum", "mean" or elementwise "max" of a bag. The gradient of a maximum goes to the id that
-            gave it, the first of several; a NaN is one where the first id of the bag has it.
+        per_sample_weights: float32 [N]: the weights of each id are multiplied by its factor before they are summed.
+        pooling: "sum", "mean" or elementwise "max" of a bag. The gradient of a maximum goes to the first id that
+            gave it. NaN counts as the maximum only if the first id of the bag has it.
 
     Raises:
         TypeError, ValueError: `per_sample_weights` is not as above, or given for another pooling or ids in no bags.
@@ -434,14 +436,15 @@ def gather(lease: Lease, per_sample_weights: torch.Tensor | None = None, pooling
 
 
 def make_room(store: EmbeddingStore, error: StoreFullError) -> None:
-    """Unpin the rows that only failed backward passes hold; raise `error`, by which there was no room, if none do."""
+    """Unpin the rows that only failed backward passes hold. If there are no such rows, raise `error`, which said that
+    there is no room."""
     if not error.pinned or not free_failed_passes(store):
         raise error
 
 
 def free_failed_passes(store: EmbeddingStore) -> bool:
-    """Drop gradients of failed backward passes of this thread. torch keeps them in the thread's queue until its next
-    backward pass, and so long their rows stay pinned. Returns whether pinned rows of the store lost their owner."""
+    """Drop the gradients of this thread's failed backward passes. torch would keep them in a queue, and their rows
+    pinned, until the thread's next backward pass. Returns whether pinned rows of the store lost their owner."""
     if torch._C._current_graph_task_id() >= 0:
         return False
     # Hidden from torch's modes: a tape would record it, and a graph would take it for a backward pass of `build`.

@@ -1,15 +1,16 @@
-"""Gradients of rows on their way: of backward passes and, between ranks, to the owners of the rows.
+"""Gradients of rows, from the backward passes to the owners of the rows.
 
     reduce_to_owners([weight.grad, ...])      every rank; skips gradients of rows that no ranks own together
 
-Gradients wait with the rank that looked the rows up until something needs them whole: a step, a norm, an unscaling. So
-any number of backward passes costs one exchange. Gradients of a key are summed twice: in batch order by each rank that
-looked it up, then in the order of the ranks by its owner, which takes their mean, as DistributedDataParallel does of
-dense gradients, or sum; both in float32. Where owners sum parts of bags (requests.py) they get the gradients of the
-bags, and make both sums. So the numbers of R ranks are those of one up to the rounding of a sum.
+A rank that has looked rows up keeps their gradients until a step, a norm or an unscaling needs the gradients of all
+ranks. So any number of backward passes costs one exchange. Gradients of a key are summed twice, both times in float32:
+each rank that looked the key up sums in batch order, then the owner sums in the order of the ranks. The owner divides
+by the number of ranks if gradients are averaged, as DistributedDataParallel does with dense gradients. Where owners sum
+parts of bags (requests.py), they get the gradients of the bags and make both sums. So R ranks give the same numbers as
+one process, up to the rounding of sums.
 
-Every rank gets the gradients of all ranks for rows of a replicated table, and sums them in the same order as the others
-do. So its copy stays equal to theirs, bit for bit.
+Gradients of a replicated table's rows go to every rank. All ranks sum them in the same order, so that the copies of a
+row stay equal, bit for bit.
 """
 
 import dataclasses
@@ -46,7 +47,7 @@ class Pass(NamedTuple):
 
     lease: Lease
     grad: torch.Tensor | Summed
-    """d loss / d rows of the lookup: [N, D], or of bags [P, D]; or its sums, see `Lease.sum_now`."""
+    """Gradient of the rows that the lookup gave, [N, D], or of its bags, [P, D]; or sums by unique key (`Summed`)."""
     version: int
     """Version of the gradient tensor at the end of its backward pass; 0 for `Summed`. The user may hold the tensor too,
     from a hook or as argument of `backward`."""
@@ -63,7 +64,7 @@ class Pass(NamedTuple):
 
 
 def grads_of_leases(passes: Iterable[Pass]) -> list[tuple[Lease, list[torch.Tensor | Summed]]]:
-    """The gradients of each lookup, in the order in which lookups were made; errors are those of `Pass.checked`."""
+    """(lease, gradients of its passes) of each lookup, in the order in which lookups were made. Raises as `checked`."""
     grads_of: dict[Lease, list[torch.Tensor | Summed]] = {}
     for one in passes:
         grads_of.setdefault(one.lease, []).append(one.checked())
@@ -73,13 +74,13 @@ def grads_of_leases(passes: Iterable[Pass]) -> list[tuple[Lease, list[torch.Tens
 
 
 def reduce_passes(passes: Iterable[Pass], *, shared: bool = False) -> Sequence[RowGrads]:
-    """The gradient of each row, to be summed, of each lookup; if `shared`, kept for others that ask for the same, such
-    as those of other tables of the lookup."""
+    """For each lookup, the gradients of its unique keys, still to be summed. If `shared`, the lease keeps the result,
+    since the gradients of its other tables need the same."""
     return [(lease.reduce_once if shared else lease.reduce)(grads) for lease, grads in grads_of_leases(passes)]
 
 
 class GradOfRanks(Protocol):
-    """The gradient of rows: a `RowGrad`."""
+    """The attributes of a `RowGrad` that this file uses."""
 
     store: EmbeddingStore
     passes: list[Pass]
@@ -94,7 +95,7 @@ _Grad = TypeVar("_Grad", bound=GradOfRanks)
 
 
 def by_ranks(row_grads: Iterable[_Grad]) -> list[tuple[Ranks, list[_Grad]]]:
-    """The gradients of rows that ranks own together, by their groups."""
+    """Pairs (ranks, gradients), one for each process group. Gradients of rows that no ranks share are left out."""
     groups: dict[Any, tuple[Ranks, list[_Grad]]] = {}
     for grad in row_grads:
         if not grad.ranks.alone:
@@ -105,8 +106,8 @@ def by_ranks(row_grads: Iterable[_Grad]) -> list[tuple[Ranks, list[_Grad]]]:
 def reduce_to_owners(row_grads: Iterable[GradOfRanks]) -> None:
     """Bring the gradients of rows that ranks own together to the owners of the rows.
 
-    Every rank calls it with the gradients of the same embeddings in the same order: it is an exchange, unless nothing
-    waits.
+    Every rank must call it with the gradients of the same embeddings in the same order. It exchanges messages unless
+    all gradients are at the owners already.
 
     Raises:
         RankError: another rank has failed; nothing has changed.
@@ -121,25 +122,25 @@ def reduce_to_owners(row_grads: Iterable[GradOfRanks]) -> None:
 
 
 def _single_lookup(row_grad: GradOfRanks) -> Lease | None:
-    """Lookup to which all backward passes of a gradient belong; None = there are several, or none."""
+    """Lookup to which all backward passes of a gradient belong; None = they belong to several, or there is no pass."""
     leases = {one.lease for one in row_grad.passes}
     return leases.pop() if len(leases) == 1 else None
 
 
 class Left(NamedTuple):
-    """Gradients of the lookups of one embedding, by the rank that is to get them."""
+    """Gradients of the lookups of one embedding, sorted by the rank that gets them."""
 
     id_R: Sequence[torch.Tensor]
-    """int64 [number]: ids of keys; one may come several times."""
+    """int64, for each rank: ids of the keys. A key may occur several times."""
     table_R: Sequence[torch.Tensor]
-    """int32 [number]: their tables."""
+    """int32, for each rank: tables of the keys."""
     parts_R: Sequence[Parts | None]
-    """Parts of bags to which the gradients belong; None = to the keys."""
+    """For each rank: the parts of bags to which the gradients belong; None = each gradient belongs to a key."""
     grad_ND: torch.Tensor
-    """float32, of each key, or of each part; those for rank 0 first."""
+    """float32: one gradient for each key, or for each part; gradients for rank 0 come first."""
     uses_R: Sequence[torch.Tensor] | None = None
-    """int32 [number]: how many ids of lookups in eval mode each key is of, which this step makes uses of it; None = no
-    policy asks."""
+    """int32, for each rank: number of ids that each key has in lookups in eval mode. The step counts these as uses of
+    the key; None = no policy counts uses."""
 
     @property
     def rows_R(self) -> list[int]:
@@ -149,7 +150,7 @@ class Left(NamedTuple):
 
     @classmethod
     def joined(cls, those: Sequence[Self]) -> Self:
-        """Gradients of several lookups in one object, one after another."""
+        """One object with the gradients of all objects in `those`, in their order."""
         if len(those) == 1:
             return those[0]
         of_ranks, grads_R = [], zip(*(one.grad_ND.split(one.rows_R) for one in those), strict=True)
@@ -172,7 +173,7 @@ def _all_left(row_grads: Sequence[GradOfRanks], ranks: Ranks) -> list[Left | Non
 
 
 def _left(row_grad: GradOfRanks, ranks: Ranks) -> Left | None:
-    """Gradients of this rank's lookups; None = none."""
+    """Gradients of this rank's lookups of one embedding; None = there are no gradients."""
     store, of_keys, left, leases = row_grad.store, [], [], []
     for lease, grads in grads_of_leases(row_grad.passes):
         cut = None if lease.remote is None else lease.remote.request.cut
@@ -193,7 +194,7 @@ def _left(row_grad: GradOfRanks, ranks: Ranks) -> Left | None:
         uses_R = None
         if store.engine is not None:
             uses_R = lease.remote.request.uses_R or [torch.ones_like(tables) for tables in sent.table_R]
-            if lease.remote.owned is not None:  # They were used as they were looked up.
+            if lease.remote.owned is not None:  # A lookup in training mode has counted its uses already.
                 uses_R = [torch.zeros_like(uses) for uses in uses_R]
         left.append(Left(sent.id_R, sent.table_R, cut.parts_R, grad_SD, uses_R))
     summed = join_grads(of_keys)
@@ -214,13 +215,13 @@ def _left(row_grad: GradOfRanks, ranks: Ranks) -> Left | None:
 
 
 def _uses_by_steps(store: EmbeddingStore, leases: Sequence[Lease], summed: RowGrads) -> torch.Tensor:
-    """Number of ids that each summed key has in the lookups in eval mode among these: int32 [U]."""
+    """For each key of `summed`, the number of its ids in those lookups of `leases` that ran in eval mode: int32 [U]."""
     backend, uses_U = store.backend, np.zeros(len(summed.id_U), np.int64)
     evaluated = [lease for lease in leases if lease.remote is not None and lease.remote.owned is None]
     if evaluated:
         keys = [(summed.table_U, summed.id_U), *((its.keys.unique.table_U, its.keys.unique.id_U) for its in evaluated)]
         table_N, id_N = (backend.array(torch.cat([*map(backend.tensor, its)])) for its in zip(*keys, strict=True))
-        # Keys that are summed are distinct and come first: they are the unique ones, in their order.
+        # The summed keys are distinct and come first, so they are the unique keys 0 to U-1.
         unique = backend.unique_keys(table_N, id_N, tables=TABLE_MAX + 1, padding_id=None, check=None)
         key_N = backend.tensor(unique.inverse_N).cpu().numpy()[len(uses_U) :].astype(np.int64)
         np.add.at(uses_U, key_N, np.concatenate([backend.uses_of(its.keys.unique) for its in evaluated]))
@@ -228,7 +229,7 @@ def _uses_by_steps(store: EmbeddingStore, leases: Sequence[Lease], summed: RowGr
 
 
 def _by_trainer(store: EmbeddingStore, ranks: Ranks, table_U: torch.Tensor, id_U: torch.Tensor) -> KeysByRank:
-    """Keys by the ranks that train their rows: of replicated tables every one, else their owner."""
+    """Keys sorted by the rank that trains their rows: the owner, or every rank if the table is replicated."""
     if not store.replicas:
         return keys_by_rank(table_U, id_U, owner_of(table_U.numpy(), id_U.numpy(), ranks.size), ranks.size)
     replicated_U = store.replicas.are_of(table_U.numpy())
@@ -246,15 +247,15 @@ def shuffle_grads(
     make: Callable[[], Sequence[Left | None]],
     lookups: Sequence[Lease | None],
 ) -> list[tuple[Lease, RowGrads] | None]:
-    """The gradients of the rows that this rank owns or has copies of, to be summed, from those of all ranks; with a
-    lease on them, which is pinned where ranks asked for the same rows in the lookup. None for a store that has a
-    gradient on no rank.
+    """For each store, a lease on the rows that this rank owns or has copies of, and their gradients from all ranks,
+    still to be summed; None = no rank has a gradient. The lease is pinned if the lookup in `lookups` has requested the
+    same rows.
 
     Args:
-        stores: the rows that this rank owns, of each embedding.
-        its_ranks: `ranks` as each embedding has them: with the `comm_dtype` and scale of its gradients.
-        make: gives for each embedding the gradients of the rows that this rank has looked up; None = there are none.
-        lookups: the only lookup of each embedding whose gradients these are; None = there are several, or none.
+        stores: for each embedding, the store with the rows that this rank owns.
+        its_ranks: for each embedding, `ranks` with the `comm_dtype` and the scale of its gradients.
+        make: returns for each embedding the gradients of the rows that this rank has looked up; None = no gradients.
+        lookups: for each embedding, the lookup to which all its gradients belong; None = several lookups, or none.
     """
     sent: list[Left | None] = []
 
@@ -282,18 +283,18 @@ def shuffle_grads(
             else:
                 rows_R, grad_ND = left.rows_R, left.grad_ND
             brought.append((requested, ranks.swap(grad_ND.to(its.comm_dtype), rows_R, requested.answers_R)))
-        # After the last message: a rank that fails at it, for want of memory, leaves none waiting in one.
+        # This comes after the last message: a rank that has no memory for it leaves no other rank waiting.
         return [
             None if one is None else _owned(*one, its.grad_scale, lookup)
             for its, one, lookup in zip(its_ranks, brought, lookups, strict=True)
         ]
 
 
-_NONE = -1  # in place of a count, where the rank has no gradients of an embedding
+_NONE = -1  # number of keys in a message where the rank has no gradients of an embedding
 
 
 def _block(sent: Sequence[Left | None], r: int) -> list[torch.Tensor]:
-    """Message to a rank: the numbers for each embedding, and the keys."""
+    """Message to rank `r`: the counts of each embedding, then the keys."""
     counts: list[int] = []
     keys: list[torch.Tensor] = []
     for left in sent:

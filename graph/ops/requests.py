@@ -1,15 +1,15 @@
-"""Request of a rank to others in a lookup: unique keys of their rows, or sums of these over parts of bags.
+"""The request of a rank to the owners in a lookup: rows of unique keys, or sums of rows over parts of bags.
 
-The ids of a bag that one rank owns are a *part* of it. An owner answers with a row for each key, or with a sum for each
-part, of which the requesting rank makes the sums or means of its bags:
+The ids of a bag that one rank owns are a *part* of the bag. An owner answers with one row for each key, or with one sum
+for each part; from these the requesting rank computes the sums or means of its bags:
 
     two bags     a b a c,  c d      rank 0 owns a and c, rank 1 owns b and d
     of rank 0    keys a c           parts  a a c  and  c
     of rank 1    keys b d           parts  b      and  d
 
-Gradients of parts are those of their bags, so that one row goes back for each part too. Rank by rank the bags of a
-batch are cut where that moves fewer bytes: where bags are long, and few ids are in several. The cuts depend on the
-batch alone, so that they are the same however a lookup is made.
+The gradient of a part is the gradient of its bag, so one row goes back for each part, too. Each rank cuts the bags of
+its batch if that moves fewer bytes, as where bags are long and few ids are in several bags. The decision depends on the
+batch alone, so it is the same for an eager lookup and a lookup ahead.
 
 U unique keys, N ids that are not padding, P bags, S parts, R ranks.
 """
@@ -29,22 +29,22 @@ from oneemb.kernels.arrays import Bags
 from oneemb.kernels.unique_keys import occurrences
 from oneemb.storage.embedding_store import EmbeddingStore
 
-# More than any embedding has: other ranks have checked the tables that they send.
+# More tables than any embedding has: the ranks that send table numbers have checked them.
 _TABLES = 1 << 31
 
 _PLACE_BYTES = 4
-"""Bytes of an id's place among keys, and of the size of a part. They travel with the keys, which go to owners twice."""
+"""Bytes of an id's place among keys, and of a part's size. Both go to owners twice: with lookups and with gradients."""
 
 
 class KeysByRank(NamedTuple):
-    """Keys by the ranks that they go to."""
+    """Keys sorted by the rank that they go to. N counts them; a key that goes to several ranks counts several times."""
 
     order_N: torch.Tensor
-    """int64: places of the keys, by rank."""
+    """int64: index of each key among the unique keys, sorted by rank."""
     id_R: Sequence[torch.Tensor]
-    """int64 [number]: the ids of the keys that go to each rank."""
+    """int64, for each rank: ids of the keys that go to it."""
     table_R: Sequence[torch.Tensor]
-    """int32 [number]: their tables."""
+    """int32, for each rank: tables of the keys that go to it."""
 
     @property
     def count_R(self) -> list[int]:
@@ -55,7 +55,8 @@ class KeysByRank(NamedTuple):
 def keys_by_rank(
     table_U: torch.Tensor, id_U: torch.Tensor, rank_N: np.ndarray, ranks: int, key_N: np.ndarray | None = None
 ) -> KeysByRank:
-    """The keys at the places `key_N` by the rank that each goes to; None = all in their order."""
+    """The keys sorted by rank: the unique key with index `key_N[n]` goes to rank `rank_N[n]` of `ranks` ranks. None as
+    `key_N` = key n goes to rank `rank_N[n]`."""
     sorted_N, begin_R1, _ = occurrences(rank_N.astype(np.int32), ranks)
     count_R = np.diff(begin_R1).tolist()
     order_N = torch.from_numpy(sorted_N.astype(np.int64) if key_N is None else key_N[sorted_N])
@@ -67,13 +68,13 @@ class Parts:
     """Parts of bags that one rank sums for another."""
 
     key_N: torch.Tensor
-    """int32: place of each id's key among the requested keys; part after part."""
+    """int32: for each id, part after part, the index of its key among the requested keys."""
     size_S: torch.Tensor
-    """int32: how many ids each part has, at least 1."""
+    """int32: number of ids of each part, at least 1."""
 
     @classmethod
     def of_each(cls, keys: int) -> Self:
-        """Each key by itself."""
+        """`keys` parts, each of one key."""
         return cls(
             torch.arange(keys, dtype=torch.int32, device="cpu"), torch.ones(keys, dtype=torch.int32, device="cpu")
         )
@@ -81,13 +82,13 @@ class Parts:
 
 @dataclass(frozen=True)
 class CutBags:
-    """The parts of all bags of a lookup, by rank, each rank's in the order of the bags."""
+    """The parts of all bags of a lookup, sorted by the rank that sums them and then by bag."""
 
     parts_R: Sequence[Parts]
     bag_S: torch.Tensor
-    """int32: bag of each part."""
+    """int32: number of the bag of each part."""
     ids_P: torch.Tensor
-    """int64: how many ids of each bag are not padding."""
+    """int64: number of ids of each bag that are not padding."""
 
     @property
     def count_R(self) -> list[int]:
@@ -95,13 +96,13 @@ class CutBags:
         return [len(parts.size_S) for parts in self.parts_R]
 
     def of_bags(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Parts by bag, int32 [S], and the place of the first part of each bag, int64 [P + 1]."""
+        """(numbers of the parts sorted by bag, int32 [S]; index in them of each bag's first part, int64 [P + 1])."""
         order_S, begin_P1, _ = occurrences(self.bag_S.numpy(), len(self.ids_P))
         return torch.from_numpy(order_S), torch.from_numpy(begin_P1.astype(np.int64))
 
     @property
     def scale_S(self) -> torch.Tensor:
-        """Factor of each part's sum where bags give their mean: float32, on the CPU."""
+        """Factor of each part's sum in the mean of its bag: float32, on the CPU."""
         return (1 / self.ids_P.clamp(1).to(torch.float32)).index_select(0, self.bag_S)
 
 
@@ -112,7 +113,7 @@ class Request:
     sent: KeysByRank
     cut: CutBags | None
     uses_R: Sequence[torch.Tensor] | None = None
-    """int32 [number]: ids of the lookup that each key has, by rank; None = no policy counts uses."""
+    """int32, for each rank: number of ids of the lookup that each key has; None = no policy counts uses."""
 
     @property
     def comes_R(self) -> list[int]:
@@ -120,11 +121,12 @@ class Request:
         return self.sent.count_R if self.cut is None else self.cut.count_R
 
     def counts(self, r: int) -> tuple[int, int, int]:
-        """First message to a rank: numbers of keys, parts and ids of parts to come; -1 parts = a row for each key."""
+        """First message to rank `r`: (keys, parts, ids of parts) that the second one has; -1 parts = bags are not cut,
+        and the answer is one row for each key."""
         return counts_of(self.sent.id_R[r], None if self.cut is None else self.cut.parts_R[r])
 
     def tensors(self, r: int) -> list[torch.Tensor]:
-        """Second message to a rank: keys, parts and, for policies, uses."""
+        """Second message to rank `r`: keys, parts and, for policies, uses."""
         keys = tensors_of(self.sent.id_R[r], self.sent.table_R[r], None if self.cut is None else self.cut.parts_R[r])
         return keys if self.uses_R is None else [*keys, self.uses_R[r]]
 
@@ -144,20 +146,20 @@ COUNTS = 3
 
 
 def counts_of(ids: torch.Tensor, parts: Parts | None) -> tuple[int, int, int]:
-    """See `Request.counts`."""
+    """Counts of a message with these ids of keys and parts, as in `Request.counts`."""
     return (len(ids), -1, 0) if parts is None else (len(ids), len(parts.size_S), len(parts.key_N))
 
 
 def tensors_of(ids: torch.Tensor, tables: torch.Tensor, parts: Parts | None) -> list[torch.Tensor]:
-    """See `Request.tensors`."""
+    """Tensors of a message with these keys and parts, as in `Request.tensors`."""
     return [ids, tables] if parts is None else [ids, tables, parts.key_N, parts.size_S]
 
 
 def parts_move_fewer_bytes(keys: int, parts: int, ids: int, row_bytes: int, grad_bytes: int) -> bool:
-    """Whether sums of parts, of so many ids, move fewer bytes between ranks than the rows of so many keys.
+    """Whether the sums of `parts` parts, which have `ids` ids, move fewer bytes between ranks than `keys` rows.
 
     Args:
-        row_bytes, grad_bytes: of a row and its gradient on their way.
+        row_bytes, grad_bytes: bytes of a row and of its gradient in messages.
     """
     return (keys - parts) * (row_bytes + grad_bytes) > 2 * _PLACE_BYTES * (ids + parts)
 
@@ -166,17 +168,17 @@ def cut_if_fewer_bytes(
     sent: KeysByRank, inverse_N: np.ndarray, offset_P1: np.ndarray, row_P: np.ndarray | None, *, rank: int,
     row_bytes: int, grad_bytes: int,
 ) -> CutBags | None:  # fmt: skip
-    """Cut the bags of a lookup; None where that does not move fewer bytes.
+    """Cut the bags of a lookup into parts; None if that does not move fewer bytes.
 
     Args:
-        sent: its unique keys, by their owners.
-        inverse_N: the key of each id, padding too; -1 for padding.
+        sent: unique keys of the lookup, sorted by owner.
+        inverse_N: index of each id's key among the unique keys; -1 for padding.
         offset_P1, row_P: as in `oneemb.kernels.arrays.Bags`.
         rank: number of this rank, whose request to itself moves no bytes.
-        row_bytes, grad_bytes: of a row and its gradient on their way.
+        row_bytes, grad_bytes: bytes of a row and of its gradient in messages.
     """
     order_U, sent_R = sent.order_N.numpy(), sent.count_R
-    if np.count_nonzero(np.diff(offset_P1)) >= len(order_U):  # A part for each bag at least: as much as all keys.
+    if np.count_nonzero(np.diff(offset_P1)) >= len(order_U):  # Each bag has a part: no fewer parts than keys.
         return None
     bags = inverse_N, offset_P1, row_P, kernel.places_at_ranks(order_U, sent_R)
     parts_R, ids_R, ids_P = kernel.count_parts(*bags, len(sent_R))
@@ -190,20 +192,20 @@ def cut_if_fewer_bytes(
 
 @dataclass(frozen=True)
 class Requested:
-    """Request of all ranks to this one: keys, one rank's after another, and parts of bags to sum."""
+    """The requests of all ranks to this rank: N keys, sorted by requesting rank, and parts of bags to sum."""
 
     store: EmbeddingStore
     ranks: Ranks
     table_N: torch.Tensor
-    """int32"""
+    """int32: tables of the keys."""
     id_N: torch.Tensor
-    """int64"""
+    """int64: ids of the keys."""
     count_R: Sequence[int]
     """Number of keys of each rank."""
     parts_R: Sequence[Parts | None]
     """Parts of bags that each rank requests; None = the row of each of its keys."""
     uses_N: torch.Tensor | None = None
-    """int32: ids that each key has; None = no policy counts uses."""
+    """int32: number of ids that each key has in the batch of its rank; None = no policy counts uses."""
 
     @property
     def answers_R(self) -> list[int]:
@@ -213,12 +215,12 @@ class Requested:
 
     @functools.cached_property
     def keys(self) -> Keys:
-        """Unique keys, in such a shape that the rows that a lookup gives can be sent as an answer, behind heads of
-        zeros."""
+        """Unique keys of the requests. A lookup of them gives the rows for each rank, behind rows of zeros that hold
+        the head of the message, so that the result can be sent as it is."""
         return self.keys_behind(self.ranks.heads(rows_like(self.store, self.ranks)))
 
     def keys_behind(self, heads: int) -> Keys:
-        """Unique keys, whose lookup gives the rows that go to each rank, behind so many rows of zeros."""
+        """Unique keys whose lookup gives, for each rank, `heads` rows of zeros and the rows that go to the rank."""
         store, ranks, answers_R = self.store, self.ranks, self.answers_R
         backend, inverse_N = store.backend, store.backend.tensor(self._unique.unique.inverse_N)
         answers, bags, of_answer_N = sum(answers_R) + heads * ranks.size, None, inverse_N
@@ -241,7 +243,7 @@ class Requested:
 
     @functools.cached_property
     def _key_of_ids(self) -> torch.Tensor:
-        """The unique key of each id of parts, one rank's after another."""
+        """Index of the unique key of each id of the parts, rank after rank."""
         inverse_N = self.store.backend.tensor(self._unique.unique.inverse_N)
         its = zip(inverse_N.split(list(self.count_R)), self.parts_R, strict=True)
         return torch.cat(
@@ -249,7 +251,7 @@ class Requested:
         )
 
     def _sizes_behind(self, heads: int) -> torch.Tensor:
-        """Number of ids of each part, 0 for a head: int64, on the CPU."""
+        """Number of ids of each part, and 0 for each head row: int64, on the CPU."""
         size_A = torch.zeros(sum(self.answers_R) + heads * self.ranks.size, dtype=torch.int64, device="cpu")
         for at, parts in zip(self.ranks.behind_heads(self.answers_R, heads), self.parts_R, strict=True):
             size_A[at] = 1 if parts is None else parts.size_S
@@ -263,13 +265,13 @@ class Requested:
 
     @property
     def sizes(self) -> list[tuple[int, int, bool]]:
-        """(keys, answers, whether it asks for parts of bags) of each rank."""
+        """(number of keys, number of rows in the answer, whether these are sums of parts) of each rank."""
         its = zip(self.count_R, self.answers_R, self.parts_R, strict=True)
         return [(keys, answers, parts is not None) for keys, answers, parts in its]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The keys, and the parts of bags."""
+        """The tensors of the keys and of the parts of bags."""
         parts = [tensor for its in self.parts_R if its is not None for tensor in (its.key_N, its.size_S)]
         return [self.table_N, self.id_N, *parts]
 
@@ -278,10 +280,12 @@ def requested_by(
     store: EmbeddingStore, ranks: Ranks, received: Sequence[Received], counts_R: Sequence[Sequence[int]], *,
     uses: bool = False,
 ) -> Requested:  # fmt: skip
-    """Request of all ranks to this one, from their first messages, `counts_R`, and their second ones, `received`.
+    """The requests of all ranks to this rank, read from messages.
 
     Args:
-        uses: whether they have sent how many ids each key is of.
+        received: second message of each rank.
+        counts_R: first message of each rank (`Request.counts`).
+        uses: whether ranks have sent the number of ids that each key has.
     """
     tables, ids, parts_R, uses_R = [], [], [], []
     for block, (keys, parts, ids_of_parts) in zip(received, counts_R, strict=True):
@@ -298,7 +302,8 @@ def requested_by(
 
 
 def keys_of_ranks(store: EmbeddingStore, table_N: torch.Tensor, id_N: torch.Tensor) -> Keys:
-    """Keys that several ranks have sent, on the place of the store's rows; one may come from each."""
+    """The unique keys among the keys that all ranks have sent, on the device of the store's rows. Several ranks may
+    have sent the same key."""
     backend = store.backend
     table_N, id_N = table_N.to(backend.device), id_N.to(backend.device)
     unique = backend.unique_keys(
@@ -308,7 +313,7 @@ def keys_of_ranks(store: EmbeddingStore, table_N: torch.Tensor, id_N: torch.Tens
 
 
 def bags_of_sizes(size_P: torch.Tensor, store: EmbeddingStore) -> Bags:
-    """Bags of so many ids each, one after another."""
+    """Bags that follow one another; bag p has `size_P[p]` ids."""
     backend = store.backend
     offset_P1 = torch.cat([size_P.new_zeros(1), size_P.cumsum(0)])
     if not backend.waits:
@@ -318,7 +323,7 @@ def bags_of_sizes(size_P: torch.Tensor, store: EmbeddingStore) -> Bags:
 
 
 def rows_like(store: EmbeddingStore, ranks: Ranks) -> torch.Tensor:
-    """A tensor of no rows, [0, D], with the device of the store's and the dtype in which they travel: their own, or
+    """An empty tensor [0, D] on the device of the store's rows, in the dtype of rows in messages: the store's dtype, or
     `comm_dtype` if that is smaller."""
     dtype = min(DTYPES[store.format.dtype], ranks.comm_dtype, key=lambda dtype: dtype.itemsize)
     return torch.empty(0, store.format.dim, dtype=dtype, device=store.backend.device)

@@ -1,11 +1,11 @@
-"""Lookups ahead, of ids that a later step, or `build`, is expected to look up.
+"""Lookups ahead: lookups of ids that a later step, or `build`, is expected to look up.
 
     prefetched = prefetch(store, keys)                ahead of the step: reads the known rows, and pins them
     reserved = reserve(store, keys, prefetched)       in the step, before `build`
     lease = reserved.acquire()                        once `build` makes the lookup
 
-Unknown keys are inserted by the last. Between ranks (lookup_ahead.py) keys go to their owners first; each owner's part
-is one of these.
+Only `acquire` inserts unknown keys. Between ranks (lookup_ahead.py) keys go to their owners first; each owner has a
+`Reserved` for the rows that ranks request from it.
 """
 
 from collections.abc import Iterable
@@ -22,31 +22,32 @@ from oneemb.storage.tiers.hot_rows import Prefetched
 
 
 class Reserved:
-    """A lookup that a step is expected to make. Nothing is inserted before it does."""
+    """A lookup that a step is expected to make. Nothing is inserted before the step makes it."""
 
     inserts = True
-    """Whether unknown keys are inserted by the lookup, and not by the step that trains them."""
+    """Whether the lookup inserts unknown keys. False = the step that trains them does."""
 
     def __init__(self, store: EmbeddingStore, keys: Keys, prefetched: Prefetched | None = None, *, again: bool = False):
         self._store, self._keys, self._prefetched, self._again = store, keys, prefetched, again
         self._lease: Lease | None = None
 
     def prefetch(self) -> None:
-        """Read the rows of known keys and pin them, as far as there is room; `drop` or `acquire` ends that."""
+        """Read the rows of known keys and pin them, as far as there is room. `acquire` takes over these pins, `drop`
+        unpins."""
         self._prefetched = self._store.prefetch(self._keys.unique)
 
     def acquire(self) -> Lease:
-        """The rows, pinned; unknown keys are inserted.
+        """Lease on the pinned rows; unknown keys are inserted.
 
         Raises:
-            StoreFullError: they do not fit; nothing is inserted.
+            StoreFullError: the rows do not fit; nothing is inserted.
         """
         if self._lease is None:
             self._lease = acquire(self._store, self._keys, self._prefetched, again=self._again)
         return self._lease
 
     def forget(self) -> None:
-        """Hold the lease no more."""
+        """Drop the reference to the lease, without unpinning its rows."""
         self._lease = self._prefetched = None
 
     def drop(self) -> None:
@@ -59,15 +60,15 @@ class Reserved:
 
 @Op(LOOKUP, takes=("store", "keys"))
 def reserve(store: Any, keys: Keys | MergedKeys, prefetched: Any = None) -> Reserved | MergedReserved:
-    """A lookup, or several, that `build` is expected to make: `acquire` of the result makes it.
+    """A lookup, or several merged ones, that `build` is expected to make: `acquire` of the result makes it.
 
     Args:
-        store, keys: an `EmbeddingStore` and `Keys`, or a `MergedStore` and `MergedKeys`, of which rows of known keys
-            are pinned at once.
+        store, keys: an `EmbeddingStore` and `Keys`; or a `MergedStore` and `MergedKeys`: then the rows of each lookup
+            whose keys are all known are pinned at once.
         prefetched: result of `prefetch` for these keys.
 
     Raises:
-        ValueError: the ids are not where the embedding is.
+        ValueError: the ids are not on the device of the embedding.
     """
     check_place(store, keys.backend)
     if not store.built:
@@ -83,9 +84,9 @@ def _measure_prefetch(args: object, prefetched: Prefetched | MergedPrefetched) -
 
 @Op(PREPARE, takes=("store", "keys"), measure=_measure_prefetch)
 def prefetch(store: Any, keys: Keys | MergedKeys) -> Prefetched | MergedPrefetched:
-    """Read the known rows of a coming lookup and pin them, as far as there is room. Insert none.
+    """Read the known rows of a coming lookup and pin them, as far as there is room. Nothing is inserted.
 
-    Any thread may call it. The result is for the `acquire` of the same keys, or for `unprefetch`.
+    Any thread may call it. Pass the result to `acquire` of the same keys, or to `unprefetch`.
     """
     its: Prefetched | MergedPrefetched
     if isinstance(keys, Keys):
@@ -96,7 +97,7 @@ def prefetch(store: Any, keys: Keys | MergedKeys) -> Prefetched | MergedPrefetch
 
 
 def unprefetch(values: Iterable[object]) -> None:
-    """Unpin the rows of those values that `prefetch` gave and no lookup has taken over."""
+    """Unpin the rows of each value that is a result of `prefetch` and that no lookup has taken over."""
     for value in values:
         if isinstance(value, Prefetched):
             value.store.unprefetch(value)

@@ -2,12 +2,14 @@
 
 A `RowGrad` has the weight's shape, [0, D], and holds the gradients of each lookup's backward passes. torch's own tools
 (accumulation, zero_grad, clipping, GradScaler, autograd.grad, hooks) act on it through the few aten ops handled here,
-as they would on the dense gradient of a table: one that is zero but for the rows that were looked up.
+as they would on the dense gradient of a table, which is zero except in the rows that were looked up.
 
     op                                 effect
-    detach, clone, add, zero_          keeps the passes, joins the passes of two, drops them
-    norm                               the norm of the summed gradients of rows
-    mul, div, neg, clamp by a number   the gradients of rows, summed first, as a dense gradient is
+    detach, clone                      returns a RowGrad with the same passes
+    add                                joins the passes of two RowGrads
+    zero_                              drops the passes
+    norm                               sums the gradients of each row, then computes the norm
+    mul, div, neg, clamp by a number   sums the gradients of each row, then changes the sums
     another op that only reads         gets the summed values, float32 [U, D], and gives a plain tensor
     anything else                      is an error that names the op
 """
@@ -33,29 +35,29 @@ _detach = aten.detach.default
 
 
 class RowGrad(torch.Tensor):
-    """The gradient of all rows of one embedding, zero but for rows that were looked up.
+    """The gradient of all rows of one embedding; it is zero except in rows that were looked up.
 
-    `row_keys()` and `row_values()` give it as plain tensors; where ranks own the rows, those that this rank has looked
-    up, until the gradient is with the owners.
+    `row_keys()` and `row_values()` return it as plain tensors. Where ranks own the rows, these are the rows that this
+    rank has looked up, and after `reduce_to_owners` the rows that it owns.
     """
 
     store: EmbeddingStore
     passes: list[Pass]
+    """Gradients that backward passes have left, not summed yet."""
     summed: RowGrads | None
-    """A gradient that is summed already, beside the passes."""
+    """Gradients by row, in addition to `passes`: changed or joined ones, and those that other ranks have sent."""
     holders: list[Lease]
     """Leases that pin the rows of `summed`."""
     ranks: AnyRanks
     """Ranks that own the rows."""
     at_owners: bool
-    """Whether every gradient is with its owner: see `reduce_to_owners`."""
+    """Whether the gradients have been sent to the owners of the rows (`reduce_to_owners`)."""
     tables: frozenset[int] | None
     """Tables whose rows have the gradient; None = all tables."""
     changes: int = 0
     """Number of changes to the gradient."""
     spent: bool = False
-    """Whether the rows have been updated in the backward pass, so that nothing can be done to their gradient any more.
-    It holds none."""
+    """Whether the rows were updated within the backward pass. The gradient is then empty, and most ops on it raise."""
 
     @staticmethod
     def __new__(
@@ -85,8 +87,8 @@ class RowGrad(torch.Tensor):
         return f"RowGrad({len(self.passes)} backward passes{', summed ones' if self.summed else ''})"
 
     def numel(self) -> int:
-        """Numbers that it holds, or the width of a row where it holds none: TorchRec's clipping passes over a gradient
-        that is empty, by its shape, and on ranks all are to take part."""
+        """Number of values of the gradient, at least the width of a row: TorchRec's clipping skips a gradient without
+        elements, but all ranks must take part in the exchange of a norm."""
         held = [len(lease.keys.unique.id_U) for lease, *_ in self.passes]
         held += [] if self.summed is None else [len(self.summed.id_U)]
         return self.shape[1] * max(1, sum(held))
@@ -94,7 +96,7 @@ class RowGrad(torch.Tensor):
     # ---- values -----------------------------------------------------------------------------------------------------
 
     def reduce(self) -> RowGrads | None:
-        """The gradient of each row, to be summed; None if there is none. Its slots are as of the lookup."""
+        """The gradient of each row, still to be summed, with the slots of the lookups; None if there is no gradient."""
         of_passes = reduce_passes(self.passes, shared=self.tables is not None)
         if self.tables is not None:
             of_passes = [grads.of_tables(self.tables) for grads in of_passes]
@@ -108,17 +110,17 @@ class RowGrad(torch.Tensor):
         return backend.tensor(grads.table_U), backend.tensor(grads.id_U)
 
     def row_values(self) -> torch.Tensor:
-        """Gradients of these rows, float32 [U, D]: a copy."""
+        """Copy of the gradients of the rows in `row_keys()`: float32 [U, D]."""
         grads = self.reduce()
         if grads is None:
             return torch.empty(0, self.shape[1], device=self.device, dtype=torch.float32)
         return self.store.backend.tensor(grads.grad_UD).clone()
 
     def acquire(self) -> RowGrads | None:
-        """The gradient of each row, to be summed, with the slot of each: rows are resident and pinned until `unpin`.
+        """The gradient of each row, still to be summed, with its slot. The rows are resident, and pinned until `unpin`.
 
         Raises:
-            StoreFullError: they do not fit any more; nothing has changed.
+            StoreFullError: the rows do not fit any more; nothing has changed.
             StorageError: rows were replaced since the lookup (load_snapshot, clear).
         """
         assert self.ranks.alone or not self.passes, "what lookups have left is with the owners of rows"
@@ -145,7 +147,7 @@ class RowGrad(torch.Tensor):
             one.lease.pin()
 
     def merged_in(self) -> MergedStore | None:
-        """The merged store whose lookups gave all of this, with their rows still pinned; None if there is none."""
+        """The merged store whose lookups gave the whole gradient, if their rows are still pinned; otherwise None."""
         if self.summed is not None or self.tables is not None:
             return None
         stores = set()
@@ -156,7 +158,7 @@ class RowGrad(torch.Tensor):
         return stores.pop() if len(stores) == 1 else None
 
     def unpin(self) -> None:
-        """Unpin the rows. The gradient stays as it is."""
+        """Unpin the rows; the gradient does not change."""
         for one in self.passes:
             one.lease.unpin()
         for lease in self.holders:
@@ -190,7 +192,7 @@ class RowGrad(torch.Tensor):
         )
 
     def spend(self) -> None:
-        """Unpin the rows, which have been updated, and hold nothing any more."""
+        """Unpin the rows, which have been updated, and drop the gradient."""
         self.unpin()
         self.drop()
         self.spent = True
@@ -206,7 +208,7 @@ class RowGrad(torch.Tensor):
             self.summed = grads if self.summed is None else join_grads([self.summed, grads])
 
     def join(self, other: "RowGrad") -> None:
-        """Add the gradients of another one."""
+        """Add the gradients of `other`, in place."""
         self.changes += 1
         self.spent = self.spent and other.spent
         self.ranks = other.ranks if self.ranks.alone else self.ranks
@@ -216,10 +218,10 @@ class RowGrad(torch.Tensor):
         self.holders = self.holders + other.holders
 
     def drop(self) -> None:
-        """Hold nothing any more."""
+        """Drop the gradient: it is zero in all rows."""
         self.changes += 1
         self.passes, self.summed, self.holders = [], None, []
-        self.at_owners = False  # As where there is none: other ranks may have gradients that come here.
+        self.at_owners = False  # Other ranks may still have gradients of rows that this rank owns.
 
     # ---- dispatch ---------------------------------------------------------------------------------------------------
 
@@ -266,7 +268,7 @@ def _holds_tensor(value: object) -> bool:
 
 
 def refuse_dense(grad: torch.Tensor | None) -> None:
-    """A hook of `embedding.weight`: raise unless this is the gradient of rows, or none, as in a graph."""
+    """Hook of `embedding.weight`: raise if `grad` is dense. None is allowed: in a graph there is no gradient."""
     if grad is not None and not isinstance(grad, RowGrad):
         raise RuntimeError(
             "a dense gradient reached embedding.weight, which holds no row and stands for all of them: a regulariser is"
@@ -275,7 +277,7 @@ def refuse_dense(grad: torch.Tensor | None) -> None:
 
 
 def _number(value: Any) -> float:
-    """A factor: a Python number, or a tensor of one element."""
+    """The factor `value`, a Python number or a tensor of one element, as a float."""
     if isinstance(value, torch.Tensor) and (isinstance(value, RowGrad) or value.numel() != 1):
         raise NotImplementedError("the gradient of an embedding's rows can be multiplied by a number, not by a tensor")
     return float(value)
@@ -327,7 +329,7 @@ def _norm(grad: RowGrad, ord: float = 2, dim: Any = None, keepdim: bool = False,
 
 
 def _norms(row_grads: Sequence[RowGrad], ord: float = 2, *, dtype: Any = None) -> list[torch.Tensor]:
-    """The norm of each; of rows that ranks own together, over all of them."""
+    """The norm of each gradient. Where ranks share the rows, it is the norm over the rows of all ranks."""
     if not float(ord) > 0:
         raise NotImplementedError(f"the norm of an embedding's rows is one of an order above 0, got {ord}")
     reduce_to_owners(row_grads)
@@ -348,7 +350,7 @@ def _norms(row_grads: Sequence[RowGrad], ord: float = 2, *, dtype: Any = None) -
 
 
 def _counted(grads: RowGrads, store: EmbeddingStore) -> RowGrads:
-    """Gradients of the rows that count on this rank. Every rank has a copy of a replicated table's row; one counts."""
+    """Gradients of the rows that count in a norm on this rank: of the copies of a replicated row, only one counts."""
     backend = store.backend
     table_U, id_U = (backend.tensor(array).cpu().numpy() for array in (grads.table_U, grads.id_U))
     return grads.rows(backend.put(np.flatnonzero(store.replicas.are_counted(table_U, id_U))))
@@ -360,7 +362,7 @@ def _clamp_(grad: RowGrad, min: float | None = None, max: float | None = None) -
 
 
 def _unscale(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-    """GradScaler's: divide by the scale, and note whether a value is not finite."""
+    """The op of GradScaler.unscale_: divide by the scale, and set `found_inf` if a value is not finite."""
     dense = [grad for grad in grads if not isinstance(grad, RowGrad)]
     if dense:
         aten._amp_foreach_non_finite_check_and_unscale_(dense, found_inf, inv_scale)
@@ -375,13 +377,13 @@ def _unscale(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: 
 
 
 def _each(op: Any, one: Callable[..., Any], tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-    """A `_foreach` op: the gradients of rows by themselves, the others together."""
+    """Run a `_foreach` op: `one` on each gradient of rows, `op` on all dense tensors together."""
     row_grads = [tensor for tensor in tensors if isinstance(tensor, RowGrad)]
     if one is not _zero_:
         reduce_to_owners(row_grads)
     given: list[Any] = [None] * len(tensors)
     dense = [i for i, tensor in enumerate(tensors) if not isinstance(tensor, RowGrad)]
-    # A list beside the tensors has an argument for each of them.
+    # An argument that is a list has one element for each tensor.
     lists = [isinstance(arg, list | tuple) for arg in args]
     if dense:
         picked = [[arg[i] for i in dense] if is_list else arg for arg, is_list in zip(args, lists, strict=True)]
@@ -422,7 +424,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.clamp.default: lambda grad, min=None, max=None: _clamp_(grad.copy_of(), min, max),
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
 }
-"""Functions that do an op's work on gradients of rows, by the op."""
+"""{op: function that does its work on a gradient of rows}."""
 
 _OF_SPENT = {
     _detach, aten.alias.default, aten.clone.default, aten.add.Tensor, aten.add_.Tensor, aten.zero_.default,
@@ -443,4 +445,4 @@ _FOREACH: dict[Any, Callable[..., Any]] = {
     aten._foreach_clamp_max_.Scalar: lambda grad, max: _clamp_(grad, None, max),
     aten._foreach_zero_.default: _zero_,
 }
-"""Functions that do the work of an op on a list, by the op; each gets one element."""
+"""{op on a list of tensors: function that does its work on one element}."""
