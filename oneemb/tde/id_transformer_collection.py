@@ -25,8 +25,8 @@ class IDTransformerCollection:
         eviction_config, transform_config: see `IDTransformer`.
         ps_collection: the server that rows are fetched from and evicted to; None = no row is evicted, and a full table
             is an error.
-        reinitialise: initialize the rows that the server lacks. By default a table's rows keep their numbers until
-            its first eviction, as upstream does.
+        reinitialise: initialize the rows that the server lacks. By default these rows keep the table's numbers until a
+            table of the collection first evicts a row, as upstream does.
         seed: seed of initial rows.
 
     Reference: torchrec_dynamic_embedding's IDTransformerCollection.
