@@ -59,17 +59,16 @@ def _fill(rows: TieredRows, source: TieredRows, with_state: bool, change: Change
     rows.reload()
 
 
-@no_step("visit")
+@no_step("a call that reads all rows")
+@reading
 def visit_rows(store: EmbeddingStore, call: ChangeRows) -> None:
     """Call `call(table_N, id_N, row_NW)` for batches of all rows. The function must neither change the rows nor use the
     store."""
-    with store.store_lock:
-        store.store_lock.check(changes=True)
-        store.check_open()
-        if store.built:
-            for table_N, id_N, row_NW in store.hot.scan():
-                signals_deferred.raise_interrupt()
-                call(table_N, id_N, row_NW)
+    store.check_open()
+    if store.built:
+        for table_N, id_N, row_NW in store.hot.scan():
+            signals_deferred.raise_interrupt()
+            call(table_N, id_N, row_NW)
 
 
 @no_step("put")

@@ -169,3 +169,10 @@ def test_shapes_that_do_not_fit_are_refused_in_words(tmp_path, arguments, words)
         embedding(**arguments, pooling="sum")
     assert embedding.num_rows == 0
     embedding.close()
+
+
+def test_ids_that_are_no_tensor_are_refused_as_ever(tmp_path):
+    embedding = make_embedding(tmp_path)
+    with pytest.raises(TypeError, match="ids must be a tensor"):
+        embedding([1, 2], offsets=torch.tensor([0]), include_last_offset=False)
+    embedding.close()

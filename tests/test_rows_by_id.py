@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import oneemb
+from tests.support.forks import ended_well, in_child
 from tests.support.models import STORES, make_embedding
 from tests.support.rank_jobs import RankJob
 
@@ -46,6 +47,16 @@ def test_no_ids_no_rows_and_what_is_refused(tmp_path):
     embedding.close()
     with pytest.raises(oneemb.StorageError):
         embedding.contains(torch.arange(2))
+
+
+def test_a_child_of_fork_may_ask(tmp_path):
+    embedding = make_embedding(tmp_path, store="host")
+    embedding(torch.arange(5))
+    child = in_child(
+        lambda: embedding.ids().tolist() == list(range(5)) and embedding.contains(torch.arange(5)).all().item()
+    )
+    assert ended_well(child)
+    embedding.close()
 
 
 def asks(group, report, path):

@@ -25,7 +25,7 @@ def test_the_newest_state_dicts_are_kept_and_nothing_else_is_deleted(tmp_path):
         states.append(embedding.state_dict())
         states.append(embedding.state_dict())  # No rows have changed: the same snapshot.
     names = [oneemb.snapshot_name(state["_extra_state"]) for state in states]
-    assert embedding.snapshots() == ["mine", names[4], names[6]]
+    assert embedding.snapshots() == ["mine", names[2], names[4], names[6]]
     rows = rows_of(embedding, torch.arange(5))
     train(embedding)
     embedding.load_state_dict(states[-1])
@@ -41,10 +41,11 @@ def test_a_state_that_a_delta_goes_on_from_stays(tmp_path):
     parent = oneemb.snapshot_name(embedding.state_dict()["_extra_state"])
     train(embedding)
     embedding.save_delta("delta", since=parent)
-    for _ in range(2):
+    states = []
+    for _ in range(3):
         train(embedding)
-        state = embedding.state_dict()
-    assert embedding.snapshots() == [parent, "delta", oneemb.snapshot_name(state["_extra_state"])]
+        states.append(oneemb.snapshot_name(embedding.state_dict()["_extra_state"]))
+    assert embedding.snapshots() == [parent, "delta", *states[1:]]
     embedding.close()
 
 
@@ -80,4 +81,12 @@ def test_ranks_keep_the_same(tmp_path):
     ended = job.end()
     assert [code for code, _ in ended] == [0, 0], job.texts()
     (first,), (second,) = (reports for _, reports in ended)
-    assert first == second and first[1] == [first[0]]
+    assert first == second and len(first[1]) == 2 and first[1][-1] == first[0]
+
+
+def test_a_copy_keeps_as_many(tmp_path):
+    embedding = make_embedding(tmp_path / "one", keep_state_snapshots=3)
+    copy = embedding.copy_to(tmp_path / "copy")
+    assert copy.keep_state_snapshots == 3
+    copy.close()
+    embedding.close()

@@ -162,12 +162,14 @@ def bags_of(
     Raises:
         ValueError: shapes do not fit.
     """
+    if not isinstance(ids, torch.Tensor):
+        return BagArguments(ids, table_ids, offsets, scales, None)
     if not include_last_offset and isinstance(offsets, torch.Tensor) and offsets.dim() == 1:
         end = torch.full((1,), ids.numel(), dtype=offsets.dtype, device=offsets.device)
         offsets = torch.cat([offsets, end])
     if pooling is None or offsets is not None or columns is not None:
         return BagArguments(ids, table_ids, offsets, scales, None)
-    if not isinstance(ids, torch.Tensor) or ids.dim() < 2 or pooling not in POOLINGS:
+    if ids.dim() < 2 or pooling not in POOLINGS:
         return BagArguments(ids, table_ids, offsets, scales, None)
     shape = ids.shape[:-1]
     if table_ids is None and num_tables > 1 and (ids.dim() != 3 or ids.shape[1] != num_tables):

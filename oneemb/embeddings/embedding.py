@@ -338,7 +338,7 @@ def copied(
         copy, embedding.name, embedding.column_dims if several else embedding.embedding_dim, embedding.dtype,
         embedding.key_type, embedding.tables, options, embedding.default_initializer, embedding.padding_idx,
         embedding.seed, embedding.store.threads.count, ranks.group, ranks.gradients,
-        ranks.comm_dtype, embedding.policies,
+        ranks.comm_dtype, embedding.policies, embedding.keep_state_snapshots,
     )  # fmt: skip
     copy.may_be_empty = False
     try:
@@ -391,9 +391,9 @@ class MultiTableEmbedding(TableEmbedding):
             are, but where all tables of the embedding are replicated.
         policy: which rows tables keep, a `oneemb.policies.RowPolicy` for all or a list of one for each; None = all
             rows. With `process_group` the same on all ranks; capacities are of the rows that each owns.
-        keep_state_snapshots: `state_dict()` saves a snapshot; keep so many of these, the newest ones, so that a job
-            that calls it often does not fill the disk. A state dict that names an older one cannot be loaded. None =
-            keep all.
+        keep_state_snapshots: `state_dict()` saves a snapshot; keep so many of these besides the newest, so that a job
+            that calls it often does not fill the disk, and the state dict before stays good until the new one is
+            written. A state dict that names an older one cannot be loaded. None = keep all.
 
     Raises:
         TypeError, ValueError: an argument is not as above.

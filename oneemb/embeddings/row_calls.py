@@ -62,7 +62,8 @@ class RowCalls(torch.nn.Module):
 
     def ids(self, table: int = 0) -> torch.Tensor:
         """Ids of a table's rows: int64 [rows], ascending. With `process_group` those of the rows that this rank owns,
-        and each rank may make the call by itself. Rows that are on a disk or server are read.
+        and each rank may make the call by itself. Rows that are on a disk or server are read;
+        of the SSD store not in a child of fork.
 
         Raises:
             ValueError: there is no such table.

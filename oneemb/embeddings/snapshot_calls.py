@@ -237,9 +237,9 @@ class SnapshotCalls(WeightOfRows):
         return self.saved[0].copy()
 
     def _delete_states(self, keep: int) -> None:
-        """Delete the snapshots of state dicts but for the newest ones, and for those that deltas go on from."""
+        """Delete the snapshots of state dicts but for the newest, so many before it, and the parents of deltas."""
         states = [name for name in self.snapshots() if _STATE.fullmatch(name)]
-        for name in states[:-keep]:
+        for name in states[: -keep - 1]:
             with suppress(SnapshotNeededError):
                 self.delete_snapshot(name)
 

@@ -26,7 +26,7 @@ counted once as live and once as saved.
 
 Cost. The chunk with the smallest live fraction u is cleaned first: u / (1 - u) rows move for each row that is freed. So
 a row is written at most 1 + 1 / s times, 17 at a = 2, and far fewer times where chunks differ. Writes for each row that
-was put, measured at a = 2 with one kept snapshot: 1.6 if the share of the table that is overwritten between saves, and
+was put, at a = 2 with one kept snapshot: 1.6 if the share of the table that is overwritten between saves, and
 the order, are drawn anew each time. Rows overwritten at random: 1.5 to 1.9 if half the table or more is overwritten
 between saves, 2.4 at a fifth, 2.9 at a twentieth. Rows overwritten in order: 1.1. Random order cannot cost less: held
 chunks may have g - s of garbage, and a log of 1.3 times its live rows that is overwritten at random writes each row 2.4
