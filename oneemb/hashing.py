@@ -56,14 +56,14 @@ def hash_ids(*columns: Any, salt: int = 0) -> torch.Tensor:
     if not columns:
         raise TypeError(f"hash_ids needs a column of strings: {_STRINGS}")
     if len(columns) == 1:
-        integers, _ = _integers_of(columns[0])
+        integers, _ = _integers_of(columns[0], "the column")
         if integers is not None:
             raise TypeError("the column holds integers, which are ids already; look them up as they are")
         id_N, shape = _ids_of(columns[0], "the column", salt)
         return torch.from_numpy(id_N).reshape(shape)
     ids, shapes = [], []
     for number, column in enumerate(columns):
-        integers, shape = _integers_of(column)
+        integers, shape = _integers_of(column, f"column {number}")
         if integers is None:
             integers, shape = _ids_of(column, f"column {number}", salt)
         ids.append(integers)
@@ -91,7 +91,7 @@ def expected_collisions(strings: int) -> float:
     return math.comb(strings, 2) / 2**64
 
 
-def _integers_of(column: Any) -> tuple[np.ndarray | None, Sequence[int]]:
+def _integers_of(column: Any, name: str) -> tuple[np.ndarray | None, Sequence[int]]:
     """(int64 [N], shape) of a column of integers; (None, ()) for another one."""
     if isinstance(column, torch.Tensor):
         if column.is_floating_point() or column.is_complex() or column.dtype == torch.bool:
@@ -106,8 +106,14 @@ def _integers_of(column: Any) -> tuple[np.ndarray | None, Sequence[int]]:
     if isinstance(column, list | tuple):
         if not column or not all(isinstance(one, int | np.integer) and not isinstance(one, bool) for one in column):
             return None, ()
-        return np.array(column, np.int64), (len(column),)
+        try:
+            return np.array(column, np.int64), (len(column),)
+        except OverflowError as error:
+            raise ValueError(f"{name}: integers of a list must fit in int64, got {max(column, key=abs)}") from error
     if getattr(getattr(column, "dtype", None), "kind", "") in ("i", "u"):
+        missing_N = np.asarray(column.isna()) if hasattr(column, "isna") else np.zeros(0, np.bool_)
+        if missing_N.any():  # A cast would make a number of it.
+            raise _missing(int(np.argmax(missing_N)), name)
         array = np.asarray(column)
         return array.reshape(-1).astype(np.int64), array.shape
     return None, ()
@@ -118,7 +124,7 @@ def _ids_of(column: Any, name: str, salt: int) -> tuple[np.ndarray, Sequence[int
     library = _library(column)
     if library == "polars":
         column, library = column.to_arrow(), "pyarrow"
-    if library == "pandas":
+    if library == "pandas" and hasattr(column, "dtype"):  # A DataFrame has none.
         if getattr(column.dtype, "name", "") == "category":
             values = column.array if hasattr(column, "array") else column
             return _of_categories(values.categories, np.asarray(values.codes), name, salt), (len(column),)
@@ -172,7 +178,7 @@ def _of_categories(categories: Any, code_N: np.ndarray, name: str, salt: int) ->
     """Ids of the categories that codes stand for; a code below 0 is a missing value."""
     if code_N.min(initial=0) < 0:
         raise _missing(int(np.argmax(code_N < 0)), name)
-    integers, _ = _integers_of(categories)
+    integers, _ = _integers_of(categories, name)
     if integers is not None:
         raise TypeError(f"the categories of {name} are integers, not strings; look them up as they are")
     return _ids_of(categories, name, salt)[0][code_N]
@@ -189,7 +195,13 @@ def _of_arrow(column: Any, name: str, salt: int) -> np.ndarray:
         return np.concatenate([np.empty(0, np.int64), *(_of_arrow(chunk, name, salt) for chunk in column.chunks)])
     kinds = pa.types
     if kinds.is_dictionary(column.type):
-        return _of_categories(column.dictionary, np.asarray(column.indices), name, salt)
+        values, code_N = column.dictionary, np.asarray(column.indices)
+        if values.null_count:
+            missing_N = ~np.asarray(values.is_valid())[code_N]
+            if missing_N.any():
+                raise _missing(int(np.argmax(missing_N)), name)
+            values = values.drop_null() if not len(code_N) else values.fill_null(values[int(code_N[0])])
+        return _of_categories(values, code_N, name, salt)
     is_view = getattr(kinds, "is_string_view", lambda _: False), getattr(kinds, "is_binary_view", lambda _: False)
     if any(is_kind(column.type) for is_kind in is_view):
         column = column.cast(pa.large_binary())

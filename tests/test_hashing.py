@@ -117,7 +117,28 @@ def test_missing_values_are_errors_that_say_where(kind):
         oneemb.hash_ids(["x", "y"], MISSING[kind])
 
 
+def test_missing_integers_of_a_cross_are_errors():
+    for column in (pd.Series([1, None], dtype="Int64"), pa.array([1, None])):
+        with pytest.raises(ValueError, match="column 1 has no value at 1"):
+            oneemb.hash_ids(["a", "b"], column)
+    assert oneemb.hash_ids(["a", "b"], pd.Series([1, 2], dtype="Int64")).tolist() == (
+        oneemb.hash_ids(["a", "b"], [1, 2]).tolist()
+    )
+    with pytest.raises(ValueError, match="column 1: integers of a list must fit in int64, got 9223372036854775808"):
+        oneemb.hash_ids(["a"], [2**63])
+
+
+def test_a_null_in_a_dictionary_is_missing_only_where_it_is_used():
+    values = pa.array(["a", None, "b"])
+    unused = pa.DictionaryArray.from_arrays(pa.array([0, 2, 0]), values)
+    assert oneemb.hash_ids(unused).tolist() == expected(["a", "b", "a"])
+    assert oneemb.hash_ids(unused[:0]).tolist() == []
+    with pytest.raises(ValueError, match="the column has no value at 2"):
+        oneemb.hash_ids(pa.DictionaryArray.from_arrays(pa.array([0, 2, 1]), values))
+
+
 REFUSED = [
+    (pd.DataFrame({"a": ["x"]}), TypeError, "got DataFrame"),
     ("abc", TypeError, "must be a list of str or bytes"),
     ([1, 2], TypeError, "integers, which are ids already"),
     (torch.tensor([1]), TypeError, "integers, which are ids already"),

@@ -176,3 +176,24 @@ def test_ids_that_are_no_tensor_are_refused_as_ever(tmp_path):
     with pytest.raises(TypeError, match="ids must be a tensor"):
         embedding([1, 2], offsets=torch.tensor([0]), include_last_offset=False)
     embedding.close()
+
+
+class Weighted(oneemb.EvalGraph):
+    def __init__(self, embedding):
+        super().__init__()
+        self.embedding = embedding
+
+    def build(self, ids, offsets, weights):
+        return self.embedding(ids, offsets=offsets, per_sample_weights=weights)
+
+
+def test_a_graph_that_evaluates_gives_weights_of_ids_their_gradient(tmp_path):
+    embedding = make_embedding(tmp_path)
+    ids, offsets = torch.arange(5), torch.tensor([0, 2, 5])
+    graph = Weighted(embedding)
+    for _ in range(3):
+        weights = torch.rand(5, requires_grad=True)
+        rows = graph(ids, offsets, weights)
+        expected = embedding.eval()(ids, offsets=offsets, per_sample_weights=weights)
+        assert torch.equal(rows, expected)
+    embedding.close()

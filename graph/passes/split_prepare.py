@@ -33,7 +33,7 @@ def split_prepare(graph: fx.Graph) -> tuple[fx.Graph, fx.Graph]:
         if node.target is ops.reserve:
             store, keys = node.args
             prefetched[node] = prepare.call_function(ops.prefetch, (prepare.get_attr(store.target), first[keys]))
-    handed_on = [node for node in first if any(user in reads for user in node.users)]
+    handed_on = [node for node in first if any(user in reads or user.op == "output" for user in node.users)]
     prepare.output([*(first[node] for node in handed_on), *prefetched.values()])
 
     for node in handed_on:
