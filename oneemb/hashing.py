@@ -97,6 +97,8 @@ def _integers_of(column: Any, name: str) -> tuple[np.ndarray | None, Sequence[in
         if column.is_floating_point() or column.is_complex() or column.dtype == torch.bool:
             raise TypeError(f"a tensor of a cross must hold integers, got {column.dtype}")
         return column.detach().cpu().reshape(-1).to(torch.int64).numpy(), column.shape
+    if _library(column) == "polars":
+        column = column.to_arrow()
     if _library(column) == "pyarrow":
         import pyarrow as pa
 

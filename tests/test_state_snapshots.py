@@ -90,3 +90,45 @@ def test_a_copy_keeps_as_many(tmp_path):
     assert copy.keep_state_snapshots == 3
     copy.close()
     embedding.close()
+
+
+def test_a_deletion_that_fails_is_a_warning_and_the_state_dict_is_whole(tmp_path, monkeypatch):
+    embedding = make_embedding(tmp_path, keep_state_snapshots=1)
+    for _ in range(2):
+        train(embedding)
+        embedding.state_dict()
+    train(embedding)
+    delete = embedding.delete_snapshot
+
+    def fails(name):
+        raise oneemb.StorageError("no such disk")
+
+    monkeypatch.setattr(embedding, "delete_snapshot", fails)
+    with pytest.warns(UserWarning, match=r"could not delete the old snapshot 'state-.*no such disk"):
+        state = embedding.state_dict()
+    monkeypatch.setattr(embedding, "delete_snapshot", delete)
+    assert oneemb.snapshot_name(state["_extra_state"]) in embedding.snapshots()
+    assert len(embedding.snapshots()) == 3
+    train(embedding)
+    embedding.state_dict()
+    assert len(embedding.snapshots()) == 2
+    embedding.close()
+
+
+def saves_with_another_number(group, report, path):
+    embedding = oneemb.MultiTableEmbedding(
+        "items", 2, torch.float32, torch.int64, [oneemb.make_table()], oneemb.make_device_mem_store_options(path),
+        process_group=group, num_threads=1, keep_state_snapshots=group.rank() + 1,
+    )  # fmt: skip
+    try:
+        embedding(torch.arange(5))
+    except RuntimeError as error:
+        report(str(error))
+    embedding.close()
+
+
+def test_ranks_must_keep_the_same_number(tmp_path):
+    job = RankJob(2, saves_with_another_number, str(tmp_path), timeout_s=60)
+    ended = job.end()
+    assert [code for code, _ in ended] == [0, 0], job.texts()
+    assert all("keep_state_snapshots=1" in str(reports) for _, reports in ended), ended

@@ -6,7 +6,6 @@ import re
 import uuid
 import zlib
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -187,7 +186,8 @@ class SnapshotCalls(WeightOfRows):
         return (
             f"{self.num_tables} tables, embedding_dim={list(self.column_dims)}, dtype={self.dtype},"
             f" key_type={self.key_type}, seed={self.seed}, padding_idx={self.padding_idx},"
-            f" gradients_of_ranks={self.ranks.gradients!r}, comm_dtype={self.ranks.comm_dtype}, tables and"
+            f" gradients_of_ranks={self.ranks.gradients!r}, comm_dtype={self.ranks.comm_dtype},"
+            f" keep_state_snapshots={self.keep_state_snapshots}, tables and"
             f" default_initializer {zlib.crc32(initializers.encode()):08x}{described(self.policies)}"
         )
 
@@ -240,8 +240,12 @@ class SnapshotCalls(WeightOfRows):
         """Delete the snapshots of state dicts but for the newest, so many before it, and the parents of deltas."""
         states = [name for name in self.snapshots() if _STATE.fullmatch(name)]
         for name in states[: -keep - 1]:
-            with suppress(SnapshotNeededError):
+            try:
                 self.delete_snapshot(name)
+            except SnapshotNeededError:
+                pass
+            except (StorageError, OSError) as error:  # The new snapshot is complete: the state dict is still of use.
+                warn_user(f"embedding {self.name!r}: state_dict() could not delete the old snapshot {name!r}: {error}")
 
     def set_extra_state(self, state: torch.Tensor) -> None:
         """Load the snapshot that a state dict names. With `process_group` every rank makes the call, with the same one.

@@ -9,7 +9,7 @@ Invariants, beside those of hot_rows.py:
 - a lookup waits for the device once, to learn how many keys it has, how many of them miss and whether its tables and
   offsets were as they must be; one whose rows were all prefetched does not wait;
 - everything runs on torch's current stream. Calls that search, fill or evict come on the device in the order in which
-  the host made them, on whatever streams (stream_order.py). Between them steps read and write rows in pinned slots, and
+  the host made them, on whatever streams. Between them steps read and write rows in pinned slots, and
   release them, on streams of their own: prefetching moves no array that they use, and takes no slot that is pinned.
   What moves those arrays, or gives them back, waits for the whole device before and after.
 
