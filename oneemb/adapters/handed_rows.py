@@ -1,6 +1,6 @@
-"""First rows of a table, in memory that goes back to the system piece by piece while they move into the embedding.
+"""First rows of a table, in memory that is freed piece by piece while the rows move into the embedding.
 
-TorchRec's initializers fill a whole table, [N, D], before it moves. Without this module memory would hold it twice.
+TorchRec's initializers fill a whole table [rows, D] before it moves; without this module memory would hold it twice.
 """
 
 import math
@@ -15,8 +15,7 @@ _CHUNK_BYTES = 4 << 20
 
 
 def to_be_handed(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of this size on the CPU, whose memory goes back to the system as `hand_over` reads it. OSError or
-    OverflowError if there is no such memory."""
+    """Tensor on the CPU whose memory `hand_over` frees while it reads. OSError or OverflowError if memory is too small."""
     count = math.prod(size)
     memory = mmap.mmap(-1, max(count * dtype.itemsize, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     weights: Any = torch.frombuffer(memory, dtype=dtype, count=count).reshape(size)
@@ -25,8 +24,8 @@ def to_be_handed(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def hand_over(weights: torch.Tensor) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield (row_N, weight_ND), float32, of some rows at a time, valid until the next are asked for. A tensor of
-    `to_be_handed` holds no rows afterwards."""
+    """Yield (row numbers [N], weights [N, D], float32), some rows at a time, valid until the next are asked for. Memory
+    of a tensor made by `to_be_handed` is freed on the way, so the tensor holds no rows afterwards."""
     memory: mmap.mmap | None = getattr(weights, "handed", None)
     its_own = memory is not None and weights.data_ptr() == np.frombuffer(memory, np.uint8).ctypes.data
     row_bytes = weights.shape[1] * weights.element_size()

@@ -1,9 +1,8 @@
-"""Loads some tables of an embedding's snapshot; the rows of its other tables stay as they are.
+"""Loads some tables of an embedding from a snapshot; the rows of the other tables stay as they are.
 
-A state dict has an entry for each table; it may lack some tables of the embedding, and have entries of others. If the
-tables that it lacks have no rows, the whole snapshot is loaded and their rows are erased again: the embedding then has
-the step of the snapshot. Else the rows of the named tables are read from the snapshot, with their optimizer's state,
-and the embedding keeps its step.
+A state dict has an entry for each table and may lack entries of some. If the lacking tables have no rows now, the whole
+snapshot is loaded and then their rows are erased; the embedding then has the step of the snapshot. Otherwise only the
+rows of the named tables, with optimizer state, are read from the snapshot, and the embedding keeps its step.
 """
 
 import warnings
@@ -24,16 +23,19 @@ from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 from oneemb.storage.store_rows import set_rows, visit_rows
 
 _BATCH = 1 << 16
-"""Rows that are read at a time."""
+"""Number of rows that are read at a time."""
 
 
 def load_tables(rows: MultiTableEmbedding, snapshot: SnapshotName, tables: Sequence[int]) -> None:
-    """Load the rows of these tables, and of no others, from a snapshot, given as by `named_snapshot`. Tables that it
-    does not hold have no rows afterwards. Every rank makes the call.
+    """Load the rows of `tables`, and of no other table, from a snapshot. A table that the snapshot lacks has no rows
+    afterwards. Every rank makes the call.
+
+    Args:
+        snapshot: name and identity, as `named_snapshot` returns them.
 
     Raises:
-        StorageError: the snapshot is not there, its rows do not fit, or a lookup whose step is still to come holds a
-            row that is to be erased. No row has changed.
+        StorageError: the snapshot does not exist, its rows do not fit, or a row that must be erased is pinned by a
+            lookup whose step is still to come. No row has changed.
     """
     others = [t for t in range(rows.num_tables) if t not in tables]
     name, identity = snapshot["oneemb_snapshot"], snapshot.get("oneemb_identity")
@@ -59,7 +61,7 @@ def load_tables(rows: MultiTableEmbedding, snapshot: SnapshotName, tables: Seque
 
 
 def _ids_of(store: EmbeddingStore) -> dict[int, np.ndarray]:
-    """Ids that have a row here, by table."""
+    """{table: ids of the rows that this rank has}."""
     found: dict[int, list[np.ndarray]] = {}
 
     def note(table_N: np.ndarray, id_N: np.ndarray, _: np.ndarray) -> None:
@@ -76,7 +78,7 @@ def _erase(rows: MultiTableEmbedding, ids: Mapping[int, np.ndarray], tables: Seq
 
 
 def _put(rows: MultiTableEmbedding, snapshot: PartedSnapshot, tables: Sequence[int]) -> None:
-    """Put rows of the snapshot that this rank owns into the store."""
+    """Write the snapshot's rows that this rank owns into the store, for these tables."""
     store, saved = rows.store, SnapshotRows.of_meta(snapshot.info.meta, snapshot.info.name)
     store.build()
     has_state = bool(saved.format.state_width) and bool(store.format.state_width)
@@ -87,7 +89,7 @@ def _put(rows: MultiTableEmbedding, snapshot: PartedSnapshot, tables: Sequence[i
             stacklevel=2,
         )
     row_format = replace(store.format, state=store.format.state if has_state else ())
-    # At most half of the cache is put at once, so that the rows of a running step can stay pinned.
+    # Write at most half a cache of rows at once, so that a running step's rows can stay pinned.
     most = max(1, store.stats()["device"]["slots"] // 2)
     owned = OwnedRows(snapshot, store.plan.owner, store.plan.owners)
     try:

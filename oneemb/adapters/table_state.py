@@ -1,13 +1,13 @@
-"""State of a table in state dicts: the name of a snapshot, if the table has a path; else tensors, as TorchRec's.
+"""State of a table in state dicts: the name of a snapshot if the rows have a path, else tensors like TorchRec's.
 
     state = TableState(rows, table, configs, of_rows, is_kept=False)
-    state.give()                    its rows 0 to num_embeddings - 1, [N, D]
-    state.load(tensor)              such rows, or the name of a snapshot
+    state.give()                    rows 0 to num_embeddings - 1, [N, D]
+    state.load(tensor)              loads such rows, or a snapshot by its name
     state.of_optimizer()            {"momentum1": [N, D], ...}, by FBGEMM's names
 
-Tensors that were given are copies of the rows. Changes that are made to them in place reach the rows at the next lookup
-or state dict: tools that load checkpoints write into the tensors of a state dict. N rows, D weights of one, Z values of
-state, U rows at a time.
+These tensors are copies of the rows. Tools that load checkpoints write into tensors of a state dict, so changes in
+place are written into the rows at the next lookup or state dict. N rows, D weights of a row, Z values of optimizer
+state of a row, U rows at a time.
 """
 
 import functools
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 _CHUNK = 1 << 16
-"""Rows of a table that are read at a time."""
+"""Number of rows that are read at a time."""
 
 
 class TableConfig(Protocol):
-    """Config of a table, of any library."""
+    """Fields of a table's config that this module reads; configs of all libraries have them."""
 
     name: str
     num_embeddings: int
@@ -51,7 +51,7 @@ class TableConfig(Protocol):
 
 
 class _Given:
-    """Tensor in a state dict: the rows, or a part of their state, at a moment."""
+    """Tensor that a state dict holds: a copy of rows, or of a part of their optimizer state, at one moment."""
 
     def __init__(self, tensor: torch.Tensor, changes: int, put: Callable[[torch.Tensor], None], part: str):
         self.part = part
@@ -62,7 +62,12 @@ class _Given:
         self._put = put
 
     def changed(self, changes: int, what: str) -> bool:
-        """Whether the tensor was changed in place since."""
+        """Whether the tensor was changed in place since the copy. RuntimeError if rows have changed since then, too.
+
+        Args:
+            changes: current count of changes of the rows.
+            what: name of the rows, for the message.
+        """
         tensor = self._tensor()
         if tensor is None or tensor._version == self._version:
             return False
@@ -80,26 +85,28 @@ class _Given:
 
     @property
     def tensor(self) -> torch.Tensor | None:
-        """The tensor; None once nobody has it."""
+        """The tensor; None if the user no longer holds it."""
         return self._tensor()
 
     def let_go(self) -> None:
-        """No longer keep the tensor alive."""
+        """Stop keeping the tensor alive."""
         self._held = None
 
     def is_current(self, changes: int) -> bool:
-        """Whether the rows are those of the tensor, or what was written into it."""
+        """Whether rows have not changed since the tensor was copied or written back; `changes` is their current count
+        of changes."""
         return changes == self._changes
 
     def keep(self, changes: int) -> None:
-        """Note that the tensor and the rows are the same now; -1 = they are not."""
+        """Record that the tensor equals the rows at this count of changes; -1 = it is older than the rows."""
         tensor = self._tensor()
         if tensor is not None:
             self._version, self._changes = tensor._version, changes
 
 
 def write_back(states: Iterable["TableState"]) -> None:
-    """Bring tensors that were changed in place into the rows; RuntimeError if the rows have changed since, too."""
+    """Write tensors that were changed in place into the rows; RuntimeError if the rows have changed since the copy,
+    too."""
     its = [(state, given) for state in states for given in state.given]
     written = [(state, given) for state, given in its if given.changed(state.rows.store.changes, state.rows.name)]
     if not written:
@@ -109,13 +116,13 @@ def write_back(states: Iterable["TableState"]) -> None:
         given.write()
     last = {(state, given.part): given for state, given in written}
     for state, given in current:
-        # Another tensor of the same rows is older than they are from here on.
+        # Any other tensor of these rows is now older than the rows.
         is_older = last.get((state, given.part), given) is not given
         given.keep(-1 if is_older else state.rows.store.changes)
 
 
 def let_go(states: Iterable["TableState"]) -> None:
-    """Keep tensors that were given alive no longer: whoever goes on to change one has it."""
+    """Stop keeping the tensors alive: a user who will still change one holds it."""
     for state in states:
         for given in state.given:
             given.let_go()
@@ -123,13 +130,16 @@ def let_go(states: Iterable["TableState"]) -> None:
 
 
 def load_together(entries: Iterable[tuple["TableState", object]]) -> None:
-    """Note which tables of a state dict name one snapshot: they are loaded together, without other tables. `entries`
-    has each table's state, and its entry in the state dict."""
+    """Record which tables of a state dict name the same snapshot, so that `TableState.load` loads them together.
+
+    Args:
+        entries: state of each table, and its entry in the state dict.
+    """
     named: dict[tuple[object, ...], list[TableState]] = {}
     for state, entry in entries:
         state.loads_with = frozenset()
         if isinstance(entry, torch.Tensor) and not hasattr(entry, "full_tensor") and entry.dim() == 1:
-            with suppress(ValueError):  # which the load of that table raises
+            with suppress(ValueError):  # the load of that table raises it
                 snapshot = decode(entry)
                 snapshot.pop("oneemb_table", None)
                 named.setdefault((state.rows, *sorted(snapshot.items())), []).append(state)
@@ -142,12 +152,12 @@ class TableState:
     """State of one table in state dicts.
 
     Args:
-        rows: the embedding that has the table's rows.
-        table: its number in `rows`.
-        configs: of all tables of `rows`.
-        of_rows: the states of all tables of `rows`; this one is added.
-        is_kept: whether the rows have a path of the user's.
-        is_empty: whether state dicts hold nothing of the rows, which are saved otherwise; for tables without a path.
+        rows: embedding that holds the table's rows.
+        table: number of the table in `rows`.
+        configs: configs of all tables of `rows`.
+        of_rows: list of the states of all tables of `rows`, to which this one is appended.
+        is_kept: whether the rows live in a path of the user's.
+        is_empty: True = state dicts hold no rows, since the adapter saves them in another way; no effect with a path.
     """
 
     def __init__(
@@ -158,15 +168,16 @@ class TableState:
         of_rows.append(self)
         self._of_rows = of_rows
         self.checked = -1
-        """Count of changes at which no table had rows beyond ids 0 to num_embeddings - 1; set on the first table."""
+        """Count of changes when the last check found only ids 0 to num_embeddings - 1; only that of the first table is
+        used."""
         self.is_kept, self._is_empty = is_kept, is_empty and not is_kept
         self.given: list[_Given] = []
-        """Tensors that state dicts have."""
+        """Tensors that state dicts hold."""
         self._configs, self._config = configs, configs[table]
         self.table = table
         """Number of the table in `rows`."""
         self.loads_with: frozenset[int] = frozenset()
-        """Tables of `rows` that name the same snapshot in the state dict that is being loaded."""
+        """Numbers of the tables of `rows` that name the same snapshot in the state dict that is being loaded."""
 
     @property
     def name(self) -> str:
@@ -174,8 +185,8 @@ class TableState:
         return self._config.name
 
     def give(self) -> torch.Tensor:
-        """Entry of a state dict: a snapshot's name, or the table's rows. Every rank makes the call. StorageError if
-        there are rows of other ids than 0 to num_embeddings - 1, and no path."""
+        """Entry of a state dict: the name of a snapshot, or rows 0 to num_embeddings - 1. Every rank makes the call.
+        StorageError if rows have no path and there are rows of other ids."""
         rows, config = self.rows, self._config
         if self.is_kept:
             return encode({**rows.named_snapshot(), "oneemb_table": [self.table, config.name]})
@@ -201,11 +212,11 @@ class TableState:
         return weights
 
     def check_in_range(self) -> None:
-        """Raise StorageError if a table of the rows has rows of other ids than 0 to num_embeddings - 1."""
+        """Raise StorageError if any table of `rows` has rows of other ids than 0 to num_embeddings - 1."""
         first = self._of_rows[0]
         if first.checked == self.rows.store.changes and self.rows.ranks.alone:
             return
-        if self.rows.ranks.alone or self.table == 0:  # On ranks state dicts are of all tables.
+        if self.rows.ranks.alone or self.table == 0:  # On ranks a state dict has all tables.
             self.rows.ranks.agree(f"make a state dict of {self.rows.name}", self._check_own)
         first.checked = self.rows.store.changes
 
@@ -227,12 +238,11 @@ class TableState:
             )
 
     def load(self, state: "torch.Tensor | ShardedTensor | DTensor") -> None:
-        """Load an entry: a snapshot's name, or num_embeddings rows, of which row r becomes id r. Rows may be sharded
-        over the ranks, each of which makes the call.
+        """Load an entry of a state dict: the name of a snapshot, or num_embeddings rows, of which row r becomes id r.
+        Rows may be sharded over ranks. Every rank makes the call.
 
         Raises:
-            ValueError: the entry is neither, or of other tables; or rows are more or fewer, as TorchRec's tables refuse
-                too.
+            ValueError: the entry is neither, belongs to another table, or has another number of rows.
             StorageError: the snapshot cannot be loaded.
         """
         rows, config = self.rows, self._config
@@ -246,7 +256,7 @@ class TableState:
                     f" snapshot number {at} is {name!r}; make the collection with the same tables in the same order"
                 )
             tables, self.loads_with = self.loads_with | {self.table}, frozenset()
-            if rows.holds(snapshot) or self.table != min(tables):  # once for all tables of the embedding
+            if rows.holds(snapshot) or self.table != min(tables):  # one call loads all these tables
                 return
             if len(tables) == rows.num_tables:
                 load_named(rows, snapshot)
@@ -271,7 +281,7 @@ class TableState:
                 f" {len(state)}; make its config with num_embeddings={len(state)}, or bring in rows of some ids by"
                 f" oneemb.import_rows(rows, (ids, vectors), table={self.table}) for its embedding in collection.rows"
             )
-        # These rows replace values that were written into tensors of weights; those in tensors of state stay.
+        # Forget changes of weight tensors, which these rows replace; write back changes of tensors of optimizer state.
         self.given[:] = [given for given in self.given if given.part != "weight"]
         write_back(self._of_rows)
         current = [given for its in self._of_rows for given in its.given if given.is_current(rows.store.changes)]
@@ -282,8 +292,8 @@ class TableState:
     # ---- optimizer --------------------------------------------------------------------------------------------------
 
     def of_optimizer(self) -> dict[str, torch.Tensor]:
-        """Optimizer's state of rows 0 to num_embeddings - 1, float32 [N, D] or [N], by FBGEMM's names, and `step` if it
-        counts steps. Empty if rows have a path: snapshots hold their state. Every rank makes the call."""
+        """Optimizer state of rows 0 to num_embeddings - 1: {FBGEMM's name: float32 [N, D] or [N]}, and `step` if the
+        optimizer counts steps. Empty if rows have a path, since snapshots hold the state. Every rank makes the call."""
         rows, row_optimizer = self.rows, self.rows.row_optimizer
         if self.is_kept or self._is_empty or row_optimizer is None:
             return {}
@@ -302,12 +312,12 @@ class TableState:
 
     @property
     def written_step(self) -> float | None:
-        """Count of steps that is to be brought into the rows; None = none."""
+        """Count of steps in the newest `step` tensor that a state dict holds; None = there is no such tensor."""
         tensors = [given.tensor for given in self.given if given.part == "step"]
         return next((float(tensor) for tensor in reversed(tensors) if tensor is not None), None)
 
     def _give(self, tensor: torch.Tensor, put: Callable[[torch.Tensor], None], part: str) -> None:
-        """Note a tensor of a state dict; `put` brings it into the rows."""
+        """Record a tensor of a state dict; `put` writes it into the rows."""
         self.given.append(_Given(tensor, self.rows.store.changes, put, part))
 
     def _states(self, size: int, initial_Z: np.ndarray) -> torch.Tensor:
@@ -325,7 +335,7 @@ class TableState:
         return torch.from_numpy(state_NZ)
 
     def _put_weights(self, weight_ND: torch.Tensor) -> None:
-        """Set the weights of the rows; each rank sets its own, without a message."""
+        """Set the weights of the rows. Each rank sets the rows that it owns, without a message."""
         store = self.rows.store
         store.build()
         for table_U, id_U in self._own_chunks(len(weight_ND)):
@@ -333,7 +343,8 @@ class TableState:
             set_rows(store, table_U, id_U, np.ascontiguousarray(words_UW[:, : store.format.state_begin]))
 
     def _put_state(self, k: int, part: torch.Tensor) -> None:
-        """Set part k of the state, as `of_optimizer` gives it. All rows are known afterwards."""
+        """Set part number k of the optimizer state, in the form of `of_optimizer`. Every id below its length has a row
+        afterwards."""
         store, dim, row_optimizer = self.rows.store, self._config.embedding_dim, self.rows.row_optimizer
         if row_optimizer is None:
             raise RuntimeError(
@@ -361,7 +372,7 @@ class TableState:
 
 
 def _whole(state: "torch.Tensor | ShardedTensor | DTensor", rows: MultiTableEmbedding) -> torch.Tensor:
-    """Whole tensor, put together of the ranks' parts."""
+    """Whole tensor, assembled from the ranks' shards."""
     if hasattr(state, "full_tensor"):
         return state.full_tensor()
     if not isinstance(state, ShardedTensor):
@@ -386,7 +397,7 @@ def _state_name(k: int) -> str:
 
 
 def _chunks(table: int, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Tables and ids of rows 0 to `size` - 1, some at a time."""
+    """Yield (tables, ids) of rows 0 to `size` - 1, some at a time."""
     for begin in range(0, size, _CHUNK):
         id_U = np.arange(begin, min(begin + _CHUNK, size))
         yield np.full(len(id_U), table, np.int32), id_U
@@ -397,21 +408,21 @@ def _keys(store: EmbeddingStore, table_U: np.ndarray, id_U: np.ndarray) -> Any:
 
 
 def read_words(store: EmbeddingStore, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
-    """Words of the rows of distinct keys, on the host: float32 [U, W]."""
+    """Words of the rows of distinct keys, in host memory: float32 [U, W]."""
     return store.backend.tensor(store.read(_keys(store, table_U, id_U))[0]).cpu().numpy()
 
 
 def widths_of_state(row_optimizer: RowOptimizer, dim: int) -> list[int]:
-    """Number of values of each part of the optimizer's state of a row."""
+    """Number of values in each part of the optimizer state of a row."""
     return [dim] * len(row_optimizer.weight_state) + [1] * len(row_optimizer.row_state)
 
 
-@torch.inference_mode(False)  # Versions show changes in place.
+@torch.inference_mode(False)  # Inference tensors have no version, which shows changes in place.
 def _empty_rows(rows: MultiTableEmbedding, config: TableConfig) -> torch.Tensor:
     size: list[Any] = [config.num_embeddings, config.embedding_dim]
     try:
         return torch.empty(size, dtype=rows.dtype, device=rows.store.backend.device)
-    except RuntimeError as error:  # torch's way to say that there is no memory
+    except RuntimeError as error:  # torch raises it when memory is short
         raise StorageError(
             f"there is no memory for a state dict with {size[0]:,} rows of table {config.name!r}; give store_options"
             " with a path, where a state dict names a snapshot"
@@ -431,5 +442,5 @@ def dense_rows(
 
 
 def put_rows(rows: MultiTableEmbedding, table: int, weights: torch.Tensor) -> None:
-    """Set the row of each id r to row r of `weights`. A tensor of `to_be_handed` holds no rows afterwards."""
+    """Set the row of each id r to row r of `weights`. A tensor made by `to_be_handed` holds no rows afterwards."""
     import_rows(rows, hand_over(weights), table=table, allow_nonfinite=True)

@@ -1,8 +1,9 @@
-"""Tables of a module of another library: a parameter each that stands for its rows, and what steps them.
+"""Tables of another library's module: each has a parameter that stands for its rows, and an optimizer that steps the
+rows.
 
-table = TableParameter(config, dtype, device)           `weight` is [0, D]; state dicts hold what `serves` says
-stand_for_rows(rows, [table.weight, ...], is_kept=...)  a user's optimizer steps the rows
-step_in_backward(rows, weight, optimizer, is_kept=...)  or the backward pass does
+table = TableParameter(config, dtype, device)           `weight` is [0, D]; `serves` sets the entry in state dicts
+stand_for_rows(rows, [table.weight, ...], is_kept=...)  a user's optimizer of these weights steps the rows
+step_in_backward(rows, weight, optimizer, is_kept=...)  or the backward pass steps them
 """
 
 import warnings
@@ -23,7 +24,7 @@ from oneemb.training.eager import Optimizer
 
 
 class TableParameter(torch.nn.Module):
-    """Parameter of one table in a collection: `weight`, [0, D], stands for its rows."""
+    """Module of one table in a collection; its parameter `weight` [0, D] stands for the rows."""
 
     def __init__(self, config: TableConfig, dtype: torch.dtype, device: torch.device):
         super().__init__()
@@ -37,30 +38,30 @@ class TableParameter(torch.nn.Module):
         return f"{self.num_embeddings}, {self.embedding_dim}"
 
     def is_stepped_by(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note the optimizer that steps the table in the backward pass, where TorchRec's tools, and torch's that would
-        add another, look for it."""
+        """Record the optimizer that steps the table in the backward pass, in the attributes of the weight that
+        TorchRec's tools and torch's `_apply_optimizer_in_backward` read."""
         vars(self.weight).update(
             _in_backward_optimizers=[optimizer], _optimizer_classes=[type(optimizer)],
             _optimizer_kwargs=[dict(optimizer.defaults)],
         )  # fmt: skip
 
     def serves(self, state: Callable[[], TableState]) -> None:
-        """Set the function that gives the table's state to state dicts, each time one is taken or loaded."""
+        """Set the function that returns the table's current state. State dicts call it whenever one is taken or loaded."""
         self._state = state
 
     def state_now(self) -> TableState | None:
-        """Current state of the table; None on meta."""
+        """Current state of the table; None on the meta device."""
         return None if self._state is None else self._state()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        # The weight keeps its dtype, as the rows that it stands for keep theirs.
+        # module.half() changes no rows, so it must not change the weight that stands for them.
         return super()._apply(lambda tensor: fn(tensor).to(tensor.dtype), recurse)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         if self._state is not None:
             destination[f"{prefix}weight"] = self._state().give()
             return
-        # On meta there are no rows.
+        # The meta device has no rows.
         destination[f"{prefix}weight"] = torch.empty(
             self.num_embeddings, self.embedding_dim, dtype=self._dtype, device=self.weight.device
         )
@@ -87,7 +88,7 @@ class TableParameter(torch.nn.Module):
 
 
 def holder_of(tables: Mapping[str, torch.nn.Module]) -> torch.nn.ModuleDict:
-    """Module of tables by name; tables whose entries in a state dict name one snapshot are loaded together."""
+    """Module of tables by name. Tables whose entries in a state dict name the same snapshot are loaded together."""
     holder = torch.nn.ModuleDict(dict(tables))
     holder.register_load_state_dict_pre_hook(_load_together)
     return holder
@@ -99,7 +100,7 @@ def _load_together(holder: Any, state_dict: Mapping[str, Any], prefix: str, *_: 
 
 
 def in_backward_optimizers(weight: torch.Tensor) -> tuple[torch.optim.Optimizer, ...]:
-    """Optimizers that torch's `_apply_optimizer_in_backward` has given a parameter."""
+    """Optimizers that torch's `_apply_optimizer_in_backward` gave the parameter."""
     return tuple(getattr(weight, "_in_backward_optimizers", ()))
 
 
@@ -107,16 +108,17 @@ def step_in_backward(
     rows: MultiTableEmbedding, weight: torch.nn.Parameter, optimizer: torch.optim.Optimizer,
     options: Callable[[], Sequence[Options | None]] | None = None, *, is_kept: bool,
 ) -> Optimizer:  # fmt: skip
-    """Step the rows of all tables, as one, in each backward pass.
+    """Step the rows of all tables of `rows` together, in each backward pass.
 
     Args:
-        weight: stands for all rows; a parameter in no list of parameters, so that no other optimizer steps the rows.
-        optimizer: says how; it has this weight alone.
-        options: returns each table's options at a step, None = its rows rest; None = those of `optimizer` for all.
-        is_kept: whether the rows have a path of the user's.
+        weight: parameter that stands for all rows. No module may list it, so that no other optimizer steps the rows.
+        optimizer: optimizer of this weight only; says how rows are stepped.
+        options: returns the options of each table at each step, None for a table that is not trained. If `options`
+            itself is None, all tables use the options of `optimizer`.
+        is_kept: whether the rows live in a path of the user's.
 
     Returns:
-        The stepper of the rows, which works as long as it is kept.
+        The optimizer of rows. It steps them as long as the caller keeps it.
     """
     stand_for_rows(rows, [weight], is_kept=is_kept)
     stepping = Optimizer(optimizer, [rows], fused=True)
@@ -126,7 +128,7 @@ def step_in_backward(
 
 
 def ranks_of_job() -> AnyRanks:
-    """Ranks of the default process group, with connections of their own; this process alone if there is no group. Every
+    """Ranks of the default process group, with their own connections; this process alone if there is no group. Every
     rank makes the call."""
     started = distributed.is_available() and distributed.is_initialized()
     group = distributed.group.WORLD if started else None

@@ -1,4 +1,4 @@
-"""A thread that makes calls one after the other, in the order in which they are given."""
+"""A thread that makes calls one after another, in the order in which they were submitted."""
 
 import functools
 import queue
@@ -15,8 +15,13 @@ _JOIN_S = 10.0
 
 
 class Worker:
-    """Thread that makes calls. It ends with this object, after the calls that it was given. `dropped` is the beginning
-    of the warning that an error in a call of `later` becomes."""
+    """Thread that makes calls in order. It ends when this object is collected, after the calls that were submitted
+    before.
+
+    Args:
+        name: name of the thread.
+        dropped: beginning of the warning for an error in a call of `later`.
+    """
 
     def __init__(self, name: str, dropped: str = ""):
         self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -29,26 +34,26 @@ class Worker:
         weakref.finalize(self, self._calls.put, None)
 
     def later(self, call: Callable[[], object]) -> None:
-        """Make a call on the thread; an error in it becomes a warning. The garbage collector may call this."""
+        """Make a call on the thread; an error in the call becomes a warning. Safe inside a finalizer."""
         self._calls.put(call)
 
     def submit(self, call: Callable[[], _T]) -> "Future[_T]":
-        """Make a call on the thread; the future has its result or error."""
+        """Make a call on the thread; returns a future of its result or error."""
         future: Future[_T] = Future()
         answer = functools.partial(_answer, call, future)
         if self._thread.is_alive():
             self.later(answer)
-        else:  # In a child of fork there is no thread: the call is made here.
+        else:  # A child of fork has no thread: make the call here.
             answer()
         return future
 
     def end(self) -> None:
-        """End the thread once it has made its calls."""
+        """End the thread after all submitted calls."""
         self.ended = True
         self._calls.put(None)
 
     def stop(self) -> None:
-        """End the thread after its current call; waits for that, but not for ever."""
+        """End the thread after its current call, and wait for that at most 10 seconds."""
         self._stopping.set()
         self.end()
         if threading.current_thread() is not self._thread:
@@ -61,7 +66,7 @@ def _work(calls: "queue.SimpleQueue[Callable[[], object] | None]", stopping: thr
             call()
         except Exception as error:
             warnings.warn(f"{dropped}: {error}", stacklevel=1)
-        del call  # The loop waits, and must keep nothing alive.
+        del call  # The waiting loop must keep nothing alive.
 
 
 def _answer(call: Callable[[], Any], future: "Future[Any]") -> None:
@@ -72,4 +77,4 @@ def _answer(call: Callable[[], Any], future: "Future[Any]") -> None:
     else:
         future.set_result(found)
     finally:
-        del call, future  # An error keeps this frame, which must keep nothing alive.
+        del call, future  # An error's traceback keeps this frame, which must keep nothing else alive.

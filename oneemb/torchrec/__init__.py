@@ -1,11 +1,11 @@
-"""TorchRec's modules over tables that grow: the same configs, the same inputs and outputs, any int64 as an id.
+"""Classes with the names of TorchRec, over tables that grow: same configs, inputs and outputs, and any int64 is an id.
 
     from oneemb.torchrec import EmbeddingBagCollection, EmbeddingCollection
 
     ebc = EmbeddingBagCollection(tables=[EmbeddingBagConfig(...)])        in place of torchrec's class
     ebc(keyed_jagged_tensor)                                              gives a KeyedTensor
 
-docs/torchrec.md says what to install, what is the same and what is not.
+docs/torchrec.md says what to install and where these classes differ from TorchRec's.
 """
 
 from oneemb.kernels.extras import missing

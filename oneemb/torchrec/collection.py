@@ -1,7 +1,8 @@
 """Base of both collections: tables by name, and the embeddings that hold their rows.
 
-Tables of one width, dtype and pooling in one store are one embedding underneath (`rows`), so that their ids are found,
-read and updated by one loop each. Each table has a parameter of its own, [0, D], that stands for its rows.
+Tables of equal width, dtype and pooling in one store share one `MultiTableEmbedding` (an entry of `Collection.rows`),
+so that one loop finds, reads and updates the rows of all of them. Each table has a parameter [0, D] that stands for its
+rows.
 """
 
 import dataclasses
@@ -36,42 +37,42 @@ from oneemb.training.eager import Optimizer
 
 @dataclasses.dataclass(frozen=True)
 class OnRanks:
-    """Options that a sharder gives to tables whose rows ranks own together."""
+    """Options that a sharder gives to a collection whose rows are spread over ranks."""
 
     process_group: "torch.distributed.ProcessGroup | None"
-    """None = there is one rank, which exchanges nothing."""
+    """Ranks that share the rows; None = this process has all rows and exchanges nothing."""
     gradients: Literal["mean", "sum"]
     comm_dtype: torch.dtype
     steppers: Sequence[MakeOptimizer]
-    """Functions that make the optimizer of each table."""
+    """For each table, the function that makes its optimizer."""
     begin: Sequence[torch.Tensor | None]
-    """First rows of each table; None = none."""
+    """For each table, its first rows [rows, D]; None = the table starts empty."""
     tables: Sequence[TableRows] | None = None
-    """Options of each table that are not in its config; None = no table has any. State dicts hold no such rows without
-    a path."""
+    """For each table, options that its config lacks; None = no table has such options. State dicts leave out the rows
+    of such tables, unless the store has a path."""
 
 
 class Group(NamedTuple):
-    """Tables that are one embedding."""
+    """Tables whose rows one embedding holds."""
 
     rows: MultiTableEmbedding
     tables: tuple[int, ...]
-    """Numbers of their configs."""
+    """Index of each table in `Collection.configs`."""
     columns: tuple[int, ...]
-    """Numbers of their embeddings in the output."""
+    """Indices of the tables' features in `Collection._columns`, the order of the output."""
     tables_of_columns: tuple[int, ...]
-    """Table of `rows` for each column."""
+    """For each entry of `columns`, the number of its table in `rows`."""
     pooling: str
 
 
 class Lookups(NamedTuple):
-    """Lookups of one call of a collection: one of each embedding."""
+    """Lookups of one call of a collection: one lookup for each group of tables."""
 
     groups: Sequence[Group]
     arguments: Sequence[dict[str, Any]]
-    """Arguments of each group's lookup, as `MultiTableEmbedding.forward` takes them."""
+    """Keyword arguments of `MultiTableEmbedding.forward`, for each group."""
     output: Callable[[Sequence[torch.Tensor]], Any]
-    """Function of the rows of each group that returns the result of the call."""
+    """Function that makes the result of the call from the rows of each group."""
 
     def look_up(self) -> Any:
         """Make the lookups and return the result of the call."""
@@ -80,19 +81,19 @@ class Lookups(NamedTuple):
 
 
 class Collection(torch.nn.Module):
-    """Base of both collections.
+    """Base of `EmbeddingBagCollection` and `EmbeddingCollection`.
 
     Args:
         tables: TorchRec's configs.
         device: where lookups run; None = torch's default device. On meta there are no rows until the module is moved.
-        store_options, seed: as of `EmbeddingBagCollection`.
-        num_threads: threads that run the kernels; None = the cores there are.
-        on_ranks: of tables whose rows ranks own together; None = this process has them all.
-        pools: whether bags are pooled.
-        named: the attribute that has the tables by name.
+        store_options, seed: same as for `EmbeddingBagCollection`.
+        num_threads: threads that run the kernels; None = one for each core.
+        on_ranks: options for rows that are spread over ranks; None = this process has all rows.
+        pools: whether lookups pool bags.
+        named: name of the attribute that holds the tables by name.
     """
 
-    # Attributes that TorchScript need not know.
+    # Attributes that TorchScript leaves out.
     __jit_ignored_attributes__ = ["rows", "_regrouping", "_tables"]
     __jit_unused_properties__ = ["states", "device", "process_group"]
 
@@ -122,12 +123,13 @@ class Collection(torch.nn.Module):
         self._tables = self._tables_of(store_options)
         setattr(self, named, holder_of({table.config.name: table.parameter for table in self._tables}))
         self.holders = named
-        """The attribute that has the tables by name."""
+        """Name of the attribute that holds the tables by name."""
         self.rows = torch.nn.ModuleList()
-        """The embeddings that hold the rows: `rows[0].stats()`, `rows[0].save_snapshot(name)` and the like."""
+        """Embeddings that hold the rows, for calls such as `rows[0].stats()` and `rows[0].save_snapshot(name)`."""
         self._groups: list[Group] = []
         self._in_backward: list[Optimizer] = []
-        """Optimizers that step rows in the backward pass, one for each embedding whose tables are stepped there."""
+        """Optimizers that step rows in the backward pass: one for each embedding whose tables have such an
+        optimizer."""
         self._regrouping = threading.RLock()
         self._introduce()
         if on_ranks is not None:
@@ -136,7 +138,7 @@ class Collection(torch.nn.Module):
         if on_ranks is not None and self._device.type != "meta":
             its = zip(self._tables, on_ranks.begin, strict=True)
             self._make_rows([table.rows_drawn_together() if rows is None else rows for table, rows in its])
-            self._on_ranks = dataclasses.replace(on_ranks, begin=())  # The rows have them now.
+            self._on_ranks = dataclasses.replace(on_ranks, begin=())  # The embeddings hold these rows now.
         elif self._device.type != "meta":
             self._make_rows(self._first_rows())
 
@@ -161,7 +163,7 @@ class Collection(torch.nn.Module):
         return [table.state for table in self._tables]
 
     def _first_rows(self) -> list[torch.Tensor | None]:
-        """First rows of each table, as TorchRec draws them; None = none."""
+        """First rows of each table, drawn as TorchRec draws them; None = the table starts empty."""
         begin: list[torch.Tensor | None] = []
         for table in self._tables:
             weights = None if table.starts_empty else first_rows(table.config)
@@ -173,7 +175,7 @@ class Collection(torch.nn.Module):
         return begin
 
     def _make_rows(self, begin: Sequence[torch.Tensor | None]) -> None:
-        """Make the embeddings, with the first rows of each table; None = none."""
+        """Make the embeddings; `begin` has the first rows of each table, None = the table starts empty."""
         alike: dict[tuple[object, ...], list[int]] = {}
         self._in_backward.clear()
         for t, table in enumerate(self._tables):
@@ -200,7 +202,7 @@ class Collection(torch.nn.Module):
         its_folders = [os.path.join(path, "-".join(words)) for path in paths]
         folders.update(its_folders[:1])
         is_kept = bool(paths)
-        policies = [policy for config in configs if (policy := policy_of(config)) is not None]  # of all or of none
+        policies = [policy for config in configs if (policy := policy_of(config)) is not None]  # all have one, or none
         ranks, of_ranks = self._on_ranks, dict[str, Any]()
         if ranks is not None:
             of_ranks = {"process_group": ranks.process_group, "gradients_of_ranks": ranks.gradients,
@@ -208,7 +210,7 @@ class Collection(torch.nn.Module):
         rows = MultiTableEmbedding(
             ", ".join(config.name for config in configs), first.config.embedding_dim, dtype_of(first.config),
             torch.int64, [make_table(table.initializer()) for table in its], first.store_at(its_folders),
-            seed=(self.seed + zlib.crc32(first.config.name.encode())) % 2**64,  # another one for each embedding
+            seed=(self.seed + zlib.crc32(first.config.name.encode())) % 2**64,  # embeddings must not draw equal rows
             num_threads=self._num_threads,
             policy=[table.extra.policy for table in its if table.extra is not None] or policies or None,
             **of_ranks,
@@ -226,8 +228,8 @@ class Collection(torch.nn.Module):
         return Group(rows, tables, columns, of_columns, first.pooling)
 
     def _give_weights(self, rows: MultiTableEmbedding, tables: Sequence[Table], *, is_kept: bool) -> None:
-        """Make the tables' parameters stand for the rows. If their optimizers step in the backward pass, a parameter of
-        its own does, so that the rows of all tables are stepped as one."""
+        """Make the tables' parameters stand for the rows. If the tables' optimizers step in the backward pass, one new
+        parameter stands for the rows of all tables instead, so that one step updates all of them."""
         weights = [table.parameter.weight for table in tables]
         if not tables[0].steppers:
             stand_for_rows(rows, weights, is_kept=is_kept)
@@ -237,7 +239,7 @@ class Collection(torch.nn.Module):
         one = torch.nn.Parameter(torch.empty_like(weights[0]))
 
         def options() -> list[Options | None]:
-            """Options of each table at this step, from its own optimizer."""
+            """Current options of each table's optimizer; None = the table is not trained."""
             return [
                 options_now(its, stepper) if weight.requires_grad else None
                 for weight, its, stepper in zip(weights, optimizers, steppers, strict=True)
@@ -247,7 +249,8 @@ class Collection(torch.nn.Module):
         self._in_backward.append(step_in_backward(rows, one, optimizer, options, is_kept=is_kept))
 
     def ready(self) -> list[Group]:
-        """Embeddings, grouped by the tables' current optimizers."""
+        """Groups of tables, ready for a lookup: regrouped if optimizers have changed, with tensors of state dicts
+        written back. RuntimeError on the meta device, or if a table's parameter was written to."""
         if self._device.type == "meta":
             raise RuntimeError(ON_META)
         self.regroup()
@@ -269,7 +272,7 @@ class Collection(torch.nn.Module):
         return self._groups
 
     def regroup(self) -> None:
-        """Group tables by their current optimizers, if these have changed."""
+        """Group the tables anew if their optimizers have changed."""
         with self._regrouping:  # Threads may take state dicts while others train.
             if any(table.is_regrouped for table in self._tables):
                 if self._on_ranks is not None:
@@ -277,12 +280,12 @@ class Collection(torch.nn.Module):
                 self._make_rows_anew()
 
     def _bring_in(self) -> None:
-        """Bring tensors of state dicts that were written to into the rows."""
+        """Write tensors of state dicts that the user has changed into the rows."""
         write_back(state for state in self.states if state is not None)
 
     def rows_to_shard(self) -> list[torch.Tensor | None]:
-        """Rows of each table for the sharded one in its place; None = it begins with none. RuntimeError if rows are in
-        a path of the user's, where snapshots are to be used."""
+        """Rows of each table, for the sharded collection that replaces this one; None = the table starts empty.
+        RuntimeError if lookups have initialized rows of such a table: a snapshot must carry those over."""
         self._bring_in()
         for group in self._groups:
             its = [self._tables[t] for t in group.tables]
@@ -303,7 +306,7 @@ class Collection(torch.nn.Module):
         return self._dense_rows()
 
     def _dense_rows(self) -> list[torch.Tensor | None]:
-        """Rows of each table that began with some; None = it began empty."""
+        """Rows of each table; None = the table started empty."""
         begin: list[torch.Tensor | None] = [None] * len(self.configs)
         for group in self._groups:
             for place, t in enumerate(group.tables):
@@ -313,7 +316,7 @@ class Collection(torch.nn.Module):
 
     def _make_rows_anew(self) -> None:
         """Make the embeddings again, grouped by the tables' current optimizers."""
-        for table in self._tables:  # One that rows cannot follow is refused with all rows there.
+        for table in self._tables:  # Refuse an unsupported optimizer before any embedding is closed.
             kind_of_steps(in_backward_optimizers(table.parameter.weight))
         self._bring_in()
         for group in self._groups:
@@ -343,7 +346,7 @@ class Collection(torch.nn.Module):
         return moved
 
     def empty_copy(self) -> Self:
-        """A collection of the same tables on the meta device, without rows."""
+        """Collection of the same tables on the meta device, without rows."""
         raise NotImplementedError
 
     def __deepcopy__(self, memo: object) -> Self:
@@ -369,8 +372,8 @@ class Collection(torch.nn.Module):
         )
 
     def take_rows(self, device: torch.device, groups: Sequence[Group]) -> None:
-        """Leave the meta device with copies of the rows of another collection of the same tables; TypeError if its
-        tables are grouped differently."""
+        """Move this collection from the meta device to `device`, with copies of the rows of `groups`, which belong to a
+        collection of the same tables. TypeError if that collection groups its tables in another way."""
         torch.nn.Module._apply(self, lambda tensor: torch.empty_like(tensor, device=device))
         self._device = device
         self._introduce()
@@ -385,7 +388,7 @@ class Collection(torch.nn.Module):
 
     @torch.jit.unused
     def _is_called(self, features: KeyedJaggedTensor) -> bool:
-        """Whether this is a call on values: not while a model is traced or exported, nor on meta."""
+        """Whether the call has values: False while a model is traced or exported, and on the meta device."""
         return is_call_on_values(features) and self._device.type != "meta"
 
     def _introduce(self) -> None:
@@ -393,7 +396,7 @@ class Collection(torch.nn.Module):
             know(table.parameter.weight, cast(LooksUpJagged, self))
 
     def close(self) -> None:
-        """Free memory, files and the locks on the paths. Rows that no snapshot holds are gone."""
+        """Free memory and files, and release the locks on the paths. Rows that are in no snapshot are lost."""
         for group in self._groups:
             group.rows.close()
 
@@ -401,16 +404,16 @@ class Collection(torch.nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Device of lookups."""
+        """Device on which lookups run."""
         return self._device
 
     @property
     def process_group(self) -> "torch.distributed.ProcessGroup | None":
-        """Ranks that own the rows together; None = this process has them all."""
+        """Ranks that share the rows; None = this process has all rows."""
         return None if self._on_ranks is None else self._on_ranks.process_group
 
     def reset_parameters(self) -> None:
-        """Reset all tables to their state after construction."""
+        """Give all tables the rows that they had after construction."""
         begin = self._first_rows()
         for state in self.states:
             if state is not None:
@@ -421,7 +424,7 @@ class Collection(torch.nn.Module):
 
 
 def _state_of(reference: "weakref.ref[Collection]", table: int) -> TableState:
-    """Current state of a table of a collection; state dicts need it before the first lookup too."""
+    """Current state of table number `table` of a collection. State dicts call it, also before the first lookup."""
     collection = reference()
     if collection is None:
         raise RuntimeError("the collection of this table is gone, and its rows with it")

@@ -1,16 +1,16 @@
-"""TorchRec's configs of tables: checks, and the initializers, dtypes and policies that they ask for.
+"""TorchRec's configs of tables: their checks, and the initializer, dtype and policy that each one asks for.
 
-    use_virtual_table                   a row is initialized at its first lookup, without `store_options` too
+    use_virtual_table                   each row is initialized at its first lookup, also without `store_options`
     virtual_table_eviction_policy       which rows are evicted; for virtual tables only, as in TorchRec
 
-    NoEvictionPolicy                    none
-    TimestampBasedEvictionPolicy        rows that were not looked up for eviction_ttl_mins
-    FeatureL2NormBasedEvictionPolicy    rows whose norm is below eviction_threshold
+    NoEvictionPolicy                    evicts no row
+    TimestampBasedEvictionPolicy        evicts rows that were not looked up for eviction_ttl_mins
+    FeatureL2NormBasedEvictionPolicy    evicts rows whose norm is below eviction_threshold
     FeatureScoreBasedEvictionPolicy     as TimestampBasedEvictionPolicy; refused without eviction_ttl_mins
     CountBasedEvictionPolicy,
-    CountTimestampMixedEvictionPolicy   refused, unless thresholds and ages are 0, by which no row is evicted
+    CountTimestampMixedEvictionPolicy   refused, unless all thresholds and ages are 0, so that no row is evicted
 
-Each step checks a 256th of the rows, or none while a rank has training_id_eviction_trigger_count rows or fewer.
+Each step checks 1/256 of the rows; it checks none while a rank has training_id_eviction_trigger_count rows or fewer.
 """
 
 import functools
@@ -47,17 +47,18 @@ _POOLINGS = {PoolingType.SUM: "sum", PoolingType.MEAN: "mean"}
 
 
 class Column(NamedTuple):
-    """One embedding of the output."""
+    """One feature of one table: an embedding of the output."""
 
     table: int
-    """Number of its config."""
+    """Index of the table's config."""
     feature: str
     name: str
-    """Name in the output: the feature, or feature@table where several tables have it."""
+    """Name in the output: the feature, or feature@table if several tables have the feature."""
 
 
 def check_configs(tables: Sequence[BaseEmbeddingConfig], kind: type[BaseEmbeddingConfig]) -> None:
-    """Raise TypeError or ValueError unless tables can be made of these. A config without features gets its name as one.
+    """Raise TypeError or ValueError unless `tables` are supported configs of class `kind`. A config without features
+    gets the table's name as its only feature.
 
     Reference: TorchRec's modules, which fill `feature_names` in the same way.
     """
@@ -97,7 +98,7 @@ def check_configs(tables: Sequence[BaseEmbeddingConfig], kind: type[BaseEmbeddin
 
 
 def columns_of(tables: Sequence[BaseEmbeddingConfig]) -> list[Column]:
-    """The embeddings of the output, table by table."""
+    """Columns of the output, table by table."""
     features = [feature for config in tables for feature in config.feature_names]
     return [
         Column(t, feature, f"{feature}@{config.name}" if features.count(feature) > 1 else feature)
@@ -120,15 +121,15 @@ def pooling_of(config: BaseEmbeddingConfig) -> str:
 
 
 def initializer_of(config: BaseEmbeddingConfig) -> Initializer:
-    """Initializer of new rows of a table without end: that of `init_fn`, or, for TorchRec's default, draws between
-    `bounds_of`. ValueError if `init_fn` is no function of torch.nn.init by which a row can be initialized by itself."""
+    """Initializer of new rows, from `init_fn`. For TorchRec's default `init_fn` it draws between `bounds_of`.
+    ValueError if `init_fn` is none of the functions in torch.nn.init that can initialize one row without the others."""
     function: Any = config.init_fn
     options: dict[str, Any] = {}
     if isinstance(function, functools.partial):
         if function.args:
             raise ValueError(_say_init(config))
         function, options = function.func, dict(function.keywords)
-    options.pop("generator", None)  # A row follows from the seed of the module.
+    options.pop("generator", None)  # The module's seed takes the generator's place.
     default = {"a": config.get_weight_init_min(), "b": config.get_weight_init_max()}
     if function is torch.nn.init.uniform_ and options == default:
         options = dict(zip("ab", bounds_of(config, dtype_of(config)), strict=True))
@@ -169,9 +170,9 @@ _INITIALIZERS: dict[Callable[..., Any], Callable[..., Initializer]] = {
 
 
 def first_rows(config: BaseEmbeddingConfig) -> torch.Tensor:
-    """Rows of torch's module of a table before `init_fn` fills them, [num_embeddings, D]. The call draws as many
-    numbers from torch's generator as TorchRec's module does, so that a script with a seed goes on with the same
-    ones. ValueError if the rows are larger than memory."""
+    """Rows [num_embeddings, D] as torch.nn.Embedding draws them, before `init_fn` fills them. The call takes as many
+    numbers from torch's generator as TorchRec's module does, so that a seeded script later draws the same numbers as
+    with TorchRec. ValueError if the rows are larger than memory."""
     size = config.num_embeddings, config.embedding_dim
     try:
         weights = to_be_handed(size, dtype_of(config))
@@ -184,8 +185,8 @@ def first_rows(config: BaseEmbeddingConfig) -> torch.Tensor:
 
 
 def later_rows(config: BaseEmbeddingConfig) -> Initializer:
-    """Initializer of rows that `first_rows` lacks: that of `init_fn`; if that fills a whole table in its own way,
-    TorchRec's default."""
+    """Initializer of rows that are added to `first_rows`: from `init_fn`, or TorchRec's default if `init_fn` can only
+    fill a whole table."""
     try:
         return initializer_of(config)
     except ValueError:
@@ -193,11 +194,11 @@ def later_rows(config: BaseEmbeddingConfig) -> Initializer:
 
 
 _ENDLESS = 4_000_000_000
-"""A table with more rows has the bounds of a virtual one: 1 / sqrt(num_embeddings) could be 0 in float16."""
+"""Tables with more rows use the bounds of a virtual table, since 1 / sqrt(num_embeddings) could be 0 in float16."""
 
 
 def bounds_of(config: BaseEmbeddingConfig, dtype: torch.dtype) -> tuple[float, float]:
-    """Bounds of new weights, unless `init_fn` makes them: `weight_init_min` and `_max`, or defaults.
+    """Lower and upper bound of new weights: `weight_init_min` and `weight_init_max`, or TorchRec's defaults.
 
     Reference: torchrec.distributed.batched_embedding_kernel, `_generate_init_range_for_virtual_tables`.
     """
@@ -210,7 +211,7 @@ def bounds_of(config: BaseEmbeddingConfig, dtype: torch.dtype) -> tuple[float, f
 
 
 def policy_of(config: BaseEmbeddingConfig) -> RowPolicy | None:
-    """Policy of the rows of a table; None = every row stays. ValueError if the config's policy is refused."""
+    """Policy of a table's rows; None = no row is evicted. ValueError if the config's policy is not supported."""
     policy: Any = config.virtual_table_eviction_policy
     if policy is None or not config.use_virtual_table or isinstance(policy, NoEvictionPolicy):
         return None
@@ -237,4 +238,4 @@ _OFF_AT_0 = (
     TimestampBasedEvictionPolicy, FeatureL2NormBasedEvictionPolicy, CountBasedEvictionPolicy,
     CountTimestampMixedEvictionPolicy,
 )  # fmt: skip
-"""Policies that evict no row if their thresholds are 0."""
+"""Policies that evict no row while their thresholds are 0."""

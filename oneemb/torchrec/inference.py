@@ -1,11 +1,11 @@
-"""TorchRec's way to inference, for models with oneemb's collections, and its own beside them.
+"""TorchRec's functions for inference, for models with oneemb's collections, TorchRec's collections, or both.
 
     model = quantize_inference_model(model)                   rows become integers, read-only
     model, plan = shard_quant_model(model, world_size=2, compute_device="cpu")
     torch.jit.script(torch.fx.GraphModule(model, torchrec.fx.Tracer().trace(model)))
 
-TorchRec's own functions do the same where they are told of these classes: `DEFAULT_QUANT_MAPPING` and
-`DEFAULT_SHARDERS` have them beside TorchRec's.
+TorchRec's own functions do the same if `DEFAULT_QUANT_MAPPING` and `DEFAULT_SHARDERS`, which list the classes of both
+libraries, are passed to them.
 
 Reference: torchrec.inference.modules.
 """
@@ -39,11 +39,12 @@ DEFAULT_QUANT_MAPPING: dict[str, type[torch.nn.Module]] = {
     **theirs.DEFAULT_QUANT_MAPPING,
     **{torch.typename(float_class): its for float_class, its in _QUANTIZED.items()},
 }
-"""Argument `quantization_mapping` of TorchRec's `quantize_inference_model`, with TorchRec's classes and ours."""
+"""Classes of TorchRec and of oneemb, for the argument `quantization_mapping` of TorchRec's
+`quantize_inference_model`."""
 
 
 class FeatureProcessedEmbeddingBagCollection(torch.nn.Module):
-    """Feature processors, which give a KeyedJaggedTensor with weights, before a quantized collection."""
+    """Feature processors in front of a quantized collection. They return a KeyedJaggedTensor with weights."""
 
     def __init__(self, feature_processor: torch.nn.Module, bags: quant.EmbeddingBagCollection):
         super().__init__()
@@ -64,20 +65,20 @@ def quantize_embeddings(
     output_dtype: torch.dtype = torch.float,
     per_table_weight_dtype: dict[str, torch.dtype] | None = None,
 ) -> torch.nn.Module:
-    """A model whose collections are quantized, in eval mode.
+    """Return the model, or a copy, with quantized collections, in eval mode.
 
     Args:
-        module: the model, or a collection; of oneemb.torchrec all are quantized, sharded ones too (every rank makes the
-            call), of TorchRec's those that its function quantizes.
-        dtype: of rows: float32, float16, int8, quint4x2 (4 bits) or quint2x4 (2 bits).
-        inplace: change the model; off, all but the rows is copied, which stay where they are.
-        additional_qconfig_spec_keys, additional_mapping: as of TorchRec's function.
-        output_dtype: of what lookups give.
-        per_table_weight_dtype: dtypes of rows by the table's name, in place of `dtype`.
+        module: the model, or a collection. All collections of oneemb.torchrec are quantized; for sharded collections
+            every rank makes the call. TorchRec's function quantizes those of TorchRec.
+        dtype: dtype of rows: float32, float16, int8, quint4x2 (4 bits) or quint2x4 (2 bits).
+        inplace: True = change `module`; False = return a copy, which shares the rows of collections with `module`.
+        additional_qconfig_spec_keys, additional_mapping: same as in TorchRec's function.
+        output_dtype: dtype of the results of lookups.
+        per_table_weight_dtype: {table name: dtype of its rows}, in place of `dtype`.
 
     Raises:
-        ValueError: rows cannot be of such a dtype; the message names the table.
-        StorageError: a row has a NaN, an infinity, or weights that do not fit; the message names it.
+        ValueError: rows cannot be quantized to the dtype; the message names the table.
+        StorageError: a row has a NaN, an infinity, or weights that do not fit; the message names the row.
 
     Reference: torchrec.inference.modules.quantize_embeddings.
     """
@@ -95,16 +96,16 @@ def quantize_inference_model(
     quantization_dtype: torch.dtype = theirs.DEFAULT_QUANTIZATION_DTYPE,
     output_dtype: torch.dtype = torch.float,
 ) -> torch.nn.Module:
-    """A model whose collections are quantized in place, in eval mode.
+    """Return the model with its collections quantized in place, in eval mode.
 
     Args:
-        model, per_table_weight_dtype, output_dtype: as of `quantize_embeddings`.
-        quantization_mapping: as of TorchRec's function, for its modules; oneemb's are quantized with and without.
-        fp_weight_dtype: of the rows of collections behind feature processors.
-        quantization_dtype: of other rows.
+        model, per_table_weight_dtype, output_dtype: same as for `quantize_embeddings`.
+        quantization_mapping: same as in TorchRec's function, for TorchRec's modules; oneemb's are always quantized.
+        fp_weight_dtype: dtype of rows in collections behind feature processors.
+        quantization_dtype: dtype of other rows.
 
     Raises:
-        As `quantize_embeddings`.
+        TypeError, ValueError, StorageError: same as `quantize_embeddings`.
 
     Reference: torchrec.inference.modules.quantize_inference_model.
     """
@@ -133,8 +134,8 @@ def _quantize(
     dtype: torch.dtype, output_dtype: torch.dtype, by_table: Mapping[str, torch.dtype] | None,
     mapping: Mapping[type[torch.nn.Module], type[torch.nn.Module]],
 ) -> _Swap:  # fmt: skip
-    """Function that returns the quantized collection of a module; None = it is none of oneemb's, or the mapping has
-    another class for it."""
+    """Function that returns the quantized form of a module; it returns None for a module that is no collection of
+    oneemb, or whose class has an entry in `mapping`."""
 
     def swap(module: torch.nn.Module) -> torch.nn.Module | None:
         kinds = [its for kind, its in _QUANTIZED.items() if isinstance(module, kind)]
@@ -151,7 +152,7 @@ def _quantize(
 
 
 def _swap(model: torch.nn.Module, swap: _Swap, inplace: bool) -> torch.nn.Module:
-    """The model with other modules in place of some."""
+    """Return the model with each module m replaced by swap(m), except where swap(m) is None."""
     found = {}
     for module in model.modules():
         made = swap(module)
@@ -160,7 +161,7 @@ def _swap(model: torch.nn.Module, swap: _Swap, inplace: bool) -> torch.nn.Module
     if id(model) in found:
         return found[id(model)]
     if not inplace:
-        return copy.deepcopy(model, cast(Any, found))  # Modules that are found there are not copied.
+        return copy.deepcopy(model, cast(Any, found))  # deepcopy takes these modules from its memo.
     for module in list(model.modules()):
         children = vars(module)["_modules"]
         children.update({name: found[id(child)] for name, child in children.items() if id(child) in found})
@@ -168,20 +169,20 @@ def _swap(model: torch.nn.Module, swap: _Swap, inplace: bool) -> torch.nn.Module
 
 
 class _Sharder(BaseQuantEmbeddingSharder[torch.nn.Module]):
-    """Base of both sharders; see `QuantEmbeddingBagCollectionSharder`."""
+    """Base of `QuantEmbeddingBagCollectionSharder` and `QuantEmbeddingCollectionSharder`."""
 
     _unsharded: type[QuantCollection]
     sharded_type: type[QuantCollection]
 
     @property
     def module_type(self) -> type[torch.nn.Module]:
-        """Class whose modules are sharded."""
+        """Class of the modules that this sharder shards."""
         return self._unsharded
 
     def shardable_parameters(self, module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-        """Parameters for a planner: each has the bytes of a table's rows."""
+        """For each table, a meta parameter with the size of the table's rows in bytes, from which a planner plans."""
         return {
-            # A planner divides by the rows.
+            # A planner divides by the number of rows.
             name: torch.nn.Parameter(torch.empty(max(1, rows), size, dtype=torch.uint8, device="meta"), False)
             for name, (rows, size) in cast(QuantCollection, module).sizes().items()
         }
@@ -194,12 +195,13 @@ class _Sharder(BaseQuantEmbeddingSharder[torch.nn.Module]):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> torch.nn.Module:
-        """The module with its rows on the devices, or with the ranks, that own them.
+        """The module with its rows moved to the devices, or ranks, that own them.
 
         Args:
-            params: the plan for the module's tables; says on what kind of device rows are, where `device` is on meta.
-            env: with a process group, whose ranks each keep their own rows; or of so many devices of this process.
-            device: of the rows; None, or on meta, = as the plan says.
+            params: the plan for the module's tables; gives the kind of device if `device` is None or on meta.
+            env: with a process group, each rank keeps the rows that it owns; else rows go to `env.world_size` devices
+                of this process.
+            device: device of the rows; None, or on meta, = as the plan says.
             module_fqn: has no effect.
         """
         its = cast(QuantCollection, module)
@@ -222,12 +224,12 @@ def _devices(params: Mapping[str, ParameterSharding], count: int, device: torch.
 
 
 class QuantEmbeddingBagCollectionSharder(_Sharder):
-    """Shards quantized `EmbeddingBagCollection`s: each row is on one device, or with one rank, by its key.
+    """Shards quantized `EmbeddingBagCollection`s: the key of a row decides on which device, or rank, the row lives.
 
-    A plan is read for which modules are sharded: its tables' entries change no number.
+    A plan decides only which modules are sharded. Its entries for tables have no effect.
 
     Args:
-        fused_params, shardable_params: as of TorchRec's class; they have no effect.
+        fused_params, shardable_params: accepted as in TorchRec's class; they have no effect.
 
     Reference: torchrec.distributed.quant_embeddingbag.QuantEmbeddingBagCollectionSharder.
     """
@@ -247,7 +249,7 @@ class QuantEmbeddingCollectionSharder(_Sharder):
 DEFAULT_SHARDERS: list[ModuleSharder[torch.nn.Module]] = [
     *theirs.DEFAULT_SHARDERS, QuantEmbeddingBagCollectionSharder(), QuantEmbeddingCollectionSharder(),
 ]  # fmt: skip
-"""Argument `sharders` of TorchRec's `shard_quant_model`: TorchRec's and ours."""
+"""Sharders of TorchRec and of oneemb, for the argument `sharders` of TorchRec's `shard_quant_model`."""
 
 
 def shard_quant_model(
@@ -263,20 +265,19 @@ def shard_quant_model(
     *,
     process_group: "torch.distributed.ProcessGroup | None" = None,
 ) -> tuple[torch.nn.Module, ShardingPlan]:
-    """A quantized model whose rows are spread over devices, or over processes.
+    """Spread the rows of a quantized model over devices or processes; returns the model and the plan.
 
-    Rows of oneemb's collections come along, whatever `sharding_device` is; TorchRec's modules have theirs assigned
-    afterwards. What lookups give does not depend on `world_size`, bit for bit.
+    Rows of oneemb's collections are moved by the call, whatever `sharding_device` is. Rows of TorchRec's modules are
+    assigned by the caller afterwards, as in TorchRec. Results of lookups are the same bits for each `world_size`.
 
     Args:
-        model: the model; collections of oneemb.torchrec and TorchRec's own are sharded, one that is the model itself
-            too.
-        world_size: devices of this process.
-        compute_device: "cuda" or "cpu", where they may be one.
-        sharding_device, device_memory_size, constraints, ddr_cap, sharding_plan: as of TorchRec's function.
+        model: a model with collections of oneemb.torchrec or TorchRec, or such a collection itself.
+        world_size: number of devices of this process.
+        compute_device: kind of these devices, "cuda" or "cpu".
+        sharding_device, device_memory_size, constraints, ddr_cap, sharding_plan: same as in TorchRec's function.
         sharders: None = `DEFAULT_SHARDERS`.
-        process_group: ranks that each keep the rows that they own, in place of `world_size` devices. Every one makes
-            the call, and each lookup with a batch of its own. TorchRec's modules stay whole then.
+        process_group: ranks that each keep the rows that they own, in place of `world_size` devices. Every rank makes
+            this call, and makes each lookup with its own batch. TorchRec's modules are not sharded then.
 
     Returns:
         The model, and the plan.

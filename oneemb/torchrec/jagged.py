@@ -1,6 +1,6 @@
-"""Ids of a KeyedJaggedTensor for lookups: feature by feature, as they lie, without a copy where possible.
+"""Bags of ids of a KeyedJaggedTensor, feature by feature, without a copy where possible.
 
-F features, B samples, N ids. The bag of sample b of feature f is bag f * B + b.
+F features, B samples, N ids, K keys of the KeyedJaggedTensor. The bag of sample b of feature f has number f * B + b.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,25 +15,25 @@ from oneemb.graph.tracers import is_exported_by_compiler, tracer_of
 
 
 class Jagged(NamedTuple):
-    """Bags of some features, feature by feature."""
+    """Bags of ids of several features, feature by feature."""
 
     values: torch.Tensor
-    """int64 [N]"""
+    """Ids, int64 [N]."""
     offsets: torch.Tensor
-    """int64: where the ids of each bag begin, and the end."""
+    """Bag p has the ids from `offsets[p]` to `offsets[p + 1]`; int64 [bags + 1]."""
     weights: torch.Tensor | None
-    """float32 [N]"""
+    """Weights of the ids, float32 [N]; None = the sum of a bag is not weighted."""
     samples: list[int]
-    """Number of samples of each feature; all the same unless batches are of variable size."""
+    """Number of samples of each feature. They differ only in batches of variable size (`stride_per_key`)."""
 
     @property
     def is_even(self) -> bool:
-        """Whether all features have as many samples."""
+        """Whether all features have the same number of samples."""
         return all(samples == self.samples[0] for samples in self.samples)
 
 
 def is_call_on_values(features: KeyedJaggedTensor) -> bool:
-    """Whether features have values: not while this thread traces or exports a model."""
+    """Whether `features` has values: False while this thread traces or exports a model."""
     if torch.compiler.is_dynamo_compiling():  # of this frame, while the compiler traces it
         return not is_exported_by_compiler()
     if not isinstance(features, KeyedJaggedTensor):
@@ -42,8 +42,8 @@ def is_call_on_values(features: KeyedJaggedTensor) -> bool:
 
 
 def check_jagged(features: KeyedJaggedTensor) -> Jagged:
-    """All features of a KeyedJaggedTensor; TypeError or ValueError if keys, values, lengths, offsets or weights
-    contradict each other."""
+    """Bags of all features of a KeyedJaggedTensor. TypeError or ValueError if its keys, values, lengths, offsets or
+    weights contradict each other."""
     if not isinstance(features, KeyedJaggedTensor):
         raise TypeError(f"features must be a KeyedJaggedTensor, got {type(features).__name__}")
     keys, values, weights = features.keys(), features.values(), features.weights_or_none()
@@ -75,8 +75,8 @@ def check_jagged(features: KeyedJaggedTensor) -> Jagged:
 
 
 def checked_bags(features: KeyedJaggedTensor, is_weighted: bool) -> tuple[KeyedJaggedTensor, Jagged]:
-    """A batch, or a TensorDict, as a KeyedJaggedTensor and as its bags, with weights if it is weighted; errors as of
-    `check_jagged`."""
+    """A batch (KeyedJaggedTensor or TensorDict) as a KeyedJaggedTensor and as its bags. The bags keep their weights
+    only if `is_weighted`. Raises the errors of `check_jagged` and `check_weighted`."""
     features = maybe_td_to_kjt(features, None)
     jagged = check_jagged(features)
     if not is_weighted:
@@ -86,7 +86,7 @@ def checked_bags(features: KeyedJaggedTensor, is_weighted: bool) -> tuple[KeyedJ
 
 
 def check_weighted(weights: torch.Tensor | None) -> None:
-    """Raise ValueError if a batch has no weights for a weighted collection."""
+    """Raise ValueError if `weights`, of a batch for a weighted collection, is None."""
     if weights is None:
         raise ValueError("the collection is weighted (is_weighted=True), and the KeyedJaggedTensor has no weights")
 
@@ -95,9 +95,17 @@ def jagged_tensors(
     features: KeyedJaggedTensor, its: Jagged, ids_F: list[int], row_ND: torch.Tensor, names: Sequence[str],
     need_indices: bool,
 ) -> dict[str, JaggedTensor]:  # fmt: skip
-    """Rows of ids, so many of each feature of `its`, as a JaggedTensor of each feature by its name in the output. The
-    ids are the weights if `need_indices`."""
-    # Split, not sliced: the gradient of each slice would be as large as that of all.
+    """{name in the output: JaggedTensor of the rows of one feature}.
+
+    Args:
+        features: the batch as the user gave it; the lengths and ids of the result have its dtypes.
+        its: bags of the features.
+        ids_F: number of ids of each feature.
+        row_ND: rows of all ids, feature by feature.
+        names: name of each feature in the output.
+        need_indices: whether the JaggedTensors have the ids as their weights.
+    """
+    # Split, not sliced: the gradient of each slice would be as large as the gradient of all rows.
     rows_F, id_F = row_ND.split(ids_F), its.values.split(ids_F)
     lengths_F = its.offsets.diff().to(features.lengths().dtype).split(its.samples)
     found = {}
@@ -140,8 +148,16 @@ def _check_offsets(offsets: torch.Tensor, ids: int) -> None:
 def order_of_inverse(
     jagged: Jagged, keys: Sequence[str], inverse: tuple[list[str], torch.Tensor] | None, wanted: Sequence[str]
 ) -> tuple[dict[str, int], torch.Tensor]:
-    """Place of each feature in the inverse indices of a KeyedJaggedTensor, and the indices. TypeError or ValueError if
-    a wanted feature is missing, or indices are not of the samples of `jagged`, whose features are `keys`."""
+    """Row of each feature in the inverse indices of a KeyedJaggedTensor, and the indices [K, B].
+
+    Args:
+        jagged, keys: bags of the KeyedJaggedTensor, and the feature of each.
+        inverse: the features, and for each of them the number of its sample for each sample of the batch.
+        wanted: features that must have inverse indices.
+
+    Raises:
+        TypeError, ValueError: a wanted feature is missing, or an index is not a sample of its feature.
+    """
     if inverse is None:
         raise ValueError(
             "features have different numbers of samples (stride_per_key_per_rank), and no inverse_indices; give each"
@@ -157,8 +173,8 @@ def order_of_inverse(
 
 
 def _check_inverse(names: Sequence[str], index_KB: torch.Tensor, samples: Mapping[str, int]) -> None:
-    """Raise TypeError or ValueError unless inverse indices, a row for each of `names`, are of these features'
-    samples."""
+    """Raise TypeError or ValueError unless row k of `index_KB` has numbers of samples of feature `names[k]`; `samples`
+    has the number of samples of each feature."""
     if index_KB.dtype not in (torch.int64, torch.int32) or index_KB.dim() != 2 or len(index_KB) != len(names):
         raise TypeError(
             f"inverse_indices must be integers, a row for each of {len(names)} features, got {_say(index_KB)}"
@@ -173,7 +189,7 @@ def _check_inverse(names: Sequence[str], index_KB: torch.Tensor, samples: Mappin
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.detach().cpu().numpy()  # on the CPU without torch's threads, which go on spinning
+    return tensor.detach().cpu().numpy()  # NumPy, since torch's CPU threads would go on spinning
 
 
 def _say(tensor: torch.Tensor) -> str:
@@ -181,8 +197,8 @@ def _say(tensor: torch.Tensor) -> str:
 
 
 def select_features(jagged: Jagged, keys: Sequence[str], wanted: Sequence[str]) -> Jagged:
-    """Bags of the wanted features in this order, out of those of `keys`; one may come several times. ValueError if one
-    is missing."""
+    """Bags of the wanted features, in their order, from the bags of `keys`. A feature may be wanted several times.
+    ValueError if a feature is missing."""
     if keys == wanted:
         return jagged
     place = {key: k for k, key in enumerate(keys)}
@@ -191,7 +207,7 @@ def select_features(jagged: Jagged, keys: Sequence[str], wanted: Sequence[str]) 
         raise ValueError(f"the KeyedJaggedTensor lacks the features {missing} of the tables, it has {list(keys)}")
     at = [place[feature] for feature in wanted]
     begin = np.cumsum([0, *jagged.samples]).tolist()  # the first bag of each key
-    # Split at tensors, not at their numbers: so a graph knows which ids a coming batch will look up.
+    # Split at tensors, not at Python integers, so that a TrainGraph can record which ids a lookup takes from the batch.
     if at == list(range(at[0], at[-1] + 1)):
         offsets = jagged.offsets[begin[at[0]] : begin[at[-1] + 1] + 1]
         _, values, _ = _split(jagged.values, offsets[[0, -1]])
@@ -210,7 +226,7 @@ def select_features(jagged: Jagged, keys: Sequence[str], wanted: Sequence[str]) 
 
 
 def ends_of_features(jagged: Jagged) -> torch.Tensor:
-    """Bounds of the ids of each feature: int64 [F + 1]."""
+    """Bounds of the ids of each feature, int64 [F + 1]: feature f has the ids from entry f to entry f + 1."""
     first_bags = torch.nn.functional.pad(torch.tensor(jagged.samples, device="cpu").cumsum(0), (1, 0))
     return jagged.offsets[first_bags.to(jagged.offsets.device)]
 
@@ -218,8 +234,8 @@ def ends_of_features(jagged: Jagged) -> torch.Tensor:
 def expand_samples(
     jagged: Jagged, keys: Sequence[str], inverse: tuple[list[str], torch.Tensor] | None, wanted: Sequence[str]
 ) -> tuple[Jagged, list[str]]:
-    """Bags of wanted features with different numbers of samples, expanded to one for each sample of the batch; and
-    their features. Arguments and errors as of `order_of_inverse`."""
+    """Bags of the wanted features, one for each sample of the batch, and these features without repetition. `inverse`
+    says which sample of a feature a sample of the batch takes. Arguments and errors are those of `order_of_inverse`."""
     order, index_KB = order_of_inverse(jagged, keys, inverse, wanted)
     wanted = list(dict.fromkeys(wanted))
     its = select_features(jagged, keys, wanted)
@@ -227,7 +243,7 @@ def expand_samples(
     bag_P = (index_KB[[order[feature] for feature in wanted]].long() + first_F[:, None]).flatten()
     begin_P, length_P = its.offsets[bag_P], its.offsets.diff()[bag_P]
     offsets = torch.nn.functional.pad(length_P.cumsum(0), (1, 0))
-    # The ids of a bag lie one after another, from where it began.
+    # The ids of a bag are contiguous, from its entry of `begin_P`.
     place_N = (begin_P - offsets[:-1]).repeat_interleave(length_P) + torch.arange(
         int(offsets[-1]), device=offsets.device
     )

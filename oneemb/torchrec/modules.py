@@ -1,6 +1,6 @@
-"""EmbeddingBagCollection and EmbeddingCollection, as TorchRec has them, over tables that grow.
+"""TorchRec's EmbeddingBagCollection and EmbeddingCollection, over tables that grow.
 
-F features, B samples, N ids, D weights of a row.
+F features, B samples, N ids, D weights of a row, C columns of the output (one for each feature of each table).
 """
 
 import copy
@@ -29,7 +29,7 @@ from oneemb.torchrec.jagged import (
 
 @torch.fx.wrap
 def jagged_of(features: KeyedJaggedTensor, wanted: list[str]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Values, offsets and weights of these features, in this order, as TorchScript can select them."""
+    """Values, offsets and weights of the wanted features, in their order, by calls that TorchScript can compile."""
     if features.inverse_indices_or_none() is not None or features.variable_stride_per_key():
         raise RuntimeError(
             "a collection that was traced or scripted takes batches of one size for all features, without"
@@ -44,9 +44,10 @@ def jagged_of(features: KeyedJaggedTensor, wanted: list[str]) -> tuple[torch.Ten
 def jagged_by_name(
     features: KeyedJaggedTensor, rows: torch.Tensor, wanted: list[str], names: list[str], need_indices: bool
 ) -> dict[str, JaggedTensor]:
-    """The rows of each feature as a JaggedTensor."""
+    """{name in the output: JaggedTensor of the rows of one feature}; `rows` has the rows of all wanted features in
+    turn."""
     jagged, found = features.to_dict(), torch.jit.annotate(dict[str, JaggedTensor], {})
-    # Split, not sliced: the gradient of each slice would be as large as that of all.
+    # Split, not sliced: the gradient of each slice would be as large as the gradient of all rows.
     rows_of = rows.split([jagged[feature].values().numel() for feature in wanted])
     for i, name in enumerate(names):
         its = jagged[wanted[i]]
@@ -57,7 +58,7 @@ def jagged_by_name(
 
 
 def _arguments(group: Group, bags: Jagged) -> dict[str, Any]:
-    """Arguments of the lookup of bags in a group of tables, without their tables."""
+    """Arguments of a group's lookup of bags, without the argument that says which table each bag belongs to."""
     return {
         "ids": bags.values, "offsets": bags.offsets, "per_sample_weights": bags.weights, "pooling": group.pooling,
     }  # fmt: skip
@@ -66,25 +67,25 @@ def _arguments(group: Group, bags: Jagged) -> dict[str, Any]:
 class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
     """Pooled embeddings of the features of a KeyedJaggedTensor: TorchRec's class, whose tables grow with their ids.
 
-    Any int64 is an id, and `num_embeddings` bounds nothing. In training mode unknown ids are inserted, in eval mode
-    they read as their initial rows.
+    Any int64 is an id, whatever `num_embeddings` is. In training mode unknown ids are inserted, in eval mode they read
+    as their initial rows.
 
     Args:
         tables: TorchRec's configs. With `store_options`, `init_fn` is one of torch.nn.init's functions, with options by
             functools.partial.
         is_weighted: whether ids are multiplied by the weights of the KeyedJaggedTensor before they are summed.
         device: where lookups run; None = torch's default device. On "meta" there are no rows until the module is moved.
-        store_options: where rows live: made by one of `oneemb.make_*_store_options`, for all tables or, in a dict, by
-            table; each embedding has a subfolder of `persistent_path`. A row is initialized at its first lookup, by
-            `init_fn`; state dicts name snapshots. None = a table starts as TorchRec's does, with `num_embeddings` rows
-            that `init_fn` fills, and grows from there; it is in memory, and state dicts hold its rows.
-        seed: a row that is initialized at its first lookup is a pure function of (seed, its table and those that are
-            one embedding with it, id).
-        num_threads: threads that run the kernels; None = the cores there are. No result depends on it.
-        on_ranks: given by `EmbeddingBagCollectionSharder`, which shards a collection between ranks; None = it is not.
+        store_options: where rows live, made by one of `oneemb.make_*_store_options`; a dict has them by table. Each
+            embedding has a subfolder of `persistent_path`, `init_fn` initializes each row at its first lookup, and
+            state dicts name snapshots. None = rows live in memory and in state dicts: a table starts as TorchRec's
+            does, with `num_embeddings` rows that `init_fn` fills, and grows from there.
+        seed: a row that is initialized at its first lookup is a pure function of (seed, its table and the tables of the
+            same embedding, id).
+        num_threads: threads that run the kernels; None = one for each core. No result depends on it.
+        on_ranks: given by `EmbeddingBagCollectionSharder`, which shards a collection between ranks; None = not sharded.
 
     Raises:
-        TypeError, ValueError: a config is not as above, or is not supported; the message says which.
+        TypeError, ValueError: a config is not as above, or is not supported; the message names the config.
 
     Example:
         >>> import torch
@@ -118,17 +119,16 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
         self._dim: int = sum(self._lengths_per_embedding)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Pooled embeddings of each feature, float32, those of a sample side by side, table by table and feature by
-        feature.
+        """Pooled embeddings, float32. Those of one sample lie side by side, table by table and feature by feature.
 
         Args:
-            features: a KeyedJaggedTensor with, among others, the features of the tables, in any order; or a TensorDict
-                of nested tensors. Where samples are of variable number it has `inverse_indices`.
+            features: a KeyedJaggedTensor with the features of the tables, in any order, and possibly others; or a
+                TensorDict of nested tensors. If features have different numbers of samples it needs `inverse_indices`.
 
         Raises:
-            TypeError, ValueError: lengths, values, keys and weights contradict each other, or a feature is missing;
-                nothing was inserted.
-            StoreFullError: the rows do not fit; nothing of that table's lookup was inserted.
+            TypeError, ValueError: lengths, values, keys and weights contradict each other, or a feature is missing; no
+                row was inserted.
+            StoreFullError: the rows do not fit; no row of the full table was inserted.
         """
         if not torch.jit.is_scripting():
             if self._is_called(features):
@@ -149,7 +149,7 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
 
     @torch.jit.unused
     def lookups_of(self, features: KeyedJaggedTensor) -> Lookups:
-        """Lookups of a call with these features; its result is a KeyedTensor. Errors as of `forward`."""
+        """Lookups of a call with these features. Their result is a KeyedTensor. Raises the errors of `forward`."""
         lookups = self._lookups_of(features)
         return lookups._replace(output=lambda rows: self._keyed(lookups.output(rows)))
 
@@ -167,14 +167,15 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
     def look_up(
         self, values: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None
     ) -> torch.Tensor:
-        """Pooled embeddings of the features of all columns, given feature by feature: [B, D of all]."""
+        """Pooled embeddings of bags that lie column by column: float32 [B, sum of the tables' D]. For the registered
+        ops."""
         features = len(self._columns)
         if (len(offsets) - 1) % features:
             raise ValueError(f"offsets must be of as many samples for each of {features} features")
         jagged = Jagged(values, offsets, per_sample_weights, [(len(offsets) - 1) // features] * features)
         if self._is_weighted:
             check_weighted(per_sample_weights)
-        # Features may come several times, of several tables: they are known by their place.
+        # Several tables may have one feature, so columns are named by their index.
         names = [str(c) for c in range(features)]
         groups = self.ready()
         selected = [select_features(jagged, names, [str(c) for c in group.columns]) for group in groups]
@@ -182,8 +183,8 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
 
     @torch.jit.unused
     def _even(self, groups: Sequence[Group], selected_of: Sequence[Jagged], jagged: Jagged) -> Lookups:
-        """Lookups of a batch with as many samples for each feature. The bags of all groups are selected before a
-        lookup: a missing feature is an error before any table has new rows."""
+        """Lookups of a batch in which all features have the same number of samples. `selected_of` has the bags of each
+        group, selected before the first lookup, so that a missing feature raises before any table has new rows."""
 
         def output(pooled: Sequence[torch.Tensor]) -> torch.Tensor:
             if not groups:
@@ -206,7 +207,8 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
 
     @torch.jit.unused
     def _uneven(self, keys: Sequence[str], jagged: Jagged, inverse: tuple[list[str], torch.Tensor] | None) -> Lookups:
-        """Lookups of a batch whose features have samples of their own; `inverse` makes one batch of them."""
+        """Lookups of a batch whose features have different numbers of samples; `inverse` says which of them a sample of
+        the output takes."""
         order, index_KB = order_of_inverse(jagged, keys, inverse, self._feature_names)
         groups = self.ready()
         wanted_of = [[self._feature_names[c] for c in group.columns] for group in groups]
@@ -232,11 +234,11 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
         )
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """The tables' configs."""
+        """Configs of the tables."""
         return self.configs
 
     def embedding_configs(self) -> list[EmbeddingBagConfig]:
-        """The tables' configs, where TorchRec's managed collisions ask for them."""
+        """Configs of the tables, under the name by which TorchRec's managed collisions ask for them."""
         return self.configs
 
     def is_weighted(self) -> bool:
@@ -248,14 +250,14 @@ class EmbeddingCollection(Collection, EmbeddingCollectionInterface):
     """Embedding of each id of a KeyedJaggedTensor: TorchRec's class, whose tables grow with their ids.
 
     Args:
-        tables: TorchRec's configs, of one `embedding_dim`.
-        device: as of `EmbeddingBagCollection`.
+        tables: TorchRec's configs, all with the same `embedding_dim`.
+        device: same as for `EmbeddingBagCollection`.
         need_indices: whether the JaggedTensors of the output have the ids as their weights.
-        use_gather_select, use_gather_select_per_sharding: for TorchRec's sharding; no lookup depends on them.
-        store_options, seed, num_threads, on_ranks: as of `EmbeddingBagCollection`.
+        use_gather_select, use_gather_select_per_sharding: for TorchRec's sharding; they change no lookup.
+        store_options, seed, num_threads, on_ranks: same as for `EmbeddingBagCollection`.
 
     Raises:
-        TypeError, ValueError: as `EmbeddingBagCollection`; or tables differ in `embedding_dim`.
+        TypeError, ValueError: same as `EmbeddingBagCollection`; or tables differ in `embedding_dim`.
 
     Reference: torchrec.modules.embedding_modules.EmbeddingCollection.
     """
@@ -286,8 +288,8 @@ class EmbeddingCollection(Collection, EmbeddingCollectionInterface):
         self._use_gather_select_per_sharding = use_gather_select_per_sharding
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """Embeddings of each feature's ids by the feature's name, JaggedTensors of float32 [ids, D] with the lengths of
-        the feature; arguments and errors as of `EmbeddingBagCollection`."""
+        """{feature's name: JaggedTensor of the embeddings of its ids, float32 [ids, D]}, with the lengths of the
+        feature. Arguments and errors are those of `EmbeddingBagCollection`."""
         if not torch.jit.is_scripting():
             if self._is_called(features):
                 return self._by_name(features)
@@ -302,7 +304,7 @@ class EmbeddingCollection(Collection, EmbeddingCollectionInterface):
 
     @torch.jit.unused
     def lookups_of(self, features: KeyedJaggedTensor) -> Lookups:
-        """Lookups of a call with these features; its result is JaggedTensors by name. Errors as of `forward`."""
+        """Lookups of a call with these features. Their result is {name: JaggedTensor}. Raises the errors of `forward`."""
         features = maybe_td_to_kjt(features, None)
         selected = select_features(check_jagged(features), features.keys(), self._feature_names)
         ids_C = ends_of_features(selected).diff()
@@ -318,7 +320,7 @@ class EmbeddingCollection(Collection, EmbeddingCollectionInterface):
     def look_up(
         self, values: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None
     ) -> torch.Tensor:
-        """Rows of the ids of all columns, given feature by feature: [N, D]."""
+        """Rows of ids that lie column by column: float32 [N, D]. For the registered ops."""
         features = len(self._columns)
         samples = (len(offsets) - 1) // features
         ends = offsets[torch.arange(features + 1, device=offsets.device) * samples]
@@ -326,7 +328,7 @@ class EmbeddingCollection(Collection, EmbeddingCollectionInterface):
 
     @torch.jit.unused
     def _rows_of(self, values: torch.Tensor, ids_C: torch.Tensor) -> Lookups:
-        """Rows of ids that lie column by column, with the number of ids of each column."""
+        """Lookups of ids that lie column by column; `ids_C` has the number of ids of each column."""
         groups = self.ready()
         column_N = torch.arange(len(ids_C), device=values.device).repeat_interleave(ids_C)
         arguments, own_of = [], []
@@ -354,19 +356,19 @@ class EmbeddingCollection(Collection, EmbeddingCollectionInterface):
         )  # fmt: skip
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
-        """The tables' configs."""
+        """Configs of the tables."""
         return self.configs
 
     def embedding_dim(self) -> int:
-        """Weights of a row."""
+        """Number of weights of a row."""
         return self._embedding_dim
 
     def embedding_names_by_table(self) -> list[list[str]]:
-        """The names of each table's embeddings in the output."""
+        """For each table, the names of its features in the output."""
         return [[column.name for column in self._columns if column.table == t] for t in range(len(self.configs))]
 
     def need_indices(self) -> bool:
-        """Whether the output has ids."""
+        """Whether the output has the ids as weights."""
         return self._need_indices
 
     def use_gather_select(self) -> bool:

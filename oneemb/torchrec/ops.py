@@ -1,10 +1,10 @@
-"""Lookups of collections as registered ops: the form in which torch.fx, TorchScript and torch.export keep them.
+"""Lookups of collections as registered ops, which torch.fx, TorchScript and torch.export keep in their graphs.
 
     torch.ops.oneemb.embedding_bags(values, offsets, per_sample_weights, weights, features, dim)     [B, dim]
     torch.ops.oneemb.embeddings(values, offsets, weights, features, dim)                             [N, dim]
 
-`weights` are the parameters of the tables, which know their collection: an op has no state of its own. A model that was
-saved and loaded elsewhere has parameters that know none; a lookup in it is an error.
+`weights` are the parameters of the tables. Each refers to its collection, since an op has no state. In a model that was
+saved and loaded in another process the parameters refer to no collection; a lookup there is an error.
 """
 
 import weakref
@@ -16,16 +16,16 @@ from torch import library
 
 
 class LooksUpJagged(Protocol):
-    """Interface of a collection, as the ops use it."""
+    """Interface of a collection that the ops use."""
 
     def look_up(
         self, values: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None
     ) -> torch.Tensor:
-        """Rows of the features of all columns, feature by feature: see the ops."""
+        """Result of the op: pooled embeddings, or rows, of bags that lie column by column."""
 
 
 def know(weight: torch.Tensor, collection: LooksUpJagged) -> None:
-    """Note the collection of a parameter."""
+    """Make the parameter refer to its collection."""
     weight.collection = weakref.ref(collection)  # type: ignore[attr-defined]
 
 
@@ -45,7 +45,7 @@ def _collection_of(weights: list[torch.Tensor]) -> LooksUpJagged:
 
 
 def _check_meta(values: torch.Tensor, weights: list[torch.Tensor]) -> None:
-    """Raise RuntimeError for a lookup of values in tables on meta."""
+    """Raise RuntimeError if `values` has ids and the tables are on the meta device."""
     if type(values) is torch.Tensor and values.device.type != "meta" and weights[0].device.type == "meta":
         raise RuntimeError(ON_META)
 
@@ -55,7 +55,7 @@ ON_META = (
     " DistributedModelParallel of oneemb.torchrec does, TorchRec's where it is given sharders="
     "oneemb.torchrec.get_default_sharders()"
 )
-"""Text of the error for a lookup of ids without values."""
+"""Text of the error for a lookup in tables on the meta device."""
 
 _library = library.Library("oneemb", "FRAGMENT")
 _library.define(
@@ -79,7 +79,8 @@ def _embeddings(
 
 
 def _with_autograd(op: Any, function: Callable[..., torch.Tensor], weights_at: int) -> Callable[..., torch.Tensor]:
-    """The lookup with a gradient; below autograd for stand-ins of parameters, as an exporter has them."""
+    """The op's function under autograd. Parameters that refer to no collection are stand-ins that an exporter made: for
+    them the call goes to the op below autograd."""
 
     def call(*args: Any) -> torch.Tensor:
         if _known(args[weights_at]) is not None:

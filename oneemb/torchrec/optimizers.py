@@ -1,10 +1,10 @@
-"""Optimizers of rows for the optimizers that TorchRec's users name, and the form in which TorchRec's tools see them.
+"""Translation of TorchRec's and FBGEMM's optimizers to optimizers of rows, and the state of those for TorchRec's tools.
 
     apply_optimizer_in_backward(torchrec.optim.RowWiseAdagrad, parameters, {"lr": 0.1})      a class and its arguments
     EmbeddingBagCollectionSharder(fused_params={"optimizer": EmbOptimType.ADAM, ...})        FBGEMM's names
 
-FBGEMM's options that choose among its ways to compute the same (caches, bounds checks, precisions of caches) are
-accepted and have no effect. Those that change results are followed or refused by name.
+FBGEMM's options that choose how a result is computed (caches, bounds checks, precisions of caches) are accepted and
+have no effect. Options that change results are followed, or refused by name.
 """
 
 import pkgutil
@@ -24,14 +24,14 @@ from oneemb.graph.row_optimizers import OPTIMIZERS
 MakeOptimizer = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]
 
 _KNOWN = {name: (cls, known) for cls, known in OPTIMIZERS.items() for name in known.fbgemm}
-"""Optimizers and the names of their classes, by the values of FBGEMM's EmbOptimType."""
+"""{value of FBGEMM's EmbOptimType: (path of the optimizer's class, its description)}."""
 
 _PLACEHOLDERS: dict[type, str] = {
     getattr(torchrec_optim, known.torchrec): known.fbgemm[-1] for known in OPTIMIZERS.values() if known.torchrec
 }
-"""TorchRec's classes, which stand for FBGEMM's."""
+"""{optimizer class of TorchRec: value of EmbOptimType}, for classes that only name an optimizer of FBGEMM."""
 
-# FBGEMM's defaults, which are not torch's; and of lr there is one for all.
+# FBGEMM's defaults, which differ from torch's. All optimizers have the same lr.
 _DEFAULTS = {"lr": 0.01, "eps": 1e-8, "weight_decay": 0.0}
 
 _NO_EFFECT = {
@@ -40,26 +40,27 @@ _NO_EFFECT = {
     "multipass_prefetch_config", "output_dtype", "prefetch_pipeline", "record_cache_metrics", "stats_reporter_config",
     "stochastic_rounding", "use_experimental_tbe", "uvm_host_mapped", "uvm_non_rowwise_momentum", "weights_precision",
 }  # fmt: skip
-"""Options that say how FBGEMM computes, or where it keeps rows; rounding is to nearest here."""
+"""Options that say how FBGEMM computes, or where it keeps rows. They have no effect: oneemb rounds to nearest."""
 
 _OFF = {
     "gradient_clipping": False, "max_norm": 0.0, "global_weight_decay": None, "counter_based_regularization": None,
     "cowclip_regularization": None, "ensemble_mode": None, "emainplace_mode": None, "extra_optimizer_config": None,
     "optimizer_state_dtypes": None, "enable_raw_embedding_streaming": False,
 }  # fmt: skip
-"""Options that change what is computed and are not followed, with the values that turn them off."""
+"""{unsupported option that changes results: the only accepted value, which turns it off}."""
 
 
 def from_fused_params(fused_params: Mapping[str, Any]) -> MakeOptimizer:
-    """Function that makes the optimizer of FBGEMM's options; SGD at rate 0.01 if they name none, as FBGEMM does.
+    """Function that makes an optimizer from FBGEMM's options. Without `optimizer` it makes SGD at rate 0.01, as FBGEMM
+    does.
 
     Args:
-        fused_params: `optimizer`, an EmbOptimType or its value, `learning_rate`, `eps`, `beta1`, `beta2`,
-            `weight_decay`, `momentum`, `eta`, as FBGEMM's operator takes them; and for Adagrad
-            `initial_accumulator_value`.
+        fused_params: `optimizer`, an EmbOptimType or its value; `learning_rate`, `eps`, `beta1`, `beta2`,
+            `weight_decay`, `momentum` and `eta`, as FBGEMM's operator takes them; `initial_accumulator_value` for
+            Adagrad.
 
     Raises:
-        ValueError: an optimizer or an option that rows cannot follow; the message names it.
+        ValueError: an optimizer or an option is not supported for rows; the message names it.
     """
     given = dict(fused_params)
     asked = given.pop("optimizer", EmbOptimType.EXACT_SGD)
@@ -72,7 +73,7 @@ def from_fused_params(fused_params: Mapping[str, Any]) -> MakeOptimizer:
         if given[option] != _OFF[option]:
             raise ValueError(f"fused_params: {option}={given[option]!r} is not supported; leave it out")
         del given[option]
-    given.pop("max_gradient", None)  # which FBGEMM reads with gradient_clipping alone
+    given.pop("max_gradient", None)  # FBGEMM reads it only with gradient_clipping
     mode = given.pop("weight_decay_mode", WeightDecayMode.NONE)
     decay_mode = (mode if isinstance(mode, WeightDecayMode) else WeightDecayMode(mode)).name
     if decay_mode not in ("NONE", "L2", "DECOUPLE"):
@@ -103,13 +104,13 @@ def from_fused_params(fused_params: Mapping[str, Any]) -> MakeOptimizer:
 
 
 def from_classes(classes: Sequence[type], options: Sequence[Mapping[str, Any]]) -> MakeOptimizer:
-    """Function that makes the optimizer that a parameter was given by `apply_optimizer_in_backward`. ValueError if that
-    was called twice, or has an option that rows cannot follow."""
+    """Function that makes the optimizer that `apply_optimizer_in_backward` gave a parameter. ValueError if the
+    parameter has two, or an option is not supported for rows."""
     if len(classes) > 1:
         raise ValueError("apply_optimizer_in_backward was called twice for a table, which one optimizer steps")
     cls: Any = classes[0]
     if (name := _PLACEHOLDERS.get(cls)) is not None:
-        # The one class that is no placeholder has defaults of its own.
+        # RowWiseAdagrad, unlike the other classes, is a real optimizer, with its own defaults.
         defaults = {"lr": 1e-2, "eps": 1e-10} if cls is rowwise_adagrad.RowWiseAdagrad else {}
         return from_fused_params({"optimizer": name, **defaults, **_fbgemm_names(options[0])})
     return lambda parameters: cls(parameters, **options[0])
@@ -126,7 +127,7 @@ def _fbgemm_names(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def row_stepper(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Optimizer that steps rows as this one, of torch or TorchRec, says."""
+    """Optimizer that can step rows, with the class and options that `optimizer`, of torch or TorchRec, asks for."""
     kind = type(optimizer)
     if kind not in _PLACEHOLDERS:
         return optimizer
@@ -140,16 +141,16 @@ def row_stepper(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def same_optimizer(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
-    """An optimizer of another parameter, with the class, the options and the defaults of `optimizer`."""
+    """Optimizer of `parameter` with the class, options and defaults of `optimizer`."""
     make: Callable[..., torch.optim.Optimizer] = type(optimizer)
     made = make([{**optimizer.param_groups[0], "params": [parameter]}])
-    # Some options are read from here alone, as Adagrad's initial_accumulator_value is.
+    # Some options, such as Adagrad's initial_accumulator_value, are read only from the defaults.
     made.defaults = dict(optimizer.defaults)
     return made
 
 
 def options_now(optimizer: torch.optim.Optimizer, stepper: torch.optim.Optimizer) -> dict[str, Any]:
-    """Options of `stepper`, which `row_stepper` gave, with the values of the users' optimizer at this step."""
+    """Options of `stepper`, made by `row_stepper(optimizer)`, with the current values of `optimizer`."""
     if stepper is optimizer or not hasattr(optimizer, "param_groups"):
         return stepper.param_groups[0]
     own = stepper.param_groups[0]
@@ -157,8 +158,8 @@ def options_now(optimizer: torch.optim.Optimizer, stepper: torch.optim.Optimizer
 
 
 class _States(Mapping[torch.Tensor, dict[str, torch.Tensor]]):
-    """State of each table, gathered on each access, which every rank makes. Values that are written into its tensors
-    reach the rows: see table_state.py."""
+    """{parameter of a table: state of its optimizer}. Each access gathers a state from all ranks, so every rank makes
+    it. Values that are written into its tensors reach the rows, see `TableState`."""
 
     def __init__(self, tables: Mapping[torch.Tensor, TableState]):
         self._tables = tables
@@ -175,15 +176,15 @@ class _States(Mapping[torch.Tensor, dict[str, torch.Tensor]]):
 
 
 class FusedRowsOptimizer(FusedOptimizer):
-    """Optimizers of tables: rows are updated in the backward pass, with the options in `param_groups` at that time.
+    """Optimizers of tables whose rows the backward pass updates, with the current options in `param_groups`.
 
-    Its state has TorchRec's names, `t1.momentum1`, and does not depend on how rows are sharded. Tables that have a path
-    have no state here: their snapshots hold it.
+    The state has TorchRec's names, such as `t1.momentum1`, and does not depend on how rows are sharded. Tables with a
+    path have no state here: their snapshots hold it.
 
     Args:
-        weights: the tables' parameters, by name.
-        tables: their states, in the same order; None on the meta device, where there are no rows.
-        optimizers: of the tables.
+        weights: {table's name: its parameter}.
+        tables: state of each table, in the order of `weights`; None on the meta device, where there are no rows.
+        optimizers: optimizer of each table, in the same order.
     """
 
     def __init__(
@@ -204,9 +205,9 @@ class FusedRowsOptimizer(FusedOptimizer):
         """No effect: rows keep no gradient."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a dict that `state_dict` gave. Every rank makes the call, with the same dict. ValueError if the state is
-        that of other tables, or of another optimizer."""
-        # The tensors must live until their values are brought into the rows.
+        """Load a dict that `state_dict` returned; every rank loads the same dict. ValueError if it is from other tables
+        or from another optimizer."""
+        # The tensors must live until their values are written into the rows.
         self.state: Mapping[torch.Tensor, dict[str, torch.Tensor]] = dict(self._states)
         try:
             self._check(state_dict["state"])
@@ -232,8 +233,8 @@ class FusedRowsOptimizer(FusedOptimizer):
         _check_steps(steps)
 
     def post_load_state_dict(self) -> None:
-        """Bring values that were written into the state into the rows. TorchRec's optimizer of a whole model calls it,
-        too. ValueError, and no change, if tables that are one embedding would have different counts of steps."""
+        """Write changed tensors of the state into the rows. TorchRec's optimizer of a whole model calls this too.
+        ValueError, and no change, if tables of one embedding would get different counts of steps."""
         steps: dict[Any, dict[str, float]] = {}
         for table in self._tables.values():
             if (step := table.written_step) is not None:

@@ -1,13 +1,13 @@
-"""Quantized collections: rows of a trained collection, read-only, as TorchRec's quantization makes them of its own.
+"""Quantized collections: the rows of a trained collection, read-only, in TorchRec's quantized formats.
 
     quantized = EmbeddingBagCollection.from_float(collection)           called by `quantize_embeddings`
     quantized(keyed_jaggedtensor)                                       a KeyedTensor
 
-A call on values goes through the checks of the float modules. A traced, scripted or exported model has ops of torch and
-of TorchRec alone, and buffers: the program needs no oneemb. F features, B samples, N ids, D weights of a row.
+A call on values makes the same checks as the float modules. A traced, scripted or exported model contains only buffers
+and ops of torch and TorchRec, so the program runs without oneemb. F features, B samples, N ids, D weights of a row.
 
 Invariants:
-- a row has the bytes that FBGEMM makes of its weights, and reads as these bytes say, whatever device or rank has it;
+- a row has the bytes that FBGEMM makes of its weights, and reads the same on every device and rank;
 - rows and outputs come in the order of the float module's tables.
 
 Reference: torchrec.quant.embedding_modules.
@@ -46,7 +46,8 @@ torch.fx.wrap("jagged_by_name")
 def pooled_by_feature(
     rows: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None, means: bool, features: int
 ) -> torch.Tensor:
-    """Sums, or means, of bags of rows, in the order in which they lie: [F, B, D]."""
+    """Sums, or means, of bags: [F, B, D]. `rows` has the rows of all bags in turn; `offsets` says where each bag
+    begins."""
     order = torch.arange(rows.size(0), device=rows.device)
     if weights is not None:
         weights = weights.to(rows.dtype)
@@ -58,8 +59,13 @@ def pooled_by_feature(
 
 @torch.fx.wrap
 def side_by_side(pooled: list[torch.Tensor], order: list[int], dtype: torch.dtype) -> torch.Tensor:
-    """Embeddings of each sample, [B, D of all], from those of each group, [F, B, D]; `order` has the place of each
-    embedding of the output among those of all groups."""
+    """Embeddings of each sample, [B, sum of D], from those of each group, [F, B, D].
+
+    Args:
+        pooled: pooled embeddings of each group.
+        order: for each column of the output, its index among the features of all groups.
+        dtype: dtype of the result.
+    """
     if len(pooled) == 1 and order == list(range(len(order))):
         return pooled[0].transpose(0, 1).flatten(1).to(dtype)
     parts: list[torch.Tensor] = []
@@ -69,21 +75,22 @@ def side_by_side(pooled: list[torch.Tensor], order: list[int], dtype: torch.dtyp
 
 
 class EmbeddingBagCollection(QuantCollection, EmbeddingBagCollectionInterface):
-    """Pooled embeddings of the features of a KeyedJaggedTensor, from quantized rows: TorchRec's class, by any id.
+    """Pooled embeddings of the features of a KeyedJaggedTensor, from quantized rows: TorchRec's class, for any int64
+    id.
 
     Made by `from_float`, which `quantize_embeddings` and `quantize_inference_model` call; or from configs alone,
     without rows, for `load_state_dict`. An id without a row reads as in eval mode of the float module: as its initial
-    row, not rounded, or as zeros where a policy says so.
+    row, not rounded, or as zeros if the table's policy says so.
 
     Args:
         tables: TorchRec's configs, whose `data_type` is the format of rows: FP32, FP16, INT8, INT4 or INT2.
         is_weighted: whether ids are multiplied by the weights of the KeyedJaggedTensor before they are summed.
-        device: of loaded rows; None = torch's default device.
-        output_dtype: of results; sums are float32.
+        device: device of loaded rows; None = torch's default device.
+        output_dtype: dtype of results; sums are computed in float32.
         rows, place: given by `from_float` and by sharders; without rows every id reads as zeros.
 
     Raises:
-        ValueError: rows cannot be of such a data type, or of such a width; the message names the table.
+        ValueError: rows of the width cannot have the data type; the message names the table.
 
     Reference: torchrec.quant.embedding_modules.EmbeddingBagCollection.
     """
@@ -110,8 +117,8 @@ class EmbeddingBagCollection(QuantCollection, EmbeddingBagCollectionInterface):
         return cls(configs, like.is_weighted(), like.device, output_dtype, rows=rows, place=place)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Pooled embeddings of each feature, of `output_dtype`, those of a sample side by side, table by table and
-        feature by feature; arguments and errors as of the float module."""
+        """Pooled embeddings, of `output_dtype`. Those of one sample lie side by side, table by table and feature by
+        feature. Arguments and errors are those of the float module."""
         if not torch.jit.is_scripting():
             if self._is_called(features):
                 return self._pooled(features)
@@ -140,7 +147,7 @@ class EmbeddingBagCollection(QuantCollection, EmbeddingBagCollectionInterface):
 
     @torch.jit.unused
     def _checked(self, features: KeyedJaggedTensor) -> list[Jagged]:
-        """Bags of each group's features, of as many samples each."""
+        """Bags of each group's features; all features have the same number of samples."""
         self._check_rows()
         features, jagged = checked_bags(features, self._is_weighted)
         keys, inverse = features.keys(), features.inverse_indices_or_none()
@@ -161,19 +168,20 @@ class EmbeddingBagCollection(QuantCollection, EmbeddingBagCollectionInterface):
 
     @property
     def embedding_bags(self) -> Mapping[str, RowsOfTable]:
-        """Rows of each table, by its name: copies, made on each access."""
+        """{table's name: its rows}; each access returns copies."""
         return TablesByName(self)
 
 
 class EmbeddingCollection(QuantCollection, EmbeddingCollectionInterface):
-    """The embedding of each id of a KeyedJaggedTensor, from quantized rows; see `EmbeddingBagCollection`.
+    """Embedding of each id of a KeyedJaggedTensor, from quantized rows; see `EmbeddingBagCollection`.
 
     Args:
-        tables, device, output_dtype, rows, place: as of `EmbeddingBagCollection`; tables are of one `embedding_dim`.
+        tables, device, output_dtype, rows, place: same as for `EmbeddingBagCollection`; all tables have the same
+            `embedding_dim`.
         need_indices: whether the JaggedTensors of the output have the ids as their weights.
 
     Raises:
-        ValueError: as `EmbeddingBagCollection`.
+        ValueError: same as `EmbeddingBagCollection`.
 
     Reference: torchrec.quant.embedding_modules.EmbeddingCollection.
     """
@@ -200,8 +208,8 @@ class EmbeddingCollection(QuantCollection, EmbeddingCollectionInterface):
         return cls(configs, like.device, like.need_indices(), output_dtype, rows=rows, place=place)
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """Embeddings of each feature's ids by the feature's name, JaggedTensors of `output_dtype` [ids, D] with the
-        lengths of the feature; arguments and errors as of the float module."""
+        """{feature's name: JaggedTensor of the embeddings of its ids, `output_dtype` [ids, D]}, with the lengths of the
+        feature. Arguments and errors are those of the float module."""
         if not torch.jit.is_scripting():
             if self._is_called(features):
                 return self._by_name(features)
@@ -241,20 +249,20 @@ class EmbeddingCollection(QuantCollection, EmbeddingCollectionInterface):
         return self.configs
 
     def embedding_dim(self) -> int:
-        """Weights of a row."""
+        """Number of weights of a row."""
         return self._embedding_dim
 
     def embedding_names_by_table(self) -> list[list[str]]:
-        """The names of each table's embeddings in the output."""
+        """For each table, the names of its features in the output."""
         return [[column.name for column in self._columns if column.table == t] for t in range(len(self.configs))]
 
     def need_indices(self) -> bool:
-        """Whether the output has ids."""
+        """Whether the output has the ids as weights."""
         return self._need_indices
 
     @property
     def embeddings(self) -> Mapping[str, RowsOfTable]:
-        """Rows of each table, by its name: copies, made on each access."""
+        """{table's name: its rows}; each access returns copies."""
         return TablesByName(self)
 
 

@@ -1,10 +1,10 @@
-"""Base of both quantized collections: rows of tables, of a trained collection or a state dict, in groups.
+"""Base of both quantized collections: quantized rows, from a trained collection or a state dict, in groups of tables.
 
 F features, N ids, D weights of a row.
 
 Invariants:
-- tables that lie alike and were one embedding in training are one group, and looked up together;
-- a state dict has the rows table by table, whatever lies together, and wherever.
+- tables of one format that one embedding held in training are one group, which looks them up together;
+- a state dict has the rows table by table, however tables are grouped and wherever rows live.
 """
 
 import copy
@@ -29,23 +29,29 @@ from oneemb.torchrec.sharded import ShardedCollection
 
 @torch.fx.wrap
 def tables_of_ids(offsets: torch.Tensor, table_F: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Table of each id of features of as many samples each."""
+    """Table of each id, int64 [N], for ids that lie feature by feature. All features have the same number of samples.
+
+    Args:
+        offsets: first id of each bag, and the number of ids.
+        table_F: table of each feature.
+        values: ids [N].
+    """
     features = table_F.size(0)
     ends = torch.arange(features + 1, device=offsets.device) * ((offsets.size(0) - 1) // features)
     return table_F.to(values.device).repeat_interleave(offsets[ends].diff(), output_size=values.size(0))
 
 
 class GroupOfTables(torch.nn.Module):
-    """Tables that are one: of one width, data type and pooling, and of one embedding in training.
+    """Tables that are looked up together: equal width, data type and pooling, and one embedding in training.
 
     Args:
-        rows: module that looks them up.
-        tables: numbers of their configs.
-        table_F: number of each feature's table in `rows`.
-        features: those of the tables, in their order.
-        names: of the embeddings of the output.
-        begins: first column of each feature in the output of a sample.
-        means: whether bags give means.
+        rows: module that looks up their rows.
+        tables: index of each table's config.
+        table_F: for each feature, the number of its table in `rows`.
+        features: features of the tables, in the order of the collection's columns.
+        names: name of each feature in the output.
+        begins: for each feature, its first column in the output of a sample.
+        means: whether bags are averaged, not summed.
     """
 
     table_F: torch.Tensor
@@ -62,28 +68,28 @@ class GroupOfTables(torch.nn.Module):
         self.begins: list[int] = begins
         self.means = means
         self.register_buffer("table_F", table_F)
-        for module in self.modules():  # State dicts have the tables, whatever lies together.
+        for module in self.modules():  # State dicts are written table by table.
             for name, buffer in list(module.named_buffers(recurse=False)):
                 module.register_buffer(name, buffer, persistent=False)
 
     def forward(self, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Rows of ids of as many samples of each feature: float32 [N, D]."""
+        """Rows of ids that lie feature by feature, float32 [N, D]. All features have the same number of samples."""
         return self.rows(tables_of_ids(offsets, self.table_F, values), values)
 
 
 class QuantCollection(torch.nn.Module):
-    """Base of both collections.
+    """Base of both quantized collections.
 
     Args:
-        tables: TorchRec's configs, whose data_type is the format of rows.
-        device: of rows that are made without; on meta there are none until they are loaded.
-        output_dtype: a floating-point dtype.
-        rows: of each table; None = there are none yet, and every id reads as zeros.
-        place: where rows are; None = all on the device.
-        named: the attribute that has the tables by name.
+        tables: TorchRec's configs, whose `data_type` is the format of rows.
+        device: device of rows that are loaded later; on meta rows cannot be loaded until the module is moved.
+        output_dtype: dtype of results, a floating-point dtype.
+        rows: rows of each table; None = no rows yet, every id reads as zeros.
+        place: where rows live; None = all on one device.
+        named: name of the attribute that holds the tables by name.
     """
 
-    # Attributes that TorchScript need not know.
+    # Attributes that TorchScript leaves out.
     __jit_unused_properties__ = ["device", "embedding_bags", "embeddings"]
     __jit_ignored_attributes__ = ["configs", "_absent", "_columns", "_place"]
 
@@ -112,13 +118,14 @@ class QuantCollection(torch.nn.Module):
         self._have(rows)
 
     def _have(self, rows: Sequence[RowsOfTable]) -> None:
-        """Look up these rows, of each table. Tables of one format that were one embedding in training are one group."""
+        """Take these rows, one entry for each table. Tables of one format that one embedding held in training become
+        one group."""
         alike: dict[tuple[object, ...], list[int]] = {}
         for t, (config, its) in enumerate(zip(self.configs, rows, strict=True)):
             kind = config.embedding_dim, config.data_type, _pooling(config), *its.origin
             alike.setdefault(kind, []).append(t)
         end_C = [*itertools.accumulate(self.configs[column.table].embedding_dim for column in self._columns)]
-        groups, order = torch.nn.ModuleList(), []  # After a failure the former groups stay.
+        groups, order = torch.nn.ModuleList(), []  # An error below leaves `self.groups` unchanged.
         for tables in alike.values():
             first = self.configs[tables[0]]
             columns = [c for c, column in enumerate(self._columns) if column.table in tables]
@@ -136,13 +143,13 @@ class QuantCollection(torch.nn.Module):
         self._absent = [its.absent for its in rows]
         self.groups = groups
         self._order: list[int] = [order.index(c) for c in range(len(order))]
-        """Place of each embedding of the output among those of all groups."""
+        """For each column of the output, its index among the features of all groups."""
 
     # ---- lookups ----------------------------------------------------------------------------------------------------
 
     @torch.jit.unused
     def _is_called(self, features: KeyedJaggedTensor) -> bool:
-        """Whether this is a call on values: not while a model is traced or exported."""
+        """Whether the call has values: False while a model is traced or exported."""
         return is_call_on_values(features)
 
     @torch.jit.unused
@@ -159,7 +166,7 @@ class QuantCollection(torch.nn.Module):
         cls, like: Any, configs: list[Any], output_dtype: torch.dtype, rows: Sequence[RowsOfTable] | None,
         place: Place | None,
     ) -> Self:  # fmt: skip
-        """A collection of these configs and rows, otherwise like another one."""
+        """Collection with these configs and rows, and all other arguments from the collection `like`."""
         raise NotImplementedError
 
     @classmethod
@@ -167,15 +174,18 @@ class QuantCollection(torch.nn.Module):
         cls, module: Any, dtype: torch.dtype, output_dtype: torch.dtype = torch.float32,
         by_table: Mapping[str, torch.dtype] | None = None,
     ) -> Self:  # fmt: skip
-        """Quantized collection of the current rows of a trained one. Rows of a sharded one stay with their ranks, every
-        one of which makes the call.
+        """Quantized collection with the current rows of a trained collection. If the trained one is sharded, rows stay
+        with their ranks, and every rank makes the call.
 
         Args:
-            dtype: of rows; `by_table` has those of some tables.
+            module: the trained collection.
+            dtype: dtype of rows.
+            output_dtype: dtype of results.
+            by_table: {table's name: dtype of its rows}, in place of `dtype`.
 
         Raises:
             TypeError: `module` is no collection of oneemb.torchrec.
-            ValueError, StorageError: as `quantize_embeddings`.
+            ValueError, StorageError: same as `quantize_embeddings`.
         """
         collection = module.collection if isinstance(module, ShardedCollection) else module
         if not isinstance(collection, Collection):
@@ -190,14 +200,16 @@ class QuantCollection(torch.nn.Module):
 
     @classmethod
     def from_float(cls, module: Any, use_precomputed_fake_quant: bool = False) -> Self:
-        """Quantized collection of a trained one as its `qconfig` says, for torch's and TorchRec's functions.
+        """Quantized form of a trained collection, with the dtypes of its `qconfig`; torch and TorchRec call this
+        function.
 
         Args:
-            module: as of `quantized`.
+            module: the trained collection.
             use_precomputed_fake_quant: has no effect.
 
         Raises:
-            As `quantized`, and ValueError: there is no `qconfig`.
+            ValueError: the module has no `qconfig`; or same as `quantized`.
+            TypeError, StorageError: same as `quantized`.
         """
         config = getattr(module, "qconfig", None)
         if config is None:
@@ -206,18 +218,18 @@ class QuantCollection(torch.nn.Module):
         return cls.quantized(module, config.weight().dtype, config.activation().dtype, by_table)
 
     def placed(self, kind: "type[QuantCollection]", place: Place) -> "QuantCollection":
-        """A collection of the same rows, elsewhere."""
+        """Collection of class `kind` with the same rows, which live at `place`."""
         rows = None if self._device.type == "meta" else [*self._rows_of_tables().values()]
         return kind.made_like(self, self.configs, self._output_dtype, rows, place).train(self.training)
 
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """Number of rows of each table, and bytes of one."""
+        """{table's name: (number of rows, bytes of one row)}."""
         return {name: (len(its.ids), its.weight.shape[1]) for name, its in self._rows_of_tables().items()}
 
     # ---- rows -------------------------------------------------------------------------------------------------------
 
     def rows_of_table(self, table: int) -> RowsOfTable:
-        """Rows of one of the tables that this rank has: copies."""
+        """Copies of the rows of table number `table` that this rank has."""
         for group in cast(Any, self.groups):
             if table in group.tables:
                 return stored_rows(group.rows, self._absent[table])
@@ -227,7 +239,7 @@ class QuantCollection(torch.nn.Module):
         return {config.name: self.rows_of_table(t) for t, config in enumerate(self.configs)}
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        def placed(tensor: torch.Tensor) -> torch.Tensor:  # Rows keep their bytes, whatever dtype others get.
+        def placed(tensor: torch.Tensor) -> torch.Tensor:  # module.half() must not change the bytes of rows.
             made = fn(tensor)
             return made if made.dtype == tensor.dtype else tensor.to(made.device)
 
@@ -235,7 +247,7 @@ class QuantCollection(torch.nn.Module):
         was = self._device
         for group in self.groups:
             self._device = cast(GroupOfTables, group).table_F.device
-        if was.type == "meta" and self._device.type != "meta":  # Keys must not be uninitialized memory.
+        if was.type == "meta" and self._device.type != "meta":  # to_empty() left the keys uninitialized.
             self._have([RowsOfTable.none(config, t) for t, config in enumerate(self.configs)])
         return moved
 
@@ -275,7 +287,7 @@ class QuantCollection(torch.nn.Module):
                     return
                 try:
                     self._have([table.to(self._device) for table in tables])
-                except (ValueError, StorageError) as error:  # that each table is right does not say that all are
+                except (ValueError, StorageError) as error:  # each table is right, but not all together
                     error_msgs.append(f"{prefix}{self.holders}: {error}")
 
     # ---- interface of TorchRec --------------------------------------------------------------------------------------
@@ -291,7 +303,7 @@ class QuantCollection(torch.nn.Module):
 
 
 class TablesByName(Mapping[str, RowsOfTable]):
-    """The rows of a collection's tables."""
+    """{table's name: its rows}, read from the collection on each access."""
 
     def __init__(self, collection: QuantCollection):
         self._collection = collection
@@ -312,7 +324,7 @@ def _pooling(config: BaseEmbeddingConfig) -> PoolingType:
 
 
 def check_quantized(tables: Sequence[BaseEmbeddingConfig], output_dtype: torch.dtype) -> None:
-    """Raise TypeError or ValueError unless there can be quantized tables of these."""
+    """Raise TypeError or ValueError unless tables with these configs can be quantized."""
     if not output_dtype.is_floating_point or output_dtype.itemsize < 2:
         raise ValueError(f"output_dtype must be torch.float32, float16, bfloat16 or float64, got {output_dtype}")
     for config in tables:
@@ -330,19 +342,19 @@ def check_quantized(tables: Sequence[BaseEmbeddingConfig], output_dtype: torch.d
 
 
 def _quantized_configs(collection: Any, dtype: torch.dtype, by_table: Mapping[str, torch.dtype] | None) -> list[Any]:
-    """Configs of a collection's tables with these data types."""
+    """Configs of a collection's tables, with the data type that `by_table` or `dtype` asks for."""
     configs = copy.deepcopy(collection.configs)
     for config in configs:
         its = (by_table or {}).get(config.name, dtype)
         try:
             config.data_type = dtype_to_data_type(its)
-        except Exception as error:  # TorchRec raises no narrower one.
+        except Exception as error:  # TorchRec raises plain Exceptions.
             raise ValueError(f"table {config.name!r}: rows cannot be quantized to {its}") from error
     return configs
 
 
 def _rows_of_collection(collection: Collection, configs: Sequence[BaseEmbeddingConfig]) -> list[RowsOfTable] | None:
-    """Quantized rows of a collection's tables that this rank has; None = the collection is on meta."""
+    """Quantized rows of each table that this rank has; None = the collection is on the meta device."""
     if collection.device.type == "meta":
         return None
     found: dict[int, RowsOfTable] = {}

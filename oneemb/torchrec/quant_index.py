@@ -1,12 +1,12 @@
 """Frozen rows with an index of their keys, for calls on values on a CPU: one loop finds rows and reads or pools them.
 
     rows = IndexedRows(frozen)
-    rows(table_N, id_N)                                     float32 [N, D], as `frozen` gives it
-    rows.pool(bags, table_F, begins, means, out_BE)         sums or means, as embedding_bag gives them
+    rows(table_N, id_N)                                     float32 [N, D], equal to `frozen(table_N, id_N)`
+    rows.pool(bags, table_F, begins, means, out_BE)         sums or means, equal to torch's embedding_bag
 
-N ids, F features, B samples, D weights of a row, E of all that a sample gives, T tables.
+N ids, F features, B samples, D weights of a row, E columns of the output, T tables, C cells, M absent ids.
 
-Invariant: the bits are those of `FrozenRows` and torch's embedding_bag, which is what traced models have.
+Invariant: results equal, bit for bit, those of `FrozenRows` and torch's embedding_bag, which traced models use.
 """
 
 import threading
@@ -30,20 +30,20 @@ _making = threading.Lock()
 
 
 class _Index(NamedTuple):
-    """Index of frozen rows. Keys are always the same; the memory of rows can be moved: share_memory() does."""
+    """Index of frozen rows. The keys never change; the memory of the rows can move, for example by share_memory()."""
 
     cell_C2: np.ndarray
     at: tuple[int, int, int]
-    """Addresses of the rows, their scales and rows of other ids."""
+    """Addresses of the rows, their scales and the values of ids without a row, when the index was made."""
     begin_TD: np.ndarray
-    """Rows as which ids without a row read, by table; zeros if the rows depend on the id."""
+    """For each table, the values of an id without a row, [T, D]; zeros if they depend on the id."""
     arrays: RowIndex
-    """Arrays that have the memory of the rows."""
+    """Addresses of the index and of the rows, for the kernels."""
 
 
 class IndexedRows(torch.nn.Module):
-    """Frozen rows, and an index that the first call on values on a CPU makes. A traced, scripted or exported model has
-    the frozen rows alone, which search: the numbers are the same."""
+    """Frozen rows with an index, which the first call on values on a CPU makes. A traced, scripted or exported model
+    has only the frozen rows, which search sorted keys and give the same numbers."""
 
     __jit_ignored_attributes__ = ["_index", "_threads"]
 
@@ -55,7 +55,7 @@ class IndexedRows(torch.nn.Module):
         self._threads = Threads(1)
 
     def __getstate__(self) -> dict[str, Any]:
-        """State without the index: a copy, also one in another process, makes its own."""
+        """State without the index: each copy, also in another process, makes its own index."""
         return {**vars(self), "_index": None, "_threads": Threads(1)}
 
     def forward(self, table_N: torch.Tensor, id_N: torch.Tensor) -> torch.Tensor:
@@ -67,7 +67,7 @@ class IndexedRows(torch.nn.Module):
 
     @torch.jit.export
     def where(self) -> torch.device:
-        """The device of the rows."""
+        """Device of the rows."""
         return self.frozen.key_S.device
 
     @torch.jit.unused
@@ -84,15 +84,21 @@ class IndexedRows(torch.nn.Module):
 
     @torch.jit.unused
     def pools(self, bags: Jagged) -> bool:
-        """Whether `pool` takes these bags: in a call on values on a CPU, without a gradient."""
+        """Whether `pool` supports these bags: a call on values on a CPU, without a gradient of the bags' weights."""
         trains = bags.weights is not None and bags.weights.requires_grad and torch.is_grad_enabled()
         tensors = (bags.values, bags.offsets, self.frozen.key_S, *(() if bags.weights is None else (bags.weights,)))
         return not trains and all(map(_is_called, tensors))
 
     @torch.jit.unused
     def pool(self, bags: Jagged, table_F: torch.Tensor, begins: list[int], means: bool, out_BE: torch.Tensor) -> None:
-        """Write the sums or means of bags, of as many samples of each feature, to the columns of `out_BE`, float32,
-        that begin at `begins`; `table_F` has the table of each feature."""
+        """Write the sums or means of bags to `out_BE`. All features have the same number of samples.
+
+        Args:
+            table_F: table of each feature.
+            begins: for each feature, its first column in `out_BE`.
+            means: whether bags are averaged, not summed.
+            out_BE: result, float32.
+        """
         frozen, index = self.frozen, self._now()
         id_N, offset_P1 = bags.values.contiguous().numpy(), bags.offsets.contiguous().numpy()
         scale_N = None if bags.weights is None else bags.weights.detach().contiguous().numpy()
@@ -107,7 +113,7 @@ class IndexedRows(torch.nn.Module):
             pool_indexed(index.arrays, *its, begin_MD.numpy(), out_BE.numpy(), threads=self._threads, known=found)
 
     def _now(self) -> _Index:
-        """Current index; lookups use torch's current number of threads."""
+        """Current index, made anew if the rows have moved; it also adopts torch's current number of threads."""
         if self._threads.count != (count := torch.get_num_threads()):
             self._threads = Threads(count)
         frozen, index = self.frozen, self._index
@@ -137,19 +143,20 @@ def _index_of(frozen: FrozenRows, cell_C2: np.ndarray, at: tuple[int, int, int])
 
 
 def _is_called(tensor: torch.Tensor) -> bool:
-    """Whether this is a call on values on a CPU."""
+    """Whether the tensor is on a CPU and has values."""
     if torch.compiler.is_dynamo_compiling() or type(tensor) is not torch.Tensor:
         return False
     return tensor.device.type == "cpu" and tracer_of(tensor) is None
 
 
 def pooled_while_read(groups: Sequence[Any], bags: Sequence[Jagged], width: int) -> torch.Tensor | None:
-    """Sums or means of bags of each group's features, float32 [B, E], by a loop that pools rows while it reads them;
-    None = there is no such loop.
+    """Sums or means of the bags of each group, float32 [B, E], by a loop that pools rows while it reads them; None =
+    the loop does not support these rows or bags.
 
     Args:
-        groups: `GroupOfTables`.
-        width: E, of all embeddings of a sample.
+        groups: `GroupOfTables` modules.
+        bags: bags of each group.
+        width: E, the number of columns of the output.
     """
     if torch.compiler.is_dynamo_compiling() or not groups:
         return None

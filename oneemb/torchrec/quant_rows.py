@@ -1,13 +1,13 @@
-"""Rows of quantized tables, made of those of an embedding, and their lookup.
+"""Quantized rows of tables: how they are made from an embedding, and the module that looks them up.
 
-    tables = quantized_tables(rows, configs)          ids, bytes and values of other ids, of each table
+    tables = quantized_tables(rows, configs)          for each table, its ids, rows, and the values of other ids
     frozen = frozen_rows(tables, dim, data_type)      a module: (table_N, id_N) -> float32 [N, D]
 
-S rows, N ids, D weights of a row, B bytes of one as it is kept: FP32 and FP16 as they are; INT8, INT4 and INT2 as
-FBGEMM has them, D weights of so many bits, then scale and low as float16. TorchRec has these for 8 bits too, where
-`kernels/quantize_rows.py`, for files to serve, has float32.
+S rows, N ids, D weights of a row, B bytes of a row, M rows of one table. FP32 and FP16 rows have only weights. INT8,
+INT4 and INT2 rows have FBGEMM's layout: D weights of 8, 4 or 2 bits, then scale and low as float16. (In files to serve,
+`kernels/quantize_rows.py` writes scale and low of 8-bit rows as float32.)
 
-Reference: FBGEMM's FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf, which makes them.
+Reference: FBGEMM's FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf, which makes the rows.
 """
 
 from collections.abc import Sequence
@@ -27,36 +27,36 @@ from oneemb.storage.store_rows import visit_rows
 from oneemb.torchrec.quant_index import IndexedRows
 
 DATA_TYPES = {DataType.FP32: 32, DataType.FP16: 16, DataType.INT8: 8, DataType.INT4: 4, DataType.INT2: 2}
-"""Formats of rows, and the bits of a weight in each."""
+"""{format of rows: bits of a weight}."""
 
 _AS_THEY_ARE = {DataType.FP32: torch.float32, DataType.FP16: torch.float16}
 _TRAINED = [torch.float32, torch.float16, torch.bfloat16]
-_SCALES = 4  # bytes of scale and low
-_TABLES_MAX = 1 << 16  # of an embedding that was trained: lookups have room for each
-_MODULUS_MAX = 1 << 24  # of an id that is its weight: see `options.py`
+_SCALES = 4  # bytes of scale and low together
+_TABLES_MAX = 1 << 16  # tables of one trained embedding; lookups allocate an entry for each
+_MODULUS_MAX = 1 << 24  # modulus of weights that follow from the id, see `options.py`
 
 
 def _row_bytes(dim: int, data_type: DataType) -> int:
-    """B."""
+    """Bytes of a row, B."""
     bits = DATA_TYPES[data_type]
     return dim * bits // 8 + (_SCALES if bits <= 8 else 0)
 
 
 class RowsOfTable(NamedTuple):
-    """Rows of a table in a state dict."""
+    """Rows of one table in a state dict."""
 
     ids: torch.Tensor
-    """int64 [S], sorted"""
+    """Ids, int64 [S], sorted."""
     weight: torch.Tensor
-    """uint8 [S, B]"""
+    """Rows, uint8 [S, B]."""
     absent: torch.Tensor
-    """int64 [8], on the CPU: values of ids without a row: seed and number of the table in the embedding that was
-    trained; the place of its dtype in float32, float16, bfloat16; the kind of the initializer and the bits of its
-    parameters"""
+    """Values of ids without a row, int64 [8] on the CPU: seed of the trained embedding, number of the table in it,
+    index of its dtype in (float32, float16, bfloat16), kind of the initializer, and its 4 parameters as float64
+    bits."""
 
     @classmethod
     def none(cls, config: BaseEmbeddingConfig, number: int) -> Self:
-        """No rows: ids read as zeros."""
+        """A table without rows, in which every id reads as zeros."""
         size = _row_bytes(config.embedding_dim, config.data_type)
         absent = torch.tensor([0, number, 0, CONSTANT, 0, 0, 0, 0], device="cpu")
         return cls(
@@ -67,20 +67,20 @@ class RowsOfTable(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Number of the table."""
+        """Number of the table in the trained embedding."""
         return int(self.absent[1])
 
     @property
     def origin(self) -> tuple[int, int]:
-        """Seed and dtype of the table's embedding in training: equal for tables that were one embedding."""
+        """Seed and index of the dtype of the trained embedding; tables that it held together have equal ones."""
         return int(self.absent[0]), int(self.absent[2])
 
     def to(self, device: torch.device) -> Self:
-        """Copy with rows on a device."""
+        """Copy with the rows on a device."""
         return type(self)(self.ids.to(device), self.weight.to(device), self.absent.cpu())
 
     def check(self, config: BaseEmbeddingConfig) -> None:
-        """Raise TypeError or ValueError unless these can be the rows of a table of this config."""
+        """Raise TypeError or ValueError unless these tensors can be the rows of a table with this config."""
         for part, its in zip(self._fields, self, strict=True):
             if not isinstance(its, torch.Tensor) or its.is_meta:
                 raise TypeError(f"{part} must be a tensor with values, got {type(its).__name__}")
@@ -104,12 +104,12 @@ class RowsOfTable(NamedTuple):
 
 
 PARTS = tuple(RowsOfTable.__annotations__)
-"""Their names in state dicts."""
+"""Names of the parts of `RowsOfTable` in state dicts."""
 
 
 def quantized_tables(rows: MultiTableEmbedding, configs: Sequence[BaseEmbeddingConfig]) -> list[RowsOfTable]:
-    """Current rows of an embedding's tables that this rank has, in the formats of the configs' data_type. StorageError,
-    naming the row, if one has a NaN, an infinity, or weights that do not fit."""
+    """Current rows, of each table, that this rank has, in the format of the table's config. StorageError, naming the
+    row, if a row has a NaN, an infinity, or weights that do not fit the format."""
     store = rows.store
     found: list[list[tuple[np.ndarray, torch.Tensor]]] = [[] for _ in configs]
 
@@ -137,7 +137,7 @@ def quantized_tables(rows: MultiTableEmbedding, configs: Sequence[BaseEmbeddingC
 
 
 def _quantized(weight_MD: torch.Tensor, id_M: np.ndarray, config: BaseEmbeddingConfig) -> torch.Tensor:
-    """Bytes of rows, [M, B]."""
+    """Rows in the format of the config, uint8 [M, B]."""
     data_type = config.data_type
     if data_type == DataType.FP32:
         return weight_MD.contiguous().view(torch.uint8)
@@ -153,7 +153,8 @@ def _quantized(weight_MD: torch.Tensor, id_M: np.ndarray, config: BaseEmbeddingC
 
 
 def _can_begin(how: list[int], param_4: np.ndarray) -> bool:
-    """Whether numbers of `RowsOfTable.absent` describe initial rows: number, dtype and kind; parameters."""
+    """Whether the numbers of `RowsOfTable.absent` describe initial rows. `how` has the table's number, the index of the
+    dtype and the kind of the initializer, `param_4` the initializer's parameters."""
     number, trained, kind = how
     first, _, low, high = param_4.tolist()
     if not (0 <= number < _TABLES_MAX and 0 <= trained < len(_TRAINED) and np.isfinite(param_4).all()):
@@ -176,7 +177,7 @@ def _check_finite(number_MX: torch.Tensor, id_M: np.ndarray, config: BaseEmbeddi
 
 
 def frozen_rows(tables: Sequence[RowsOfTable], dim: int, data_type: DataType) -> IndexedRows:
-    """Module that looks up rows of these tables, which have one origin and different numbers."""
+    """Module that looks up the rows of these tables, which have one `origin` and different numbers."""
     absent_T = torch.stack([its.absent for its in tables]).numpy()
     number_T = absent_T[:, 1]
     if len(set(number_T.tolist())) < len(number_T):
@@ -198,7 +199,7 @@ def frozen_rows(tables: Sequence[RowsOfTable], dim: int, data_type: DataType) ->
 
 
 def rows_of_table(indexed: IndexedRows, absent: torch.Tensor) -> RowsOfTable:
-    """Rows of a table in a module of `frozen_rows`."""
+    """Rows of one table in a module made by `frozen_rows`; `absent` has the table's number."""
     frozen = indexed.frozen
     ids, rows, scale_S2 = frozen.rows_of(int(absent[1]))
     weight = rows.view(torch.uint8)

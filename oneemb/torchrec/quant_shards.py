@@ -1,10 +1,10 @@
-"""Places of quantized rows: one device, several of this process, or the ranks that own them.
+"""Places where quantized rows live: one device, several devices of this process, or ranks.
 
     place = OnDevices(devices)
     rows = place(tables, dim, data_type)        a module: (table_N, id_N) -> float32 [N, D]
 
-Invariant: a row is on the device, or with the rank, that `kernels/owner.py` says; and a lookup brings the rows of ids
-together before anything is summed, so that no number depends on the number of places.
+Invariant: `kernels/owner.py` says on which device, or rank, a row lives. A lookup collects the rows of all ids before
+it sums any, so that no result depends on the number of places.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,20 +24,20 @@ from oneemb.torchrec.quant_rows import RowsOfTable, frozen_rows, rows_of_table
 
 
 class Place(Protocol):
-    """Place of rows."""
+    """Where the rows of quantized tables live."""
 
     def __call__(self, tables: Sequence[RowsOfTable], dim: int, data_type: DataType) -> torch.nn.Module:
-        """Module that looks up the rows of these tables; see `frozen_rows`."""
+        """Module that looks up the rows of these tables, like that of `frozen_rows`."""
 
     def together(self, call: Callable[[], Any]) -> Any:
-        """Result of a call before a lookup; an error is raised on all ranks."""
+        """Result of `call`, which checks a batch before a lookup. An error of one rank is raised on all ranks."""
 
 
 class OnDevices:
-    """Each row is on one of several devices of this process.
+    """Rows spread over devices of this process by their keys.
 
     Args:
-        devices: one may come several times; none = rows stay where they were made.
+        devices: may name a device several times; empty = rows stay where they were made.
     """
 
     def __init__(self, devices: Sequence[torch.device] = ()):
@@ -57,7 +57,7 @@ class OnDevices:
 
 
 class OnRanks:
-    """Each row is with one of several processes, which all make the same lookups at the same time."""
+    """Rows spread over ranks by their keys. All ranks make the same lookups at the same time."""
 
     def __init__(self, process_group: "torch.distributed.ProcessGroup"):
         self._ranks = Ranks(process_group, name="quantized rows")
@@ -73,7 +73,7 @@ class OnRanks:
 
 
 def _of_owner(table: RowsOfTable, owner: int, owners: int) -> RowsOfTable:
-    """Rows of a table that an owner has."""
+    """Rows of a table whose keys belong to owner number `owner` of `owners`."""
     id_S = table.ids.cpu()
     table_S = torch.full_like(id_S, table.number, dtype=torch.int32)
     own = torch.from_numpy(owner_of(table_S.numpy(), id_S.numpy(), owners) == owner).to(table.ids.device)
@@ -81,7 +81,8 @@ def _of_owner(table: RowsOfTable, owner: int, owners: int) -> RowsOfTable:
 
 
 def stored_rows(rows: torch.nn.Module, absent: torch.Tensor) -> RowsOfTable:
-    """Rows of a table in a module that a place has made; of ranks those of this one."""
+    """Rows of one table in a module that a place has made, in the order of their ids; on ranks only the rows of this
+    rank."""
     if isinstance(rows, IndexedRows):
         return rows_of_table(rows, absent)
     parts = [rows_of_table(shard, absent).to(torch.device("cpu")) for shard in rows.shards]  # type: ignore[union-attr]
@@ -91,15 +92,16 @@ def stored_rows(rows: torch.nn.Module, absent: torch.Tensor) -> RowsOfTable:
 
 
 def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """x >> bits of unsigned 64-bit numbers."""
+    """x >> bits, for int64 that stand for unsigned 64-bit numbers."""
     return torch.bitwise_right_shift(x, bits) & ((1 << (64 - bits)) - 1)
 
 
 @torch.fx.wrap
 def owner_of_keys(table_N: torch.Tensor, id_N: torch.Tensor, owners: int) -> torch.Tensor:
-    """`kernels/owner.py`'s `owner_of` in aten ops: int64 [N], of int64 [N] each and 2^31 owners at most."""
-    # TorchScript has no constants of modules; as int64, of which products wrap around, these are 0x9E3779B97F4A7C15,
-    # 0x6F776E6572730001, 0xBF58476D1CE4E5B9 and 0x94D049BB133111EB.
+    """Owner of each key, int64 [N], by aten ops; equals `owner_of` of `kernels/owner.py`. Both inputs are int64 [N],
+    and there are at most 2^31 owners."""
+    # TorchScript reads no constants of modules. As unsigned numbers these are 0x9E3779B97F4A7C15, 0x6F776E6572730001,
+    # 0xBF58476D1CE4E5B9 and 0x94D049BB133111EB; products of int64 wrap around like unsigned ones.
     golden, salt, first, second = -7046029254386353131, 8032009842429460481, -4658895280553007687, -7723592293110705685
     x = (table_N + 1) * golden + salt
     x = (x ^ _shifted(x, 30)) * first
@@ -112,7 +114,7 @@ def owner_of_keys(table_N: torch.Tensor, id_N: torch.Tensor, owners: int) -> tor
 
 
 class RowsOnDevices(torch.nn.Module):
-    """Looks rows up on their devices, in the order of owners. It can be scripted and exported."""
+    """Module that looks rows up on several devices. It can be scripted and exported."""
 
     def __init__(self, shards: Sequence[IndexedRows]):
         super().__init__()
@@ -132,7 +134,7 @@ class RowsOnDevices(torch.nn.Module):
 
 
 class RowsOnRanks(torch.nn.Module):
-    """Looks rows up on the ranks that own them. Every rank makes the call, with keys of its own."""
+    """Module that looks rows up on the ranks that own them. Every rank makes the call, with its own keys."""
 
     def __init__(self, own: IndexedRows, ranks: Ranks):
         super().__init__()

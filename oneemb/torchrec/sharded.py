@@ -1,12 +1,12 @@
-"""Collections whose rows ranks own together, as `DistributedModelParallel` and TorchRec's pipelines run them.
+"""Sharded collections: rows spread over ranks, with the stages that `DistributedModelParallel` and pipelines call.
 
-    input_dist     unique keys to the ranks that own them, on a thread
-    compute        owners read their rows, initialize new ones, and send them back
-    output_dist    result of the call
-    backward       gradients to the owners, which update their rows
+    input_dist     send unique keys to the ranks that own them, on a thread
+    compute        the owners read their rows, initialize new rows, and send the rows back
+    output_dist    make the result of the call
+    backward       send gradients to the owners, which update their rows
 
-A key's owner follows from the key alone. A pipeline may send the keys of coming batches ahead: owners then bring rows
-that they know into memory; rows are read, and new ones initialized, in the step. No number depends on it.
+The owner of a row depends only on its key. A pipeline may send the keys of coming batches ahead: owners then bring
+existing rows into memory, but read rows and initialize new ones only in the step, so that no result changes.
 """
 
 import functools
@@ -34,13 +34,13 @@ from oneemb.torchrec.optimizers import FusedRowsOptimizer
 
 
 class _Sent(Multistreamable):
-    """A lookup whose keys the owners have; `rows` makes it."""
+    """A lookup whose keys the owners have received; `rows` finishes it."""
 
     def __init__(self, rows: Callable[[], torch.Tensor]):
         self.rows = rows
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """No effect: keys are on the host."""
+        """No effect: the keys are in host memory."""
 
 
 class _KeysSent(Awaitable[_Sent]):
@@ -67,9 +67,9 @@ class ShardedCollection(ShardedModule[KJTList, list[torch.Tensor], Any, LookupCo
     """Base of both sharded collections.
 
     Args:
-        collection: made with `on_ranks`.
-        unsharded: the class of the module that is sharded.
-        connections: of the ranks, for the keys of lookups; None = this process has all rows.
+        collection: the collection, made with `on_ranks`.
+        unsharded: class of the module that was sharded.
+        connections: connections between the ranks, for keys; None = this process has all rows.
     """
 
     def __init__(
@@ -80,19 +80,19 @@ class ShardedCollection(ShardedModule[KJTList, list[torch.Tensor], Any, LookupCo
     ):
         super().__init__()
         self._unsharded, holders = unsharded, collection.holders
-        self._collection = (collection,)  # no part of this module: its parts are, by TorchRec's names
+        self._collection = (collection,)  # in a tuple, since not this submodule but its parts are registered
         setattr(self, holders, getattr(collection, holders))
         self.rows = collection.rows
         self._connections = connections
         self._sender = None if connections is None else Worker("oneemb-keys", dropped="a lookup that was dropped")
-        """Sends the keys of lookups to their owners. Every rank makes one, and gives it the same lookups."""
+        """Thread that sends the keys of lookups to their owners. Every rank gives its thread the same lookups."""
         weights = dict(collection.named_parameters())
         optimizers = [in_backward_optimizers(weight)[0] for weight in weights.values()]
         self._fused_optimizer = FusedRowsOptimizer(weights, collection.states, optimizers)
 
     @property
     def collection(self) -> EmbeddingBagCollection | EmbeddingCollection:
-        """Collection that looks rows up; its `rows` are this module's."""
+        """Collection that makes the lookups; it shares `rows` with this module."""
         return self._collection[0]
 
     @property
@@ -106,10 +106,11 @@ class ShardedCollection(ShardedModule[KJTList, list[torch.Tensor], Any, LookupCo
 
     # TorchRec's signatures take any arguments.
     def input_dist(self, ctx: LookupContext, features: Any) -> Awaitable[Awaitable[KJTList]]:
-        """Send the unique keys of a batch to their owners. Nothing is inserted, and no number of a row is read.
+        """Send the unique keys of a batch to their owners. No row is inserted or read.
 
-        Raises, on several ranks where it is waited for:
-            TypeError, ValueError: as of `EmbeddingBagCollection.forward`; on the other ranks RankError.
+        Raises:
+            TypeError, ValueError: same as `EmbeddingBagCollection.forward`; other ranks raise RankError. On several
+                ranks the wait for the result raises them.
         """
         if isinstance(features, LazyAwaitable):
             features = features.wait()
@@ -122,7 +123,7 @@ class ShardedCollection(ShardedModule[KJTList, list[torch.Tensor], Any, LookupCo
         failed: list[Exception] = []
         try:
             ctx.lookups = self.collection.lookups_of(features)
-        except Exception as error:  # The other ranks wait for keys: the error takes the place of these.
+        except Exception as error:  # Other ranks wait for keys: send them the error instead.
             failed.append(error)
 
         def arguments(g: int) -> dict[str, Any]:
@@ -136,14 +137,14 @@ class ShardedCollection(ShardedModule[KJTList, list[torch.Tensor], Any, LookupCo
                 cast(MultiTableEmbedding, rows), self._connections, functools.partial(arguments, g), self._sender.later
             )
             awaitables.append(NoWait(_KeysSent(lookup, self._sender.submit(lookup.send_keys))))
-        failed.clear()  # Its traceback holds this frame.
+        failed.clear()  # The error's traceback holds this frame.
         return KJTListSplitsAwaitable(awaitables, ctx)
 
     def compute(self, ctx: LookupContext, dist_input: Sequence[_Sent]) -> list[torch.Tensor]:
         """Rows of the batch, from their owners.
 
         Raises:
-            StoreFullError: rows do not fit; on the other ranks RankError.
+            StoreFullError: rows do not fit; other ranks raise RankError.
         """
         return [sent.rows() for sent in dist_input]
 
@@ -154,24 +155,24 @@ class ShardedCollection(ShardedModule[KJTList, list[torch.Tensor], Any, LookupCo
 
     @property
     def unsharded_module_type(self) -> type[torch.nn.Module]:
-        """Class that was sharded."""
+        """Class of the module that was sharded."""
         return self._unsharded
 
     @property
     def device(self) -> torch.device:
-        """Device of lookups."""
+        """Device on which lookups run."""
         return self.collection.device
 
     def close(self) -> None:
-        """Free memory, files and the locks on the paths, and end the thread."""
+        """Free memory and files, release the locks on the paths, and end the thread."""
         if self._sender is not None:
             self._sender.end()
         self.collection.close()
 
 
 class ShardedEmbeddingBagCollection(ShardedCollection):
-    """Collection that `EmbeddingBagCollectionSharder` has sharded; see there."""
+    """Sharded form of an `EmbeddingBagCollection`, made by `EmbeddingBagCollectionSharder`."""
 
 
 class ShardedEmbeddingCollection(ShardedCollection):
-    """Collection that `EmbeddingCollectionSharder` has sharded; see there."""
+    """Sharded form of an `EmbeddingCollection`, made by `EmbeddingCollectionSharder`."""

@@ -2,8 +2,8 @@
 
     model = DistributedModelParallel(model, sharders=get_default_sharders())
 
-A plan is read for which modules are sharded. Every table is spread over all ranks by key, whatever sharding type,
-kernel or place the plan says: there is no table too large for a rank, and none that needs balancing.
+A plan decides only which modules are sharded. Every table is spread over all ranks by key, whatever sharding type,
+kernel or place the plan has for it: no table is too large for one rank, and none needs balancing.
 """
 
 import os
@@ -29,20 +29,20 @@ from oneemb.torchrec.tables import TableRows, at_paths
 from oneemb.torchrec.wrapped import managed_collision_sharders, pass_over_collections, refuse_behind_managed_collisions
 
 _PLANNED_ROWS = 1 << 14
-"""A planner sees no more rows of a table than these: it would refuse, or fail with, what has no end."""
+"""Largest number of rows that a planner is told of. It would refuse or fail with tables of unlimited size."""
 
 _KERNELS = (EmbeddingComputeKernel.FUSED, EmbeddingComputeKernel.DENSE)
 _KERNELS_OF_GPU = (
     EmbeddingComputeKernel.FUSED_UVM, EmbeddingComputeKernel.FUSED_UVM_CACHING, EmbeddingComputeKernel.KEY_VALUE,
 )  # fmt: skip
-"""Compute kernels for which TorchRec's planner has costs, by device."""
+"""Compute kernels for which TorchRec's planner has costs, besides `_KERNELS`, on a GPU."""
 
 
 pass_over_collections()
 
 
 class _Sharder(BaseEmbeddingSharder[torch.nn.Module]):
-    """Base of both sharders; see `EmbeddingBagCollectionSharder`."""
+    """Base of `EmbeddingBagCollectionSharder` and `EmbeddingCollectionSharder`."""
 
     _own: type[Collection]
 
@@ -65,7 +65,7 @@ class _Sharder(BaseEmbeddingSharder[torch.nn.Module]):
 
     @property
     def module_type(self) -> type[torch.nn.Module]:
-        """Class whose modules are sharded."""
+        """Class of the modules that this sharder shards."""
         return self._module_type
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
@@ -78,7 +78,7 @@ class _Sharder(BaseEmbeddingSharder[torch.nn.Module]):
         return [kernel.value for kernel in its]
 
     def shardable_parameters(self, module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-        """Parameters for a planner: each has a table's width, and some of its rows."""
+        """For each table, a meta parameter [at most 16384 rows, D], from which a planner plans."""
         return {
             config.name: torch.nn.Parameter(
                 torch.empty(
@@ -96,15 +96,17 @@ class _Sharder(BaseEmbeddingSharder[torch.nn.Module]):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> Any:
-        """The module with its rows spread over the ranks of `env`; every one of them makes the call.
+        """The module with its rows spread over the ranks of `env`. Every rank makes the call.
 
         Args:
             params: the plan for the module's tables.
-            module_fqn: names it in messages.
+            env: must have a process group.
+            device: where lookups run; None = torch's default device.
+            module_fqn: path of the module, for messages and as the name of a subfolder.
 
         Raises:
-            ValueError: an optimizer that rows cannot follow, or there is no process group; or the module is in one of
-                managed collisions, which has no sharder.
+            ValueError: `env` has no process group, an optimizer is not supported for rows, or the module is inside a
+                module of managed collisions that has no sharder.
             RuntimeError: the module has rows that cannot be taken over.
         """
         refuse_behind_managed_collisions(module, module_fqn or "")
@@ -118,7 +120,7 @@ class _Sharder(BaseEmbeddingSharder[torch.nn.Module]):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> Any:
-        """Shard a module as `shard` does, also one inside a module that another sharder shards."""
+        """Shard a module as `shard` does, also if another sharder shards the module around it."""
         if env.process_group is None:
             raise ValueError(f"module {module_fqn!r} is sharded between the ranks of a process group, env has none")
         self._check_plan(params, env, module_fqn or type(module).__name__)
@@ -154,31 +156,32 @@ class _Sharder(BaseEmbeddingSharder[torch.nn.Module]):
 
 
 class EmbeddingBagCollectionSharder(_Sharder):
-    """Shards `EmbeddingBagCollection`s: each row lives with one rank, by its key.
+    """Shards `EmbeddingBagCollection`s: the key of a row decides on which rank the row lives.
 
     Rows are updated in the backward pass, by the optimizer of `apply_optimizer_in_backward`, else by `fused_params`,
     else, as in TorchRec, by SGD at a rate of 0.01. Gradients are divided by the number of ranks, or summed after
     `torchrec.distributed.comm_ops.set_gradient_division(False)`.
 
-    A module on the meta device gets rows at their first lookup, as `init_fn` says; an `init_fn` that is none of
-    torch.nn.init's by which a row can be initialized by itself fills a table of `num_embeddings` rows. A module that
-    has weights keeps them: row r becomes id r.
+    Rows of a module on the meta device are initialized at their first lookup, by `init_fn`. If `init_fn` can only fill
+    a whole table, it fills a table of `num_embeddings` rows. A module with weights keeps them: row r becomes id r.
 
     Args:
         fused_params: the optimizer and its options, by FBGEMM's names. Options for where FBGEMM keeps rows, or how it
-            computes, have no effect; others that rows cannot follow are refused.
-        qcomm_codecs_registry: of `get_qcomm_codecs_registry`; sets `comm_dtype` where that is None: float16 where all
-            codecs are, bfloat16 where others are, float32 where one is: rows and gradients travel alike.
-        module_type: the class whose modules are sharded: `oneemb.torchrec.EmbeddingBagCollection`, or TorchRec's own,
+            computes, have no effect; other unsupported options are refused.
+        qcomm_codecs_registry: result of `get_qcomm_codecs_registry`, from which `comm_dtype` follows if that is None:
+            float32 if any codec is float32, else bfloat16 if any is bfloat16, else float16. Rows and gradients travel
+            in the same dtype.
+        module_type: class of the modules to shard: `oneemb.torchrec.EmbeddingBagCollection`, or TorchRec's own class,
             so that a model need not be changed. None = the former.
-        store_options, seed: of TorchRec's own modules, as of `oneemb.torchrec.EmbeddingBagCollection`.
-            `persistent_path` is a folder that all ranks see, or a list of folders, one a rank; each module has a
+        store_options, seed: for modules of TorchRec's own class, same as for `oneemb.torchrec.EmbeddingBagCollection`.
+            `persistent_path` is a folder that all ranks see, or a list with one folder for each rank; each module has a
             subfolder of its name.
-        num_threads: threads that run the kernels; None = the cores there are. No result depends on it.
-        comm_dtype: of rows and gradients between ranks, as of `oneemb.MultiTableEmbedding`; None = float32.
+        num_threads: threads that run the kernels; None = one for each core. No result depends on it.
+        comm_dtype: dtype in which rows and gradients travel between ranks, same as for `oneemb.MultiTableEmbedding`;
+            None = float32.
 
     Raises:
-        ValueError: an option of `fused_params` is refused, or a codec; the message names it.
+        ValueError: an option of `fused_params`, or a codec, is not supported; the message names it.
 
     Example:
         >>> from torchrec.distributed.types import ShardingType
@@ -192,7 +195,7 @@ class EmbeddingBagCollectionSharder(_Sharder):
 
 
 class EmbeddingCollectionSharder(_Sharder):
-    """Shards `EmbeddingCollection`s; arguments and behaviour as of `EmbeddingBagCollectionSharder`.
+    """Shards `EmbeddingCollection`s; arguments and behaviour are those of `EmbeddingBagCollectionSharder`.
 
     Reference: torchrec.distributed.embedding.EmbeddingCollectionSharder.
     """
@@ -209,10 +212,10 @@ def get_default_sharders(
     num_threads: int | None = None,
     comm_dtype: torch.dtype | None = None,
 ) -> list[ModuleSharder[torch.nn.Module]]:
-    """Sharders for oneemb's collections and for TorchRec's own; arguments as of `EmbeddingBagCollectionSharder`.
+    """Sharders for oneemb's and TorchRec's collections; arguments are those of `EmbeddingBagCollectionSharder`.
 
-    A FeatureProcessedEmbeddingBagCollection needs no sharder of its own: its collection is sharded, and its processors
-    are dense modules. Managed collisions are sharded on one rank, and refused on several.
+    A FeatureProcessedEmbeddingBagCollection needs no sharder: the collection inside is sharded, and its processors are
+    dense modules. Modules of managed collisions are sharded on one rank, and refused on several.
 
     Reference: torchrec.distributed.sharding_plan.get_default_sharders.
     """
@@ -234,23 +237,25 @@ def collection_on_ranks(
     fused_params: Mapping[str, Any], begin: Sequence[torch.Tensor | None], *, tables: Sequence[TableRows] | None = None,
     **options: Any,
 ) -> tuple[Any, Ranks | None]:  # fmt: skip
-    """A collection of some of a module's tables, whose rows ranks own together, and connections for keys (None = this
-    process has all rows). Every rank makes the call.
+    """Collection of some of a module's tables, with rows spread over ranks, and connections between the ranks for keys
+    (None = this process has all rows). Every rank makes the call.
 
     Args:
-        own: `EmbeddingBagCollection` or `EmbeddingCollection`.
-        configs: of the tables.
-        fused_params: optimizer of tables that have none of their own.
-        begin: first rows of each table; None = none.
-        tables: as of `OnRanks`.
-        options: of `own`.
+        own: class to make, `EmbeddingBagCollection` or `EmbeddingCollection`.
+        module: module that is sharded; its class may be TorchRec's.
+        configs: configs of the tables to take.
+        process_group, device, comm_dtype: ranks that share the rows; where lookups run; dtype of rows between ranks.
+        fused_params: optimizer of tables that have no optimizer.
+        begin: first rows of each table; None = the table starts empty.
+        tables: same as in `OnRanks`.
+        options: other arguments of `own`.
 
     Raises:
-        ValueError: an optimizer that rows cannot follow.
+        ValueError: an optimizer is not supported for rows.
     """
     ranks = Ranks(process_group)
-    # Connections of their own: DistributedDataParallel sends gradients meanwhile, and keys may go ahead of rows. One
-    # rank that has all rows sends no request.
+    # Rows and keys have separate connections: DistributedDataParallel sends gradients at the same time, and keys may
+    # go ahead of rows. One rank that has all rows sends no request.
     for_rows = for_keys = None
     if ranks.size > 1 or torch.distributed.get_world_size() > 1:
         for_rows, for_keys = ranks.again(), ranks.again()
@@ -269,12 +274,12 @@ def collection_on_ranks(
 
 
 def comm_dtype_of(codecs: Mapping[str, QuantizedCommCodecs]) -> torch.dtype:
-    """Dtype of rows and gradients between ranks for the codecs of `get_qcomm_codecs_registry`; ValueError for unknown
-    codecs."""
+    """Dtype of rows and gradients between ranks for the codecs of `get_qcomm_codecs_registry`. ValueError if a codec is
+    not float32, float16 or bfloat16."""
     dtypes = {codec.quantized_dtype for both in codecs.values() for codec in (both.forward, both.backward)}
     if dtypes - {torch.float32, torch.float16, torch.bfloat16}:
         raise ValueError(f"qcomm_codecs_registry: rows travel as FP32, FP16 or BF16, got codecs of {dtypes}")
-    if not dtypes or torch.float32 in dtypes:  # Rows and gradients travel alike.
+    if not dtypes or torch.float32 in dtypes:  # Rows and gradients travel in one dtype.
         return torch.float32
     return torch.bfloat16 if torch.bfloat16 in dtypes else torch.float16
 
@@ -286,13 +291,13 @@ def _in_subfolder(options: Any, name: str) -> Any:
 
 
 def configs_of(module: Any) -> list[BaseEmbeddingConfig]:
-    """Configs of a collection, of TorchRec's or one of ours."""
+    """Configs of the tables of a collection, of TorchRec or oneemb."""
     configs = module.embedding_bag_configs if hasattr(module, "embedding_bag_configs") else module.embedding_configs
     return list(configs())
 
 
 def _arguments_of(module: Any) -> dict[str, Any]:
-    """Arguments of the module's class that our collection needs too."""
+    """Arguments with which the module was made and which oneemb's class has too."""
     if hasattr(module, "is_weighted"):
         return {"is_weighted": module.is_weighted()}
     return {"need_indices": module.need_indices()}
@@ -304,7 +309,7 @@ def _weight_of(module: Any, table: str) -> torch.Tensor:
 
 
 def rows_of(module: torch.nn.Module) -> list[torch.Tensor | None]:
-    """Rows of each table of a collection, of TorchRec's or one of ours; None = none yet."""
+    """Rows of each table of a collection, of TorchRec or oneemb; None = the table has no rows yet."""
     if isinstance(module, Collection):
         return module.rows_to_shard()
     weights = [_weight_of(module, config.name) for config in configs_of(module)]
@@ -312,7 +317,7 @@ def rows_of(module: torch.nn.Module) -> list[torch.Tensor | None]:
 
 
 class DistributedModelParallel(model_parallel.DistributedModelParallel):
-    """TorchRec's class, with other default sharders: those of `get_default_sharders`, which spread the rows of oneemb's
+    """TorchRec's class, whose default sharders are those of `get_default_sharders`: they spread the rows of oneemb's
     and of TorchRec's collections over all ranks by key.
 
     Args:
@@ -330,7 +335,7 @@ class DistributedModelParallel(model_parallel.DistributedModelParallel):
         sharders: list[ModuleSharder[torch.nn.Module]] | None = None,
         **arguments: Any,
     ):
-        by_position = positional[3:4]  # after env, device and plan
+        by_position = positional[3:4]  # env, device, plan, sharders, ...
         if by_position == (None,):
             positional = (*positional[:3], get_default_sharders() if sharders is None else sharders, *positional[4:])
         elif sharders is not None or not by_position:

@@ -1,4 +1,4 @@
-"""One table of a collection: where its rows are, how they begin, what steps them, and which tables lie with it."""
+"""One table of a collection: its store, initializer and optimizers, and which tables can share an embedding with it."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,24 +18,24 @@ from oneemb.torchrec.optimizers import row_stepper
 
 @dataclasses.dataclass(frozen=True)
 class TableRows:
-    """Initializer and policy of a table's rows, where its config does not say."""
+    """Initializer and policy of a table's rows, in place of those that its config asks for."""
 
     initializer: Initializer
     policy: RowPolicy
     cache_budget_mb: int | None = None
-    """Size of the cache on the device, for rows in the host's memory; None = rows are where lookups run. Not used with
-    `store_options`, which say where rows are."""
+    """Size of the cache on the device for rows in host memory; None = rows live on the device of lookups. Has no effect
+    with `store_options`, which say where rows live."""
 
 
 class Table:
     """A table of a collection.
 
     Args:
-        config: TorchRec's.
+        config: TorchRec's config.
         pooling: "sum", "mean" or "none".
-        options: where its rows are; None = in memory, under a temporary path.
-        extra: options that are not in its config; None = there are none.
-        parameter: stands for its rows.
+        options: where the rows live; None = in memory, under a temporary path.
+        extra: options that the config lacks; None = there are none.
+        parameter: parameter that stands for the rows.
     """
 
     def __init__(
@@ -44,23 +44,23 @@ class Table:
     ):  # fmt: skip
         self.config, self.pooling, self.options, self.extra, self.parameter = config, pooling, options, extra, parameter
         self.steppers: tuple[torch.optim.Optimizer, ...] = ()
-        """Optimizers that step it in the backward pass, as of the time at which its embedding was made."""
+        """Optimizers that stepped the table in the backward pass when its embedding was made."""
         self.state: TableState | None = None
         """State for state dicts; None = the table has no rows yet."""
 
     @property
     def starts_empty(self) -> bool:
-        """Whether it begins without rows, which are initialized at their first lookups."""
+        """Whether the table starts without rows, which are then initialized at their first lookups."""
         return self.options is not None or bool(self.config.use_virtual_table)
 
     @property
     def is_regrouped(self) -> bool:
-        """Whether its optimizers have changed."""
+        """Whether the table's optimizers have changed since its embedding was made."""
         return in_backward_optimizers(self.parameter.weight) != self.steppers
 
     def kind(self) -> tuple[object, ...]:
-        """Key of the tables that are one embedding; ValueError for an optimizer that rows cannot follow, or two
-        policies of rows."""
+        """Key that is equal for tables that can share an embedding. ValueError if the optimizer is not supported for
+        rows, or the table has two policies."""
         config, policy = self.config, policy_of(self.config)
         if policy is not None and self.extra is not None:
             raise ValueError(
@@ -72,12 +72,12 @@ class Table:
         return config.embedding_dim, dtype_of(config), self.pooling, kind_of_steps(self.steppers), policy, *where
 
     def words(self) -> list[str]:
-        """Words of the name of the folder of its embedding."""
+        """Words for the name of the folder of the table's embedding: width and dtype, pooling, optimizer."""
         dtype, steps = str(dtype_of(self.config)).removeprefix("torch."), kind_of_steps(self.steppers)
         return [f"{self.config.embedding_dim}x{dtype}", self.pooling, *([steps[1]] if steps else [])]
 
     def store_at(self, paths: Sequence[str]) -> StoreOptions:
-        """Options of the store of its embedding, in these folders; none = in a temporary one."""
+        """Options of the embedding's store, in folders `paths`; no paths = in a temporary folder."""
         if self.options is not None:
             return at_paths(self.options, paths)
         if self.extra is not None and self.extra.cache_budget_mb is not None:
@@ -85,13 +85,13 @@ class Table:
         return make_device_mem_store_options(list(paths) or None)
 
     def initializer(self) -> Initializer:
-        """Initializer of rows at their first lookup."""
+        """Initializer of rows that start at their first lookup."""
         if self.extra is not None:
             return self.extra.initializer
         return initializer_of(self.config) if self.starts_empty else later_rows(self.config)
 
     def rows_drawn_together(self) -> torch.Tensor | None:
-        """All rows, of an `init_fn` that fills a whole table in its own way; None = each row is initialized by
+        """All rows [num_embeddings, D], if `init_fn` can only fill a whole table; None = each row is initialized by
         itself."""
         if self.starts_empty or self.extra is not None:
             return None
@@ -103,8 +103,8 @@ class Table:
 
 
 def kind_of_steps(steppers: Sequence[torch.optim.Optimizer]) -> tuple[Any, ...] | None:
-    """Key of the tables that can be stepped as one in the backward pass; None = they are not stepped there. ValueError
-    if a table has several optimizers, or the class is not supported for rows."""
+    """Key that is equal for tables that one optimizer can step together in the backward pass; None = the table is not
+    stepped there. ValueError if a table has several optimizers, or the class is not supported for rows."""
     if not steppers:
         return None
     if len(steppers) > 1:
@@ -115,7 +115,7 @@ def kind_of_steps(steppers: Sequence[torch.optim.Optimizer]) -> tuple[Any, ...] 
 
 
 def fill(config: BaseEmbeddingConfig, weights: torch.Tensor) -> torch.Tensor:
-    """The weights, filled by `init_fn`."""
+    """Fill `weights` by `init_fn`; returns them."""
     assert config.init_fn is not None, "TorchRec's configs give it one"
     with torch.no_grad():
         config.init_fn(weights)
@@ -123,5 +123,5 @@ def fill(config: BaseEmbeddingConfig, weights: torch.Tensor) -> torch.Tensor:
 
 
 def at_paths(options: StoreOptions, paths: Sequence[str]) -> StoreOptions:
-    """The options with other folders."""
+    """Copy of the options with `paths` as folders."""
     return dataclasses.replace(options, persistent_path=tuple(paths))

@@ -1,8 +1,8 @@
-"""TorchRec's modules around a collection (feature processors, managed collisions, towers) when a model is sharded.
+"""TorchRec's modules around a collection (feature processors, managed collisions, towers) in a model that is sharded.
 
-This library's sharders shard its collections, wherever in a model they are. TorchRec's sharders plan nothing for such a
-collection, nor for a module around one. If a model has no other sharder, its first training step raises, on every rank;
-an error of the planner would come on the first rank alone, and leave the others waiting.
+oneemb's sharders find oneemb's collections at any depth of a model. TorchRec's sharders are patched to plan nothing for
+such a collection, nor for a module around one. A model that has only TorchRec's sharders then raises in its first
+training step, on every rank; an error of the planner would be raised on the first rank alone while the others wait.
 """
 
 import functools
@@ -26,7 +26,7 @@ from torchrec.modules.mc_embedding_modules import (
 from oneemb.torchrec.collection import Collection
 
 _INSIDE = "_embedding_module"
-"""Attribute of a module of managed collisions that holds the collection."""
+"""Name of the attribute in which a module of managed collisions holds its collection."""
 
 _OF_TORCHREC = (
     EmbeddingBagCollectionSharder, EmbeddingCollectionSharder, FeatureProcessedEmbeddingBagCollectionSharder,
@@ -36,10 +36,10 @@ _OF_TORCHREC = (
 
 def pass_over_collections() -> None:
     """Patch TorchRec's sharders: `shardable_parameters` is empty for a module that is, or contains, a collection of
-    this library.
+    oneemb.
 
-    TorchRec's planner would divide by the rows of each table's parameter, which are 0; and since it runs on the first
-    rank alone, the others would wait for its plan.
+    Each table's parameter has 0 rows, by which TorchRec's planner would divide. The planner runs on the first rank
+    alone, so the others would wait for its plan.
     """
     for sharder in _OF_TORCHREC:
         sharder.shardable_parameters = _passing_over(sharder.shardable_parameters)
@@ -56,16 +56,16 @@ def _passing_over(shardable_parameters: Any) -> Any:
 
 
 def managed_collision_sharders(sharders: Sequence[Any]) -> list[ModuleSharder[torch.nn.Module]]:
-    """Sharders of TorchRec's modules of managed collisions, which shard the collection inside by one of `sharders`."""
+    """Sharders of TorchRec's modules of managed collisions; they shard the collection inside by one of `sharders`."""
     kinds = ManagedCollisionEmbeddingBagCollection, ManagedCollisionEmbeddingCollection
     return [_ManagedCollisionSharder(kind, sharders) for kind in kinds]
 
 
 def refuse_behind_managed_collisions(collection: torch.nn.Module, module_fqn: str) -> None:
-    """Raise ValueError if the collection at the path `module_fqn` is about to be sharded alone, though it is in a
-    module of managed collisions: each rank would map the module's ids in its own way."""
+    """Raise ValueError if the collection at path `module_fqn` is inside a module of managed collisions but is about to
+    be sharded without it: each rank would then map ids to rows in its own way."""
     path, _, name = module_fqn.rpartition(".")
-    if name != _INSIDE:  # A module does not know its parent, and the search below looks at every object of Python.
+    if name != _INSIDE:  # The search below for the parent visits every object of Python.
         return
     kinds = ManagedCollisionEmbeddingBagCollection, ManagedCollisionEmbeddingCollection
     for module in gc.get_objects():
@@ -79,7 +79,8 @@ def refuse_behind_managed_collisions(collection: torch.nn.Module, module_fqn: st
 
 
 class _ManagedCollisionSharder(BaseEmbeddingSharder[torch.nn.Module]):
-    """Shards the collection in a module of managed collisions on one rank; on several ranks it raises on each."""
+    """Shards the collection inside a module of managed collisions, on one rank; several ranks are an error on each of
+    them."""
 
     def __init__(self, kind: type[torch.nn.Module], sharders: Sequence[Any]):
         super().__init__()
@@ -88,12 +89,12 @@ class _ManagedCollisionSharder(BaseEmbeddingSharder[torch.nn.Module]):
 
     @property
     def module_type(self) -> type[torch.nn.Module]:
-        """The class whose modules are sharded."""
+        """Class of the modules that this sharder shards."""
         return self._kind
 
     def shardable_parameters(self, module: Any) -> dict[str, torch.nn.Parameter]:
-        """Parameters of the collection inside, under other names. By the real names TorchRec's planner would find the
-        tables, and refuse those that ranks cannot share evenly, on the first rank alone."""
+        """Parameters of the collection inside, under other names than the tables'. By the tables' names TorchRec's
+        planner would check them, on the first rank alone, and refuse tables that ranks cannot share evenly."""
         inside = module._embedding_module
         sharder = self._sharders.get(type(inside))
         its = {} if sharder is None else sharder.shardable_parameters(inside)
