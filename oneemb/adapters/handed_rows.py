@@ -15,7 +15,8 @@ _CHUNK_BYTES = 4 << 20
 
 
 def to_be_handed(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Tensor on the CPU whose memory `hand_over` frees while it reads. OSError or OverflowError if memory is too small."""
+    """Tensor on the CPU whose memory `hand_over` frees while it reads. OSError or OverflowError if memory is too
+    small."""
     count = math.prod(size)
     memory = mmap.mmap(-1, max(count * dtype.itemsize, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     weights: Any = torch.frombuffer(memory, dtype=dtype, count=count).reshape(size)

@@ -46,7 +46,8 @@ class TableParameter(torch.nn.Module):
         )  # fmt: skip
 
     def serves(self, state: Callable[[], TableState]) -> None:
-        """Set the function that returns the table's current state. State dicts call it whenever one is taken or loaded."""
+        """Set the function that returns the table's current state; it is called when a state dict is taken or
+        loaded."""
         self._state = state
 
     def state_now(self) -> TableState | None:

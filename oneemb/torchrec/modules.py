@@ -149,7 +149,8 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
 
     @torch.jit.unused
     def lookups_of(self, features: KeyedJaggedTensor) -> Lookups:
-        """Lookups of a call with these features. Their result is a KeyedTensor. Raises the errors of `forward`."""
+        """Lookups of a call with these features; the result of `look_up` is a KeyedTensor. Raises the errors of
+        `forward`."""
         lookups = self._lookups_of(features)
         return lookups._replace(output=lambda rows: self._keyed(lookups.output(rows)))
 
@@ -304,7 +305,8 @@ class EmbeddingCollection(Collection, EmbeddingCollectionInterface):
 
     @torch.jit.unused
     def lookups_of(self, features: KeyedJaggedTensor) -> Lookups:
-        """Lookups of a call with these features. Their result is {name: JaggedTensor}. Raises the errors of `forward`."""
+        """Lookups of a call with these features; the result of `look_up` is {name: JaggedTensor}. Raises the errors of
+        `forward`."""
         features = maybe_td_to_kjt(features, None)
         selected = select_features(check_jagged(features), features.keys(), self._feature_names)
         ids_C = ends_of_features(selected).diff()
