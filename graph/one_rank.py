@@ -1,7 +1,7 @@
 """A process that owns all rows, as a group of one rank: its exchanges return its own messages.
 
-It has the calls of `Ranks` (ranks.py) that lookups, steps and calls on rows make, so that these need not ask whether
-there are other ranks; snapshots and checkpoints ask `alone`.
+`OneRank` has the methods of `Ranks` (ranks.py) that lookups, steps and calls on rows use, so that their code is the
+same with and without other ranks. Snapshots and checkpoints check `alone`.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,13 +15,13 @@ from oneemb.graph.rank_messages import Blocks, Received, Traffic, bytes_of
 T = TypeVar("T")
 
 Gradients = Literal["mean", "sum"]
-"""Reduction of the gradients that ranks have for a row."""
+"""Reduction of the gradients that ranks have for the same row."""
 
 _COMM_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def check_between_ranks(gradients: object, comm_dtype: torch.dtype) -> None:
-    """Raise ValueError unless both are among the values that ranks support."""
+    """Raise ValueError unless both arguments are values that `Ranks` takes."""
     if not isinstance(gradients, str) or gradients not in ("mean", "sum"):
         raise ValueError(f'gradients_of_ranks must be "mean" or "sum", got {gradients!r}')
     if not isinstance(comm_dtype, torch.dtype) or comm_dtype not in _COMM_DTYPES:
@@ -29,17 +29,18 @@ def check_between_ranks(gradients: object, comm_dtype: torch.dtype) -> None:
 
 
 class OneRank:
-    """The group. Each method calls the function that it is given, and lets its error through; see `Ranks`.
+    """Group of this process alone. A method calls the function that it is given and returns the result; an error of the
+    function is not wrapped. See `Ranks`.
 
     Args:
-        gradients, comm_dtype: of the embedding; neither changes a number where nothing is sent.
+        gradients, comm_dtype: as for `Ranks`. They change no number, since nothing is sent.
 
     Raises:
-        ValueError: they are not as `Ranks` takes them.
+        ValueError: an argument is not a value that `Ranks` takes.
     """
 
     alone: Literal[True] = True
-    """Whether no other process can own rows: False for every process group, even one of a single rank."""
+    """Whether this process owns all rows: False for every process group, even one with a single rank."""
     rank, size, first = 0, 1, True
     group = None
     forked = False
@@ -54,7 +55,7 @@ class OneRank:
         return "this process alone"
 
     def exchange(self, what: str, make: Callable[[], Blocks]) -> list[Received]:
-        """Blocks that `make` gives for this rank."""
+        """The tensors that `make` returns for this rank."""
         (block,) = make()
         return [Received(torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *map(bytes_of, block)]))]
 
@@ -63,7 +64,7 @@ class OneRank:
         return check()
 
     def all_gather(self, what: str, make: Callable[[], T]) -> list[T]:
-        """Result of `make`, alone in a list."""
+        """List with one element, the result of `make`."""
         return [make()]
 
     def by_first(self, what: str, call: Callable[[], T]) -> T:
@@ -75,15 +76,15 @@ class OneRank:
         return make()
 
     def norms(self, norms: Sequence[float], ord: float) -> list[float]:
-        """The same norms."""
+        """`norms`: this process has the whole vectors."""
         return list(norms)
 
     def any(self, flag: bool) -> bool:
-        """The same flag."""
+        """`flag`, since there is no other rank."""
         return flag
 
     def fail(self, what: str, failure: BaseException, since: int = 0) -> None:
-        """Do nothing: nobody waits."""
+        """Do nothing: no other rank waits."""
 
 
 ALONE = OneRank()

@@ -1,4 +1,4 @@
-"""Messages between ranks, tensors as bytes one after another, and the errors of exchanges."""
+"""Messages between ranks (the bytes of tensors, one after another) and the errors of exchanges."""
 
 import itertools
 import pickle
@@ -13,42 +13,41 @@ from oneemb.storage.locking.signals_deferred import signals_deferred
 
 
 class RankError(RuntimeError):
-    """Another rank has failed, or does something else. The message names it, and repeats its error."""
+    """Another rank has failed, or the ranks do different things. The message names the rank and repeats its error."""
 
 
 @contextmanager
 def whole_exchange() -> Iterator[None]:
-    """Block of an exchange: no signal comes between its messages, for which the other ranks wait. Forks may."""
+    """Block of an exchange: signals wait until it ends, since other ranks wait for its messages. Forks do not wait."""
     with signals_deferred, signals_deferred.forks_allowed():
         yield
 
 
-_REPORTED = (
-    "_oneemb_reported"  # attribute of an error: moment since which all ranks know it, or will at their next exchange
-)
+# Attribute of an error that all ranks know, or will know at their next exchange: the `moment` of the report.
+_REPORTED = "_oneemb_reported"
 _moments = itertools.count(1)
 
 
 def moment() -> int:
-    """Number of this moment, for `Ranks.fail`: later ones are greater."""
+    """Number of the current moment, for `Ranks.fail`. Later moments have greater numbers."""
     return next(_moments)
 
 
 def mark_reported(error: BaseException) -> None:
-    """Mark an error as reported, so that `Ranks.fail` ignores it: all ranks know it, or none waits for this rank."""
+    """Mark an error as reported: all ranks know it, or no rank waits for this one. `Ranks.fail` then ignores it."""
     with suppress(AttributeError):
         setattr(error, _REPORTED, next(_moments))
 
 
 def reported_error(words: str) -> RankError:
-    """An error that all ranks raise."""
+    """RankError that all ranks raise, marked as reported."""
     error = RankError(words)
     mark_reported(error)
     return error
 
 
 def is_reported(error: BaseException | None, since: int) -> bool:
-    """Whether all ranks know of this error, or of one that it replaced, as the error of a signal may."""
+    """Whether this error, or an error that it has replaced (as Ctrl-C may), was reported after the moment `since`."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         if getattr(error, _REPORTED, 0) > since:
@@ -67,9 +66,9 @@ _WORDS = 8192
 
 
 def report(what: str, failure: BaseException | None, name: str, made: str) -> bytearray:
-    """Error report of one rank, pickled, and zeros up to the length that all have."""
+    """Error report of one rank: pickled, padded with zeros to `_WORDS` bytes."""
     failed, pickled = None if failure is None else _failure_text(failure), b""
-    for length in (_WORDS // 5, _WORDS // 20):  # characters of each, which may take four bytes
+    for length in (_WORDS // 5, _WORDS // 20):  # characters of each text; a character takes up to four bytes
         pickled = pickle.dumps([None if text is None else text[:length] for text in (what, failed, name, made)])
         if len(pickled) <= _WORDS:
             break
@@ -79,7 +78,7 @@ def report(what: str, failure: BaseException | None, name: str, made: str) -> by
 def _failure_text(failure: BaseException) -> str:
     try:
         return f"{type(failure).__name__}: {failure}"
-    except Exception:  # Its own __str__ has failed, and the others wait for some words.
+    except Exception:  # `__str__` of the error has failed, and the other ranks wait for a report.
         return type(failure).__name__
 
 
@@ -90,7 +89,7 @@ def what_has_failed(of_all: Sequence[Report]) -> str:
     differ = len({what for what, *_ in of_all}) > 1
     doing, made = _by_rank(what for what, *_ in of_all), _by_rank(made for *_, made in of_all)
     one_name, ways = len({name for _, _, name, _ in of_all}) == 1, len({made for *_, made in of_all})
-    # Other embeddings were made in other ways, which explains nothing.
+    # Ranks that are at different embeddings differ in `made` anyway, which explains nothing.
     if not differ or one_name and ways > 1:
         what = f"do different things ({doing})" if differ else of_all[0][0]
         return (
@@ -108,21 +107,22 @@ def _by_rank(of_all: Iterable[object]) -> str:
 
 
 Blocks = Sequence[Sequence[torch.Tensor]]
-"""Tensors to send to each rank, of any shape, one after another."""
+"""For each rank, the tensors to send to it, of any shapes."""
 
 
 @dataclass
 class Traffic:
-    """Messages and bytes that a rank has sent to others, and the time that it has spent in exchanges."""
+    """Messages and bytes that a rank has sent to others, and the time that the rank has spent in exchanges."""
 
     messages: int = 0
-    """Exchanges of one tensor each."""
+    """Number of exchanges, each of one tensor."""
     sent_bytes: int = 0
     seconds: float = 0.0
     """From the start of each exchange to its end, waits for other ranks included."""
 
     def add(self, sent: torch.Tensor, rows_to_others: int, begin: float) -> None:
-        """Count an exchange of rows that started at this reading of time.perf_counter."""
+        """Count an exchange that sent `rows_to_others` rows of `sent` to other ranks. `begin`: time.perf_counter() at
+        its start."""
         self.messages += 1
         self.sent_bytes += rows_to_others * (sent.numel() // max(1, len(sent))) * sent.element_size()
         self.seconds += time.perf_counter() - begin
@@ -136,7 +136,7 @@ class Received:
         self._begin = 0
 
     def take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """The next tensor, of so many elements: [count]."""
+        """The next tensor: `count` elements of `dtype`, [count]."""
         size = count * dtype.itemsize
         part = self._sent_N[self._begin : self._begin + size]
         self._begin += padded(size)
@@ -144,8 +144,8 @@ class Received:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Bytes of a tensor, and zeros up to a multiple of 8, so that the next tensor is aligned."""
-    if tensor.numel() == 0:  # whose strides may be any
+    """Bytes of a tensor, padded with zeros to a multiple of 8, so that the next tensor is aligned."""
+    if tensor.numel() == 0:  # an empty tensor may have any strides
         return torch.empty(0, dtype=torch.uint8, device=tensor.device)
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     more = padded(len(flat)) - len(flat)

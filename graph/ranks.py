@@ -2,14 +2,16 @@
 
     received = ranks.exchange("look up 'items'", lambda: blocks)
 
-Each exchange starts with a header: code of the rank's operation, whether it has failed, and how much it sends to whom.
-So every rank raises where one has failed, or where ranks do different things, and none waits for a message that will
-not come. A rank that fails between two exchanges posts a header for the next one, and waits for nobody: `fail`.
+Each exchange starts with headers. A rank sends each other rank a header: code of the operation, whether the rank has
+failed, and how many bytes will follow. So if one rank has failed, or ranks do different things, every rank raises, and
+no rank waits for a message that never comes. A rank that fails between two exchanges sends its header of the next
+exchange at once, without waiting for the others (`fail`).
 
 Invariants:
-- after an exchange that raises, every rank has left it: the group can be used again;
-- a child of fork sends nothing: an exchange is an error, there alone;
-- a rank stops between two exchanges, never in one: the next message on any rank is a header, of one size.
+- after an exchange that raises, every rank has left the exchange: the group can be used again;
+- a forked child sends nothing: an exchange raises in the child alone;
+- a signal stops a rank between two exchanges, never within one: the next message on every rank is a header, and all
+  headers have one size.
 """
 
 import copy
@@ -50,20 +52,21 @@ from oneemb.storage.locking.step_lock import between_steps
 
 T = TypeVar("T")
 
-# Bytes before an answer: code of the operation, and whether it has failed.
+# Bytes of an answer's header: two int64, the code of the operation and whether the rank has failed.
 _HEADER = 16
 
-# Number of a rank that has left a `gather_number`.
+# Number in the header of a rank that has called `leave`.
 _LEFT = -(1 << 40)
 
 _NONE = pickle.dumps(None)
 
-# Bytes that `of_first` sends to each other rank at a time: all of them are in the first one's memory at once.
+# Bytes that `of_first` sends to each rank at a time. The first rank has the copies for all ranks in memory at once.
 _CHUNK = 4 << 20
 
 
 def _tried(make: Callable[[], T]) -> tuple[T | None, list[BaseException]]:
-    """Result of `make`, or None and its error: in a list, since the traceback holds the frame that has the error."""
+    """(result of `make`, []), or (None, [error]) if it raises. `_raise` takes the error out of the list, so that no
+    frame in the error's traceback refers to the error."""
     try:
         return make(), []
     except BaseException as error:
@@ -73,25 +76,27 @@ def _tried(make: Callable[[], T]) -> tuple[T | None, list[BaseException]]:
 class Ranks:
     """The ranks of a process group.
 
-    Each call that ranks make together takes `what`: the name of their operation, the same on all of them. It raises
-    RankError if another rank has failed, or does something else. An error of a function that it is given is raised on
-    this rank, and a RankError on every other one.
+    All ranks call a method together. They pass `what`, the name of the operation, which must be the same on all ranks.
+    If another rank has failed or names another operation, the method raises RankError. If a function that the method
+    is given raises, this rank raises the same error and every other rank a RankError.
 
     Args:
-        group: of torch.distributed. Tensors go through it as they are with gloo; with NCCL by way of the current GPU.
-        gradients: "mean" or "sum": reduction of the gradients that ranks have for a row.
-        comm_dtype: torch.float32, float16 or bfloat16: of rows and gradients on their way between ranks.
-        name: of the embedding.
-        made: how that was made, in words that have to be the same on all of them.
+        group: process group of torch.distributed. Messages are CPU tensors with gloo, tensors of the current GPU with
+            NCCL.
+        gradients: "mean" or "sum": reduction of the gradients that ranks have for the same row.
+        comm_dtype: dtype of rows and gradients in messages: torch.float32, float16 or bfloat16.
+        name: name of the embedding.
+        made: text of the embedding's arguments, which must be the same on all ranks.
 
     Raises:
-        ValueError: this process is none of its ranks, or another argument is not as above.
+        ValueError: this process is not in the group, or another argument is not as above.
+        TypeError: `group` is no process group.
     """
 
     alone: Literal[False] = False
-    """Whether no other process can own rows; see `OneRank`."""
+    """Whether this process owns all rows; True only for `OneRank`."""
     whole = signals_deferred
-    """Block around a call that ranks make together."""
+    """Block for a call that all ranks make together: signals and forks wait until it ends."""
 
     def __init__(
         self, group: "distributed.ProcessGroup", gradients: Gradients = "mean", comm_dtype: torch.dtype = torch.float32,
@@ -111,24 +116,25 @@ class Ranks:
         self.group = group
         self.gradients, self.comm_dtype = gradients, comm_dtype
         self.name, self.made = name, made
-        """Both are the same on all ranks."""
+        """`name` and `made` are the same on all ranks."""
         self.traffic = Traffic()
         self._pid = os.getpid()
         self.rank: int = group.rank()
         self.size: int = group.size()
         self.first = self.rank == 0
-        """Whether this rank is the one that acts for all."""
+        """Whether this is rank 0, which acts for all ranks."""
         on_gpu = group.name() == "nccl"
         self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
     @property
     def grad_scale(self) -> float:
-        """Factor of the gradients that ranks have for a row, before they are summed."""
+        """Factor of each rank's gradients before they are summed over ranks: 1 / `size` for "mean", 1 for "sum"."""
         return 1 / self.size if self.gradients == "mean" else 1.0
 
     @property
     def forked(self) -> bool:
-        """Whether this process is a child of a rank, which is none: its parent's connections are not its own."""
+        """Whether this process is a forked child of a rank. A child is no rank: it must not use its parent's
+        connections."""
         return os.getpid() != self._pid
 
     def __repr__(self) -> str:
@@ -136,8 +142,8 @@ class Ranks:
 
     @classmethod
     def joined(cls, several: Sequence["Ranks"]) -> "Ranks":
-        """The ranks of several embeddings, of one group, for one exchange about all of them: it checks that each was
-        made in the same way on all ranks."""
+        """The ranks of several embeddings of one group, for one exchange about all these embeddings. The exchange
+        checks that each embedding was made in the same way on all ranks."""
         if len(several) == 1:
             return several[0]
         joined = copy.copy(several[0])
@@ -146,28 +152,28 @@ class Ranks:
         return joined
 
     def again(self) -> "Ranks":
-        """The same ranks with connections of their own, by gloo, for another thread; every rank calls it."""
+        """The same ranks with new gloo connections, for another thread. Every rank must call it."""
         what = "connect once more"
         with self._exchanging(what):
             name = self.all_gather(what, lambda: uuid.uuid4().hex)[0]
-            # new_group names a group by how many this rank has: ranks that are in different numbers wait for ever.
+            # `new_group` is no alternative: it numbers a rank's groups, so ranks in different numbers of groups hang.
             store = distributed.PrefixStore(f"oneemb/{name}", self.group.get_group_store())
             group: Any = self.group  # torch gives its timeout no public name.
             timeout = group._get_backend(self._device).options._timeout
-            # It has the methods of a ProcessGroup that are called here.
+            # ProcessGroupGloo has the methods of a ProcessGroup that this class calls.
             again: Any = distributed.ProcessGroupGloo(store, self.rank, self.size, timeout)
-            # A rank that went on and ended now would break the connections that another rank is still making.
+            # Wait for all: a rank that ended now would break connections that another rank is still making.
             self.all_gather(what, lambda: None)
         return Ranks(again, self.gradients, name="connections", made=name)
 
     def over(self, connections: "Ranks") -> "Ranks":
-        """The same ranks, by the connections that `again` gave."""
+        """Copy of these ranks whose messages go through `connections`, a result of `again`."""
         over = copy.copy(self)
         over.group = connections.group
         return over
 
     def exchange(self, what: str, make: Callable[[], Blocks]) -> list[Received]:
-        """Send blocks, a sequence of tensors for each rank, and receive the blocks of the ranks to this one."""
+        """The tensors that each rank has sent to this one. `make` returns the tensors to send to each rank."""
 
         def pack() -> tuple[torch.Tensor, list[int]]:
             flat = [[bytes_of(tensor) for tensor in block] for block in make()]
@@ -187,17 +193,18 @@ class Ranks:
         self, what: str, make: Callable[[], torch.Tensor], like: torch.Tensor, sent_R: Sequence[int],
         received_R: Sequence[int],
     ) -> torch.Tensor:  # fmt: skip
-        """Send rows to the ranks, and receive theirs, where both sides know the numbers of rows.
+        """Send rows to the ranks and receive rows from them. Sender and receiver must know the numbers of rows already.
 
-        One message, without a copy: `make` leaves room for its header, see `heads`.
+        Header and rows are one message, without a copy: `make` leaves `heads` free rows before the rows of each rank.
 
         Args:
-            make: gives the rows, those for rank 0 first, each rank's behind its `heads`: [sent, W]. It is changed.
-            like: a tensor of shape [0, W] and the dtype and device of the rows.
-            sent_R, received_R: the rows that go to each rank, and come from it.
+            make: returns the rows to send, [sent, W], rows for rank 0 first, with the free rows. Headers are written
+                into this tensor.
+            like: empty tensor, [0, W], with the dtype and device of the rows.
+            sent_R, received_R: number of rows that go to each rank, and number that comes from each rank.
 
         Returns:
-            The rows that the ranks have sent, each rank's behind its heads: [received, W].
+            The received rows, [received, W], rows of rank 0 first, with `heads` header rows before each rank's rows.
         """
         heads = self.heads(like)
         going, coming = ([count + heads for count in counts] for counts in (sent_R, received_R))
@@ -216,11 +223,11 @@ class Ranks:
         return received.to(like.device)
 
     def heads(self, like: torch.Tensor) -> int:
-        """Number of rows before those of each rank that hold the header of an answer of such rows."""
+        """Number of rows that an answer's header occupies, for rows of the width and dtype of `like`."""
         return -(-_HEADER // (like.shape[1] * like.element_size()))
 
     def behind_heads(self, count_R: Sequence[int], heads: int) -> list[slice]:
-        """Slice of each rank's rows, so many of each, if each rank's are behind heads."""
+        """Slice of each rank's rows in an answer: rank r has `heads` header rows, then `count_R[r]` rows."""
         ends = itertools.accumulate(heads + count for count in count_R)
         return [slice(end - count, end) for end, count in zip(ends, count_R, strict=True)]
 
@@ -229,10 +236,12 @@ class Ranks:
         return begin_R[:, None] + torch.arange(heads, device="cpu")
 
     def swap(self, sent: torch.Tensor, sent_R: Sequence[int], received_R: Sequence[int]) -> torch.Tensor:
-        """Swap gradients of rows with the ranks, within `whole_exchange`, after an exchange of their numbers.
+        """Send gradients of rows to the ranks; returns the gradients received from them. Call it within
+        `whole_exchange`, after an exchange of the numbers of rows.
 
         Args:
-            sent: [sum(sent_R), ...], those for rank 0 first.
+            sent: gradients to send, [sum(sent_R), ...], gradients for rank 0 first.
+            sent_R, received_R: number of gradients that go to each rank, and number that comes from each rank.
         """
         received = sent.new_empty((sum(received_R), *sent.shape[1:]), device=self._device)
         with self._exchanging("bring gradients of rows to their owners"):
@@ -240,11 +249,11 @@ class Ranks:
         return received.to(sent.device)
 
     def agree(self, what: str, check: Callable[[], Any] = lambda: None) -> Any:
-        """Wait for all ranks, and raise on each if one raises.
+        """Run `check` on all ranks, and wait for all. If it raises on one rank, all ranks raise.
 
         Returns:
-            Result of `check` on the first rank where it is not None, the same on all ranks; None if there is none. Any:
-            an object that can be pickled.
+            On all ranks, the result of the lowest rank whose result is not None; None if all are None. Any: an object
+            that can be pickled.
         """
         pickled, failed = _tried(lambda: pickle.dumps(check()))
         with self._exchanging(what):
@@ -260,11 +269,11 @@ class Ranks:
             return self._gather(pickled or b"")
 
     def by_first(self, what: str, call: Callable[[], T]) -> T:
-        """Result of `call` on the first rank, for all ranks. Others do not call it."""
+        """Result of `call` on the first rank, returned on all ranks. Other ranks do not run `call`."""
         return cast(T, self.agree(what, lambda: call() if self.first else None))
 
     def of_first(self, what: str, make: Callable[[], bytes]) -> bytes:
-        """Do as `by_first`, for any number of bytes."""
+        """Bytes that `make` returns on the first rank, returned on all ranks. They are sent in pieces of `_CHUNK`."""
         data = bytearray()
 
         def keep() -> int:
@@ -282,25 +291,25 @@ class Ranks:
         return b"".join(parts)
 
     def gather_number(self, what: str, make: Callable[[], int]) -> list[int]:
-        """The number that `make` gives on each rank, in their order."""
+        """Number that `make` returns on each rank, in the order of the ranks."""
         mine, failed = _tried(make)
         with self._exchanging(what):
             return self._headers(what, failed, [mine or 0] * self.size)
 
     def leave(self, what: str) -> None:
-        """Take part in a `gather_number` without waiting for it: this rank's number is not 0. Where another rank fails
-        in it, the ranks raise without waiting for its error report."""
+        """Take part in a `gather_number` without waiting for its result. The other ranks get a number that is not 0
+        for this rank. If a rank fails in that exchange, the others raise without waiting for error reports."""
         if self.forked:
             return
-        with suppress(RuntimeError), whole_exchange():  # Where connections are broken, nobody waits.
+        with suppress(RuntimeError), whole_exchange():  # If connections are broken, no rank waits.
             self._post_header(what, failed=False, number=_LEFT)
 
     def fail(self, what: str, failure: BaseException, since: int = 0) -> None:
-        """Have all ranks raise at the exchange that they come to next, without waiting for them: this one has failed
-        before it came there. Does nothing where they have raised with it already.
+        """Report that this rank has failed before an exchange: all ranks raise at their next exchange. Does not wait
+        for them, and does nothing if all ranks know the failure already.
 
         Args:
-            since: the `moment` at which this rank began to do it.
+            since: the `moment` at which this rank began the operation that failed.
         """
         if self.forked or is_reported(failure, since):
             return
@@ -311,18 +320,19 @@ class Ranks:
             self.group.allgather([torch.empty_like(mine) for _ in range(self.size)], mine)
 
     def any(self, flag: bool) -> bool:
-        """Whether a rank gives True."""
+        """Whether `flag` is True on any rank."""
         return any(self.gather_number("find whether a gradient is not finite", lambda: int(flag)))
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """The sums of these over the ranks, in float64 and in their order: the same bits on each."""
+        """Sum of each value over the ranks, in float64 and in the order of the ranks: the same bits on all ranks."""
         first, *others = self._gather_floats(values)
         for other in others:
             first += other
         return first.tolist()
 
     def norms(self, norms: Sequence[float], ord: float) -> list[float]:
-        """The norms of vectors that lie in parts on the ranks, from the norms of the parts; NaN if one is."""
+        """Norm of each vector, of which every rank has a part. `norms` are the norms of this rank's parts, of order
+        `ord`. The norm is NaN if the norm of a part is NaN."""
         if ord == math.inf:
             of_all = self._gather_floats(norms)
             return torch.stack(of_all).amax(0).tolist()
@@ -332,7 +342,7 @@ class Ranks:
 
     @contextmanager
     def _exchanging(self, what: str) -> Iterator[None]:
-        """Block in which no signal comes, and a broken connection raises a RankError that explains it."""
+        """Block of an exchange: signals wait until it ends, and a broken connection raises a RankError."""
         if self.forked:
             raise ForkedProcessError(
                 f"this is process {os.getpid()}, a child of rank {self.rank}, process {self._pid}, and was about to"
@@ -343,7 +353,7 @@ class Ranks:
             try:
                 yield
             except RuntimeError as error:
-                if isinstance(error, RankError) or is_reported(error, 0):  # Its own error, which all know now.
+                if isinstance(error, RankError) or is_reported(error, 0):  # an error that all ranks know
                     raise
                 raise reported_error(
                     f"rank {self.rank} was about to {what}, and another rank has ended, was killed, or did not come"
@@ -359,7 +369,8 @@ class Ranks:
         self.group.alltoall_base(torch.empty_like(header_R3), header_R3, [1] * self.size, [1] * self.size)
 
     def _headers(self, what: str, failed: list[BaseException], sent_R: Sequence[int]) -> list[int]:
-        """Send the header of an exchange; returns how much each rank will send to this one."""
+        """Exchange headers: rank r gets the number `sent_R[r]`. Returns the number that each rank has sent to this
+        one, such as bytes that follow. Raises if a rank has failed or names another operation."""
         doing = self._code(what)
         header_R3 = torch.tensor([[doing, bool(failed), sent] for sent in sent_R], device=self._device)
         got_R3 = torch.empty_like(header_R3)
@@ -370,12 +381,13 @@ class Ranks:
         return [size for _, _, size in got]
 
     def _words(self, what: str, failure: BaseException | None) -> torch.Tensor:
-        """Error report of this rank for the others, uint8."""
+        """Error report of this rank for the others: pickled, uint8 [_WORDS]."""
         words = report(what, failure, self.name, self.made)
         return torch.frombuffer(words, dtype=torch.uint8).to(self._device)
 
     def _raise(self, what: str, failed: list[BaseException], headers: Sequence[Sequence[int]] = ()) -> Never:
-        """Raise the error of this rank, which is taken out of the list, or a RankError about those of others."""
+        """Raise this rank's error, taking it out of the list `failed`; if the list is empty, raise a RankError about
+        the errors of other ranks. `headers`: the headers of all ranks, if the exchange sends numbers."""
         left = [rank for rank, (*_, number) in enumerate(headers) if number == _LEFT]
         of_all: list[Report] = []
         if not left:  # A rank that has left sends no report.
@@ -399,7 +411,8 @@ class Ranks:
             return self._all_gather(torch.tensor(values, dtype=torch.float64, device="cpu"))
 
     def _gather(self, pickled: bytes) -> list[Any]:
-        """All-gather bytes. Callers pickle before the exchange: an error within it would leave other ranks waiting."""
+        """Unpickled objects of all ranks. Callers pickle before the exchange: an error within the exchange would leave
+        other ranks waiting."""
         mine = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
         sizes = [int(size) for size in self._all_gather(torch.tensor([len(mine)], device="cpu"))]
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
@@ -408,7 +421,7 @@ class Ranks:
         return [pickle.loads(its[:size].numpy().tobytes()) for its, size in zip(of_all, sizes, strict=True)]
 
     def _all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        """All-gather a tensor that has the same shape on each rank; the results are in the host's memory."""
+        """All-gather a tensor that has the same shape on each rank. The results are on the CPU."""
         begin, mine = time.perf_counter(), mine.to(self._device)
         of_all = [torch.empty_like(mine) for _ in range(self.size)]
         self.group.allgather(of_all, mine).wait()
@@ -419,7 +432,7 @@ class Ranks:
         self, received: torch.Tensor, sent: torch.Tensor, received_R: Sequence[int], sent_R: Sequence[int]
     ) -> None:
         begin = time.perf_counter()
-        # Methods, not torch.distributed's functions: those take no group that they have not made.
+        # Methods of the group: torch.distributed's functions take only groups that they have made.
         self.group.alltoall_base(received, sent, list(received_R), list(sent_R)).wait()
         self.traffic.add(sent, sum(sent_R) - sent_R[self.rank], begin)
 
@@ -432,18 +445,18 @@ def ranks_of(
     group: "distributed.ProcessGroup | None", gradients: Gradients = "mean", comm_dtype: torch.dtype = torch.float32,
     name: str = "",
 ) -> AnyRanks:  # fmt: skip
-    """The ranks of a process group, None = this process alone; arguments and errors are those of `Ranks`."""
+    """The ranks of a process group; for None, this process alone. Arguments and errors are those of `Ranks`."""
     return OneRank(gradients, comm_dtype) if group is None else Ranks(group, gradients, comm_dtype, name)
 
 
 def together(ranks: AnyRanks, stores: Sequence[EmbeddingStore], verb: str, what: str, call: Callable[[], T]) -> T:
-    """Result of `call`, which ranks make together between two steps; one process makes it alone. Where it raises on
-    one rank it raises on all, before it has begun too; an interrupt comes before it or after it.
+    """Result of `call`, which all ranks run together between two steps; a process alone runs it alone. If a rank
+    raises, all ranks raise, even if its error came before `call`. With ranks, interrupts wait until `call` has ended.
 
     Args:
-        stores: of this rank; no step of theirs may be under way.
+        stores: stores of this rank, none of which may be in a step.
         verb: name of the call, for the error if a step is under way.
-        what: operation in the first exchange of `call`.
+        what: name of the operation in the first exchange of `call`.
     """
     if ranks.forked:
         for store in stores:
@@ -465,7 +478,7 @@ def together(ranks: AnyRanks, stores: Sequence[EmbeddingStore], verb: str, what:
 
 
 def read_together(ranks: AnyRanks, stores: Sequence[EmbeddingStore], verb: str, what: str, call: Callable[[], T]) -> T:
-    """Do as `together` for a call that changes nothing: a process that has all rows makes it at any time."""
+    """Do as `together` for a call that changes nothing. A process that owns all rows runs it at any time."""
     return call() if ranks.alone else together(ranks, stores, verb, what, call)
 
 

@@ -1,19 +1,19 @@
 """The op vocabulary: the parts of a training step, as plain functions. Each function is the definition of its op.
 
-    keys  = unique_keys(ids, table_ids, ...)       which rows, each once
-    lease = acquire(store, keys)                   make them resident and pin them
-    rows  = gather(lease)                          their weights
+    keys  = unique_keys(ids, table_ids, ...)       the (table, id) pairs, each once
+    lease = acquire(store, keys)                   make their rows resident and pin them
+    rows  = gather(lease)                          the weights of each id
     rows  = with_grad(rows, lease, weight)         the same, differentiable: backward gives weight a RowGrad
     ...                                            dense forward, loss.backward()
     grads = reduce_grads([weight.grad, ...])       sum over equal keys
-    found = check_finite([optimizer], grads)       a gradient that is not finite
+    found = check_finite([optimizer], grads)       text about a gradient that is not finite, or None
     go    = may_step(found, [optimizer])           whether to take the step
     groups = step(optimizer, go)                   the dense parameters' optimizer, with its hooks
-    update(optimizer, grad, go, groups)            the rows' optimizer, in place, for each of grads
-    advance([optimizer], [lr_scheduler], go)       the step is made; rates of the next one
+    update(optimizer, grad, go, groups)            the rows' optimizer, in place, for each grad in grads
+    advance([optimizer], [lr_scheduler], go)       drop gradients; learning rates of the next step
 
     rows  = peek(store, keys)                      in place of acquire and gather: reads, inserts nothing
-    rows  = read_ids(store, ids, ...)              eager, in place of all that: a lookup that leaves no gradient
+    rows  = read_ids(store, ids, ...)              in eager mode, a whole lookup that leaves no gradient
     prefetched = prefetch(store, keys)             ahead of acquire(store, keys, prefetched=prefetched): inserts nothing
 
 Each file opens with its subject; `op.py` describes the properties of an op.

@@ -19,21 +19,21 @@ class Summed(NamedTuple):
     grad_UD: Array
     """float32 [U, D]"""
     finite_U: Array
-    """bool [U]: whether a row's sum is finite throughout"""
+    """bool [U]: whether all values of the sum are finite."""
 
 
 class RowGrads:
     """Gradients of U unique keys of one store, for the rows in slot_U: summed, or as segments still to be summed.
 
-    Segments are summed when `sums` is first asked for. An update takes them as they are, and gives the same bits.
+    The first read of `sums` sums the segments. An update sums them row by row instead, with the same bits.
 
     Args:
-        store: one store, or several merged ones.
-        generation: the store's when the slots were handed out.
-        table_U, id_U, slot_U: the keys and their slots; see `nowhere`.
-        segments: the gradients of ids, by unique key; None = `sums` are given.
-        sums: result of the property of this name.
-        stores: of merged stores, those whose lookups got a gradient; None = all.
+        store: the store of the rows, or the merged store.
+        generation: `generation` of the store when the rows got these slots.
+        table_U, id_U, slot_U: tables, ids and slots of the keys; slot -1 = the row is not pinned.
+        segments: the gradients of ids, grouped by unique key; None = `sums` is given.
+        sums: (grad_UD, finite_U), see the property; None = `segments` is given.
+        stores: for merged stores, the stores whose lookups got a gradient; None = all.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class RowGrads:
 
     @property
     def sums(self) -> tuple[Array, Array]:
-        """grad_UD, float32 [U, D], and finite_U, bool [U]: whether a row's sum is finite throughout."""
+        """(grad_UD, float32 [U, D]; finite_U, bool [U]: whether all values of a row's sum are finite)."""
         if self._sums is None:
             assert self.segments is not None
             self._sums = self.store.backend.sum_segments(self.segments)
@@ -73,20 +73,20 @@ class RowGrads:
 
     @property
     def terms(self) -> Terms:
-        """The terms that are still to be summed, or the finished sums as single terms."""
+        """The terms of the sums: gradients that are still to be summed, or finished sums as single terms."""
         if self.segments is None or self._sums is not None:
             return Terms(self.grad_UD, None, 1, self.finite_U)
         return Terms(self.segments.grad_NX, self.segments.scale_N, len(self.segments.order_N))
 
     def with_sums(self, grad_UD: Array) -> "RowGrads":
-        """The same rows with other sums."""
+        """Gradients of the same keys with `grad_UD` as their sums."""
         backend = self.store.backend
         sums = grad_UD, backend.array(torch.isfinite(backend.tensor(grad_UD)).all(1))
         keys = self.table_U, self.id_U, self.slot_U
         return RowGrads(self.store, self.generation, *keys, sums=sums, stores=self.stores)
 
     def with_slots(self, slot_U: Array, generation: int) -> "RowGrads":
-        """The same gradients of the same keys, whose rows are in other slots now."""
+        """The same gradients with other slots, for rows that have moved."""
         keys = self.table_U, self.id_U, slot_U
         return RowGrads(
             self.store, generation, *keys, segments=self.segments, sums=self._sums, stores=self.stores
@@ -96,7 +96,7 @@ class RowGrads:
         """Notify the watchers of the stores that these rows are about to change.
 
         Raises:
-            StorageError: a watcher keeps them from it.
+            StorageError: a watcher forbids the change.
         """
         store = self.store
         for member in store.members:
@@ -115,7 +115,7 @@ class RowGrads:
                 member.before_change(table_U, self.id_U[own], weight_UD[torch.from_numpy(own)])
 
     def of_tables(self, tables: Collection[int]) -> "RowGrads":
-        """The gradients of rows of these tables, of one store."""
+        """The gradients of the keys of `tables`."""
         table_U = self.store.backend.tensor(self.table_U)
         wanted_U = torch.isin(table_U, torch.tensor(sorted(tables), dtype=table_U.dtype, device=table_U.device))
         if bool(wanted_U.all()):
@@ -123,18 +123,18 @@ class RowGrads:
         return self.rows(self.store.backend.array(wanted_U.nonzero().view(-1)))
 
     def rows(self, u: Array) -> "RowGrads":
-        """The gradients of the keys `u` alone, which may be of any store here."""
+        """The gradients of the keys with the indices `u`, summed."""
         keys = self.table_U[u], self.id_U[u], self.slot_U[u]
         return RowGrads(self.store, self.generation, *keys, sums=(self.grad_UD[u], self.finite_U[u]))
 
 
 def nowhere(backend: Backend, rows: int) -> Array:
-    """The slots of rows that are not pinned: -1, int64 [U]."""
+    """Slots of rows that are not pinned: int64 [rows], all -1."""
     return backend.array(torch.full((rows,), -1, device=backend.device, dtype=torch.int64))
 
 
 def join_grads(parts: Sequence[RowGrads]) -> RowGrads | None:
-    """Gradients of rows of one store, joined, with equal keys to be summed in this order; None if there are none."""
+    """Gradients of one store, joined: those of equal keys are to be summed in the order of `parts`. None = no parts."""
     if len(parts) < 2:
         return parts[0] if parts else None
     store, stores = parts[0].store, tuple({member: None for part in parts for member in part.stores})
@@ -165,9 +165,9 @@ def _slots_of(store: EmbeddingStore | MergedStore, unique: Any, slot_N: Array) -
 
 
 def sum_over_passes(grads: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The gradients of the ids of a lookup, [N, D], summed in float32 over its backward passes.
+    """Gradients of the ids or bags of a lookup, summed in float32 over its backward passes: [N, D] or [P, D].
 
-    The gradients of a single pass are given as they are, perhaps in strides.
+    The gradient of a single pass is returned as it is, and may be non-contiguous.
     """
     if len(grads) == 1:
         return grads[0]
@@ -178,7 +178,7 @@ def sum_over_passes(grads: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def add_sums(sums: Sequence[Summed], backend: Backend) -> Summed:
-    """Sums of the same keys, added up in this order; a single one is given as it is."""
+    """Total of several sums of the same keys, added in their order. A single element is returned as it is."""
     first, *others = sums
     if not others:
         return first

@@ -27,20 +27,21 @@ _NO_BACKEND = HostBackend(_ONE_THREAD)
 
 @dataclass(frozen=True)
 class Keys:
-    """The unique keys of a batch of ids and the shape the ids had."""
+    """The unique keys of a batch of ids, and the shape of the ids."""
 
     shape: torch.Size
     """Shape of the ids; with bags, [B, T] or [P]."""
     unique: kernels.Keys
     bags: Bags | None
     backend: Backend
-    """Backend of the place of the ids."""
+    """Backend of the device of the ids."""
     uses_U: np.ndarray | None = None
-    """int64: number of ids in the ranks' batches that each key has, for policies; None = the number in `unique`."""
+    """int64: number of ids that each key has in the batches of all ranks, for policies; None = count them in
+    `unique`."""
 
 
 def measure_unique_keys(args: object, keys: Any) -> tuple[int, int]:
-    """Ids and bytes. Any: the keys are `Keys` or, from another file, `MergedKeys`."""
+    """(ids, bytes) of a call. Any: the keys are `Keys` or, from another file, `MergedKeys`."""
     ids, unique = len(keys.unique.inverse_N), len(keys.unique.id_U)
     return ids, ids * (8 + 8 + 8) + unique * (4 + 8 + 8)
 
@@ -59,22 +60,22 @@ def unique_keys(
 ) -> Keys:
     """The unique (table, id) pairs of a batch, in order of first occurrence, padding left out.
 
-    Of bags, where no `table_ids` are given, they come table by table on the CPU.
+    On the CPU, the keys of bags without `table_ids` come table by table.
 
     Args:
         ids: [B, T] of `key_type`: column t is looked up in table t. With one table, or with `table_ids`, any shape.
         table_ids: integers from 0 to T-1 of a shape that broadcasts to that of `ids`: the table of each id.
         offsets: integers [P + 1] from 0 to N, none below the one before: `ids` is [N] and bag p holds the ids from
-            offsets[p] to offsets[p + 1] - 1. `table_ids` is then the table of each bag, [P], or of all; without it
-            bags are those of B samples one after another, P = B * T, bag p of table p % T.
-        columns: the table of each of C columns, none below the one before: bags are those of C columns one after
-            another, P = C * B, bag p of column p // B. They give [B, C].
+            offsets[p] to offsets[p + 1] - 1. `table_ids` is then the table of each bag, [P], or one table for all;
+            without `table_ids`, P = B * T and bag p belongs to sample p // T and table p % T.
+        columns: the table of each of C columns, none below the one before. Then P = C * B, bag p belongs to column
+            p // B and sample p % B, and the lookup returns rows of shape [B, C, D].
         threads: runs the loops on the CPU.
 
     Raises:
         TypeError, ValueError: dtype, device, shape or range is not as above.
     """
-    backend = backend_of(ids, threads) if isinstance(ids, torch.Tensor) else _NO_BACKEND  # which is refused just below
+    backend = backend_of(ids, threads) if isinstance(ids, torch.Tensor) else _NO_BACKEND  # other ids are refused below
     if offsets is None:
         if columns is not None:
             check_no_columns(columns)
@@ -96,13 +97,13 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 POOLINGS = ("sum", "mean", "max")
 """Poolings of a bag."""
 
-# Up to this many ids one thread copies in less time than it costs to wait for a core on which torch's threads spin.
+# Up to this many ids, a copy by one thread takes less time than waiting for the cores on which torch's threads spin.
 _NUMPY_MAX = 1 << 20
 
 
 @Op(PREPARE)
 def keep(value: Any) -> Any:
-    """A copy of a batch's value that nobody else has: of a tensor, array or list. Any: other values are themselves."""
+    """Copy of a value of a batch, if it is a tensor, an array or a list; any other value is returned as it is."""
     if isinstance(value, torch.Tensor):
         value = value.detach()
         return torch.from_numpy(value.numpy().copy()) if _on_one_thread(value) else value.clone()
@@ -110,21 +111,21 @@ def keep(value: Any) -> Any:
 
 
 def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """`torch.equal` of tensors of one dtype on one device."""
+    """Whether two tensors of the same dtype on the same device are equal, as `torch.equal`."""
     if _on_one_thread(one) and _on_one_thread(other):
         return np.array_equal(one.numpy(), other.numpy())
     return torch.equal(one, other)
 
 
 def _on_one_thread(ids: torch.Tensor) -> bool:
-    """Whether NumPy copies and compares these ids. torch does so on several OpenMP threads, which go on spinning for
-    some milliseconds, on the cores that the lookup's own threads are to use."""
+    """Whether to copy and compare these ids with NumPy. torch would use OpenMP threads, which then spin for some
+    milliseconds on the cores that the lookup's own threads need."""
     is_host = ids.device.type == "cpu" and ids.dtype in (torch.int64, torch.int32) and ids.is_contiguous()
     return is_host and OPENMP_MIN <= ids.numel() <= _NUMPY_MAX and type(ids) is torch.Tensor
 
 
 def pooling_of(pooling: str | None, offsets: object) -> Literal["sum", "mean", "max"]:
-    """Pooling of bags, "sum" for None; raise ValueError for one that is unknown, or given without `offsets`."""
+    """Pooling of bags; None means "sum". Raise ValueError if `pooling` is unknown, or is given without `offsets`."""
     if pooling is None:
         return "sum"
     if not isinstance(pooling, str) or pooling not in POOLINGS:
@@ -138,17 +139,17 @@ def pooling_of(pooling: str | None, offsets: object) -> Literal["sum", "mean", "
 
 
 class BagArguments(NamedTuple):
-    """Arguments of a lookup, with offsets where they are of bags."""
+    """Arguments of a lookup. Bags have `offsets`, in whatever form the caller gave them."""
 
     ids: torch.Tensor
     table_ids: torch.Tensor | None
     offsets: torch.Tensor | None
     scales: torch.Tensor | None
     shape: torch.Size | None
-    """Shape of the bags, where they were the last dimension of ids; None = they were given by offsets, or are none."""
+    """ids.shape[:-1], if bags were the last dimension of ids; None = the caller gave offsets, or there are no bags."""
 
     def shaped(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of the bags in their shape."""
+        """`rows` of the lookup, with the dimensions of `shape` if that is not None."""
         return rows if self.shape is None else rows.reshape(*self.shape, rows.shape[-1])
 
 
@@ -156,8 +157,8 @@ def bags_of(
     ids: torch.Tensor, table_ids: torch.Tensor | None, offsets: torch.Tensor | None, scales: torch.Tensor | None,
     pooling: str | None, columns: Any, num_tables: int, include_last_offset: bool,
 ) -> BagArguments:  # fmt: skip
-    """Arguments of `embedding(...)`: bags that are the last dimension of ids, and those whose last offset is left out,
-    get offsets [P + 1]. Any: what a user gives, which the lookup refuses.
+    """Arguments of `embedding(...)`, with offsets [P + 1] for bags that are the last dimension of ids, and for bags
+    whose last offset is left out. Any: a user's value; the lookup refuses a wrong one.
 
     Raises:
         ValueError: shapes do not fit.
@@ -196,7 +197,7 @@ def bags_of(
 
 
 def columns_of(columns: Any) -> Any:
-    """The tables of columns as a tuple, or a user's wrong value as it is, which the lookup refuses."""
+    """`columns` as a tuple. A value that is not iterable is returned as it is, and the lookup refuses it."""
     return tuple(columns) if isinstance(columns, Iterable) else columns
 
 
@@ -226,9 +227,9 @@ def check_ids(ids: torch.Tensor, table_ids: torch.Tensor | None, num_tables: int
 
 
 def _check_dtype(ids: torch.Tensor, key_type: torch.dtype, columns: int) -> None:
-    """Raise TypeError or ValueError unless ids have this dtype; with several columns, also that shape."""
-    # Nothing is put into words, and no device is made into an object, before something is wrong: a lookup of few rows
-    # takes little longer than this.
+    """Raise TypeError or ValueError unless `ids` is a tensor of dtype `key_type` on a CPU or GPU. `columns` is only for
+    the error text."""
+    # Texts and device objects are made after a check has failed: a lookup of few rows takes little longer than this.
     if not isinstance(ids, torch.Tensor):
         raise TypeError(f"ids must be a tensor of {key_type} of {_shape(columns)}, got {type(ids).__name__}")
     if ids.dtype != key_type:
@@ -245,7 +246,7 @@ def _shape(columns: int) -> str:
 
 
 def check_tables(table_ids: torch.Tensor, num_tables: int) -> None:
-    """Raise ValueError unless all are from 0 to T-1."""
+    """Raise ValueError unless all `table_ids` are from 0 to T-1."""
     low = high = 0
     if table_ids.numel():
         values = _values(table_ids)
@@ -257,7 +258,7 @@ def check_tables(table_ids: torch.Tensor, num_tables: int) -> None:
 def tables_and_ids(
     ids: torch.Tensor, table_ids: torch.Tensor | None, num_tables: int, backend: Backend
 ) -> tuple[Array, Array, Callable[[], None] | None]:
-    """table_N, id_N and a check of the values of `table_ids`, of ids that `check_ids` has seen."""
+    """(table_N, id_N, function that checks the values of `table_ids`, or None) of ids that have passed `check_ids`."""
     id_N = backend.array(ids.detach().reshape(-1).contiguous())
     if table_ids is None:
         return backend.tables_of_columns(len(id_N), num_tables), id_N, None
@@ -275,11 +276,11 @@ def bags_of_ids(
     columns: Sequence[int] | None,
     backend: Backend,
 ) -> tuple[torch.Size, torch.Tensor, torch.Tensor | None, Callable[[], None]]:
-    """The shape that bags of ids give, their offsets and tables, and a check of the values of both.
+    """(shape of the bags, offset_P1, table_P or None, function that checks the values of offsets and tables).
 
     Args:
         columns: the table of each column; see `unique_keys`.
-        backend: of the place of the ids.
+        backend: backend of the device of the ids.
 
     Raises:
         TypeError, ValueError: dtype, device or shape does not fit a lookup of bags.
@@ -317,11 +318,12 @@ def bags_of_ids(
 
 
 def check_scales(scales: torch.Tensor, in_bags: bool, pooling: str, ids: int, device: torch.device) -> None:
-    """Raise TypeError or ValueError unless `per_sample_weights` fit a lookup of so many ids.
+    """Raise TypeError or ValueError unless the `per_sample_weights` given as `scales` fit a lookup.
 
     Args:
         in_bags: whether the ids are in bags.
-        device: where they are.
+        ids: number of ids.
+        device: device of the ids.
     """
     if not in_bags or pooling != "sum":
         raise ValueError('per_sample_weights are for bags that are summed; pass offsets, and pooling="sum"')
@@ -334,7 +336,7 @@ def check_scales(scales: torch.Tensor, in_bags: bool, pooling: str, ids: int, de
 
 
 def check_no_columns(columns: object) -> None:
-    """Raise ValueError if columns are given for ids that are in no bags."""
+    """Raise ValueError if `columns` is not None, for a lookup without bags."""
     if columns is not None:
         raise ValueError("columns say how bags lie, so that they need offsets; ids [B, T] have columns of their own")
 
@@ -385,5 +387,5 @@ def _check_offsets(offset_P1: torch.Tensor, ids: int) -> None:
 
 
 def _values(tensor: torch.Tensor) -> np.ndarray | torch.Tensor:
-    """Values to compute on: on the CPU an array, since torch's threads would spin on the cores that kernels need."""
+    """Values to compute on, on the CPU as an array: torch's threads would spin on the cores that kernels need."""
     return tensor.numpy() if tensor.device.type == "cpu" else tensor

@@ -1,4 +1,4 @@
-"""The lookup of a batch of ids: a lease on the rows of its unique keys, and the rows read.
+"""The lookup of a batch of ids: a lease on the rows of the unique keys, and the weights read from these rows.
 
     keys  = unique_keys(ids, ...)      keys.py
     lease = acquire(store, keys)       or, for a lookup that is only expected, reserve(store, keys).acquire()
@@ -66,7 +66,7 @@ class Remote:
 
     ranks: Ranks
     weight_SX: Array
-    """Weights of the rows that have come; where owners sum parts of bags, the sums. S and X are its dimensions."""
+    """[S, X]: weights of the received rows; if owners sum parts of bags, the received sums."""
     slot_U: Array
     """int64: index in `weight_SX` of each unique key, or of each part."""
     owned: "Lease | None"
@@ -112,7 +112,7 @@ class Lease:
         self.pooling = "sum"
         """Pooling of a bag: one of `POOLINGS`."""
         self.argmax_PD: Array | None = None
-        """For bags pooled by their maximum: which id of the bag gave each number, see `Backend.pool_max`."""
+        """For bags pooled by their maximum: the id of the bag that gave each value, see `Backend.pool_max`."""
         self.has_grad = False
         """Whether a backward pass has given the lookup a gradient."""
         self.lookups = 1
@@ -388,7 +388,7 @@ def acquire(
 
     Raises:
         StoreFullError: a tier is too small for the step, or capacity is reached; nothing of this lookup is inserted.
-        ValueError: the ids are not where the embedding is.
+        ValueError: the ids are not on the device of the embedding.
     """
     check_place(store, keys.backend)
     if not store.built:
@@ -407,7 +407,7 @@ def acquire_later(store: EmbeddingStore, keys: Keys) -> Lease:
     step that trains the rows acquires them.
 
     Raises:
-        ValueError: the ids are not where the embedding is.
+        ValueError: the ids are not on the device of the embedding.
     """
     check_place(store, keys.backend)
     # On a GPU tables and offsets are checked here, before anything uses them.
@@ -429,7 +429,8 @@ def gather(lease: Lease, per_sample_weights: torch.Tensor | None = None, pooling
             gave it. NaN counts as the maximum only if the first id of the bag has it.
 
     Raises:
-        TypeError, ValueError: `per_sample_weights` is not as above, or given for another pooling or ids in no bags.
+        TypeError, ValueError: `per_sample_weights` is not as above, or is given without bags or with a pooling other
+            than "sum".
     """
     lease.pool_by(lease.keys, per_sample_weights, pooling)
     return lease.read()
@@ -447,7 +448,7 @@ def free_failed_passes(store: EmbeddingStore) -> bool:
     pinned, until the thread's next backward pass. Returns whether pinned rows of the store lost their owner."""
     if torch._C._current_graph_task_id() >= 0:
         return False
-    # Hidden from torch's modes: a tape would record it, and a graph would take it for a backward pass of `build`.
+    # Hide this pass from torch's modes: a tape would record it, a graph would count it as a backward pass of `build`.
     with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad():
         nothing = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
         torch.autograd.backward([nothing.clone()])

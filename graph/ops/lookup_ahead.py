@@ -1,30 +1,30 @@
-"""Lookups between ranks: each row lives with its owner, and each rank looks up ids of its own.
+"""Lookups between ranks: the owner of a key stores the row, and each rank looks up the ids of its own batch.
 
     ahead = begin_lookup(ranks, store, name, make_keys, ...)    unique keys go to their owners
-    ahead.prefetch()                    perhaps: owners read the rows that they know, from disk too, and pin them
-    lease = ahead.acquire()             owners acquire the rows that all ranks ask them for, and send their weights
+    ahead.prefetch()                                            optional: owners read known rows and pin them
+    lease = ahead.acquire()                                     owners acquire the requested rows and send the weights
     rows = with_grad(gather(lease), lease, weight)              as on one rank
 
-A lookup that is made at once is `look_up_on_ranks`. One may begin well ahead of its step, on another thread; no number
-depends on it. All lookups that ranks expect of a batch begin in one exchange, if they are announced:
+`look_up_on_ranks` makes a lookup at once. A lookup may also begin well ahead of its step, on another thread; that
+changes no number. Ranks can announce all lookups that they expect of a batch, in one exchange:
 
     with Announced(ranks) as announced:                on each rank, once a batch, on any thread
-        announce(announced, lookups)                   all their unique keys go; owners pin the rows
-    lease = announced.lookups[0].acquire()             in the step: its rows, from their owners
-    announced.miss(store, inserts=True)                or: `build` has looked up other ids
+        announce(announced, lookups)                   sends the unique keys of all lookups; owners pin the rows
+    lease = announced.lookups[0].acquire()             in the step: the rows of the first lookup, from their owners
+    announced.miss(store, inserts=True)                or, if `build` has looked up other ids
 
-A rank that expects other lookups than the others, or none, announces in vain: then all are made as if none had been.
-In the step each rank reports before a lookup whether its ids are those that it has announced. Where they are not, the
-ranks make this rank's lookup unannounced; ranks that have received their rows already take part without keys.
+If ranks expect different lookups, or a rank expects none, the announcement is in vain: no lookup uses it. In the step
+each rank reports before a lookup whether `build` looks up the announced ids. If a rank's ids are others, all ranks make
+that rank's lookup unannounced; ranks that have received their rows already take part without keys.
 
 Invariants:
 - every rank runs these calls in the same order, whatever its batch holds, and reports once for each announced lookup;
 - nothing is inserted before `acquire`.
 
-`oneemb.kernels.owner` computes the owner of a key; in requests.py owners sum bags; owner_grads.py sends gradients to
-owners. Rows and gradients travel in `comm_dtype`. A rank's own rows are rounded as those of others are, so that no
-number depends on the owner of a key; where owners sum parts of bags, the sums are rounded. Every rank has all rows of a
-replicated table, and requests them from itself.
+`oneemb.kernels.owner` computes the owner of a key; requests.py lets owners sum parts of bags; owner_grads.py sends
+gradients to owners. Messages hold rows and gradients in `comm_dtype`. A rank also rounds its own rows to `comm_dtype`,
+so that no number depends on which rank owns a key; where owners sum parts of bags, they round the sums. Every rank has
+all rows of a replicated table, and requests them from itself.
 """
 
 import dataclasses
@@ -79,22 +79,23 @@ class LookupAhead:
     inserts: bool
     """Whether unknown keys are inserted, by `acquire`; off, they read as their initial values."""
     again: bool = False
-    """See `acquire` in lookup.py."""
+    """Whether the lookup repeats one of the forward pass; see `in_backward`."""
     _own: Reserved | None = None
-    """Lookup of the rows that are requested from this rank; None = it is yet to be made."""
+    """This rank's lookup of the rows that are requested from it; None = not made yet."""
 
     def prefetch(self) -> None:
         """Read and pin the known rows that are requested from this rank, as far as there is room."""
         if self.inserts:
-            with suppress(StorageError):  # `acquire` will meet it again, and report it to the ranks.
+            with suppress(StorageError):  # `acquire` raises the same error, on all ranks.
                 self._own = Reserved(self.store, self.requested.keys, again=self.again)
                 self._own.prefetch()
 
     def acquire(self, source: ReadRows | None = None) -> Lease:
-        """The rows, from their owners, with pins on the rows that were requested from this rank. Call this once.
+        """Lease on copies of the rows, which their owners send. The lease pins the rows that ranks have requested from
+        this rank. Call this once.
 
         Args:
-            source: read in place of the store where nothing is inserted; None = the store.
+            source: store to read if nothing is inserted; None = `store`.
 
         Raises:
             StoreFullError: a tier is too small for the step, or capacity is reached; nothing is inserted on this rank.
@@ -116,7 +117,7 @@ class LookupAhead:
         return Lease(self.store, self.keys, remote=remote)
 
     def drop(self) -> None:
-        """Unpin the rows that were prefetched for ranks. After an interrupt in it, it may be called again."""
+        """Unpin the prefetched rows. If an interrupt stops this call, it may be called again."""
         if (own := self._own) is not None:
             own.drop()
             self._own = None
@@ -137,9 +138,9 @@ class LookupAhead:
         return dataclasses.replace(self, request=request, requested=remains)
 
     def _bring_rows(self, read: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights or sums that the owners send to this rank, [S, D], of the store's dtype; and the place in them of
-        each key, int64 [U], or of each part. `read` gives the requested rows, see `Requested.keys`; where it raises,
-        all ranks do."""
+        """(weights or sums that the owners send to this rank, [S, D] in the store's dtype; index in them of each key,
+        int64 [U], or of each part). `read` returns the rows that are requested from this rank, as a lookup of
+        `Requested.keys`; if it raises, all ranks raise."""
         ranks, request = self.ranks, self.request
         like, what = rows_like(self.store, ranks), f"bring rows to {self.what}"
         answers_R, comes_R = self.requested.answers_R, request.comes_R
@@ -152,10 +153,10 @@ class LookupAhead:
 
 
 def request_for(store: EmbeddingStore, ranks: Ranks, keys: Keys, *, sums_bags: bool) -> tuple[Keys, Request]:
-    """Counted keys of a lookup, and this rank's request to the owners of their rows.
+    """(keys of a lookup, whose number the host knows; this rank's request to the owners of their rows).
 
     Args:
-        sums_bags: whether it is a lookup of bags, whose sums or means `gather` is to give without weights.
+        sums_bags: whether `gather` will sum or average bags, without `per_sample_weights`.
     """
     backend = store.backend
     keys = dataclasses.replace(keys, unique=keys.backend.counted(keys.unique))
@@ -168,8 +169,8 @@ def request_for(store: EmbeddingStore, ranks: Ranks, keys: Keys, *, sums_bags: b
         uses_U = torch.from_numpy(keys.backend.uses_of(keys.unique).astype(np.int32))
         uses_R = uses_U[sent.order_N].split(sent.count_R)
     cut, like = None, rows_like(store, ranks)
-    # Rows of half as many bits give a sum that is rounded once; so would sums of parts be, each. float16 may not hold
-    # a sum of what it holds. Gradients of replicated rows go to all ranks.
+    # Bags of a 16-bit store are not cut: a sum is rounded once, but sums of parts would each be rounded. A sum of
+    # float16 values may overflow in a message. Gradients of replicated rows go to all ranks, not to owners.
     if sums_bags and store.format.dtype == "float32" and like.dtype != torch.float16 and not store.replicas:
         assert keys.bags is not None
         offsets, row_P = keys.bags.arrays
@@ -190,10 +191,10 @@ def begin_lookup(
 
     Args:
         store: the rows that this rank owns, of the embedding `name`.
-        make: gives the keys; where it raises, all ranks do.
+        make: returns the keys; if it raises, all ranks raise.
         inserts, again: see `LookupAhead`.
         sums_bags: as for `request_for`.
-        connections: by which keys go; None = the connections of `ranks`.
+        connections: connections by which the keys go; None = the connections of `ranks`.
     """
     made: list[tuple[Keys, Request]] = []
     what = lookup_of(name, inserts, ranks, again)
@@ -213,11 +214,11 @@ def look_up_on_ranks(
     ranks: Ranks, store: EmbeddingStore, name: str, make: Callable[[], Keys], *, inserts: bool = False,
     has_gradient: bool = False, source: ReadRows | None = None, sums_bags: bool = False, again: bool = False,
 ) -> Lease:  # fmt: skip
-    """The rows of a lookup, from their owners. Every rank calls it; arguments and errors are those of `begin_lookup`
-    and `LookupAhead.acquire`.
+    """Lease on copies of the rows of a lookup, which their owners send. Every rank calls it. Arguments and errors are
+    those of `begin_lookup` and `LookupAhead.acquire`.
 
     Args:
-        has_gradient: whether a gradient may come; off, the rows are unpinned.
+        has_gradient: whether the lookup may get a gradient; if False, the rows are unpinned.
     """
     with whole_exchange():
         ahead = begin_lookup(ranks, store, name, make, inserts=inserts, sums_bags=sums_bags, again=again)
@@ -228,7 +229,7 @@ def look_up_on_ranks(
 
 
 def lookup_of(name: str, inserts: bool, ranks: Ranks, again: bool = False) -> str:
-    """Name of a lookup on ranks, which contains all that must be the same on them."""
+    """Name of a lookup in exchanges. It holds everything that must be the same on all ranks."""
     once_more = " once more, in the backward pass," if again else ""
     return f"look up {name!r}{once_more} in {'training' if inserts else 'eval'} mode, comm_dtype {ranks.comm_dtype}"
 
@@ -245,7 +246,7 @@ class LookupOnRanks(NamedTuple):
     inserts: bool
     """Whether unknown keys are inserted."""
     sums_bags: bool
-    """See `Lookup.sums_bags`."""
+    """Whether bags are summed or averaged, without `per_sample_weights`."""
 
     @property
     def what(self) -> str:
@@ -257,10 +258,10 @@ _MISSED_IN_EVAL, _MISSED_IN_TRAINING = -2, -1  # reported in place of the number
 
 
 class AnnouncedLookup:
-    """Lookup `number` of those that ranks have announced together, or tried to.
+    """Lookup `number` of an announcement.
 
     Args:
-        ahead: the lookup that has begun; None = it was announced in vain.
+        ahead: the lookup that has begun; None = the announcement was in vain.
     """
 
     def __init__(self, announced: "Announced", number: int, lookup: LookupOnRanks, ahead: LookupAhead | None):
@@ -273,10 +274,10 @@ class AnnouncedLookup:
         return self.lookup.inserts
 
     def acquire(self) -> Lease | None:
-        """The rows; None if they are to be looked up unannounced. Unknown keys are inserted if `inserts`. It raises as
-        `look_up_on_ranks`."""
+        """Lease on the rows; None if the ids must be looked up unannounced. Unknown keys are inserted if `inserts`.
+        Raises as `look_up_on_ranks`."""
         ranks, store, announced = self.lookup.ranks, self.lookup.store, self._announced
-        if self not in announced.waiting:  # It was announced in vain, or another lookup was reported in its place.
+        if self not in announced.waiting:  # Announced in vain, or `miss` was reported in place of this lookup.
             announced.miss(store, inserts=self.inserts)
             return None
         with whole_exchange():
@@ -291,8 +292,8 @@ class AnnouncedLookup:
         return lease
 
     def look_up(self, check: Callable[[Keys], object], *, has_gradient: bool) -> Lease:
-        """Lease on the rows of the announced keys, looked up without an announcement. Where `check`, of the lookup's
-        other arguments, raises, all ranks do."""
+        """Lease on the rows of the same keys, looked up unannounced. `check` checks other arguments of the lookup
+        against the keys; if it raises, all ranks raise."""
         name, ranks, store, keys, inserts, sums_bags = self.lookup
 
         def make() -> Keys:
@@ -304,24 +305,25 @@ class AnnouncedLookup:
         )
 
     def drop(self) -> None:
-        """Unpin the rows that were prefetched for ranks."""
+        """Unpin the prefetched rows."""
         if self.ahead is not None:
             self.ahead.drop()
 
     def forget(self) -> None:
-        """See `Reserved`; it holds no lease."""
+        """Do nothing: an announced lookup holds no lease (compare `Reserved.forget`)."""
 
 
 class Announced:
-    """The lookups of a batch that ranks announce together. `with` sees to it that this rank takes part in the exchange.
+    """The lookups of a batch that ranks announce in one exchange. The end of the `with` block takes part in the
+    exchange if this rank has not done so, since the other ranks wait for it.
 
     Args:
-        ranks: of the exchange, with connections of their own for the thread; a process alone announces nothing.
+        ranks: ranks with connections for this thread alone (`Ranks.again`); a process alone announces nothing.
     """
 
     def __init__(self, ranks: AnyRanks = ALONE):
         self._ranks = None if ranks.alone else ranks
-        """Ranks of the exchange that is still to be made; None = no exchange is due."""
+        """Ranks that still wait for this rank's announcement; None = no exchange is due."""
         self.lookups: Sequence[AnnouncedLookup] = ()
         self.waiting: list[AnnouncedLookup] = []
         """Lookups that this rank has not reported yet."""
@@ -333,10 +335,10 @@ class Announced:
         if error[0] is not None:
             self.drop()
         if self._ranks is not None:
-            self.make(())  # In vain for the others.
+            self.make(())  # The announcement of the others is in vain.
 
     def make(self, lookups: Sequence[LookupOnRanks]) -> None:
-        """Announce lookups, which may be none: then it is in vain for the others."""
+        """Announce lookups. If a rank announces none, the announcement is in vain."""
         self.lookups = [AnnouncedLookup(self, number, lookup, None) for number, lookup in enumerate(lookups)]
         ranks = self._ranks
         if ranks is None:
@@ -365,17 +367,17 @@ class Announced:
             lookup.ahead.prefetch()
 
     def report(self, lookup: AnnouncedLookup, number: int) -> list[int]:
-        """Numbers of the lookups that the ranks make now; `number` is this rank's."""
+        """Number of the lookup that each rank makes now. This rank makes `number`, in place of `lookup` perhaps."""
         self.waiting.remove(lookup)
         try:
             return lookup.lookup.ranks.gather_number(f"{lookup.lookup.what}, as announced or not", lambda: number)
         except BaseException:
-            self.waiting.clear()  # The other ranks wait for nothing.
+            self.waiting.clear()  # No rank waits for another report.
             raise
 
     def rows(self, number_R: Sequence[int]) -> Lease | None:
-        """Exchange the rows of the ranks that make a lookup as announced; None if no rank does, or not all of these
-        ranks make the same lookup."""
+        """Lease on the rows of the ranks that make a lookup as announced; None if there are no such ranks, or they
+        make different lookups. `number_R`: result of `report`."""
         numbers = {number for number in number_R if number >= 0}
         if len(numbers) != 1:
             return None
@@ -386,7 +388,12 @@ class Announced:
         return ahead.acquire()
 
     def miss(self, store: EmbeddingStore, *, inserts: bool) -> None:
-        """Report to the ranks that a lookup of ids that were not announced follows. It raises as `look_up_on_ranks`."""
+        """Report to the ranks that this rank's next lookup is unannounced. Raises as `look_up_on_ranks`.
+
+        Args:
+            store: store of the lookup; nothing is reported if no announced lookup of it waits.
+            inserts: whether the lookup inserts unknown keys.
+        """
         lookup = next((lookup for lookup in self.waiting if lookup.lookup.store is store), None)
         if lookup is None:
             return
@@ -396,12 +403,12 @@ class Announced:
                 lease.unpin()
 
     def end(self) -> None:
-        """Release everything."""
+        """Unpin the prefetched rows, and report no further lookup."""
         self.waiting.clear()
         self.drop()
 
     def drop(self) -> None:
-        """Unpin the rows that were prefetched for ranks."""
+        """Unpin the prefetched rows of all lookups."""
         for lookup in self.lookups:
             lookup.drop()
 
@@ -417,10 +424,10 @@ def _measure_announce(args: object, announced: Announced) -> tuple[int, int]:
 
 @Op(PREPARE, takes=("announcement",), measure=_measure_announce)
 def announce(announcement: Announced | None, lookups: Sequence[LookupOnRanks]) -> Announced:
-    """Send the unique keys of lookups to their owners, which pin the rows that they know.
+    """Send the unique keys of lookups to their owners, which read and pin known rows.
 
     Args:
-        announcement: of the batch, to which no lookup was added yet; None = nothing is announced.
+        announcement: the announcement of the batch, without lookups so far; None = announce nothing.
     """
     announced = announcement or Announced()
     announced.make(lookups)
@@ -429,7 +436,7 @@ def announce(announcement: Announced | None, lookups: Sequence[LookupOnRanks]) -
 
 @Op(LOOKUP, takes=("announced",))
 def announced_lookup(announced: Announced, number: int) -> AnnouncedLookup:
-    """Lookup `number` of those announced together."""
+    """Lookup `number` of an announcement."""
     return announced.lookups[number]
 
 
@@ -439,5 +446,5 @@ def _no_keys(store: EmbeddingStore) -> Keys:
 
 
 def _code(lookups: Sequence[LookupOnRanks]) -> int:
-    """Number that is equal where ranks announce the same lookups; 0 for none."""
+    """Checksum of the names of lookups: equal on ranks that announce the same lookups; 0 for no lookup."""
     return zlib.crc32("; ".join(one.what for one in lookups).encode())

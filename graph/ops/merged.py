@@ -6,9 +6,10 @@
     rows  = gather_merged(reserved, [(p, per_sample_weights, pooling), ...])   a tensor for each
     lease = part_of(reserved, p).acquire()         once `build` makes lookup p
 
-Lookup p is of a store of its own, and lookups are given in the order of the stores in the merged one. Then the order of
+Each lookup p reads another store, and lookups come in the order of their stores in the merged store. So the order of
 first occurrence puts the keys of a store side by side, and each key occurs in one lookup only: its gradients are summed
-in the order in which a lookup of its own would have summed them.
+in the same order as without merging. In names of arrays, M is the number of stores and P the number of lookups (or of
+bags).
 """
 
 import itertools
@@ -37,10 +38,10 @@ _BACKEND = HostBackend(Threads(1))
 
 
 class MergedLookup(NamedTuple):
-    """One of the lookups that are merged; ids, tables and bags are as for `unique_keys`."""
+    """Arguments of one lookup of several that are merged; ids, tables and bags are as for `unique_keys`."""
 
     first_table: int
-    """Number of its first table among the merged ones."""
+    """Number that table 0 of the lookup has among the merged tables."""
     num_tables: int
     ids: torch.Tensor
     table_ids: torch.Tensor | None = None
@@ -68,22 +69,22 @@ class MergedKeys:
     unique: kernel.UniqueKeys
     parts: list[KeysPart]
     begin_P1: np.ndarray
-    """int64 [P + 1]: lookup p has the unique keys from begin_P1[p] to begin_P1[p + 1] - 1"""
+    """int64 [P + 1]: lookup p has the unique keys from begin_P1[p] to begin_P1[p + 1] - 1."""
 
     backend: HostBackend = _BACKEND
 
 
 class MergedRows:
-    """The keys of several lookups and the stores they are of. Each lookup has a lease of its own, with its pins."""
+    """The keys of several lookups, and the merged store of their rows. Each lookup gets a lease of its own."""
 
     def __init__(self, store: MergedStore, keys: MergedKeys):
         self.store = store
         self.keys = keys
         first_tables = np.array([part.first_table for part in keys.parts], np.int32)
         self.member_P = np.searchsorted(store.first_table_M1, first_tables).tolist()
-        """The member of each lookup."""
+        """Index of each lookup's store among the members of the merged store."""
         self.begin_M1 = store.begins(first_tables, keys.begin_P1)
-        """Place of the first key of each member, and the end."""
+        """[M + 1]: member m has the unique keys from begin_M1[m] to begin_M1[m + 1] - 1."""
 
     def own_keys(self, p: int) -> Keys:
         """The keys of lookup p, as `unique_keys` gives them."""
@@ -99,15 +100,15 @@ class MergedRows:
         return Keys(part.keys.shape, own, part.keys.bags, self.store.members[self.member_P[p]].backend)
 
     def reduce(self, grads: Mapping[int, tuple[Lease, Sequence[torch.Tensor]]]) -> RowGrads:
-        """The gradients of some lookups, of one backward pass each, to be summed by key.
+        """Gradients of the unique keys of some lookups, still to be summed.
 
         Args:
-            grads: by lookup, its lease, which is pinned, and its gradients.
+            grads: {p: (pinned lease of lookup p, gradients from its backward passes)}.
         """
         unique, parts = self.keys.unique, self.keys.parts
         live = sorted(grads)
         got = [grads[p][0].sum_passes(grads[p][1]) for p in live]
-        # Where one was summed, and is float32, all are.
+        # `cat` makes all gradients float32 if one of them, a sum of several passes, is.
         grad_NX = _BACKEND.array(torch.cat(got))
         inverse_N, row_N, scale_N = unique.inverse_N, None, None
         dead = [part for p, part in enumerate(parts) if p not in grads]
@@ -129,7 +130,7 @@ class MergedRows:
         if dead:
             u = np.concatenate([np.arange(parts[p].unique.start, parts[p].unique.stop) for p in live])
             table_U, id_U = table_U[u], id_U[u]
-            begin_U1 = np.append(begin_U1[u], begin_U1[-1])  # keys between them occur nowhere now
+            begin_U1 = np.append(begin_U1[u], begin_U1[-1])  # keys of lookups without a gradient occur nowhere
         return RowGrads(
             self.store, self.store.generation, table_U, id_U, slot_U,
             segments=Segments(grad_NX, order_N, begin_U1, scale_N),
@@ -138,7 +139,7 @@ class MergedRows:
 
 
 class MergedReserved:
-    """Several lookups that a step is expected to make. Rows are pinned of those whose keys are all known."""
+    """Several lookups that a step is expected to make. If all keys of a lookup are known, its rows are pinned."""
 
     def __init__(self, rows: MergedRows, prefetched: MergedPrefetched | None):
         self.rows = rows
@@ -152,8 +153,8 @@ class MergedReserved:
             """Lease of each lookup; None = it has unknown keys, and is not acquired yet."""
 
     def acquire(self, p: int) -> Lease:
-        """The rows of lookup p, pinned; unknown keys are inserted, or none if StoreFullError is raised. The lookup is
-        made now: see `Lease.acquire`."""
+        """Pinned lease on the rows of lookup p, with the `order` of a lookup that is made now. Unknown keys are
+        inserted, or none if StoreFullError is raised."""
         lease = self.leases[p]
         if lease is None:
             store = self.rows.store.members[self.rows.member_P[p]]
@@ -190,28 +191,34 @@ class MergedReserved:
 
 @dataclass(frozen=True)
 class ReservedPart:
-    """A lookup of several that were reserved together."""
+    """Lookup `p` of several that were reserved together; it has the methods of `Reserved`."""
 
     reserved: MergedReserved
     p: int
     inserts = True
-    """See `Reserved.inserts`."""
+    """Whether the lookup inserts unknown keys."""
 
     def acquire(self) -> Lease:
-        """See `Reserved`."""
+        """Pinned lease on the rows; see `MergedReserved.acquire`."""
         return self.reserved.acquire(self.p)
 
     def drop(self) -> None:
-        """See `Reserved`."""
+        """Unpin the rows."""
         self.reserved.drop_part(self.p)
 
     def forget(self) -> None:
-        """See `Reserved`."""
+        """Drop the reference to the lease, without unpinning its rows."""
         self.reserved.leases[self.p] = None
 
 
 def _rows_of_ids(parts: Sequence[tuple[slice, Bags | None]], ids: int) -> np.ndarray:
-    """The row of each id among the gradients of these lookups, of ids or of bags, one after another: int32 [N]."""
+    """int32 [N]: for each id, the index of its gradient, or of its bag's gradient, if the gradients of the lookups in
+    `parts` follow one another. Other ids have any number.
+
+    Args:
+        parts: (the lookup's ids among all ids; its bags, or None if its gradients belong to ids) of each lookup.
+        ids: number of all ids.
+    """
     row_N = np.empty(ids, np.int32)
     begin = 0
     for own, bags in parts:
@@ -267,7 +274,7 @@ class _Batch(NamedTuple):
 
     id_N: torch.Tensor
     table_N: np.ndarray | None
-    """None where tables are the columns of `shape`."""
+    """None = the last dimension of `shape` counts the tables."""
     shape: torch.Size
     bags: Bags | None
 
@@ -297,14 +304,14 @@ def _batch_of(lookup: MergedLookup, key_type: torch.dtype) -> _Batch:
 
 @Op(PREPARE, takes=("keys",))
 def check_merged_pooling(keys: MergedKeys, pooled: Sequence[tuple[int, torch.Tensor | None, str]]) -> None:
-    """`check_pooling` of lookups p."""
+    """Do as `check_pooling` for each lookup p in `pooled`."""
     for p, per_sample_weights, pooling in pooled:
         check_pooling(keys.parts[p].keys, per_sample_weights, pooling)
 
 
 def _read(merged: MergedRows, read: Sequence[int], leases: Sequence[Lease]) -> list[torch.Tensor]:
-    """The weights of each id, or bag, of the lookups `read`, growing, by their pinned leases: rows of one array, as
-    tensors that are no views of another."""
+    """For each lookup number in `read`, ascending, the weights of the lookup's ids or bags. `leases` are the pinned
+    leases of these lookups. The tensors share one storage, but torch does not know them as views."""
     store, keys = merged.store, merged.keys
     dim, dtype, backend = store.format.dim, DTYPES[store.format.dtype], store.backend
     parts = [keys.parts[p] for p in read]
@@ -321,7 +328,7 @@ def _read(merged: MergedRows, read: Sequence[int], leases: Sequence[Lease]) -> l
     all_ND = torch.empty(end_P[-1], dim, dtype=dtype, device="cpu")
     row_ND = backend.array(all_ND)
     first = 0
-    # Lookups that lie side by side and are read in the same way are one launch.
+    # Neighbouring lookups that are read in the same way are one call of the loop.
     for (_, pooled, takes_max), group in itertools.groupby(
         range(len(parts)), lambda i: (read[i] - i, parts[i].keys.bags is not None, leases[i].pooling == "max")
     ):
@@ -348,7 +355,7 @@ def _read(merged: MergedRows, read: Sequence[int], leases: Sequence[Lease]) -> l
 
 
 def _pooling(parts: Sequence[KeysPart], leases: Sequence[Lease]) -> tuple[Bags, np.ndarray | None]:
-    """Bags and scales of lookups that lie side by side, as of one."""
+    """(bags, factor of each id or None) of neighbouring lookups, joined as if they were one lookup."""
     offsets, rows, count = [np.zeros(1, np.int64)], list[np.ndarray](), 0
     for part in parts:
         own = part.keys.bags
@@ -370,7 +377,7 @@ def _pooling(parts: Sequence[KeysPart], leases: Sequence[Lease]) -> tuple[Bags, 
 
 @Op(LOOKUP, takes=("reserved",))
 def part_of(reserved: MergedReserved, p: int) -> ReservedPart:
-    """Lookup p of several."""
+    """Lookup `p` of the reserved lookups."""
     return ReservedPart(reserved, p)
 
 
@@ -383,11 +390,10 @@ def _measure_gather_merged(args: object, rows: Sequence[torch.Tensor | None]) ->
 def gather_merged(
     reserved: MergedReserved, read: Sequence[tuple[int, torch.Tensor | None, str]]
 ) -> tuple[torch.Tensor | None, ...]:
-    """Result of `gather` for each of these lookups, from one loop over the rows of all; None = the lookup has unknown
-    keys.
+    """Result of `gather` for each lookup in `read`, from one loop over all rows; None = the lookup has unknown keys.
 
     Args:
-        read: (p, per_sample_weights, pooling) of each, p growing; see `gather`.
+        read: (p, per_sample_weights, pooling) of each lookup, p ascending; see `gather`.
 
     Raises:
         TypeError, ValueError: as `gather`.

@@ -1,4 +1,4 @@
-"""Properties of an op for the compiler, written above the op's function. An op that no graph holds has none.
+"""Properties of an op that the compiler needs: a decorator of the op's function. Ops that no graph holds have none.
 
     @Op(PREPARE, takes=("store", "keys"), measure=_measure_prefetch)
     def prefetch(store, keys): ...
@@ -6,9 +6,9 @@
 Which ops are legal at each stage of a graph of lookups is checked after every pass:
 
     recorded  torch's functions of the batch, and calls of embedding modules
-    lowered   calls of embedding modules are ops
-    prepare   the half that may run ahead of its step, on any thread
-    lookup    the other half
+    lowered   ops in place of the calls of embedding modules
+    prepare   the half of the lowered graph that may run ahead of its step, on any thread
+    lookup    the half that runs in the step
 
 A pass that breaks a rule is a bug of ours, so the check asserts.
 """
@@ -22,7 +22,7 @@ from torch import fx
 Function = TypeVar("Function", bound=Callable[..., object])
 
 Measure = Callable[[Any, Any], tuple[int, int]]
-"""(rows, bytes) of a call, from its arguments and its result. Any: each op has arguments and a result of its own."""
+"""Function of a call's arguments and result that returns (rows, bytes). Any: each op has its own types."""
 
 LOOKUP = frozenset({"lowered", "lookup"})
 PREPARE = frozenset({"lowered", "prepare"})
@@ -33,11 +33,11 @@ class Op:
     """The description of an op; used as a decorator, it adds the op to `OPS`.
 
     Args:
-        stages: at which it is legal.
-        takes: kinds of its leading arguments: "store" (an object that the graph names); "keys", "lease" (given by an
-            op that gives them); or a word for people.
-        gives: "keys" or "lease", for ops that take them.
-        measure: rows and bytes of a call, for statistics.
+        stages: stages at which the op is legal.
+        takes: kinds of the op's first arguments: "store" (an object that the graph names), "keys" or "lease" (result of
+            an op that `gives` this kind); any other word is only for readers.
+        gives: kind of the result, "keys" or "lease"; None = no other op takes it as such.
+        measure: function that returns rows and bytes of a call, for statistics.
     """
 
     stages: frozenset[str]
@@ -55,7 +55,7 @@ OPS: dict[Callable[..., object], Op] = {}
 
 
 def op_of(node: fx.Node) -> Op | None:
-    """The op that a node calls; None = a function of torch, or no call."""
+    """The op that a node calls; None = the node calls a function of torch, or is no call."""
     return OPS.get(node.target) if callable(node.target) else None
 
 

@@ -1,7 +1,7 @@
-"""Rows read for the ids or bags of a lookup; and lookups that leave no gradient, which need no lease.
+"""Reads of rows for the ids or bags of a lookup; lookups without a gradient, which need no lease.
 
     rows  = peek(store, keys)
-    rows  = read_ids(store, ids, ...)  without unique keys either
+    rows  = read_ids(store, ids, ...)  without unique keys
 
 N ids, U unique keys, P bags, D weights of a row, W words of a row.
 """
@@ -31,7 +31,7 @@ class ReadRows(Protocol):
 
     @property
     def backend(self) -> Backend:
-        """Backend of the place of the rows."""
+        """Backend of the device of the rows."""
 
     def read(self, keys: kernels.Keys) -> tuple[Array, kernels.Keys]:
         """The rows of these keys; see `EmbeddingStore.read`."""
@@ -52,7 +52,8 @@ def measure_gather(args: object, rows: torch.Tensor) -> tuple[int, int]:
 def read_rows(
     store: ReadRows, weight_SX: Array, slot_U: Array, keys: Keys, scale_N: Array | None, pooling: str
 ) -> tuple[torch.Tensor, Array | None]:
-    """The weights of each id, or of each bag, from the rows in slot_U; and the `argmax_PD` of a maximum."""
+    """(weights of each id or bag, read from the rows in slot_U; for "max" the `argmax_PD` of `Backend.pool_max`, for
+    other poolings None)."""
     backend, layout, rows = store.backend, store.format, RowsOfIds(weight_SX, slot_U, keys.unique.inverse_N)
     dim = layout.dim
     out = torch.empty(*keys.shape, dim, dtype=DTYPES[layout.dtype], device=backend.device)
@@ -69,7 +70,8 @@ def read_rows(
 
 
 def spread_max_grads(keys: Keys, argmax_PD: Array, grad_PD: torch.Tensor, backend: Backend) -> torch.Tensor:
-    """The gradients of ids, [N, D], from the gradients of their bags' maxima: each goes to the id that gave it."""
+    """Gradients of ids, [N, D], from the gradients of their bags' maxima: each value goes to the id that gave the
+    maximum."""
     assert keys.bags is not None
     grad_ND = grad_PD.new_empty(len(keys.unique.inverse_N), grad_PD.shape[1])
     backend.spread_max_grads(keys.bags, argmax_PD, backend.array(grad_PD), backend.array(grad_ND))
@@ -88,7 +90,7 @@ def check_pooling(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: 
 
 
 def scales_of(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: str, store: ReadRows) -> Array | None:
-    """Factor of each id in its bag: float32 [N]; None = 1. It raises as `check_pooling`."""
+    """Factor of each id in its bag: float32 [N]; None = 1. Raises as `check_pooling`."""
     check_pooling(keys, per_sample_weights, pooling)
     if per_sample_weights is not None:
         # A copy: the caller may change it before the backward pass, which reads it again.
@@ -102,12 +104,11 @@ def scales_of(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: str,
 def peek(
     store: ReadRows, keys: Keys, per_sample_weights: torch.Tensor | None = None, pooling: str = "sum"
 ) -> torch.Tensor:
-    """Read the weights of each id, or bag, without a gradient and without inserting; else as `gather`.
-
-    An unknown id reads as its initial value.
+    """The weights of each id or bag, as from `gather`, without a gradient, and without inserting unknown ids, which
+    read as their initial values.
 
     Raises:
-        TypeError, ValueError: as `gather`; or the ids are not where the embedding is.
+        TypeError, ValueError: as `gather`; or the ids are not on the device of the embedding.
     """
     check_place(store, keys.backend)
     row_UW, unique = store.read(keys.unique)  # on a GPU tables and offsets are checked here, before anything uses them
@@ -128,12 +129,12 @@ def read_ids(
     *,
     inserts: bool,
 ) -> torch.Tensor | None:
-    """The weights of ids that are in no bags, without a gradient; None where they cannot be read in this way.
+    """The weights of ids that are in no bags, without a gradient; None = this store cannot be read in this way.
 
-    Each row is read in its slot, without unique keys and pins. That needs stable slots, on the host.
+    Each id is read from the slot of its row, without unique keys and pins. That needs stable slots, on the host.
 
     Args:
-        inserts: insert unknown ids, as `gather` does; off, they read as their initial values, as with `peek`.
+        inserts: if True, unknown ids are inserted, as by `acquire`; if False, they read as their initial values.
 
     Raises:
         TypeError, ValueError, StoreFullError: as `unique_keys` and `acquire`.
@@ -150,14 +151,14 @@ def read_ids(
     layout = store.format
     out = torch.empty(*ids.shape, layout.dim, dtype=DTYPES[layout.dtype], device="cpu")
     out_ND = backend.array(out.view(-1, layout.dim))
-    with store.store_lock:  # Nothing is pinned: the rows must be there until they are read.
+    with store.store_lock:  # No row is pinned, so no row may move before it is read.
         slot_N = store.slots_of(table_N, id_N)
         if slot_N is None:
             return None
         missing = (slot_N < 0).nonzero()[0]
         if padding_idx is not None:
             missing = missing[id_N[missing] != padding_idx]
-            slot_N[id_N == padding_idx] = -1  # a snapshot of another embedding may have brought it
+            slot_N[id_N == padding_idx] = -1  # a loaded snapshot of another embedding may hold a row of padding_idx
         if len(missing) and inserts:
             unique = backend.unique_keys(
                 table_N[missing], id_N[missing], tables=num_tables, padding_id=None, check=None

@@ -1,4 +1,4 @@
-"""Lookups ahead: lookups of ids that a later step, or `build`, is expected to look up.
+"""Lookups ahead: lookups that a later step, or `build`, is expected to make.
 
     prefetched = prefetch(store, keys)                ahead of the step: reads the known rows, and pins them
     reserved = reserve(store, keys, prefetched)       in the step, before `build`
@@ -25,7 +25,7 @@ class Reserved:
     """A lookup that a step is expected to make. Nothing is inserted before the step makes it."""
 
     inserts = True
-    """Whether the lookup inserts unknown keys. False = the step that trains them does."""
+    """Whether the lookup inserts unknown keys. False = the step that trains the rows inserts them."""
 
     def __init__(self, store: EmbeddingStore, keys: Keys, prefetched: Prefetched | None = None, *, again: bool = False):
         self._store, self._keys, self._prefetched, self._again = store, keys, prefetched, again

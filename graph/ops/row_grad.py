@@ -45,7 +45,7 @@ class RowGrad(torch.Tensor):
     passes: list[Pass]
     """Gradients that backward passes have left, not summed yet."""
     summed: RowGrads | None
-    """Gradients by row, in addition to `passes`: changed or joined ones, and those that other ranks have sent."""
+    """Gradients by unique key, in addition to `passes`: changed or joined gradients, or gradients from other ranks."""
     holders: list[Lease]
     """Leases that pin the rows of `summed`."""
     ranks: AnyRanks
@@ -136,7 +136,7 @@ class RowGrad(torch.Tensor):
     def _pin(self) -> None:
         # The summed part first: a lookup that is pinned anew, for its passes, has its rows in other slots.
         if self.summed is not None and not all(lease.is_pinned for lease in self.holders):
-            used = [lease.use() for lease in self.holders]  # by lookups in eval mode of ranks
+            used = [lease.use() for lease in self.holders]  # count uses by the ranks' lookups in eval mode
             lookups = sum(lease.lookups for lease in self.holders)
             lease = Lease.of_keys(self.store, self.summed.table_U, self.summed.id_U, lookups)
             self.summed, self.holders = self.summed.with_slots(lease.slot_U, lease.generation), [lease]

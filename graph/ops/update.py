@@ -1,4 +1,4 @@
-"""The step of optimizers, op by op: gradients of rows reduced, unscaled, checked; dense parameters and rows stepped."""
+"""Ops of an optimizer step: reduce, unscale and check gradients, step dense parameters, update rows, advance rates."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol, cast
@@ -20,7 +20,7 @@ from oneemb.storage.merged_store import MergedStore
 
 
 class StepOptimizer(Protocol):
-    """Interface of an optimizer, as ops use it; `oneemb.Optimizer` has it."""
+    """Interface of the optimizers that ops take; `oneemb.Optimizer` implements it."""
 
     skip_nonfinite: bool
     skipped: int
@@ -31,23 +31,23 @@ class StepOptimizer(Protocol):
         """The torch optimizer."""
 
     def rows_of(self, store: EmbeddingStore) -> tuple[RowOptimizer, Sequence[Group | None]] | None:
-        """The row optimizer of a store and its param groups now, of each table, None for one that is frozen; or one of
-        all. None where the store is not its own."""
+        """(row optimizer of a store, its current param groups); None = this optimizer does not train the store. There
+        is one group for all tables, or one for each table; the group of a frozen table is None."""
 
 
 class Scheduler(Protocol):
-    """Interface of a learning rate scheduler, as ops use it; torch's schedulers have it."""
+    """Interface of the learning rate schedulers that ops take; torch's schedulers implement it."""
 
     def step(self) -> object:
-        """Set the rates of the next step."""
+        """Set the learning rates of the next step."""
 
 
 Groups = dict[int, Group]
-"""The options of param groups, by the identity of the group."""
+"""{id(param group): options of the group}."""
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> Groups:
-    """The options of each param group as they are now."""
+    """Copy of the current options of each param group."""
     options: Groups = {}
     for group in optimizer.param_groups:
         its = options[id(group)] = dict(group)
@@ -59,7 +59,7 @@ def options_of(optimizer: torch.optim.Optimizer) -> Groups:
 
 
 def measure_reduce(args: object, grads: Sequence[RowGrads]) -> tuple[int, int]:
-    # The sums themselves are made where they are read: by an update, row by row, or by clipping.
+    # This op makes no sums: an update makes them row by row, or clipping makes them.
     rows = 0
     for grad in grads:
         rows += len(grad.slot_U)
@@ -67,18 +67,18 @@ def measure_reduce(args: object, grads: Sequence[RowGrads]) -> tuple[int, int]:
 
 
 def reduce_grads(row_grads: Sequence[RowGrad]) -> list[RowGrads]:
-    """The gradients of rows, to be summed by key, with the slot of each: rows are resident and pinned until `unpin`.
-    Embeddings whose lookups were merged have one result.
+    """Gradients of each embedding by unique key, still to be summed, with the slots of the rows. The rows are resident,
+    and pinned until `unpin`. Embeddings whose lookups were merged have one result together.
 
-    The sum runs in float32: over the backward passes of an id in the order they came, over the ids of a lookup in batch
-    order, then over lookups in the order they were made.
+    Sums are float32: over the backward passes of an id in the order of the passes, over the ids of a lookup in batch
+    order, then over lookups in the order in which they were made.
 
     Args:
-        row_grads: of one embedding each, or of some of its tables, which are reduced as one; trained by one group of
-            one optimizer where their lookups were merged.
+        row_grads: gradients of embeddings, or of some tables of an embedding, which are reduced as one gradient.
+            Embeddings whose lookups were merged must be trained by one param group.
 
     Raises:
-        StoreFullError: rows that were let go do not fit any more; nothing has changed.
+        StoreFullError: rows that were unpinned do not fit any more; nothing has changed.
         StorageError: rows were replaced since the lookup (load_snapshot, clear).
     """
     merged: dict[MergedStore, list[RowGrad]] = {}
@@ -98,7 +98,7 @@ def reduce_grads(row_grads: Sequence[RowGrad]) -> list[RowGrads]:
 
 
 def _of_stores(row_grads: Sequence[RowGrad]) -> list[RowGrad]:
-    """The gradients of each store as one: where there are several, they are of tables of their own."""
+    """One gradient for each store. Several gradients of a store belong to different tables, and are joined."""
     of_store: dict[EmbeddingStore, list[RowGrad]] = {}
     for row_grad in row_grads:
         of_store.setdefault(row_grad.store, []).append(row_grad)
@@ -111,7 +111,7 @@ def _as_one(store: EmbeddingStore, row_grads: Sequence[RowGrad]) -> RowGrad:
     left = [[id(one.grad) for one in grad.passes] for grad in row_grads]
     if all(its == left[0] for its in left) and all(grad.summed is None for grad in row_grads):
         return RowGrad(store, first.passes, tables=tables)
-    # One of them was changed since, and holds sums in place of passes.
+    # A gradient was changed since its backward pass, and holds sums in place of passes.
     parts = [grads for grad in row_grads if (grads := grad.reduce()) is not None]
     holders = dict.fromkeys(
         lease for grad in row_grads for lease in (*(one.lease for one in grad.passes), *grad.holders)
@@ -122,8 +122,8 @@ def _as_one(store: EmbeddingStore, row_grads: Sequence[RowGrad]) -> RowGrad:
 def _merged_lookups(
     group: Sequence[RowGrad],
 ) -> list[tuple[MergedRows, dict[int, tuple[Lease, list[torch.Tensor]]]]] | None:
-    """The gradients of each merged lookup, in the order in which each embedding's lookups were made; None if no order
-    is that of all."""
+    """[(merged rows, {p: (lease, gradients) of lookup p})], in an order in which each embedding's lookups were made;
+    None if the orders of the embeddings contradict each other."""
     lookups: dict[MergedRows, dict[int, tuple[Lease, list[torch.Tensor]]]] = {}
     for row_grad in group:
         for one in row_grad.passes:
@@ -142,7 +142,7 @@ def _merged_lookups(
 
 
 def unscale(scaler: torch.amp.GradScaler, optimizers: Sequence[StepOptimizer]) -> None:
-    """Divide the gradients of dense parameters and of rows by the scale, in place, unless `build` has done so."""
+    """Divide the gradients of dense parameters and of rows by the scale, in place, unless `build` has unscaled them."""
     if not scaler.is_enabled():
         return
     for optimizer in optimizers:
@@ -152,18 +152,18 @@ def unscale(scaler: torch.amp.GradScaler, optimizers: Sequence[StepOptimizer]) -
 
 
 def forget_unscaled(scaler: torch.amp.GradScaler, optimizer: StepOptimizer) -> None:
-    """Let a scaler know that the gradients which it has unscaled for an optimizer are dropped."""
+    """Tell `scaler` that the gradients that it has unscaled for `optimizer` are dropped."""
     for one in (optimizer, optimizer.optimizer):
         scaler._per_optimizer_states.pop(id(one), None)
 
 
 def update_scale(scaler: torch.amp.GradScaler, go: bool) -> None:
-    """Let the scaler grow its scale, or shrink it after a step that overflowed."""
+    """Let the scaler grow its scale, or shrink it if `go` is False: gradients have overflowed."""
     if not scaler.is_enabled():
         return
     states = scaler._per_optimizer_states
     for state in states.values():
-        # One answer for the whole step: one optimizer's gradients may have overflowed, or there are none.
+        # One answer for the whole step: perhaps only one optimizer's gradients overflowed, or it has no gradients.
         state["found_inf_per_device"] = {
             torch.device("cpu"): torch.full((), 0.0 if go else 1.0, dtype=torch.float32, device="cpu")
         }
@@ -171,13 +171,13 @@ def update_scale(scaler: torch.amp.GradScaler, go: bool) -> None:
 
 
 class NonFiniteGradientError(ArithmeticError):
-    """A gradient holds NaN or infinity. Nothing was updated, no weight, state or count. Ids that lookups of the step
+    """A gradient holds NaN or infinity. No weight, optimizer state or count was updated. Ids that the step's lookups
     have inserted stay, with their initial values."""
 
 
 def check_finite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads | None]) -> str | None:
-    """Text about a gradient of the step, dense or of rows, that is not finite; None = all are finite. The watchers of
-    the rows are then notified that these are about to change.
+    """Text about a gradient of the step, dense or of rows, that is not finite; None = all are finite. If all are
+    finite, watchers of the stores are notified that the rows are about to change.
 
     Raises:
         ValueError: an optimizer's options have changed in a way that its rows cannot follow; no weight, state or
@@ -206,10 +206,10 @@ def may_step(
     """Whether the step may be taken, given the result of `check_finite`.
 
     Args:
-        scaler: the GradScaler that scaled the losses: a step that overflows is then left out.
+        scaler: the GradScaler that scaled the losses. With a scaler, a step whose gradients overflow is skipped.
 
     Raises:
-        NonFiniteGradientError: one is not finite, and not every optimizer of the step skips such steps.
+        NonFiniteGradientError: a gradient is not finite, and an optimizer of the step does not skip such steps.
     """
     if found is None:
         return True
@@ -224,7 +224,7 @@ def may_step(
 
 
 def _surely_finite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads]) -> bool:
-    """Whether all gradients are so small that every sum must be finite. A GPU is waited for once."""
+    """Whether all gradients are so small that every sum must be finite. The host waits for a GPU once."""
     by_place: dict[str, list[RowGrads]] = {}
     for grad in grads:
         by_place.setdefault(grad.store.backend.place, []).append(grad)
@@ -237,12 +237,12 @@ def _surely_finite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads
     for there in by_place.values():
         if not there[0].store.backend.surely_finite([grad.terms for grad in there], dense):
             return False
-        dense = []  # The first place has looked at them.
+        dense = []  # The first device has checked the dense gradients.
     return bool(by_place)
 
 
 def _find_nonfinite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads]) -> str | None:
-    """First number that is not finite, in words; None = all are."""
+    """Text about the first gradient that is not finite; None = all are finite."""
     for row_grads in grads:
         finite_U = row_grads.store.backend.tensor(row_grads.finite_U).cpu().numpy()
         if not finite_U.all():
@@ -261,16 +261,17 @@ def _find_nonfinite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrad
 
 
 def step(optimizer: StepOptimizer, go: bool, after_hooks: Callable[[], None] | None = None) -> Groups:
-    """Step the dense parameters. It comes before rows are updated, since hooks of the user's may fail in it.
+    """Step the dense parameters of an optimizer. Rows are updated afterwards, since the user's hooks may fail here.
 
     Args:
-        after_hooks: called after the user's hooks that come before the step.
+        go: result of `may_step`; if False, nothing is stepped.
+        after_hooks: called when the user's step pre-hooks have run.
 
     Returns:
-        The options that this step was made with, after hooks before it and before those after it, for `update`.
+        Options of the param groups when the step ran, for `update`: pre-hooks have run, post-hooks have not.
 
     Raises:
-        What the optimizer or a hook of it raises; no row has been updated.
+        The error of the optimizer or of a hook; no row has been updated.
     """
     groups: Groups = {}
     if not go:
@@ -309,12 +310,14 @@ def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: G
     """Apply the optimizer to the rows, in place.
 
     Args:
-        groups: the options to apply it with, from `step`; None = as they are now.
+        grads: one of the results of `reduce_grads`.
+        go: result of `may_step`; if False, nothing is updated.
+        groups: options of the param groups, from `step`; None = the current options.
 
     Raises:
-        StorageError: the rows are not in their slots any more; nothing has changed.
+        StorageError: the rows were replaced since the lookup; nothing has changed.
     """
-    # Of merged stores the first answers for all: one group of one optimizer trains them.
+    # One param group trains all merged stores, so the first store answers for all.
     rows = optimizer.rows_of(grads.stores[0]) if grads is not None else None
     if grads is None or rows is None or not go:
         return
@@ -322,7 +325,7 @@ def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: G
     options = [groups.get(id(group), group) if group and groups else group for group in its_groups]
     for member in grads.stores:
         member.store_lock.check(changes=True)
-    if grads.generation != store.generation:  # A hook, or another thread beside torch's own step, has loaded others.
+    if grads.generation != store.generation:  # A hook or another thread has loaded other rows.
         raise StorageError(REPLACED)
 
     parts = [(its, step, group) for grads_G, group in _by_group(grads, options) for its, step in _by_step(grads_G)]
@@ -349,7 +352,7 @@ def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: G
 
 
 def _by_group(grads: RowGrads, options: Sequence[Group | None]) -> list[tuple[RowGrads, Group]]:
-    """The gradients and the options of their tables; tables with other options apart."""
+    """[(gradients, options)], one pair for all tables with equal options. Frozen tables are left out."""
     if len(options) == 1:
         return [] if options[0] is None else [(grads, options[0])]
     alike: list[tuple[Group | None, list[int]]] = []
@@ -377,7 +380,7 @@ def _same(one: object, other: object) -> bool:
 
 
 def _by_step(grads: RowGrads) -> list[tuple[RowGrads, int]]:
-    """The gradients and the steps that their store has made; of merged stores that are not equally far, apart."""
+    """[(gradients, number of steps that their stores have made)], one pair for all stores with the same number."""
     if len(grads.stores) == 1:
         return [(grads, grads.stores[0].step)]
     steps = sorted({member.step for member in grads.stores})
@@ -389,10 +392,10 @@ def _by_step(grads: RowGrads) -> list[tuple[RowGrads, int]]:
 
 
 def advance(optimizers: Sequence[StepOptimizer], lr_schedulers: Sequence[Scheduler | None], go: bool) -> None:
-    """Drop the gradients, and step the learning rates.
+    """Drop the gradients and, if `go`, step the learning rate schedulers.
 
     Raises:
-        What a scheduler raises, once the others have been stepped; the step is made and counted.
+        The first error of a scheduler, after the other schedulers were stepped; the optimizer step is counted.
     """
     for optimizer in optimizers:
         zero_grad(optimizer.optimizer)
@@ -416,8 +419,8 @@ _ZERO_GRAD = torch.optim.Optimizer.zero_grad
 
 
 def zero_grad(optimizer: torch.optim.Optimizer) -> None:
-    """Set the gradients of an optimizer to None: at once, where `Optimizer.zero_grad` is torch's, which begins with a
-    record for the profiler."""
+    """Set the gradients of an optimizer to None. torch's own `zero_grad` is called only while a profiler runs, since
+    the record that it makes for the profiler takes time."""
     changed = type(optimizer).zero_grad is not _ZERO_GRAD or "zero_grad" in vars(optimizer)
     if changed or torch.autograd._profiler_enabled():
         optimizer.zero_grad(set_to_none=True)
@@ -428,6 +431,6 @@ def zero_grad(optimizer: torch.optim.Optimizer) -> None:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """`error.add_note`, once."""
+    """Add a note to an error that does not have it yet."""
     if not any(note in present for present in getattr(error, "__notes__", ())):
         error.add_note(note)

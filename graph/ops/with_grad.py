@@ -1,4 +1,4 @@
-"""Rows of a lookup as autograd knows them: a backward pass through them gives the weight a gradient of rows."""
+"""`with_grad`: rows of a lookup as a differentiable tensor, whose backward pass gives the weight a gradient of rows."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,32 +23,31 @@ def with_grad(
     The rows need not be pinned: the step that trains rows of an embedding in eval mode inserts them.
 
     Args:
-        weights: one that stands for all rows, or for each table one that stands for its rows.
-        ranks: those who train the rows.
+        weights: one weight that stands for all rows, or one for each table.
+        ranks: ranks that own the rows.
     """
-    # In a tuple, so that autograd takes the rows for new ones: a tensor that it knows as an input must not change in
-    # place.
+    # The rows are in a tuple, which hides them from autograd: the output could not be changed in place if autograd knew
+    # the same tensor as an input.
     return _WithGrad.apply(per_sample_weights, lease, (rows,), ranks, *weights)
 
 
 def _is_alone(grad: torch.Tensor) -> bool:
-    """Whether nobody else has the memory of a gradient that autograd gives, so that it need not be copied.
+    """Whether a gradient from autograd is the only tensor on its memory, so that it need not be copied.
 
-    Another parameter's gradient may be a view of the same memory, which torch clips and accumulates in place: that of
-    `positions` in `embedding(ids)[None] + positions[None]`, say, or of a tensor that rows were concatenated with.
-    torch's counts of references tell, where there are any; references of Python to the same object (a hook that keeps
-    it) are not counted: `Pass.checked` finds changes through them.
+    Another parameter's gradient may be a view of the same memory, which torch clips and accumulates in place: for
+    example the gradient of `positions` in `embedding(ids)[None] + positions[None]`, or of a tensor that rows were
+    concatenated with. torch's reference counts tell; without them the answer is False. They do not count Python
+    references to the same object (a hook that keeps it): `Pass.checked` finds changes made through these.
     """
     if not grad.is_contiguous() or grad.untyped_storage().nbytes() != grad.nbytes:
         return False
     tensor_uses, storage_uses = getattr(grad, "_use_count", None), getattr(torch._C, "_storage_Use_Count", None)
     if tensor_uses is None or storage_uses is None:
         return False
-    base: torch.Tensor | None = (
-        grad._base
-    )  # Of a view: the base has the memory too, and so has every holder of the base.
+    # If the gradient is a view, its base and every holder of the base have the memory too.
+    base: torch.Tensor | None = grad._base
     views = 0 if base is None else 1
-    # The storage is also held by the object that is asked for its address here, the base by the one that is read here.
+    # One more reference to the storage, and one to the base, belong to the Python objects that this function makes.
     return bool(
         tensor_uses() == 1
         and storage_uses(grad.untyped_storage()._cdata) == 2 + views
@@ -91,11 +90,11 @@ class _WithGrad(torch.autograd.Function):
         flat = grad.detach().reshape(-1, grad.shape[-1])
         row_grads: list[RowGrad | None] = [None] * len(of_weights)
         if any(of_weights):
-            # The gradient is not copied if `reshape` has done so, or if rows are updated within this backward pass; a
-            # later change of it raises.
+            # No copy is needed if `reshape` has made one, or if rows are updated within this backward pass. A later
+            # change in place raises.
             as_is = alone or flat.data_ptr() != grad.data_ptr() or ctx.at_once and flat.is_contiguous()
-            # Sums are less to write than a copy. They are made only if autograd frees the graph: the gradient of a
-            # further pass would have to be added for each id before the sum.
+            # Sums by key are less to write than a copy. They need a graph that autograd frees now: the gradient of
+            # another pass would have to be added for each id, before the sum.
             sums = not as_is and flat.is_contiguous() and ctx.lease is None
             if sums and (summed := lease.sum_now(flat)) is not None:
                 one = Pass(lease, summed, 0)
