@@ -65,6 +65,27 @@ def test_tables_have_rows_of_their_own():
         )
 
 
+def test_rows_of_columns_are_given_side_by_side():
+    weight = torch.arange(12.0).reshape(2, 6)
+    make = oneemb.MultiTableMultiColumnEmbedding.from_pretrained
+    with make(weight, embedding_dim=[2, 4]) as columns, make(weight) as whole:
+        assert columns.column_dims == (2, 4) and whole.column_dims == (6,)
+        assert torch.equal(columns(torch.tensor([1, 0])), weight[[1, 0]])
+        assert torch.equal(whole(torch.tensor([1, 0])), weight[[1, 0]])
+    with pytest.raises(ValueError, match="embedding_dim must be 6"):
+        make(weight, embedding_dim=[2, 2])
+
+
+def test_an_embedding_whose_rows_cannot_come_is_closed(tmp_path):
+    options = oneemb.make_device_mem_store_options(tmp_path)
+    with pytest.raises(ValueError, match="must be finite") as caught:
+        oneemb.MultiTableEmbedding.from_pretrained(torch.tensor([[1.0], [float("inf")]]), store_options=options)
+    made = [frame.frame.f_locals.get("embedding") for frame in caught.traceback]
+    made = [one for one in made if isinstance(one, oneemb.MultiTableEmbedding)]
+    with pytest.raises(oneemb.StorageError, match="is closed"):
+        made[0].stats()
+
+
 REFUSED = [
     (dict(weight=torch.ones(3)), TypeError, "weight must be a matrix"),
     (dict(weight=[[1.0]]), TypeError, "weight must be a matrix"),
@@ -73,6 +94,9 @@ REFUSED = [
     (dict(weight=torch.ones(3, 2), ids=torch.arange(2)), ValueError, "one for each row"),
     (dict(weight=torch.ones(2, 2), ids=torch.tensor([1, 1])), ValueError, "each once"),
     (dict(weight=torch.ones(2, 2), ids=torch.ones(2)), TypeError, "int64 or int32"),
+    (dict(weight=torch.ones(2, 2), ids=[0, 1]), TypeError, "int64 or int32, got list of table 0; call torch.as_tensor"),
+    (dict(weight=[torch.ones(2, 2)], tables=[oneemb.make_table()] * 2), ValueError, "tables must be 1, .* got 2"),
+    (dict(weight=torch.ones(2, 3), embedding_dim=4), ValueError, "embedding_dim must be 3, the width of weight"),
     (dict(weight=[torch.ones(2, 2)], ids=[]), ValueError, "ids must be those of 1 tables"),
     (dict(weight=torch.tensor([[float("nan")]])), ValueError, "must be finite"),
 ]

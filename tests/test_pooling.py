@@ -190,7 +190,7 @@ def test_a_train_graph_pools_as_the_eager_step_does(tmp_path, mode):
         (dict(offsets=torch.tensor([0, 2, 4])), "B \\* 3 bags"),
         (dict(offsets=torch.tensor([1, 2, 3, 4])), "begin with 0"),
         (dict(offsets=torch.tensor([0, 3, 2, 4])), "never fall"),
-        (dict(offsets=torch.tensor([0, 2, 3])), "add where the last bag ends"),
+        (dict(offsets=torch.tensor([0, 2, 3])), "pass include_last_offset=False"),
         (dict(offsets=torch.tensor([0, 2, 3, 3])), "end with the number of ids, 4"),
         (dict(offsets=torch.tensor([0.0, 2, 3, 4])), "int64 tensor"),
         (dict(offsets=torch.tensor([0, 1, 2, 4]), pooling="median"), '"sum", "mean" or "max", got \'median\''),

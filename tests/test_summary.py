@@ -32,13 +32,49 @@ def test_an_embedding_shows_what_it_is(tmp_path, kind):
     shown = embedding._repr_html_()
     assert shown.count("<tr>") == shown.count("</tr>") > 8 and "2,000" in shown and "<table>" in shown
     embedding.close()
-    assert "rows=none, it is closed" in repr(embedding)
+    assert f"rows=none: the embedding on {tmp_path} is closed; make it again" in repr(embedding)
+
+
+def test_a_broken_embedding_shows_its_error(tmp_path):
+    embedding = make_embedding(tmp_path)
+    embedding(torch.arange(3))
+    embedding.store.store_lock.cut_short(ZeroDivisionError())
+    shown = repr(embedding)
+    assert "is closed" not in shown and "load_snapshot" in shown
+    lines = oneemb.summary(embedding).splitlines()
+    assert lines[1].split()[:3] == ["items", "1", "-"]
+    assert lines[2].startswith("items: ") and "load_snapshot" in lines[2]
+    embedding.close()
 
 
 def test_names_are_escaped(tmp_path):
     embedding = make_embedding(tmp_path, name="<b>&")
     assert "&lt;b&gt;&amp;" in embedding._repr_html_() and "<b>" not in embedding._repr_html_()
     embedding.close()
+
+
+def error_of(embedding):
+    with pytest.raises(oneemb.StorageError) as caught:
+        embedding.stats()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_a_summary_has_the_memory_of_the_metrics(tmp_path, kind):
+    embedding = make_embedding(tmp_path, store=kind)
+    embedding(torch.arange(3000))
+    memory = f"{embedding.metrics()['memory_bytes'] / 2**20:,.1f} MiB"
+    assert memory in oneemb.summary(embedding) and f"memory={memory}" in repr(embedding)
+    embedding.close()
+
+
+def test_a_closed_embedding_counts_no_rows(tmp_path):
+    embedding = make_embedding(tmp_path)
+    embedding(torch.arange(3))
+    embedding.close()
+    for ask in (len, lambda it: it.num_rows, lambda it: it.stats(), lambda it: it.metrics()):
+        with pytest.raises(oneemb.StorageError, match="is closed; make it again"):
+            ask(embedding)
 
 
 def test_a_summary_counts_rows_and_other_parameters(tmp_path):
@@ -53,7 +89,9 @@ def test_a_summary_counts_rows_and_other_parameters(tmp_path):
     assert oneemb.summary(one).splitlines()[1].startswith("items")
     one.close()
     two.close()
-    assert oneemb.summary(model).splitlines()[1].split()[2] == "none,"
+    closed = oneemb.summary(model).splitlines()
+    assert closed[1].split() == ["one", "2", "-", "4", "-", "-", "-"]
+    assert closed[3:5] == [f"one: {error_of(one)}", f"deep.0: {error_of(two)}"] and "is closed" in closed[3]
     with pytest.raises(TypeError, match="model must be a torch.nn.Module, got int"):
         oneemb.summary(3)
 
@@ -81,3 +119,4 @@ def test_graphs_profiles_and_plans_show_their_text(tmp_path):
             "'", "&#x27;"
         ).replace('"', "&quot;")
     graph.embedding.close()
+    assert "is closed; make it again" in graph.explain()

@@ -302,8 +302,8 @@ def bags_of_ids(
     elif bags % num_tables:
         raise ValueError(
             f"offsets must be of B * {num_tables} bags, those of a sample's {num_tables} tables side by side, got"
-            f" {bags} bags; pass table_ids to say which table each bag is of, or add where the last bag ends"
-            " (nn.EmbeddingBag's include_last_offset=True)"
+            f" {bags} bags; pass table_ids to say which table each bag is of; or, if the number of ids at the end is"
+            " left out, as nn.EmbeddingBag has it by default, pass include_last_offset=False"
         )
     else:
         shape = torch.Size([bags]) if num_tables == 1 else torch.Size([bags // num_tables, num_tables])
@@ -382,7 +382,8 @@ def _check_offsets(offset_P1: torch.Tensor, ids: int) -> None:
     if not ordered or values_P1[0] != 0 or values_P1[-1] != ids:
         raise ValueError(
             f"offsets must begin with 0, never fall, and end with the number of ids, {ids}; got"
-            f" {offset_P1[:3].tolist()} ... {offset_P1[-1:].tolist()} (nn.EmbeddingBag's include_last_offset=True)"
+            f" {offset_P1[:3].tolist()} ... {offset_P1[-1:].tolist()}; if the last is left out, as"
+            " nn.EmbeddingBag has it by default, pass include_last_offset=False"
         )
 
 

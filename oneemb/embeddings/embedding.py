@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, Never, Self, TypeVar, cast
 
-import numpy as np
 import torch
 
 import oneemb
@@ -17,9 +16,9 @@ from oneemb.embeddings.embedding_arguments import (
     DEFAULT_INITIALIZER,
     DTYPE_NAMES,
     check_arguments,
-    check_pretrained,
     initial_rows,
     policies_of,
+    pretrained,
     rank_folders,
     store_plan,
     temporary_folder,
@@ -36,7 +35,7 @@ from oneemb.graph.ops.keys import BagArguments, bags_of, columns_of, pooling_of
 from oneemb.graph.ranks import ranks_of
 from oneemb.graph.tracers import hidden_from_modes, refuse_tracers, uncompiled
 from oneemb.kernels.threads import Threads
-from oneemb.options import Initializer, StoreOptions, TableOptions, make_device_mem_store_options, make_table_options
+from oneemb.options import Initializer, StoreOptions, TableOptions, make_device_mem_store_options
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.fs import AnyPath, absolute_path
 from oneemb.storage.policies.row_policy import RowPolicy
@@ -117,6 +116,47 @@ class TableEmbedding(SnapshotCalls, RowCalls):
         )
         """The snapshots that the ranks have together."""
         self.begin_weight()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        weight: torch.Tensor | Sequence[torch.Tensor],
+        ids: torch.Tensor | Sequence[torch.Tensor] | None = None,
+        *,
+        freeze: bool = True,
+        name: str = "pretrained",
+        store_options: StoreOptions | None = None,
+        **more: Any,
+    ) -> Self:
+        """An embedding whose rows are given, as `torch.nn.Embedding.from_pretrained` has it; other ids may come.
+
+        Args:
+            weight: rows of a table, float32, float16 or bfloat16 [rows, D]; or a list, one for each table.
+            ids: id of each row, integers [rows], or a list, one for each table; None = 0 to rows - 1.
+            freeze: rows are not trained: the weight has `requires_grad` False.
+            name: names the embedding in errors and snapshots.
+            store_options: where rows live; None = in memory, with a temporary folder.
+            more: arguments of the class, such as `padding_idx`, `seed` or `tables`; of columns `embedding_dim`, their
+                widths, whose sum is D: without it there is one column.
+
+        Raises:
+            TypeError, ValueError: weights or ids are not as above, repeat, or a weight is not finite.
+
+        Example:
+            >>> import torch, oneemb
+            >>> vectors = oneemb.MultiTableEmbedding.from_pretrained(torch.eye(3), torch.tensor([7, -1, 40]))
+            >>> vectors(torch.tensor([40, 7])).tolist()
+            [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
+        """
+        options, given = pretrained(weight, ids, issubclass(cls, MultiTableMultiColumnEmbedding), more)
+        embedding = cls(name, store_options=store_options or make_device_mem_store_options(), **options)
+        try:
+            for table, rows in enumerate(given):
+                oneemb.import_rows(embedding, rows, table=table)
+        except BaseException:
+            embedding.close()
+            raise
+        return embedding.requires_grad_(not freeze)
 
     def _columns(self, embedding_dim: Any) -> Sequence[int]:
         """The width of each column. Any: `check_arguments` sees a user's value."""
@@ -251,7 +291,11 @@ class TableEmbedding(SnapshotCalls, RowCalls):
             tables that it has), `replicated_rows` (the latter), `step`, `hit_rate` (share of unique keys found in the
             hot tier; of ids, in lookups without gradient on the device store), and a dict for each tier: `device`,
             `host`, `persistent`.
+
+        Raises:
+            StorageError: the embedding is closed, or broken.
         """
+        self.store.check_open()
         stats = self.store.stats()
         hot = stats.get("device", {"hits": 0, "misses": 0})
         hit_rate = hot["hits"] / max(1, hot["hits"] + hot["misses"])
@@ -416,50 +460,6 @@ class MultiTableEmbedding(TableEmbedding):
 
     def _columns(self, embedding_dim: Any) -> Sequence[int]:
         return [embedding_dim]
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        weight: torch.Tensor | Sequence[torch.Tensor],
-        ids: torch.Tensor | Sequence[torch.Tensor] | None = None,
-        *,
-        freeze: bool = True,
-        name: str = "pretrained",
-        store_options: StoreOptions | None = None,
-        **more: Any,
-    ) -> Self:
-        """An embedding whose rows are given, as `torch.nn.Embedding.from_pretrained` has it; other ids may come.
-
-        Args:
-            weight: rows of a table, float32, float16 or bfloat16 [rows, D]; or a list, one for each table.
-            ids: id of each row, integers [rows], or a list, one for each table; None = 0 to rows - 1.
-            freeze: rows are not trained: the weight has `requires_grad` False.
-            name: names the embedding in errors and snapshots.
-            store_options: where rows live; None = in memory, with a temporary folder.
-            more: arguments of the class, such as `padding_idx`, `seed` or `tables`.
-
-        Raises:
-            TypeError, ValueError: weights or ids are not as above, repeat, or a weight is not finite.
-
-        Example:
-            >>> import torch, oneemb
-            >>> vectors = oneemb.MultiTableEmbedding.from_pretrained(torch.eye(3), torch.tensor([7, -1, 40]))
-            >>> vectors(torch.tensor([40, 7])).tolist()
-            [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
-        """
-        weights: list[Any] = list(weight) if isinstance(weight, list | tuple) else [weight]
-        given: list[Any] = list(ids) if isinstance(ids, list | tuple) else [ids] * len(weights)
-        check_pretrained(weights, given)
-        dim, dtype = weights[0].shape[1], weights[0].dtype
-        key_type = next((its.dtype for its in given if its is not None), torch.int64)
-        options = {"key_type": key_type, "tables": [make_table_options()] * len(weights), **more}
-        options["store_options"] = store_options or make_device_mem_store_options()
-        embedding = cls(name, dim, dtype, **options)
-        for table, (its_weights, its_ids) in enumerate(zip(weights, given, strict=True)):
-            id_N = np.arange(len(its_weights)) if its_ids is None else its_ids.cpu().numpy()
-            source = (id_N, its_weights.detach().cpu().float().numpy())
-            oneemb.import_rows(embedding, source, table=table)
-        return embedding.requires_grad_(not freeze)
 
 
 class MultiTableMultiColumnEmbedding(TableEmbedding):

@@ -24,6 +24,7 @@ from oneemb.options import (
     NormalInitializer,
     StoreOptions,
     TableOptions,
+    make_table_options,
 )
 from oneemb.storage.policies.row_policy import RowPolicy
 from oneemb.storage.remote.servers import check_installed
@@ -168,27 +169,59 @@ def _initializers(table: Mapping[str, Any], default: Mapping[str, Any]) -> str:
     return texts[0] if len(set(texts)) == 1 else f"[{', '.join(texts)}]"
 
 
-def check_pretrained(weights: Sequence[Any], ids: Sequence[Any]) -> None:
-    """Raise unless these are the weights and ids of tables, for `from_pretrained`."""
-    if not weights or len(ids) != len(weights):
-        raise ValueError(f"ids must be those of {len(weights)} tables, one or more, as weight, got {len(ids)}")
-    for table, (weight, its) in enumerate(zip(weights, ids, strict=True)):
-        is_matrix = isinstance(weight, torch.Tensor) and weight.dim() == 2 and weight.dtype in DTYPE_NAMES
-        if not is_matrix or weight.shape[1:] != weights[0].shape[1:] or weight.dtype != weights[0].dtype:
-            got = f"{weight.dtype} {list(weight.shape)}" if isinstance(weight, torch.Tensor) else type(weight).__name__
-            raise TypeError(
-                f"weight must be a matrix [rows, D] of float32, float16 or bfloat16, of all tables alike, got {got} of"
-                f" table {table}"
-            )
-        if its is None:
-            continue
-        if not isinstance(its, torch.Tensor) or its.dtype not in (torch.int64, torch.int32):
-            got = str(its.dtype) if isinstance(its, torch.Tensor) else type(its).__name__
-            raise TypeError(f"ids must be a tensor of int64 or int32, got {got} of table {table}")
-        if its.shape != weight.shape[:1] or len(its.unique()) < len(its):
-            raise ValueError(
-                f"ids must be [{len(weight)}], each once, one for each row, got {list(its.shape)} of table {table}"
-            )
+def pretrained(
+    weight: Any, ids: Any, has_columns: bool, more: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[tuple[np.ndarray, np.ndarray]]]:
+    """Arguments of an embedding of given rows, and the ids and weights of each table. Any: what a user gives.
+
+    Args:
+        weight, ids, more: of `from_pretrained`.
+        has_columns: whether the embedding has columns, so that its `embedding_dim` is a list.
+    """
+    weights = list(weight) if isinstance(weight, list | tuple) else [weight]
+    several = isinstance(weight, list | tuple) and isinstance(ids, list | tuple)
+    ids_T = list(ids) if several else [ids] * len(weights)
+    if not weights or len(ids_T) != len(weights):
+        raise ValueError(f"ids must be those of {len(weights)} tables, one or more, as weight, got {len(ids_T)}")
+    for table, (one, its) in enumerate(zip(weights, ids_T, strict=True)):
+        _check_rows(one, its, weights[0], table)
+    dim, dtype = weights[0].shape[1], weights[0].dtype
+    key_type = next((its.dtype for its in ids_T if its is not None), torch.int64)
+    options: dict[str, Any] = {"embedding_dim": [dim] if has_columns else dim, "dtype": dtype, "key_type": key_type}
+    options |= {"tables": [make_table_options()] * len(weights), **more}
+    if isinstance(options["tables"], list | tuple) and len(options["tables"]) != len(weights):
+        raise ValueError(f"tables must be {len(weights)}, one for each weight, got {len(options['tables'])}")
+    given = options["embedding_dim"]
+    if dim != (sum(given) if has_columns and isinstance(given, list | tuple) else given):
+        raise ValueError(f"embedding_dim must be {dim}, the width of weight, or widths with this sum, got {given!r}")
+    rows = [
+        (np.arange(len(one)) if its is None else its.cpu().numpy(), one.detach().cpu().float().numpy())
+        for one, its in zip(weights, ids_T, strict=True)
+    ]
+    return options, rows
+
+
+def _check_rows(weight: Any, ids: Any, first: Any, table: int) -> None:
+    """Raise unless these are weights and ids of one table, and the weights are like those of the `first` table."""
+    is_matrix = isinstance(weight, torch.Tensor) and weight.dim() == 2 and weight.dtype in DTYPE_NAMES
+    if not is_matrix or weight.shape[1:] != first.shape[1:] or weight.dtype != first.dtype:
+        got = f"{weight.dtype} {list(weight.shape)}" if isinstance(weight, torch.Tensor) else type(weight).__name__
+        raise TypeError(
+            f"weight must be a matrix [rows, D] of float32, float16 or bfloat16, of all tables alike, got {got} of"
+            f" table {table}"
+        )
+    if ids is None:
+        return
+    if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int64, torch.int32):
+        got = str(ids.dtype) if isinstance(ids, torch.Tensor) else type(ids).__name__
+        raise TypeError(
+            f"ids must be a tensor of int64 or int32, got {got} of table {table}; call torch.as_tensor(ids).long(); of"
+            " several tables give a list of such tensors, and a list of weights"
+        )
+    if ids.shape != weight.shape[:1] or len(ids.unique()) < len(ids):
+        raise ValueError(
+            f"ids must be [{len(weight)}], each once, one for each row, got {list(ids.shape)} of table {table}"
+        )
 
 
 def temporary_folder(owner: object, prefix: str = "oneemb-") -> tuple[str, Callable[[], object]]:

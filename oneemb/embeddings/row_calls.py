@@ -28,7 +28,9 @@ class RowCalls(torch.nn.Module):
 
     @property
     def num_rows(self) -> int:
-        """Rows of all tables; with `process_group` those of this rank, as `stats()["rows"]`."""
+        """Rows of all tables; with `process_group` those of this rank, as `stats()["rows"]`. Raises StorageError if the
+        embedding is closed, or broken."""
+        self.store.check_open()
         rows: int = self.store.stats()["rows"]
         return rows
 

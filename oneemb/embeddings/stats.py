@@ -100,6 +100,13 @@ class EmbeddingStats(TypedDict):
     persistent: NotRequired[TableStats]
 
 
+def memory_of(stats: EmbeddingStats) -> int:
+    """Bytes of memory of all tiers, with indexes of the store below them."""
+    its = cast("dict[str, Any]", stats)  # Keys of a TypedDict are literals.
+    tiers = sum(its[place]["bytes"] for place in ("device", "host", "remote") if place in its)
+    return int(tiers + its.get("persistent", {}).get("memory_bytes", 0))
+
+
 def metrics_of(stats: EmbeddingStats, before: dict[str, int]) -> tuple[dict[str, float], dict[str, int]]:
     """Figures of `embedding.metrics()`, and the counters to give the next call as `before`; none at the first."""
     its = cast("dict[str, Any]", stats)  # Keys of a TypedDict are literals.
@@ -115,7 +122,7 @@ def metrics_of(stats: EmbeddingStats, before: dict[str, int]) -> tuple[dict[str,
         "step": stats["step"],
         "hit_rate": hits / (hits + misses) if hits + misses else 1.0,
         "served_without_disk": 1 - min(1.0, read_now / (hits + misses)) if hits + misses else 1.0,
-        "memory_bytes": sum(tier["bytes"] for tier in tiers) + table.get("memory_bytes", 0) + remote.get("bytes", 0),
+        "memory_bytes": memory_of(stats),
         "disk_bytes": table.get("disk_bytes", 0),
         "rows_evicted": sum(tier["evicted"] for tier in tiers),
         "rows_read": read,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from oneemb.embeddings.stats import EmbeddingStats, memory_of
 from oneemb.graph.modules import embeddings_in
 from oneemb.storage.errors import StorageError
 
@@ -15,7 +16,7 @@ def facts_of(embedding: Any) -> dict[str, str]:
     """Facts of an embedding, in words, by name. Any: the class of embeddings uses this function.
 
     Args:
-        embedding: a `TableEmbedding`; of one that is closed only what it was made with.
+        embedding: a `TableEmbedding`; of one that is closed or broken only the arguments and the error.
     """
     options = embedding.store_options
     facts = {
@@ -26,23 +27,25 @@ def facts_of(embedding: Any) -> dict[str, str]:
         "path": ", ".join(options.persistent_path),
     }
     try:
-        embedding.store.check_open()
-        stats: dict[str, Any] = embedding.stats()
-    except StorageError:
-        return {**facts, "rows": "none, it is closed"}
-    tiers = [stats[place] for place in ("device", "host") if place in stats]
-    memory = sum(tier["bytes"] for tier in tiers) + stats.get("persistent", {}).get("memory_bytes", 0)
-    facts |= {"rows": f"{stats['rows']:,}", "memory": _in_mib(memory)}
+        stats: EmbeddingStats = embedding.stats()
+    except StorageError as error:
+        return {**facts, "rows": f"none: {error}"}
+    facts |= {"rows": f"{stats['rows']:,}", "memory": _in_mib(memory_of(stats))}
     if disk := stats.get("persistent", {}).get("disk_bytes", 0):
         facts["disk"] = _in_mib(disk)
-    optimizer = embedding.optimizer
-    of_rows = embedding.store.format.optimizer if optimizer is None else type(optimizer).__name__
-    facts["optimizer"] = "none yet" if of_rows is None else f"{of_rows}, step {stats['step']:,}"
+    facts["optimizer"] = _optimizer(embedding, stats)
     if embedding.policies is not None:
         facts["policy"] = "; ".join(dict.fromkeys(map(_brief, embedding.policies)))
-    if tiers and tiers[0]["hits"] + tiers[0]["misses"]:
+    hot = stats.get("device")
+    if hot is not None and hot["hits"] + hot["misses"]:
         facts["hit rate"] = f"{stats['hit_rate']:.1%}"
     return facts
+
+
+def _optimizer(embedding: Any, stats: EmbeddingStats) -> str:
+    optimizer = embedding.optimizer
+    of_rows = embedding.store.format.optimizer if optimizer is None else type(optimizer).__name__
+    return "none yet" if of_rows is None else f"{of_rows}, step {stats['step']:,}"
 
 
 def _brief(value: Any) -> str:
@@ -59,7 +62,8 @@ def _in_mib(size: int) -> str:
 
 
 def summary(model: torch.nn.Module) -> str:
-    """Table of a model's embeddings, a line each, with the number of rows and weights; and of its other parameters.
+    """Table of a model's embeddings, a line each, with the number of rows and weights; and of its other parameters. Of
+    an embedding that is closed or broken a line below the table has the error.
 
     Args:
         model: any module, an embedding itself too.
@@ -78,14 +82,20 @@ def summary(model: torch.nn.Module) -> str:
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    names = ("tables", "rows", "dim", "weights", "memory", "optimizer")
-    lines: list[Sequence[str]] = [("embedding", *names)]
+    lines: list[Sequence[str]] = [("embedding", "tables", "rows", "dim", "weights", "memory", "optimizer")]
     stand_for_rows: set[int] = set()
+    unknown = []
     for name, embedding in embeddings_in(model).items():
-        facts = facts_of(embedding)
-        rows = facts["rows"].replace(",", "")
-        facts["weights"] = f"{int(rows) * embedding.embedding_dim:,}" if rows.isdigit() else ""
-        lines.append((name or embedding.name, *(facts.get(its, "") for its in names)))
+        name, tables, dim = name or embedding.name, str(embedding.num_tables), embedding.embedding_dim
+        try:
+            stats = embedding.stats()
+        except StorageError as error:
+            lines.append((name, tables, "-", str(dim), "-", "-", "-"))
+            unknown.append(f"{name}: {error}")
+        else:
+            rows = stats["rows"]
+            sizes = f"{rows:,}", str(dim), f"{rows * dim:,}", _in_mib(memory_of(stats))
+            lines.append((name, tables, *sizes, _optimizer(embedding, stats)))
         stand_for_rows.update(map(id, embedding.weights))
     dense = [parameter for parameter in model.parameters() if id(parameter) not in stand_for_rows]
     counted = sum(parameter.numel() for parameter in dense)
@@ -98,7 +108,7 @@ def summary(model: torch.nn.Module) -> str:
         for line in lines
     ]
     which = "all" if trained == counted else f"{trained:,}"
-    return "\n".join([*map(str.rstrip, table), f"{counted:,} other parameters, {which} trained"])
+    return "\n".join([*map(str.rstrip, table), *unknown, f"{counted:,} other parameters, {which} trained"])
 
 
 def html_of(title: str, facts: dict[str, str]) -> str:

@@ -8,6 +8,7 @@ from oneemb.embeddings.summary import html_of_text
 from oneemb.graph.ranks import Ranks
 from oneemb.graph.recorder import Profile, StepStats, stats_table
 from oneemb.graph.text import graph_text
+from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import AnyPath, file_path
 from oneemb.training.plan_cache import GIVEN_UP, PlanCache
 
@@ -75,7 +76,11 @@ class GraphViews(torch.nn.Module):
             text += f"\nfor {given_up} of {len(every)} structures of inputs nothing is made ahead: {GIVEN_UP}"
         caches = ["embedding  step  hit rate  rows in cache  evicted  written down"]
         for name, embedding in embeddings_of(self).items():
-            stats = embedding.stats()
+            try:
+                stats = embedding.stats()
+            except StorageError as error:
+                caches.append(f"{name}  {error}")
+                continue
             hot = stats.get("device")
             rows, evicted, written_down = (hot["rows"], hot["evicted"], hot["written_down"]) if hot else (0, 0, 0)
             caches.append(f"{name}  {stats['step']}  {stats['hit_rate']:.1%}  {rows:,}  {evicted:,}  {written_down:,}")
