@@ -4,8 +4,8 @@
     from oneemb.dynamicemb.planner import DynamicEmbParameterConstraints, ...
     from oneemb.dynamicemb.shard import DynamicEmbeddingCollectionSharder
 
-or, before a script that imports dynamicemb itself, `oneemb.compat.install("dynamicemb")`. docs/dynamicemb.md says what
-is the same and what is not.
+A script that imports `dynamicemb` itself runs unchanged after `oneemb.compat.install("dynamicemb")`. docs/dynamicemb.md
+says where this package differs from dynamicemb.
 """
 
 from oneemb.kernels.extras import missing

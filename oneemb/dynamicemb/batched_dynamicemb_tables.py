@@ -1,4 +1,4 @@
-"""Tables looked up by ids and offsets, and trained in the backward pass: dynamicemb's module under TorchRec's."""
+"""dynamicemb's module of tables: looks up bags of ids, trains rows in the backward pass, and reads and writes dumps."""
 
 import math
 import os
@@ -47,21 +47,22 @@ __getattr__ = absent(
 
 
 class BatchedDynamicEmbeddingTablesV2(torch.nn.Module):
-    """Tables of one width, looked up together.
+    """Tables of one width that are looked up together.
 
     Args:
-        table_options: of each table; `dim`, `embedding_dtype`, `dist_type` and `external_storage` are those of all.
-        table_names: None = t_0, t_1 and so on.
-        feature_table_map: the table of each feature; None = feature f is looked up in table f.
-        pooling_mode: of bags.
-        output_dtype: of results.
-        device: where lookups run; None = the current GPU, or the CPU where there is none.
+        table_options: options of each table; all must have the same `dim`, `embedding_dtype`, `dist_type`, `training`
+            and `external_storage`.
+        table_names: names of the tables; None = t_0, t_1 and so on.
+        feature_table_map: number of the table of each feature; None = feature f is looked up in table f.
+        pooling_mode: pooling of bags.
+        output_dtype: dtype of results.
+        device: where lookups run; None = the current GPU, or the CPU if there is no GPU.
         optimizer, learning_rate, eps, initial_accumulator_value, momentum, weight_decay, weight_decay_mode, eta, beta1,
-            beta2: FBGEMM's.
+            beta2: the optimizer and its options, with FBGEMM's meanings.
         use_index_dedup, prefetch_pipeline, enforce_hbm, bounds_check_mode, stochastic_rounding: have no effect.
-        gradient_clipping, max_gradient, max_norm, counter_based_regularization, cowclip_regularization: are refused
-            where they change results.
-        tables: those of a module that is sharded; None = new ones.
+        gradient_clipping, max_gradient, max_norm, counter_based_regularization, cowclip_regularization: refused if
+            their values would change results.
+        tables: existing tables of a sharded module; None = make new ones.
 
     Raises:
         ValueError: an option is not as above; the message names it.
@@ -114,9 +115,9 @@ class BatchedDynamicEmbeddingTablesV2(torch.nn.Module):
             })  # fmt: skip
             tables = self._made(table_options, names, make, device)
         self._dynamic = tables
-        self._table_names = tables.names  # where dynamicemb's tools look
+        self._table_names = tables.names  # read by dynamicemb's tools
         self.rows = tables.rows
-        """The embedding that has the rows."""
+        """Embedding that holds the rows."""
         self._admission_counter = None
         if any(options.admit_strategy is not None for options in table_options):
             self._admission_counter = MultiTableKVCounter(tables)
@@ -142,7 +143,7 @@ class BatchedDynamicEmbeddingTablesV2(torch.nn.Module):
         )  # fmt: skip
         if device is not None and device.type == "cuda":
             rows.to(device)
-        # It is in no list of parameters: no other optimizer is to step the rows.
+        # No module lists this parameter, so that no other optimizer steps the rows.
         weight = torch.nn.Parameter(rows.weight.detach().clone())
         is_kept = bool(first.external_storage and first.external_storage.persistent_path)
         stepper: torch.optim.Optimizer | None = None
@@ -166,19 +167,20 @@ class BatchedDynamicEmbeddingTablesV2(torch.nn.Module):
         batch_size_per_feature_per_rank: list[list[int]] | None = None,
         total_unique_indices: int | None = None,
     ) -> torch.Tensor:
-        """Pool the rows of bags of ids.
+        """Look up ids and pool their rows.
 
         Args:
-            indices: integers [N]; those of the first feature first.
-            offsets: [F * B + 1]: bag f * B + b is of feature f and sample b.
-            per_sample_weights: float32 [N], for sums.
-            feature_requires_grad, batch_size_per_feature_per_rank, total_unique_indices: are to be left out.
+            indices: ids, integers [N], feature by feature.
+            offsets: integers [F * B + 1]; the ids of feature f in sample b begin at `offsets[f * B + b]`.
+            per_sample_weights: weights of the ids, float32 [N], for sums.
+            feature_requires_grad, batch_size_per_feature_per_rank: must be None.
+            total_unique_indices: has no effect.
 
         Returns:
-            [B, sum of the widths of features], or of NONE, [N, D].
+            [B, sum of the features' widths]; with pooling mode NONE a row for each id, [N, D].
 
         Raises:
-            ValueError: features have different numbers of bags; or an argument is to be left out.
+            ValueError: features have different numbers of bags, or an argument that must be None is given.
         """
         if feature_requires_grad is not None or batch_size_per_feature_per_rank is not None:
             raise ValueError("feature_requires_grad and batch_size_per_feature_per_rank are not supported")
@@ -202,20 +204,20 @@ class BatchedDynamicEmbeddingTablesV2(torch.nn.Module):
         return found.to(self.output_dtype)
 
     def prefetch(self, indices: torch.Tensor, offsets: torch.Tensor, **_: Any) -> None:
-        """No effect: a pipeline sends keys ahead by itself."""
+        """No effect: pipelines send keys ahead through the sharded collection."""
 
     def flush(self) -> None:
-        """No effect: reads of rows find those in caches too."""
+        """No effect: reading rows also finds rows that are only in a cache."""
 
     def reset_cache_states(self) -> None:
         """No effect; see `flush`."""
 
     def set_record_cache_metrics(self, record: bool) -> None:
-        """No effect: `rows.stats()` has the metrics at any time."""
+        """No effect: `rows.stats()` always has the metrics."""
 
     @property
     def cache(self) -> None:
-        """None: `rows` has its caches inside."""
+        """Always None: caches are a part of `rows`."""
         return
 
     # ---- tables -----------------------------------------------------------------------------------------------------
@@ -227,12 +229,12 @@ class BatchedDynamicEmbeddingTablesV2(torch.nn.Module):
 
     @property
     def tables(self) -> Storage:
-        """Rows of the tables."""
+        """Access to the rows of the tables."""
         return self._storage
 
     @property
     def dynamic(self) -> DynamicTables:
-        """Tables with dynamicemb's operations."""
+        """The tables, with operations for scores, dumps and changed rows."""
         return self._dynamic
 
     @property
@@ -241,30 +243,30 @@ class BatchedDynamicEmbeddingTablesV2(torch.nn.Module):
         return self.rows.optimizer
 
     def set_learning_rate(self, lr: float) -> None:
-        """Set the rate of all tables, from the next backward pass on."""
+        """Set the learning rate of all tables, from the next backward pass on."""
         self._dynamic.set_learning_rate(lr)
 
     def split_embedding_weights(self) -> list[torch.Tensor]:
-        """A tensor [1, 1] for each table: rows are in no tensor."""
+        """For each table an empty tensor [1, 1], since rows are in no tensor."""
         return [torch.empty(1, 1, dtype=self.rows.dtype, device=self.rows.weights[0].device) for _ in self.table_names]
 
     def set_score(self, named_score: dict[str, int]) -> None:
-        """Set the scores that lookups from now on give the rows of tables of CUSTOMIZED, by name.
+        """Set the score that later lookups give the rows of each named table: {table: score}.
 
         Raises:
-            TypeError, ValueError: a table is not of CUSTOMIZED, or a score is not above 0.
+            TypeError, ValueError: a table's score strategy is not CUSTOMIZED, or a score is not above 0.
         """
         self._dynamic.set_score(named_score)
 
     def get_score(self) -> dict[str, int]:
-        """Score by table, for a later `incremental_dump` of the rows changed from now on."""
+        """{table: current score}, a threshold for a later `incremental_dump` of the rows that change from now on."""
         return self._dynamic.get_score()
 
     def incremental_dump(
         self, named_thresholds: dict[str, int], pg: "distributed.ProcessGroup | None" = None
     ) -> tuple[dict[str, tuple[torch.Tensor, torch.Tensor]], dict[str, int]]:
-        """Rows whose score, or time of last use, is not below a threshold, by table: ids and weights; and the
-        thresholds for the next call. With `pg` those of all ranks, on each; every rank makes the call."""
+        """Rows whose score, or time of last use, is at least a threshold: {table: (ids, weights)}, and {table:
+        threshold for the next call}. With `pg` each rank gets the rows of all ranks, and every rank makes the call."""
         unknown = [name for name in named_thresholds if name not in self.table_names]
         if unknown:
             warnings.warn(f"there are no tables {unknown}, there are {self.table_names}", stacklevel=2)
@@ -274,7 +276,7 @@ class BatchedDynamicEmbeddingTablesV2(torch.nn.Module):
     def export_keys_values(
         self, table_name: str, device: torch.device, batch_size: int = 65536
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids int64 [N] and weights float32 [N, D] of a table: see `Storage.export_keys_values`."""
+        """Ids, int64 [N], and weights, float32 [N, D], of a table, as in `Storage.export_keys_values`."""
         t = self._dynamic.index(table_name)
         its = [batch[:2] for batch in self._storage.export_keys_values(device, batch_size, t)]
         if not its:
@@ -288,7 +290,7 @@ class BatchedDynamicEmbeddingTablesV2(torch.nn.Module):
         self, save_dir: str, optim: bool = False, counter: bool = False, table_names: list[str] | None = None,
         pg: "distributed.ProcessGroup | None" = None, *, layout: Literal["today", "seed"] = "today",
     ) -> None:  # fmt: skip
-        """Write tables into a folder that is there; see `DynamicEmbDump`."""
+        """Write a dump of the tables into an existing folder; see `DynamicEmbDump`."""
         names = [name for name in self.table_names if table_names is None or name in table_names]
         TableDumps(self._dynamic).dump(save_dir, names, optim=optim, counter=counter, layout=layout)
 
@@ -348,26 +350,26 @@ def _suffix_of(items: dict[str, str], item: str) -> str:
 
 
 def encode_meta_json_file_path(root_path: str, table_name: str) -> str:
-    """Path of the options of a table and its optimizer."""
+    """Path of the file with the options of a table and its optimizer."""
     return os.path.join(root_path, f"{table_name}_{META}")
 
 
 def encode_checkpoint_file_path(root_path: str, table_name: str, rank: int, world_size: int, item: str) -> str:
-    """Path of one rank's keys, values, scores or opt_values; ValueError if `item` is none of these."""
+    """Path of one rank's file of `item`: "keys", "values", "scores" or "opt_values"; ValueError for another item."""
     return _encoded(root_path, table_name, rank, world_size, _suffix_of(_ITEMS, item))
 
 
 def encode_counter_checkpoint_file_path(root_path: str, table_name: str, rank: int, world_size: int, item: str) -> str:
-    """Path of the keys, or frequencies, of one rank's ids without a row; ValueError if `item` is neither."""
+    """Path of one rank's file of counts of ids without a row; `item` is "keys" or "frequencies", else ValueError."""
     return _encoded(root_path, table_name, rank, world_size, _suffix_of(_COUNTER_ITEMS, item))
 
 
 def find_files(root_path: str, table_name: str, suffix: str) -> tuple[list[str], int]:
-    """Files of all ranks, in the order of their ranks, and their number.
+    """Paths of the files of all ranks, in the order of the ranks, and the number of ranks.
 
     Raises:
         ValueError: `suffix` is none of emb_keys, emb_values, emb_scores, opt_values, counter_keys, counter_frequencies.
-        StorageError: a rank's file is missing, files are of several numbers of ranks, or there is no folder.
+        StorageError: the file of a rank is missing, files are from different numbers of ranks, or there is no folder.
     """
     if suffix not in _SUFFIXES:
         raise ValueError(f"suffix must be one of {list(_SUFFIXES)}, got {suffix!r}")
@@ -383,7 +385,7 @@ def find_files(root_path: str, table_name: str, suffix: str) -> tuple[list[str],
 
 
 class LoadingFiles(NamedTuple):
-    """Files that a rank reads; a list is empty where the dump has none such."""
+    """Paths of the files that a rank reads. A list is empty if the dump has no such files."""
 
     keys: list[str]
     values: list[str]
@@ -394,8 +396,8 @@ class LoadingFiles(NamedTuple):
 
 
 def get_loading_files(root_path: str, name: str, rank: int, world_size: int) -> LoadingFiles:
-    """Files of a table that a rank reads: its own if `world_size` ranks have written them, else those of all.
-    StorageError if a file is missing, or there is no folder."""
+    """Paths of the files of a table that a rank reads: its own files if the dump was written by `world_size` ranks,
+    else the files of all ranks. StorageError if a file is missing, or there is no folder."""
     found = {suffix: find_files(root_path, name, suffix) for suffix in _SUFFIXES}
     counts = {suffix: count for suffix, (_, count) in found.items() if count or suffix == "emb_values"}
     ranks = found["emb_keys"][1]

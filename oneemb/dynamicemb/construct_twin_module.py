@@ -1,4 +1,4 @@
-"""Two models that begin with the same rows: one of dynamic tables, one of TorchRec's own. For tests of users."""
+"""Two models with equal first rows, one with dynamic tables and one with TorchRec's own, for users' tests."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,13 +33,13 @@ def _init_fn(weights: torch.Tensor) -> None:
 def generate_sparse_feature(
     feature_names: Sequence[str], num_embeddings_list: Sequence[int], local_batch_size: int, lookup_iter: int = 0
 ) -> KeyedJaggedTensor:
-    """A batch of a series in which every id of every table comes once, one id a sample.
+    """Batch number `lookup_iter` of a series in which each id of each table occurs once, one id in a sample.
 
     Args:
-        feature_names, num_embeddings_list: of the features, and of the table of each.
-        local_batch_size: samples B.
-        lookup_iter: number of the batch, from 0 up: it has ids lookup_iter * B to (lookup_iter + 1) * B - 1, and no id
-            in the samples of a table that has fewer.
+        feature_names, num_embeddings_list: name of each feature, and number of rows of its table.
+        local_batch_size: number of samples, B.
+        lookup_iter: number of the batch, from 0. The batch has ids lookup_iter * B to (lookup_iter + 1) * B - 1;
+            samples for ids beyond a table's rows are empty.
     """
     begin = lookup_iter * local_batch_size
     sizes = [min(max(size - begin, 0), local_batch_size) for size in num_embeddings_list]
@@ -50,18 +50,18 @@ def generate_sparse_feature(
 
 
 class ConstructTwinModule:
-    """Makes both models, of tables t_0, t_1 and so on with features f_0, f_1 and so on. Every rank makes the calls.
+    """Makes both models, with tables t_0, t_1 and so on, and features f_0, f_1 and so on. Every rank makes the calls.
 
     Args:
-        table_num, dims, num_embeddings: number of tables, their widths, and their first rows.
-        pooling_mode: TorchRec's PoolingType, of pooled tables.
-        is_pooled: whether they are EmbeddingBagCollections.
-        batch_size: rows that are copied at a time.
+        table_num, dims, num_embeddings: number of tables, width of each, number of first rows of each.
+        pooling_mode: TorchRec's PoolingType, for pooled tables.
+        is_pooled: whether the models have EmbeddingBagCollections.
+        batch_size: number of rows that are copied at a time.
         output_dtype, optimizer_kwargs: FBGEMM's options; "optimizer" is a value of EmbOptimType.
-        fwd_a2a_precision, bwd_a2a_precision: of rows and gradients between ranks.
-        use_index_dedup: as of `DynamicEmbeddingCollectionSharder`.
-        init_fn: fills the rows.
-        scale_factor: for how many times as many rows dynamic tables have room.
+        fwd_a2a_precision, bwd_a2a_precision: precision of rows, and of gradients, between ranks.
+        use_index_dedup: same as for `DynamicEmbeddingCollectionSharder`.
+        init_fn: function that fills the rows.
+        scale_factor: capacity of a dynamic table, as a multiple of its first rows.
         multi_hot_sizes, rank, world_size: have no effect.
     """
 
@@ -90,7 +90,7 @@ class ConstructTwinModule:
             QCommsConfig(forward_precision=fwd_a2a_precision, backward_precision=bwd_a2a_precision)
         )
         options = dict(optimizer_kwargs or {"optimizer": "exact_sgd"})
-        # FBGEMM has plain SGD by this name alone.
+        # FBGEMM calls plain SGD "exact_sgd".
         kind = {"sgd": "exact_sgd"}.get(options["optimizer"], options["optimizer"])
         self._fused = options | {"optimizer": EmbOptimType(kind), "output_dtype": output_dtype}
         on_gpu = torch.cuda.is_available()
@@ -109,7 +109,7 @@ class ConstructTwinModule:
         return self._models[1]
 
     def init_twin_embedding_model(self) -> None:
-        """Make both models, and copy the rows of TorchRec's tables into the dynamic ones."""
+        """Make both models, and copy the rows of TorchRec's tables into the dynamic tables."""
         self._models = [self._made(dynamic=True), self._made(dynamic=False)]
         its = {name: (tables, t) for tables in get_dynamic_emb_module(self.dynamicemb_model)
                for t, name in enumerate(tables.table_names)}  # fmt: skip
@@ -155,8 +155,8 @@ class ConstructTwinModule:
         return DistributedModelParallel(module=module, device=self._device, sharders=[sharder], plan=plan)
 
     def _rows_of(self, ids_F: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Weights that TorchRec's tables have for these ids of each, float32 [N, D], on the CPU."""
-        # Bags of one id: pooled tables give rows, too. All features have as many, padded with id 0.
+        """Weights in TorchRec's tables of these ids of each feature, float32 [N, D] on the CPU."""
+        # In bags of one id pooled tables return rows, too. Features are padded to one number of samples, with id 0.
         samples = max(len(ids) for ids in ids_F)
         values = torch.cat([torch.nn.functional.pad(ids, (0, samples - len(ids))) for ids in ids_F])
         batch = KeyedJaggedTensor(

@@ -1,7 +1,7 @@
 """Dumps of the dynamic tables of a model, in dynamicemb's files.
 
-A dump has a folder for each collection, named by the collection's path in the model, "model.embedding_module"; in it
-each table has files of its own. Both the layout of today's dynamicemb and its first layout are read and written.
+A dump has a folder for each collection, named by the path of the collection in the model ("model.embedding_module").
+The folder has the files of each table. Layouts of both today's dynamicemb and its first version are read and written.
 """
 
 import functools
@@ -35,11 +35,12 @@ _SHARDED = (
 )  # fmt: skip
 
 TableNames = Mapping[str, Sequence[str]]
-"""Names of tables, by the path of their collection, or by the last name of that."""
+"""{path of a collection, or the last name of the path: names of tables}."""
 
 
 def find_sharded_modules(module: torch.nn.Module, path: str = "") -> list[tuple[str, str, torch.nn.Module]]:
-    """Sharded collections of a model: path, which begins with `path` and "model", last name, and module."""
+    """Sharded collections of a model, each as (path, last name of the path, module). A path is `path` + "model" +
+    ...."""
     found, pending = [], [(module, f"{path}model", "model")]
     while pending:
         current, its_path, name = pending.pop()
@@ -56,10 +57,10 @@ def find_sharded_modules(module: torch.nn.Module, path: str = "") -> list[tuple[
 def check_emb_collection_modules(
     module: torch.nn.Module, ret_list: list[torch.nn.Module], visited: set[int] | None = None
 ) -> list[torch.nn.Module]:
-    """Add the sharded collections of a model to `ret_list`, each once, and return it.
+    """Append the sharded collections of a model to `ret_list`, and return it.
 
     Args:
-        visited: ids of modules that are passed over; those that were looked at are added. None = none.
+        visited: ids (`id(m)`) of modules to skip; the call adds those of the appended modules. None = skip none.
     """
     visited = set() if visited is None else visited
     for _, _, its in find_sharded_modules(module):
@@ -70,19 +71,19 @@ def check_emb_collection_modules(
 
 
 def get_dynamic_emb_module(model: torch.nn.Module) -> list[BatchedDynamicEmbeddingTablesV2]:
-    """Dynamic tables of a model, those of each embedding together."""
+    """Modules of dynamic tables in a model: one for each embedding."""
     its = model.modules()
     return list(dict.fromkeys(module for module in its if isinstance(module, BatchedDynamicEmbeddingTablesV2)))
 
 
 def dynamic_tables(model: torch.nn.Module) -> list[tuple[str, str, list[DynamicTables]]]:
-    """Path, last name and dynamic tables of the collections that have some."""
+    """Collections with dynamic tables, each as (path, last name of the path, tables of each embedding)."""
     its = [(path, name, get_dynamic_emb_module(module)) for path, name, module in find_sharded_modules(model)]
     return [(path, name, [module.dynamic for module in found]) for path, name, found in its if found]
 
 
 def named_for(named: Mapping[str, Any], path: str, name: str) -> Any:
-    """Entry for a collection, by its path or its last name; None = there is none."""
+    """Entry of `named` for a collection, by its path or its last name; None = no entry."""
     return named.get(path, named.get(name))
 
 
@@ -99,24 +100,25 @@ def DynamicEmbDump(
 ) -> None:
     """Write the rows of dynamic tables into files. Every rank makes the call.
 
-    All files are durable when the call returns. A table's dump that was cut short lacks its last file and is not read:
-    `<table>_opt_args.json`, or `<table>_keys` in the layout "seed" without an optimizer's state.
+    All files are durable when the call returns. The last file of a dump is `<table>_opt_args.json`, or `<table>_keys`
+    in the layout "seed" without optimizer state; a dump that lacks it was interrupted, and cannot be loaded.
 
     Args:
         path: a folder that all ranks see, new or without files.
-        model: with dynamic tables.
-        table_names: tables to dump, by collection; None = all.
-        optim: whether the optimizer's state is written.
-        counter: whether the counts of ids without a row are written; or `pg`, which had this place at first.
-        pg: the ranks; None = all.
-        allow_overwrite: whether the folder may have files.
-        layout: of today's dynamicemb, with files of each rank; or "seed", the first one's, with one file for all and
-            without counts.
+        model: a model with dynamic tables.
+        table_names: {collection: tables to dump}; None = all tables.
+        optim: whether to write the optimizer state.
+        counter: whether to write the counts of ids without a row. A process group here is taken as `pg`, which was the
+            parameter at this position in dynamicemb's first version.
+        pg: ranks that share the tables; None = all ranks.
+        allow_overwrite: whether the folder may contain files.
+        layout: "today", with files for each rank; or "seed", of dynamicemb's first version, with one file for all ranks
+            and without counts.
 
     Raises:
-        FileExistsError: there are files, and `allow_overwrite` is off.
-        ValueError: the model has no such table; or the files cannot hold a table's state.
-        StorageError: a file cannot be written; on the other ranks RankError.
+        FileExistsError: the folder contains files and `allow_overwrite` is False.
+        ValueError: the model has no such table, or the files cannot hold the state of a table.
+        StorageError: a file cannot be written; other ranks raise RankError.
 
     Reference: dynamicemb.DynamicEmbDump.
     """
@@ -141,23 +143,23 @@ def DynamicEmbLoad(
     counter: "bool | distributed.ProcessGroup | None" = False,
     pg: "distributed.ProcessGroup | None" = None,
 ) -> None:
-    """Load the rows of a dump, of any number of ranks and any `dist_type`, into dynamic tables; other rows stay. Every
-    rank makes the call.
+    """Load the rows of a dump into dynamic tables; other rows stay as they are. The dump may be of any number of ranks
+    and any `dist_type`. Every rank makes the call.
 
-    Before a row changes, the call checks that all files are there and have the right length. If a table has a capacity,
-    and a rank has no room for all its rows of the dump, the rows of least score are left out, with a warning.
+    Before a row changes, the call checks that all files exist and have the right length. If a table has a capacity, and
+    its part of the dump on a rank does not fit, the rows of lowest score are left out, with a warning.
 
     Args:
         path: a folder that `DynamicEmbDump`, or dynamicemb, has written.
-        model: with dynamic tables.
-        table_names: tables to load, by collection; None = all.
-        optim: whether the optimizer's state is loaded, its options and its count of steps.
-        counter: whether the counts of ids without a row are loaded; or `pg`, which had this place at first.
-        pg: the ranks; None = all.
+        model: a model with dynamic tables.
+        table_names: {collection: tables to load}; None = all tables.
+        optim: whether to load the optimizer's state, options and count of steps.
+        counter: whether to load the counts of ids without a row; a process group here is taken as `pg`.
+        pg: ranks that share the tables; None = all ranks.
 
     Raises:
-        StorageError: a file is missing, or not as it must be; nothing has changed.
-        ValueError: the model has no such table; or the dump has another score strategy, or another optimizer's state.
+        StorageError: a file is missing or malformed; nothing has changed.
+        ValueError: the model has no such table, or the dump has another score strategy, or another optimizer's state.
         StoreFullError: a table has no room for its rows.
 
     Reference: dynamicemb.DynamicEmbLoad.
@@ -183,7 +185,7 @@ def _counts_and_ranks(counter: Any, pg: "distributed.ProcessGroup | None") -> tu
 
 
 def _chosen(model: torch.nn.Module, table_names: TableNames | None) -> dict[str, list[tuple[DynamicTables, list[str]]]]:
-    """The tables to dump or load, by the path of their collection."""
+    """{path of a collection: [(tables of one embedding, names of those to dump or load)]}."""
     found = dynamic_tables(model)
     if not found:
         warnings.warn("the model has no sharded collection with dynamic tables: there is nothing to do", stacklevel=3)
@@ -213,7 +215,7 @@ def _chosen(model: torch.nn.Module, table_names: TableNames | None) -> dict[str,
 def _check_folder(folder: str, allow_overwrite: bool) -> None:
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise FileExistsError(f"{folder} is no folder; give another path")
-    # Folders and unfinished files of a dump that failed or was killed do not count.
+    # Ignore folders and unfinished files, which a failed or killed dump leaves.
     names = (name for _, _, names in os.walk(folder) for name in names if not name.endswith(UNFINISHED))
     if not allow_overwrite and any(names):
         raise FileExistsError(f"{folder} has files already; give another path, or allow_overwrite=True")

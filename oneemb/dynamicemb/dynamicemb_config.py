@@ -1,4 +1,4 @@
-"""Options of a table, with dynamicemb's names, and the policies, sizes and dtypes that follow from them."""
+"""Options of a table, with dynamicemb's names, and the policy, sizes and dtypes that follow from them."""
 
 import enum
 import math
@@ -45,10 +45,11 @@ _COUNTERS = 1 << 20
 
 @enum.unique
 class DynamicEmbCheckMode(enum.IntEnum):
-    """Treatment of ids for which a table has no room, because a lookup has more rows than fit at a time.
+    """Treatment of ids that get no row, because one lookup needs more rows than the table can hold.
 
-    ERROR: the lookup raises StoreFullError, which says how many rows there have to be. WARNING: a warning has their
-    number; they read as zeros, and their gradients are dropped. IGNORE: the same, without a warning.
+    ERROR: the lookup raises StoreFullError, which says how many rows the table must have. WARNING: these ids read as
+    zeros, their gradients are dropped, and a warning gives their number. IGNORE: the same as WARNING, without a
+    warning.
     """
 
     ERROR = 0
@@ -57,7 +58,7 @@ class DynamicEmbCheckMode(enum.IntEnum):
 
 
 class DynamicEmbPoolingMode(enum.IntEnum):
-    """Pooling of a bag: the sum, the mean, or none, a row for each id."""
+    """Pooling of a bag: sum, mean, or NONE, which gives a row for each id."""
 
     SUM = 0
     MEAN = 1
@@ -66,8 +67,8 @@ class DynamicEmbPoolingMode(enum.IntEnum):
 
 @enum.unique
 class DynamicEmbEvictStrategy(enum.Enum):
-    """Rule by which rows are evicted from a full table. It follows from the score strategy; an option of this name has
-    no effect."""
+    """Rule by which rows are evicted from a full table. It follows from the score strategy, so an option of this type
+    has no effect."""
 
     LRU = EvictStrategy.KLru
     LFU = EvictStrategy.KLfu
@@ -77,11 +78,11 @@ class DynamicEmbEvictStrategy(enum.Enum):
 
 
 class DynamicEmbScoreStrategy(enum.IntEnum):
-    """Score of a row; rows of the least score are evicted from a full table first.
+    """Meaning of the score of a row. A full table evicts the rows of lowest score first.
 
-    TIMESTAMP: time of the last lookup, in nanoseconds. STEP: number of the table's last lookup of the row. CUSTOMIZED:
-    the score that `set_score` set before that lookup. LFU: number of ids of lookups that were the row's. NO_EVICTION:
-    the row's place in the table, which has no capacity.
+    TIMESTAMP: time of the row's last lookup, in nanoseconds. STEP: number of the table's lookup that last read the row.
+    CUSTOMIZED: the score that `set_score` had set at the row's last lookup. LFU: number of times that the row was
+    looked up. NO_EVICTION: index of the row in the table, which has no capacity.
     """
 
     TIMESTAMP = 0
@@ -92,29 +93,31 @@ class DynamicEmbScoreStrategy(enum.IntEnum):
 
 
 ScoreStrategy = DynamicEmbScoreStrategy | tuple[DynamicEmbScoreStrategy, ...]
-"""One strategy, or (TIMESTAMP, LFU) in either order: rows are evicted by LFU, incremental dumps go by time."""
+"""One strategy; or (TIMESTAMP, LFU), in either order: rows are evicted by LFU, and incremental dumps compare times."""
 
 
 @dataclass
 class DynamicEmbTableOptions:
-    """Options of a table, given by keywords: their order has changed in dynamicemb.
+    """Options of a table. They must be given as keywords, since their order has changed in dynamicemb.
 
     Args:
-        embedding_dtype, dim: of weights; None = as the table's config says.
-        max_capacity: rows of a rank at most; None = the planner sets it, from `num_embeddings` of the config.
-        initializer_args, eval_initializer_args: initial weights of rows, and values of ids without a row in eval mode.
-        score_strategy: one strategy or a tuple; rows of the least score are evicted first.
-        safe_check_mode: treatment of ids for which there is no room.
-        caching: on a GPU, keep rows in the host's memory and a cache of them on the GPU.
-        global_hbm_for_values, local_hbm_for_values: bytes of that cache, of all ranks and of each.
-        external_storage: where rows live: made by one of `oneemb.make_*_store_options`.
-        dist_type: "continuous", "roundrobin" or "hash_roundrobin": by which ranks dumps are split. Lookups do not
-            depend on it.
-        admit_strategy, admission_counter: which ids get a row, and how many are counted until they do.
-        training: off, a table has no optimizer's state, and cannot be trained.
+        embedding_dtype, dim: dtype and number of weights of a row; None = from the table's config.
+        max_capacity: largest number of rows on a rank; None = the planner sets it, from `num_embeddings` of the config.
+        initializer_args: initial weights of rows.
+        eval_initializer_args: values of ids without a row in eval mode.
+        score_strategy: one strategy or a tuple; rows of the lowest score are evicted first.
+        safe_check_mode: treatment of ids for which the table has no room.
+        caching: True = keep rows in host memory, with a cache on the GPU; no effect on the CPU.
+        global_hbm_for_values, local_hbm_for_values: size of that cache in bytes, on all ranks and on each rank.
+        external_storage: where rows live, made by one of `oneemb.make_*_store_options`.
+        dist_type: "continuous", "roundrobin" or "hash_roundrobin"; says how dumps are split into files of ranks. No
+            lookup depends on it.
+        admit_strategy: decides which ids get a row; None = all ids.
+        admission_counter: bound on the number of ids that are counted before they get a row.
+        training: False = the table has no optimizer state and cannot be trained.
         device_id, evict_strategy, init_capacity, max_load_factor, bucket_capacity, index_type, score_type, block_size,
             io_block_size, io_by_cpu, use_constant_memory, reserved_key_start_bit, num_of_buckets_per_alloc: describe a
-            GPU's hash table and have no effect; bucket_capacity is read by `get_sharded_table_capacity`.
+            GPU's hash table and have no effect, except that `get_sharded_table_capacity` reads bucket_capacity.
 
     Raises:
         TypeError, ValueError: an option is not as above.
@@ -166,7 +169,7 @@ class DynamicEmbTableOptions:
 
 
 def _checked(strategy: Any) -> ScoreStrategy | None:
-    if strategy is None:  # of a table that is not dynamic
+    if strategy is None:  # the table is not dynamic
         return None
     one_by_one = strategy if isinstance(strategy, tuple) else (strategy,)
     if not all(isinstance(one, DynamicEmbScoreStrategy) for one in one_by_one):
@@ -179,24 +182,28 @@ def _checked(strategy: Any) -> ScoreStrategy | None:
 
 
 def evicting_strategy(strategy: ScoreStrategy | None) -> DynamicEmbScoreStrategy:
-    """Strategy by which rows are evicted."""
+    """The strategy by which rows are evicted."""
     return DynamicEmbScoreStrategy.LFU if isinstance(strategy, tuple) else strategy or DynamicEmbScoreStrategy.TIMESTAMP
 
 
 def evict_strategy_of(strategy: ScoreStrategy | None) -> EvictStrategy:
-    """Name of a strategy in dumps."""
+    """Name that dumps have for a score strategy."""
     its = {DynamicEmbScoreStrategy.TIMESTAMP: EvictStrategy.KLru, DynamicEmbScoreStrategy.LFU: EvictStrategy.KLfu}
     return its.get(evicting_strategy(strategy), EvictStrategy.KCustomized)
 
 
 def policy_of(options: DynamicEmbTableOptions, num_embeddings: int | None, ranks: int) -> RowPolicy:
-    """Policy of the rows of a table with these options, which so many ranks own together; `num_embeddings` of its
-    config, None = there is none."""
+    """Policy of the rows of a table with these options.
+
+    Args:
+        num_embeddings: of the table's config; None = no config.
+        ranks: number of ranks that share the rows.
+    """
     strategy, capacity = evicting_strategy(options.score_strategy), options.max_capacity
     evict: Any = LFU() if strategy is DynamicEmbScoreStrategy.LFU else GivenScore(on_use=True)
     if strategy is DynamicEmbScoreStrategy.NO_EVICTION:
         evict = capacity = None
-    elif capacity is not None and ranks > 1:  # A hash spreads ids over ranks, nearly evenly.
+    elif capacity is not None and ranks > 1:  # 5 sigma above an equal share of a hash
         capacity += math.ceil(5 * math.sqrt(capacity))
     refuses = capacity is not None and options.safe_check_mode != DynamicEmbCheckMode.ERROR
     admit = _admission_of(options)
@@ -230,8 +237,8 @@ def _admission_of(options: DynamicEmbTableOptions) -> AdmitAfter | AdmitWhere | 
 def complete_initializer_args(
     initializer_args: DynamicEmbInitializerArgs, *, embedding_config: BaseEmbeddingConfig | None = None
 ) -> DynamicEmbInitializerArgs:
-    """Arguments with the bounds that UNIFORM lacks, of a table with this config; a copy if any were missing, else the
-    same object. N `num_embeddings` give -1 / sqrt(N) and 1 / sqrt(N), no config 0 and 1."""
+    """`initializer_args` with bounds for UNIFORM: a copy if a bound was missing, else the same object. The bounds are
+    -1 / sqrt(N) and 1 / sqrt(N), where N is `num_embeddings`, or 0 and 1 without a config."""
     given = initializer_args.lower, initializer_args.upper
     if initializer_args.mode is not DynamicEmbInitializerMode.UNIFORM or None not in given:
         return initializer_args
@@ -240,13 +247,13 @@ def complete_initializer_args(
 
 
 def align_to_table_size(n: int, alignment: int = DEMB_TABLE_ALIGN_SIZE) -> int:
-    """The least multiple of `alignment`, but 0, that is n or more."""
+    """Smallest positive multiple of `alignment` that is at least n."""
     return max(1, -(-int(n) // alignment)) * alignment
 
 
 def get_sharded_table_capacity(embedding_config: BaseEmbeddingConfig, world_size: int, bucket_capacity: int) -> int:
-    """Rows of a table that a rank has at most: its share of `num_embeddings`, rounded up to whole buckets. ValueError
-    if there is no rank, or bucket_capacity is no multiple of 16."""
+    """Capacity of a table on one rank: its share of `num_embeddings`, rounded up to whole buckets. ValueError if
+    `world_size` is below 1, or `bucket_capacity` is not a multiple of 16."""
     if world_size < 1:
         raise ValueError(f"world_size must be 1 or more, got {world_size}")
     rows = -(-int(embedding_config.num_embeddings) // world_size)
@@ -262,7 +269,7 @@ def get_sharded_table_capacity(embedding_config: BaseEmbeddingConfig, world_size
 def get_table_value_bytes(
     embedding_config: BaseEmbeddingConfig, optimizer_type: EmbOptimType, world_size: int, bucket_capacity: int = 128
 ) -> int:
-    """Bytes of the weights and the optimizer's state of a table, on all ranks, as dynamicemb reckons them."""
+    """Bytes of a table's weights and optimizer state on all ranks, by dynamicemb's formula."""
     rows = get_sharded_table_capacity(embedding_config, world_size, bucket_capacity) * world_size
     dim, dtype = embedding_config.embedding_dim, data_type_to_dtype(embedding_config.data_type)
     return rows * dtype.itemsize * (dim + get_optimizer_state_dim(optimizer_type, dim, dtype))
@@ -290,25 +297,25 @@ def _found(table: dict[Any, Any], key: Any, what: str) -> Any:
 
 
 def data_type_to_dtype(data_type: DataType) -> torch.dtype:
-    """torch's dtype of TorchRec's data type; ValueError if there is none."""
+    """torch's dtype for TorchRec's data type; ValueError if there is none."""
     return _found(_OF_TORCHREC, data_type, "a DataType")
 
 
 def torch_to_dyn_emb(torch_dtype: torch.dtype) -> DynamicEmbDataType:
-    """dynamicemb's data type of torch's dtype; ValueError if there is none."""
+    """dynamicemb's data type for torch's dtype; ValueError if there is none."""
     return _found({dtype: own for own, dtype in _TORCH.items()}, torch_dtype, "a dtype")
 
 
 def data_type_to_dyn_emb(data_type: DataType) -> DynamicEmbDataType:
-    """dynamicemb's data type of TorchRec's; ValueError if there is none."""
+    """dynamicemb's data type for TorchRec's; ValueError if there is none."""
     return torch_to_dyn_emb(data_type_to_dtype(data_type))
 
 
 def dyn_emb_to_torch(data_type: DynamicEmbDataType) -> torch.dtype:
-    """torch's dtype of dynamicemb's data type; ValueError if there is none."""
+    """torch's dtype for dynamicemb's data type; ValueError if there is none."""
     return _found({**_TORCH, DynamicEmbDataType.Size_t: torch.int64}, data_type, "a DynamicEmbDataType")
 
 
 def string_to_evict_strategy(strategy_str: str) -> EvictStrategy:
-    """Strategy of this name, such as "KLru"; ValueError if there is none."""
+    """Strategy with this name, such as "KLru"; ValueError if there is none."""
     return _found({one.name: one for one in EvictStrategy}, strategy_str, "an EvictStrategy")

@@ -1,4 +1,4 @@
-"""Admission of ids to rows, with dynamicemb's names.
+"""Admission of ids (which ids get a row), with dynamicemb's names.
 
 DynamicEmbTableOptions(admit_strategy=FrequencyAdmissionStrategy(threshold=3), admission_counter=KVCounter(1 << 20))
 """
@@ -17,14 +17,14 @@ __all__ = ["FrequencyAdmissionStrategy", "KVCounter", "MultiTableKVCounter"]
 
 
 class FrequencyAdmissionStrategy(AdmissionStrategy):
-    """An id gets a row at its `threshold`-th lookup.
+    """Gives an id a row at its `threshold`-th lookup.
 
     Args:
-        threshold: lookups of the id in training mode, 0 or more; 0 and 1 admit all.
-        initializer_args: values of other ids; None = their initial weights.
+        threshold: number of lookups of the id in training mode, 0 or more; 0 and 1 admit every id.
+        initializer_args: values of ids without a row; None = their initial weights.
 
     Raises:
-        ValueError: threshold is below 0.
+        ValueError: `threshold` is below 0.
     """
 
     def __init__(self, threshold: int, initializer_args: DynamicEmbInitializerArgs | None = None):
@@ -34,17 +34,17 @@ class FrequencyAdmissionStrategy(AdmissionStrategy):
         self.initializer_args = initializer_args
 
     def admit(self, keys: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
-        """Whether each id gets a row: bool [N]."""
+        """Whether each id gets a row, bool [N]. Arguments are those of `AdmissionStrategy.admit`."""
         if keys.shape[0] != frequencies.shape[0]:
             raise ValueError(f"keys and frequencies must be of one length, got {len(keys)} and {len(frequencies)}")
         return frequencies >= self.threshold
 
 
 class KVCounter:
-    """Bound on the number of a table's ids that are counted while they have no row.
+    """Bound on the number of ids of a table that are counted before they get a row.
 
     Args:
-        capacity: ids at most; those that were not looked up for longest are forgotten first.
+        capacity: largest number of ids; those whose last lookup is oldest are forgotten first.
         bucket_capacity, key_type: have no effect.
     """
 
@@ -55,35 +55,35 @@ class KVCounter:
 
 
 class IdCounts(Protocol):
-    """Counts of ids that have no row, table by table."""
+    """Counts of lookups of ids that have no row, table by table."""
 
     @property
     def names(self) -> Sequence[str]:
         """Names of the tables."""
 
     def sightings(self, t: int) -> tuple[np.ndarray, np.ndarray]:
-        """The ids that are counted, in ascending order, and their counts: int64 [N] each."""
+        """Counted ids of table t, in ascending order, and the count of each: int64 [N] both."""
 
     def add_sightings(self, t: int, id_N: np.ndarray, count_N: np.ndarray) -> None:
-        """Add to the counts of ids."""
+        """Add `count_N` to the counts of the ids."""
 
     def forget_sightings(self, t: int, id_N: np.ndarray) -> None:
-        """Forget ids."""
+        """Forget the counts of the ids."""
 
     @property
     def sightings_bytes(self) -> int:
-        """Bytes of memory."""
+        """Memory that the counts take, in bytes."""
 
 
 class _OwnCounts:
-    """Counts that belong to no embedding."""
+    """Counts that this object stores itself, for a counter without tables."""
 
     def __init__(self, counters: Sequence[KVCounter]):
         if not all(isinstance(one, KVCounter) for one in counters):
             raise TypeError(f"kv_counters must be KVCounters, one for each table, got {counters!r:.200}")
         self.names = [f"t_{t}" for t in range(len(counters))]
         self._capacities = [one.capacity for one in counters]
-        self._counts: list[dict[int, int]] = [{} for _ in counters]  # in the order of their last lookups
+        self._counts: list[dict[int, int]] = [{} for _ in counters]  # in the order of last lookups
 
     def sightings(self, t: int) -> tuple[np.ndarray, np.ndarray]:
         id_N, count_N = (np.array(list(its), np.int64) for its in (self._counts[t], self._counts[t].values()))
@@ -107,12 +107,12 @@ class _OwnCounts:
 
 
 class MultiTableKVCounter(Counter):
-    """Counts of ids without a row, of some tables.
+    """Counts of lookups of ids without a row, for several tables.
 
     Args:
-        kv_counters: one for each table, whose `capacity` bounds its ids; or tables, whose ids without a row this rank
-            counts.
-        device: has no effect: counts are on the host.
+        kv_counters: either a KVCounter for each table, whose `capacity` bounds the number of ids; or existing tables,
+            whose counts on this rank are then read and changed.
+        device: has no effect: counts are in host memory.
     """
 
     def __init__(self, kv_counters: Sequence[KVCounter] | IdCounts, device: torch.device | None = None):
@@ -123,21 +123,21 @@ class MultiTableKVCounter(Counter):
 
     @property
     def table_(self) -> "MultiTableKVCounter":
-        """The counter itself, in place of the hash table that dynamicemb's counter has by this name."""
+        """This counter; dynamicemb's counter has its hash table by this name."""
         return self
 
     def size(self, table_id: int | None = None) -> int:
-        """Number of counted ids, of a table or of all."""
+        """Number of counted ids in one table, or, if None, in all tables."""
         tables = range(len(self._tables.names)) if table_id is None else [table_id]
         return sum(len(self._tables.sightings(t)[0]) for t in tables)
 
     def lookup(self, keys: torch.Tensor, table_ids: torch.Tensor, score: Any = None) -> tuple[torch.Tensor, ...]:
-        """Counts of ids, int64 [N], 0 = not counted; whether each is counted, bool [N]; and its place, or -1."""
+        """Counts of ids, int64 [N], 0 if not counted; whether each is counted, bool [N]; its index in `keys`, or -1."""
         id_N, count_N, found_N = keys.cpu().numpy(), np.zeros(len(keys), np.int64), np.zeros(len(keys), np.bool_)
         for t in table_ids.unique().tolist():
             place_M = (table_ids == t).nonzero().view(-1).cpu().numpy()
             id_M = id_N[place_M]
-            id_C, count_C = self._tables.sightings(t)  # in ascending order of ids
+            id_C, count_C = self._tables.sightings(t)  # ids are ascending
             at_M = np.minimum(np.searchsorted(id_C, id_M), max(len(id_C) - 1, 0))
             if len(id_C):
                 found_N[place_M] = id_C[at_M] == id_M
@@ -147,31 +147,31 @@ class MultiTableKVCounter(Counter):
         return counts.to(keys.device), founds.to(keys.device), places.to(keys.device)
 
     def add(self, keys: torch.Tensor, table_ids: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
-        """Add to the counts of distinct ids. Returns the new counts, int64 [N]."""
+        """Add `frequencies` to the counts of distinct ids. Returns the new counts, int64 [N]."""
         for t in table_ids.unique().tolist():
             of_table = table_ids == t
             self._tables.add_sightings(t, keys[of_table].cpu().numpy(), frequencies[of_table].cpu().numpy())
         return self.lookup(keys, table_ids)[0]
 
     def erase(self, keys: torch.Tensor, table_ids: torch.Tensor) -> None:
-        """Forget these ids."""
+        """Forget the counts of these ids."""
         for t in table_ids.unique().tolist():
             self._tables.forget_sightings(t, keys[table_ids == t].cpu().numpy())
 
     def memory_usage(self, mem_type: MemoryType = MemoryType.DEVICE) -> int:
-        """Bytes of memory; all of it is the host's."""
+        """Bytes of memory of the given kind. Counts are in host memory only."""
         return self._tables.sightings_bytes if mem_type is MemoryType.HOST else 0
 
     def _batched_export_keys_scores(
         self, score_names: list[str], device: torch.device, table_id: int = 0, **_: Any
     ) -> Iterator[tuple[torch.Tensor, Mapping[str, torch.Tensor], None]]:
-        """Yield the ids of a table and their counts, as dynamicemb's tools call it."""
+        """Yield the ids of a table and their counts, in the form that dynamicemb's tools read."""
         id_N, count_N = (torch.from_numpy(array).to(device) for array in self._tables.sightings(table_id))
         yield id_N, dict.fromkeys(score_names, count_N), None
 
     def load(self, key_file: str, counter_file: str, table_id: int) -> None:
-        """Add the counts in two files of int64 numbers, of ids that are this rank's; ValueError if they differ in
-        length."""
+        """Add the counts in two files of int64, keys and counts, for keys that this rank owns. ValueError if the files
+        differ in length."""
         sizes = [os.path.getsize(path) for path in (key_file, counter_file)]
         if sizes[0] != sizes[1] or sizes[0] % 8:
             raise ValueError(f"{key_file} and {counter_file} must have as many int64 numbers, got {sizes} bytes")
@@ -179,6 +179,6 @@ class MultiTableKVCounter(Counter):
         self._tables.add_sightings(table_id, id_N, count_N)
 
     def dump(self, key_file: str, counter_file: str, table_id: int) -> None:
-        """Write ids and counts to two files, of int64 numbers."""
+        """Write the ids of a table and their counts to two files of int64."""
         for path, array_N in zip((key_file, counter_file), self._tables.sightings(table_id), strict=True):
             array_N.astype("<i8").tofile(path)

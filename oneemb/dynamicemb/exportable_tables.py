@@ -1,15 +1,15 @@
-"""Tables for inference that torch.export can export: ids, and rows that do not change.
+"""Read-only tables for inference that torch.export can export.
 
     model = apply_inference_embedding_collection(model, {"users": True}, {"users": 1 << 20})
     model.embeddings.load_from_dynamicemb_file("dump/model.embeddings")
     torch.export.export(...)
 
-The exported program holds all rows and consists of torch's own ops.
+The exported program contains all rows, and only torch's own ops.
 
 N ids, F features, B bags, T tables, D weights of a row, S slots.
 
 Invariants:
-- table t has the slots begin_T[t] to begin_T[t + 1] - 1; the first size_T[t] of them hold its ids, sorted;
+- table t has slots begin_T[t] to begin_T[t + 1] - 1; the first size_T[t] of them hold its ids, sorted;
 - row 0 is zeros, for ids without a row; row s + 1 belongs to slot s.
 """
 
@@ -37,7 +37,7 @@ __all__ = [
 
 _NO_POOLING, _SUM, _MEAN = -1, 1, 2
 _ROWS = 65536
-"""Rows of a dump that are read at a time."""
+"""Number of rows that are read from a dump at a time."""
 
 
 def _device_of(device: torch.device | None) -> torch.device:
@@ -50,10 +50,10 @@ class InferenceLinearBucketTable(torch.nn.Module):
     """Index of the ids of tables, by binary search.
 
     Args:
-        capacity: most ids of each table.
+        capacity: largest number of ids of each table.
         key_type: torch.int64 or torch.uint64.
-        bucket_capacity: has no effect: there are no buckets.
-        device: None = the current GPU, or the CPU where there is none.
+        bucket_capacity: has no effect, since there are no buckets.
+        device: None = the current GPU, or the CPU if there is no GPU.
     """
 
     key_S: torch.Tensor
@@ -73,13 +73,13 @@ class InferenceLinearBucketTable(torch.nn.Module):
         self.num_tables_, self.capacity_ = len(capacity), sum(capacity)
         self._halvings = max(capacity, default=0).bit_length()
         begins = torch.tensor([0, *itertools.accumulate(capacity)], device=self.device)
-        # One slot more, so that a search has a slot to read even if no table has one.
+        # One extra slot, which a search can read even if all tables have capacity 0.
         self.register_buffer("key_S", torch.zeros(self.capacity_ + 1, dtype=torch.int64, device=self.device))
         self.register_buffer("begin_T", begins)
         self.register_buffer("size_T", torch.zeros(len(capacity), dtype=torch.int64, device=self.device))
 
     def fill(self, table_id: int, keys: torch.Tensor) -> None:
-        """Replace the ids of a table with these, sorted and distinct; StoreFullError if there is no room for them."""
+        """Replace the ids of a table with `keys`, sorted and distinct. StoreFullError if they do not fit."""
         begin, end = self.begin_T[table_id : table_id + 2].tolist()
         if len(keys) > end - begin:
             raise StoreFullError(
@@ -98,12 +98,13 @@ class InferenceLinearBucketTable(torch.nn.Module):
         """Find ids in their tables.
 
         Args:
-            keys, table_ids: integers [N].
-            score_value, score_policy: have no effect: a lookup changes nothing.
+            keys, table_ids: ids, and the table of each: integers [N].
+            score_value, score_policy: have no effect, since a lookup changes nothing.
 
         Returns:
-            Scores, zeros int64 [N]; whether each id is there, bool [N]; and its place in its table, int64 [N], -1 if it
-            is not.
+            Scores, all 0, int64 [N]; whether each id was found, bool [N]; and its slot, counted from the table's first,
+            int64
+            [N], or -1 if not found.
         """
         id_N = keys.view(torch.int64) if keys.dtype == torch.uint64 else keys.long()
         begin_N = self.begin_T[table_ids]
@@ -118,17 +119,19 @@ class InferenceLinearBucketTable(torch.nn.Module):
 
 
 class InferenceEmbeddingCollection(torch.nn.Module):
-    """Tables of one width, for an exported program.
+    """Read-only tables of one width, for an exported program.
 
     Args:
-        table_options: for each table `dim`, and `init_capacity` or `max_capacity`, its number of rows.
-        use_dynamic_hash: whether any int64 is an id; off, the ids of a table are its rows, 0 to its capacity - 1.
-        pooling_mode: -1 = a row for each id; 1 = the sum of each bag, 2 = its mean, in which ids without a row count.
+        table_options: options of each table; `dim` is the width, and `init_capacity` or `max_capacity` the number of
+            rows.
+        use_dynamic_hash: True = any int64 is an id; False = the ids of a table are 0 to its capacity - 1.
+        pooling_mode: -1 = a row for each id; 1 = sum of each bag; 2 = mean of each bag, in which ids without a row
+            count.
         table_names: None = table_0, table_1 and so on.
-        feature_names: of features, for the user.
-        feature_table_map: the table of each feature, never falling; None = feature f is looked up in table f.
+        feature_names: names of the features, for the user.
+        feature_table_map: number of each feature's table, ascending; None = feature f is looked up in table f.
         output_dtype: float32 or float16.
-        device: None = the current GPU, or the CPU where there is none.
+        device: None = the current GPU, or the CPU if there is no GPU.
         key_type: torch.int64 or torch.uint64.
 
     Raises:
@@ -178,11 +181,11 @@ class InferenceEmbeddingCollection(torch.nn.Module):
         self.register_buffer("weight", torch.zeros(sum(capacities) + 1, dim, dtype=output_dtype, device=self.device))
 
     def load_from_embedding_table(self, table_weights: torch.Tensor) -> None:
-        """Load rows, [at most as many as all tables have, D], those of the first table first. With `use_dynamic_hash`,
-        row r of a table is that of id r.
+        """Load `table_weights` [rows, D], table by table; there may be fewer rows than slots. With `use_dynamic_hash`
+        row r of a table becomes id r.
 
         Raises:
-            ValueError: there are too many, or they are of another width.
+            ValueError: there are more rows than slots, or rows have another width.
         """
         slots = len(self.weight) - 1
         if table_weights.dim() != 2 or table_weights.shape[1] != self.emb_dim_ or len(table_weights) > slots:
@@ -197,16 +200,16 @@ class InferenceEmbeddingCollection(torch.nn.Module):
             self.hash_table.fill(t, torch.arange(there, device=self.hash_table.key_S.device))
 
     def load_from_dynamicemb_file(self, save_dir: str, table_names: list[str] | None = None) -> None:
-        """Load rows of tables from a dump of any number of ranks. Tables that are not named have no rows afterwards.
+        """Load rows of tables from a dump of any number of ranks. Other tables have no rows afterwards.
 
         Args:
-            save_dir: the folder of the collection in what `DynamicEmbDump` has written.
-            table_names: None = all.
+            save_dir: the collection's folder in a dump that `DynamicEmbDump` has written.
+            table_names: tables to load; None = all.
 
         Raises:
-            ValueError: no table has a name that is given; or `use_dynamic_hash` is off.
+            ValueError: a name is not that of a table, or `use_dynamic_hash` is False.
             StorageError: a file is missing or damaged.
-            StoreFullError: a table has no room for its rows; rows of other tables may be loaded already.
+            StoreFullError: a table has no room for its rows; rows of other tables may have been loaded.
         """
         unknown = sorted(set(table_names or []) - set(self.table_names_))
         if unknown:
@@ -223,7 +226,8 @@ class InferenceEmbeddingCollection(torch.nn.Module):
             self._take(self.table_names_.index(name), dump, self._num_embeddings(name, dump))
 
     def _num_embeddings(self, name: str, dump: Dump) -> int | None:
-        """Number of ids from which the ranks' blocks of "continuous" keys follow; None = it is not known."""
+        """`num_embeddings` of the table when it was dumped, from which the key blocks of "continuous" follow; None =
+        not known."""
         config = self.embedding_configs[self.table_names_.index(name)]
         return dump.meta.get("num_embeddings", getattr(config, "num_embeddings", None))
 
@@ -246,20 +250,21 @@ class InferenceEmbeddingCollection(torch.nn.Module):
         pooling_offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Look ids up.
+        """Look up ids.
 
         Args:
-            keys: int64 [N], those of the first feature first.
-            offsets: integers [F + 1], where the ids of each feature begin, and the end, N; or [F * B + 1], of each bag.
-            pooling_offsets: integers [B + 1], where each bag begins, and the end, N; of `pooling_mode` 1 and 2.
-            per_sample_weights: [N], by which rows are multiplied before they are summed; of `pooling_mode` 1 and 2.
+            keys: ids, int64 [N], feature by feature.
+            offsets: first id of each feature, and N: integers [F + 1]; or first id of each bag, and N: integers [F * B
+                + 1].
+            pooling_offsets: first id of each bag, and N: integers [B + 1]; for `pooling_mode` 1 and 2.
+            per_sample_weights: [N], factors of the rows before they are summed; for `pooling_mode` 1 and 2.
 
         Returns:
-            [N, D], or [B, D] of bags.
+            Rows [N, D], or pooled bags [B, D].
 
         Raises:
-            ValueError: an argument is not as above, is missing, or has no effect in this `pooling_mode`; of an exported
-                program, which knows the values of offsets when it runs, a RuntimeError with the same message.
+            ValueError: an argument is not as above, is missing, or has no effect in this `pooling_mode`. An exported
+                program checks the values of offsets while it runs, and raises RuntimeError with the same message.
         """
         if keys.dim() != 1 or keys.is_floating_point():
             raise ValueError(
@@ -288,7 +293,7 @@ class InferenceEmbeddingCollection(torch.nn.Module):
         wide_ND = rows_ND.float()
         if per_sample_weights is not None:
             wide_ND = wide_ND * per_sample_weights[:, None]
-        # One bag more is summed, so that the program also serves one bag, or none.
+        # One extra bag, so that the exported program also works for one bag, or none.
         sum_BD = wide_ND.new_zeros(pooling_offsets.shape[0], self.emb_dim_).index_add(0, bag_N, wide_ND)
         if self.pooling_mode_ == _MEAN:
             one_N = torch.ones_like(bag_N).float()
@@ -320,7 +325,8 @@ class InferenceEmbeddingCollection(torch.nn.Module):
 
 
 def _checked_offsets(name: str, offsets: torch.Tensor, keys: torch.Tensor, features: int = 1) -> torch.Tensor:
-    """The offsets as int64, after a check that they have parts of as many as `features` and cover the keys."""
+    """`offsets` as int64. ValueError unless they begin with 0, never fall, end with the number of keys, and have a
+    multiple of `features` parts."""
     if offsets.dim() != 1 or offsets.is_floating_point() or offsets.shape[0] < 1:
         advice = "; call .long()" if offsets.is_floating_point() else ""
         raise ValueError(
@@ -332,7 +338,7 @@ def _checked_offsets(name: str, offsets: torch.Tensor, keys: torch.Tensor, featu
     offsets = offsets.long()
     holds = (offsets[0] == 0) & (offsets[-1] == keys.shape[0]) & (offsets[1:] >= offsets[:-1]).all()
     holds = holds & (offsets.new_full((), (offsets.shape[0] - 1) % features) == 0)
-    if torch.compiler.is_compiling() or type(holds) is not torch.Tensor:  # A tracer has no values.
+    if torch.compiler.is_compiling() or type(holds) is not torch.Tensor:  # There are no values while a model is traced.
         torch._assert_async(holds, must)
     elif not holds:
         raise ValueError(f"{must}, got {offsets.tolist()[:20]} of {len(offsets)}, for {keys.shape[0]} keys")
@@ -354,7 +360,8 @@ def _check_one_of(name: str, given: object, known: Sequence[object]) -> None:
 def create_inference_embedding_collection(
     embedding_configs: list[EmbeddingConfig], pooling_mode: int = _NO_POOLING, use_dynamic: bool = True
 ) -> InferenceEmbeddingCollection:
-    """Tables of TorchRec's configs, of `num_embeddings` rows each, without rows yet; arguments as of the class."""
+    """Tables for TorchRec's configs, with `num_embeddings` slots each and no rows yet; other arguments are those of the
+    class."""
     options = [
         DynamicEmbTableOptions(
             embedding_dtype=torch.float32, dim=config.embedding_dim, max_capacity=config.num_embeddings,
@@ -377,12 +384,13 @@ def apply_inference_embedding_collection(
     `InferenceEmbeddingCollection` without rows.
 
     Args:
-        dynamic_table_configs: by table, whether any int64 is an id (`use_dynamic_hash`). At least one table of each
-            collection must be named, and all tables of a collection must be alike.
-        trained_emb_table_sizes: number of rows by table; other tables have `num_embeddings` of their config.
+        model: the model, which is changed in place.
+        dynamic_table_configs: {table: whether any int64 is an id (`use_dynamic_hash`)}. It must have at least one table
+            of each collection, and equal values for all tables of a collection.
+        trained_emb_table_sizes: {table: number of rows}; other tables get `num_embeddings` of their config.
 
     Returns:
-        The same model, changed in place.
+        The same model; or the new collection if `model` itself is a collection.
 
     Raises:
         ValueError: tables of a collection differ in `dynamic_table_configs`, or none is named; nothing has changed.

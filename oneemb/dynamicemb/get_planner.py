@@ -1,4 +1,4 @@
-"""A planner for tables of which some are data-parallel, some dynamic, and the others row-wise."""
+"""A planner for tables, each of which is data-parallel, dynamic or row-wise."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -33,15 +33,16 @@ def get_planner(
     intra_host_bw: float = 450e9,
     inter_host_bw: float = 25e9,
 ) -> DynamicEmbeddingShardingPlanner:
-    """A planner of these tables.
+    """Planner for tables of these configs.
 
     Args:
-        data_parallel_embedding_table_names: those of which each rank has all.
-        dynamicemb_options_dict: the dynamic ones, by name.
-        device: where the model is.
-        pipeline_type: "none", "native" or "prefetch": which kernels of TorchRec's others may have.
-        ddr_cap: bytes of memory of the host.
-        intra_host_bw, inter_host_bw: bytes a second between devices of a host, and between hosts.
+        eb_configs: configs of all tables.
+        data_parallel_embedding_table_names: tables of which each rank has all rows.
+        dynamicemb_options_dict: {dynamic table: its options}.
+        device: device of the model.
+        pipeline_type: "none", "native" or "prefetch"; says which of TorchRec's kernels the other tables may use.
+        ddr_cap: bytes of host memory.
+        intra_host_bw, inter_host_bw: bandwidth between devices of a host, and between hosts, in bytes per second.
     """
     constraints: dict[str, Any] = {}
     for config in eb_configs:

@@ -2,7 +2,7 @@
 
 since = get_score(model)
 ...                                                     steps
-rows, since = incremental_dump(model, since, pg)        {path: {table: (ids, weights)}}, and what to give next time
+rows, since = incremental_dump(model, since, pg)        {path: {table: (ids, weights)}}, and the next threshold
 """
 
 import warnings
@@ -17,11 +17,11 @@ from oneemb.dynamicemb.dump_load import dynamic_tables, named_for
 __all__ = ["get_score", "incremental_dump", "is_valid_score_threshold", "set_score"]
 
 Scores = Mapping[str, Mapping[str, int]]
-"""Scores by the path of the collection, or its last name; then by table."""
+"""{path of a collection, or the last name of the path: {table: score}}."""
 
 
 def is_valid_score_threshold(score_threshold: Any) -> bool:
-    """Whether it is a dict of dicts of ints, by names."""
+    """Whether `score_threshold` has the form {name: {name: int}}."""
     return isinstance(score_threshold, dict) and all(
         isinstance(path, str)
         and isinstance(its, dict)
@@ -31,9 +31,9 @@ def is_valid_score_threshold(score_threshold: Any) -> bool:
 
 
 def get_score(model: torch.nn.Module) -> dict[str, dict[str, int]] | None:
-    """Scores by collection and table, for a later `incremental_dump` of the rows changed from now on; None where the
-    model has no dynamic tables. TIMESTAMP: the time of this machine in nanoseconds; others: the score of the next
-    lookup."""
+    """{collection's path: {table: score}}, a threshold for a later `incremental_dump` of the rows that change from now
+    on. The score is this machine's time in nanoseconds for TIMESTAMP, else that of the next lookup. None = no dynamic
+    tables."""
     found = dynamic_tables(model)
     if not found:
         warnings.warn("the model has no sharded collection with dynamic tables, and no scores", stacklevel=2)
@@ -44,13 +44,13 @@ def get_score(model: torch.nn.Module) -> dict[str, dict[str, int]] | None:
 
 
 def set_score(model: torch.nn.Module, table_score: int | Scores) -> None:
-    """Set the scores that lookups from now on give the rows of tables of CUSTOMIZED.
+    """Set the score that later lookups give the rows of tables of strategy CUSTOMIZED.
 
     Args:
-        table_score: of all tables; or by collection, path or last name, and table.
+        table_score: one score for all tables; or {collection's path, or its last name: {table: score}}.
 
     Raises:
-        TypeError, ValueError: it is neither, a table is not of CUSTOMIZED, or a score is not above 0.
+        TypeError, ValueError: it has neither form, a table's strategy is not CUSTOMIZED, or a score is not above 0.
     """
     for _, its, asked in _asked(model, table_score, "table_score"):
         for tables in its:
@@ -60,18 +60,20 @@ def set_score(model: torch.nn.Module, table_score: int | Scores) -> None:
 def incremental_dump(
     model: torch.nn.Module, score_threshold: int | Scores, pg: "distributed.ProcessGroup | None" = None
 ) -> tuple[dict[str, dict[str, tuple[torch.Tensor, torch.Tensor]]], dict[str, dict[str, int]]] | None:
-    """Rows whose score, or time of last use where scores have one, is not below a threshold.
+    """Rows whose score (or time of last use, if their score is a time) is at least a threshold.
 
     Args:
-        score_threshold: of all tables; or by collection, path or last name, and table: then of those alone.
-        pg: give the rows of all its ranks, on each of them, which all make the call; None = those of this rank.
+        score_threshold: one threshold for all tables; or {collection's path, or its last name: {table: threshold}}, for
+            these tables only.
+        pg: ranks whose rows each rank gets; every rank makes the call. None = only the rows of this rank.
 
     Returns:
-        By the path of the collection and by table ids, int64 [N], and weights, float32 [N, D], on the CPU; and the
-        thresholds for the next call. None where the model has no dynamic tables.
+        {collection's path: {table: (ids int64 [N], weights float32 [N, D])}}, on the CPU; and the thresholds for the
+        next
+        call. None if the model has no dynamic tables.
 
     Raises:
-        TypeError: the threshold is neither.
+        TypeError: `score_threshold` has neither form.
     """
     asked_of = _asked(model, score_threshold, "score_threshold")
     if not asked_of:
@@ -89,7 +91,8 @@ def incremental_dump(
 
 
 def _asked(model: torch.nn.Module, given: Any, what: str) -> list[tuple[str, Any, dict[str, int]]]:
-    """Path and tables of the collections that are named, and the number for each table."""
+    """Collections that are named, each as (path, tables, {table: score}); `what` names the argument `given` in
+    messages."""
     for_all = isinstance(given, int) and not isinstance(given, bool)
     if not for_all and not is_valid_score_threshold(given):
         raise TypeError(f"{what} must be an int, or ints by collection and table, got {given!r}")

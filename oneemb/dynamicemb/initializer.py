@@ -1,7 +1,7 @@
-"""Initializers that fill rows of a tensor. The rows of tables are initialized by `initializer_args` alone.
+"""Initializers that fill rows of a tensor, for users. Rows of tables are initialized by `initializer_args` instead.
 
 fill = create_initializer_from_args(DynamicEmbInitializerArgs(DynamicEmbInitializerMode.NORMAL, std_dev=0.1))
-fill(buffer, torch.tensor([3, 5]), None)            rows 3 and 5 are drawn anew, by torch's generator
+fill(buffer, torch.tensor([3, 5]), None)            fills rows 3 and 5 anew, by torch's generator
 """
 
 import abc
@@ -18,22 +18,22 @@ __all__ = [
 
 
 class BaseDynamicEmbInitializer(abc.ABC):
-    """Fills rows of a tensor.
+    """Base of functions that fill rows of a tensor.
 
     Args:
-        args: how; bounds that are None are 0 and 1.
+        args: the distribution and its parameters; bounds that are None are 0 and 1.
     """
 
     def __init__(self, args: DynamicEmbInitializerArgs):
         self._args = complete_initializer_args(args)
 
     def __call__(self, buffer: torch.Tensor, indices: torch.Tensor, keys: torch.Tensor | None) -> None:
-        """Fill rows.
+        """Fill rows of a tensor.
 
         Args:
-            buffer: [rows, D], which is written to.
-            indices: which rows, integers [N].
-            keys: their ids, integers [N], which DEBUG asks for.
+            buffer: the tensor, [rows, D].
+            indices: numbers of the rows to fill, integers [N].
+            keys: ids of these rows, integers [N]; required by DEBUG.
         """
         with torch.no_grad():
             row_ND = torch.empty(len(indices), buffer.shape[1], dtype=torch.float32, device=buffer.device)
@@ -41,18 +41,18 @@ class BaseDynamicEmbInitializer(abc.ABC):
 
     @abc.abstractmethod
     def _filled(self, row_ND: torch.Tensor, keys: torch.Tensor | None) -> torch.Tensor:
-        """Fill the rows and return them."""
+        """Fill `row_ND` and return it."""
 
 
 class NormalInitializer(BaseDynamicEmbInitializer):
-    """Draws of a normal distribution."""
+    """Draws from a normal distribution."""
 
     def _filled(self, row_ND: torch.Tensor, keys: torch.Tensor | None) -> torch.Tensor:
         return row_ND.normal_(self._args.mean, self._args.std_dev)
 
 
 class TruncatedNormalInitializer(BaseDynamicEmbInitializer):
-    """Draws of a normal distribution, between the bounds."""
+    """Draws from a normal distribution between the bounds."""
 
     def _filled(self, row_ND: torch.Tensor, keys: torch.Tensor | None) -> torch.Tensor:
         low, high = bounds_of(self._args, None)
@@ -60,21 +60,21 @@ class TruncatedNormalInitializer(BaseDynamicEmbInitializer):
 
 
 class UniformInitializer(BaseDynamicEmbInitializer):
-    """Draws between the bounds."""
+    """Draws uniformly between the bounds."""
 
     def _filled(self, row_ND: torch.Tensor, keys: torch.Tensor | None) -> torch.Tensor:
         return row_ND.uniform_(*bounds_of(self._args, None))
 
 
 class ConstantInitializer(BaseDynamicEmbInitializer):
-    """One value."""
+    """Fills with one value."""
 
     def _filled(self, row_ND: torch.Tensor, keys: torch.Tensor | None) -> torch.Tensor:
         return row_ND.fill_(self._args.value)
 
 
 class DebugInitializer(BaseDynamicEmbInitializer):
-    """Weights of a row, each of which is the row's id modulo `DEBUG_MODULUS`, from 0 up."""
+    """Fills a row with its id modulo `DEBUG_MODULUS`."""
 
     def _filled(self, row_ND: torch.Tensor, keys: torch.Tensor | None) -> torch.Tensor:
         if keys is None or len(keys) != len(row_ND):
@@ -92,7 +92,7 @@ _KINDS: dict[DynamicEmbInitializerMode, type[BaseDynamicEmbInitializer]] = {
 
 
 def create_initializer_from_args(initializer_args: DynamicEmbInitializerArgs) -> BaseDynamicEmbInitializer:
-    """Initializer of the arguments' mode; ValueError if `mode` is none."""
+    """Initializer for the arguments' mode; ValueError if `mode` is no DynamicEmbInitializerMode."""
     kind = _KINDS.get(initializer_args.mode)
     if kind is None:
         raise ValueError(f"mode must be a DynamicEmbInitializerMode, got {initializer_args.mode!r}")

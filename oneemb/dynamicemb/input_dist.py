@@ -1,7 +1,7 @@
-"""Distribution of a batch's ids to ranks by `dist_type`, as in dynamicemb. Lookups of this library do not use it: they
-send each key to its owner.
+"""Distribution of a batch's ids to ranks by `dist_type`, as in dynamicemb. Lookups of oneemb do not use it: they send
+each key to its owner.
 
-N ids, F features, P bags of all features, R ranks.
+N ids, F features, P bags of all features, R ranks, M ids of one feature.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,18 +28,20 @@ def bucketize_kjt_before_all2all(
     block_bucketize_row_pos: Sequence[torch.Tensor] | None = None,
     dist_type_per_feature: Mapping[str, str] | None = None,
 ) -> tuple[KeyedJaggedTensor, torch.Tensor | None]:
-    """Split a batch by the rank that gets each id. The result has every feature once for each rank.
+    """Split a batch by the rank that gets each id. The result has R parts, each with all features.
 
     Args:
-        num_buckets: R.
-        block_sizes: int64 [F], ids of a rank under "continuous", where ids become places in its block.
-        output_permute: whether the new places of ids are returned.
-        bucketize_pos: whether the place of each id in its bag becomes its weight, in a batch without weights.
-        block_bucketize_row_pos: must be None: `dist_type` says where ids go.
-        dist_type_per_feature: "continuous", "roundrobin" or "hash_roundrobin" of each feature.
+        kjt: the batch.
+        num_buckets: number of ranks, R.
+        block_sizes: int64 [F], number of ids on each rank for "continuous", which turns ids into indices in such a
+            block.
+        output_permute: whether to return the new position of each id.
+        bucketize_pos: whether the position of each id in its bag becomes its weight, if the batch has no weights.
+        block_bucketize_row_pos: must be None, since `dist_type` says where ids go.
+        dist_type_per_feature: {feature: "continuous", "roundrobin" or "hash_roundrobin"}.
 
     Returns:
-        The batch; and the new place of each id, int64 [N], or None.
+        The split batch, and the new position of each id, int64 [N], or None.
 
     Raises:
         ValueError: an argument is not as above; the message names it.
@@ -89,14 +91,14 @@ class RwSparseFeaturesDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
     """Sends the ids of a batch to the ranks that `dist_type` says.
 
     Args:
-        pg: the ranks, each of which makes the calls.
-        num_features: F.
+        pg: the ranks; every rank makes the calls.
+        num_features: number of features, F.
         feature_hash_sizes: `num_embeddings` of each feature's table.
-        device: of the buffers.
-        is_sequence: whether `unbucketize_permute_tensor` has, after a call, the new place of each id.
-        has_feature_processor: whether places in bags become weights, in batches without weights.
+        device: device of the buffers.
+        is_sequence: whether each call sets `unbucketize_permute_tensor` to the new positions of the ids.
+        has_feature_processor: whether positions in bags become weights, in batches without weights.
         need_pos: has no effect: batches with weights keep them.
-        dist_type_per_feature: as of `bucketize_kjt_before_all2all`.
+        dist_type_per_feature: same as for `bucketize_kjt_before_all2all`.
     """
 
     _feature_block_sizes_tensor: torch.Tensor
@@ -122,7 +124,7 @@ class RwSparseFeaturesDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
         self.unbucketize_permute_tensor: torch.Tensor | None = None
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
-        """Awaitable of an awaitable of the ids that all ranks have for this one; errors as of
+        """Awaitable of an awaitable of the ids that all ranks send to this rank. Errors are those of
         `bucketize_kjt_before_all2all`."""
         dealt, self.unbucketize_permute_tensor = bucketize_kjt_before_all2all(
             sparse_features, self._world_size, self._feature_block_sizes_tensor, output_permute=self._is_sequence,

@@ -1,4 +1,4 @@
-"""Access to the rows of tables for dynamicemb's tools."""
+"""Access to the rows of tables by id, for dynamicemb's tools."""
 
 import json
 from collections.abc import Iterator
@@ -19,10 +19,10 @@ __all__ = ["DynamicEmbStorage", "HybridStorage", "Storage"]
 
 
 class Storage(Interface[Any, Any]):
-    """Rows by table and id, for dynamicemb's tools.
+    """Rows of tables, read and written by table and id.
 
     Args:
-        tables: whose rows they are.
+        tables: tables that hold the rows.
     """
 
     def __init__(self, tables: DynamicTables):
@@ -31,8 +31,8 @@ class Storage(Interface[Any, Any]):
     def export_keys_values(
         self, device: torch.device, batch_size: int = 65536, table_id: int = 0
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]]:
-        """Ids int64 [N], weights float32 [N, D], state float32 [N, Z] or None, and scores int64 [N] or [N, 2], of the
-        rows of a table that `dist_type` gives this rank. Every rank makes the call."""
+        """Yield rows of a table that `dist_type` assigns to this rank: ids int64 [N], weights float32 [N, D], optimizer
+        state float32 [N, Z] or None, scores int64 [N] or [N, 2]. Every rank makes the call."""
         for rows in self._tables.export(table_id):
             assert rows.score_NS is not None and rows.state_NZ is not None
             scores = rows.score_NS[:, 0] if rows.score_NS.shape[1] == 1 else rows.score_NS
@@ -48,11 +48,11 @@ class Storage(Interface[Any, Any]):
         copy_mode: CopyMode,
         lfu_accumulated_frequency: torch.Tensor | None = None,
     ) -> Found:
-        """Read rows of this rank. Reading changes nothing.
+        """Read rows of this rank, without changing any.
 
         Args:
-            unique_keys, table_ids: int64 [N]; no key twice.
-            copy_mode: whether rows are weights, or weights and state.
+            unique_keys, table_ids: distinct ids, and the table of each: int64 [N].
+            copy_mode: EMBEDDING = read weights; VALUE = read weights and optimizer state.
             lfu_accumulated_frequency: has no effect.
         """
         device, dim = unique_keys.device, self.embedding_dim()
@@ -85,12 +85,13 @@ class Storage(Interface[Any, Any]):
         scores: torch.Tensor | None = None,
         preserve_existing: bool = False,
     ) -> None:
-        """Write weights and state, float32 [N, D + Z], of the rows among these that this rank owns.
+        """Write the rows of the ids that this rank owns; other ids are ignored.
 
         Args:
-            keys, table_ids: int64 [N]; no key twice.
+            keys, table_ids: distinct ids, and the table of each: int64 [N].
+            values: weights and optimizer state, float32 [N, D + Z].
             scores: int64 [N]; None = the scores that a lookup would give.
-            preserve_existing: leave existing rows as they are.
+            preserve_existing: whether existing rows stay as they are.
         """
         store = self._tables.rows.store
         store.build()
@@ -118,13 +119,13 @@ class Storage(Interface[Any, Any]):
         opt_file_path: str | None,
         timestamp: int,
     ) -> None:
-        """Write this rank's part of a table into files, of today's layout. Every rank makes the call.
+        """Write this rank's part of a table into files of today's layout. Every rank makes the call.
 
-        Unlike `DynamicEmbDump` it writes in place: files of a call that fails are not whole.
+        Unlike `DynamicEmbDump` this overwrites files in place: a call that fails leaves incomplete files.
 
         Args:
-            score_file_path, opt_file_path: None = there is none.
-            timestamp: time from which the dump counts scores of TIMESTAMP back.
+            score_file_path, opt_file_path: files of scores and optimizer state; None = do not write them.
+            timestamp: scores of strategy TIMESTAMP are written as their distance from this time.
         """
         info, ranks = self._tables.tables[table_id], self._tables.ranks
         columns: dict[str, list[np.ndarray]] = {emb_key_path: [], embedding_file_path: []}
@@ -159,16 +160,16 @@ class Storage(Interface[Any, Any]):
         include_optim: bool,
         timestamp: int,
     ) -> None:
-        """Load the rows in the files that this rank owns; other rows stay.
+        """Load the rows in the files that this rank owns; other rows stay as they are.
 
         Args:
             emb_file_path: file of keys that the rank of the same number has written.
-            score_file_path, opt_file_path: None = there is none.
-            include_optim: whether state, and the optimizer's options, are loaded.
-            timestamp: as of `dump`.
+            score_file_path, opt_file_path: files of scores and optimizer state; None = there are none.
+            include_optim: whether to load the optimizer's state and options.
+            timestamp: same as for `dump`.
 
         Raises:
-            ValueError: a file does not have as many rows as there are keys.
+            ValueError: a file has another number of rows than the file of keys.
         """
         info, ranks = self._tables.tables[table_id], self._tables.ranks
         store, dumps = self._tables.rows.store, TableDumps(self._tables)
@@ -191,7 +192,7 @@ class Storage(Interface[Any, Any]):
             dumps.take_options(table_id, meta)
 
     def size(self) -> int:
-        """Rows of all tables on this rank."""
+        """Number of rows of all tables on this rank."""
         return int(self._tables.rows.stats()["rows"])
 
     def num_tables(self) -> int:
@@ -227,15 +228,15 @@ class Storage(Interface[Any, Any]):
 
 
 class DynamicEmbStorage(Storage):
-    """Rows in one place: where lookups run or, with caching=True, in the host's memory."""
+    """Rows that dynamicemb keeps in one place: on the device of lookups or, with caching=True, in host memory."""
 
 
 class HybridStorage(Storage):
-    """Rows that dynamicemb would keep partly on the GPU and partly on the host. Here they are in one place."""
+    """Rows that dynamicemb keeps partly on the GPU and partly in host memory. oneemb keeps them in one place."""
 
 
 def _of_rows(path: str, dtype: str, rows: int) -> np.ndarray:
-    """Numbers of a file, [rows, numbers of a row]."""
+    """Numbers in a file, as an array [rows, numbers of a row]."""
     numbers = np.fromfile(path, dtype)
     if len(numbers) % rows if rows else len(numbers):
         raise ValueError(f"{path} must have numbers of {rows} rows, as there are keys, got {len(numbers)} numbers")

@@ -1,4 +1,4 @@
-"""Optimizers by the names that FBGEMM and dynamicemb have for them."""
+"""Optimizers, by the names that FBGEMM and dynamicemb have for them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ __getattr__ = absent(
 
 @dataclass
 class OptimizerArgs:
-    """The options of FBGEMM's optimizers, with their defaults."""
+    """Options of FBGEMM's optimizers, with FBGEMM's defaults."""
 
     stochastic_rounding: bool = True
     gradient_clipping: bool = False
@@ -63,7 +63,7 @@ class OptimizerArgs:
 
 
 def string_to_opt_type(optimizer_str: str) -> EmbOptimType:
-    """Member of EmbOptimType of this value, such as "adam"; ValueError if there is none."""
+    """Member of EmbOptimType with this value, such as "adam"; ValueError if there is none."""
     try:
         return EmbOptimType(optimizer_str)
     except ValueError:
@@ -72,14 +72,15 @@ def string_to_opt_type(optimizer_str: str) -> EmbOptimType:
 
 
 def get_required_arg(args: Mapping[str, Any], key: str) -> Any:
-    """Value of an optimizer's argument; ValueError if it is missing."""
+    """args[key]; ValueError if it is missing."""
     if key not in args:
         raise ValueError(f"args must have {key!r}, got {', '.join(map(repr, args)) or 'nothing'}; add it")
     return args[key]
 
 
 def get_optimizer_state_dim(optimizer_type: EmbOptimType, dim: int, dtype: torch.dtype | None = None) -> int:
-    """Numbers of state of a row, as dynamicemb computes a table's bytes by them; row-wise Adagrad needs a dtype."""
+    """Number of optimizer state values of a row in dynamicemb's formula for the size of a table. `dtype` is required
+    for row-wise Adagrad."""
     if optimizer_type.value == EmbOptimType.EXACT_ROWWISE_ADAGRAD.value:
         if dtype is None:
             raise ValueError("dtype must be given for EXACT_ROWWISE_ADAGRAD, whose state takes 16 bytes")
@@ -88,6 +89,6 @@ def get_optimizer_state_dim(optimizer_type: EmbOptimType, dim: int, dtype: torch
 
 
 def get_optimizer_ckpt_state_dim(optimizer_type: EmbOptimType, dim: int, dtype: torch.dtype | None = None) -> int:
-    """Numbers of state of a row in a dump."""
+    """Number of optimizer state values of a row in a dump."""
     widths = {EmbOptimType.ADAM.value: 2 * dim, EmbOptimType.EXACT_ADAGRAD.value: dim}
     return widths.get(optimizer_type.value, int(optimizer_type.value == EmbOptimType.EXACT_ROWWISE_ADAGRAD.value))

@@ -1,4 +1,4 @@
-"""Arguments of lookups in dynamicemb's tables of scores; see `MultiTableKVCounter.lookup`."""
+"""Arguments for lookups in dynamicemb's tables of scores, such as `MultiTableKVCounter.lookup`, which ignores them."""
 
 import enum
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ __all__ = ["ScoreArg", "ScorePolicy"]
 
 
 class ScorePolicy(enum.Enum):
-    """Treatment of a score that is looked up or inserted."""
+    """Treatment of the score of a looked up or inserted id."""
 
     CONST = 0
     ASSIGN = 1
@@ -19,7 +19,7 @@ class ScorePolicy(enum.Enum):
 
 @dataclass
 class ScoreArg:
-    """Scores for a lookup. Reading has no use for them."""
+    """Scores of the ids of a lookup. Lookups that only read ignore it."""
 
     name: str
     value: torch.Tensor | None = None

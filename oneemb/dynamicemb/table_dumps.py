@@ -1,8 +1,8 @@
-"""Dumps of tables in one embedding, written and read.
+"""Dumps of the tables of one embedding: written, checked and loaded.
 
 Invariants:
-- every rank makes the calls, in the same order; where one fails all raise; `check_load` changes no row;
-- a dump is whole when its last file is there, which rank 0 writes; until then it is none.
+- every rank makes the calls, in the same order; an error on one rank is raised on all; `check_load` changes no row;
+- rank 0 writes the last file of a dump; a dump without its last file is ignored.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from oneemb.storage.store_rows import set_rows
 __all__ = ["TableDumps"]
 
 _ROWS = 65536
-"""Keys that are read at a time."""
+"""Number of keys that are read at a time."""
 
 _OPT_ARGS = {
     "sgd": ("sgd", ()),
@@ -36,14 +36,14 @@ _OPT_ARGS = {
     "adagrad": ("exact_adagrad", ("eps", "initial_accumulator_value")),
     "row_wise_adagrad": ("exact_row_wise_adagrad", ("eps", "initial_accumulator_value")),
 }
-"""Name of an optimizer in dumps, and the options that they have of it, by the optimizer's name here."""
+"""{optimizer's name in oneemb: (its name in dumps, its options in dumps)}."""
 
 _NOT_OF_SEED = {"opt_type", "initial_accumulator_value"}
-"""Options that only today's dumps have."""
+"""Options that dumps of the layout "seed" lack."""
 
 
 class TableDumps:
-    """Writes and reads dumps of tables."""
+    """Writes and reads dumps of the tables of one embedding."""
 
     def __init__(self, tables: DynamicTables):
         self._tables = tables
@@ -51,7 +51,7 @@ class TableDumps:
     # ---- dumps ------------------------------------------------------------------------------------------------------
 
     def opt_args(self, t: int) -> dict[str, Any]:
-        """Options of the table's optimizer for a dump; ValueError if dynamicemb's files cannot hold this optimizer."""
+        """Options of a table's optimizer for a dump; ValueError if dynamicemb's files cannot hold its state."""
         row_optimizer, optimizer = self._tables.rows.row_optimizer, self._tables.optimizers[t]
         if row_optimizer is None or optimizer is None:
             return {}
@@ -69,8 +69,9 @@ class TableDumps:
         return found | {option: float(group[option]) for option in options}
 
     def dump(self, folder: str, names: Sequence[str], *, optim: bool, counter: bool, layout: Layout) -> None:
-        """Write tables of these names into an existing folder. Every rank makes the call. ValueError if the files
-        cannot hold a table's state; after a StorageError earlier dumps of tables that were not begun stay."""
+        """Write dumps of the named tables into an existing folder. Every rank makes the call. ValueError if the files
+        cannot hold a table's state. After a StorageError the earlier dumps of tables whose turn had not come are
+        intact."""
         for t in [self._tables.index(name) for name in names]:
             what = f"dump table {self._tables.names[t]!r}"
             self._tables.together("dump", what, functools.partial(self._dump, folder, t, what, optim, counter, layout))
@@ -118,15 +119,15 @@ class TableDumps:
                 ranks.agree(what, lambda: _each(writers, lambda writer: writer.append_counter(*counts)))
             ranks.agree(what, lambda: _each(writers, DumpWriter.finish))
             ranks.agree(what, lambda: unpublish(folder, table.name) if ranks.first else None)
-            ranks.agree(what, lambda: _each(writers, DumpWriter.publish))  # under their own names
-            if optim or not by_first:  # "seed" has no last file without the state.
+            ranks.agree(what, lambda: _each(writers, DumpWriter.publish))  # rename to final names
+            if optim or not by_first:  # "seed" writes this file only with optimizer state
                 ranks.agree(what, lambda: writers[0].publish_meta(metas[0]) if ranks.first else None)
         finally:
             for writer in writers:
                 writer.discard()
 
     def _check_seed(self, t: int, counter: bool) -> None:
-        """Raise ValueError if the files of "seed" cannot hold a table's scores or counts."""
+        """Raise ValueError if files of the layout "seed" cannot hold a table's scores or counts."""
         if isinstance(self._tables.tables[t].options.score_strategy, tuple):
             raise ValueError(
                 f'files of layout "seed" have one score a row, and table {self._tables.names[t]!r} has two; dump it'
@@ -136,7 +137,7 @@ class TableDumps:
             raise ValueError('files of layout "seed" have no counts; dump with counter=False, or with layout "today"')
 
     def _score_words(self, t: int, layout: Layout) -> int:
-        """Scores of a row in files of a layout."""
+        """Number of scores of a row in files of a layout."""
         strategy = self._tables.tables[t].options.score_strategy
         if layout == "seed" and self._tables.strategy(t) is Score.TIMESTAMP:
             return 0
@@ -145,7 +146,7 @@ class TableDumps:
     def _counts_for(
         self, t: int, what: str, rank_of: Callable[[np.ndarray], np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Counts of all ranks' ids that `rank_of` gives this one."""
+        """Ids without a row, of all ranks, that `rank_of` assigns to this rank, and the count of each."""
         own = self._tables.sightings(t)
         if self._tables.ranks.size == 1:
             return own
@@ -163,7 +164,7 @@ class TableDumps:
         return np.concatenate(ids), np.concatenate(counts)
 
     def meta(self, t: int, layout: Layout, optim: bool) -> dict[str, Any]:
-        """Contents of the last file of a dump."""
+        """Content of the last file of a dump."""
         row_optimizer = self._tables.rows.row_optimizer
         its = self.opt_args(t) if optim or row_optimizer is None or row_optimizer.name in _OPT_ARGS else {}
         if layout == "seed":
@@ -173,11 +174,11 @@ class TableDumps:
         its["dist_type"] = table.options.dist_type
         its["step_score"] = self._tables.score[t]
         if table.options.dist_type == "continuous" and table.num_embeddings is not None:
-            its["num_embeddings"] = table.num_embeddings  # dynamicemb's own lack it: keys are places in blocks by it.
+            its["num_embeddings"] = table.num_embeddings  # dynamicemb's own dumps lack it
         return its
 
     def _states(self) -> list[tuple[str, int]]:
-        """Parts of a row's state: the name in the older files, and the number of values."""
+        """Parts of a row's optimizer state, each as (name in files of the first layout, number of values)."""
         row_optimizer, dim = self._tables.rows.row_optimizer, self._tables.rows.embedding_dim
         if row_optimizer is None:
             return []
@@ -187,8 +188,8 @@ class TableDumps:
     # ---- loads ------------------------------------------------------------------------------------------------------
 
     def check_load(self, folder: str, names: Sequence[str], *, optim: bool, counter: bool) -> dict[str, Dump]:
-        """Dumps of these tables, found to be whole and to fit. Every rank makes the call. StorageError or ValueError if
-        one is not there, or not whole, or of another kind; nothing has changed."""
+        """Dumps of the named tables, complete and fitting the tables. Every rank makes the call. StorageError or
+        ValueError if a dump is missing, incomplete, or of another kind. Nothing changes."""
         what = f"look at the dumps in {folder}"
         found: dict[str, Dump] = {}
         ranks = self._tables.ranks
@@ -213,7 +214,8 @@ class TableDumps:
         return dumps
 
     def _num_embeddings(self, t: int, dump: Dump) -> int | None:
-        """Number of ids from which the ranks' blocks of "continuous" keys follow; None = it is not known."""
+        """`num_embeddings` of the table when it was dumped, from which the key blocks of "continuous" follow; None =
+        not known."""
         return dump.meta.get("num_embeddings", self._tables.tables[t].num_embeddings)
 
     def _check_scores(self, t: int, dump: Dump) -> None:
@@ -250,8 +252,8 @@ class TableDumps:
             )
 
     def load(self, name: str, dump: Dump, *, optim: bool, counter: bool) -> None:
-        """Load the rows of a dump of `check_load`; other rows stay. Every rank makes the call. After a StoreFullError,
-        for rows without room, a part of them is in the table."""
+        """Load the rows of a dump that `check_load` returned; other rows stay as they are. Every rank makes the call.
+        After a StoreFullError, for rows that do not fit, the table has a part of the rows."""
         t = self._tables.index(name)
         what = f"load table {name!r}"
 
@@ -289,8 +291,13 @@ class TableDumps:
         self, t: int, id_U: np.ndarray, value_UD: np.ndarray, state_UZ: np.ndarray | None, score_US: np.ndarray | None,
         now: int,
     ) -> None:  # fmt: skip
-        """Write rows of this rank to the built store. `state_UZ` None = the state of new rows; `score_US` as files have
-        them, None = as of a lookup; `now` is the store's `timestamp`, the same for all rows."""
+        """Write rows that this rank owns into the store, which must be built.
+
+        Args:
+            state_UZ: optimizer state; None = the state of new rows.
+            score_US: scores in the form of files; None = the scores that a lookup would give.
+            now: the store's `timestamp`, the same for all rows.
+        """
         store = self._tables.rows.store
         format = store.format if state_UZ is not None else dataclasses.replace(store.format, state=())
         table_U = np.full(len(id_U), t, np.int32)
@@ -300,15 +307,15 @@ class TableDumps:
             store.policy.set_scores(table_U, id_U, score_U, time_U)
 
     def _ids_of(self, t: int, dump: Dump, rank: int, key_N: np.ndarray) -> np.ndarray:
-        """Ids of keys of a dump."""
+        """Ids of the keys in a dump's file of `rank`."""
         if dump.version == "seed":
             return key_N
         dist = dump.meta.get("dist_type", "roundrobin")
         return key_of_file(dist, rank, key_N, dump.ranks, self._num_embeddings(t, dump))
 
     def _fitting_of(self, t: int, dump: Dump, now: int) -> np.ndarray | None:
-        """Ids of this rank's rows of a dump with the highest scores, if the table has no room for all; None = there is
-        room. Ranks of another number have room for another number of rows."""
+        """Ids of this rank's rows with the highest scores, if the dump has more rows for this rank than its capacity;
+        None = all rows fit. Capacity is that of the current number of ranks, not the dump's."""
         table = self._tables.tables[t]
         capacity = policy_of(table.options, table.num_embeddings, self._tables.ranks.size).capacity
         if capacity is None or dump.rows <= capacity:
@@ -328,10 +335,10 @@ class TableDumps:
             " of the dump: those of the least scores are left out; raise max_capacity, or num_embeddings of the config",
             stacklevel=2,
         )
-        return id_N[np.lexsort((id_N, score_N))[-capacity:]]  # of equal scores the greater ids
+        return id_N[np.lexsort((id_N, score_N))[-capacity:]]  # with equal scores keep greater ids
 
     def _scores_of(self, t: int, score_NS: np.ndarray, now: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Scores, and times of last use, of a dump's scores."""
+        """Scores, and times of last use or None, from the scores in a dump."""
         strategy = self._tables.tables[t].options.score_strategy
         if isinstance(strategy, tuple):
             columns = dict(zip(strategy, score_NS.T, strict=True))
@@ -343,7 +350,7 @@ class TableDumps:
         return np.ascontiguousarray(score_NS[:, 0]).view(np.uint64), None
 
     def take_options(self, t: int, meta: Mapping[str, Any]) -> None:
-        """Set the optimizer's options, and its count of steps, to those of a dump."""
+        """Set the optimizer's options and count of steps to those in `meta`, the last file of a dump."""
         optimizer = self._tables.optimizers[t]
         if optimizer is None:
             return

@@ -1,6 +1,7 @@
-"""Tables in one embedding, as dynamicemb's modules see them: scores, changed rows, rows by `dist_type`.
+"""Tables of one embedding with dynamicemb's operations: scores, changed rows, and rows distributed by `dist_type`.
 
-Invariant: every rank makes the calls that say so, in the same order; where one fails all raise, and no row has changed.
+Invariant: where a docstring says that every rank makes the call, ranks make such calls in the same order; an error on
+one rank is raised on all, and no row has changed.
 """
 
 import warnings
@@ -28,12 +29,12 @@ from oneemb.rows.values import state_of, weights_of
 __all__ = ["DynamicTables", "TableInfo"]
 
 _ROWS = 65536
-"""Rows that are read, sent or written at a time."""
+"""Largest number of rows that are read, sent or written at a time."""
 
 
 @dataclass(frozen=True)
 class TableInfo:
-    """Table of an embedding; `num_embeddings` of its config, None = there is none."""
+    """Name and options of a table, and `num_embeddings` of its config, None = no config."""
 
     name: str
     options: DynamicEmbTableOptions
@@ -41,8 +42,13 @@ class TableInfo:
 
 
 class DynamicTables:
-    """Tables that are one embedding: table t of `rows` is `tables[t]`, and `optimizers[t]`, if there is one, steps its
-    rows."""
+    """Tables of one embedding, with dynamicemb's operations.
+
+    Args:
+        rows: the embedding.
+        tables: description of each table; entry t is table number t of `rows`.
+        optimizers: optimizer of each table's rows; None = not trained.
+    """
 
     def __init__(
         self, rows: MultiTableEmbedding, tables: Sequence[TableInfo],
@@ -50,12 +56,13 @@ class DynamicTables:
     ):  # fmt: skip
         self.rows, self.tables, self.optimizers = rows, tuple(tables), list(optimizers)
         self.ranks = rows.ranks
-        """The ranks that own the rows."""
+        """Ranks that share the rows."""
         self.score = {
             t: int(evicting_strategy(table.options.score_strategy) in (Score.STEP, Score.LFU))
             for t, table in enumerate(self.tables)
         }
-        """Score that the next lookup gives a table's rows, for STEP and CUSTOMIZED; 0 = `set_score` has set none."""
+        """{table number: score that the next lookup gives its rows}, for STEP and CUSTOMIZED; 0 = not set by
+        `set_score`."""
         self._warned_full = 0
 
     def together(self, verb: str, what: str, call: Callable[[], object]) -> None:
@@ -68,7 +75,7 @@ class DynamicTables:
         return [table.name for table in self.tables]
 
     def index(self, name: str) -> int:
-        """Number of the table of this name; ValueError if there is none."""
+        """Number of the table with this name; ValueError if there is none."""
         if name not in self.names:
             raise ValueError(f"there is no table {name!r}; there are: {', '.join(self.names)}")
         return self.names.index(name)
@@ -84,8 +91,8 @@ class DynamicTables:
     # ---- lookups ----------------------------------------------------------------------------------------------------
 
     def before_lookup(self) -> None:
-        """Set the scores that a lookup in training mode gives. The next call of `after_lookup` is of the same lookup.
-        RuntimeError if a table has no score, or is not for training."""
+        """Set the scores that a lookup in training mode gives; call `after_lookup` after this lookup. RuntimeError if a
+        table has no score, or is not for training."""
         for t, table in enumerate(self.tables):
             if not table.options.training:
                 raise RuntimeError(f"table {table.name!r} is not for training (training=False); call eval() first")
@@ -98,7 +105,7 @@ class DynamicTables:
                     self.rows.give_score(self.score[t], t)
 
     def after_lookup(self) -> None:
-        """Count the lookup, and warn of ids for which there was no room."""
+        """Count the lookup, and warn of ids for which a table had no room."""
         for t in range(len(self.tables)):
             if self.strategy(t) is Score.STEP and not ops.in_backward():
                 self.score[t] = self.score[t] % (2**64 - 1) + 1
@@ -114,7 +121,7 @@ class DynamicTables:
             self._warned_full = full
 
     def set_learning_rate(self, lr: float) -> None:
-        """Set the rate of all tables, from the next step on."""
+        """Set the learning rate of all tables, from the next step on."""
         for optimizer in self.optimizers:
             for group in [] if optimizer is None else optimizer.param_groups:
                 group["lr"] = lr
@@ -122,8 +129,8 @@ class DynamicTables:
     # ---- scores -----------------------------------------------------------------------------------------------------
 
     def set_score(self, scores: Mapping[str, int]) -> None:
-        """Set the scores that lookups from now on give the rows of some tables, by name. TypeError or ValueError if a
-        table's score strategy is not CUSTOMIZED, or a score is not above 0."""
+        """Set the score that later lookups give the rows of each named table: {table: score}. TypeError or ValueError
+        if a table's score strategy is not CUSTOMIZED, or a score is not above 0."""
         for name, score in scores.items():
             t = self.index(name)
             if isinstance(score, bool) or not isinstance(score, int):
@@ -139,8 +146,8 @@ class DynamicTables:
             self.score[t] = score
 
     def get_score(self) -> dict[str, int]:
-        """Score by table, for a later `incremental_dump` of the rows changed from now on: the time, or the score of the
-        next lookup."""
+        """{table: current score}, a threshold for a later `incremental_dump` of the rows that change from now on: the
+        time, or the score of the next lookup."""
         return {table.name: self._score_now(t) for t, table in enumerate(self.tables)}
 
     def _score_now(self, t: int) -> int:
@@ -149,9 +156,15 @@ class DynamicTables:
     def incremental_dump(
         self, thresholds: Mapping[str, int], gather: bool
     ) -> tuple[dict[str, tuple[torch.Tensor, torch.Tensor]], dict[str, int]]:
-        """Rows whose score, or time of last use, is not below a threshold, by table: ids, int64 [N], and weights,
-        float32 [N, D], on the CPU; and the thresholds for the next call. With `gather` those of all ranks; every
-        rank makes the call then."""
+        """Rows whose score, or time of last use, is at least the table's threshold.
+
+        Args:
+            thresholds: {table: threshold}.
+            gather: whether each rank gets the rows of all ranks; every rank makes the call then.
+
+        Returns:
+            {table: (ids int64 [N], weights float32 [N, D])}, on the CPU; and {table: threshold for the next call}.
+        """
         found, scores = {}, {}
         for name, threshold in thresholds.items():
             t = self.index(name)
@@ -170,22 +183,22 @@ class DynamicTables:
     # ---- rows out ---------------------------------------------------------------------------------------------------
 
     def export(self, t: int) -> list[DumpRows]:
-        """Rows of a table that `dist_type` gives this rank. Every rank makes the call."""
+        """Rows of a table that `dist_type` assigns to this rank. Every rank makes the call."""
         found: list[DumpRows] = []
         what = f"export table {self.names[t]!r}"
         self.together("export", what, lambda: self.move(t, what, self.rank_by_dist(t), found.append))
         return found
 
     def rank_by_dist(self, t: int) -> Callable[[np.ndarray], np.ndarray]:
-        """Function that returns the ranks of ids of a table by its `dist_type`."""
+        """Function from ids of table t to the ranks that the table's `dist_type` assigns them to."""
         table, ranks = self.tables[t], self.ranks.size
         return lambda id_N: owner_of_key(table.options.dist_type, id_N, ranks, table.num_embeddings)
 
     def move(
         self, t: int, what: str, rank_of: Callable[[np.ndarray], np.ndarray], take: Callable[[DumpRows], object]
     ) -> None:
-        """Send the rows of a table to the ranks that `rank_of` gives their ids, some at a time; each rank calls `take`
-        with its own."""
+        """Send each row of table t to the rank that `rank_of` returns for its id, some rows at a time. Each rank calls
+        `take` with the rows that it receives; `what` names the operation in errors."""
         own = self.read(t, np.sort(self.rows.store.policy.uses(t)[0]), scored=True)
         if self.ranks.size == 1:
             for rows in own:
@@ -194,7 +207,7 @@ class DynamicTables:
         pending: list[DumpRows] = []
 
         def send() -> list[list[torch.Tensor]]:
-            while pending:  # Where it fails, all ranks raise.
+            while pending:  # An error here is raised on all ranks.
                 take(pending.pop())
             rows = next(own, None)
             if rows is None:
@@ -210,10 +223,10 @@ class DynamicTables:
             for block, count in zip(received, counts, strict=True):
                 if count > 0:
                     pending.append(_unpacked(block, int(count)))
-            pending.reverse()  # so that they are taken in the order of the ranks
+            pending.reverse()  # `pop` then takes them in the order of ranks
 
     def read(self, t: int, id_N: np.ndarray, *, scored: bool) -> Iterator[DumpRows]:
-        """Yield these rows of this rank, whose ids rise, some at a time."""
+        """Yield rows of this rank, some at a time, for ids in ascending order; `scored` = with their scores."""
         store = self.rows.store
         if not store.built:
             return
@@ -231,12 +244,12 @@ class DynamicTables:
 
     @property
     def at_once(self) -> int:
-        """Rows that are read or written at a time."""
-        # At most half of a cache, so that the rows of a running step can stay pinned.
+        """Largest number of rows to read or write at a time."""
+        # At most half of a cache, so that a running step's rows can stay pinned.
         return max(1, min(_ROWS, self.rows.store.stats()["device"]["slots"] // 2))
 
     def _columns(self, t: int, score_N: np.ndarray, time_N: np.ndarray, begin: int) -> np.ndarray:
-        """Scores as dynamicemb has them: int64 [N, 1], or [N, 2] of a tuple of strategies, in its order."""
+        """Scores in the form of dynamicemb: int64 [N, 1]; or [N, 2] for a tuple of strategies, in its order."""
         strategy = self.tables[t].options.score_strategy
         if isinstance(strategy, tuple):
             columns = {Score.TIMESTAMP: time_N, Score.LFU: score_N}
@@ -246,20 +259,20 @@ class DynamicTables:
         return score_N.view(np.int64)[:, None]
 
     def own(self, t: int, id_N: np.ndarray) -> np.ndarray:
-        """Places of the ids that this rank owns."""
+        """Indices of the ids that this rank owns."""
         plan = self.rows.store.plan
         return np.flatnonzero(owner_of(np.full(len(id_N), t, np.int32), id_N, plan.owners) == plan.owner)
 
     # ---- sightings --------------------------------------------------------------------------------------------------
 
     def sightings(self, t: int) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of a table that this rank counts, in ascending order, and their counts, both int64 [N]."""
+        """Ids without a row that this rank counts, in ascending order, and the count of each: int64 [N] both."""
         id_N, count_N = self.rows.store.policy.sightings(t)
         order_N = np.argsort(id_N)
         return id_N[order_N], count_N[order_N]
 
     def add_sightings(self, t: int, id_N: np.ndarray, count_N: np.ndarray) -> None:
-        """Add the counts of those of these distinct ids that are this rank's."""
+        """Add `count_N` to the counts of distinct ids; ids that another rank owns are ignored."""
         own = self.own(t, id_N)
         self.rows.store.policy.add_sightings(t, id_N[own], count_N[own])
 
@@ -269,12 +282,12 @@ class DynamicTables:
 
     @property
     def sightings_bytes(self) -> int:
-        """Bytes of memory that counts take."""
+        """Memory that the counts take, in bytes."""
         return self.rows.store.policy.sightings_bytes
 
 
 def _packed(rows: DumpRows, its: np.ndarray) -> list[torch.Tensor]:
-    """Tensors of these of the rows, for a message."""
+    """Tensors of a message with the rows at these indices."""
     assert rows.score_NS is not None and rows.state_NZ is not None
     arrays = rows.key_N[its], rows.value_ND[its], rows.score_NS[its], rows.state_NZ[its]
     widths = [1, *(array.shape[1] for array in arrays[1:])]

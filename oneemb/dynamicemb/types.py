@@ -1,4 +1,4 @@
-"""Enums, initializers of rows, and interfaces of stores, caches and admission, shared by dynamicemb's modules.
+"""Enums, initializers, and interfaces of stores, caches and admission, shared by dynamicemb's modules.
 
 Names and values are dynamicemb's.
 """
@@ -69,7 +69,7 @@ class EvictStrategy(enum.Enum):
 
 @enum.unique
 class MemoryType(enum.Enum):
-    """Place of memory."""
+    """Kind of memory."""
 
     DEVICE = "device"
     MANAGED = "managed"
@@ -78,7 +78,7 @@ class MemoryType(enum.Enum):
 
 
 class CopyMode(enum.Enum):
-    """Columns that `Storage.find` returns of a row: the weights, or the weights and then the optimizer state."""
+    """Part of a row that `Storage.find` returns: EMBEDDING = weights, VALUE = weights and then optimizer state."""
 
     EMBEDDING = "embedding"
     VALUE = "value"
@@ -100,10 +100,10 @@ class DynamicEmbInitializerArgs:
 
     Args:
         mode: the distribution.
-        mean, std_dev: of NORMAL and TRUNCATED_NORMAL.
-        lower, upper: the bounds of UNIFORM and TRUNCATED_NORMAL; None = -1 / sqrt(N) and 1 / sqrt(N), for N
-            `num_embeddings` of the table's config; where there is no config, 0 and 1.
-        value: of CONSTANT.
+        mean, std_dev: parameters of NORMAL and TRUNCATED_NORMAL.
+        lower, upper: bounds of UNIFORM and TRUNCATED_NORMAL; None = -1 / sqrt(N) and 1 / sqrt(N), where N is
+            `num_embeddings` of the table's config, or 0 and 1 without a config.
+        value: weight of CONSTANT.
     """
 
     mode: DynamicEmbInitializerMode = DynamicEmbInitializerMode.UNIFORM
@@ -115,14 +115,14 @@ class DynamicEmbInitializerArgs:
 
 
 def bounds_of(args: DynamicEmbInitializerArgs, num_embeddings: int | None) -> tuple[float, float]:
-    """The bounds of UNIFORM and TRUNCATED_NORMAL; arguments as of `initializer_of`."""
+    """Bounds of UNIFORM and TRUNCATED_NORMAL; `num_embeddings` is that of the table's config, None = no config."""
     low, high = (0.0, 1.0) if num_embeddings is None else (-(num_embeddings**-0.5), num_embeddings**-0.5)
     return low if args.lower is None else args.lower, high if args.upper is None else args.upper
 
 
 def initializer_of(args: DynamicEmbInitializerArgs, num_embeddings: int | None) -> Initializer:
-    """Initializer of a table, for dynamicemb's arguments and `num_embeddings` of its config, None = there is none;
-    ValueError if the distribution cannot have them."""
+    """Initializer of a table's rows; `num_embeddings` is that of the table's config, None = no config. ValueError if
+    the distribution cannot have these parameters."""
     low, high = bounds_of(args, num_embeddings)
     match args.mode:
         case DynamicEmbInitializerMode.NORMAL:
@@ -139,26 +139,27 @@ def initializer_of(args: DynamicEmbInitializerArgs, num_embeddings: int | None) 
 
 
 class Found(NamedTuple):
-    """Result of `Storage.find` for N ids, M of them without a row."""
+    """Result of `Storage.find` for N ids, M of which have no row."""
 
     num_missing: int
-    """M"""
+    """Number of ids without a row, M."""
     missing_keys: torch.Tensor
     missing_indices: torch.Tensor
-    """Places of the missing ids among the N, int64 [M]."""
+    """Indices of the missing ids among the N ids, int64 [M]."""
     missing_table_ids: torch.Tensor
     missing_scores: torch.Tensor | None
-    """Scores that they were looked up with; None = none."""
+    """Scores given in the lookup of the missing ids; None = no scores were given."""
     founds: torch.Tensor
     """Whether each id has a row, bool [N]."""
     scores: torch.Tensor
-    """int64 [N], or [N, 2] of two scores; 0 of ids without a row."""
+    """Scores, int64 [N], or [N, 2] if rows have two; 0 for ids without a row."""
     values: torch.Tensor
-    """float32 [N, D], or [N, D + Z] with state; zeros of ids without a row."""
+    """Weights, float32 [N, D], or weights and optimizer state, [N, D + Z]; zeros for ids without a row."""
 
 
 class Storage(abc.ABC, Generic[OptionsT, OptimizerT]):
-    """Interface of a store of tables' rows; N ids, M of them without a row, D weights and Z numbers of state."""
+    """Interface of a store of tables' rows. N ids, M of them without a row, D weights and Z optimizer state values of a
+    row."""
 
     @abc.abstractmethod
     def find(
@@ -168,7 +169,7 @@ class Storage(abc.ABC, Generic[OptionsT, OptimizerT]):
         copy_mode: CopyMode,
         lfu_accumulated_frequency: torch.Tensor | None = None,
     ) -> "Found":
-        """Read rows, and say which ids have none."""
+        """Read rows; the result also says which ids have no row."""
 
     @abc.abstractmethod
     def insert(
@@ -179,7 +180,7 @@ class Storage(abc.ABC, Generic[OptionsT, OptimizerT]):
         scores: torch.Tensor | None = None,
         preserve_existing: bool = False,
     ) -> None:
-        """Write rows, [N, D + Z]; with `preserve_existing`, existing rows stay as they are."""
+        """Write rows, [N, D + Z]. With `preserve_existing` existing rows stay as they are."""
 
     @abc.abstractmethod
     def dump(
@@ -214,53 +215,53 @@ class Storage(abc.ABC, Generic[OptionsT, OptimizerT]):
 
     @abc.abstractmethod
     def embedding_dim(self, table_id: int) -> int:
-        """Weights of a row."""
+        """Number of weights of a row."""
 
     @abc.abstractmethod
     def value_dim(self, table_id: int) -> int:
-        """Weights and state of a row, as numbers."""
+        """Number of weights and optimizer state values of a row."""
 
     @abc.abstractmethod
     def max_embedding_dim(self) -> int:
-        """Most weights of a row, of all tables."""
+        """Largest `embedding_dim` of all tables."""
 
     @abc.abstractmethod
     def max_value_dim(self) -> int:
-        """Most weights and state of a row, of all tables."""
+        """Largest `value_dim` of all tables."""
 
     @abc.abstractmethod
     def embedding_dims(self, on_device: bool = False) -> torch.Tensor:
-        """Weights of a row of each table, int64; on the CPU unless `on_device`."""
+        """`embedding_dim` of each table, int64 [T]; on the CPU unless `on_device`."""
 
     @abc.abstractmethod
     def all_dims_vec4(self) -> bool:
-        """Whether weights, and weights and state, are by fours in every table."""
+        """Whether `embedding_dim` and `value_dim` of every table are multiples of 4."""
 
     @abc.abstractmethod
     def init_optimizer_state(self) -> float:
-        """Number that fills the optimizer's state of a new row."""
+        """Value that fills the optimizer state of a new row."""
 
     @abc.abstractmethod
     def export_keys_values(
         self, device: torch.device, batch_size: int = 65536, table_id: int = 0
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]]:
-        """Ids, weights, state and scores of a table, batch by batch."""
+        """Yield ids, weights, optimizer state and scores of a table, batch by batch."""
 
 
 class Cache(abc.ABC):
-    """Interface of a cache of rows before a `Storage`."""
+    """Interface of a cache of rows in front of a `Storage`."""
 
     @abc.abstractmethod
     def lookup(
         self, unique_keys: torch.Tensor, table_ids: torch.Tensor, lfu_accumulated_frequency: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Scores of ids; whether each is there; and its slot, -1 if it is not."""
+        """Scores of ids, whether each id is cached, and its slot, or -1."""
 
     @abc.abstractmethod
     def insert_and_evict(
         self, keys: torch.Tensor, table_ids: torch.Tensor, scores: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Slots of ids that come in; how many leave; and ids, slots, scores and tables of these."""
+        """Slots of the inserted ids; number of evicted ids; and their ids, slots, scores and tables."""
 
     @abc.abstractmethod
     def reset(self) -> None:
@@ -268,50 +269,50 @@ class Cache(abc.ABC):
 
     @abc.abstractmethod
     def cache_metrics(self) -> torch.Tensor:
-        """Counts of the lookups."""
+        """Metrics of lookups, as counts."""
 
     @abc.abstractmethod
     def set_record_cache_metrics(self, record: bool) -> None:
-        """Count lookups from now on, or do not."""
+        """Start or stop counting lookups."""
 
 
 class AdmissionStrategy(abc.ABC):
     """Decides which ids get a row.
 
-    `admit` is called once a lookup, for the ids of a table that have no row. A strategy with `initializer_args`, such
-    as `FrequencyAdmissionStrategy`, sets by them the values of ids without a row.
+    `admit` is called once in a lookup, for the ids of a table that have no row. The attribute `initializer_args` gives
+    the values of ids that are not admitted; `FrequencyAdmissionStrategy` takes it as an argument.
     """
 
     initializer_args: DynamicEmbInitializerArgs | None = None
 
     @abc.abstractmethod
     def admit(self, keys: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
-        """Whether each id gets a row: bool [N].
+        """Whether each id gets a row, bool [N].
 
         Args:
-            keys: int64 [N], distinct.
-            frequencies: int64 [N], how often each was looked up so far, this lookup included.
+            keys: distinct ids, int64 [N].
+            frequencies: number of lookups of each id so far, with this one, int64 [N].
         """
 
     def initialize_non_admitted_embeddings(self, buffer: torch.Tensor, indices: torch.Tensor) -> bool:
-        """Not called; `initializer_args` sets the values of ids without a row."""
+        """Never called; `initializer_args` gives the values of ids that are not admitted."""
         return False
 
 
 class Counter(abc.ABC):
-    """Counts how often ids without a row were looked up."""
+    """Interface of a counter of lookups of ids without a row."""
 
     @abc.abstractmethod
     def add(self, keys: torch.Tensor, table_ids: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
-        """Count more of these ids, and give what is counted now: int64 [N]."""
+        """Add `frequencies` to the counts of these ids. Returns the new counts, int64 [N]."""
 
     @abc.abstractmethod
     def erase(self, keys: torch.Tensor, table_ids: torch.Tensor) -> None:
-        """Forget these ids."""
+        """Forget the counts of these ids."""
 
     @abc.abstractmethod
     def memory_usage(self, mem_type: MemoryType = MemoryType.DEVICE) -> int:
-        """Bytes of memory."""
+        """Bytes of memory of the given kind."""
 
     @abc.abstractmethod
     def load(self, key_file: str, counter_file: str, table_id: int) -> None:
@@ -319,15 +320,20 @@ class Counter(abc.ABC):
 
     @abc.abstractmethod
     def dump(self, key_file: str, counter_file: str, table_id: int) -> None:
-        """Write them."""
+        """Write counts of a table to two files."""
 
 
 __all__ = ["absent"]
 
 
 def absent(module: str, reasons: Mapping[str, str]) -> Callable[[str], Any]:
-    """A `__getattr__` for the module of `oneemb.dynamicemb` with this `__name__`: it raises ImportError for names of
-    dynamicemb that the module lacks, with the reason and advice in `reasons`, and AttributeError for others."""
+    """`__getattr__` for a module of `oneemb.dynamicemb`. It raises ImportError for names of dynamicemb that the module
+    lacks, with the reason and advice from `reasons`, and AttributeError for other names.
+
+    Args:
+        module: `__name__` of the module.
+        reasons: {missing name: why it is missing, and what to use}.
+    """
 
     def getattr_of_module(name: str) -> Any:
         if name in reasons:

@@ -1,4 +1,4 @@
-"""Small things that dynamicemb's users import from here."""
+"""Small helpers that dynamicemb's users import."""
 
 from collections.abc import Sequence
 
@@ -10,21 +10,21 @@ from oneemb.dynamicemb.dynamicemb_config import torch_to_dyn_emb
 __all__ = ["TORCHREC_TYPES", "assert_tensors_equal", "tabulate", "torch_to_dyn_emb"]
 
 TORCHREC_TYPES = {EmbeddingBagCollection, EmbeddingCollection}
-"""The classes whose modules are sharded."""
+"""Classes of TorchRec whose modules are sharded."""
 
 
 def tabulate(
     table: Sequence[Sequence[str | int]], headers: Sequence[str] | None = None, sub_headers: bool = False
 ) -> str:  # fmt: skip
-    """A table as text: columns of one width, and a line below the headers.
+    """A table as text, with aligned columns and a line below the headers.
 
     Args:
-        table: its rows, all of one length.
-        headers: of the columns; None = the first row.
-        sub_headers: whether the first row below the headers has a line below it too.
+        table: rows of the table, all of one length.
+        headers: headers of the columns; None = the first row.
+        sub_headers: whether the first row below the headers has a line below it, too.
 
     Raises:
-        ValueError: rows or headers are not of one length.
+        ValueError: rows or headers differ in length.
 
     Example:
         >>> print(tabulate([["user", 3], ["item", 12]], ["table", "rows"]))
@@ -54,7 +54,7 @@ def assert_tensors_equal(
     """Compare two tensors, each in `dtype` and on `device`; None = those of `tensor1`.
 
     Raises:
-        AssertionError: shapes or numbers differ.
+        AssertionError: shapes or values differ.
     """
     kind, where = dtype or tensor1.dtype, device or tensor1.device
     one, other = (tensor.detach().to(device=where, dtype=kind) for tensor in (tensor1, tensor2))

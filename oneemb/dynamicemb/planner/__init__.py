@@ -1,12 +1,12 @@
-"""Plans of models of which some tables are dynamic.
+"""Plans for models in which some tables are dynamic.
 
     constraints = {"users": DynamicEmbParameterConstraints(use_dynamicemb=True, dynamicemb_options=...), ...}
     enumerator = DynamicEmbeddingEnumerator(topology, constraints=constraints)
     planner = DynamicEmbeddingShardingPlanner(eb_configs, topology, enumerator=enumerator, constraints=constraints)
     plan = planner.collective_plan(model, [DynamicEmbeddingCollectionSharder()], dist.GroupMember.WORLD)
 
-TorchRec plans the others. A dynamic table has a place in its reckoning, of some rows; its rows are spread over all
-ranks by id, whatever comes out.
+TorchRec's planner plans the other tables. It counts a dynamic table as one with a few rows; the rows of a dynamic table
+are spread over all ranks by key, whatever the plan says.
 """
 
 from oneemb.dynamicemb.planner.enumerators import DynamicEmbeddingEnumerator

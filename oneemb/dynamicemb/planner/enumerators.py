@@ -1,4 +1,4 @@
-"""TorchRec's enumerator, which sees some rows of dynamic tables; see `oneemb.dynamicemb.planner`."""
+"""TorchRec's enumerator, for models with dynamic tables; see `oneemb.dynamicemb.planner`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,16 +13,16 @@ from torchrec.distributed.types import ModuleSharder
 __all__ = ["DynamicEmbeddingEnumerator", "is_dynamic"]
 
 _PLANNED_ROWS = 1 << 14
-"""Rows of a dynamic table as TorchRec's planner sees it, which would refuse what has no end."""
+"""Largest number of rows of a dynamic table that TorchRec's planner is told of; it would refuse unlimited tables."""
 
 
 def is_dynamic(constraints: ParameterConstraints) -> bool:
-    """Whether the table of these constraints is dynamic."""
+    """Whether these are the constraints of a dynamic table."""
     return bool(getattr(constraints, "use_dynamicemb", False))
 
 
 class _SomeRows:
-    """A sharder that gives a planner some rows of dynamic tables, and is like `sharder` otherwise."""
+    """Wrapper of a sharder that tells a planner of at most 16,384 rows for each dynamic table."""
 
     def __init__(self, sharder: ModuleSharder[torch.nn.Module], dynamic: set[str]):
         self._sharder, self._dynamic = sharder, dynamic
@@ -40,11 +40,11 @@ class _SomeRows:
 
 
 class DynamicEmbeddingEnumerator(EmbeddingEnumerator):
-    """TorchRec's enumerator, of models with dynamic tables.
+    """TorchRec's enumerator, for models with dynamic tables.
 
     Args:
-        topology, batch_size, estimator, use_exact_enumerate_order: as of TorchRec's.
-        constraints: by table; those of dynamic ones are DynamicEmbParameterConstraints.
+        topology, batch_size, estimator, use_exact_enumerate_order: same as for TorchRec's enumerator.
+        constraints: {table: its constraints}; those of dynamic tables are DynamicEmbParameterConstraints.
     """
 
     def __init__(
@@ -66,12 +66,13 @@ class DynamicEmbeddingEnumerator(EmbeddingEnumerator):
     ) -> list[ShardingOption]:
         """Sharding options of each table of a model, for a proposer of plans.
 
-        A dynamic table is enumerated as one of 16,384 rows at most, since TorchRec's estimators count memory for all
+        A dynamic table is enumerated with at most 16,384 rows, since TorchRec's estimators count memory for all
         `num_embeddings` rows.
 
         Args:
             module: the model.
-            sharders: by the class of each collection in it; a table of a class without one has no option.
+            sharders: sharders for the classes of the model's collections. Tables of a collection without one get no
+                option.
 
         Raises:
             RuntimeError: constraints leave a table no sharding type or kernel.

@@ -1,4 +1,4 @@
-"""Constraints and plans of dynamic tables, and the planner; see `oneemb.dynamicemb.planner`."""
+"""Constraints, plans and planner of dynamic tables; see `oneemb.dynamicemb.planner`."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -33,11 +33,11 @@ __all__ = [
 
 @dataclass
 class DynamicEmbParameterConstraints(ParameterConstraints):
-    """TorchRec's constraints of a table, which may be dynamic.
+    """TorchRec's constraints of a table, extended for dynamic tables.
 
     Args:
-        use_dynamicemb: whether it is.
-        dynamicemb_options: how.
+        use_dynamicemb: whether the table is dynamic.
+        dynamicemb_options: options of a dynamic table.
     """
 
     use_dynamicemb: bool | None = False
@@ -46,7 +46,7 @@ class DynamicEmbParameterConstraints(ParameterConstraints):
 
 @dataclass
 class DynamicEmbParameterSharding(ParameterSharding):
-    """TorchRec's plan for a table that is dynamic, with its options."""
+    """TorchRec's plan for a table, with the options of a dynamic table."""
 
     compute_kernel: str = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
     customized_compute_kernel: str | None = "DynamicEmb"
@@ -55,17 +55,18 @@ class DynamicEmbParameterSharding(ParameterSharding):
 
 
 class DynamicEmbeddingShardingPlanner:
-    """TorchRec's planner, of models with dynamic tables.
+    """TorchRec's planner, for models with dynamic tables.
 
     Args:
-        eb_configs: of all tables.
-        topology: None = of this machine, without limits.
-        batch_size, storage_reservation, proposer, partitioner, performance_model, stats, debug: as of TorchRec's.
+        eb_configs: configs of all tables.
+        topology: None = this machine, without limits.
+        batch_size, storage_reservation, proposer, partitioner, performance_model, stats, debug: same as for TorchRec's
+            planner.
         enumerator: None = a DynamicEmbeddingEnumerator.
-        constraints: of every table, by name.
+        constraints: {table: its constraints}, with an entry for every table.
 
     Raises:
-        ValueError: a table has no constraints, or a constraint no table; or two tables have one name.
+        ValueError: a table has no constraints, constraints name no table, or two tables have one name.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class DynamicEmbeddingShardingPlanner:
             enumerator = DynamicEmbeddingEnumerator(topology, batch_size, constraints)
         others: dict[str, ParameterConstraints] = {}
         for name, its in constraints.items():
-            # The planner reads the sharding types of each table.
+            # The planner needs sharding types for each table.
             others[name] = (
                 ParameterConstraints(sharding_types=[ShardingType.ROW_WISE.value]) if is_dynamic(its) else its
             )
@@ -118,7 +119,7 @@ class DynamicEmbeddingShardingPlanner:
         sharders: list[ModuleSharder[torch.nn.Module]],
         pg: "distributed.ProcessGroup | None" = None,
     ) -> ShardingPlan:
-        """A plan, the same on all ranks, each of which makes the call; `pg` None = all ranks."""
+        """Make a plan, the same on all ranks of `pg` (None = all ranks). Every rank makes the call."""
         plan = self._planner.collective_plan(module, sharders, pg or distributed.group.WORLD)
         for of_module in plan.plan.values():
             its: Any = of_module

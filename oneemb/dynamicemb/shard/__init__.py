@@ -1,6 +1,6 @@
-"""Sharders of collections of which some tables are dynamic, and what they make.
+"""Sharders of collections in which some tables are dynamic, and the sharded collections.
 
-Dynamic tables are those of `oneemb.torchrec`, with the policies that their options ask for; others are TorchRec's own.
+Dynamic tables are tables of `oneemb.torchrec` with the policies that their options ask for; the others are TorchRec's.
 """
 
 from oneemb.dynamicemb.shard.embedding import DynamicEmbeddingCollectionSharder, ShardedDynamicEmbeddingCollection

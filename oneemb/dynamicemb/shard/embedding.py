@@ -1,4 +1,4 @@
-"""Collections of embeddings of which some tables are dynamic; see `oneemb.dynamicemb.shard`."""
+"""EmbeddingCollections in which some tables are dynamic; see `oneemb.dynamicemb.shard`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,21 +15,21 @@ __all__ = ["DynamicEmbeddingCollectionSharder", "ShardedDynamicEmbeddingCollecti
 
 
 class ShardedDynamicEmbeddingCollection(ShardedDynamic):
-    """Sharded collection that `DynamicEmbeddingCollectionSharder` makes; see there."""
+    """Sharded form of an EmbeddingCollection, made by `DynamicEmbeddingCollectionSharder`."""
 
 
 class DynamicEmbeddingCollectionSharder(DynamicSharder):
-    """Shards TorchRec's EmbeddingCollections, of which some tables are dynamic.
+    """Shards TorchRec's EmbeddingCollections in which some tables are dynamic.
 
     Args:
         fused_params: the optimizer and its options, by FBGEMM's names.
-        qcomm_codecs_registry: what `get_qcomm_codecs_registry` gave; see `oneemb.torchrec`.
-        use_index_dedup: of tables that are not dynamic, on a GPU; each key of a dynamic one is sent once.
+        qcomm_codecs_registry: result of `get_qcomm_codecs_registry`; same as for the sharders of `oneemb.torchrec`.
+        use_index_dedup: for tables that are not dynamic, on a GPU. Each key of a dynamic table is always sent once.
         seed: rows of dynamic tables are a pure function of (seed, table, id).
-        num_threads: threads that run the kernels; None = the cores there are.
+        num_threads: threads that run the kernels; None = one for each core.
 
     Raises:
-        ValueError: an option of `fused_params` is refused; the message names it.
+        ValueError: an option of `fused_params` is not supported; the message names it.
     """
 
     _stock, _of = TorchRecSharder, torchrec.EmbeddingCollection
@@ -45,6 +45,6 @@ class DynamicEmbeddingCollectionSharder(DynamicSharder):
         seed: int = 0,
         num_threads: int | None = None,
     ):
-        # FBGEMM deduplicates on GPUs alone.
+        # FBGEMM deduplicates only on GPUs.
         dedup = use_index_dedup and torch.cuda.is_available()
         super().__init__(fused_params, qcomm_codecs_registry, seed, num_threads, use_index_dedup=dedup)

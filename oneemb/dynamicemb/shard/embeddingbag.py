@@ -1,4 +1,4 @@
-"""Collections of bags of which some tables are dynamic; see `oneemb.dynamicemb.shard`."""
+"""EmbeddingBagCollections in which some tables are dynamic; see `oneemb.dynamicemb.shard`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,15 +14,15 @@ __all__ = ["DynamicEmbeddingBagCollectionSharder", "ShardedDynamicEmbeddingBagCo
 
 
 class ShardedDynamicEmbeddingBagCollection(ShardedDynamic):
-    """Sharded collection that `DynamicEmbeddingBagCollectionSharder` makes; see there."""
+    """Sharded form of an EmbeddingBagCollection, made by `DynamicEmbeddingBagCollectionSharder`."""
 
 
 class DynamicEmbeddingBagCollectionSharder(DynamicSharder):
-    """Shards TorchRec's EmbeddingBagCollections, of which some tables are dynamic.
+    """Shards TorchRec's EmbeddingBagCollections in which some tables are dynamic.
 
     Args:
-        fused_params, qcomm_codecs_registry, seed, num_threads: as of `DynamicEmbeddingCollectionSharder`.
-        sharded_module_order_overwrite: of tables that are not dynamic.
+        fused_params, qcomm_codecs_registry, seed, num_threads: same as for `DynamicEmbeddingCollectionSharder`.
+        sharded_module_order_overwrite: passed to TorchRec's sharder, for tables that are not dynamic.
     """
 
     _stock, _of = TorchRecSharder, torchrec.EmbeddingBagCollection

@@ -47,7 +47,7 @@ _log = logging.getLogger("oneemb")
 
 @dataclass
 class _Context(Multistreamable):
-    """Contexts of one call: of the dynamic tables, and of the others."""
+    """Contexts of one call: for the dynamic tables, and for the other tables."""
 
     dynamic: LookupContext = field(default_factory=LookupContext)
     static: Any = None
@@ -59,12 +59,13 @@ class _Context(Multistreamable):
 
 
 class _Merged(LazyAwaitable[Any]):
-    """Result of a call, joined from the results of the dynamic tables and the others.
+    """Result of a call, joined from the result of the dynamic tables and that of the other tables.
 
     Args:
-        names_of: for each part, from its names of embeddings to those of all together: names of a feature that both
-            have differ.
-        names: of all embeddings, in their order.
+        parts: both results.
+        names_of: for each part, {name of an embedding in the part: its name in the joined result}. The names differ for
+            features that both parts have.
+        names: names in the joined result, in their order.
     """
 
     def __init__(
@@ -89,15 +90,21 @@ class _Merged(LazyAwaitable[Any]):
 
 @dataclass
 class _RowDist:
-    """`dist_type` of each feature, where dynamicemb's tools look for it."""
+    """{feature: `dist_type`}, in the attribute that dynamicemb's tools read."""
 
     _dist_type_per_feature: dict[str, str]
 
 
 class ShardedDynamic(ShardedModule[KJTList, list[Any], Any, _Context], FusedOptimizerModule):
-    """Base of both sharded collections, made of the collection of the dynamic tables, `tables` by embedding, and
-    TorchRec's sharded collection of the others, None = there are none. `configs` are those of all tables, in their
-    order, `unsharded` the class of the module that is sharded."""
+    """Base of both sharded collections: joins a sharded collection of the dynamic tables and one of the other tables.
+
+    Args:
+        dynamic: collection of the dynamic tables.
+        static: TorchRec's sharded collection of the other tables; None = all tables are dynamic.
+        configs: configs of all tables, in their order.
+        tables: dynamic tables, an entry for each embedding.
+        unsharded: class of the module that is sharded.
+    """
 
     def __init__(
         self, dynamic: ShardedCollection, static: Any, configs: Sequence[BaseEmbeddingConfig],
@@ -151,7 +158,7 @@ class ShardedDynamic(ShardedModule[KJTList, list[Any], Any, _Context], FusedOpti
         return _Context(self._dynamic[0].create_context(), None if static is None else static.create_context())
 
     def input_dist(self, ctx: _Context, features: Any) -> Awaitable[Awaitable[KJTList]]:
-        """Send the keys of a batch to their owners; see `oneemb.torchrec`."""
+        """Send the keys of a batch to their owners; see `ShardedCollection.input_dist` of `oneemb.torchrec`."""
         if isinstance(features, LazyAwaitable):
             features = features.wait()
         sent = cast(Any, self._dynamic[0].input_dist(ctx.dynamic, features)).awaitables
@@ -184,16 +191,16 @@ class ShardedDynamic(ShardedModule[KJTList, list[Any], Any, _Context], FusedOpti
 
     @property
     def unsharded_module_type(self) -> type[torch.nn.Module]:
-        """Class that was sharded."""
+        """Class of the module that was sharded."""
         return self._unsharded
 
     @property
     def device(self) -> torch.device:
-        """Device of lookups."""
+        """Device on which lookups run."""
         return self._dynamic[0].device
 
     def close(self) -> None:
-        """Free memory, files and the locks on the paths of dynamic tables."""
+        """Free memory and files of dynamic tables, and release the locks on their paths."""
         self._dynamic[0].close()
 
 
@@ -219,11 +226,11 @@ class DynamicSharder(BaseEmbeddingSharder[torch.nn.Module]):
 
     @property
     def module_type(self) -> type[torch.nn.Module]:
-        """TorchRec's class, whose modules are sharded."""
+        """TorchRec's class, whose modules this sharder shards."""
         return self._of
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Sharding types that a plan may have: TorchRec's, and row-wise, for dynamic tables."""
+        """Sharding types that a plan may have: those of TorchRec's sharder, and row-wise for dynamic tables."""
         its = list(self._static.sharding_types(compute_device_type))
         return its if "row_wise" in its else [*its, "row_wise"]
 
@@ -243,8 +250,8 @@ class DynamicSharder(BaseEmbeddingSharder[torch.nn.Module]):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> Any:
-        """The module, sharded by the plan `params`; every rank of `env` makes the call. ValueError for an optimizer or
-        an option that dynamic tables cannot follow."""
+        """The module, sharded as the plan `params` says. Every rank of `env` makes the call. ValueError if an optimizer
+        or an option is not supported for dynamic tables."""
         its = {name: plan for name, plan in params.items() if isinstance(plan, DynamicEmbParameterSharding)}
         if not its:
             return self._static_sharder(module, device).shard(module, params, env, device, module_fqn)
@@ -276,7 +283,8 @@ class DynamicSharder(BaseEmbeddingSharder[torch.nn.Module]):
         )
 
     def _static_sharder(self, module: torch.nn.Module, device: torch.device | None) -> Any:
-        """TorchRec's sharder; or, of an optimizer that FBGEMM has on GPUs alone, that of `oneemb.torchrec`."""
+        """Sharder of tables that are not dynamic: TorchRec's; or that of `oneemb.torchrec`, on a CPU with an optimizer
+        that FBGEMM has only on GPUs."""
         if device is not None and device.type == "cuda" or _has_on_cpu(module, self.fused_params or {}):
             return self._static
         _say_once(
@@ -309,7 +317,7 @@ def _table_rows(
 
 
 _ON_CPU = {"sgd", "exact_sgd", "exact_adagrad", "exact_row_wise_adagrad"}
-"""The optimizers that FBGEMM has there, by the values of its EmbOptimType."""
+"""Optimizers that FBGEMM has on the CPU, as values of its EmbOptimType."""
 
 
 def _has_on_cpu(module: Any, fused_params: Mapping[str, Any]) -> bool:
@@ -329,7 +337,7 @@ def _say_once(words: str) -> None:
 
 
 def _static_part(module: Any, configs: list[Any]) -> Any:
-    """A collection of TorchRec's of some of a module's tables, with their weights."""
+    """TorchRec's collection of some of a module's tables, with their weights."""
     holders = "embedding_bags" if hasattr(module, "embedding_bags") else "embeddings"
     own: dict[str, Any] = {"is_weighted": module.is_weighted()} if hasattr(module, "is_weighted") else {}
     if hasattr(module, "need_indices"):
@@ -353,7 +361,7 @@ def _dynamic_tables(
 
 
 def _select(features: KeyedJaggedTensor, names: Sequence[str]) -> KeyedJaggedTensor:
-    """Features of these names, in this order."""
+    """The named features, in this order."""
     keys = features.keys()
     missing = [name for name in names if name not in keys]
     if missing:
