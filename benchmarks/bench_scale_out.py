@@ -1,14 +1,14 @@
 """A training step of ranks that own rows together, beside TorchRec's DistributedModelParallel on the same ranks.
 
-    python benchmarks/bench_scale_out.py                        1 and 2 processes, gloo
+    python benchmarks/bench_scale_out.py                        2 processes, gloo; one id, then bags
     python benchmarks/bench_scale_out.py --ranks 1 2 3 --dim 64 --ids uniform
-    python benchmarks/bench_scale_out.py --pooled --batch 256     bags of 1 to 20 ids, which give their sums
+    python benchmarks/bench_scale_out.py --lookups bags           bags of 1 to 20 ids, which give their sums
 
-A DLRM of 26 tables of 100,000 rows, 32 weights each, ids by Zipf's law (1.05), Adagrad, a batch of 2,048 on each rank,
-every process on one thread. The dense part is the same module in DistributedDataParallel for all. TorchRec's tables are
+A DLRM of 26 tables of 100,000 rows, 32 weights each, ids by Zipf's law (1.05), Adagrad, a batch of 2,048 on each rank
+(of bags an eighth), every process on one thread. The dense part is the same module in DistributedDataParallel for all. TorchRec's tables are
 sharded by rows and by tables, its optimizer is fused, and it is run plainly and with TrainPipelineSparseDist, which
 exchanges the ids of coming batches ahead as `run` does; it is left out where it is not installed. The same TorchRec
-model is also run with oneemb's sharder.
+model is also run with oneemb's sharder. The dense part trained alone, on rows that stay, is what no system can save.
 
 The systems take turns in the same processes, a stretch of steps each. Printed are medians of the time of a step, as a
 share of the best of TorchRec's, and of oneemb
@@ -51,19 +51,24 @@ def main() -> None:
     print(json.dumps(machine() | {"threads": 1}), flush=True)
     save_results(options.out, machine() | {"threads": 1}, [])
     for ranks in options.ranks:
-        with tempfile.TemporaryDirectory(prefix="oneemb-bench-") as folder:
-            multiprocessing.spawn(work, (ranks, folder, options), nprocs=ranks)
+        for lookups in options.lookups:
+            bags = lookups == "bags"
+            case = argparse.Namespace(
+                **vars(options) | {"pooled": bags, "batch": max(1, options.batch // (8 if bags else 1))}
+            )
+            with tempfile.TemporaryDirectory(prefix="oneemb-bench-") as folder:
+                multiprocessing.spawn(work, (ranks, folder, case), nprocs=ranks)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--tables", type=int, default=26)
     parser.add_argument("--rows", type=int, default=100_000, help="rows of a table")
     parser.add_argument("--dim", type=int, default=32)
-    parser.add_argument("--batch", type=int, default=2048, help="samples of a rank")
+    parser.add_argument("--batch", type=int, default=2048, help="samples of a rank; of bags an eighth")
     parser.add_argument("--ids", choices=("zipf", "uniform"), default="zipf")
-    parser.add_argument("--pooled", action="store_true", help="bags of 1 to 20 ids in place of one id each")
+    parser.add_argument("--lookups", nargs="+", choices=("ids", "bags"), default=["ids", "bags"])
     parser.add_argument("--comm-dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=8, help="steps in a stretch")
@@ -87,6 +92,7 @@ def work(rank: int, ranks: int, folder: str, options: argparse.Namespace) -> Non
     systems: dict[str, tuple[Steps, list[Any]]] = {
         "oneemb, called": (lambda batches: (graph(*batch) for batch in batches), ours),
         "oneemb, run": (graph.run, ours),
+        "dense part alone": (dense_steps(options), ours),
     }
     systems |= torchrec_systems(options, made, number_BX, label_B)
     seconds, traffic = measure(systems, options, graph)
@@ -127,6 +133,23 @@ def loss_of(dense: torch.nn.Module, number_BX: torch.Tensor, row_BTD: torch.Tens
 def dense_of(options: argparse.Namespace) -> DistributedDataParallel:
     torch.manual_seed(0)
     return DistributedDataParallel(DenseDLRM(options.tables, 13, options.dim))
+
+
+def dense_steps(options: argparse.Namespace) -> Steps:
+    """Trains the dense part alone. The rows have a gradient, as those of a lookup, and stay as they are."""
+    dense = dense_of(options)
+    optimizer = torch.optim.Adagrad(dense.parameters(), lr=LEARNING_RATE)
+    row_BTD = torch.randn(options.batch, options.tables, options.dim, requires_grad=True)
+
+    def steps(batches: Iterator[Any]) -> Iterator[Any]:
+        for _, _, number_BX, label_B in batches:
+            optimizer.zero_grad()
+            loss = loss_of(dense, number_BX, row_BTD, label_B)
+            loss.backward()
+            optimizer.step()
+            yield loss.detach()
+
+    return steps
 
 
 def graph_of(folder: str, options: argparse.Namespace) -> Graph:

@@ -142,7 +142,7 @@ def _longest_steps(cases: Sequence[Case]) -> list[list[str]]:
 
 
 def _scale_out(cases: Sequence[Case]) -> list[list[str]]:
-    ours = {its["case"]: its["ms"] for its in cases if its["system"] == "oneemb, run"}
+    ours = {its["case"]: its["ms"] for its in cases if its["system"] == "oneemb, called"}
     return [
         [its["case"], its["system"], _ms(its["ms"]), f"{ours[its['case']] / its['ms']:.2f}",
          f"{its['sent_bytes'] / 1e6:.1f}" if "sent_bytes" in its else ""]
