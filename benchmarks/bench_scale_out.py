@@ -5,10 +5,11 @@
     python benchmarks/bench_scale_out.py --lookups bags           bags of 1 to 20 ids, which give their sums
 
 A DLRM of 26 tables of 100,000 rows, 32 weights each, ids by Zipf's law (1.05), Adagrad, a batch of 2,048 on each rank
-(of bags an eighth), every process on one thread. The dense part is the same module in DistributedDataParallel for all. TorchRec's tables are
-sharded by rows and by tables, its optimizer is fused, and it is run plainly and with TrainPipelineSparseDist, which
-exchanges the ids of coming batches ahead as `run` does; it is left out where it is not installed. The same TorchRec
-model is also run with oneemb's sharder. The dense part trained alone, on rows that stay, is what no system can save.
+(of bags an eighth), every process on one thread. The dense part is the same module in DistributedDataParallel for all.
+TorchRec's tables are sharded by rows and by tables, its optimizer is fused, and it is run plainly and with
+TrainPipelineSparseDist, which exchanges the ids of coming batches ahead as `run` does; it is left out where it is not
+installed. The same TorchRec model is also run with oneemb's sharder. The dense part trained alone, on rows that stay,
+is what no system can save.
 
 The systems take turns in the same processes, a stretch of steps each. Printed are medians of the time of a step, as a
 share of the best of TorchRec's, and of oneemb
