@@ -6,11 +6,12 @@ import warnings
 from types import FrameType
 
 _NOT_THE_USERS = {"oneemb", "torch", "contextlib", "threading", "concurrent"}
-"""Packages and modules through which a user's line calls ours."""
+"""Packages and modules whose frames are not the user's code."""
 
 
 class BuildError(RuntimeError):
-    """`build` does something that cannot be part of a graph. The message names it, its line, and what works."""
+    """`build` does something that cannot be part of a graph. The message names the call and its line, and says what
+    works."""
 
 
 def user_line() -> str:
@@ -23,7 +24,7 @@ def user_line() -> str:
 
 
 def warn_user(text: str) -> None:
-    """Give a UserWarning at the line of the user's code, however many frames of torch lie between."""
+    """Give a UserWarning at the line of the user's code, also if frames of torch lie between."""
     frame = _user_frame()
     if frame is None:
         warnings.warn(text, stacklevel=3)

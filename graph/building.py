@@ -1,11 +1,11 @@
-"""Surroundings of a call of `build`: the lookups that it is expected to make, or the tape that records them.
+"""The state of a call of `build`: the lookups that it is expected to make, or the tape that records its lookups.
 
     Building(...).call(build, batch)
-            self.embedding(ids)       Building.look_up: is it expected, with these ids? Then its rows are at hand;
-            loss.backward()           otherwise it is made as in eager mode
+            self.embedding(ids)       Building.look_up: if a lookup of these ids is expected, its rows are at hand;
+            loss.backward()           otherwise the lookup is made as in eager mode
 
-Invariant: a lookup gives and inserts what it does in eager mode, whether it was expected or not: the ids that `build`
-asks for are compared with those that were expected, value by value.
+Invariant: a lookup, expected or not, returns the same rows and inserts the same ids as in eager mode: the ids that
+`build` looks up are compared with the expected ids, value by value.
 """
 
 import contextvars
@@ -28,14 +28,15 @@ from oneemb.storage.errors import StoreFullError
 
 
 class LooksUp(Protocol):
-    """Interface of an embedding module, as a graph uses it."""
+    """Interface of the embedding modules that a graph uses."""
 
     name: str
     store: EmbeddingStore
     training: bool
     ranks: AnyRanks
     lookups: Any
-    """Lookups of ids; `asks_ranks` is whether rows come from other ranks, which make the same lookup."""
+    """Object that makes the lookups; its `asks_ranks` says whether rows come from other ranks, which must then make
+    the same lookups."""
 
     @property
     def weights(self) -> tuple[torch.nn.Parameter, ...]:
@@ -43,42 +44,43 @@ class LooksUp(Protocol):
 
     @property
     def is_trained(self) -> bool:
-        """Whether rows are to get a gradient."""
+        """Whether the rows get gradients."""
 
 
 class AnyReserved(Protocol):
-    """A lookup that may be made: rows that `acquire` gives, or is going to give."""
+    """Interface of reserved lookups: `Reserved`, `ReservedPart`, `AnnouncedLookup` and `Lease`."""
 
     @property
     def inserts(self) -> bool:
-        """Whether unknown ids are inserted by the lookup, and not by the step that trains them."""
+        """Whether the lookup inserts unknown ids. False = the step that trains the rows inserts them."""
 
     def acquire(self) -> ops.Lease | None:
-        """The rows, pinned, and unknown keys inserted if `inserts`; None = ranks are to look them up unannounced."""
+        """Pinned lease on the rows, with unknown ids inserted if `inserts`; None = ranks must make the lookup
+        unannounced."""
 
     def drop(self) -> None:
         """Unpin the rows."""
 
     def forget(self) -> None:
-        """Hold no lease any more."""
+        """Drop the reference to the lease, without unpinning its rows."""
 
 
 class MadeLookup:
-    """A lookup that was made, whose rows autograd holds.
+    """A lookup that `build` has made. Autograd holds its rows.
 
     Args:
-        lease: of its rows.
+        lease: the lease on the rows. This object holds only a weak reference to it.
     """
 
     _made: Callable[[], ops.Lease | None] = staticmethod(lambda: None)
-    """Returns the lease; None = it is gone, or the lookup is not made yet."""
+    """Returns the lease; None = the lease is gone, or the lookup is not made yet."""
 
     def __init__(self, lease: ops.Lease):
         self._made = weakref.ref(lease)
 
     @property
     def has_grad(self) -> bool:
-        """Whether a gradient has come for the rows."""
+        """Whether a backward pass has given the rows a gradient."""
         lease = self._made()
         return lease is not None and lease.has_grad
 
@@ -92,9 +94,9 @@ class Expected(MadeLookup):
     """A lookup that `build` is expected to make.
 
     Args:
-        planned: result of a plan for it.
-        changes: the store's count when the rows were read.
-        waits: whether the host waits for values of ids.
+        planned: the lookup, as the plan has returned it.
+        changes: `changes` of the store when the rows were read.
+        waits: whether comparing ids makes the host wait, for a GPU.
     """
 
     def __init__(self, planned: Planned, changes: int, waits: bool):
@@ -107,13 +109,13 @@ class Expected(MadeLookup):
         self._version = None if self.origin is None else (self.origin.data_ptr(), version_of(self.origin))
 
     def is_of(self, asked: Lookup) -> bool:
-        """Whether this is the lookup of the same ids, tables and bags."""
+        """Whether `asked`, the lookup that `build` makes, has the expected ids, tables and bags."""
         planned, ids = self.lookup, asked.ids
         if asked.columns != planned.columns:
             return False
-        counted = ids is self.origin and not ids.is_inference()  # A tensor of inference mode counts no changes.
+        counted = ids is self.origin and not ids.is_inference()  # torch counts no changes of inference tensors.
         if counted and self.waits and (ids.data_ptr(), version_of(ids)) == self._version:
-            ids = planned.ids  # Its values are known to be the same: nobody waits for a GPU to compare them.
+            ids = planned.ids  # The ids have not changed, so the host need not wait for a GPU to compare them.
         return (
             (ids is planned.ids or _same(ids, planned.ids))
             and (asked.table_ids is planned.table_ids or _same(asked.table_ids, planned.table_ids))
@@ -121,7 +123,7 @@ class Expected(MadeLookup):
         )
 
     def read(self, store: EmbeddingStore, asked: Lookup) -> torch.Tensor | None:
-        """The rows as they are now; None if the reserved ones cannot be read."""
+        """The current weights for the lookup; None = the expected rows cannot be used."""
         scales, planned = asked.per_sample_weights, self.lookup
         if self.rows is not None and store.changes == self.changes and asked.pooling == planned.pooling:
             if scales is planned.per_sample_weights or _same(scales, planned.per_sample_weights):
@@ -147,7 +149,8 @@ class Expected(MadeLookup):
         return self.reserved is not None and self.reserved.inserts
 
     def hand_over(self) -> None:
-        """Hold the rows no more: autograd does, until `build` drops the values that it has made of them."""
+        """Drop the references to lease and rows. Autograd holds them until `build` drops the values computed from the
+        rows."""
         assert self.lease is not None and self.reserved is not None
         self._made = weakref.ref(self.lease)
         self.reserved.forget()
@@ -162,7 +165,7 @@ class Expected(MadeLookup):
 
 
 def _same(given: Any, guessed: torch.Tensor | None) -> bool:
-    # Any: a user's value; the lookup itself refuses what is no tensor.
+    # Any: a user's value; the lookup refuses a value that is no tensor.
     if given is None or guessed is None:
         return False
     alike = isinstance(given, torch.Tensor) and given.dtype == guessed.dtype and given.device == guessed.device
@@ -173,16 +176,16 @@ class Building:
     """A call of `build`.
 
     Args:
-        names: the names of the graph's embeddings.
+        names: {store: name of the embedding in the graph}.
         expected: the lookups that `build` is expected to make.
-        on_all_made: called once, when none of them is expected any more and the rows of all are acquired.
-        tape: records lookups; None = it is known already which are made.
+        on_all_made: called once, when no more expected lookup waits: all rows are acquired, or the rest is cancelled.
+        tape: records the lookups; None = no recording.
         backward: called in place of `Tensor.backward`, with its arguments; None = no replacement.
-        steppers: the optimizers that the graph itself steps.
-        announced: lookups that ranks have announced to each other, whether they are expected still or not.
-        at_once: name of the embedding whose one planned lookup is not made ahead: its first call in `build` makes it;
-            "" = there is none.
-        count: calls a function that makes that lookup, and counts it.
+        steppers: the optimizers that the graph steps after `build`.
+        announced: the lookups that ranks have announced to each other, expected by this plan or not.
+        at_once: name of the embedding whose only planned lookup is made when `build` calls it, not ahead; "" = no
+            such embedding.
+        count: calls the function that makes the lookup of `at_once`, and counts and times it.
     """
 
     def __init__(
@@ -198,7 +201,7 @@ class Building:
         count: Callable[[Callable[[], torch.Tensor]], torch.Tensor] = lambda make: make(),
     ):
         self.others = 0
-        """Lookups that were not expected."""
+        """Number of lookups that were not expected."""
         self._steppers = steppers
         self._announced = announced
         self._names = names
@@ -216,14 +219,14 @@ class Building:
             on_all_made()
 
     def call(self, build: Callable[..., Any], *args: object, **kwargs: object) -> Any:
-        """Call `build`, and return its result. After an interrupt nothing stays in place: Python ends the context."""
+        """Result of `build`. It runs in a copy of the context, so an interrupt cannot leave this object current."""
         context = contextvars.copy_context()
         try:
             return context.run(self._call, build, args, kwargs)
         finally:
             if self._announced.lookups:
                 self._announced.end()
-            for variable, value in context.items():  # those that `build` has set
+            for variable, value in context.items():  # variables that `build` has set
                 if variable is not _building and variable.get(_building) is not value:
                     variable.set(value)
 
@@ -238,14 +241,15 @@ class Building:
     def look_up(
         self, embedding: LooksUp, asked: Lookup, has_gradient: bool, now: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """The rows of a lookup.
+        """The rows of a lookup that `build` makes.
 
         Args:
-            has_gradient: whether a gradient may come, of rows or of their factors.
-            now: makes the lookup.
+            asked: arguments of the lookup.
+            has_gradient: whether rows or `per_sample_weights` may get a gradient.
+            now: makes the lookup as in eager mode.
 
         Raises:
-            BuildError: the embedding is to be trained and is no part of the graph.
+            BuildError: the rows would be trained, but the embedding is no part of the graph.
         """
         name = self._names.get(embedding.store)
         if name is None:
@@ -255,7 +259,7 @@ class Building:
                     f" train its rows; {REGISTER}, or freeze it with requires_grad_(False)"
                 )
             return now()
-        again = ops.in_backward()  # A plan has the lookup of the forward pass alone, not the one that repeats it.
+        again = ops.in_backward()  # A plan has the lookups of the forward pass, not those that repeat them.
         if self.tape is not None and not again:
             self._announced.miss(embedding.store, inserts=embedding.training)
             return self.tape.lookup(name, asked, now)
@@ -272,7 +276,7 @@ class Building:
             if lookup is None:
                 self._announced.miss(embedding.store, inserts=embedding.training)
             elif lookup.reserved is not None and lookup.lease is None:  # The ranks have announced different lookups.
-                if lookup.reserved not in self._announced.lookups:  # Those were of an older plan.
+                if lookup.reserved not in self._announced.lookups:  # The announced lookups are of an older plan.
                     self._announced.miss(embedding.store, inserts=embedding.training)
                 lookup.look_up(asked, has_gradient)
             if lookup is not None:
@@ -285,15 +289,16 @@ class Building:
                     lookup.drop()
                     return rows.detach()
             rows = now()
-            self.others += 1  # One that fails is none, here and on the tape.
+            self.others += 1  # A failed lookup is not counted, here or on the tape.
             return rows
         except StoreFullError:
-            if embedding.lookups.asks_ranks or not self._cancel_expected():  # Ranks make a lookup once.
+            if embedding.lookups.asks_ranks or not self._cancel_expected():  # With ranks, a lookup is not tried again.
                 raise
             return now()
 
     def _take(self, waiting: list[Expected], embedding: LooksUp, asked: Lookup) -> Expected | None:
-        """The lookup among these that has these arguments, acquired; it waits no longer."""
+        """Take the lookup with the arguments `asked` out of `waiting`, acquire it and return it; None = no such
+        lookup."""
         for lookup in waiting:
             in_this_mode = lookup.inserts == embedding.training
             if embedding.lookups.asks_ranks:
@@ -308,11 +313,8 @@ class Building:
         return None
 
     def _cancel_expected(self) -> bool:
-        """Cancel what is expected: it may be in vain, and pins rows, which eager mode would not do.
-
-        Returns:
-            Whether anything was expected.
-        """
+        """Cancel the expected lookups: they pin rows that eager mode would not pin yet, perhaps in vain. Returns
+        whether a lookup was cancelled."""
         waiting = [lookup for lookups in self._expected.values() for lookup in lookups]
         self._expected.clear()
         self._waiting = 0
@@ -323,13 +325,13 @@ class Building:
         return bool(waiting)
 
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise BuildError if an optimizer that is about to step is one that the graph steps."""
+        """Raise BuildError if `optimizer`, which is about to step, is one that the graph steps."""
         if any(optimizer is stepper for stepper in self._steppers):
             raise BuildError(steps_itself(optimizer))
 
     @property
     def in_vain(self) -> list[str]:
-        """Names of embeddings with a lookup that was expected and not made."""
+        """Names of embeddings with a lookup that was expected but not made."""
         names = [name for name, lookups in self._expected.items() if lookups] if self._expected else []
         return [self._at_once, *names] if self._at_once else names
 
@@ -340,7 +342,7 @@ def steps_itself(stepper: object) -> str:
 
 
 class _Mode(TorchFunctionMode):
-    """Sees the torch functions that `build` calls."""
+    """Mode that passes the torch functions that `build` calls to the tape, and replaces `backward`."""
 
     def __init__(self, building: Building):
         super().__init__()
@@ -350,11 +352,11 @@ class _Mode(TorchFunctionMode):
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         building, kwargs = self._building, kwargs or {}
-        # torch.compile would trace and compile the lines below. Unlike is_compiling, this call asks about the frame
-        # that is traced, not about the process.
+        # torch.compile would trace and compile the lines below. Unlike is_compiling, this function answers for the
+        # frame that is traced, not for the process.
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **kwargs)
-        if building_now() is not building:  # An interrupt has ended it while torch took the mode away.
+        if building_now() is not building:  # An interrupt has ended the call before torch removed the mode.
             return func(*args, **kwargs)
         if func is torch.Tensor.backward and building.backward is not None:
             return building.backward(*args, **kwargs)
@@ -365,7 +367,7 @@ _building: contextvars.ContextVar[Building] = contextvars.ContextVar("building")
 
 
 def building_now() -> Building | None:
-    """The call of `build` that this thread is in. Threads that `build` starts look up as in eager mode, though they may
-    have its context."""
+    """The call of `build` that runs on this thread; None = no call. Threads that `build` starts look up as in eager
+    mode, even with a copy of the context."""
     building = _building.get(None)
     return building if building is not None and building.thread == threading.get_ident() else None

@@ -1,10 +1,10 @@
-"""Runs dense modules through torch.compile or as CUDA graphs; where that fails, as they are.
+"""Runs dense modules through torch.compile or as CUDA graphs, or unchanged if that fails.
 
-Invariant: a module that cannot be compiled or captured costs one warning, which gives the reason, and no step.
+Invariant: a module that cannot be compiled or captured gives one warning with the reason, and no step fails.
 
-A replay copies its inputs into the buffers of the capture, and writes its outputs and gradients where those of the
-capture are. So a module is captured only if a step calls it once and runs one backward pass: a second replay would
-overwrite what the first one gave. The rest of a step is not captured, since its shapes follow the number of unique
+A replay copies its inputs into the buffers of the capture, and writes outputs and gradients into buffers of the
+capture. So a module is captured only if a step calls it once and runs one backward pass: a second replay would
+overwrite the results of the first. The rest of a step is not captured, since its shapes depend on the number of unique
 keys.
 """
 
@@ -23,25 +23,25 @@ from oneemb.graph.streams import capture_gate
 from oneemb.storage.locking.signals_deferred import signals_deferred
 
 WARM_STEPS = 3
-"""Calls of a module with inputs of one kind before they are captured."""
+"""Number of calls of a module with one kind of inputs before the module is captured for that kind."""
 
 CAPTURES_MAX = 4
-"""Kinds of inputs that are captured for a module; each holds memory of its own."""
+"""Largest number of kinds of inputs for which a module is captured; each capture has memory of its own."""
 
-# Seconds to wait until no thread is preparing a batch: none may launch anything during a capture.
+# Seconds to wait until no thread prepares a batch: no other thread may launch anything during a capture.
 _PATIENCE_S = 10.0
 _TRIES = 3
 
 Call = Callable[..., Any]
-"""A module, or a call in its place. Any: a user's module may give anything."""
+"""A module, or a function in its place. Any: a user's module may return anything."""
 
 
 class DenseCompiler:
-    """Makes compiled calls that run in the place of modules.
+    """Makes compiled or captured functions that run in place of modules.
 
     Args:
-        compiles: each goes through torch.compile at its first call, for any batch size.
-        captures: modules that allow it are captured as CUDA graphs.
+        compiles: whether modules go through torch.compile at their first call, for any batch size.
+        captures: whether modules are captured as CUDA graphs if they can be.
     """
 
     def __init__(self, compiles: bool = True, captures: bool = False) -> None:
@@ -52,10 +52,10 @@ class DenseCompiler:
         self._warned: set[str] = set()
 
     def refuse_second_pass(self) -> None:
-        """A step is about to run its second backward pass: capture nothing.
+        """Capture no module any more, since a step is about to run its second backward pass.
 
         Raises:
-            BuildError: a module has been captured, and would lose the gradients of the first pass.
+            BuildError: a module is captured already, and would lose the gradients of the first pass.
         """
         if any(captured.is_used for captured in self._captured.values()):
             raise BuildError(
@@ -67,11 +67,11 @@ class DenseCompiler:
 
     @contextlib.contextmanager
     def in_place_of(self, root: torch.nn.Module, why_not_captured: str = "") -> Iterator[None]:
-        """Block in which calls of dense modules run the results of `of`.
+        """Block in which calls of dense modules run the functions that `of` returns.
 
         Args:
-            root: the module whose outermost submodules without an embedding are meant.
-            why_not_captured: reason against a capture; empty = there is none.
+            root: module whose outermost submodules without an embedding are the dense modules.
+            why_not_captured: reason against a capture; "" = modules may be captured.
         """
         modules = list(_dense_modules(root))
         calls: dict[torch.nn.Module, int] = dict.fromkeys(modules, 0)
@@ -81,7 +81,7 @@ class DenseCompiler:
                 calls[module] += 1
                 why = why_not_captured or ("build calls it more than once" if calls[module] > 1 else "")
                 here = module._compiled_call_impl
-                module._compiled_call_impl = None  # inside, the module itself is called
+                module._compiled_call_impl = None  # so that a call within runs the module itself
                 try:
                     return self.of(module, why)(*args, **kwargs)
                 finally:
@@ -90,7 +90,7 @@ class DenseCompiler:
             return _InPlace(module, run)
 
         before = {module: module._compiled_call_impl for module in modules}
-        if building_now() is None:  # an interrupt has left an `_InPlace` there
+        if building_now() is None:  # perhaps an interrupt has left an `_InPlace` there
             before = {module: None if isinstance(call, _InPlace) else call for module, call in before.items()}
         try:
             for module in modules:
@@ -103,10 +103,10 @@ class DenseCompiler:
                     module._compiled_call_impl = call
 
     def of(self, module: torch.nn.Module, why_not_captured: str = "") -> Call:
-        """The function to call in the module's place.
+        """The function to call in place of the module.
 
         Args:
-            why_not_captured: reason against a capture; empty = there is none.
+            why_not_captured: reason against a capture; "" = the module may be captured.
         """
         if self._compiles and id(module) not in self._compiled:
             self._compiled[id(module)] = module, self._first_call(module)
@@ -128,7 +128,7 @@ class DenseCompiler:
             try:
                 result = compiled(*args, **kwargs)
             except Exception as error:
-                # An error of the module itself is raised here again, as the module raises it.
+                # If the module itself raises, this call raises the same error.
                 result = module(*args, **kwargs)
                 why = (str(error).strip().splitlines() or [""])[0]
                 name = type(module).__name__
@@ -150,7 +150,8 @@ class DenseCompiler:
 
 
 class _InPlace:
-    """Call in the place of a module while `build` runs. If an interrupt has left it there, it calls the module."""
+    """Function that replaces a module while `build` runs. Outside of `build`, if an interrupt has left it in place, it
+    calls the module."""
 
     def __init__(self, module: torch.nn.Module, run: Call):
         self._module, self._run = module, run
@@ -172,7 +173,7 @@ class _Captured:
         self._tries = 0
 
     def run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:
-        """Result of `call`, which is the module or its compiled form."""
+        """Result of `call`, the module or its compiled form, from a replay if there is a capture for such inputs."""
         if self._given_up or not (self._module.training and torch.is_grad_enabled()):
             return call(*args, **kwargs)
         if why := self._why_not(args, kwargs):
@@ -183,7 +184,7 @@ class _Captured:
             self._calls[kind] = self._calls.get(kind, 0) + 1
             if self._calls[kind] <= WARM_STEPS or not self._capture(kind, call, args):
                 return call(*args, **kwargs)
-        # The next replay writes the buffers again; the result of a step is the caller's.
+        # Copies: the next replay overwrites the buffers, but the caller may keep a step's result.
         return torch.utils._pytree.tree_map(_cloned, self._graphs[kind](*args))
 
     def _why_not(self, args: Sequence[Any], kwargs: dict[str, object]) -> str:
@@ -194,7 +195,8 @@ class _Captured:
         return ""
 
     def _kind(self, args: tuple[torch.Tensor, ...]) -> Hashable:
-        """Equal where a captured graph may be replayed: shapes, and where parameters lie."""
+        """Kind of the inputs: a capture may be replayed for inputs of an equal kind (shapes, addresses of parameters,
+        autocast)."""
         autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
         inputs = tuple((arg.shape, arg.dtype, arg.device, arg.requires_grad) for arg in args)
         return autocast, inputs, tuple((p.data_ptr(), p.requires_grad) for p in self._module.parameters())
@@ -208,7 +210,7 @@ class _Captured:
             return False
         samples = tuple(arg.detach().clone().requires_grad_(arg.requires_grad) for arg in args)
         with capture_gate.capturing(_PATIENCE_S) as may:
-            if not may:  # perhaps at a later call
+            if not may:  # a later call tries again
                 self._tries += 1
                 if self._tries == _TRIES:
                     self.give_up("batches were being prepared whenever it was to be captured")
@@ -223,11 +225,11 @@ class _Captured:
 
     @property
     def is_used(self) -> bool:
-        """Whether a graph is replayed."""
+        """Whether replays take the place of the module."""
         return bool(self._graphs) and not self._given_up
 
     def give_up(self, why: str) -> None:
-        """Run the module as it is from now on."""
+        """Run the module without CUDA graphs from now on, and warn with the reason `why`."""
         if self._given_up:
             return
         self._given_up = True
@@ -235,19 +237,21 @@ class _Captured:
 
 
 class _Call(torch.nn.Module):
-    """A module called through something else; a graph of it leaves the module as it was."""
+    """Module that runs `call`, with `module` as submodule. torch changes `forward` of the captured module, so this one
+    is captured and `module` stays unchanged."""
 
     def __init__(self, module: torch.nn.Module, call: Call):
         super().__init__()
         self.module = module
-        self._call = (call,)  # in a tuple, since a module may be in `call` too and its parameters count once
+        self._call = (call,)  # in a tuple, so that the parameters of a module in `call` do not count twice
 
     def forward(self, *args: object) -> object:
         return self._call[0](*args)
 
 
 def _dense_modules(root: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The outermost modules below a module that hold no embedding; of lists and dicts, their elements."""
+    """The outermost modules below `root` that hold no embedding; elements of ModuleLists and ModuleDicts, not the
+    lists and dicts."""
     for module in root.children():
         if embeddings_in(module) or isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict):
             if not is_embedding(module):
@@ -257,7 +261,7 @@ def _dense_modules(root: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def on_gpu(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is where graphs can be captured."""
+    """Whether a tensor is on a device with CUDA graphs."""
     return tensor.is_cuda
 
 
@@ -267,7 +271,8 @@ def _cloned(value: object) -> object:
 
 @contextlib.contextmanager
 def _unchanged(module: torch.nn.Module) -> Iterator[None]:
-    """Buffers and random numbers are afterwards as they were: capturing runs the module a few times."""
+    """Block that restores buffers and random number generators at its end, since a capture runs the module a few
+    times."""
     before = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     devices = sorted({parameter.device.index for parameter in module.parameters() if parameter.is_cuda})
     try:
@@ -281,10 +286,10 @@ def _unchanged(module: torch.nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _allocations_of_others_allowed() -> Iterator[None]:
-    """Capture in mode "thread_local", so that other threads, such as one that evaluates, may allocate meanwhile.
+    """Block in which captures have the mode "thread_local", so that other threads, such as an evaluation, may allocate.
 
-    In torch's default mode their allocations fail. `make_graphed_callables` has no argument for the mode, so
-    torch.cuda.graph is replaced for a time; one thread captures at a time.
+    In torch's default mode, allocations of other threads fail. `make_graphed_callables` has no argument for the mode,
+    so torch.cuda.graph is replaced for the block; one thread captures at a time.
     """
     before = torch.cuda.graph
     torch.cuda.graph = functools.partial(before, capture_error_mode="thread_local")  # type: ignore[misc, assignment]
@@ -296,7 +301,7 @@ def _allocations_of_others_allowed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_autocast_cache() -> Iterator[None]:
-    """Weights that autocast has narrowed must not outlive the capture they were narrowed in."""
+    """Block without autocast's cache: weights that autocast has cast must not outlive the capture that cast them."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

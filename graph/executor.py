@@ -1,7 +1,6 @@
 """Runs a compiled graph, op by op.
 
-It takes the place of the code that torch.fx generates: after an error it unpins the rows that it holds, and it counts
-and times each op.
+An executor replaces the code that torch.fx generates, since it unpins rows after an error, and counts and times ops.
 
 Invariants: a run that raises leaves nothing pinned; a value is dropped after its last use.
 """
@@ -23,16 +22,17 @@ from oneemb.graph.text import node_label
 from oneemb.storage.locking.signals_deferred import signals_deferred
 
 _Env = list[Any]
-"""The values of a run, each at its place. Any: ops take and give values of every kind."""
+"""The values of a run; a value's place is its index. Any: ops take and return values of every type."""
 
 _Get = Callable[[_Env], Sequence[Any]]
-"""Gets some of them: C code, since a graph of many small ops would spend as long on their arguments as on the ops."""
+"""Function that returns some values of a run: an `itemgetter`, since in a graph of many small ops Python code would
+spend as much time on arguments as on the ops."""
 
 _Made = tuple[int, Callable[[Any], Any], _Get]
-"""Place of an argument that is made of several values, the function that makes it, and the getter of the values."""
+"""(place of an argument that is built from several values, function that builds it, getter of the values)."""
 
 Find = Callable[[str], Any]
-"""Gives the object that a node names, of whatever class."""
+"""Function that returns the object with a name in the graph. Any: objects have many classes."""
 
 
 @dataclass
@@ -42,7 +42,7 @@ class _Step:
     made: Sequence[_Made]
     args: _Get
     names: tuple[str, ...]
-    """Names of the arguments that are given by name."""
+    """Names of the keyword arguments."""
     named: _Get
     place: int
     dropped: tuple[int, ...]
@@ -54,9 +54,9 @@ class Executor:
     """A graph that can be called.
 
     Args:
-        graph: run with inputs in the order of its placeholders.
-        find: the object that a `get_attr` node names, asked at every run.
-        half: "prepare" or "compute": the row of profiles in which its ops are shown.
+        graph: the graph to run. Its inputs come in the order of the placeholders.
+        find: returns the object that a `get_attr` node names; called at every run.
+        half: "prepare" or "compute": row of a profile that shows the ops.
     """
 
     def __init__(self, graph: fx.Graph, find: Find, half: str = "compute"):
@@ -89,11 +89,11 @@ class Executor:
         self._initial = layout.initial
 
     def stats(self) -> list[tuple[str, OpStats]]:
-        """Each op with its counts and times since it was compiled, in the order they run."""
+        """(label, counts and times since compilation) of each op, in the order in which ops run."""
         return [(step.label, step.stats) for step in self._steps]
 
     def __call__(self, values: Sequence[Any], profile: Profile | None = None) -> Any:
-        """Result of the graph for these inputs; each op is noted in `profile`."""
+        """Result of the graph for the inputs `values`. Each op is noted in `profile`, if given."""
         env = self._initial.copy()
         for place, value in zip(self._inputs, values, strict=True):
             env[place] = value
@@ -139,7 +139,7 @@ class Executor:
 
 
 def _call_of(node: fx.Node, find: Find) -> tuple[Callable[..., Any], Sequence[object]]:
-    """The function that a node calls, and the arguments that are given by position."""
+    """(function that a node calls, positional arguments)."""
     if node.op == "get_attr":
         return find, (str(node.target),)
     if node.op == "call_method":
@@ -149,15 +149,16 @@ def _call_of(node: fx.Node, find: Find) -> tuple[Callable[..., Any], Sequence[ob
 
 
 class _Layout:
-    """Places of a run's values: of nodes, of constants, and of arguments that are made of several values."""
+    """Places of a run's values: results of nodes, constants, and arguments that are built from several values."""
 
     def __init__(self, nodes: Iterable[fx.Node]):
         self.place = {node: i for i, node in enumerate(nodes)}
         self.initial: _Env = [None] * len(self.place)
-        """The values before the first op: the constants."""
+        """The values before the first op: constants, and None elsewhere."""
 
     def arguments(self, values: Iterable[object], made: list[_Made]) -> _Get:
-        """Function that gets these arguments, as a tuple or list, once those in `made` are made, to which it adds."""
+        """Function that returns the arguments `values` of an op, as a tuple or list. Arguments that must be built first
+        are added to `made`."""
         places = [self._place_of(value, made) for value in values]
         if len(places) > 1:
             return itemgetter(*places)
@@ -190,7 +191,7 @@ class _Layout:
 
 
 def _is_constant(value: object) -> bool:
-    """Whether the same object may serve every run: it has no node in it, and cannot be changed."""
+    """Whether all runs may use the same object: it contains no node, list or dict."""
     if isinstance(value, tuple):
         return all(map(_is_constant, value))
     if isinstance(value, slice):

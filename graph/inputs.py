@@ -1,20 +1,20 @@
-"""Inputs of `build`: nested arguments as a flat list of values and the structure they lie in.
+"""Inputs of `build`: nested arguments as a flat list of values and their structure.
 
     build(self, batch, scale=None)   called with   ({"ids": a, "label": b},)
     values     [a, b]
     structure  batch = {"ids": value, "label": value}, scale = None
 
-Values may differ from call to call: tensors, numbers, strings inside a tuple, list or dict, and everything that is no
-structure. A list or tuple of nothing but strings, as a collate function gives it, is one value.
+Values may differ from call to call. They are tensors, numbers, strings inside a tuple, list or dict, and all else that
+is not structure. A list or tuple of strings alone, as a collate function returns it, is one value.
 
-The structure decides which lookups `build` makes; they are recorded anew when it changes:
-- tuples, lists, dicts and dataclasses, their lengths and keys; classes that torch's pytrees know, and their context of
-  an object beside its leaves, such as the keys of a KeyedJaggedTensor;
-- None, True, False, dtypes and devices, wherever they are;
-- a string that is an argument of its own, as in build(self, batch, mode="train");
-- what a parameter has as its default, strings in tuples too, where a call does not give it.
+`build` may make other lookups if the structure changes, so its lookups are then recorded anew. Structure is:
+- tuples, lists, dicts and dataclasses, their lengths and keys; objects of classes that torch's pytrees know, with the
+  context that pytrees keep beside the leaves, such as the keys of a KeyedJaggedTensor;
+- None, True, False, dtypes and devices, at any depth;
+- a string that is an argument itself, as in build(self, batch, mode="train");
+- the default of a parameter that a call leaves out, including strings in tuples.
 
-A variable batch size changes no structure.
+Another batch size is the same structure.
 """
 
 import inspect
@@ -29,7 +29,7 @@ from torch.utils._pytree import SUPPORTED_NODES
 # Any: arguments of `build`, and the values in them, may be of any type.
 
 _Kind = inspect.Parameter
-# Levels of nesting at which strings are structure: of an argument that is one, of *args and **kwargs, of a default.
+# Levels of nesting at which strings are structure: in a plain argument, in *args and **kwargs, in a default.
 _ITSELF, _MEMBERS, _ALL = 1, 2, 1 << 30
 
 _PLAIN = (_Kind.POSITIONAL_ONLY, _Kind.POSITIONAL_OR_KEYWORD)
@@ -42,17 +42,17 @@ class Structure(NamedTuple):
 
     Args:
         kind: "value", "constant", "sequence", "dict" or "tree".
-        what: a value's name, the class of a constant and the constant, the class of a sequence, the class and keys of a
-            dict or dataclass, or the class and context of an object that pytrees know.
+        what: by kind: name of a value; (class, constant); class of a sequence; (class, keys) of a dict or dataclass;
+            (class, text of the pytree context) of another object that torch's pytrees know.
         parts: the nested structures.
     """
 
     kind: str
-    what: Any  # by kind
+    what: Any  # Any: the type depends on `kind`.
     parts: tuple["Structure", ...] = ()
 
     def difference(self, other: "Structure", name: str = "") -> str:
-        """First difference of another structure from this one, as text; "" if there is none.
+        """Text about the first difference between this structure and `other`; "" = they are equal.
 
         >>> a, b = (Signature(lambda batch, mode="train": 0).flatten(x, {})[1] for x in ([[1, 2]], [[1, 2, 3]]))
         >>> a.difference(b)
@@ -78,7 +78,7 @@ class Structure(NamedTuple):
         return "a value" if self.kind == "value" else f"a {self.what.__name__} of {len(self.parts)}"
 
     def names(self) -> Iterator[str]:
-        """The names of the values, in order."""
+        """The names of the values, in the order of the values."""
         if self.kind == "value":
             yield self.what
         for part in self.parts:
@@ -92,15 +92,15 @@ class Signature:
         self._signature = inspect.signature(build)
         parameters = self._signature.parameters
         self._plain = tuple(parameters) if all(its.kind in _PLAIN for its in parameters.values()) else None
-        """Names of the arguments, where each is one that a call may give by its place; None = others are among them."""
+        """Names of the parameters, if all may be passed by position; None = not all may."""
         self._tensors = [Structure("value", name) for name in parameters]
-        """Structure of each argument where it is a tensor."""
+        """For each parameter, the structure of an argument that is a tensor."""
 
     def flatten(self, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[list[Any], Structure]:
-        """(values, structure) of a call.
+        """(values, structure) of the arguments of a call.
 
         Raises:
-            TypeError: these are not arguments of `build`.
+            TypeError: `build` cannot be called with these arguments.
         """
         values: list[Any] = []
         parts: list[Structure] = []
@@ -117,15 +117,15 @@ class Signature:
         passed = set(bound.arguments)
         bound.apply_defaults()
         for name, argument in bound.arguments.items():
-            # *args and **kwargs hold arguments of their own.
+            # Elements of *args and **kwargs are arguments themselves.
             several = self._signature.parameters[name].kind in (_Kind.VAR_POSITIONAL, _Kind.VAR_KEYWORD)
             depth = _ALL if name not in passed else _MEMBERS if several else _ITSELF
             parts.append(_flatten(argument, name, values, depth))
         return values, Structure("dict", (dict, tuple(bound.arguments)), tuple(parts))
 
     def spread(self, batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs) for a batch of a loader: a tuple or list is `build`'s arguments, a dict its arguments by
-        name, where `build` can be called so; anything else is its one argument."""
+        """(args, kwargs) for a batch of a loader. Elements of a tuple or list are positional arguments and items of a
+        dict are keyword arguments, if `build` can be called so; otherwise the batch is the only argument."""
         if isinstance(batch, tuple | list) and self._binds(*batch):
             return tuple(batch), {}
         if isinstance(batch, dict) and all(isinstance(key, str) for key in batch) and self._binds(**batch):
@@ -141,16 +141,16 @@ class Signature:
 
 
 def _flatten(argument: Any, name: str, values: list[Any], depth: int) -> Structure:
-    """The structure of an argument, whose values go into `values`.
+    """The structure of an argument. Its values are appended to `values`.
 
     Args:
-        depth: how many levels of nesting, from this one, hold strings that are structure.
+        depth: number of levels of nesting, from this one, at which strings are structure.
     """
     if type(argument) is torch.Tensor:
         values.append(argument)
         return Structure("value", name)
     if isinstance(argument, _CONSTANTS) or depth > 0 and isinstance(argument, str):
-        # With its class: True and 1 are equal, and are not the same to build.
+        # With the class: True == 1, but `build` may tell them apart.
         return Structure("constant", (type(argument), argument))
     inside = depth - 1
     if type(argument) in (tuple, list) or isinstance(argument, tuple) and hasattr(argument, "_fields"):

@@ -1,9 +1,9 @@
-"""Loaders of a loop: their position as of the batch trained last, and one end for the loops of all ranks.
+"""Loaders of a loop: the position of a loader after the batch trained last; loops of all ranks that end together.
 
 position = LoaderPosition(state)
 for batch in position.read(loader):      on the thread that loads, some batches ahead of their steps
     ...
-    position.trained()                   once the batch's call is made, in the order in which they were read
+    position.trained()                   after the call for each batch, in the order in which batches were read
 """
 
 import copy
@@ -17,20 +17,20 @@ from oneemb.graph.ranks import Ranks
 
 
 class Together(Iterator[Any]):
-    """The batches of this rank's loader, as long as every rank has one: where the first loader ends, all end.
+    """The batches of this rank's loader, as long as every rank has a batch: when one loader ends, all loops end.
 
     Args:
-        ranks: with connections of their own for the thread that iterates.
-        left: called at its end, or when the loop is left early.
+        ranks: ranks with connections for the iterating thread alone (`Ranks.again`).
+        left: called when the loop has ended or is left early.
 
-    Raises, where a batch is asked for:
+    `next` raises:
         RankError: the loader of another rank has failed.
     """
 
     def __init__(self, ranks: Ranks, loader: Iterable[Any], left: Callable[[], object] = lambda: None):
         self._ranks = ranks
-        self._left = [left]  # no longer here once it is called
-        self._loader: list[Iterable[Any]] = [loader]  # no longer here once its iterator is
+        self._left = [left]  # empty once `left` is called
+        self._loader: list[Iterable[Any]] = [loader]  # empty once the loader's iterator is made
         self._iterator: Iterator[Any] | None = None
         self._ended = False
 
@@ -51,7 +51,7 @@ class Together(Iterator[Any]):
                 raise failed.pop()
             return _HAS_ONE if batch else _HAS_NONE
 
-        with whole_exchange():  # An interrupt waits until it is known whether the others expect another exchange.
+        with whole_exchange():  # An interrupt waits until `_ended` is set: `leave` must know if others still wait.
             try:
                 self._ended = any(self._ranks.gather_number(_NEXT, has_one))
             except BaseException:
@@ -62,7 +62,7 @@ class Together(Iterator[Any]):
         return batch.pop()
 
     def leave(self) -> None:
-        """Ask for no more batches: who comes to the next one does not wait for this rank. May be called again."""
+        """End this rank's loop. Other ranks do not wait for it at their next batch. May be called again."""
         with whole_exchange():
             left, self._left = self._left, []
             if left and not self._ended:
@@ -74,7 +74,7 @@ class Together(Iterator[Any]):
                 call()
 
     def __del__(self) -> None:
-        self.leave()  # of a loop that never ran
+        self.leave()  # for a loop that never ran
 
 
 _NEXT = "give the next batch of a loop over a loader"
@@ -82,31 +82,31 @@ _HAS_ONE, _HAS_NONE = 0, 1
 
 
 class LoaderPosition:
-    """State of a loader as of the batch trained last, and the number of batches read since.
+    """State of a loader after the batch trained last, and the number of batches read since.
 
     Args:
-        state: the loader's state until a batch is trained.
+        state: the loader's state before the first batch is trained.
     """
 
     def __init__(self, state: Any = None):
         self.state = state
-        """The loader's `state_dict()` right after it gave the batch trained last; None = the loader has no state."""
+        """`loader.state_dict()` right after the loader returned the batch trained last; None = no state_dict."""
         self._read: deque[Any] = deque()
-        """The loader's state right after each batch that is read and in no update yet."""
+        """The loader's state right after each batch that was read and is not in an update yet."""
         self._called = 0
-        """Number of these batches whose calls are made; the next update uses them."""
+        """Number of batches in `_read` whose calls are made; the next update trains them."""
         self._has_failed = False
         """Whether the loader's `state_dict` has failed; it is not called again."""
         self._end: list[Any] = []
-        """The loader's state after its last batch, once the loader has ended; else empty."""
+        """[the loader's state after its last batch], once the loader has ended; empty before."""
 
     @property
     def ahead(self) -> int:
-        """Number of batches that are read and in no update yet."""
+        """Number of batches that were read and are not in an update yet."""
         return len(self._read)
 
     def read(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches of a loader, and note its state after each; a state_dict that fails gives a warning."""
+        """Yield the batches of a loader, and note its state after each batch. Warn if its state_dict fails."""
         for batch in loader:
             self._read.append(self._state_of(loader))
             yield batch
@@ -117,8 +117,8 @@ class LoaderPosition:
         if state_dict is None or self._has_failed:
             return None
         try:
-            return copy.deepcopy(state_dict())  # A loader may give its own object, and change it.
-        except Exception as error:  # Loaders that wrap another one have the method whether or not that one has.
+            return copy.deepcopy(state_dict())  # A loader may return an object that it changes later.
+        except Exception as error:  # A loader that wraps another has the method even if the wrapped loader lacks it.
             self._has_failed = True
             warn_user(
                 f"state_dict of {type(loader).__name__} cannot be called or copied ({type(error).__name__}: {error}):"
@@ -127,10 +127,10 @@ class LoaderPosition:
             return None
 
     def trained(self, updated: bool = True) -> None:
-        """Note that the call of the next batch is made.
+        """Note that the call for the next batch is made.
 
         Args:
-            updated: whether the call ended with an update, which uses all batches since the update before.
+            updated: whether the call ended with an update, which trains all batches since the update before.
         """
         self._called += 1
         while updated and self._called:
@@ -138,7 +138,7 @@ class LoaderPosition:
             self._called -= 1
 
     def ended(self) -> None:
-        """Note that the loop has ended: the loader is at its end, unless another rank's ended first or a batch is in no
-        update."""
+        """Note that the loop has ended. The position is then the loader's end, unless another rank's loader ended first
+        or a batch is not in an update."""
         if self._end and not self._read:
             self.state = self._end.pop()

@@ -1,4 +1,4 @@
-"""The modules that a graph is made of: which are embeddings, and which torch does not know to be part of it."""
+"""Modules of a graph: which are embeddings, and which are not registered, so that torch does not know them."""
 
 import itertools
 from collections.abc import Iterator, Mapping
@@ -8,7 +8,7 @@ import torch
 
 from oneemb.storage.embedding_store import EmbeddingStore
 
-# Elements of a list or dict that are searched for modules: one that holds data may be long.
+# Number of elements of a list or dict that are searched for modules: a list that holds data may be long.
 _SEARCHED_MAX = 1000
 
 REGISTER = (
@@ -17,7 +17,7 @@ REGISTER = (
 )
 
 Embeddings = Mapping[str, Any]
-"""Embedding modules by qualified name. Any: their classes are of the package above, which imports this one."""
+"""{qualified name: embedding module}. Any: the classes are in the package oneemb, which imports this package."""
 
 
 def is_embedding(module: torch.nn.Module) -> bool:
@@ -26,11 +26,11 @@ def is_embedding(module: torch.nn.Module) -> bool:
 
 
 def embeddings_in(module: torch.nn.Module) -> dict[str, Any]:
-    """The embedding modules below a module, by qualified name, each once."""
+    """{qualified name: embedding module} below `module`; a shared embedding occurs once."""
     found: dict[str, Any] = {}
     seen: set[torch.nn.Module] = set()
     waiting = [("", module)]
-    while waiting:  # as `named_modules`, whose nested generators take longer than a lookup: every step asks
+    while waiting:  # as `named_modules`, whose nested generators take longer than a lookup; every step runs this
         name, one = waiting.pop()
         if one in seen:
             continue
@@ -46,7 +46,7 @@ def embeddings_in(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def unregistered_modules(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Modules in plain lists, tuples and dicts of a module, which torch does not know of: (where, module)."""
+    """(where, module) of each module in a plain list, tuple or dict below `root`, where torch does not find it."""
     known, own = set(root.modules()), vars(torch.nn.Module())
     for path, module in root.named_modules():
         for name, value in list(vars(module).items()):

@@ -1,9 +1,9 @@
-"""Compiles the lookups that a step of `build` was seen to make, as one ordered list of passes.
+"""Compiles the recorded lookups of a step by an ordered list of passes.
 
     recorded -> lower_embeddings -> [merge_embeddings] -> share_unique
-             -> split_prepare       in two halves, of which the first may run while the step before computes
+             -> split_prepare       two halves; the first may run while the step before computes
 
-Invariant: whatever passes run, the rows are those of eager mode.
+Invariant: with any passes, lookups return the same rows as in eager mode.
 """
 
 import functools
@@ -33,7 +33,7 @@ from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.merged_store import MergedStore
 
 Merged = dict[tuple[EmbeddingStore, ...], MergedStore]
-"""Merged stores by their members."""
+"""{members: merged store of them}."""
 
 
 class AfterPass(NamedTuple):
@@ -46,16 +46,16 @@ class AfterPass(NamedTuple):
 
 @dataclass(eq=False)
 class Plan:
-    """The lookups of a step, compiled.
+    """The compiled lookups of a step.
 
     Args:
-        whole: the lookups of a batch, from its values.
-        prepare: the half that may run ahead, from the values too.
-        lookup: the other half, from the results of the first one.
+        whole: runs all lookups of a batch; its inputs are the batch's values.
+        prepare: runs the half that may run ahead; its inputs are the batch's values.
+        lookup: runs the other half; its inputs are the results of `prepare`.
         history: the graph as recorded and after each pass.
-        constants: the names of the tensors from outside the batch that the first half reads.
-        others: lookups of a step that cannot be made ahead.
-        find: the object that a name of the graph stands for.
+        constants: names of the tensors from outside the batch that `prepare` reads.
+        others: number of lookups of a step that cannot be made ahead.
+        find: returns the object with a name in the graph.
     """
 
     whole: Executor
@@ -67,10 +67,10 @@ class Plan:
     find: Find
 
     def run_ahead(self, values: Sequence[Any], announcement: ops.Announced, profile: Profile | None) -> list[Any]:
-        """Run the first half for the values of a batch, and return its results.
+        """Results of the first half for the values of a batch.
 
         Args:
-            announcement: of the batch, for the lookups of ranks.
+            announcement: the announcement of the batch, for lookups of rows that ranks share.
         """
         prepared: list[Any] = self.prepare(self._inputs(values, announcement), profile)
         return prepared
@@ -90,23 +90,24 @@ class Plan:
 
     @functools.cached_property
     def only_embedding(self) -> str:
-        """Name of the embedding that is looked up; "" where there are several lookups, or none.
+        """Name of the embedding of the plan's single lookup; "" = the plan has several lookups, or none.
 
-        Such a lookup is planned for the loop that prepares it ahead; otherwise it is made in its line of `build`.
+        Only loops that prepare batches ahead run such a plan. In other calls, the line of `build` makes the lookup.
         """
         lookups = planned_in(self.whole.graph)
         return lookups[0].embedding if len(lookups) == 1 else ""
 
     def versions(self) -> list[tuple[int, int]]:
-        """Equal readings mean that the tensors which the first half reads have not changed."""
+        """(id, version) of each constant that the first half reads. While the result is equal, no constant has
+        changed."""
         return [(id(tensor), version_of(tensor)) for tensor in map(self.find, self.constants)]
 
     def expect(self, values: Sequence[Any], prepared: Sequence[Any] | None, profile: Profile | None) -> list[Expected]:
-        """The lookups that `build` is expected to make of a batch.
+        """The lookups that `build` is expected to make for a batch.
 
         Args:
-            values: of the batch.
-            prepared: results of the first half for them; None = it did not run.
+            values: values of the batch.
+            prepared: results of the first half for these values; None = it did not run.
         """
         if prepared is None:
             return self._expected(self.whole(self._inputs(values), profile))
@@ -124,7 +125,7 @@ class Plan:
         return [self.whole, self.prepare, self.lookup]
 
     def as_module(self, name: str) -> fx.GraphModule:
-        """The lookups in one piece, to look at."""
+        """All lookups as one fx.GraphModule, for people to read."""
         graph = copy_graph(self.whole.graph)
         graph.set_codegen(_CodeOfLookups())
         targets = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
@@ -132,7 +133,7 @@ class Plan:
 
 
 class _CodeOfLookups(fx.graph.CodeGen):
-    """Code in which the records of lookups have their names."""
+    """Code generator that knows the names of the classes `Lookup`, `MergedLookup` and `LookupOnRanks`."""
 
     def additional_globals(self) -> list[tuple[str, Any]]:
         return [(kind.__name__, kind) for kind in (Lookup, ops.MergedLookup, ops.LookupOnRanks)]
@@ -150,11 +151,11 @@ def compile_plan(
     """Compile the lookups that a tape has recorded.
 
     Args:
-        root: the graph.
-        embeddings: of the graph when the tape was made: `build` may have exchanged them since.
-        trainers: the optimizers that train them.
-        merged: the merged stores made so far.
-        inserts: whether lookups may insert rows and get a gradient.
+        root: the graph module.
+        embeddings: embeddings of the graph when the tape was made; `build` may have replaced them since.
+        trainers: optimizers that train the embeddings.
+        merged: merged stores made so far; new ones are added.
+        inserts: whether lookups may insert rows and get gradients.
     """
     history: list[AfterPass] = []
 
@@ -180,10 +181,10 @@ def compile_plan(
 def _members(
     embeddings: Embeddings, trainers: Sequence[StepOptimizer], merged: Merged
 ) -> tuple[dict[str, Member], dict[str, MergedStore]]:
-    """Stores that can be merged, by the names that the graph has for them, and their merged stores.
+    """({name of a store in the graph: its place in a merged store}, {name: merged store}).
 
-    Those on the host whose rows are alike and are trained by one group of one optimizer, whether they are looked up or
-    not: so every plan of these modules merges the same.
+    Stores are merged if they are on the host, their rows have the same format, and one param group trains them. Stores
+    without a lookup count too, so that all plans of these modules merge the same stores.
     """
     alike: dict[Hashable, list[str]] = {}
     for name, embedding in embeddings.items():
@@ -193,7 +194,7 @@ def _members(
         trained: list[Hashable] = []
         for i, trainer in enumerate(trainers):
             if (rows := trainer.rows_of(store)) is not None:
-                groups = {id(group) for group in rows[1]}  # where tables have groups of their own, they are not merged
+                groups = {id(group) for group in rows[1]}  # A store whose tables have several groups is not merged.
                 trained += [i, rows[0].name, groups.pop() if len(groups) == 1 else id(store)]
         kind = store.format, embedding.key_type, embedding.padding_idx, tuple(trained)
         alike.setdefault(kind, []).append(name)
@@ -217,15 +218,15 @@ def _members(
 def _finder(
     root: torch.nn.Module, embeddings: Embeddings, objects: Mapping[str, object], constants: Mapping[str, torch.Tensor]
 ) -> Find:
-    """Gives the merged stores, the stores of embeddings, and the constants of a tape: buffers are read by their names,
-    since another tensor may be put in their place."""
+    """Function that returns a store, the ranks of an embedding, a merged store or a constant of the tape by its name. A
+    constant that is a buffer of `root` is read anew each time, since the user may replace the buffer."""
     stores: dict[str, object] = {f"{name}.store": embedding.store for name, embedding in embeddings.items()}
     stores |= {f"{name}.ranks": embedding.ranks for name, embedding in embeddings.items()}
     named = {id(buffer): name for name, buffer in root.named_buffers()}
     buffers = {name: named[id(tensor)] for name, tensor in constants.items() if id(tensor) in named}
     fixed = {**stores, **objects, **{name: value for name, value in constants.items() if name not in buffers}}
 
-    owner = weakref.ref(root)  # A graph holds its plans: it should be gone, with its paths, when it is dropped.
+    owner = weakref.ref(root)  # weak, since a graph holds its plans: no cycle may keep a dropped graph alive
 
     def find(name: str) -> object:
         if name not in buffers:

@@ -7,11 +7,11 @@ On a GPU the worker has a stream of its own (see streams.py), so that this holds
 
 Invariants:
 - the result of a step does not depend on whether, or how far ahead, its batch was prepared;
-- batch t + depth is loaded once the rows of batch t have been acquired, not before;
-- an error of the loader, or of a preparation, is raised by the step whose batch it was, with its traceback;
-- when `prefetch` is closed, which leaving a for loop does, nothing is pinned and the thread has ended; or, where the
-  loader gives no batch for long, that will be so once it does;
-- rows that were prefetched and never acquired are unpinned by the thread itself, as its last act: nobody waits.
+- batch t + depth is loaded after the rows of batch t have been acquired, not before;
+- an error of the loader, or of a preparation, is raised at the step of the same batch, with its traceback;
+- when `prefetch` is closed, as by leaving a for loop, no row is pinned and the thread has ended; if the loader is
+  stuck, the thread ends when the loader returns;
+- the thread unpins rows that were prefetched but never acquired as its last act.
 """
 
 import math
@@ -35,10 +35,10 @@ from oneemb.graph.plan import Plan
 from oneemb.graph.streams import Ahead, Mark, capture_gate
 from oneemb.kernels.threads import start, within_thread_code
 
-# Seconds that a loop that is left waits for its loader. There is a limit since the loader may wait for the loop in
-# turn: the garbage collector closes a forgotten loop on any thread, whatever locks that thread holds.
+# Seconds that closing a loop waits for its loader. The wait has a limit since the loader may wait for the closing
+# thread: the garbage collector closes a forgotten loop on any thread, whatever locks that thread holds.
 _PATIENCE_S = 30.0
-# How long a signal may be delayed while its thread waits for a batch, in seconds.
+# Longest delay of a signal while its thread waits for a batch, in seconds.
 _SLICE_S = 0.1
 
 
@@ -51,43 +51,45 @@ Follow = Callable[[object], None]
 
 @dataclass
 class Prepared:
-    """A batch, with the values that were made of it ahead of its step."""
+    """A batch, with the values that were computed from it ahead of its step."""
 
     batch: Any
-    """Batch for `compute`, which `prepare` has made of a loader's batch."""
+    """Batch for `compute`, as `prepare` has made it from the loader's batch."""
     plan: Plan | None = None
-    """Plan by which the batch was prepared; None = it is not prepared."""
+    """Plan by which the batch was prepared; None = not prepared."""
     values: Sequence[Any] | None = None
     """Results of the first half of the plan."""
     versions: list[tuple[int, int]] | None = None
     """Result of `Plan.versions` when the batch was prepared."""
     announced: ops.Announced = ops.NOTHING_ANNOUNCED
-    """The lookups that ranks have announced."""
+    """The lookups of the batch that ranks have announced."""
     position: LoaderPosition | None = None
-    """Position of the loop that read the batch; None = a call by itself gave it."""
+    """Position of the loop that read the batch; None = the batch came from a call, not from a loop."""
     error: BaseException | None = None
+    """Error of the loader or of the preparation, in place of a batch."""
     last: bool = False
+    """Whether the loader has ended: there is no batch."""
     mark: Mark = field(default_factory=list)
-    """When all of it is there, on GPUs."""
+    """Events after which batch and values are complete, on GPUs."""
 
     def trained(self, updated: bool = True) -> None:
-        """See `LoaderPosition`."""
+        """Note that the call for the batch is made; see `LoaderPosition.trained`."""
         if self.position is not None:
             self.position.trained(updated)
 
     def drop(self) -> None:
-        """Unpin the rows that were prefetched and never acquired."""
+        """Unpin the rows that were prefetched but not acquired."""
         ops.unprefetch(self.values or ())
         self.announced.drop()
         self.values = None
 
 
 class Worker(Generic[Batch]):
-    """The thread, and the hand-over of batches.
+    """The thread that prepares batches, and the hand-over of batches to the loop.
 
-    An interrupt may come at any line of the loop's thread, and the collector may close a loop on any thread, in the
-    middle of any call. So queues only signal that something has changed, and hold no batch: a batch is in `made` from
-    the moment it is prepared until its step is over, or the thread has dropped it.
+    An interrupt may come at any line of the loop's thread, and the garbage collector may close a loop on any thread, in
+    the middle of any call. So queues only signal, and hold no batch: a batch is in `made` from the end of its
+    preparation until its step is over, or until the thread has dropped it.
     """
 
     def __init__(
@@ -95,10 +97,10 @@ class Worker(Generic[Batch]):
         devices: Iterable[torch.device], at_end: Callable[[], object],
     ):  # fmt: skip
         self._at_end = at_end
-        self._batches: list[Iterable[Batch]] = [batches]  # no longer here once the thread iterates over them
+        self._batches: list[Iterable[Batch]] = [batches]  # empty once the thread iterates over the batches
         self._prepare = prepare
         self.made: deque[Prepared] = deque()
-        self._ready: SimpleQueue[None] = SimpleQueue()  # as often as a batch was made
+        self._ready: SimpleQueue[None] = SimpleQueue()  # one element for each batch in `made` that the loop has to take
         self._permits: SimpleQueue[None] = SimpleQueue()
         for _ in range(depth):
             self._permits.put(None)
@@ -106,7 +108,7 @@ class Worker(Generic[Batch]):
         self._ended: SimpleQueue[None] = SimpleQueue()
         self._patience_s = _PATIENCE_S
         self._closed = self._gone = False
-        self._process: int | None = None  # in which the thread has begun
+        self._process: int | None = None  # process in which the thread runs; None = it has not begun
         self._thread = threading.Thread(target=self._run, name="oneemb-prefetch", daemon=True)
 
     def start(self) -> None:
@@ -160,7 +162,7 @@ class Worker(Generic[Batch]):
         return prepared
 
     def step(self, prepared: Prepared, compute: Callable[[Prepared, Callable[[], None]], Result]) -> Result:
-        """Run `compute`, and return its result. Once the rows are acquired one more batch may be prepared."""
+        """Result of `compute` for a batch. Once the batch's rows are acquired, one more batch may be prepared."""
         permitted = False
 
         def acquired() -> None:
@@ -177,11 +179,11 @@ class Worker(Generic[Batch]):
         return result
 
     def close(self) -> None:
-        """End the thread. Where an interrupt ends this early, it may be called again."""
+        """End the thread. If an interrupt ends this call early, it may be called again."""
         self._closed = True
         self._permits.put(None)
-        # A thread that has not begun ends by itself, and in a child of fork there is none.
-        # When the interpreter ends, no thread runs any more.
+        # Do not wait for a thread that has not begun, in a forked child (which has no such thread), or when the
+        # interpreter ends and no thread runs any more.
         if self._process is None:
             self._at_end()
         here = self._process == os.getpid() and not sys.is_finalizing()
@@ -190,11 +192,11 @@ class Worker(Generic[Batch]):
         self._ahead.leave()
 
     def _wait(self) -> None:
-        # Not by `join` alone, or by `is_alive`: after an interrupt in one of them the thread counts as ended.
+        # `join` or `is_alive` would not do alone: after an interrupt in one of them the thread counts as ended.
         try:
             if not self._gone:
                 _get(self._ended, self._patience_s)
-            if not within_thread_code():  # else it ends by itself, a moment later
+            if not within_thread_code():  # otherwise `join` could hang; the thread ends by itself a moment later
                 self._thread.join()
         except Empty:
             if self._patience_s:
@@ -208,10 +210,10 @@ class Worker(Generic[Batch]):
 
 
 def _get(queue: "SimpleQueue[None]", patience_s: float = math.inf) -> None:
-    """`queue.get`, in slices: a signal that comes just before a wait would wait with it.
+    """Wait for an element, as `queue.get`, in short waits: a signal that comes just before a wait is handled after it.
 
     Raises:
-        Empty: nothing has come for so many seconds.
+        Empty: no element has come within `patience_s` seconds.
     """
     end = time.monotonic() + patience_s
     while True:
@@ -235,18 +237,19 @@ def prefetch(
     """Yield the result of `compute` for each batch; a thread loads and prepares up to `depth` batches ahead.
 
     Args:
-        prepare: of a batch; it calls its second argument with the versions of the buffers it is about to read.
-        compute: runs a step; it calls its second argument once its rows are acquired.
-        devices: GPUs that `prepare` works on, beside the current one.
-        at_end: called, perhaps twice, when the thread loads no more: by the thread, or in its place if it never runs.
-        failing: gives a context for the loop, which sees errors in it before the thread has ended.
+        batches: the loader.
+        prepare: prepares a batch. It calls its second argument with the versions of the buffers that it will read.
+        compute: runs the step of a batch. It calls its second argument once the rows are acquired.
+        devices: GPUs on which `prepare` works, in addition to the current GPU.
+        at_end: called when the thread loads no more batches, also if the thread never runs; perhaps called twice.
+        failing: returns a context manager for the loop, which sees the loop's errors before the thread has ended.
     """
     worker = Worker(batches, prepare, depth, devices, at_end)
     # From here on only the thread holds the loader's iterator.
     del batches
     try:
         try:
-            with failing():  # Entered first: it asks which errors ranks have heard of since then.
+            with failing():  # entered before the thread starts: it compares errors with the moment of its entry
                 worker.start()
                 while not (prepared := worker.next()).last:
                     if prepared.error is not None:
@@ -259,4 +262,4 @@ def prefetch(
         finally:
             worker.close()
     finally:
-        worker.close()  # An interrupt may have come in place of the first, or in it.
+        worker.close()  # An interrupt may have prevented or ended the first `close`.

@@ -1,7 +1,7 @@
 """Counts and times of ops: the table that `explain` shows, and the Chrome trace of `profile`.
 
-Bytes are those of rows and gradients that an op must read and write; savings of a cache and costs of a disk are not in
-them. Times are those of the thread that ran the op.
+Bytes of an op are the rows and gradients that it must read and write, without savings of a cache and costs of a disk.
+Times are elapsed times on the thread that ran the op.
 """
 
 import html
@@ -29,12 +29,13 @@ class OpStats:
     calls: int = 0
     ns: int = 0
     rows: int = 0
-    """Ids looked up, or unique rows acquired, reduced or updated."""
+    """Number of ids looked up, or of unique rows acquired, reduced or updated."""
     bytes: int = 0
 
 
 def stats_table(halves: Iterable[tuple[str, Iterable[tuple[str, OpStats]]]]) -> str:
-    """A table for people: one line an op, in the order in which each half runs them."""
+    """Text of a table with one line for each op that was called. `halves`: (name of a half, (label, counts) of its
+    ops)."""
     lines = []
     total_ns = 0
     for half, stats in halves:
@@ -65,7 +66,7 @@ def _short(label: str) -> str:
 
 
 def _aligned(table: Sequence[Sequence[str]]) -> str:
-    """Rows of cells as lines: the first two columns to the left, the others to the right."""
+    """Text of a table: the first two columns aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return "\n".join(
         "  ".join(
@@ -77,17 +78,17 @@ def _aligned(table: Sequence[Sequence[str]]) -> str:
 
 @dataclass
 class Profile:
-    """The ops of some steps, with when each began and ended.
+    """The ops of some steps, with the times at which each op began and ended.
 
     Args:
-        steps: how many steps to note.
+        steps: number of steps to note.
     """
 
     steps: int
     events: list[tuple[str, str, int, int, int]] = field(default_factory=list, repr=False)
-    """(half, op, step, begin_ns, end_ns). The lookup of a plan that has no other lies within `build`."""
+    """(half, op, step, begin_ns, end_ns) of each op. The single lookup of a plan lies within `build`."""
     step: int = 0
-    """Steps noted so far."""
+    """Number of steps noted so far."""
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
@@ -106,7 +107,7 @@ class Profile:
         return f'<pre style="line-height:1.2">{html.escape(str(self))}</pre>'
 
     def __str__(self) -> str:
-        """The table that `print` shows: a line for each op, in the order in which they first ran."""
+        """Text of a table with one line for each op, in the order of their first runs."""
         with self._lock:
             events = list(self.events)
         ns: dict[tuple[str, str], list[int]] = {}
@@ -116,7 +117,7 @@ class Profile:
                 for its_half, _, its_step, its_begin, its_end in events
                 if (its_half, its_step) == (half, step) and begin <= its_begin and its_end <= end
             )
-            ns.setdefault((half, name), []).append(2 * (end - begin) - inside)  # The event itself is inside too.
+            ns.setdefault((half, name), []).append(2 * (end - begin) - inside)  # `inside` includes the event itself.
         total = sum(map(sum, ns.values()))
         rows = [("half", "op", "calls", "ms a call", "ms at most", "share")]
         for (half, name), times in ns.items():
@@ -157,18 +158,18 @@ class Profile:
 
 
 class StepStats:
-    """Counts and times of a step beside its graphs: `build`, and the ops of the update."""
+    """Counts and times of the parts of a step outside its graphs: `build`, and the ops of the update."""
 
     def __init__(self) -> None:
         self.profile: Profile | None = None
-        """Profile that notes each op as well; None = none."""
+        """Profile in which each op is noted too; None = no profile."""
         self._stats: defaultdict[str, OpStats] = defaultdict(OpStats)
 
     def call(
         self, label: str, function: Callable[..., Result], /, *args: object, measure: Measure | None = None,
         **kwargs: object,
     ) -> Result:  # fmt: skip
-        """Call a function, measure it, and return its result."""
+        """Result of `function`, whose counts and times are added under `label`."""
         begin = _now_ns()
         result = function(*args, **kwargs)
         end = _now_ns()
@@ -184,8 +185,8 @@ class StepStats:
         return result
 
     def stats(self) -> list[tuple[str, OpStats]]:
-        """Each op with its counts and times, in the order in which they first ended; the time of `build` is without
-        the lookups that are counted within it."""
+        """(label, counts and times) of each op, in the order in which the ops first ended. The time of a lookup within
+        `build` is not part of the time of `build`."""
         found = {label: replace(its) for label, its in list(self._stats.items())}
         if "build" in found and "lookup" in found:
             found["build"].ns = max(0, found["build"].ns - found["lookup"].ns)
@@ -193,13 +194,13 @@ class StepStats:
 
 
 class _Uncounted(StepStats):
-    """Calls ops as they are, where nobody asks for counts and times."""
+    """Calls ops without counting or timing them."""
 
     def call(
         self, label: str, function: Callable[..., Result], /, *args: object, measure: Measure | None = None,
         **kwargs: object,
     ) -> Result:  # fmt: skip
-        """See `StepStats`."""
+        """Result of `function`."""
         return function(*args, **kwargs)
 
 

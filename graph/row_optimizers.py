@@ -1,14 +1,14 @@
-"""From a torch optimizer to the update of an embedding's rows.
+"""Row optimizers: the state in a row and the update of rows that belong to a torch optimizer.
 
     row_optimizer_of(torch.optim.Adam(...), group)  ->  RowOptimizer "adam"
 
-A RowOptimizer holds the number of state values of a row, their values in a new row, and the update of the rows of one
-step. Rates, betas and the like are read from the param group at every step, so that a
-learning rate scheduler works; the width of a row follows from the class and from options that are fixed, as momentum.
+A RowOptimizer holds the number of state values of a row, their values in a new row, and the function that updates the
+rows of one step. Learning rates, betas and the like are read from the param group at every step, so learning rate
+schedulers work. The width of a row depends on the class and on options that cannot change, such as momentum.
 
 Invariant: an option that changes what the optimizer computes is either followed or refused by name, in every
-torch version and whenever it changes: rows and dense parameters never step by different options.
-Invariant: an optimizer class is known by itself, never through a base class whose step it may override.
+torch version and whenever the option changes: rows and dense parameters never step with different options.
+Invariant: an optimizer class is found by its own name, never by a base class, since it may override the step.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,20 +39,20 @@ from oneemb.kernels.update_sgd import update_sgd
 from oneemb.kernels.update_smart_decay_adam import update_smart_decay_adam
 
 Group = dict[str, Any]
-"""A param group; torch types its options so."""
+"""Param group of a torch optimizer. Any: as torch types the options."""
 
 SAME_STATE = ("adam", "adamw", "sparse_adam")
-"""Row optimizers whose state is the same two values for each weight: the moments of its gradient."""
+"""Names of the row optimizers that share one state layout: the two moments of the gradient of each weight."""
 
-# Options that only choose among torch's own implementations of the same step.
+# Options that only choose among torch's implementations of the same step.
 _IMPLEMENTATION = {"foreach", "fused", "capturable"}
 
 
 class RunUpdate(Protocol):
-    """Steps rows in place; see `RowOptimizer.update`, whose arguments it has."""
+    """Function that steps rows in place, with the arguments of `RowOptimizer.update`."""
 
     def __call__(self, *rows: Array, state_begin: int, group: Group, step: int, backend: Backend) -> None:
-        """`rows` are weight_SX, row_SW, slot_U and grad_UD, the last an array or segments."""
+        """Step rows. `rows`: weight_SX, row_SW, slot_U, and grad_UD as an array or segments."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +60,15 @@ class RowOptimizer:
     """The update of an embedding's rows by one optimizer.
 
     Args:
-        name: of the class in small letters, "row_wise_adagrad", with the options that make its rows wider:
-            "sgd_momentum", "adam_amsgrad". Rows on disk are known by it.
-        weight_state: value in a new row of each state value that every weight has.
-        row_state: the same for the values that a row has once; they lie after the others.
+        name: class name in small letters ("row_wise_adagrad"), with the options that make rows wider ("sgd_momentum",
+            "adam_amsgrad"). Files on disk name the state of their rows by it.
+        weight_state: for each state value that every weight has, its value in a new row.
+        row_state: the same for each state value that a row has once; these lie behind `weight_state`.
         run: steps the rows.
-        check: raises ValueError where the group's options have changed so that the rows cannot follow. Called for
+        check: raises ValueError if options of the group have changed in a way that rows cannot follow. Called for
             every row optimizer of a step before any of them runs.
-        fixed: options that must stay as they are, with their values; rows with other values are stepped separately.
-        counts_steps: whether an update with these options depends on how many there were before.
+        fixed: (option, value) of each option that must not change; rows with different values are stepped apart.
+        counts_steps: whether an update with the options of a group depends on the number of earlier steps.
     """
 
     name: str
@@ -80,7 +80,7 @@ class RowOptimizer:
     counts_steps: Callable[[Group], bool] = lambda group: False
 
     def state_width(self, dim: int) -> int:
-        """Float32 values of state in a row of `dim` weights."""
+        """Number of float32 state values in a row of `dim` weights."""
         return len(self.weight_state) * dim + len(self.row_state)
 
     def initial_state(self, dim: int) -> np.ndarray:
@@ -96,10 +96,10 @@ class RowOptimizer:
 
         Args:
             weight_SX, row_SW, slot_U, grad_UD: as in oneemb.kernels.row_update.
-            state_begin: first word of a row's state.
-            group: the optimizer's param group as it is now.
+            state_begin: index of the first state word of a row.
+            group: the optimizer's current param group.
             step: the optimizer's global step, from 1.
-            loops: of the place of the rows.
+            backend: backend of the device of the rows.
         """
         self.check(group)
         self.run(weight_SX, row_SW, slot_U, grad_UD, state_begin=state_begin, group=group, step=step, backend=backend)
@@ -108,7 +108,7 @@ class RowOptimizer:
 def row_optimizer_of(optimizer: torch.optim.Optimizer, group: Group) -> RowOptimizer:
     """The row optimizer that updates rows as `optimizer` updates the parameters of `group`, one of its param_groups.
 
-    Besides the classes in OPTIMIZERS it takes any optimizer whose own class defines
+    Supported are the classes in OPTIMIZERS, and any class that itself defines
     `row_optimizer(self, group) -> RowOptimizer`.
 
     Raises:
@@ -126,8 +126,8 @@ def row_optimizer_of(optimizer: torch.optim.Optimizer, group: Group) -> RowOptim
 
 
 def rows_of_class(cls: type, optimizer: torch.optim.Optimizer, group: Group) -> RowOptimizer:
-    """The row optimizer of one of OPTIMIZERS, for an optimizer of this class, or of a subclass that steps as it does;
-    errors are those of `row_optimizer_of`."""
+    """The row optimizer of class `cls`, a class in OPTIMIZERS, for an optimizer of `cls` or of a subclass with the same
+    step. Errors are those of `row_optimizer_of`."""
     known = OPTIMIZERS.get(_name_of(cls))
     if known is None:
         raise TypeError(
@@ -147,7 +147,7 @@ def rows_of_class(cls: type, optimizer: torch.optim.Optimizer, group: Group) -> 
         check({**optimizer.defaults, **group})
     its = {**known.absent, **group}
     name = next((name for option, name in known.renamed.items() if its[option]), known.name)
-    # A class of torch fills the state of every group with the value that its constructor was given.
+    # torch's classes begin the state of every group with the value that the constructor got, not the group's own.
     initial = optimizer.defaults if cls.__module__.startswith("torch.") else group
     return RowOptimizer(
         "_".join([name, *wider]),
@@ -181,7 +181,12 @@ def _run(
     step: int,
     backend: Backend,
 ) -> None:
-    """Step rows with the options of a group; up their gradients if the group maximizes and the class can."""
+    """Step rows with the options of a group.
+
+    Args:
+        signed: whether the class has the option `maximize`, which negates gradients.
+        absent: options, with values, that the optimizer's class lacks in this version of torch.
+    """
     if signed and group.get("maximize", False):
         rows = (*rows[:3], backend.negated(rows[3]))
     its = {**absent, **group} if absent else group
@@ -189,7 +194,7 @@ def _run(
 
 
 def _options(update: RowUpdate, group: Group) -> dict[str, Any]:
-    """The options of a group as an update takes them; torch allows tensors of one element for some."""
+    """The options of a group as `update` takes them. torch allows tensors of one element for some options."""
     options = {}
     for name in update.options:
         if name in ("beta1", "beta2"):
@@ -205,10 +210,10 @@ class _Check:
     """Check that rows can follow the options of a group of a class of torch.optim.
 
     Args:
-        cls: the name of the class.
-        refused: options that must be off.
-        without: options that must stay off, since the rows have no room for their state.
-        fixed: options that must keep these values.
+        cls: name of the class.
+        refused: names of options that must be off.
+        without: names of options that must stay off, since the rows have no room for their state.
+        fixed: {option: value that it must keep}.
     """
 
     cls: str
@@ -238,16 +243,16 @@ class _Check:
 
 
 def _is_off(value: object) -> bool:
-    """Whether an option with this value asks for nothing."""
+    """Whether an option with this value has no effect."""
     return value is None or value is False or (isinstance(value, int | float) and value == 0)
 
 
 def _plain(value: Any) -> Any:
-    """An option's value to compare: state dicts may hold a list for a tuple."""
+    """An option's value for comparisons: state dicts may hold a list in place of a tuple."""
     return tuple(value) if isinstance(value, list) else value
 
 
-# ---- the optimizers that there are -----------------------------------------------------------------------------------
+# ---- supported optimizers --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -255,20 +260,21 @@ class KnownOptimizer:
     """Properties of a class of optimizers. `maximize` is followed for every class that has it.
 
     Args:
-        name: of the row optimizer, to which those options of `wider` are added that are on.
-        update: steps the rows. The names of its options are the class's own, but for beta1 and beta2.
-        state: for each state value that every weight has, its value in a new row, or the option that has it.
-        row_state: the same for the values that a row has once.
-        wider: options each of which gives every weight one state value more, 0 in a new row, in this order. None can be
-            turned on later; one that is turned off must not move the state of others.
-        fixed: options that must stay as they are.
-        absent: options that the class does not have in every version, with what it does without them.
-        renamed: options with which rows have another name than `name`.
-        check: raises ValueError where rows cannot follow the options of a group, in place of the check by names.
-        counts_steps: whether an update with these options depends on how many there were before.
-        fbgemm: values of FBGEMM's EmbOptimType for this optimizer, the usual one last.
-        fbgemm_options: options that FBGEMM's optimizer has, by the names of the class.
-        torchrec: name of the class in torchrec.optim that stands for FBGEMM's optimizer.
+        name: name of the row optimizer, without the options of `wider` that are on.
+        update: function that steps the rows. Its options have the names of the class's options, except beta1 and beta2
+            (`betas`).
+        state: for each state value that every weight has: its value in a new row, or the option that holds this value.
+        row_state: the same for each state value that a row has once.
+        wider: options each of which adds one state value to every weight, 0 in a new row, in this order. They cannot be
+            turned on later. An option that is turned off later must not move the state of the others.
+        fixed: names of options that must not change.
+        absent: {option that some versions of the class lack: value with the same effect as the lacking option}.
+        renamed: {option: name of the row optimizer if the option is on}.
+        check: raises ValueError if rows cannot follow the options of a group; None = check the names of the options.
+        counts_steps: whether an update with the options of a group depends on the number of earlier steps.
+        fbgemm: values of FBGEMM's EmbOptimType for this optimizer; the last one is the usual value.
+        fbgemm_options: options of FBGEMM's optimizer, by their names in the class.
+        torchrec: name of the class in torchrec.optim for FBGEMM's optimizer.
     """
 
     name: str
@@ -287,7 +293,7 @@ class KnownOptimizer:
 
     @property
     def options(self) -> set[str]:
-        """The options that rows follow, by the names of the class."""
+        """Names of the class's options that rows follow."""
         its = {"betas" if name in ("beta1", "beta2") else name for name in self.update.options}
         return its | {state for state in self.state + self.row_state if isinstance(state, str)}
 
@@ -315,7 +321,7 @@ OPTIMIZERS = {
         "adagrad", update_adagrad, (_ACC,), counts_steps=lambda group: bool(group.get("lr_decay")),
         fbgemm=("adagrad", "exact_adagrad"), fbgemm_options=("lr", "eps", _ACC), torchrec="Adagrad",
     ),
-    # Since torch 2.7 AdamW is Adam with this option; before, only the class differs.
+    # Since torch 2.7, AdamW is Adam with decoupled_weight_decay; earlier versions have no such option.
     "torch.optim.Adam": KnownOptimizer(
         "adam", update_adam, (0.0, 0.0), wider=("amsgrad",), absent={"decoupled_weight_decay": False},
         renamed={"decoupled_weight_decay": "adamw"}, counts_steps=_always,
@@ -326,14 +332,14 @@ OPTIMIZERS = {
         fbgemm=("adam",), fbgemm_options=_ADAM_OPTIONS, torchrec="Adam",
     ),
     "torch.optim.SparseAdam": KnownOptimizer("sparse_adam", update_sparse_adam, (0.0, 0.0), counts_steps=_always),
-    # torch multiplies a number of every step so far; rows compute it anew, which takes that those options stay.
+    # torch keeps a product over all steps so far. Rows compute it anew, which is right only with unchanged options.
     "torch.optim.NAdam": KnownOptimizer(
         "nadam", update_nadam, (0.0, 0.0), fixed=("betas", "momentum_decay"), counts_steps=_always
     ),
     "torch.optim.RAdam": KnownOptimizer("radam", update_radam, (0.0, 0.0), counts_steps=_always),
     "torch.optim.Adamax": KnownOptimizer("adamax", update_adamax, (0.0, 0.0), counts_steps=_always),
     "torch.optim.Adadelta": KnownOptimizer("adadelta", update_adadelta, (0.0, 0.0)),
-    # Momentum may be turned off, since its state is the last; without `centered` it would lie elsewhere.
+    # Momentum may be turned off, since its state is the last. Turning off `centered` would move the momentum state.
     "torch.optim.RMSprop": KnownOptimizer(
         "rmsprop", update_rmsprop, (0.0,), wider=("centered", "momentum"), fixed=("centered",)
     ),
@@ -360,7 +366,7 @@ OPTIMIZERS = {
         "smart_decay_adam", update_smart_decay_adam, (0.0, 0.0), (0.0,), counts_steps=_always
     ),
 }  # fmt: skip
-"""By the names of their classes."""
+"""{full name of a class: its properties}."""
 
 
 def _supported() -> str:
@@ -372,4 +378,4 @@ def _supported() -> str:
 
 
 SUPPORTED = _supported()
-"""Names of the classes, for messages."""
+"""Names of the supported classes, for error texts."""

@@ -1,11 +1,11 @@
-"""Streams of each GPU on which coming batches are prepared, in order with the steps that use the results.
+"""GPU streams on which coming batches are prepared, ordered with the steps that use the results.
 
     worker   prepare stream    copy ids, unique keys, find and read rows of t + 1 | mark        (no wait of the host)
     loop     compute stream    step t                                | wait for the mark | step t + 1
 
-Streams and events are torch's own, not cuda-python's: torch's allocator has to know that the compute stream still reads
-what was allocated on the other one, or it would hand the memory out again. The index and the slots of a cache, which
-both halves change, the device tier keeps in order by itself.
+Streams and events are torch's, not cuda-python's: torch's allocator must know that the compute stream still reads
+tensors that were allocated on the prepare stream, or it would reuse their memory. The device tier itself orders
+accesses to the index and the slots of a cache, which both halves change.
 
 Without CUDA all of this does nothing.
 """
@@ -23,17 +23,17 @@ import torch
 class CaptureGate:
     """Keeps threads that prepare batches from launching anything while a CUDA graph is captured.
 
-    A launch by another thread would spoil the capture, and fail.
+    A launch by another thread would fail, and spoil the capture.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self.preparing_threads = 0
-        self.capturing_block: object | None = None  # stands for the block that captures
+        self.capturing_block: object | None = None  # identifies the block that captures; None = no capture
 
     @contextlib.contextmanager
     def preparing(self) -> Iterator[None]:
-        """A batch is loaded and prepared inside."""
+        """Block that loads and prepares a batch. It waits until no graph is captured."""
         with self._changed:
             self._changed.wait_for(lambda: self.capturing_block is None)
             self.preparing_threads += 1
@@ -46,7 +46,8 @@ class CaptureGate:
 
     @contextlib.contextmanager
     def capturing(self, patience_s: float) -> Iterator[bool]:
-        """Whether a graph may be captured inside; no, if batches are still being prepared after `patience_s`."""
+        """Block that captures a graph, if it yields True. False = batches are still being prepared after `patience_s`
+        seconds, so nothing may be captured."""
         block = object()
         try:
             try:
@@ -60,7 +61,7 @@ class CaptureGate:
             finally:
                 self._captured(block)
         finally:
-            self._captured(block)  # An interrupt may have come in place of the first, or in it.
+            self._captured(block)  # An interrupt may have prevented or ended the first call.
 
     def _captured(self, block: object) -> None:
         with self._changed:
@@ -70,23 +71,24 @@ class CaptureGate:
 
 
 capture_gate = CaptureGate()
-# A child of fork has none of the threads that were preparing or capturing: its gate is open.
+# A forked child has none of the threads that were preparing or capturing, so its gate is open.
 os.register_at_fork(after_in_child=capture_gate.__init__)  # type: ignore[misc]
 
 
 Stream = Any
-"""torch.cuda.Stream; Any, since a test has streams and events of its own."""
+"""torch.cuda.Stream. Any: tests use fake streams and events."""
 
 Mark = list[tuple[torch.device, Any]]
-"""An event for each device; it comes when everything launched so far is done."""
+"""(device, event that comes when all work launched on the device before the mark is done)."""
 
 
 class Ahead:
-    """The streams of one loop. Made on its thread before the worker starts: the worker's launches come after it.
+    """The streams of one loop. It is made on the loop's thread before the worker starts, so that all launches of the
+    worker are ordered after earlier launches of the loop.
 
     Args:
-        devices: of prepared batches; of GPUs the current one counts too, and the CPU has no streams.
-        cuda: torch.cuda, or a fake of a test.
+        devices: devices of prepared batches. The current GPU is added; the CPU is ignored.
+        cuda: torch.cuda, or a test's fake.
     """
 
     def __init__(self, devices: Iterable[torch.device] = (), cuda: Any = torch.cuda):
@@ -103,18 +105,18 @@ class Ahead:
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """Block on the worker's thread, whose launches go to streams of its own."""
+        """Block on the worker's thread whose launches go to the prepare streams."""
         with contextlib.ExitStack() as entered:
-            for stream in self._ahead.values():  # The last of them is the current device's, which stays current.
+            for stream in self._ahead.values():  # The current device comes last, so that it stays current.
                 entered.enter_context(self._cuda.stream(stream))
             yield
 
     def follow(self, versions: object = None) -> None:
-        """Order launches ahead, from here on, after all that the loop has launched so far.
+        """Order all further launches on the prepare streams after the launches of the loop so far.
 
         Args:
-            versions: of the tensors that are to be read; if they are those of the last call, their changes are waited
-                for already.
+            versions: versions of the tensors that will be read. If they equal those of the last call, no new order is
+                needed: the streams wait for the changes already.
         """
         if versions is None or versions != self._versions:
             for device, stream in self._ahead.items():
@@ -122,16 +124,17 @@ class Ahead:
         self._versions = versions
 
     def mark(self, made: object) -> Mark:
-        """On the worker's thread: the moment, on each device, at which all that was launched so far is done.
+        """Events that come when all work launched so far is done, one for each device. Called on the worker's thread.
 
         Args:
-            made: the results; their tensors may be on other devices too.
+            made: the results, whose tensors may be on further devices.
         """
         devices = dict.fromkeys([*self._ahead, *(tensor.device for tensor in tensors_in(made))]) if self._ahead else {}
         return [(device, self._cuda.current_stream(device).record_event()) for device in devices]
 
     def take_over(self, mark: Mark, made: object) -> None:
-        """On the loop's thread: order launches from here on after those that made the tensors in `made` ahead."""
+        """Order all further launches of the loop after the launches that made the tensors in `made`, as marked. Called
+        on the loop's thread."""
         for device, event in mark:
             self._loop[device] = self._cuda.current_stream(device)
             self._loop[device].wait_event(event)
@@ -139,13 +142,14 @@ class Ahead:
             tensor.record_stream(self._loop[tensor.device])
 
     def leave(self) -> None:
-        """On the loop's thread: order launches from here on, and freed memory, after all launches ahead."""
+        """Order all further launches of the loop, and reuse of memory, after all launches on the prepare streams.
+        Called on the loop's thread."""
         for device, stream in self._ahead.items():
             self._cuda.current_stream(device).wait_stream(stream)
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """Tensors on a GPU within a value, in containers and dataclasses, such as keys and prefetched rows."""
+    """The GPU tensors within a value: in containers, and in dataclasses such as keys and prefetched rows."""
     if isinstance(value, torch.Tensor):
         if value.is_cuda:
             yield value

@@ -1,13 +1,13 @@
-"""Records how the ids of lookups come from a batch, so that a coming batch's can be looked up before `build` asks.
+"""Records how `build` computes the ids of lookups from a batch, so that ids of a coming batch can be looked up ahead.
 
     build(self, batch)                        recorded
         ids = batch["ids"][:, :2] % 1000      getitem = batch_ids[:, :2];  remainder = getitem % 1000
         rows = self.embedding(ids)            embedding = embedding(remainder)
 
-The recording is a guess: it holds where `build` does in the next step what it did in this one. The ids that `build`
-looks up are compared with those that were guessed, so a wrong guess costs time and no number. So the tape may be
-simple. It follows torch's functions from the tensors, arrays and lists of a batch on, and gives an object
-up where it changes in place, depends on random numbers or on a gradient, or comes from anything else.
+The recording is a guess: that `build` does the same in the next step. The ids that `build` looks up are compared with
+the guessed ids, so a wrong guess costs time but changes no number, and the tape may be simple. It records torch's
+functions of the tensors, arrays and lists of a batch. It gives up an object that changes in place, depends on random
+numbers or on a gradient, or comes from anything but the batch.
 """
 
 import operator
@@ -33,7 +33,7 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
 
 
 class _Graph(fx.Graph):
-    """A graph that defers signals while nodes are made: in torch's C code Ctrl-C would become a SystemError."""
+    """fx.Graph that defers signals while it makes a node: within torch's C code, Ctrl-C would become a SystemError."""
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         with signals_deferred:
@@ -49,24 +49,25 @@ class Tape:
 
     Args:
         values: the values of the batch.
-        names: of the values.
+        names: names of the values.
         left_out: names of embeddings whose lookups are not recorded.
     """
 
     def __init__(self, values: Sequence[object], names: Sequence[str], left_out: Collection[str] = ()):
         self.constants: dict[str, torch.Tensor] = {}
-        """Tensors from outside the batch, by the names that the graph has for them."""
+        """{name in the graph: tensor from outside the batch}."""
         self.others = 0
-        """Lookups that are not recorded: their ids do not come from the batch alone, or they are left out."""
+        """Number of lookups that are not recorded: their ids do not come from the batch alone, or they are left out."""
         self._graph = _Graph()
         self._lookups: list[fx.Node] = []
         self._known: dict[int, tuple[object, int, fx.Node]] = {}
-        """By identity: the objects that come from the batch alone, with the version in which they do."""
+        """{id(object): (object, its version, its node)} of the objects that are computed from the batch alone."""
         self._made: dict[int, weakref.ref[torch.Tensor]] = {}
-        """Tensors that were made since and come from anything else."""
+        """{id(tensor): tensor} of the tensors made during the recording that are not computed from the batch alone."""
         self._outside: dict[int, fx.Node] = {}
-        """By identity: the tensors in `constants`."""
+        """{id(tensor): its node} of the tensors in `constants`."""
         self._sizes: list[tuple[int, fx.Node]] = []
+        """(number, node) of each integer of the batch, and of the batch size."""
         self._left_out = left_out
         self._paused = False
         inputs = [self._graph.placeholder(re.sub(r"\W", "_", name)) for name in names]
@@ -86,7 +87,7 @@ class Tape:
         self._sizes += [(value, node) for value, node in zip(values, inputs, strict=True) if type(value) is int]
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call one of torch's functions, record it, and return its result."""
+        """Result of `func`, a torch function. The call is recorded if it can be."""
         leaves = list(_leaves((args, kwargs)))
         call = None
         if not self._paused and any(id(value) in self._known for value in leaves):
@@ -103,8 +104,12 @@ class Tape:
         return result
 
     def lookup(self, name: str, lookup: Lookup, look_up: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Call `look_up` unrecorded, and return its result. Record the lookup, if its ids come from the batch; `name`
-        is that of the embedding."""
+        """Result of `look_up`. The lookup is recorded if its ids come from the batch; the calls within are not.
+
+        Args:
+            name: name of the embedding.
+            lookup: arguments of the lookup.
+        """
         self._paused = True
         try:
             rows = look_up()
@@ -123,12 +128,12 @@ class Tape:
         except _Unknown:
             self.others += 1
             return
-        with suppress(_Unknown):  # by weights that nobody knows before
+        with suppress(_Unknown):  # `per_sample_weights` may not be known before `build` runs
             noted = noted._replace(per_sample_weights=self._argument(lookup.per_sample_weights), pooling=lookup.pooling)
         self._lookups.append(self._graph.call_module(name, kwargs=noted.by_name()))
 
     def graph(self) -> fx.Graph:
-        """Recorded graph: it returns the result of each lookup, and has no call that no lookup needs."""
+        """The recorded graph. It returns the results of the lookups, and has only calls that the lookups need."""
         self._graph.output(tuple(self._lookups))
         for node in reversed(list(self._graph.nodes)):
             if not node.users and node.op not in ("placeholder", "output"):
@@ -162,7 +167,7 @@ class Tape:
                 self._learn(part, self._graph.call_function(operator.getitem, (node, i)))
 
     def _call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[str, Any, Any, Any]:
-        """A node's kind, target and arguments."""
+        """(kind, target, args, kwargs) of the node for a call. Raises _Unknown if the call cannot be recorded."""
         name = getattr(func, "__name__", "")
         if any(word in name for word in _GIVEN_UP) or name.endswith("_") and not name.endswith("__"):
             raise _Unknown
@@ -174,14 +179,14 @@ class Tape:
         if getattr(torch.Tensor, name, None) is func:
             return "call_method", name, *arguments
         if not (isinstance(func, BuiltinFunctionType) or str(getattr(func, "__module__", "")).startswith("torch")):
-            raise _Unknown  # a function of another library, which torch shows too: its effects are not known
+            raise _Unknown  # a function of another library, whose effects are unknown; torch's modes see it too
         return "call_function", func, *arguments
 
     def _argument(self, value: Any) -> Any:
         """Node or constant that stands for a value in the graph.
 
         Raises:
-            _Unknown: it cannot be known before `build` runs.
+            _Unknown: the value cannot be known before `build` runs.
         """
         if isinstance(value, torch.Tensor) and value.requires_grad:
             raise _Unknown
@@ -201,7 +206,7 @@ class Tape:
             return self._outside[id(value)]
         if isinstance(value, np.generic):
             return value.item()
-        if type(value) is int:  # Most often a size that equals the size of the batch is that size.
+        if type(value) is int:  # A number that equals the batch size most often is the batch size.
             return next((node for size, node in self._sizes if size == value), value)
         if type(value) in (tuple, torch.Size):
             return tuple(map(self._argument, value))
@@ -221,18 +226,18 @@ _CONSTANT = (
 )  # fmt: skip
 
 _GIVEN_UP = ("dropout", "batch_norm", "instance_norm")
-"""In names of functions that change what they are given, or draw random numbers, where `_Watch` does not see it."""
+"""Parts of the names of functions whose changes in place or random numbers `_Watch` does not see."""
 
 
 class _Watch(TorchDispatchMode):
-    """Sees whether the torch functions that are called while it is entered do nothing but give their values."""
+    """Mode that sets `pure` to False if a torch function within it changes a value or draws random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pure = True
 
     def __torch_dispatch__(self, op: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        # The effects of an op that torch does not define are not known: it may draw random numbers in Python.
+        # The effects of an op that torch does not define are unknown: it may draw random numbers in Python.
         torchs = op.namespace in ("aten", "prims", "prim")
         if not torchs or op._schema.is_mutable or torch.Tag.nondeterministic_seeded in op.tags:
             self.pure = False
@@ -240,7 +245,7 @@ class _Watch(TorchDispatchMode):
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """A number that grows when a tensor is changed in place; 0 of one of inference mode, which counts nothing."""
+    """Number that grows when a tensor is changed in place; 0 for inference tensors, whose changes are not counted."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -249,7 +254,7 @@ def _version(value: object) -> int:
 
 
 def _leaves(value: object) -> Iterator[object]:
-    """A value, and the values nested in it. A list may also be a value of a batch."""
+    """A value, and all values nested in it. Containers count too, since a list may be a value of a batch."""
     yield value
     if isinstance(value, tuple | list):
         for part in value:

@@ -1,4 +1,4 @@
-"""A graph for people: as text, one line an op, in the words of the vocabulary; and as a picture.
+"""A graph for people to read: as text with one line for each op, and as a picture.
 
 inputs: ids
 keep = keep(ids)
@@ -21,7 +21,7 @@ _INFIX = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", 
 
 
 def graph_text(graph: fx.Graph) -> str:
-    """The graph's inputs, its ops and its result."""
+    """Text of a graph: its inputs, its ops and its result."""
     inputs = [node.name for node in graph.nodes if node.op == "placeholder"]
     lines = [f"inputs: {', '.join(inputs) or 'none'}"]
     for node in graph.nodes:

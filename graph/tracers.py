@@ -1,7 +1,8 @@
-"""Torch's compiler and tracers: functions that torch.compile runs as they are; calls on values or recorded ones.
+"""Questions about torch's compiler and tracers: whether a call computes values or is recorded; functions that
+torch.compile leaves uncompiled.
 
-Invariant: the answer concerns the tensors of the call and the thread that makes it. Torch's flags, such as
-`torch.compiler.is_exporting`, are of the whole process: they also hold in threads that train while another one exports.
+Invariant: an answer concerns the tensors of the call and the calling thread. Torch's flags, such as
+`torch.compiler.is_exporting`, hold for the whole process: also for threads that train while another thread exports.
 """
 
 import functools
@@ -17,18 +18,19 @@ _mode_of, _dispatch_modes = torch._C._get_dispatch_mode, torch._C._len_torch_dis
 _functions_seen_by, _function_modes = torch._C._get_function_stack_at, torch._C._len_torch_function_stack
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
 hidden_from_modes = torch._C._DisableTorchDispatch
-"""Context in which torch's dispatch modes see no op. Selective activation checkpointing is a mode that counts ops; a
+"""Block in which torch's dispatch modes see no op. Selective activation checkpointing is a mode that counts ops; a
 lookup repeated in the backward pass runs other ops than the first lookup, so the mode would mix up their results."""
 
 _STAND_INS = {"FakeTensor", "FunctionalTensor"}
-"""Classes of tensors that exporters put in the place of values."""
+"""Names of the classes of tensors without values that exporters use."""
 
 
 def tracer_of(*values: object) -> str | None:
-    """Name of the tool that records the call in this thread, or made its tensors, without values; None = no tool.
+    """Name of the tool that records the call on this thread, or that has made tensors of the call without values; None
+    = no tool.
 
     Args:
-        values: tensors of the call, or None in their place.
+        values: tensors of the call; None is ignored.
     """
     if _tracing_state() is not None:
         return "torch.jit.trace"
@@ -44,17 +46,18 @@ def tracer_of(*values: object) -> str | None:
 
 
 def _is_traced_before_dispatch() -> bool:
-    """Whether make_fx(pre_dispatch=True), or torch.export, traces this thread, by the stack of function modes: that of
-    pre-dispatch modes is the process's, and its key stays set in a thread that compiles meanwhile."""
+    """Whether make_fx(pre_dispatch=True) or torch.export traces this thread. The answer is in the stack of function
+    modes: torch's own stack of pre-dispatch modes belongs to the process, and its key stays set on a thread that
+    compiles meanwhile."""
     modes = (_functions_seen_by(k) for k in range(_function_modes()))
     return any(type(mode).__name__ == "PreDispatchTorchFunctionMode" for mode in modes)
 
 
 def refuse_tracers(embedding: torch.nn.Module, ids: object) -> None:
-    """Raise RuntimeError if torch records or transforms a lookup: a recording would hold its rows as constants."""
+    """Raise RuntimeError if torch records or transforms a lookup: a recording would hold the rows as constants."""
     plain = type(ids) is torch.Tensor and _tracing_state() is None and _transform() is None
     if plain and not _dispatch_modes() and not _function_modes():
-        return  # Most lookups end here; every lookup pays for the calls above, which are few.
+        return  # Most lookups return here. Every lookup pays for the calls above, so they are few.
     if (tracer := tracer_of(ids)) is not None:
         raise RuntimeError(
             f"ids must have values where {_name_of(embedding)} looks them up, got those of {tracer}, which would keep"
@@ -74,14 +77,14 @@ def _name_of(embedding: torch.nn.Module) -> str:
 
 
 def is_exported_by_compiler() -> bool:
-    """Whether the frame that torch's compiler traces in this thread is traced for torch.export. Only code in such a
-    frame may call this; the compiler takes the answer as a constant."""
+    """Whether the compiler traces the current frame for torch.export. Only a frame that is being traced may call this;
+    the compiler treats the answer as a constant."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     return bool(InstructionTranslator.current_tx().export)
 
 
-# The same as torch.compiler.assume_constant_result, which would import the compiler; the import takes a second.
+# As by torch.compiler.assume_constant_result, which would import the compiler; the import takes a second.
 vars(is_exported_by_compiler)["_dynamo_marked_constant"] = True
 
 
@@ -107,6 +110,6 @@ def uncompiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
             return disabled(*args, **kwargs)
         return function(*args, **kwargs)
 
-    # Frames of `call` are no use to torch's compiler: it would compile one for each function, up to its limit.
+    # Keep torch's compiler from frames of `call`: it would compile `call` for each function, up to its limit.
     _eval_frame.set_code_exec_strategy(call.__code__, _SKIPPED)  # type: ignore[attr-defined]
     return call

@@ -1,4 +1,4 @@
-"""Passes: each a pure function from graph to graph, in a file of its own."""
+"""Passes: pure functions from graph to graph, one in each file."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -11,7 +11,7 @@ __all__ = ["copy_graph", "node_of", "output_of", "planned_in", "store_of"]
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """A copy to work on, so that a pass leaves its input as it was."""
+    """Copy of a graph. A pass changes the copy and leaves its input as it was."""
     copy = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     result = copy.graph_copy(graph, values)
@@ -20,7 +20,7 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
 
 
 def output_of(graph: fx.Graph) -> fx.Node:
-    """The node that returns."""
+    """The output node of a graph."""
     return next(node for node in reversed(graph.nodes) if node.op == "output")
 
 
@@ -30,11 +30,11 @@ def planned_in(graph: fx.Graph) -> Sequence[Planned]:
 
 
 def node_of(argument: fx.node.Argument) -> fx.Node:
-    """An argument that is another node's value."""
+    """`argument`, which must be a node."""
     assert isinstance(argument, fx.Node), argument
     return argument
 
 
 def store_of(node: fx.Node) -> str:
-    """The name of a lookup's store."""
+    """Name in the graph of the store that a lookup reads."""
     return str(node_of(node.args[0]).target)

@@ -11,27 +11,28 @@ from oneemb.graph.passes import copy_graph, node_of, output_of
 
 
 def lower_embeddings(graph: fx.Graph, embeddings: Embeddings, *, inserts: bool = True) -> fx.Graph:
-    """Write each lookup as ops. `embeddings` maps the targets of calls to embedding modules.
+    """Replace each call of an embedding by ops. `embeddings` maps the targets of calls to embedding modules.
 
     Before:  rows = embedding(ids);  return (rows,)
     After:   kept = keep(ids);  keys = unique_keys(kept, ...);  reserved = reserve(store, keys)
              return (Planned("embedding", Lookup(kept), reserved=reserved, origin=ids),)
 
-    Values of the batch are copied, since `build` may change them in place before it looks them up; of tensors from
-    outside the batch, the ids are. Rows are acquired and read when `build` looks them up: no other ids are inserted.
+    Values of the batch are copied, since `build` may change them in place before it looks them up. Of the tensors from
+    outside the batch, only ids are copied. Rows are acquired and read when `build` makes the lookup, so no other ids
+    are inserted.
 
-    An embedding in eval mode inserts nothing before the step that trains it; if it is frozen it never does, nor does
-    any embedding if `inserts` is off. Their rows are read at once:
+    A trained embedding in eval mode inserts nothing before its step; a frozen embedding, and every embedding if
+    `inserts` is False, inserts nothing at all. Their rows are read at once:
 
     After:   keys = unique_keys(kept, ...);  lease = acquire_later(store, keys);  rows = gather(lease)
     After:   keys = unique_keys(kept, ...);  rows = peek(store, keys)
 
-    The keys of bags hold their offsets, and `gather` and `peek` get their pooling. Arguments that these could refuse
-    are checked before any row is inserted:
+    The keys of bags hold the offsets, and `gather` and `peek` get the pooling. Arguments that `gather` could refuse are
+    checked before any row is inserted:
 
     After:   keys = unique_keys(kept, ...);  check_pooling(keys, weights, "sum");  reserved = reserve(store, keys) ...
 
-    The lookups of rows that ranks own together are announced, all at once; an input is added for that, the last one:
+    Lookups of rows that ranks own together are announced in one op, which gets an additional last input of the graph:
 
     After:   announced = announce(announcement, (LookupOnRanks("items", ranks, store, keys, ...), ...))
              reserved = announced_lookup(announced, 0) ...
@@ -85,7 +86,7 @@ def lower_embeddings(graph: fx.Graph, embeddings: Embeddings, *, inserts: bool =
 
 
 def _announce(graph: fx.Graph, lookups: dict[int, ops.LookupOnRanks]) -> dict[int, fx.Node]:
-    """Announce lookups, and return the node of each."""
+    """Add the op that announces `lookups`; returns the node of each lookup. Keys are places in the graph's result."""
     first = next(iter(graph.nodes))
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     with graph.inserting_after(inputs[-1]) if inputs else graph.inserting_before(first):
@@ -96,7 +97,8 @@ def _announce(graph: fx.Graph, lookups: dict[int, ops.LookupOnRanks]) -> dict[in
 
 
 class _Copies:
-    """Copies of arguments that may be, or be views of, tensors from outside the batch: those may be large."""
+    """Copies of arguments that may be tensors from outside the batch, or views of such tensors. Such a tensor may be
+    large, so only arguments of lookups are copied."""
 
     def __init__(self, graph: fx.Graph):
         self._graph = graph
@@ -107,7 +109,7 @@ class _Copies:
         self._copies: dict[fx.Node, fx.Node] = {}
 
     def of(self, argument: fx.node.Argument) -> fx.node.Argument:
-        """The node that stands for an argument of a lookup."""
+        """The node to use for an argument of a lookup: its copy, or the argument if no copy is needed."""
         if not isinstance(argument, fx.Node) or argument not in self._outside:
             return argument
         if argument not in self._copies:

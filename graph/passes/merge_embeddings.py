@@ -14,16 +14,17 @@ from oneemb.graph.passes import copy_graph, node_of, output_of, planned_in, stor
 
 @dataclass(frozen=True)
 class Member:
-    """Place of a store in a merged one."""
+    """Place of a store in a merged store."""
 
     merged: str
-    """The name of the merged store."""
+    """Name of the merged store in the graph."""
     first_table: int
-    """Number of the store's first table among the merged ones."""
+    """Number that table 0 of the store has among the merged tables."""
 
 
 def merge_embeddings(graph: fx.Graph, members: Mapping[str, Member]) -> fx.Graph:
-    """Look up and, after it, update the rows of several stores at once; `members` has the merged store of each.
+    """Merge lookups of several stores, so that their rows are looked up, and later updated, at once. `members` maps the
+    name of a store to its place in a merged store.
 
     Before:  u1 = unique_keys(x, ...);  reserved1 = reserve(a.store, u1)
              u2 = unique_keys(y, ...);  reserved2 = reserve(b.store, u2)
@@ -33,14 +34,14 @@ def merge_embeddings(graph: fx.Graph, members: Mapping[str, Member]) -> fx.Graph
              rows = gather_merged(reserved, ((0, None, "sum"), (1, None, "sum")));  rows1 = rows[0];  rows2 = rows[1]
              return (Planned("a", Lookup(x), reserved=reserved1, rows=rows1, origin=x), ...)
 
-    Exact: a key occurs in one lookup only, so nothing is summed in another order.
+    No bit changes: a key occurs in one lookup only, so no gradients are summed in another order.
 
-    A lookup is made where the last of its group is. A store has one lookup in a group at most; its lookups keep their
-    order.
+    A group of merged lookups takes the place of its last lookup. A group has at most one lookup of each store, so the
+    lookups of a store keep their order.
     """
     graph = copy_graph(graph)
     groups: dict[tuple[str, int], list[fx.Node]] = {}
-    lookups: dict[str, int] = {}  # of a store so far
+    lookups: dict[str, int] = {}  # {store: number of its lookups so far}
     for node in graph.nodes:
         if node.target is ops.reserve and (store := store_of(node)) in members:
             groups.setdefault((members[store].merged, lookups.get(store, 0)), []).append(node)

@@ -1,4 +1,4 @@
-"""Finds the unique keys of equal ids once."""
+"""Shares the unique keys of equal ids between lookups."""
 
 from torch import fx
 
@@ -7,12 +7,12 @@ from oneemb.graph.passes import copy_graph
 
 
 def share_unique(graph: fx.Graph) -> fx.Graph:
-    """Find the unique keys of equal ids once, also for lookups of several embeddings.
+    """Compute the unique keys of the same ids once, also for lookups of several embeddings.
 
     Before:  u1 = unique_keys(ids, None, 2, int64, None);  u2 = unique_keys(ids, None, 2, int64, None)
     After:   u1 = unique_keys(ids, None, 2, int64, None);  every user of u2 reads u1
 
-    Exact: keys are a function of the arguments alone.
+    No bit changes: keys are a function of the arguments alone.
     """
     graph = copy_graph(graph)
     first: dict[tuple[object, ...], fx.Node] = {}

@@ -1,4 +1,4 @@
-"""Splits lookups into a half that may run ahead of their step and the rest."""
+"""Splits a graph of lookups into a half that may run ahead of its step and a half that runs in the step."""
 
 from torch import fx
 
@@ -8,14 +8,14 @@ from oneemb.graph.passes import output_of
 
 
 def split_prepare(graph: fx.Graph) -> tuple[fx.Graph, fx.Graph]:
-    """Two graphs: one to run ahead, which has this one's inputs, and the rest, which takes its results.
+    """(graph to run ahead, which has the inputs of `graph`; graph for the step, which takes the results of the first).
 
     Before:   keys = unique_keys(ids, ...);  reserved = reserve(store, keys) ...
     Prepare:  keys = unique_keys(ids, ...);  prefetched = prefetch(store, keys);  return (keys, prefetched)
     Lookup:   reserved = reserve(store, keys, prefetched=prefetched) ...
 
-    Exact: the prepared values are a function of the batch alone, and `prefetch` changes nothing that can be seen. Rows
-    are inserted and read in the second half or after it, when the updates of all steps before are done.
+    No bit changes: prepared values are a function of the batch alone, and `prefetch` changes no row. Rows are inserted
+    and read in the second half or after it, when the updates of all earlier steps are done.
     """
     reads: set[fx.Node] = set()
     for node in graph.nodes:
