@@ -1,23 +1,23 @@
-"""Checkpoints: the whole state of a training graph in one file, written as a whole or not at all.
+"""Checkpoints: one file with the state of a training graph, and one snapshot of each embedding, saved all or nothing.
 
-    file       what a graph is beside its rows (graph_state.py), and for each embedding the name and identity of a
-               snapshot in its `persistent_path`
-    snapshot   the embedding's rows and their optimizer state
+    file       the state of the graph without its rows (graph_state.py), and for each embedding the name and identity
+               of a snapshot in its `persistent_path`
+    snapshot   the rows of an embedding and their optimizer state
 
-Where ranks own rows together they make every call together: the first one reads and writes the file, for all, and each
-saves and loads its rows (rank_snapshots.py).
+With ranks, all ranks make each call together: the first rank reads and writes the file for all ranks, and each rank
+saves and loads its own rows (rank_snapshots.py).
 
-    save       1. the intent is written                    4. the file is renamed to its path, by the first rank alone:
-               2. each snapshot is saved, by all ranks        from here on it is the checkpoint
+    save       1. the intent is written                    4. the first rank renames the file to its path: now it is
+               2. all ranks save each snapshot                the checkpoint
                3. each rank's own state is gathered        5. superfluous snapshots are deleted
 
 Invariants:
-- the file exists with all it names, or the file that it was to replace does, whichever rank is killed at whichever
-  point: snapshots are durable before the new file takes the place of the old one;
-- a snapshot that a file names is deleted only by a save to the same path with `keep`: a copy of the file may name it
-  too, wherever the copy is;
-- a checkpoint that does not fit the graph, or that names another run's snapshots, is refused before anything has
-  changed, on all ranks if on one.
+- if any rank is killed at any point, either the new file or the file that it replaces is at the path, and all snapshots
+  that this file names exist: snapshots are durable before the new file takes the place of the old one;
+- a snapshot that a file names is deleted only by a save to the same path with `keep`, since a copy of the file, in any
+  place, may name the snapshot too;
+- a checkpoint that does not fit the graph, or that names another run's snapshots, is refused on all ranks before
+  anything has changed.
 """
 
 import glob
@@ -60,27 +60,29 @@ _PREFIX = "checkpoint-"
 _SAVING, _IN_PLACE = ".saving", "in place\n"
 
 _Embeddings = Mapping[str, TableEmbedding]
-# The snapshots of embeddings, by the name of the module.
+# {name of the module: snapshot of the embedding}.
 _Snapshots = dict[str, SnapshotName]
 
 
 class _File(State, total=False):
-    """A state with what later saves to the same path have to know."""
+    """State of a graph, with entries for later saves to the same path."""
 
     path: str
+    """Path to which the file was saved."""
     earlier: list[_Snapshots]
+    """Snapshots of earlier saves to the path, newest first."""
 
 
 def save_checkpoint(graph: CompiledGraph, train: TrainState, path: str, keep: int | None) -> int:
-    """Write a checkpoint; see `TrainGraph.save`. Returns the number of earlier snapshots that are kept; 0 on ranks
-    after the first."""
+    """Save a checkpoint; see `TrainGraph.save`. Returns the number of earlier saves whose snapshots are kept; 0 on
+    ranks after the first."""
     ranks, what = _ranks_of(graph), f"save {path!r}, keep={keep}"
     kept = _together(graph, ranks, "save", what, lambda: _save(graph, train, path, keep, ranks, what))
     return kept if ranks.first else 0
 
 
 def load_checkpoint(graph: CompiledGraph, train: TrainState, path: str, strict: bool) -> LoadedKeys:
-    """Read a checkpoint; see `TrainGraph.load`."""
+    """Load a checkpoint; see `TrainGraph.load`."""
     _check_strict(strict)
     ranks, what = _ranks_of(graph), f"load {path!r}{'' if strict else ', strict=False'}"
 
@@ -91,7 +93,8 @@ def load_checkpoint(graph: CompiledGraph, train: TrainState, path: str, strict: 
 
 
 def _together(graph: CompiledGraph, ranks: AnyRanks, verb: str, what: str, call: Callable[[], T]) -> T:
-    """Make a call on all ranks; exchanges of the graph's embeddings within it name the call."""
+    """Result of `call`, which all ranks run together. Names of the embeddings' exchanges within it begin with
+    `what`."""
 
     def run() -> T:
         with ExitStack() as stack:
@@ -103,7 +106,7 @@ def _together(graph: CompiledGraph, ranks: AnyRanks, verb: str, what: str, call:
 
 
 def _ranks_of(graph: CompiledGraph) -> AnyRanks:
-    """Ranks of a graph's embeddings; ValueError if these are not of the same ranks."""
+    """The ranks of a graph's embeddings; ValueError if embeddings have different process groups."""
     embeddings = list(embeddings_of(graph).values())
     ranks = {one.ranks.group: one.ranks for one in embeddings}
     if len(ranks) > 1:
@@ -120,17 +123,17 @@ class GraphState:
 
     Example: `dcp.save({"graph": graph.state()}, checkpoint_id=path)`, and `dcp.load` of the same.
 
-    The state names a snapshot of each embedding, as the embedding's own `state_dict` does. Where ranks own rows
-    together, each of them makes the call, and has the same state: whichever of them writes it, it is that of all.
+    The state names a snapshot of each embedding, as the embedding's own `state_dict` does. With ranks, every rank must
+    make each call, and gets the same state, so that any rank may write it.
 
     Args:
-        graph: saved and loaded.
-        train: its optimizers and counts.
+        graph: graph whose state is saved and loaded.
+        train: the graph's optimizers and counts.
         strict: whether graph and state must have the same names; see `TrainGraph.load`.
 
     Raises:
         TypeError: `strict` is no bool.
-        ValueError: the graph's embeddings are not of the same ranks.
+        ValueError: the graph's embeddings have different process groups.
     """
 
     def __init__(self, graph: CompiledGraph, train: TrainState, strict: bool = True):
@@ -141,7 +144,8 @@ class GraphState:
         """Result of the last `load_state_dict`; `dcp.load` does not return it."""
 
     def state_dict(self) -> dict[str, bytes]:
-        """The state as one value, so that it fits whatever state the optimizers have added since."""
+        """The state as a single value of bytes: torch.distributed.checkpoint matches values by name, and optimizers
+        may have added state since."""
         what = "state_dict of a graph"
         state = _together(self._graph, self._ranks, "state_dict", what, lambda: self._to_bytes(what))
         return {"oneemb_graph": state}
@@ -154,14 +158,14 @@ class GraphState:
         return ranks.of_first(what, lambda: to_bytes(state_of(graph, train, snapshots, others)))
 
     def load_state_dict(self, state_dict: Mapping[str, bytes]) -> LoadedKeys:
-        """Load a dict that `state_dict` gave.
+        """Load a result of `state_dict`.
 
         Returns:
-            `missing_keys` and `unexpected_keys`, as `TrainGraph.load` gives them; `loaded` is the same afterwards.
+            `missing_keys` and `unexpected_keys`, as `TrainGraph.load` returns them; they are also kept in `loaded`.
 
         Raises:
-            TypeError, ValueError, StorageError: it is no state of a graph, or does not fit this one; nothing has
-                changed.
+            TypeError, ValueError, StorageError: the dict is no state of a graph, or does not fit this graph; nothing
+                has changed.
         """
         what = f"load_state_dict of a graph{'' if self._strict else ', strict=False'}"
         where = "the state"
@@ -183,7 +187,7 @@ def _check_strict(strict: object) -> None:
 
 
 def _state_in(state_dict: object) -> bytes:
-    """Bytes in a dict that `GraphState.state_dict` gave."""
+    """The bytes in a result of `GraphState.state_dict`."""
     content = state_dict.get("oneemb_graph") if isinstance(state_dict, Mapping) else None
     if not isinstance(content, bytes):
         given = type(state_dict).__name__
@@ -200,18 +204,18 @@ def _state_in(state_dict: object) -> bytes:
 
 
 class _Plan(NamedTuple):
-    """Files and snapshots at a path, as the first rank finds them, and the name of the new snapshots."""
+    """Plan of a save, which the first rank makes from the files at the path."""
 
     earlier: list[_Snapshots]
     """Snapshots of earlier saves to this path, newest first."""
     left: list[str]
-    """The intents of saves that were stopped."""
+    """Paths of the intents of saves that were stopped."""
     snapshot: str
     """Name of the snapshot that this save makes of each embedding."""
 
 
 def _save(graph: CompiledGraph, train: TrainState, path: str, keep: int | None, ranks: AnyRanks, what: str) -> int:
-    path = os.path.realpath(os.path.expanduser(path))  # A link stays: the file it leads to is replaced.
+    path = os.path.realpath(os.path.expanduser(path))  # If the path is a link, its target is replaced.
     embeddings = named_embeddings(graph)
 
     def begin() -> tuple[_Plan | None, dict[str, int]]:
@@ -241,13 +245,13 @@ def _save(graph: CompiledGraph, train: TrainState, path: str, keep: int | None, 
             for name, embedding in embeddings.items():
                 snapshot = made[name]["oneemb_snapshot"]
                 if snapshot is not None:
-                    # Not embedding.save_snapshot: state_dict() would name this snapshot from then on.
+                    # `embedding.save_snapshot` would make state_dict() name this snapshot.
                     identity = embedding.rank_snapshots.save(snapshot, embedding.description())
                     made[name]["oneemb_identity"] = identity
             others = others_of(graph, ranks, what)
 
             def write() -> None:
-                # The superfluous ones are named too: if their deletion fails, the next save tries again.
+                # `earlier` names superfluous snapshots too: if their deletion fails, the next save tries again.
                 file: _File = {**state_of(graph, train, made, others), "path": path, "earlier": earlier}
                 intent.put_in_place(to_bytes(file))
 
@@ -263,7 +267,7 @@ def _save(graph: CompiledGraph, train: TrainState, path: str, keep: int | None, 
 
 
 def _read_together(path: str, ranks: AnyRanks, what: str) -> State:
-    """The state in a file that the first rank sees, on all ranks."""
+    """The state in a file, which the first rank reads for all ranks."""
     if ranks.alone:
         with open(os.path.expanduser(path), "rb") as file:
             return load_state(file, path)
@@ -305,7 +309,7 @@ def _restore(
             ranks.agree(what, lambda: restore_dense(graph, train, state, ranks))
             changed = False
     except BaseException as error:
-        if changed:  # Some rows or weights are the checkpoint's, others are not: the graph cannot go on.
+        if changed:  # Only some rows or weights are from the checkpoint, so the graph cannot go on.
             for embedding in embeddings.values():
                 embedding.store.store_lock.cut_short(error)
         raise
@@ -321,8 +325,8 @@ def _named_by(path: str) -> list[_Snapshots]:
         return []
     try:
         with open(path, "rb"):
-            pass  # torch's own error says less of a path that cannot be opened
-        state = cast(_File, load_state(path, path, mmap=True))  # Only names are needed: mmap leaves the tensors unread.
+            pass  # If the path cannot be opened, this error says more than torch's.
+        state = cast(_File, load_state(path, path, mmap=True))  # Only names are needed; mmap leaves tensors unread.
     except OSError as error:
         raise type(error)(error.errno, f"{error.strerror}; give the path of a file, to be written", path) from error
     except ValueError as error:
@@ -333,13 +337,13 @@ def _named_by(path: str) -> list[_Snapshots]:
 
 
 class Intent:
-    """Snapshots that a save is about to make, in a file beside the checkpoint; it is locked while the save goes on.
+    """File beside the checkpoint that names the snapshots that a save will make. It is locked while the save runs.
 
         {"snapshots": {embedding: {"oneemb_snapshot": name, "oneemb_identity": null}, ...}}
         in place        appended when the checkpoint is written and about to be renamed
 
-    The file is written before anything else, by the first rank: whatever kills the save, the next save knows what to
-    remove. A save that fails removes its files and snapshots itself.
+    The first rank writes the file before anything else, so that the next save can remove the remains of a killed save.
+    A save that fails removes its own files and snapshots.
     """
 
     def __init__(self, path: str, made: _Snapshots, embeddings: _Embeddings, ranks: AnyRanks, what: str):
@@ -351,7 +355,8 @@ class Intent:
         self._notes: NewFile | None = None
 
     def put_in_place(self, data: bytes) -> None:
-        """Write the checkpoint and rename it to its path: from then on a file names the snapshots."""
+        """Write the checkpoint and rename it to its path. From then on, the checkpoint names the snapshots, and the
+        intent is removed."""
         new = NewFile(self._target, _temporary_of(self.path))
         try:
             new.write(data)
@@ -389,7 +394,7 @@ class Intent:
 
     def _begin(self) -> None:
         self._notes = NewFile(self.path, self.path, self.fs)  # No rename is needed: a truncated intent is ignored.
-        with suppress(OSError):  # On a file system without locks, `is_held` takes every save to go on.
+        with suppress(OSError):  # On a file system without locks, `is_held` assumes that every save still runs.
             self.lock = self.fs.lock(self.path)
         self._note(json.dumps({"snapshots": self._made}) + "\n")
 
@@ -404,8 +409,8 @@ def _temporary_of(intent: str) -> str:
 
 
 def _undo(intent: str, embeddings: _Embeddings, ranks: AnyRanks, what: str) -> None:
-    """Remove the files and snapshots of an unfinished save, whose intent the first rank has: snapshots that no file
-    names, its temporary file and its intent."""
+    """Remove the remains of an unfinished save: snapshots that no file names, the temporary file and the intent. The
+    first rank reads `intent`."""
     temporary = _temporary_of(intent)
 
     def read() -> _Snapshots:
@@ -423,7 +428,7 @@ def _undo(intent: str, embeddings: _Embeddings, ranks: AnyRanks, what: str) -> N
 
 
 def _read_intent(intent: str) -> tuple[_Snapshots, bool]:
-    """Snapshots that a save would make, and whether its checkpoint was about to be renamed."""
+    """(snapshots that a save was to make, whether its checkpoint was about to be renamed), from its intent."""
     try:
         with open(intent, "rb") as file:
             text = file.read().decode()
@@ -437,12 +442,12 @@ def _read_intent(intent: str) -> tuple[_Snapshots, bool]:
             return snapshots, rest == _IN_PLACE
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
-    return {}, False  # The save ended while it wrote this file, before it made anything else.
+    return {}, False  # The save ended while it wrote the intent, before it made a snapshot.
 
 
 def _existing(embeddings: _Embeddings, of_saves: Sequence[_Snapshots]) -> list[list[str]]:
-    """Names of the modules whose snapshot still exists, for each save. A snapshot that cannot be read exists; one with
-    another identity does not."""
+    """For each save, the names of the modules whose snapshot still exists. A snapshot that cannot be read counts; a
+    snapshot with another identity does not."""
     found: list[list[str]] = [[] for _ in of_saves]
     for name, embedding in embeddings.items():
         named = [(n, snapshots[name]) for n, snapshots in enumerate(of_saves) if name in snapshots]
@@ -456,7 +461,7 @@ def _existing(embeddings: _Embeddings, of_saves: Sequence[_Snapshots]) -> list[l
 
 
 def _delete(embeddings: _Embeddings, snapshots: _Snapshots) -> None:
-    """Delete these snapshots, except those with another identity and those that deltas need."""
+    """Delete `snapshots`, except those with another identity and those that deltas need."""
     for name in _existing(embeddings, [snapshots])[0]:
         with suppress(SnapshotNeededError):
             embeddings[name].delete_snapshot(str(snapshots[name]["oneemb_snapshot"]))

@@ -13,22 +13,22 @@ from oneemb.storage.table.writer_lock import holders_below, lock_holder
 def release(path: AnyPath | Sequence[AnyPath]) -> None:
     """Close the objects of this process that hold a folder: an embedding, its averages, a writer of rows.
 
-    When a notebook's cell runs again, the embedding that it made before may live on, in a traceback for instance, and
-    keep its folder. A new embedding takes the folder over by itself if all rows of the old one are in a snapshot; this
-    call closes the old one in any case. It does nothing if no object holds the folder.
+    When a notebook cell runs again, the embedding of its first run may still exist, for example in a traceback, and
+    hold its folder. A new embedding takes the folder over if all rows of the old embedding are in a snapshot; this call
+    closes the old embedding in any case. It does nothing if no object holds the folder.
 
     Args:
-        path: the `persistent_path`, or the list of them. Holders of folders below it are closed as well, such as ranks
-            of one process and the tables of a collection. With `process_group` every rank makes the call.
+        path: the `persistent_path`, or the list of paths. Objects that hold folders below it are closed as well, such
+            as ranks of one process and the tables of a collection. With `process_group` every rank makes the call.
 
     Warns:
-        UserWarning: rows that no snapshot holds are lost; the warning says how many, and of which object.
+        UserWarning: rows that no snapshot holds are lost; the warning gives their number and the object.
 
     Raises:
         TypeError: `path` is neither a path nor a list of paths.
-        RuntimeError: this thread is in the middle of a step with the object; it stays open. If another thread is in
-            the middle of one, the call waits until the step ends.
-        LockedError: another process holds the folder, or it is that of a `file://` server.
+        RuntimeError: this thread is in the middle of a step with the object, which stays open. If another thread is in
+            the middle of a step, the call waits for the end of the step.
+        LockedError: another process holds the folder, or it is the folder of a `file://` server.
 
     Example:
         >>> import tempfile, torch, oneemb

@@ -1,19 +1,19 @@
-"""State of a training graph beside its rows: taken, compared, restored, read.
+"""State of a training graph without its rows: functions that take, compare, restore and read it.
 
     state      dense parameters and buffers, optimizers, schedulers, scaler, steps, random generators, and for each
                embedding the name and identity of a snapshot
-    others     where ranks own rows together: the state that each rank after the first has of its own
+    others     with ranks: for each rank after the first, the state that only this rank has
 
-Dense parameters and the optimizers' state of them are the same on all ranks, as DistributedDataParallel has it: the
-state has those of the first rank. It has the random generators of each rank, and the buffers and extra states of
-modules that differ from those of the first.
+Dense parameters and their optimizer state are the same on all ranks, as with DistributedDataParallel, so the state has
+those of the first rank. `others` has the random generators of each rank, and the buffers and extra states of modules
+that differ from those of the first rank.
 
 Invariants:
-- the same number of ranks go on with the bits that each had. With another number, all have the state of the first; of
-  random generators each rank that was there has its own, and each further rank one that follows from the first's and
-  its number;
-- names are those without DistributedDataParallel: a wrapped module loads the state of one that was not, and the other
-  way round;
+- if a state is loaded by as many ranks as have saved it, each rank continues with the same bits. Otherwise all ranks
+  get the state of the first; a rank that existed before keeps its random generators, and a further rank gets generators
+  seeded by the first rank's state and its own number;
+- names leave out the `.module` of DistributedDataParallel: a wrapped module loads the state of an unwrapped one, and
+  the other way round;
 - a state that does not fit the graph is refused before anything has changed.
 """
 
@@ -47,17 +47,17 @@ _FORMAT = 2
 
 
 class RandomState(TypedDict):
-    """States of the random generators."""
+    """States of the random generators of a process."""
 
     torch: Tensor
     cuda: list[Tensor]
-    """States of the generators of all GPUs; on a rank, of its own GPU."""
+    """States of the generators of all GPUs; with ranks, only of the rank's GPU."""
     python: tuple[Any, ...]
     numpy: list[Any]
 
 
 class Other(TypedDict):
-    """Own state of a rank after the first."""
+    """State that only one rank has, of the ranks after the first."""
 
     random: RandomState
     tensors: dict[str, torch.Tensor]
@@ -66,7 +66,7 @@ class Other(TypedDict):
 
 
 class State(TypedDict):
-    """See the module."""
+    """State of a training graph without its rows."""
 
     format: int
     embeddings: dict[str, SnapshotName]
@@ -75,7 +75,7 @@ class State(TypedDict):
     optimizers: list[dict[str, Any]]
     optimizer_classes: list[str]
     optimizer_names: NotRequired[list[list[list[str | None]]]]
-    """Names of the parameters of each group of each optimizer; older states have none."""
+    """For each optimizer, the names of the parameters of each param group. Older states lack this entry."""
     skipped: list[int]
     lr_schedulers: list[dict[str, Any] | None]
     grad_scaler: dict[str, Any] | None
@@ -87,7 +87,7 @@ class State(TypedDict):
 
 
 class LoadedKeys(NamedTuple):
-    """Names that a load has passed over."""
+    """Names that a load has ignored."""
 
     missing_keys: list[str]
     """Names that only the graph has; they keep their values."""
@@ -99,7 +99,7 @@ class LoadedKeys(NamedTuple):
 
 
 def check_between_updates(graph: CompiledGraph, train: TrainState) -> None:
-    """Raise RuntimeError if there are gradients that no update has used yet: a state holds none."""
+    """Raise RuntimeError if accumulated gradients wait for an update: a state holds no gradients."""
     if train.micro_batches:
         raise RuntimeError(
             f"{train.micro_batches} of {graph.config.accumulation_steps} micro-batches are not updated with yet; save"
@@ -108,8 +108,8 @@ def check_between_updates(graph: CompiledGraph, train: TrainState) -> None:
 
 
 def others_of(graph: CompiledGraph, ranks: AnyRanks, what: str) -> list[Other] | None:
-    """Own states of the ranks after the first, gathered on the first; None = no ranks own rows together. Every rank
-    makes the call. RuntimeError if parameters are sharded over ranks, so that none has them all."""
+    """On the first rank, the states that only the ranks after it have; [] on other ranks; None = no ranks. Every rank
+    must make the call. RuntimeError if parameters are sharded over ranks, so that no rank has all of them."""
     if ranks.alone:
         return None
     what = f"{what}: what each rank has of its own"
@@ -129,7 +129,7 @@ def others_of(graph: CompiledGraph, ranks: AnyRanks, what: str) -> list[Other] |
 def state_of(
     graph: CompiledGraph, train: TrainState, snapshots: Mapping[str, SnapshotName], others: Sequence[Other] | None
 ) -> State:
-    """Current state; `others` as `others_of` gives them."""
+    """Current state of a graph. `others`: result of `others_of`."""
     state: State = {
         "format": _FORMAT,
         "embeddings": dict(snapshots),
@@ -153,7 +153,8 @@ def state_of(
 
 
 def _own(graph: CompiledGraph, differ: set[str]) -> Other:
-    """Own state of this rank; `differ` names the tensors and extra states unlike the first rank's."""
+    """State that only this rank has. `differ`: names of the tensors and extra states that differ from the first
+    rank's."""
     buffers, modules = buffers_of(graph), with_extra_state(graph)
     own: Other = {
         "random": random_now(of_rank=True),
@@ -166,7 +167,7 @@ def _own(graph: CompiledGraph, differ: set[str]) -> Other:
 
 
 def _loader_state(graph: CompiledGraph) -> Any:
-    """State of the loader; None if there is none, or, with a warning, if a checkpoint cannot hold it."""
+    """State of the loader; None = the loader has no state, or (with a warning) a checkpoint cannot hold it."""
     if (state := graph.loader_state) is None:
         return None
     try:
@@ -185,7 +186,7 @@ _EXTRA = "the extra state of "
 
 
 def _hashes(graph: CompiledGraph) -> dict[str, str]:
-    """Hash of each tensor and extra state, by name."""
+    """{name: hash} of each tensor and extra state."""
     tensors = tensors_of(graph)
     for name, tensor in tensors.items():
         if hasattr(tensor, "device_mesh"):
@@ -218,8 +219,8 @@ def _warn_of_differences(graph: CompiledGraph, hashes: Sequence[Mapping[str, str
 def check_fits(
     graph: CompiledGraph, train: TrainState, state: State, where: str, *, strict: bool = True
 ) -> LoadedKeys:  # fmt: skip
-    """Raise ValueError unless the state, apart from its rows, fits the graph; the message says what differs. Returns
-    the names that only one of them has, which is an error if `strict`."""
+    """Raise ValueError unless the state fits the graph; rows are not checked. Returns the names that only the graph or
+    only the state has; if `strict`, such names raise ValueError, too. `where` names the state in errors."""
     if state.get("format") != _FORMAT:
         raise ValueError(f"{where} has format {state.get('format')!r}, this version of oneemb reads {_FORMAT}")
     embeddings = named_embeddings(graph)
@@ -267,11 +268,11 @@ def check_fits(
 
 
 def _not_taken(train: TrainState, state: State) -> set[str]:
-    """Names of optimizers and schedulers that cannot take their saved state, since their groups differ."""
+    """Names of the optimizers and schedulers that cannot load their saved state, since their param groups differ."""
     keys = set[str]()
     for n, (optimizer, saved) in enumerate(zip(train.optimizers, state["optimizers"], strict=False)):
         here, there = _group_sizes(optimizer.state_dict()), _group_sizes(saved)
-        if here != there and "optimizer_names" not in state:  # No name says which parameter a state is of.
+        if here != there and "optimizer_names" not in state:  # No name says to which parameter a state belongs.
             keys.add(f"optimizers.{n}")
         if len(here) != len(there):
             keys.add(f"lr_schedulers.{n}")
@@ -305,7 +306,7 @@ def _group_sizes(state: dict[str, Any]) -> list[int]:
 
 
 def restore_dense(graph: CompiledGraph, train: TrainState, state: State, ranks: AnyRanks) -> None:
-    """Restore everything but rows, for this rank. What graph and state both have must fit."""
+    """Load everything but rows into this rank's graph. Parts that graph and state both have must fit."""
     others = state.get("others", [])
     saved_tensors, saved_extra = state["tensors"], state["extra"]
     if ranks.rank > 0 and ranks.size == 1 + len(others):
@@ -339,7 +340,8 @@ def restore_dense(graph: CompiledGraph, train: TrainState, state: State, ranks: 
 
 
 def _state_for(graph: CompiledGraph, optimizer: Optimizer, state: State, n: int) -> dict[str, Any]:
-    """Saved state of an optimizer, by the names of parameters; parameters that it lacks keep their present state."""
+    """State dict to load into optimizer `n`: saved states are matched by the names of parameters, and parameters
+    without a saved state keep their current one."""
     saved, now = state["optimizers"][n], optimizer.state_dict()
     names = state["optimizer_names"][n] if "optimizer_names" in state else None
     if names is None or names == param_names_of(graph, optimizer):
@@ -364,22 +366,27 @@ def _state_for(graph: CompiledGraph, optimizer: Optimizer, state: State, n: int)
 
 
 def load_state(file: str | IO[bytes], where: str, *, mmap: bool = False) -> State:
-    """State in a file, given by its path or open for reading; ValueError if it holds none, or is damaged. With `mmap`,
-    which needs a path, tensors stay in the file, unread, and checksums are not compared."""
+    """The state in a file. ValueError if the file holds no state, or is damaged.
+
+    Args:
+        file: path of the file, or the file open for reading.
+        where: name of the file in errors.
+        mmap: if True, which needs a path, tensors stay in the file and checksums are not compared.
+    """
     state = load_bytes(file, where, mmap=mmap)
     if not isinstance(state, dict) or not {"format", "embeddings", "tensors"} <= state.keys():
         raise ValueError(f"{where} is not a checkpoint of a TrainGraph: graph.save() has not written it")
     return cast(State, state)
 
 
-_SEED_DIGITS = 8  # NumPy takes 32 bits
+_SEED_DIGITS = 8  # hexadecimal digits: NumPy takes a seed of 32 bits
 
 
 def random_now(*, of_rank: bool) -> RandomState:
-    """Current states; `of_rank` = of GPUs, that of this rank alone."""
+    """Current states of the random generators. `of_rank`: whether to read only the current GPU's generator."""
     cuda: list[torch.Tensor] = []
     if torch.cuda.is_available():
-        # Reading the states of all GPUs would take memory on each.
+        # With ranks, only one GPU: reading a GPU's state takes memory on it.
         cuda = [torch.cuda.get_rng_state()] if of_rank else torch.cuda.get_rng_state_all()
     return {
         "torch": torch.get_rng_state(),
@@ -390,13 +397,13 @@ def random_now(*, of_rank: bool) -> RandomState:
 
 
 def _of_numpy(state: Any) -> list[Any]:
-    """State of a NumPy generator, with its keys in a tensor, as a file can hold it."""
+    """State of a NumPy generator in a form that a file can hold: with its keys in a tensor."""
     name, keys, *rest = state
     return [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest]
 
 
 def restore_random(saved: Sequence[RandomState], ranks: AnyRanks) -> None:
-    """Set the generators, from the states that each rank has saved."""
+    """Set the random generators of this rank. `saved`: the states that each rank has saved."""
     mine = saved[ranks.rank] if ranks.rank < len(saved) else _random_of_further(saved, ranks.rank)
     torch.set_rng_state(mine["torch"])
     if ranks.alone and torch.cuda.is_available() and len(mine["cuda"]) == torch.cuda.device_count():
@@ -409,8 +416,8 @@ def restore_random(saved: Sequence[RandomState], ranks: AnyRanks) -> None:
 
 
 def _random_of_further(saved: Sequence[RandomState], rank: int) -> RandomState:
-    """States for a rank that was not there. Generators that were the same on all ranks are the same here, since what
-    they draw is meant to be; others follow from those of the first rank and this rank's number."""
+    """States for a rank that has saved none. A generator with equal states on all ranks gets this state, since its
+    numbers are meant to be equal; any other is seeded by the first rank's state and this rank's number."""
 
     def state(kind: Literal["torch", "cuda", "python", "numpy"]) -> Any:
         hashes = [hash_of(its[kind]) for its in saved]

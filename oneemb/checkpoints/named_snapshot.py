@@ -1,7 +1,7 @@
 """Entry of a state dict for an embedding's rows: name and identity of a snapshot, as a tensor.
 
-It is a tensor because tools that save and map state dicts (safetensors, trainers, `{k: v.clone() ...}`) take tensors
-only. All such tensors have one length, so that one fits into the place of another.
+The entry is a tensor because tools that save and map state dicts (safetensors, trainers, `{k: v.clone() ...}`) take
+only tensors. All entries have the same length, so that any entry can be copied into any other.
 """
 
 import json
@@ -9,19 +9,19 @@ from typing import Any, NotRequired, TypedDict, cast
 
 import torch
 
-# A snapshot's name is at most 200 bytes, percent-encoded; quoted in JSON, with its identity, it is below this.
+# Bytes of an entry. A snapshot's name has at most 200 bytes, percent-encoded, so its JSON with the identity is shorter.
 _BYTES = 1024
 
 
 class SnapshotName(TypedDict):
-    """Snapshot that has the rows."""
+    """Name and identity of the snapshot that holds the rows."""
 
     oneemb_snapshot: str | None
-    """None = there are no rows."""
+    """Name of the snapshot; None = there are no rows."""
     oneemb_identity: NotRequired[str | None]
-    """Identity of this very snapshot; names repeat from folder to folder and from run to run."""
+    """Identity of the snapshot, since names repeat between folders and runs."""
     oneemb_table: NotRequired[list[Any]]
-    """Number and name of a table, where a state dict has an entry for each table of an embedding."""
+    """[number, name] of a table, in a state dict with one entry for each table of an embedding."""
 
 
 def encode(snapshot: SnapshotName) -> torch.Tensor:
@@ -30,7 +30,8 @@ def encode(snapshot: SnapshotName) -> torch.Tensor:
 
 
 def decode(state: torch.Tensor) -> SnapshotName:
-    """Decode a tensor of `encode`; ValueError if it is no such tensor, or its values have been changed."""
+    """Name and identity in a result of `encode`; ValueError if `state` is no such tensor, or its values were
+    changed."""
     try:
         # A copy of the model in another dtype may hold the same bytes as floats.
         snapshot = json.loads(bytes(state.to("cpu", torch.uint8).tolist()))
@@ -45,7 +46,7 @@ def decode(state: torch.Tensor) -> SnapshotName:
 
 
 def snapshot_name(state: torch.Tensor) -> str | None:
-    """Name of the snapshot in an embedding's entry of a state dict; None = there were no rows.
+    """Name of the snapshot in an embedding's entry of a state dict; None = the embedding had no rows.
 
     Args:
         state: `model.state_dict()[f"{name}._extra_state"]`, uint8 [1024].

@@ -1,4 +1,4 @@
-"""Rows of replicated tables between ranks: a snapshot holds each row once, and a load gives every rank a copy."""
+"""Exchange of rows of replicated tables: a snapshot holds each row once, and a load gives every rank a copy."""
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -15,19 +15,20 @@ from oneemb.storage.snapshots.owned_rows import OwnedRows
 from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot
 from oneemb.storage.store_rows import set_rows
 
-# Size of one exchange of rows of replicated tables.
+# Largest size of one exchange of rows of replicated tables, in bytes and in rows of each rank.
 _SPREAD_BYTES, _SPREAD_ROWS = 64 << 20, 1 << 16
 
 
 class RankReplicas:
-    """Copies of rows of replicated tables, on ranks that own the rows together."""
+    """Sends rows of replicated tables between the ranks, each of which has a copy of every such row."""
 
     def __init__(self, store: EmbeddingStore, ranks: AnyRanks):
         self._store, self._ranks = store, ranks
 
     def check(self, what: str, snapshot: PartedSnapshot, rows: int) -> TableIds | None:
-        """Keys of replicated tables that this rank owns in a snapshot, of which it owns so many rows; None = no such
-        tables. Raises on all ranks if one has no room for the rows of all."""
+        """Keys of replicated tables in a snapshot that this rank owns; None = the embedding has no replicated tables.
+        Raises on all ranks if one rank has no room for the copies. `rows`: number of all rows of the snapshot that this
+        rank owns."""
         replicas = self._store.replicas
         if not replicas:
             return None
@@ -45,7 +46,8 @@ class RankReplicas:
         return found[0]
 
     def spread(self, what: str, own: TableIds, put: Callable[[np.ndarray, np.ndarray, np.ndarray], None]) -> None:
-        """Send this rank's own rows of replicated tables to the others, and `put` theirs."""
+        """Send the rows with the keys `own` to all other ranks, and call `put` with the tables, ids and rows from each
+        other rank."""
         store, (table_N, id_N) = self._store, own
         batch = max(1, min(_SPREAD_BYTES // store.format.row_bytes // self._ranks.size, _SPREAD_ROWS))
 
@@ -64,14 +66,14 @@ class RankReplicas:
             spread(slice(begin, begin + batch))
 
     def even_out(self, what: str) -> None:
-        """Give every rank the owner's version of each row of replicated tables, and report changes to watchers. Called
-        by `together`. If it fails, every rank loses its rows, and says so."""
+        """Overwrite all copies of rows of replicated tables by the owner's row, and report the changes to watchers.
+        Call it by `together`. If it fails, the rows are lost on every rank, and later calls raise."""
         store = self._store
         if not store.replicas:
             return
 
         def put(table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray) -> None:
-            # At most half of the cache at once: a step of accumulated gradients may have pinned some.
+            # At most half of the cache at once, since accumulated gradients may pin other rows.
             most = max(1, store.stats()["device"]["slots"] // 2)
             for begin in range(0, len(id_U), most):
                 u = slice(begin, begin + most)
@@ -86,7 +88,8 @@ class RankReplicas:
             raise
 
     def bring_new(self, what: str) -> None:
-        """Send rows of replicated tables that lookups here have initialized to their owners."""
+        """Send the keys of replicated tables whose rows this rank's lookups have initialized to the owners, which
+        initialize the same rows."""
         store = self._store
         if self._ranks.alone or not store.replicas:
             return

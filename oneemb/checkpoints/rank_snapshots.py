@@ -1,20 +1,18 @@
-"""Snapshots of an embedding: of its ranks, and of earlier jobs with other ranks in the same folders.
+"""Snapshots of an embedding that all ranks save and load together, also those of earlier jobs in the same folders.
 
-Each rank saves its own part (storage/snapshots/snapshot_parts.py says when parts are a snapshot) and loads the rows
-that it owns from the parts of any number of ranks. With ranks, every call is made by all of them; where one fails, all
-raise.
+Each rank saves a part with the rows that it owns, including rows of replicated tables, so a snapshot holds each row
+once. (storage/snapshots/snapshot_parts.py says when parts form a snapshot.) In a load, each rank reads the rows that it
+owns from the parts of any number of ranks, then sends copies of its rows of replicated tables to all other ranks. All
+ranks make each call together; if one rank fails, all ranks raise.
 
-    save       1. remains of killed saves are removed    4. all wait for each other, twice: the snapshot is announced
-               2. the part is marked as unfinished          when none is marked any more
-               3. it is saved, durably                   5. the snapshots that it replaces are removed
+    save       1. each rank removes remains of killed saves    4. the ranks wait for each other twice, then remove the
+               2. each rank marks its part as unfinished          marks: the snapshot exists
+               3. each rank saves its part, durably            5. the snapshots that it replaces are removed
 
-A part has the rows that the rank owns, those of replicated tables too: a snapshot holds each row once. A rank that has
-loaded its rows gives all others copies of its rows of replicated tables.
-
-Invariants, whichever rank is killed at whichever point:
-- the snapshot that was announced last can be loaded, and the one being saved is whole or not there;
-- the next save removes what is left of the latter;
-- a load that does not fit is refused on all ranks before any rank has changed a row.
+Invariants, if any rank is killed at any point:
+- the last complete snapshot can be loaded, and the snapshot being saved is complete or does not exist;
+- the next save removes the remains of an incomplete snapshot;
+- a snapshot that does not fit is refused on all ranks before any rank has changed a row.
 """
 
 import functools
@@ -48,22 +46,22 @@ T = TypeVar("T")
 
 
 class Loaded(NamedTuple):
-    """Snapshot that has been loaded."""
+    """Result of a load."""
 
     info: SnapshotInfo
     as_saved: bool
-    """Whether rows are what it holds, rather than those with state added."""
+    """Whether the rows equal the saved rows; False = optimizer state was added to them."""
 
 
 class RankSnapshots:
-    """Saves, loads, lists and deletes.
+    """Saves, loads, lists and deletes snapshots of an embedding.
 
     Args:
-        name: of the embedding, in errors.
-        store: of this rank.
-        paths: the folders that the user has given.
-        folders: of each rank, the folder of its table.
-        ranks: that own the rows with it.
+        name: name of the embedding, for errors.
+        store: this rank's store.
+        paths: folders that the user has given.
+        folders: for each rank, the folder of its persistent table.
+        ranks: ranks that own the rows.
     """
 
     def __init__(self, name: str, store: EmbeddingStore, paths: Sequence[str], folders: Sequence[str], ranks: AnyRanks):
@@ -77,20 +75,19 @@ class RankSnapshots:
         self._swept = False
         self._part_of = ""
         self.are_kept = True
-        """Whether the folders stay; they do not where a module that has made them takes them away."""
+        """Whether the folders stay; False = the module that has made the folders removes them at its end."""
 
     def together(self, what: str, call: Callable[[], T]) -> T:
-        """Run `call` between two steps, on all ranks, and return its result. Its first exchange must have the same
-        `what`."""
+        """Result of `call`, which all ranks run between two steps. Its first exchange must be named `words(what)`."""
         return together(self.ranks, [self._store], what.partition(" ")[0], self.words(what), call)
 
     def words(self, what: str) -> str:
-        """Name of an operation in exchanges."""
+        """Name of the operation `what` in exchanges."""
         return f"{self._part_of}{what} of embedding {self._name!r}"
 
     @contextmanager
     def part_of(self, what: str) -> Iterator[None]:
-        """Name a graph's call in the exchanges that are made within it."""
+        """Block in which names of exchanges begin with `what`, a call on the whole graph."""
         self._part_of, former = f"{what}: ", self._part_of
         try:
             yield
@@ -100,8 +97,8 @@ class RankSnapshots:
     # ---- list -------------------------------------------------------------------------------------------------------
 
     def seen(self) -> list[str]:
-        """Names of the snapshots that this rank sees, oldest first; for a warning, since ranks may see different
-        ones."""
+        """Names of the snapshots that this rank sees, oldest first. Other ranks may see other snapshots, so the names
+        are only for warnings."""
         if self._is_alone():
             return self._store.snapshots.names()
         return [one.name for one in find_parts(folders_at([*self._paths, *self._folders]), self._fs).snapshots()]
@@ -117,11 +114,12 @@ class RankSnapshots:
         return self.together("list snapshots", lambda: self._find(self.words("list snapshots")))
 
     def find(self, what: str, name: str, identity: str | None, named_by: str) -> PartedSnapshot:
-        """Snapshot of this name; raises as `FoundParts.get`."""
+        """The snapshot `name`; arguments and errors as for `FoundParts.get`. `what` names the exchange."""
         return self._find(what).get(name, identity, named_by)
 
     def _find(self, what: str, check: Callable[[], object] = lambda: None) -> FoundParts:
-        """Parts in the folders: each rank looks at its own folder, the first rank also at folders of no rank."""
+        """The parts that all ranks find: each rank in its own folder, the first rank also in folders that belong to no
+        rank. Each rank runs `check` first."""
 
         def look() -> FoundParts:
             check()
@@ -133,11 +131,11 @@ class RankSnapshots:
         return FoundParts.together(self.ranks.all_gather(what, look))
 
     def _is_alone(self) -> bool:
-        """Whether the embedding has all rows, and ranks have left nothing beside its table."""
+        """Whether this process owns all rows, and its folder has no folders of ranks, from an earlier job."""
         return self.ranks.alone and not any(folder != self._own for folder in folders_at([self._own]))
 
     def of_all(self, what: str, mine: T) -> list[T]:
-        """All-gather `mine`."""
+        """`mine` of each rank, in the order of the ranks. `what` names the operation."""
         words = self.words(what)
         gather = functools.partial(self.ranks.all_gather, words, lambda: mine)
         return read_together(self.ranks, [self._store], what, words, gather)
@@ -148,7 +146,8 @@ class RankSnapshots:
         self, name: str, description: dict[str, Any], *, overwrite: bool = False, since: str | None = None,
         keep_evicted: bool = False,
     ) -> str:  # fmt: skip
-        """Save a snapshot, or a delta; see `TableEmbedding.save_snapshot` and `save_delta`. Returns its identity."""
+        """Save a snapshot, or a delta since the snapshot `since`; returns its identity. See
+        `TableEmbedding.save_snapshot` and `save_delta`."""
         if not self.are_kept:
             raise StorageError(
                 f"the rows of tables {self._name} are in a folder that goes with their collection, where no snapshot"
@@ -172,7 +171,7 @@ class RankSnapshots:
 
         def check() -> None:
             nonlocal table_name
-            self._store.build()  # Its table's lock is held from here on.
+            self._store.build()  # From here on, the store holds the lock of its table.
             table_name = table_name_of(name, identity, self._own, self._fs)
 
         found = self._find(what, check)
@@ -198,19 +197,20 @@ class RankSnapshots:
         except BaseException:
             parts.take_back()
             raise
-        # Before this wait a rank knows that all parts are there; after it, that no rank takes its part back, as one
-        # does that did not hear from all because another died. So no part loses its mark while others may be missing.
+        # A rank that does not hear from all others in the exchange above, since one has died, takes its part back.
+        # After this second wait, every rank knows that no rank takes its part back. Only then are marks removed, so no
+        # part loses its mark while another part may be missing.
         self.ranks.agree(f"{what}: all parts are there")
         self.ranks.agree(what, parts.finish)
         if former:
-            with suppress(StorageError, RankError):  # The new one counts: the next save tries again.
+            with suppress(StorageError, RankError):  # The new snapshot exists; the next save tries to remove again.
                 for snapshots in to_remove(found, name):
                     self._remove(what, snapshots)
         return identity
 
     def _sweep(self, found: FoundParts) -> None:
-        """Remove what killed saves have left: each rank in its own folder, the first one in folders of no rank, where
-        killed jobs with other ranks may have left something."""
+        """Remove remains of killed saves: each rank in its own folder, the first rank also in folders that belong to no
+        rank (earlier jobs with other numbers of ranks)."""
         sweep_folder(self._own, found, self._store.snapshots.delete, self._fs)
         if self._rank == 0:
             left = {part.folder for part in found.leftovers()}
@@ -232,12 +232,13 @@ class RankSnapshots:
         what = self.words(f"delete_snapshot {name!r}")
         found = self._find(what, self._store.build)
         found.check_no_deltas(name, "deleted")
-        self.ranks.agree(what, lambda: self._sweep(found))  # Remains of killed saves need no parent.
+        self.ranks.agree(what, lambda: self._sweep(found))  # first, since a killed delta must not keep its parent
         for snapshots in to_remove(found, name):
             self._remove(what, snapshots)
 
     def _remove(self, what: str, snapshots: Sequence[Any]) -> None:
-        """Delete these snapshots of tables: each rank its own, the first one those of no rank."""
+        """Delete snapshots of single tables: each rank those in its own folder, the first rank also those in folders
+        that belong to no rank."""
         mine = [
             one for one in snapshots
             if one.folder == self._own or self._rank == 0 and one.folder not in self._folders
@@ -263,8 +264,8 @@ class RankSnapshots:
     # ---- export -----------------------------------------------------------------------------------------------------
 
     def export(self, name: str, check: Callable[[], object], export: Callable[[list[str], str], int]) -> int:
-        """Result of `export(folders, name)` on the first rank, which reads the current rows from a temporary snapshot
-        of its name. `check` raises if the export need not begin."""
+        """Result of `export(folders, name)` on the first rank. `export` reads the current rows from a temporary
+        snapshot, whose name is the first rank's `name`. `check` raises if the export must not begin."""
 
         def run() -> int:
             what = self.words("export_rows")
@@ -280,8 +281,8 @@ class RankSnapshots:
     # ---- load -------------------------------------------------------------------------------------------------------
 
     def check_fits(self, name: str, check: Callable[[SnapshotInfo], object]) -> None:
-        """Raise StorageError unless there is a snapshot of this name that fits; `check` raises unless its kind fits the
-        embedding."""
+        """Raise StorageError unless the snapshot `name` exists and fits the embedding. `check` raises unless the kind
+        of the snapshot fits."""
         if self._is_alone():
             check(self._store.snapshots.info(name))
             self._store.snapshots.check_fits(name)
@@ -296,8 +297,8 @@ class RankSnapshots:
         self.together(f"check_fits {name!r}", look)
 
     def existing(self, named: Sequence[tuple[str, str | None]]) -> list[bool]:
-        """Whether each snapshot exists, given by name and identity (None = any identity). It need not be readable. All
-        ranks give the same list."""
+        """Whether each snapshot (name, identity or None = any) exists. A snapshot that cannot be read exists, too. All
+        ranks pass the same list."""
         if not named:
             return []
         check: Callable[[str, str | None, str], object] = self._store.snapshots.check
@@ -306,7 +307,7 @@ class RankSnapshots:
         return [_is_there(check, name, identity) for name, identity in named]
 
     def check_named(self, name: str, identity: str | None, named_by: str) -> None:
-        """Raise unless the snapshot of this name is there and has this identity; see `StoreSnapshots.check`."""
+        """Raise unless the snapshot `name` exists and has this identity; see `StoreSnapshots.check`."""
         if self._is_alone():
             self._store.snapshots.check(name, identity, named_by)
         else:
@@ -314,8 +315,8 @@ class RankSnapshots:
             self.together(what, lambda: self.find(self.words(what), name, identity, named_by))
 
     def load(self, name: str, *, weights_only: bool, check: Callable[[SnapshotInfo], object]) -> Loaded:
-        """Load a snapshot; see `TableEmbedding.load_snapshot`. Called by `together`; `check` raises unless the
-        snapshot's kind fits the embedding."""
+        """Load a snapshot; see `TableEmbedding.load_snapshot`. Call it by `together`. `check` raises unless the kind of
+        the snapshot fits the embedding."""
         if self._is_alone():
             info = self._store.snapshots.info(name)
             check(info)
@@ -335,7 +336,7 @@ class RankSnapshots:
             if replicated is not None:
                 self.replicas.spread(what, replicated, self._store.replicas.put)
         except BaseException as error:
-            if not self.ranks.alone:  # Some ranks have the rows of the snapshot, others have not.
+            if not self.ranks.alone:  # Some ranks may have the rows of the snapshot, others not.
                 self._store.store_lock.cut_short(error)
             raise
         finally:
@@ -346,8 +347,8 @@ class RankSnapshots:
     def _open(
         self, what: str, snapshot: PartedSnapshot, *, weights_only: bool, read: bool
     ) -> tuple[SnapshotInfo, OwnedRows | None, TableIds | None]:
-        """Rows that this rank is to load, once all ranks have found that theirs fit: the snapshot, the rank's rows in
-        the parts of others (None = its own part), and the keys of replicated tables (None = no such tables)."""
+        """(snapshot; this rank's rows in the parts of all ranks, or None = load the rank's own part; keys of replicated
+        tables that the rank owns, or None = no such tables). Raises on all ranks unless the rows fit on all ranks."""
         own = snapshot.part_in(self._own, self._rank, self._size)
         owned: OwnedRows | None = None
 
@@ -369,11 +370,11 @@ class RankSnapshots:
 
 
 def _is_there(check: Callable[[str, str | None, str], object], name: str, identity: str | None) -> bool:
-    """Whether a snapshot exists, for which `check` does not raise."""
+    """Whether `check` finds the snapshot."""
     try:
         check(name, identity, "a checkpoint")
     except (SnapshotNotFoundError, OtherSnapshotError, ValueError):
         return False
     except (CorruptTableError, FormatVersionError):
-        pass  # It exists, though it cannot be read.
+        pass  # The snapshot exists, though it cannot be read.
     return True

@@ -1,4 +1,4 @@
-"""Numbers, tensors and names, nested, as the bytes of a file.
+"""States (nested numbers, strings and tensors) as the bytes of a file.
 
 Invariant: loading bytes runs no code.
 """
@@ -15,14 +15,14 @@ import torch
 
 
 def to_bytes(state: object) -> bytes:
-    """Numbers, tensors and names, nested, as a file holds them."""
+    """Bytes of a file that holds `state`: nested numbers, strings and tensors."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()
 
 
 def load_bytes(file: str | IO[bytes], where: str, *, mmap: bool = False) -> Any:
-    """State of `to_bytes`; arguments and errors as of `load_state`."""
+    """The state in the bytes that `to_bytes` has made; arguments and errors as for `load_state`."""
     try:
         if not mmap:  # torch compares no checksums.
             with zipfile.ZipFile(file) as archive:
@@ -33,14 +33,14 @@ def load_bytes(file: str | IO[bytes], where: str, *, mmap: bool = False) -> Any:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except (pickle.UnpicklingError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError,
             ValueError, KeyError, UnicodeDecodeError, OSError) as error:  # fmt: skip
-        # torch seeks to a place before the begin of a damaged file: EINVAL. Other errors of the system are no damage.
+        # In a damaged file torch may seek to before the beginning: EINVAL. Other OSErrors are no sign of damage.
         if isinstance(error, OSError) and error.errno != errno.EINVAL:
             raise
         raise ValueError(f"{where} is not a checkpoint of a TrainGraph, or is damaged: {error}") from error
 
 
 def hash_of(value: Any) -> str:
-    """Hash of a tensor or of another value that a file can hold, as text."""
+    """Hash, as text, of a tensor or of another value that a file can hold."""
     if isinstance(value, torch.Tensor) and value.layout is torch.strided:
         words = f"{value.dtype} {tuple(value.shape)}".encode()
         data = value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -1,4 +1,4 @@
-"""Parts of a graph by their names in states: those without DistributedDataParallel."""
+"""Parts of a graph by their names in states, which leave out the `.module` of DistributedDataParallel."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ from oneemb.training.row_step import embedding_of
 
 
 def named_embeddings(graph: CompiledGraph) -> dict[str, TableEmbedding]:
-    """Embeddings of the graph by their names in states."""
+    """{name in states: embedding} of a graph."""
     plain = _plain_names(graph)
     return {plain(name): embedding for name, embedding in embeddings_of(graph).items()}
 
@@ -33,7 +33,7 @@ def _plain_names(graph: torch.nn.Module) -> Callable[[str], str]:
 
 
 def tensors_of(graph: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters, but for weights that stand for rows, and the buffers that modules want saved."""
+    """{name in states: tensor} of parameters and persistent buffers, without the weights that stand for rows."""
     plain = _plain_names(graph)
     found: dict[str, torch.Tensor] = {
         plain(name): parameter for name, parameter in graph.named_parameters() if embedding_of(parameter) is None
@@ -42,7 +42,7 @@ def tensors_of(graph: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def buffers_of(graph: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that modules want saved."""
+    """{name in states: buffer} of persistent buffers."""
     plain = _plain_names(graph)
     return {
         plain(f"{prefix}.{name}" if prefix else name): buffer
@@ -53,19 +53,19 @@ def buffers_of(graph: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def param_names_of(graph: torch.nn.Module, optimizer: Optimizer) -> list[list[str | None]]:
-    """Names of the parameters in each group of an optimizer; None for one that is no part of the graph."""
+    """For each param group of an optimizer, the names of its parameters; None = a parameter is not in the graph."""
     plain = _plain_names(graph)
     names = {id(parameter): plain(name) for name, parameter in graph.named_parameters()}
     return [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def own_scalers_of(graph: torch.nn.Module) -> dict[str, torch.amp.GradScaler]:
-    """The GradScalers that are attributes of the graph, which its `build` scales with."""
+    """{attribute: GradScaler} of the scalers that are attributes of the graph, for use in its `build`."""
     return {name: value for name, value in vars(graph).items() if isinstance(value, torch.amp.GradScaler)}
 
 
 def with_extra_state(graph: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Modules that have extra state, embeddings left out."""
+    """{name in states: module} of the modules with extra state, without embeddings."""
     plain = _plain_names(graph)
     of_modules = torch.nn.Module.get_extra_state
     return {
