@@ -1,4 +1,4 @@
-"""The command `oneemb`, also `python -m oneemb`. Its commands are in `oneemb.cli.commands`."""
+"""The command `oneemb`, also `python -m oneemb`. Its subcommands are in `oneemb.cli.commands`."""
 
 import os
 import signal
@@ -7,8 +7,8 @@ from types import FrameType
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """End the program as an error would, so that unfinished work is undone."""
-    # torch answers an exception in the midst of its own import with abort(), which undoes no more than this and has
+    """End the program by an exception, so that unfinished work is undone."""
+    # If an exception is raised while torch is imported, torch calls abort(), which undoes no more than this and has
     # another exit code.
     loading = getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False)
     if loading:
@@ -22,8 +22,8 @@ def main() -> None:
     """Run the command line.
 
     Raises:
-        SystemExit: always; 0 = done, 1 = a check found contradictions, 2 = it could not be done, 130 = it was
-            interrupted, 143 = it was told to end.
+        SystemExit: always; 0 = done, 1 = a check found damage, 2 = the command failed, 130 = interrupted, 143 =
+            terminated.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end)
@@ -31,5 +31,5 @@ def main() -> None:
         from oneemb.cli.commands import oneemb
 
         oneemb(prog_name="oneemb")
-    except KeyboardInterrupt:  # while something is imported
+    except KeyboardInterrupt:  # before the command handles it
         raise SystemExit(128 + signal.SIGINT) from None

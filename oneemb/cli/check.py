@@ -1,4 +1,4 @@
-"""The commands `check`, which compares a table with its checksums, and `compact`, which frees its garbage."""
+"""The commands `check`, which compares a table with its checksums, and `compact`, which frees unused disk space."""
 
 import os
 from collections.abc import Callable
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 @json_option
 @click.pass_context
 def check(ctx: click.Context, path: str, as_json: bool) -> None:
-    """Find damage: what is not what was written.
+    """Find damaged files.
 
-    Every byte that the snapshots at PATH need is compared with its checksum, and every reference followed; of the
-    snapshots of ranks that have their tables there, whether all parts are there. Reads only,
-    beside a job that writes too. Exits with 1 and a list when something contradicts. Tables of OneFlow have
-    no checksums: their files are compared with each other. PATH may be a file that `oneemb quantize` has made.
+    Compares every byte that the snapshots at PATH need with its checksum, follows every reference, and checks that
+    snapshots of ranks have all their parts. Only reads, also while a job writes. Exits with 1 and a list of problems if
+    there are any. Tables of OneFlow have no checksums: their files are compared with one another. PATH may be a file
+    that `oneemb quantize` has made.
     """
     from oneemb.foreign.oneflow_table import is_oneflow_table
     from oneemb.storage.snapshots.part_folders import check_parts
@@ -94,11 +94,11 @@ def _check_oneflow(path: str, move: Callable[[int, int], None]) -> "CheckResult"
 @click.option("--remove-orphans", is_flag=True, help="Give up snapshots that are gone, and free their disk.")
 @json_option
 def compact(path: str, remove_orphans: bool, as_json: bool) -> None:
-    """Free the disk space that snapshots do not need.
+    """Free the disk space that no snapshot needs.
 
-    PATH is the folder of a table, or that in which ranks have theirs. No job may have one: it compacts by itself. A
-    crash leaves every
-    snapshot at PATH whole. Files of snapshots that somebody else has removed stay until --remove-orphans is given.
+    PATH is the folder of a table, or the folder that holds the tables of ranks. No job may use them: a job compacts its
+    tables by itself. A crash leaves every snapshot at PATH complete. Files of snapshots that were removed by other
+    means than oneemb stay until --remove-orphans is given.
     """
     from oneemb.storage.snapshots.part_folders import sweep_folder
     from oneemb.storage.snapshots.snapshot_parts import look_at
@@ -112,7 +112,7 @@ def compact(path: str, remove_orphans: bool, as_json: bool) -> None:
     result = CompactionResult()
     with progress_bar(as_json, "moving", "rows") as move:
         for folder in found.folders:
-            if len(found.folders) > 1:  # One folder alone does not show its leftovers.
+            if len(found.folders) > 1:  # Leftovers show only beside other folders.
                 sweep_folder(folder, found)
             one = compact_snapshots(folder, remove_orphans=remove_orphans, progress=move)
             result.chunks += one.chunks

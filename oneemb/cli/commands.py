@@ -1,9 +1,9 @@
-"""The command line for tables on disk: all commands, and how errors end them.
+"""The command line for tables on disk: its commands, and how errors end them.
 
 Invariants:
-- with --json a command writes one JSON object to the standard output and nothing else there;
-- exit codes: 0 = done, 1 = `check` found contradictions, or the user said no or closed the output, 2 = it could not be
-  done, and the reason is on stderr, 130 = interrupted and 143 = told to end, after unfinished work was undone;
+- with --json a command writes one JSON object to the standard output, and nothing else there;
+- exit codes: 0 = done; 1 = `check` found damage, or the user declined or closed the output; 2 = the command failed,
+  with the reason on stderr; 130 = interrupted and 143 = terminated, after unfinished work was undone;
 - a command imports slow modules, such as NumPy and torch, when it runs.
 """
 
@@ -28,9 +28,9 @@ class _Failure(click.ClickException):
 
 
 class _Group(click.Group):
-    """Prints errors that a user can do something about without a traceback."""
+    """Group of commands that prints errors which a user can fix without a traceback."""
 
-    # click itself ends an interrupted command as one that the user declined, with 1.
+    # click would end an interrupted command with 1, as if the user had declined.
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         try:
             return super().make_context(*args, **kwargs)
@@ -56,7 +56,7 @@ class _Group(click.Group):
 
 
 def _in_options(text: str) -> str:
-    """An error's advice in terms of the command line: arguments of functions are options here."""
+    """An error's text with options of the command line in place of arguments of functions."""
     text = re.sub(r"\b([a-z_]+)=True\b", lambda match: "--" + match[1].replace("_", "-"), text)
     text = re.sub(r"\b([a-z_]+)=False\b", lambda match: "no --" + match[1].replace("_", "-"), text)
     text = re.sub(r"\b([a-z_]+)=\.\.\.", lambda match: "--" + match[1].replace("_", "-"), text)
@@ -66,7 +66,7 @@ def _in_options(text: str) -> str:
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="oneemb")
 def oneemb() -> None:
-    """Embedding tables on disk: what they hold, whether they are sound, and the way in and out; and what jobs take."""
+    """Embedding tables on disk: look at them, check them, move rows in and out; and plan training jobs."""
 
 
 for _command in (

@@ -1,4 +1,4 @@
-"""Histograms of `inspect --histogram`: scores, ages and norms of a snapshot's rows, table by table."""
+"""Histograms for `inspect --histogram`: scores, ages and norms of a snapshot's rows, table by table."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -14,16 +14,19 @@ if TYPE_CHECKING:
 
 _BINS = 10
 _BAR = 40
-"""Letters of the longest bar."""
+"""Number of letters of the longest bar."""
 
 
 def histograms(
     parts: Sequence[tuple["SnapshotInfo", "SnapshotReader | OwnedRows"]],
 ) -> dict[str, dict[str, dict[str, Sequence[float]]]]:
-    """Histograms of a snapshot, or of the parts that are one, by table and by column: the `edges` of bins, and the
-    number of `rows` in each. "norm" is the L2 norm of a row's weights. If a policy has noted uses, "score" is the
-    row's, and "age" the steps since its last use. StorageError if a file is damaged, or no embedding has saved the
-    snapshot."""
+    """{table: {column: {"edges": edges of the bins, "rows": number of rows in each bin}}} for a snapshot. Column "norm"
+    is the L2 norm of a row's weights; if a policy has recorded uses, "score" is the row's score and "age" the number of
+    steps since its last use. StorageError if a file is damaged, or no embedding has saved the snapshot.
+
+    Args:
+        parts: description and reader of each part of the snapshot.
+    """
     from oneemb.kernels.score_rows import DECAYED
     from oneemb.rows.values import weights_of
     from oneemb.storage.policies.usage_index import USAGE_WORDS, UsageClock
@@ -60,7 +63,7 @@ def _histogram(numbers: np.ndarray) -> dict[str, Sequence[float]]:
     if len(finite):
         low, high = finite.min(), finite.max()
         rows, edges = np.array([len(finite)]), np.array([low, high])
-        least = 4 * np.spacing(max(abs(low), abs(high)))  # Else no more bins lie between them.
+        least = 4 * np.spacing(max(abs(low), abs(high)))  # float64 has too few numbers between them for 10 bins.
         if ((high - low) or 1.0) / _BINS > least:
             rows, edges = np.histogram(finite, _BINS)
     found: dict[str, Sequence[float]] = {"edges": edges.tolist(), "rows": rows.tolist()}

@@ -1,4 +1,4 @@
-"""The command `inspect`: contents of a table."""
+"""The command `inspect`, which shows what a table contains."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @json_option
 def inspect(path: str, snapshot: str | None, as_json: bool) -> None:
-    """Show what a table holds, or the tables of ranks.
+    """Show what the table at PATH, or the tables of ranks there, contain.
 
-    The snapshots at PATH, the disk they take, and who writes there. Reads only, beside a job that writes too.
+    Lists snapshots, the disk space that they take, and the job that writes there. Only reads, also while a job writes.
     """
     from oneemb.foreign.oneflow_table import is_oneflow_table
     from oneemb.storage.snapshots.snapshot_parts import look_at
@@ -76,7 +76,7 @@ def inspect(path: str, snapshot: str | None, as_json: bool) -> None:
 
 
 def _fields_of(info: "TableInfo") -> dict[str, object]:
-    """Fields of the result of `inspect` that each table has."""
+    """Fields of the JSON result that each table has."""
     return {
         "holder": info.holder, "chunks": info.chunks, "disk_bytes": info.disk_bytes, "live_bytes": info.live_bytes,
         "garbage_bytes": info.garbage_bytes, "unsaved_bytes": info.unsaved_bytes, "missing": info.missing,
@@ -114,7 +114,7 @@ def _inspect_rows(path: str, snapshot: str, as_json: bool) -> None:
 
 
 def _inspect_ranks(path: str, found: "FoundParts", as_json: bool) -> None:
-    """Show the contents of the tables in the folders of ranks together."""
+    """Show the tables of all ranks together."""
     from oneemb.storage.snapshots.snapshot_parts import incomplete_text, leftover_text
     from oneemb.storage.table.table_info import table_info
 
@@ -160,7 +160,7 @@ def _missing_lines(missing: Mapping[str, int]) -> list[str]:
 
 
 def _lines(snapshots: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The snapshots as lines of a table."""
+    """Lines of a text table of snapshots."""
     columns: tuple[str, ...] = ("name", "rows", "weights", "state", "optimizer", "step", "bytes", "saved")
     several = any((saved["shards"] or 1) > 1 for saved in snapshots)
     deltas = any(saved["since"] for saved in snapshots)
@@ -178,7 +178,7 @@ def _lines(snapshots: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _delta_text(saved: Mapping[str, Any]) -> str:
-    """Text of the parent and the changed rows of a delta; "-" for a whole snapshot."""
+    """Parent and number of changed rows of a delta, as text; "-" for a whole snapshot."""
     if saved["since"] is None:
         return "-"
     return f"since {saved['since']!r}: {saved['changed_rows']:,} changed, {saved['inserted_rows']:,} of them new"
@@ -214,8 +214,8 @@ def _inspect_oneflow(path: str, as_json: bool) -> None:
 
 
 def _described(info: "SnapshotInfo", changed: int | None = None) -> dict[str, Any]:
-    """Description of a snapshot; `changed` is the number of rows in all parts of a delta. `rows` of a delta are all
-    rows after it is applied."""
+    """JSON description of a snapshot. For a delta `rows` counts all rows after the delta is applied, and `changed` is
+    the number of rows in all its parts (None = it has one part)."""
     from oneemb.storage.errors import StorageError
     from oneemb.storage.snapshots.snapshot_rows import SnapshotRows, shard_of
     from oneemb.storage.table.delta import Delta

@@ -1,4 +1,4 @@
-"""The command `plan`: cost of a training job before it is run."""
+"""The command `plan`, which computes the cost of a training job before it runs."""
 
 import json
 from typing import Any
@@ -43,10 +43,10 @@ def plan_command(
     ranks_per_machine: int | None, machine_path: str | None, measure: str | None, figures: tuple[str, ...],
     as_json: bool, **arguments: Any,
 ) -> None:  # fmt: skip
-    """Say what a job takes before it is run.
+    """Compute the cost of a training job before it runs.
 
-    Bytes between ranks, memory and reads of each, the time of a step with its parts, what limits it, and what to do
-    about that. With several --ranks, one line for each.
+    Prints bytes between ranks, memory and disk reads of a rank, the time of a step and of its parts, the part that
+    limits the job, and advice. With several --ranks it prints one line for each.
     """
     import numpy as np
 

@@ -1,4 +1,4 @@
-"""The command `quantize`: a file of rows to serve, from a snapshot; and the contents and checks of such a file."""
+"""The command `quantize`, which writes a file of rows to serve; also content and checks of such a file."""
 
 import os
 from dataclasses import asdict
@@ -23,8 +23,8 @@ def quantize_command(
 ) -> None:  # fmt: skip
     """Write a snapshot's weights to a file for serving.
 
-    PATH is the folder of a job, or that in which ranks have theirs. oneemb.InferenceEmbedding.open reads the file. The
-    error is that of a weight beside the trained one.
+    PATH is the folder of a table, or the folder that holds the tables of ranks. oneemb.InferenceEmbedding.open reads
+    the file. The printed error compares weights in the file with the trained weights.
     """
     from oneemb.kernels.threads import Threads
     from oneemb.serving.build import find_snapshot, make_file
@@ -46,7 +46,7 @@ def quantize_command(
 
 
 def check_file(ctx: click.Context, path: str, as_json: bool) -> None:
-    """Check a file for serving, as `check` does a table."""
+    """Check a file for serving: the command `check` for such a file."""
     from oneemb.kernels.threads import Threads
     from oneemb.storage.errors import CorruptTableError
     from oneemb.storage.serving.served_file import ServedFile
@@ -70,7 +70,7 @@ def check_file(ctx: click.Context, path: str, as_json: bool) -> None:
 
 
 def inspect_file(path: str, as_json: bool) -> None:
-    """Show what a file for serving holds."""
+    """Show what a file for serving contains."""
     from oneemb.kernels.threads import Threads
     from oneemb.storage.serving.served_file import ServedFile
 

@@ -1,4 +1,5 @@
-"""The commands `export` and `import`: rows into files, and from files or other tables into a new snapshot."""
+"""The commands `export`, which writes rows to files, and `import`, which makes a snapshot from files or other
+tables."""
 
 import os
 from typing import TYPE_CHECKING
@@ -27,10 +28,10 @@ def export_command(
     path: str, target: tuple[str, ...], name: str | None, shard: tuple[str, ...], table: int | None, with_state: bool,
     overwrite: bool, batch_size: int, as_json: bool,
 ) -> None:  # fmt: skip
-    """Write a snapshot's rows to files.
+    """Write the rows of a snapshot to files.
 
-    The snapshot is one of the table at PATH. TARGET is a file .npz, .parquet or .safetensors; or files .npy of keys,
-    values, and of tables and state if they are wanted.
+    PATH is the folder of the table. TARGET is one .npz, .parquet or .safetensors file; or several .npy files, for keys,
+    values, and, if wanted, table numbers and optimizer state.
     """
     from oneemb.rows.export_rows import export_rows
 
@@ -77,11 +78,11 @@ def import_command(
     dtype: str | None, block_size: str, from_snapshot: str | None, embedding_dim: int | None, batch_size: int,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Make a snapshot of rows in files.
+    """Make a snapshot from rows in files.
 
-    The snapshot is a new one of the table at PATH, which is made if it is not there. SOURCE is a file .npz, .parquet or
-    .safetensors; files .npy of keys, values, and of tables and state if there are any; one file .npy of values, whose
-    row numbers are the keys; or the folders of a table of OneFlow or oneemb.
+    PATH is the folder of the table that gets the snapshot; a missing table is made. SOURCE is one .npz, .parquet or
+    .safetensors file; several .npy files, of keys, values, and, if there are any, table numbers and optimizer state;
+    one .npy file of values, whose row numbers are the keys; or the folders of a table of OneFlow or oneemb.
     """
     from oneemb.rows.import_rows import import_rows
 

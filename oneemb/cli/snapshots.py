@@ -1,4 +1,4 @@
-"""The commands on snapshots, `snapshot list`, `snapshot delete`, `merge-deltas` and `reshard`, and their checks."""
+"""The commands `snapshot list`, `snapshot delete`, `merge-deltas` and `reshard`, and checks for them."""
 
 import os
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ def snapshot() -> None:
 @json_option
 @click.pass_context
 def list_snapshots(ctx: click.Context, path: str, as_json: bool) -> None:
-    """List the snapshots of the table at PATH, or of the ranks that have their tables there, oldest first.
+    """List the snapshots of the table at PATH, or of the tables of ranks there, oldest first.
 
-    Snapshots that cannot be read, or that lack parts or a delta's parent, are named beside the list with the reason;
+    Snapshots that cannot be read, or that lack parts or the parent of a delta, are listed separately with the reason;
     the command then exits with 1.
     """
     names, damaged, incomplete = snapshot_names([path])
@@ -42,9 +42,10 @@ def list_snapshots(ctx: click.Context, path: str, as_json: bool) -> None:
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 @json_option
 def delete_snapshot(path: str, name: str, shard: tuple[str, ...], yes: bool, as_json: bool) -> None:
-    """Delete a snapshot and free what only it used.
+    """Delete a snapshot, and free the disk space that only this snapshot used.
 
-    NAME is a snapshot of the table at PATH, or of the ranks that have their tables there. No job may have them.
+    PATH is the folder of a table, or the folder that holds the tables of ranks; NAME is one of its snapshots. No job
+    may use the tables.
     """
     from oneemb.storage.snapshots.part_folders import PartRemoval, to_remove
     from oneemb.storage.snapshots.snapshot_parts import look_at
@@ -70,7 +71,7 @@ def delete_snapshot(path: str, name: str, shard: tuple[str, ...], yes: bool, as_
 
 
 def need_own_tables(paths: Sequence[str]) -> None:
-    """Raise unless these folders hold tables of oneemb."""
+    """Raise ValueError or StorageError unless these folders hold tables of oneemb."""
     from oneemb.foreign.oneflow_table import is_oneflow_table
     from oneemb.storage.fs import LocalFileSystem
     from oneemb.storage.snapshots.snapshot_parts import folders_at
@@ -86,8 +87,8 @@ def need_own_tables(paths: Sequence[str]) -> None:
 
 
 def snapshot_names(paths: Sequence[str]) -> tuple[list[str], dict[str, str], dict[str, str]]:
-    """Names of the snapshots of one table or several; reasons of those that cannot be read, and of those that are not
-    whole."""
+    """Names of the snapshots in these folders; {name: reason} of those that cannot be read; {name: reason} of those
+    that are incomplete."""
     from oneemb.foreign.oneflow_table import is_oneflow_table, oneflow_snapshots
     from oneemb.storage.snapshots.snapshot_parts import incomplete_text, look_at
 
@@ -104,7 +105,7 @@ def snapshot_names(paths: Sequence[str]) -> tuple[list[str], dict[str, str], dic
 
 
 def only_snapshot(paths: Sequence[str]) -> str:
-    """The only snapshot of a table."""
+    """Name of the only snapshot in these folders; ValueError if there is none or there are several."""
     names, damaged, incomplete = snapshot_names(paths)
     if len(names) != 1:
         there = ", ".join([
@@ -125,10 +126,10 @@ def only_snapshot(paths: Sequence[str]) -> str:
 def merge_deltas_command(
     path: str, name: str, into: str, since: str | None, shard: tuple[str, ...], as_json: bool
 ) -> None:
-    """Make one snapshot of a delta and those that it goes on from.
+    """Make one snapshot of a delta and the snapshots that it builds on.
 
-    PATH is the folder of a table, or that in which ranks have theirs. No row is copied. The others stay until they are
-    deleted, the last one first. No job may have the tables.
+    PATH is the folder of a table, or the folder that holds the tables of ranks. No row is copied. The merged snapshots
+    stay until they are deleted, the newest first. No job may use the tables.
     """
     from oneemb.rows.reshard import merge_deltas
 
@@ -155,10 +156,11 @@ def merge_deltas_command(
 def reshard_command(
     source: str, name: str, ranks: int, to: tuple[str, ...], shard: tuple[str, ...], as_json: bool
 ) -> None:
-    """Make the parts of N ranks from a snapshot of any number.
+    """Make a snapshot's parts for another number of ranks.
 
-    SOURCE is the folder of a job's ranks, or of a table. A job loads a snapshot of any number of ranks; one of as many
-    as it has it loads faster. Without --to the new parts take the place of the former ones. No job may have the tables.
+    SOURCE is the folder of a table, or the folder that holds the tables of ranks. A job loads snapshots of any number
+    of ranks, but fastest those of its own number. Without --to the new parts replace the old ones. No job may use the
+    tables.
     """
     from oneemb.rows.reshard import reshard
 

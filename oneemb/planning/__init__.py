@@ -1,1 +1,1 @@
-"""Cost of a job before it runs."""
+"""Computes the cost of a training job before it runs."""

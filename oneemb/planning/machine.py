@@ -1,4 +1,4 @@
-"""Figures of a machine for `oneemb.plan`, and how those of this one are measured."""
+"""Figures of a machine, such as bandwidths and times, for `oneemb.plan`; and how to measure those of this machine."""
 
 import functools
 import json
@@ -25,9 +25,9 @@ from oneemb.storage.tiers.memory_limit import memory_limit
 
 @dataclass(frozen=True)
 class StepCost:
-    """Time of a step on the cores of a rank, without messages: `call_us + lookups * lookup_us + ids * id_ns + ids * D *
-    id_weight_ns + keys * key_ns + keys * words * key_word_ns`, where ids are those of the batch, keys the unique
-    ones of them, and words those of a row, with state, and of its gradient."""
+    """Formula for the time of a step on the cores of a rank, without messages: `call_us + lookups * lookup_us + ids *
+    id_ns + ids * D * id_weight_ns + keys * key_ns + keys * words * key_word_ns`. ids counts the ids of a batch, keys
+    its unique ids, and words the 32-bit words of a row, with optimizer state, and of its gradient."""
 
     call_us: float
     lookup_us: float
@@ -37,33 +37,34 @@ class StepCost:
     key_word_ns: float
 
     def rows_ms(self, ids: int, keys: int, dim: int, row_words: int) -> float:
-        """Time of the rows of one lookup."""
+        """Milliseconds that a step spends on the rows of one lookup."""
         of_ids = ids * (self.id_ns + dim * self.id_weight_ns)
         return (of_ids + keys * (self.key_ns + (row_words + dim) * self.key_word_ns)) / 1e6
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The figures of a machine.
+    """Figures of a machine.
 
-    The defaults are of a server with 32 cores, a network of 100 Gb/s and an NVMe disk, of which nothing was measured
-    but the steps: on an AMD EPYC (Zen 4), one thread a rank, on two cores with other users. `peer_us` is an assumption
-    that no measurement backs.
+    The defaults stand for a server with 32 cores, a network of 100 Gb/s and an NVMe disk. Only the step costs among
+    them were measured: on an AMD EPYC (Zen 4), one thread a rank, on two cores with other users. `peer_us` is an
+    assumption.
 
     Args:
-        cores: of the machine, which its ranks share.
-        threads: of a rank, with which `alone` and `on_ranks` were measured.
-        memory_gib: of the machine.
-        network_gb_s: from a machine to others, all its ranks together, each way, in 10^9 bytes a second.
-        network_us: that a collective call of two ranks of different machines takes with next to no bytes.
-        local_gb_s: from a rank to others of its machine.
-        local_us: as network_us, of two ranks of one machine.
-        peer_us: that each further rank adds to a collective call.
-        fresh_gb_s: at which memory is first written to that the system has just given.
-        disk_reads_per_s: of blocks at random places, of the machine.
-        disk_gb_s: of its disk.
-        alone: what a step takes where one process has all rows.
-        on_ranks: what it takes where ranks own rows together.
+        cores: number of cores, which all ranks of the machine share.
+        threads: threads of each rank, with which `alone` and `on_ranks` were measured.
+        memory_gib: memory of the machine.
+        network_gb_s: bandwidth from all ranks of a machine together to other machines, each way, in 10^9 bytes a
+            second.
+        network_us: time of a nearly empty collective call between two ranks on different machines.
+        local_gb_s: bandwidth from one rank to other ranks of its machine.
+        local_us: time of a nearly empty collective call between two ranks on one machine.
+        peer_us: time that each further rank adds to a collective call.
+        fresh_gb_s: rate of the first write to memory that the operating system has just given.
+        disk_reads_per_s: number of blocks at random places that the machine reads from disk in a second.
+        disk_gb_s: bandwidth of the machine's disk.
+        alone: cost of a step if one process has all rows.
+        on_ranks: cost of a step if ranks share the rows.
 
     Raises:
         ValueError: a figure is not above 0.
@@ -93,29 +94,30 @@ class Machine:
                 raise ValueError(f"{one.name} must be above 0, got {value!r}")
 
     def contention(self, ranks: int) -> float:
-        """Factor by which so many ranks, sharing its cores, slow each other."""
+        """Factor by which the ranks of a machine slow each other, because they share its cores."""
         return max(1.0, ranks * self.threads / self.cores)
 
     def latency_ms(self, ranks: int, ranks_per_machine: int) -> float:
-        """Time of a collective call of next to no bytes."""
+        """Milliseconds of a nearly empty collective call."""
         local = ranks == ranks_per_machine
         first = self.local_us * self.contention(ranks) if local else self.network_us
         return (first + (ranks - 2) * self.peer_us) / 1e3
 
     def message_ms(self, ranks: int, ranks_per_machine: int, local: float, remote: float) -> float:
-        """Time of a collective call in which a rank sends `local` bytes within its machine and `remote` to others. The
-        ranks of a machine share its network, and its cores, which copy between them."""
+        """Milliseconds of a collective call in which each rank sends `local` bytes to ranks of its machine and `remote`
+        bytes to others. The ranks of a machine share its network, and the cores that copy between them."""
         copied = local * self.contention(ranks_per_machine) / self.local_gb_s
         sent = remote * ranks_per_machine / self.network_gb_s
         return self.latency_ms(ranks, ranks_per_machine) + 1e-6 * max(copied, sent)
 
     def to_json(self) -> str:
-        """All figures, as `from_json` reads them."""
+        """All figures as JSON, which `from_json` reads."""
         return json.dumps(asdict(self), indent=1)
 
     @staticmethod
     def from_json(text: str) -> "Machine":
-        """Figures in `text`, and the defaults of others; ValueError if it is no JSON object of figures."""
+        """Machine with the figures in `text`, and defaults for the others; ValueError unless it is a JSON object of
+        figures."""
         given = json.loads(text)
         known = {one.name for one in fields(Machine)}
         if not isinstance(given, dict) or (unknown := given.keys() - known):
@@ -127,15 +129,16 @@ class Machine:
 
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
-# Samples, tables, distinct ids of a table, weights of a row, embeddings: from steps of calls alone to steps of rows.
+# Measured cases: (samples, tables, distinct ids of a table, weights of a row, embeddings). In the first ones calls take
+# most of a step, in the last ones rows.
 CASES = [
     (16, 4, 1_000, 8, 1), (16, 4, 1_000, 8, 3), (512, 8, 20_000, 16, 1), (2048, 8, 200_000, 8, 1),
     (2048, 8, 1_000, 64, 1), (2048, 8, 200_000, 64, 1), (4096, 8, 200_000, 32, 1), (2048, 8, 200_000, 16, 2),
 ]  # fmt: skip
 _BATCHES, _ROUNDS = 8, 8
-# How much a figure's default counts, beside a step's time of 1.
+# Weight of a figure's default in the fit; a measured step has weight 1.
 _NEAR_DEFAULTS = 0.03
-# Quantile of equal measurements that counts: a low one, without the load of other programs.
+# Quantile of repeated measurements that is taken: a low one, since other programs only slow a measurement.
 QUIET = 0.2
 _TINY_BYTES, _LARGE_BYTES, _CALLS, _LARGE_CALLS = 8, 4 << 20, 300, 12
 _FRESH_BYTES = 64 << 20
@@ -143,19 +146,19 @@ _DISK_ROWS, _DISK_WORDS, _DISK_BATCH = 16_384, 1024, 2048
 
 
 def measure_machine(path: str | None = None, *, threads: int = 1, **figures: Any) -> Machine:
-    """Figures of this machine, in about a minute: steps on one core, messages of two processes, and a disk.
+    """Measure the figures of this machine, in about a minute: steps on one core, messages between two processes, and a
+    disk.
 
-    Figures that one machine cannot measure, of the network to others above all, are the defaults of `Machine`, or
-    `figures`.
+    Figures that one machine cannot measure, such as those of the network, are `figures`, or the defaults of `Machine`.
 
     Args:
-        path: a folder on the disk to measure, in which 64 MiB are written and removed; None = the disk is not measured.
-        threads: of a rank.
-        figures: of `Machine`, by name; they are taken as they are.
+        path: a folder on the disk to measure; 64 MiB are written there and removed. None = the disk is not measured.
+        threads: threads of a rank.
+        figures: figures of `Machine`, by name, to use instead of measured ones.
 
     Raises:
         ValueError: a figure is not above 0.
-        RuntimeError: a process that measures has failed; the message is its own.
+        RuntimeError: a measuring process has failed; the message is the end of its error output.
     """
     cores = len(os.sched_getaffinity(0))
     memory = memory_limit().bytes / 2**30
@@ -171,8 +174,8 @@ def measure_machine(path: str | None = None, *, threads: int = 1, **figures: Any
 
 
 def _in_processes(count: int, name: str, *args: Any) -> Any:
-    """Result of a function of this module on the first of `count` processes of a gloo group: separate processes, so
-    that threads and memory of this one do no harm, and it need not be importable."""
+    """Result of a function of this module, run in `count` new processes of a gloo group; that of the first process is
+    returned. In new processes the threads and memory of this one have no influence."""
     with tempfile.TemporaryDirectory(prefix="oneemb-measure-") as folder:
         code = "import sys; from oneemb.planning.machine import run_measurement; run_measurement(*sys.argv[1:])"
         processes = [
@@ -196,7 +199,7 @@ def _in_processes(count: int, name: str, *args: Any) -> Any:
 
 
 def run_measurement(folder: str, rank: str, ranks: str, name: str, args: str) -> None:
-    """Run one of the functions below, in a process of `_in_processes`."""
+    """Run one of the measurements below, in a process that `_in_processes` has started."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=int(rank), world_size=int(ranks))
     functions: tuple[Callable[..., Any], ...] = (_measure_steps, _measure_messages, _measure_fresh, _measure_disk)
@@ -208,11 +211,11 @@ def run_measurement(folder: str, rank: str, ranks: str, name: str, args: str) ->
 
 
 def _measure_steps(threads: int) -> list[dict[str, Any]]:
-    """Milliseconds of a step, and its sizes, for each case."""
+    """For each case its sizes, and the milliseconds of a step."""
     group = distributed.group.WORLD if distributed.get_world_size() > 1 else None
     with tempfile.TemporaryDirectory(prefix="oneemb-measure-") as folder:
         cases = [_Case(f"{folder}/{c}", group, threads, *case) for c, case in enumerate(CASES)]
-        # A stretch of steps of one case, then of the next: caches of the processor are as warm as in a loop.
+        # Several steps of one case, then of the next, so that the processor's caches are as warm as in training.
         ms_RC = np.array([[case.stretch_ms(r) for case in cases] for r in range(_ROUNDS)])
         for case in cases:
             case.close()
@@ -220,13 +223,19 @@ def _measure_steps(threads: int) -> list[dict[str, Any]]:
 
 
 def fitted(cases: list[dict[str, Any]], machine: Machine, ranks: int) -> StepCost:
-    """Step cost that explains the measured steps best, messages left out. Figures that these cannot tell apart stay
-    near the defaults."""
+    """Step cost that best explains the measured steps, after the time of messages is subtracted. Figures that the cases
+    do not determine stay near the defaults.
+
+    Args:
+        cases: sizes and milliseconds of each case.
+        machine: figures for the time of messages.
+        ranks: number of ranks in the measurement.
+    """
     defaults = np.array(list(asdict(machine.alone if ranks == 1 else machine.on_ranks).values()))
     terms, target = [], []
     for one in cases:
         count, dim = one["embeddings"], one["dim"]
-        ids, keys, words = one["ids"], one["keys"], 3 * dim  # Adagrad has as many values of state as weights.
+        ids, keys, words = one["ids"], one["keys"], 3 * dim  # weights, Adagrad's state, gradient
         row = [1e-3, count * 1e-3, ids / 1e6, ids * dim / 1e6, keys / 1e6, keys * words / 1e6]
         ms = one["ms"]
         if ranks > 1:
@@ -241,7 +250,7 @@ def fitted(cases: list[dict[str, Any]], machine: Machine, ranks: int) -> StepCos
 
 
 class _Case:
-    """Embeddings of some size in a graph that only looks rows up and trains them."""
+    """Embeddings of one size, in a graph that only looks up and trains rows."""
 
     def __init__(
         self, path: str, group: Any, threads: int, samples: int, tables: int, vocabulary: int, dim: int, embeddings: int
@@ -273,7 +282,7 @@ class _Case:
         self.sizes = {"embeddings": embeddings, "dim": dim, "ids": samples * tables * embeddings, "keys": keys}
 
     def stretch_ms(self, round: int) -> float:
-        """Time of a step, of some steps one after another. The first stretch initializes the rows."""
+        """Milliseconds of a step, measured over several steps in a row. Round 0 first initializes the rows."""
         steps = [functools.partial(self._graph, *batch) for batch in self._batches]
         spent = _seconds(steps * 2)[len(steps) :] if round == 0 else _seconds(steps)[2:]
         return float(np.quantile(spent, QUIET)) * 1e3
@@ -284,7 +293,7 @@ class _Case:
 
 
 def zipf_ids(rng: Any, vocabulary: int, shape: tuple[int, ...]) -> Any:
-    """Ids by Zipf's law (1.05), spread over all integers: int64 of this shape."""
+    """Ids with frequencies by Zipf's law (exponent 1.05), spread over all integers: int64 of this shape."""
     weight_V = np.arange(1, vocabulary + 1) ** -1.05
     cumulated_V = np.cumsum(weight_V / weight_V.sum())
     return np.searchsorted(cumulated_V, rng.random(shape)).clip(max=vocabulary - 1) * np.int64(0x9E3779B97F4A7C1)
@@ -300,7 +309,8 @@ def _seconds(calls: Sequence[Callable[[], object]]) -> list[float]:
 
 
 def _nonnegative(terms: Any, target: Any) -> Any:
-    """Least-squares figures of `terms @ figures = target`, none below 0, found by leaving out the lowest."""
+    """Least-squares solution of `terms @ figures = target` with no figure below 0. While a figure is negative, the
+    lowest is set to 0."""
     kept = list(range(terms.shape[1]))
     while True:
         found = np.linalg.lstsq(terms[:, kept], target, rcond=None)[0]
@@ -312,13 +322,13 @@ def _nonnegative(terms: Any, target: Any) -> Any:
 
 
 def _measure_fresh() -> float:
-    """GB/s at which a large new array is filled, with pages that the system gives and clears on the way."""
+    """GB/s at which a new large array is filled, with memory pages that the operating system clears first."""
     spent = _seconds([lambda: torch.zeros(_FRESH_BYTES, dtype=torch.uint8, device="cpu").fill_(1)] * 10)
     return _FRESH_BYTES / float(np.quantile(spent, QUIET)) / 1e9
 
 
 def _measure_messages() -> list[float]:
-    """us of a small exchange of the ranks, and GB/s that each sends to the others in a large one."""
+    """Microseconds of a small exchange between the ranks, and GB/s that each rank sends in a large one."""
     assert distributed.group.WORLD is not None
     ranks = Ranks(distributed.group.WORLD)
 
@@ -335,9 +345,9 @@ def _measure_messages() -> list[float]:
 
 
 def _measure_disk(path: str) -> list[float]:
-    """Reads a second of blocks of 4,096 bytes at random places, and GB/s that are written one after another."""
+    """Random reads of 4,096-byte blocks in a second, and GB/s of sequential writes."""
     rng = np.random.default_rng(0)
-    # A row a block: with a checksum beside it.
+    # One row fills a block, with its checksum.
     words = _DISK_WORDS - 16
     with (
         tempfile.TemporaryDirectory(prefix="oneemb-measure-", dir=path) as folder,

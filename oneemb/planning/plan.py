@@ -1,9 +1,9 @@
-"""Cost of a training job before it runs: bytes between ranks, memory, reads from disk, time, and the limiting part.
+"""Cost of a training job before it runs: bytes between ranks, memory, disk reads, time, and the part that limits it.
 
     print(oneemb.plan(rows=10**9, embedding_dim=64, ids=26, unique=0.4, batch=4096, ranks=64, ranks_per_machine=8))
 
-Bytes are those of the messages there are (rank_traffic.py), where every rank owns as many of a batch's keys as any
-other. Memory is what tiers allocate. Time is a sum of what was measured apart, in the figures of a `Machine`.
+Bytes are those of the messages that ranks send (rank_traffic.py), if every rank owns an equal share of a batch's keys.
+Memory is what the tiers allocate. Time is the sum of separately measured parts, from the figures of a `Machine`.
 """
 
 import math
@@ -17,63 +17,63 @@ from oneemb.graph.ops.requests import parts_move_fewer_bytes
 from oneemb.planning.machine import Machine, StepCost
 from oneemb.planning.planned_embedding import PlannedEmbedding, check_count
 
-# Memory of a key in the index of a tier, and in that of a persistent table, which grows in larger steps: see
+# Bytes of a key in the index of a tier, and in the index of a persistent table, which grows in larger steps; see
 # storage/hash_index.py.
 _INDEX_BYTES, _TABLE_INDEX_BYTES = 24, 30
-# Beside a row, in a tier that holds all rows.
+# Bytes for each row besides its words, in a tier that holds all rows.
 _MARK_BYTES = 1
-# Beside a row, for each slot of a cache: storage/tiers/hot_tier.py.
+# Bytes for each slot of a cache besides the row's words, see storage/tiers/hot_tier.py.
 _SLOT_OVERHEAD_BYTES = 40
-# Arrays from here on are mapped anew each time they are made: the most that glibc's M_MMAP_THRESHOLD comes to be.
+# Arrays of this size or larger get new memory pages whenever they are made: the maximum of glibc's M_MMAP_THRESHOLD.
 _KEPT_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
 class MessageCost:
-    """One collective call of a step."""
+    """Cost of one collective call of a step."""
 
     name: str
     bytes: int
     """Bytes that a rank sends to others."""
     bytes_off_machine: int
-    """Bytes among them that go to ranks of other machines."""
+    """The part of `bytes` that goes to ranks of other machines."""
     ms: float
     ahead: bool
-    """Whether it is sent while the step before computes."""
+    """Whether the message is sent while the previous step computes."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Cost of a step of a job, on a rank. `print` shows a table."""
+    """Cost of a step of a job on one rank. `print` shows a table."""
 
     ranks: int
     ranks_per_machine: int
     batch: int
-    """Samples of a rank."""
+    """Number of samples in a step of one rank."""
     embeddings: tuple[PlannedEmbedding, ...]
     machine: Machine = field(repr=False)
     messages: tuple[MessageCost, ...] = field(repr=False)
     bytes_sent: int
-    """A step, to other ranks: headers, keys, rows and gradients of rows."""
+    """Bytes that a rank sends to other ranks in a step: headers, keys, rows and gradients of rows."""
     bytes_sent_without_deduplication: int
-    """If every id were sent, and a row and a gradient for each."""
+    """`bytes_sent` if a key, a row and a gradient were sent for every id, not only for unique ids."""
     dense_bytes_sent: int
-    """A step, by the all-reduce of DistributedDataParallel, in a ring."""
+    """Bytes that a rank sends in a step for DistributedDataParallel's all-reduce, in a ring."""
     memory_bytes: dict[str, int]
-    """Bytes by their use."""
+    """{use: bytes} of a rank."""
     disk_reads_per_s: float
-    """Reads from a rank's disk at this step time."""
+    """Disk reads of a rank in a second, at this step time."""
     step_ms: float
     parts_ms: dict[str, float]
-    """The step time by what it goes to. What is hidden behind a step is left out."""
+    """{part: milliseconds of the step}. Work that other work hides is left out."""
     samples_per_s: float
-    """Samples of all ranks."""
+    """Samples that all ranks together train in a second."""
     binds: str
-    """The part that takes longest, or "memory" where it does not suffice."""
+    """Name of the part that takes longest; "memory" if the job does not fit in memory."""
     advice: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as numbers, strings, lists and dicts, for JSON."""
+        """The plan as dicts, lists, strings and numbers, for JSON."""
         return asdict(self)
 
     def _repr_html_(self) -> str:
@@ -122,17 +122,17 @@ def plan(
     machine: Machine | None = None,
     **embedding: Any,
 ) -> Plan:
-    """Cost of a step of a training job, by a model.
+    """Cost of a step of a training job, computed from a model of it.
 
     Args:
-        embeddings: what is looked up in a step. A job of one embedding gives the arguments of `PlannedEmbedding` here
+        embeddings: embeddings that a step looks up. For a single embedding, pass the arguments of `PlannedEmbedding`
             instead: `plan(rows=10**9, embedding_dim=64, ids=26, batch=4096)`.
-        batch: samples of a step and rank.
-        ranks: processes that own the rows together; 1 = one process without `process_group`.
-        ranks_per_machine: of them on one machine; None = all.
-        dense_parameters: float32 values whose gradients DistributedDataParallel averages.
-        dense_ms: forward and backward of the dense modules, where a rank has the machine to itself.
-        machine: its figures: `Machine()` has those of a server, `oneemb.measure_machine()` measures this one's.
+        batch: number of samples in a step of one rank.
+        ranks: number of processes that share the rows; 1 = one process without `process_group`.
+        ranks_per_machine: number of ranks on one machine; None = all.
+        dense_parameters: number of float32 values whose gradients DistributedDataParallel averages.
+        dense_ms: milliseconds of forward and backward of the dense modules, if a rank has the machine to itself.
+        machine: figures of the machines: `Machine()` is a server, `oneemb.measure_machine()` measures this machine.
 
     Raises:
         ValueError, TypeError: an argument is not as above, or a cache is too small for a step.
@@ -170,7 +170,7 @@ def plan(
 
 @dataclass(frozen=True)
 class _Job:
-    """Makes the plan."""
+    """Arguments of `plan`, and the computation of the plan."""
 
     embeddings: tuple[PlannedEmbedding, ...]
     batch: int
@@ -204,7 +204,8 @@ class _Job:
         )  # fmt: skip
 
     def _keys(self, one: PlannedEmbedding) -> int:
-        """Unique keys of a rank's batch: as many as a rank is asked for. There are no more than rows."""
+        """Number of unique keys in a rank's batch, which is also the number of keys that others ask a rank for. At most
+        the number of rows."""
         return max(1, min(one.rows, round(self.batch * one.ids * one.unique)))
 
     def _misses(self, one: PlannedEmbedding) -> float:
@@ -213,18 +214,18 @@ class _Job:
     # ---- between ranks ----------------------------------------------------------------------------------------------
 
     def _even_keys(self, one: PlannedEmbedding, keys: int, parts: PartCounts | None = None) -> KeyCounts:
-        """Counts of so many keys, equally many for each rank."""
-        # The first owner is this rank, whose own part is not sent: it has the smaller share.
+        """Counts of `keys` keys of a lookup, spread evenly over the ranks that own them."""
+        # Entry 0 is this rank. Its part is not sent, so it gets the smaller share.
         share, more = divmod(keys, self.ranks)
         each = [share + (0 < r <= more) for r in range(self.ranks)]
         return one.keys(each, each, parts)
 
     def _key_counts(self, one: PlannedEmbedding) -> KeyCounts:
-        """Counts of the keys of a lookup, and of the parts of its bags if owners send these."""
+        """Counts of the keys of a lookup; and of the parts of bags, if owners pool and send parts instead of rows."""
         keys, bags = self._keys(one), self.batch * (one.bags or 0)
         if one.bags is None or one.dtype != "float32" or one.comm_dtype == "float16" or bags >= keys:
             return self._even_keys(one, keys)
-        # Any rank may own an id of a bag; a rank has a part of each bag of which it owns an id.
+        # Each id of a bag has a random owner; a rank sends a part of each bag in which it owns an id.
         parts = round(bags * (1 - (1 - 1 / self.ranks) ** (one.ids / one.bags)))
         ids = self.batch * one.ids // self.ranks
         others, row_bytes = self.ranks - 1, one.embedding_dim * one.comm_bytes
@@ -250,7 +251,7 @@ class _Job:
     # ---- time -------------------------------------------------------------------------------------------------------
 
     def _parts(self, messages: Sequence[MessageCost]) -> dict[str, float]:
-        """Time of a step by its parts, in ms."""
+        """{part: milliseconds of a step}."""
         alone, machine = self.ranks == 1, self.machine
         contention = machine.contention(self.per_machine)
         cost: StepCost = machine.alone if alone else machine.on_ranks
@@ -274,23 +275,23 @@ class _Job:
             parts["latency"] = len(now) * latency_ms
             parts["transfer"] = sum(one.ms for one in now) - parts["latency"]
             if self.dense_parameters:
-                # In a ring each rank sends to the next one: of a machine's ranks, one to another machine.
+                # In a ring each rank sends to the next one, so one rank of each machine sends to another machine.
                 local = self.ranks == self.per_machine
                 gb_s = machine.local_gb_s / contention if local else machine.network_gb_s
                 parts["dense all-reduce"] = self._dense_bytes() / gb_s / 1e6 + 2 * latency_ms
         if any(one.cache_mb is not None for one in self.embeddings):
-            # A thread of `graph.run` reads rows of the next batch while a step computes: its own, or those that ranks
-            # have announced to their owners.
+            # A thread of `graph.run` reads the rows of the next batch while a step computes, on ranks at the rows'
+            # owners.
             parts["disk"] = max(0.0, self._disk_ms() - sum(parts.values()))
         return {name: ms for name, ms in parts.items() if ms > 0}
 
     def _fresh_bytes(self, one: PlannedEmbedding) -> int:
-        """Bytes of a lookup's result and gradient, if more than the C library keeps for the next step; else 0."""
+        """Bytes of a lookup's result and gradient if they get new memory pages in each step, else 0."""
         size = self.batch * one.rows_given * one.embedding_dim * one.weight_bytes
         return 2 * size if size >= _KEPT_BYTES else 0
 
     def _disk_ms(self) -> float:
-        """Time of reading rows from disk; as many are written, since a row that comes in evicts a changed one."""
+        """Milliseconds of disk access of a step. Each row that is read evicts a changed row, which is written."""
         figures, total = self.machine, 0.0
         for one in self.embeddings:
             misses = self._misses(one) * self.per_machine
@@ -303,7 +304,7 @@ class _Job:
     # ---- memory -----------------------------------------------------------------------------------------------------
 
     def _memory(self) -> dict[str, int]:
-        """Bytes of memory of a rank."""
+        """{use: bytes} of memory of a rank."""
         held = dict.fromkeys(("rows", "index", "cache", "index of the table on disk", "a step"), 0)
         for one in self.embeddings:
             rows, row_bytes, keys = -(-one.rows // self.ranks), one.row_words * 4, self._keys(one)
@@ -320,7 +321,7 @@ class _Job:
                     )
                 held["cache"] += min(one.cache_mb * 2**20, rows * (row_bytes + _SLOT_OVERHEAD_BYTES))
                 held["index of the table on disk"] += rows * _TABLE_INDEX_BYTES
-            # Result of a lookup and its gradient; on ranks, also rows and gradients in messages, with their keys.
+            # Ids, results of lookups and their gradients; with ranks, also keys, rows and gradients in messages.
             given = self.batch * one.rows_given
             held["a step"] += self.batch * one.ids * 8 + given * 2 * one.embedding_dim * one.weight_bytes
             if self.ranks > 1:
@@ -330,7 +331,7 @@ class _Job:
     # ---- limit ------------------------------------------------------------------------------------------------------
 
     def _judge(self, parts: dict[str, float], memory: dict[str, int]) -> tuple[str, tuple[str, ...]]:
-        """Part that limits the job, and advice."""
+        """Name of the part that limits the job, and advice."""
         need, there = sum(memory.values()), self.machine.memory_gib * 2**30 / self.per_machine
         if need > there:
             fit = self.ranks * need / there

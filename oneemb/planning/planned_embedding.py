@@ -1,4 +1,4 @@
-"""An embedding of a planned job: its rows, its lookups, and the size of a row."""
+"""An embedding of a planned job: number of rows, size of a row, and its lookups."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,22 +16,23 @@ _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class PlannedEmbedding:
-    """An embedding of the job, and how it is looked up: once a step.
+    """An embedding of a planned job, which each step looks up once.
 
     Args:
-        rows: that all ranks together come to have.
-        embedding_dim: weights of a row, D.
-        ids: that a sample looks up, in all tables of the embedding together.
-        bags: that these ids lie in, equally many in each, and that give sums or means; None = a row for each id.
-        unique: the share of unique keys (table, id) among the ids of one rank's batch, above 0 up to 1: see
-            `oneemb.unique_share`.
-        dtype: of the weights, "float32", "float16" or "bfloat16".
-        optimizer: a class of torch.optim or oneemb.optim by name, such as "Adagrad", with its defaults; or how many
-            values of state a row has.
+        rows: final number of rows, of all ranks together.
+        embedding_dim: number of weights of a row, D.
+        ids: number of ids in a sample, in all tables of the embedding together.
+        bags: number of bags in a sample, which share its ids evenly and are summed or averaged; None = a row for each
+            id.
+        unique: number of unique keys (table, id) in a rank's batch, divided by its number of ids; above 0, at most 1.
+            See `oneemb.unique_share`.
+        dtype: dtype of the weights, "float32", "float16" or "bfloat16".
+        optimizer: name of a class of torch.optim or oneemb.optim, such as "Adagrad", with its defaults; or the number
+            of optimizer state values of a row.
         cache_mb: MiB of each rank's cache over rows on an SSD; None = all rows are in memory.
-        hit_rate: the share of a step's unique keys that the cache holds, from 0 to 1. Needed with cache_mb.
+        hit_rate: share of a step's unique keys that the cache holds, from 0 to 1. Required with cache_mb.
         physical_block_size: bytes of the disk's block, 512 or 4096.
-        comm_dtype: in which rows and gradients travel between ranks, as `MultiTableEmbedding` has it; by name.
+        comm_dtype: dtype in which rows and gradients travel between ranks, by name, same as for `MultiTableEmbedding`.
 
     Raises:
         ValueError, TypeError: an argument is not as above.
@@ -71,7 +72,7 @@ class PlannedEmbedding:
                     " run, or with benchmarks/bench_cache_policy.py"
                 )
             check_share("hit_rate", self.hit_rate)
-        self.state_width  # noqa: B018  # raises where the optimizer is none
+        self.state_width  # noqa: B018  # raises if the optimizer is not supported
 
     @property
     def weight_bytes(self) -> int:
@@ -82,18 +83,24 @@ class PlannedEmbedding:
         return _DTYPE_BYTES[self.comm_dtype]
 
     def keys(self, asks_R: Sequence[int], asked_R: Sequence[int], parts: PartCounts | None = None) -> KeyCounts:
-        """Counts of so many keys of a lookup, as ranks send them."""
+        """Counts of the keys of a lookup.
+
+        Args:
+            asks_R: number of keys that this rank asks each rank for.
+            asked_R: number of keys that each rank asks this rank for.
+            parts: counts of parts of bags; None = owners send rows.
+        """
         row_bytes = min(self.weight_bytes, self.comm_bytes)
         return KeyCounts(self.embedding_dim, row_bytes, asks_R, asked_R, self.comm_bytes, parts)
 
     @property
     def rows_given(self) -> int:
-        """Number of rows that a lookup gives for a sample."""
+        """Number of rows in a lookup's result for a sample."""
         return self.ids if self.bags is None else self.bags
 
     @property
     def state_width(self) -> int:
-        """Values of state in a row."""
+        """Number of optimizer state values of a row."""
         if isinstance(self.optimizer, int) and not isinstance(self.optimizer, bool):
             if self.optimizer < 0:
                 raise ValueError(f"values of state must be 0 or more, got {self.optimizer}")
@@ -102,18 +109,18 @@ class PlannedEmbedding:
 
     @property
     def row_words(self) -> int:
-        """32-bit words of a row, with state."""
+        """Number of 32-bit words of a row, with optimizer state."""
         return -(-self.embedding_dim * self.weight_bytes // 4) + self.state_width
 
 
 def unique_share(batches: Any) -> float:
-    """Mean share of unique keys among the ids of batches, for `PlannedEmbedding(unique=...)`.
+    """Mean of (unique keys / ids) over batches, for `PlannedEmbedding(unique=...)`.
 
     Args:
-        batches: of one rank, each integers of shape [B, T], column t of table t; or [N], of one table.
+        batches: batches of ids of one rank: integers [B, T] with column t for table t; or [N], of one table.
 
     Raises:
-        ValueError: there is no batch, or one without ids.
+        ValueError: there is no batch, or a batch has no ids.
     """
     shares = []
     for batch in batches:

@@ -1,1 +1,1 @@
-"""Read-only embeddings: snapshots of training jobs, served."""
+"""Read-only embeddings that serve snapshots of training jobs, and exported programs."""

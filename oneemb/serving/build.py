@@ -1,6 +1,6 @@
-"""Makes files of read-only rows from snapshots, of ranks and deltas too, beside the job that writes them.
+"""Makes files of read-only rows from snapshots, while the job that saves the snapshots goes on.
 
-Invariant: several processes that need one file make it once: one has the lock, the others wait and find the file.
+Invariant: if several processes need the same file, one makes it under a lock; the others wait, and then find the file.
 """
 
 import hashlib
@@ -27,18 +27,18 @@ from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot, look_at
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 
 DTYPES = ("float32", "float16", "int8", "int4")
-"""Formats of weights in files; "float32" = as trained."""
+"""Formats of weights in files; "float32" keeps the weights as trained."""
 
-_LOOKS = 4  # for the newest snapshot, while each finds a newer one
+_LOOKS = 4  # looks for the newest snapshot, while each look finds a newer one
 
 Progress = Callable[[int, int | None], None]
-_KEPT = 2  # files of one kind that stay in a folder
-_LOOK_S = 0.02  # between two looks whether another process has made a file
-_TABLES_TEXT = 100  # letters of a name that list tables
+_KEPT = 2  # number of files of one kind that stay in a folder
+_LOOK_S = 0.02  # seconds between two tries to get the lock
+_TABLES_TEXT = 100  # most letters of a file's name that list tables
 
 
 class Source(NamedTuple):
-    """Folders of versions, and the form in which they are served."""
+    """Folders with snapshots, the folder for served files, and the dtype and tables of these files."""
 
     paths: list[str]
     folder: str
@@ -47,16 +47,16 @@ class Source(NamedTuple):
 
 
 class _StoppedError(Exception):
-    """The build was given up: no reader wants the file any more."""
+    """Raised in a build whose result no reader wants any more."""
 
 
 def find_snapshot(paths: Sequence[str], name: str | None) -> PartedSnapshot:
-    """Snapshot of this name; without a name the newest. StorageError if there is none."""
+    """Snapshot with this name, or, without a name, the newest. StorageError if there is none."""
     if name is not None:
         return look_at(paths).get(name)
     newest = _newest(paths)
     for _ in range(_LOOKS):
-        # The job may have deleted snapshots between their listing and their reading, and made newer ones.
+        # Between the listing and the reading the job may have deleted snapshots and saved newer ones.
         again = _newest(paths)
         if again.sequence <= newest.sequence:
             break
@@ -76,12 +76,12 @@ def make_file(
     path: str, snapshot: PartedSnapshot, dtype: str, tables: Sequence[int] | None, *, threads: Threads,
     progress: Progress | None = None,
 ) -> ServedInfo:  # fmt: skip
-    """Write the file of a snapshot in one of `DTYPES`, with the rows of these tables in the order of their columns;
-    None = all.
+    """Write the file of a snapshot, in one of `DTYPES`, with the rows of these tables; None = all tables. The order of
+    tables is the order of the columns of ids in lookups.
 
     Raises:
-        ValueError: a table is not one of the snapshot's.
-        StorageError: the snapshot was removed meanwhile or is damaged, or a row does not fit in the dtype.
+        ValueError: a number is not that of a table of the snapshot.
+        StorageError: the snapshot is damaged or was removed meanwhile, or a row does not fit in the dtype.
     """
     meta, name = snapshot.info.meta, snapshot.name
     format = SnapshotRows.of_meta(meta, name).format
@@ -119,14 +119,15 @@ def _weights(
 def open_snapshot(
     source: Source, name: str | None, *, threads: Threads, above: int = -1, stop: Callable[[], bool] = lambda: False
 ) -> ServedFile | None:
-    """Open file of the snapshot of this name, or of the newest, made if it is not there.
+    """Open file for the named snapshot, or for the newest; the call makes the file if it does not exist.
 
     Args:
-        above: return None if the snapshot's sequence is not above this one.
-        stop: called now and then; once it is true, nothing is made and None is returned.
+        above: return None unless the snapshot's sequence is above this number.
+        stop: called from time to time; once it returns True, the call stops and returns None.
 
     Raises:
-        As `make_file`, and CorruptTableError: the file is there and damaged.
+        ValueError, StorageError: same as `make_file`.
+        CorruptTableError: the file exists and is damaged.
     """
     failed, error = "", None
     while True:
@@ -144,7 +145,7 @@ def open_snapshot(
 
 
 def _open_made(source: Source, snapshot: PartedSnapshot, threads: Threads, stop: Callable[[], bool]) -> ServedFile:
-    """Open file of this snapshot, made if it is not there; older ones of its kind than the last two are removed."""
+    """Open file of this snapshot, made if it does not exist. Of older files of the same kind the newest two stay."""
     kind = _kind(source)
     name = f"{snapshot.sequence:012d}-{snapshot.info.identity}-{kind}.serving"
     path = os.path.join(source.folder, name)
@@ -186,7 +187,7 @@ def _file_of(snapshot: PartedSnapshot, path: str, threads: Threads) -> ServedFil
 
 
 def _kind(source: Source) -> str:
-    """End of the names of files with this dtype and these tables."""
+    """End of the names of all files with the dtype and tables of `source`."""
     if source.tables is None:
         return source.dtype
     tables = "-".join(map(str, source.tables))
@@ -196,7 +197,7 @@ def _kind(source: Source) -> str:
 
 
 def _lock(fs: FileSystem, path: str, stop: Callable[[], bool]) -> int:
-    """Lock of this file, after waiting for it. A child of fork gives its copy up."""
+    """Take the lock of a file, waiting until it is free. A child of fork closes its copy of the lock."""
     while True:
         if stop():
             raise _StoppedError
@@ -213,7 +214,7 @@ def _lock(fs: FileSystem, path: str, stop: Callable[[], bool]) -> int:
 
 
 def _makes_one_already(folder: str) -> bool:
-    """Whether this very thread has the folder's lock, further up: it would wait for itself."""
+    """Whether this thread holds the folder's lock in a caller of this call, so that it would wait for itself."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _open_made.__code__ and "lock" in frame.f_locals:

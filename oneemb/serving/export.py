@@ -1,9 +1,9 @@
-"""Makes an inference program of a graph: `build`, with frozen rows in place of embeddings.
+"""Makes an inference program from a graph: a trace of `build`, with frozen rows in place of embeddings.
 
 Invariants:
-- the graph, its modules and embeddings are as they were, however the export ends: a copy is traced;
-- a file is at its path whole, or the file before it is;
-- a program that would be of one batch size is an error.
+- an export changes nothing of the graph, its modules and embeddings, since it traces a copy;
+- the file at the path is always complete: the new one, or the one before it;
+- a program that would work for only one batch size is an error.
 """
 
 import functools
@@ -45,10 +45,9 @@ from oneemb.training.scaling import scalers_of, set_apart
 
 FORMATS = ("export", "aot_inductor", "torchscript")
 METADATA = "oneemb.json"
-"""Name of a program's description: an extra file with torch.export and TorchScript, an entry of the metadata with
-AOTInductor."""
+"""Name of a program's description: an extra file for torch.export and TorchScript, a metadata entry for AOTInductor."""
 
-_DIGITS = 8  # of the name of a folder of work
+_DIGITS = 8  # digits in the name of a temporary folder
 
 _Alone = Callable[[Callable[[], Any]], Any]
 
@@ -75,7 +74,7 @@ def export_graph(
     snapshot: str | None,
     dynamic_shapes: Any,
 ) -> None:
-    """See `CompiledGraph.export`."""
+    """Implementation of `CompiledGraph.export`, which documents the arguments."""
     options = _Options(format, dtype, lookup, absent, snapshot)
     _check_options(options)
     path = absolute_path(file_path(path, "the file to write"))
@@ -128,7 +127,7 @@ def _export(
     graph: torch.nn.Module, build: Callable[..., Any], path: str, args: tuple[Any, ...], kwargs: dict[str, Any],
     options: _Options, dynamic_shapes: Any, alone: _Alone,
 ) -> None:  # fmt: skip
-    """Write the file; `alone` makes a call beside which no step runs."""
+    """Write the file. `alone` calls a function while no step runs."""
     copies, apart, fs = ExitStack(), ExitStack(), LocalFileSystem()
     with doing("write", path):
         work, lock = work_folder(fs, path)
@@ -147,7 +146,7 @@ def _export(
             described["steps"] = getattr(graph, "steps", None)
             snapshots = [copies.enter_context(_snapshot_of(one, options.snapshot)) for one in embeddings.values()]
             copy = frozen_copy(graph, stands_for)
-            for scaler in dict.fromkeys(scalers_of(build)):  # Scalers that are attributes are copied.
+            for scaler in dict.fromkeys(scalers_of(build)):  # Scalers that are attributes are copied with the graph.
                 apart.callback(set_apart(scaler))
             return snapshots, copy
 
@@ -157,8 +156,8 @@ def _export(
         copies.close()
         program = _Program(copy, functools.partial(_build_of(build, graph), copy), build)
         with warnings.catch_warnings(), torch.no_grad():
-            warnings.filterwarnings("ignore", category=FutureWarning)  # of torch's own parts to each other
-            warnings.filterwarnings("ignore", "The tensor attribute", UserWarning)  # of a copy that nobody keeps
+            warnings.filterwarnings("ignore", category=FutureWarning)  # torch warns of its own calls
+            warnings.filterwarnings("ignore", "The tensor attribute", UserWarning)  # of the traced copy
             content = _made(program, args, kwargs, options, dynamic_shapes, json.dumps(described), alone)
         alone(apart.close)
         replace_file(fs, path, content.getbuffer(), os.path.join(work, "program.pt2"))
@@ -173,7 +172,8 @@ def _export(
 
 
 def work_folder(fs: FileSystem, path: str) -> tuple[str, int]:
-    """A new folder beside the file, and its lock. Folders of killed exports of this file are removed."""
+    """Make a new folder beside the file, and lock it; returns its path and the lock. Folders that killed exports of the
+    same file have left are removed."""
     folder, name = os.path.split(path)
     remove_unfinished(fs, folder, rf"\.{re.escape(name)}", _DIGITS, shutil.rmtree)
     return begin(fs, os.path.join(folder, f".{name}"), _DIGITS, os.mkdir)
@@ -185,7 +185,7 @@ def work_folder(fs: FileSystem, path: str) -> tuple[str, int]:
 def _frozen(
     embedding: TableEmbedding, found: PartedSnapshot, work: str, options: _Options
 ) -> tuple[FrozenRows | HashedRows, dict[str, Any]]:
-    """Rows of an embedding in a snapshot, and their description in the program."""
+    """Rows of an embedding in a snapshot, as a module, and the description of the embedding for the program."""
     with tempfile.TemporaryDirectory(dir=work) as folder:
         threads, file_path = Threads(torch.get_num_threads()), os.path.join(folder, "rows")
         make_file(file_path, found, options.dtype, None, threads=threads)
@@ -212,8 +212,8 @@ def _frozen(
 
 @contextmanager
 def _snapshot_of(embedding: TableEmbedding, name: str | None) -> Iterator[PartedSnapshot]:
-    """Context of the snapshot to export: the named one, or one of the current rows; a temporary one, which is deleted
-    afterwards, if there is none."""
+    """Context of the snapshot to export. Without a name it is the newest if that holds the current rows, else a
+    temporary one that is deleted afterwards."""
     paths = list(embedding.store_options.persistent_path)
     if name is not None:
         yield find_snapshot(paths, name)
@@ -242,7 +242,7 @@ def _snapshot_of(embedding: TableEmbedding, name: str | None) -> Iterator[Parted
 
 
 def _build_of(build: Callable[..., Any], graph: torch.nn.Module) -> Callable[..., Any]:
-    """`build` as a function of the graph."""
+    """`build`, a method of the graph, as a function whose first argument is the graph."""
     function = getattr(build, "__func__", None)
     if function is None or getattr(build, "__self__", None) is not graph:
         raise ValueError(f"build of {type(graph).__name__} must be a method of it, got {build!r}")
@@ -250,7 +250,7 @@ def _build_of(build: Callable[..., Any], graph: torch.nn.Module) -> Callable[...
 
 
 class _WithoutBackward(TorchFunctionMode):
-    """Makes `Tensor.backward` do nothing in its block."""
+    """Context in which `Tensor.backward` does nothing."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -259,11 +259,11 @@ class _WithoutBackward(TorchFunctionMode):
 
 
 class _Program(torch.nn.Module):
-    """Module that is traced. A call of it is a call of `build` on `graph`, with the signature of `signature_of`."""
+    """Module that is traced. Its call is `build(graph, ...)`, with the signature of `signature_of`."""
 
     def __init__(self, graph: torch.nn.Module, build: Callable[..., Any], signature_of: Callable[..., Any]):
         super().__init__()
-        self.model = graph  # not "graph", which torch.fx calls its own
+        self.model = graph  # torch.fx uses the name "graph" itself
         self.eval()
 
         @functools.wraps(signature_of)
@@ -278,8 +278,8 @@ def _made(
     program: _Program, args: tuple[Any, ...], kwargs: dict[str, Any], options: _Options, dynamic_shapes: Any,
     described: str, alone: _Alone,
 ) -> io.BytesIO:  # fmt: skip
-    """Content of the file. It is made in memory: where torch cannot write, its writer ends the process."""
-    # Also before a script is traced: only torch.export refuses a `build` that depends on values.
+    """Content of the file. It is made in memory, since torch's own writer ends the process when the disk is full."""
+    # Also for TorchScript: only torch.export refuses a `build` that depends on values.
     exported = _exported(program, args, kwargs, dynamic_shapes)
     content = io.BytesIO()
     try:
@@ -290,7 +290,7 @@ def _made(
 
             configs: dict[str, Any] = {"aot_inductor.metadata": {METADATA: described}}
             if hasattr(config.aot_inductor, "check_lowerbound"):
-                # Else a package that compares inputs, as AOTI_RUNTIME_CHECK_INPUTS=1 has it do, refuses one example.
+                # Otherwise a package that runs with AOTI_RUNTIME_CHECK_INPUTS=1 refuses a batch of one example.
                 configs["aot_inductor.check_lowerbound"] = False
             aoti_compile_and_package(exported, package_path=content, inductor_configs=configs)
         else:
@@ -300,7 +300,7 @@ def _made(
                 with torch.random.fork_rng(devices=[]):
                     return script()
 
-            # A trace computes, on the generator of the process if it draws: steps wait until that is put back.
+            # A trace computes, and may draw from the process's generator: steps wait until its state is restored.
             traced = alone(with_generator_kept) if _may_draw(exported) else script()
             torch.jit.save(traced, content, _extra_files={METADATA: described})
     except (OSError, ValueError, MemoryError, BuildError):
@@ -332,7 +332,7 @@ def _exported(
             module.free_sizes.take_back(exported)
     for given in exported.graph_signature.output_specs:
         value = getattr(given.arg, "value", None)
-        if not isinstance(value, bool | int | float | None):  # It would be written, and not be read.
+        if not isinstance(value, bool | int | float | None):  # torch saves such a program but cannot load it.
             raise BuildError(f"build cannot be exported: it returns {value!r}; a program returns tensors and numbers")
     return exported
 
@@ -354,7 +354,7 @@ def _why(error: Exception) -> str:
 
 
 def _may_draw(exported: torch.export.ExportedProgram) -> bool:
-    """Whether an op of a program may draw random numbers."""
+    """Whether a program may draw random numbers."""
     graphs = [one for one in exported.graph_module.modules() if isinstance(one, torch.fx.GraphModule)]
     targets = [node.target for one in graphs for node in one.graph.nodes if node.op == "call_function"]
     return any(torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()) for target in targets)
@@ -370,7 +370,7 @@ def _scripted(program: _Program, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             if isinstance(module, FrozenEmbedding):
                 module.lookup = torch.jit.script(module.lookup)
         script = torch.jit.trace(program, bound.args, check_trace=False, strict=False)
-    # A branch that depends on shapes would have been refused by torch.export; a number made of one is fixed here alone.
+    # torch.export has refused branches on shapes, but a number made of a shape is fixed only by this trace.
     ours = os.path.dirname(os.path.abspath(oneemb.__file__))
     fixed = [one for one in caught if issubclass(one.category, torch.jit.TracerWarning)]
     fixed = [one for one in fixed if "Python boolean" not in str(one.message) and not one.filename.startswith(ours)]

@@ -1,9 +1,10 @@
-"""Keeps the number of samples free in exported programs that look up bags, so that 0 and 1 samples work too.
+"""Lets exported programs that look up bags accept batches of 0 and 1 samples.
 
 While torch.export traces, it assumes that each free dimension of an input is 2 or more; afterwards it admits 0 and 1
-too, since they run through the same ops. It makes no assumption about a size that is computed from such a dimension, as
-the number of samples is from the length of offsets: if an op asks whether such a size is 0 or 1, torch writes a check
-into the program. So this module makes the assumption for the samples, and takes it back afterwards.
+too, since they run through the same ops. It makes no such assumption about a size that is computed from a dimension,
+such as the number of samples, which follows from the length of offsets: if an op asks whether that size is 0 or 1,
+torch writes a check into the program. So this module makes the assumption for the number of samples, and removes it
+afterwards.
 """
 
 from typing import Any, NamedTuple
@@ -14,20 +15,20 @@ from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 SAMPLES_MIN = 2
-"""Least number of examples of a batch, the same that torch assumes of a dimension."""
+"""Smallest number of samples that a trace assumes; torch assumes the same of a dimension."""
 _TRIED = (*range(SAMPLES_MIN, 40), 1000, 1 << 20)
 
 
 class _Assumed(NamedTuple):
-    """A size of an input, large enough for two samples."""
+    """A size of an input that is assumed to be large enough for two samples."""
 
     symbol: Any
-    """Sympy's symbol for the size, in the ShapeEnv."""
+    """sympy's symbol for the size, in the ShapeEnv."""
     env: Any
     none: int
-    """The value for no sample."""
+    """The size for 0 samples."""
     each: int
-    """The number that one sample adds."""
+    """What one sample adds to the size."""
 
     @property
     def least(self) -> int:
@@ -35,16 +36,21 @@ class _Assumed(NamedTuple):
 
 
 class FreeSizes:
-    """Sizes of inputs that are assumed to be large enough for two samples, while one program is traced."""
+    """Sizes of inputs that are assumed to be large enough for two samples while a program is traced."""
 
     def __init__(self) -> None:
         self._assumed: list[_Assumed] = []
 
     def assume_samples(self, bags: "int | torch.SymInt", bags_a_sample: int) -> None:
-        """Assume that there are bags of two samples or more, if their number follows from one size of an input;
-        ValueError if the example batch has fewer."""
+        """Assume that the batch has two samples or more, if the number of bags follows from one size of an input.
+        ValueError if the example batch has fewer samples.
+
+        Args:
+            bags: number of bags of the batch.
+            bags_a_sample: number of bags of one sample.
+        """
         if not isinstance(bags, torch.SymInt):
-            return  # Nothing is traced, or their number is fixed.
+            return  # Nothing is traced, or the number of bags is fixed.
         if bags.node.hint < SAMPLES_MIN * bags_a_sample:
             raise ValueError(
                 f"the example batch must have {SAMPLES_MIN} examples or more, so that their number stays free: its"
@@ -65,16 +71,16 @@ class FreeSizes:
                 self._assumed.append(made)
 
     def take_back(self, exported: torch.export.ExportedProgram) -> None:
-        """Make the program accept fewer samples than were assumed."""
+        """Let the traced program accept 0 samples and 1 sample again."""
         ranges = exported.range_constraints
         of_symbols = {size: found for size, found in ranges.items() if size.is_Symbol}
         lowered = {size: _from(found.lower, found) for size, found in of_symbols.items()}
         for assumed in reversed(self._assumed):
-            symbol = assumed.env.replace(assumed.symbol)  # by one of another input, which is equal
+            symbol = assumed.env.replace(assumed.symbol)  # symbol of an equal size of another input
             if symbol in lowered and lowered[symbol].lower == assumed.least:
                 ranges[symbol] = lowered[symbol] = _from(assumed.none, lowered[symbol])
             _remove_checks(exported.graph, assumed)
-        for size, found in ranges.items():  # as of offsets, one more than of another input
+        for size, found in ranges.items():  # sizes that follow from another size, such as a length of offsets
             if not size.is_Symbol and found.lower == bound_sympy(size, of_symbols).lower:
                 ranges[size] = _from(bound_sympy(size, lowered).lower, found)
         exported.graph.eliminate_dead_code()
@@ -83,12 +89,12 @@ class FreeSizes:
 
 
 def _from(lower: Any, found: Any) -> Any:
-    """The range `found` from another number on; torch writes 0 in place of 2."""
+    """The range `found` with another lower bound, in which torch writes 0 for 2."""
     return ValueRanges(0 if lower == SAMPLES_MIN else lower, found.upper)
 
 
 def _remove_checks(graph: torch.fx.Graph, assumed: _Assumed) -> None:
-    """Remove the checks that only batches of no sample or one fail."""
+    """Remove the program's checks that fail only for 0 samples or 1 sample."""
     for node in list(graph.nodes):
         if node.target is torch.ops.aten._assert_scalar.default and isinstance(node.args[0], torch.fx.Node):
             condition = node.args[0].meta.get("val")

@@ -1,11 +1,11 @@
-"""Embedding of an exported program: lookups over frozen rows, bags pooled in aten ops.
+"""Embedding of an exported program: lookups in frozen rows, and pooling, in aten ops.
 
-B samples, T tables, N ids, P bags, D weights.
+B samples, T tables, N ids, P bags, D weights of a row.
 
 Invariants:
-- arguments, shapes, dtypes and numbers are those of `MultiTableEmbedding` in eval mode: lookups bit for bit, and bags
-  summed in float32 in batch order and rounded once;
-- nothing depends on values but by indexing: one that is out of range, in `table_ids` or `offsets`, ends the call.
+- arguments, shapes, dtypes and numbers are those of `MultiTableEmbedding` in eval mode: rows have equal bits, and bags
+  are summed in float32 in batch order and rounded once;
+- no branch depends on values: a wrong value in `table_ids` or `offsets` raises when an op indexes with it.
 """
 
 from collections.abc import Sequence
@@ -21,10 +21,10 @@ _NO_BAG = 1 << 40
 
 
 class FrozenEmbedding(torch.nn.Module):
-    """Lookups of an embedding over frozen rows, with results of this dtype."""
+    """Lookups in the frozen rows of an embedding, with results of `dtype`."""
 
     lookup: torch.nn.Module
-    """The rows, `FrozenRows` or `HashedRows`."""
+    """Module that holds the rows: `FrozenRows` or `HashedRows`."""
 
     def __init__(self, embedding: TableEmbedding, dtype: torch.dtype):
         super().__init__()
@@ -45,7 +45,7 @@ class FrozenEmbedding(torch.nn.Module):
         columns: Sequence[int] | None = None,
         include_last_offset: bool = True,
     ) -> torch.Tensor:
-        """Look ids up; see `MultiTableEmbedding.forward` in eval mode."""
+        """Look up ids, like `MultiTableEmbedding.forward` in eval mode."""
         bags = bags_of(
             ids, table_ids, offsets, per_sample_weights, pooling, columns, self.num_tables, include_last_offset
         )
@@ -61,7 +61,7 @@ class FrozenEmbedding(torch.nn.Module):
         return bags.shaped(self._pooled(ids, table_ids, offsets, per_sample_weights, pools, columns))
 
     def read(self, ids: torch.Tensor, table_ids: torch.Tensor | None = None) -> torch.Tensor:
-        """Look ids up; see `MultiTableEmbedding.read`."""
+        """Look up ids, like `MultiTableEmbedding.read`."""
         return self(ids, table_ids)
 
     def _tables_of(self, ids: torch.Tensor, table_ids: torch.Tensor | None) -> torch.Tensor:
@@ -72,12 +72,12 @@ class FrozenEmbedding(torch.nn.Module):
         return torch.arange(self.num_tables, device=ids.device).expand(ids.shape).reshape(-1)
 
     def _wide(self, ids: torch.Tensor) -> torch.Tensor:
-        """Ids as int64. A script that converted them without `^` would take floats for ids."""
+        """`ids` as int64. The op `^` makes a script refuse floating-point ids, which `long()` alone would accept."""
         return ids if self.key_type == torch.int64 else (ids ^ 0).long()
 
     def _in_range(self, table_ids: torch.Tensor) -> torch.Tensor:
-        """Table ids, with `num_tables` in place of negative ones: that ends the call with an error. Some compilers
-        would count a negative id from the end."""
+        """Table ids, with `num_tables` in place of negative ones, so that indexing with them raises: some compilers
+        count a negative index from the end."""
         return torch.where(table_ids < 0, self.num_tables, table_ids)
 
     def _pooled(
@@ -115,7 +115,7 @@ class FrozenEmbedding(torch.nn.Module):
             table_P = torch.arange(count, device=ids.device) % self.num_tables
         rows = self.lookup(table_P.index_select(0, bag_N), self._wide(ids))
         if per_sample_weights is not None:
-            if self.padding_idx is not None:  # whose scale may be infinite
+            if self.padding_idx is not None:  # a padding id's weight may be infinite
                 per_sample_weights = torch.where(ids == self.padding_idx, 0.0, per_sample_weights)
             rows = rows * per_sample_weights.unsqueeze(1)
         elif pooling == "mean":
@@ -127,31 +127,32 @@ class FrozenEmbedding(torch.nn.Module):
             return pooled_CBD.transpose(0, 1).contiguous()
         if table_ids is not None or self.num_tables == 1:
             return pooled
-        # In two steps: one reshape would compare both shapes, which are equal if there is no sample.
+        # Two steps, since one reshape would compare both shapes, which are equal for 0 samples.
         flat = pooled.reshape(-1).reshape(-1, self.num_tables * self.embedding_dim)
         return flat.reshape(-1, self.num_tables, self.embedding_dim)
 
     def _bags_of(self, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Bag of each id, int64 [N]; one beyond the last where offsets are wrong."""
+        """Number of the bag of each id, int64 [N]; a number beyond all bags if offsets are wrong, so that indexing
+        raises."""
         bag_N = torch.searchsorted(offsets[1:].contiguous(), torch.arange(ids.shape[0], device=ids.device), right=True)
         rises = (offsets[1:] >= offsets[:-1]).all()
-        # A number of ids would be fixed by an exporter that compares it with a tensor.
+        # Count by an op: an exporter would fix `ids.shape[0]` if it were compared with a tensor.
         right = rises & (offsets[0] == 0) & (offsets[-1] == torch.ones_like(ids, dtype=torch.int64).sum())
         return torch.where(right, bag_N, _NO_BAG)
 
     def _without_padding(self, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Offsets without padding ids."""
+        """Offsets of the bags after padding ids are left out."""
         if self.padding_idx is None:
             return offsets
-        # Not by pad: an AOTInductor package reads the padded tensor even if it is empty.
+        # cat, not pad: an AOTInductor package reads the padded tensor even if it is empty.
         before_N1 = torch.cat([ids.new_zeros(1, dtype=torch.int64), (ids != self.padding_idx).long().cumsum(0)])
         return before_N1.index_select(0, offsets)
 
     def _pool(self, ids: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor, mode: str) -> torch.Tensor:
-        if mode == "max" and self.padding_idx is not None:  # To a sum it adds 0.
+        if mode == "max" and self.padding_idx is not None:  # In a sum padding adds 0.
             rows = rows.index_select(0, torch.nonzero(ids != self.padding_idx).squeeze(1))
             offsets = self._without_padding(ids, offsets)
-        # The ids of the bags are those of `rows` in their order, and each is a row by itself.
+        # `rows` has one row for each id of the bags, in their order.
         return torch.nn.functional.embedding_bag(
             torch.arange(rows.shape[0], device=ids.device), rows, offsets, mode=mode, include_last_offset=True
         )

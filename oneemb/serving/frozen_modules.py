@@ -1,9 +1,9 @@
-"""Copies a module tree, with other modules in place of embeddings. The copy has parameters of its own, which steps of
-the tree do not change.
+"""Copies a module tree with other modules in place of embeddings. The copy has its own parameters, which training steps
+of the tree do not change.
 
-Invariant: nothing of the tree is written to, tensors and containers that are plain attributes among it, so that nothing
-need be put back, whatever interrupts. A GradScaler's copy scales, and changes nothing. Objects of other classes are
-shared.
+Invariant: nothing of the tree is written to, not even tensors and containers in plain attributes, so an interrupted
+copy leaves nothing to restore. The copy of a GradScaler scales and never changes its state. Objects of unknown classes
+are shared.
 """
 
 import copy
@@ -18,16 +18,20 @@ from oneemb.graph.modules import is_embedding, not_registered, unregistered_modu
 from oneemb.training.scaling import idle_copy, scalers_in
 
 _WRAPPERS = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module"}
-"""torch's wrappers of modules, and the attribute with the wrapped module; a program contains that module alone."""
+"""{torch's wrapper class: attribute with the wrapped module}. A program contains the wrapped module only."""
 _COPIED = {"_parameters", "_buffers", "_modules", "_flat_weights"}
 
 
 def frozen_copy(
     root: torch.nn.Module, stands_for: Mapping[torch.nn.Module, torch.nn.Module]
 ) -> torch.nn.Module:  # fmt: skip
-    """Copy of the module in eval mode, with others in place of embeddings, and buffers and parameters of its own,
-    without gradient. ValueError if an embedding is kept where torch does not know of it, or a module cannot be part
-    of a program."""
+    """Copy of a module in eval mode, without gradients, with other modules in place of embeddings. ValueError if an
+    embedding is kept where torch does not find it, or a module cannot be part of a program.
+
+    Args:
+        root: the module.
+        stands_for: {embedding: module in its place}.
+    """
     for module in root.modules():
         if type(module).__name__ == "AveragedEmbedding":
             raise ValueError(
@@ -44,16 +48,16 @@ def frozen_copy(
 
 
 class _Copying:
-    """A copy that is being made; `stands_for` as of `frozen_copy`."""
+    """State of a copy that is being made; `stands_for` is that of `frozen_copy`."""
 
     def __init__(self, stands_for: Mapping[torch.nn.Module, torch.nn.Module]):
         self._copies: dict[torch.nn.Module, torch.nn.Module] = {**stands_for}
         self._weights: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
         self._unbound: list[torch.nn.Module] = []
-        self._values: dict[int, tuple[object, Any]] = {}  # with the originals, so that their ids stay unique
+        self._values: dict[int, tuple[object, Any]] = {}  # {id: (original, copy)}; keeping originals keeps ids unique
 
     def module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """The copy of a module, whose attributes are still those of the module."""
+        """The copy of a module; `finish` copies its attributes later."""
         if module in self._copies:
             return self._copies[module]
         wrapped = _WRAPPERS.get(type(module).__name__)
@@ -74,7 +78,7 @@ class _Copying:
         state["_parameters"] = {
             name: None if one is None else self._weight(one) for name, one in module._parameters.items()
         }
-        if isinstance(module, torch.nn.RNNBase):  # It has a list of its parameters as well.
+        if isinstance(module, torch.nn.RNNBase):  # An RNN also has a list of its parameters.
             state["_flat_weights"] = [state["_parameters"].get(name) for name in module._flat_weights_names]
         state["_buffers"] = {name: None if one is None else self._value(one) for name, one in module._buffers.items()}
         state["_modules"] = {
@@ -85,21 +89,22 @@ class _Copying:
         return made
 
     def _weight(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-        """A parameter that several modules have stays one."""
+        """Copy of a parameter, the same one for all modules that share the parameter."""
         if parameter not in self._weights:
             self._weights[parameter] = torch.nn.Parameter(parameter.detach().clone(), requires_grad=False)
         return self._weights[parameter]
 
     def finish(self) -> None:
-        """Replace references of copies to other modules, methods and tensors by references to their copies."""
-        while self._unbound:  # Modules in lists are met here.
+        """Replace attributes of copied modules that refer to modules, methods and tensors of the tree by their
+        copies."""
+        while self._unbound:  # Modules in plain lists are found here, and appended.
             made = self._unbound.pop()
             for name, value in list(vars(made).items()):
                 if name not in _COPIED:
                     vars(made)[name] = self._value(value)
 
     def _value(self, value: Any) -> Any:
-        """A value as a copy has it; objects of other classes are shared."""
+        """Copy of an attribute's value; objects of unknown classes are shared."""
         if isinstance(value, torch.nn.Module):
             return self.module(value)
         if isinstance(value, torch.nn.Parameter):
@@ -132,7 +137,8 @@ class _Copying:
 
 
 def _bound(method: types.MethodType, module: torch.nn.Module) -> Callable[..., Any]:
-    """A method of a module as one of its copy; the module in place of an embedding has its own of that name, if any."""
+    """`method` bound to the copy `module`. If the copy is of another class, its own method of that name is used, if it
+    has one."""
     bound: Callable[..., Any] = types.MethodType(method.__func__, module)
     return bound if isinstance(module, type(method.__self__)) else getattr(module, method.__name__, bound)
 

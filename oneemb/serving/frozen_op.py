@@ -1,13 +1,13 @@
-"""Lookup of frozen rows as one registered op, which is quick in Python and needs oneemb where it runs.
+"""Lookup of frozen rows as one registered op. It is fast in Python, and needs oneemb where it runs.
 
     torch.ops.oneemb.frozen_rows(table_N, id_N, region_T6, pilot_B, record_SW, kind_TC, param_TC4, end_C, key_0, key_1,
         dim, weights, trained, padding_idx)                                                     float32 [N, D]
 
-Its tensors are those of a file of rows (`storage/serving/FORMAT.md`): ids have a perfect hash, so that a lookup reads
-one record where `FrozenRows` searches 20 places of a million. It has no state.
+The tensors are those of a served file (`storage/serving/FORMAT.md`). Ids have a perfect hash, so a lookup reads one
+record, where the search of `FrozenRows` in a million keys reads 20. The op has no state.
 
-Invariant: reads stay within the tensors: these are compared with one another when they come from a file, and with
-nothing later; whoever changes them in a program has no such promise.
+Invariant: a lookup reads only inside the tensors. The tensors are compared with one another when they are read from a
+file, and not later: a program whose tensors a user has changed is not protected.
 """
 
 from collections.abc import Sequence
@@ -42,15 +42,15 @@ def _frozen_rows(
 ) -> torch.Tensor:  # fmt: skip
     if id_N.dtype != torch.int64 or table_N.shape != id_N.shape or id_N.dim() != 1:
         raise TypeError(f"ids must be int64 [N], and tables as many, got {id_N.dtype} {list(id_N.shape)}")
-    if table_N.dtype != torch.int64:  # 0.5 would be table 0
+    if table_N.dtype != torch.int64:  # long() would make table 0 of 0.5
         raise TypeError(f"tables must be int64 [N], got {table_N.dtype} {list(table_N.shape)}; call tables.long()")
     if len(table_N):
-        low, high = int(table_N.min()), int(table_N.max())  # before they are narrowed: 2^32 would be table 0
+        low, high = int(table_N.min()), int(table_N.max())  # int32 would make table 0 of 2^32
         if not 0 <= low <= high < len(region_T6):
             raise ValueError(f"tables must be from 0 to {len(region_T6) - 1}, got {low} to {high}")
     table_N32 = table_N.to(torch.int32).contiguous().numpy()
     threads, id_array = Threads(torch.get_num_threads()), id_N.contiguous().numpy()
-    out = torch.empty(len(id_array), dim, dtype=torch.float32, device="cpu")  # whatever torch's default is
+    out = torch.empty(len(id_array), dim, dtype=torch.float32, device="cpu")  # not torch's default dtype
     served = ServedRows.unchecked(
         region_T6.numpy().view(np.uint64), pilot_B.numpy().view(np.uint16), record_SW.numpy(), array_dtype(weights),
         QUANTIZED.get(weights, 0),
@@ -78,12 +78,12 @@ def _(
 
 
 class HashedRows(torch.nn.Module):
-    """Lookup of `FrozenRows` as one op: the same arguments of `forward`, the same result, quicker in Python.
+    """The lookup of `FrozenRows` as one op: `forward` has the same arguments and result, and is faster in Python.
 
     Args:
-        file: of the rows.
-        absent: values of an id without a row: "initial", its initial row in training, or "zeros".
-        policies: of the tables; as of `initial_of`.
+        file: served file with the rows.
+        absent: values of an id without a row: "initial" = its initial row in training, or "zeros".
+        policies: policy of each table; same as for `initial_of`.
 
     Raises:
         StorageError: the file is damaged, or does not describe initial rows and `absent` needs them.
@@ -110,7 +110,7 @@ class HashedRows(torch.nn.Module):
             ("record_SW", file.rows.record_SW), ("kind_TC", initial.kind_TC), ("param_TC4", initial.param_TC4),
             ("end_C", initial.end_C),
         ):  # fmt: skip
-            self.register_buffer(name, torch.from_numpy(array.copy()).clone())  # in memory of torch, which is aligned
+            self.register_buffer(name, torch.from_numpy(array.copy()).clone())  # torch's memory is aligned
 
     def forward(self, table_N: torch.Tensor, id_N: torch.Tensor) -> torch.Tensor:
         """Read rows; see `FrozenRows.forward`."""

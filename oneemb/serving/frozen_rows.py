@@ -1,17 +1,17 @@
-"""Rows of tables as plain tensors, looked up in aten ops alone: an exported program has them in place of an embedding.
+"""Rows of tables as plain tensors that aten ops look up. An exported program has them in place of an embedding.
 
-N ids, T tables, S rows, D weights, X values of a row as it is kept.
+N ids, M ids without a row, T tables, S rows, D weights of a row, X stored values of a row.
 
-    key_S      int64, sorted: the id of each row, XOR the salt of its table. Salts are such that no two are equal
-    table_S    int32, the table of each row: an id of one table may have the key of another's row
+    key_S      int64, sorted: the id of each row XOR the salt of its table; salts make all keys distinct
+    table_S    int32: the table of each row. A lookup compares it, since a looked-up id may have another table's key
     rows       [S, X]: float32, float16 or bfloat16 weights; or uint8, as `kernels/quantize_rows.py` makes them
-    scale_S2   scale and low of each row of uint8, apart from it: float32, or float16, as 4 bits have it, and TorchRec's
-               8 and 2 bits. TorchScript cannot read bytes as numbers
+    scale_S2   scale and low of each uint8 row: float16 for 4 bits and for TorchRec's formats, else float32. They are a
+               tensor of their own, since TorchScript cannot read bytes as numbers
 
 Invariants:
-- a lookup is exact for every int64 id: XOR loses nothing, and key and table are both compared;
-- a row has the weights that an `InferenceEmbedding` of the same file gives;
-- where there are no rows at all, there is one of table -1, which no id is of.
+- a lookup is exact for every int64 id: XOR loses nothing, and both key and table are compared;
+- a row has the same weights as in an `InferenceEmbedding` of the same file;
+- if there are no rows, the tensors hold one row of table -1, which no lookup finds.
 """
 
 from collections.abc import Sequence
@@ -28,13 +28,14 @@ from oneemb.storage.errors import StorageError
 from oneemb.storage.policies.row_policy import RowPolicy
 from oneemb.storage.serving.served_file import QUANTIZED, ServedFile
 
-_ROWS = 1 << 16  # that are copied in one turn
-SALTS_MAX = 64  # tries
+_ROWS = 1 << 16  # number of rows that are copied at a time
+SALTS_MAX = 64  # number of tries to find salts
 _MASK = (1 << 64) - 1
 
 
 def salts_of(tables: int, attempt: int) -> np.ndarray:
-    """int64 [T], the first 0: numbers whose upper bits differ, so that the keys of tables lie apart."""
+    """Salts, int64 [T], the first 0; each `attempt` gives others. Their upper bits differ, so that keys of tables lie
+    apart."""
     found = [0]
     for t in range(1, tables):
         z = (t + attempt * 0x632BE59BD9B4E019) * 0x9E3779B97F4A7C15 & _MASK
@@ -45,7 +46,7 @@ def salts_of(tables: int, attempt: int) -> np.ndarray:
 
 
 def _sorted_keys(table_S: np.ndarray, id_S: np.ndarray, tables: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Salts, sorted keys, and the row of each key."""
+    """Salts of the tables, sorted keys, and the index of the row of each key."""
     for attempt in range(SALTS_MAX):
         salt_T = salts_of(tables, attempt)
         key_S = id_S ^ salt_T[table_S]
@@ -57,7 +58,7 @@ def _sorted_keys(table_S: np.ndarray, id_S: np.ndarray, tables: int) -> tuple[np
 
 
 def _rows_of(file: ServedFile, place_S: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows in these places of a file, whose blocks have been compared: `rows` and `scale_S2`."""
+    """`rows` and `scale_S2` of the rows at these slots of a file, which has been verified."""
     info, row_SX = file.info, file.rows.row_SX
     bits = QUANTIZED.get(info.weights, 0)
     width = {0: info.dim, 8: info.dim, 4: (info.dim + 1) // 2}[bits]
@@ -77,14 +78,14 @@ def _rows_of(file: ServedFile, place_S: np.ndarray) -> tuple[torch.Tensor, torch
 
 
 class FrozenRows(torch.nn.Module):
-    """Weights of keys, looked up in aten ops alone. It can be scripted, exported and compiled; it has no store.
+    """Weights of keys, looked up by aten ops. The module can be scripted, exported and compiled; it has no store.
 
     Args:
-        key_S, table_S, salt_T, rows, scale_S2: as above.
-        dim: D.
-        bits: of a quantized weight, 8, 4 or 2, the first in the lowest; 0 = rows are not quantized.
-        initial: initial rows, which ids without a row read as; None = zeros.
-        trained: the weights' dtype in training.
+        key_S, table_S, salt_T, rows, scale_S2: as above; `salt_T` is from `salts_of`.
+        dim: number of weights of a row, D.
+        bits: bits of a quantized weight, 8, 4 or 2, with the first weight in the lowest bits; 0 = not quantized.
+        initial: initial rows, as which ids without a row read; None = they read as zeros.
+        trained: dtype of the weights in training.
         padding_idx: an id that reads as zeros; None = no such id.
     """
 
@@ -123,11 +124,11 @@ class FrozenRows(torch.nn.Module):
     def of_file(
         cls, file: ServedFile, *, absent: str = "initial", policies: Sequence[RowPolicy] | None = None
     ) -> Self:  # fmt: skip
-        """Rows of a file. Beside them and the file's map it takes 40 bytes a row while it is made.
+        """Rows of a served file. While it runs it needs 40 bytes a row of memory, besides the rows and the mapped file.
 
         Args:
-            absent: values of an id without a row: "initial", its initial row in training, or "zeros".
-            policies: of the tables; as of `initial_of`.
+            absent: values of an id without a row: "initial" = its initial row in training, or "zeros".
+            policies: policy of each table; same as for `initial_of`.
 
         Raises:
             StorageError: the file is damaged, or does not describe initial rows and `absent` needs them.
@@ -154,7 +155,7 @@ class FrozenRows(torch.nn.Module):
         cls, table_S: torch.Tensor, id_S: torch.Tensor, rows: torch.Tensor, scale_S2: torch.Tensor, num_tables: int,
         dim: int, bits: int, initial: InitialRows | None, trained: torch.dtype = torch.float32,
     ) -> Self:  # fmt: skip
-        """Rows in any order, of different keys: the table, int32, and id, int64, of each."""
+        """Rows with distinct keys, in any order; `table_S` (int32) and `id_S` (int64) have the key of each row."""
         if not len(id_S):
             table_S, id_S = table_S.new_full((1,), -1), id_S.new_zeros(1)
             rows, scale_S2 = rows.new_zeros(1, rows.shape[1]), scale_S2.new_zeros(1, 2)
@@ -165,7 +166,7 @@ class FrozenRows(torch.nn.Module):
         return cls(*tensors, dim, bits, initial, trained, None).to(rows.device)
 
     def rows_of(self, table: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The ids of a table, sorted, its rows and their scales: copies."""
+        """Copies of the ids of a table, sorted, their rows, and the rows' scales."""
         place_S = torch.nonzero(self.table_S == table).squeeze(1)
         id_S = self.key_S[place_S] ^ self.salt_T[table]
         order_S = torch.argsort(id_S)
@@ -173,7 +174,7 @@ class FrozenRows(torch.nn.Module):
         return id_S[order_S], self.rows[place_S], self.scale_S2[place_S] if self.bits else self.scale_S2
 
     def forward(self, table_N: torch.Tensor, id_N: torch.Tensor) -> torch.Tensor:
-        """Weights of keys, float32 [N, D], of tables from 0 to T-1 and any ids, both int64 [N]."""
+        """Weights of keys, float32 [N, D]. `table_N` has tables from 0 to T-1, `id_N` any ids, both int64 [N]."""
         key_N = id_N ^ self.salt_T.index_select(0, table_N)
         place_N = torch.searchsorted(self.key_S, key_N).clamp(max=self.key_S.shape[0] - 1)
         found_N = (self.key_S.index_select(0, place_N) == key_N) & (self.table_S.index_select(0, place_N) == table_N)
@@ -190,13 +191,13 @@ class FrozenRows(torch.nn.Module):
         return weight_ND
 
     def begin(self, table_M: torch.Tensor, id_M: torch.Tensor) -> torch.Tensor:
-        """Weights of keys without a row: float32 [M, D]."""
+        """Weights of keys that have no row: float32 [M, D]."""
         if self.draws:
             return self.begins(table_M, id_M)
         return self.begin_TD.index_select(0, table_M)
 
     def weights_at(self, place_N: torch.Tensor) -> torch.Tensor:
-        """Weights of the rows in these places: float32 [N, D]."""
+        """Weights of the rows with these indices: float32 [N, D]."""
         row_NX = self.rows.index_select(0, place_N)
         if self.bits == 0:
             return row_NX.float()

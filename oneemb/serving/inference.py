@@ -1,9 +1,10 @@
 """A read-only embedding: the rows of a snapshot, mapped into memory that all processes of a machine share.
 
 Invariants:
-- a lookup takes one version, whole, at its begin: a newer one is taken over between two lookups, which never wait;
-- a version is unmapped when the last lookup on it has ended;
-- rows as trained give the bits that `EvalGraph` and lookups in eval mode give.
+- a lookup reads one version of the rows, chosen at its beginning; a newer version replaces it between two lookups, and
+  lookups never wait for it;
+- the file of a version is unmapped when the last lookup that reads it has ended;
+- rows served as trained have the same bits as in `EvalGraph` and in lookups in eval mode.
 """
 
 import operator
@@ -31,16 +32,16 @@ _CPU = torch.device("cpu")
 
 
 class Follower:
-    """Thread that calls a function every so many seconds, and raises its errors in the caller of `check`. It begins
-    with `start`: by then its owner has it, so that an interrupt leaves no thread that nobody stops.
+    """Thread that calls `refresh` every so many seconds, and raises its errors in the caller of `check`. `start` begins
+    the thread, after the owner has stored this object, so that an interrupt leaves no thread that cannot be stopped.
 
     Invariants:
-    - the thread does not keep the function's owner alive: it ends when the owner is gone;
-    - a child of fork has no thread; errors of its parent's thread are the parent's.
+    - the thread does not keep the owner of `refresh` alive: it ends when the owner is collected;
+    - a child of fork has no thread, and does not raise errors of its parent's thread.
 
     Args:
-        refresh: a bound method, called with a function that says whether to give up.
-        seconds: between the end of a call and the next one, above 0.
+        refresh: a bound method, called with a function that returns True once the call should stop.
+        seconds: time between the end of a call and the next one, above 0.
     """
 
     def __init__(self, refresh: Callable[[Callable[[], bool]], Any], seconds: float):
@@ -68,19 +69,19 @@ class Follower:
 
     @property
     def is_of_parent(self) -> bool:
-        """Whether this process is a child of fork, in which the thread is not."""
+        """Whether this process is a child of fork, which has no such thread."""
         return self._process != os.getpid()
 
     def check(self) -> None:
-        """Raise the error of a call, once."""
+        """Raise the error of the last failed call, once."""
         if self._error is not None and not self.is_of_parent:
             error, self._error = self._error, None
             if error is not None:
                 raise error
 
     def stop(self) -> None:
-        """Make the thread end soon; its current call gives up."""
-        if not self.is_of_parent:  # Its thread may have held the event's lock when this process was forked.
+        """Make the thread end soon; its current call stops."""
+        if not self.is_of_parent:  # The thread may have held the event's lock at the fork.
             self.ends.set()
 
     def close(self) -> None:
@@ -91,9 +92,9 @@ class Follower:
 
 
 class InferenceEmbedding(torch.nn.Module):
-    """The rows of a snapshot, read-only. Made by `open`; called as `MultiTableEmbedding` in eval mode.
+    """The rows of a snapshot, read-only. Made by `open`; called like `MultiTableEmbedding` in eval mode.
 
-    May be called from any thread, and in children of fork.
+    Any thread, and a child of fork, may call it.
     """
 
     def __init__(self, file: ServedFile, source: Source | None, absent: str, threads: Threads):
@@ -102,7 +103,7 @@ class InferenceEmbedding(torch.nn.Module):
         self._served: Served | None = Served(file, absent, self._backend)
         self._source, self._absent, self._threads = source, absent, threads
         self._follower: Follower | None = None
-        self._choice: object = None  # Another one for each call that chooses a version by itself.
+        self._choice: object = None  # Replaced by each call that chooses a version.
         self._lock, self._process = threading.Lock(), os.getpid()
 
     @classmethod
@@ -118,23 +119,26 @@ class InferenceEmbedding(torch.nn.Module):
         verify: bool = False,
         num_threads: int | None = None,
     ) -> Self:
-        """Serve a snapshot. Its file is made where it is not there, once for all processes. Takes no writer's lock.
+        """Serve a snapshot. The call makes the snapshot's served file if it does not exist; all processes share the
+        file. It does not take the lock of the table's writer.
 
         Args:
-            path: the persistent path of the training job, or those of its ranks; or a file that `oneemb quantize` has
-                made, whose dtype and tables count.
+            path: the persistent path of the training job, or the paths of its ranks; or a file that `oneemb quantize`
+                has made, which fixes snapshot, dtype and tables.
             snapshot: name of the snapshot; None = the newest.
-            dtype: of the file: "float32" = the weights as trained, bit for bit. Others give float32.
-            tables: those that are served, in the order of columns; None = all.
-            absent: values of an id without a row: "initial", its initial row in training, not rounded to `dtype`; or
+            dtype: dtype of the weights in the file: "float32" = the weights as trained, bit for bit. Lookups give
+                float32 for the other formats.
+            tables: numbers of the served tables, in the order of columns of ids; None = all.
+            absent: values of an id without a row: "initial" = its initial row in training, not rounded to `dtype`; or
                 "zeros".
-            folder: where files are made; None = `serving` in the first path.
-            verify: compare all rows with their checksums now, not each when it is first read.
-            num_threads: None = the cores there are.
+            folder: folder for served files; None = `serving` in the first path.
+            verify: compare all rows with their checksums now, instead of when a row is first read.
+            num_threads: None = one for each core.
 
         Raises:
-            StorageError: there is no such snapshot, its files are damaged, a row is not finite or too large for the
-                dtype (the message names it), or the snapshot does not describe initial rows and `absent` needs them.
+            StorageError: the snapshot does not exist, its files are damaged, a row is not finite or too large for the
+                dtype (the message names the row), or the snapshot does not describe initial rows and `absent` needs
+                them.
             ValueError: an argument is not as above.
         """
         if dtype not in DTYPES or absent not in ("initial", "zeros"):
@@ -161,7 +165,7 @@ class InferenceEmbedding(torch.nn.Module):
                 )
             source = Source(paths, where, dtype, chosen)
             opened = open_snapshot(source, snapshot, threads=threads)
-            assert opened is not None  # it has not been stopped, and every sequence will do
+            assert opened is not None  # without `stop` and `above` there is always a file
             file = opened
         if verify:
             file.verify()
@@ -181,14 +185,15 @@ class InferenceEmbedding(torch.nn.Module):
         columns: Sequence[int] | None = None,
         include_last_offset: bool = True,
     ) -> torch.Tensor:
-        """The rows of ids, or of bags of ids: arguments, result and errors are those of `MultiTableEmbedding`.
+        """Rows of ids, or pooled bags of ids. Arguments, result and errors are those of `MultiTableEmbedding`.
 
-        With `tables` given to `open`, the T columns of ids are those tables in their order; `table_ids` and `columns`
-        are the numbers of training. Nothing has a gradient. The dtype is that of training for "float32", else float32.
+        If `open` was given `tables`, the T columns of ids are these tables, in their order; `table_ids` and `columns`
+        use the numbers of training. The result has no gradient. Its dtype is that of training if rows are served as
+        "float32", else float32.
 
         Raises:
-            TypeError, ValueError: an argument is not as there, or a table is not served.
-            CorruptTableError: a row that is needed is damaged.
+            TypeError, ValueError: same as `MultiTableEmbedding`; or a table is not served.
+            CorruptTableError: a row of the lookup is damaged.
         """
         refuse_tracers(self, ids)
         if self._follower is not None:
@@ -225,7 +230,7 @@ class InferenceEmbedding(torch.nn.Module):
         return served.rows(served.only_served(table_N), id_N, ids.shape)
 
     def read(self, ids: torch.Tensor, table_ids: torch.Tensor | None = None) -> torch.Tensor:
-        """Look ids up; a model that calls `MultiTableEmbedding.read` can be served as it is."""
+        """Look up ids, so that a model that calls `MultiTableEmbedding.read` can be served unchanged."""
         return self(ids, table_ids)
 
     def _bags(
@@ -255,7 +260,7 @@ class InferenceEmbedding(torch.nn.Module):
         if columns is None:
             return served.bags(table_N, id_N, its_P1, scale_N, pooling, shape)
         pooled = served.bags(table_N, id_N, its_P1, scale_N, pooling, (len(columns), shape[0]))
-        return pooled.transpose(0, 1).contiguous()  # Bags of columns lie column by column.
+        return pooled.transpose(0, 1).contiguous()  # `bags` gives columns first.
 
     # ---- versions ---------------------------------------------------------------------------------------------------
 
@@ -274,20 +279,20 @@ class InferenceEmbedding(torch.nn.Module):
         follower.check()
 
     def _alone(self) -> threading.Lock:
-        """Lock of the version and of the follower. A child of fork has one of its own: a thread of its parent may have
-        held the other one."""
+        """Lock of the version and the follower. A child of fork makes a new lock, since a thread of its parent may have
+        held the old one."""
         if self._process != os.getpid():
             self._lock, self._process = threading.Lock(), os.getpid()
         return self._lock
 
     @property
     def version(self) -> Version:
-        """Snapshot that answers the next lookup."""
+        """Snapshot that the next lookup reads."""
         return self._version_now().version
 
     @property
     def embedding_dim(self) -> int:
-        """Weights of a row."""
+        """Number of weights of a row."""
         return self._version_now().file.info.dim
 
     @property
@@ -297,17 +302,17 @@ class InferenceEmbedding(torch.nn.Module):
 
     @property
     def quantization_error(self) -> tuple[float, float]:
-        """Errors of the served weights against the trained ones: the largest, and the root of the mean square."""
+        """Largest error, and root mean square error, of the served weights against the trained ones."""
         info = self._version_now().file.info
         return info.error_max, info.error_rms
 
     def refresh(self) -> bool:
-        """Take over the newest snapshot, if it is newer than the one that answers; returns whether it was. Lookups go
-        on meanwhile.
+        """Serve the newest snapshot if it is newer than the current one; returns whether it was. Lookups go on
+        meanwhile.
 
         Raises:
-            StorageError: it cannot be read or made, or its rows are of another width or dtype; the former one answers
-                still.
+            StorageError: the snapshot cannot be read, its file cannot be made, or its rows have another width or dtype.
+                The current snapshot is still served.
         """
         return self._refresh(lambda: False)
 
@@ -318,15 +323,15 @@ class InferenceEmbedding(torch.nn.Module):
         return file is not None and not stop() and self._take(file, choice, newer=True)
 
     def rollback(self, snapshot: str) -> None:
-        """Answer from the snapshot of this name, older or newer, and stop following until `follow` is called again. The
-        call waits for no other thread that refreshes: a version that it brings is not taken.
+        """Serve the named snapshot, older or newer, and stop following until `follow` is called again. If another
+        thread is refreshing, the call does not wait, and that thread's version is not served.
 
         Raises:
-            StorageError: there is none: all is as before; or it cannot be read, or its rows are of another width or
-                dtype: the former one answers still, and nobody follows.
+            StorageError: there is no such snapshot, and nothing has changed; or it cannot be read, or its rows have
+                another width or dtype: then the current snapshot is still served, and following has stopped.
         """
         source, choice = self._need_source(), object()
-        find_snapshot(source.paths, snapshot)  # An unknown name stops no follower.
+        find_snapshot(source.paths, snapshot)  # An unknown name raises before the follower stops.
         with self._alone():
             self._stopped()
             self._choice = choice
@@ -335,14 +340,15 @@ class InferenceEmbedding(torch.nn.Module):
         self._take(file, choice, newer=False)
 
     def _take(self, file: ServedFile, choice: object, *, newer: bool) -> bool:
-        """Answer from a file, unless another call has chosen since, or it should be newer and is not."""
+        """Serve a file; returns whether that was done. It is not if another call has chosen a version since `choice`,
+        or if `newer` and the file is not newer than the current version."""
         served = Served(file, self._absent, self._backend)
         with self._alone():
             now = self._version_now()
             if self._choice is not choice or newer and served.version.sequence <= now.version.sequence:
                 return False
             served.check_as_before(now)
-            self._served = served  # One reference: a lookup has the former version or this one.
+            self._served = served  # Lookups read this reference once, so each has one version.
             return True
 
     def _need_source(self) -> Source:
@@ -351,9 +357,9 @@ class InferenceEmbedding(torch.nn.Module):
         return self._source
 
     def follow(self, seconds: float = 10.0) -> None:
-        """Call `refresh` every so many seconds in a thread, until `unfollow` or `close`.
+        """Call `refresh` in a thread, every `seconds` seconds, until `unfollow` or `close`.
 
-        Its errors are raised by the next lookup, once each; the thread goes on. A child of fork follows too, from its
+        The next lookup raises an error of `refresh`, once; the thread goes on. A child of fork follows too, from its
         first lookup on.
 
         Raises:
@@ -372,14 +378,14 @@ class InferenceEmbedding(torch.nn.Module):
             former.close()
 
     def unfollow(self) -> None:
-        """Stop following; the current snapshot goes on to answer."""
+        """Stop following; the current snapshot is still served."""
         with self._alone():
             follower = self._stopped()
         if follower is not None:
             follower.close()
 
     def _stopped(self) -> Follower | None:
-        """Stop the follower, and return it. The caller has the lock, so that there is one follower at most."""
+        """Stop the follower and return it. The caller has the lock, so that there is never more than one follower."""
         follower = self._follower
         if follower is not None:
             follower.stop()
@@ -387,7 +393,7 @@ class InferenceEmbedding(torch.nn.Module):
         return follower
 
     def close(self) -> None:
-        """Stop following and let go of the file."""
+        """Stop following, and release the file."""
         with self._alone():
             self._served, self._choice = None, object()
         self.unfollow()

@@ -1,12 +1,12 @@
-"""Values of ids without a row in a file of rows: their initial rows in training, by the kernels and in aten ops alone.
+"""Values of ids without a row in a served file: their initial rows in training, by the kernels or by aten ops.
 
-M ids, D weights, C columns, T tables, K blocks of four weights.
+M ids, D weights of a row, C columns, T tables, K blocks of four weights.
 
-`kernels/init_rows.py` is the definition. Aten ops give its bits of constants, ids and uniform weights, and of the 85 of
-100 normal weights that need no logarithm; the others are within one rounding of the weights' dtype, as torch's
-logarithm may differ from the kernel's in its last place.
+`kernels/init_rows.py` is the definition. Aten ops give the same bits for constant, id and uniform weights, and for the
+85 % of normal weights that need no logarithm. Other normal weights may differ by one rounding of their dtype, since
+torch's logarithm may differ from the kernel's in the last bit.
 
-Invariant: no integer overflows in the aten ops, so that a compiler of C++ has nothing to assume.
+Invariant: no integer overflows in the aten ops, since overflow is undefined in C++, which some compilers generate.
 """
 
 import json
@@ -38,14 +38,14 @@ from oneemb.storage.serving.served_file import ServedFile
 
 
 def initial_of(file: ServedFile, absent: str, policies: Sequence[RowPolicy] | None = None) -> InitialRows | None:
-    """Initial rows, which ids without a row read as; None = zeros.
+    """Initial rows, as which ids without a row read; None = they read as zeros.
 
     Args:
-        absent: "initial", or as the policies of tables say; or "zeros".
-        policies: of the tables; None = those in the file.
+        absent: "initial" = initial rows, or what a table's policy says instead; or "zeros".
+        policies: policy of each table; None = the policies that the file describes.
 
     Raises:
-        StorageError: the file does not describe initial rows, or its description is wrong.
+        StorageError: the file does not describe initial rows, or describes them wrongly.
     """
     if absent not in ("initial", "zeros"):
         raise ValueError(f'absent must be "initial" or "zeros", got {absent!r}')
@@ -87,7 +87,7 @@ def _absent_of(described: object) -> Absent:
 def first_weights(
     initial: InitialRows, format: RowFormat, gives: str, table_M: np.ndarray, id_M: np.ndarray, *, threads: Threads
 ) -> np.ndarray:
-    """Initial weights of keys, [M, D]: their bits in this format if `gives` is its dtype, else float32."""
+    """Initial weights of keys, [M, D]: the bits of `format` if `gives` is its dtype, else float32."""
     row_MW = np.zeros((len(id_M), format.row_width), np.float32)
     weight_MX = format.weights(row_MW)
     init_rows(
@@ -105,8 +105,8 @@ _LOW = 0xFFFFFFFF
 
 
 def constants_of(initial: InitialRows | None, num_tables: int, dim: int, trained: torch.dtype) -> torch.Tensor | None:
-    """Initial rows of each table, float32 [T, D], if no weight depends on the id; None = one does. Zeros if `initial`
-    is None."""
+    """Initial rows of each table, float32 [T, D], if no weight depends on the id, else None. Zeros if `initial` is
+    None."""
     if initial is None:
         return torch.zeros(num_tables, dim, dtype=torch.float32, device="cpu")
     if (initial.kind_TC != CONSTANT).any():
@@ -116,14 +116,14 @@ def constants_of(initial: InitialRows | None, num_tables: int, dim: int, trained
 
 
 class InitialValues(torch.nn.Module):
-    """The initial weights of keys, as a module that can be scripted and exported.
+    """Initial weights of keys, as a module that can be scripted and exported.
 
     Args:
-        initial: how rows begin.
-        trained: the weights' dtype in training, to which they are rounded.
+        initial: description of the initial rows.
+        trained: dtype of the weights in training, to which they are rounded.
 
     Raises:
-        ValueError: there is a kind of initializer that aten ops cannot do.
+        ValueError: an initializer cannot be computed by aten ops.
     """
 
     kind_TC: torch.Tensor
@@ -152,7 +152,7 @@ class InitialValues(torch.nn.Module):
         widths = torch.from_numpy(np.diff(initial.end_C, prepend=0))
         self.register_buffer("column_D", torch.arange(len(widths), device="cpu").repeat_interleave(widths))
         self.register_buffer("block_K", torch.arange(-(-dim // 4), device="cpu"))
-        seed = initial.seed  # of the keys of each round of Philox
+        seed = initial.seed  # gives the keys of the 10 rounds of Philox
         key_R2 = [[(seed + int(W0) * r) & _LOW, ((seed >> 32) + int(W1) * r) & _LOW] for r in range(10)]
         self.register_buffer("key_R2", torch.tensor(key_R2, device="cpu").reshape(10, 2, 1, 1))
         self.register_buffer("by_2", torch.tensor([int(M0), int(M1)], device="cpu").reshape(2, 1, 1))
@@ -160,8 +160,8 @@ class InitialValues(torch.nn.Module):
         self.register_buffer("factor_832", factors.permute(2, 0, 1).reshape(8, 3, 2, 1, 1).contiguous())
 
     def forward(self, table_M: torch.Tensor, id_M: torch.Tensor) -> torch.Tensor:
-        """float32 [M, D], of int64 [M] each."""
-        # Kinds are numbers here, 1 UNIFORM, 2 NORMAL, 3 TRUNC_NORMAL, 4 BY_ID: a script has no constants of modules.
+        """Initial weights, float32 [M, D], of keys (table, id), int64 [M] each."""
+        # 1 is UNIFORM, 2 NORMAL, 3 TRUNC_NORMAL, 4 BY_ID: TorchScript reads no constants of modules.
         kind_MD = self.kind_TC.index_select(0, table_M).index_select(1, self.column_D)
         param_MD4 = self.param_TC4.index_select(0, table_M).index_select(1, self.column_D)
         first_MD = param_MD4[:, :, 0]
@@ -182,8 +182,9 @@ class InitialValues(torch.nn.Module):
         return value_MD.float().to(self.trained).float()
 
     def _words(self, table_M: torch.Tensor, id_M: torch.Tensor) -> torch.Tensor:
-        """A random word for each weight, int64 [M, D]: `kernels/philox.py`, both of its halves at a time."""
-        blocks_MK = self.block_K + (id_M & 0).unsqueeze(1)  # not expanded to M, which is no number in a traced program
+        """A random word for each weight, int64 [M, D]: `kernels/philox.py`, with both halves of its state in one
+        tensor."""
+        blocks_MK = self.block_K + (id_M & 0).unsqueeze(1)  # not expand(M): M is symbolic in a trace
         low_MK = (id_M & 0xFFFFFFFF).unsqueeze(1).expand_as(blocks_MK)
         high_MK = (torch.bitwise_right_shift(id_M, 32) & 0xFFFFFFFF).unsqueeze(1).expand_as(blocks_MK)
         x_2MK = torch.stack([low_MK, table_M.unsqueeze(1).expand_as(blocks_MK)])
@@ -197,7 +198,7 @@ class InitialValues(torch.nn.Module):
         return words.flatten(1)[:, : self.dim]
 
     def _normal_quantile(self, p: torch.Tensor) -> torch.Tensor:
-        """Normal quantile of `kernels/init_rows.py`, float64, with all three of its rational functions."""
+        """Normal quantile of `kernels/init_rows.py`, float64; computes all three rational functions and selects one."""
         q = p - 0.5
         r = torch.sqrt(-torch.log(torch.minimum(p, 1.0 - p)))
         r_3 = torch.stack([0.180625 - q * q, r - 1.6, r - 5.0]).unsqueeze(1)

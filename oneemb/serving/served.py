@@ -1,6 +1,6 @@
-"""One served version: its file, and the values of ids that have no row in it.
+"""One served version: its file, and the values of ids that have no row in the file.
 
-Invariant: bags have the bits that pooling the rows one by one, in batch order, gives.
+Invariant: a pooled bag has the same bits as when its rows are pooled one by one in batch order.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from oneemb.storage.serving.served_file import ServedFile
 
 
 class Version(NamedTuple):
-    """Snapshot that answers."""
+    """Name, identity and sequence of the snapshot that lookups read."""
 
     name: str
     identity: str
@@ -29,7 +29,7 @@ class Version(NamedTuple):
 
 
 class Served:
-    """One version, with values of ids without a row as `absent` says, "initial" or "zeros"."""
+    """One served version; `absent` says how ids without a row read, "initial" or "zeros"."""
 
     def __init__(self, file: ServedFile, absent: str, backend: HostBackend):
         info = file.info
@@ -50,7 +50,8 @@ class Served:
         self._initial = initial_of(file, absent)
 
     def check_as_before(self, before: "Served") -> None:
-        """Raise StorageError unless lookups give results of the former version's form: a model around them goes on."""
+        """Raise StorageError unless results have the width and dtype, and ids the dtype, of the version `before`, so
+        that a model around the embedding still works."""
         its, other = ((one.file.info.dim, one.dtype, one.key_type) for one in (self, before))
         if its != other:
             raise StorageError(
@@ -60,32 +61,32 @@ class Served:
             )
 
     def tables_of_columns(self, column_N: np.ndarray) -> np.ndarray:
-        """Tables of ids, or bags, in these columns."""
+        """Table numbers of training for ids, or bags, in these columns."""
         return column_N if self._in_order else self.table_C.take(column_N)
 
     def only_served(self, table_N: np.ndarray) -> np.ndarray:
-        """The tables, checked; ValueError if one of them is not served."""
+        """`table_N`, after a check; ValueError if one of the tables is not served."""
         if len(table_N) and len(self.table_C) < len(self.is_served_T) and not self.is_served_T.take(table_N).all():
             raise ValueError(f"table_ids must be of the tables that are served, {self.table_C.tolist()}")
         return table_N
 
     def rows(self, table_N: np.ndarray, id_N: np.ndarray, shape: Sequence[int]) -> torch.Tensor:
-        """Weights of keys, [*shape, D], of which the product is the number of keys; CorruptTableError if a row is
-        damaged."""
+        """Weights of keys, [*shape, D], where the product of `shape` is the number of keys. CorruptTableError if a row
+        is damaged."""
         out, out_ND = self._room(shape)
         self._read(table_N, id_N, out_ND)
         return out
 
     def _room(self, shape: Sequence[int]) -> tuple[torch.Tensor, np.ndarray]:
-        """Tensor for the result of a lookup, and its rows as an array."""
-        # Made by NumPy, as a view of it in both: torch's empty, view and numpy would take longer than a short lookup.
+        """Tensor for the result of a lookup, [*shape, D], and its memory as an array [rows, D]."""
+        # NumPy makes the array: torch's empty, view and numpy would take longer than a short lookup.
         dim = self.file.info.dim
         array = np.empty((*shape, dim), self._bits)
         out = torch.from_numpy(array)
         return out if self.dtype == torch.float32 else out.view(self.dtype), array.reshape(-1, dim)
 
     def _read(self, table_N: np.ndarray, id_N: np.ndarray, out_ND: np.ndarray) -> np.ndarray:
-        """Write the weights of keys to `out_ND`, and return their places."""
+        """Write the weights of keys to `out_ND`; returns the slot of each key, or MISSING or PADDING."""
         place_N = self.file.read(table_N, id_N, self.padding_idx, out_ND, threads=self._backend.threads)
         if self._initial is not None:
             missing = np.flatnonzero(place_N == MISSING)
@@ -99,7 +100,7 @@ class Served:
         self, table_N: np.ndarray, id_N: np.ndarray, offset_P1: np.ndarray, scale_N: np.ndarray | None,
         pooling: Literal["sum", "mean", "max"], shape: Sequence[int],
     ) -> torch.Tensor:  # fmt: skip
-        """Pooled weights of bags of keys, [*shape, D]; CorruptTableError if a row is damaged."""
+        """Pooled weights of bags of keys, [*shape, D]. CorruptTableError if a row is damaged."""
         out, out_PD = self._room(shape)
         if pooling == "max":
             self._max(table_N, id_N, offset_P1, out_PD)
@@ -118,7 +119,7 @@ class Served:
         return out
 
     def _max(self, table_N: np.ndarray, id_N: np.ndarray, offset_P1: np.ndarray, out_PD: np.ndarray) -> None:
-        # Rows are copied and compared as in training, for the bits of maxima, those of a NaN too.
+        # Copy rows and compare them as training does, so that maxima, and NaN among them, have the same bits.
         row_ND = np.empty((len(id_N), out_PD.shape[1]), out_PD.dtype)
         place_N = self._read(table_N, id_N, row_ND)
         order_N = np.arange(len(id_N), dtype=np.int64)
