@@ -1,6 +1,6 @@
 """Embedding tables for recommenders: keyed by any 64-bit id, larger than memory, trained inside a PyTorch graph.
 
-Names are loaded when they are first used: `import oneemb` itself loads neither torch nor numba.
+A name is loaded when it is first used: `import oneemb` itself loads neither torch nor numba.
 """
 
 import importlib
@@ -85,7 +85,7 @@ def __getattr__(name: str) -> object:
         return getattr(importlib.import_module(_WHERE[name]), name)
     if name in _SUBMODULES:
         return importlib.import_module(f"oneemb.{name}")
-    if name == "make_id_initializer":  # public once; it warns
+    if name == "make_id_initializer":  # deprecated; it warns
         return importlib.import_module("oneemb.options").make_id_initializer
     raise AttributeError(f"module 'oneemb' has no attribute {name!r}")
 

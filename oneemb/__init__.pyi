@@ -1,4 +1,4 @@
-"""What editors and type checkers see; the package itself loads each name when it is first used."""
+"""Public names for editors and type checkers; the package itself loads each name when it is first used."""
 
 from oneemb import nn as nn, optim as optim, options as options, policies as policies
 from oneemb.checkpoints.folders import release as release

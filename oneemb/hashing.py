@@ -1,4 +1,4 @@
-"""Ids of strings: 64-bit hashes that stay the same in every version, and how often two strings share one."""
+"""Ids of strings: 64-bit hashes that are the same in every version, and the expected number of collisions."""
 
 import math
 from collections.abc import Sequence
@@ -18,27 +18,27 @@ _STRINGS = (
 )
 
 
-# Any: columns of libraries that need not be installed.
+# Columns have type Any, since their libraries may not be installed.
 
 
 def hash_ids(*columns: Any, salt: int = 0) -> torch.Tensor:
     """Ids of strings, or of crosses of several columns. Equal strings have equal ids, in every process and version.
 
-    The id of a string is XXH64 of its UTF-8 bytes (of `bytes` themselves) with `salt` as seed; the 64 bits are read as
-    a two's complement int64. The id of a cross of k columns is XXH64, with the same seed, of 8 k bytes: of each column
-    in turn its int64, little-endian, which is the id of a string, or an integer itself.
+    The id of a string is XXH64 of its UTF-8 bytes (of `bytes` as they are), with `salt` as seed, read as a two's
+    complement int64. A cross of k columns is hashed, with the same seed, as 8 k bytes: for each column in turn a
+    little-endian int64, which is the id of a string, or an integer itself.
 
     Args:
-        columns: one of strings: a list of str or bytes, a NumPy array, a pandas or polars Series, or a pyarrow array
-            (string, large_string, binary, string_view, dictionary, chunked). With several columns, of one shape, those
-            of integers may be among them: torch tensors, NumPy arrays, lists of int.
-        salt: 0 to 2**64 - 1: another salt gives other ids.
+        columns: one column of strings: a list of str or bytes, a NumPy array, a pandas or polars Series, or a pyarrow
+            array (string, large_string, binary, string_view, dictionary, chunked). Or several columns of one shape, of
+            strings or integers; columns of integers may also be torch tensors, NumPy arrays and lists of int.
+        salt: 0 to 2**64 - 1; another salt gives other ids.
 
     Returns:
-        int64 of the shape of a column, on the CPU.
+        int64 in the shape of a column, on the CPU.
 
     Raises:
-        TypeError: a column is none of these, or a single one holds integers, which are ids already.
+        TypeError: a column is none of these, or a single column holds integers, which are ids already.
         ValueError: a value is missing (None, NaN, null), a string cannot be encoded, shapes differ, or `salt` is out of
             its range.
 
@@ -78,10 +78,10 @@ def hash_ids(*columns: Any, salt: int = 0) -> torch.Tensor:
 
 
 def expected_collisions(strings: int) -> float:
-    """Expected number of pairs of different strings that have the same id, among this many: n (n - 1) / 2**65.
+    """Expected number of pairs of different strings with equal ids, n (n - 1) / 2**65 for n strings.
 
     Args:
-        strings: different ones, n.
+        strings: number of different strings, n.
 
     Example:
         >>> import oneemb
@@ -92,7 +92,7 @@ def expected_collisions(strings: int) -> float:
 
 
 def _integers_of(column: Any, name: str) -> tuple[np.ndarray | None, Sequence[int]]:
-    """(int64 [N], shape) of a column of integers; (None, ()) for another one."""
+    """(ids int64 [N], shape) of a column of integers; (None, ()) for any other column."""
     if isinstance(column, torch.Tensor):
         if column.is_floating_point() or column.is_complex() or column.dtype == torch.bool:
             raise TypeError(f"a tensor of a cross must hold integers, got {column.dtype}")
@@ -122,11 +122,11 @@ def _integers_of(column: Any, name: str) -> tuple[np.ndarray | None, Sequence[in
 
 
 def _ids_of(column: Any, name: str, salt: int) -> tuple[np.ndarray, Sequence[int]]:
-    """(int64 [N], shape) of a column of strings."""
+    """(ids int64 [N], shape) of a column of strings."""
     library = _library(column)
     if library == "polars":
         column, library = column.to_arrow(), "pyarrow"
-    if library == "pandas" and hasattr(column, "dtype"):  # A DataFrame has none.
+    if library == "pandas" and hasattr(column, "dtype"):  # a DataFrame has no dtype
         if getattr(column.dtype, "name", "") == "category":
             values = column.array if hasattr(column, "array") else column
             return _of_categories(values.categories, np.asarray(values.codes), name, salt), (len(column),)
@@ -159,7 +159,7 @@ def _of_list(strings: Sequence[Any], name: str, salt: int) -> np.ndarray:
 
 
 def _encoded(one: Any, n: int, name: str) -> bytes:
-    """UTF-8 bytes of element n, or an error that says what is wrong with it."""
+    """UTF-8 bytes of element n of a column; otherwise raises an error that says what is wrong with the element."""
     if isinstance(one, bytes):
         return one
     if isinstance(one, str):
@@ -177,7 +177,7 @@ def _missing(n: int, name: str) -> ValueError:
 
 
 def _of_categories(categories: Any, code_N: np.ndarray, name: str, salt: int) -> np.ndarray:
-    """Ids of the categories that codes stand for; a code below 0 is a missing value."""
+    """Id of the category that each code stands for; a negative code is a missing value, and an error."""
     if code_N.min(initial=0) < 0:
         raise _missing(int(np.argmax(code_N < 0)), name)
     integers, _ = _integers_of(categories, name)

@@ -1,4 +1,4 @@
-"""Dense layers that recommenders are made of."""
+"""Dense layers for recommenders."""
 
 from collections.abc import Sequence
 
@@ -8,18 +8,18 @@ __all__ = ["FusedMLP"]
 
 
 class FusedMLP(torch.nn.Module):
-    """Linear layers with ReLU between them, and dropout where a rate is given.
+    """Linear layers with ReLU between them, and dropout if a rate is given.
 
     Args:
         in_features: width of the input.
-        hidden_features: widths of the hidden layers; empty or None = none.
+        hidden_features: width of each hidden layer; empty or None = no hidden layer.
         out_features: width of the output.
-        hidden_dropout_rates: a rate for each hidden layer, or one for all; None = 0.
-        out_dropout_rate: rate after the last layer.
-        skip_final_activation: whether the last layer is linear.
+        hidden_dropout_rates: dropout rate after each hidden layer, or one rate for all; None = 0.
+        out_dropout_rate: dropout rate after the last layer.
+        skip_final_activation: whether the last layer has no ReLU.
 
     Raises:
-        ValueError: a width is below 1, a rate is not in [0, 1), or there are not as many rates as hidden layers.
+        ValueError: a width is below 1, a rate is not in [0, 1), or the number of rates is not that of hidden layers.
 
     Example:
         >>> FusedMLP(16, [64, 32], 1, skip_final_activation=True)(torch.ones(5, 16)).shape
@@ -70,7 +70,7 @@ class FusedMLP(torch.nn.Module):
         self.layers = torch.nn.Sequential(*layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] -> [..., out_features]"""
+        """Outputs [..., out_features] for inputs [..., in_features]."""
         return self.layers(x)
 
 

@@ -1,10 +1,10 @@
 """Optimizers that torch.optim lacks: Ftrl, Lamb, Lars, Lion, PartialRowWiseAdam, RowWiseAdagrad, SmartDecayAdam.
 
-Each steps dense parameters in plain torch operations; oneemb.graph.row_optimizers tells how the rows of an embedding
-are stepped, so one optimizer may hold both. A row of an embedding that has a gradient at every step is updated as a row
-of a dense parameter is.
+Each one steps dense parameters by plain torch operations; oneemb.graph.row_optimizers defines how it steps rows of an
+embedding, so one optimizer may hold both. A row that has a gradient at every step is updated like a row of a dense
+parameter.
 
-State of a dense parameter has the parameter's dtype, as in torch.optim; state of an embedding's row is float32.
+State of a dense parameter has the parameter's dtype, as in torch.optim; state of a row of an embedding is float32.
 """
 
 import math
@@ -24,14 +24,15 @@ T = TypeVar("T")
 
 
 class _Optimizer(torch.optim.Optimizer):
-    """Steps each parameter of each group; a subclass checks a group's options and steps a single parameter.
+    """Base of these optimizers. `step` visits each parameter of each group; subclasses check a group's options
+    (`_check`) and step one parameter (`_step`).
 
-    Counts of steps are tensors named `step`, as in torch.optim: a load in place reaches them, and `load_state_dict`
-    leaves their dtype alone.
+    Counts of steps are tensors named `step`, as in torch.optim: a checkpoint loaded in place reaches them, and
+    `load_state_dict` keeps their dtype.
     """
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take a state of `load_state_dict`; counts of older states, which are ints, become tensors."""
+        """Take the state from `load_state_dict`; counts of steps that older versions saved as ints become tensors."""
         super().__setstate__(state)
         for its in self.state.values():
             if isinstance(its.get("step"), int):
@@ -57,10 +58,10 @@ class _Optimizer(torch.optim.Optimizer):
         """Step every parameter that has a gradient.
 
         Args:
-            closure: computes the loss anew and returns it; it is called once, with gradients enabled.
+            closure: computes the loss again and returns it; it is called once, with gradients enabled.
 
         Returns:
-            What the closure returned, or None.
+            The result of `closure`, or None.
 
         Raises:
             RuntimeError: a gradient is sparse.
@@ -83,7 +84,7 @@ class _Optimizer(torch.optim.Optimizer):
         return loss
 
     def row_optimizer(self, group: _Group) -> RowOptimizer:
-        """Row optimizer of an embedding's rows in this group."""
+        """Row optimizer that steps the rows of embeddings in this group."""
         its = next(cls for cls in type(self).__mro__ if cls.__module__ == __name__)
         return rows_of_class(its, self, group)
 
@@ -98,14 +99,14 @@ class _Optimizer(torch.optim.Optimizer):
                 raise ValueError(f"{type(self).__name__}: {option} must be at least 0 and finite, got {value}")
 
     def _begin(self, group: _Group) -> None:
-        """Called at each step for each group, before its parameters are stepped."""
+        """Prepare a step of a group, before its parameters are stepped."""
 
     def _step(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: _Group) -> None:
         raise NotImplementedError
 
 
 class _WithMoments(_Optimizer):
-    """Adam's options."""
+    """Base of optimizers that have Adam's options."""
 
     def __init__(
         self,
@@ -119,7 +120,7 @@ class _WithMoments(_Optimizer):
 
 
 class RowWiseAdagrad(_Optimizer):
-    """Adagrad with one accumulator a row instead of one a weight.
+    """Adagrad with one accumulator for each row instead of one for each weight.
 
         acc' = acc + mean(g * g over the row)        w' = w - lr * g / (sqrt(acc') + eps)
 
@@ -129,7 +130,7 @@ class RowWiseAdagrad(_Optimizer):
         params: parameters, or dicts that define groups of them.
         lr: learning rate, at least 0.
         weight_decay: L2 penalty, added to the gradient as weight_decay * w; at least 0.
-        initial_accumulator_value: what the accumulator of a new row holds, at least 0.
+        initial_accumulator_value: accumulator of a new row, at least 0.
         eps: added to the root of the accumulator, at least 0.
 
     Raises:
@@ -170,23 +171,24 @@ class RowWiseAdagrad(_Optimizer):
 
 
 class Ftrl(_Optimizer):
-    """FTRL-Proximal: Adagrad's rates, and weights that L1 sets to exactly zero.
+    """FTRL-Proximal: learning rates as in Adagrad, and an L1 penalty that sets weights to exactly zero.
 
         n' = n + g * g
         z' = z + g - (n'^p - n^p) / lr * w                               p = -lr_power
         w' = (sign(z') * lambda1 - z') / ((beta + n'^p) / lr + lambda2)  where |z'| > lambda1, else 0
 
-    The weight is a function of z and n, and z begins at 0, which stands for the weight 0: the initial value of a weight
-    matters in its first step only. Embeddings trained with Ftrl are best initialised with small values.
+    The weight is a function of z and n. z begins at 0, for which the weight is 0, so the initial value of a weight
+    matters only in its first step. Initialize embeddings that Ftrl trains with small values.
 
     Args:
         params: parameters, or dicts that define groups of them.
         lr: learning rate (alpha in the paper), above 0.
         weight_decay: L2 penalty, added to the gradient as weight_decay * w; at least 0.
-        lr_power: minus the power of n that divides the rate; at most 0, and -0.5 as published. 0 keeps the rate.
-        initial_accumulator_value: what n holds at first, at least 0.
+        lr_power: negated exponent p of n in the formula; at most 0. -0.5 is that of the paper, 0 makes the rate
+            constant.
+        initial_accumulator_value: initial value of n, at least 0.
         lambda1: L1 penalty, at least 0.
-        lambda2: L2 penalty as published, at least 0. (TensorFlow's l2_regularization_strength is half of it.)
+        lambda2: L2 penalty of the paper, at least 0. (TensorFlow's l2_regularization_strength is half of it.)
         beta: added to n'^p, at least 0.
 
     Raises:
@@ -236,7 +238,7 @@ class Ftrl(_Optimizer):
         if not state:
             state["n"] = torch.full_like(param, group["initial_accumulator_value"])
             state["z"] = torch.zeros_like(param)
-        if not group["lr"] > 0:  # Tools step with gradients of zeros to make an optimizer's state.
+        if not group["lr"] > 0:  # Tools take steps with zero gradients only to make the state.
             return
         grad = _l2_grad(param, grad, group)
         n, z = state["n"], state["z"]
@@ -250,16 +252,16 @@ class Ftrl(_Optimizer):
 
 
 class SmartDecayAdam(_WithMoments):
-    """Adam for rows that rarely have a gradient: a row catches up with the steps at which it had none.
+    """Adam for rows that rarely have a gradient: a row catches up on the steps in which it had no gradient.
 
-    With k = the steps since the row's last gradient:
+    With k = the number of steps since the row's last gradient:
 
         m' = beta1^k * m + (1 - beta1) * g
         v' = beta2^k * v + (1 - beta2) * g * g
         w' = w - lr * (m' + m * beta1 * (1 - beta1^(k-1)) / (1 - beta1)) / (sqrt(v') + eps)
 
-    There is no bias correction, on rows as on dense parameters. k is counted for a dense parameter as a whole, in
-    calls of `step` between those that found a gradient on it.
+    Neither rows nor dense parameters have a bias correction. For a dense parameter as a whole, k counts the calls of
+    `step` since the last one in which it had a gradient.
 
     Args:
         params: parameters, or dicts that define groups of them.
@@ -276,8 +278,8 @@ class SmartDecayAdam(_WithMoments):
     """
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take a state of `load_state_dict`. Older states have a count of steps for each group, and the number of the
-        last step for each parameter."""
+        """Take the state from `load_state_dict`. Older versions saved a count of steps for each group, and the number
+        of the last step for each parameter; both become the parameter's `step`."""
         super().__setstate__(state)
         for group in self.param_groups:
             step = group.pop("step", None)
@@ -294,7 +296,7 @@ class SmartDecayAdam(_WithMoments):
     def _step(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: _Group) -> None:
         grad = _l2_grad(param, grad, group)
         if not state:
-            state["step"] = _count(1)  # Steps since the last one with a gradient, this one among them.
+            state["step"] = _count(1)  # steps since the last gradient, with this one
             state["m"] = torch.zeros_like(param)
             state["v"] = torch.zeros_like(param)
         m, v = state["m"], state["v"]
@@ -307,22 +309,22 @@ class SmartDecayAdam(_WithMoments):
 
 
 class PartialRowWiseAdam(_WithMoments):
-    """Adam with one second moment a row instead of one a weight.
+    """Adam with one second moment for each row instead of one for each weight.
 
         m' = beta1 * m + (1 - beta1) * g
         v' = beta2 * v + (1 - beta2) * mean(g * g over the row)
         w' = w - lr * (m' / (1 - beta1^t) / (sqrt(v' / (1 - beta2^t)) + eps) + weight_decay * w)
 
-    A row is a row of an embedding, or an index of a dense parameter's dimension 0. t counts the steps at which a dense
-    parameter had a gradient; for rows of an embedding it is the step of the embedding, and a row that has no gradient
-    in a step is neither decayed nor moved.
+    A row is a row of an embedding, or an index of a dense parameter's dimension 0. For a dense parameter t counts the
+    steps in which it had a gradient. For rows t is the step of the embedding, and a row without a gradient is not
+    changed.
 
     Args:
         params: parameters, or dicts that define groups of them.
         lr: learning rate, at least 0.
         betas: decay of m and of v, each at least 0 and below 1.
         eps: added to the root of v, at least 0.
-        weight_decay: decoupled decay, a share of the weight and of lr; at least 0.
+        weight_decay: decoupled decay: each step subtracts lr * weight_decay * w; at least 0.
 
     Raises:
         ValueError: an argument is out of range.
@@ -346,24 +348,23 @@ class PartialRowWiseAdam(_WithMoments):
 
 
 class Lamb(_WithMoments):
-    """Adam whose step has the length of the row's weights, times lr.
+    """Adam whose step, for each row, has the norm lr * (norm of the row's weights).
 
         m' = beta1 * m + (1 - beta1) * g
         v' = beta2 * v + (1 - beta2) * g * g
         r  = m' / (1 - beta1^t) / (sqrt(v' / (1 - beta2^t)) + eps) + weight_decay * w
         w' = w - lr * |w| / |r| * r                            |.| = the root of the sum of squares over the row
 
-    A row is a row of an embedding, or an index of a dense parameter's dimension 0. Where r is 0 the row stays as it is.
-    A row of zeros stays one for ever: initialise rows with other values. t counts the steps at which a dense parameter
-    had a gradient; for rows of an embedding it is the step of the embedding, and a row that has no gradient in a step
-    is neither decayed nor moved.
+    A row is a row of an embedding, or an index of a dense parameter's dimension 0. If r is 0 the row is not changed. A
+    row of zeros is never changed: initialize rows with other values. For a dense parameter t counts the steps in which
+    it had a gradient. For rows t is the step of the embedding, and a row without a gradient is not changed.
 
     Args:
         params: parameters, or dicts that define groups of them.
         lr: learning rate, at least 0.
         betas: decay of m and of v, each at least 0 and below 1.
         eps: added to the root of v, at least 0.
-        weight_decay: decay that is part of r, at least 0.
+        weight_decay: factor of w in r, at least 0.
 
     Raises:
         ValueError: an argument is out of range.
@@ -390,19 +391,19 @@ class Lamb(_WithMoments):
 
 
 class Lars(_Optimizer):
-    """SGD with momentum at a rate of each row's own, which follows from how long its weights and gradient are.
+    """SGD with momentum, whose rate for each row follows from the norms of the row's weights and gradient.
 
         rate = lr * eta * |w| / (|g| + weight_decay * |w|)     |.| = the root of the sum of squares over the row
         buf' = momentum * buf + rate * (g + weight_decay * w)
         w'   = w - buf'
 
-    A row is a row of an embedding, or an index of a dense parameter's dimension 0. The rate is 0 where it would be
-    0 / 0. A row of zeros stays one for ever: initialise rows with other values.
+    A row is a row of an embedding, or an index of a dense parameter's dimension 0. The rate is 0 where the formula
+    gives 0 / 0. A row of zeros is never changed: initialize rows with other values.
 
     Args:
         params: parameters, or dicts that define groups of them.
         lr: learning rate, at least 0.
-        momentum: what is kept of the buffer per step, at least 0.
+        momentum: factor of the buffer in each step, at least 0.
         eta: the trust coefficient, a factor of the rate; at least 0.
         weight_decay: L2 penalty, at least 0.
 
@@ -430,19 +431,19 @@ class Lars(_Optimizer):
 
 
 class Lion(_Optimizer):
-    """Steps of one size for every weight, by the sign of a momentum.
+    """Optimizer whose step has the same size for every weight: lr times the sign of a momentum.
 
         w' = w * (1 - lr * weight_decay) - lr * sign(beta1 * m + (1 - beta1) * g)
         m' = beta2 * m + (1 - beta2) * g
 
-    Rates are a third to a tenth of Adam's, and decay as much larger. A row of an embedding that has no gradient in a
-    step is neither decayed nor moved.
+    Use a learning rate of a third to a tenth of Adam's, and a weight decay that is larger by the same factor. A row of
+    an embedding without a gradient in a step is not changed.
 
     Args:
         params: parameters, or dicts that define groups of them.
         lr: learning rate, at least 0.
         betas: share of the momentum in the sign, and its decay; each at least 0 and below 1.
-        weight_decay: decoupled decay, a share of the weight and of lr; at least 0.
+        weight_decay: decoupled decay: each step subtracts lr * weight_decay * w; at least 0.
 
     Raises:
         ValueError: an argument is out of range.
@@ -465,7 +466,7 @@ class Lion(_Optimizer):
 
 
 def _count(steps: int) -> torch.Tensor:
-    """Count of steps as torch.optim keeps it, whatever the default dtype and device are."""
+    """Count of steps in the form of torch.optim, independent of torch's default dtype and device."""
     return torch.tensor(float(steps), dtype=torch.float32, device="cpu")
 
 
@@ -474,15 +475,15 @@ def _l2_grad(param: torch.Tensor, grad: torch.Tensor, group: _Group) -> torch.Te
 
 
 def _row_means(x: torch.Tensor) -> torch.Tensor:
-    """The mean over each index of dimension 0."""
+    """Mean over each index of dimension 0."""
     return x.mean(dim=tuple(range(1, x.ndim))) if x.ndim > 1 else x
 
 
 def _row_norms(x: torch.Tensor) -> torch.Tensor:
-    """The root of the sum of squares over each index of dimension 0."""
+    """Root of the sum of squares over each index of dimension 0."""
     return torch.linalg.vector_norm(x, dim=tuple(range(1, x.ndim))) if x.ndim > 1 else x.abs()
 
 
 def _per_row(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A number for each index of dimension 0, shaped so that it broadcasts over the others."""
+    """`x`, one number for each index of dimension 0, in a shape that broadcasts with `like`."""
     return x.reshape(x.shape + (1,) * (like.ndim - x.ndim))

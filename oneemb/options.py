@@ -1,10 +1,10 @@
-"""Options of tables and stores: immutable, checked when they are made, and equal when they come back from JSON.
+"""Options of tables and stores: immutable, checked when they are made, and equal after a round trip through JSON.
 
     tables = [make_table(make_normal_initializer(std=0.01)) for _ in range(26)]
     store = make_cached_ssd_store_options(cache_budget_mb=4096, persistent_path="/nvme/items")
 
-Names and arguments are those of OneFlow's one_embedding. `size_factor` and `storage_dim` are accepted for OneFlow's
-scripts: leave them out, since the optimizer says how much state a row needs.
+Names and arguments are those of OneFlow's one_embedding. `size_factor` and `storage_dim` exist for OneFlow's scripts;
+leave them out, since row width follows from the optimizer.
 """
 
 import json
@@ -39,33 +39,35 @@ __all__ = [
 
 
 def make_constant_initializer(value: float) -> ConstantInitializer:
-    """Initial weights of one value."""
+    """Initializer that sets all weights to one value."""
     return ConstantInitializer(value)
 
 
 def make_uniform_initializer(low: float = 0.0, high: float = 1.0) -> UniformInitializer:
-    """Uniform initial weights between `low` and `high`; ValueError if low is above high, or one is not finite."""
+    """Initializer with uniform weights between `low` and `high`; ValueError if low is above high, or one is not
+    finite."""
     return UniformInitializer(low, high)
 
 
 def make_normal_initializer(mean: float = 0.0, std: float = 1.0) -> NormalInitializer:
-    """Normal initial weights; ValueError if std is negative, or an argument is not finite."""
+    """Initializer with normal weights; ValueError if std is negative, or an argument is not finite."""
     return NormalInitializer(mean, std)
 
 
 def make_trunc_normal_initializer(
     mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0
 ) -> TruncNormalInitializer:
-    """Normal initial weights, cut off below `a` and above `b` (values, as in `torch.nn.init.trunc_normal_`).
+    """Initializer with normal weights, none below `a` or above `b` (values, as in `torch.nn.init.trunc_normal_`).
 
     Raises:
-        ValueError: std is not above 0, a is not below b, hardly anything lies between them, or one is not finite.
+        ValueError: std is not above 0, a is not below b, the interval has almost no probability, or an argument is not
+            finite.
     """
     return TruncNormalInitializer(mean, std, a, b)
 
 
 def make_id_initializer(modulus: int = 100_000) -> IdInitializer:
-    """`IdInitializer(modulus)`, which takes this function's place."""
+    """Deprecated name of `IdInitializer(modulus)`."""
     warnings.warn(
         "make_id_initializer is for tests and dynamicemb's DEBUG mode; use oneemb.options.IdInitializer",
         DeprecationWarning,
@@ -79,7 +81,7 @@ def make_id_initializer(modulus: int = 100_000) -> IdInitializer:
 
 @dataclass(frozen=True)
 class ColumnOptions:
-    """One column of a row, and the initializer of its weights; None = the embedding's default initializer."""
+    """Options of one column of a row: the initializer of its weights; None = the embedding's default initializer."""
 
     initializer: Initializer | None = None
 
@@ -90,8 +92,8 @@ class ColumnOptions:
 
 @dataclass(frozen=True)
 class TableOptions:
-    """One logical table: its columns, a single one except for MultiTableMultiColumnEmbedding; and whether it is
-    replicated, so that every rank has all of its rows."""
+    """Options of one logical table: its columns (a single one except in a MultiTableMultiColumnEmbedding), and whether
+    the table is replicated, so that every rank stores all of its rows."""
 
     columns: tuple[ColumnOptions, ...]
     replicate: bool = False
@@ -107,27 +109,27 @@ class TableOptions:
 
 
 def make_column_options(initializer: Initializer | None = None) -> ColumnOptions:
-    """One column of a table; TypeError if the initializer was not made by one of `make_*_initializer`."""
+    """Options of one column of a table; TypeError if `initializer` was not made by one of `make_*_initializer`."""
     return ColumnOptions(initializer)
 
 
 def make_table_options(
     param: Initializer | Sequence[ColumnOptions] | ColumnOptions | None = None, *, replicate: bool = False
 ) -> TableOptions:
-    """One logical table.
+    """Options of one logical table.
 
     Args:
-        param: the initializer of all weights; or a column, or a sequence of columns for
-            `MultiTableMultiColumnEmbedding`; None = the embedding's default initializer.
-        replicate: with `process_group`, let every rank have all rows of the table, rather than each row one rank: for
-            small tables. Lookups of it move no rows between ranks, and where all tables of an embedding are replicated
-            each rank makes them by itself, errors and all. Gradients go to every rank, and the copies of a row stay
-            equal, bit for bit. Such rows of an embedding may take 1 GiB a rank, weights and optimizer state; those
-            beyond are a StoreFullError. Snapshots hold each row once, and load into a table with `replicate` or
-            without. Without `process_group` it means nothing.
+        param: initializer of all weights; or a column, or a sequence of columns for `MultiTableMultiColumnEmbedding`;
+            None = the embedding's default initializer.
+        replicate: True = every rank stores all rows of the table, for small tables; needs `process_group`, else it has
+            no effect. Lookups in the table move no rows between ranks; if all tables of an embedding are replicated,
+            ranks do not wait for one another in lookups, and errors stay on the rank where they occur. Gradients go to
+            every rank, and all copies of a row have equal bits. Replicated rows of an embedding, with optimizer state,
+            may take 1 GiB on a rank; more are a StoreFullError. Snapshots hold each row once, and load into replicated
+            and other tables.
 
     Raises:
-        TypeError: param is none of these, or replicate is not a bool.
+        TypeError: `param` is none of these, or `replicate` is not a bool.
     """
     if param is None or isinstance(param, Initializer):
         return TableOptions((ColumnOptions(param),), replicate)
@@ -155,16 +157,16 @@ class _Cached:
 
 @dataclass(frozen=True)
 class _Remote:
-    url: str = field(repr=False)  # It may have a password; JSON has it too.
+    url: str = field(repr=False)  # It may contain a password, which repr hides; JSON contains it.
 
 
 @dataclass(frozen=True)
 class StoreOptions:
-    """Place of rows: the base of the options of each store. Fields come in the order of the arguments of
+    """Base of the options of all stores: where rows live. Fields come in the order of the arguments of
     `make_*_store_options`."""
 
     persistent_path: tuple[str, ...] = ()
-    """Folders, one or one for each rank; empty = a temporary one."""
+    """One folder, or one for each rank; empty = a temporary folder."""
     capacity: int | None = None
     size_factor: int | None = None
     storage_dim: int | None = None
@@ -217,18 +219,17 @@ def make_device_mem_store_options(
     """Options of a store that keeps every row in device memory (main memory on a CPU).
 
     Args:
-        persistent_path: folder for snapshots, made if it does not exist; or a list of folders, one for each rank. None
-            = a temporary folder, for trials and tests: it is removed when the embedding is closed or dropped, or when
-            the process ends.
-        capacity: rows of all tables together at most; None = as many as the memory holds. Memory is taken as rows
-            come, not at once. Rows in memory of all embeddings of a process share nine tenths of what it may use (of
-            the machine, its control groups and `ulimit`); with a capacity, memory for so many rows is reserved for
-            this embedding before its first row comes, if so much is free.
-        size_factor: for OneFlow's scripts; values of a row as a multiple of its weights. None = what the optimizer
-            needs. If it is too small for the optimizer, attaching the optimizer is an error that says how much is
-            needed.
-        storage_dim: for OneFlow's scripts; values of a row, an alternative to size_factor. None or -1 = what the
-            optimizer needs.
+        persistent_path: folder for snapshots, made if it does not exist; or a list with a folder for each rank. None =
+            a temporary folder, for trials and tests, which is removed when the embedding is closed or collected, or
+            when the process ends.
+        capacity: largest number of rows of all tables together; None = limited by memory. Memory is allocated as rows
+            are added. The rows of all embeddings of a process may take nine tenths of the memory that the machine,
+            control groups and `ulimit` allow it. A capacity reserves memory for that many rows before the first row is
+            added, if so much is free.
+        size_factor: for OneFlow's scripts: values of a row as a multiple of its weights. None = what the optimizer
+            needs. If it is too small, attaching the optimizer raises an error that says what is needed.
+        storage_dim: for OneFlow's scripts: values of a row, in place of size_factor. None or -1 = what the optimizer
+            needs.
         physical_block_size: bytes of the disk's block, 512 or 4096.
 
     Raises:
@@ -246,14 +247,14 @@ def make_cached_host_mem_store_options(
     physical_block_size: int = 4096,
     cache_policy: CachePolicy = "lfu",
 ) -> CachedHostMemStoreOptions:
-    """Options of a store that keeps every row in host memory, and the rows in use in a device cache.
+    """Options of a store that keeps every row in host memory, with a cache of rows on the device.
 
     Args:
         cache_budget_mb: MiB of device memory for the cache, its index included. The rows of one step must fit.
-        cache_policy: which rows are evicted from the cache: "lfu" = those used least often, where the weight of a use
-            halves each time eight times as many rows have been used as the cache holds; "lru" = those not used for
-            longest. No value depends on it. "lfu" reads less from the store below unless the popular ids change every
-            few hundred steps.
+        cache_policy: which rows the cache evicts. "lru" = those whose last use is oldest. "lfu" = those used least
+            often; a use loses half of its weight whenever eight times as many rows have been used as the cache holds.
+            "lfu" reads less from the store below, unless the popular ids change every few hundred steps. No result
+            depends on it.
 
     The other arguments and errors are those of `make_device_mem_store_options`.
     """
@@ -273,14 +274,15 @@ def make_cached_ssd_store_options(
     host_cache_budget_mb: int = 0,
     cache_policy: CachePolicy = "lfu",
 ) -> CachedSsdStoreOptions:
-    """Options of a store that keeps rows on an SSD, and the rows in use in a device cache and perhaps a host cache.
+    """Options of a store that keeps rows on an SSD, with a cache on the device and, if wanted, a second one in host
+    memory.
 
     Args:
         cache_budget_mb: MiB of device memory for the cache, its index included. The rows of one step must fit.
         persistent_path: folder of the persistent table, on the SSD. None = a temporary folder, as in
-            `make_device_mem_store_options`, which `tempfile.gettempdir()` is to have room for.
-        host_cache_budget_mb: MiB of host memory for a second cache; 0 = none.
-        cache_policy: of both caches, as in `make_cached_host_mem_store_options`.
+            `make_device_mem_store_options`; `tempfile.gettempdir()` must then have room for all rows.
+        host_cache_budget_mb: MiB of host memory for the second cache; 0 = no second cache.
+        cache_policy: policy of both caches, same as for `make_cached_host_mem_store_options`.
 
     The other arguments and errors are those of `make_device_mem_store_options`.
     """
@@ -300,23 +302,22 @@ def make_cached_remote_store_options(
     physical_block_size: int = 4096,
     cache_policy: CachePolicy = "lfu",
 ) -> CachedRemoteStoreOptions:
-    """Options of a store that keeps every row on a parameter server, such as Redis, and the rows in use in a device
-    cache.
+    """Options of a store that keeps every row on a parameter server, such as Redis, with a cache of rows on the device.
 
-    The server is not what makes rows last: snapshots are, whole ones in `persistent_path`, as those of any other store.
-    A row that the server has lost or mixed up is a `LostRowsError`, never a wrong number; loading a snapshot brings all
-    rows back. An embedding begins without rows, whatever the server has of an earlier job. Each row takes 24 bytes of
-    memory here.
+    Rows are durable in snapshots, not on the server: `persistent_path` holds complete snapshots, as with any other
+    store. If the server has lost a row or returns a wrong one, a `LostRowsError` is raised, and loading a snapshot
+    restores all rows. An embedding starts without rows, whatever an earlier job has left on the server. Each row takes
+    24 bytes of local memory.
 
     Args:
-        url: of the server: `redis://host:6379/?prefix=job`, `file:///folder`, or of a plugin; docs/remote.md has them
-            all. Jobs that share a server need a prefix each.
-        persistent_path: folder for snapshots, made if it does not exist; or a list of folders, one for each rank.
+        url: URL of the server: `redis://host:6379/?prefix=job`, `file:///folder`, or of a plugin; docs/remote.md lists
+            all kinds. Jobs that share a server must have different prefixes.
+        persistent_path: folder for snapshots, made if it does not exist; or a list with a folder for each rank.
 
     The other arguments and errors are those of `make_cached_host_mem_store_options`.
 
     Raises:
-        ValueError: the URL names no kind of server that there is.
+        ValueError: no kind of server has the URL's scheme.
     """
     return CachedRemoteStoreOptions(
         url, cache_budget_mb, _paths(persistent_path), capacity, size_factor, storage_dim, physical_block_size,
@@ -348,7 +349,7 @@ def to_json(options: Options | Sequence[Options]) -> str:
 
 
 def to_tree(value: object) -> Any:
-    """Options as dicts, lists and plain values, of which `to_json` is the text."""
+    """Options as dicts, lists and plain values; `to_json` writes them as text."""
     names = _FIELDS.get(type(value))
     if names is None:
         return [to_tree(item) for item in value] if isinstance(value, list | tuple) else value
@@ -356,13 +357,13 @@ def to_tree(value: object) -> Any:
     for name in names:
         field = getattr(value, name)
         tree[name] = field if type(field) in _PLAIN else to_tree(field)
-    if tree.get("replicate") is False:  # The text of other tables stays that of earlier releases.
+    if tree.get("replicate") is False:  # Text of tables that are not replicated stays the same as in earlier releases.
         del tree["replicate"]
     return tree
 
 
 def from_json(text: str) -> Options | list[Options]:
-    """Options equal to those that `to_json` wrote; ValueError if the text is no such text."""
+    """Options equal to those that `to_json` wrote; ValueError if `text` is not from `to_json`."""
     found = _from_tree(json.loads(text))
     if not all(isinstance(option, Options) for option in (found if isinstance(found, list) else [found])):
         raise ValueError(f"not an option of oneemb: {text}")
@@ -388,8 +389,7 @@ def _from_tree(tree: object) -> object:
 
 
 def _paths(paths: _Paths) -> tuple[str, ...]:
-    """The paths as a tuple, empty for a temporary folder; `_check_store` looks at what they are, and makes them
-    strings."""
+    """The paths as a tuple, empty for a temporary folder; `_check_store` checks them and makes them strings."""
     if paths is None:
         return ()
     if isinstance(paths, list | tuple) and not paths:
@@ -408,7 +408,7 @@ def _check_store(options: StoreOptions) -> None:
     is_list = isinstance(paths, list | tuple)
     if not is_list or not all(isinstance(path, str | bytes | os.PathLike) and os.fspath(path) for path in paths):
         raise TypeError(f"persistent_path must name a folder, or one for each rank, got {paths!r}")
-    # Relative paths are of the current directory, which the job may change later.
+    # Resolve relative paths now, since the job may change its current directory later.
     object.__setattr__(options, "persistent_path", tuple(map(absolute_path, paths)))
     for name in ("capacity", "size_factor", "storage_dim"):
         value = getattr(options, name)

@@ -1,7 +1,7 @@
-"""Policies of rows, for the argument `policy` of an embedding: which ids get a row, and which rows are evicted.
+"""Policies of rows, for an embedding's argument `policy`: they say which ids get a row, and which rows are evicted.
 
-policy = oneemb.policies.RowPolicy(evict=oneemb.policies.LFU(half_life=10_000), expire_after_steps=100_000)
-embedding = oneemb.MultiTableEmbedding(..., store_options=make_..._options(path, capacity=10_000_000), policy=policy)
+policy = oneemb.policies.RowPolicy(evict=oneemb.policies.LFU(half_life=10_000), expire_after_steps=100_000) embedding =
+oneemb.MultiTableEmbedding(..., store_options=make_..._options(path, capacity=10_000_000), policy=policy)
 """
 
 from oneemb.storage.policies.row_policy import (

@@ -349,7 +349,8 @@ def test_a_fork_beside_the_first_lookup_is_whole(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_fork_does_not_wait_for_what_lets_others_have_turns(tmp_path, waits):
-    """As compaction does while it reads; whoever waits for that under a lock of its own ends first."""
+    """A block may let others have the lock meanwhile, as compaction does. A fork does not wait for such a block, except
+    if another thread waits for it inside a block of its own."""
     object_ = StoreLock("the object", "make it anew", rank=0)
     begun, go_on, ended = threading.Event(), threading.Event(), []
 

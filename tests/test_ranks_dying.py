@@ -172,6 +172,6 @@ def connects(group, report, path):
 
 
 def test_no_rank_goes_on_while_another_one_connects(tmp_path):
-    """It might end, and break connections that the other one is making."""
+    """A rank that went on could end, and so break connections that the other rank is still making."""
     job = RankJob(2, connects, tmp_path / "connected")
     assert job.end() == [(0, [True]), (0, [True])], job.texts()

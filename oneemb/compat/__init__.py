@@ -1,16 +1,16 @@
-"""Names of other libraries for modules of oneemb, and a runner that brings scripts written for a GPU to the CPU.
+"""Gives modules of oneemb the names of other libraries, and runs scripts that were written for GPUs on a CPU.
 
     from oneemb.compat import install
 
     install("dynamicemb")
-    from dynamicemb.planner import DynamicEmbeddingShardingPlanner      is that of oneemb.dynamicemb.planner
+    from dynamicemb.planner import DynamicEmbeddingShardingPlanner      is the class of oneemb.dynamicemb.planner
 
-    python -m oneemb.compat dynamicemb script.py --train                the same for a script that stays as it is
+    python -m oneemb.compat dynamicemb script.py --train                runs an unchanged script in this way
     torchrun --nproc_per_node 2 -m oneemb.compat dynamicemb script.py --train
     python -m oneemb.compat dynamicemb -m pytest tests
 
-Importing this package loads no torch. `oneemb.compat.names` has the names, `oneemb.compat.runner` the runner,
-`oneemb.compat.rewrite` its changes to a script, and `oneemb.compat.cuda` the replacement of `torch.cuda`.
+Importing this package does not import torch. `oneemb.compat.names` maps the names, `oneemb.compat.runner` runs scripts,
+`oneemb.compat.rewrite` changes a script's syntax tree, and `oneemb.compat.cuda` replaces `torch.cuda`.
 """
 
 from oneemb.compat.names import install

@@ -1,8 +1,8 @@
 """Replacement of `torch.cuda` in rewritten scripts: one device, number 0, which is the CPU.
 
-Functions have the names and arguments of `torch.cuda`. Functions that only a GPU needs do nothing: `set_device`,
-`device`, `synchronize`, `empty_cache`. `manual_seed` and `manual_seed_all` seed the generator of the CPU. No GPU is
-asked, and torch is imported when a function needs it.
+Functions have the names and arguments of `torch.cuda`. Functions that only matter on a GPU do nothing: `set_device`,
+`device`, `synchronize`, `empty_cache`. `manual_seed` and `manual_seed_all` seed the CPU's generator. No function uses a
+GPU; torch is imported when a function needs it.
 """
 
 import os
@@ -17,73 +17,73 @@ __all__ = [
     "is_available", "manual_seed", "manual_seed_all", "set_device", "synchronize",
 ]  # fmt: skip
 
-# Name of the GPU that is reported to scripts; None = no GPU.
+# Name of the GPU that scripts are told of; None = no GPU.
 _pretended: str | None = None
 
 
 def pretend(name: str | None) -> None:
-    """Report a GPU of this name to scripts from now on; None = no GPU."""
+    """Tell scripts of a GPU with this name from now on; None = no GPU."""
     global _pretended
     _pretended = name
 
 
 def place(value: Any) -> Any:
-    """A script's argument for a device, with "cpu" in place of a GPU's number."""
+    """`value`, a script's argument for a device; "cpu" if it is a GPU's number."""
     return "cpu" if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def is_available() -> bool:
-    """False, unless the runner was given a GPU's name."""
+    """False, unless the runner was given the name of a GPU."""
     return _pretended is not None
 
 
 def device_count() -> int:
-    """1: the CPU."""
+    """1, for the CPU."""
     return 1
 
 
 def current_device() -> int:
-    """0, whatever was set."""
+    """0, always."""
     return 0
 
 
 def set_device(device: Any) -> None:
-    """Do nothing. Every number is taken: each rank of a machine sets its own."""
+    """Do nothing, for any number: each rank of a machine sets its own."""
 
 
 def device(device: Any) -> nullcontext[None]:
-    """A context that changes nothing."""
+    """Context that changes nothing."""
     return nullcontext()
 
 
 def synchronize(device: Any = None) -> None:
-    """Do nothing: a CPU's operations are over when they return."""
+    """Do nothing: an operation on a CPU has ended when it returns."""
 
 
 def empty_cache() -> None:
-    """Do nothing: there is no memory of a GPU."""
+    """Do nothing: there is no GPU memory."""
 
 
 def manual_seed(seed: int) -> None:
-    """Seed torch's generator of the CPU, on which the tensors of the script are."""
+    """Seed torch's CPU generator."""
     import torch
 
     torch.manual_seed(seed)
 
 
 def manual_seed_all(seed: int) -> None:
-    """Do as `manual_seed`."""
+    """Same as `manual_seed`."""
     manual_seed(seed)
 
 
 def get_device_name(device: Any = None) -> str:
-    """Name of the CPU, or the name that the runner was given."""
+    """Name of the CPU, or the GPU's name that the runner was given."""
     return _pretended if _pretended is not None else _cpu_name()
 
 
 @dataclass(frozen=True)
 class _Properties:
-    """Name of a device, and the bytes of its memory, here the machine's."""
+    """Name of the device, and bytes of its memory, which is the machine's."""
 
     name: str
     total_memory: int
@@ -96,7 +96,7 @@ class _Properties:
 
 
 def get_device_properties(device: Any = None) -> _Properties:
-    """Name of the device, and the machine's memory."""
+    """Name of the device, and the machine's memory in bytes."""
     return _Properties(get_device_name(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 

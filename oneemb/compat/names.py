@@ -1,6 +1,7 @@
-"""Another library's name for a package of oneemb: both names give the same module objects, so classes are the same.
+"""Gives a package of oneemb the name of another library. Both names give the same module objects, hence the same
+classes.
 
-Invariant: nothing is imported before it is asked for, and a module is executed once, under its own name.
+Invariant: a module is imported only when it is first asked for, and executed once, under its own name.
 """
 
 import importlib
@@ -11,22 +12,22 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-# From the name that scripts import to the package that it is.
+# {name that scripts import: package of oneemb}.
 MODULES = {"dynamicemb": "oneemb.dynamicemb", "torchrec_dynamic_embedding": "oneemb.tde"}
 
 
 def install(name: str, *, replace: bool = False) -> None:
-    """Make `import name`, and imports from its modules, give the modules of oneemb that have their names.
+    """Make `import name`, and imports of its modules, return the modules of oneemb.
 
-    Nothing is imported by the call itself. A second call changes nothing.
+    The call itself imports nothing. A second call changes nothing.
 
     Args:
-        name: of the library to replace: `"dynamicemb"`.
-        replace: take the place of a library of this name that is installed too. Without it that is an error.
+        name: name of the library to replace, such as `"dynamicemb"`.
+        replace: True = replace the library even if it is installed, which is an error otherwise.
 
     Raises:
-        ValueError: there is no package for this name.
-        ImportError: a library of this name is imported already, or is installed and `replace` is False.
+        ValueError: oneemb has no package for this name.
+        ImportError: the library was imported already, or is installed and `replace` is False.
 
     Example:
         >>> from oneemb.compat import install
@@ -53,12 +54,12 @@ def install(name: str, *, replace: bool = False) -> None:
                 " place",
                 name=name,
             )
-    # Before all other finders: those of the path would make second copies of the package's modules.
+    # First of all finders: a finder of the path would load second copies of the package's modules.
     sys.meta_path.insert(0, Names(name, target))
 
 
 class Names(MetaPathFinder):
-    """Finds the modules of `target` under `name`, which scripts import."""
+    """Import finder that finds the modules of `target` under `name`."""
 
     def __init__(self, name: str, target: str) -> None:
         self.name, self.target = name, target
@@ -66,7 +67,7 @@ class Names(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Spec of a module under this name; None for all others, ModuleNotFoundError if oneemb has no such module."""
+        """Spec of a module below `name`; None for other modules, ModuleNotFoundError if oneemb has no such module."""
         if fullname != self.name and not fullname.startswith(f"{self.name}."):
             return None
         real = self.target + fullname.removeprefix(self.name)
@@ -81,7 +82,7 @@ class Names(MetaPathFinder):
 
 
 class _Same(Loader):
-    """Loads a module by importing it under its own name."""
+    """Import loader that imports a module under its own name."""
 
     def __init__(self, real: str) -> None:
         self.real = real
@@ -92,4 +93,4 @@ class _Same(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self.spec  # the import system has replaced it by the spec of the other name
+        module.__spec__ = self.spec  # the import system has set the other name's spec

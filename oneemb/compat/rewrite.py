@@ -1,14 +1,14 @@
-"""A script's syntax tree with GPUs replaced by the CPU.
+"""Rewrites a script's syntax tree so that it uses the CPU in place of GPUs.
 
     "cuda", "cuda:1", f"cuda:{rank}", "cuda:" + n      -> "cpu"         torch.device("cuda", 1)  -> torch.device("cpu")
     "nccl", "cpu:gloo,cuda:nccl"                       -> "gloo"
     tensor.cuda(...)                                   -> tensor.to("cpu")
     torch.cuda, from torch import cuda                 -> oneemb.compat.cuda
-    device=number, x.to(number), torch.device(number)  -> "cpu", found when it runs
-    barrier(device_ids=...) and the like               -> without them
+    device=number, x.to(number), torch.device(number)  -> "cpu", decided when the script runs
+    barrier(device_ids=...) and the like               -> without these arguments
 
-Invariant: what is replaced has the lines and columns of what was there, so tracebacks point into the script.
-Annotations stay as they are: torch has its classes of GPUs without one, too.
+Invariant: a replacement has the line and column of what it replaces, so tracebacks point into the script. Annotations
+stay as they are, since torch has its GPU classes also without a GPU.
 """
 
 import ast
@@ -20,9 +20,9 @@ _CUDA = "__oneemb_cuda__"
 _STANDS_FOR_CUDA = "oneemb.compat.cuda"
 _DEVICE = re.compile(r"cuda(:\d+)?")
 _BACKEND = re.compile(r"nccl|((cpu:gloo|cuda:nccl)(,|$))+")
-# Texts into which a script puts the number, by format or %.
+# Strings into which a script puts the device's number, by `format` or `%`.
 _NUMBERED = {"cuda:{}", "cuda:{0}", "cuda:%d", "cuda:%s", "cuda:%i"}
-# Arguments that say which GPUs are a rank's, by the function that takes them.
+# {function: its arguments that name a rank's GPUs}.
 _DROPPED = {
     "barrier": {"device_ids"},
     "init_process_group": {"device_id"},
@@ -34,8 +34,8 @@ _Node = TypeVar("_Node", bound=ast.AST)
 
 
 def rewrite(source: bytes | str, path: str) -> tuple[ast.Module, Counter[str]]:
-    """Tree of the module at `path` with its GPUs replaced, and the number of replacements of each kind; SyntaxError if
-    it is no Python."""
+    """Rewritten tree of the module at `path`, and the number of replacements of each kind. SyntaxError if `source` is
+    not Python."""
     tree = ast.parse(source, filename=path)
     rules = _Rules(tree)
     tree = rules.visit(tree)
@@ -47,7 +47,7 @@ def rewrite(source: bytes | str, path: str) -> tuple[ast.Module, Counter[str]]:
 
 
 def _end_of_head(body: list[ast.stmt]) -> int:
-    """Place behind the docstring and imports from __future__, which must come first."""
+    """Index of the first statement after the docstring and imports from __future__, which must stay first."""
     after = 0
     for place, node in enumerate(body):
         text = place == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
@@ -78,7 +78,7 @@ class _Rules(ast.NodeTransformer):
         if head and isinstance(head[0], ast.Constant) and head[0].value == "cuda:":
             if all(isinstance(part, ast.FormattedValue) for part in rest):
                 return self._text(node, "cpu", "'cuda'")
-        # A piece of a longer text is no device.
+        # A part of a longer string is no device.
         node.values = [part if isinstance(part, ast.Constant) else self.visit(part) for part in node.values]
         return node
 
@@ -120,7 +120,7 @@ class _Rules(ast.NodeTransformer):
         return node
 
     def _placed(self, node: ast.expr) -> ast.expr:
-        """An expression for a device that may be a GPU's number."""
+        """Expression for a device; a call of `cuda.place` around it if it may be a GPU's number."""
         number = isinstance(node, ast.Constant) and type(node.value) is int
         if not number and not isinstance(node, ast.Name | ast.Attribute | ast.Call | ast.Subscript):
             return node

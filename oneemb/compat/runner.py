@@ -32,16 +32,16 @@ from oneemb.compat import cuda
 from oneemb.compat.names import MODULES, Names, install
 from oneemb.compat.rewrite import rewrite
 
-# Under this name processes that are spawned import the script once more.
+# Name under which spawned processes import the script.
 _SCRIPT = "__oneemb_compat_script__"
 _PYTEST = ("pytest", "py.test")
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run a command line, the words behind `python -m oneemb.compat`, as python itself would.
+    """Run the script or module of a command line as Python itself would; `arguments` follow `python -m oneemb.compat`.
 
     Raises:
-        SystemExit: the command line is wrong, with 2, or the script ends by it.
+        SystemExit: the command line is wrong (code 2), or the script exits.
         BaseException: any error of the script.
     """
     command = _parsed(list(arguments))
@@ -146,7 +146,7 @@ def _run_script(job: "_Job", script: str, command: _Command) -> None:
 def _run_module(job: "_Job", command: _Command) -> None:
     arguments = list(command.arguments)
     if job.folder is not None and command.module in _PYTEST:
-        # pytest's own rewriting of assertions reads files by itself: it would leave their GPUs as they are.
+        # pytest's assertion rewriting would read the files itself, and so leave their GPUs as they are.
         if any(word.startswith("--assert") and word != "--assert=plain" for word in arguments):
             _refuse("pytest runs with --assert=plain where GPUs are replaced; leave out --assert")
         arguments.insert(0, "--assert=plain")
@@ -172,13 +172,13 @@ def _spec_of(module: str) -> ModuleSpec:
 
 
 def _run_as_main(code: CodeType, path: str | None, loader: Any, spec: ModuleSpec | None) -> None:
-    """Execute code as python executes its main module."""
+    """Execute `code` as the module `__main__`."""
     module = ModuleType("__main__")
     module.__file__, module.__loader__, module.__spec__ = path, loader, spec
     module.__package__ = spec.parent if spec is not None else None
     module.__dict__["__cached__"] = None
     module.__dict__["__builtins__"] = builtins
-    # multiprocessing calls the main module __mp_main__ too, since the time when torch imported it.
+    # multiprocessing, which torch has imported, registered the old main module as __mp_main__.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = module
     exec(code, module.__dict__)
 
@@ -187,7 +187,7 @@ def _run_as_main(code: CodeType, path: str | None, loader: Any, spec: ModuleSpec
 
 
 class _Loader(SourceFileLoader):
-    """Loads a module from a rewritten tree. Nothing of it is kept in __pycache__."""
+    """Import loader that executes a module's rewritten tree, and caches nothing in __pycache__."""
 
     def get_code(self, fullname: str) -> CodeType:
         tree, _ = rewrite(Path(self.path).read_bytes(), self.path)
@@ -195,7 +195,7 @@ class _Loader(SourceFileLoader):
 
 
 class _Finder(MetaPathFinder):
-    """Finds the modules of a folder, to be rewritten; and the script, where a spawned process asks for it."""
+    """Import finder for the modules of a folder, which are rewritten, and for the script in spawned processes."""
 
     def __init__(self, folder: str, script: str | None) -> None:
         self.folder, self.script = Path(os.path.realpath(folder)), script
@@ -229,16 +229,16 @@ class _Finder(MetaPathFinder):
 class _Job:
     """Facts that a process needs to run the script's code.
 
-    A spawned process knows nothing of its parent but the data that multiprocessing sends, and imports the script by its
-    path. So this object travels with that data, and begins where it is unpickled, which is before that import. No
-    environment variable is needed, and processes that are started otherwise are left alone.
+    A spawned process gets only the data that multiprocessing sends, and then imports the script by its path. So this
+    object travels with that data, and starts rewriting when it is unpickled, before the import. No environment variable
+    is needed, and processes that are started in other ways are not affected.
 
     Args:
-        name: of the library that is replaced.
-        target: the package in its place.
-        script: its path, None for a module.
-        folder: of the modules to rewrite; None = none.
-        gpu_name: reported to scripts.
+        name: name of the library that is replaced.
+        target: package of oneemb in its place.
+        script: path of the script; None for a module.
+        folder: folder whose modules are rewritten; None = rewrite nothing.
+        gpu_name: name of the GPU that scripts are told of; None = no GPU.
     """
 
     name: str
@@ -251,13 +251,13 @@ class _Job:
         return _begin_in_child, astuple(self)
 
     def begin(self) -> None:
-        """Rewrite modules that are imported from now on, here and in the processes that this one spawns."""
+        """Rewrite modules that are imported from now on, in this process and in processes that it spawns."""
         cuda.pretend(self.gpu_name)
         if self.folder is not None:
-            # In the place of the path's own finder: built-in modules come before the files of a folder.
+            # Just before the path's own finder, so that built-in modules still come first.
             place = sys.meta_path.index(PathFinder) if PathFinder in sys.meta_path else len(sys.meta_path)
             sys.meta_path.insert(place, _Finder(self.folder, self.script))
-        # The only patch: multiprocessing has no other place for the data of a child.
+        # A patch, since multiprocessing has no other way to send data to a child.
         usual = multiprocessing.spawn.get_preparation_data
 
         def with_job(name: str) -> dict[str, Any]:
@@ -271,7 +271,7 @@ class _Job:
         multiprocessing.spawn.get_preparation_data = with_job
 
     def tell(self, what: str) -> None:
-        """Print once, for all ranks, what is replaced."""
+        """Print what is replaced, on one rank only; `what` describes the script's replacements."""
         if self.folder is not None and os.environ.get("RANK", "0") == "0":
             print(
                 f"oneemb.compat: torch finds no GPU; in modules of {self.folder}{what} 'cuda' is 'cpu', 'nccl' is"

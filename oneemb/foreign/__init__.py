@@ -1,1 +1,1 @@
-"""Files of rows of OneFlow and dynamicemb."""
+"""Readers and writers of the files in which OneFlow and dynamicemb keep rows."""

@@ -1,26 +1,27 @@
-"""Dumps of dynamicemb's tables, read and written byte for byte.
+"""Format of dumps of dynamicemb's tables, which are read and written byte for byte.
 
-Little-endian, without headers; n rows, D weights, Z numbers of state, r of R ranks. "today":
+Little-endian, without headers. n rows, m ids without a row, D weights and Z optimizer state values of a row, r a rank
+of R. Layout "today":
 
     <table>_emb_keys.rank_<r>.world_size_<R>        int64 [n]
     <table>_emb_values.rank_...                     float32 [n, D]
-    <table>_emb_scores.rank_...                     int64 [n], or [n, 2] of two scores
-    <table>_opt_values.rank_...                     float32 [n, Z], where state is dumped
-    <table>_counter_keys.rank_...                   int64 [m], where counts are; of ids without a row
-    <table>_counter_frequencies.rank_...            int64 [m]
-    <table>_opt_args.json                           of the optimizer and the table
+    <table>_emb_scores.rank_...                     int64 [n], or [n, 2] if rows have two scores
+    <table>_opt_values.rank_...                     float32 [n, Z]; only with optimizer state
+    <table>_counter_keys.rank_...                   int64 [m], ids without a row; only with counts
+    <table>_counter_frequencies.rank_...            int64 [m], counts of lookups of these ids; only with counts
+    <table>_opt_args.json                           options of the optimizer and the table
 
-and "seed", with one file for all ranks:
+Layout "seed", of dynamicemb's first version, with one file for all ranks:
 
     <table>_keys, <table>_values                    as above
-    <table>_scores                                  uint64 [n], but of tables of LRU
-    <table>_opt_state_<name>_keys, _values, _scores of each part of the state, with an order of its own
-    <table>_opt_args.json                           where state is dumped
+    <table>_scores                                  uint64 [n]; not for LRU tables
+    <table>_opt_state_<name>_keys, _values, _scores for each part of the optimizer state, in its own order of rows
+    <table>_opt_args.json                           only with optimizer state
 
 Invariants:
-- <table>_opt_args.json is written last, and removed first: where it is, every other file is there, whole, of one dump;
-  and so, where "seed" has none, are keys: they come after all others but that one, and go before them;
-- files appear under their names when their contents outlive a loss of power.
+- <table>_opt_args.json is written last and removed first: if it exists, all other files exist, complete and of one
+  dump. In "seed" without optimizer state <table>_keys takes its place;
+- a file gets its final name only when its content is durable.
 """
 
 import re
@@ -33,24 +34,25 @@ from oneemb.storage.fs import FileSystem
 
 Layout = Literal["today", "seed"]
 DIST_TYPES = ("continuous", "roundrobin", "hash_roundrobin")
-"""Rules by which dynamicemb deals ids to ranks."""
+"""Rules by which dynamicemb assigns ids to ranks."""
 
 UNFINISHED = ".unfinished"
-"""End of temporary names."""
+"""End of the temporary name of a file."""
 RANKED = re.compile(r"(emb_keys|emb_values|emb_scores|opt_values|counter_keys|counter_frequencies)"
                     r"\.rank_(\d+)\.world_size_([1-9]\d*)")  # fmt: skip
-"""Names of files of "today", without that of the table."""
+"""Names of files of "today", without the name of the table."""
 OF_SEED = re.compile(r"keys|values|scores|opt_state_(.+)_(keys|values|scores)")
-"""Names of files of "seed", without that of the table."""
+"""Names of files of "seed", without the name of the table."""
 META = "opt_args.json"
-"""The last file, without the name of the table."""
+"""Name of the last file of a dump, without the name of the table."""
 
 
 # ---- ranks of keys --------------------------------------------------------------------------------------------------
 
 
 def owner_of_key(dist_type: str, id_N: np.ndarray, ranks: int, num_embeddings: int | None) -> np.ndarray:
-    """Rank that dynamicemb keeps each id on: int64 [N]. "continuous" needs `num_embeddings` of the table's config."""
+    """Rank to which dynamicemb assigns each id, int64 [N]. "continuous" needs `num_embeddings` of the table's
+    config."""
     unsigned_N = id_N.astype(np.uint64)
     if dist_type == "hash_roundrobin":
         unsigned_N = _hashed(unsigned_N)
@@ -62,8 +64,8 @@ def owner_of_key(dist_type: str, id_N: np.ndarray, ranks: int, num_embeddings: i
 
 
 def file_key(dist_type: str, id_N: np.ndarray, ranks: int, num_embeddings: int | None) -> np.ndarray:
-    """Number of each id in the file of its rank, int64 [N]: under "continuous" the id's place in the rank's block, else
-    the id. Ids beyond all blocks are dealt to the ranks in turn."""
+    """Key of each id in its rank's file, int64 [N]. For "continuous" that is the id's index in the rank's block, and
+    ids beyond all blocks go to the ranks in turn; otherwise it is the id."""
     if dist_type != "continuous":
         return id_N
     unsigned_N, block = id_N.astype(np.uint64), np.uint64(_block(ranks, num_embeddings))
@@ -72,7 +74,7 @@ def file_key(dist_type: str, id_N: np.ndarray, ranks: int, num_embeddings: int |
 
 
 def key_of_file(dist_type: str, rank: int, key_N: np.ndarray, ranks: int, num_embeddings: int | None) -> np.ndarray:
-    """Ids of the numbers in a rank's file: int64 [N]."""
+    """Id of each key in the file of `rank`, int64 [N]: the inverse of `file_key`."""
     if dist_type != "continuous":
         return key_N
     unsigned_N, block = key_N.astype(np.uint64), np.uint64(_block(ranks, num_embeddings))
@@ -85,7 +87,7 @@ def _block(ranks: int, num_embeddings: int | None) -> int:
 
 
 def _hashed(unsigned_N: np.ndarray) -> np.ndarray:
-    """The finaliser of MurmurHash3 (Appleby), uint64."""
+    """The finalizer of MurmurHash3 (Appleby), of uint64."""
     h_N, shift = unsigned_N, np.uint64(33)
     for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
         h_N = (h_N ^ (h_N >> shift)) * np.uint64(factor)
@@ -96,18 +98,19 @@ def _hashed(unsigned_N: np.ndarray) -> np.ndarray:
 
 
 def check_name(table: str) -> None:
-    """Raise ValueError if no file can have a table's name."""
+    """Raise ValueError if the table's name cannot be part of a file's name."""
     if not table or "/" in table or "\0" in table:
         raise ValueError(f"the files of a table have its name, which must have no '/', got {table!r}")
 
 
 def part_of(table: str, name: str, pattern: "re.Pattern[str]") -> "re.Match[str] | None":
-    """Match of a pattern with a file's name after that of the table; None = no match, or another table's file."""
+    """Match of `pattern` with the part of a file's name that follows the table's name; None = no match, or another
+    table."""
     return pattern.fullmatch(name.removeprefix(f"{table}_")) if name.startswith(f"{table}_") else None
 
 
 def names_in(fs: FileSystem, folder: str) -> set[str]:
-    """Names of a folder's files; SnapshotNotFoundError if there is no folder."""
+    """Names of the files in a folder; SnapshotNotFoundError if there is no such folder."""
     try:
         return set(fs.names(folder))
     except OSError as error:

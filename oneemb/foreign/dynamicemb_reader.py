@@ -1,6 +1,6 @@
-"""Reads dumps of dynamicemb's tables; dynamicemb_files.py describes the files, and when they are whole.
+"""Reads dumps of dynamicemb's tables. dynamicemb_files.py describes the files, and when a dump is complete.
 
-Invariant: a dump of `find_dump` is whole: every file is there, and as long as it has to be.
+Invariant: a `Dump` that `find_dump` returns is complete: all files exist and have the right length.
 """
 
 import json
@@ -32,29 +32,29 @@ class DumpRows(NamedTuple):
     """Some rows of a dump."""
 
     rank: int
-    """Rank that has written them."""
+    """Rank that has written the rows."""
     key_N: np.ndarray
-    """int64, as the file has them; see `key_of_file`."""
+    """Keys in the form of the file, int64 [N]; `key_of_file` makes ids of them."""
     value_ND: np.ndarray
-    """float32."""
+    """Weights, float32 [N, D]."""
     score_NS: np.ndarray | None
-    """int64, S of 1 or 2; None = there are none."""
+    """Scores, int64 [N, 1 or 2]; None = the dump has no scores."""
     state_NZ: np.ndarray | None
-    """float32; None = there is none."""
+    """Optimizer state, float32 [N, Z]; None = not read, or the dump has no state."""
 
 
 class Dump:
-    """A dump of one table, looked at by `find_dump`."""
+    """Dump of one table, made and checked by `find_dump`."""
 
     def __init__(
         self, fs: FileSystem, version: Layout, parts: Sequence[Mapping[str, str]], meta: Mapping[str, Any], dim: int
     ):
         self._fs, self.version, self._parts, self.meta, self._dim = fs, version, list(parts), dict(meta), dim
         self.ranks = len(parts)
-        """Number of ranks that have written it."""
+        """Number of ranks that have written the dump."""
         self._rows = [self._count(part["keys"], np.int64, 1) for part in parts]
         self.rows = sum(self._rows)
-        words, widths = set[int](), set[int]()  # of the parts that have rows
+        words, widths = set[int](), set[int]()  # from parts that have rows
         self._state_parts: list[tuple[str, str]] = []
         for part, rows in zip(parts, self._rows, strict=True):
             self._need(part["values"], 4 * dim * rows, f"float32 [{rows}, {dim}]")
@@ -66,19 +66,19 @@ class Dump:
                 counts = self._count(part["counter_keys"], np.int64, 1)
                 self._need(part["counter_frequencies"], 8 * counts, f"int64 [{counts}]")
         self.has_scores = "scores" in parts[0]
-        """Whether there are files of them."""
+        """Whether the dump has files of scores."""
         self.score_words = self._one(words, "scores")
-        """Scores of a row: 0, 1 or 2; 0 where there is no row, too."""
+        """Number of scores of a row, 0 to 2; also 0 if the dump has no rows."""
         self.state_width = self._one(widths, "numbers of state")
-        """Numbers of state of a row."""
+        """Number of optimizer state values of a row."""
         if version == "seed":
             self._look_at_states()
         self.has_counters = all("counter_keys" in part for part in parts)
-        """Whether there are counts of ids without a row."""
+        """Whether the dump has counts of ids without a row."""
 
     def _look_at_states(self) -> None:
         [part], [rows] = self._parts, self._rows
-        # m comes before v, as it does in the state of a row.
+        # Sorted, so that m comes before v, as in a row's state.
         for name in sorted({found[1] for one in part if (found := OF_SEED.fullmatch(one)) and found[1]}):
             keys, values, scores = (f"opt_state_{name}_{what}" for what in ("keys", "values", "scores"))
             for one, other in ((keys, values), (values, keys)):
@@ -99,7 +99,7 @@ class Dump:
             self._state_parts.append((part[keys], part[values]))
 
     def _one(self, found: set[int], what: str) -> int:
-        """Number that all parts with rows have; 0 where none has rows."""
+        """The number that all parts agree on, 0 if no part has rows; CorruptTableError if they differ."""
         if len(found) > 1:
             raise CorruptTableError(
                 f"the rows of {self._parts[0]['keys']} and its like must have as many {what} each, got"
@@ -118,7 +118,7 @@ class Dump:
             raise CorruptTableError(f"{path} must be {what}, {size} bytes, got {got}; restore it from a copy")
 
     def _widths(self, path: str, unit: int, rows: int, widths: Sequence[int] | None = None) -> set[int]:
-        """Number of values of each row in a file, in a set; an empty set if there are no rows."""
+        """{number of values of each row in a file}; the empty set if there are no rows."""
         size = self._fs.size(path)
         width = size // (unit * rows) if rows else 0
         if size != unit * rows * width or rows and widths is not None and width not in widths:
@@ -129,7 +129,7 @@ class Dump:
         return {width} if rows else set()
 
     def check_distinct(self, num_embeddings: int | None) -> None:
-        """Raise CorruptTableError if an id comes twice."""
+        """Raise CorruptTableError if an id occurs twice."""
         index, dist = HashIndex(Threads(1)), self.meta.get("dist_type", "roundrobin")
         for r, (part, rows) in enumerate(zip(self._parts, self._rows, strict=True)):
             for begin in range(0, rows, _AT_ONCE):
@@ -145,7 +145,7 @@ class Dump:
                 index.put(table_N, key_N, np.zeros(len(key_N), np.int64))
 
     def check_states(self) -> None:
-        """Raise CorruptTableError if a row has no state, where state has keys of its own."""
+        """Raise CorruptTableError unless the files of optimizer state of "seed" have the same keys as the rows."""
         for keys, _ in self._state_parts:
             mine_N, its_N = (np.sort(self._whole(path, np.int64, 1)[:, 0]) for path in (self._parts[0]["keys"], keys))
             if (differs_N := mine_N != its_N).any():
@@ -155,8 +155,8 @@ class Dump:
                 )
 
     def read(self, batch: int, *, state: bool) -> Iterator[DumpRows]:
-        """Yield all rows, at most `batch` at a time; with their state, which `check_states` has checked, if `state` is
-        on. CorruptTableError if a file became shorter."""
+        """Yield all rows, at most `batch` at a time, with their optimizer state if `state`; call `check_states` before.
+        Raises CorruptTableError if a file became shorter."""
         states = [self._state_of(keys, values) for keys, values in self._state_parts if state]
         for r, (part, rows) in enumerate(zip(self._parts, self._rows, strict=True)):
             for begin in range(0, rows, batch):
@@ -173,7 +173,7 @@ class Dump:
                 yield DumpRows(r, key_N, value_ND, score_NS, state_NZ)
 
     def scores(self, batch: int) -> Iterator[tuple[int, np.ndarray, np.ndarray | None]]:
-        """Yield the rank, key_N and score_NS of all rows, as `read` has them, at most `batch` at a time."""
+        """Yield (rank, keys, scores) of all rows, in the form of `DumpRows`, at most `batch` rows at a time."""
         for r, (part, rows) in enumerate(zip(self._parts, self._rows, strict=True)):
             for begin in range(0, rows, batch):
                 count, score_NS = min(batch, rows - begin), None
@@ -182,7 +182,7 @@ class Dump:
                 yield r, self._read(part["keys"], np.int64, begin, count, 1)[:, 0], score_NS
 
     def _state_of(self, keys: str, values: str) -> Callable[[np.ndarray], np.ndarray]:
-        """Function that returns a part of the state of ids, found by their keys."""
+        """Function from keys to one part of their optimizer state; `keys` and `values` are the paths of its files."""
         key_N, rows = self._whole(keys, np.int64, 1)[:, 0], self.rows
         value_NZ = self._whole(values, np.float32, self._one(self._widths(values, 4, rows), "numbers of state"))
         index = HashIndex(Threads(1))
@@ -194,11 +194,11 @@ class Dump:
         return of
 
     def _whole(self, path: str, dtype: type, width: int) -> np.ndarray:
-        """Values of all rows in a file of "seed"."""
+        """Values of all rows in a file of "seed", [rows, width]."""
         return self._read(path, dtype, 0, self.rows, width)
 
     def counters(self, batch: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Ids without a row and their counts, both int64."""
+        """Yield ids without a row, in the form of files, and their counts, int64 [N] both."""
         for part in self._parts:
             rows = self._count(part["counter_keys"], np.int64, 1)
             for begin in range(0, rows, batch):
@@ -225,11 +225,11 @@ _AT_ONCE = 1 << 16
 
 
 def find_dump(folder: str, table: str, *, dim: int, fs: FileSystem | None = None) -> Dump:
-    """Dump of a table in a folder, found to be whole; `dim` = weights of a row.
+    """Dump of a table in a folder, after a check that it is complete; `dim` is the number of weights of a row.
 
     Raises:
-        SnapshotNotFoundError: there is none; the message names the tables that there are.
-        CorruptTableError: it is not whole, or a file is not as long as it has to be.
+        SnapshotNotFoundError: the folder has no dump of the table; the message names the tables that it has.
+        CorruptTableError: the dump is incomplete, or a file has a wrong length.
         StorageError: a file cannot be read.
     """
     check_name(table)
@@ -266,7 +266,7 @@ def find_dump(folder: str, table: str, *, dim: int, fs: FileSystem | None = None
 
 
 def _parts_of_ranks(folder: str, table: str, names: set[str], found: "Sequence[re.Match[str]]") -> list[dict[str, str]]:
-    """Files of each rank, by their kind."""
+    """For each rank {kind of file: path}."""
     worlds = {int(its[3]) for its in found}
     if len(worlds) > 1:
         raise CorruptTableError(
@@ -326,4 +326,4 @@ _SAID: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("iters", "step_score"), ("an integer, 0 or more", _is_count)),
     **dict.fromkeys(("lr", "beta1", "beta2", "eps", "weight_decay"), ("a number", _is_number)),
 }
-"""Values that the last file of a dump may have: a description and a check of each, by name."""
+"""{name in the last file of a dump: (description of its value, check of its value)}."""

@@ -1,4 +1,4 @@
-"""Writes dumps of dynamicemb's tables; dynamicemb_files.py describes the files, and when they are whole."""
+"""Writes dumps of dynamicemb's tables. dynamicemb_files.py describes the files, and when a dump is complete."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from oneemb.storage.new_files import NewFile
 
 
 class _File(NewFile):
-    """A file of arrays under a temporary name, which no file may have: see `remove_unfinished`."""
+    """A file of arrays that has a temporary name until `publish`; `remove_unfinished` removes files with such names."""
 
     def __init__(self, fs: FileSystem, path: str):
         with doing("create", path + UNFINISHED):
@@ -33,20 +33,20 @@ class _File(NewFile):
 
 
 class DumpWriter:
-    """Writes one rank's part of a table, after `remove_unfinished` was called for it.
+    """Writes one rank's part of a table. Call `remove_unfinished` for the table before.
 
     Args:
-        folder: is there.
-        table: its name.
-        rank, ranks: number of the writer, and of all writers; of "seed" one writes for all.
-        version: "today" or "seed".
-        score_words: of a row, 0 to 2; 0 = there is no file of scores.
-        states: names and widths of the parts of the state.
-        with_state: whether there are files of state, though they may be empty.
-        with_counts: whether there are files of counts.
+        folder: an existing folder.
+        table: name of the table.
+        rank, ranks: number of this writer, and number of all writers; for "seed" one writer writes for all ranks.
+        version: layout, "today" or "seed".
+        score_words: number of scores of a row, 0 to 2; 0 = write no file of scores.
+        states: name and width of each part of the optimizer state.
+        with_state: whether to write files of optimizer state, even if they are empty.
+        with_counts: whether to write files of counts.
 
     Raises:
-        ValueError: no file can have the table's name.
+        ValueError: the table's name cannot be part of a file's name.
         StorageError: a file cannot be made.
     """
 
@@ -80,9 +80,10 @@ class DumpWriter:
         """Write some rows.
 
         Args:
-            key_N: int64, as the file has them.
-            score_NS: int64, S as many as `score_words`; ignored where that is 0.
-            state_NZ: float32; ignored without `with_state`.
+            key_N: keys in the form of the file, int64.
+            value_ND: weights.
+            score_NS: scores, int64 [N, score_words]; ignored if `score_words` is 0.
+            state_NZ: optimizer state, float32; ignored without `with_state`.
         """
         before = "emb_" if self._version == "today" else ""
         self._append(before, key_N, value_ND, score_NS)
@@ -104,17 +105,17 @@ class DumpWriter:
             self._files[f"{before}scores"].append(score_NS.astype(np.int64))
 
     def append_counter(self, key_M: np.ndarray, count_M: np.ndarray) -> None:
-        """Write counts of ids without a row, both int64, of a writer `with_counts` of "today"."""
+        """Write ids without a row and their counts, int64 [M] both. Only for "today" and `with_counts`."""
         self._files["counter_keys"].append(key_M.astype(np.int64))
         self._files["counter_frequencies"].append(count_M.astype(np.int64))
 
     def finish(self) -> None:
-        """Make the files durable, still under temporary names."""
+        """Make the files durable; they keep their temporary names."""
         for file in self._files.values():
             file.finish()
 
     def publish(self) -> None:
-        """Give the files their names, keys last, after `unpublish` has removed those of another dump."""
+        """Give the files their final names, keys last. Call `unpublish` before, which removes an earlier dump."""
         for its in ([name for name in self._files if name != self._keys], [self._keys]):
             for name in its:
                 self._files[name].publish()
@@ -122,7 +123,7 @@ class DumpWriter:
                 self._fs.sync_directory(self._folder)
 
     def publish_meta(self, meta: Mapping[str, Any]) -> None:
-        """Make the dump of the table whole, after all ranks have published."""
+        """Write the last file, which makes the table's dump complete, after all ranks have published."""
         file = self._files[META] = _File(self._fs, f"{self._folder}/{self._table}_{META}")
         file.append(np.frombuffer(json.dumps(meta, indent=4).encode(), np.uint8))
         file.finish()
@@ -131,13 +132,14 @@ class DumpWriter:
             self._fs.sync_directory(self._folder)
 
     def discard(self) -> None:
-        """Close the files, and remove those that have not got their names."""
+        """Close the files, and remove those that still have temporary names."""
         for file in self._files.values():
             file.drop()
 
 
 def unpublish(folder: str, table: str, fs: FileSystem | None = None) -> None:
-    """Remove a table's dump, of any version and number of ranks: the file that makes it whole first."""
+    """Remove a table's dump, of any layout and number of ranks. The file that marks the dump as complete is removed
+    first."""
     fs = fs or LocalFileSystem()
     names = names_in(fs, folder)
     its = sorted(name for name in names if part_of(table, name, RANKED) or part_of(table, name, OF_SEED))
@@ -151,7 +153,8 @@ def unpublish(folder: str, table: str, fs: FileSystem | None = None) -> None:
 
 
 def remove_unfinished(folder: str, table: str, fs: FileSystem | None = None) -> None:
-    """Remove files of killed dumps of a table, of any number of ranks. No dump may be under way."""
+    """Remove files that killed dumps of a table have left, of any number of ranks. No dump of the table may be
+    running."""
     fs = fs or LocalFileSystem()
     for name in sorted(names_in(fs, folder)):
         its = name.removesuffix(UNFINISHED)

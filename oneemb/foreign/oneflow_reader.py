@@ -1,6 +1,6 @@
-"""Reads snapshots of OneFlow's tables; `oneflow_table.py` describes their files.
+"""Reads snapshots of OneFlow's tables. `oneflow_table.py` describes their files.
 
-Invariant: the format has no checksums, so an index is compared with the sizes of the files before it is used.
+Invariant: since the format has no checksums, an index is compared with the sizes of the files before it is used.
 """
 
 from collections.abc import Iterator
@@ -22,12 +22,12 @@ from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_pat
 
 
 class OneFlowReader:
-    """Rows of one snapshot. It takes memory for one batch, and 8 bytes for each row of one chunk.
+    """Rows of one snapshot. A reader needs memory for one batch, and 8 bytes for each row of one chunk.
 
     Raises:
-        StorageError: there is no such table.
-        SnapshotNotFoundError: the table has no snapshot of that name.
-        CorruptTableError: its files contradict each other, or OneFlow was stopped while it saved.
+        StorageError: there is no table at the path.
+        SnapshotNotFoundError: the table has no snapshot of this name.
+        CorruptTableError: files contradict each other, or OneFlow was stopped while it saved the snapshot.
     """
 
     def __init__(self, path: AnyPath, name: str, *, fs: FileSystem | None = None):
@@ -41,17 +41,17 @@ class OneFlowReader:
 
     @property
     def storage_dim(self) -> int:
-        """Values of a row."""
+        """Number of values of a row."""
         return self.geometry.value_bytes // 4
 
     def scan(self, batch: int = 65536) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Every row once as (id_N int64, value_NV float32), at most `batch` at a time; CorruptTableError if an index
-        names a row that is not there, or a row twice."""
+        """Yield each row once, as (ids int64 [N], values float32 [N, V]), at most `batch` rows at a time.
+        CorruptTableError if an index names a missing row, or a row twice."""
         for number, _ in self._chunks:
             yield from self._scan_chunk(number, batch)
 
     def _read_list(self, name: str) -> list[tuple[int, int]]:
-        """(chunk, rows in it) of each index file that LIST names."""
+        """(chunk, number of its rows in the snapshot) for each index file that LIST names."""
         path = f"{self._directory}/LIST"
         try:
             listed = read_all(self._fs, path).decode("ascii", "replace").splitlines()
@@ -78,7 +78,7 @@ class OneFlowReader:
             if size % 8:
                 raise CorruptTableError(f"{self._directory}/{line} must hold 8 bytes a row, has {size} bytes")
             chunks.append((number, size // 8))
-        # OneFlow makes each index file at its largest size, then truncates each and adds it to LIST.
+        # OneFlow makes each index file with the size for a full chunk, then truncates it and adds it to LIST.
         full = 8 * self.geometry.values_per_chunk
         for left in sorted(set(names_in(self._fs, self._directory)) - set(listed)):
             if chunk_number(left, "index") is not None and self._fs.size(f"{self._directory}/{left}") == full:

@@ -24,15 +24,15 @@ from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_pat
 PIECE_BYTES = 1 << 20
 _SHARDING_SEED = 1
 _KEY_SIZES = (4, 8)
-# The files with the table's numbers, and the numbers, are far smaller than these.
+# Upper bounds for the size of a file with one of the table's numbers, and for the number.
 _NUMBER_BYTES, _NUMBER_MAX = 64, 1 << 40
 CHUNK_FILE = re.compile(r"(key|value|index)-([0-9]{12})")
 
 
 @dataclass(frozen=True)
 class OneFlowGeometry:
-    """The four numbers of a table: bytes of a key, 4 or 8; of a row's values; of the block that the device reads at
-    once; and logical blocks of a full chunk."""
+    """The four numbers of a table: bytes of a key (4 or 8), bytes of a row's values, bytes of the device's block, and
+    number of logical blocks in a full chunk."""
 
     key_bytes: int
     value_bytes: int
@@ -41,7 +41,7 @@ class OneFlowGeometry:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a logical block."""
+        """Bytes of a logical block, which holds one value or more."""
         return -(-self.value_bytes // self.physical_block_size) * self.physical_block_size
 
     @property
@@ -53,12 +53,12 @@ class OneFlowGeometry:
         return self.values_per_block * self.blocks_per_chunk
 
 
-# In the order of the fields above.
+# Names of the files with the four numbers, in the order of the fields of `OneFlowGeometry`.
 NUMBERS = ("KEY_SIZE", "VALUE_SIZE", "PHYSICAL_BLOCK_SIZE", "NUM_LOGICAL_BLOCKS_PER_CHUNK")
 
 
 def is_oneflow_table(path: AnyPath, fs: FileSystem | None = None) -> bool:
-    """Whether this folder holds a table of OneFlow."""
+    """Whether the folder holds a table of OneFlow."""
     try:
         return (fs or LocalFileSystem()).size(f"{absolute_path(path)}/{NUMBERS[0]}") > 0
     except OSError:
@@ -101,7 +101,7 @@ def oneflow_snapshots(path: AnyPath, fs: FileSystem | None = None) -> list[str]:
 
 
 def oneflow_owner_of(id_N: np.ndarray, key_bytes: int, owners: int) -> np.ndarray:
-    """Number of the path in which OneFlow keeps each key: int64 [N]. Keys of 4 bytes are widened with zeros."""
+    """Index of the path in which OneFlow stores each key, int64 [N]. Keys of 4 bytes are widened with zeros."""
     word_N = id_N.astype(np.int64).view(np.uint64)
     if key_bytes == 4:
         word_N = word_N & np.uint64(0xFFFFFFFF)
@@ -112,18 +112,18 @@ def oneflow_owner_of(id_N: np.ndarray, key_bytes: int, owners: int) -> np.ndarra
 
 
 def chunk_name(kind: str, number: int) -> str:
-    """Name of a chunk's file; kind: "key", "value" or "index"."""
+    """Name of a chunk's file of kind "key", "value" or "index"."""
     return f"{kind}-{number:012d}"
 
 
 def chunk_number(name: str, kind: str) -> int | None:
-    """Chunk whose file of this kind has this name; None = no chunk's file."""
+    """Number of the chunk whose file of this kind has this name; None = it is no such file."""
     match = CHUNK_FILE.fullmatch(name)
     return int(match[2]) if match and match[1] == kind else None
 
 
 def names_in(fs: FileSystem, directory: str) -> list[str]:
-    """Names in a folder; empty if there is no folder."""
+    """Names in a folder; empty if there is no such folder."""
     try:
         return fs.names(directory)
     except (FileNotFoundError, NotADirectoryError):
@@ -131,7 +131,7 @@ def names_in(fs: FileSystem, directory: str) -> list[str]:
 
 
 def read_all(fs: FileSystem, path: str) -> bytearray:
-    """The bytes of a file."""
+    """Content of a file."""
     size, file = fs.size(path), fs.open(path)
     try:
         data = bytearray(size)

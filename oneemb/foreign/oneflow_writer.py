@@ -1,7 +1,7 @@
-"""Writes tables for OneFlow to read; `oneflow_table.py` describes their files.
+"""Writes tables for OneFlow to read. `oneflow_table.py` describes their files.
 
-Invariant: writing changes no byte of an existing file. A snapshot's rows go to chunks of their own, and LIST, without
-which there is no snapshot, comes last, by a rename, when all files that it names are durable.
+Invariant: a write changes no byte of an existing file. Each snapshot's rows go to new chunks. The file LIST, without
+which a snapshot does not exist, is written last: it is renamed into place when all files that it names are durable.
 """
 
 import os
@@ -30,18 +30,17 @@ CHUNK_BYTES = 4 << 30
 
 
 class OneFlowWriter:
-    """Puts rows into a table's chunks and saves them as a snapshot.
+    """Writes rows to new chunks of a table, and saves them as a snapshot.
 
     Args:
-        path: the table's folder; it is made if it does not exist. An existing table keeps its rows.
-        name: the snapshot to save.
-        key_bytes, value_bytes, physical_block_size: of the table.
-        chunk_bytes: of a full chunk; OneFlow opens no table with another number than its default, which this is. An
-            existing table keeps its own.
-        fs: where files are; None = this machine's.
+        path: folder of the table; a missing folder is made, and an existing table keeps its rows.
+        name: name of the snapshot to save.
+        key_bytes, value_bytes, physical_block_size: numbers of the table, see `OneFlowGeometry`.
+        chunk_bytes: bytes of a full chunk of a new table; OneFlow opens only tables with the default.
+        fs: file system; None = this machine's.
 
     Raises:
-        LockedError: another writer of oneemb has the path.
+        LockedError: another writer of oneemb has locked the path.
         SnapshotExistsError: the table has a snapshot of this name.
         StorageError: the path cannot be written to, or holds a table of another kind.
         ValueError: an argument is out of its range.
@@ -79,8 +78,8 @@ class OneFlowWriter:
         self._block = 0
 
     def put(self, id_N: np.ndarray, value_NV: np.ndarray) -> None:
-        """Add rows, value_NV float32 [N, value_bytes / 4], on fresh blocks. Of equal ids the last one counts; with keys
-        of 4 bytes the low 32 bits of an id are its key."""
+        """Add rows, on fresh blocks; `value_NV` is float32 [N, value_bytes / 4]. Of equal ids the last one counts. With
+        keys of 4 bytes the key is the low 32 bits of the id."""
         geometry, begin = self.geometry, 0
         assert value_NV.dtype == np.float32 and value_NV.shape == (len(id_N), geometry.value_bytes // 4)
         piece_blocks = max(1, PIECE_BYTES // geometry.block_bytes)
@@ -93,7 +92,7 @@ class OneFlowWriter:
             begin = end
 
     def save(self) -> None:
-        """Save the rows as the snapshot, durably. After a StorageError there is no snapshot."""
+        """Save the rows durably as the snapshot. After a StorageError the snapshot does not exist."""
         fs = self._fs
         self._check_lock()
         self._end_chunk()
@@ -103,7 +102,7 @@ class OneFlowWriter:
         directory = f"{self._path}/snapshots/{self._name}"
         with doing("make the folder", directory):
             fs.make_directories(directory)
-            for left in fs.names(directory):  # of a save that has not finished
+            for left in fs.names(directory):  # left by an interrupted save
                 fs.remove(f"{directory}/{left}")
         parts = [place_N for _, _, place_N in self._index.items()]
         place_N = np.sort(np.concatenate(parts)) if parts else np.empty(0, np.int64)
@@ -120,7 +119,7 @@ class OneFlowWriter:
         self._made = []
 
     def remove_snapshot(self) -> None:
-        """Remove the snapshot that `save` made. Its rows stay in the chunks, which no call of OneFlow frees."""
+        """Remove the snapshot that `save` made. Its rows stay in the chunks; OneFlow cannot free them."""
         self._check_lock()
         path = f"{self._path}/snapshots/{self._name}/LIST"
         with doing("remove the snapshot", path):
@@ -128,7 +127,7 @@ class OneFlowWriter:
             self._fs.sync_directory(os.path.dirname(path))
 
     def close(self) -> None:
-        """Give back the path, and remove rows that were not saved, with their files. Closing twice is fine."""
+        """Release the path, and remove files with rows that were not saved. A second call does nothing."""
         files, self._files = self._files, None
         for file in files or ():
             self._fs.close(file)
@@ -137,7 +136,7 @@ class OneFlowWriter:
             try:
                 self._fs.remove(path)
             except OSError:
-                pass  # It does no harm: the next writer takes another chunk number.
+                pass  # Harmless: the next writer takes another chunk number.
         if self._lock is not None:
             lock, self._lock = self._lock, None
             lock.release()
@@ -151,13 +150,13 @@ class OneFlowWriter:
         return lost
 
     def _check_lock(self) -> None:
-        """Raise StorageError if the folder no longer belongs to this writer."""
+        """Raise StorageError if this writer no longer holds the folder's lock."""
         if self._lock is None:
             raise StorageError(f"{self.what} is closed, and its unsaved rows are gone; make it again")
         self._lock.check()
 
     def _make_table(self, geometry: OneFlowGeometry) -> OneFlowGeometry:
-        """Geometry of the table at the path; a new table gets this one."""
+        """Geometry of the table at the path; a new table gets `geometry`."""
         numbers = (geometry.key_bytes, geometry.value_bytes, geometry.physical_block_size, geometry.blocks_per_chunk)
         there = set(names_in(self._fs, self._path))
         for name, number in zip(NUMBERS, numbers, strict=True):
@@ -180,7 +179,7 @@ class OneFlowWriter:
         return found
 
     def _write(self, id_N: np.ndarray, value_NV: np.ndarray) -> None:
-        """Write rows to the chunk, on fresh blocks. The caller has made sure that they fit."""
+        """Write rows to the current chunk, on fresh blocks. The caller makes sure that they fit."""
         geometry = self.geometry
         per_block = geometry.values_per_block
         blocks = -(-len(id_N) // per_block)

@@ -4,8 +4,8 @@
 
     loader, model = tde.wrap("redis://127.0.0.1:6379/?prefix=model", loader, model, {"ebc": configs})
 
-or, before a script that imports upstream's package itself, `oneemb.compat.install("torchrec_dynamic_embedding")`.
-docs/tde.md lists similarities and differences.
+A script that imports upstream's package runs unchanged after `oneemb.compat.install("torchrec_dynamic_embedding")`.
+docs/tde.md lists what is the same as upstream and what differs.
 """
 
 from oneemb.kernels.extras import missing

@@ -1,4 +1,4 @@
-"""The KeyedJaggedTensors of a batch of a loader, wherever they are in it."""
+"""Finds and replaces the KeyedJaggedTensors in a batch of a user's loader, at any depth of its containers."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -42,7 +42,8 @@ def find_jagged(data: Any, data_info: Mapping[Any, str] | None, paths: list[str]
 def replace_jagged(
     data: Any, data_info: Mapping[Any, str] | None, paths: list[str], new: Mapping[str, KeyedJaggedTensor]
 ) -> Any:
-    """Copy of the batch with the KeyedJaggedTensors of `new`, by path, in the places where `find_jagged` finds them."""
+    """Copy of the batch with other KeyedJaggedTensors in the places where `find_jagged` finds them; `new` has them by
+    path."""
     if data_info is None:
         order = iter(paths)
         return _map(data, lambda kjt: new[next(order)])
@@ -52,7 +53,7 @@ def replace_jagged(
 
 
 def _map(data: Any, of_kjt: Callable[[KeyedJaggedTensor], KeyedJaggedTensor]) -> Any:
-    """Copy of the containers, with the result of `of_kjt` in place of each KeyedJaggedTensor."""
+    """Copy of the containers of a batch, with of_kjt(k) in place of each KeyedJaggedTensor k."""
     if isinstance(data, KeyedJaggedTensor):
         return of_kjt(data)
     if isinstance(data, tuple | list):
@@ -74,7 +75,7 @@ def _map(data: Any, of_kjt: Callable[[KeyedJaggedTensor], KeyedJaggedTensor]) ->
 
 
 def _replaced(data: Any, changed: Mapping[str, Any]) -> Any:
-    """A copy of a dataclass with these fields changed. `__init__` is not called: it may need other arguments."""
+    """Copy of a dataclass with these fields changed, made without `__init__`, which may need other arguments."""
     copy = object.__new__(type(data))
     for field in dataclasses.fields(data):
         object.__setattr__(copy, field.name, changed.get(field.name, getattr(data, field.name)))

@@ -1,12 +1,13 @@
-"""A loader that replaces the ids of batches by cache ids, and has the rows of a batch in the tables when it returns it.
+"""A loader that replaces the ids of batches by cache ids, and brings a batch's rows into the tables before returning
+it.
 
-A call of `__next__` means that the step before has ended. The call writes the rows of the next batch into the tables,
-and gives cache ids to the batch `num_prefetch` batches later. A thread reads the user's loader one batch ahead and
-calls servers; only `__next__` touches tables.
+A call of `__next__` means that the step of the previous batch has ended. It writes the rows of the next batch into the
+tables, and gives cache ids to the batch `num_prefetch` batches later. A thread reads the user's loader one batch ahead
+and calls servers; only `__next__` changes tables.
 
 Invariants:
 - every batch of the user's loader is returned once, in order; an error of the loader is raised in place of the batch;
-- at most `num_prefetch` batches have cache ids and are not yet returned, and one more batch is read;
+- at most `num_prefetch` batches have cache ids but are not yet returned, and at most one more batch is read;
 - the numbers of a job do not depend on `num_prefetch`;
 - an iterator that is collected or closed leaves no thread running.
 """
@@ -33,13 +34,13 @@ class DataLoader:
     """A loader of batches with cache ids in place of ids.
 
     Args:
-        id_transformer_group: the model's tables and their cache ids.
-        dataloader: the user's loader; anything that can be iterated over.
+        id_transformer_group: cache ids and servers of the model's tables.
+        dataloader: the user's loader, an iterable.
         data_info, paths: the path of the collection for each KeyedJaggedTensor of a batch; see `find_jagged`.
         num_prefetch: number of batches whose rows are fetched ahead.
 
     Raises:
-        ValueError: `data_info` has a path of no table, or `num_prefetch` is below 0.
+        ValueError: `data_info` has a path without tables, or `num_prefetch` is below 0.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class DataLoader:
         self._live: Callable[[], DataLoaderIter | None] = lambda: None
 
     def __iter__(self) -> "DataLoaderIter":
-        """A new iterator over the loader; the iterator of an earlier call ends."""
+        """New iterator over the loader; the iterator of an earlier call ends."""
         live = self._live()
         if live is not None:
             live.close()
@@ -76,18 +77,18 @@ class DataLoader:
 
 
 class _Read(NamedTuple):
-    """Batch of the loader, and the KeyedJaggedTensors in it."""
+    """A batch of the user's loader, and {path: its KeyedJaggedTensor}."""
 
     data: Any
     jagged: dict[str, KeyedJaggedTensor]
 
 
 class _Next(NamedTuple):
-    """The batch that is to get cache ids next."""
+    """The batch that gets cache ids next."""
 
     read: _Read
     gathered: Gathered | None
-    """The batch's ids on all ranks; None = an interrupt came before the ranks exchanged them."""
+    """Ids of the batch on all ranks; None = an interrupt came before ranks had exchanged them."""
 
 
 class DataLoaderIter:
@@ -98,10 +99,10 @@ class DataLoaderIter:
     ):
         self._steps, self._depth = steps, num_prefetch
         self._reader = _Reader(dataloader, data_info, paths)
-        self._given: list[Batch] = []  # the batch whose step is under way
+        self._given: list[Batch] = []  # the batch that is training now
         self._begun: deque[tuple[Batch, _Read]] = deque()
         self._next: _Next | None = None
-        self._failed: BaseException | None = None  # raised in place of the batch after `_begun`
+        self._failed: BaseException | None = None  # raised after the batches in `_begun`
         self._ended = False
         self._worker = Worker("oneemb-tde") if num_prefetch else None
         self._reading: Future[_Read] | None = None
@@ -111,13 +112,13 @@ class DataLoaderIter:
         return self
 
     def __next__(self) -> Any:
-        """The next batch. A call means that the step of the batch before has ended.
+        """The next batch. A call means that the step of the previous batch has ended.
 
         Raises:
             StopIteration: there are no more batches.
             NoRoomError: a table has fewer rows than the batch has ids.
             ServerError: a server failed; the next call tries again.
-            Exception: the loader's error in place of this batch; the next call goes on with the loader.
+            Exception: error of the user's loader, in place of a batch; the next call goes on with the loader.
         """
         if self._ended:
             raise StopIteration
@@ -141,7 +142,7 @@ class DataLoaderIter:
             if not self._begin_next(must=False):
                 break
         self._run_ahead()
-        self._begun.popleft()  # Last: after an error above, the next call gives this batch.
+        self._begun.popleft()  # Last, so that after an error above the next call returns this batch.
         self._given.append(batch)
         return self._reader.replaced(read.data, batch.kjts)
 
@@ -156,8 +157,8 @@ class DataLoaderIter:
             self._steps.release(self._given.pop())
 
     def _begin_next(self, *, must: bool) -> bool:
-        """Give the next batch cache ids; return whether that was done. False: there is no batch, or, where `_failed` is
-        None, its tables have no room yet. `must`: a lack of room is an error, put into `_failed`."""
+        """Give the next batch cache ids; returns whether that was done. If not, `_failed` has the reason, or it is
+        None: then tables have no room for the batch yet. `must`: lack of room is an error, put into `_failed`."""
         if self._next is None or self._next.gathered is None:
             self._next = self._gather()
             if self._next is None:
@@ -175,7 +176,8 @@ class DataLoaderIter:
         return True
 
     def _gather(self) -> _Next | None:
-        """The loader's next batch, with its ids on all ranks; None if a rank has no batch: `_failed` has the reason."""
+        """The loader's next batch, with its ids on all ranks. None if a rank has no batch; then `_failed` has the
+        reason."""
         try:
             if self._next is None:
                 self._take_read()
@@ -195,7 +197,7 @@ class DataLoaderIter:
         return None
 
     def _take_read(self) -> None:
-        """Put the loader's next batch into `_next`. After an interrupt the next call takes it."""
+        """Put the loader's next batch into `_next`. After an interrupt the next call does so."""
         if self._reading is None:
             self._next = _Next(self._reader.read(), None)
             return
@@ -217,7 +219,7 @@ class DataLoaderIter:
 
 
 class _Reader:
-    """Reads a loader, one batch after the other."""
+    """Reads the user's loader, one batch at a time."""
 
     def __init__(self, dataloader: Any, data_info: Mapping[Any, str] | None, paths: list[str]) -> None:
         self._dataloader, self._data_info, self._paths = dataloader, data_info, paths
@@ -234,7 +236,8 @@ class _Reader:
 
 
 def _leave(worker: Worker | None, steps: Steps, given: list[Batch], begun: "deque[tuple[Batch, _Read]]") -> None:
-    """Free an iterator's worker and batches. Called once, when it ends, is collected, or the interpreter exits."""
+    """Stop an iterator's worker and drop its batches. Called once: when the iterator ends or is collected, or at
+    exit."""
     if worker is not None:
         worker.stop()
     while given:
@@ -250,11 +253,12 @@ def _report(failed: BaseException | None) -> str | None:
 
 
 def _of_all(reports: list[str | None], failed: BaseException | None, rank: int) -> BaseException | None:
-    """Error or end of a loader on any rank; None = every rank has a next batch.
+    """Error, or end, of a loader on any rank; None = every rank has a next batch.
 
     Args:
         reports: traceback of each rank's error; "" = the loader has ended, None = there is a batch.
         failed: this rank's own error or StopIteration.
+        rank: this rank.
     """
     if failed is not None and not isinstance(failed, StopIteration):
         return failed
@@ -282,24 +286,27 @@ def wrap(
     parallel: bool = True,
     num_prefetch: int = 0,
 ) -> tuple[DataLoader, Any]:
-    """A loader and a model that train small static tables on any int64 id: rows without room are kept on a server.
+    """Make a loader and a model that train small static tables on any int64 id; rows without room are kept on a server.
 
-    All ranks of the default process group make the call together, and go through the loader together.
+    All ranks of the default process group make the call together, and iterate over the loader together.
 
     Args:
-        url: the parameter server's URL, such as `redis://127.0.0.1:6379/?prefix=model`; or a function that returns the
+        url: URL of the parameter server, such as `redis://127.0.0.1:6379/?prefix=model`; or a function that returns the
             URL for a module's path and a table's name.
-        dataloader: gives batches with KeyedJaggedTensors of ids.
+        dataloader: iterable of batches with KeyedJaggedTensors of ids.
         module: the model, in TorchRec's DistributedModelParallel.
         configs_dict: {path of a collection's module: configs of its tables}. `num_embeddings` of a config is the number
             of rows in memory: at least the number of distinct ids in one batch of all ranks together.
         data_info: {index, key or field of a batch: path of the collection that looks up the KeyedJaggedTensor there};
             None = the n-th KeyedJaggedTensor of a batch belongs to the n-th path of `configs_dict`.
-        eviction_config: `{"type": "mixed_lru_lfu", "min_used_freq_power": 5}`.
+        eviction_config: `{"type": "mixed_lru_lfu", "min_used_freq_power": 5}`; see `IDTransformer`.
         transform_config: `{"type": "naive"}` or `{"type": "cacheline"}`, which do the same.
-        ps_config: options of pushes, of initial rows and of optimizers; see `IDTransformerGroup`.
+        ps_config: options of pushes, initial rows and optimizers; see `IDTransformerGroup`.
         parallel: has no effect.
-        num_prefetch: number of batches whose rows are fetched while earlier ones train; 0 = none, and no thread.
+        num_prefetch: number of batches whose rows are fetched while earlier batches train; 0 = none, and no thread.
+
+    Returns:
+        The loader, and `module`.
 
     Raises:
         ValueError: a path leads to no module that TorchRec has sharded, or a table cannot be on a server.
@@ -311,15 +318,18 @@ def wrap(
         url, module, configs_dict, eviction_config=eviction_config, transform_config=transform_config,
         ps_config=ps_config, parallel=parallel,
     )  # fmt: skip
-    # `save` reads this attribute. It is no submodule, so it is in no state dict.
+    # `save` reads this attribute. It is not a submodule, so state dicts do not contain it.
     object.__setattr__(module, "_id_transformer_group", group)
     loader = DataLoader(group, dataloader, data_info=data_info, paths=list(configs_dict), num_prefetch=num_prefetch)
     return loader, module
 
 
 def save(module: Any) -> None:
-    """Push to the server the rows that were used since the last call, of a model that `wrap` returned. All ranks make
-    the call together, between two steps.
+    """Push the rows that were used since the last call to the server. All ranks make the call together, between two
+    steps.
+
+    Args:
+        module: the model that `wrap` returned.
 
     Raises:
         ValueError: `wrap` did not return `module`.
@@ -329,8 +339,8 @@ def save(module: Any) -> None:
 
 
 def close(module: Any) -> None:
-    """Close the servers of a model that `wrap` returned; ValueError for another model. Rows that were trained since the
-    last `save` are not pushed."""
+    """Close the connections to the servers of a model that `wrap` returned; ValueError for another model. Rows that
+    were trained since the last `save` are not pushed."""
     _group_of(module).close()
 
 

@@ -1,7 +1,7 @@
-"""Cache ids of one table: the number of the row that each id has in the static table.
+"""Cache ids of one table. The cache id of an id is the number of its row in the static table.
 
 Invariants:
-- every int64 is an id; two ids never have one cache id at a time;
+- every int64 is an id; no two ids have the same cache id at a time;
 - a new id gets the lowest free cache id;
 - a pinned cache id is never evicted;
 - the same calls give the same cache ids, on every run and every rank.
@@ -33,31 +33,31 @@ class TransformResult(NamedTuple):
     success: bool
     """Whether every id has a cache id."""
     ids_to_fetch: torch.Tensor
-    """Ids that are new in the table, and their cache ids: int64 [F, 2]."""
+    """New ids of the table, each with its cache id: int64 [F, 2]."""
 
 
 class Moves(NamedTuple):
-    """Cache ids of a batch of distinct ids, and the ids that came into the table and left it for them."""
+    """Result of `IDTransformer.moves`: cache ids of a batch, and the ids that entered and left the table for it."""
 
     cache_U: np.ndarray
     """Cache id of each id: int64 [U]."""
     fetch_F2: np.ndarray
-    """Ids that are new in the table, and their cache ids: int64 [F, 2]."""
+    """New ids of the table, each with its cache id: int64 [F, 2]."""
     evict_E2: np.ndarray
-    """Ids that were evicted, and their former cache ids: int64 [E, 2]."""
+    """Evicted ids, each with its former cache id: int64 [E, 2]."""
 
 
 class IDTransformer:
     """Gives the ids of one table their cache ids, and evicts ids.
 
     Args:
-        num_embedding: rows of the table.
-        eviction_config: `{"type": "mixed_lru_lfu", "min_used_freq_power": 5}`, the default: the rule by which ids
-            are evicted; `min_used_freq_power`, 0 to 31, is the power with which a new id begins.
-        transform_config: `{"type": "naive"}` or `{"type": "cacheline"}`: both do the same here.
+        num_embedding: number of rows of the table.
+        eviction_config: rule by which ids are evicted, by default `{"type": "mixed_lru_lfu", "min_used_freq_power":
+            5}`. `min_used_freq_power`, 0 to 31, is the power of use with which a new id begins.
+        transform_config: `{"type": "naive"}` or `{"type": "cacheline"}`, which do the same here.
 
     Raises:
-        ValueError: a type or an option that is not known, or a number out of range.
+        ValueError: a type or an option is unknown, or a number is out of range.
 
     Reference: torchrec_dynamic_embedding's IDTransformer.
     """
@@ -76,22 +76,22 @@ class IDTransformer:
         self._index = HashIndex(Threads(1))
         self._id_S = np.zeros(num_embedding, np.int64)
         self._record_S = np.zeros(num_embedding, np.uint32)
-        self._used_S = np.zeros(num_embedding, np.bool_)  # since the last save
+        self._used_S = np.zeros(num_embedding, np.bool_)  # used since the last save
         self._taken_S = np.zeros(num_embedding, np.bool_)
         self._pins_S = np.zeros(num_embedding, np.int32)
         self.ever_evicted = False
-        self._free_from = 0  # no free cache id is lower
+        self._free_from = 0  # a lower bound of the free cache ids
 
     def __len__(self) -> int:
         """Number of ids that have a cache id."""
         return len(self._index)
 
     def transform(self, global_ids: TensorList, cache_ids: TensorList, time: int) -> TransformResult:
-        """Give every id its cache id; new ids get free cache ids, as long as there are some.
+        """Give every id its cache id. New ids get free cache ids while there are any.
 
         Args:
-            global_ids: int64 tensors of any shape.
-            cache_ids: int64 tensors of the same number and shapes, for the result; -1 where there was no room.
+            global_ids: ids, int64 tensors of any shape.
+            cache_ids: int64 tensors of the same number and shapes, which get the result; -1 for ids without room.
             time: number of the batch.
         """
         if [its.shape for its in global_ids] != [its.shape for its in cache_ids]:
@@ -116,12 +116,12 @@ class IDTransformer:
         return TransformResult(len(come_F) == len(new_K), pairs)
 
     def evict(self, num_to_evict: int) -> torch.Tensor:
-        """Evict the least often used ids, and of equally often used ids those that were used longest ago. Pinned ids
-        stay. Returns the evicted ids and their former cache ids: int64 [E, 2]."""
+        """Evict the least often used ids; of equally often used ids, those whose last use is oldest. Pinned ids stay.
+        Returns the evicted ids, each with its former cache id: int64 [E, 2]."""
         return torch.from_numpy(self._evict(num_to_evict, self._taken_S & (self._pins_S == 0)))
 
     def save(self) -> torch.Tensor:
-        """Ids that were used since the last call, and their cache ids: int64 [S, 2]."""
+        """Ids that were used since the last call, each with its cache id: int64 [S, 2]."""
         pairs = self.used()
         self._used_S[pairs[:, 1]] = False
         return torch.from_numpy(pairs)
@@ -129,7 +129,7 @@ class IDTransformer:
     # ---- calls of collections ---------------------------------------------------------------------------------------
 
     def has_room(self, id_U: np.ndarray, may_evict: bool = True) -> bool:
-        """Whether `moves` has room for these distinct ids; if `may_evict` is False, without an eviction."""
+        """Whether `moves` would find room for these distinct ids; with `may_evict` False, room without an eviction."""
         place_U = self._find(id_U)
         known_K = place_U[place_U >= 0]
         lacking = len(id_U) - len(known_K) - (self.num_embedding - len(self))
@@ -139,8 +139,8 @@ class IDTransformer:
         return bool(len(self) - pinned >= lacking)
 
     def moves(self, id_U: np.ndarray, count_U: np.ndarray, time: int) -> Moves:
-        """Give distinct ids their cache ids; `has_room` has been asked before. A full table evicts half of its rows, or
-        more if needed, but no pinned id and none of `id_U`.
+        """Give distinct ids their cache ids. A full table evicts half of its ids, or more if needed, but no pinned id
+        and none of `id_U`. The caller has checked `has_room`.
 
         Args:
             id_U: the ids, int64 [U].
@@ -160,7 +160,7 @@ class IDTransformer:
         return Moves(place_U, np.stack([id_U[new_K], place_U[new_K]], 1), evict_E2)
 
     def pin(self, cache_U: np.ndarray) -> None:
-        """Keep these distinct cache ids from eviction. Each `pin` needs an `unpin`."""
+        """Protect these distinct cache ids from eviction. Each `pin` needs an `unpin`."""
         self._pins_S[cache_U] += 1
 
     def unpin(self, cache_U: np.ndarray) -> None:
@@ -168,12 +168,13 @@ class IDTransformer:
         self._pins_S[cache_U] -= 1
 
     def used(self) -> np.ndarray:
-        """Ids that were used since the last save, and their cache ids, int64 [S, 2], in the order of cache ids."""
+        """Ids that were used since the last save, each with its cache id, int64 [S, 2], in the order of cache ids."""
         cache_S = np.flatnonzero(self._used_S)
         return np.stack([self._id_S[cache_S], cache_S], 1)
 
     def saved(self, cache_S: np.ndarray) -> None:
-        """Note that the rows at these cache ids are saved. Pinned rows still count as used: a step will change them."""
+        """Record that the rows at these cache ids are saved. Pinned rows still count as used, since a step will change
+        them."""
         self._used_S[cache_S[self._pins_S[cache_S] == 0]] = False
 
     # ---- helpers ----------------------------------------------------------------------------------------------------
@@ -182,7 +183,7 @@ class IDTransformer:
         return self._index.find(np.zeros(len(id_U), np.int32), id_U)
 
     def _take(self, id_F: np.ndarray) -> np.ndarray:
-        """Give ids without a cache id the lowest free cache ids, in order; return these, int64 [F]."""
+        """Give ids that have no cache id the lowest free ones, in order. Returns these cache ids, int64 [F]."""
         found: list[np.ndarray] = []
         missing, begin, window = len(id_F), self._free_from, _FREE_WINDOW
         while missing:
@@ -212,7 +213,7 @@ class IDTransformer:
     def _evict(self, number: int, may_leave_S: np.ndarray) -> np.ndarray:
         cache_C = np.flatnonzero(may_leave_S)
         record_C = self._record_S[cache_C]
-        chosen = least_of(record_C, number, lambda place_E: place_E)  # of equal records the lowest cache ids
+        chosen = least_of(record_C, number, lambda place_E: place_E)  # ties: lowest cache ids
         cache_C, record_C = cache_C[chosen], record_C[chosen]
         cache_E = cache_C[np.lexsort((cache_C, record_C))]
         id_E = self._id_S[cache_E]

@@ -1,4 +1,4 @@
-"""Cache ids of the tables of one collection."""
+"""Cache ids for the tables of one collection."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -17,16 +17,16 @@ __all__ = ["IDTransformerCollection"]
 
 
 class IDTransformerCollection:
-    """Replaces the ids that a collection looks up by cache ids. On several ranks all ranks construct it together, and
-    make each call together.
+    """Replaces the ids that a collection looks up by cache ids. All ranks construct it together, and make each call
+    together.
 
     Args:
-        tables: configs of the collection; ValueError if two have one name, or one feature.
+        tables: configs of the collection's tables; ValueError if two have the same name or feature.
         eviction_config, transform_config: see `IDTransformer`.
-        ps_collection: the server that rows are fetched from and evicted to; None = no row is evicted, and a full table
-            is an error.
-        reinitialise: initialize the rows that the server lacks. By default these rows keep the table's numbers until a
-            table of the collection first evicts a row, as upstream does.
+        ps_collection: parameter server to which rows are evicted and from which they are fetched; None = no row is
+            evicted, and a full table is an error.
+        reinitialise: True = initialize the rows that the server lacks. False = the static table's numbers stay in such
+            rows until a table of the collection first evicts a row, as in upstream.
         seed: seed of initial rows.
 
     Reference: torchrec_dynamic_embedding's IDTransformerCollection.
@@ -59,19 +59,20 @@ class IDTransformerCollection:
             self.tables.append(CachedTable(config.name, features, transformer, ps, bounds, seed))
 
     def transform(self, global_features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, list[BatchHandle]]:
-        """The features with cache ids, and handles to wait for: see `Steps.transform`."""
+        """The features with cache ids, and handles to wait for before a lookup; see `Steps.transform`."""
         if self._steps is None:
             self._steps = Steps({"": self}, ranks_of_job(), self._traffic)
         kjts, handles = self._steps.transform({"": global_features})
         return kjts[""], handles
 
     def save(self) -> None:
-        """Push the rows that were used since the last call."""
+        """Push the rows that were used since the last call to the server."""
         if self._steps is not None:
             self._steps.save()
 
     def bounds_of(self, config: BaseEmbeddingConfig) -> tuple[float, float] | None:
-        """Bounds of the initial weights of a table's rows that the server lacks; None = the rows stay as they are."""
+        """Bounds of the initial weights of rows that the server lacks; None = such rows keep the static table's
+        numbers."""
         if not self._reinitialise and not any(table.transformer.ever_evicted for table in self.tables):
             return None
         return config.get_weight_init_min(), config.get_weight_init_max()

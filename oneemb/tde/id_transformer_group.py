@@ -1,4 +1,4 @@
-"""Cache ids of all collections of a model."""
+"""Cache ids for all collections of a model."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,15 +19,15 @@ __all__ = ["IDTransformerGroup"]
 
 
 class IDTransformerGroup:
-    """Cache ids of all tables of a model, and their parameter server. All ranks construct it together.
+    """Cache ids for all tables of a model, and their parameter servers. All ranks construct it together.
 
     Args:
-        url: the parameter server's URL; or a function that returns the URL for a module's path and a table's name.
+        url: URL of the parameter server; or a function that returns the URL for a module's path and a table's name.
         module: the model, in DistributedModelParallel.
         configs_dict: {path of a collection's module: configs of its tables}.
         eviction_config, transform_config: see `IDTransformer`.
         ps_config: `{"chunk_size": ..., "seed": ..., "optimizers": [...]}`: number of values that one call of the server
-            pushes; seed of initial rows; the optimizers of data-parallel tables, whose state is pushed with the rows.
+            pushes; seed of initial rows; optimizers of data-parallel tables, whose state is pushed with the rows.
         parallel: has no effect.
 
     Raises:
@@ -75,21 +75,21 @@ class IDTransformerGroup:
     def transform(
         self, kjt_dict: Mapping[str, KeyedJaggedTensor]
     ) -> tuple[dict[str, KeyedJaggedTensor], list[BatchHandle]]:
-        """Features with cache ids, by path, and handles to wait for before a lookup; see `Steps.transform`."""
+        """{path: features with cache ids}, and handles to wait for before a lookup; see `Steps.transform`."""
         return self.steps.transform(kjt_dict)
 
     def save(self) -> None:
-        """Push the rows that were used since the last call: see `Steps.save`."""
+        """Push the rows that were used since the last call; see `Steps.save`."""
         self.steps.save()
 
     def close(self) -> None:
-        """Close the servers."""
+        """Close the connections to the servers."""
         for rows in self._servers:
             rows.close()
 
 
 def _check_shared(path: str, plan: Mapping[str, Any], url: str | Callable[[str, str], str]) -> None:
-    """Raise ValueError if ranks share a table, but its server keeps rows in one process's memory or files."""
+    """Raise ValueError if several ranks share a table whose server keeps rows in one process's memory or files."""
     for table, how in plan.items():
         its = url if isinstance(url, str) else url(path, table)
         scheme, _, _ = its.partition("://")

@@ -1,11 +1,11 @@
 """Moves rows between static tables and the parameter server, which keeps the rows that have no place in a table.
 
-A row is sent as float32 numbers in parts: the weights, then each state of the optimizer.
+A row is sent as float32 values, in parts: the weights, then each part of the optimizer state.
 
 Invariants:
 - an evicted row is read in the call that evicts it; the copy is sent later;
-- a fetched row is written into the table by `FetchHandle.wait`, on the thread that calls it;
-- a server has all parts of a row, or the fetch is an error: weights never come without their optimizer's state.
+- `FetchHandle.wait` writes a fetched row into the table, on the thread that calls it;
+- a fetch is an error if the server has only some parts of a row: weights never come without their optimizer state.
 """
 
 import functools
@@ -30,7 +30,7 @@ DEFAULT_CHUNK_SIZE = 8 * 1024 * 1024
 
 
 _Pulled = tuple[np.ndarray, list[np.ndarray], np.ndarray]
-"""Ids and cache ids, int64 [N, 2]; the parts of their rows; and whether the server has each row, bool [N]."""
+"""(ids and their cache ids int64 [N, 2], parts of their rows, whether the server has each row bool [N])."""
 
 
 class _Shard(NamedTuple):
@@ -39,23 +39,23 @@ class _Shard(NamedTuple):
     begin: int
     end: int
     tensors: list[torch.Tensor]
-    """Each part of the rows, [rows, width]: weights, then states."""
+    """Parts of the rows, [rows, width] each: weights, then optimizer state."""
 
 
 class PS:
-    """Pushes the rows of one table to its server, and fetches them.
+    """Pushes rows of one table to its server, and fetches them.
 
     Args:
         table_name: the table's name on the server.
-        tensors: the table, [rows, D], and each state of its optimizer, [rows, D] or [rows]; or ShardedTensors of
-            these, of which this process has some rows.
-        url: the parameter server's URL.
+        tensors: the table, [rows, D], and each part of its optimizer state, [rows, D] or [rows]; or ShardedTensors of
+            them, of which this process has some rows.
+        url: URL of the parameter server.
         chunk_size: number of float32 values that one call of the server pushes.
-        server: an open server, used in place of the URL's.
-        traffic: orders the calls of several tables' servers; None = an order of this table alone.
+        server: an open server, used in place of `url`.
+        traffic: queue for calls of several tables' servers; None = a queue for this table only.
         pushes: whether this process pushes rows; False = another process has the same rows and pushes them.
         rank: this process's rank.
-        new_state: number that fills the optimizer's state of a new row.
+        new_state: value that fills the optimizer state of a new row.
 
     Raises:
         ValueError: a shard lacks columns of its rows.
@@ -82,12 +82,16 @@ class PS:
         self._chunk = max(1, chunk_size // max(1, sum(self._widths)))
 
     def evict(self, ids_to_evict: torch.Tensor) -> None:
-        """Push rows, and return when the server has them. `ids_to_evict` has their ids and cache ids, int64 [N, 2];
-        rows of other ranks are skipped."""
+        """Push rows, and return when the server has them. Rows of other ranks are skipped.
+
+        Args:
+            ids_to_evict: ids, each with its cache id: int64 [N, 2].
+        """
         self.traffic.wait(self.evict_later(ids_to_evict.numpy()))
 
     def evict_later(self, pair_N2: np.ndarray) -> int:
-        """Read rows now, and add their push to `traffic`. Returns the ticket to wait for the push with."""
+        """Read rows now, and add their push to `traffic`; returns its ticket. `pair_N2` has ids, each with its cache
+        id."""
         if not self._pushes or not len(pair_N2):
             return self.traffic.added
         for shard, pairs in self._own(pair_N2):
@@ -103,13 +107,13 @@ class PS:
         self, ids_to_fetch: torch.Tensor, time: int, reinit: bool = False, weight_init_max: float = 0.0,
         weight_init_min: float = 0.0,
     ) -> "FetchHandle":  # fmt: skip
-        """Handle that brings rows into the table: they are there when its `wait` has returned.
+        """Start to bring rows into the table; returns a handle, whose `wait` returns when they are there.
 
         Args:
-            ids_to_fetch: int64 [N, 2], ids and their new cache ids.
+            ids_to_fetch: ids, each with its new cache id: int64 [N, 2].
             time: number of the batch; has no effect.
-            reinit: initialize the rows that the server lacks: weights are uniform between the bounds, and depend on
-                table and id alone; the state is `new_state`. If False, the table's numbers at these cache ids stay.
+            reinit: True = initialize rows that the server lacks: weights are uniform between the bounds and depend only
+                on table and id, and the state is `new_state`. False = such rows keep the table's numbers.
             weight_init_max, weight_init_min: bounds of initial weights, in any order.
         """
         del time
@@ -120,18 +124,25 @@ class PS:
         self, pair_N2: np.ndarray, bounds: tuple[float, float] | None, seed: int = 0,
         written: Callable[[], None] | None = None,
     ) -> "FetchHandle":  # fmt: skip
-        """As `fetch`, with `bounds` of initial weights, which depend on `seed` too; None = `reinit` is False. `written`
-        is called when the rows are in the table."""
+        """Start to bring rows into the table, like `fetch`, and return the handle.
+
+        Args:
+            pair_N2: ids, each with its new cache id: int64 [N, 2].
+            bounds: bounds of the initial weights of rows that the server lacks; None = such rows keep the table's
+                numbers.
+            seed: seed of these initial weights.
+            written: called once the rows are in the table.
+        """
         return FetchHandle(self, pair_N2, bounds, seed, written)
 
     def close(self) -> None:
-        """Close the server."""
+        """Close the connection to the server."""
         self._server.close()
 
     # ---- calls of handles -------------------------------------------------------------------------------------------
 
     def pull(self, pair_N2: np.ndarray) -> list[_Pulled]:
-        """Read the rows of these ids and cache ids, int64 [N, 2], from the server, for each shard here."""
+        """Read rows from the server, for each shard of this process. `pair_N2` has ids, each with its cache id."""
         found: list[_Pulled] = []
         for _, pairs in self._own(pair_N2):
             parts, found_NP = self._server.pull(self.table_name, np.ascontiguousarray(pairs[:, 0]), self._widths)
@@ -149,7 +160,7 @@ class PS:
         return found
 
     def write(self, pulled: list[_Pulled], bounds: tuple[float, float] | None, seed: int) -> None:
-        """Write the result of `pull` into the table; `bounds` and `seed` as of `fetch_later`."""
+        """Write the result of `pull` into the table; `bounds` and `seed` are those of `fetch_later`."""
         for pairs, parts, found_N in pulled:
             shard = next(its for its in self._shards if its.begin <= pairs[0, 1] < its.end)
             if bounds is not None:
@@ -165,7 +176,7 @@ class PS:
                     tensor.detach().index_copy_(0, where.to(tensor.device), rows)
 
     def _own(self, pair_N2: np.ndarray) -> list[tuple[_Shard, np.ndarray]]:
-        """Each shard of this process, with those of the pairs (id, cache id) whose rows it has."""
+        """Shards of this process, each with those pairs (id, cache id) whose rows it holds."""
         its = [(s, pair_N2[(pair_N2[:, 1] >= s.begin) & (pair_N2[:, 1] < s.end)]) for s in self._shards]
         return [(shard, pairs) for shard, pairs in its if len(pairs)]
 
@@ -178,14 +189,7 @@ class PS:
 
 
 class FetchHandle:
-    """Handle of a fetch of rows into a table.
-
-    Args:
-        pair_N2: ids and cache ids, int64 [N, 2].
-        bounds: bounds of the initial weights of rows that the server lacks; None = such rows stay as they are.
-        seed: seed of these initial weights.
-        written: called once, when the rows are in the table.
-    """
+    """Handle of a fetch of rows into a table; the arguments are those of `PS.fetch_later`."""
 
     def __init__(
         self, ps: PS, pair_N2: np.ndarray, bounds: tuple[float, float] | None, seed: int,
@@ -197,13 +201,13 @@ class FetchHandle:
         self.done = False
 
     def ask(self) -> None:
-        """Add the pull of the rows to the calls of servers, after all pushes that were added earlier."""
+        """Add the pull of the rows to the queue of calls, after all pushes that were added earlier."""
         if self._ticket is None:
             self._ticket = self._ps.traffic.add(self._pull)
 
     def wait(self) -> None:
-        """Wait for the pull, and write the rows into the table. After an error, such as ServerError, nothing was
-        written, and the call may be repeated."""
+        """Wait for the pull, and write the rows into the table. An error, such as ServerError, leaves the table
+        unchanged, and the call may be repeated."""
         if self.done:
             return
         self.ask()
@@ -224,15 +228,15 @@ class PSCollection:
 
     Args:
         path: path of the collection's module.
-        plan: {table: (its ParameterSharding, its tensors as `PS` takes them)}.
-        url: the parameter server's URL; or a function that returns the URL for a table.
+        plan: {table: (its ParameterSharding, its tensors, see `PS`)}.
+        url: URL of the parameter server; or a function that returns the URL for a table.
         ps_config: `{"chunk_size": ...}`, see `PS`.
-        traffic: orders the calls of servers; None = an order of this collection alone.
-        rank: this process's rank; rank 0 pushes the tables that all ranks have.
-        new_states: number that fills the optimizer's state of a new row, by table; None = 0 for all.
+        traffic: queue for calls of servers; None = a queue for this collection only.
+        rank: this process's rank; rank 0 pushes the rows of data-parallel tables.
+        new_states: {table: value that fills the optimizer state of a new row}; None = 0 for all.
 
     Raises:
-        ValueError: an option is not known, or a table is sharded by its columns.
+        ValueError: an option is unknown, or a table is sharded by its columns.
         ServerError: a server cannot be reached.
 
     Reference: torchrec_dynamic_embedding's PSCollection.
@@ -269,7 +273,7 @@ class PSCollection:
         return self._of_table[table_name]
 
     def close(self) -> None:
-        """Close the servers."""
+        """Close the connections to the servers."""
         for ps in self._of_table.values():
             ps.close()
 
@@ -279,16 +283,16 @@ class PSCollection:
         url: str | Callable[[str, str], str], ps_config: Mapping[str, Any] | None = None, *,
         traffic: Traffic | None = None, rank: int = 0,
     ) -> "PSCollection":  # fmt: skip
-        """The `PSCollection` of a module that TorchRec has sharded.
+        """`PSCollection` for a module that TorchRec has sharded.
 
         Args:
             path, url, traffic, rank: see `PSCollection`; `url` may be a function of a path and a table.
             sharded_module: TorchRec's sharded collection.
-            params_plan: ParameterSharding of each table, by name.
-            ps_config: see `PSCollection`; `"optimizers"` has the optimizers of the tables that all ranks have.
+            params_plan: {table: its ParameterSharding}.
+            ps_config: see `PSCollection`; `"optimizers"` has the user's optimizers of data-parallel tables.
 
         Raises:
-            ValueError: the module is not TorchRec's, has other tables than its plan, or an optimizer that is refused.
+            ValueError: the module is not TorchRec's, has other tables than its plan, or an option is unknown.
         """
         optimizers = (ps_config or {}).get("optimizers", ())
         tensors = table_tensors(path, sharded_module, params_plan, optimizers)
@@ -320,14 +324,14 @@ def _shards_of(table: str, tensors: Sequence[torch.Tensor]) -> list[_Shard]:
 
 
 def _rows(table: str, tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """View of a tensor as [rows, width]."""
+    """The tensor as [rows, width], sharing its memory."""
     if tensor.dim() not in (1, 2) or tensor.shape[0] != rows:
         raise ValueError(f"table {table}: a tensor of its {rows} rows has the shape {tuple(tensor.shape)}")
     return tensor.detach().view(rows, -1)
 
 
 def _first_weights(table: str, id_N: np.ndarray, width: int, bounds: tuple[float, float], seed: int) -> np.ndarray:
-    """Initial weights of rows that no server has, float32 [N, width]: a pure function of seed, table and id."""
+    """Initial weights of rows that the server lacks, float32 [N, width]: a pure function of seed, table and id."""
     digest = hashlib.blake2b(f"{seed}/{table}".encode(), digest_size=8).digest()
     initial = InitialRows(
         int.from_bytes(digest, "little"), np.array([[UNIFORM]]), np.array([[[*bounds, 0.0, 0.0]]]), np.array([width])
@@ -340,17 +344,17 @@ def _first_weights(table: str, id_N: np.ndarray, width: int, bounds: tuple[float
     return weight_NX
 
 
-# The number is stored in digits below 2^16: a server keeps float32 values, which are exact below 2^24.
+# The count is stored as digits below 2^16, since a server keeps float32 values, which are exact only up to 2^24.
 _DIGIT = 1 << 16
 _DIGITS = 4
 
 
 class PushMark:
-    """Number of pushes of one rank to one table, kept on the server beside the table: a server that has lost rows has
-    another number.
+    """Number of pushes of one rank to one table, stored on the server beside the table. A server that has lost rows has
+    lost the number too.
 
-    Invariant: the server's number equals the number here; it is one higher if a push that raised was carried out. A
-    server that restarts empty, or from an older copy, has no number or a lower one.
+    Invariant: the server's number equals the number here; it is one higher if a push that raised an error was carried
+    out. A server that restarts empty, or from an older copy, has no number or a lower one.
 
     Args:
         server: the table's server.
@@ -361,11 +365,11 @@ class PushMark:
     def __init__(self, server: ParameterServer, table: str, rank: int):
         self._server, self._table, self._of = server, table, f"{table}#pushes"
         self._id = np.array([rank], np.int64)
-        self._count: int | None = None  # None = the server was not asked yet
+        self._count: int | None = None  # None = not read from the server yet
         self._pushed = False
 
     def advance(self) -> None:
-        """Note a push that the server has carried out."""
+        """Count a push that the server has carried out."""
         if self._count is None:
             self._count = self._read()
         digits = [float((self._count + 1) // _DIGIT**d % _DIGIT) for d in range(_DIGITS)]
@@ -377,7 +381,7 @@ class PushMark:
         """Raise LostRowsError if the server lacks pushes of this process, or pushes that it had at the first check."""
         found = self._read()
         if self._count is None or (found > self._count and not self._pushed):
-            self._count = found  # Another job may push while this one only reads.
+            self._count = found  # Another job may push while this job only reads.
         elif found not in (self._count, self._count + 1):
             raise LostRowsError(
                 f"{self._server.name}: table {self._table!r} was pushed to {self._count} times, but the server says"

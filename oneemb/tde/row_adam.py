@@ -1,4 +1,4 @@
-"""Adam for static tables on a CPU, where FBGEMM has none: rows without a gradient rest."""
+"""Adam for static tables on a CPU, where FBGEMM has none. Rows without a gradient are not changed."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 
 class RowAdam(torch.optim.Optimizer):
-    """Adam that steps only rows whose gradient is not 0, as FBGEMM's does on a GPU.
+    """Adam that steps only rows whose gradient is not 0, as FBGEMM's Adam does on a GPU.
 
         m' = b1 m + (1 - b1) g    v' = b2 v + (1 - b2) g g    w' = w - lr (m' / c1 / (sqrt(v' / c2) + eps) + decay w)
 
@@ -16,11 +16,11 @@ class RowAdam(torch.optim.Optimizer):
 
     Args:
         params: tables, [rows, D].
-        lr, betas, eps: as those of torch.optim.Adam.
-        weight_decay: of rows that are stepped, apart from the gradient.
+        lr, betas, eps: same as for torch.optim.Adam.
+        weight_decay: decoupled decay of the rows that are stepped.
 
     Raises:
-        ValueError: an option is out of range, or a parameter is no table.
+        ValueError: an option is out of range, or a parameter is not 2-dimensional.
 
     Reference: Kingma, Ba. Adam. ICLR 2015; FBGEMM's EmbOptimType.ADAM.
     """

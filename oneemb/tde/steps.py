@@ -1,20 +1,20 @@
-"""Takes batches through the tables: gives ids their cache ids, brings rows into place, and unpins them after the step.
+"""Takes batches through the tables: gives ids their cache ids, brings rows into place, and unpins rows after the step.
 
-    begin(batch k + p)    gives ids their cache ids; reads the rows that are evicted, which go to the server later
+    begin(batch k + p)    gives ids their cache ids; reads the evicted rows, which are sent to the server later
     finish(batch k)       writes the batch's rows into the tables
-    release(batch k)      after the step that trains the batch: its rows may be evicted
+    release(batch k)      after the step of the batch: its rows may be evicted
 
-All three are calls of the thread that trains, between two steps. Only calls of servers, which `Traffic` orders, may be
-made by another thread meanwhile.
+The thread that trains makes all three calls, between two steps. Only calls of servers, which `Traffic` orders, may be
+made by another thread.
 
 Invariants:
-- the rows of a batch are pinned from `begin` to `release`: an evicted row is of no batch that is not yet trained, so it
-  is read after the step that last trained it has ended; and a row that comes is written to a place that no earlier
-  batch uses;
-- a pull of an id is made after every push of it: on one rank since calls of servers are in order, on several since an
-  id that any rank may still be pushing is *late*: it is pulled when all ranks have reported that they have pushed;
-- `begin` gives cache ids to all tables of a batch or, if one has no room, to none;
-- ranks do the same in the same order: where one fails, all raise.
+- the rows of a batch are pinned from `begin` to `release`. So an evicted row belongs to no batch that is still to be
+  trained, and is read after the last step that trains it; and a fetched row is written to a place that no earlier batch
+  uses;
+- a pull of an id is made after every push of the id. On one rank calls of servers are in order. With several ranks an
+  id is *late* if any rank may still be pushing it: it is pulled after all ranks have reported their pushes;
+- `begin` gives cache ids to all tables of a batch or, if a table has no room, to none;
+- ranks make the same calls in the same order; an error on one rank is raised on all.
 """
 
 import functools
@@ -44,7 +44,7 @@ class JaggedIds:
         names_T: names of each table's features.
 
     Raises:
-        ValueError: a feature is not there, or ids are no integers.
+        ValueError: a feature is missing, or ids are not integers.
     """
 
     def __init__(self, features: KeyedJaggedTensor, names_T: Sequence[Sequence[str]]):
@@ -58,9 +58,9 @@ class JaggedIds:
         self._slices_T: list[list[slice]] = []
         self._inverse_T: list[np.ndarray] = []
         self.id_TU: list[np.ndarray] = []
-        """Distinct ids of each table, int64 [U], in the order in which they first occur."""
+        """For each table, its distinct ids, int64 [U], in the order of their first occurrence."""
         self.count_TU: list[np.ndarray] = []
-        """Number of occurrences of each id of `id_TU`, int64 [U] for each table."""
+        """For each table, the number of occurrences of each distinct id, int64 [U]."""
         for names in names_T:
             missing = [name for name in names if name not in index]
             if missing:
@@ -74,8 +74,11 @@ class JaggedIds:
             self.count_TU.append(np.bincount(keys.inverse_N, minlength=len(keys.id_U)).astype(np.int64))
 
     def with_cache_ids(self, cache_TU: Sequence[np.ndarray]) -> KeyedJaggedTensor:
-        """Copy of the features with cache ids in place of ids; ids of features without a table stay. `cache_TU` has the
-        cache id of each id of `id_TU`: int64 [U] for each table."""
+        """Copy of the features with cache ids in place of ids; features without a table keep their ids.
+
+        Args:
+            cache_TU: for each table, the cache ids of its distinct ids, int64 [U].
+        """
         features = self._features
         values = features.values().detach().to("cpu", copy=True)
         for slices, inverse_N, cache_U in zip(self._slices_T, self._inverse_T, cache_TU, strict=True):
@@ -104,14 +107,14 @@ class CachedTable(NamedTuple):
     features: list[str]
     transformer: IDTransformer
     ps: PS | None
-    """Rows on the server; None = there is no server: rows are neither fetched nor evicted."""
+    """The table's rows on the server; None = no server, so that rows are neither fetched nor evicted."""
     bounds: Callable[[], tuple[float, float] | None]
-    """Returns bounds of the initial weights of a row that the server lacks; None = the weights in the table stay."""
+    """Returns the bounds of the initial weights of rows that the server lacks; None = they keep the table's numbers."""
     seed: int
 
 
 class HasTables(Protocol):
-    """Interface of a collection, as `Steps` uses it."""
+    """Interface of a collection that `Steps` uses."""
 
     @property
     def tables(self) -> Sequence[CachedTable]:
@@ -128,7 +131,7 @@ class Gathered(NamedTuple):
 
 
 class Batch:
-    """A batch whose ids have cache ids, and the fetches and pins of its rows."""
+    """A batch whose ids have cache ids, with the fetches and pins of its rows."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -136,9 +139,9 @@ class Batch:
         self.handles: list[FetchHandle] = []
         self.late: list[FetchHandle] = []
         self.any_late = False
-        """Whether any row of the batch is late (see above) on any rank."""
+        """Whether a row of the batch is late (see the top of the file) on any rank."""
         self.pushed = 0
-        """Ticket of the last push of a row that was evicted for this batch."""
+        """Ticket of the last push of rows that were evicted for this batch."""
         self.pins: list[tuple[IDTransformer, np.ndarray]] = []
         self.finished = False
 
@@ -147,8 +150,9 @@ class Steps:
     """Takes batches, which ranks train together, through their tables.
 
     Args:
-        collections: by path.
-        traffic: orders the calls of all servers.
+        collections: {path: collection}.
+        ranks: ranks that train together.
+        traffic: queue for calls of all servers.
     """
 
     def __init__(self, collections: Mapping[str, HasTables], ranks: AnyRanks, traffic: Traffic):
@@ -161,11 +165,11 @@ class Steps:
         self._unpushed: list[tuple[int, IDTransformer, np.ndarray]] = []
         self._torn = False
         self._last: Batch | None = None
-        """Batch of the last call of `transform`, whose step may be under way."""
+        """Batch of the last call of `transform`, which may be training now."""
 
     def gather(self, kjts: Mapping[str, KeyedJaggedTensor]) -> Gathered:
-        """Distinct ids of a batch on all ranks, from each rank's features by path; every rank makes the call.
-        ValueError if a path or a feature is not known; the other ranks then raise RankError."""
+        """Distinct ids of a batch on all ranks. Every rank makes the call with its own features, {path: features}.
+        ValueError if a path or a feature is unknown; other ranks then raise RankError."""
         jagged: dict[str, JaggedIds] = {}
 
         def mine() -> dict[str, list[tuple[np.ndarray, np.ndarray]]]:
@@ -175,8 +179,8 @@ class Steps:
         return Gathered(jagged, self.ranks.all_gather("gather the ids of a batch", mine))
 
     def begin(self, gathered: Gathered) -> Batch | None:
-        """Give the ids of a batch cache ids, and begin to fetch its rows. None = a table has no room beside the batches
-        that are not trained yet; nothing has changed."""
+        """Give the ids of a batch cache ids, and start to fetch its rows. None = a table has no room besides the
+        batches that are still to be trained; then nothing has changed."""
         self._check()
         merged = {
             path: [_merged([its[path][t] for its in gathered.of_ranks]) for t in range(len(collection.tables))]
@@ -214,12 +218,12 @@ class Steps:
         return batch
 
     def finish(self, batch: Batch) -> None:
-        """Write the rows of a batch, and of all batches begun earlier, into the tables; every rank makes the call.
+        """Write the rows of a batch, and of all batches that began earlier, into the tables. Every rank makes the call.
         After an error the call may be repeated.
 
         Raises:
             ServerError: a server failed.
-            RankError: something failed on another rank.
+            RankError: another rank failed.
         """
         self._check()
         while not batch.finished:
@@ -238,27 +242,27 @@ class Steps:
             transformer.unpin(cache_U)
 
     def finish_all(self) -> None:
-        """Finish every batch that has begun, dropped batches too; errors as of `finish`."""
+        """Finish every batch that has begun, dropped batches too. Errors are those of `finish`."""
         self._check()
         if self._unfinished:
             self.finish(self._unfinished[-1])
 
     def drop(self, batch: Batch) -> None:
-        """Note that nobody will train a batch: the next call releases it. May be called from any thread."""
+        """Record that a batch will not be trained: the next call releases it. Any thread may call this."""
         self._dropped.append(batch)
 
     def save(self) -> None:
-        """Push the rows that were used since the last call; every rank makes the call, between two steps. Rows that
-        were not pushed because of an error are pushed by the next call."""
+        """Push the rows that were used since the last call. Every rank makes the call, between two steps. After an
+        error the next call pushes the rows that are still missing on the server."""
         self.finish_all()
         self.ranks.agree("save the rows of tables", self._save)
 
     def transform(
         self, kjts: Mapping[str, KeyedJaggedTensor]
     ) -> tuple[dict[str, KeyedJaggedTensor], list["BatchHandle"]]:
-        """Features with cache ids, by path, and handles to wait for before these features are looked up.
+        """{path: features with cache ids}, and handles to wait for before these features are looked up.
 
-        A call means that the step of the batch before has ended: its rows may be evicted.
+        A call means that the step of the previous batch has ended, so that its rows may be evicted.
 
         Raises:
             NoRoomError: a table has fewer rows than the batch has distinct ids.
@@ -335,18 +339,22 @@ class Steps:
 
 
 class BatchHandle:
-    """Handle for the fetch of one batch's rows."""
+    """Handle for the fetch of a batch's rows."""
 
     def __init__(self, steps: Steps, batch: Batch) -> None:
         self._steps, self._batch = steps, batch
 
     def wait(self) -> None:
-        """Write the rows of the batch into the tables; errors as of `Steps.finish`."""
+        """Write the rows of the batch into the tables. Errors are those of `Steps.finish`."""
         self._steps.finish(self._batch)
 
 
 def _merged(of_ranks: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """Distinct ids of all ranks, in the order of their first occurrence, and the number of occurrences of each."""
+    """Distinct ids of all ranks, in the order of their first occurrence, and the number of occurrences of each.
+
+    Args:
+        of_ranks: distinct ids of each rank, and the number of occurrences of each.
+    """
     if len(of_ranks) == 1:
         return of_ranks[0]
     id_N, count_N = (np.concatenate(its) for its in zip(*of_ranks, strict=True))
@@ -356,7 +364,7 @@ def _merged(of_ranks: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarr
 
 
 def _in_order_of(asked_U: np.ndarray, id_U: np.ndarray, cache_U: np.ndarray) -> np.ndarray:
-    """Cache ids of `asked_U`, which are some of the ids `id_U` with the cache ids `cache_U`."""
+    """Cache ids of `asked_U`, a subset of the ids `id_U`, whose cache ids are `cache_U`."""
     if asked_U is id_U:
         return cache_U
     order_U = np.argsort(id_U)

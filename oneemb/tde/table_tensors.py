@@ -1,4 +1,4 @@
-"""Tensors of the rows of a sharded module's tables: the weights, and the optimizer's state of each row."""
+"""Tensors that hold the rows of a sharded module's tables: the weights, and the optimizer state of each row."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,13 +12,13 @@ from oneemb.tde.row_adam import RowAdam
 def table_tensors(
     path: str, module: torch.nn.Module, params_plan: Mapping[str, Any], optimizers: Iterable[torch.optim.Optimizer]
 ) -> dict[str, list[torch.Tensor]]:
-    """{table: [weights, each state of the optimizer]}: tensors whose memory the module and its optimizer use.
+    """{table: [weights, parts of the optimizer state]}: tensors that share memory with the module and its optimizer.
 
     Args:
-        path: path of the module.
+        path: path of the module, for messages.
         module: TorchRec's sharded collection.
-        params_plan: ParameterSharding of each table, by name.
-        optimizers: the user's optimizers of tables that all ranks have; the module's own optimizer steps the others.
+        params_plan: {table: its ParameterSharding}.
+        optimizers: the user's optimizers of data-parallel tables; the module's own optimizer steps the other tables.
 
     Raises:
         ValueError: the module is not TorchRec's, or has other tables than its plan.
@@ -59,8 +59,8 @@ def table_tensors(
 def check_optimizers(
     path: str, module: torch.nn.Module, params_plan: Mapping[str, Any], optimizers: Iterable[torch.optim.Optimizer]
 ) -> None:
-    """Raise ValueError unless the state of every row is known: the user's optimizer of a table that all ranks have must
-    be given, and must not change rows without a gradient."""
+    """Raise ValueError unless the optimizer state of every row is known: the user's optimizer of each data-parallel
+    table must be given, and must not change rows without a gradient."""
     parameters = dict(module.named_parameters())
     for key, tensor in module.state_dict().items():
         table = ".".join(key.split(".")[1:-1])
@@ -78,8 +78,8 @@ def check_optimizers(
 
 
 def new_states(module: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, float]:
-    """{table: number that fills the state of a new row}; 0 for tables that the dict lacks, such as those that FBGEMM's
-    optimizers step."""
+    """{table: value that fills the optimizer state of a new row}. Tables that the dict lacks, such as those that
+    FBGEMM's optimizers step, have 0."""
     adagrads = [its for its in optimizers if isinstance(its, torch.optim.Adagrad)]
     return {
         ".".join(key.split(".")[1:-1]): float(adagrad.defaults["initial_accumulator_value"])
@@ -90,7 +90,7 @@ def new_states(module: torch.nn.Module, optimizers: Iterable[torch.optim.Optimiz
 
 
 def _check_rests(table: str, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
-    """Raise ValueError if the optimizer changes rows that have no gradient: it cannot change the rows on a server."""
+    """Raise ValueError if the optimizer changes rows without a gradient, since rows on a server cannot change."""
     rests = (
         isinstance(optimizer, RowAdam)
         or isinstance(optimizer, torch.optim.SGD) and not group["momentum"] and not group["weight_decay"]
@@ -122,5 +122,5 @@ def _group_of(parameter: torch.Tensor | None, optimizer: torch.optim.Optimizer) 
 
 
 def _same(one: torch.Tensor, other: torch.Tensor | None) -> bool:
-    """Whether two tensors share their memory: TorchRec makes several parameters of one table."""
+    """Whether two tensors share their memory; TorchRec makes several parameters of one table."""
     return other is not None and one.data_ptr() == other.data_ptr() and one.shape == other.shape

@@ -1,4 +1,4 @@
-"""Tensors that one call of an `IDTransformer` takes together."""
+"""A list of tensors, which a call of an `IDTransformer` takes."""
 
 from collections.abc import Iterator, Sequence
 

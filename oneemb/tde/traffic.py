@@ -1,8 +1,9 @@
-"""Calls of parameter servers, in order, on any thread.
+"""Queue of calls of parameter servers, which any thread may make.
 
 Invariants:
-- calls are made one at a time, in the order in which they were added: a pull of an id finds the row of an earlier push;
-- a call that fails stays first in the order: the next `wait` for this call or a later one raises its error, with the
+- calls are made one at a time, in the order in which they were added, so a pull of an id finds the row of an earlier
+  push;
+- a failed call stays first in the queue: the next `wait` for this call or a later one raises its error, with the
   traceback; the `wait` after that makes the call again.
 """
 
@@ -12,7 +13,7 @@ from collections.abc import Callable
 
 
 class Traffic:
-    """Queue of the calls of servers."""
+    """Queue of calls of servers."""
 
     def __init__(self) -> None:
         self._calls: deque[Callable[[], None]] = deque()
@@ -21,18 +22,18 @@ class Traffic:
         self._one_at_a_time = threading.Lock()
 
     def add(self, call: Callable[[], None]) -> int:
-        """Add a call, and return its ticket for `wait`. After an error the call is made again."""
+        """Add a call, and return its ticket for `wait`. A call that fails is made again."""
         self._calls.append(call)
         self._added += 1
         return self._added
 
     @property
     def added(self) -> int:
-        """The ticket of the last call."""
+        """Ticket of the last added call."""
         return self._added
 
     def run_ahead(self, until: int) -> None:
-        """Make the calls up to a ticket. For a background thread: `wait` raises their errors."""
+        """Make the calls up to the ticket `until`. For a background thread: `wait` raises the errors."""
         while True:
             with self._one_at_a_time:
                 if self._made >= until or self._failed is not None:
@@ -43,7 +44,7 @@ class Traffic:
                     self._failed = error
 
     def wait(self, ticket: int) -> None:
-        """Return once all calls up to a ticket are made; makes those that no other thread has made."""
+        """Return once all calls up to the ticket are made. Makes those that no other thread has made."""
         while True:
             with self._one_at_a_time:
                 if self._made >= ticket:
@@ -53,7 +54,7 @@ class Traffic:
                     try:
                         raise error
                     finally:
-                        del error  # which keeps this frame
+                        del error  # its traceback keeps this frame
                 self._make_next()
 
     def _make_next(self) -> None:

@@ -1,4 +1,4 @@
-"""Modules of a model that TorchRec has sharded, and parameter servers in shared libraries."""
+"""Finds the sharded modules of a model, and loads parameter servers from shared libraries."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ __all__ = ["sharded_modules"]
 
 
 def sharded_modules(module: torch.nn.Module, path: str, plan: Any) -> dict[str, tuple[torch.nn.Module, Any]]:
-    """Modules in the ShardingPlan of a model, by path below `path`, and the plan of their tables."""
+    """{path: (module, plan of its tables)} for the modules in a model's ShardingPlan at and below `path`."""
     of_tables = plan.get_plan_for_module(path)
     if of_tables:
         return {path: (module, of_tables)}
@@ -22,12 +22,12 @@ def sharded_modules(module: torch.nn.Module, path: str, plan: Any) -> dict[str, 
 
 
 _get_sharded_modules_recursive = sharded_modules
-"""Upstream's name."""
+"""Name of `sharded_modules` in upstream."""
 
 
 def register_io(path: str) -> None:
-    """Load a parameter server from a shared library; its `IO_type` becomes the scheme of its URLs.
-    `torch.ops.tde.register_io` is the same. ServerError if the library cannot be loaded, or is no such plugin."""
+    """Load a parameter server from a shared library, whose `IO_type` becomes the scheme of the server's URLs.
+    `torch.ops.tde.register_io` does the same. ServerError if the library cannot be loaded, or is no such plugin."""
     servers.register_io(path)
 
 

@@ -114,7 +114,7 @@ def check_readme(names, folder):
 
 
 CHECKS = {"README.md": check_readme, "docs/torchrec.md": check_torchrec, "docs/dynamicemb.md": check_dynamicemb}
-"""What must hold after the blocks of a page."""
+"""{page: check that must pass after its code blocks have run}."""
 
 
 def test_a_block_that_is_not_run_says_why_and_compiles():

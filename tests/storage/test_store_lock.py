@@ -1,4 +1,4 @@
-"""What signals, handlers and errors do to a block under the store lock."""
+"""Signals, their handlers and errors in a block under the store lock."""
 
 import _signal
 import asyncio
