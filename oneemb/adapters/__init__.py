@@ -24,7 +24,7 @@ To write an adapter, answer these questions in turn. `oneemb.torchrec` is the fu
    coming batches, or requests to servers. It changes no row. An error in a call is raised where its result is read.
 
 Invariants:
-- an adapter imports the other library and oneemb; no other part of oneemb imports an adapter;
+- an adapter imports the other library and oneemb; only adapters import an adapter (`dynamicemb` uses `torchrec`);
 - every option of the other library is followed, refused by name, or documented as without effect;
 - a lookup of values bypasses the code that traces, scripts or exports a model.
 
