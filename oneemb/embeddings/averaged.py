@@ -1,13 +1,13 @@
-"""The average of an embedding's rows over the steps of training, kept beside them.
+"""Running averages of an embedding's rows over the steps of training.
 
-An average moves at every averaging, also that of a row which no step touches. Yet a row that does not change draws its
-average nearer by the same rule each time, so that any number of averagings can be made up for in one:
+Each averaging moves the averages of all rows, also of rows that no step has changed. While a row does not change, its
+average moves by the same rule each time, so the effect of several averagings can be computed at once:
 
     average now = row + kept * (average then - row)        kept = decay ** (now - then), or then / now for a mean
 
-`then` and `now` count averagings. The store has the average and `then` of each row. A step brings the averages of the
-rows that it is about to change up to date (`EmbeddingStore.watchers`); averaging itself adds one to a count; a lookup
-makes up for the rest as it reads.
+`then` and `now` are numbers of averagings. The store holds the average and `then` of each row. An averaging only adds
+one to a count. Before a step changes rows, it brings their averages up to date (`EmbeddingStore.watchers`); a lookup
+computes the current averages of the rows that it reads.
 """
 
 import dataclasses
@@ -38,20 +38,20 @@ from oneemb.storage.store_rows import erase_rows
 
 
 class AveragedEmbedding(torch.nn.Module):
-    """The running average of all rows of an embedding, at the cost of the rows that steps touch.
+    """Running averages of all rows of an embedding; only rows that steps change cost time and memory.
 
-    It is to rows what `torch.optim.swa_utils.AveragedModel` is to dense parameters: the first `update_rows` takes the
-    rows as they are; each later one moves every average toward its row as it is then. A lookup reads the averages.
+    It does for rows what `torch.optim.swa_utils.AveragedModel` does for dense parameters: the first `update_rows` sets
+    the averages to the rows; each later call moves every average toward the current row. A lookup reads the averages.
 
-    Averages are float32, in a store like the embedding's own, and hold the rows that were trained since the first
-    averaging; those of other rows are the rows themselves. Its snapshots belong to those of the embedding: save and
-    load both, as a state dict of a model with both modules does.
+    Averages are float32. A store like the embedding's holds the averages of rows that were trained since the first
+    averaging; the averages of other rows are the rows. A snapshot of averages belongs to a snapshot of the embedding:
+    save and load both, as a state dict of a model with both modules does.
 
     Args:
-        embedding: whose rows are averaged.
-        persistent_path: the folder of the averages.
-        decay: an average moves to decay * average + (1 - decay) * row, from 0 to 1; None = it is the mean of the rows
-            at all averagings.
+        embedding: embedding whose rows are averaged.
+        persistent_path: folder of the averages.
+        decay: from 0 to 1: an averaging sets each average to decay * average + (1 - decay) * row; None = the average
+            is the mean of the rows at all averagings.
 
     Raises:
         ValueError: `decay` is not as above.
@@ -84,8 +84,8 @@ class AveragedEmbedding(torch.nn.Module):
                 " stay; average an embedding without a policy"
             )
         self._decay = decay
-        self._embedding = (embedding,)  # no submodule: it is the model's
-        # The optimizer's state, for which these two make room, is not averaged.
+        self._embedding = (embedding,)  # in a tuple, so that it is no submodule of this module
+        # size_factor and storage_dim make room for optimizer state, which is not averaged.
         options = dataclasses.replace(
             embedding.store_options, persistent_path=(absolute_path(persistent_path),), size_factor=None,
             storage_dim=None,
@@ -100,11 +100,11 @@ class AveragedEmbedding(torch.nn.Module):
         """Stored averages."""
         weight = self.rows.to(embedding.store.backend.device).weight.detach()
         del self.rows.weight
-        self.rows.register_buffer("weight", weight)  # It is no parameter: no optimizer trains averages.
+        self.rows.register_buffer("weight", weight)  # no parameter, since no optimizer trains averages
         store = self.rows.store
         store.holder.owner = weakref.ref(self)
-        store.step_lock = embedding.store.step_lock  # Rows and averages are of one moment.
-        # A snapshot of averages that another rule has made does not fit: they are not up to date without theirs.
+        store.step_lock = embedding.store.step_lock  # so that rows and averages are saved at the same step
+        # Averages with another rule must not load here: this rule would bring them up to date wrongly.
         store.form.attach("mean" if decay is None else f"average, decay {float(decay)}", np.zeros(1, np.float32))
         embedding.store.watchers.add(self)
 
@@ -115,21 +115,21 @@ class AveragedEmbedding(torch.nn.Module):
 
     @property
     def decay(self) -> float | None:
-        """Weight of the old average at an averaging; None = the average is a mean. It cannot change: averages that are
-        not up to date would use the new value for averagings before the change."""
+        """Weight of the old average in an averaging; None = the average is a mean. It cannot be changed: averages that
+        are not up to date would use the new value for averagings before the change."""
         return self._decay
 
     @property
     def n_averaged(self) -> int:
-        """Averagings so far."""
+        """Number of averagings so far."""
         return self.rows.store.step
 
     def update_rows(self) -> None:
-        """Move the average of every row toward the row as it is now. Call it where the averages of dense parameters
-        are updated, after the optimizer's step. It costs nothing: steps and lookups do the work.
+        """Move the average of every row toward the current row. Call it where the averages of dense parameters are
+        updated, after the optimizer's step. It costs no time: steps and lookups do the work.
 
         Raises:
-            RuntimeError: it comes in the middle of a step of this thread.
+            RuntimeError: this thread is in the middle of a step.
         """
         self.rows.warn_if_empty()
         between_steps((self.rows.store.step_lock,), "update_rows", self._count)
@@ -154,8 +154,8 @@ class AveragedEmbedding(torch.nn.Module):
         columns: Sequence[int] | None = None,
         include_last_offset: bool = True,
     ) -> torch.Tensor:
-        """The averages of the rows of ids, without a gradient; arguments, result and errors are those of the
-        embedding in eval mode."""
+        """The averages of the rows of ids, without a gradient. Arguments, result and errors are those of the embedding
+        in eval mode."""
         refuse_tracers(self.embedding, ids)
         rows, averages, pools = self.rows, _Averages(self), pooling or "sum"
         failed: ValueError | None = None
@@ -171,7 +171,7 @@ class AveragedEmbedding(torch.nn.Module):
 
         def keys() -> ops.Keys:
             if failed is not None:
-                raise failed  # on every rank
+                raise failed  # here, since an error of this function is raised on every rank
             pooling_of(pooling, offsets)
             return keys_of(rows, lookup)
 
@@ -180,14 +180,13 @@ class AveragedEmbedding(torch.nn.Module):
         return bags.shaped(found.to(self.embedding.dtype))
 
     def copy_to(self, persistent_path: AnyPath) -> TableEmbedding:
-        """An embedding like the one that is averaged, whose rows are the averages as they are now: to be served, or
-        trained on.
+        """Copy of the averaged embedding whose rows are the current averages, to serve or to train further.
 
         Args:
-            persistent_path: the folder of its rows.
+            persistent_path: folder of the copy's rows.
 
         Raises:
-            ValueError, StorageError: as those of `embedding.copy_to`.
+            ValueError, StorageError: as for `embedding.copy_to`.
         """
         return copied(self.embedding, persistent_path, weights_only=True, change=self._put_averages)
 
@@ -198,8 +197,8 @@ class AveragedEmbedding(torch.nn.Module):
         weight_ND.copy_(average_ND)
 
     def close(self) -> None:
-        """Free memory, files and the lock on `persistent_path`. Averages that no snapshot holds are gone; the embedding
-        trains on without."""
+        """Free memory, files and the lock on `persistent_path`. Averages that no snapshot holds are lost; the embedding
+        can be trained further, without averages."""
         self.embedding.store.watchers.discard(self)
         self.rows.close()
 
@@ -210,22 +209,27 @@ class AveragedEmbedding(torch.nn.Module):
         self.close()
 
     def before_change(self, table_U: Array, id_U: Array, weight_UD: torch.Tensor) -> None:
-        """Bring the averages of these rows, whose weights are about to change, up to date: the embedding's steps call
-        it. StorageError if there is no room for the averages."""
+        """Bring averages up to date. The embedding's steps call it before they change rows. StorageError if there is no
+        room for the averages.
+
+        Args:
+            table_U, id_U: keys of the rows.
+            weight_UD: weights of the rows before the change.
+        """
         _check_place(self)
         if self.n_averaged:
             alone((self.rows.store.step_lock,), lambda: self._catch_up(table_U, id_U, weight_UD.float()))
 
     def erase(self, table_U: np.ndarray, id_U: np.ndarray) -> None:
-        """Forget the averages of rows that have been erased: they are initialized anew too."""
+        """Forget the averages of erased rows, since these rows are initialized anew."""
         erase_rows(self.rows.store, table_U, id_U)
 
     def _catch_up(self, table_U: Array, id_U: Array, row_UD: torch.Tensor) -> None:
         store, dim = self.rows.store, self.rows.embedding_dim
-        store.build()  # It has no tiers after `clear` has mended it.
+        store.build()  # After a failure and `clear`, the store has no tiers.
         try:
             lease = ops.Lease.of_keys(store, table_U, id_U)
-        except StoreFullError:  # The rows of the step fit into their cache; averages of narrow ones are wider.
+        except StoreFullError:  # The step's rows fit in their cache, but averages may be wider than the rows.
             half = len(id_U) // 2
             if half == 0:
                 raise
@@ -233,7 +237,7 @@ class AveragedEmbedding(torch.nn.Module):
             self._catch_up(table_U[half:], id_U[half:], row_UD[half:])
             return
         slot_U = store.backend.tensor(lease.slot_U)
-        with whole((store.store_lock,)), store.writing:  # An average that has moved without its count would move twice.
+        with whole((store.store_lock,)), store.writing:  # An average without its new count would move twice.
             row_SW = store.backend.tensor(store.row_SW)
             count_SW = row_SW.view(torch.int32)
             average_UD = store.weights_in(lease.slot_U)
@@ -245,16 +249,17 @@ class AveragedEmbedding(torch.nn.Module):
         lease.unpin()
 
     def _kept(self, then_U: torch.Tensor) -> torch.Tensor:
-        """Share that averages as of `then_U` averagings keep by now: float32 [U]. The first averaging leaves none."""
+        """`kept` of the rule in the file's first lines, for averages of after `then_U` averagings: float32 [U]. The
+        first averaging keeps nothing of the value before it."""
         now, backend = self.n_averaged, self.rows.store.backend
         if self.decay is None or now == 0:
             return (then_U.double() / max(1, now)).float()
-        # The power is not torch's, whose last bit depends on where in the tensor a value lies.
+        # NumPy's power, since the last bit of torch's depends on the position in the tensor.
         kept_U = backend.tensor(self.decay ** backend.array(now - then_U.double())).float()
         return torch.where(then_U == 0, 0.0, kept_U)
 
     def read(self, keys: Keys) -> tuple[torch.Tensor, Keys]:
-        """The averages of these keys, float32 [U, D]; and the keys, cut to as many as there are."""
+        """(current averages of the keys, float32 [U, D]; the keys, whose number the host now knows)."""
         _check_place(self)
         source, tensor, dim = self.embedding.store, self.rows.store.backend.tensor, self.rows.embedding_dim
         row_UW, keys = source.read(keys)
@@ -272,8 +277,8 @@ def _check_place(averaged: AveragedEmbedding) -> None:
 
 
 def _moved(average_UD: torch.Tensor, row_UD: torch.Tensor, kept_U: torch.Tensor) -> torch.Tensor:
-    """row + kept * (average - row), in new memory."""
-    # Op by op, so that no machine merges a product into a sum; and an average that is kept whole keeps its bits.
+    """row + kept * (average - row), as a new tensor."""
+    # Op by op, so that no device fuses multiply and add. With kept = 1 the average keeps its bits.
     moved_UD = (average_UD - row_UD).mul_(kept_U.unsqueeze(1)).add_(row_UD)
     whole_U = kept_U == 1
     if bool(whole_U.any()):
@@ -282,7 +287,7 @@ def _moved(average_UD: torch.Tensor, row_UD: torch.Tensor, kept_U: torch.Tensor)
 
 
 class _Averages:
-    """Averages as `ops.peek` reads rows."""
+    """Averages with the interface of a store that `ops.peek` reads (`ReadRows`)."""
 
     def __init__(self, averaged: AveragedEmbedding):
         self._averaged = averaged

@@ -1,4 +1,4 @@
-"""Embedding modules, which users assign to a model to look ids up in."""
+"""Embedding modules: `MultiTableEmbedding` and `MultiTableMultiColumnEmbedding`."""
 
 import dataclasses
 import functools
@@ -44,7 +44,7 @@ from oneemb.storage.tiered_rows import ChangeRows
 
 
 class TableEmbedding(SnapshotCalls, RowCalls):
-    """Base of both embedding modules: T tables whose rows are C columns side by side."""
+    """Base class of both embedding modules: T tables, whose rows have C columns side by side."""
 
     def __init__(
         self,
@@ -78,13 +78,13 @@ class TableEmbedding(SnapshotCalls, RowCalls):
         )  # fmt: skip
         self.remove_folder = None
         self._counted: dict[str, int] = {}
-        """Counters at the last call of `metrics`."""
+        """Values of the counters at the last call of `metrics`."""
         if not store_options.persistent_path:
             folder, self.remove_folder = temporary_folder(self)
             folders = self.ranks.all_gather(f"make temporary folders of {name!r}", lambda: folder)
             store_options = dataclasses.replace(store_options, persistent_path=tuple(folders))
         self.policies = policies_of(policy, tables, store_options, self.ranks)
-        """Policy of each table; None = tables keep all rows."""
+        """Policy of each table; None = all tables keep all rows."""
         self.name = name
         self.column_dims = tuple(dim_C)
         self.embedding_dim = sum(dim_C)
@@ -94,7 +94,7 @@ class TableEmbedding(SnapshotCalls, RowCalls):
         self.num_tables = len(self.tables)
         replicated = all(table.replicate for table in self.tables)
         self.lookups = LookupsHere() if self.ranks.alone or replicated else LookupsOnRanks(self.ranks)
-        """Lookups: here, where this process has all rows or copies of all, or with the ranks."""
+        """Makes the lookups: within this process if it has all rows or copies of all rows, otherwise with the ranks."""
         self.store_options = store_options
         self.default_initializer = default_initializer
         self.padding_idx = padding_idx
@@ -114,7 +114,7 @@ class TableEmbedding(SnapshotCalls, RowCalls):
         self.rank_snapshots = RankSnapshots(
             name, self.store, store_options.persistent_path, rank_folders(store_options, self.ranks), self.ranks
         )
-        """The snapshots that the ranks have together."""
+        """Saves and loads snapshots, together with the other ranks."""
         self.begin_weight()
 
     @classmethod
@@ -128,19 +128,19 @@ class TableEmbedding(SnapshotCalls, RowCalls):
         store_options: StoreOptions | None = None,
         **more: Any,
     ) -> Self:
-        """An embedding whose rows are given, as `torch.nn.Embedding.from_pretrained` has it; other ids may come.
+        """An embedding with given rows, as `torch.nn.Embedding.from_pretrained`. Other ids may be looked up, too.
 
         Args:
-            weight: rows of a table, float32, float16 or bfloat16 [rows, D]; or a list, one for each table.
-            ids: id of each row, integers [rows], or a list, one for each table; None = 0 to rows - 1.
-            freeze: rows are not trained: the weight has `requires_grad` False.
-            name: names the embedding in errors and snapshots.
-            store_options: where rows live; None = in memory, with a temporary folder.
-            more: arguments of the class, such as `padding_idx`, `seed` or `tables`; of columns `embedding_dim`, their
-                widths, whose sum is D: without it there is one column.
+            weight: rows of a table, float32, float16 or bfloat16 [rows, D]; or a list, one tensor for each table.
+            ids: id of each row, integers [rows]; or a list, one tensor for each table; None = 0 to rows - 1.
+            freeze: if True, rows are not trained: the weight has `requires_grad` False.
+            name: name of the embedding in errors and snapshots.
+            store_options: storage of the rows; None = in memory, with a temporary folder.
+            more: further arguments of the class, such as `padding_idx`, `seed` or `tables`. For a class with columns,
+                `embedding_dim` lists their widths, whose sum is D; without it there is one column.
 
         Raises:
-            TypeError, ValueError: weights or ids are not as above, repeat, or a weight is not finite.
+            TypeError, ValueError: weights or ids are not as above, ids repeat, or a weight is not finite.
 
         Example:
             >>> import torch, oneemb
@@ -159,7 +159,7 @@ class TableEmbedding(SnapshotCalls, RowCalls):
         return embedding.requires_grad_(not freeze)
 
     def _columns(self, embedding_dim: Any) -> Sequence[int]:
-        """The width of each column. Any: `check_arguments` sees a user's value."""
+        """The width of each column. Any: a user's value, which `check_arguments` checks."""
         raise NotImplementedError
 
     # ---- lookups ----------------------------------------------------------------------------------------------------
@@ -183,43 +183,41 @@ class TableEmbedding(SnapshotCalls, RowCalls):
         and nothing is inserted.
 
         Args:
-            ids: integers of `key_type`, on the device of the embedding. Shape [B, T]: column t is looked up in table
-                t. With one table, or with `table_ids`, any shape. With `offsets`, [N]. With `pooling` alone the last
-                dimension is a bag: [B, L] with one table, [B, T, L] with T, any with `table_ids`; fill short bags with
-                `padding_idx`. Every integer is legal.
-            table_ids: the table, 0 to T-1, of each id: integers of the shape of `ids` or one that broadcasts to it.
-                Of bags the table of each bag, [P] or the shape of `ids` without L, or one for all bags.
-            offsets: int64 [P + 1], from 0 to N: bag p holds ids[offsets[p]:offsets[p + 1]], any number of ids.
-                Without `table_ids` bags lie sample by sample: P = B * T, and bag p is looked up in table p % T.
-            per_sample_weights: float32 of the shape of `ids`, of bags; each id's weights are multiplied by it before a
-                sum. It gets a gradient.
-            pooling: "sum" (with `offsets` None is the same), "mean" or elementwise "max" of a bag's ids. Those equal
-                to `padding_idx` are left out. As in `torch.nn.EmbeddingBag` the gradient of a maximum goes to the id
-                that gave it, the first of several; a NaN is the maximum where the first id of a bag has it, and is
-                passed over elsewhere.
-            columns: with `offsets`, the table of each of C columns, 0 to T-1, none below the one before. Bags then lie
-                column by column: P = C * B, and bag p is of column p // B. Several columns may be of one table.
-
-            include_last_offset: as of `torch.nn.EmbeddingBag`, whose default is False: `offsets` ends with N; off, N
-                is left out, int64 [P].
+            ids: integers of `key_type`, on the device of the embedding; every integer is legal. Shape [B, T]: column t
+                is looked up in table t. With one table, or with `table_ids`, any shape. With `offsets`, [N]. With
+                `pooling` and without `offsets`, the last dimension is a bag: [B, L] with one table, [B, T, L] with T
+                tables, any shape with `table_ids`; fill short bags with `padding_idx`.
+            table_ids: table of each id, 0 to T-1: integers whose shape broadcasts to that of `ids`. With bags, table of
+                each bag: [P], or the shape of `ids` without L, or one table for all bags.
+            offsets: int64 [P + 1], from 0 to N: bag p holds ids[offsets[p]:offsets[p + 1]], any number of ids. Without
+                `table_ids`, P = B * T and bag p belongs to sample p // T and table p % T.
+            per_sample_weights: float32 of the shape of `ids`, for bags: each id's row is multiplied by its factor
+                before the sum. It may have a gradient.
+            pooling: "sum" (the same as None if `offsets` is given), "mean" or elementwise "max" of the rows of a bag.
+                Ids equal to `padding_idx` are left out. As in `torch.nn.EmbeddingBag`, the gradient of a maximum goes
+                to the first id that has it; NaN is the maximum only if the first id of the bag has NaN.
+            columns: with `offsets`, the table of each of C columns, 0 to T-1, none below the one before; columns may
+                share a table. Then P = C * B, and bag p belongs to column p // B and sample p % B.
+            include_last_offset: whether `offsets` ends with N, as in `torch.nn.EmbeddingBag`, whose default is False.
+                If False, `offsets` is int64 [P].
 
         Returns:
-            [*ids.shape, D] of the embedding's dtype, which `model.half()` and the like do not change; zeros where an id
-            equals `padding_idx`. For bags [B, T, D], with `columns` [B, C, D], or [P, D] with `table_ids` or one table;
-            [*ids.shape[:-1], D] for bags of the last dimension; zeros for an empty bag.
-            Sums and means of bags are made in float32 and rounded once.
+            Rows [*ids.shape, D] of the embedding's dtype, which `model.half()` and the like do not change; zeros for
+            ids equal to `padding_idx`. For bags given by `offsets`: [B, T, D]; [B, C, D] with `columns`; [P, D] with
+            `table_ids` or one table. For bags in the last dimension: [*ids.shape[:-1], D]. Zeros for an empty bag. Sums
+            and means of bags are computed in float32 and rounded once.
 
         Raises:
-            TypeError, ValueError: dtype, device, shape or range is not as above; nothing was inserted.
-            StoreFullError: the rows of the step do not fit in the cache, or the store's capacity is reached; nothing
-                was inserted.
+            TypeError, ValueError: dtype, device, shape or range is not as above; no id was inserted.
+            StoreFullError: the rows of the step do not fit in the cache, or the store's capacity is reached; no id was
+                inserted.
         """
         refuse_tracers(self, ids)
         scaled = isinstance(per_sample_weights, torch.Tensor) and per_sample_weights.requires_grad
         is_trained = torch.is_grad_enabled() and self.is_trained
         has_gradient = is_trained or scaled and torch.is_grad_enabled()
         if has_gradient and not self.training and self.store.store_lock.forked:
-            has_gradient = False  # A child of fork may read rows, not train them.
+            has_gradient = False  # A forked child may read rows, but not train them.
         if has_gradient and is_trained and _in_ddp(self):
             raise RuntimeError(
                 f"embedding {self.name!r} is inside DistributedDataParallel, which would leave each rank with rows of"
@@ -235,7 +233,7 @@ class TableEmbedding(SnapshotCalls, RowCalls):
                 ids, table_ids, offsets, per_sample_weights, _ = bags
             pools = "sum" if pooling is None else pooling_of(pooling, offsets)
         except ValueError as error:
-            if self.lookups.asks_ranks and building_now() is None:  # A graph reports errors of `build` itself.
+            if self.lookups.asks_ranks and building_now() is None:  # Within `build`, the graph reports errors.
                 self.ranks.fail(f"look up {self.name!r}", error)
             raise
         tables_C = None if columns is None else columns_of(columns)
@@ -251,10 +249,10 @@ class TableEmbedding(SnapshotCalls, RowCalls):
 
     @uncompiled
     def read(self, ids: torch.Tensor, table_ids: torch.Tensor | None = None) -> torch.Tensor:
-        """Look ids up as in eval mode, whatever the embedding's mode: without gradient, and without inserting.
+        """The rows of ids, as in eval mode: without a gradient, and without inserting ids, in any mode of the module.
 
         Args:
-            ids, table_ids: as of `forward`.
+            ids, table_ids: as for `forward`.
         """
         refuse_tracers(self, ids)
         with hidden_from_modes():
@@ -266,17 +264,17 @@ class TableEmbedding(SnapshotCalls, RowCalls):
     # ---- copies -----------------------------------------------------------------------------------------------------
 
     def copy_to(self, persistent_path: AnyPath, *, weights_only: bool = False) -> Self:
-        """An embedding of its own at another path, with the options of this one and its rows as they are now.
+        """Independent copy of the embedding at another path, with the same options and the current rows.
 
-        It has the optimizer's state and the step too, and no optimizer: one of the same class goes on with them. The
-        snapshots of this embedding stay with it.
+        The copy has the optimizer state of the rows and the step count, so an optimizer of the same class continues
+        with them. Snapshots are not copied.
 
         Args:
-            persistent_path: the folder of the copy's rows.
-            weights_only: leave the optimizer's state behind: any optimizer begins anew, at step 0.
+            persistent_path: folder of the copy's rows.
+            weights_only: if True, optimizer state is not copied: any optimizer starts anew, at step 0.
 
         Raises:
-            ValueError: it is the path of this embedding.
+            ValueError: `persistent_path` is the path of this embedding.
             StorageError: the path is in use, cannot be made or written to, or its disk has no room for the rows.
         """
         return copied(self, persistent_path, weights_only=weights_only)
@@ -284,13 +282,13 @@ class TableEmbedding(SnapshotCalls, RowCalls):
     # ---- rows, counters, memory -------------------------------------------------------------------------------------
 
     def stats(self) -> EmbeddingStats:
-        """Sizes now and counters since the tiers were made.
+        """Current sizes, and counters since the tiers were made.
 
         Returns:
-            `rows` (known ids of all tables; with `process_group` those that this rank owns, and those of replicated
-            tables that it has), `replicated_rows` (the latter), `step`, `hit_rate` (share of unique keys found in the
-            hot tier; of ids, in lookups without gradient on the device store), and a dict for each tier: `device`,
-            `host`, `persistent`.
+            `rows` (number of known ids of all tables; with `process_group`, of the rows that this rank owns and of its
+            copies of rows of replicated tables), `replicated_rows` (number of these copies), `step`, `hit_rate` (share
+            of unique keys found in the hot tier; share of ids for lookups without gradient on the device store), and a
+            dict for each tier: `device`, `host`, `persistent`.
 
         Raises:
             StorageError: the embedding is closed, or broken.
@@ -302,14 +300,14 @@ class TableEmbedding(SnapshotCalls, RowCalls):
         return cast(EmbeddingStats, {**stats, "hit_rate": hit_rate})
 
     def metrics(self) -> dict[str, float]:
-        """Figures of a training run for loggers, flat; shares are of the lookups since the last call of this method.
+        """Figures of a training run for loggers, as a flat dict. Shares are of the lookups since the last call.
 
         Returns:
             `rows` and `step`, as in `stats`; `hit_rate`, the share of unique keys that were in the hot tier;
-            `served_without_disk`, the share whose rows were not read from the persistent table or a server;
-            `memory_bytes` and `disk_bytes` of all tiers; `rows_evicted` from caches, `rows_read` and `rows_written` of
-            the persistent table or server, and `rows_left` by a policy, since the tiers were made. With `process_group`
-            those of this rank. A share of no lookups is 1.
+            `served_without_disk`, the share of unique keys whose rows were not read from the persistent table or a
+            server; `memory_bytes` and `disk_bytes` of all tiers; and since the tiers were made, `rows_evicted` from
+            caches, `rows_read` from and `rows_written` to the persistent table or server, and `rows_left`, rows evicted
+            by a policy. With `process_group`, figures of this rank. Without lookups since the last call, shares are 1.
 
         Example:
             >>> import torch, oneemb
@@ -324,8 +322,8 @@ class TableEmbedding(SnapshotCalls, RowCalls):
         return figures
 
     def close(self) -> None:
-        """Free memory, files and the lock on `persistent_path`. Rows that no snapshot holds are gone, and so is a
-        temporary folder. `with embedding:` calls it at its end.
+        """Free memory, files and the lock on `persistent_path`. Rows that no snapshot holds are lost; a temporary
+        folder is removed. The end of a `with embedding:` block calls it.
 
         `oneemb.release(path)` closes an embedding that no variable names any more, as happens in notebooks.
         """
@@ -365,7 +363,7 @@ Embedding = TypeVar("Embedding", bound=TableEmbedding)
 def copied(
     embedding: Embedding, persistent_path: AnyPath, *, weights_only: bool, change: ChangeRows | None = None
 ) -> Embedding:
-    """Do as `copy_to`; `change` changes the rows on their way."""
+    """Result of `embedding.copy_to`. `change` changes the copied rows in place."""
     if not isinstance(persistent_path, str | bytes | os.PathLike):
         got = f"{type(persistent_path).__name__} {persistent_path!r}"
         raise TypeError(f"persistent_path must be the folder of the copy's rows, got {got}")
@@ -396,48 +394,50 @@ def copied(
 
 
 def embeddings_of(module: torch.nn.Module) -> dict[str, TableEmbedding]:
-    """The embeddings below a module, by qualified name, each once."""
+    """{qualified name: embedding} below a module; a shared embedding occurs once."""
     found: dict[str, TableEmbedding] = embeddings_in(module)  # The graph package cannot import this class.
     return found
 
 
 class MultiTableEmbedding(TableEmbedding):
-    """Embedding tables of one width, keyed by (table, id), that grow with the ids they meet.
+    """Embedding tables of one width, keyed by (table, id), that get a row for each new id in training.
 
-    `weight`, a parameter of shape [0, D], stands for all rows in `parameters()` and in param groups. So it is in the
-    group of matrices where groups are made by `ndim`, counts as no parameter (`numel()` is 0; there are
-    `stats()["rows"] * embedding_dim` weights), and what averages or copies parameters does nothing to rows: `copy_to`
-    and `oneemb.AveragedEmbedding` do. Initializers of torch, `weight.data = ...` and other writes of values to it are
-    errors: tables have initializers, and pretrained vectors come in by `oneemb.import_rows`. `state_dict()` holds no
-    weight but the name of a snapshot.
+    `weight`, a parameter of shape [0, D], stands for all rows in `parameters()` and in param groups, so it is among the
+    matrices where groups are made by `ndim`. Its `numel()` is 0 (there are `stats()["rows"] * embedding_dim` weights).
+    Code that averages or copies parameters does nothing to rows: use `copy_to` and `oneemb.AveragedEmbedding`. Torch's
+    initializers, `weight.data = ...` and other writes of values to the weight are errors: tables have initializers, and
+    `oneemb.import_rows` imports pretrained vectors. `state_dict()` holds the name of a snapshot, not the weights.
 
     Args:
-        name: names the embedding in errors and snapshots.
-        embedding_dim: weights of a row, D, from 1 up.
-        dtype: torch.float32, float16 or bfloat16. Optimizer state is float32 and arithmetic too.
-        key_type: torch.int64 or int32, the dtype of ids.
+        name: name of the embedding in errors and snapshots.
+        embedding_dim: number of weights of a row, D, at least 1.
+        dtype: dtype of the weights: torch.float32, float16 or bfloat16. Optimizer state and arithmetic are float32.
+        key_type: dtype of ids: torch.int64 or int32.
         tables: one `make_table(...)` for each logical table.
-        store_options: where rows live, made by one of `make_*_store_options`.
-        default_initializer: for tables that name none; None = normal with mean 0 and standard deviation 0.05.
-        padding_idx: an id that reads as zeros, is never stored and never updated; None = no such id.
-        seed: a row's initial weights are a pure function of (seed, table, id).
-        num_threads: threads that run the embedding's kernels; None = the cores there are. No result depends on it.
-        process_group: of torch.distributed, such as `torch.distributed.group.WORLD`: its ranks own the rows together,
-            each row one rank. Every one of them makes the embedding, with the same arguments, and the same lookups,
-            steps, saves and loads in the same order, with a batch of its own. `persistent_path` is a folder that all
-            ranks see, in which each has a subfolder, or a list of folders, one a rank. None = this process has all
-            rows.
-        gradients_of_ranks: "mean" over the ranks, as DistributedDataParallel has it of dense gradients, or "sum".
-        comm_dtype: torch.float32, float16 or bfloat16: rows and gradients are rounded to it on their way between ranks;
-            rows whose `dtype` is no wider travel as they are. Gradients are summed in float32. Beyond 65,504 those of
-            float16 are infinite, and the step is refused or, with a GradScaler, skipped. Where owners sum parts of long
-            bags the sums are rounded in place of rows. Rows of replicated tables are rounded too, as gradients always
-            are, but where all tables of the embedding are replicated.
-        policy: which rows tables keep, a `oneemb.policies.RowPolicy` for all or a list of one for each; None = all
-            rows. With `process_group` the same on all ranks; capacities are of the rows that each owns.
-        keep_state_snapshots: `state_dict()` saves a snapshot; keep so many of these besides the newest, so that a job
-            that calls it often does not fill the disk, and the state dict before stays good until the new one is
-            written. A state dict that names an older one cannot be loaded. None = keep all.
+        store_options: storage of the rows, made by one of `make_*_store_options`.
+        default_initializer: initializer of tables that name none; None = normal, mean 0, standard deviation 0.05.
+        padding_idx: id that reads as zeros, and is never stored or updated; None = no such id.
+        seed: initial weights of a row are a pure function of (seed, table, id).
+        num_threads: number of threads that run the embedding's kernels; None = number of cores. No result depends on
+            it.
+        process_group: group of torch.distributed, such as `torch.distributed.group.WORLD`, whose ranks own the rows
+            together; each row has one owner. Every rank must make the embedding with the same arguments, and the same
+            lookups, steps, saves and loads in the same order, with its own batches. `persistent_path` is then a folder
+            that all ranks see, in which each rank has a subfolder, or a list with one folder for each rank. None = this
+            process owns all rows.
+        gradients_of_ranks: reduction of gradients over the ranks: "mean", as DistributedDataParallel does with dense
+            gradients, or "sum".
+        comm_dtype: dtype of rows and gradients in messages between ranks: torch.float32, float16 or bfloat16. Rows of
+            the same or a smaller size are sent unrounded. Gradients are summed in float32. With float16, gradients
+            beyond 65,504 are infinite, and the step is refused or, with a GradScaler, skipped. Where owners sum parts
+            of long bags, the sums are rounded in place of the rows. Gradients of replicated tables are rounded too, and
+            so are their rows unless all tables of the embedding are replicated.
+        policy: rule for the rows that tables keep: a `oneemb.policies.RowPolicy` for all tables, or a list with one for
+            each; None = keep all rows. With `process_group`, it must be the same on all ranks, and a capacity limits
+            the rows that one rank owns.
+        keep_state_snapshots: number of snapshots made by `state_dict()` to keep in addition to the newest, so that a
+            job that calls `state_dict()` often does not fill the disk, yet the previous state dict stays valid until
+            the new one is written. State dicts that name a deleted snapshot cannot be loaded. None = keep all.
 
     Raises:
         TypeError, ValueError: an argument is not as above.
@@ -463,11 +463,11 @@ class MultiTableEmbedding(TableEmbedding):
 
 
 class MultiTableMultiColumnEmbedding(TableEmbedding):
-    """Embedding tables whose rows are several columns side by side, each with an initializer of its own.
+    """Embedding tables whose rows have several columns side by side, each with its own initializer.
 
     Args:
-        embedding_dim: the width of each column, a list; a lookup gives their sum, concatenated. A table made with
-            one column uses it for all of them.
+        embedding_dim: list of the widths of the columns. A lookup returns the columns concatenated; D is the sum of the
+            widths. A table that is made with one column uses its initializer for all columns.
 
     The other arguments are those of `MultiTableEmbedding`.
 
@@ -481,8 +481,8 @@ class MultiTableMultiColumnEmbedding(TableEmbedding):
 
 
 def _in_ddp(embedding: TableEmbedding) -> bool:
-    """Whether DistributedDataParallel runs, and counts a weight of the embedding among the parameters whose gradients
-    it sums over ranks."""
+    """Whether the forward pass of a DistributedDataParallel runs, and a weight of the embedding is among the parameters
+    whose gradients it averages over ranks."""
     ddp = torch.nn.parallel.DistributedDataParallel._active_ddp_module
     if ddp is None:
         return False

@@ -1,4 +1,4 @@
-"""The arguments of an embedding: checked, and turned into those of storage and kernels."""
+"""Arguments of an embedding: checks, and conversions to arguments of storage and kernels."""
 
 import hashlib
 import os
@@ -33,10 +33,10 @@ from oneemb.storage.snapshots.snapshot_parts import rank_folder_name
 from oneemb.storage.tiers.stack import RemotePlan, StorePlan
 
 DEFAULT_INITIALIZER = NormalInitializer(0.0, 0.05)
-"""Initializer of rows in an embedding without one."""
+"""Initializer of rows if neither the table nor the embedding names one."""
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-"""The dtypes of rows, with the names that storage has for them."""
+"""{dtype of rows: its name in storage}."""
 
 
 def check_arguments(
@@ -51,7 +51,12 @@ def check_arguments(
     seed: int,
     ranks: int,
 ) -> None:
-    """Raise TypeError or ValueError unless these are arguments of an embedding as in `MultiTableEmbedding`."""
+    """Raise TypeError or ValueError unless the arguments are as documented in `MultiTableEmbedding`.
+
+    Args:
+        dim_C: width of each column.
+        ranks: number of ranks.
+    """
     if not isinstance(name, str) or not name:
         raise TypeError(f"name must be a word, got {name!r}")
     for dim in dim_C:
@@ -114,7 +119,12 @@ def _with_type(value: object) -> str:
 def initial_rows(
     seed: int, dim_C: Sequence[int], tables: Sequence[TableOptions], default: Initializer
 ) -> init_rows.InitialRows:
-    """Initial rows: for each table and column the kind of its initializer, and the parameters of that."""
+    """Description of new rows for kernels: kind and parameters of the initializer of each table and column.
+
+    Args:
+        dim_C: width of each column.
+        default: initializer of columns that name none.
+    """
     kind_TC = np.empty((len(tables), len(dim_C)), np.int64)
     param_TC4 = np.zeros((len(tables), len(dim_C), 4))
     for t, table in enumerate(tables):
@@ -126,7 +136,8 @@ def initial_rows(
 
 
 def _check_range(what: str, initializer: Initializer, dtype: torch.dtype) -> None:
-    """Raise ValueError if initial weights may be infinite: float16 ends at 65504."""
+    """Raise ValueError if initial weights may be infinite in `dtype`: the largest float16 is 65504. `what` names the
+    initializer."""
     largest = largest_weight(initializer)
     if largest > torch.finfo(dtype).max:
         raise ValueError(
@@ -136,11 +147,12 @@ def _check_range(what: str, initializer: Initializer, dtype: torch.dtype) -> Non
 
 
 def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Arguments by which rows initialize or read differently in two embeddings, a text for each; None = all are equal.
+    """(text of the differing arguments of `theirs`, text of those of `ours`), for arguments that change how rows are
+    initialized or read; None = no such argument differs.
 
     Args:
-        theirs: the `description` in a snapshot; other releases may have saved less of it, or none.
-        ours: the `description` of an embedding with at least as many tables.
+        theirs: `description` in a snapshot; other releases may have saved only parts of it, or nothing.
+        ours: `description` of an embedding with at least as many tables.
     """
     names = [name for name in ("seed", "padding_idx", "key_type", "column_dims") if name in theirs]
     found = [(f"{name}={theirs[name]}", f"{name}={ours[name]}") for name in names if theirs[name] != ours[name]]
@@ -160,7 +172,7 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> tuple[str
 
 
 def _initializers(table: Mapping[str, Any], default: Mapping[str, Any]) -> str:
-    """Initializers of a table of a description, as text."""
+    """Text of the initializers of a table in a description."""
     texts = []
     for column in table["columns"]:
         its = dict(column["initializer"] or default)
@@ -172,11 +184,11 @@ def _initializers(table: Mapping[str, Any], default: Mapping[str, Any]) -> str:
 def pretrained(
     weight: Any, ids: Any, has_columns: bool, more: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[tuple[np.ndarray, np.ndarray]]]:
-    """Arguments of an embedding of given rows, and the ids and weights of each table. Any: what a user gives.
+    """(arguments of an embedding with given rows, [(ids, weights)] of its tables). Any: a user's values.
 
     Args:
-        weight, ids, more: of `from_pretrained`.
-        has_columns: whether the embedding has columns, so that its `embedding_dim` is a list.
+        weight, ids, more: arguments of `from_pretrained`.
+        has_columns: whether `embedding_dim` of the embedding is a list of columns.
     """
     weights = list(weight) if isinstance(weight, list | tuple) else [weight]
     several = isinstance(weight, list | tuple) and isinstance(ids, list | tuple)
@@ -202,7 +214,8 @@ def pretrained(
 
 
 def _check_rows(weight: Any, ids: Any, first: Any, table: int) -> None:
-    """Raise unless these are weights and ids of one table, and the weights are like those of the `first` table."""
+    """Raise unless `weight` and `ids` are those of one table, and `weight` has the dtype and width of `first`, the
+    weights of table 0."""
     is_matrix = isinstance(weight, torch.Tensor) and weight.dim() == 2 and weight.dtype in DTYPE_NAMES
     if not is_matrix or weight.shape[1:] != first.shape[1:] or weight.dtype != first.dtype:
         got = f"{weight.dtype} {list(weight.shape)}" if isinstance(weight, torch.Tensor) else type(weight).__name__
@@ -225,14 +238,14 @@ def _check_rows(weight: Any, ids: Any, first: Any, table: int) -> None:
 
 
 def temporary_folder(owner: object, prefix: str = "oneemb-") -> tuple[str, Callable[[], object]]:
-    """A folder that lasts as long as its owner, and a function that removes it earlier."""
+    """(path of a new folder that is removed when `owner` is gone, function that removes it earlier)."""
     folder = tempfile.mkdtemp(prefix=prefix)
-    # Not weakref.finalize, which does nothing when a process of multiprocessing ends, and too much in a fork.
+    # weakref.finalize would not run when a process of multiprocessing ends, and would run in a forked child.
     return folder, Finalize(owner, shutil.rmtree, args=(folder,), kwargs={"ignore_errors": True}, exitpriority=0)
 
 
 def rank_folders(options: StoreOptions, ranks: AnyRanks) -> list[str]:
-    """Folder of each rank's rows: from the options, or a subfolder of the options' folder."""
+    """For each rank, the folder of its rows: from the options, or a subfolder of the folder in the options."""
     paths = options.persistent_path
     if ranks.alone or len(paths) > 1:
         return list(paths)
@@ -240,7 +253,7 @@ def rank_folders(options: StoreOptions, ranks: AnyRanks) -> list[str]:
 
 
 def store_plan(name: str, options: StoreOptions, tables: Sequence[TableOptions], ranks: AnyRanks) -> StorePlan:
-    """Plan of the store with these options, on this rank, for an embedding of this name."""
+    """Plan of this rank's store for the embedding `name`."""
     folder = rank_folders(options, ranks)[ranks.rank]
     cache_bytes: int | None
     host_bytes: int | None
@@ -256,7 +269,7 @@ def store_plan(name: str, options: StoreOptions, tables: Sequence[TableOptions],
         case CachedRemoteStoreOptions():
             cache_bytes, host_bytes, policy = options.cache_budget_mb * 2**20, 0, options.cache_policy
             check_installed(options.url)
-            # The same for a job that is started again, and another one for each rank and for a copy in another folder.
+            # Equal when a job is started again; different for each rank, and for a copy in another folder.
             own_name = f"{name}.{hashlib.blake2s(folder.encode(), digest_size=4).hexdigest()}"
             remote = RemotePlan(options.url, own_name)
     replicated = tuple(t for t, table in enumerate(tables) if table.replicate)
@@ -270,10 +283,10 @@ def policies_of(
     policy: RowPolicy | Sequence[RowPolicy] | None, tables: Sequence[TableOptions], options: StoreOptions,
     ranks: AnyRanks,
 ) -> tuple[RowPolicy, ...] | None:  # fmt: skip
-    """The policy of each table; None = they keep all rows.
+    """The policy of each table; None = all tables keep all rows.
 
     Raises:
-        TypeError, ValueError: it is no policy, or none for these tables.
+        TypeError, ValueError: `policy` is no policy, or does not fit the tables.
     """
     if policy is None:
         return None
@@ -302,7 +315,8 @@ def policies_of(
 
 
 def state_width_of(options: StoreOptions, dim: int, optimizer: str, needed: int) -> int:
-    """Values of state that a row has room for: as the options have it, else the `needed` values of the optimizer."""
+    """Number of state values for which a row has room: from the options, or else `needed`, the number of values of the
+    optimizer. Raise ValueError if the options leave too little room."""
     if options.storage_dim is not None:
         if options.storage_dim < dim + needed:
             raise ValueError(

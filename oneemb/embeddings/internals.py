@@ -1,14 +1,14 @@
 """Internals of an embedding, for graphs, optimizers and adapters; users need none of them.
 
-    stand_for_rows(embedding, weights)     parameters of another module stand for the rows, as those of an adapter do
-    attach_rows(embedding, row_optimizer, optimizer)     every row gets the state of an optimizer
-    drop_grads(embedding)                  the gradients of rows are forgotten
-    keys_of(embedding, lookup)             the unique keys of a lookup
-    check_fits(embedding, name)            whether a snapshot can be loaded
-    load_named(embedding, snapshot)        the snapshot that `named_snapshot` gave
+    stand_for_rows(embedding, weights)     lets parameters of another module, such as an adapter, stand for the rows
+    attach_rows(embedding, row_optimizer, optimizer)     gives every row the state of an optimizer
+    drop_grads(embedding)                  drops the gradients of rows
+    keys_of(embedding, lookup)             returns the unique keys of a lookup
+    check_fits(embedding, name)            raises unless a snapshot can be loaded
+    load_named(embedding, snapshot)        loads a snapshot that `named_snapshot` has returned
 
 `embedding.store` has the rows of this rank, `embedding.ranks` own all rows together, and `embedding.lookups.asks_ranks`
-is whether a lookup is an exchange of theirs.
+says whether every lookup is an exchange of the ranks.
 """
 
 from oneemb.embeddings.lookups import keys_of

@@ -1,10 +1,10 @@
-"""Lookups of an embedding: of rows that are all in this process, and of rows that ranks own together.
+"""Lookups of an embedding whose rows are all in this process, or belong to several ranks.
 
-lookups.look_up(embedding, lookup, ...)    at once; every rank makes each lookup, with ids of its own
+lookups.look_up(embedding, lookup, ...)    a whole lookup; every rank makes each lookup, with its own ids
 
-ahead = RowsAhead(...)     on ranks also in two halves:
-ahead.send_keys()          on a thread of its own; owners read the rows that they know, and pin them
-ahead.rows()               in the step, after the updates before it
+ahead = RowsAhead(...)     with ranks, a lookup in two halves:
+ahead.send_keys()          on another thread: owners read and pin known rows
+ahead.rows()               in the step, after all earlier updates
 """
 
 import functools
@@ -24,7 +24,7 @@ def keys_of(embedding: SnapshotCalls, lookup: Lookup, inserts: bool = False) -> 
     """The unique keys of a lookup; errors of its arguments are those of `forward`.
 
     Args:
-        inserts: whether the lookup is to insert unknown keys: see `warn_if_empty`.
+        inserts: whether the lookup will insert unknown keys; `warn_if_empty` may then warn.
     """
     if inserts and embedding.may_be_empty:
         embedding.warn_if_empty()
@@ -38,12 +38,12 @@ def keys_of(embedding: SnapshotCalls, lookup: Lookup, inserts: bool = False) -> 
 
 
 class LookupsHere:
-    """Lookups of an embedding whose rows are all in this process; the calls are those of `LookupsOnRanks`."""
+    """Lookups of an embedding whose rows are all in this process; the methods are those of `LookupsOnRanks`."""
 
     asks_ranks = False
 
     def look_up(self, embedding: SnapshotCalls, lookup: Lookup, inserts: bool, has_gradient: bool) -> torch.Tensor:
-        """The rows of ids, with a gradient if they are to have one."""
+        """The rows of ids. They are differentiable if `has_gradient`, and unknown ids are inserted if `inserts`."""
         store, scales, pooling = embedding.store, lookup.per_sample_weights, lookup.pooling
         is_plain = lookup.offsets is None and scales is None and lookup.columns is None
         if not has_gradient and is_plain and pooling == "sum":
@@ -81,7 +81,7 @@ class LookupsOnRanks:
         self.ranks = ranks
 
     def look_up(self, embedding: SnapshotCalls, lookup: Lookup, inserts: bool, has_gradient: bool) -> torch.Tensor:
-        """The rows, from their owners."""
+        """The rows of ids, which their owners send; arguments as for `LookupsHere.look_up`."""
         lease = ops.look_up_on_ranks(
             self.ranks, embedding.store, embedding.name, functools.partial(keys_of, embedding, lookup, inserts),
             inserts=inserts, has_gradient=has_gradient, sums_bags=lookup.sums_bags, again=ops.in_backward(),
@@ -108,14 +108,15 @@ def _rows_of(
 
 
 class RowsAhead:
-    """Rows of one lookup whose keys go to their owners ahead of the step. No number depends on how far ahead they go.
+    """One lookup with ranks whose keys are sent to their owners ahead of the step. No number depends on how far ahead.
 
     Args:
-        embedding: whose rows they are; it asks ranks.
-        connections: result of `Ranks.again`, for the thread that sends keys.
-        arguments: gives the arguments of the lookup, as `forward` takes them; `send_keys` raises its errors, on every
-            rank.
-        later: calls its argument outside of everything else: this object may be dropped anywhere.
+        embedding: embedding whose rows ranks own together.
+        connections: result of `Ranks.again`, for the thread that sends the keys.
+        arguments: returns the arguments of the lookup, as `forward` takes them. If it raises, `send_keys` raises on
+            every rank.
+        later: runs a function later, outside of other calls. It unpins rows if this object is dropped, which may happen
+            in the middle of any call.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class RowsAhead:
 
         Raises:
             RankError: another rank has failed.
-            What `arguments` raises, or a lookup with these arguments.
+            The error of `arguments`, or of a lookup with these arguments.
         """
         self._ahead = ops.begin_lookup(
             self._ranks, self._embedding.store, self._embedding.name, self._keys, inserts=self._inserts,

@@ -1,9 +1,9 @@
-"""Messages between ranks in a step of training: which, when, and of how many bytes.
+"""Messages between ranks in a training step: their order and their bytes, for `oneemb.plan`.
 
-The one place that knows it beside the code that sends (graph/ranks.py, graph/ops): `oneemb.plan` asks it.
+The numbers follow the code that sends the messages (graph/ranks.py, graph/ops).
 
-Invariant: `messages_of` lists all that goes through the process group, byte for byte; benchmarks/bench_plan.py and
-tests/test_planning.py compare the two. Replicated tables and the norms of clipping are left out.
+Invariant: `messages_of` lists all messages of the process group, byte for byte; benchmarks/bench_plan.py and
+tests/test_planning.py compare it with the messages sent. Replicated tables and norms for clipping are left out.
 """
 
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 _ID_BYTES, _TABLE_BYTES, _PLACE_BYTES, _COUNT_BYTES = 8, 4, 4, 8
 _COUNTS_BYTES = 3 * _COUNT_BYTES
-"""Bytes of a lookup's counts: keys, parts of bags and ids of parts that a rank is asked for."""
+"""Bytes of a request's counts: numbers of keys, of parts of bags, and of ids in these parts."""
 _PAD_BYTES = 8
-"""Every tensor of a message takes a multiple of it."""
+"""Every tensor of a message takes a multiple of these bytes."""
 _HEADER_BYTES = 24
-"""Bytes of an exchange's header, a message of its own: the rank's operation, whether it has failed, sizes to follow."""
+"""Bytes of an exchange's header, a separate message: operation, whether the rank has failed, bytes that follow."""
 _ANSWER_HEADER_BYTES = 16
-"""Bytes of a header in the same message, where the sizes are known."""
+"""Bytes of the header of an answer, which is in the same message, since its size is known."""
 
 
 @dataclass(frozen=True)
@@ -26,19 +26,19 @@ class Message:
 
     name: str
     sent_R: tuple[int, ...]
-    """Bytes that this rank sends to each rank, itself among them."""
+    """Bytes that this rank sends to each rank, including itself."""
     ahead: bool
-    """Whether it is sent while the step before computes."""
+    """Whether the message is sent while the step before computes."""
 
 
 @dataclass(frozen=True)
 class PartCounts:
-    """The parts of bags of one lookup, of which owners send sums: see graph/ops/requests.py.
+    """Numbers of parts of bags of one lookup, whose sums the owners send (graph/ops/requests.py).
 
     Args:
-        asks_R: parts that this rank asks each rank for.
-        ids_R: how many ids they have together.
-        asked_R: parts that each rank asks this one for.
+        asks_R: number of parts that this rank requests from each rank.
+        ids_R: number of ids in these parts.
+        asked_R: number of parts that each rank requests from this one.
     """
 
     asks_R: Sequence[int]
@@ -48,15 +48,15 @@ class PartCounts:
 
 @dataclass(frozen=True)
 class KeyCounts:
-    """The unique keys of one lookup.
+    """Numbers of unique keys of one lookup.
 
     Args:
-        dim: weights of a row.
-        weight_bytes: of a weight on its way, 4 or 2.
-        asks_R: keys that this rank asks each rank for.
-        asked_R: keys that each rank asks this one for.
-        gradient_bytes: of a number of a gradient on its way, 4 or 2.
-        parts: where all ranks cut their bags; None = a row comes for each key.
+        dim: number of weights of a row.
+        weight_bytes: bytes of a weight in a message, 4 or 2.
+        asks_R: number of keys that this rank requests from each rank.
+        asked_R: number of keys that each rank requests from this one.
+        gradient_bytes: bytes of a gradient's value in a message, 4 or 2.
+        parts: numbers of parts, if all ranks cut their bags; None = owners send a row for each key.
     """
 
     dim: int
@@ -67,7 +67,7 @@ class KeyCounts:
     parts: PartCounts | None = None
 
     def key_bytes(self, r: int) -> int:
-        """Bytes of the keys that rank r is asked for, and of their parts."""
+        """Bytes of the keys, and of the parts of bags, in the request to rank `r`."""
         size = self.asks_R[r] * _ID_BYTES + _padded(self.asks_R[r] * _TABLE_BYTES)
         if self.parts is not None:
             size += _padded(self.parts.ids_R[r] * _PLACE_BYTES) + _padded(self.parts.asks_R[r] * _PLACE_BYTES)
@@ -75,12 +75,12 @@ class KeyCounts:
 
 
 def messages_of(lookups: Sequence[KeyCounts], *, in_run: bool = True) -> list[Message]:
-    """The messages of a step that looks rows up in so many embeddings, and trains them, in their order.
+    """The messages of a step with one lookup in each of several embeddings, all trained, in the order of sending.
 
     Args:
-        lookups: one for each lookup, of an embedding of its own.
-        in_run: whether it is a step of `graph.run`, where the ranks agree on whether each has another batch, announce
-            what they expect to look up in it, and look that up.
+        lookups: numbers of each lookup.
+        in_run: whether the step is one of `graph.run`, where ranks agree on whether all have a next batch, announce
+            the lookups that they expect, and make the announced lookups.
     """
     ranks = len(lookups[0].asks_R)
     header = (_HEADER_BYTES,) * ranks

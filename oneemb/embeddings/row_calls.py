@@ -1,6 +1,6 @@
-"""Calls about rows by id: erase rows, evict expired ones, give scores. Ranks make each call together.
+"""Calls on rows by id: erase rows, evict expired rows, read and set scores. Ranks make each call together.
 
-Each rank names ids of its own, and each of them is dealt with by the rank that owns its row.
+Each rank passes its own ids, and the owner of a row carries out the call on it.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ from oneemb.storage.store_rows import check_free, contains_rows, erase_rows, vis
 
 
 class RowCalls(torch.nn.Module):
-    """Part of an embedding: the calls about rows by id."""
+    """Part of an embedding: the calls on rows by id."""
 
     name: str
     store: EmbeddingStore
@@ -28,8 +28,8 @@ class RowCalls(torch.nn.Module):
 
     @property
     def num_rows(self) -> int:
-        """Rows of all tables; with `process_group` those of this rank, as `stats()["rows"]`. Raises StorageError if the
-        embedding is closed, or broken."""
+        """Number of rows of all tables; with `process_group` of this rank, as `stats()["rows"]`. Raises StorageError if
+        the embedding is closed or broken."""
         self.store.check_open()
         rows: int = self.store.stats()["rows"]
         return rows
@@ -41,13 +41,13 @@ class RowCalls(torch.nn.Module):
         return True  # An embedding without rows is an embedding.
 
     def contains(self, ids: torch.Tensor, table: int = 0) -> torch.Tensor:
-        """Whether ids have a row: bool of the shape of `ids`, on the CPU. No row is read or inserted.
+        """Whether each id has a row: bool of the shape of `ids`, on the CPU. No row is read or inserted.
 
-        With `process_group` every rank makes the call, each with ids of its own.
+        With `process_group` every rank makes the call, each with its own ids.
 
         Args:
             ids: integers of `key_type`, any shape.
-            table: of these ids.
+            table: number of the ids' table.
 
         Raises:
             TypeError, ValueError: ids or table are not as above.
@@ -63,9 +63,9 @@ class RowCalls(torch.nn.Module):
         return torch.from_numpy(found_N).view(ids.shape)
 
     def ids(self, table: int = 0) -> torch.Tensor:
-        """Ids of a table's rows: int64 [rows], ascending. With `process_group` those of the rows that this rank owns,
-        and each rank may make the call by itself. Rows that are on a disk or server are read;
-        of the SSD store not in a child of fork.
+        """Ids of a table's rows: int64 [rows], ascending. With `process_group`, ids of the rows that this rank owns; a
+        rank may make the call alone. The call reads rows on a disk or server. A forked child cannot make it for an SSD
+        store.
 
         Raises:
             ValueError: there is no such table.
@@ -82,38 +82,38 @@ class RowCalls(torch.nn.Module):
         return torch.from_numpy(np.sort(np.concatenate(found)))
 
     def erase(self, ids: torch.Tensor, table: int = 0) -> int:
-        """Forget the rows of ids, weights and optimizer state: a row that is looked up again is initialized anew.
-        Snapshots keep the rows that they have.
+        """Forget the rows of ids, weights and optimizer state. If an id is looked up again, its row is initialized
+        anew. Snapshots keep their rows.
 
-        With `process_group` every rank makes the call, each with ids of its own; what any of them names is erased.
+        With `process_group` every rank makes the call, each with its own ids; ids from all ranks are erased.
 
         Args:
-            ids: integers of `key_type`, any shape; those without a row, or several times the same, are fine.
-            table: of these ids.
+            ids: integers of `key_type`, any shape. Ids may repeat, and may have no row.
+            table: number of the ids' table.
 
         Returns:
-            How many rows there were, of all ranks together.
+            Number of rows erased on all ranks together.
 
         Raises:
             TypeError, ValueError: ids or table are not as above.
-            StorageError: a lookup whose step is still to come holds one; nothing has changed.
+            StorageError: a lookup that waits for its step holds one of the rows; nothing has changed.
         """
         what = f"erase rows of {self.name!r}"
         return together(self.ranks, [self.store], "erase", what, lambda: self._erase_named(what, ids, table))
 
     def _erase_named(self, what: str, ids: torch.Tensor, table: int) -> int:
-        free_failed_passes(self.store)  # Rows that nobody will train are in use by no lookup.
+        free_failed_passes(self.store)  # Failed backward passes must not hold rows.
         of_ranks = self.ranks.all_gather(what, lambda: self._named(ids, table))
         table_N, id_N = (np.concatenate(column) for column in zip(*of_ranks, strict=True))
         order_N = np.lexsort((id_N, table_N))
         table_N, id_N = table_N[order_N], id_N[order_N]
         first_N = np.append(True, (table_N[1:] != table_N[:-1]) | (id_N[1:] != id_N[:-1]))[: len(id_N)]
         table_U, id_U = table_N[first_N], id_N[first_N]
-        self.ranks.agree(what, lambda: check_free(self.store, table_U, id_U))  # On none of them, if one refuses.
+        self.ranks.agree(what, lambda: check_free(self.store, table_U, id_U))  # If one rank refuses, none erases.
         return sum(self.ranks.all_gather(what, lambda: self._erase(table_U, id_U)))
 
     def _erase(self, table_U: np.ndarray, id_U: np.ndarray) -> int:
-        """Erase the rows that are here. Returns their number, without copies that count on another rank."""
+        """Erase this rank's rows of the keys. Returns their number; a copy of a row counts only on its owner."""
         erased_U = erase_rows(self.store, table_U, id_U)
         for watcher in list(self.store.watchers):
             watcher.erase(table_U, id_U)
@@ -121,22 +121,22 @@ class RowCalls(torch.nn.Module):
         return int(np.count_nonzero(counted_U))
 
     def evict(self) -> dict[str, int]:
-        """Evict all rows that have expired, by age, norm or `expire_where` of the tables' policies. With
+        """Evict all rows that have expired by the age, norm or `expire_where` of the tables' policies. With
         `process_group` every rank makes the call.
 
         Returns:
-            How many, of all ranks together, by reason: "expired", "norm", "where", and "capacity" of tables that were
-            loaded with more rows than they may have.
+            {reason: number of rows on all ranks together}, with the reasons "expired", "norm", "where", and "capacity"
+            for tables that were loaded with more rows than their capacity.
 
         Raises:
-            ValueError: `expire_where` or a clock raises, or gives a wrong result. On this rank no row is evicted.
+            ValueError: `expire_where` or a clock raises, or returns a wrong result. On this rank no row is evicted.
         """
         what, left = f"evict rows of {self.name!r}", Counter[str]()
 
         def evict() -> list[dict[str, int]]:
-            if self.ranks.alone:  # Under one store lock: no other thread may use a row before its eviction.
+            if self.ranks.alone:  # One call holds the store lock, so no other thread uses a row before its eviction.
                 return [self.store.policy.evict()]
-            to_evict: list[RowsToEvict] = []  # Evicted on no rank, if one fails to choose.
+            to_evict: list[RowsToEvict] = []  # chosen on all ranks before any rank evicts
             self.ranks.agree(what, lambda: to_evict.extend(self.store.policy.to_evict()))
             return self.ranks.all_gather(what, lambda: self.store.policy.evict(to_evict))
 
@@ -145,15 +145,16 @@ class RowCalls(torch.nn.Module):
         return dict(left)
 
     def scores(self, ids: torch.Tensor, table: int = 0) -> torch.Tensor:
-        """The scores of rows, uint64 of the shape of `ids`, 0 without a row: rows of least score are evicted first.
+        """Score of each id's row, uint64 of the shape of `ids`; 0 = no row. Rows with the lowest score are evicted
+        first.
 
-        The policy defines the score: the number of the last lookup of `LRU`, of the step of `StepLRU`, uses of
-        `LFU` (with a half-life the bits of a float64, log2(uses) + step / half_life), the power and the step of
-        `MixedLFU`, the epoch and the lookup or the uses of `EpochLRU` and `EpochLFU`, what was given of `GivenScore`.
-        With `process_group` every rank makes the call, each with ids of its own.
+        The policy defines the score: for `LRU` the number of the row's last lookup, for `StepLRU` of its last step, for
+        `LFU` the number of uses (with a half-life the bits of a float64, log2(uses) + step / half_life), for `MixedLFU`
+        the power and the step, for `EpochLRU` and `EpochLFU` the epoch with the lookup or the uses, for `GivenScore`
+        the given score. With `process_group` every rank makes the call, each with its own ids.
 
         Raises:
-            TypeError, ValueError: ids or table are not as of `erase`, or there is no policy.
+            TypeError, ValueError: ids or table are not as for `erase`, or there is no policy.
         """
         what = f"read scores of {self.name!r}"
 
@@ -164,25 +165,27 @@ class RowCalls(torch.nn.Module):
 
         of_owners, count = read_together(self.ranks, [self.store], "scores", what, ask)
         score_N = np.zeros(count, np.uint64)
-        for scores_R in of_owners:  # A rank that does not own a row has 0.
+        for scores_R in of_owners:  # A rank that does not own the row gives 0.
             score_N |= scores_R[self.ranks.rank]
         return torch.from_numpy(score_N).view(ids.shape)
 
     def set_scores(self, ids: torch.Tensor, scores: torch.Tensor, table: int = 0) -> int:
-        """Give rows other scores; the next use changes them by the rule of the policy; `GivenScore` keeps them.
+        """Set the scores of rows. The next use of a row changes its score by the rule of the policy; `GivenScore` keeps
+        it.
 
-        With `process_group` every rank makes the call, each with ids of its own, which may be none.
+        With `process_group` every rank makes the call, each with its own ids, perhaps none.
 
         Args:
-            ids: integers of `key_type`, any shape, each once, on all ranks together; others are passed over.
-            scores: uint64, or int64 from 0 up, of the shape of `ids`.
+            ids: integers of `key_type`, any shape, distinct over all ranks. Ids without a row are ignored.
+            scores: uint64, or int64 of at least 0, of the shape of `ids`.
+            table: number of the ids' table.
 
         Returns:
-            How many of the ids have a row.
+            Number of the ids that have a row.
 
         Raises:
             TypeError, ValueError: `scores` is not as above, ids repeat, or there is no policy.
-            StoreFullError: so many rows do not fit in the hot tier at a time.
+            StoreFullError: the rows do not fit in the hot tier at the same time.
         """
         what = f"set scores of {self.name!r}"
         return together(
@@ -194,7 +197,7 @@ class RowCalls(torch.nn.Module):
         table_N, id_N, score_N = (np.concatenate(column) for column in zip(*of_ranks, strict=True))
         if len(np.unique(np.rec.fromarrays([table_N, id_N]))) < len(id_N):
             raise ValueError("ids must be there once each, so that it is clear which score each has; some repeat")
-        # Each owner's share: a score that is none of its table's rule is refused before any is set.
+        # All owners check their scores before any score is set.
         self.ranks.agree(what, lambda: self.store.policy.check_scores(table_N, id_N, score_N))
         return sum(self.ranks.all_gather(what, lambda: self.store.policy.set_scores(table_N, id_N, score_N)))
 
@@ -212,14 +215,14 @@ class RowCalls(torch.nn.Module):
         return table_N, id_N, score_N.astype(np.uint64)
 
     def set_epoch(self, epoch: int) -> None:
-        """Let uses from now on be of this epoch, for `EpochLRU` and `EpochLFU`; snapshots keep it. With
-        `process_group` every rank makes the call, with the same one.
+        """Set the epoch of further uses, for `EpochLRU` and `EpochLFU`. Snapshots keep the epoch. With `process_group`
+        every rank makes the call, with the same epoch.
 
         Args:
-            epoch: 0 to 2^32 - 1, not before the present one. A new embedding is at 0.
+            epoch: from the current epoch to 2^32 - 1. A new embedding is at epoch 0.
 
         Raises:
-            TypeError, ValueError: it is not as above, or there is no policy.
+            TypeError, ValueError: `epoch` is not as above, or there is no policy.
         """
         what = f"set the epoch of {self.name!r}"
 
@@ -232,14 +235,16 @@ class RowCalls(torch.nn.Module):
         together(self.ranks, [self.store], "set_epoch", what, set_it)
 
     def give_score(self, score: int, table: int = 0) -> None:
-        """Let lookups give the rows of a table whose policy is `GivenScore(on_use=True)` this score from now on, and
-        new rows where it is `GivenScore()`. With `process_group` every rank makes the call.
+        """Set the score that further lookups give to rows of a table: to used rows if its policy is
+        `GivenScore(on_use=True)`, only to new rows if it is `GivenScore()`. With `process_group` every rank makes the
+        call.
 
         Args:
-            score: 0 to 2^64 - 1. It is not in snapshots; the scores of rows are.
+            score: 0 to 2^64 - 1. Snapshots hold the scores of rows, but not this score.
+            table: number of the table.
 
         Raises:
-            TypeError, ValueError: it is not as above, or the table's policy is another one.
+            TypeError, ValueError: `score` is not as above, or the table has another policy.
         """
         policy = None if self.policies is None or not 0 <= table < self.num_tables else self.policies[table]
         if policy is None or not isinstance(policy.evict, GivenScore):
@@ -247,7 +252,7 @@ class RowCalls(torch.nn.Module):
         self.store.policy.give_score(table, GivenScore(score).new)
 
     def _named(self, ids: torch.Tensor, table: int) -> tuple[np.ndarray, np.ndarray]:
-        """The keys that this rank names: int32 [N] and int64 [N]."""
+        """(tables, int32 [N]; ids, int64 [N]) of the ids that this rank passes."""
         if not isinstance(ids, torch.Tensor) or ids.dtype != self.key_type:
             got = ids.dtype if isinstance(ids, torch.Tensor) else type(ids).__name__
             raise TypeError(f"ids must be {self.key_type}, got {got}")

@@ -1,4 +1,4 @@
-"""The snapshots of an embedding, by name and in state dicts: a state dict holds no row, but the name of a snapshot."""
+"""Snapshots of an embedding, by name and in state dicts. A state dict holds the name of a snapshot, and no rows."""
 
 import functools
 import json
@@ -21,7 +21,7 @@ from oneemb.storage.table.json_lists import LongList
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 
 _STATE = re.compile("state-[0-9]{12}-[0-9a-f]{8}")
-"""Names of the snapshots that state dicts have made."""
+"""Pattern of the names of snapshots that `state_dict()` has saved."""
 
 
 class SnapshotCalls(WeightOfRows):
@@ -36,51 +36,52 @@ class SnapshotCalls(WeightOfRows):
     seed: int
     policies: tuple[RowPolicy, ...] | None
     saved: tuple[SnapshotName, int] | None = None
-    """The snapshot saved or loaded last, and the store's count of changes then."""
+    """(snapshot saved or loaded last, `changes` of the store at that time)."""
     remove_folder: Callable[[], object] | None
-    """Removes a temporary folder of rows and snapshots; None = the folder is the user's."""
+    """Removes the temporary folder of rows and snapshots; None = the folder is the user's."""
     keep_state_snapshots: int | None
-    """Snapshots of state dicts to keep; None = all."""
+    """Number of snapshots of state dicts to keep in addition to the newest; None = keep all."""
     may_be_empty = True
-    """Whether the warning of `warn_if_empty` may still come."""
+    """Whether `warn_if_empty` may still warn."""
 
     def save_snapshot(self, name: str, *, overwrite: bool = False) -> None:
         """Save all rows and the optimizer's state, durably, under a name in `persistent_path`.
 
-        When the call returns, the snapshot is complete; if it raises, there is none. Later training does not change it.
-        With `process_group` every rank makes the call, and saves the rows that it owns; where one fails, all raise.
+        When the call returns, the snapshot is complete; if it raises, no snapshot exists. Later training does not
+        change the snapshot. With `process_group` every rank makes the call and saves the rows that it owns; if one rank
+        fails, all raise.
 
         Args:
-            name: any text; percent-encoded it is the name of a file.
-            overwrite: replace a snapshot of this name, atomically.
+            name: any text; percent-encoded, it is the name of a file.
+            overwrite: if True, replace a snapshot of the same name, atomically.
 
         Raises:
-            StorageError: the name is taken or cannot be a name, deltas go on from the snapshot that is to be replaced,
-                or the disk fails; the snapshots there stay whole.
+            StorageError: the name is taken or invalid, the snapshot to replace is the parent of deltas, or the disk
+                fails; existing snapshots stay complete.
             ValueError: `expire_where` of a policy that evicts at snapshots raises; nothing is saved.
         """
         self._save(name, overwrite=overwrite)
 
     def save_delta(self, name: str, since: str, *, keep_evicted: bool = False, overwrite: bool = False) -> None:
         """Save the changes since a snapshot or delta: the rows that were trained, initialized or imported, and the keys
-        of evicted ones. `load_snapshot(name)` loads the rows as they are now, from the snapshot and the
-        deltas since, wherever it lies; `oneemb merge-deltas` makes the delta a whole snapshot.
+        of evicted rows. `load_snapshot(name)` loads the complete rows, from the snapshot and all deltas since;
+        `oneemb merge-deltas` makes a delta a complete snapshot.
 
-        A delta counts as a snapshot: it is complete when the call returns, listed, deleted and named by state dicts as
-        one. What it goes on from cannot be deleted or replaced as long as it is there.
+        A delta counts as a snapshot: it is complete when the call returns, and can be listed, deleted and named by
+        state dicts. Its parent `since` cannot be deleted or replaced while the delta exists.
 
         Args:
-            name: as of `save_snapshot`.
-            since: one of the last four snapshots and deltas that this embedding has saved, or loaded as they were
-                saved by as many ranks.
-            keep_evicted: leave out which rows a policy has evicted: a load of the delta has them as they were before,
-                for serving. Those that `erase` has forgotten go all the same.
-            overwrite: replace a snapshot of this name, atomically.
+            name: as for `save_snapshot`.
+            since: one of the last four snapshots and deltas that this embedding has saved, or has loaded unchanged with
+                as many ranks as had saved it.
+            keep_evicted: if True, leave the keys of rows that a policy has evicted out of the delta, so that its
+                readers keep these rows, for serving. Rows forgotten by `erase` are removed in any case.
+            overwrite: if True, replace a snapshot of the same name, atomically.
 
         Raises:
             TypeError, ValueError: `since` is no name, or is `name`.
-            StorageError: `since` is none of those, or was saved with `keep_evicted` and this is not, the name is taken
-                or cannot be a name, or the disk fails; the snapshots there stay whole.
+            StorageError: `since` is not as above, or was saved with `keep_evicted` while this delta is not; the name is
+                taken or invalid; or the disk fails. Existing snapshots stay complete.
         """
         if not isinstance(since, str):
             raise TypeError(f"since must be the name of a snapshot, got {since!r}")
@@ -103,26 +104,27 @@ class SnapshotCalls(WeightOfRows):
         )
         saved = self.store.snapshots.saved
         if saved is not None and saved[0] == identity:
-            changes = saved[1]  # Expired rows may have been evicted before it.
-        if not keep_evicted:  # Else who loads it has other rows.
+            changes = saved[1]  # The save itself may have evicted expired rows first, which is a change.
+        if not keep_evicted:  # With keep_evicted, the saved rows are not the embedding's rows.
             self.saved = {"oneemb_snapshot": name, "oneemb_identity": identity}, changes
 
     def load_snapshot(self, name: str, *, weights_only: bool = False) -> None:
-        """Go on from a snapshot: its rows, optimizer state and step replace those of the embedding.
+        """Load a snapshot: its rows, optimizer state and step replace those of the embedding.
 
-        If the snapshot has no state, such as one of pretrained vectors, its rows get the state of new rows, and the
-        embedding starts at step 0.
+        If the snapshot has no optimizer state, for example if it was imported from pretrained vectors, its rows get the
+        state of new rows, and the embedding starts at step 0.
 
-        The ranks that saved it may have been more or fewer than those of `process_group`, or none: each rank, and every
-        one has to make the call, reads what it owns. With as many ranks as before it reads its own folder alone.
+        The number of ranks that saved the snapshot may differ from that of `process_group`. Every rank must make the
+        call, and reads the rows that it owns; with an equal number of ranks it reads only its own folder.
 
         Args:
-            weights_only: do so with any snapshot, whatever optimizer's state it has.
+            name: name of the snapshot.
+            weights_only: if True, load only weights: treat the snapshot as one without optimizer state.
 
         Raises:
-            StorageError: there is no snapshot of this name (the message names those there are), or its rows have
-                another width, dtype or optimizer, or are of more tables; the embedding's rows are as they were.
-            KeyboardInterrupt: the embedding's rows are as they were; or, if some had been replaced, every call raises
+            StorageError: there is no snapshot of this name (the message lists the names), or its rows have another
+                width, dtype or optimizer, or belong to more tables; the embedding has not changed.
+            KeyboardInterrupt: the embedding has not changed; or, if some rows had been replaced, every call raises
                 `BrokenStoreError` until another load.
         """
         changed = self.rank_snapshots.together(f"load_snapshot {name!r}", lambda: self._load(name, weights_only))
@@ -134,8 +136,8 @@ class SnapshotCalls(WeightOfRows):
             )
 
     def _load(self, name: str, weights_only: bool = False) -> tuple[str, str] | None:
-        """Load a snapshot, and return the `differences` of the embedding that saved it from this one."""
-        ours = self.description()  # First: a list of tables that is known already is not parsed.
+        """Load a snapshot. Returns the `differences` between the description in the snapshot and this embedding's."""
+        ours = self.description()  # before the load, which then need not parse an equal list of tables
         info, as_saved = self.rank_snapshots.load(
             name, weights_only=weights_only, check=functools.partial(_check_tables, self)
         )
@@ -145,19 +147,19 @@ class SnapshotCalls(WeightOfRows):
         return differences(_check_tables(self, info), ours)
 
     def delete_snapshot(self, name: str) -> None:
-        """Delete a snapshot and free the disk space only it used.
+        """Delete a snapshot and free the disk space that only this snapshot used.
 
         Raises:
-            StorageError: there is no snapshot of this name, or deltas go on from it.
+            StorageError: there is no snapshot of this name, or it is the parent of deltas.
         """
         if self.saved is not None and self.saved[0]["oneemb_snapshot"] == name:
-            self.saved = None  # First of all: no state dict may name a snapshot that is gone, whatever interrupts.
+            self.saved = None  # before the deletion: after an interrupt, no state dict may name a deleted snapshot
         self.rank_snapshots.delete(name)
 
     def snapshots(self) -> list[str]:
-        """Names of the snapshots in `persistent_path`, oldest first, whatever number of ranks has saved them.
+        """Names of the snapshots in `persistent_path`, oldest first, saved by any number of ranks.
 
-        With `process_group` every rank makes the call, and gets the same.
+        With `process_group` every rank makes the call, and gets the same names.
         """
         return self.rank_snapshots.names()
 
@@ -166,7 +168,7 @@ class SnapshotCalls(WeightOfRows):
         return LongList(to_tree(self.tables))
 
     def description(self) -> dict[str, Any]:
-        """Description of the embedding, as snapshots hold it. Callers must not change its list of tables."""
+        """Description of the embedding that is stored in snapshots. Callers must not change its list of tables."""
         absent_T = [policy.absent for policy in self.policies or ()]
         absent = [one if isinstance(one, str) else to_tree(one) for one in absent_T]
         return {
@@ -181,7 +183,7 @@ class SnapshotCalls(WeightOfRows):
         }
 
     def _made(self) -> str:
-        """Arguments of the embedding that must be the same on all ranks, as text."""
+        """Text of the embedding's arguments that must be the same on all ranks."""
         initializers = json.dumps([self._table_trees, repr(self.default_initializer)])
         return (
             f"{self.num_tables} tables, embedding_dim={list(self.column_dims)}, dtype={self.dtype},"
@@ -191,7 +193,7 @@ class SnapshotCalls(WeightOfRows):
             f" default_initializer {zlib.crc32(initializers.encode()):08x}{described(self.policies)}"
         )
 
-    # The weight holds nothing: it is in no state dict. An empty one, as older ones have, is passed over.
+    # The weight holds no rows, so it is in no state dict. An empty weight, as in older state dicts, is ignored.
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         if self.weights_of_another is not None:
@@ -206,24 +208,24 @@ class SnapshotCalls(WeightOfRows):
         super()._load_from_state_dict({**state_dict, f"{prefix}weight": weight.detach()}, prefix, *args)
         if isinstance(given, torch.Tensor) and given.numel():
             what = f"a state dict with {prefix}weight of shape {list(given.shape)}"
-            args[-1].append(changes_no_row(self.name, what))  # as torch has it of tensors of another shape
-        self.weight = weight  # load_state_dict(assign=True) has put another one in its place
+            args[-1].append(changes_no_row(self.name, what))  # as torch does for a tensor of a wrong shape
+        self.weight = weight  # load_state_dict(assign=True) has replaced the weight
 
     def get_extra_state(self) -> torch.Tensor:
-        """Entry of `state_dict()` for the rows: name and identity of a snapshot that has them as they are now.
+        """Entry of `state_dict()` for the rows: name and identity of a snapshot that holds the current rows.
 
-        Saves one, named `state-<step>-<digits>`, unless the last one saved or loaded still has the rows as they are.
-        These snapshots stay until `delete_snapshot`, or until there are `keep_state_snapshots` newer ones: a state dict
-        that is kept, or was written to a file, may name any of them. `oneemb.snapshot_name` gives the name. With
-        `process_group` every rank makes the call, and gets the same.
+        If rows have changed since the last snapshot that was saved or loaded, a new one is saved, named
+        `state-<step>-<digits>`. Such snapshots stay until `delete_snapshot`, or until more than `keep_state_snapshots`
+        newer ones exist: state dicts that are kept or in files may name them. `oneemb.snapshot_name` returns the name
+        in an entry. With `process_group` every rank makes the call, and gets the same entry.
 
         Returns:
-            uint8 [1024]; a copy serves as well.
+            uint8 [1024]. A copy of the tensor can be loaded as well.
         """
         return encode(self.named_snapshot())
 
     def named_snapshot(self) -> SnapshotName:
-        """The same as a dict."""
+        """Name and identity of a snapshot that holds the current rows; see `get_extra_state`."""
         changes, name = self.store.changes, f"state-{self.store.step:012d}-{uuid.uuid4().hex[:8]}"
         saved = self.saved is not None and self.saved[1] == changes
         of_all = self.rank_snapshots.of_all("state_dict", (changes, saved, name))
@@ -237,23 +239,24 @@ class SnapshotCalls(WeightOfRows):
         return self.saved[0].copy()
 
     def _delete_states(self, keep: int) -> None:
-        """Delete the snapshots of state dicts but for the newest, so many before it, and the parents of deltas."""
+        """Delete snapshots of state dicts, except the newest one, the `keep` before it, and parents of deltas."""
         states = [name for name in self.snapshots() if _STATE.fullmatch(name)]
         for name in states[: -keep - 1]:
             try:
                 self.delete_snapshot(name)
             except SnapshotNeededError:
                 pass
-            except (StorageError, OSError) as error:  # The new snapshot is complete: the state dict is still of use.
+            except (StorageError, OSError) as error:  # The new snapshot is complete, so the state dict can be used.
                 warn_user(f"embedding {self.name!r}: state_dict() could not delete the old snapshot {name!r}: {error}")
 
     def set_extra_state(self, state: torch.Tensor) -> None:
-        """Load the snapshot that a state dict names. With `process_group` every rank makes the call, with the same one.
+        """Load the snapshot that an entry of a state dict names. With `process_group` every rank makes the call, with
+        the same entry.
 
         Raises:
-            ValueError: it names none.
-            StorageError: it is not in `persistent_path`, or the one of that name there is another run's; the message
-                says what is there.
+            ValueError: the entry names no snapshot.
+            StorageError: the snapshot is not in `persistent_path`, or the snapshot of this name there belongs to
+                another run; the message lists the snapshots.
         """
         snapshots, named = self.rank_snapshots, list[SnapshotName]()
         what = snapshots.words("load_state_dict")
@@ -261,14 +264,14 @@ class SnapshotCalls(WeightOfRows):
         load_named(self, named[0])
 
     def holds(self, snapshot: SnapshotName) -> bool:
-        """Whether the rows are those of this snapshot still, saved or loaded last."""
+        """Whether `snapshot` is the one saved or loaded last, and no row has changed since."""
         return self.saved == (snapshot, self.store.changes)
 
     def clear(self) -> None:
-        """Forget every row and the optimizer's steps, and what policies have counted: all ids are new again. Snapshots
+        """Forget all rows, the optimizer's step count and the counts of policies: all ids are new again. Snapshots
         stay.
 
-        An embedding whose calls raise `BrokenStoreError` can be used again afterwards, as after `load_snapshot`.
+        An embedding whose calls raise `BrokenStoreError` can be used again after this call, or after `load_snapshot`.
         """
         snapshots = self.rank_snapshots
         snapshots.together("clear", lambda: snapshots.ranks.agree(snapshots.words("clear"), self._clear))
@@ -279,7 +282,8 @@ class SnapshotCalls(WeightOfRows):
         self.saved = None
 
     def warn_if_empty(self) -> None:
-        """Warn, once, if rows are about to be initialized in a folder with snapshots of which none was loaded."""
+        """Warn, once, if the first rows are about to be initialized though the folder has snapshots and none was
+        loaded."""
         asks, self.may_be_empty = self.may_be_empty, False
         if not asks or self.store.changes or self.saved is not None or not self.ranks.first:
             return
@@ -292,12 +296,12 @@ class SnapshotCalls(WeightOfRows):
 
 
 def check_fits(embedding: SnapshotCalls, name: str) -> None:
-    """Raise StorageError unless there is a snapshot of this name whose rows fit, as `load_snapshot` does."""
+    """Raise StorageError unless there is a snapshot `name` that `load_snapshot` could load."""
     embedding.rank_snapshots.check_fits(name, functools.partial(_check_tables, embedding))
 
 
 def load_named(embedding: SnapshotCalls, snapshot: SnapshotName) -> None:
-    """Load the snapshot that `named_snapshot` gave; see `set_extra_state`."""
+    """Load the snapshot in a result of `named_snapshot`; see `set_extra_state`."""
     name = snapshot["oneemb_snapshot"]
     if name is None:
         embedding.clear()
@@ -308,7 +312,8 @@ def load_named(embedding: SnapshotCalls, snapshot: SnapshotName) -> None:
 
 
 def _check_tables(embedding: SnapshotCalls, info: SnapshotInfo) -> dict[str, Any]:
-    """The description that a snapshot was saved with, {} if it has none; an error if it has too many tables."""
+    """Description of the embedding that saved a snapshot; {} = the snapshot has none. StorageError if it has more
+    tables than `embedding`."""
     description = info.meta.get("embedding") or {}
     if len(description.get("tables", ())) > embedding.num_tables:
         raise StorageError(

@@ -1,45 +1,45 @@
-"""Results of `embedding.stats()` and `embedding.metrics()`: sizes now, and counters since the tiers were made."""
+"""Results of `embedding.stats()` and `embedding.metrics()`: current sizes, and counters since the tiers were made."""
 
 from typing import Any, NotRequired, TypedDict, cast
 
 
 class TierStats(TypedDict):
-    """One tier in memory."""
+    """Sizes and counters of one tier in memory."""
 
     rows: int
     slots: int
-    """Places for rows."""
+    """Number of slots, with and without rows."""
     pinned: int
-    """Slots held for lookups whose update is still to come."""
+    """Number of slots pinned for lookups that wait for their update."""
     dirty: int
-    """Rows that have changed since they were written to the store below."""
+    """Number of rows that have changed since they were written to the tier below."""
     hits: int
-    """Unique keys found; in lookups without gradient on the device store, ids."""
+    """Number of unique keys found; of ids, for lookups without gradient on the device store."""
     misses: int
     new_rows: int
     evicted: int
     written_down: int
-    """Rows written to the store below."""
+    """Number of rows written to the tier below."""
     bytes: int
-    """Memory of the rows and of their index."""
+    """Memory of the rows and of the index."""
 
 
 class RemoteStats(TypedDict):
-    """Rows on a parameter server."""
+    """Sizes and counters of the rows on a parameter server."""
 
     rows: int
     dirty: int
-    """Rows that were pushed since the last snapshot."""
+    """Number of rows that were pushed since the last snapshot."""
     rows_pulled: int
     rows_pushed: int
     rows_left_behind: int
-    """Rows that were erased or replaced here, and may be on the server still."""
+    """Number of rows that the embedding has erased or replaced, and that may still be on the server."""
     bytes: int
-    """Memory of the index here."""
+    """Memory of the index in this process."""
 
 
 class TableStats(TypedDict):
-    """The persistent table."""
+    """Sizes and counters of the persistent table."""
 
     rows: int
     physical_block_size: int
@@ -59,39 +59,40 @@ class TableStats(TypedDict):
     rows_missing: int
     rows_put: int
     io: str
-    """Kind of block reads."""
+    """Way of reading blocks."""
     read_depth: int
-    """Reads in flight at most."""
+    """Largest number of reads in flight."""
     read_requests: int
     bytes_read: int
 
 
 class PolicyStats(TypedDict):
-    """Counters of a policy, and its memory."""
+    """Counters and memory of a policy."""
 
     left: dict[str, int]
-    """Rows evicted since the embedding was made, by reason: "capacity", "expired", "norm", "where", "erased"."""
+    """{reason: number of rows evicted since the embedding was made}, with the reasons "capacity", "expired", "norm",
+    "where" and "erased"."""
     bytes: int
-    """Memory beside rows and their records."""
+    """Memory of the policy, without rows and their usage metadata."""
     admitted: NotRequired[int]
-    """Ids that were looked up, each once a lookup, and got a row by a rule of admission."""
+    """Number of ids that a rule of admission gave a row; an id counts once for each lookup."""
     refused: NotRequired[int]
-    """Ids that were looked up, and got no row by a rule of admission."""
+    """Number of ids that a rule of admission gave no row; an id counts once for each lookup."""
     turned_away: NotRequired[int]
-    """Ids of lookups that got no row since their table was full, with `when_full="refuse"`."""
+    """Number of ids that got no row since the table was full (`when_full="refuse"`); an id counts once a lookup."""
 
 
 class EmbeddingStats(TypedDict):
-    """An embedding, with a dict for each place that keeps its rows. There are none before the first lookup."""
+    """Sizes and counters of an embedding, with a dict for each tier. Before the first lookup there are no tiers."""
 
     rows: int
-    """Known ids of all tables; with `process_group`, those whose rows this rank has."""
+    """Number of known ids of all tables; with `process_group`, of ids whose rows or copies this rank has."""
     replicated_rows: int
-    """Known ids of replicated tables, of which other ranks have copies too; 0 without `process_group`."""
+    """Number of known ids of replicated tables, whose rows all ranks copy; 0 without `process_group`."""
     step: int
-    """Updates made."""
+    """Number of updates made."""
     hit_rate: float
-    """Share of unique keys found in the hot tier; of ids, in lookups without gradient on the device store."""
+    """Share of unique keys found in the hot tier; of ids, for lookups without gradient on the device store."""
     policy: NotRequired[PolicyStats]
     """Counters of the policy, if the embedding has one."""
     device: NotRequired[TierStats]
@@ -101,20 +102,20 @@ class EmbeddingStats(TypedDict):
 
 
 def memory_of(stats: EmbeddingStats) -> int:
-    """Bytes of memory of all tiers, with indexes of the store below them."""
+    """Bytes of memory of all tiers, including the indexes of the persistent table or server."""
     its = cast("dict[str, Any]", stats)  # Keys of a TypedDict are literals.
     tiers = sum(its[place]["bytes"] for place in ("device", "host", "remote") if place in its)
     return int(tiers + its.get("persistent", {}).get("memory_bytes", 0))
 
 
 def metrics_of(stats: EmbeddingStats, before: dict[str, int]) -> tuple[dict[str, float], dict[str, int]]:
-    """Figures of `embedding.metrics()`, and the counters to give the next call as `before`; none at the first."""
+    """(result of `embedding.metrics()`, counters to pass as `before` in the next call; {} in the first call)."""
     its = cast("dict[str, Any]", stats)  # Keys of a TypedDict are literals.
     hot, table, remote = (its.get(place, {}) for place in ("device", "persistent", "remote"))
     read = table.get("rows_got", 0) - table.get("rows_missing", 0) + remote.get("rows_pulled", 0)
     counted = {"hits": hot.get("hits", 0), "misses": hot.get("misses", 0), "read": read}
     if any(counted[name] < then for name, then in before.items()):
-        before = {}  # The tiers have been made anew.
+        before = {}  # The tiers were made anew, so counters began at 0.
     hits, misses, read_now = (counted[name] - before.get(name, 0) for name in ("hits", "misses", "read"))
     tiers = [its[place] for place in ("device", "host") if place in its]
     figures: dict[str, float] = {

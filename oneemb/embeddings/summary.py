@@ -13,10 +13,10 @@ from oneemb.storage.errors import StorageError
 
 
 def facts_of(embedding: Any) -> dict[str, str]:
-    """Facts of an embedding, in words, by name. Any: the class of embeddings uses this function.
+    """{name of a fact: text} of an embedding. A closed or broken embedding has only its arguments and the error.
 
     Args:
-        embedding: a `TableEmbedding`; of one that is closed or broken only the arguments and the error.
+        embedding: a `TableEmbedding`. Any: the module of this class imports this one.
     """
     options = embedding.store_options
     facts = {
@@ -49,7 +49,7 @@ def _optimizer(embedding: Any, stats: EmbeddingStats) -> str:
 
 
 def _brief(value: Any) -> str:
-    """A dataclass with the fields alone that are not as by default."""
+    """Text of a dataclass, with only the fields that differ from their defaults."""
     if not dataclasses.is_dataclass(value):
         return repr(value)
     its = [(field.name, getattr(value, field.name), field.default) for field in dataclasses.fields(value)]
@@ -62,14 +62,14 @@ def _in_mib(size: int) -> str:
 
 
 def summary(model: torch.nn.Module) -> str:
-    """Table of a model's embeddings, a line each, with the number of rows and weights; and of its other parameters. Of
-    an embedding that is closed or broken a line below the table has the error.
+    """Text of a table with one line for each embedding of a model (numbers of rows and weights, memory, optimizer), and
+    a line with the number of other parameters. The error of a closed or broken embedding is a line below the table.
 
     Args:
-        model: any module, an embedding itself too.
+        model: any module, also an embedding.
 
     Raises:
-        TypeError: it is no module.
+        TypeError: `model` is no module.
 
     Example:
         >>> import torch, oneemb
@@ -112,7 +112,7 @@ def summary(model: torch.nn.Module) -> str:
 
 
 def html_of(title: str, facts: dict[str, str]) -> str:
-    """Facts as a table for notebooks."""
+    """HTML of a table of facts, for notebooks."""
     left = 'style="text-align:left"'
     rows = [
         f"<tr><th {left}>{html.escape(name)}</th><td {left}>{html.escape(fact)}</td></tr>"
@@ -122,5 +122,5 @@ def html_of(title: str, facts: dict[str, str]) -> str:
 
 
 def html_of_text(text: str) -> str:
-    """Lines of text for notebooks, in letters of one width."""
+    """HTML of lines of text in a monospaced font, for notebooks."""
     return f'<pre style="line-height:1.2">{html.escape(text)}</pre>'

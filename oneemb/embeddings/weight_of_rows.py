@@ -1,8 +1,8 @@
-"""The parameter that stands for the rows of an embedding, [0, D]: the optimizer that trains them, and their moves.
+"""The parameter of shape [0, D] that stands for the rows of an embedding; the optimizer and the device of the rows.
 
-The parameter holds no row: an initializer, a copy or an assignment would change none, silently, so each is an error, as
-is a write into `weight.data`, `weight.detach()` or a view of these. Arithmetic on the parameter itself is allowed,
-since optimizers do it, with gradients of zeros too; it changes nothing.
+The parameter holds no row, so an initializer, a copy or an assignment would silently change no row. Each of these is
+an error, and so is a write into `weight.data`, `weight.detach()` or a view of these. Arithmetic on the parameter itself
+is allowed, since optimizers do it; it changes nothing.
 """
 
 import copy
@@ -27,7 +27,7 @@ from oneemb.storage.embedding_store import EmbeddingStore
 
 
 class WeightOfRows(torch.nn.Module):
-    """Part of an embedding: its weight, and who trains the rows that it stands for."""
+    """Part of an embedding: its weight, and the optimizer that trains the rows."""
 
     name: str
     embedding_dim: int
@@ -37,12 +37,13 @@ class WeightOfRows(torch.nn.Module):
     store: EmbeddingStore
     rank_snapshots: RankSnapshots
     weight: torch.nn.Parameter
-    """Stands for all rows in parameter lists, [0, D]: it holds none. Its gradient is a `RowGrad`."""
+    """Parameter [0, D] that stands for all rows in lists of parameters, and holds no row. Its gradient is a
+    `RowGrad`."""
     weights_of_another: tuple[torch.nn.Parameter, ...] | None = None
     """Parameters of another module that stand for the rows in place of `weight`; see `stand_for_rows`."""
     row_optimizer: RowOptimizer | None = None
-    """Update of the rows; set by the first step of a torch optimizer, `oneemb.Optimizer` or
-    `TrainGraph.add_optimizer`."""
+    """Update of the rows; None until the first step of a torch optimizer, `oneemb.Optimizer` or
+    `TrainGraph.add_optimizer` sets it."""
     optimizer_ref: weakref.ref[torch.optim.Optimizer] | None = None
 
     def begin_weight(self) -> None:
@@ -52,43 +53,43 @@ class WeightOfRows(torch.nn.Module):
 
     @property
     def weights(self) -> tuple[torch.nn.Parameter, ...]:
-        """The parameters that stand for rows: one for all, or see `stand_for_rows`."""
+        """The parameters that stand for the rows: `weight`, or the parameters given to `stand_for_rows`."""
         if self.weights_of_another is not None:
             return self.weights_of_another
-        # Asked anew each time: torch's tools, such as fully_shard, put other parameters in a module's place.
+        # Read anew each time: torch's tools, such as fully_shard, replace the parameters of a module.
         weight = self._parameters.get("weight")
         return (self.weight if weight is None else weight,)
 
     @property
     def is_trained(self) -> bool:
-        """Whether rows, of any table, are to get a gradient."""
-        for weight in self.weights:  # a loop, which is quicker than `any`: every lookup asks
+        """Whether rows of any table get a gradient."""
+        for weight in self.weights:  # a loop, which is faster than `any`, since every lookup runs this
             if weight.requires_grad:
                 return True
         return False
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
-        """Register a parameter; refuse one with values as `weight`, which stands for the rows."""
+        """Register a parameter, as torch does. A parameter with values is refused as `weight`."""
         if name == "weight" and param is not None and param.dim() and len(param):
             refuse_values(self.name, f"weight = a parameter of shape {list(param.shape)}")
         super().register_parameter(name, param)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """The torch optimizer that trains the rows; None = there is none, or it is gone."""
+        """The torch optimizer that trains the rows; None = no optimizer, or it no longer exists."""
         return None if self.optimizer_ref is None else self.optimizer_ref()
 
     def detach_optimizer(self, state: str = "keep") -> None:
-        """Let another optimizer, or another graph's, train the rows from now on.
+        """Detach the optimizer from the rows, so that another optimizer, also of another graph, can train them.
 
         Args:
-            state: what becomes of the optimizer's state. "keep": an optimizer of the same class goes on with it;
-                "drop": rows lose it, and any optimizer begins anew, at step 0; "adam", "adamw" or "sparse_adam", for
-                rows of one of these three: another of them goes on with the moments.
+            state: use of the optimizer state in the rows. "keep": an optimizer of the same class continues with it;
+                "drop": rows lose it, and any optimizer starts anew, at step 0; "adam", "adamw" or "sparse_adam": for
+                rows of one of these three, the named optimizer continues with the moments.
 
         Raises:
-            ValueError: `state` is none of these.
-            StorageError: there is no room for the rows on the disk on their way; they are as they were.
+            ValueError: `state` is not as above.
+            StorageError: the disk has no room to rewrite the rows; they have not changed.
         """
         name = self.store.format.optimizer
         if state not in ("keep", "drop") and not (state in SAME_STATE and (name is None or name in SAME_STATE)):
@@ -100,16 +101,19 @@ class WeightOfRows(torch.nn.Module):
         self.row_optimizer = self.optimizer_ref = None
 
     def check_apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """The weight as a conversion of the module, such as `to` or `half`, would make it. Changes nothing.
+        """The weight that a conversion of the module, such as `to` or `half`, would make. Changes nothing.
+
+        Args:
+            fn: the conversion of a tensor.
 
         Raises:
-            RuntimeError, NotImplementedError: rows cannot be moved where the conversion moves its parameters.
+            RuntimeError, NotImplementedError: rows cannot be moved to the device of the converted weight.
         """
         moved = torch.empty(0, self.embedding_dim, dtype=torch.float32, device=self.store.backend.device)
         failure = None
         try:
             moved = fn(moved)
-        except (AssertionError, RuntimeError) as error:  # This build of torch lacks the device that was asked for.
+        except (AssertionError, RuntimeError) as error:  # This build of torch lacks the device.
             failure = error
         if failure is not None:
             raise RuntimeError(f"embedding {self.name!r} cannot move: {_why_no_gpu(failure)}") from failure
@@ -128,7 +132,7 @@ class WeightOfRows(torch.nn.Module):
         try:
             moved = self.check_apply(fn)
         except RuntimeError as error:  # NotImplementedError is one too.
-            # torch converts a model module by module and cannot ask all of them first, as a graph does.
+            # torch converts a model module by module, without checking all modules first, as a graph does.
             raise type(error)(
                 f"{error}. Parts of the model that come before this embedding, if any do, are converted already; those"
                 " on meta have lost their values: load them again"
@@ -141,15 +145,15 @@ class WeightOfRows(torch.nn.Module):
             )
         if moved.device != self.store.backend.device:
             self.store.form.move_to(moved.device)
-        # The weight keeps its dtype, as the rows that it stands for keep theirs.
+        # The weight keeps its dtype, since the rows keep theirs.
         return super()._apply(lambda tensor: fn(tensor).to(tensor.dtype), recurse)
 
 
 def attach_rows(embedding: WeightOfRows, row_optimizer: RowOptimizer, optimizer: torch.optim.Optimizer) -> None:
-    """Give every row the state of this optimizer. Users call `oneemb.Optimizer` or `TrainGraph.add_optimizer`.
+    """Give every row the state of an optimizer. Users call `oneemb.Optimizer` or `TrainGraph.add_optimizer`.
 
     Raises:
-        ValueError: `size_factor` or `storage_dim` of the store options is too small for it.
+        ValueError: `size_factor` or `storage_dim` of the store options is too small for the state.
         StorageError: the rows already hold another optimizer's state, or the path is in use.
     """
     needed = row_optimizer.state_width(embedding.embedding_dim)
@@ -162,14 +166,15 @@ def attach_rows(embedding: WeightOfRows, row_optimizer: RowOptimizer, optimizer:
 
 
 def stand_for_rows(embedding: WeightOfRows, weights: Sequence[torch.nn.Parameter], *, is_kept: bool = True) -> None:
-    """Let parameters of another module stand for the rows of each table, in place of `weight`: so tables can be
-    frozen, and trained with options of their own, by groups of one optimizer. To be called before the first lookup.
+    """Let parameters of another module stand for the rows, in place of `weight`. With one parameter for each table,
+    tables can be frozen, or trained with options of their own, by param groups of one optimizer. Call it before the
+    first lookup.
 
-    Parameters and state dicts then have nothing of this embedding: the other module is asked.
+    The embedding is then in no list of parameters and no state dict; the other module is.
 
     Args:
-        weights: of shape [0, D], one for each table, or one for all.
-        is_kept: whether `persistent_path` stays when the other module is gone; otherwise no snapshot can be saved.
+        weights: parameters of shape [0, D], one for each table, or one for all tables.
+        is_kept: whether `persistent_path` stays when the other module is gone. If False, no snapshot can be saved.
     """
     assert embedding.ranks.alone or len(weights) == 1, "between ranks all rows have one gradient"
     embedding.rank_snapshots.are_kept = is_kept
@@ -186,13 +191,13 @@ def _stand_for(embedding: WeightOfRows, weight: torch.nn.Parameter) -> None:
 
 
 def drop_grads(embedding: WeightOfRows) -> None:
-    """Forget the gradients of rows."""
+    """Drop the gradients of rows."""
     for weight in embedding.weights:
         weight.grad = None
 
 
 class _RowsOf(weakref.ref):
-    """The embedding whose rows a weight stands for."""
+    """Weak reference of a weight to its embedding, which refuses to be pickled."""
 
     def __reduce_ex__(self, protocol: object) -> Never:
         raise TypeError(
@@ -202,7 +207,7 @@ class _RowsOf(weakref.ref):
 
 
 def _why_no_gpu(failure: BaseException) -> str:
-    """Reason why no GPU can be used, and what to install, as far as known."""
+    """Text of the reason why no GPU can be used, with the package to install if it is known."""
     from oneemb.kernels.launch import Gpu
 
     try:
@@ -212,20 +217,20 @@ def _why_no_gpu(failure: BaseException) -> str:
     return str(failure)
 
 
-_TENSOR: Any = torch.Tensor  # Any: its properties are declared as attributes.
+_TENSOR: Any = torch.Tensor  # Any: torch declares the properties of this class as attributes.
 
 _GIVE_VALUES = (
     "bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_", "normal_", "random_",
     "set_", "uniform_", "zero_", "__setitem__",
 )  # fmt: skip
-"""Methods that give a tensor values which do not depend on those it has."""
+"""Methods that overwrite the values of a tensor."""
 
 _CHANGE_VALUES = (
     "add_", "addcdiv_", "addcmul_", "clamp_", "clamp_max_", "clamp_min_", "div_", "index_add_", "index_copy_",
     "index_fill_", "index_put_", "lerp_", "masked_fill_", "masked_scatter_", "mul_", "neg_", "put_", "renorm_",
     "scatter_", "scatter_add_", "sub_", "__iadd__", "__idiv__", "__imul__", "__isub__", "__itruediv__",
 )  # fmt: skip
-"""Methods that change the values which a tensor has."""
+"""Methods that change the values of a tensor, depending on its old values."""
 
 
 def refuse_values(name: str, what: str) -> Never:
@@ -234,7 +239,7 @@ def refuse_values(name: str, what: str) -> Never:
 
 
 def changes_no_row(name: str, what: str) -> str:
-    """Text of the error for a write of values, `what`, to the weight of embedding `name`."""
+    """Text of the error for a write of values to the weight of embedding `name`. `what` names the write."""
     return (
         f"{what} would change no row of embedding {name!r}, whose weight has shape [0, D]: it stands for the rows and"
         " holds none. For new rows give an initializer, oneemb.make_table(oneemb.make_normal_initializer(...)), or"
@@ -248,17 +253,17 @@ def _refusing(method: str) -> Callable[..., Any]:
 
     def refuse(self: "_HoldsNone", *args: Any, **kwargs: Any) -> Any:
         if method == "copy_" and args and isinstance(args[0], torch.Tensor) and args[0].nelement() == 0:
-            return torch.Tensor.copy_(self, *args, **kwargs)  # load_state_dict does.
+            return torch.Tensor.copy_(self, *args, **kwargs)  # load_state_dict copies an empty tensor
         refuse_values(self.name, what)
 
     return refuse
 
 
 class _HoldsNone(torch.Tensor):
-    """A tensor that stands for rows."""
+    """Base class of tensors that stand for rows and hold no values."""
 
     embedding: Callable[[], Any] = staticmethod(lambda: None)
-    """Returns the embedding whose rows the tensor stands for; None = it is gone, or the tensor is a copy."""
+    """Returns the embedding whose rows the tensor stands for; None = it no longer exists, or the tensor is a copy."""
 
     @property
     def name(self) -> str:
@@ -266,19 +271,19 @@ class _HoldsNone(torch.Tensor):
         embedding = self.embedding()
         return "" if embedding is None else embedding.name
 
-    # torch's compiler traces the methods below as Python code. It cannot trace `sys._getframe`, and it would take
-    # `_TENSOR.shape` for this class's own property again: while it traces, other methods answer.
+    # torch's compiler traces the methods below as Python code. It cannot trace `sys._getframe`, and would take
+    # `_TENSOR.shape` for the property of this class, so the methods answer differently while it traces.
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        """See torch.Tensor."""
+        """Shape of the tensor; an error if an initializer of torch reads it."""
         if is_dynamo_compiling():
             return self.size()
         self._refuse_initializer(sys._getframe(1))
         return _TENSOR.shape.__get__(self)
 
     def numel(self) -> int:
-        """See torch.Tensor."""
+        """Number of elements, 0; an error if an initializer of torch reads it."""
         if is_dynamo_compiling():
             return self.size().numel()
         self._refuse_initializer(sys._getframe(1))
@@ -291,11 +296,11 @@ class _HoldsNone(torch.Tensor):
 
 
 class RowWeight(torch.nn.Parameter, _HoldsNone):
-    """A parameter that stands for rows, and refuses values."""
+    """Parameter that stands for rows, and refuses values."""
 
     @property
     def data(self) -> torch.Tensor:
-        """The tensor without gradient; writes to it in place are refused too."""
+        """The tensor without gradient, which refuses writes in place, too."""
         if is_dynamo_compiling():
             return torch.Tensor.detach(self)
         return _data_of(_TENSOR.data.__get__(self), self)
@@ -307,15 +312,14 @@ class RowWeight(torch.nn.Parameter, _HoldsNone):
         _TENSOR.data.__set__(self, data)
 
     def detach(self) -> torch.Tensor:
-        """The tensor without gradient; writes to it in place are refused too."""
+        """The tensor without gradient, which refuses writes in place, too."""
         if is_dynamo_compiling():
             return torch.Tensor.detach(self)
         return _data_of(torch.Tensor.detach(self), self)
 
 
 class _Data(_HoldsNone):
-    """Tensor that `weight.data`, `weight.detach()` and views of these give. Copies, and other results, are ordinary
-    tensors."""
+    """Class of `weight.data`, `weight.detach()` and views of these. Copies and other results are ordinary tensors."""
 
     @classmethod
     def __torch_function__(
@@ -323,7 +327,7 @@ class _Data(_HoldsNone):
     ) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         written = kwargs.get("out")
-        if name in _ALL and name != "copy_":  # these methods have decided already
+        if name in _ALL and name != "copy_":  # the first argument is written; the method copy_ checks itself
             written = args[0] if args else kwargs.get("input", kwargs.get("self"))
         if isinstance(written, _Data):
             refuse_values(written.name, f"torch.{name} into the weight")
@@ -337,7 +341,7 @@ class _Data(_HoldsNone):
             return _view_of(found, source)
 
     def detach(self) -> torch.Tensor:
-        """The tensor, detached, of the same class: torch makes no parameter of a tensor that loses its class."""
+        """The detached tensor, of the same class: torch makes a parameter only of a tensor that keeps its class."""
         return _data_of(torch.Tensor.detach(self), self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -351,14 +355,14 @@ class _Data(_HoldsNone):
 
 
 def _data_of(tensor: torch.Tensor, holder: _HoldsNone) -> _Data:
-    """A tensor of the holder's memory that refuses values."""
+    """`tensor`, which has the memory of `holder`, as a tensor that refuses values."""
     data = tensor.as_subclass(_Data)
     data.embedding = holder.embedding
     return data
 
 
 def _view_of(found: Any, source: _Data) -> Any:
-    """Result of a function; a view of `source` refuses values."""
+    """`found`, the result of a function of `source`; if it is a view, as a tensor that refuses values."""
     if not isinstance(found, torch.Tensor):
         return found
     tensor = found

@@ -1,4 +1,4 @@
-"""Base of graphs, which calls `build` and makes its lookups ahead of the call; and the graph that only evaluates."""
+"""`CompiledGraph`, the base of graphs, which makes the lookups of `build` ahead of its call; and `EvalGraph`."""
 
 import functools
 import inspect
@@ -27,18 +27,19 @@ from oneemb.training.plan_cache import Batch, PlanCache
 
 @dataclass
 class GraphConfig:
-    """Options of a graph's compilation. A change counts from the next call on.
+    """Options of a graph. A change takes effect at the next call.
 
     Args:
-        accumulation_steps: calls for each update. Every call runs forward and backward; the last of them updates with
-            the sum of their gradients. Divide the loss by this number for the mean.
-        compile_dense: run dense modules through torch.compile. Their numbers may then differ in the last bits. If
-            torch.compile fails, one warning says why and the module runs as it is.
-        cuda_graph: on a GPU, replay dense modules, forward and backward, as CUDA graphs instead of launching their
+        accumulation_steps: number of calls for each update. Every call runs forward and backward; the last call
+            updates with the sum of the gradients. Divide the loss by this number for the mean.
+        compile_dense: run dense modules through torch.compile. Results may then differ in the last bits. If
+            torch.compile fails, one warning gives the reason and the module runs uncompiled.
+        cuda_graph: on a GPU, replay forward and backward passes of dense modules as CUDA graphs, instead of launching
             kernels one by one. A module is captured at its fourth training step with inputs of one shape, by
-            torch.cuda.make_graphed_callables, whose limits hold: no hooks, tensors alone as arguments, nothing that
-            depends on values. If it cannot be captured, for example because `build` calls it twice, one warning says
-            why and it runs as it is. Other threads must not use the GPU during a capture; the thread of `run` does not.
+            torch.cuda.make_graphed_callables, whose limits hold: no hooks, only tensors as arguments, no control flow
+            that depends on values. If a module cannot be captured, for example because `build` calls it twice, one
+            warning gives the reason and the module runs without a graph. Other threads must not use the GPU during a
+            capture; the thread of `run` does not.
     """
 
     accumulation_steps: int = 1
@@ -47,7 +48,7 @@ class GraphConfig:
 
 
 def _goes_on(forward: object) -> bool:
-    """Whether a method calls `super().forward`, as one does that is around a graph's step."""
+    """Whether a method `forward` calls `super().forward`, so that it surrounds the graph's step."""
     code = getattr(inspect.unwrap(cast(Any, forward)), "__code__", None)
     return code is not None and {"super", "forward"} <= set(code.co_names)
 
@@ -76,7 +77,7 @@ class CompiledGraph(LoaderLoops):
         self._signature = Signature(self.build)
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the result of a call; each graph defines it."""
+        """Result of a call of the graph. Each graph defines this method."""
         raise NotImplementedError(f"{type(self).__name__} must define build(self, ...)")
 
     # ---- compiling --------------------------------------------------------------------------------------------------
@@ -96,7 +97,7 @@ class CompiledGraph(LoaderLoops):
         return self._dense[options]
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        # torch converts modules one by one: an embedding that refuses must do so before the first is converted.
+        # torch converts modules one by one, so an embedding must refuse before the first module is converted.
         for embedding in embeddings_of(self).values():
             embedding.check_apply(fn)
         return super()._apply(fn, recurse)
@@ -115,35 +116,37 @@ class CompiledGraph(LoaderLoops):
         snapshot: str | None = None,
         dynamic_shapes: Any = None,
     ) -> None:
-        """Write an inference program: what `build` returns in eval mode, with the rows in it; docs/export.md has more.
+        """Write an inference program, which computes the result of `build` in eval mode and contains the rows. See
+        docs/export.md.
 
-        The graph and its embeddings are as before. Of a `TrainGraph` the program computes all that `build` returns, and
-        takes all that it takes, labels too: `loss.backward()` is left out. For scores alone give an `EvalGraph` with
-        the same modules.
+        The graph and its embeddings do not change. The program of a `TrainGraph` takes all arguments of `build`, labels
+        too, and computes the whole result, without `loss.backward()`. To export only scores, give the same modules to
+        an `EvalGraph`.
 
         Args:
-            path: the file, replaced when the new one is complete; its folder must be there. Torch asks for a name that
-                ends in .pt2, or .pt for TorchScript.
-            args, kwargs: of `build`, an example batch, on the CPU. The first dimension of every tensor, 2 or more here,
-                is free in the program: any number of examples, 0 too. What is no tensor is fixed.
+            path: the file, replaced when the new file is complete; its folder must exist. Torch expects a name that
+                ends in .pt2, or in .pt for TorchScript.
+            args, kwargs: arguments of `build`: an example batch, on the CPU. The first dimension of every tensor, here
+                at least 2, is free in the program: any number of examples, also 0. Other values are constants.
             format: "export" = a program for torch.export.load; "aot_inductor" = a compiled package for
                 torch._inductor.aoti_load_package or C++; "torchscript" = traced, for torch.jit.load.
-            dtype: of the rows in the program: "float32" = the weights as trained, bit for bit.
-            lookup: "aten" = ops that every torch has; "op" = one op of oneemb, quicker in Python, where it must be
-                imported: `import oneemb.serving.frozen_op`.
-            absent: how an id without a row reads: "initial", as its row begins in training, or "zeros".
-            snapshot: whose rows; None = the rows as they are.
-            dynamic_shapes: those of torch.export.export, where other dimensions are free than the first ones.
+            dtype: dtype of the rows in the program; "float32" = the trained weights, bit for bit.
+            lookup: "aten" = ops that every torch has; "op" = one op of oneemb, which is faster, and needs
+                `import oneemb.serving.frozen_op` in Python.
+            absent: value of an id without a row: "initial" = its initial weights in training, or "zeros".
+            snapshot: name of the snapshot whose rows are exported; None = the current rows.
+            dynamic_shapes: argument of torch.export.export, if other dimensions than the first ones are free.
 
         Raises:
-            BuildError: `build` branches on values, fixes the number of examples, or does what torch.export cannot do.
+            BuildError: `build` branches on values, fixes the number of examples, or does something that torch.export
+                cannot export.
             TypeError: `path` is no path, `kwargs` no dict, or `snapshot` no name.
-            ValueError: an argument is not as above, something is not on the CPU, or the graph holds what no program
-                can: a collection of `oneemb.torchrec`, an `InferenceEmbedding`.
-            FileNotFoundError: the folder of `path` is not there.
+            ValueError: an argument is not as above, a tensor or module is not on the CPU, or the graph has a module
+                that no program can hold: a collection of `oneemb.torchrec`, an `InferenceEmbedding`.
+            FileNotFoundError: the folder of `path` does not exist.
             IsADirectoryError: `path` is a folder.
             StorageError: there is no such snapshot, rows do not fit in the dtype, or files cannot be read or written.
-            Whatever is raised, `path` is as it was.
+            After any error, the file at `path` is unchanged.
 
         Example:
             >>> import tempfile, torch, oneemb
@@ -176,22 +179,22 @@ class CompiledGraph(LoaderLoops):
         """Run one step on a batch.
 
         Args:
-            args, kwargs: those of `build`.
+            args, kwargs: arguments of `build`.
 
         Returns:
-            What `build` returns.
+            The result of `build`.
 
         Raises:
-            BuildError: `build` does something that has no place in a graph; the message names it and its line.
+            BuildError: `build` does something that a graph refuses; the message names the call and its line.
             NonFiniteGradientError: a gradient is NaN or infinite; no weight, state or count has changed. Ids that the
                 lookups have inserted stay, with their initial values.
-            What `build`, a hook, an optimizer or a scheduler raises: a note says what was updated before. A step whose
+            Any error of `build`, a hook, an optimizer or a scheduler: a note says what was updated before. A step whose
                 scheduler failed has been made and is counted.
         """
         since, made = moment(), self._steps_made()
-        try:  # As `_failing_together`.
+        try:  # as in `_failing_together`
             prepared = Prepared(None, position=self._called_by)
-            if self._called_by is not None:  # Assignments to modules take long.
+            if self._called_by is not None:  # An assignment to an attribute of a module takes long.
                 self._called_by = None
             batch = self._batch(args, kwargs)
             return self._in_step(batch, functools.partial(self._step, batch, prepared, None))
@@ -210,11 +213,13 @@ class CompiledGraph(LoaderLoops):
         self, batch: Batch, prepared: Prepared, on_acquired: OnAcquired | None, expected: list[MadeLookup],
         **surrounding: Any,
     ) -> Any:  # fmt: skip
-        """Call `build`, and return its result.
+        """Result of `build` for a batch.
 
         Args:
-            expected: the lookups that it is expected to make are added to this list.
-            surrounding: of `Building`.
+            prepared: the batch's prepared values, if the batch was prepared ahead.
+            on_acquired: called once the rows of the lookups are acquired; None outside of `run` with prefetch.
+            expected: list to which the lookups that `build` is expected to make are added.
+            surrounding: further arguments of `Building`.
         """
         self._stats.profile = profile = self._active_profile()
         known = self._plans.of(batch, self._inserts())
@@ -222,14 +227,13 @@ class CompiledGraph(LoaderLoops):
         tape, plan = known.tape(batch), known.plan
         if plan is None:
             prepared.drop()
-        elif (
-            plan.only_embedding and on_acquired is None and prepared.values is None
-        ):  # Called, not in `run`: nothing was prepared ahead.
+        elif plan.only_embedding and on_acquired is None and prepared.values is None:
+            # A call, not `run`: nothing was prepared ahead.
             surrounding |= {"at_once": plan.only_embedding, "count": functools.partial(self._count_lookup, expected)}
         else:
             self._expect(expected, plan, batch, prepared, profile)
         all_made = on_acquired or (lambda: None)
-        planned = cast("list[Expected]", expected)  # None was made yet.
+        planned = cast("list[Expected]", expected)  # No lookup was made yet.
         building = Building(names, planned, all_made, tape, announced=prepared.announced, **surrounding)
         dense = self._dense_compiler()
         call = functools.partial(self._stats.call, "build", building.call, self.build, *batch.args, **batch.kwargs)
@@ -253,19 +257,19 @@ class CompiledGraph(LoaderLoops):
     def _expect(
         self, expected: list[MadeLookup], plan: Plan, batch: Batch, prepared: Prepared, profile: Profile | None
     ) -> None:
-        """Add the lookups that `build` is expected to make."""
+        """Add the lookups that `build` is expected to make to `expected`."""
         try:
             fits = prepared.plan is plan and prepared.values is not None and prepared.versions == plan.versions()
             if not fits and (prepared.values is not None or prepared.announced.lookups):
                 prepared.drop()
             expected += plan.expect(batch.values, prepared.values if fits else None, profile)
-        except Exception:  # `build` will make them as in eager mode, and raise the error in its line.
+        except Exception:  # `build` will make the lookups as in eager mode, and raise the error at its line.
             prepared.drop()
-        prepared.values = None  # Its rows are the lookups' own, or dropped.
+        prepared.values = None  # The expected lookups hold the rows, or the rows were dropped.
 
     def _count_lookup(self, expected: list[MadeLookup], make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Make a lookup and count it. Its rows are unpinned with those that were expected: the result or the error of
-        `build`, if it is kept, keeps the lease too."""
+        """Result of the lookup `make`, which is counted and timed. The lookup is added to `expected`, so that its rows
+        are unpinned after the step, even if a kept result or error of `build` keeps the lease alive."""
         rows = self._stats.call("lookup", make, measure=measure_gather)
         lease = getattr(rows.grad_fn, "lease", None)
         if lease is not None:
@@ -273,23 +277,23 @@ class CompiledGraph(LoaderLoops):
         return rows
 
     def _why_not_captured(self) -> str:
-        """Reason why dense modules must not be captured as CUDA graphs; "" = they may be."""
+        """Reason why dense modules must not be captured as CUDA graphs; "" = they may be captured."""
         return ""
 
 
 def step_locks(graph: torch.nn.Module) -> list[StepLock]:
-    """The locks of the stores of all embeddings below a module."""
+    """The step locks of the stores of all embeddings below a module."""
     return [embedding.store.step_lock for embedding in embeddings_of(graph).values()]
 
 
 class EvalGraph(CompiledGraph):
     """A graph that only evaluates: subclass it, assign modules, define `build`, and call the object.
 
-    A call runs all modules in eval mode, whatever mode they are in, makes no gradient and inserts no id: an unknown id
-    reads as its initial value. So a `TrainGraph` and an `EvalGraph` may share modules. If two threads call graphs that
-    share an embedding, each waits for the step of the other. Other modules have no such lock, and their mode is the
-    same for all threads: an `EvalGraph` may not run while another thread trains its modules eagerly, or calls a graph
-    that shares modules with it but no embedding; give it copies of those modules.
+    A call runs all modules in eval mode, in whatever mode they are, computes no gradient and inserts no id: an unknown
+    id reads as its initial value. So a `TrainGraph` and an `EvalGraph` may share modules. If two threads call graphs
+    that share an embedding, each waits for the step of the other. Other modules have no such lock, and their mode is
+    the same for all threads. So an `EvalGraph` must not run while another thread trains its modules eagerly, or calls
+    a graph that shares modules but no embedding with it; give the `EvalGraph` copies of such modules.
 
     Example:
         >>> import tempfile, torch, oneemb

@@ -1,4 +1,4 @@
-"""Joins a torch optimizer with embeddings: the update of rows and the step of dense parameters are one."""
+"""`oneemb.Optimizer`: steps of a torch optimizer on dense parameters and on the rows of embeddings."""
 
 import functools
 import warnings
@@ -23,8 +23,8 @@ from oneemb.training.step_hooks import rows_stepped, steps_nothing
 
 
 def _of_torch(name: str, doc: str) -> Any:
-    """Property that is the torch optimizer's attribute of this name; in `__init__`, before there is one, the object's
-    own."""
+    """Property that reads and writes the attribute `name` of the torch optimizer; in `__init__`, before the torch
+    optimizer is set, an attribute of the object itself."""
 
     def holder(optimizer: "Optimizer") -> tuple[object, str]:
         return (optimizer, f"_own_{name}") if optimizer._inner is None else (optimizer._inner, name)
@@ -36,7 +36,7 @@ def _of_torch(name: str, doc: str) -> Any:
 
 
 def _of_row_step(name: str, doc: str) -> Any:
-    """Property that is the row step's attribute of this name."""
+    """Property that reads and writes the attribute `name` of the row step."""
 
     def put(optimizer: "Optimizer", value: object) -> None:
         setattr(optimizer.row_step, name, value)
@@ -45,26 +45,27 @@ def _of_row_step(name: str, doc: str) -> Any:
 
 
 class Optimizer(torch.optim.Optimizer):
-    """A torch optimizer that steps the rows of embeddings too, for eager training. `TrainGraph` makes its own.
+    """A torch optimizer that steps the rows of embeddings too, for eager training. A `TrainGraph` makes its own.
 
-    The rows that were looked up since the last step are updated as the optimizer's class would update them, with the
-    hyperparameters that the group with `embedding.weight` has at this step; other rows are not touched. Where the
-    update rule counts steps, it uses the embedding's count.
+    Rows that were looked up since the last step are updated as the optimizer's class would update them, with the
+    current options of the param group that holds `embedding.weight`; other rows do not change. If the update rule
+    counts steps, the embedding's count is used.
 
     Args:
-        optimizer: a torch optimizer of one of the supported classes; its groups hold `embedding.weight` of each
-            embedding, and dense parameters or none.
-        embeddings: the embeddings it trains. An embedding has one optimizer only.
-        skip_nonfinite: skip a step in which a gradient is NaN or infinite, dense parameters included, and count it in
+        optimizer: a torch optimizer of a supported class. Its groups hold `embedding.weight` of each embedding, and
+            perhaps dense parameters.
+        embeddings: embeddings to train; None = all embeddings whose weights are in the groups. An embedding can have
+            only one optimizer.
+        skip_nonfinite: if a gradient, also of a dense parameter, is NaN or infinite, skip the step and count it in
             `skipped`, instead of raising `NonFiniteGradientError`.
-        fused: update the rows of an embedding in the backward pass, as soon as their gradient has come: no step is
-            needed for them, and no gradient is kept. One backward pass is one step; clipping, a GradScaler and
-            accumulation need gradients that are kept, and are refused. Ranks bring gradients to their owners in the
-            backward pass, which every one of them then makes.
+        fused: update the rows of an embedding in the backward pass, as soon as their gradient is computed. Rows then
+            need no step, and their gradient is not kept. Each backward pass is a step; clipping, a GradScaler and
+            accumulation are refused, since they need kept gradients. With ranks, gradients go to their owners in the
+            backward pass, so every rank must run it.
 
     Raises:
         ValueError: an embedding is in no group, is given twice or has an optimizer already; or the class, or an option
-            of it, is not supported for rows: the message names it.
+            of it, is not supported for rows (the message names it).
         StorageError: the rows hold another optimizer's state, or the embedding's path is in use.
 
     Example:
@@ -98,7 +99,7 @@ class Optimizer(torch.optim.Optimizer):
         ):
             raise TypeError(f"embeddings must be a list of embeddings that the optimizer trains, got {embeddings!r}")
         self._inner: torch.optim.Optimizer | None = None
-        # Nobody sees the groups and state of this call's parameter: see below.
+        # The groups and state of this call's parameter stay hidden: the properties below read the torch optimizer's.
         super().__init__([torch.empty(0, dtype=torch.float32, device="cpu")], {})
         self._inner = optimizer
         self.steps_rows_itself = True
@@ -116,7 +117,7 @@ class Optimizer(torch.optim.Optimizer):
         self.embeddings = tuple(groups)
         self._groups_of = {embedding.store: its for embedding, its in groups.items()}
         self.row_step = RowStep(optimizer, skip_nonfinite)
-        """Step of this optimizer on rows."""
+        """This optimizer's step on rows."""
         if fused and any(len(embedding.weights) > 1 for embedding in self.embeddings):
             raise ValueError(
                 "fused=True updates the rows of an embedding as soon as their gradient has come, and those of tables"
@@ -129,15 +130,15 @@ class Optimizer(torch.optim.Optimizer):
             )
         attach(optimizer, groups)
         if fused:
-            # A hook that held the step, which holds the weight, would keep rows and their path for ever: torch's hooks
-            # are nothing that Python's collector looks into.
+            # The hook has a weak reference: the step holds the weight, and Python's garbage collector cannot find a
+            # cycle through torch's hooks, so rows and their path would be kept for ever.
             step = weakref.WeakMethod(self.row_step.step_in_backward)
             for embedding in self.embeddings:
                 (weight,) = embedding.weights
                 weight.register_post_accumulate_grad_hook(functools.partial(_step_in_backward, step))
                 weight.is_stepped_in_backward = True  # type: ignore[attr-defined]
 
-    # Schedulers, loggers and trainers see the attributes of the torch optimizer.
+    # Schedulers, loggers and trainers read the attributes of the torch optimizer.
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -155,12 +156,12 @@ class Optimizer(torch.optim.Optimizer):
     taken: int = _of_row_step("taken", "Steps made by this object.")
 
     def rows_of(self, store: EmbeddingStore) -> tuple[RowOptimizer, Sequence[Group | None]] | None:
-        """The row optimizer of a store and its param groups now, of each table, or of all; None if it is not trained
-        here."""
+        """(row optimizer of a store, its current param groups: one for all tables, or one for each table); None = this
+        optimizer does not train the store."""
         if store not in self._groups_of:
             return None
         embedding = next(embedding for embedding in self.embeddings if embedding.store is store)
-        if embedding.row_optimizer is None:  # It was detached, and is attached anew by the next step.
+        if embedding.row_optimizer is None:  # The embedding was detached; the next step attaches it again.
             return None
         return embedding.row_optimizer, [self.optimizer.param_groups[g] for g in self._groups_of[store]]
 
@@ -172,12 +173,12 @@ class Optimizer(torch.optim.Optimizer):
             closure: computes the loss and its gradients before the step.
 
         Returns:
-            What the closure gave.
+            The result of the closure.
 
         Raises:
             NonFiniteGradientError: a gradient is NaN or infinite; no weight, state or count has changed. Ids that the
                 lookups have inserted stay, with their initial values.
-            What the torch optimizer or a hook of it raises: no row has changed; dense parameters may have.
+            Any error of the torch optimizer or its hooks: no row has changed; dense parameters may have changed.
         """
         loss = None
         if closure is not None:
@@ -204,7 +205,8 @@ class Optimizer(torch.optim.Optimizer):
             self.optimizer.zero_grad(set_to_none=False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the torch optimizer. Embeddings whose weights it holds are attached at the next step."""
+        """Add a group to the torch optimizer. Embeddings whose weights are in the group are attached at the next
+        step."""
         if self._inner is None:
             super().add_param_group(param_group)
         else:
@@ -215,7 +217,7 @@ class Optimizer(torch.optim.Optimizer):
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave."""
+        """Load a result of `state_dict`."""
         self.optimizer.load_state_dict(state_dict)
 
     def __reduce_ex__(self, protocol: object) -> Never:
@@ -244,11 +246,12 @@ def step_together(
     commit: Callable[[], object] | None = None,
     stats: StepStats = UNCOUNTED,
 ) -> bool:
-    """Make one step of several optimizers, dense parameters and rows: all of it or, if a gradient is not finite, none.
+    """Make one step of several optimizers on dense parameters and rows. If a gradient is not finite, nothing changes.
 
     Args:
-        scaler: the GradScaler that has scaled and unscaled the gradients: a step that overflows is then left out.
-        commit: called before the first change; None = nothing is.
+        scaler: GradScaler that has scaled and unscaled the gradients. With a scaler, a step whose gradients overflow is
+            skipped.
+        commit: called before the first change; None = no call.
         stats: counts and times each op.
 
     Returns:
@@ -256,7 +259,7 @@ def step_together(
 
     Raises:
         NonFiniteGradientError: a gradient is NaN or infinite; nothing has changed.
-        What a torch optimizer or a hook of it raises: no row has changed; dense parameters may have.
+        Any error of a torch optimizer or its hooks: no row has changed; dense parameters may have changed.
     """
     for optimizer in optimizers:
         for embedding in optimizer.embeddings:
@@ -268,7 +271,7 @@ def step_together(
             options: list[ops.Groups] = []
             for row_step, its_grads in zip(rows, grads, strict=True):
                 if go and steps_nothing(row_step.optimizer):
-                    options.append({})  # as they are now: no hook can change them
+                    options.append({})  # {} = the current options, since no hook can change them
                     continue
                 try:
                     rows_stepped.add(row_step.optimizer)
@@ -281,7 +284,7 @@ def step_together(
                 row_step.update(its_grads, go, its_options, stats)
                 row_step.taken += go
         except BaseException as error:
-            if not isinstance(error, Exception):  # It was not held back: some rows may be updated, others not.
+            if not isinstance(error, Exception):  # An interrupt that was not deferred: perhaps only some rows changed.
                 for optimizer in optimizers:
                     for embedding in optimizer.embeddings:
                         embedding.store.store_lock.note(error)
@@ -291,8 +294,8 @@ def step_together(
 
 
 def _after_hooks(row_step: RowStep, grads: list[ops.RowGrads], go: bool) -> Callable[[], None] | None:
-    """Give weights their gradients back for hooks of the torch optimizer, if it has any. Returns what takes them
-    anew."""
+    """Put the gradients of rows back into the weights if the torch optimizer has pre-step hooks, which may read them.
+    Returns a function that takes them out again after the hooks; None = there are no hooks."""
     optimizer = row_step.optimizer
     if not go or not optimizer._optimizer_step_pre_hooks:
         return None

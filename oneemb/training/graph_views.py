@@ -1,4 +1,4 @@
-"""Views of a graph: its compiled lookups, where the time went, a picture, a profile."""
+"""Views of a graph: compiled lookups, table of times, picture and profile."""
 
 import torch
 from torch import fx
@@ -14,21 +14,21 @@ from oneemb.training.plan_cache import GIVEN_UP, PlanCache
 
 
 class GraphViews(torch.nn.Module):
-    """Part of a graph: its views."""
+    """Part of a graph: the methods that show its lookups and times."""
 
     _plans: PlanCache
     _stats: StepStats
     _profile: Profile | None = None
     _connected: list[Ranks]
-    """Ranks with connections for loops."""
+    """Ranks with connections of their own, for the threads of loops."""
 
     def compiled(self) -> fx.GraphModule:
-        """The lookups of the last call, as they are made ahead of `build`; `.code` and `.graph` show them.
+        """The compiled lookups of the last call, which are made ahead of `build`; `.code` and `.graph` show them.
 
-        The first call with inputs of a nesting records how the ids of its lookups come from the batch, and they are
-        compiled for the calls after it. They are compiled anew when modules are exchanged, frozen, unfrozen or switched
-        between training and eval mode, when rows have moved or their state has another width, for inputs of another
-        nesting, and when `build` has looked up other ids than these.
+        The first call whose inputs have a new nesting records how the ids of the lookups follow from the batch. The
+        recorded lookups are compiled, and made ahead of `build` in later calls. They are recorded anew if modules are
+        replaced, frozen, unfrozen or switched between training and eval mode, if rows move to another device or their
+        state gets another width, for inputs of another nesting, and if `build` has looked up other ids.
 
         Raises:
             RuntimeError: nothing is compiled yet, or `build` has looked up other ids too often.
@@ -39,7 +39,8 @@ class GraphViews(torch.nn.Module):
         return html_of_text(str(self))
 
     def __str__(self) -> str:
-        """The compiled lookups as text: the half that can run ahead of a step, and the half in it, before `build`."""
+        """Text of the compiled lookups: the half that can run ahead of a step, and the half that runs in the step,
+        before `build`."""
         if why := self._plans.why_not_compiled():
             return f"{self!r}\n{why}"
         plan = self._plans.plan_of_last_call
@@ -54,15 +55,16 @@ class GraphViews(torch.nn.Module):
         )
 
     def explain(self) -> str:
-        """Table of times since the graph was made, with a line for each op, and one for `build`.
+        """Text of a table of times since the graph was made, with one line for each op and one for `build`.
 
-        The prepare half runs on a thread of its own, beside the compute half: it costs time only where it takes longer.
-        Bytes and GB/s count the rows and gradients that an op must move; of `build` only the time is known, and the
-        lookups that it makes itself are part of it.
-        The plans of the 16 structures that were used last are in the table, each since it was compiled last; where
-        there were more structures, a line counts those left out. Another one tells where `build` has looked up other
-        ids than expected so often that nothing is made ahead of it any more. Of ranks that own rows together the last
-        lines count its exchanges with the others.
+        The prepare half runs on another thread, at the same time as the compute half, so it costs time only if it takes
+        longer. Bytes and GB/s count the rows and gradients that an op must move. For `build` only the time is known; it
+        includes the lookups that `build` makes itself.
+
+        The table has the plans of the 16 structures of inputs that were used last, each since its last compilation; a
+        line below the table counts plans that were dropped. Another line counts structures for which no lookup is made
+        ahead any more, since `build` has looked up other ids than expected too often. With ranks, the last lines count
+        this rank's exchanges.
         """
         every = list(self._plans.known.values())
         plans = [known.plan for known in every if known.plan is not None]
@@ -87,7 +89,7 @@ class GraphViews(torch.nn.Module):
         return "\n\n".join([text, "\n".join(caches), *self._explain_ranks()])
 
     def _explain_ranks(self) -> list[str]:
-        """Table of this rank's traffic, as one text; empty without ranks."""
+        """[text of a table of this rank's traffic]; [] without ranks."""
         own = [one.ranks for one in embeddings_of(self).values() if not one.ranks.alone]
         if not own:
             return []
@@ -100,14 +102,14 @@ class GraphViews(torch.nn.Module):
         return ["\n".join(lines)]
 
     def draw(self, path: AnyPath) -> None:
-        """Draw the lookups as they were recorded and as each pass left them, side by side.
+        """Draw the graphs of lookups side by side: as recorded, and after each pass.
 
         Args:
-            path: the file to write; its suffix chooses the format: svg, png or pdf.
+            path: file to write; its suffix chooses the format: svg, png or pdf.
 
         Raises:
-            TypeError, ValueError: `path` is no path, or its suffix no format's.
-            ImportError: matplotlib is not installed; the extra `draw` brings it.
+            TypeError, ValueError: `path` is no path, or its suffix names no format.
+            ImportError: matplotlib is not installed; the extra `draw` installs it.
             RuntimeError: nothing is compiled, as for `compiled`.
         """
         from oneemb.graph.text import draw_history
@@ -115,7 +117,8 @@ class GraphViews(torch.nn.Module):
         draw_history(self._plans.plan_of_last_call.history, file_path(path, "the picture to write"))
 
     def profile(self, steps: int) -> Profile:
-        """Record when each op of the next steps begins and ends; `print` shows a table, `.save` writes a Chrome trace.
+        """Profile that records when each op of the next `steps` steps begins and ends. `print` shows a table, `.save`
+        writes a Chrome trace.
 
         Example: `profile = graph.profile(20)`, run 20 steps, `print(profile)`, `profile.save("trace.json")`.
 

@@ -1,4 +1,4 @@
-"""Loops of a graph over a loader: a thread loads and prepares coming batches; ranks end and fail together."""
+"""Loops of a graph over a loader. A thread loads and prepares coming batches; loops of ranks end and fail together."""
 
 import functools
 import traceback
@@ -21,16 +21,16 @@ from oneemb.training.plan_cache import Batch, key_of
 
 Result = TypeVar("Result")
 
-# Called when the rows that were prefetched for a step are the step's own.
+# Called when a step has acquired its rows, so that one more batch may be prepared.
 OnAcquired = Callable[[], None]
 
 
 class Loop(Generator[Any, None, None]):
-    """A generator over the batches of a loader, with the loader's length, which progress bars show.
+    """Generator over the steps of a loop, with the length of the loader, which progress bars show.
 
     Args:
-        steps: makes the steps.
-        loader: gives the batches.
+        steps: generator that makes the steps.
+        loader: loader whose length is the loop's length.
     """
 
     def __init__(self, steps: Generator[Any, None, None], loader: Iterable[Any]):
@@ -63,60 +63,60 @@ class LoaderLoops(GraphViews):
     def __init__(self) -> None:
         super().__init__()
         self._position = LoaderPosition()
-        """Position of the loop that was begun last."""
+        """Loader position of the loop that was begun last."""
         self._called_by: LoaderPosition | None = None
-        """Position of the loop without a thread that is about to make a call; None = no loop is."""
+        """Position of a loop without thread that is about to call the graph; None = the next call is not a loop's."""
         self._connections: list[tuple[object, Ranks]] = []
-        """Ranks that no loop uses: the group of the embeddings, and its ranks as the thread of `run` knows them."""
+        """(process group, its ranks with connections for a loop's thread) that no loop uses now."""
         self._connected: list[Ranks] = []
-        """All there are."""
+        """All ranks with connections for a loop's thread."""
 
     def _step(self, batch: Batch, prepared: Prepared, on_acquired: OnAcquired | None) -> Any:
         raise NotImplementedError
 
     def _surrounds_step(self) -> bool:
-        """Whether `forward` or hooks of the graph run around the step."""
+        """Whether a `forward` of the user's or hooks of the graph run around the step."""
         raise NotImplementedError
 
     def _inserts(self) -> bool:
-        """Whether lookups may insert rows and get a gradient."""
+        """Whether lookups may insert rows and get gradients."""
         return False
 
     def run(self, loader: Iterable[Any], prefetch_depth: int = 1) -> "Loop":
-        """Call the graph for each batch, while a thread loads and prepares the batches to come.
+        """Call the graph for each batch of a loader, while a thread loads and prepares coming batches.
 
-        `for loss in graph.run(loader): ...` gives what `for batch in loader: loss = graph(*batch)` gives, bit for
-        bit. Ahead of its step a batch's unique ids are found, and its known rows are read into the cache and pinned.
-        Preparing inserts nothing and reads no row's values, so a loop that is left early, or a save in it, has what the
-        steps so far have made. The end of the loop, leaving it, or an error in it unpins the rows and ends the
-        thread. If the loader keeps the thread for more than 30 s, a warning says so, and both happen when it gives its
-        batch.
+        `for loss in graph.run(loader): ...` computes the same bits as `for batch in loader: loss = graph(*batch)`.
+        Preparing a batch finds its unique ids, reads its known rows into the cache and pins them. It inserts nothing
+        and uses no values of rows, so leaving the loop early, or saving in it, has only the effects of the steps so
+        far. The end of the loop, leaving it, or an error in it unpins the rows and ends the thread. If the loader
+        blocks the thread for more than 30 s after that, a warning says so, and this happens when the loader returns.
 
-        Where ranks own rows together (`process_group`) every rank runs a loader, and the first that ends, ends all
-        loops: batches that others have loaded beyond it are left out. If one raises, every rank does. Ranks that leave
-        the loop early leave it at the same batch.
+        With ranks (`process_group`), every rank runs a loader. The first loader that ends, ends all loops: further
+        batches that other ranks have loaded are not used. If one rank raises, every rank raises. Ranks that leave the
+        loop early must leave it at the same batch.
 
         The loader is ahead of the steps: `batches_ahead` is the number of batches between them, and `loader_state` is
-        the loader's `state_dict()` as of the batch trained last.
+        the loader's `state_dict()` right after the batch trained last.
 
         Args:
-            loader: gives batches: a tuple or list of `build`'s arguments, a dict of them by name, or, if `build`
-                cannot be called so, its one argument; `(samples,)` hands over a list of samples, however many they
-                are. It runs on the thread: if both it and the steps draw random numbers from torch, give it a
-                generator of its own. A batch must not be changed once it is handed over.
-            prefetch_depth: batches prepared ahead; 0 = none, and no thread. Rows of that many more batches should fit
-                in the cache; those that do not are read when their step comes. A graph whose `forward` surrounds the
-                step, or which has forward or backward hooks when the loop begins, prepares none: a batch is known when
-                `forward` or a hook hands it on. Hooks that are registered later, or for all modules at once, run in the
-                graph's modules, and for the graph itself only where nothing is prepared.
+            loader: yields batches. Elements of a tuple or list are positional arguments of `build`, items of a dict are
+                keyword arguments; if `build` cannot be called so, the batch is its only argument. To pass a list of
+                samples as one argument, yield `(samples,)`. The loader runs on the thread: if both the loader and the
+                steps draw random numbers from torch, give the loader a generator of its own. A batch must not be
+                changed after the loader has yielded it.
+            prefetch_depth: number of batches prepared ahead; 0 = no batch, and no thread. The rows of these batches
+                should fit in the cache in addition; other rows are read in their step. No batch is prepared if a
+                `forward` surrounds the graph's step, or if the graph has forward or backward hooks when the loop
+                begins, since these may change the batch. Hooks registered later, or for all modules, run for the
+                graph's modules, but for the graph itself only if no batch is prepared ahead.
 
         Returns:
-            A generator of what `build` returns, for each batch. Its length is that of the loader, if that has one.
+            A generator of the results of `build`, one for each batch, with the length of the loader if it has one.
 
         Raises:
             ValueError: prefetch_depth is not an int of at least 0.
             RuntimeError: a call raised StopIteration, which would end the loop as if there were no more batches.
-            What the loader raised, at the batch that it did not give, with its traceback; what a call raises.
+            An error of the loader, at the batch that it did not yield, with its traceback; an error of a call.
         """
         if isinstance(prefetch_depth, bool) or not isinstance(prefetch_depth, int) or prefetch_depth < 0:
             raise ValueError(f"prefetch_depth must be an int of at least 0, got {prefetch_depth!r}")
@@ -128,7 +128,7 @@ class LoaderLoops(GraphViews):
             return Loop(self._loop(position.read(loader), prefetch_depth, ranks, position), loader)
         batches: list[Together] = []
         try:
-            with whole_exchange():  # The others start the loop: an interrupt waits until it can be reported to them.
+            with whole_exchange():  # An interrupt waits until it can be reported to the ranks, which start the loop.
                 ahead = self._connect(ranks)
                 left = functools.partial(self._connections.append, (ranks.group, ahead))
                 batches.append(Together(ahead, position.read(loader), left))
@@ -139,19 +139,19 @@ class LoaderLoops(GraphViews):
             raise
 
     def _connect(self, ranks: Ranks) -> Ranks:
-        """The ranks, with connections that no other loop uses; every rank calls it."""
+        """The ranks with connections that no other loop uses. Every rank must call it."""
         free = [one for one in self._connections if one[0] is ranks.group][-1:]
         mine = free[0][1] if free else None
         name = "" if mine is None else mine.made
         numbers = ranks.gather_number("begin a loop over a loader", lambda: zlib.crc32(name.encode()))
-        if mine is None or len(set(numbers)) > 1:  # A loop that was forgotten may be gone on some ranks, not on others.
+        if mine is None or len(set(numbers)) > 1:  # A forgotten loop may be gone on some ranks only.
             self._connected.append(ranks.again())
             return self._connected[-1]
         self._connections.remove(free[0])
         return mine
 
     def _ranks(self) -> AnyRanks:
-        """Ranks that own rows of the graph's embeddings."""
+        """The ranks that own rows of the graph's embeddings; `ALONE` if this process owns all rows."""
         groups = {one.ranks.group: one.ranks for one in embeddings_of(self).values() if not one.ranks.alone}
         if len(groups) > 1:
             raise ValueError(
@@ -161,22 +161,22 @@ class LoaderLoops(GraphViews):
 
     @property
     def batches_ahead(self) -> int:
-        """Number of batches that the loop begun last has read from its loader and that are in no update yet."""
+        """Number of batches that the last begun loop has read from its loader and that are not in an update yet."""
         return self._position.ahead
 
     @property
     def loader_state(self) -> Any:
-        """State of the loader as of the batch that a loop over `run` trained last, however far the thread has read: a
-        copy of its `state_dict()`. None for a loader without that method, and before the first loop.
+        """Copy of the loader's `state_dict()` right after the batch that a loop over `run` has trained last, even if
+        the thread has read further batches. None for a loader without `state_dict`, and before the first loop.
 
-        A checkpoint holds the state, and `load` brings it back: after `loader.load_state_dict(graph.loader_state)` the
-        loop goes on with the next batch. Each rank has its own, which is None after a load of a checkpoint of another
-        number of ranks.
+        A checkpoint holds this state, and `load` restores it: after `loader.load_state_dict(graph.loader_state)` a new
+        loop continues with the next batch. Each rank has its own state; it is None after a load of a checkpoint from
+        another number of ranks.
         """
         return self._position.state
 
     def at_loader_state(self, state: Any) -> None:
-        """Set `loader_state` to that of a checkpoint, until a loop trains a batch."""
+        """Set `loader_state` to the state in a checkpoint; the next batch that a loop trains replaces it."""
         self._position.state = state
 
     def _loop(
@@ -186,7 +186,7 @@ class LoaderLoops(GraphViews):
         if depth:
             prepare = functools.partial(self._prepare, ranks=ranks, position=position)
             devices = [embedding.store.backend.device for embedding in embeddings_of(self).values()]
-            # An error is reported before this rank waits for its thread, which waits for other ranks.
+            # `failing` reports an error before this rank waits for its thread, which may wait for other ranks.
             failing = self._failing_together
             yield from prefetch(loader, prepare, self._compute_prepared, depth, devices, leave, failing)
             position.ended()
@@ -197,7 +197,7 @@ class LoaderLoops(GraphViews):
                     args, kwargs = self._signature.spread(batch)
                     self._called_by = position
                     result = _of_a_loop(functools.partial(self, *args, **kwargs))
-                    if self._called_by is not None:  # A forward around the step has made none of this batch.
+                    if self._called_by is not None:  # A `forward` around the step made no step of this batch.
                         self._called_by = None
                         position.trained(updated=False)
                     yield result
@@ -207,7 +207,7 @@ class LoaderLoops(GraphViews):
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
-        """An error of this block, which other ranks know nothing of, is one of theirs at their next exchange."""
+        """Block whose errors all ranks raise: an error that other ranks do not know is reported to them."""
         since, made = moment(), self._steps_made()
         try:
             yield
@@ -218,12 +218,18 @@ class LoaderLoops(GraphViews):
             raise
 
     def _fail_together(self, error: BaseException, since: int, made: int, *, one_step: bool) -> None:
-        """Report an error to the ranks, of a block that started at the moment `since`, when `made` steps had been made.
-        After an error of `one_step` the others expect nothing."""
+        """Report an error to the ranks.
+
+        Args:
+            since: `moment` at which the block that raised has started.
+            made: number of steps that the graph had made at that moment.
+            one_step: whether the block is a single step, after which the ranks need not exchange anything; False = it
+                is a loop.
+        """
         if one_step and not isinstance(error, Exception) and self._steps_made() > made:
-            mark_reported(error)  # An interrupt after the step: this rank has made it, as the others have.
+            mark_reported(error)  # an interrupt after the step, which this rank has made as the others have
         embeddings = list(embeddings_of(self).values())
-        # An evaluation that asks no rank is this one's own: others have come to nothing in which they wait for it.
+        # An evaluation without exchanges concerns this rank alone: no other rank waits for it.
         asks = any(embedding.lookups.asks_ranks for embedding in embeddings)
         informed = embeddings if asks or self._inserts() or not one_step else []
         for embedding in informed:
@@ -240,14 +246,14 @@ class LoaderLoops(GraphViews):
         self, batch: Any, follow: Callable[[list[tuple[int, int]]], object] | None = None, ranks: AnyRanks = ALONE,
         position: LoaderPosition | None = None,
     ) -> Prepared:  # fmt: skip
-        """A batch with the values that can be computed ahead of its step; runs on the worker.
+        """A batch with the values that can be computed ahead of its step. Runs on the worker's thread.
 
-        Only plans that exist are used: the thread that calls the graph records and compiles them.
+        Only existing plans are used; the thread that calls the graph records and compiles plans.
 
         Args:
-            follow: called with the versions of the tensors that preparing is about to read.
-            ranks: those whom its lookups are announced to, with connections of their own.
-            position: of the loop that read the batch.
+            follow: called with the versions of the tensors that the preparation will read.
+            ranks: ranks to which lookups are announced, with connections for this thread.
+            position: position of the loop that read the batch.
         """
         with ops.Announced(ranks) as announced:
             prepared = self._prepare_lookups(batch, announced, follow)
@@ -269,12 +275,12 @@ class LoaderLoops(GraphViews):
                 follow(versions)  # A kernel that changes a tensor is launched before the tensor's version changes.
             values = plan.run_ahead(spread.values, announced, self._active_profile())
         except Exception:
-            # An error of the batch will come from `build`, in its line; or modules of the graph were just exchanged.
+            # `build` will raise an error of the batch at its line. Or modules of the graph were just replaced.
             return Prepared(spread)
         return Prepared(spread, plan, values, versions)
 
     def _compute_prepared(self, prepared: Prepared, on_acquired: OnAcquired | None) -> Any:
-        # Its embeddings now: the loop may have exchanged modules since the batch was prepared.
+        # The current embeddings: modules may have been replaced since the batch was prepared.
         batch = prepared.batch._replace(embeddings=embeddings_of(self))
         return _of_a_loop(lambda: self._in_step(batch, lambda: self._step(batch, prepared, on_acquired)))
 
@@ -283,8 +289,8 @@ class LoaderLoops(GraphViews):
 
 
 def _of_a_loop(step: Callable[[], Result]) -> Result:
-    """Result of a step of a loop. A StopIteration of the step becomes a RuntimeError, since a generator cannot pass it
-    on, and its caller would take it for the end of the loop."""
+    """Result of a step of a loop. A StopIteration of the step becomes a RuntimeError, since a generator cannot raise
+    it, and the caller of the generator would take it for the end of the loop."""
     try:
         return step()
     except StopIteration as error:

@@ -1,4 +1,4 @@
-"""Plans of a graph: the known lookups of `build`, for each structure of inputs."""
+"""Plans of a graph: for each structure of inputs, the recorded and compiled lookups of `build`."""
 
 import warnings
 from collections import Counter, OrderedDict
@@ -12,13 +12,13 @@ from oneemb.graph.plan import Merged, Plan
 from oneemb.graph.tape import Tape
 
 PLANS_MAX = 16
-"""Plans that a graph keeps: those used last."""
+"""Number of plans that a graph keeps: the ones used last."""
 
 RECORDED_MAX = 32
-"""Recordings of the lookups of one structure of inputs at most: one after each step that has made others."""
+"""Largest number of recordings for one structure of inputs. A step that makes other lookups is followed by one."""
 
 MISSED_MAX = 3
-"""Lookups of an embedding with other ids than were expected, after which none are expected any more."""
+"""Number of wrong guesses of an embedding's ids after which no more lookups of the embedding are made ahead."""
 
 GIVEN_UP = (
     f"build has looked up other ids than expected, however often its lookups were recorded ({RECORDED_MAX} times); they"
@@ -27,31 +27,32 @@ GIVEN_UP = (
 
 
 class Batch(NamedTuple):
-    """The arguments of a call of `build`, and the graph's embeddings now."""
+    """The arguments of a call of `build`, and the current embeddings of the graph."""
 
     embeddings: dict[str, TableEmbedding]
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     values: list[Any]
-    """Values nested in the inputs, see `oneemb.graph.inputs`."""
+    """The values in the inputs, see `oneemb.graph.inputs`."""
     structure: Structure
 
 
 Key = tuple[Structure, tuple[bool, tuple[tuple[Any, ...], ...]]]
-"""Key of a plan: the nesting of inputs; for each embedding its store, and options that change the plan."""
+"""Key of a plan: the structure of inputs; for each embedding, the store and the options that change the plan."""
 
 
 class Known:
-    """Lookups of `build` for one structure of inputs, as far as they are known."""
+    """Plan of the lookups of `build` for one structure of inputs, and counts of recordings and wrong guesses."""
 
     def __init__(self, key: Key) -> None:
         self.key = key
         self.plan: Plan | None = None
-        """None = they are to be recorded."""
+        """The compiled lookups; None = they must be recorded."""
         self.recorded = 0
+        """Number of recordings."""
         self.missed: Counter[str] = Counter()
-        """Number of lookups of each embedding that were expected in vain."""
+        """{embedding: number of steps that did not make an expected lookup of it}."""
 
     @property
     def given_up(self) -> bool:
@@ -59,59 +60,59 @@ class Known:
         return self.plan is None and self.recorded == RECORDED_MAX
 
     def tape(self, batch: Batch) -> Tape | None:
-        """Tape to record the lookups with; None = they are recorded, or recording has failed too often."""
+        """New tape to record the lookups; None = they are recorded already, or were recorded too often."""
         if self.plan is not None or self.given_up:
             return None
         left_out = [name for name, missed in self.missed.items() if missed >= MISSED_MAX]
         return Tape(batch.values, list(batch.structure.names()), left_out)
 
     def keep(self, plan: Plan) -> None:
-        """Have the lookups made that were recorded."""
+        """Make the lookups of `plan` ahead in later calls."""
         self.plan = plan
-        self.recorded += 1  # not where `build` has raised, before all of its lookups
+        self.recorded += 1  # not counted if `build` raised, perhaps before its last lookup
 
     def look_back(self, building: Building, plan: Plan) -> None:
-        """Have the lookups recorded anew if a step has made others than were expected."""
+        """Drop the plan, so that lookups are recorded anew, if the step `building` has made unexpected lookups."""
         in_vain = building.in_vain
         if in_vain:
             self.missed.update(in_vain)
-        # A plan that misses none and lacks some is still better than none, once there is no other to be had.
+        # After the last recording, a plan without wrong guesses is kept even if it lacks some lookups.
         if in_vain or building.others > plan.others and self.recorded < RECORDED_MAX:
             self.plan = None
 
 
 class PlanCache:
-    """Plans of the lookups of a graph, whose class is `name`, for the structures of inputs that were used last."""
+    """Plans of a graph for the structures of inputs that were used last. `name`: the graph's class, for texts."""
 
     def __init__(self, name: str):
         self._name = name
-        self.known: OrderedDict[Key, Known] = OrderedDict()  # that used last is the last
+        self.known: OrderedDict[Key, Known] = OrderedDict()  # in the order of last use
         self._last: Known | None = None
-        """Lookups of the last call."""
+        """Entry of the last call."""
         self.dropped = 0
-        """Number of plans that were dropped for others."""
+        """Number of plans that were dropped to make room for others."""
         self.merged: Merged = {}
         self.latest: Plan | None = None
         """Plan of the last call."""
 
     @property
     def plan_of_last_call(self) -> Plan:
-        """Plan of the last call; raises RuntimeError if there is none."""
+        """Plan of the last call. RuntimeError if its lookups are not compiled."""
         if why := self.why_not_compiled():
             raise RuntimeError(why)
         assert self.latest is not None
         return self.latest
 
     def why_not_compiled(self) -> str:
-        """Reason why the lookups of the last call are not compiled; empty = they are."""
+        """Reason why the lookups of the last call are not compiled; "" = they are compiled."""
         if self.known and next(reversed(self.known.values())).given_up:
             return f"nothing is compiled for such inputs any more: {GIVEN_UP}"
         return "" if self.latest is not None else "nothing is compiled yet: call the graph with a batch first"
 
     def of(self, batch: Batch, inserts: bool) -> Known:
-        """Lookups of a call, used last from now on; see `key_of`."""
+        """Entry for a call, made if it does not exist, and marked as used last. `inserts`: see `key_of`."""
         key = key_of(batch, inserts)
-        if self._last is not None and self._last.key == key:  # A hash of the key takes longer.
+        if self._last is not None and self._last.key == key:  # comparing takes less time than hashing the key
             return self._last
         known = self.known.get(key)
         if known is None:
@@ -123,12 +124,12 @@ class PlanCache:
         return known
 
     def clear(self) -> None:
-        """Forget all lookups: they are recorded anew."""
+        """Forget all plans: lookups are recorded anew."""
         self._last = None
         self.known.clear()
 
     def _forget_exchanged(self, embeddings: Mapping[str, TableEmbedding]) -> None:
-        """Drop the plans of embeddings that are no part of the graph any more: their rows and paths are freed."""
+        """Drop the plans of embeddings that are no longer in the graph, so that their rows and paths are freed."""
         stores = {embedding.store for embedding in embeddings.values()}
         for key, known in list(self.known.items()):
             if not stores.issuperset(store for store, *_ in key[1][1]):
@@ -138,7 +139,7 @@ class PlanCache:
         self.merged = {members: store for members, store in self.merged.items() if stores.issuperset(members)}
 
     def _make_room(self, structure: Structure) -> None:
-        """Drop the least recently used plan if `PLANS_MAX` are kept; the first time, with a warning."""
+        """Drop the least recently used plan if the graph has `PLANS_MAX` plans. The first time, warn."""
         if len(self.known) < PLANS_MAX:
             return
         before: Structure = next(reversed(self.known))[0]
@@ -155,7 +156,8 @@ class PlanCache:
 
 
 def key_of(batch: Batch, inserts: bool) -> Key:
-    """Key of a call's plan, which calls with equal keys share. `inserts`: lookups may insert rows and get gradients."""
+    """Key of a call's plan; calls with equal keys share a plan. `inserts`: whether lookups may insert rows and get
+    gradients."""
     lookups = [
         (
             embedding.store, embedding.num_tables, embedding.key_type, embedding.padding_idx,

@@ -1,6 +1,6 @@
-"""The rows' part of a step of torch optimizers: their gradients are taken out of weights, reduced, and applied.
+"""The rows' part of a step of torch optimizers: take the gradients of rows out of weights, reduce and apply them.
 
-An embedding's weight is in a param group like any other parameter, so it is that group's options that its rows follow.
+The weight of an embedding is in a param group like any other parameter. Its rows are updated with this group's options.
 """
 
 import weakref
@@ -23,13 +23,13 @@ Rows = TypeVar("Rows", bound=WeightOfRows)
 
 
 def embedding_of(parameter: torch.Tensor) -> WeightOfRows | None:
-    """The embedding whose rows a parameter stands for; None for any other."""
+    """The embedding whose rows a parameter stands for; None = the parameter stands for no rows."""
     reference = getattr(parameter, "embedding", None)
     return reference() if isinstance(reference, weakref.ref) else None
 
 
 class RowWeight(NamedTuple):
-    """A parameter that stands for rows, in a group of an optimizer."""
+    """A parameter that stands for rows, with the number of its param group and its embedding."""
 
     group: int
     weight: torch.nn.Parameter
@@ -50,7 +50,7 @@ def row_weights(optimizer: torch.optim.Optimizer) -> list[RowWeight]:
 def groups_of_rows(
     optimizer: torch.optim.Optimizer, weights: Iterable[RowWeight] | None = None
 ) -> dict[WeightOfRows, tuple[int, ...]]:
-    """The numbers of the param groups that each embedding is in: of each of its weights, or of one that stands for all.
+    """{embedding: numbers of the param groups of its weights}, one number for each table or one for all tables.
 
     Raises:
         ValueError: some tables of an embedding are in no group, and are not frozen.
@@ -81,10 +81,14 @@ def _has_grad(weight: torch.Tensor) -> bool:
 
 
 def attach(optimizer: torch.optim.Optimizer, groups: Mapping[Rows, Sequence[int]]) -> None:
-    """Let rows carry this optimizer's state. All of these embeddings are attached, or none is.
+    """Give the rows of embeddings the state of an optimizer: of all embeddings, or of none.
+
+    Args:
+        groups: {embedding: numbers of its param groups}, see `groups_of_rows`.
 
     Raises:
-        ValueError, TypeError: one has another optimizer, or this class or an option of it is not supported for rows.
+        ValueError, TypeError: an embedding has another optimizer, or the class or an option of the optimizer is not
+            supported for rows.
         StorageError: the rows hold another optimizer's state, or a path is in use.
     """
     row_optimizers: dict[Rows, RowOptimizer] = {}
@@ -109,7 +113,7 @@ def attach(optimizer: torch.optim.Optimizer, groups: Mapping[Rows, Sequence[int]
             with signals_deferred:
                 for embedding, row_optimizer in row_optimizers.items():
                     attach_rows(embedding, row_optimizer, optimizer)
-        except BaseException:  # Ctrl-C, which comes when the block has ended, too.
+        except BaseException:  # also Ctrl-C, which is raised at the end of the block
             for embedding in row_optimizers:
                 embedding.detach_optimizer()
             raise
@@ -131,13 +135,13 @@ def _row_optimizer(embedding: WeightOfRows, optimizer: torch.optim.Optimizer, gr
 
 
 def rows_to_owners(weights: Iterable[Sequence[RowWeight]]) -> AnyRanks:
-    """Bring the gradients of rows that ranks own together to their owners; all ranks call it before a step.
+    """Bring the gradients of rows that ranks own together to the owners. All ranks call it before a step.
 
     Args:
-        weights: `row_weights` of each optimizer of the step.
+        weights: result of `row_weights` for each optimizer of the step.
 
     Returns:
-        The ranks of all these embeddings; ValueError if they are of several process groups.
+        The ranks of all embeddings of the step; ValueError if they have several process groups.
     """
     embeddings: dict[WeightOfRows, torch.nn.Parameter] = {}
     for of_optimizer in weights:
@@ -148,7 +152,7 @@ def rows_to_owners(weights: Iterable[Sequence[RowWeight]]) -> AnyRanks:
         return ALONE
     grads: list[ops.RowGrad] = []
     for embedding, weight in embeddings.items():
-        # Also where this rank has looked nothing up: it owns rows that others have.
+        # Also if this rank has looked no ids up: it may own rows that other ranks have looked up.
         grad = weight.grad
         grads.append(grad if isinstance(grad, ops.RowGrad) else ops.RowGrad(embedding.store, ranks=embedding.ranks))
     ranks = [embedding.ranks for embedding in embeddings if not embedding.ranks.alone]
@@ -159,7 +163,7 @@ def rows_to_owners(weights: Iterable[Sequence[RowWeight]]) -> AnyRanks:
     for weight, grad in zip(embeddings.values(), grads, strict=True):
         if grad.summed is not None:
             weight.grad = grad
-    # Of all of them: lookups of replicated tables are no exchange, so that nothing else compares how these were made.
+    # The ranks of all embeddings: lookups of replicated tables are no exchange, so only this one compares their `made`.
     return Ranks.joined(ranks)
 
 
@@ -168,7 +172,7 @@ class RowStep:
 
     Args:
         optimizer: the torch optimizer.
-        skip_nonfinite: whether a step whose gradients are not finite is left out, rather than refused.
+        skip_nonfinite: whether a step whose gradients are not finite is skipped; False = it raises.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, skip_nonfinite: bool = False):
@@ -176,17 +180,18 @@ class RowStep:
         self.skip_nonfinite = skip_nonfinite
         self.skipped = self.taken = 0
         self.grads: list[tuple[RowWeight, ops.RowGrad]] = []
-        """The gradients that have been taken out of weights."""
+        """The gradients that were taken out of weights, with these weights."""
         self._spent: list[tuple[RowWeight, ops.RowGrad]] = []
-        """Gradients taken out of weights whose rows were updated in the backward pass."""
+        """Gradients that were taken out of weights, of rows that were updated in the backward pass."""
         self.groups_of_tables: Callable[[], Sequence[Group | None]] | None = None
-        """Gives the options of each table, None for one that is frozen, where they are not those of the param group."""
+        """Returns the options of each table (None = frozen) in place of those of the param group; None = not
+        replaced."""
         self._groups: dict[EmbeddingStore, tuple[int, ...]] = {}
         self._options: ops.Groups = {}
 
     def rows_of(self, store: EmbeddingStore) -> tuple[RowOptimizer, Sequence[Group | None]] | None:
-        """The row optimizer of a store and its param groups now, of each table, or of all; None if it is not trained
-        here."""
+        """(row optimizer of a store, its current param groups: one for all tables, or one for each table); None = no
+        gradient of the store was taken."""
         for (_, _, embedding), _ in self.grads:
             if embedding.store is store and embedding.row_optimizer is not None:
                 if self.groups_of_tables is not None:
@@ -197,12 +202,12 @@ class RowStep:
 
     @property
     def embeddings(self) -> dict[WeightOfRows, None]:
-        """Embeddings whose gradients have been taken."""
+        """The embeddings whose gradients were taken, as keys."""
         return {taken.embedding: None for taken, _ in self.grads}
 
     def take_grads(self, weights: Sequence[RowWeight] | None = None) -> None:
-        """Take the gradients of rows out of the weights, attaching embeddings that have no optimizer: the gradient of
-        one that cannot be attached stays where it is. `weights` are the result of `row_weights`; None = call it."""
+        """Take the gradients of rows out of the weights. Embeddings without an optimizer are attached; if that raises,
+        the gradients stay in the weights. `weights`: result of `row_weights`; None = call it."""
         if weights is None:
             weights = row_weights(self.optimizer)
         found: dict[WeightOfRows, None] = {}
@@ -217,7 +222,7 @@ class RowStep:
                         f"embedding {embedding.name!r} is trained by another {type(embedding.optimizer).__name__}; its"
                         " weight may be in the groups of one optimizer, until embedding.detach_optimizer()"
                     )
-                for weight in embedding.weights:  # rows move: they come to have state
+                for weight in embedding.weights:  # `attach` moves rows, since they get wider
                     if isinstance(weight.grad, ops.RowGrad):
                         weight.grad.unpin()
                 attach(self.optimizer, {embedding: groups[embedding]})
@@ -226,20 +231,20 @@ class RowStep:
             grad = taken.weight.grad
             if isinstance(grad, ops.RowGrad):
                 (self._spent if grad.spent else self.grads).append((taken, grad))
-            # Tools step with gradients of zeros to make an optimizer's state; rows have their own, so it is dropped.
+            # Tools step with dense gradients of zeros to create an optimizer's state. Such a gradient is dropped.
             taken.weight.grad = None
 
     def put_back(self) -> None:
-        """Give the weights without a newer gradient theirs back."""
+        """Put the gradients back into the weights that have no newer gradient."""
         for taken, grad in self.grads + self._spent:
             if taken.weight.grad is None:
                 taken.weight.grad = grad
         self.grads, self._spent = [], []
 
     def reduce(self, stats: StepStats) -> list[ops.RowGrads]:
-        """The gradients of rows, to be summed, with rows pinned until `update` or `put_back`; StoreFullError if they do
-        not fit."""
-        # Rows that are updated as one have the same options, table by table if need be.
+        """The gradients of rows by unique key, still to be summed. The rows are pinned until `update` or `put_back`;
+        StoreFullError if they do not fit."""
+        # Gradients that are reduced together belong to the same param group, or to one store with several groups.
         of_group: dict[tuple[int, ...], list[ops.RowGrad]] = {}
         for taken, grad in self.grads:
             store = taken.embedding.store
@@ -252,20 +257,30 @@ class RowStep:
         return reduced
 
     def reduce_again(self, grads: list[ops.RowGrads], changes: Sequence[int]) -> None:
-        """Take the gradients, which hooks of the user's have seen since they were reduced: `grads`, reduced anew and
-        checked if something was done to them. `changes` is the result of `changes()` when they were reduced."""
+        """Take the gradients out again after the user's hooks. If a hook has changed them, reduce and check them anew.
+
+        Args:
+            grads: the reduced gradients; replaced in place if they were reduced anew.
+            changes: result of `changes()` when the gradients were reduced.
+        """
         self.take_grads()
         if self.changes() != changes:
             grads[:] = self.reduce(UNCOUNTED)
             ops.may_step(ops.check_finite([self], grads), [self])
 
     def changes(self) -> list[int]:
-        """Numbers that change whenever a gradient that has been taken is changed or replaced."""
+        """Numbers that change if a taken gradient is changed or replaced."""
         return [number for _, grad in self.grads for number in (id(grad), grad.changes)]
 
     def update(self, grads: Sequence[ops.RowGrads], go: bool, options: ops.Groups, stats: StepStats) -> None:
-        """Update the rows, let them be evicted, and give the weights their gradients back: as torch's, they stay until
-        `zero_grad`."""
+        """Update the rows, unpin them, and put the gradients back into the weights, where they stay until `zero_grad`,
+        as torch's gradients do.
+
+        Args:
+            grads: result of `reduce`.
+            go: whether to update; False = the step is skipped.
+            options: options of the param groups.
+        """
         label = f"update({type(self.optimizer).__name__})"
         for grad in grads:
             stats.call(label, ops.update, self, grad, go, options, measure=ops.measure_update)
@@ -274,7 +289,7 @@ class RowStep:
         self.put_back()
 
     def step_in_backward(self, weight: torch.Tensor) -> None:
-        """A hook of a weight, called when its gradient has come: update the rows."""
+        """Update the rows. This is a hook of `weight`, called when its gradient is complete."""
         row_grad, embedding = weight.grad, embedding_of(weight)
         assert isinstance(row_grad, ops.RowGrad) and embedding is not None
         try:
@@ -282,7 +297,7 @@ class RowStep:
         except BaseException:
             self.put_back()
             row_grad.unpin()
-            weight.grad = None  # No gradient is kept: the next one would be added to the refused one.
+            weight.grad = None  # otherwise the next gradient would be added to the refused one
             raise
         self.put_back()
         row_grad.spend()
@@ -304,20 +319,20 @@ def step_rows(
     stats: StepStats = UNCOUNTED,
     where: str = "",
 ) -> bool:
-    """One transaction of the rows of several optimizers: prepare their gradients, agree with the ranks, make the step;
-    give the weights their gradients back, whether it is made or not.
+    """Step the rows of several optimizers as one transaction: prepare the gradients, agree with the ranks, make the
+    step, and in any case put the gradients back into the weights.
 
     Args:
-        make: makes the step, from whether gradients are finite, and the gradients of each optimizer.
-        scaler, commit, stats: as of `step_together`.
-        where: ends the name of the step in exchanges.
+        make: makes the step. Its arguments are whether gradients are finite, and the gradients of each optimizer.
+        scaler, commit, stats: as for `step_together`.
+        where: end of the step's name in exchanges.
 
     Returns:
-        Whether the gradients are finite.
+        Whether the gradients are finite, so that the step was made.
 
     Raises:
         NonFiniteGradientError, RankError: nothing has changed.
-        What `make` raises.
+        Any error of `make`.
     """
     grads: list[list[ops.RowGrads]] = []
     weights = [row_weights(step.optimizer) for step in steps]
@@ -337,10 +352,10 @@ def step_rows(
             go = ops.may_step(prepare(), steps, scaler)
             if commit is not None:
                 commit()
-        with signals_deferred:  # An interrupt comes before the step or after all of it.
+        with signals_deferred:  # An interrupt comes before the step or after the whole step.
             if not ranks.alone:
                 what = f"step by {', '.join(type(step.optimizer).__name__ for step in steps)}{where}"
-                # Once they have agreed the other ranks make the step: one that is interrupted must make it too.
+                # After `agree` the other ranks make the step, so an interrupted rank must make it too.
                 with signals_deferred.forks_allowed():
                     found = ranks.agree(what, prepare)
                 go = ops.may_step(found, steps, scaler)

@@ -1,8 +1,8 @@
-"""Calls of `build` that a graph watches: losses scaled by a GradScaler, methods that stand-ins replace.
+"""Scaling of losses in `build`, and stand-ins for methods whose calls in `build` a graph must see.
 
-    with standing_in([(scheduler, "step", refuse)]):        refuse(scheduler) comes before a call that `build` makes
+    with standing_in([(scheduler, "step", refuse)]):        refuse(scheduler) runs before a call of step in `build`
 
-Invariant: a stand-in that an interrupt has left in place only calls the method that it hides.
+Invariant: if an interrupt leaves a stand-in in place, it only calls the method that it hides.
 """
 
 import inspect
@@ -21,16 +21,15 @@ from oneemb.storage.locking.signals_deferred import signals_deferred
 
 
 class Scaling:
-    """Has every loss scaled that `build` calls `backward` on, within `watching`, if a scaler is given.
-
-    If `build` itself calls `scale` of a GradScaler that it knows, that one is taken, and nothing is scaled twice.
+    """Scaling of the losses of one call of `build`: by the scaler of `set_grad_scaler` when `build` calls `backward`,
+    or by `build` itself, which calls `scale` of a GradScaler that it knows. No loss is scaled twice.
 
     Args:
-        known: the GradScalers that `build` knows: attributes of the graph, globals, closures.
-        given: the argument of `set_grad_scaler`.
-        before: the scaler of the micro-batches before.
-        on_second_pass: called before a second backward pass; None = any number is fine.
-        parameters: those whose losses `given` scales.
+        known: GradScalers that `build` knows: attributes of the graph, globals, closures.
+        given: scaler of `set_grad_scaler`; None = none is set.
+        before: scaler that has scaled the losses of earlier micro-batches; None = no scaler.
+        on_second_pass: called before a second backward pass; None = no call.
+        parameters: parameters of the graph, whose gradients `check` watches.
     """
 
     def __init__(
@@ -42,7 +41,7 @@ class Scaling:
         parameters: Iterable[torch.nn.Parameter] = (),
     ):
         self.scaler = given
-        """The scaler that has scaled the losses; None = none has."""
+        """The scaler that scales the losses; None = losses are not scaled."""
         self._given, self._before = given, before
         self._on_second_pass = on_second_pass
         self._passes = 0
@@ -53,20 +52,20 @@ class Scaling:
         self._grads = self._read_grads()
 
     def methods(self) -> list[tuple[Any, str, Callable[[Any], None]]]:
-        """Methods to stand in for while `build` runs: calls of `scale` are noted, and those of `update` refused."""
+        """Arguments for `standing_in` while `build` runs: calls of `scale` are noted, calls of `update` refused."""
         methods: list[tuple[Any, str, Callable[[Any], None]]] = []
         for scaler in self._watched:
             methods += [(scaler, "scale", self.note), (scaler, "update", self.refuse_update)]
         return methods
 
     def note(self, scaler: torch.amp.GradScaler) -> None:
-        """Note that `build` scales by this one; BuildError if there is another."""
+        """Note that `build` scales its losses by `scaler`; BuildError if another scaler has scaled losses."""
         if any(other is not None and other is not scaler for other in (self.scaler, self._before)):
             raise BuildError(f"build scales its losses with two GradScalers{user_line()}; use one")
         self.scaler, self._by_build = scaler, True
 
     def refuse_update(self, scaler: torch.amp.GradScaler) -> None:
-        """Raise BuildError if this one has scaled the losses."""
+        """Raise BuildError if `scaler` scales the losses of this call."""
         if scaler is self.scaler:
             raise BuildError(
                 f"build updates the GradScaler{user_line()}, which the graph does after build; leave it out"
@@ -74,7 +73,7 @@ class Scaling:
 
     @property
     def backward(self) -> Callable[..., None] | None:
-        """Function to call in place of `Tensor.backward`; None = no replacement is needed."""
+        """Function to call in place of `Tensor.backward`; None = no replacement."""
         return self._backward if self._given is not None or self._on_second_pass else None
 
     def _backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
@@ -86,7 +85,7 @@ class Scaling:
         loss.backward(*args, **kwargs)
 
     def _read_grads(self) -> list[tuple[int, int] | None]:
-        """Other readings mean that gradients have come."""
+        """(id, version) of each parameter's gradient, or None. A different result means new or changed gradients."""
         read: list[tuple[int, int] | None] = []
         for parameter in self._parameters:
             grad = parameter.grad
@@ -94,11 +93,11 @@ class Scaling:
         return read
 
     def check(self) -> None:
-        """Raise BuildError if gradients have come that are not scaled, though they should be."""
+        """Raise BuildError if `build` has computed gradients of losses that should be scaled and were not."""
         if self._given is None or self._passes or self._by_build or not self._given.is_enabled():
             return
         pairs = zip(self._grads, self._read_grads(), strict=True)
-        if any(now is not None and now != before for before, now in pairs):  # Micro-batches before may have left some.
+        if any(now is not None and now != before for before, now in pairs):  # Earlier micro-batches may have left some.
             raise BuildError(
                 "build takes gradients by torch.autograd.backward, which set_grad_scaler does not see; call"
                 " loss.backward(), or scale the losses by scaler.scale(loss)"
@@ -106,7 +105,7 @@ class Scaling:
 
 
 def idle_copy(scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
-    """A copy that scales losses, and unscales, steps and updates nothing: no call of it changes the scaler."""
+    """Copy of a scaler that scales losses, but does not unscale, step or update. No call of it changes the scaler."""
     kind: Any = type(scaler)
     made = kind.__new__(kind)
     for name, value in vars(scaler).items():
@@ -122,10 +121,10 @@ def _nothing(*args: object, **kwargs: object) -> None:
 
 
 def set_apart(scaler: torch.amp.GradScaler) -> Callable[[], None]:
-    """Let this thread's calls of a scaler be those of an idle copy, while other threads' calls are as before.
+    """Replace a scaler by its `idle_copy` on this thread; other threads still use the scaler.
 
     Returns:
-        A function that ends it. No two threads make one of these calls for one scaler at the same moment.
+        A function that ends the replacement. No two threads may start or end one for the same scaler at the same time.
     """
     idle, before, thread = idle_copy(scaler), cast(Any, type(scaler)), threading.get_ident()
 
@@ -139,7 +138,7 @@ def set_apart(scaler: torch.amp.GradScaler) -> Callable[[], None]:
     def end() -> None:
         Apart.is_over = True
         kind: Any = type(scaler)
-        while vars(kind).get("is_over"):  # Another export's class may lie over this one until it ends, too.
+        while vars(kind).get("is_over"):  # Classes of several replacements may lie over each other.
             kind = kind.of
         scaler.__class__ = kind
 
@@ -149,19 +148,19 @@ def set_apart(scaler: torch.amp.GradScaler) -> Callable[[], None]:
 
 
 def scalers_in(values: Iterable[object], others: set[type] | None = None) -> list[torch.amp.GradScaler]:
-    """The GradScalers among these.
+    """The GradScalers among `values`.
 
     Args:
-        others: classes of earlier calls that are none of GradScalers. Those of this call are added.
+        others: classes that earlier calls have found to be no GradScalers; the classes of this call are added.
     """
-    # By `type`: `isinstance` asks a stand-in that loads something lazily for its class, and loads it. A step asks for
-    # the globals of a module: thousands, maybe, and seldom a scaler.
+    # `type`, since `isinstance` would make a lazy object load its class. Each step searches all globals of a module,
+    # perhaps thousands, so known classes are skipped.
     values, others = list(values), set() if others is None else others
     try:
         kinds = set(map(type, values))
         if kinds <= others:
             return []
-    except Exception:  # A metaclass may have any hash, or none.
+    except Exception:  # A metaclass may define a hash that raises.
         kinds = set()
     found = [value for value in values if issubclass(type(value), torch.amp.GradScaler)]
     if not found:
@@ -172,11 +171,11 @@ def scalers_in(values: Iterable[object], others: set[type] | None = None) -> lis
 def scalers_of(
     build: Callable[..., object], values: Iterable[object] = (), others: set[type] | None = None
 ) -> list[torch.amp.GradScaler]:
-    """The GradScalers among some values, and those that a function, or one that a decorator has wrapped, has in a
-    closure or as globals now: all globals of its module, since a function that it calls may name them.
+    """The GradScalers that a function knows now: among `values`, in its closure, and among all globals of its module,
+    since functions that it calls may use them. A wrapped function is unwrapped first.
 
     Args:
-        others: of `scalers_in`.
+        others: see `scalers_in`.
     """
     function = inspect.unwrap(build) if hasattr(build, "__wrapped__") else build
     if type(function) is not MethodType and not isinstance(function, FunctionType) and not inspect.isroutine(function):
@@ -187,22 +186,22 @@ def scalers_of(
 
 
 class StandIn:
-    """Stands in for method `name` of an object: `tell`, which may raise, gets the object before each call that `build`
-    makes."""
+    """Function that replaces method `name` of the object `owner`. Before each call within `build`, it calls
+    `tell(owner)`, which may raise."""
 
     def __init__(self, owner: Any, name: str, tell: Callable[[Any], None]):
         self._owner, self._name, self._tell = owner, name, tell
         self.own = vars(owner).get(name)
-        """Attribute that the user has set on the object; None = the class's method counts."""
+        """Attribute `name` that the user has set on the object; None = the class's method is used."""
         if isinstance(self.own, StandIn):
             self.own = self.own.own
 
     def hide(self) -> None:
-        """Take the method's place."""
+        """Replace the method."""
         vars(self._owner)[self._name] = self
 
     def show(self) -> None:
-        """Give the method its place back."""
+        """Restore the method."""
         vars(self._owner).pop(self._name, None)
         if self.own is not None:
             vars(self._owner)[self._name] = self.own
@@ -216,7 +215,7 @@ class StandIn:
 
 @contextmanager
 def standing_in(methods: Iterable[tuple[Any, str, Callable[[Any], None]]]) -> Iterator[None]:
-    """Replace methods by stand-ins, made of these arguments, during a block."""
+    """Block in which methods are replaced. `methods`: arguments of a `StandIn` for each."""
     stand_ins = [StandIn(*method) for method in methods]
     try:
         for one in stand_ins:

@@ -1,12 +1,12 @@
-"""Lets torch's own optimizers train rows: hooks around every `optimizer.step()` of the process.
+"""Hooks around every `optimizer.step()` of the process, which let torch's own optimizers train rows.
 
-    before   the optimizer's own hooks run, which see the gradients of rows; then these are taken out of `weight.grad`,
-             which torch's step must not see; embeddings without an optimizer are attached to this one; what is not
-             finite is refused
-    after    the rows are updated, with the options that the step was made with, and the gradients are put back
+    before   the user's pre-step hooks run, and may read the gradients of rows; then these gradients are taken out of
+             `weight.grad`, since torch's step must not see them; embeddings without an optimizer are attached to this
+             one; a gradient that is not finite raises
+    after    the rows are updated, with the options of the step, and the gradients are put back
 
-A step that raises in between gives the weights their gradients back, as soon as its error is dropped; if that is kept
-until the next step, they are gone, with a warning. `oneemb.Optimizer` puts them back at once.
+If the step raises in between, the gradients are put back as soon as the error object is freed. If the error is kept
+until the next step, the gradients are dropped with a warning. `oneemb.Optimizer` puts them back at once.
 """
 
 import functools
@@ -38,20 +38,21 @@ from oneemb.training.row_step import RowStep, embedding_of, row_weights, rows_to
 
 
 class _Hooked(RowStep):
-    """A step between the two hooks. Dropped without `end`, it has raised: the gradients stay for another one."""
+    """A step between the two hooks. If it is freed without a call of `end`, the step has raised, and the gradients are
+    put back."""
 
     _reduced: Sequence[ops.RowGrads] = ()
     _go = True
     _handle: RemovableHandle | None = None
 
     def begin_after_hooks(self) -> None:
-        """Begin once the optimizer's own hooks have run, which may change gradients and options."""
-        # The optimizer, which keeps its hooks, must not keep the step.
+        """Call `begin` after the user's pre-step hooks, which may change gradients and options."""
+        # A weak reference, since the optimizer keeps its hooks and must not keep the step.
         self._handle = self.optimizer.register_step_pre_hook(functools.partial(_begin, weakref.ref(self)))
 
     @uncompiled
     def begin(self) -> None:
-        """Take the gradients, and check them."""
+        """Take the gradients out of the weights, and check them."""
         ranks = rows_to_owners([row_weights(self.optimizer)])
         try:
             ops.may_step(self._ready() if ranks.alone else self._agree(ranks), [self])
@@ -61,8 +62,8 @@ class _Hooked(RowStep):
         self._options = ops.options_of(self.optimizer)
 
     def _agree(self, ranks: AnyRanks) -> str | None:
-        """Result of `_ready` of the ranks together. After this exchange the other ranks make the step, so a Ctrl-C that
-        came during the wait is raised a moment later, as if it had come in the middle of torch's step."""
+        """Result of `_ready` on all ranks. After this exchange the other ranks make the step, so a Ctrl-C during the
+        wait is raised a moment later, as if it had come in the middle of torch's step."""
         signals.hold()
         try:
             found: str | None = ranks.agree(f"step by {type(self.optimizer).__name__}", self._ready)
@@ -79,7 +80,8 @@ class _Hooked(RowStep):
         return ops.check_finite([self], self._reduced)
 
     def _follow_scaler(self) -> None:
-        """Do what a GradScaler asks of an optimizer that unscales gradients itself, as torch's fused ones do."""
+        """Skip the step or divide gradients, as a GradScaler requests by attributes of an optimizer that unscales its
+        own gradients, such as torch's fused optimizers."""
         overflowed, scale = (getattr(self.optimizer, name, None) for name in ("found_inf", "grad_scale"))
         self._go = overflowed is None or not float(overflowed)
         if self._go and scale is not None:
@@ -98,7 +100,7 @@ class _Hooked(RowStep):
     def _update_rows(self) -> None:
         try:
             if any(grads.generation != grads.store.generation for grads in self._reduced):
-                self._reduced = self.reduce(UNCOUNTED)  # A hook, or another thread, has moved or replaced the rows.
+                self._reduced = self.reduce(UNCOUNTED)  # A hook or another thread has moved or replaced the rows.
             self.update(self._reduced, self._go, self._options, UNCOUNTED)
         except Exception as error:
             name = type(self.optimizer).__name__
@@ -106,7 +108,7 @@ class _Hooked(RowStep):
             raise
 
     def drop(self) -> None:
-        """Forget the gradients of a step that has raised, whose error is kept: they may have been zeroed since."""
+        """Drop the gradients of a step that has raised and whose error is still kept: the user may have zeroed them."""
         if self.grads:
             names = ", ".join(repr(embedding.name) for embedding in self.embeddings)
             warnings.warn(
@@ -130,23 +132,24 @@ class _Hooked(RowStep):
         self._leave()
 
     def __del__(self) -> None:
-        if hasattr(self, "_options"):  # the last that __init__ sets: otherwise an interrupt came in it
+        if hasattr(self, "_options"):  # the last attribute of __init__; without it, an interrupt ended __init__
             self._give_back()
 
 
 class _Arguments(tuple[Any, ...]):
-    """Arguments of a step. They are freed with it, or with an error of it that nobody keeps."""
+    """Arguments of a call of `step`, which also hold the `_Hooked` step: both are freed when the call has ended, or
+    when its error is freed."""
 
     step: _Hooked
 
 
 _begun: "weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[_Hooked]]" = weakref.WeakKeyDictionary()
 rows_stepped: "weakref.WeakSet[torch.optim.Optimizer]" = weakref.WeakSet()
-"""Optimizers in the middle of a step that leaves rows to the caller, who has taken their gradients."""
+"""Optimizers in the middle of a step whose caller, `step_together`, has taken the gradients of rows."""
 
 
 def _steps_others(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer steps others, which have steps of their own, as TorchRec's CombinedOptimizer does."""
+    """Whether an optimizer only calls the steps of other optimizers, as TorchRec's CombinedOptimizer does."""
     return getattr(optimizer, "steps_rows_itself", False) or hasattr(optimizer, "optimizers")
 
 
@@ -173,7 +176,7 @@ def _before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dic
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
         step.begin_after_hooks()
-    else:  # Gradients come in the closure, which the step calls first.
+    else:  # The closure computes the gradients; torch's step calls it first.
 
         def closure_and_rows() -> Any:
             loss = closure()
@@ -197,7 +200,7 @@ def _after(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> No
         step.end()
     has_rows = False
     for _, weight, _ in row_weights(optimizer):
-        # Tools step with gradients of zeros to make an optimizer's state, which writes to what stands for rows.
+        # Tools step with gradients of zeros to create an optimizer's state; that writes to the weight.
         weight.stepped_version = version_of(weight)  # type: ignore[attr-defined]
         has_rows = True
     if has_rows and not hasattr(optimizer, "names_rows") and not _steps_others(optimizer):
@@ -208,7 +211,7 @@ def _after(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> No
 
 
 def _name_rows(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Give weights that stand for rows an empty state in a state dict, if other parameters have one there: the tools of
+    """Add an empty state for weights that stand for rows to a state dict that has states of other parameters: tools of
     torch.distributed.checkpoint refuse a parameter without an entry."""
     state, groups = state_dict["state"], zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
     if state:
@@ -219,14 +222,15 @@ def _name_rows(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
 
 
 def _forget_state(optimizer: torch.optim.Optimizer) -> None:
-    """Drop the state that a load has given weights that stand for rows."""
-    if not isinstance(optimizer, torch.optim.Adagrad):  # Adagrad needs the state that it made at first.
+    """Drop the state of weights that stand for rows, which a load or a step has made."""
+    if not isinstance(optimizer, torch.optim.Adagrad):  # Adagrad needs the state that its constructor has made.
         for _, weight, _ in row_weights(optimizer):
             optimizer.state.pop(weight, None)
 
 
 def _is_torchs(step: Any) -> bool:
-    """Whether a function and all that it wraps are of torch.optim: a wrapper takes the name of what it wraps."""
+    """Whether a function and all functions that it wraps are defined in torch.optim. (A wrapper takes the name of the
+    wrapped function, so names do not tell.)"""
     while step is not None:
         if not step.__code__.co_filename.startswith(_TORCH_OPTIM):
             return False
@@ -235,15 +239,13 @@ def _is_torchs(step: Any) -> bool:
 
 
 def steps_nothing(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `optimizer.step()` would change nothing, and no hook would see it.
-
-    So it is where an optimizer trains rows alone: no parameter has a gradient.
-    """
+    """Whether `optimizer.step()` would change nothing and no hook would see it: no parameter has a gradient, as for an
+    optimizer that trains only rows."""
     if (
-        not hasattr(optimizer, "names_rows")  # `_after` has seen no step yet
-        or "step" in vars(optimizer)  # a scheduler's, which counts
-        or not _is_torchs(type(optimizer).step)  # others may count
-        or torch.autograd._profiler_enabled()  # whose records name steps
+        not hasattr(optimizer, "names_rows")  # `_after` has not run yet
+        or "step" in vars(optimizer)  # a scheduler has wrapped it to count steps
+        or not _is_torchs(type(optimizer).step)  # another class may count steps
+        or torch.autograd._profiler_enabled()  # a profiler records steps
         or optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
         or len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks) > len(_HOOKS)

@@ -1,4 +1,4 @@
-"""A training step as a graph: called for each batch or run over a loader, its lookups made ahead of it."""
+"""`TrainGraph`: a training step whose lookups are made ahead. It is called for each batch, or run over a loader."""
 
 import functools
 import warnings
@@ -27,11 +27,11 @@ from oneemb.training.row_step import embedding_of, row_weights, rows_to_owners
 from oneemb.training.scaling import Scaling, scalers_of, standing_in
 from oneemb.training.train_state import LearningRateScheduler, TrainState
 
-# So many snapshots of earlier checkpoints are worth a warning, and so is every doubling of them.
+# `save` warns when this number of snapshots of earlier checkpoints is kept, and at every doubling.
 _MANY_SNAPSHOTS = 8
 
 _UNSCALED = Scaling(())
-"""Of steps whose losses no GradScaler can scale."""
+"""`Scaling` of steps without a GradScaler."""
 
 
 class TrainGraph(CompiledGraph):
@@ -39,25 +39,25 @@ class TrainGraph(CompiledGraph):
     call the object with each batch.
 
     `build` is ordinary Python and runs at every call, so it may do what an eager step may do: branch on values, keep
-    state, print, call any library, use autocast, clipping, hooks and several losses. The graph makes the lookups ahead
-    of it, those of several embeddings together, as it has seen `build` make them. Where `build` then asks for other
-    ids, the lookup is made as in eager mode: that costs time and changes no number. Parameters and rows are updated
-    once a call, after all of `build`, and gradients are dropped: the gradient of a whole table is never made. In eval
-    mode (`graph.eval()`) a call runs forward only, `loss.backward()` does nothing, and no ids are inserted.
+    state, print, call any library, use autocast, clipping, hooks and several losses. The graph makes the lookups of
+    earlier calls ahead of `build`, for several embeddings together. If `build` then looks up other ids, that lookup is
+    made as in eager mode, which costs time and changes no number. Parameters and rows are updated once in each call,
+    after `build`, and gradients are dropped; the gradient of a whole table is never computed. In eval mode
+    (`graph.eval()`) a call runs only forward, `loss.backward()` does nothing, and no ids are inserted.
 
-    What is refused, by a BuildError that names the line where there is one:
+    `build` raises BuildError, which names the line if there is one, for:
 
-    - a step of an optimizer or scheduler of the graph, by itself or by `GradScaler.step`, and `GradScaler.update` of
-      what has scaled its losses: the graph makes them after `build`, with the rows. Optimizers that the graph does not
-      have may be stepped;
-    - a lookup with gradient of an embedding that is no part of the graph, which would not train, move or save it:
-      assign it, or freeze it;
-    - a gradient for an embedding that no optimizer of the graph trains, and no other: it would be lost;
-    - losses scaled by two GradScalers: gradients are unscaled by one;
-    - `torch.autograd.backward` beside `set_grad_scaler`, which does not see these losses and could not scale them;
-    - a second backward pass of a step with `config.cuda_graph`, whose replay overwrites the gradients of the first.
+    - a step of an optimizer or scheduler of the graph, also by `GradScaler.step`, and `GradScaler.update` of the scaler
+      of its losses: the graph makes these steps after `build`, with the rows. `build` may step optimizers that are not
+      the graph's;
+    - a lookup with gradient of an embedding that is not in the graph, which would not train, move or save it: assign
+      the embedding to the graph, or freeze it;
+    - a gradient for an embedding that no optimizer trains: it would be lost;
+    - losses scaled by two GradScalers: one scaler unscales all gradients;
+    - `torch.autograd.backward` if `set_grad_scaler` has set a scaler, which could not scale these losses;
+    - a second backward pass in a step with `config.cuda_graph`, whose replay overwrites the gradients of the first.
 
-    Saving, loading, and adding an optimizer in `build` are refused as in any step that is under way, by a RuntimeError.
+    Saving, loading and adding an optimizer within `build` raise RuntimeError, as in the middle of any step.
 
     Example:
         >>> import tempfile, torch, oneemb
@@ -92,16 +92,16 @@ class TrainGraph(CompiledGraph):
         super().__init__()
         self._train_state = TrainState()
         self._no_scalers: set[type] = set()
-        """Classes of values that `build` knows, where none is a GradScaler."""
+        """Classes of values in the closure and globals of `build` that are no GradScalers."""
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Optimizers given to `add_optimizer`, with the embeddings each trains; `.optimizer` is the torch object."""
+        """The optimizers that `add_optimizer` has added; attribute `optimizer` of each is the torch optimizer."""
         return self._train_state.optimizers
 
     @property
     def steps(self) -> int:
-        """Updates made or skipped so far."""
+        """Number of updates made or skipped so far."""
         return self._train_state.steps
 
     @steps.setter
@@ -116,21 +116,20 @@ class TrainGraph(CompiledGraph):
         skip_nonfinite: bool = False,
         clip_grad_norm: float | None = None,
     ) -> None:
-        """Let an optimizer train the parameters and embeddings of the graph that its groups hold.
+        """Let an optimizer train the parameters and embeddings in its param groups.
 
         Args:
-            optimizer: a torch optimizer. Groups that hold an embedding's weight train its rows.
-            lr_scheduler: a torch.optim.lr_scheduler of this optimizer; it is stepped after each update.
-            skip_nonfinite: skip steps in which a gradient is NaN or infinite instead of raising; with several
-                optimizers, where all are told to.
-            clip_grad_norm: before each update, scale the gradients of this optimizer's parameters and rows so that
-                their norm, taken as one vector, is at most this.
+            optimizer: a torch optimizer. A group that holds the weight of an embedding trains its rows.
+            lr_scheduler: a torch.optim.lr_scheduler of this optimizer, which is stepped after each update.
+            skip_nonfinite: skip steps in which a gradient is NaN or infinite, instead of raising. With several
+                optimizers, steps are skipped only if this is set for all.
+            clip_grad_norm: largest norm of the gradients of this optimizer's parameters and rows, as one vector; larger
+                gradients are scaled down before each update. None = no clipping.
 
         Raises:
-            ValueError: it was added before; its groups hold nothing of this graph, or an embedding that is no part of
-                it; the optimizer's
-                class or an option of it is not supported for rows; clip_grad_norm is not above 0; or the scheduler is
-                another optimizer's, or one that needs a metric.
+            ValueError: the optimizer was added before; its groups hold no parameter of this graph, or the weight of an
+                embedding that is not in the graph; its class, or an option of it, is not supported for rows;
+                clip_grad_norm is not above 0; or the scheduler belongs to another optimizer, or needs a metric.
             StorageError: rows hold another optimizer's state, or a path is in use.
         """
         trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -187,15 +186,15 @@ class TrainGraph(CompiledGraph):
             raise ValueError(f"{type(optimizer).__name__} holds the weight of an embedding: {reason}")
 
     def set_grad_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
-        """Scale every loss with a torch.amp.GradScaler before its backward pass; None = no longer.
+        """Scale every loss with a torch.amp.GradScaler before its backward pass; None = stop scaling.
 
-        The graph unscales gradients after `build`, before it clips them as `add_optimizer` was told; a `build` that
-        clips or reads them calls `scaler.unscale_(optimizer)` first, as in eager mode. A step in which a gradient
-        overflows is skipped as a whole, dense parameters, rows and learning rate, and the scale shrinks.
+        The graph unscales gradients after `build`, before the clipping that `add_optimizer` has set. A `build` that
+        clips or reads gradients calls `scaler.unscale_(optimizer)` first, as in eager mode. If a gradient overflows,
+        the whole step is skipped (dense parameters, rows and learning rate) and the scale shrinks.
 
-        This is not needed where `build` itself calls `self.scaler.scale(loss).backward()`: with a scaler that is an
-        attribute of the graph, a global of the module that `build` is from, or in a closure of `build`, the graph
-        unscales and updates it. Of others it does not know.
+        If `build` itself calls `self.scaler.scale(loss).backward()`, this call is not needed: the graph unscales with
+        and updates a scaler that is an attribute of the graph, a global of the module that defines `build`, or in a
+        closure of `build`. It does not know any other scaler.
         """
         self._train_state.scaler = scaler
 
@@ -211,7 +210,7 @@ class TrainGraph(CompiledGraph):
         kept: list[MadeLookup] = []
         known = scalers_of(self.build, vars(self).values(), self._no_scalers)
         given = state.scaler, state.scaled_by
-        with CommitBlock() as committing:  # No interrupt comes between the update and the count of the step.
+        with CommitBlock() as committing:  # An interrupt waits if it comes between the update and the step count.
             try:
                 on_second_pass = self._on_second_pass() if self.config.cuda_graph else None
                 if known or state.scaler is not None or on_second_pass is not None:
@@ -256,12 +255,14 @@ class TrainGraph(CompiledGraph):
         return "gradients are accumulated over several calls" if self._accumulation() > 1 else ""
 
     def _on_second_pass(self) -> Callable[[], None] | None:
-        """Function to call before a second backward pass of a step: a replayed module would overwrite its gradients."""
+        """Function to call before a second backward pass of a step, in which a replay would overwrite gradients; None =
+        no module is replayed."""
         dense = self._dense_compiler()
         return None if dense is None else dense.refuse_second_pass
 
     def _check_trained(self, batch: Batch, scaling: Scaling) -> None:
-        """Raise BuildError if gradients have come that no optimizer of the graph uses."""
+        """Raise BuildError if an embedding has a gradient that no optimizer uses, or losses were not scaled. Warn if
+        the first step has no gradients."""
         state = self._train_state
         scaling.check()
         untrained = []
@@ -288,11 +289,11 @@ class TrainGraph(CompiledGraph):
         return any(parameter.grad is not None for group in groups for parameter in group["params"])
 
     def _update(self, committing: CommitBlock) -> None:
-        """Step all optimizers with the gradients there are."""
+        """Unscale and clip the gradients, step all optimizers and schedulers, and drop the gradients."""
         state, call = self._train_state, self._stats.call
         scaler = state.scaled_by if state.optimizers else None
         if scaler is not None or state.max_norms.count(None) < len(state.max_norms):
-            # Norms and overflows are found by all ranks, also by one that has looked nothing up.
+            # All ranks compute norms and find overflows together, also a rank without lookups.
             call("reduce_to_owners", rows_to_owners, [row_weights(one.optimizer) for one in state.optimizers])
         if scaler is not None:
             call("unscale", ops.unscale, scaler, state.optimizers)
@@ -307,37 +308,37 @@ class TrainGraph(CompiledGraph):
         call("advance", ops.advance, state.optimizers, state.lr_schedulers, go)
 
     def save(self, path: AnyPath, *, keep: int | None = None) -> None:
-        """Write a checkpoint: everything that the next step depends on, in one file, as a whole or not at all.
+        """Save a checkpoint: everything on which the next step depends, completely or not at all.
 
-        The file holds dense parameters and buffers, the states of optimizers, schedulers and GradScalers (of
-        `set_grad_scaler`, and those that are attributes of the graph), the count of steps, the random generators (of
-        torch, random and numpy) and `loader_state`. Rows are saved as a snapshot in each embedding's `persistent_path`,
-        which the file names. During a save `path.<hex>.saving` and `path.<hex>.tmp` lie beside it; if the process is
-        killed, the next save removes them and the snapshots that were begun.
+        The file at `path` holds dense parameters and buffers, the states of optimizers, schedulers and GradScalers (of
+        `set_grad_scaler`, and of attributes of the graph), the step count, the states of the random generators of
+        torch, random and numpy, and `loader_state`. Rows are saved as a snapshot in the `persistent_path` of each
+        embedding, which the file names. During a save, the files `path.<hex>.saving` and `path.<hex>.tmp` exist beside
+        it; if the process is killed, the next save removes them and unfinished snapshots.
 
-        Where ranks own rows together (`process_group`) every rank makes the call, and where one fails, all raise. The
-        first one writes the file: it has the dense parameters and optimizers of that rank, as they are the same on all
-        under DistributedDataParallel (a warning says if they are not), and of each rank the random generators, and the
-        buffers and extra states of modules that are not the same on all, and the state of its loader. Names in it are
-        those without DistributedDataParallel.
+        With ranks (`process_group`), every rank makes the call; if one rank fails, all raise. The first rank writes the
+        file. It holds the dense parameters and optimizers of the first rank, since these are the same on all ranks with
+        DistributedDataParallel (a warning says if they differ), and for each rank its random generators, its loader
+        state, and buffers and extra states of modules that differ. Names in the file leave out the `.module` of
+        DistributedDataParallel.
 
         Args:
-            path: the file; its folder must exist. Ranks give the same path, which only the first one needs to see.
-            keep: how many of the snapshots that saves to this path have made to keep, this one among them; those that
-                deltas go on from stay besides. Older
-                ones are deleted when the file is in place; copies of the file that name them cannot be loaded any more.
-                None = all of them, until `delete_snapshot`: each takes the disk space of its own rows.
+            path: the file; its folder must exist. All ranks give the same path, but only the first uses it.
+            keep: number of saves to this path whose snapshots are kept, including this one. Older snapshots are deleted
+                when the file is in place, except parents of deltas; a copy of the file that names a deleted snapshot
+                cannot be loaded any more. None = keep all snapshots until `delete_snapshot`; each takes disk space for
+                rows that only this snapshot holds.
 
         Raises:
-            RuntimeError: there are micro-batches that no update has used yet; or a hook, a scheduler or a signal
-                handler calls it in the middle of a step of the same thread. Call it between two calls of the graph. Or
-                a dense parameter is sharded over ranks.
+            RuntimeError: micro-batches wait for an update; or a hook, a scheduler or a signal handler calls this method
+                in the middle of a step of the same thread (call it between two calls of the graph); or a dense
+                parameter is sharded over ranks.
             TypeError: `path` is no path.
-            ValueError: the file at `path` is no checkpoint; `keep` is below 1; or the graph's embeddings are not of the
-                same ranks.
-            RankError: another rank has failed; no checkpoint was written.
-            StorageError, OSError: the disk fails. Either what was at `path` is still there, or the new checkpoint is
-                there and its name in the folder could not be made durable.
+            ValueError: the file at `path` is no checkpoint; `keep` is below 1; or embeddings of the graph have
+                different process groups.
+            RankError: another rank has failed; no checkpoint was saved.
+            StorageError, OSError: the disk fails. Either the old file is still at `path`, or the new file is there and
+                its name in the folder could not be made durable.
         """
         path = file_path(path, "the file to write")
         kept = save_checkpoint(self, self._train_state, path, keep)
@@ -349,48 +350,50 @@ class TrainGraph(CompiledGraph):
             )
 
     def load(self, path: AnyPath, *, strict: bool = True) -> LoadedKeys:
-        """Go on from a checkpoint, bit for bit.
+        """Load a checkpoint, to continue with the same bits.
 
-        The ranks that saved it may have been more or fewer than those of `process_group`, or none; every rank makes the
-        call, and the first one reads the file. As many as there were go on with the bits that each had. Others go on
-        with what the first one had, but for rows, which are the same, and for random generators: each rank that was
-        there has its own, each further one those that follow from the first's and its number; generators that were the
-        same on several ranks are the same on all.
+        With ranks, every rank makes the call, and the first rank reads the file. Any number of ranks may have saved the
+        checkpoint. If their number is the same, each rank continues with the bits that it had. Otherwise rows are the
+        same, and all ranks get the other state of the first rank, except random generators: a rank that existed before
+        keeps its own, and a further rank gets generators seeded by the first rank's state and its own number.
+        Generators that were equal on several ranks are equal on all.
 
         Args:
-            strict: whether graph and checkpoint must have the same names of parameters, buffers, embeddings,
-                optimizers and the rest. If not, names that both have are loaded, and must fit; names that only one
-                has are passed over, and stay as they are in the graph. The state of an optimizer goes by the names of
-                its parameters; older checkpoints lack these, and state of other groups is then passed over.
+            path: the file of a checkpoint.
+            strict: whether graph and checkpoint must have the same names of parameters, buffers, embeddings, optimizers
+                and other parts. If False, parts that both have are loaded, and must fit; names that only one of them
+                has are ignored, and the graph's parts keep their values. Optimizer state is matched by the names of
+                parameters. Older checkpoints lack these names; their state is ignored if param groups differ.
 
         Returns:
             `missing_keys`, which only the graph has, and `unexpected_keys`, which only the checkpoint has, as
-            `torch.nn.Module.load_state_dict` gives them: names of tensors, embeddings and modules' `_extra_state`,
+            `torch.nn.Module.load_state_dict` returns: names of tensors, embeddings and modules' `_extra_state`,
             `optimizers.0`, `lr_schedulers.0`, `grad_scaler`.
 
         Raises:
             TypeError: `path` is no path, or `strict` no bool.
-            ValueError: it is no checkpoint, or one of another graph; the message says what differs. Nothing changed.
-            RankError: another rank has failed; it says whether anything has changed.
-            StorageError: a snapshot that it names is missing or another run's, or its rows hold another optimizer's
-                state; nothing changed. Or its files are damaged.
-            KeyboardInterrupt, and whatever else stops a load half way: every call of the graph's embeddings raises
+            ValueError: the file is no checkpoint, or belongs to another graph (the message says what differs); nothing
+                has changed.
+            RankError: another rank has failed; the message says whether anything has changed.
+            StorageError: a snapshot that the file names is missing or belongs to another run, or its rows hold another
+                optimizer's state (nothing has changed); or files of a snapshot are damaged.
+            KeyboardInterrupt, or any error that stops a load half way: every call of the graph's embeddings then raises
                 `BrokenStoreError` until another load.
         """
         return load_checkpoint(self, self._train_state, file_path(path, "a file that save has written"), strict)
 
     def state(self, *, strict: bool = True) -> GraphState:
-        """The graph's whole state for torch.distributed.checkpoint: `dcp.save({"graph": graph.state()}, ...)`.
+        """The whole state of the graph for torch.distributed.checkpoint: `dcp.save({"graph": graph.state()}, ...)`.
 
-        Where ranks own rows together every rank makes each call, as torch.distributed.checkpoint has it; what is in the
-        state, and what becomes of it on another number of ranks, is as for `save` and `load`.
+        With ranks, every rank makes each call, as torch.distributed.checkpoint requires. Contents of the state, and
+        loads with another number of ranks, are as for `save` and `load`.
 
         Args:
-            strict: as of `load`, for `load_state_dict` of what this gives: `dcp.load` has no way to pass it.
+            strict: argument of `load`, used by `load_state_dict` of the result, since `dcp.load` cannot pass it.
 
         Raises:
             TypeError: `strict` is no bool.
-            ValueError: the graph's embeddings are not of the same ranks.
+            ValueError: embeddings of the graph have different process groups.
         """
         return GraphState(self, self._train_state, strict)
 
@@ -415,4 +418,4 @@ def _refuse_step(scheduler: LearningRateScheduler) -> None:
 
 
 def _no_backward(*args: object, **kwargs: object) -> None:
-    """`Tensor.backward` in evaluation."""
+    """Do nothing: it replaces `Tensor.backward` in eval mode."""

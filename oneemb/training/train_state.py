@@ -1,4 +1,4 @@
-"""State of a training graph from call to call beside its modules: optimizers, scaler, calls since the last update."""
+"""State that a training graph keeps between calls, besides its modules: optimizers, scaler, counts of calls."""
 
 from collections.abc import Iterable
 from typing import Any, Protocol
@@ -10,7 +10,7 @@ from oneemb.training.eager import Optimizer
 
 
 class LearningRateScheduler(Protocol):
-    """Interface of a scheduler, as a graph uses it; those of torch.optim.lr_scheduler have it."""
+    """Interface of the schedulers that a graph uses; schedulers in torch.optim.lr_scheduler implement it."""
 
     def step(self) -> object: ...
 
@@ -20,36 +20,37 @@ class LearningRateScheduler(Protocol):
 
 
 class TrainState:
-    """The optimizers of a graph, in the order in which they step, and how far training has come."""
+    """The optimizers of a graph, in the order of their steps, with schedulers, scaler and counts."""
 
     def __init__(self) -> None:
         self.optimizers: list[Optimizer] = []
         self.steppers: list[torch.optim.Optimizer] = []
-        """The optimizers, and the torch optimizer of each."""
+        """Each optimizer and its torch optimizer, which `build` must not step."""
         self.lr_schedulers: list[LearningRateScheduler | None] = []
-        """One for each optimizer."""
+        """Scheduler of each optimizer; None = no scheduler."""
         self.max_norms: list[float | None] = []
-        """Norm to which each optimizer's gradients are clipped; None = they are not clipped."""
+        """Norm to which each optimizer's gradients are clipped; None = not clipped."""
         self.scaler: torch.amp.GradScaler | None = None
+        """Scaler of `set_grad_scaler`."""
         self.micro_batches = 0
-        """Calls since the last update."""
+        """Number of calls since the last update."""
         self.scaled_by: torch.amp.GradScaler | None = None
-        """The scaler that has scaled the losses since the last update."""
+        """Scaler that has scaled the losses since the last update; None = no scaler."""
         self.steps = 0
-        """Updates made or skipped."""
+        """Number of updates made or skipped."""
 
     def add(self, optimizer: Optimizer, lr_scheduler: LearningRateScheduler | None, max_norm: float | None) -> None:
-        """Let this optimizer step after those there are."""
+        """Add an optimizer, which steps after the earlier ones."""
         self.optimizers.append(optimizer)
         self.steppers += (optimizer, optimizer.optimizer)
         self.lr_schedulers.append(lr_scheduler)
         self.max_norms.append(max_norm)
 
     def move_dense_states(self) -> None:
-        """Move the optimizers' states of dense parameters to the devices of the parameters."""
+        """Move optimizer states of dense parameters to the devices of the parameters."""
         for joined in self.optimizers:
             for group in joined.param_groups:
-                steps_move = group.get("capturable") or group.get("fused")  # Others keep what counts steps on the CPU.
+                steps_move = group.get("capturable") or group.get("fused")  # Other groups keep step counts on the CPU.
                 for parameter in group["params"]:
                     state = joined.optimizer.state.get(parameter, {})
                     for name, value in state.items():
@@ -57,15 +58,15 @@ class TrainState:
                             state[name] = value.to(parameter.device)
 
     def updates_made(self) -> int:
-        """Updates that optimizers have made; those that were skipped do not count."""
+        """Number of updates that all optimizers together have made, without skipped updates."""
         made = 0
         for optimizer in self.optimizers:
             made += optimizer.row_step.taken
         return made
 
     def drop_gradients(self, scalers: Iterable[torch.amp.GradScaler]) -> None:
-        """Drop every gradient that no update has used, of rows and dense parameters, of all micro-batches so far;
-        `scalers` may have unscaled them."""
+        """Drop all gradients of rows and dense parameters, of all micro-batches since the last update. `scalers`:
+        GradScalers that may have unscaled them."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
             for scaler in scalers:
