@@ -6,6 +6,7 @@ A block that cannot run here has the line `<!-- not run: reason -->` above it; i
 import re
 import socket
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -93,7 +94,7 @@ def test_the_python_blocks_of_a_page_run(name, request, tmp_path, monkeypatch):
     names = run(name)
     CHECKS.get(name, lambda names, folder: None)(names, tmp_path)
     for one in names.values():
-        if hasattr(one, "close") and not isinstance(one, type):
+        if hasattr(one, "close") and not isinstance(one, type | types.ModuleType):
             one.close()
 
 

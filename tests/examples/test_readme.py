@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 
@@ -26,11 +28,17 @@ def test_the_figures_of_the_readme_are_those_of_the_benchmarks():
     assert f"| random read | {disk} " in (ROOT / "docs" / "benchmarks.md").read_text()
 
 
-def test_the_picture_is_what_its_script_draws(tmp_path):
+FIGURES = {"draw_overview.py": ["overview"], "draw_concepts.py": ["lookup", "snapshots"]}
+PAGES = {"overview": "README.md", "lookup": "docs/concepts.md", "snapshots": "docs/concepts.md"}
+
+
+@pytest.mark.parametrize("script", FIGURES)
+def test_a_figure_is_what_its_script_draws(script, tmp_path):
     assets = ROOT / "docs" / "assets"
-    script = tmp_path / "draw_overview.py"
-    script.write_text((assets / "draw_overview.py").read_text())
-    subprocess.run([sys.executable, script], check=True)
-    for theme in ("light", "dark"):
-        assert (tmp_path / f"overview-{theme}.svg").read_text() == (assets / f"overview-{theme}.svg").read_text()
-        assert f"docs/assets/overview-{theme}.svg" in README.read_text()
+    (tmp_path / script).write_text((assets / script).read_text())
+    subprocess.run([sys.executable, tmp_path / script], check=True)
+    for figure in FIGURES[script]:
+        for theme in ("light", "dark"):
+            name = f"{figure}-{theme}.svg"
+            assert (tmp_path / name).read_text() == (assets / name).read_text()
+            assert f"assets/{name}" in (ROOT / PAGES[figure]).read_text()
