@@ -14,10 +14,14 @@ import torch
 import oneemb
 
 COLORS = {
-    "light": {"line": "#57606a", "text": "#1f2328", "weak": "#57606a", "tables": ["#cfe8ff", "#ffe0c2"],
-              "bar": "#8ab4f8", "new": "#d9730d", "snapshot": "#1f6feb", "low": (255, 255, 255), "high": (31, 111, 235)},
-    "dark": {"line": "#8b949e", "text": "#e6edf3", "weak": "#9da7b1", "tables": ["#123a5e", "#5a3a12"],
-             "bar": "#35598f", "new": "#f0883e", "snapshot": "#79b8ff", "low": (22, 27, 34), "high": (121, 184, 255)},
+    "light": {
+        "line": "#57606a", "text": "#1f2328", "weak": "#57606a", "tables": ["#cfe8ff", "#ffe0c2"], "bar": "#8ab4f8",
+        "new": "#d9730d", "snapshot": "#1f6feb", "low": (255, 255, 255), "high": (31, 111, 235),
+    },
+    "dark": {
+        "line": "#8b949e", "text": "#e6edf3", "weak": "#9da7b1", "tables": ["#123a5e", "#5a3a12"], "bar": "#35598f",
+        "new": "#f0883e", "snapshot": "#79b8ff", "low": (22, 27, 34), "high": (121, 184, 255),
+    },
 }  # fmt: skip
 IDS = [[7, 12], [8, 12], [7, 5], [12, 5]]
 WIDTH, STEPS = 8, 60
@@ -147,7 +151,9 @@ def draw_snapshots(rows, snapshots, colors):
         parts.append(f'<line x1="{x:g}" y1="30" x2="{x:g}" y2="{bottom}" stroke="{colors["snapshot"]}"'
                      ' stroke-dasharray="4 3"/>')  # fmt: skip
         what = f"delta: {one['changed_rows']} changed rows" if one["since"] else f"snapshot: {one['rows']} rows"
-        parts.append(text(x - 4, 40 if one["since"] is None else 52, one["name"], colors["snapshot"], 12, "end", "bold"))
+        parts.append(
+            text(x - 4, 40 if one["since"] is None else 52, one["name"], colors["snapshot"], 12, "end", "bold")
+        )
         parts.append(text(x, bottom + 38 + 15 * snapshots.index(one), what, colors["weak"], 11))
     parts.append(text(left + 62 * wide, 40, "new rows", colors["new"], 12, "end"))
     return svg(780, 275, "Rows of a table over 60 steps, with a snapshot and two deltas", parts)
