@@ -1,1 +1,1 @@
-"""Rows in and out, as arrays and as files."""
+"""Import and export of rows, as arrays and as files."""

@@ -12,7 +12,7 @@ from oneemb.storage.fs import AnyPath, absolute_path
 from oneemb.storage.rows.row_format import WEIGHTS
 
 if TYPE_CHECKING:
-    # Both take a second to import, and readers and writers need neither.
+    # Each import takes a second, and readers and writers need neither module.
     import torch
 
     from oneemb.embeddings.embedding import TableEmbedding
@@ -25,7 +25,7 @@ VALUES = ("float32", "float16")
 
 
 def as_list(paths: Paths) -> list[str]:
-    """The paths, absolute."""
+    """List of the paths, made absolute."""
     named = [paths] if isinstance(paths, str | bytes | os.PathLike) else paths
     if not isinstance(named, list | tuple) or not all(isinstance(one, str | bytes | os.PathLike) for one in named):
         raise TypeError(f"paths must name a folder, or be a list of folders, got {type(paths).__name__} {paths!r}")
@@ -33,14 +33,15 @@ def as_list(paths: Paths) -> list[str]:
 
 
 def as_embedding(place: "TableEmbedding | Paths") -> "TableEmbedding | None":
-    """The place if it is an embedding, None if it is a folder or several. Does not load torch."""
+    """`place` if it is an embedding; None = it is a folder or several folders. Does not load torch."""
     if isinstance(place, str | bytes | os.PathLike) or not hasattr(place, "store"):
         return None
     return cast("TableEmbedding", place)
 
 
 def check_batches(batch_size: object, progress: object, **flags: object) -> None:
-    """Raise TypeError or ValueError unless rows can be moved in such batches; flags must be bools."""
+    """Raise TypeError or ValueError unless `batch_size` is an int of at least 1, `progress` a function or None, and all
+    `flags` are bools."""
     if isinstance(batch_size, bool) or not isinstance(batch_size, int | np.integer):
         got = f"{type(batch_size).__name__} {batch_size!r}"
         raise TypeError(f"batch_size must be an int of 1 or more, got {got}; it counts rows")
@@ -55,14 +56,14 @@ def check_batches(batch_size: object, progress: object, **flags: object) -> None
 
 
 def check_format(format: str) -> str:
-    """The format; ValueError if there is none of this name."""
+    """`format`; ValueError if no format has this name."""
     if format not in FORMATS:
         raise ValueError(f"format must be {' or '.join(map(repr, FORMATS))}, got {format!r}")
     return format
 
 
 def name_of(dtype: AnyDtype) -> str:
-    """The name of a dtype of torch or NumPy. Does not load torch."""
+    """Name of a dtype of torch or NumPy. Does not load torch."""
     text = str(dtype)
     if text.startswith("torch.") or text in WEIGHTS:
         return text.removeprefix("torch.")
@@ -70,7 +71,7 @@ def name_of(dtype: AnyDtype) -> str:
 
 
 def dtype_of(argument: str, dtype: AnyDtype, *allowed: str) -> np.dtype:
-    """The dtype as NumPy's; TypeError unless it is one of those allowed."""
+    """NumPy's dtype for `dtype`; TypeError unless its name is in `allowed`. `argument`: name for the error."""
     try:
         name = name_of(dtype)
     except TypeError:
@@ -81,7 +82,7 @@ def dtype_of(argument: str, dtype: AnyDtype, *allowed: str) -> np.dtype:
 
 
 def keys_as(id_N: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Ids in the dtype that was asked for; StorageError if one does not fit."""
+    """Ids as int64 or int32; StorageError if an id does not fit."""
     if dtype == np.int32 and len(id_N) and not -(2**31) <= id_N.min() <= id_N.max() < 2**31:
         raise StorageError(f"keys from {id_N.min()} to {id_N.max()} do not fit in int32; read them as int64")
     return id_N.astype(dtype)

@@ -1,8 +1,8 @@
 """Writes the rows of an embedding or a snapshot to files for other tools.
 
 Invariants:
-- rows go through in batches: memory does not grow with them, whatever the format;
-- a call that raises leaves no new file, and a file that it was to replace stays as it was.
+- rows are written in batches, so memory does not grow with the number of rows, in any format;
+- a call that raises leaves no new file, and does not change the file that it was to replace.
 """
 
 import os
@@ -40,33 +40,33 @@ def export_rows(
 ) -> int:
     """Write the rows of an embedding, or of a snapshot, to a file.
 
-    The file has columns `keys`, `values` and `tables`, and names the optimizer and dtype of its rows, so that
-    `import_rows` brings them back as they were. NumPy and Parquet have no bfloat16, and Parquet's readers seldom know
-    float16: such weights are written as float32, exactly.
+    The file has columns `keys`, `values` and `tables`, and a note with the optimizer and dtype of the rows, so that
+    `import_rows` restores the same rows. bfloat16 weights in NumPy files, and bfloat16 and float16 weights in Parquet
+    files, are written as float32 with the same values.
 
     Args:
-        source: an embedding, whose rows are exported as they are at the call; or the folder of a persistent table, or
-            that in which ranks have theirs, or the folders of a sharded one. Of an embedding of several ranks every
-            rank makes the call; the first one writes the rows of all, and has to see their folders, and the others
-            wait. What takes longer than their process group waits is exported from a snapshot, beside the job.
+        source: an embedding, whose current rows are exported; or the folder of a persistent table, or the folder with
+            the folders of ranks, or the list of folders of a sharded table. With ranks, every rank makes the call; the
+            first rank writes the rows of all ranks and must see their folders, while the others wait. If that takes
+            longer than the timeout of the process group, export a snapshot in another process.
         target: a file `.npz`, `.parquet` or `.safetensors`; or files `.npy`: (keys, values), (keys, values, tables)
             or (keys, values, tables, state).
-        snapshot: which snapshot; only for a folder.
-        table: export this table only, without a column `tables`; None = all. A snapshot must have rows of this table;
-            in an embedding it may be empty.
-        with_state: write the optimizer's state too, as a column `state`.
-        overwrite: replace an existing file, when the new one is complete.
-        batch_size: rows at a time.
+        snapshot: name of the snapshot to export, if `source` is a folder.
+        table: number of the only table to export, without a column `tables`; None = all tables. A snapshot must have
+            rows of the table; an embedding may have none.
+        with_state: if True, write the optimizer state too, as a column `state`.
+        overwrite: if True, replace an existing file when the new file is complete.
+        batch_size: number of rows written at a time.
         progress: called with (rows done, rows in all) after each batch.
 
     Returns:
-        Rows written.
+        Number of rows written.
 
     Raises:
-        ImportError: the format needs a library that is not installed; the message says which.
-        FileExistsError: the target exists, and `overwrite` is off.
+        ImportError: the format needs a library that is not installed; the message names it.
+        FileExistsError: the target exists, and `overwrite` is False.
         ValueError: an argument is not as above.
-        StorageError: there is no such snapshot, or its files are not what was written.
+        StorageError: there is no such snapshot, or its files are damaged.
 
     Example:
         >>> import tempfile, numpy, torch, oneemb
@@ -124,7 +124,7 @@ def export_rows(
         finally:
             _delete_if_there(store, name)
     finally:
-        _delete_if_there(store, name)  # Ctrl-C may have come before the first call, or in the middle of it.
+        _delete_if_there(store, name)  # Ctrl-C may have prevented or ended the first call.
 
 
 def _check_targets(paths: list[str], overwrite: bool) -> None:
@@ -152,10 +152,10 @@ def _export(
         if not with_state:
             rows = SnapshotRows(replace(rows.format, optimizer=None, state=()), 0)
         with_state = rows.format.state_width > 0
-        rows = replace(rows, format=replace(rows.format, usage_words=0))  # Usage metadata is of the embedding alone.
+        rows = replace(rows, format=replace(rows.format, usage_words=0))  # Usage metadata is not exported.
         writer = _open_target(paths, rows)
         try:
-            # A file without rows has columns too.
+            # An empty batch first, so that a file without rows has columns, too.
             writer.write(_batch(reader, np.empty(0, np.int32), np.empty(0, np.int64), None, table, with_state))
             seen = written = 0
             tables: set[int] = set()
@@ -183,7 +183,7 @@ def _export(
 
 
 def _first_20(numbers: list[int]) -> str:
-    """The numbers as text, at most 20 of them."""
+    """Text of at most 20 of the numbers."""
     return ", ".join(map(str, numbers[:20])) + (f" and {len(numbers) - 20} more" if len(numbers) > 20 else "")
 
 

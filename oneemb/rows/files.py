@@ -1,11 +1,11 @@
-"""Base of the formats of files of rows: columns of keys, values, tables and state, read in batches.
+"""Base of the formats of row files: columns of keys, values, tables and state, read in batches.
 
-    tables  int32 [N]      which table a key is of          values  float [N, D]     the weights
-    keys    int64 [N]                                       state   float32 [N, Z]   the optimizer's state
+    tables  int32 [N]      table of each key                values  float [N, D]     weights
+    keys    int64 [N]      id of each key                   state   float32 [N, Z]   optimizer state, Z values of a row
 
 Invariants:
-- the batches of a reader have been checked: integers that fit, as many rows in each column, no missing values;
-- a file that is written takes its path by a rename, when it is complete; an existing one is untouched until then.
+- batches from a reader are checked: integers fit, all columns have the same number of rows, no value is missing;
+- a new file gets its path by a rename when it is complete; until then, an existing file is unchanged.
 """
 
 import json
@@ -29,7 +29,7 @@ from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 ROLES = ("keys", "values", "tables", "state")
 
 NOTE = "oneemb"
-"""Name of a file's note, the description of its rows as JSON."""
+"""Name of the note in a file: a description of the rows, as JSON."""
 
 _READ_ERRORS = (OSError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, TypeError)
 
@@ -40,16 +40,16 @@ class Batch(NamedTuple):
     """Consecutive rows of a file."""
 
     table_N: np.ndarray | None
-    """int32 [N]; None where the file has no tables"""
+    """int32 [N]: table of each row; None = the file has no tables."""
     id_N: np.ndarray
     """int64 [N]"""
     weight_ND: np.ndarray
     """floating-point [N, D]"""
     state_NZ: np.ndarray | None
-    """float32 [N, Z]; None where it is not wanted"""
+    """float32 [N, Z]: optimizer state; None = not wanted."""
 
     def columns(self) -> dict[str, np.ndarray]:
-        """The columns that there are, by their roles."""
+        """{role: column} of the columns that are not None."""
         named = {"keys": self.id_N, "values": self.weight_ND, "tables": self.table_N, "state": self.state_NZ}
         return {role: column for role, column in named.items() if column is not None}
 
@@ -59,10 +59,10 @@ class Columns:
     """Names of a file's columns.
 
     Args:
-        keys: None = the keys are the numbers of the rows.
-        values: one column of vectors; in Parquet also several of numbers.
-        tables: None = "tables" if the file has such a column.
-        state: None = it is not wanted.
+        keys: column of the keys; None = a row's number in the file is its key.
+        values: column of vectors; or, in Parquet, several columns of numbers.
+        tables: column of table numbers; None = "tables" if the file has such a column.
+        state: column of optimizer state; None = not wanted.
     """
 
     keys: str | None
@@ -75,42 +75,42 @@ class RowFile(Protocol):
     """A file of rows, open for reading."""
 
     note: SnapshotRows | None
-    """Note of `export_rows` on the rows; None = another program wrote the file."""
+    """Description of the rows, which `export_rows` has written; None = another program wrote the file."""
     dtype: str
-    """Dtype of weights: "float32", "float16" or "bfloat16"; wider ones are read as float32."""
+    """Dtype of the weights: "float32", "float16" or "bfloat16"; wider dtypes are read as float32."""
     dim: int
-    """Weights of a row."""
+    """Number of weights of a row."""
     state_width: int
-    """Values of state of a row, 0 where it is not wanted."""
+    """Number of state values of a row; 0 = not wanted."""
     size: int | None
-    """Rows in all; None = not known."""
+    """Number of rows; None = not known."""
 
     def scan(self, batch: int) -> Iterator[Batch]:
-        """All rows, at most so many at a time; an iterable of batches keeps its own sizes."""
+        """All rows, in batches of at most `batch` rows; an iterable of batches keeps its own batch sizes."""
 
     def close(self) -> None: ...
 
 
 class RowFileWriter(Protocol):
-    """A file of rows, being written."""
+    """Writer of a file of rows."""
 
     def write(self, batch: Batch) -> None: ...
 
     def finish(self) -> None:
-        """Let the complete file take its path."""
+        """Complete the file and rename it to its path."""
 
     def abandon(self) -> None:
-        """Leave nothing behind. After `finish` it does nothing."""
+        """Remove the unfinished file. Does nothing after `finish`."""
 
 
 @contextmanager
 def reading(path: str, expected: str, *errors: type[Exception]) -> Iterator[None]:
-    """Turns errors of a library for a file of another format, or a part of a file, into one that names the file.
+    """Block in which a library reads a file. Errors of the library become a ValueError that names the file.
 
     Args:
         path: the file.
-        expected: its kind, in words.
-        errors: exceptions of the library.
+        expected: text of the expected kind of file, such as "an .npz file".
+        errors: exception classes of the library.
 
     Raises:
         ValueError: the file has another format, or is cut short or damaged.
@@ -126,15 +126,15 @@ def reading(path: str, expected: str, *errors: type[Exception]) -> Iterator[None
 
 
 def write_note(rows: SnapshotRows) -> str:
-    """The note of a file of these rows."""
+    """Text of the note for a file of `rows`."""
     return json.dumps(rows.described())
 
 
 def read_note(path: str, text: str | bytes) -> SnapshotRows | None:
-    """Read a note of `write_note`; None = the note is empty.
+    """Description of rows in a note of `write_note`; None = the note is empty.
 
     Raises:
-        ValueError: it is no note of `write_note`.
+        ValueError: `text` is no note of `write_note`.
     """
     try:
         rows = json.loads(text)
@@ -147,10 +147,14 @@ def read_note(path: str, text: str | bytes) -> SnapshotRows | None:
 
 
 def pick_columns(there: Sequence[str], columns: Columns, path: str, note: SnapshotRows | None) -> Columns:
-    """The columns as they are in the file, whose note may say that its rows have no state.
+    """The columns to read from a file: `columns`, with `tables` if the file has them, and without `state` if the note
+    says that rows have no state.
+
+    Args:
+        there: names of the columns in the file.
 
     Raises:
-        ValueError: one is missing; the message names those there are.
+        ValueError: a column is missing; the message lists the columns of the file.
     """
     tables = columns.tables or ("tables" if "tables" in there else None)
     state = None if note is not None and note.format.state_width == 0 else columns.state
@@ -171,10 +175,11 @@ def checked_batch(
     path: str, first: int, keys: np.ndarray | None, values: np.ndarray, tables: np.ndarray | None,
     state: np.ndarray | None,
 ) -> Batch:  # fmt: skip
-    """Batch of these columns, whose first row is row `first` of the file.
+    """Batch of columns, after checks of shapes and dtypes. `first`: number of its first row in the file, for `keys` =
+    None.
 
     Raises:
-        ValueError: they are not columns of rows.
+        ValueError: the columns have wrong shapes, dtypes or integers.
     """
     if values.ndim != 2 or values.dtype.kind != "f" or values.shape[1] < 1:
         raise ValueError(f"{path}: values must be floating-point [N, D], got {values.dtype} {list(values.shape)}")
@@ -202,7 +207,7 @@ def _integers(
 
 
 class Column(Protocol):
-    """An array that is read from its first row to its last."""
+    """Interface of an array that is read once, from its first row to its last."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -217,10 +222,11 @@ class ArrayRows:
     """Rows whose columns are arrays, in memory or in files.
 
     Args:
-        columns: the arrays by role: "values", and those there are of "keys", "tables" and "state".
-        path: names them in errors.
-        files: open files that they lie in; `close` closes them. If this raises, they stay the caller's.
-        kind, errors: of the file, as for `reading`.
+        columns: {role: array} with the role "values", and any of "keys", "tables" and "state".
+        path: name of the arrays in errors.
+        note: description of the rows, as in `RowFile`.
+        files: open files of the arrays, which `close` closes. If the constructor raises, the caller must close them.
+        kind, errors: kind of file and exceptions, as for `reading`.
     """
 
     def __init__(
@@ -259,12 +265,12 @@ class ArrayRows:
 
 
 class ColumnWriter:
-    """Base of writers of formats that store columns one after the other: the columns grow side by side.
+    """Base of writers of formats that store one column after the other. Each column grows in a raw temporary file.
 
-    They are raw files without a name: nothing is left of them, however the process ends.
+    The temporary files have no name, so nothing is left if the process ends in any way.
 
     Args:
-        target: the file that they are for; they lie on the same disk.
+        target: path of the file to write. The temporary files are on the same disk.
     """
 
     def __init__(self, target: str):
@@ -282,18 +288,18 @@ class ColumnWriter:
             self.shape[name] = (self.shape[name][0] + len(array), *self.shape[name][1:])
 
     def copy(self, name: str, out: IO[bytes]) -> None:
-        """Write all of a column."""
+        """Write the whole column `name` to `out`."""
         self._file[name].seek(0)
         shutil.copyfileobj(self._file[name], out, _COPY_BYTES)
 
     def abandon(self) -> None:
-        """Remove the files. Removing twice is fine."""
+        """Remove the temporary files. May be called again."""
         for file in self._file.values():
             close_dropped(file)
         self._file = {}
 
 
-# ---- what importing and exporting share -----------------------------------------------------------------------------
+# ---- shared by import and export ------------------------------------------------------------------------------------
 
 SUFFIXES = (".npz", ".parquet", ".safetensors")
 Progress = Callable[[int, int | None], None]
@@ -307,7 +313,7 @@ def suffix_of(path: str) -> str:
 def whole_batches(
     pieces: Iterable[tuple[np.ndarray, np.ndarray, np.ndarray]], batch_size: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """The same rows, `batch_size` at a time or nearly so."""
+    """The rows of `pieces`, joined to batches of at most `batch_size` rows; a larger piece stays one batch."""
     kept: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     size = 0
     for piece in pieces:

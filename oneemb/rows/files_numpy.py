@@ -1,6 +1,6 @@
-"""Rows in NumPy's files: columns of one .npz, or an .npy file for each; or arrays in memory.
+"""Rows in NumPy files: columns in one .npz file, or one .npy file for each column; or arrays in memory.
 
-Arrays are read and written in pieces, whatever their size; pickled objects are refused.
+Arrays of any size are read and written in pieces. Pickled objects are refused.
 """
 
 import math
@@ -49,7 +49,7 @@ class _NpyColumn:
             raise ValueError(f"{path} holds pickled Python objects, which are never loaded; save an array of numbers")
         if fortran and len(self.shape) > 1:
             raise ValueError(f"{path} lies column after column; save np.ascontiguousarray(array)")
-        # A damaged header may have any shape: it counts only if the file has as many bytes.
+        # A damaged header may have any shape, so compare it with the bytes of the file.
         row_bytes, left = math.prod(self.shape[1:]) * self.dtype.itemsize, size - file.tell()
         if min(self.shape, default=0) < 0 or math.prod(self.shape) * self.dtype.itemsize > left:
             raise ValueError(
@@ -80,7 +80,8 @@ def array_rows(arrays: Sequence[np.ndarray], with_state: bool) -> ArrayRows:
 
 
 def npy_rows(paths: Sequence[str], with_state: bool) -> ArrayRows:
-    """Rows of .npy files: one file of values whose row numbers are the keys, or (keys, values, ...) as above."""
+    """Rows of .npy files: a single file of values, whose row numbers are the keys; or (keys, values), (keys, values,
+    tables) or (keys, values, tables, state)."""
     roles = [("values", paths[0])] if len(paths) == 1 else _roles(paths, with_state)
     with ExitStack() as stack:
         arrays: dict[str, Column] = {}
@@ -92,7 +93,7 @@ def npy_rows(paths: Sequence[str], with_state: bool) -> ArrayRows:
 
 
 def _roles(items: Sequence[T], with_state: bool) -> list[tuple[str, T]]:
-    """Each item with its role."""
+    """[(role, item)] for items in the order of `ROLES`."""
     if not 2 <= len(items) <= 4:
         raise ValueError(f"give (keys, values), (keys, values, tables) or (keys, values, tables, state), got {items}")
     if with_state and len(items) < 4:
@@ -138,7 +139,7 @@ class _NumpyWriter(ColumnWriter):
 
 
 class NpzWriter(_NumpyWriter):
-    """Writes an .npz file: an array a column, not compressed."""
+    """Writes an .npz file with one uncompressed array for each column."""
 
     def __init__(self, path: str, rows: SnapshotRows):
         super().__init__(path)
@@ -155,7 +156,7 @@ class NpzWriter(_NumpyWriter):
 
 
 class NpyWriter(_NumpyWriter):
-    """Writes an .npy file for each column: keys, values, and tables and state if there are paths for them."""
+    """Writes one .npy file for each column. `paths`: files of keys and values, perhaps of tables and of state."""
 
     def __init__(self, paths: Sequence[str]):
         super().__init__(paths[0])

@@ -1,4 +1,4 @@
-"""Rows in Parquet: `values` a column of lists of one length, or a column for each weight."""
+"""Rows in Parquet files. `values` is a column of lists of equal length, or one column for each weight."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -23,7 +23,7 @@ class ParquetRows:
         parquet = _need("pyarrow.parquet")
         self._error = _need("pyarrow").ArrowException
         self._path = path
-        self._source = open(path, "rb")  # Arrow itself cannot open a path that is not UTF-8.
+        self._source = open(path, "rb")  # Arrow cannot open a path that is not UTF-8.
         try:
             with reading(path, "a Parquet file", self._error):
                 self._file = parquet.ParquetFile(self._source)
@@ -75,7 +75,7 @@ class ParquetRows:
         self._source.close()
 
     def _numbers(self, part: Any, name: str) -> np.ndarray:
-        """A column of numbers as [N], one of lists as [N, D]."""
+        """Array of a column: [N] for a column of numbers, [N, D] for a column of lists."""
         types = _need("pyarrow").types
         column = part.column(name)
         fixed = types.is_fixed_size_list(column.type)
@@ -97,9 +97,9 @@ class ParquetRows:
 
 
 class ParquetWriter:
-    """Writes a Parquet file: keys, values, tables and state, the latter two where there are any.
+    """Writes a Parquet file with columns keys and values, and tables and state if batches have them.
 
-    Weights of float16 and bfloat16 are written as float32, which every reader of Parquet knows.
+    float16 and bfloat16 weights are written as float32, which every reader of Parquet knows.
     """
 
     def __init__(self, path: str, rows: SnapshotRows):
@@ -124,7 +124,7 @@ class ParquetWriter:
             self._writer.write_batch(part)
 
     def _vectors(self, array_ND: np.ndarray) -> Any:
-        # `astype` copies: Arrow may keep what it is given.
+        # `astype` makes a copy, since Arrow may keep the array.
         flat = self._arrow.array(array_ND.astype(np.float32).reshape(-1))
         return self._arrow.FixedSizeListArray.from_arrays(flat, array_ND.shape[1])
 
@@ -144,6 +144,6 @@ class ParquetWriter:
             if writer is not None:
                 writer.close()
         except OSError:
-            pass  # The file is removed: that its end cannot be written no longer matters.
+            pass  # The file is removed anyway, so an error while writing its end does not matter.
         finally:
             new.drop()

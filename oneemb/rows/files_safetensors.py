@@ -1,7 +1,7 @@
-"""Rows in safetensors: a tensor a column; bfloat16 and float16 stay what they are.
+"""Rows in safetensors files: one tensor for each column. bfloat16 and float16 weights keep their dtype.
 
-The library holds all that it saves in memory, so files are written here: eight bytes, the length of the header; the
-header, JSON padded with spaces to a multiple of 8; the tensors, one after the other.
+The library would hold all tensors in memory to save them, so this module writes the files itself: eight bytes with the
+length of the header; the header, as JSON padded with spaces to a multiple of 8 bytes; the tensors, one after the other.
 
 Reference: Hugging Face, the safetensors format.
 """
@@ -33,7 +33,7 @@ _NAMES = {"float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32", "u
 
 
 class _SliceColumn:
-    """A tensor of a file, as the library's slice: as a tensor of torch, since NumPy has no bfloat16."""
+    """Column in a file, by the library's slices. These are torch tensors, since NumPy has no bfloat16."""
 
     def __init__(self, tensor: Any):
         self._tensor, self.shape, self.dtype = tensor, tuple(tensor.get_shape()), tensor.get_dtype()
@@ -65,9 +65,9 @@ class SafetensorsRows(ArrayRows):
 
 
 class SafetensorsWriter(ColumnWriter):
-    """Writes a safetensors file of keys, values, tables and state, the latter two where there are any.
+    """Writes a safetensors file with tensors keys and values, and tables and state if batches have them.
 
-    Weights of bfloat16 rows, which come as float32, are written as bfloat16.
+    Weights of bfloat16 rows are float32 in batches, and are written as bfloat16.
     """
 
     def __init__(self, path: str, rows: SnapshotRows):
@@ -76,13 +76,13 @@ class SafetensorsWriter(ColumnWriter):
 
     def write(self, batch: Batch) -> None:
         if self._rows.format.dtype == "bfloat16":
-            # The weights are exact in bfloat16: the lower half of their bits is zero.
+            # The weights are bfloat16 values in float32, so the lower half of their bits is zero.
             weight_ND = np.ascontiguousarray(batch.weight_ND)
             batch = batch._replace(weight_ND=(weight_ND.view(np.uint32) >> 16).astype(np.uint16))
         super().write(batch)
 
     def finish(self) -> None:
-        # Wide numbers first, so that each tensor begins at a multiple of its numbers' size.
+        # Wide dtypes first, so that each tensor begins at a multiple of its item size.
         names = sorted(self.shape, key=lambda name: -self.dtype[name].itemsize)
         header: dict[str, Any] = {"__metadata__": {NOTE: write_note(self._rows)}}
         offset = 0

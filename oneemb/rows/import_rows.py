@@ -1,9 +1,9 @@
-"""Brings rows from files of other tools, arrays and readers into an embedding, or into a new snapshot.
+"""Imports rows from files of other tools, arrays and readers into an embedding, or into a new snapshot.
 
 Invariants:
-- rows go through in batches: memory does not grow with them, whatever the format;
-- a call that raises leaves no new snapshot, unless Ctrl-C comes when the snapshot is complete; an embedding keeps the
-  rows that were put before the error.
+- rows are read in batches, so memory does not grow with the number of rows, in any format;
+- a call that raises leaves no new snapshot, unless Ctrl-C comes after the snapshot is complete; an embedding keeps the
+  rows that were imported before the error.
 """
 
 import os
@@ -59,45 +59,46 @@ def import_rows(
     batch_size: int = 65536,
     progress: Progress | None = None,
 ) -> int:
-    """Bring rows into an embedding, or into a new snapshot for an embedding to load.
+    """Import rows into an embedding, or into a new snapshot for an embedding to load.
 
-    Every rank of an embedding makes the call, with the same source, and keeps the rows that it owns.
+    With ranks, every rank makes the call with the same source, and keeps the rows that it owns.
 
-    In a live embedding the rows' weights take the place of those it has; its other rows stay, and so does optimizer
-    state: new rows get that of new rows. Of equal keys the last one counts.
+    In an embedding, imported weights replace the weights of existing rows. Other rows and the optimizer state of
+    existing rows stay; new rows get the state of new rows. If a key occurs several times, its last row counts.
 
     Args:
-        target: an embedding; or, for a new snapshot, the folder of a persistent table or the folders of a sharded one.
+        target: an embedding; or, for a new snapshot, the folder of a persistent table or the folders of a sharded
+            table.
         source: one of
             - a file `.npz`, `.parquet` or `.safetensors` with columns keys [N] and values [N, D];
-            - files `.npy`: (keys, values), (keys, values, tables) or (keys, values, tables, state); a single file is
-              values whose row numbers are the keys;
+            - files `.npy`: (keys, values), (keys, values, tables) or (keys, values, tables, state); or a single file
+              of values, whose row numbers are the keys;
             - arrays or tensors in memory, in the order of files `.npy`;
             - a `PersistentTableReader`;
-            - an iterable of (keys, values) or (tables, keys, values) arrays, which are the batches.
-        snapshot: name of the new snapshot; only for a folder.
-        keys: the column of keys, in a file; None = the row's number is its key.
-        values: the column of weights; or, in Parquet, the columns of single weights.
-        tables: the column of table numbers; None = "tables" if there is one.
-        state: the column of optimizer state, read with `with_state`.
-        table: the table of all rows, if the source has no table numbers.
-        with_state: bring the optimizer's state too. The embedding must have the optimizer whose state it is; if it has
-            not trained yet, it goes on from the source's count of steps.
-        allow_nonfinite: bring weights and state that are infinite or NaN as they are. Without it they are an error:
-            a single one makes every loss that it is part of NaN.
-        dtype: of the rows in a new snapshot: float32, float16 or bfloat16; None = that of the source. An embedding
-            has its own; weights are rounded to nearest even.
-        physical_block_size: bytes of the disk's block for a new snapshot, 512 or 4096.
-        batch_size: rows at a time.
+            - an iterable of batches: (keys, values) or (tables, keys, values) arrays.
+        snapshot: name of the new snapshot, if `target` is a folder.
+        keys: name of the column of keys in a file; None = a row's number is its key.
+        values: name of the column of weights; or, in Parquet, names of the columns of single weights.
+        tables: name of the column of table numbers; None = "tables" if the file has such a column.
+        state: name of the column of optimizer state, which is read if `with_state`.
+        table: table of all rows, if the source has no table numbers.
+        with_state: if True, import the optimizer state too. The embedding must have the same optimizer; if it has not
+            trained yet, it continues from the step count of the source.
+        allow_nonfinite: if True, import infinite or NaN weights and state unchanged. If False, they are an error, since
+            a single such weight makes every loss that it is part of NaN.
+        dtype: dtype of the rows in a new snapshot: float32, float16 or bfloat16; None = dtype of the source. An
+            embedding keeps its own dtype. Weights are rounded to nearest even.
+        physical_block_size: bytes of a disk block for a new snapshot, 512 or 4096.
+        batch_size: number of rows read at a time.
         progress: called with (rows done, rows in all or None) after each batch.
 
     Returns:
-        Rows read. Those whose id is the embedding's `padding_idx` are left out, since they read as zeros.
+        Number of rows read. Rows whose id is the embedding's `padding_idx` are not imported, since they read as zeros.
 
     Raises:
-        ImportError: the format needs a library that is not installed; the message says which.
-        TypeError, ValueError: an argument is not as above, or the source does not hold such rows: another dimension, a
-            key or table that the target cannot have, a weight too large for the dtype, or one that is not finite.
+        ImportError: the format needs a library that is not installed; the message names it.
+        TypeError, ValueError: an argument is not as above, or rows of the source do not fit: another width, a key or
+            table that the target cannot have, a weight too large for the dtype, or a weight that is not finite.
         StorageError: the target's path is in use, has a snapshot of this name, or fails; or there is no room.
 
     Example:
@@ -156,7 +157,7 @@ def import_rows(
                 sink = opened.enter_context(_IntoEmbedding(embedding, description, with_state))
             else:
                 paths = as_list(cast(Paths, target))
-                with signals_deferred:  # The sink locks the paths: an interrupt may not come before its context begins.
+                with signals_deferred:  # The sink locks the paths, so no interrupt may come before its context begins.
                     sink = _IntoSnapshot(paths, str(snapshot), description, weight_dtype, physical_block_size)
                     opened.enter_context(sink)
             for batch in rows.scan(batch_size):
@@ -180,7 +181,7 @@ def import_rows(
         try:
             snapshots.ranks.agree(what, lambda: counts.append(read()))
         except BaseException:
-            snapshots.replicas.even_out(what)  # The ranks may have come to different rows of replicated tables.
+            snapshots.replicas.even_out(what)  # Copies of rows of replicated tables may differ between ranks.
             raise
 
     snapshots.together("import_rows", bring_on_ranks)
@@ -188,7 +189,8 @@ def import_rows(
 
 
 def _refuse_names(source: Source, **are_left_out: bool) -> None:
-    """Raise ValueError where names of columns are given for a source that has none."""
+    """Raise ValueError if a column is named for a source without names. `are_left_out`: {argument: whether it has its
+    default}."""
     for argument, is_left_out in are_left_out.items():
         if not is_left_out:
             what = ".npy" if isinstance(source, str | bytes | os.PathLike) else type(source).__name__
@@ -234,7 +236,7 @@ def _open_source(source: Source, columns: Columns, with_state: bool) -> RowFile:
 
 
 class _ReaderRows:
-    """A reader of a persistent table as a file of rows."""
+    """Rows of a persistent table's reader, with the interface `RowFile`."""
 
     def __init__(self, reader: PersistentTableReader, with_state: bool):
         self._reader, self._with_state = reader, with_state
@@ -255,7 +257,7 @@ class _ReaderRows:
 
 
 class _BatchRows:
-    """An iterable of batches as a file of rows."""
+    """Rows of an iterable of batches, with the interface `RowFile`."""
 
     def __init__(self, batches: Iterable[_Arrays]):
         self.note: SnapshotRows | None = None
@@ -288,7 +290,7 @@ class _BatchRows:
 
 
 def _description_of(rows: RowFile, with_state: bool) -> SnapshotRows:
-    """Description of a source's rows, as far as the source has one."""
+    """Description of a source's rows: from the source's note, or made from its dtype and widths."""
     known = rows.note
     dtype = known.format.dtype if known else rows.dtype
     if known and with_state:
@@ -302,7 +304,7 @@ def _description_of(rows: RowFile, with_state: bool) -> SnapshotRows:
 
 
 class _IntoSnapshot:
-    """Takes rows for a new snapshot."""
+    """Sink of rows that writes a new snapshot."""
 
     def __init__(self, paths: list[str], name: str, rows: SnapshotRows, dtype: str, physical_block_size: int):
         self._rows = replace(rows, format=replace(rows.format, dtype=dtype))
@@ -325,7 +327,7 @@ class _IntoSnapshot:
 
 
 class _IntoEmbedding:
-    """Takes rows for a live embedding."""
+    """Sink of rows that changes an embedding."""
 
     def __init__(self, embedding: "TableEmbedding", rows: SnapshotRows, with_state: bool):
         self._embedding, self._store, self._rows = embedding, embedding.store, rows
@@ -333,7 +335,7 @@ class _IntoEmbedding:
         self._with_state = with_state
         if with_state:
             self._check_state()
-        # At most half of the cache is put at once, so that the rows of a running step can stay pinned.
+        # At most half of the cache at once, so that the rows of a running step can stay pinned.
         self._put_max = max(1, self._store.stats()["device"]["slots"] // 2)
 
     def _check_state(self) -> None:
@@ -385,7 +387,8 @@ class _IntoEmbedding:
 
 
 def _check_finite(batch: Batch, values: str | tuple[str, ...], state: str) -> None:
-    """Raise ValueError naming the first weight, or value of the state, that is infinite or NaN."""
+    """Raise ValueError if a weight, or a value of the state, is infinite or NaN; the message names the first one.
+    `values`, `state`: names of the columns."""
     assert batch.table_N is not None
     for column, number_NX in [(values, batch.weight_ND), (state, batch.state_NZ)]:
         if number_NX is None or np.isfinite(number_NX).all():

@@ -1,6 +1,6 @@
-"""Rows of snapshots as NumPy arrays, without an embedding: for serving and analysis.
+"""Reader of the rows of a snapshot as NumPy arrays, without an embedding, for serving and analysis.
 
-Invariant: a reader gives whole snapshots only: it is an error if paths of a sharded one are missing.
+Invariant: a reader reads only complete snapshots: missing paths of a sharded snapshot are an error.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,7 @@ class PersistentTableReader:
         with_tables: bool, batch_size: int,
     ):  # fmt: skip
         self.rows = rows
-        """Layout of the rows, and the optimizer whose state they hold."""
+        """Format of the rows, including the optimizer whose state they hold."""
         self._sources = sources
         self._key_dtype = key_dtype
         self._value_dtype = value_dtype
@@ -39,7 +39,7 @@ class PersistentTableReader:
         self._batch_size = batch_size
 
     def __len__(self) -> int:
-        """Rows in all."""
+        """Number of rows of the snapshot."""
         return sum(len(source) for source in self._sources)
 
     def __iter__(self) -> Iterator[tuple[np.ndarray, ...]]:
@@ -48,7 +48,7 @@ class PersistentTableReader:
             yield (table_N, keys, values) if self._with_tables else (keys, values)
 
     def scan(self) -> Iterator[_Batch]:
-        """The rows in the words of `rows.format`: (table_N int32, id_N int64, row_NW float32)."""
+        """Batches (table_N, int32; id_N, int64; row_NW, float32: words of the rows in `rows.format`)."""
         for source in self._sources:
             yield from source.scan(self._batch_size)
 
@@ -84,27 +84,29 @@ def make_persistent_table_reader(
     embedding_dim: int | None = None,
     format: Format = "oneemb",
 ) -> PersistentTableReader:
-    """Read the rows of a snapshot, a batch at a time in constant memory, beside a job that writes.
+    """Read the rows of a snapshot in batches, with constant memory. A job may write to the same table meanwhile.
 
     Args:
-        paths: the table's folder, or that in which ranks have theirs, or those of a sharded one, in any order.
-        snapshot_name: which snapshot.
-        key_type: int64 or int32, of torch or NumPy. From OneFlow it must be as wide as the table's keys; unsigned keys
-            come as the signed ones of the same bits.
+        paths: folder of the table, or the folder with the folders of ranks, or the folders of a sharded table in any
+            order.
+        snapshot_name: name of the snapshot.
+        key_type: int64 or int32, of torch or NumPy. For OneFlow's tables it must be as wide as the keys; unsigned keys
+            are read as signed keys with the same bits.
         value_type: float32, of torch or NumPy; or float16 for float16 rows without optimizer state.
-        storage_dim: values of a row, weights and state; None = as the table says.
-        physical_block_size: ignored, the table says it; OneFlow's function has this argument.
-        with_tables: give (table_ids, keys, values) in place of (keys, values). All rows of OneFlow's are of table 0.
-        batch_size: rows a batch at most.
-        embedding_dim: how many of a row's values are weights, for OneFlow's tables, which do not say; None = all.
+        storage_dim: number of values of a row, weights and state, to be checked; None = any.
+        physical_block_size: ignored, since the table knows it; OneFlow's function has this argument.
+        with_tables: if True, yield (table_ids, keys, values) in place of (keys, values). Rows of OneFlow's tables have
+            table 0.
+        batch_size: largest number of rows of a batch.
+        embedding_dim: number of weights of a row, for OneFlow's tables, which do not know it; None = all values.
         format: "oneemb", or "oneflow" for a table that OneFlow's one_embedding has written.
 
     Returns:
         An iterable, and context manager, of keys [n] and values [n, storage_dim]: the weights, then the state.
 
     Raises:
-        StorageError: a path has no snapshot of this name, or not with this storage_dim, or paths of a sharded snapshot
-            are missing; while reading, a file is not what was written, or a key does not fit in int32.
+        StorageError: a path has no snapshot of this name, or the snapshot has another storage_dim, or paths of a
+            sharded snapshot are missing; while reading, a file is damaged, or a key does not fit in int32.
         TypeError, ValueError: an argument is not as above.
 
     Reference: OneFlow's one_embedding.make_persistent_table_reader.
@@ -141,7 +143,7 @@ def make_persistent_table_reader(
 
 
 class _Source(Protocol):
-    """The rows of a snapshot in one path."""
+    """Interface of the rows of a snapshot in one path."""
 
     path: str
     rows: SnapshotRows
@@ -154,7 +156,7 @@ class _Source(Protocol):
 
 
 class _SnapshotSource:
-    """The rows of a part of a snapshot, or of a delta with all that it goes on from."""
+    """The rows of a part of a snapshot, or the complete rows of a delta and its parents."""
 
     def __init__(self, path: str, reader: SnapshotReader | OwnedRows, info: SnapshotInfo):
         self.path, self._reader = path, reader
@@ -200,7 +202,7 @@ class _OneFlowSource:
 
 
 def _snapshot_sources(paths: list[str], name: str) -> list[_SnapshotSource]:
-    """The parts of a snapshot; StorageError unless the paths are all that it was written to, each once."""
+    """The parts of a snapshot. StorageError unless `paths` are all paths of the snapshot, each once."""
     for path in paths:
         if is_oneflow_table(path):
             raise StorageError(f'{path} holds a table of OneFlow; read it with format="oneflow"')
@@ -218,6 +220,6 @@ def _snapshot_sources(paths: list[str], name: str) -> list[_SnapshotSource]:
             )
     if snapshot.before:
         return [_SnapshotSource(paths[0], OwnedRows(snapshot, 0, 1), snapshot.info)]
-    # A rank that had no rows yet may not have known what state they have.
+    # A part without rows may lack the format of the state, if its rank had no rows yet.
     parts = [part for part in snapshot.parts if part.info.rows] or snapshot.parts[:1]
     return [_SnapshotSource(its.folder, SnapshotReader.open(its.folder, its.info.name), its.info) for its in parts]

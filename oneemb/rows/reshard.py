@@ -1,10 +1,10 @@
-"""Snapshots made of others while no job runs: parts of another number of ranks, or one snapshot of a chain of deltas.
+"""New snapshots from existing ones, while no job runs: parts for another number of ranks, or merged deltas.
 
 Invariants:
-- a snapshot is whole at each moment, in its former parts or in the new ones, whatever ends the process; a merged chain
-  stays as it is, and no row of it is copied;
-- the identity of a snapshot with new parts stays: a state dict or a checkpoint that names it names the new parts too;
-- one part is made at a time: memory is what the keys of one part take.
+- a resharded snapshot is complete at each moment, in its old or its new parts, even if the process is killed; merging
+  deltas changes no snapshot of the chain, and copies no row;
+- a resharded snapshot keeps its identity, so state dicts and checkpoints that name the snapshot still load it;
+- one part is made at a time, so memory holds only the keys of one part.
 """
 
 import os
@@ -42,14 +42,14 @@ from oneemb.storage.table.snapshot_reader import SnapshotReader
 def reshard(
     source: Paths, name: str, ranks: int, to: Paths | None = None, *, progress: Callable[[int, int], None] | None = None
 ) -> list[str]:
-    """Make the parts of so many ranks from a snapshot, so that each of them loads its own without reading others.
+    """Split a snapshot into parts for another number of ranks, so that each rank then reads only its own part.
 
     Args:
-        source: the folder of a job's ranks or of a table, or the folders of a sharded one.
-        name: of the snapshot. The parts of a delta are made whole, with what it goes on from.
-        ranks: how many; 1 = a table without ranks.
-        to: the folder in which they go, each to `rank-r-of-R`; or a folder for each rank. None = the first of the
-            source: there the new parts take the place of the former ones.
+        source: folder of a job's ranks or of a table, or the folders of a sharded table.
+        name: name of the snapshot. New parts of a delta are complete: they include the rows of its parents.
+        ranks: number of ranks; 1 = a table without ranks.
+        to: folder in which each part gets a folder `rank-r-of-R`; or a folder for each rank. None = the first folder of
+            `source`, in which the new parts replace the old ones.
         progress: called with (rows done, rows in all).
 
     Returns:
@@ -57,8 +57,8 @@ def reshard(
 
     Raises:
         SnapshotNotFoundError: there is no such snapshot.
-        SnapshotExistsError: another snapshot of this name is where the parts are to go.
-        StorageError: a folder is in use, or the disk fails; the snapshot is as it was.
+        SnapshotExistsError: a target folder has another snapshot of this name.
+        StorageError: a folder is in use, or the disk fails; the snapshot has not changed.
         ValueError: an argument is not as above.
     """
     if ranks < 1:
@@ -96,7 +96,7 @@ def reshard(
 def _make(
     snapshot: PartedSnapshot, folders: Sequence[str], there: FoundParts, progress: Callable[[int, int], None] | None
 ) -> None:
-    """Make a part in each folder, all or none."""
+    """Write a part of the snapshot into each folder: all parts, or none. `there`: parts in the target folders."""
     fs, info = LocalFileSystem(), snapshot.info
     sequence = max(there.next_sequence, snapshot.sequence + 1)
     done = 0
@@ -128,24 +128,25 @@ def merge_deltas(
     source: Paths, name: str, into: str, *, since: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> int:  # fmt: skip
-    """Make one snapshot of a delta and those that it goes on from. They stay: delete them, the last one first, when
-    nothing names them any more.
+    """Merge a delta and its parents into one new snapshot. The delta and its parents stay: delete them, the newest
+    first, when no state dict or checkpoint names them any more.
 
     Args:
-        source: the folder of a table, or that in which ranks have theirs, or the folders of a sharded one.
-        name: of the delta.
-        into: the name of the new snapshot, which has the rows of that one.
-        since: make it a delta since this one of the chain; None = a whole snapshot.
+        source: folder of a table, or the folder with the folders of ranks, or the folders of a sharded table.
+        name: name of the delta.
+        into: name of the new snapshot, which has the same rows as `name`.
+        since: name of a parent of `name`: the new snapshot is a delta since this parent; None = a complete snapshot.
         progress: called with (parts done, parts in all).
 
     Returns:
-        How many snapshots have been made one.
+        Number of snapshots that were merged.
 
     Raises:
-        SnapshotNotFoundError: there is no such snapshot, or one that it goes on from is missing.
-        SnapshotExistsError: there is one named `into`.
-        StorageError: a folder is in use, the disk fails, or the snapshots have parts of other ranks than each other.
-        ValueError: `since` is none that `name` goes on from.
+        SnapshotNotFoundError: there is no snapshot `name`, or one of its parents is missing.
+        SnapshotExistsError: there is a snapshot `into` already.
+        StorageError: a folder is in use, the disk fails, or the delta and its parents have parts of different numbers
+            of ranks.
+        ValueError: `since` is no parent of `name`.
     """
     found = look_at(as_list(source))
     last = found.get(name)
@@ -177,7 +178,7 @@ def merge_deltas(
                 parts.begin(part.folder, table_name)
                 places, meta, arrays = _merged(table, links, None if since is None else (since, begin))
                 meta |= PartOf(into, part.whole.shard, part.whole.shards).to_meta(table_name)
-                # Since nothing, where it is whole: so no row moves.
+                # Also a complete snapshot is saved with `since`, here {}, so that no row moves.
                 table.save_snapshot(
                     table_name, meta, identity=identity, sequence=sequence, arrays=arrays, since=places or {}
                 )  # fmt: skip
@@ -189,11 +190,12 @@ def merge_deltas(
 def _merged(
     table: PersistentTable, links: Sequence[Part], since: tuple[str, int] | None
 ) -> tuple[Places | None, dict[str, Any], dict[str, np.ndarray]]:
-    """Load the rows of a chain. Returns the places of rows that the merged snapshot does not hold, its meta without the
-    number of its part, and its arrays.
+    """Load the rows of a chain into `table`. Returns (places of the rows in the parent of the merged snapshot, or None
+    if it is complete; meta of the merged snapshot, without `PartOf`; arrays of the merged snapshot).
 
     Args:
-        since: of a delta, the name of the snapshot that it is to go on from, and which of the links that is.
+        links: this part of each snapshot in the chain, the oldest first.
+        since: (name of the merged delta's parent, index of the parent in `links`); None = a complete snapshot.
     """
     names, last, places, rows = [link.info.name for link in links], links[-1].info, None, 0
     if since is not None:
@@ -208,7 +210,7 @@ def _merged(
         name, n = since
         gone = [_gone(link) for link in links[n + 1 :]]
         table_N, id_N = (np.concatenate(column) for column in zip(*gone, strict=True))
-        absent = np.flatnonzero(~table.contains(table_N, id_N))  # The others have come back.
+        absent = np.flatnonzero(~table.contains(table_N, id_N))  # The other keys have rows again.
         arrays[GONE] = gone_array(table_N[absent], id_N[absent])
         inserted, parent = len(table) - rows + len(table.gone_since(places)[1]), links[n].info
         number = number_of(parent)

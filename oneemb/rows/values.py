@@ -1,4 +1,4 @@
-"""Rows as numbers: from the words that storage keeps to arrays of weights and of state, and back.
+"""Conversions between stored rows (words) and arrays of weights and state.
 
 Invariant: a weight that does not fit in the rows' dtype is an error, never an infinity.
 """
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def weights_of(row_format: RowFormat, row_NW: np.ndarray) -> np.ndarray:
-    """The weights of rows, exactly: [N, D], float16 for float16 rows and float32 for others. May share memory."""
+    """The exact weights of rows: [N, D], float16 for float16 rows, otherwise float32. May share the rows' memory."""
     bits_ND = row_format.weights(row_NW)[:, : row_format.dim]
     if row_format.dtype == "float16":
         return bits_ND.view(np.float16)
@@ -24,12 +24,12 @@ def weights_of(row_format: RowFormat, row_NW: np.ndarray) -> np.ndarray:
 
 
 def state_of(row_format: RowFormat, row_NW: np.ndarray) -> np.ndarray:
-    """The optimizer state of rows: float32 [N, Z]. Shares their memory."""
+    """The optimizer state of rows: float32 [N, Z], Z values of a row. Shares memory with `row_NW`."""
     return row_NW[:, row_format.state_begin :]
 
 
 def encode_rows(row_format: RowFormat, weight_ND: np.ndarray, state_NZ: np.ndarray | None = None) -> np.ndarray:
-    """Rows with these weights, rounded to nearest even, and this state: float32 [N, W].
+    """Rows of the given weights, rounded to nearest even, and state: float32 [N, W].
 
     Args:
         weight_ND: floating-point [N, D].
@@ -61,7 +61,7 @@ def encode_rows(row_format: RowFormat, weight_ND: np.ndarray, state_NZ: np.ndarr
 
 
 def array_of(array: "np.ndarray | torch.Tensor") -> np.ndarray:
-    """A NumPy array, or a tensor of torch as one: bfloat16, which NumPy lacks, as float32."""
+    """NumPy array of an array or a torch tensor. A bfloat16 tensor gives float32, since NumPy has no bfloat16."""
     if isinstance(array, np.ndarray):
         return array
     tensor = array.detach().cpu()

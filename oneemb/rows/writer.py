@@ -1,6 +1,6 @@
-"""Rows into snapshots as NumPy arrays, without an embedding: for pretrained vectors.
+"""Writer of snapshots from NumPy arrays, without an embedding, for pretrained vectors.
 
-Invariant: a snapshot written to several paths is whole or not there, as that of ranks is, whatever ends the process.
+Invariant: a snapshot in several paths is complete or does not exist, even if the process is killed.
 """
 
 import os
@@ -43,12 +43,12 @@ class PersistentTableWriter:
         self._closed = False
 
     def write(self, keys: np.ndarray, values: np.ndarray, table_ids: np.ndarray | None = None) -> None:
-        """Add rows, or replace those of keys already written. Call it with thousands of rows at once.
+        """Add rows, or replace rows of keys that were written before. Call it with thousands of rows at once.
 
         Args:
-            keys: [n] of the writer's key_type; of equal keys the last one counts.
-            values: [n, storage_dim] of the writer's value_type, weights then state.
-            table_ids: integers [n], the table of each key; None = table 0.
+            keys: [n] of the writer's key_type. If a key occurs several times, its last row counts.
+            values: [n, storage_dim] of the writer's value_type: weights, then state.
+            table_ids: table of each key, integers [n]; None = table 0.
 
         Raises:
             TypeError, ValueError: an array is not as above, or a weight does not fit in the rows' dtype; nothing was
@@ -81,7 +81,7 @@ class PersistentTableWriter:
         )
 
     def put(self, table_N: np.ndarray, id_N: np.ndarray, row_NW: np.ndarray) -> None:
-        """Add rows in the words of their format, float32 [n, W]; else as `write` does."""
+        """Do as `write`, with rows as words of their format: `row_NW` float32 [n, W]."""
         if self._closed:
             raise StorageError("the writer is closed, its snapshot is saved; make another one under another name")
         unique = unique_keys(table_N, id_N)
@@ -94,14 +94,14 @@ class PersistentTableWriter:
                 sink.put(unique.table_U[owned], unique.id_U[owned], row_NW[last_U[owned]])
 
     def close(self) -> None:
-        """Save the snapshot, durably, and close the files. Closing twice is fine.
+        """Save the snapshot, durably, and close the files. May be called again.
 
         Raises:
-            StorageError: it could not be saved, and is in none of the paths.
+            StorageError: the snapshot could not be saved, and exists in none of the paths.
         """
         if self._closed:
             return
-        with signals_deferred:  # A save lets Ctrl-C in only while nothing has been saved.
+        with signals_deferred:  # A save allows Ctrl-C only before its first change.
             try:
                 with self._parts:
                     for sink in self._sinks:
@@ -110,7 +110,7 @@ class PersistentTableWriter:
                 self.abandon()
 
     def abandon(self) -> None:
-        """Close the files and leave no snapshot."""
+        """Close the files without saving a snapshot."""
         with signals_deferred:
             if not self._closed:
                 self._closed = True
@@ -139,24 +139,24 @@ def make_persistent_table_writer(
     weight_type: "AnyDtype | None" = None,
     format: Format = "oneemb",
 ) -> PersistentTableWriter:
-    """Write rows to a folder and save them as a snapshot at `close`, for an embedding to load.
+    """Writer of rows that saves them as a snapshot when it is closed, for an embedding to load.
 
     Args:
-        paths: the table's folder, or those of a sharded one: a key goes to the path that owns it.
-        snapshot_name: the snapshot to save.
-        key_type: int64 or int32, of torch or NumPy.
-        value_type: of the values written: float32, or float16 for rows without state; of torch or NumPy.
-        storage_dim: values of a row: weights, then optimizer state if there is any.
-        physical_block_size: bytes of the disk's block, 512 or 4096.
-        embedding_dim: how many of them are weights; None = all.
-        weight_type: dtype of the embedding that will load the rows: float32, float16 or bfloat16, to which weights are
-            rounded; None = value_type.
-        format: "oneemb"; or "oneflow", for OneFlow's one_embedding to read: rows of one table, float32, each `write`
-            on fresh blocks.
+        paths: folder of the table, or folders of a sharded table, in which each key belongs to one folder.
+        snapshot_name: name of the snapshot to save.
+        key_type: dtype of keys: int64 or int32, of torch or NumPy.
+        value_type: dtype of the values to write: float32, or float16 for rows without state; of torch or NumPy.
+        storage_dim: number of values of a row: weights, then optimizer state if there is any.
+        physical_block_size: bytes of a disk block, 512 or 4096.
+        embedding_dim: number of weights of a row; None = all values.
+        weight_type: dtype of the embedding that will load the rows: float32, float16 or bfloat16. Weights are rounded
+            to it; None = value_type.
+        format: "oneemb"; or "oneflow", for OneFlow's one_embedding to read: float32 rows of one table, each `write`
+            on new blocks.
 
     Returns:
         A writer with `write(keys, values, table_ids=None)`. As a context manager it saves the snapshot at the end of
-        the block, or none if the block raises. It keeps 20 to 30 bytes for each key in memory.
+        the block, or none if the block raises. It needs 20 to 30 bytes of memory for each key.
 
     Raises:
         StorageError: a path is in use or cannot be written to, or has a snapshot of this name.
@@ -190,7 +190,7 @@ def open_writer(
     paths: list[str], name: str, rows: SnapshotRows, key_dtype: np.dtype, value_dtype: np.dtype,
     physical_block_size: int = 4096,
 ) -> PersistentTableWriter:  # fmt: skip
-    """A writer of rows whose format and step are known, such as rows of another snapshot."""
+    """Writer of rows whose format and step are given by `rows`, such as rows of another snapshot."""
 
     for path in paths:
         if is_oneflow_table(path):
@@ -225,12 +225,12 @@ def _oneflow_writer(
 
     rows = SnapshotRows(RowFormat(storage_dim, "float32"), 0)
     sinks = _open_all(sink, paths)
-    parts = NewParts("", 1)  # OneFlow's files do not name the snapshot that they are a part of, so none is marked.
+    parts = NewParts("", 1)  # OneFlow's files do not name the snapshot of all paths, so no part is marked.
     return PersistentTableWriter(sinks, parts, owner_of_key, rows, key_dtype, np.dtype(np.float32), False)
 
 
 class _Sink(Protocol):
-    """Takes the rows that one path owns."""
+    """Interface of the target of the rows that belong to one path."""
 
     def put(self, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray) -> None: ...
 
