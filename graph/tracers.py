@@ -12,6 +12,8 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import fx
 
+from oneemb.graph.hidden_frames import hide_frames
+
 _tracing_state = torch._C._get_tracing_state
 _transform = torch._C._functorch.peek_interpreter_stack
 _mode_of, _dispatch_modes = torch._C._get_dispatch_mode, torch._C._len_torch_dispatch_stack
@@ -108,7 +110,11 @@ def uncompiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         if torch.compiler.is_dynamo_compiling() or _compiler_of_frames() is not None:
             return disabled(*args, **kwargs)
-        return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except KeyboardInterrupt as error:
+            hide_frames(error)
+            raise
 
     # Keep torch's compiler from frames of `call`: it would compile `call` for each function, up to its limit.
     _eval_frame.set_code_exec_strategy(call.__code__, _SKIPPED)  # type: ignore[attr-defined]

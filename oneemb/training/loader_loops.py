@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 
 from oneemb.embeddings.embedding import embeddings_of
 from oneemb.graph import ops
+from oneemb.graph.hidden_frames import hide_frames
 from oneemb.graph.inputs import Signature
 from oneemb.graph.loaders import LoaderPosition, Together
 from oneemb.graph.one_rank import ALONE
@@ -226,6 +227,8 @@ class LoaderLoops(GraphViews):
             one_step: whether the block is a single step, after which the ranks need not exchange anything; False = it
                 is a loop.
         """
+        if isinstance(error, KeyboardInterrupt):
+            hide_frames(error)
         if one_step and not isinstance(error, Exception) and self._steps_made() > made:
             mark_reported(error)  # an interrupt after the step, which this rank has made as the others have
         embeddings = list(embeddings_of(self).values())
