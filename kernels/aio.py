@@ -3,7 +3,7 @@
     Q read requests, P places, U rows out, K reads in flight, M buffers
 
 The loop keeps K reads in flight by io_submit and io_getevents through libc's syscall(), and checks and copies while the
-device reads. Reads past the system's cache need memory, offset and length in whole device blocks.
+device reads. Direct reads need memory addresses, offsets and lengths that are multiples of the device's block.
 """
 
 import platform
@@ -19,7 +19,7 @@ from oneemb.kernels.row_blocks import rows_deliver
 _NUMBERS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}
 AIO_NUMBERS = _NUMBERS.get(platform.machine()) if sys.platform == "linux" else None
 
-# What `aio_read` returns beside 0 and the negative number of an error.
+# Result of `aio_read` for a block whose checksum differs. Its other results are 0 and negative error numbers.
 BAD_BLOCK = 1
 
 _IOCB_WORDS = 8  # struct iocb: data, (key, flags), (opcode, priority, file), address, bytes, offset, 0, (flags, fd)
@@ -36,7 +36,7 @@ _usleep = external("usleep", "int32", ["uint32"])
 
 @cpu
 def aio_setup(number: Number, depth: Number, context_1: Array) -> Number:
-    """Make a context for `depth` reads; 0 or a negative error number."""
+    """Make a context for `depth` reads in flight. Returns 0 or a negative error number."""
     if _syscall(number, depth, context_1.ctypes.data, 0, 0, 0) < 0:
         return -np.int64(_errno_place()[0])
     return np.int64(0)
@@ -44,7 +44,7 @@ def aio_setup(number: Number, depth: Number, context_1: Array) -> Number:
 
 @cpu
 def aio_destroy(number: Number, context: Number) -> Number:
-    """Wait for the reads in flight and destroy the context; below 0 if the system does not know it."""
+    """Wait for the reads in flight and destroy the context. Returns a negative number if there is no such context."""
     return _syscall(number, context, 0, 0, 0, 0)
 
 
@@ -57,12 +57,14 @@ def aio_read(
 ) -> Number:  # fmt: skip
     """Read all requests and copy their rows out. No read is in flight afterwards, unless io_getevents itself fails.
 
-    Completed reads are checked and copied only after the next reads are submitted, so that the device never waits for
-    that; hence there are twice as many buffers as reads in flight.
+    Request q reads bytes_Q[q] bytes at offset_Q[q] of the file descriptor file_Q[q]; `row_blocks` explains block_Q,
+    first_Q, place_P, to_P, sum_B and out_UW. Buffer m begins at word_X[m * buffer_words]. There are twice as many
+    buffers as reads in flight: the loop submits the next reads before it checks and copies complete ones, so that the
+    device never waits.
 
-    Returns 0; or BAD_BLOCK with failed_4 = (request, p, buffer, 0); or a negative error number with failed_4[0] =
-    request: -EAGAIN if the system accepts no read although none is in flight. failed_4[3] reads are still in flight,
-    and may write into `word_X` until the context is destroyed.
+    Returns 0; or BAD_BLOCK with failed_4 = (request, p, buffer, 0), where place_P[p] is in the damaged block; or a
+    negative error number with failed_4[0] = request: -EAGAIN if the system accepts no read although none is in flight.
+    failed_4[3] reads are still in flight, and may write into `word_X` until the context is destroyed.
     """
     requests, buffers = len(file_Q), len(iocb_MX)
     base = word_X.ctypes.data
@@ -122,10 +124,10 @@ def aio_read(
         if in_flight == 0:
             if result != 0 or ready == 0:
                 break
-            if refused > 0:  # its limit is reached; other processes may end their reads
+            if refused > 0:  # The system's limit is reached; other processes may end their reads.
                 _usleep(np.uint32(1000 << (refused - 1)))
             continue
-        # Waiting for several at once saves system calls; the last ones are waited for one by one.
+        # Waiting for several reads at once saves system calls; the last reads are waited for one by one.
         least = min(max(1, depth // 8), in_flight)
         events = _syscall(getevents, context, least, depth, event_KX.ctypes.data, 0)
         if events <= 0:

@@ -1,4 +1,4 @@
-"""Arrays that go together when a batch is looked up, on the host or on a GPU.
+"""Groups of arrays that describe one lookup, on the host or on a GPU.
 
 Letters: N ids in P bags, U unique keys, S slots, D weights of a row, B samples, C columns.
 """
@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 Array = Any
-"""A NumPy array where loops run on the host, a tensor on the device where they run on a GPU. The two have no type in
-common. Code above the kernels hands them to `Backend`, and does itself only what is written alike for both: arithmetic,
-comparison, indexing by an array."""
+"""A NumPy array if loops run on the host, a tensor on the device if loops run on a GPU. The two types have no base
+class in common. Code above the kernels passes arrays to a `Backend`. Directly it uses only operations that are written
+alike for both types: arithmetic, comparison, indexing by an array."""
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,13 @@ class Bags:
     offset_P1: Array
     """int64 [P + 1]: bag p holds the ids from offset_P1[p] to offset_P1[p + 1] - 1"""
     known_N: Array | None = None
-    """`bag_N` where it is known: always on a GPU"""
+    """`bag_N` if the caller has computed it already; a GPU backend always gives it"""
     row_P: Array | None = None
-    """int32 [P]: which row bag p is of those that the bags give, and of their gradients; None = row p"""
+    """int32 [P]: row of the output, and of its gradient, that belongs to bag p; None = row p"""
 
     @functools.cached_property
     def bag_N(self) -> Array:
-        """int32 [N], int64 on a GPU: the row of the bag of each id"""
+        """int32 [N], on a GPU int64: for each id, the output row of its bag"""
         if self.known_N is not None:
             return self.known_N
         row_P = np.arange(len(self.offset_P1) - 1, dtype=np.int32) if self.row_P is None else self.row_P
@@ -42,28 +42,29 @@ class Bags:
 
 @functools.lru_cache(maxsize=8)
 def rows_of_columns(bags: int, columns: int) -> np.ndarray:
-    """`Bags.row_P` of bags that lie column by column and give rows sample by sample: bag c * B + b gives b * C + c.
-    Only to be read."""
+    """`Bags.row_P` for bags in the order of columns and an output in the order of samples: bag c * B + b has output row
+    b * C + c. The array is shared between calls, so it must not be written to."""
     samples = bags // columns
     return np.ascontiguousarray(np.arange(bags, dtype=np.int32).reshape(samples, columns).T).reshape(-1)
 
 
 class RowsOfIds(NamedTuple):
-    """Slots of the weights of each id: slot_U[inverse_N[n]]."""
+    """A slab, and where each id's weights are in it: id n has slot slot_U[inverse_N[n]]."""
 
     weight_SX: Array
     """weights' bits [S, X], X >= D, as `RowFormat.weights` gives them"""
     slot_U: Array
-    """int64 [U]; or None, which `gather` on the host takes: `inverse_N` holds the slots"""
+    """int64 [U]: slot of each unique key; None = `inverse_N` holds slots (only for `gather` on the host)"""
     inverse_N: Array
-    """the unique key of each id; -1 for padding"""
+    """int32 or int64 [N]: number of each id's unique key; -1 for padding"""
 
 
 class Terms(NamedTuple):
-    """The terms of sums: at most `number` values of an array for each sum, times those that scale them."""
+    """Terms of sums, as the check for finite sums takes them: each sum adds at most `number` rows of `grad_NX`, each
+    times its number of `scale_N` (None = 1)."""
 
     grad_NX: Array
     scale_N: Array | None
     number: int
     finite_U: Array | None = None
-    """bool [U], given for finished sums: whether each row is finite throughout; None = not checked"""
+    """bool [U], for sums that are computed already: whether all values of each sum are finite; None = not computed"""

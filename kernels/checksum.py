@@ -1,8 +1,8 @@
-"""XXH64 checksums of whole 64-bit words, and of strings.  B blocks, N rows or strings, X words or bytes of all of them.
+"""XXH64 checksums of 64-bit words, and of strings.  B blocks, N rows or strings, X words or bytes of all of them.
 
-Reference: Collet, xxHash fast digest algorithm, version 0.1.1. Rows and blocks are multiples of 8 bytes, so their loops
-leave out the algorithm's steps for the last 4 bytes and for single bytes; the results are those of XXH64. Words are
-read in the machine's byte order, which must be little-endian as the files are.
+Reference: Collet, xxHash fast digest algorithm, version 0.1.1. Rows and blocks are multiples of 8 bytes long, so their
+loops leave out XXH64's steps for a rest of less than 8 bytes; the result is the same. Words are read in the machine's
+byte order, which must be little-endian like that of the files.
 """
 
 import numpy as np
@@ -65,7 +65,7 @@ def _avalanche(sum: Number) -> Number:
 
 @rule
 def _little_endian(byte_X: Array, x: Number, size: Number) -> Number:
-    """The number that `size` bytes from x are."""
+    """byte_X[x : x + size] read as one little-endian number."""
     word = np.uint64(0)
     for k in range(size):
         word |= np.uint64(byte_X[x + k]) << np.uint64(8 * k)
@@ -143,7 +143,7 @@ def strings_sum(begin: Number, end: Number, byte_X: Array, offset_N1: Array, see
 
 
 def xxh64(data: Buffer, seed: int = 0) -> int:
-    """The XXH64 of contiguous bytes, whose number must be a multiple of 8."""
+    """The XXH64 of contiguous bytes. The number of bytes must be a multiple of 8."""
     byte_N = np.frombuffer(data, np.uint8)
     if byte_N.ctypes.data % 8:
         byte_N = byte_N.copy()
@@ -157,8 +157,8 @@ def _xxh64_words_cpu(word_N: Array, seed: Number, sum_N: Array) -> None:
 
 
 def xxh64_words(word_N: np.ndarray, seed: int) -> np.ndarray:
-    """The XXH64 of the 8 bytes of each word: uint64 [N]; OneFlow spreads keys over paths by it, modulo their number,
-    with seed 1. A 32-bit key is widened with zeros first, `key.view(np.uint32).astype(np.uint64)`."""
+    """The XXH64 of the 8 bytes of each word: uint64 [N]. OneFlow puts a key into path `xxh64_words(key, 1) % paths`; it
+    first widens a 32-bit key with zeros, `key.view(np.uint32).astype(np.uint64)`."""
     sum_N = np.empty(len(word_N), np.uint64)
     _xxh64_words_cpu(np.ascontiguousarray(word_N).view(np.uint64), np.uint64(seed), sum_N)
     return sum_N

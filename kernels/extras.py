@@ -10,7 +10,7 @@ _MORE = {
     "torchrec": "; on a machine without a GPU, pip install fbgemm-gpu-cpu tensordict pyre-extensions iopath, then"
     " pip install --no-deps torchrec"
 }
-"""Further advice for an extra, at the end of the error."""
+"""{extra: further advice at the end of the error}."""
 
 
 def need(module: str, what: str, extra: str) -> ModuleType:
@@ -30,6 +30,6 @@ def need(module: str, what: str, extra: str) -> ModuleType:
 
 
 def missing(what: str, package: str, extra: str) -> ImportError:
-    """The error for a feature whose package, or module of a package, is missing."""
+    """ImportError that says which package the feature `what` lacks and how to install it."""
     name = package.partition(".")[0]
     return ImportError(f"{what} needs {name}: pip install 'oneemb[{extra}]'{_MORE.get(extra, '')}")

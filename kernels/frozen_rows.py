@@ -1,15 +1,16 @@
-"""Reads and pools rows that nobody changes.  S rows, N ids, D weights of a row, X values of a row as it is kept.
+"""Reads and pools read-only rows.  S rows, N ids, D weights of a row, X values of a row as it is stored, M other rows.
 
     read_row    out_ND[n] = the weights of a row
     pool_bag    out_RX[r, column : column + D] = the sum or mean of the rows of a bag
 
-Rows are float32 weights, the bits of float16 or bfloat16, or bytes as `kernels/quantize_rows.py` says, with scale and
-low behind them or apart from them. A lookup has found the place of each id: its row, PADDING or MISSING, which are read
-as zeros, or OTHER - m, row m of an array of other rows.
+Rows are float32 weights, the bits of float16 or bfloat16, or quantized bytes (`kernels/quantize_rows.py`), with scale
+and low behind the bytes or in an array of their own. The caller gives the place of each id, the number of its row.
+Below 0 are PADDING and MISSING (no row), which are read as zeros; `pool_bag` adds row m of `other_MX` for place OTHER -
+m.
 
-A sum runs in batch order, in float32, from zero. With a `factor` it has the bits of `kernels/pool.py`: each term is
-multiplied, rounded and added. Without one it has those of torch's embedding_bag: a weighted term is added with one
-rounding, a fused multiply-add, and the sum is divided by `divisor`.
+A sum runs in batch order, in float32, from zero. With a `factor` it has the same bits as `kernels/pool.py`: each term
+is multiplied, rounded and added. With a `divisor` it has the bits of torch's embedding_bag: a weighted term is added
+with one rounding, a fused multiply-add, and the sum is divided at the end.
 
 Reference: torch.nn.functional.embedding_bag.
 """
@@ -39,31 +40,31 @@ MISSING = OTHER = -2
 
 
 class RowArrays(NamedTuple):
-    """The arrays of rows, as loops take them."""
+    """Arrays of rows as loops take them: weights, or bytes of quantized weights."""
 
     weight_SX: np.ndarray | None
-    """float32, uint16 or int16; None = rows are bytes."""
+    """float32, uint16 (float16) or int16 (bfloat16); None = rows are bytes."""
     byte_SX: np.ndarray | None
-    """uint8"""
+    """uint8; None = rows are weights."""
     scale_S2: np.ndarray | None
-    """Scale and low of bytes, float32 or uint16 (float16); None = they are in byte_SX."""
+    """Scale and low of each row of bytes, float32 or uint16 (float16); None = they are in byte_SX."""
     bits: int
-    """Bits of a weight of bytes."""
+    """Bits of one quantized weight; 0 = rows are weights."""
 
     @classmethod
     def of(cls, row_SX: np.ndarray, bits: int, scale_S2: np.ndarray | None = None) -> Self:
-        """Weights, or with `bits` bytes of weights of so many."""
+        """Rows of weights if `bits` is 0, otherwise rows of bytes with `bits` bits for each weight."""
         return cls(None, row_SX, scale_S2, bits) if bits else cls(row_SX, None, None, 0)
 
 
-# Of the two arrays of rows one is None. Each is asked for by itself: the compiler drops what would read the other one.
+# One of weight_SX and byte_SX is None. Each has an `if` of its own below: the compiler drops the branch of the None.
 
 
 @part
 def read_row(
     weight_SX: Array, byte_SX: Array, scale_S2: Array, bits: Number, place: Number, out_ND: Array, n: Number
 ) -> None:
-    """out_ND[n] = the weights of the row in a place, zeros where there is none."""
+    """out_ND[n] = the weights of row `place`; zeros if `place` is negative."""
     dim = out_ND.shape[1]
     if place < 0:
         for d in range(dim):
@@ -81,7 +82,7 @@ def read_row(
 
 @part
 def _added(sum: Number, x: Number, n: Number, scale_N: Array, factor: Number) -> Number:
-    """The sum with a term more: number n, or lanes of such numbers."""
+    """sum + x, where x is first scaled as id n says. `sum` and `x` are numbers or lanes."""
     if factor is not None:
         return sum + x * (factor if scale_N is None else scale_N[n])
     if scale_N is None:
@@ -95,11 +96,11 @@ def pool_bag(
     other_MX: Array, scale_N: Array, factor: Number, divisor: Number, out_RX: Array, r: Number, column: Number,
     dim: Number,
 ) -> None:  # fmt: skip
-    """Pool the rows of ids first to last - 1.
+    """out_RX[r, column : column + dim] = the pooled rows of ids first to last - 1.
 
     Args:
-        scale_N: by what ids are multiplied; None = by `factor`, or by nothing.
-        factor, divisor: one of them is None.
+        scale_N: factor of each id; None = `factor` for all of them, or 1.
+        factor, divisor: exactly one of the two is None; the file's first lines say what each gives.
     """
     for d in range(0, dim - LANES + 1, LANES):
         sum = same_lanes(np.float32(0))
@@ -110,7 +111,7 @@ def pool_bag(
                 if weight_SX is not None:
                     sum = _added(sum, load_lanes(weight_SX, place, d), n, scale_N, factor)
                 if byte_SX is not None:
-                    # A sum in each branch: vectors that may come from any would go through memory.
+                    # Each branch adds its own rows: a vector that several branches set would go through memory.
                     if bits == 8:
                         by, low = scale_and_low(byte_SX, scale_S2, place, 8, dim)
                         sum = _added(sum, load_bytes(byte_SX, place, d) * by + low, n, scale_N, factor)
@@ -143,10 +144,10 @@ def pool_bag(
 
 
 def share_min(dim: int) -> int:
-    """The fewest keys worth waking a thread for: one is found in about the time in which 32 weights are read."""
+    """Least number of keys that is worth waking a thread for. Finding a key takes as long as reading 32 weights."""
     return max(256, (1 << 17) // (dim + 32))
 
 
 def bags_min(dim: int, bags: int, ids: int) -> int:
-    """The fewest bags worth waking a thread for, of so many with so many ids."""
+    """Least number of bags that is worth waking a thread for, if `bags` bags have `ids` ids in all."""
     return max(1, share_min(dim) * bags // max(ids, 1))

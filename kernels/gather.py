@@ -1,6 +1,6 @@
 """Copies rows between a slab and batch arrays, and whole arrays.  S slots, N ids, U unique keys, D weights, W words.
 
-Copies move bits, whatever a row means.
+All copies are bit for bit.
 """
 
 import numpy as np
@@ -80,14 +80,15 @@ def _copy_rows_cpu(begin: Number, end: Number, from_SW: Array, from_N: Array, to
 def copy_rows(
     from_SW: np.ndarray, from_N: np.ndarray, to_SW: np.ndarray, to_N: np.ndarray, *, threads: Threads
 ) -> None:
-    """to_SW[to_N[n]] = from_SW[from_N[n]], whole float32 rows of two slabs; int64 [N], those of `to_N` distinct."""
+    """to_SW[to_N[n]] = from_SW[from_N[n]], for whole float32 rows of two slabs. from_N and to_N are int64 slots; the
+    slots of `to_N` are distinct."""
     assert from_SW.shape[1] == to_SW.shape[1] and from_SW.dtype == to_SW.dtype == np.float32
-    # As integers: a copy of float32 may quiet a signalling NaN, and state words may be any bits.
+    # Copied as integers: a copy of float32 may quiet a signalling NaN, and words of state may hold any bits.
     threads.run(_copy_rows_cpu, len(from_N), from_SW.view(np.int32), from_N, to_SW.view(np.int32), to_N)
 
 
 def copy_rows_out(row_SW: np.ndarray, slot_U: np.ndarray, *, threads: Threads) -> np.ndarray:
-    """The whole rows in these slots: float32 [U, W]."""
+    """Copies of the whole rows in these slots: float32 [U, W]."""
     out_UW = np.empty((len(slot_U), row_SW.shape[1]), np.float32)
     copy_rows(row_SW, slot_U, out_UW, np.arange(len(slot_U)), threads=threads)
     return out_UW
@@ -102,7 +103,7 @@ def _copy_words_in_cpu(begin: Number, end: Number, row_SW: Array, slot_U: Array,
 
 
 def copy_words_in(row_SW: np.ndarray, slot_U: np.ndarray, first: int, word_UX: np.ndarray, *, threads: Threads) -> None:
-    """Put int32 words into rows of distinct slots, from their word `first` on."""
+    """Write int32 words into the rows of distinct slots, from word `first` of a row on."""
     threads.run(_copy_words_in_cpu, len(slot_U), row_SW.view(np.int32), slot_U, first, word_UX)
 
 
@@ -124,9 +125,9 @@ def _stream_cpu(begin: Number, end: Number, from_XL: Array, to_XL: Array) -> Non
 
 
 def copy_into(to: np.ndarray, array: np.ndarray, *, threads: Threads) -> None:
-    """Copy a C-contiguous array of 2 or 4 bytes a value into another one of its shape and dtype.
+    """Copy a C-contiguous array, of 2 or 4 bytes a value, into an array of the same shape and dtype.
 
-    Not by torch, whose OpenMP threads go on spinning for milliseconds on the cores that the next loops are to use.
+    torch is not used for it: its OpenMP threads would spin for milliseconds on the cores that the next loops need.
     """
     word = np.int32 if array.dtype.itemsize == 4 else np.int16
     from_V, to_V = array.reshape(-1).view(word), to.reshape(-1).view(word)

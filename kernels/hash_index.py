@@ -1,23 +1,22 @@
 """Open-addressing hash index in shards: (table, id) -> place.  U keys, P shards, C cells of a shard.
 
-The high bits of a key's hash name its shard, which never changes; a shard is an array of cells of its own, so that it
-grows alone and threads that work on different shards never write the same memory. A cell is two int64: the id, and the
-table and place in one word. Whether a cell is taken is told by the word alone (0 = empty), so every int64 is a legal
-id:
+The high bits of a key's hash choose its shard, which never changes. Each shard has its own array of cells, so that it
+grows alone and threads that work on different shards never write the same memory. A cell is two int64, the id and a
+word with the table and the place. A cell is empty if its word is 0, so every int64 is a legal id:
 
     cell_C2[c] = (id, table << 40 | place + 1)
 
-Linear probing by lines of four cells, each a line of the CPU's cache: the home of a key is a line's first cell, and the
-four are compared at once, as one vector, since a branch on each would be mispredicted more often than not. The home is
-`mixed hash * lines >> 64`, so there may be any number of lines. C takes part in the mixing: keys that are read out of
-one index in the order of its cells arrive in random order at an index of another size, where they would otherwise pile
-up in one run.
+Probing is linear, by lines of four cells; a line fills a line of the CPU's cache. The home of a key is the first cell
+of a line. The four cells of a line are compared at once, as one vector, since a branch for each cell would mostly be
+mispredicted. The home is `mixed hash * lines >> 64`, so a shard may have any number of lines. The mixing includes C:
+without it, keys that are copied from one index to an index of another size, in the order of the cells, would all fill
+the same run of cells.
 
-Loops are given the address and the number of cells of each shard: address_P and cells_P, int64 [P]. Addresses are
-multiples of 64, numbers of cells multiples of LINE.
+Loops take the address and the number of cells of each shard: address_P and cells_P, int64 [P]. Addresses are multiples
+of 64, numbers of cells multiples of LINE.
 
-Invariants: no two cells hold one key; the lines from a key's home to the one before its own are full; the cells of a
-line that are taken are its first ones.
+Invariants: no two cells hold the same key; every line from a key's home line up to the line before the key's own is
+full; within a line, taken cells come before empty ones.
 Limits: place below 2^40 - 1, table below 2^23.
 """
 
@@ -32,7 +31,7 @@ LINE = 4
 """Cells of a line."""
 
 BLOCK = 1 << 13
-"""Keys that are counted and ordered by one share of the work."""
+"""Keys of a block; `count_keys` and `order_keys` work block by block."""
 
 PLACE_BITS = 40
 """Bits of the place in a cell's word; the table lies above them."""
@@ -46,8 +45,8 @@ TABLE_MAX = (1 << 23) - 1
 _AHEAD = 32
 _AHEAD_HOMES = np.uint64(_AHEAD)
 SHARD_ROOM = 3 * _AHEAD
-"""Numbers that `shard_find` notes: two groups of homes, and which keys of a group are finished later."""
-_RING = np.int64(2 * _AHEAD - 1)  # a mask: two groups of keys are in progress, counted from the share's begin
+"""Length of the scratch array of `shard_find`: two groups of homes, and the keys of a group that are finished later."""
+_RING = np.int64(2 * _AHEAD - 1)  # mask of an index into scratch arrays, which hold two groups of keys
 
 
 @rule
@@ -69,7 +68,7 @@ def _shard(hash: Number, shards: Number) -> Number:
 
 @rule
 def _home(hash: Number, cells: Number) -> Number:
-    """The high bits of the hash name the shard, so they are mixed once more before they name a cell of it."""
+    """First cell of a key's home line. The hash is mixed once more, since its high bits have chosen the shard."""
     x = hash + np.uint64(cells) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
     x = x ^ (x >> np.uint64(32))
@@ -97,8 +96,9 @@ def _locate(
     address_P: Array, cells_P: Array, table_U: Array, id_U: Array, first: Number, last: Number, hash_K: Array,
     shard_K: Array, home_K: Array, k: Number,
 ) -> None:  # fmt: skip
-    """Find the homes of keys first to last - 1, write them from place k on, and prefetch them."""
-    # A loop of its own: without branches and look-ups LLVM vectorizes it.
+    """Write the shards and homes of keys first to last - 1 to shard_K and home_K from index k on, and prefetch the
+    homes."""
+    # The hashes have a loop of their own: LLVM vectorizes it, since it has no branches and reads no tables.
     for i in range(natural(last - first)):
         u = natural(first) + i
         hash_K[i] = hash_key(np.int64(table_U[u]), np.int64(id_U[u]), np.int64(0))
@@ -116,8 +116,8 @@ def cells_find(
 ) -> None:
     """place_U[u] = the place of key u, -1 where the index does not hold it.
 
-    Keys whose probe goes beyond its first line, one in five, are collected and finished later: a branch on each would
-    be mispredicted, and would then wait for the second line with nothing else to do.
+    One key in five is not in its home line. Such keys are collected and finished later: a branch for each would be
+    mispredicted, and the loop would then wait for the next line to come from memory.
     """
     shard_K, home_K = np.empty(2 * _AHEAD, np.int64), np.empty(2 * _AHEAD, np.int64)
     later_K, hash_K = np.empty(_AHEAD, np.int64), np.empty(_AHEAD, np.uint64)
@@ -151,7 +151,7 @@ def shard_find(
     begin: Number, end: Number, address: Number, cells: Number, table_U: Array, id_U: Array, place_U: Array,
     home_2K: Array,
 ) -> None:  # fmt: skip
-    """Do the work of `cells_find` in an index of one shard. home_2K: int64, room for `SHARD_ROOM` numbers."""
+    """Do the work of `cells_find` in an index of one shard. home_2K: scratch memory, int64 [SHARD_ROOM]."""
     homes = _AHEAD_HOMES
     _homes(begin, min(begin + _AHEAD, end), address, cells, table_U, id_U, home_2K, natural(0))
     now = natural(0)
@@ -179,7 +179,7 @@ def shard_find(
 def _homes(
     first: Number, last: Number, address: Number, cells: Number, table_U: Array, id_U: Array, home_2K: Array, k: Number
 ) -> None:
-    """Write the homes of keys first to last - 1 from place k on, and prefetch them."""
+    """Write the homes of keys first to last - 1 to home_2K from index k on, and prefetch them."""
     for i in range(natural(last - first)):  # A loop of its own, as in `_locate`.
         u = natural(first) + i
         home_2K[k + i] = np.int64(hash_key(np.int64(table_U[u]), np.int64(id_U[u]), np.int64(0)))
@@ -191,7 +191,7 @@ def _homes(
 
 @cpu
 def count_keys(begin: Number, end: Number, table_U: Array, id_U: Array, shard_U: Array, count_KP: Array) -> None:
-    """Note the shard of each key of blocks begin to end - 1, and add the keys of each shard to the block's counts."""
+    """For the keys of blocks begin to end - 1: shard_U[u] = the key's shard; count_KP[block, shard] += 1."""
     for k in range(begin, end):
         for u in range(k * BLOCK, min((k + 1) * BLOCK, len(id_U))):
             p = _shard(hash_key(np.int64(table_U[u]), np.int64(id_U[u]), np.int64(0)), count_KP.shape[1])
@@ -204,10 +204,10 @@ def order_keys(
     begin: Number, end: Number, table_U: Array, id_U: Array, place_U: Array, shard_U: Array, next_KP: Array,
     order_U: Array, cell_U2: Array,
 ) -> None:  # fmt: skip
-    """Make the cells of the keys of blocks begin to end - 1 and list them shard by shard.
+    """Write the cells of the keys of blocks begin to end - 1 to cell_U2, shard by shard.
 
-    next_KP says where those of each block and shard go; order_U[i] is the key whose cell is cell_U2[i], unless order_U
-    is empty.
+    next_KP: index at which the next cell of each block and shard goes. order_U[i] = the key whose cell is cell_U2[i];
+    an empty `order_U` is not written.
     """
     for k in range(begin, end):
         for u in range(k * BLOCK, min((k + 1) * BLOCK, len(shard_U))):
@@ -227,9 +227,9 @@ def cells_put(
 ) -> None:  # fmt: skip
     """Put the cells cell_U2[begin_P1[p]] to cell_U2[begin_P1[p + 1] - 1] into shard p, for shards begin to end - 1.
 
-    old_U[order_U[i]] = the place the key of cell i had, -1 if it is new; of equal keys the last one counts.
-    Where order_U is empty it is old_U[i], which is faster: writes are sequential. New keys are counted in size_P. The
-    caller has made sure that every shard has an empty cell left after its keys are in.
+    old_U[order_U[i]] = the place that the key of cell i had before, -1 if the key is new. If `order_U` is empty, the
+    place goes to old_U[i], which is faster since the writes are sequential. Of equal keys the last one stays. New keys
+    are added to size_P. The caller has made sure that each shard keeps an empty cell.
     """
     home_K = np.empty(_AHEAD, np.int64)
     for p in range(begin, end):
@@ -256,8 +256,8 @@ def cells_put(
 def cells_move(
     begin: Number, end: Number, address_P: Array, cells_P: Array, shard_G: Array, address_G: Array, cells_G: Array
 ) -> None:
-    """Copy shards shard_G[begin:end] into larger arrays of cells, not initialized. The new cells are zeroed before they
-    are read: memory that is read first is mapped twice by the system."""
+    """Copy shards shard_G[begin:end] into larger arrays of cells, address_G and cells_G, which are not initialized. The
+    loop zeroes them before it reads them: the system would map memory twice that is read before it is written."""
     for g in range(begin, end):
         p = shard_G[g]
         for w in range(2 * cells_G[g]):
@@ -280,7 +280,7 @@ def _move_cell(address: Number, c: Number, to: Number) -> None:
 
 @rule
 def _taken_of_line(address: Number, c: Number) -> Number:
-    """Number of taken cells in the line of cells c to c + 3: the first ones."""
+    """Number of taken cells in the line of cells c to c + 3."""
     taken = 0
     for k in range(LINE):
         taken += word_at(address, 2 * (c + k) + 1) != 0
@@ -289,7 +289,7 @@ def _taken_of_line(address: Number, c: Number) -> Number:
 
 @rule
 def _movable(address: Number, cells: Number, line: Number) -> Number:
-    """A cell beyond a full line whose key may lie in that line as well; -1 if there is none."""
+    """Cell of a later line whose key may move to the full line that begins at cell `line`; -1 if there is none."""
     c = _next_line(line, cells)
     while True:
         for k in range(LINE):
@@ -307,10 +307,10 @@ def _movable(address: Number, cells: Number, line: Number) -> Number:
 
 @rule
 def _close_hole(address: Number, cells: Number, hole: Number) -> None:
-    """Empty a cell, and move keys that would not be found beyond it nearer to their homes.
+    """Empty cell `hole`, and move keys nearer to their homes that could not be found otherwise.
 
-    The cell of a key within its line does not matter, and a key lies beyond its home's line only where that is full: so
-    other lines are looked at only then.
+    The order of keys within a line does not matter. Keys of later lines have to move only if the hole's line was full,
+    since a search goes on to the next line only from a full one.
     """
     while True:
         line = hole - hole % LINE
@@ -330,8 +330,8 @@ def cells_erase(
     begin: Number, end: Number, first: Number, address_P: Array, cells_P: Array, size_P: Array, shard_U: Array,
     table_U: Array, id_U: Array, old_U: Array,
 ) -> None:  # fmt: skip
-    """Take out the keys of shards first + begin to first + end - 1; old_U[u] = the place key u had, -1 if it was not
-    there. Counts them off size_P."""
+    """Erase the keys of shards first + begin to first + end - 1. old_U[u] = the place that key u had, -1 if the index
+    did not hold it. Erased keys are subtracted from size_P."""
     begin, end = begin + first, end + first
     home_K = np.empty(_AHEAD, np.int64)
     for u in range(-_AHEAD, len(id_U)):
@@ -358,8 +358,8 @@ def cells_erase(
 def cells_items(
     address_P: Array, cells_P: Array, p: Number, c: Number, table_N: Array, id_N: Array, place_N: Array
 ) -> tuple:
-    """Copy taken cells from cell c of shard p on until the arrays are full. Returns keys copied, next shard (P at the
-    end), cell."""
+    """Copy the taken cells, from cell c of shard p on, until the arrays are full. Returns (number of copied keys, next
+    shard, next cell); the next shard is P once all are copied."""
     n = 0
     while p < len(cells_P):
         while c < cells_P[p]:
@@ -397,8 +397,8 @@ def find_each(
     *,
     threads: Threads,
 ) -> np.ndarray:
-    """The place of each key in its index, -1 for an absent key: int64 [U]. Keys of index m are side by side, from
-    begin_M1[m] to begin_M1[m + 1] - 1, with tables as it knows them; address_MP and cells_MP describe its shards."""
+    """Places of keys in M indexes, -1 for an absent key: int64 [U]. Keys begin_M1[m] to begin_M1[m + 1] - 1 are looked
+    up in index m, by that index's table numbers; address_MP and cells_MP describe the shards of each index."""
     place_U = np.empty(len(id_U), np.int64)
     threads.run(_find_each_cpu, len(id_U), address_MP, cells_MP, begin_M1, table_U, id_U, place_U)
     return place_U

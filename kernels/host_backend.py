@@ -1,6 +1,6 @@
-"""The backend of the host's cores: `oneemb.kernels.backend.Backend` for NumPy arrays; and the backend of a device.
+"""The backend of the host's cores, `oneemb.kernels.backend.Backend` for NumPy arrays; and the choice of a backend.
 
-Nothing of CUDA is imported before a tensor on a GPU, or an embedding there, needs it.
+CUDA modules are not imported before a tensor or an embedding on a GPU needs them.
 """
 
 import functools
@@ -24,19 +24,19 @@ from oneemb.kernels.unique_by_table import KeysByTable, unique_keys_by_table
 from oneemb.kernels.unique_keys import UniqueKeys, columns_are_faster, unique_keys, unique_keys_of_columns
 
 BITS = {torch.float32: torch.float32, torch.float16: torch.uint16, torch.bfloat16: torch.int16}
-"""How loops see weights of each dtype."""
+"""{dtype of weights: dtype in which loops see their bits}."""
 SUM_MAX = 2.0**127
-"""Sums of float32 whose exact value is below this stay finite, whatever their roundings."""
+"""A float32 sum whose exact value is below this number is finite, however its additions round."""
 
 OPENMP_MIN = 1 << 15
-"""Values from which on torch copies and compares tensors on several threads."""
+"""Size of a tensor, in values, from which on torch copies and compares it on several threads."""
 
 _NO_INVERSE = np.empty(0, np.int32)
 
 
 class HostBackend:
-    """The backend of these threads; see `oneemb.kernels.backend.Backend`. It takes keys, gradients and segments that it
-    made."""
+    """`oneemb.kernels.backend.Backend` on the host's cores, with these threads. It accepts only keys, gradients and
+    segments that it has made itself."""
 
     place = "the CPU"
     device = torch.device("cpu")
@@ -187,7 +187,7 @@ class HostBackend:
                 largest *= 1.0 if scale < 1.0 else scale  # not max(), which would lose a NaN
             if not largest * max(1, number) < SUM_MAX:
                 return False
-        # A sum is finite only if its terms are, and costs one pass.
+        # A finite sum means that all terms are finite, and a sum reads the gradient only once.
         for grad in dense:
             if not bool(torch.isfinite(grad.sum())):
                 return False
@@ -206,7 +206,7 @@ _ONE_THREAD = Threads(1)
 
 
 def backend_of(tensor: torch.Tensor, threads: Threads = _ONE_THREAD) -> Backend:
-    """The backend for a tensor in its place; that of the host runs on `threads`."""
+    """The backend for the place of a tensor. The host's backend runs on `threads`."""
     if tensor.is_cuda or "oneemb.kernels.cuda_backend" in sys.modules:
         from oneemb.kernels import cuda_backend
 
@@ -216,8 +216,8 @@ def backend_of(tensor: torch.Tensor, threads: Threads = _ONE_THREAD) -> Backend:
 
 
 def backend_at(device: torch.device, threads: Threads) -> Backend:
-    """The backend of a device; that of the host runs on `threads`. RuntimeError or ImportError if CUDA cannot be used;
-    the message says what to install."""
+    """The backend for a device. The host's backend runs on `threads`. If CUDA cannot be used: RuntimeError or
+    ImportError, whose message says what to install."""
     if device.type == "cpu":
         return HostBackend(threads)
     from oneemb.kernels import cuda_backend

@@ -1,10 +1,12 @@
-"""Finds rows that nobody changes by an index of their keys.  N ids, S rows, F features, B samples, C cells, D weights.
+"""Reads and pools read-only rows, found by an index of their keys.
+
+N ids, S rows, F features, B samples, C cells, D weights of a row, E columns of the output.
 
     read_indexed    out_ND[n] = the weights of key n, zeros where it has no row
     pool_indexed    out_BE[b, column_F[f] : column_F[f] + D] = the sum or mean of bag f * B + b, pooled while it is read
 
-Cells are those of `kernels/hash_index.py`, one shard of them; `kernels/frozen_rows.py` says what rows are. A bag has
-the bits that torch's embedding_bag makes of its rows.
+The index is one shard of `kernels/hash_index.py`; `kernels/frozen_rows.py` describes the formats of rows. A pooled bag
+has the same bits as with torch's embedding_bag.
 """
 
 from typing import NamedTuple
@@ -23,8 +25,8 @@ _PUT = 1 << 16  # keys that are put at a time
 
 
 class RowIndex(NamedTuple):
-    """Rows and their index. Whoever makes one has seen that cells name rows that are there, and that one cell or more
-    is empty."""
+    """Rows and the index of their keys. Whoever makes one has checked that cells hold numbers of existing rows and that
+    at least one cell is empty."""
 
     address: int
     """Address of cells, int64 [C, 2], aligned to a line of the cache."""
@@ -59,7 +61,8 @@ def _find_bags(
     begin: Number, end: Number, address: Number, cells: Number, id_N: Array, table_F: Array, offset_P1: Array,
     samples: Number, table_N: Array, place_N: Array, missing_1: Array,
 ) -> None:  # fmt: skip
-    """Find the rows of the ids of bags begin to end - 1."""
+    """place_N = the rows of the ids of bags begin to end - 1; OTHER - table, and missing_1[0] = 1, for an id without a
+    row."""
     first, last = offset_P1[begin], offset_P1[end]
     for f in range(begin // samples, len(table_F)):
         its_first, its_last = max(offset_P1[f * samples], first), min(offset_P1[(f + 1) * samples], last)
@@ -105,8 +108,8 @@ def _pool_cpu(
 def read_indexed(
     index: RowIndex, table_N: np.ndarray, id_N: np.ndarray, out_ND: np.ndarray, *, threads: Threads
 ) -> np.ndarray:
-    """Write the weights of each key (int32 table, int64 id) to `out_ND`, float32, zeros where it has no row. Returns
-    place_N int64, the row of each key, -1 where there is none."""
+    """Write the weights of each key (int32 table, int64 id) to `out_ND`, float32; zeros for a key without a row.
+    Returns place_N, int64: row of each key, -1 for a key without a row."""
     place_N = np.empty(len(id_N), np.int64)
     threads.run(
         _read_cpu, len(id_N), *index[:2], table_N, id_N, place_N, *index.rows, out_ND,
@@ -123,18 +126,18 @@ def pool_indexed(
     """Write the sums or means of bags to columns of `out_BE`.
 
     Args:
-        table_F: int32, the table of each feature; features of one table have rows of one table.
-        column_F: int64, where each begins in `out_BE`.
+        table_F: int32, table of each feature; several features may share a table.
+        column_F: int64, first column of each feature in `out_BE`.
         id_N: int64.
-        offset_P1: int64, F * B + 1, from 0 to N: where the ids of each bag begin, feature by feature.
-        scale_N: float32, by which ids are multiplied; None = by nothing.
-        other_TD: float32, what ids without a row read as, of each table.
+        offset_P1: int64 [F * B + 1], from 0 to N: first id of each bag, feature by feature.
+        scale_N: float32, factor of each id; None = 1.
+        other_TD: float32, for each table the weights as which ids without a row are read.
         out_BE: float32.
-        known: tables and places of ids, that were given before: place OTHER - m is row m of `other_TD`, which then has
-            any rows.
+        known: table_N and place_N of an earlier call, in which the caller has set places: OTHER - m = row m of
+            `other_TD`, which then may have any number of rows. None = find the places.
 
     Returns:
-        table_N and place_N if there are ids without a row, whose places are below 0; None = each has one.
+        table_N and place_N, with negative places for ids without a row; None if every id has a row.
     """
     ids, bags, missing_1 = len(id_N), len(offset_P1) - 1, np.zeros(1, np.int64)
     table_N, place_N = (np.empty(ids, np.int32), np.empty(ids, np.int64)) if known is None else known
@@ -146,13 +149,13 @@ def pool_indexed(
 
 
 def cells_for(rows: int) -> int:
-    """C for so many rows: a quarter of the cells, and one more, are empty."""
+    """Number of cells for `rows` rows, such that a quarter of the cells, and one more, are empty."""
     return -(-(rows * 4 // 3 + 1) // LINE) * LINE
 
 
 def put_cells(cell_C2: np.ndarray, table_S: np.ndarray, id_S: np.ndarray, place_S: np.ndarray) -> None:
-    """Put different keys (int32 tables, int64 ids and places) into `cells_for` zeros, aligned to a line of the
-    cache."""
+    """Put distinct keys (int32 tables, int64 ids and places) into cell_C2: `cells_for` cells of zeros, aligned to a
+    line of the cache."""
     address_1, cells_1, size_1 = (np.array([number]) for number in (cell_C2.ctypes.data, len(cell_C2), 0))
     no_order_U = np.empty(0, np.int64)
     for begin in range(0, len(id_S), _PUT):

@@ -1,7 +1,7 @@
 """New rows: weights drawn from the table's initializer, state words set to the optimizer's initial state.
 
-Invariant: a weight is a pure function of (seed, table, id, its place in the row): the same on every store, thread,
-rank and run. Weight d takes word d % 4 of philox(id, table, d // 4); the arithmetic is float64, rounded once.
+Invariant: a weight is a pure function of (seed, table, id, its place in the row), so it is the same in every store,
+thread, rank and run. Weight d takes word d % 4 of philox(id, table, d // 4); the arithmetic is float64, rounded once.
 
 A row is a concatenation of C columns, each with an initializer of its own:
 
@@ -26,10 +26,11 @@ UNIFORM = 1
 NORMAL = 2
 """params 0, 1: mean, standard deviation"""
 TRUNC_NORMAL = 3
-"""params 0, 1: mean, standard deviation; 2, 3: the bounds' places in the untruncated distribution, from 0 to 1"""
+"""params 0, 1: mean, standard deviation; 2, 3: cumulative probabilities of the bounds in the untruncated
+distribution"""
 
 BY_ID = 4
-"""param 0: the modulus of the id; remainders are 0 or more"""
+"""param 0: modulus; the weight is the id modulo it, which is never negative"""
 
 _UNIT = 2.0**-32
 
@@ -66,8 +67,8 @@ QUANTILE_FACTORS = (
         ),
     ),
 )  # fmt: skip
-"""Numerators and denominators of the rational functions of `normal_quantile`, the factor of the highest power first: of
-one in the middle of the distribution, one near it, one far from it."""
+"""(numerator, denominator) of the three rational functions of `normal_quantile`: for the middle of the distribution,
+near the middle, and far from it. The factor of the highest power comes first."""
 
 
 @rule
@@ -129,7 +130,8 @@ def _init_rows_cpu(
             param_4 = param_TC4[table, c]
             while d < end_C[c]:
                 word = d % 4
-                # A column that begins inside a block of four draws the block again: one rule, whatever the columns.
+                # A column that begins inside a block of four words draws the block again, since the column before it
+                # may not have drawn the block.
                 if kind != CONSTANT and kind != BY_ID and (word == 0 or d == 0 or d == end_C[max(c - 1, 0)]):
                     words = philox(id, id >> np.uint64(32), table, d // 4, seed)
                 x = words[0] if word == 0 else words[1] if word == 1 else words[2] if word == 2 else words[3]
@@ -145,9 +147,9 @@ class InitialRows:
 
     Args:
         seed: 64 bits.
-        kind_TC: int64 [T, C], one of CONSTANT, UNIFORM, NORMAL, TRUNC_NORMAL, BY_ID.
-        param_TC4: float64 [T, C, 4].
-        end_C: int64 [C], where each column ends; the last is D.
+        kind_TC: int64 [T, C], initializer of each column: CONSTANT, UNIFORM, NORMAL, TRUNC_NORMAL or BY_ID.
+        param_TC4: float64 [T, C, 4], parameters of each initializer.
+        end_C: int64 [C], end of each column; the last one is D.
     """
 
     seed: int
@@ -168,8 +170,8 @@ def init_rows(
     state_begin: int,
     threads: Threads,
 ) -> None:
-    """Write the initial weights and state of keys (table_U int32, id_U int64) into rows slot_U, of weights' bits [S, X]
-    and float32 [S, W] in the same memory; `state`, float32 [Z], from word `state_begin` on."""
+    """Write the initial weights and state of keys (table_U int32, id_U int64) into the rows of slot_U. `weight_SX`
+    (weights' bits) and `row_SW` (float32) are the same memory; `state`, float32, goes to word `state_begin` and on."""
     threads.run(
         _init_rows_cpu, len(slot_U), weight_SX, row_SW, slot_U, table_U, id_U, np.uint64(initial.seed),
         initial.kind_TC, initial.param_TC4, initial.end_C, state, state_begin,

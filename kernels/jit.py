@@ -1,15 +1,15 @@
 """Decorators for rules and loops, and the folder in which compiled code is kept.
 
-With jit_code, the few instructions Python lacks, jit_lanes, vectors for CPU loops, jit_team, the threads of CPU loops,
-and jit_cuda, this is all that imports numba.
+Five modules import numba, and no others: this one, jit_code (instructions that Python lacks), jit_lanes (vectors for
+CPU loops), jit_team (the threads of CPU loops) and jit_cuda.
 
 A **rule** is a scalar function with arithmetic: an optimizer step, a hash, a random draw. It has no explicit
-signature, so that a loop of any backend may call it. A **CPU loop** moves data: it takes its range of work
-`begin, end` first and is called through `oneemb.kernels.threads.Threads`, without the interpreter lock.
+signature, so that a loop of any backend may call it. A **CPU loop** moves data. Its first arguments are its range of
+work, `begin, end`; `oneemb.kernels.threads.Threads` calls it, without the interpreter lock.
 
-A **CUDA loop** is one thread's work of a launch, written against numba's `cuda` module under that name, and is
-launched by `oneemb.kernels.launch`. Nothing of CUDA is imported before the first launch: `oneemb.kernels.jit_cuda`
-then binds `cuda`, `load`, `store` and `move` to what they mean on a GPU or in numba's simulator.
+A **CUDA loop** is the work of one GPU thread in a launch. Its body uses numba's `cuda` module under that name, and
+`oneemb.kernels.launch` launches it. CUDA modules are not imported before the first launch: `oneemb.kernels.jit_cuda`
+then binds `cuda`, `load`, `store` and `move` to their meaning on a GPU or in numba's simulator.
 """
 
 import builtins
@@ -33,21 +33,21 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
 
 Number = Any
-"""A number in compiled code, or a vector of them: numba finds its type anew at every call, and Python has none for all
-that it may be. Arrays of compiled code are `oneemb.kernels.arrays.Array`."""
+"""A number in compiled code, or a vector of numbers. numba infers the type at every call, and Python has no type that
+covers all of them. Arrays of compiled code are `oneemb.kernels.arrays.Array`."""
 
 CpuLoop = Callable[..., Any]
 """A compiled CPU loop: called with begin, end and its own arguments."""
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-# No fastmath: the same numbers on every run. error_model="numpy": a division by zero gives inf or nan, as in torch, and
-# no Python exception in the middle of a loop.
+# fastmath=False gives the same numbers on every run. error_model="numpy": a division by zero gives inf or nan, as in
+# torch, instead of a Python exception in the middle of a loop.
 _OPTIONS = dict(nogil=True, error_model="numpy", fastmath=False)
 
 
-# While any thread exports a program, torch has objects of its own in the place of `min`, `max` and `math.pow`. numba
-# learns here what Python's own mean, and not when it compiles first.
+# While any thread exports a program, torch replaces `min`, `max` and `math.pow` by objects of its own. So numba has to
+# learn here, and not at its first compilation, what Python's own functions mean.
 _BUILTINS = dict(vars(builtins))
 cpu_target.typing_context.refresh()
 cpu_target.target_context.refresh()
@@ -57,8 +57,8 @@ compiling = global_compiler_lock
 
 
 class Compiling:
-    """Callbacks before and after a compilation, set by storage/locking/signals.py. They hold signals back: after an
-    interrupt within a compilation numba would never release its lock."""
+    """Callbacks before and after a compilation, set by storage/locking/signals.py. They defer signals: numba would
+    never release its lock if an interrupt ended a compilation."""
 
     def __init__(self) -> None:
         self.begin: Callable[[], None] = lambda: None
@@ -69,8 +69,8 @@ around_compiling = Compiling()
 
 
 def _bind_builtins(function: Any) -> None:
-    """Let a function have Python's own `min`, `max` and the like among its globals, whatever is in their place when it
-    is compiled."""
+    """Add the builtins that a function uses, Python's own `min` and so on, to the function's globals. So compilation
+    finds them even while `builtins` holds other objects under these names."""
     for name in function.__code__.co_names:
         if name in _BUILTINS:
             function.__globals__.setdefault(name, _BUILTINS[name])
@@ -92,9 +92,9 @@ def part(function: _F) -> _F:
 
 
 def written(name: str, source: str, scope: dict[str, Any], *, beside: Any) -> FunctionType:
-    """Function of a source text, with these globals, to be compiled. Compiled code is kept as if the text stood in the
-    file of `beside`, a compiled function: a text that depends on files which that one does not import would go stale
-    unnoticed."""
+    """Python function made from a source text, with these globals, for `cpu` to compile. Its compiled code is cached as
+    if the text stood in the file of `beside`, a compiled function. So the text may use only kernels that this file
+    imports: a change of other kernels would not invalidate the cache."""
     code = beside.py_func.__code__
     scope = {**scope, "__name__": beside.py_func.__module__}
     exec(compile(source, code.co_filename, "exec"), scope)
@@ -105,7 +105,7 @@ def written(name: str, source: str, scope: dict[str, Any], *, beside: Any) -> Fu
 
 
 def external(name: str, result: str, arguments: list[str]) -> Any:
-    """A function of the C library that loops may call. Types are given by numba's names; `int32*` is a pointer."""
+    """A function of the C library, for loops to call. Types have numba's names; `int32*` is a pointer."""
 
     def of(type_name: str) -> Any:
         return types.CPointer(of(type_name[:-1])) if type_name.endswith("*") else getattr(types, type_name)
@@ -114,10 +114,10 @@ def external(name: str, result: str, arguments: list[str]) -> Any:
 
 
 class CudaLoop:
-    """A CUDA loop, or a function that CUDA loops call, not compiled yet: jit_cuda does that when it first runs.
+    """A CUDA loop, or a function that CUDA loops call, not compiled yet: jit_cuda compiles it before its first run.
 
-    `loop.at(V=4)` is the loop with the global name V, and that of each function it calls, bound to 4: a constant of
-    the compiled code. A constant may be a rule.
+    `loop.at(V=4)` is a variant of the loop in which the global name V is the constant 4, in the loop and in each
+    function that it calls. A constant may also be a rule.
     """
 
     def __init__(self, function: Any, *, inner: bool = False, constants: tuple[tuple[str, Any], ...] = ()):
@@ -137,7 +137,8 @@ class CudaLoop:
 
 
 class _Cuda:
-    """`@cuda` marks a CUDA loop, `@cuda.inner` a function that CUDA loops call. In their bodies `cuda` is numba's."""
+    """Type of `cuda`: `@cuda` marks a CUDA loop, `@cuda.inner` a function that CUDA loops call. In the bodies of both,
+    `cuda` is numba's module."""
 
     def __call__(self, function: Any) -> CudaLoop:
         return CudaLoop(function)
@@ -163,7 +164,7 @@ def store(array: Any, row: Any, column: Any, in_V: Any) -> None:
 
 
 def move(to: Any, to_row: Any, to_column: Any, array: Any, row: Any, column: Any) -> None:
-    """In CUDA loops: copy V elements' bits between arrays of one dtype, 16 bytes at a time where V > 1."""
+    """In CUDA loops: copy V elements bit for bit between arrays of the same dtype, 16 bytes at a time where V > 1."""
     raise TypeError("move is for CUDA loops")
 
 
@@ -189,8 +190,8 @@ def _source(path: Path) -> tuple[bytes, set[Path]]:
 
 @functools.cache
 def _sources_digest(file: str) -> str:
-    """A digest of all that the compiled loops of a file depend on: the file, the kernels that it imports, what these
-    import, and the compiler's version."""
+    """Digest of everything on which the compiled loops of a file depend: the file, the kernels that it imports,
+    directly or through others, and the compiler's version."""
     found = set(front := {Path(file), _FOLDER / "jit_team.py"})  # Launchers of loops are made by jit_team.
     while front := {one for path in front for one in _source(path)[1]} - found:
         found |= front
@@ -203,8 +204,9 @@ def _sources_digest(file: str) -> str:
 class _Locator(caching._CacheLocator):
     """Keeps compiled code in the user's cache folder, under the digest of its sources.
 
-    numba's own locators compare the loop's file only, and would go on using a loop after a rule in another file has
-    changed. This one also works for an install that cannot be written to, and for the same version installed again.
+    numba's own locators compare only the loop's file, and would still use a compiled loop after a rule in another file
+    has changed. This locator also works if oneemb's folder is read-only, and finds the code again if the same version
+    is installed anew.
     """
 
     def __init__(self, function: Any, file: Any) -> None:
@@ -236,11 +238,12 @@ class _CacheImpl(caching.CompileResultCacheImpl):
 
 
 class _Cache(caching.FunctionCache):
-    """The compiled forms of one function in files. Of several processes that need one at once, one compiles it."""
+    """Cache files of one function's compiled forms. If several processes need a form at the same time, one of them
+    compiles it and the others wait for it."""
 
     _impl_class = _CacheImpl
     _compiling: dict["_Cache", tuple[int, int]] = {}
-    """Thread and locked file of each function that this process compiles now."""
+    """{cache of a function that this process is compiling: (thread, locked file)}."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         found = super().load_overload(sig, target_context)
@@ -279,18 +282,18 @@ class _Cache(caching.FunctionCache):
 
     @classmethod
     def unlock_all(cls) -> None:
-        """Let others compile what this thread has begun to compile."""
+        """Release the locks of all functions that this thread was compiling, for other processes to compile them."""
         for cache, (thread, file) in list(cls._compiling.items()):
             if thread == threading.get_ident() and cls._compiling.pop(cache, None) is not None:
                 os.close(file)
 
 
-# No function takes longer to compile, but on a machine that is very busy.
+# Longest wait for another process, in seconds. A compilation takes longer only on a very busy machine.
 _COMPILING_S = 60.0
 
 
 def _cached(dispatcher: Any) -> Any:
-    """Let the dispatcher keep its compiled code in a file; in memory only if there is no folder to write to."""
+    """Let the dispatcher keep its compiled code in files, or only in memory if no folder can be written to."""
     _bind_builtins(getattr(dispatcher, "py_func", dispatcher))
     try:
         dispatcher._cache = _Cache(dispatcher.py_func)

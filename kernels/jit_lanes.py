@@ -7,8 +7,8 @@ Arithmetic works on each lane as on a float32 number, so a loop over lanes gives
 Processors with narrower registers use several for one vector. The last `dim % LANES` weights of a row need a loop over
 numbers.
 
-Wide vectors have 64 numbers, in several registers: a sum over many rows stays in registers, and need not be read back
-from memory for each row.
+Wide vectors have 64 numbers, in several registers, so that a sum over many rows stays in registers instead of being
+read from memory again for each row.
 """
 
 import operator
@@ -28,7 +28,7 @@ LANES = 16
 WIDE = 64
 """Numbers of a wide vector."""
 
-# Bytes of a line of the cache; and those of arrays that are written past it.
+# Bytes of a line of the cache; size in bytes from which on an array is written past the caches.
 _LINE_BYTES = 64
 _STREAM_MIN = 1 << 23
 
@@ -42,7 +42,7 @@ class _LanesType(types.Type):
         self.count = count
 
     def of(self, element: ir.Type) -> ir.VectorType:
-        """A vector type of as many elements."""
+        """Type of a vector of `count` elements of another type."""
         return ir.VectorType(element, self.count)
 
     @property
@@ -60,7 +60,8 @@ class _LanesModel(models.PrimitiveModel):
 
 
 def _pointer(context: Any, builder: Any, array_type: Any, place: Any, kind: Any) -> Any:
-    """A pointer to a vector that begins at array[row, column], the three of `place`. Indexes must not be negative."""
+    """Pointer to a vector that begins at array[row, column]. `place` is (array, row, column), without negative
+    indexes."""
     array, row, column = place
     view = context.make_array(array_type)(context, builder, array)
     row_bytes = cgutils.unpack_tuple(builder, view.strides)[0]
@@ -130,7 +131,7 @@ def store_lanes(typingctx: Any, array: Any, row: Any, column: Any, x: Any) -> An
 
 @intrinsic
 def move_lanes(typingctx: Any, to: Any, to_row: Any, to_column: Any, array: Any, row: Any, column: Any) -> Any:
-    """to[to_row, to_column : to_column + 16] = array[row, column : column + 16], bits of elements of one dtype."""
+    """to[to_row, to_column : to_column + 16] = array[row, column : column + 16], bit for bit; both have one dtype."""
     if not _is_rows(to, to_row, to_column, row, column) or not _is_rows(array, row) or to.dtype != array.dtype:
         return None
 
@@ -146,8 +147,8 @@ def move_lanes(typingctx: Any, to: Any, to_row: Any, to_column: Any, array: Any,
 
 @intrinsic
 def stream_lanes(typingctx: Any, to: Any, to_row: Any, to_column: Any, array: Any, row: Any, column: Any) -> Any:
-    """`move_lanes` with a non-temporal store, to memory that `bypasses_caches` has found to be aligned: the line is not
-    read from memory first. A loop that calls it ends with `end_stream`."""
+    """`move_lanes` with a non-temporal store: the CPU does not read the target's cache line first. The target must be
+    aligned, as `bypasses_caches` checks. A loop that calls this function ends with `end_stream`."""
     if not _is_rows(to, to_row, to_column, row, column) or not _is_rows(array, row) or to.dtype != array.dtype:
         return None
 
@@ -164,7 +165,7 @@ def stream_lanes(typingctx: Any, to: Any, to_row: Any, to_column: Any, array: An
 
 @intrinsic
 def end_stream(typingctx: Any) -> Any:
-    """Let other threads see what `stream_lanes` has written, before anything that is written later."""
+    """Make all writes of `stream_lanes` visible to other threads before any later write."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         builder.fence("seq_cst")
@@ -174,14 +175,14 @@ def end_stream(typingctx: Any) -> Any:
 
 
 def bypasses_caches(array_NX: np.ndarray) -> bool:
-    """Whether to write these rows with non-temporal stores: aligned, and larger than a core's caches."""
-    if array_NX.nbytes < _STREAM_MIN:  # First: to ask for an address takes microseconds.
+    """Whether to write these rows with non-temporal stores: they are aligned, and larger than a core's caches."""
+    if array_NX.nbytes < _STREAM_MIN:  # This test comes first, since reading the address takes microseconds.
         return False
     return array_NX.ctypes.data % _LINE_BYTES == 0 and array_NX.strides[0] % _LINE_BYTES == 0
 
 
 def copy_lanes(to: Any, to_row: Any, to_column: Any, array: Any, row: Any, column: Any) -> None:
-    """Move lanes between two of the formats of weights: rounded where they differ, else the very bits."""
+    """Copy lanes between arrays of weights: rounded if their formats differ, otherwise bit for bit."""
     raise TypeError("copy_lanes is for compiled loops")
 
 
@@ -213,7 +214,7 @@ def load_bytes(typingctx: Any, array: Any, row: Any, column: Any) -> Any:
 
 
 def _load_parts(bits: int, array: Any, row: Any, column: Any) -> Any:
-    """16 numbers of so many bits, the first in the lowest of a byte."""
+    """Load 16 numbers of `bits` bits each; the first number of a byte is in its lowest bits."""
     if not _is_rows(array, row, column) or array.dtype != types.uint8:
         return None
     each = 8 // bits  # numbers of a byte
@@ -232,19 +233,19 @@ def _load_parts(bits: int, array: Any, row: Any, column: Any) -> Any:
 
 @intrinsic
 def load_nibbles(typingctx: Any, array: Any, row: Any, column: Any) -> Any:
-    """array[row, column : column + 8] of uint8 as 16 float32: of each byte its lower half and then its upper half."""
+    """array[row, column : column + 8] of uint8 as 16 float32: the lower half of a byte, then its upper half."""
     return _load_parts(4, array, row, column)
 
 
 @intrinsic
 def load_pairs(typingctx: Any, array: Any, row: Any, column: Any) -> Any:
-    """array[row, column : column + 4] of uint8 as 16 float32: of each byte four pairs of bits, the lowest first."""
+    """array[row, column : column + 4] of uint8 as 16 float32: each byte is four numbers of 2 bits, the lowest first."""
     return _load_parts(2, array, row, column)
 
 
 @intrinsic
 def float_within(typingctx: Any, array: Any, row: Any, column: Any) -> Any:
-    """The float32 whose bytes array[row, column : column + 4] of uint8 are."""
+    """array[row, column : column + 4] of uint8, read as the 4 bytes of one float32."""
     if not _is_rows(array, row, column) or array.dtype != types.uint8:
         return None
 
@@ -256,7 +257,7 @@ def float_within(typingctx: Any, array: Any, row: Any, column: Any) -> Any:
 
 @intrinsic
 def half_within(typingctx: Any, array: Any, row: Any, column: Any) -> Any:
-    """The float16 whose bytes array[row, column : column + 2] of uint8 are, as float32."""
+    """array[row, column : column + 2] of uint8, read as the 2 bytes of one float16; returned as float32."""
     if not _is_rows(array, row, column) or array.dtype != types.uint8:
         return None
 
@@ -268,7 +269,7 @@ def half_within(typingctx: Any, array: Any, row: Any, column: Any) -> Any:
 
 
 def _all(like: Any, number: Any) -> Any:
-    """A vector of the type of `like`, all of one constant."""
+    """Vector of the type of `like` whose elements all are one constant."""
     return like.type([number] * like.type.count)
 
 
@@ -295,7 +296,7 @@ def same_wide(typingctx: Any, number: Any) -> Any:
 
 @intrinsic
 def multiply_add(typingctx: Any, x: Any, y: Any, sum: Any) -> Any:
-    """sum + x * y, rounded once: of lanes x and sum and a float32 y, or of three float32."""
+    """sum + x * y, rounded once. y is a float32; x and sum are both lanes or both float32."""
     if y != types.float32 or x != sum or not (x == y or isinstance(x, _LanesType)):
         return None
 
@@ -312,7 +313,8 @@ def multiply_add(typingctx: Any, x: Any, y: Any, sum: Any) -> Any:
 
 @intrinsic
 def sum_lanes(typingctx: Any, x: Any) -> Any:
-    """The sum of all lanes: lanes 8 to 15 added to 0 to 7, of the sums 4 to 7 to 0 to 3, and so on."""
+    """The sum of all lanes, by halves: lanes 8 to 15 are added to lanes 0 to 7, then lanes 4 to 7 to lanes 0 to 3,
+    ..."""
     if x != _lanes:
         return None
 

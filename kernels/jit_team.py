@@ -7,13 +7,13 @@ jobs at once; helpers join the newest that has room.
 Invariants:
 - The calling thread waits for helpers that have joined its job only: if other programs use the cores, a helper that
   does not get to run costs no time.
-- A job lies on its caller's stack, and on the list while helpers may join; the caller takes it off the list before it
-  waits for those that have joined, so no helper reads a job that is gone.
+- A job is memory on its caller's stack, and stands on the list while helpers may join. The caller takes it off the list
+  before it waits for the helpers that have joined, so no helper reads a job that is gone.
 - A helper never enters Python: it holds no interpreter lock, and a fork, an interrupt or the interpreter's end finds it
   in compiled code.
 
-The team's memory and a job are words of 64 bits at an address. The team's mutex guards all of them but those that are
-said to be atomic.
+The team's memory and a job are words of 64 bits at an address. The team's mutex guards all words except those that are
+marked as atomic below.
 """
 
 from types import FunctionType
@@ -48,8 +48,8 @@ _OLDER = 8  # address of the next job of the list
 _WAITS = 9  # 1 while the caller sleeps until the last helper leaves
 _JOB_WORDS = 10
 
-# Turns of a helper that watches for the next job before it sleeps, and of a caller that waits for a helper's last
-# share: some 30 microseconds, about what it costs to wake a thread.
+# How often a helper looks for the next job before it sleeps, and a caller for the end of a helper's last share before
+# it sleeps: about 30 microseconds in all, the time that it takes to wake a thread.
 _TURNS = 600
 
 _lock = external("pthread_mutex_lock", "int32", ["int64"])
@@ -68,7 +68,7 @@ def _pointer(builder: Any, address: Any, index: Any) -> Any:
 
 @intrinsic
 def add_word(typingctx: Any, address: Any, index: Any, number: Any) -> Any:
-    """Add to a word, atomically. Returns the word before."""
+    """Add a number to a word, atomically. Returns the word's old value."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return builder.atomic_rmw("add", _pointer(builder, *args[:2]), args[2], "acq_rel")
@@ -78,7 +78,8 @@ def add_word(typingctx: Any, address: Any, index: Any, number: Any) -> Any:
 
 @intrinsic
 def watch_word(typingctx: Any, address: Any, index: Any) -> Any:
-    """Read a word that another thread writes, after a moment in which the core's other thread has its resources."""
+    """Read a word that another thread writes, after a pause instruction, in which the core's second hardware thread may
+    use the core."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         if builder.module.triple.startswith("x86"):
@@ -91,7 +92,7 @@ def watch_word(typingctx: Any, address: Any, index: Any) -> Any:
 
 @intrinsic
 def _new_job(typingctx: Any) -> Any:
-    """Address of a job on the stack, all zeros, until the function returns."""
+    """Address of a new job on the stack, all zeros. It is valid until the calling function returns."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         memory = cgutils.alloca_once(builder, ir.ArrayType(ir.IntType(64), _JOB_WORDS), zfill=True)
@@ -102,7 +103,7 @@ def _new_job(typingctx: Any) -> Any:
 
 @intrinsic
 def _address_of(typingctx: Any, value: Any) -> Any:
-    """Address of a copy of a value on the stack, until the function returns."""
+    """Address of a copy of a value on the stack. It is valid until the calling function returns."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return builder.ptrtoint(cgutils.alloca_once_value(builder, args[0]), ir.IntType(64))
@@ -112,7 +113,8 @@ def _address_of(typingctx: Any, value: Any) -> Any:
 
 @intrinsic
 def _entry_of(typingctx: Any, loop: Any, arguments: Any) -> Any:
-    """Address of a C function `int32 (begin, end, address of arguments)` that calls the loop; not 0 = it has failed."""
+    """Address of a C function `int32 (begin, end, address of arguments)` that calls the loop and returns 0 on
+    success."""
     call = loop.get_call_type(typingctx, (types.int64, types.int64, *arguments.types), {})
     compiled = loop.dispatcher.overloads[call.args]
 
@@ -135,7 +137,7 @@ def _entry_of(typingctx: Any, loop: Any, arguments: Any) -> Any:
 
 @intrinsic
 def _call(typingctx: Any, entry: Any, begin: Any, end: Any, address: Any) -> Any:
-    """Call a C function of `_entry_of`."""
+    """Call a C function that `_entry_of` has made."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         i32, i64 = ir.IntType(32), ir.IntType(64)
@@ -159,7 +161,7 @@ def _take_shares(job: Any) -> None:
 
 @cpu
 def begin_team(team: Any) -> None:
-    """Make a team of words that are zero. Its address must be a multiple of 64."""
+    """Initialize a team in TEAM_WORDS words of zeros at the address `team`, a multiple of 64."""
     _mutex_init(team + 8 * _MUTEX, 0)
     _condition_init(team + 8 * _WORK, 0)
     _condition_init(team + 8 * _DONE, 0)
@@ -167,7 +169,7 @@ def begin_team(team: Any) -> None:
 
 @cpu
 def end_team(team: Any) -> None:
-    """Let the helpers leave, each after the job that it has joined."""
+    """End the team: each helper leaves after the job that it has joined."""
     _lock(team + 8 * _MUTEX)
     set_word(team, _ENDED, 1)
     _unlock(team + 8 * _MUTEX)
@@ -177,7 +179,7 @@ def end_team(team: Any) -> None:
 
 @cpu
 def serve(team: Any) -> None:
-    """Be a helper of the team until it ends."""
+    """Work as a helper until the team ends."""
     mutex = team + 8 * _MUTEX
     _lock(mutex)
     while word_at(team, _ENDED) == 0:
@@ -209,8 +211,9 @@ def serve(team: Any) -> None:
 
 @cpu
 def _launch_job(team: Any, helpers: Any, shares: Any, size: Any, entry: Any, arguments: Any) -> int:
-    """Run all shares of a range, with up to this many helpers. Returns the number of shares that have failed. `team`,
-    `entry` and `arguments` are addresses: of a team, of a C function of `_entry_of`, and of its arguments."""
+    """Run all shares of the range 0 to `size`, with at most `helpers` helpers, and return the number of shares that
+    have failed. `team`, `entry` and `arguments` are addresses: of the team, the C function, and the function's
+    arguments."""
     mutex, job = team + 8 * _MUTEX, _new_job()
     set_word(job, _SHARES, shares)
     set_word(job, _SIZE, size)
@@ -249,8 +252,8 @@ def _launch_job(team: Any, helpers: Any, shares: Any, size: Any, entry: Any, arg
 
 
 def launcher(loop: Any) -> CpuLoop:
-    """Compiled function `(team, helpers, shares, size, *arguments of the loop)` that runs all shares of 0..size. It
-    raises MemoryError where a share has failed: a loop fails for want of memory alone."""
+    """Compiled function `(team, helpers, shares, size, *arguments of the loop)` that runs the loop over 0 to `size`, in
+    `shares` shares. It raises MemoryError if a share fails, since a loop fails only for lack of memory."""
     made: CpuLoop | None = getattr(loop, "launcher", None)
     if made is None:
         code = loop.py_func.__code__
@@ -259,7 +262,8 @@ def launcher(loop: Any) -> CpuLoop:
 
 
 def _launch_function(loop: Any, count: int) -> FunctionType:
-    """Function of a launcher. Its arguments are written out, since numba's calls with `*arguments` are slow."""
+    """Python source of `launcher`, as a function. Its arguments are written out, since numba calls a function with
+    `*arguments` slowly."""
     names = "".join(f"a{i}, " for i in range(count))
     source = f"""
 def launch(team, helpers, shares, size, {names}):

@@ -1,6 +1,7 @@
-"""The owner of a key among R (ranks, or the paths of a sharded table): for routing, saving and loading.
+"""The owner of a key among R owners, which are ranks or the paths of a sharded table.
 
-Invariant: the answer is a pure function of (table, id, R), the same in every version: snapshots depend on it.
+Invariant: the owner is a pure function of (table, id, R), the same in every version of oneemb, since snapshots depend
+on it.
 """
 
 import numpy as np
@@ -10,7 +11,8 @@ from oneemb.kernels.hash_index import hash_key
 from oneemb.kernels.jit import Number, cpu
 from oneemb.kernels.jit_code import mul_high
 
-# Unlike the salts of hash indexes, which are small numbers: so the keys of one owner spread over its whole index.
+# The salt differs from those of hash indexes, which are small numbers, so that the keys of one owner spread over the
+# owner's whole index.
 _SALT = np.uint64(0x6F776E6572730001)
 
 
@@ -21,13 +23,13 @@ def _owner_of_cpu(table_N: Array, id_N: Array, owners: Number, owner_N: Array) -
 
 
 def owner_of(table_N: np.ndarray, id_N: np.ndarray, owners: int) -> np.ndarray:
-    """The owner of each key (table_N int32, id_N int64), from 0 to owners - 1: int64 [N]."""
+    """Owner of each key (table_N int32, id_N int64), a number from 0 to owners - 1: int64 [N]."""
     owner_N = np.empty(len(id_N), np.int64)
     _owner_of_cpu(table_N, id_N, owners, owner_N)
     return owner_N
 
 
 def owners_share_keys(owner: int, owners: int, other: int, others: int) -> bool:
-    """Whether a key may be this owner's of so many and that other's of so many others: each has the hashes from
-    owner / owners of the range up to the next owner's."""
+    """Whether any key belongs both to owner `owner` of `owners` and to owner `other` of `others`. Owner r of n owns the
+    part of the hashes from r/n to (r + 1)/n."""
     return owner * others < (other + 1) * owners and other * owners < (owner + 1) * others

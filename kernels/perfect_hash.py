@@ -1,21 +1,23 @@
-"""A perfect hash of keys that never change: each has its own slot.  N keys, T tables, P parts, B buckets, S slots.
+"""A perfect hash of a fixed set of keys: each key has a slot of its own.
 
-A table's keys are in parts, of 65,536 on average at most, so that one part is made in the cache, beside others. Within
-a part a key's slot follows from its hash and the pilot of its bucket, of some four keys: a number that was found by
-trial, the largest buckets first, so that no two keys have one slot. One slot in twenty is empty. So a lookup reads a
-pilot and one slot, wherever the key is, and there is nothing to search: whether the key is there the id in the slot
-tells.
+N keys, T tables, P parts, B buckets, S slots.
 
-A table's numbers are a row of region_T6, uint64, zeros if it has no keys:
+The keys of a table are divided into parts of at most 65,536 keys on average, so that the slots of a part are chosen
+within the CPU's cache, and threads work on several parts at once. The keys of a part are divided into buckets of about
+four keys. A key's slot follows from the key's hash and the pilot of its bucket: a number that was found by trial, the
+largest buckets first, such that no two keys have the same slot. One slot in twenty stays empty. A lookup reads one
+pilot and one slot and searches nothing: the id in the slot shows whether the key exists.
 
-    SEED             mixed with its ids
-    PARTS
-    BUCKETS          of all its parts, each as many
-    FIRST_BUCKET     where its pilots begin
-    SLOTS            of one part
-    FIRST_SLOT
+The numbers of a table are a row of region_T6, uint64; all are 0 if the table has no keys:
 
-Invariant: a slot that follows from a table's numbers is one of the table's, whatever the pilots are.
+    SEED             mixed into the hash of an id
+    PARTS            number of parts
+    BUCKETS          number of buckets of all parts together; each part has equally many
+    FIRST_BUCKET     index of the table's first pilot
+    SLOTS            number of slots of one part
+    FIRST_SLOT       the table's first slot
+
+Invariant: a slot that is computed from a table's numbers belongs to the table, whatever the pilots are.
 Limits: at most 2^48 slots; pilots are uint16.
 Reference: Belazzougui, Botelho, Dietzfelbinger, "Hash, displace, and compress", ESA 2009; Pibiri, Trani, "PTHash",
 SIGIR 2021.
@@ -37,7 +39,7 @@ SEED, PARTS, BUCKETS, FIRST_BUCKET, SLOTS, FIRST_SLOT = range(6)
 _PART_KEYS = 1 << 16
 _BUCKET_KEYS = 4
 _LOAD = 0.95
-_BUCKET_MAX = 40  # by chance 20; more keys than this are not tried
+_BUCKET_MAX = 40  # random keys give about 20 at most; no pilot is tried for a larger bucket
 _PILOTS = 1 << 16
 _TRIES = 16
 SALT_MAX = 1 << 30
@@ -45,7 +47,7 @@ _FOUND, _TWICE, _NO_PILOT = 0, 1, 2
 
 
 class DuplicateKeyError(ValueError):
-    """A key comes twice; `n` is the number of the second one."""
+    """A key occurs twice; `n` is the index of its second occurrence."""
 
     def __init__(self, n: int):
         super().__init__(f"key {n} comes twice")
@@ -53,14 +55,14 @@ class DuplicateKeyError(ValueError):
 
 
 class PerfectHash(NamedTuple):
-    """A slot for each of some keys.
+    """A perfect hash: the numbers and pilots from which the slot of each key follows.
 
     Args:
-        region_T6: as above.
-        pilot_B: uint16, one or more.
-        slots_T: int64, slots of a part of each table.
-        salt: from which seeds are made: 0, or a drawn one where no pilots were found.
-        slots: of all tables.
+        region_T6: numbers of each table; see the file's first lines.
+        pilot_B: uint16, pilot of each bucket; at least one.
+        slots_T: int64, number of slots of one part of each table.
+        salt: number from which the seeds of tables are made: 0, or a random one if no pilots were found with 0.
+        slots: number of slots of all tables.
     """
 
     region_T6: np.ndarray
@@ -71,23 +73,23 @@ class PerfectHash(NamedTuple):
 
     @classmethod
     def of_keys(cls, table_N: np.ndarray, id_N: np.ndarray, tables: int, *, threads: Threads) -> "PerfectHash":
-        """Perfect hash of these keys: int32, below `tables`, and int64. Hostile keys can be chosen for one salt, or for
-        any that is known before; so the others are drawn. DuplicateKeyError if a key comes twice, ValueError if no
-        hash was found."""
+        """Perfect hash of these keys (table_N int32, below `tables`; id_N int64). If salt 0 fails, further salts are
+        random: an attacker can choose keys that fail with any salt that is known before. DuplicateKeyError if a key
+        occurs twice, ValueError if no hash was found."""
         count_T, salt = np.bincount(table_N, minlength=tables), 0
         for _ in range(_TRIES):
             made = _try(table_N, id_N, count_T, salt, threads)
             if made is not None:
                 return made
             if salt == 0:
-                _check_different(table_N, id_N)  # Of large buckets keys are not compared.
+                _check_different(table_N, id_N)  # `_try` has not compared the keys of large buckets.
             salt = 1 + secrets.randbelow(SALT_MAX)
         raise ValueError(f"no perfect hash of {len(id_N)} keys in {_TRIES} tries")
 
 
 @rule
 def hash_id(id: Number, seed: Number) -> Number:
-    """64 well-mixed bits of an id of a table, different ones for different ids."""
+    """64 well-mixed bits of an id; different ids of a table (one seed) have different bits."""
     x = np.uint64(id) ^ seed
     x = (x ^ (x >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
     x = (x ^ (x >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
@@ -131,7 +133,7 @@ def _taken_by_trial(
     first: Number, last: Number, hash_N: Array, key_N: Array, region_T6: Array, t: Number, pilot: Number, begin: Number,
     taken_S: Array, slot_N: Array,
 ) -> Number:  # fmt: skip
-    """Take the slots that a pilot gives to the keys of a bucket; False if one is taken, and nothing has changed."""
+    """Take the slots that a pilot gives to the keys of a bucket. Returns False, and takes none, if any is taken."""
     for i in range(first, last):
         s = slot_in_table(hash_N[key_N[i]], pilot, region_T6, t) - begin
         right = not taken_S[natural(s)]
@@ -150,7 +152,7 @@ def _by_bucket(
     first: Number, last: Number, hash_N: Array, region_T6: Array, t: Number, first_bucket: Number, begin_B1: Array,
     key_N: Array,
 ) -> Number:  # fmt: skip
-    """List keys first to last - 1 bucket by bucket, and return the largest bucket's size."""
+    """Write the numbers of keys first to last - 1 to key_N, bucket by bucket, and return the size of the largest."""
     buckets = len(begin_B1) - 2
     begin_B1[:] = 0
     for n in range(first, last):
@@ -171,7 +173,8 @@ def _pilots_cpu(
     begin: Number, end: Number, table_P: Array, part_P: Array, first_P1: Array, hash_N: Array, region_T6: Array,
     pilot_B: Array, wrong_P2: Array,
 ) -> None:  # fmt: skip
-    """Find the pilots of parts. first_P1: where the keys of each begin; hash_N: the keys', part by part."""
+    """Find the pilots of parts begin to end - 1. hash_N: hashes of the keys, part by part; first_P1: first key of each
+    part. wrong_P2: for each part _FOUND, _TWICE or _NO_PILOT, and the number of a key that occurs twice."""
     for p in range(begin, end):
         t, first, last = table_P[p], first_P1[p], first_P1[p + 1]
         buckets = np.int64(region_T6[t, BUCKETS]) // np.int64(region_T6[t, PARTS])
@@ -220,7 +223,7 @@ def _slots_cpu(
 def slots_of(
     table_N: np.ndarray, id_N: np.ndarray, region_T6: np.ndarray, pilot_B: np.ndarray, *, threads: Threads
 ) -> np.ndarray:
-    """The slot of each key, int64, of tables that have keys; of a key that the hash was not made of, any slot of its
+    """Slot of each key, int64 [N]; the tables must have keys. A key that is not in the hash gets some slot of its
     table."""
     slot_N = np.empty(len(id_N), np.int64)
     threads.run(_slots_cpu, len(id_N), table_N, id_N, region_T6, pilot_B, slot_N)
@@ -230,11 +233,11 @@ def slots_of(
 def regions(
     table_T: np.ndarray, count_T: np.ndarray, slots_T: np.ndarray, salt: int, *, threads: Threads
 ) -> np.ndarray:  # fmt: skip
-    """The numbers of tables, region_T6.
+    """region_T6, the numbers of tables.
 
     Args:
-        table_T: the tables, int64, ascending: of one file those that have keys, or more.
-        count_T, slots_T: keys of each table, and slots of a part of it, int64; 0 = a table without keys.
+        table_T: int64, ascending: all tables of a file that have keys, and possibly others.
+        count_T, slots_T: int64, number of keys, and of slots of one part, of each table; 0 = a table without keys.
     """
     region_T6 = np.zeros((len(table_T), 6), np.uint64)
     parts_T, buckets_T = parts_and_buckets(count_T)
@@ -242,12 +245,12 @@ def regions(
     region_T6[:, PARTS], region_T6[:, BUCKETS], region_T6[:, SLOTS] = parts_T, buckets_T, slots_T
     region_T6[1:, FIRST_BUCKET] = np.cumsum(buckets_T)[:-1]
     region_T6[1:, FIRST_SLOT] = np.cumsum(parts_T * slots_T)[:-1]
-    region_T6[count_T == 0] = 0  # What would begin there may be beyond the end.
+    region_T6[count_T == 0] = 0  # The first bucket or slot computed for these may lie beyond the end.
     return region_T6
 
 
 def parts_and_buckets(count_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Parts of tables that have so many keys, and buckets of all parts of each."""
+    """Number of parts, and of buckets of all parts together, of tables with count_T keys."""
     parts_T = -(-count_T // _PART_KEYS)
     return parts_T, parts_T * -(-count_T // (np.maximum(parts_T, 1) * _BUCKET_KEYS))
 

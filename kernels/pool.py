@@ -8,8 +8,8 @@
 The sum runs in float32, in batch order, and is rounded once; the rows of the ids are not copied. A mean is a sum
 whose scales are 1 / (ids of the bag that are not padding).
 
-Of equal weights the first in the bag is the maximum. A NaN is neither greater nor less than any number: where the first
-id of a bag has one, it is the maximum; where another has one, it is passed over.
+If several ids of a bag have the same greatest weight, the first of them gives the maximum. NaN is neither greater nor
+less than any number: a NaN of the bag's first id is the maximum, a NaN of a later id is passed over.
 
 Reference: torch.nn.EmbeddingBag.
 """
@@ -23,7 +23,7 @@ from oneemb.kernels.jit_lanes import LANES, load_lanes, same_lanes, store_lanes
 from oneemb.kernels.reduce_grads import row_of, sum_rows
 from oneemb.kernels.threads import Threads
 
-# The fewest bags worth waking a thread for: a bag has several rows.
+# Least number of bags that is worth waking a thread for; a bag has several rows.
 _SHARE_MIN = 64
 
 
@@ -39,7 +39,7 @@ def _mean_scales_cpu(begin: Number, end: Number, offset_P1: Array, inverse_N: Ar
 
 
 def mean_scales(offset_P1: np.ndarray, inverse_N: np.ndarray, *, threads: Threads) -> np.ndarray:
-    """The scales that make each bag's sum the mean: float32 [N]."""
+    """Scale of each id with which a bag's sum is the bag's mean: float32 [N]."""
     scale_N = np.empty(len(inverse_N), np.float32)
     threads.run(_mean_scales_cpu, len(offset_P1) - 1, offset_P1, inverse_N, scale_N, share_min=1 << 14)
     return scale_N
@@ -68,10 +68,10 @@ def pool(
     *,
     threads: Threads,
 ) -> None:
-    """out_PX[p] = the sum of bag p; where `bags.row_P` is, out_PX[row_P[p]].
+    """out_PX[p] = the sum of bag p; out_PX[row_P[p]] if `bags.row_P` is given.
 
     Args:
-        weight_SX, slot_U, inverse_N: as in `gather`, with slots.
+        weight_SX, slot_U, inverse_N: as in `gather`; `slot_U` must not be None.
         scale_N: float32 [N]; None = 1.
         out_PX: [P, D] of the dtype of `weight_SX`.
     """
@@ -120,8 +120,8 @@ def pool_max(
     *,
     threads: Threads,
 ) -> None:
-    """out_PX[p] = the elementwise maximum of bag p; argmax_PD[p] = the places in the bag, from 0, of the ids it is of,
-    int32; -1 for a bag that holds nothing but padding."""
+    """out_PX[p] = elementwise maximum of bag p. argmax_PD[p], int32 = position within the bag, from 0, of the id that
+    gave each maximum; -1 for a bag that holds nothing but padding."""
     if len(slot_U) == 0:  # nothing but padding
         out_PX[:], argmax_PD[:] = 0, -1
         return
@@ -147,8 +147,8 @@ def _spread_max_grads_cpu(
 def spread_max_grads(
     bags: Bags, argmax_PD: np.ndarray, grad_PX: np.ndarray, out_NX: np.ndarray, *, threads: Threads
 ) -> None:
-    """out_NX = the gradients of ids from those of their bags' maxima, bits of one of the three formats: each number for
-    the id of `argmax_PD`, zeros for the others."""
+    """out_NX[n, d] = grad_PX[p, d] if `argmax_PD` says that id n gave maximum d of its bag p, otherwise zero. Both hold
+    bits of one of the three formats of weights."""
     threads.run(_spread_max_grads_cpu, len(grad_PX), *bags.arrays, argmax_PD, grad_PX, out_NX, share_min=_SHARE_MIN)
 
 
@@ -170,7 +170,7 @@ def _scale_grads_cpu(
         for d in range(0, rest, LANES):
             keep_rolled()
             products = products + load_lanes(weight_SX, s, d) * load_lanes(grad_PX, p, d)
-        # Lane by lane from here on: an order that the loop for GPUs can keep too.
+        # From here on the lanes are added one after another, an order that the GPU's loop can keep too.
         store_lanes(lane_1L, np.int64(0), np.int64(0), products)
         for d in range(rest, dim):
             lane_1L[0, d - rest] += to_float32(weight_SX[s, d]) * to_float32(grad_PX[p, d])
@@ -187,7 +187,7 @@ def scale_grads(
     *,
     threads: Threads,
 ) -> np.ndarray:
-    """The gradient of scale_N: for each id its weights times its bag's gradient, summed over D. float32 [N]"""
+    """Gradient of scale_N, float32 [N]: for each id, the dot product of its weights and its bag's gradient."""
     out_N = np.empty(len(inverse_N), np.float32)
     threads.run(_scale_grads_cpu, len(out_N), weight_SX, slot_U, inverse_N, bag_N, grad_PX, out_N)
     return out_N

@@ -1,18 +1,20 @@
-"""Rows as integers of 8 or 4 bits with a scale and a low of each row.  N rows, D weights, B bytes of a quantized row.
+"""Quantizes rows to integers of 8 or 4 bits, with a scale and a lowest value (`low`) for each row.
+
+N rows, D weights of a row, B bytes of a quantized row.
 
     8 bits    D bytes, then scale and low as float32         q = round((x - low) * 255 / (high - low + 1e-8))
     4 bits    (D + 1) // 2 bytes, the weight of even place in the lower half of a byte, then scale and low as float16
                                                              q = round((x - low) / scale), cut to 0 to 15
-    x is read as q * scale + low, rounded twice
+    reading gives q * scale + low, rounded twice
 
-Rounding is to nearest, ties to even; all arithmetic is float32. The scale of a row of 4 bits whose weights are equal,
-or whose scale would be 0 in float16, is 1.
+Rounding is to nearest, ties to even; all arithmetic is float32. With 4 bits, the scale is 1 if all weights of a row are
+equal, or if the scale would be 0 in float16.
 
-TorchRec's rows of 8 and 2 bits have scale and low as float16 too; they are read, with scale and low apart from the
-weights, and not made here.
+TorchRec also has rows of 8 and of 2 bits whose scale and low are float16, in an array of their own. This file reads
+such rows and does not make them.
 
-`quantize_rows` says which rows cannot be quantized: those with a NaN or an infinity, and those whose scale or low does
-not fit.
+`quantize_rows` says which rows cannot be quantized: rows with a NaN or an infinity, and rows whose scale or low is out
+of the range of its type.
 
 Reference: FBGEMM's fused row-wise formats; torch.ops.quantized.embedding_bag_byte_prepack and _4bit_prepack.
 """
@@ -42,20 +44,20 @@ def _is_finite(x: Number) -> Number:
 
 @rule
 def _nearest(x: Number, most: Number) -> Number:
-    """x rounded to nearest, ties to even, from 0 to `most`. Whoever calls has seen that x is a number."""
+    """x rounded to nearest, ties to even, and limited to 0 to `most`. x must not be NaN."""
     return np.uint8(min(max(np.rint(x), np.float32(0)), np.float32(most)))
 
 
 @rule
 def scale_of_8(low: Number, high: Number) -> Number:
-    """Scale, and its inverse by which weights are multiplied."""
+    """Scale of a row of 8 bits, and the inverse by which the row's weights are multiplied."""
     span = high - low
     return span / np.float32(255), np.float32(255) / (span + _EPSILON)
 
 
 @rule
 def scale_of_4(low: Number, high: Number) -> Number:
-    """Scale, a float16 as float32, and its inverse; `low` is a float16 too."""
+    """Scale of a row of 4 bits and its inverse. The scale is rounded to float16, as `low` has been before."""
     span = high - low
     scale = to_float32(from_float32(np.float32(1) if span == 0 else span / np.float32(15), np.uint16(0)))
     if scale == 0:
@@ -71,7 +73,7 @@ def _put_word(row_NB: Array, n: Number, at: Number, bits: Number, size: Number) 
 
 @part
 def scale_and_low(byte_SX: Array, scale_S2: Array, s: Number, bits: Number, dim: Number) -> Number:
-    """Scale and low of the quantized row s, float32: from `scale_S2`, or where that is None from behind the weights."""
+    """Scale and low of the quantized row s, float32: from `scale_S2`, or, if that is None, from behind the weights."""
     if scale_S2 is not None:
         return to_float32(scale_S2[s, 0]), to_float32(scale_S2[s, 1])
     if bits == 8:
@@ -82,7 +84,7 @@ def scale_and_low(byte_SX: Array, scale_S2: Array, s: Number, bits: Number, dim:
 
 @part
 def integer_at(byte_SX: Array, s: Number, d: Number, bits: Number) -> Number:
-    """Weight d of the quantized row s as it is kept, 0 to 255, 15 or 3: float32."""
+    """Stored integer of weight d of the quantized row s, from 0 to 255, 15 or 3; returned as float32."""
     if bits == 8:
         return np.float32(byte_SX[s, d])
     if bits == 4:
@@ -93,7 +95,7 @@ def integer_at(byte_SX: Array, s: Number, d: Number, bits: Number) -> Number:
 @part
 def dequantize_row(byte_SX: Array, scale_S2: Array, s: Number, bits: Number, out_ND: Array, n: Number) -> None:
     """out_ND[n] = the weights of the quantized row s, float32."""
-    # One question for a row: vectors that may come from any branch would go through memory.
+    # One branch for a whole row, with its own loops: a vector that several branches set would go through memory.
     dim = out_ND.shape[1]
     if bits == 8:
         by, low = scale_and_low(byte_SX, scale_S2, s, 8, dim)
@@ -167,11 +169,11 @@ def quantize_rows(
     """Quantize float32 rows to 8 or 4 bits.
 
     Args:
-        row_NB: uint8, B at least `quantized_bytes`; what is beyond becomes zeros.
+        row_NB: uint8, B at least `quantized_bytes`; further bytes become zeros.
 
     Returns:
-        right_N bool: which rows could be quantized, row_NB of others being undefined; and error_N2 float64: the largest
-        error of a row's weights and the sum of their squares.
+        right_N, bool: whether each row could be quantized; row_NB is undefined for rows that could not. error_N2,
+        float64: largest error of a row's weights, and the sum of the squared errors.
     """
     right_N, error_N2 = np.empty(len(weight_ND), np.bool_), np.zeros((len(weight_ND), 2))
     threads.run(

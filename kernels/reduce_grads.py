@@ -22,15 +22,15 @@ from oneemb.kernels.threads import Threads
 _EXPONENT = np.uint32(0x7F800000)
 
 ROWS = 16
-"""Rows whose gradients are summed before the first of them is updated. The update of one row would otherwise wait, for
-a long chain of operations or for memory, and hold up the sum of the next."""
+"""Number of rows whose gradients are summed before the first of the rows is updated. With one row at a time, the update
+would wait for a long chain of operations or for memory, and delay the sum of the next row."""
 
 # Terms of sums, and rows, that are prefetched ahead of the current one. More would exceed what the CPU can have
 # pending.
 _AHEAD = np.uint64(12)
 _ROWS_AHEAD = 8
 
-# Values in which one iteration finds the largest; and for each format, all bits but the sign.
+# Number of values of which one iteration finds the largest; for each format, a mask of all bits but the sign.
 _BLOCK = 1 << 15
 _MAGNITUDE = {
     np.dtype(np.float32): np.uint32(0x7FFFFFFF),
@@ -41,13 +41,13 @@ _MAGNITUDE = {
 
 @dataclass(frozen=True)
 class Segments:
-    """Gradients of N ids that are still to be summed over the occurrences of each of U unique keys.
+    """Gradients of N ids, grouped by unique key and not summed yet.
 
     Args:
         grad_NX: [N, D], or [P, D] of bags; C-contiguous, bits of float32, float16 (uint16) or bfloat16 (int16).
-        order_N, begin_U1: for each key the rows of `grad_NX` to sum, as `occurrences` in oneemb.kernels.unique_keys
-            gives them; with bags, a row may come more than once.
-        scale_N: float32, the factor of each, in the order of `order_N`; None = 1.
+        order_N, begin_U1: key u sums the rows order_N[begin_U1[u] : begin_U1[u + 1]] of `grad_NX`; see `occurrences` in
+            oneemb.kernels.unique_keys. With bags, a row may occur more than once.
+        scale_N: float32, factor of each row, in the order of `order_N`; None = 1.
     """
 
     grad_NX: np.ndarray
@@ -61,13 +61,14 @@ class Segments:
         return len(self.begin_U1) - 1, self.grad_NX.shape[1]
 
     def arrays(self) -> tuple:
-        """The arrays that `row_grads` reads."""
+        """The arrays as `row_grads` takes them."""
         return self.grad_NX, self.order_N, self.begin_U1, self.scale_N
 
 
 @part
 def row_of(row_NX: Array, slot_U: Array, order_N: Array, i: Number, last: Number, d: Number, columns: Number) -> Number:
-    """The row of term i, -1 for none. Also prefetches these columns of the row of a later term."""
+    """Row of term i of a sum; -1 = the term is left out. Also prefetches `columns` columns, from d on, of the row of a
+    later term."""
     ahead = np.int64(order_N[min(i + _AHEAD, last)])
     n = np.int64(order_N[i])
     if slot_U is None:
@@ -85,9 +86,9 @@ def sum_rows(
 ) -> None:  # fmt: skip
     """to_PX[p] = zero + the sum over i from begin to end - 1 of scale_N[i] * row_NX[slot_U[order_N[i]]].
 
-    slot_U may be None: `order_N` holds the rows. scale_N may be None: 1. A term with order_N[i] = -1 is left out. The
-    sum runs in float32, in this order, and is rounded once to the format of `to_PX`. A `zero` of -0.0 changes no
-    number, not even -0.0. Terms up to `last` exist and may be prefetched.
+    slot_U = None: `order_N` holds the rows. scale_N = None: 1. A term with order_N[i] = -1 is left out. The sum runs in
+    float32, in this order, and is rounded once to the format of `to_PX`. Adding a `zero` of -0.0 changes no number, not
+    even -0.0. The arrays hold terms up to `last`, which may be prefetched.
     """
     dim = to_PX.shape[1]
     begin, end, last = natural(begin), natural(end), natural(last)
@@ -133,8 +134,8 @@ def _row_grad(
 
 @part
 def row_grads(grads: tuple, first: Number, end: Number, row_SW: Array, slot_U: Array, sum_RD: Array) -> Number:
-    """sum_RD[r] = the gradient of row first + r, for a loop over rows up to `end` that takes ROWS of them at a time.
-    Returns how many rows there are, and prefetches them for the update.
+    """sum_RD[r] = the gradient of row first + r, for the next ROWS rows before `end`. Also prefetches the rows for the
+    update. Returns the number of rows.
 
     `grads` is `Segments.arrays()`, or (grad_UD, None, None, None) for gradients that are summed already.
     """
@@ -159,7 +160,7 @@ def _reduce_grads_cpu(begin: Number, end: Number, grads: tuple, grad_UD: Array, 
 
 
 def sum_segments(segments: Segments, *, threads: Threads) -> tuple[np.ndarray, np.ndarray]:
-    """Sums of gradients of equal keys, float32 [U, D]; and whether every value of a row's sum is finite, bool [U]."""
+    """Sum of the gradients of each key, float32 [U, D]; and whether all values of a sum are finite, bool [U]."""
     grad_UD = np.empty(segments.shape, np.float32)
     finite_U = np.empty(len(grad_UD), np.bool_)
     threads.run(_reduce_grads_cpu, len(grad_UD), segments.arrays(), grad_UD, finite_U)
@@ -178,8 +179,8 @@ def _largest_cpu(begin: Number, end: Number, bits_V: Array, magnitude: Number, l
 
 
 def largest_magnitude(values: np.ndarray, *, threads: Threads) -> float:
-    """The largest absolute value of a C-contiguous array of weights' bits; not finite where one of them is not. One
-    pass at the speed of memory: magnitudes are ordered as their bits are, NaN above infinity."""
+    """Largest absolute value of a C-contiguous array of weights' bits; NaN or infinite if any value is. The loop
+    compares bits, at the speed of memory: bits of magnitudes order like the magnitudes, with NaN above infinity."""
     bits_V = values.reshape(-1).view(np.uint32 if values.dtype == np.float32 else np.uint16)
     largest_K = np.zeros(-(-len(bits_V) // _BLOCK), np.uint32)
     threads.run(_largest_cpu, len(largest_K), bits_V, _MAGNITUDE[values.dtype], largest_K, share_min=2)
@@ -207,7 +208,7 @@ def _row_parts_cpu(begin: Number, end: Number, grad_UD: Array, p: Number, part_U
 
 
 def rows_norm(grad_UD: np.ndarray, p: float, *, threads: Threads) -> float:
-    """The p-norm of all values together (p above 0, or infinity); NaN or infinite where one of them is."""
+    """The p-norm of all values, taken as one vector (p above 0, or infinity); NaN or infinite if any value is."""
     part_U = np.empty(len(grad_UD), np.float64)
     threads.run(_row_parts_cpu, len(grad_UD), grad_UD, np.float64(p), part_U)
     if p == np.inf:

@@ -1,13 +1,13 @@
-"""Copies rows into the blocks of a file and out of them, and keeps a bit for each row that is live.
+"""Copies rows into and out of the blocks of a file, and keeps a bit for each live row.
 
-    B blocks of X 64-bit words, R rows a block, W words of 32 bits a row, U keys, Q read requests, P places
+    B blocks of X 64-bit words, R rows a block, W words of 32 bits a row, U keys, Q read requests, P places, E extents
 
-Rows are moved as uint32, so that no bits are taken for a float. A place is a row's number in the whole table; place //
-R is the number of its block there, and block // blocks_per_extent that of its extent. The rows of a block lie one after
-the other from its first byte; the rest of the block is zero.
+Rows are copied as uint32, since a copy of a float may change its bits. A place is a row's number in the whole table.
+The row is in block place // R, and the block in extent block // blocks_per_extent; blocks and extents too are numbered
+through the whole table. Rows lie one after another from the first byte of a block; the rest of the block is zero.
 
-A read request is a run of blocks of one extent, and serves the places `place_P[first_Q[q] : first_Q[q + 1]]`, in
-ascending order. `sum_B` is indexed by the block's number in the whole table.
+Read request q is a run of blocks of one extent, from block block_Q[q] on. It holds the rows of the places
+place_P[first_Q[q] : first_Q[q + 1]], in ascending order. sum_B[b] is the checksum of block b.
 """
 
 import numpy as np
@@ -19,8 +19,8 @@ from oneemb.kernels.jit import Number, cpu, rule
 
 @rule
 def _copy_words(from_N: Array, begin: Number, to_N: Array, end: Number, width: Number) -> None:
-    # Indexes are unsigned: a signed one may count from the end, and the test for that keeps LLVM from making the loop a
-    # plain copy of memory.
+    # Indexes are unsigned: a signed index may count from the end, and with a test for that LLVM would not turn the loop
+    # into a plain copy of memory.
     source, target = np.uint64(begin), np.uint64(end)
     for i in range(np.uint64(width)):
         to_N[target + np.uint64(i)] = from_N[source + np.uint64(i)]
@@ -31,10 +31,10 @@ def rows_into_blocks(
     begin: Number, end: Number, row_NW: Array, word_X: Array, first: Number, rows_per_block: Number,
     block_words: Number, sum_B: Array,
 ) -> None:  # fmt: skip
-    """Row n goes to row `first + n` of the blocks at word_X, and each block that is full then gets its checksum.
+    """Copy row n to row `first + n` of the blocks at word_X, and compute the checksum of each block that is full then.
 
-    The range counts blocks, from that of row `first` on: two shares never write one block, and a block's checksum is
-    computed while its bytes are in the CPU's cache.
+    `begin` and `end` count blocks, from the block of row `first` on: two shares never write the same block, and a
+    block's checksum is computed while the block is in the CPU's cache.
     """
     width = row_NW.shape[1]
     from_N, to_N = row_NW.ravel(), word_X.view(np.uint32)
@@ -54,7 +54,7 @@ def rows_out_of_blocks(
     begin: Number, end: Number, block_N: Array, place_N: Array, out_UW: Array, to_N: Array, rows_per_block: Number,
     block_words: Number,
 ) -> None:  # fmt: skip
-    """out_UW[to_N[n]] = row place_N[n] of the blocks, each of `block_words` words of 32 bits."""
+    """out_UW[to_N[n]] = row place_N[n] of the blocks in block_N, of `block_words` words of 32 bits each."""
     width = out_UW.shape[1]
     out_N = out_UW.ravel()
     for n in range(begin, end):
@@ -65,7 +65,7 @@ def rows_out_of_blocks(
 
 @cpu
 def bits_set(bit_N: Array, place_N: Array, rows_per_extent: Number, live_E: Array) -> None:
-    """Mark rows live, and add them to the counts of their extents."""
+    """Set the bits of the rows at place_N, which are live now, and add the rows to live_E, the count of each extent."""
     for place in place_N:
         bit_N[place >> 3] |= np.uint8(1 << (place & 7))
         live_E[place // rows_per_extent] += 1
@@ -73,7 +73,8 @@ def bits_set(bit_N: Array, place_N: Array, rows_per_extent: Number, live_E: Arra
 
 @cpu
 def bits_clear(bit_N: Array, place_N: Array, rows_per_extent: Number, live_E: Array) -> None:
-    """Mark rows dead, and take them from the counts of their extents; a place of -1 is no row."""
+    """Clear the bits of the rows at place_N, which are dead now, and subtract the rows from live_E, the count of each
+    extent. A place of -1 is skipped."""
     for place in place_N:
         if place >= 0:
             bit_N[place >> 3] &= np.uint8(0xFF ^ (1 << (place & 7)))
@@ -82,7 +83,8 @@ def bits_clear(bit_N: Array, place_N: Array, rows_per_extent: Number, live_E: Ar
 
 @cpu
 def bits_rows(bit_N: Array, row_N: Array) -> Number:
-    """Write the rows whose bit is set to row_N, ascending, which has room for one more; returns how many."""
+    """Write the numbers of the rows whose bit is set to row_N, ascending, and return how many they are. row_N needs
+    room for one number more."""
     n = 0
     for byte in range(len(bit_N)):
         for bit in range(8):
@@ -96,9 +98,9 @@ def requests_plan(
     place_P: Array, rows_per_block: Number, blocks_per_extent: Number, blocks_max: Number, gap_max: Number,
     block_Q: Array, blocks_Q: Array, first_Q: Array,
 ) -> Number:  # fmt: skip
-    """Cut sorted places into read requests; returns how many.
+    """Group ascending places into read requests, and return the number of requests.
 
-    Blocks that lie at most `gap_max` apart are read in one go, up to `blocks_max` together.
+    One request reads blocks of an extent that are at most `gap_max` blocks apart, and at most `blocks_max` blocks.
     """
     requests = 0
     for p in range(len(place_P)):
@@ -125,9 +127,10 @@ def rows_deliver(
     word_X: Array, word_begin: Number, block_first: Number, place_P: Array, to_P: Array, p: Number, p_end: Number,
     rows_per_block: Number, block_words: Number, sum_B: Array, out_UW: Array,
 ) -> Number:  # fmt: skip
-    """Check the blocks of one request, which lie at word_X[word_begin:], and copy their rows out.
+    """Check the blocks of one request, at word_X[word_begin:], and copy the rows of places p to p_end - 1 out.
 
-    Returns the first p whose block is damaged, or p_end.
+    `block_first` is the number of the request's first block. Returns the index in place_P of the first place whose
+    block is damaged, or p_end.
     """
     width = out_UW.shape[1]
     checked = np.int64(-1)
@@ -151,7 +154,8 @@ def requests_deliver(
     begin: Number, end: Number, word_X: Array, word_Q: Array, block_Q: Array, first_Q: Array, place_P: Array,
     to_P: Array, rows_per_block: Number, block_words: Number, sum_B: Array, out_UW: Array, bad_Q: Array,
 ) -> None:  # fmt: skip
-    """Deliver requests that lie in memory; bad_Q[q] = the first p whose block is damaged, else -1."""
+    """Check and copy out the rows of requests begin to end - 1, whose blocks are at word_X[word_Q[q]:]. bad_Q[q] = the
+    index in place_P of the first place whose block is damaged, or -1."""
     for q in range(begin, end):
         p_end = first_Q[q + 1]
         p = rows_deliver(

@@ -29,12 +29,13 @@ def l2_grad(w: Number, g: Number, weight_decay: Number) -> Number:
 
 @rule
 def lerp(x: Number, y: Number, from_x: Number, pull: Number) -> Number:
-    """x + pull * (y - x), or else y + pull * (y - x); see `lerp_scalars`."""
+    """x + pull * (y - x) if `from_x`, otherwise y + pull * (y - x); the scalars come from `lerp_scalars`."""
     return (x if from_x else y) + pull * (y - x)
 
 
 def lerp_scalars(share: float) -> tuple[bool, np.float32]:
-    """Arguments with which torch.lerp goes `share` of the way from x to y: it starts from the nearer of the two."""
+    """(from_x, pull) with which `lerp` goes `share` of the way from x to y. Like torch.lerp, it starts at the nearer of
+    the two."""
     pull = np.float32(share)
     from_x = bool(pull < np.float32(0.5))
     return from_x, pull if from_x else pull - np.float32(1)
@@ -42,7 +43,7 @@ def lerp_scalars(share: float) -> tuple[bool, np.float32]:
 
 @rule
 def maximum(x: Number, y: Number) -> Number:
-    """The larger of two; NaN where either is, as torch.maximum has it."""
+    """The larger of two numbers; NaN if either is NaN, as in torch.maximum."""
     return x if x >= y or x != x else y
 
 
@@ -57,7 +58,7 @@ def run_row_update(
     state_width: int,
     threads: Threads,
 ) -> None:
-    """Run an update's loop over all rows of slot_U; `state_width` words of state are in use."""
+    """Run an update's loop over all rows of slot_U. `state_width` is the number of words of state that it uses."""
     assert row_SW.dtype == np.float32 and row_SW.ndim == 2 and row_SW.flags.c_contiguous
     assert weight_SX.dtype in (np.float32, np.uint16, np.int16) and weight_SX.flags.c_contiguous
     assert len(weight_SX) == len(row_SW) and row_SW.shape[1] >= state_begin + state_width

@@ -1,4 +1,4 @@
-"""Loops of an optimizer, made from its rules, for the CPU and for GPUs.
+"""Makes the loops of an optimizer from its rules, for the CPU and for GPUs.
 
     @rule
     def adagrad(w, acc, g, clr, eps, weight_decay): ...                                  -> w', acc'
@@ -9,10 +9,10 @@
     def update_adagrad(step, *, lr, lr_decay, eps, weight_decay):
         return _LOOPS, (np.float32(lr / (1 + (step - 1) * lr_decay)), np.float32(eps), np.float32(weight_decay))
 
-The names of a rule's arguments say what it takes: `w`, the state of a weight, `g`, and the scalars of the step.
+The arguments of a rule are `w` (a weight), the state of the weight, `g` (the gradient), and the scalars of the step.
 
-Invariant: a CPU loop is the text below with the names of a rule put in, as one would write it by hand, since numba does
-not keep compiled closures, and since LLVM makes vectors of a loop over elements that it can see whole.
+Invariant: a CPU loop is compiled from source text, one of the templates below with a rule's names filled in. numba does
+not cache compiled closures, and LLVM vectorizes a loop over elements only if it sees the whole loop.
 """
 
 import functools
@@ -34,7 +34,8 @@ from oneemb.kernels.reduce_grads import ROWS, row_grads
 
 @dataclass(frozen=True)
 class RowLoops:
-    """Loops of one rule; values of state of a weight, and values that a row has once, after those of its weights."""
+    """Loops of one optimizer. `states` = state values of each weight; `row_states` = state values of the row as a
+    whole, which stand behind those of its weights."""
 
     on_host: CpuLoop
     on_cuda: CudaLoop
@@ -43,10 +44,10 @@ class RowLoops:
 
 
 class RowUpdate:
-    """Steps rows in place, with the options of an optimizer.
+    """Function that updates rows in place, with the options of an optimizer.
 
     Args:
-        plan: (step, **options) -> the loops, and their scalars as NumPy's numbers. `step` counts from 1.
+        plan: (step, **options) -> (the loops, their scalars as NumPy numbers). `step` counts from 1.
     """
 
     def __init__(self, plan: Callable[..., tuple[RowLoops, tuple]]):
@@ -67,7 +68,7 @@ class RowUpdate:
         backend: Backend,
         **options: Any,
     ) -> None:
-        """Step the rows of slot_U; see oneemb.kernels.row_update."""
+        """Update the rows of slot_U; oneemb.kernels.row_update describes the arrays."""
         its, scalars = self.plan(step, **options)
         state_width = its.states * grad_UD.shape[1] + its.row_states
         backend.update_rows(
@@ -77,11 +78,11 @@ class RowUpdate:
 
 
 row_update = RowUpdate
-"""Decorator that makes an update of a function (step, **options) -> loops, scalars."""
+"""Decorator that makes a `RowUpdate` from its `plan`."""
 
 
 def element_loops(rule: Any) -> RowLoops:
-    """Loops of an optimizer that looks at one weight at a time. rule: (w, *state, g, *scalars) -> w, *state."""
+    """Loops of an optimizer that updates each weight by itself. rule: (w, *state, g, *scalars) -> w, *state."""
     state, scalars = _split(_arguments(rule), "g")
     source = f"""
 def loop(begin, end, weight_SX, row_SW, slot_U, grads, state_begin, {_listed(scalars)}):
@@ -99,15 +100,15 @@ def loop(begin, end, weight_SX, row_SW, slot_U, grads, state_begin, {_listed(sca
 def row_loops(
     step: Any, rate_of: Any, *, shares: Any = None, direction: Any = None, has_row_state: bool = False
 ) -> RowLoops:
-    """Loops of an optimizer that finds numbers of a whole row, its rates, before it steps the row's weights.
+    """Loops of an optimizer that computes numbers for a whole row, its rates, before it updates the row's weights.
 
     Args:
-        step: (w, *state, g, *rates, *scalars) -> w, *state; with `direction` (w, g, *rates, *scalars) -> w.
-        rate_of: (sum, sum, dim, row state, *scalars) -> row state, *rates. The row state of rows that have none is 0.
-        shares: (w, g, *scalars) -> terms of one weight in two sums over the row; None = the sums are 0.
-        direction: (w, *state, g, *scalars) -> g, *state: what the sums and the step take for the gradient.
+        step: (w, *state, g, *rates, *scalars) -> w, *state; with `direction`, (w, g, *rates, *scalars) -> w.
+        rate_of: (sum, sum, dim, row state, *scalars) -> row state, *rates. Without `has_row_state`, row state is 0.
+        shares: (w, g, *scalars) -> the terms that one weight adds to the two sums over the row; None = the sums are 0.
+        direction: (w, *state, g, *scalars) -> g, *state: the gradient that the sums and `step` use. None = use `g`.
 
-    `shares`, and `step` if there are shares, take vectors as well as numbers: they have +, -, *, / only.
+    `shares`, and `step` if there are shares, are called with vectors as well as numbers, so they use only +, -, *, /.
     """
     scalars = _arguments(rate_of)[4:]
     state, after_g = _split(_arguments(step), "g")
@@ -155,8 +156,8 @@ _SCOPE = {
     "same_lanes": same_lanes, "sum_lanes": sum_lanes,
 }  # fmt: skip
 
-# The sums over a row: lane l takes d = l, l + 16, ..., the lanes are added as `sum_lanes` does it, and then come the
-# last dim % 16 weights.
+# The sums over a row: lane l adds the terms d = l, l + 16, ...; `sum_lanes` adds the lanes; then the terms of the last
+# dim % 16 weights are added.
 _SUMS = """
             lanes_x = lanes_y = same_lanes(np.float32(0))
             for d in range(0, rest, LANES):
@@ -171,14 +172,15 @@ _SUMS = """
 
 
 def _views(state: Sequence[str]) -> str:
-    """Views of one row's weights and of their state, each under its name in the rule."""
+    """Source of assignments that make views of one row: w_D, the weights, and x_D for each state value x of the
+    rule."""
     views = [("w", "weight_SX[s, :dim]")]
     views += [(x, f"row_SW[s, state_begin + {k} * dim : state_begin + {k + 1} * dim]") for k, x in enumerate(state)]
     return "".join(f"{' ' * 12}{name}_D = {view}\n" for name, view in views)
 
 
 def _elements(rule: str, to: str, state: Sequence[str], scalars: Sequence[str], places: str = "dim") -> str:
-    """Loop that runs a rule on one weight after another and puts its first result into `to`: w, or a gradient."""
+    """Source of a loop that calls a rule for one weight after another and assigns its first result to `to`."""
     state_d = "".join(f", {x}_D[d]" for x in state)
     text = f"""
             for d in range({places}):
@@ -188,7 +190,7 @@ def _elements(rule: str, to: str, state: Sequence[str], scalars: Sequence[str], 
 
 
 def _lanes(state: Sequence[str], scalars: Sequence[str]) -> str:
-    """The same for 16 weights at a time, up to `rest`."""
+    """Source of a loop that calls `step_rule` for 16 weights at a time, up to weight `rest`."""
     columns = [f"row_SW, s, state_begin + {k} * dim + d" for k in range(len(state))]
     stores = "".join(f"{' ' * 16}store_lanes({at}, {x}_L)\n" for x, at in zip(state, columns, strict=True))
     return f"""
@@ -208,7 +210,7 @@ def _arguments(rule: Any) -> list[str]:
 
 
 def _split(arguments: Sequence[str], middle: str) -> tuple[list[str], list[str]]:
-    """Arguments between the first and `middle`, and those after it."""
+    """(arguments between the first one and `middle`, arguments after `middle`)."""
     at = arguments.index(middle)
     return list(arguments[1:at]), list(arguments[at + 1 :])
 

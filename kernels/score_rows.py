@@ -1,21 +1,22 @@
-"""Scores of rows, by which a table that is full chooses those that leave: the least first.  U keys, P places, T tables.
+"""Scores of rows: a full table evicts the rows with the lowest scores first.  U keys, P places, T tables.
 
-How a use changes a row's score is its table's rule:
+Each table has a rule that says which score a row gets when it is used:
 
-    LOOKUP        the number of the lookup                       those not used for longest leave first
-    STEP          the number of the step                         the same, whatever a step looks up
-    COUNT         uses so far                                    those used least often
-    DECAYED       uses, each halved with every half-life         those used least often of late
-    MIXED         2^power uses, roughly; then the step           of those used about as often, the oldest
-    EPOCH_LOOKUP  the epoch; then the number of the lookup       those of old epochs
-    EPOCH_COUNT   the epoch; then uses so far                    those of old epochs, of these those used least often
-    GIVEN         what the user says
+    rule          score                                          evicted first: rows
+    LOOKUP        number of the lookup                           not used for longest
+    STEP          number of the step                             not used for longest; lookups of a step count as one
+    COUNT         uses so far                                    used least often
+    DECAYED       uses, each halved with every half-life         used least often in recent steps
+    MIXED         2^power uses, roughly; then the step           used least often; of these, not used for longest
+    EPOCH_LOOKUP  epoch; then number of the lookup               of old epochs; of these, not used for longest
+    EPOCH_COUNT   epoch; then uses so far                        of old epochs; of these, used least often
+    GIVEN         number from the user                           with the lowest number
 
-A score is a uint64. That of DECAYED is a float64 of the same order, log2(uses) + step / half-life, which stays what it
-is while a row rests. MIXED counts as Morris' approximate counter does: the power grows with probability 2^-power, drawn
-from the key and the lookup.
+A score is a uint64. A score of DECAYED holds the bits of the float64 log2(uses) + step / half-life. Such bits order
+like the numbers, and the score of an unused row need not change. MIXED is Morris' approximate counter: the power grows
+with probability 2^-power, by a random number from the key and the lookup.
 
-MIXED: Redis' and TorchRec's dynamic embedding's LFU; Morris, CACM 21(10), 1978.
+References for MIXED: LFU of Redis and of TorchRec's dynamic embedding; Morris, CACM 21(10), 1978.
 """
 
 from typing import NamedTuple
@@ -30,13 +31,13 @@ from oneemb.kernels.threads import Threads
 
 LOOKUP, STEP, COUNT, DECAYED, MIXED, EPOCH_LOOKUP, EPOCH_COUNT, GIVEN = range(8)
 
-# Unlike the salts of hash indexes and owners.
+# The salt differs from those of hash indexes and owners.
 _TIE_SALT = np.uint64(0x6F776E6572730002)
 
 # Keys whose usage words are fetched before they are needed.
 _AHEAD = 16
 
-# The fewest rows that are worth waking a thread for.
+# Least number of rows that is worth waking a thread for.
 _SHARE_MIN = 1 << 13
 
 _LOG_MAX = 1000.0
@@ -49,18 +50,18 @@ class ScoreRules(NamedTuple):
     """Rules of T tables."""
 
     kind_T: np.ndarray
-    """int64: LOOKUP and so on."""
+    """int64: rule of each table, LOOKUP and so on."""
     param_T: np.ndarray
-    """float64: of DECAYED the half-life in steps, of MIXED the power of a new row."""
+    """float64: half-life in steps (DECAYED), power of a new row (MIXED)."""
     given_T: np.ndarray
-    """uint64: of GIVEN the score of new rows."""
+    """uint64: score of a new row (GIVEN)."""
     writes_T: np.ndarray
-    """bool: of GIVEN whether every use gives a row that score."""
+    """bool: whether every use sets that score again (GIVEN)."""
 
 
 @rule
 def _more(count: Number, uses: Number, most: Number) -> Number:
-    """count + uses, at most `most`."""
+    """count + uses, limited to `most`."""
     return count + uses if uses <= most - count else most
 
 
@@ -68,7 +69,7 @@ def _more(count: Number, uses: Number, most: Number) -> Number:
 def _count_score(
     kind: Number, is_new: Number, before: Number, uses: Number, lookup: Number, step: Number, epoch: Number
 ) -> Number:
-    """The score of the rules that count in integers."""
+    """Score after a use, by one of the rules that count in integers."""
     if kind == LOOKUP:
         return lookup
     if kind == STEP:
@@ -77,7 +78,7 @@ def _count_score(
         return uses if is_new else _more(before, uses, _MOST)
     if kind == EPOCH_LOOKUP:
         return epoch << np.uint64(32) | lookup & _LOW
-    # A count goes on through epochs.
+    # EPOCH_COUNT: a new epoch does not reset the uses.
     return epoch << np.uint64(32) | _more(np.uint64(0) if is_new else before & _LOW, uses, _LOW)
 
 
@@ -94,7 +95,7 @@ def _decayed_score(is_new: Number, before: Number, uses: Number, halved: Number)
     if is_new:
         return float_bits(np.log2(np.float64(uses)) + halved)
     more = uint_as_float(before) - halved
-    if more < _LOG_MAX:  # A score that a user gave may be any; beyond this uses are nothing beside it.
+    if more < _LOG_MAX:  # The user may have set any score; above this bound, further uses change nothing.
         return float_bits(np.log2(2.0**more + np.float64(uses)) + halved)
     return before
 
@@ -139,16 +140,17 @@ def score_uses(
     rules: ScoreRules, score_P: np.ndarray, word_PX: np.ndarray, first: int, *, lookup: int, step: int, second: int,
     epoch: int, threads: Threads,
 ) -> None:  # fmt: skip
-    """Change the scores of rows that a lookup uses, and note when it was.
+    """Update the scores of the rows that a lookup uses, and write the score and the time of this use into their
+    records.
 
     Args:
-        place_U: int64, where each key's record is.
-        is_new_U: bool, whether its row has begun just now, and has no score yet.
-        table_U, id_U, uses_U: int32, int64, int64: the keys, distinct, and how often each is used.
-        score_P: uint64, the scores.
-        word_PX: uint32, the records of rows. From word `first` on they have the score, the lower half first, the step
-            and the second of the last use.
-        lookup, step, second, epoch: numbers that never fall.
+        place_U: int64, index of each key's score and record.
+        is_new_U: bool, whether the key's row is new and has no score yet.
+        table_U, id_U, uses_U: int32, int64, int64: the distinct keys, and how often the lookup uses each.
+        score_P: uint64, scores.
+        word_PX: uint32, records of rows. Words `first` to `first + 3` are the score, lower half first, and the step and
+            the second of the last use.
+        lookup, step, second, epoch: current numbers; they never decrease.
     """
     threads.run(
         _score_uses_cpu, len(place_U), place_U, is_new_U, table_U, id_U, uses_U, *rules, score_P, word_PX,
@@ -157,12 +159,12 @@ def score_uses(
 
 
 def ties_of(table_N: np.ndarray, id_N: np.ndarray, *, threads: Threads) -> np.ndarray:
-    """The order of rows of one score, a function of the key alone: uint64 [N]."""
+    """Number of each key that orders rows with equal scores: uint64 [N], a function of the key alone."""
     return hashes_of(table_N, id_N, int(_TIE_SALT), threads=threads)
 
 
 def hashes_of(table_N: np.ndarray, id_N: np.ndarray, salt: int, *, threads: Threads) -> np.ndarray:
-    """A hash of each key and `salt`, uint64 [N]: numbers that are as good as drawn."""
+    """Hash of each key with `salt`, uint64 [N]: pseudo-random numbers."""
     hash_N = np.empty(len(id_N), np.uint64)
     threads.run(_hashes_cpu, len(id_N), table_N, id_N, np.uint64(salt), hash_N, share_min=_SHARE_MIN)
     return hash_N

@@ -1,21 +1,21 @@
-"""Looks rows up in a file of rows that nobody changes.  N ids, S slots, B blocks, D weights, P bags, T tables.
+"""Looks up rows in a read-only file of rows.  N ids, S slots, B blocks, D weights of a row, P bags, T tables.
 
-    serve_rows    place_N[n] = the slot of key n, MISSING where it has no row, PADDING where the id is the padding; and
-                  out_ND[n] = its weights, zeros where there is no row
-    pool_rows     out_PD[p] = the sum of the weights of bag p, whose rows are pooled while they are found
+    serve_rows    place_N[n] = slot of key n; MISSING for a key without a row, PADDING for the padding id
+                  out_ND[n] = weights of key n; zeros for a key without a row
+    pool_rows     out_PD[p] = sum of the weights of bag p, whose rows are pooled while they are found
 
-A key's slot is that of `kernels/perfect_hash.py`. In it is a record: float32 weights, the bits of narrower ones, or
-bytes as `kernels/quantize_rows.py` makes them, then zeros, and in the last 8 bytes the id. A record of another id says
-that the key has no row.
+`kernels/perfect_hash.py` gives the slot of a key. A slot holds a record: float32 weights, the bits of float16 or
+bfloat16 weights, or bytes from `kernels/quantize_rows.py`; then zeros; and the id in the last 8 bytes. If the record
+has another id, the key has no row.
 
-Ids are looked up in groups: while the records of one are read, those of the next come from memory, and so do the pilots
-of the one after it.
+Ids are looked up in groups: while the records of one group are read, those of the next group are prefetched, and so are
+the pilots of the group after that.
 
-A block of the records is compared with its checksum when a record in it is first read, and then noted in seen_B.
-Several threads may do that at the same time, with the same result.
+A block of records is compared with its checksum when one of its records is read for the first time, and is then marked
+in seen_B. Several threads may compare a block at the same time, with the same result.
 
-Invariant: a lookup reads nothing, not even an id, from a block that has not been compared. A block that is not as it
-was written ends the share, and its number is left in damage_1.
+Invariant: a lookup reads nothing, not even an id, from a block that has not been compared. A damaged block ends the
+share of work, and its number is written to damage_1.
 """
 
 from dataclasses import dataclass, field
@@ -32,18 +32,18 @@ from oneemb.kernels.perfect_hash import FIRST_SLOT, PARTS, SEED, SLOTS, bucket_o
 from oneemb.kernels.threads import Threads
 
 BLOCK_BYTES = 4096
-"""A page: a first touch reads no more of the file than the system does."""
+"""Size of a page: checking a block for the first time reads no more of the file than the system loads anyway."""
 
 _BLOCK_WORDS = np.int64(BLOCK_BYTES // 8)
 _BLOCK_SHIFT = np.uint64(12)
 _GROUP = 32
 """Ids of a group: enough to hide a read from memory."""
-_RING = np.uint64(4 * _GROUP - 1)  # a mask: three groups are in progress
-_SLOTS = 1 << 14  # slots that are looked through in one turn
+_RING = np.uint64(4 * _GROUP - 1)  # mask of an index into arrays of four groups; three groups are in progress
+_SLOTS = 1 << 14  # slots that one iteration of `_keys_cpu` looks through
 
 
 def record_bytes(row_bytes: int) -> int:
-    """Bytes of a record whose row has so many."""
+    """Bytes of a record for a row of `row_bytes` bytes."""
     return -(-row_bytes // 8) * 8 + 8
 
 
@@ -52,7 +52,7 @@ def _hash_ids(
     begin: Number, end: Number, table_N: Array, id_N: Array, region_T6: Array, pilot_B: Array, hash_R: Array,
     bucket_R: Array,
 ) -> None:  # fmt: skip
-    """Note the hashes and buckets of ids, and prefetch the pilots."""
+    """Write the hashes and buckets of ids begin to end - 1 to hash_R and bucket_R, and prefetch their pilots."""
     for n in range(natural(begin), natural(max(begin, end))):
         t, r = natural(table_N[n]), n & _RING
         hash = hash_id(np.int64(id_N[n]), region_T6[t, SEED])
@@ -66,7 +66,7 @@ def _find_slots(
     begin: Number, end: Number, table_N: Array, region_T6: Array, pilot_B: Array, hash_R: Array, bucket_R: Array,
     record_SW: Array, place_N: Array,
 ) -> None:  # fmt: skip
-    """Find the slots of ids whose buckets are noted, and prefetch their records."""
+    """Write the slots of ids, whose buckets are in bucket_R, to place_N, and prefetch their records."""
     for n in range(natural(begin), natural(max(begin, end))):
         keep_rolled()
         r = n & _RING
@@ -77,7 +77,7 @@ def _find_slots(
 
 @part
 def _is_compared(first: Number, last: Number, word_X: Array, sum_B: Array, seen_B: Array, damage_1: Array) -> Number:
-    """Compare blocks first to last as far as they have not been; False if one is not as it was written."""
+    """Compare those of the blocks first to last that are not marked in seen_B. Returns False if one is damaged."""
     for b in range(first, natural(np.int64(last) + 1)):
         if not seen_B[b]:
             if block_sum(word_X, np.int64(b), _BLOCK_WORDS) != sum_B[b]:
@@ -92,7 +92,8 @@ def _match(
     begin: Number, end: Number, table_N: Array, id_N: Array, padded: Number, padding_id: Number, region_T6: Array,
     record_SW: Array, blocks: tuple, place_N: Array,
 ) -> Number:  # fmt: skip
-    """Let ids whose record is another one's be MISSING, and the padding PADDING; False if a block is damaged."""
+    """place_N = MISSING for ids whose slot has another id's record, PADDING for the padding id; other places stay.
+    Returns False if a block is damaged."""
     word_X, sum_B, seen_B, damage_1 = blocks
     words = record_SW.shape[1]
     row_bytes = natural(8 * words)
@@ -166,7 +167,7 @@ def _pool_cpu(
     missing_1: Array, out_PX: Array,
 ) -> None:  # fmt: skip
     table_N, id_N, padded, padding_id, region_T6, pilot_B, record_SW = keys
-    # The same order of parts as in _serve_cpu: one part of these three, called by both, takes a tenth more time.
+    # These calls repeat those of _serve_cpu: with one function for the three calls, a lookup takes a tenth more time.
     hash_R, bucket_R = np.empty(4 * _GROUP, np.uint64), np.empty(4 * _GROUP, np.int64)
     id_begin, id_end, p = offset_P1[begin], offset_P1[end], begin
     for first in range(id_begin - 2 * _GROUP, id_end, _GROUP):
@@ -182,8 +183,8 @@ def _pool_cpu(
             return
         if _has_other(natural(now), natural(max(now, last)), place_N):
             missing_1[0] = 1
-        # Every bag whose ids have been found; before the first id, empty ones. Its rows are in the cache, unless it is
-        # a long one.
+        # Pool each bag whose ids have all been found; empty bags too. The rows of a bag are in the cache now, unless
+        # the bag is long.
         while p < end and offset_P1[p + 1] <= last:
             _pool(p, place_N, weight_SX, byte_SX, scale_S2, bits, other_MX, offset_P1, scale_N, is_mean, out_PX)
             p += 1
@@ -194,7 +195,7 @@ def _pool_again_cpu(
     begin: Number, end: Number, place_N: Array, weight_SX: Array, byte_SX: Array, scale_S2: Array, bits: Number,
     other_MX: Array, offset_P1: Array, scale_N: Array, is_mean: Number, out_PX: Array,
 ) -> None:  # fmt: skip
-    """Pool those bags that have ids without a row."""
+    """Pool those of the bags begin to end - 1 that have ids without a row."""
     for p in range(begin, end):
         keep_rolled()
         if _has_other(natural(offset_P1[p]), natural(offset_P1[p + 1]), place_N):
@@ -203,17 +204,17 @@ def _pool_again_cpu(
 
 @dataclass(frozen=True)
 class ServedRows:
-    """The arrays of a file of rows. Whoever makes one has seen that every slot that follows from `region_T6` has a
-    record, and every bucket a pilot.
+    """The arrays of a file of rows. Whoever makes one has checked that each slot that can follow from `region_T6` has a
+    record, and each bucket a pilot.
 
     Args:
-        region_T6, pilot_B: of `kernels/perfect_hash.py`; one pilot or more.
-        record_SW: int64, the records, one or more.
-        weights: what rows are: float32, uint16 (float16), int16 (bfloat16), or uint8 of quantized rows.
-        bits: of a quantized weight, 8 or 4; 0 = the rows are not quantized.
-        sum_B: uint32, the checksum of each block; empty where whoever made the arrays has compared them all.
-        seen_B: bool, which have been compared.
-        word_X: uint64, the records up to the end of the last block.
+        region_T6, pilot_B: the perfect hash of the keys (`kernels/perfect_hash.py`); at least one pilot.
+        record_SW: int64, the records; at least one.
+        weights: dtype of the rows: float32, uint16 (float16), int16 (bfloat16), or uint8 (quantized).
+        bits: bits of a quantized weight, 8 or 4; 0 = the rows are not quantized.
+        sum_B: uint32, checksum of each block; empty = all blocks have been compared already.
+        seen_B: bool, whether each block has been compared.
+        word_X: uint64, the same memory as record_SW, up to the end of the last block.
     """
 
     region_T6: np.ndarray
@@ -225,12 +226,12 @@ class ServedRows:
     seen_B: np.ndarray
     word_X: np.ndarray
     row_SX: np.ndarray = field(init=False)
-    """Rows, and what else is in their records."""
+    """`record_SW` seen as numbers of dtype `weights`: row s, then the rest of its record."""
     arrays: RowArrays = field(init=False)
-    """The same for loops. Scale and low lie within them."""
+    """`row_SX` as loops take it. Scale and low of quantized rows are in the rows."""
 
     def __post_init__(self) -> None:
-        # Once, since making them takes as long as a short lookup.
+        # Made here once, since making them takes as long as a short lookup.
         row_SX = self.record_SW.view(self.weights)
         object.__setattr__(self, "row_SX", row_SX)
         object.__setattr__(self, "arrays", RowArrays.of(row_SX, self.bits))
@@ -239,7 +240,7 @@ class ServedRows:
     def unchecked(
         cls, region_T6: np.ndarray, pilot_B: np.ndarray, record_SW: np.ndarray, weights: np.dtype, bits: int
     ) -> Self:
-        """Rows over arrays that were compared before."""
+        """Rows of arrays whose blocks have all been compared before."""
         return cls(
             region_T6, pilot_B, record_SW, weights, bits, np.empty(0, np.uint32), np.empty(0, np.bool_),
             np.empty(0, np.uint64),
@@ -248,7 +249,7 @@ class ServedRows:
     def arguments(
         self, table_N: np.ndarray, id_N: np.ndarray, padding_id: int | None
     ) -> tuple[tuple, np.ndarray, tuple, np.ndarray]:
-        """Arguments of loops: keys, room for places, blocks, and where the number of a damaged block is left."""
+        """Arguments of loops: (keys, place_N to be filled, blocks, damage_1 for the number of a damaged block)."""
         damage_1 = np.empty(1, np.int64)
         damage_1[0] = -1
         padded = padding_id is not None
@@ -260,16 +261,16 @@ def serve_rows(
     served: ServedRows, table_N: np.ndarray, id_N: np.ndarray, padding_id: int | None, out_ND: np.ndarray, *,
     threads: Threads,
 ) -> tuple[np.ndarray, int]:  # fmt: skip
-    """Write the weights of each key to `out_ND`, zeros where it has no row.
+    """Write the weights of each key to `out_ND`; zeros for a key without a row.
 
     Args:
-        table_N, id_N: int32, below T, and int32 or int64.
-        padding_id: an id that has no row; None = there is none.
-        out_ND: float32, or bits of the rows' own format; of quantized rows float32.
+        table_N, id_N: the keys: int32, below T; int32 or int64.
+        padding_id: id that has no row in any table; None = there is no such id.
+        out_ND: float32, or the format of the rows; float32 if the rows are quantized.
 
     Returns:
-        place_N int64, the slot of each key, MISSING or PADDING where it has no row; and the number of a damaged block,
-        -1 if there is none: else places and weights mean nothing.
+        place_N, int64: slot of each key, or MISSING or PADDING. And the number of a damaged block, or -1; if a block is
+        damaged, places and weights are invalid.
     """
     keys, place_N, blocks, damage_1 = served.arguments(table_N, id_N, padding_id)
     threads.run(
@@ -282,16 +283,16 @@ def pool_rows(
     served: ServedRows, table_N: np.ndarray, id_N: np.ndarray, padding_id: int | None, bags: tuple, out_PX: np.ndarray,
     *, threads: Threads,
 ) -> tuple[np.ndarray, bool, int]:  # fmt: skip
-    """out_PX[p] = the sum or mean of bag p, as `kernels/pool.py` makes it, ids without a row as zeros.
+    """out_PX[p] = the sum or mean of bag p, as `kernels/pool.py` computes it; an id without a row counts as zeros.
 
     Args:
-        table_N, id_N, padding_id: of `serve_rows`.
-        bags: offset_P1 int64, as in `Bags`; scale_N float32, None = 1, or for a mean 1 / (ids of the bag that are not
-            padding); and whether it is a mean.
+        table_N, id_N, padding_id: as in `serve_rows`.
+        bags: (offset_P1, scale_N, is_mean). offset_P1: int64, as in `Bags`. scale_N: float32; None = 1, or, for a mean,
+            1 / (ids of the bag that are not padding).
         out_PX: in the format of the rows, or float32.
 
     Returns:
-        place_N, as of `serve_rows`; whether there are ids without a row; and the number of a damaged block or -1.
+        place_N, as in `serve_rows`; whether any id has no row; and the number of a damaged block, or -1.
     """
     keys, place_N, blocks, damage_1 = served.arguments(table_N, id_N, padding_id)
     missing_1 = np.zeros(1, np.int64)
@@ -306,8 +307,8 @@ def pool_rows(
 def pool_rows_again(
     served: ServedRows, place_N: np.ndarray, other_MX: np.ndarray, bags: tuple, out_PX: np.ndarray, *, threads: Threads
 ) -> None:
-    """Pool those bags that have ids without a row once more, with the values of such ids: place OTHER - m of
-    `pool_rows` is row m of `other_MX`, in one of the formats of weights."""
+    """Pool those bags again that have ids without a row, now with other rows for such ids. Place OTHER - m in
+    `place_N`, the result of `pool_rows`, stands for row m of `other_MX`, in one of the formats of weights."""
     threads.run(
         _pool_again_cpu, len(out_PX), place_N, *served.arrays, other_MX, *bags, out_PX,
         share_min=bags_min(out_PX.shape[1], len(out_PX), len(place_N)),
@@ -330,8 +331,8 @@ def _keys_cpu(
 def keys_of_slots(
     served: ServedRows, table: int, begin: int = 0, end: int | None = None, *, threads: Threads
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """id_N and place_N, int64, of a table's rows in its slots from `begin` (0) to `end` (None = the last), in their
-    order. All blocks have been compared before."""
+    """Ids and slots of a table's rows, id_N and place_N, int64, in the order of slots: those in the table's slots from
+    `begin` to `end` - 1 (None = to the last). All blocks must have been compared before."""
     region = [int(number) for number in served.region_T6[table]]
     slots = region[PARTS] * region[SLOTS]
     first, last = region[FIRST_SLOT] + begin, region[FIRST_SLOT] + (slots if end is None else min(end, slots))
@@ -345,7 +346,8 @@ def keys_of_slots(
 
 
 def count_rows(served: ServedRows, table: int, *, threads: Threads) -> int:
-    """Number of a table's rows in slots in which lookups find them, as of `keys_of_slots`. Memory does not grow."""
+    """Number of a table's rows that lookups can find, from `keys_of_slots`. Uses little memory, however many there
+    are."""
     slots = int(served.region_T6[table, PARTS]) * int(served.region_T6[table, SLOTS])
     begins = range(0, slots, 64 * _SLOTS)
     return sum(len(keys_of_slots(served, table, at, at + begins.step, threads=threads)[0]) for at in begins)

@@ -1,7 +1,7 @@
-"""The rows of some shards of a hash index, and a number of each, by which rows to evict are chosen.  S slots or
-places, P shards, G pieces of their cells, N rows, W words of a record.
+"""Collects the rows of some shards of a hash index, each with the number by which rows to evict are chosen.
 
-The number of a row is 64 bits, two words of its record side by side, the lower half first.
+S slots or places, P shards, G pieces of the shards' cells, N rows, W words of a record. A row's number is the uint64 in
+two neighbouring words of the row's record, lower half first.
 """
 
 import math
@@ -31,7 +31,8 @@ def _rows_of_shards_cpu(
     begin: Number, end: Number, address_G: Array, cells_G: Array, begin_G: Array, word_SW: Array, first: Number,
     held_S: Array, cell_N: Array, number_N: Array, size_G: Array,
 ) -> None:  # fmt: skip
-    """The rows in pieces begin to end - 1 go to begin_G[begin] and on, one after another; size_G[begin] = how many."""
+    """Write the rows in pieces begin to end - 1 that are not held to cell_N and number_N, from index begin_G[begin] on.
+    size_G[begin] = how many rows these are."""
     n = begin_G[begin]
     read = kept = n
     for g in range(begin, end):
@@ -63,15 +64,16 @@ def rows_of_shards(
     address_P: np.ndarray, cells_P: np.ndarray, word_SW: np.ndarray, first: int, held_S: np.ndarray, *,
     threads: Threads,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """The rows of these shards, each an address and number of cells, that are not held.
+    """All rows of some shards that are not held, and their numbers.
 
     Args:
-        word_SW: uint32, the records of rows; their numbers begin at word `first`.
-        held_S: bool, or int32 of which 0 says that the row is not held.
+        address_P, cells_P: int64, address and number of cells of each shard.
+        word_SW: uint32, records of rows; a row's number begins at word `first`.
+        held_S: bool or int32, whether each row is held; 0 = it is not.
 
     Returns:
-        Addresses of their cells, int64 [N], for `keys_in_cells` as long as the index does not change; and their
-        numbers, uint64 [N].
+        cell_N, int64: address of each row's cell, for `keys_in_cells`; valid until the index changes. number_N, uint64:
+        number of each row.
     """
     pieces_P = -(-cells_P // _PIECE)
     shard_G = np.repeat(np.arange(len(cells_P)), pieces_P)
@@ -91,7 +93,7 @@ def rows_of_shards(
 
 
 def keys_in_cells(cell_N: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Contents of an index's cells at these addresses: tables int32, ids and places int64 [N]."""
+    """Contents of the cells of an index at these addresses: tables int32, ids int64 and places int64 [N]."""
     size = len(cell_N)
     table_N, id_N, place_N = np.empty(size, np.int32), np.empty(size, np.int64), np.empty(size, np.int64)
     _keys_in_cells_cpu(cell_N, table_N, id_N, place_N)
@@ -102,11 +104,11 @@ _SAMPLE = 16
 
 
 def least_of(number_N: np.ndarray, count: int, tie_of: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """Places of the `count` least numbers, or of all: int64 [count].
+    """Indices of the `count` smallest numbers, or of all if there are fewer: int64 [count].
 
-    A sample says below what these surely are, and only those are looked at closely; so numbers lie best in an order
-    that says nothing of them. `tie_of` gives a number for each of some places; of equal numbers, those of the least are
-    chosen.
+    A sample gives an upper bound of these, and only numbers up to the bound are compared; so it is fastest if number_N
+    is in random order. `tie_of` returns a tie number for each of an array of indices: of equal numbers, those with the
+    smallest tie numbers are chosen.
     """
     if count >= len(number_N):
         return np.arange(len(number_N))

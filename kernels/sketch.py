@@ -31,12 +31,12 @@ def _add_cpu(count_RS: Array, id_N: Array, more_N: Array) -> None:
 
 
 def read_sketch(count_RS: np.ndarray, id_N: np.ndarray, *, threads: Threads) -> np.ndarray:
-    """The counts of these ids: int64 [N]."""
+    """Count of each of these ids: int64 [N]."""
     count_N = np.empty(len(id_N), np.int64)
     threads.run(_read_cpu, len(id_N), count_RS, id_N, count_N, share_min=_SHARE_MIN)
     return count_N
 
 
 def add_to_sketch(count_RS: np.ndarray, id_N: np.ndarray, more_N: np.ndarray) -> None:
-    """Count these ids so many times more, int64 [N], in uint32 counts that stay at their greatest value."""
+    """Add more_N[n], int64, to the count of id n. Counts are uint32 and stop at their largest value."""
     _add_cpu(count_RS, id_N, more_N)

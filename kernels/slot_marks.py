@@ -9,7 +9,7 @@ from oneemb.kernels.arrays import Array
 from oneemb.kernels.jit import Number, cpu
 from oneemb.kernels.threads import SHARES, Threads
 
-# The fewest slots that are worth waking a thread for.
+# Least number of slots that is worth waking a thread for.
 _SHARE_MIN = 1 << 13
 
 
@@ -61,13 +61,13 @@ def add_marks(mark_S: np.ndarray, slot_U: np.ndarray, count: float, *, threads: 
 
 
 def share_counts(threads: Threads) -> np.ndarray:
-    """Zeros, int64, for each share that a loop of these threads may be run in."""
+    """int64 zeros, one for each share into which a loop of these threads may be divided."""
     return np.zeros(max(1, threads.count * SHARES), np.int64)
 
 
 def add_pins(pin_S: np.ndarray, slot_U: np.ndarray, count: int, pinned_X: np.ndarray, *, threads: Threads) -> None:
-    """pin_S[slot_U] += count; the sum of pinned_X, of `share_counts` for the same threads, grows by the number of slots
-    that are above 0 for it. Counting needs no memory, so that it cannot fail halfway."""
+    """pin_S[slot_U] += count. The sum of pinned_X, an array from `share_counts` for the same threads, stays the number
+    of slots whose pins are above 0. Counting allocates no memory, so it cannot fail halfway."""
     shares = threads.shares_of(len(slot_U), _SHARE_MIN)
     threads.run(_add_pins_cpu, len(slot_U), pin_S, slot_U, count, shares, pinned_X, share_min=_SHARE_MIN)
 
@@ -81,6 +81,6 @@ def pick_keys(
     table_N: np.ndarray, id_N: np.ndarray, slot_N: np.ndarray, chosen_S: np.ndarray, table_V: np.ndarray,
     id_V: np.ndarray, slot_V: np.ndarray, size: int,
 ) -> int:  # fmt: skip
-    """Append the keys whose slots are chosen, and their slots, to the first `size` of table_V, id_V and slot_V. Returns
-    the new size."""
+    """Append the keys whose slots are chosen, and their slots, behind the first `size` entries of table_V, id_V and
+    slot_V. Returns the new size."""
     return _pick_keys_cpu(table_N, id_N, slot_N, chosen_S, table_V, id_V, slot_V, size)

@@ -9,9 +9,9 @@ reads; so results do not depend on scheduling. Loops are written so that results
 Linux tends to wake a thread that has slept for some milliseconds on the core of the thread that wakes it, and leaves
 both there for as long as a loop takes; so the threads are kept off the core of the caller.
 
-Why not numba's own parallel loops: two Python threads that enter one at the same time abort the process under its
-default threading layer, the other layers are not there on every machine, and compiling takes three times as long. Why
-not torch's OpenMP threads: a caller waits for each of them to begin, however long that takes.
+numba's own parallel loops are not used: with numba's default threading layer, two Python threads that enter such a loop
+at the same time abort the process; other layers are not installed on every machine; and compiling takes three times as
+long. torch's OpenMP threads are not used: the caller waits until each of them has begun, however long that takes.
 """
 
 import _thread
@@ -34,21 +34,21 @@ from oneemb.kernels.jit_team import TEAM_WORDS, begin_team, end_team, launcher, 
 
 _T = TypeVar("_T")
 
-# The smallest share worth waking a thread for: that costs about 10 microseconds.
+# Least size of a share that is worth waking a thread for, which costs about 10 microseconds.
 _SHARE_MIN = 2048
 
 SHARES = 8
-"""Shares for each thread, at most: more of them balance cores of different speed."""
+"""Largest number of shares for each thread. Several shares balance cores of different speed."""
 
 
 def available_cores() -> int:
-    """Cores this process may run on."""
+    """Number of cores on which this process may run."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _find_core() -> Callable[[], int] | None:
-    """A function that gives the core it is called on; None if the system has none, or lets no thread choose its
-    cores."""
+    """Function that returns the number of the core on which it is called. None if the system has no such function, or
+    does not let threads choose their cores."""
     if not hasattr(os, "sched_setaffinity"):
         return None
     try:
@@ -61,8 +61,8 @@ _core = _find_core()
 
 
 class Threads:
-    """A fixed number of threads that run CPU loops, the calling one among them; None = the cores this process may run
-    on. TypeError or ValueError if the number is no int, or below 1."""
+    """A fixed number of threads that run CPU loops, the calling thread included; None = one for each available core.
+    Raises TypeError or ValueError if the number is not an int or is below 1."""
 
     def __init__(self, count: int | None = None):
         if count is None:
@@ -76,21 +76,21 @@ class Threads:
         self._closed = False
 
     def run(self, loop: CpuLoop, size: int, *args: Any, share_min: int = _SHARE_MIN) -> None:
-        """Call `loop(begin, end, *args)` so that the shares cover 0..size exactly once. MemoryError, after all shares
-        have ended, if a loop got no memory."""
+        """Call `loop(begin, end, *args)` for shares that together cover 0 to `size` exactly once. Raises MemoryError,
+        after all shares have ended, if a loop could not allocate memory."""
         if size < 2 * share_min or (shares := self.shares_of(size, share_min)) == 1:
             loop(0, size, *args)
             return
         team = self._team
         if team is None or team.process != os.getpid():
-            # Two threads that come here at once make two teams, of which one ends with the call.
+            # Two threads that come here at once make two teams; one of the teams ends with its call.
             team = self._team = _Team(self.count - 1)
         team.keep_off_this_core()
         launch: CpuLoop = getattr(loop, "launcher", None) or launcher(loop)
         launch(team.address, min(self.count, shares) - 1, shares, size, *args)
 
     def shares_of(self, size: int, share_min: int) -> int:
-        """The number of shares that a range is run in."""
+        """Number of shares into which `run` divides a range."""
         if size < 2 * share_min or self.count == 1 or self._closed:
             return 1
         return min(self.count * SHARES, size // share_min)
@@ -103,8 +103,8 @@ class Threads:
 
 
 class _Team:
-    """The threads that help in one process. A forked child has none of its parent's, and finds the memory that they
-    share as it was at the fork."""
+    """The helping threads of one process. A child of fork has none of its parent's threads, and sees the memory that
+    they share as it was at the fork."""
 
     def __init__(self, helpers: int):
         words = np.zeros(TEAM_WORDS + 8, np.int64)
@@ -117,13 +117,13 @@ class _Team:
         self._end.atexit = False  # The program's exit functions may still run loops.
         self.threads = list[threading.Thread]()
         for _ in range(helpers):
-            # Its target must not refer to this object: the thread ends when the object is garbage collected.
+            # The target must not refer to this object, since the thread ends when the object is garbage collected.
             thread = threading.Thread(
                 target=_serve, args=(words, self.address, self.thread_ids), name="oneemb-kernel", daemon=True
             )
             try:
                 start(thread)
-            except RuntimeError:  # No thread can be started: others do all the work.
+            except RuntimeError:  # No thread can be started: the existing ones do all the work.
                 break
             self.threads.append(thread)
 
@@ -149,7 +149,7 @@ class _Team:
 
 
 def _serve(words: np.ndarray, address: int, thread_ids: list[int]) -> None:
-    """Help until the team ends. The thread keeps the team's memory as long as it lives."""
+    """Work as a helper until the team ends. `words`, the team's memory, stays allocated as long as the thread runs."""
     thread_ids.append(threading.get_native_id())
     serve(address)
     del words
@@ -162,8 +162,8 @@ def _end(words: np.ndarray, address: int, process: int) -> None:
 
 
 def within_thread_code() -> bool:
-    """Whether this thread is within a call of `threading` or of an executor, whose locks it may hold: the garbage
-    collector may call a finalizer there, which must not wait for a thread, start one or end a pool."""
+    """Whether this thread is inside a call of `threading` or of an executor, whose locks it may hold. The garbage
+    collector may call a finalizer there; the finalizer must not wait for a thread, start a thread or end a pool."""
     frame: FrameType | None = sys._getframe(1)
     inner = ""
     while frame is not None:
@@ -171,7 +171,7 @@ def within_thread_code() -> bool:
         if code.co_filename in _THREAD_CODE:
             begins = (
                 code.co_name == "_bootstrap_inner" and inner != "run"
-            )  # A thread that runs its function is past it.
+            )  # `_bootstrap_inner` holds no lock any more once it calls `run`.
             if begins or code.co_name not in _RUNS_OTHERS:
                 return True
         frame, inner = frame.f_back, code.co_name
@@ -180,7 +180,7 @@ def within_thread_code() -> bool:
 
 _THREAD_CODE = {sys.modules[kind.__module__].__file__ for kind in (threading.Thread, Future, ThreadPoolExecutor)}
 _RUNS_OTHERS = {"_bootstrap", "_bootstrap_inner", "run", "_worker"}
-"""Functions on the stack of every thread below the function that it runs; they hold no lock then."""
+"""Functions that are on the stack of every thread while it runs its own function. They hold no lock then."""
 
 
 # Messages of a pool's RuntimeErrors after which `submit` runs the work itself.
@@ -195,7 +195,7 @@ _here = _Here()
 
 
 def submit(pool: Executor, function: Callable[..., _T], *args: Any) -> Future[_T]:
-    """`pool.submit`, but the caller runs the function itself where the pool cannot:
+    """`pool.submit`, except that the caller runs the function itself if the pool cannot:
 
     - the interpreter is shutting down and pools accept no work, while the user's threads and exit functions still run;
     - no thread can be started: the pool may have queued the work all the same, and another of its threads may run it
@@ -205,7 +205,7 @@ def submit(pool: Executor, function: Callable[..., _T], *args: Any) -> Future[_T
     once, done = threading.Lock(), list[Future[_T]]()
 
     def run() -> Future[_T]:
-        with once:  # Another thread that has begun is waited for.
+        with once:  # If another thread has begun the work, wait for it.
             if not done:
                 done.append(_run(function, *args))
         return done[0]
@@ -223,14 +223,15 @@ def submit(pool: Executor, function: Callable[..., _T], *args: Any) -> Future[_T
 
 
 def start(thread: threading.Thread) -> None:
-    """`thread.start()`, but too little memory for a thread is a RuntimeError: Python's own call waits for ever if the
-    new thread runs out of memory before it has said that it began."""
+    """`thread.start()` that raises RuntimeError if there is too little memory for a thread. Python's own call waits for
+    ever if the new thread runs out of memory before it reports that it has begun."""
     if not _has_room_for_thread():
         raise RuntimeError("can't start new thread: its stack and first objects do not fit the process's memory limit")
     thread.start()
 
 
-# Beside its stack a thread takes an arena of Python's, and keeps address space for one of the C library's.
+# Beside its stack a thread allocates an arena of Python's allocator, and reserves address space for one of the C
+# library.
 _OBJECT_BYTES, _ARENA_BYTES = 4 << 20, 64 << 20
 _STACK_BYTES = 8 << 20
 
@@ -252,12 +253,12 @@ def _has_room_for_thread() -> bool:
 
 
 def _is_full(executor: Executor) -> bool:
-    """Whether a pool has all its threads, so that it starts none."""
+    """Whether a pool has started all its threads, so that it starts no further one."""
     return isinstance(executor, ThreadPoolExecutor) and len(executor._threads) >= executor._max_workers
 
 
 def _run(function: Callable[..., _T], *args: Any) -> Future[_T]:
-    """Run a function here. Returns its result or error, as an executor does."""
+    """Run a function on this thread. Returns a future with its result or error, as an executor does."""
     done: Future[_T] = Future()
     try:
         done.set_result(function(*args))
@@ -271,21 +272,22 @@ class _Closes(Protocol):
 
 
 def close_when_dropped(owner: object, its: _Closes) -> "weakref.finalize[Any, Any]":
-    """Have `its` closed when nobody has `owner` any more, unless the returned finalizer is detached before. At exit the
-    system frees what there is."""
+    """Close `its` when `owner` is garbage collected, unless the returned finalizer is detached first. Nothing is closed
+    at exit, since the system frees everything then."""
     finalizer = weakref.finalize(owner, _close, its)
     finalizer.atexit = False
     return finalizer
 
 
 def _close(its: _Closes) -> None:
-    """The garbage collector may ask for it on any thread, in the middle of anything."""
-    of_a_store = threading.current_thread().name.startswith("oneemb-")  # Which close may have to wait for.
+    """Close an object. The garbage collector may call this function on any thread, between any two instructions."""
+    of_a_store = threading.current_thread().name.startswith("oneemb-")  # `close` may wait for this very thread.
     if of_a_store or within_thread_code():
-        # Where this thread goes on: to start one by `threading` is to wait for locks that it may hold.
+        # A new thread closes it. `Thread.start` cannot be called here: it would wait for locks that this thread may
+        # hold.
         _thread.start_new_thread(threading.Thread(target=its.close, name="close").start, ())
         return
     try:
         its.close()
-    except KeyboardInterrupt:  # Python drops what is raised here: it comes again, a moment later.
+    except KeyboardInterrupt:  # Python drops an error that a finalizer raises, so the interrupt is raised again soon.
         threading.Timer(0.01, _thread.interrupt_main).start()

@@ -1,14 +1,13 @@
 """Unique keys of a batch of bags, table by table.  T tables, C columns, P bags, N ids, U unique keys.
 
-A sample has a bag for each column, and a table one column or more. Bags lie sample by sample, those of a sample side by
-side, or column by column. Keys come table by table, and those of a table in the order in which they first occur, column
-by column:
+A sample has one bag for each column, and a table has one column or more. Bags are stored sample by sample or column by
+column. Keys are numbered table by table, and within a table in the order of first occurrence, column by column:
 
     C = T = 2, offset_P1  0 2 3 5 6      table_U  0 0 1 1      inverse_N  0 1 2 0 0 3
                id_N       7 9 7 7 7 8    id_U     7 9 7 8
 
-One thread finds the keys of a table, in memory that stays in its cache. J counts ids column by column, in batch order
-within a column; Q counts bags column by column; place_Q1 says where the ids of each bag lie among those of J.
+One thread finds all keys of a table, in memory that stays in its cache. Index j counts ids column by column, in batch
+order within a column; index q counts bags column by column; place_Q1[q] is the first j of bag q.
 """
 
 from collections.abc import Sequence
@@ -25,35 +24,35 @@ from oneemb.kernels.threads import Threads
 # Ids whose cells are prefetched ahead of the current one.
 _AHEAD = 16
 
-# The fewest ids that are worth waking a thread for.
+# Least number of ids that is worth waking a thread for.
 _SHARE_MIN = 4096
 
 _ONE_THREAD = Threads(1)
 
 
 class KeysByTable(NamedTuple):
-    """The unique keys of N ids in bags, table by table, and where ids and keys lie."""
+    """The unique keys of N ids in bags, table by table, with the layout of ids and keys."""
 
     table_U: np.ndarray
-    """int32 [U]"""
+    """int32 [U]: table of each key"""
     id_U: np.ndarray
-    """int64 [U]"""
+    """int64 [U]: id of each key"""
     inverse_N: np.ndarray
-    """int32 [N]: the unique key of each id; -1 for padding"""
+    """int32 [N]: number of each id's unique key; -1 for padding"""
     offset_P1: np.ndarray
     """int64 [P + 1]: bag p holds the ids from offset_P1[p] to offset_P1[p + 1] - 1"""
     place_Q1: np.ndarray
-    """int64 [P + 1]: the ids of bag q, counted table by table, are at place_Q1[q] to place_Q1[q + 1] - 1"""
+    """int64 [P + 1]: bag q has the indices j from place_Q1[q] to place_Q1[q + 1] - 1"""
     key_J: np.ndarray
-    """int32 [N]: the key of each id, counted from 0 in each table; -1 for padding"""
+    """int32 [N]: number of each id's key within its table; -1 for padding"""
     key_T1: np.ndarray
     """int64 [T + 1]: the keys of table t are key_T1[t] to key_T1[t + 1] - 1"""
     begin_U1: np.ndarray
-    """int32 [U + 1]: how many ids the keys before each key have in all"""
+    """int32 [U + 1]: number of ids that the keys before each key have in all"""
     column_T1: np.ndarray
     """int64 [T + 1]: the columns of table t are column_T1[t] to column_T1[t + 1] - 1"""
     step_2: tuple[int, int]
-    """From a column's bag to that of the next column, and from a sample's bag to that of the next sample."""
+    """Distance, in bags, from one column to the next and from one sample to the next."""
 
     @property
     def head_U(self) -> np.ndarray:
@@ -62,8 +61,8 @@ class KeysByTable(NamedTuple):
     def occurrences(
         self, of_bags: bool = True, scale_N: np.ndarray | None = None, *, threads: Threads = _ONE_THREAD
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """The occurrences of each key (see oneemb.kernels.unique_keys), in the order of J: the bags in which a key
-        occurs, or the ids. Bags are numbered sample by sample, however they lie."""
+        """Bags (or, if not `of_bags`, ids) in which each key occurs, in the order of j; see `occurrences` in
+        oneemb.kernels.unique_keys for the result. Bags are numbered sample by sample, however they are stored."""
         begin_U1, size, tables = self.begin_U1, int(self.begin_U1[-1]), len(self.key_T1) - 1
         order_N = np.empty(size, np.int32)
         scale_M = None if scale_N is None else np.empty(size, np.float32)
@@ -79,8 +78,8 @@ def _find_keys_cpu(
     begin: Number, end: Number, id_N: Array, offset_P1: Array, place_Q1: Array, column_T1: Array, step_c: Number,
     step_b: Number, padded: Number, padding_id: Number, id_V: Array, count_V: Array, key_J: Array, size_T: Array,
 ) -> None:  # fmt: skip
-    """Number the keys of tables begin to end - 1 from 0 in each: key u of table t is id_V[v], v = place of its first
-    id + u, and has count_V[v] ids. A table has size_T[t, 0] keys, of size_T[t, 1] ids."""
+    """Find the keys of tables begin to end - 1 and number them from 0 in each table. Key u of table t is id_V[v] and
+    has count_V[v] ids, where v = u + index j of the table's first id. size_T[t] = (keys, ids that are not padding)."""
     samples = (len(place_Q1) - 1) // max(column_T1[-1], 1)
     longest = np.int64(1)
     for t in range(begin, end):
@@ -142,7 +141,8 @@ def _close_up_cpu(
     begin: Number, end: Number, place_T: Array, key_T1: Array, id_T1: Array, id_V: Array, count_V: Array,
     table_U: Array, id_U: Array, begin_U1: Array,
 ) -> None:  # fmt: skip
-    """Copy the keys of tables begin to end - 1 to their place among all keys, and sum up their counts to begin_U1."""
+    """Copy the keys of tables begin to end - 1 to their places among all keys; begin_U1 = running sums of their
+    counts."""
     for t in range(begin, end):
         at = id_T1[t]
         for u in range(key_T1[t], key_T1[t + 1]):
@@ -157,7 +157,7 @@ def _close_up_cpu(
 def _inverse_cpu(
     begin: Number, end: Number, offset_P1: Array, place_Q1: Array, key_J: Array, key_C: Array, inverse_N: Array
 ) -> None:
-    """inverse_N of the ids in the bags of samples begin to end - 1, which lie sample by sample."""
+    """Write inverse_N for the ids of samples begin to end - 1, if bags are stored sample by sample."""
     columns = len(key_C)
     samples = (len(place_Q1) - 1) // columns
     for b in range(begin, end):
@@ -174,7 +174,7 @@ def _inverse_cpu(
 def _inverse_of_columns_cpu(
     begin: Number, end: Number, place_C1: Array, key_J: Array, key_C: Array, inverse_N: Array
 ) -> None:
-    """inverse_N of the ids of columns begin to end - 1, which lie column by column."""
+    """Write inverse_N for the ids of columns begin to end - 1, if bags are stored column by column."""
     for c in range(begin, end):
         for n in range(natural(place_C1[c]), natural(place_C1[c + 1])):
             inverse_N[n] = key_J[n] + key_C[c] if key_J[n] >= 0 else -1
@@ -185,7 +185,7 @@ def _occurrences_cpu(
     begin: Number, end: Number, offset_P1: Array, place_Q1: Array, column_T1: Array, step_c: Number, step_b: Number,
     key_J: Array, key_T1: Array, of_bags: Number, scale_N: Array, next_U: Array, order_N: Array, scale_M: Array,
 ) -> None:  # fmt: skip
-    """Put each id of tables begin to end - 1, or its bag, at the next place of its key."""
+    """Write each id of tables begin to end - 1, or its bag, to the next place of its key in order_N."""
     columns = column_T1[-1]
     samples = (len(place_Q1) - 1) // max(columns, 1)
     for t in range(begin, end):
@@ -215,12 +215,12 @@ def unique_keys_by_table(
     padding_id: int | None = None,
     threads: Threads = _ONE_THREAD,
 ) -> KeysByTable:
-    """The unique keys among ids, int32 or int64 [N], leaving out those that equal `padding_id`.
+    """The unique keys of ids, int32 or int64 [N]; ids that equal `padding_id` are left out.
 
     Args:
-        offset_P1: int64 from 0 up to N: which ids each bag holds. There are as many bags of each column.
-        columns: the table of each column, none below the one before: bags lie column by column. None = each table is a
-            column, and bags lie sample by sample.
+        offset_P1: int64 [P + 1], from 0 to N: first id of each bag. All columns have equally many bags.
+        columns: table of each column, ascending; bags are stored column by column. None = one column for each table,
+            and bags are stored sample by sample.
     """
     ids, bags, count = len(id_N), len(offset_P1) - 1, tables if columns is None else len(columns)
     assert ids < 2**31 and bags < 2**31 and bags % count == 0
@@ -260,5 +260,5 @@ def unique_keys_by_table(
 
 
 def _tables_min(tables: int, ids: int) -> int:
-    """The fewest tables (or samples) that are worth waking a thread for, if all have `ids` ids."""
+    """Least number of tables (or samples) that is worth waking a thread for, if all of them have `ids` ids in all."""
     return 1 + _SHARE_MIN * tables // (ids + 1)

@@ -3,14 +3,14 @@
     table_N  0 0 0 1 0            table_U  0 0 1         inverse_N  0 1 0 2 -1
     id_N     7 9 7 7 5 (padding)  id_U     7 9 7
 
-`occurrences` lists where each key occurs, key by key in batch order, so that its gradients can be summed in one walk
-and always in the same order:
+`occurrences` lists the positions of each key in batch order, so that a key's gradients are summed in one pass and
+always in the same order:
 
     order_N  0 2 1 3              begin_U1  0 2 3 4
 
-Ids of different tables have no key in common. So several threads find the keys of a batch that is laid out sample by
-sample, table by table, and number them in batch order (`unique_keys_of_columns`). `oneemb.kernels.unique_by_table` does
-the same, in less time, for a batch that is laid out table by table.
+Ids of different tables have no key in common. So several threads can each find the keys of some tables and then number
+them in batch order: `unique_keys_of_columns`, for a batch with one id for each sample and table, sample by sample.
+`oneemb.kernels.unique_by_table` is faster, for bags; it numbers keys table by table.
 """
 
 from typing import NamedTuple
@@ -26,13 +26,13 @@ from oneemb.kernels.threads import Threads
 # Ids whose cells are prefetched ahead of the current one.
 _AHEAD = 16
 
-# The fewest ids whose hashes are worth waking a thread for.
+# Least number of ids whose hashes are worth waking a thread for.
 _HASH_SHARE_MIN = 1 << 16
 
-# `unique_keys_of_columns` is faster on several threads from so many ids, and samples, on.
+# Least number of ids, and of samples, with which `unique_keys_of_columns` is faster on several threads.
 _SHARED_MIN, _SAMPLES_MIN = 1 << 15, 1 << 9
 
-# Ids of a block of samples, in which keys are counted and numbered.
+# Number of ids, roughly, in a block of samples; keys are counted and numbered block by block.
 _BLOCK = 1 << 12
 
 _ONE_THREAD = Threads(1)
@@ -42,24 +42,24 @@ class UniqueKeys(NamedTuple):
     """The unique keys of N ids."""
 
     table_U: np.ndarray
-    """int32 [U]"""
+    """int32 [U]: table of each key"""
     id_U: np.ndarray
-    """int64 [U]"""
+    """int64 [U]: id of each key"""
     inverse_N: np.ndarray
-    """int32 [N]: the unique key of each id; -1 for padding"""
+    """int32 [N]: number of each id's unique key; -1 for padding"""
     head_U: np.ndarray | None
-    """int32 [U]: the first occurrence of each key; None for keys that did not come from a batch"""
+    """int32 [U]: position of each key's first occurrence; None for keys that do not come from a batch"""
 
     def occurrences(
         self, bag_N: np.ndarray | None = None, scale_N: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """order_N, begin_U1, scale_N: where each key occurs; see the function of this name."""
+        """Positions, or bags, of each key; see the function `occurrences`."""
         return occurrences(self.inverse_N, len(self.id_U), bag_N, scale_N)
 
 
 @cpu
 def _hash_keys_cpu(begin: Number, end: Number, table_N: Array, id_N: Array, hash_N: Array) -> None:
-    # A loop of its own: without branches LLVM vectorizes it.
+    # The hashes have a loop of their own: LLVM vectorizes it, since it has no branches.
     for n in range(begin, end):
         hash_N[n] = hash_key(np.int64(table_N[n]), np.int64(id_N[n]), np.int64(0))
 
@@ -99,7 +99,7 @@ def _unique_keys_cpu(
 def unique_keys(
     table_N: np.ndarray, id_N: np.ndarray, *, padding_id: int | None = None, threads: Threads = _ONE_THREAD
 ) -> UniqueKeys:
-    """The unique keys among (table_N int32, id_N int32 or int64), leaving out ids that equal `padding_id`."""
+    """The unique keys of ids (table_N int32, id_N int32 or int64); ids that equal `padding_id` are left out."""
     size = len(id_N)
     assert size < 2**31
     hash_N = np.empty(size, np.uint64)
@@ -119,8 +119,9 @@ def _find_in_columns_cpu(
     begin: Number, end: Number, tables: Number, id_N: Array, padded: Number, padding_id: Number, block: Number,
     head_N: Array, new_TK: Array,
 ) -> None:  # fmt: skip
-    """head_N[n] = the first occurrence of the key of id n, -1 for padding, for the ids of tables begin to end - 1, in
-    memory that stays in a core's cache. new_TK[t, k] = the number of first occurrences in block k of samples."""
+    """For the ids of tables begin to end - 1: head_N[n] = position of the first id with the key of id n, -1 for
+    padding. new_TK[t, k] = number of first occurrences in block k of samples. A table's cells stay in a core's
+    cache."""
     samples = len(id_N) // tables
     cells = 2
     while cells < 2 * samples:
@@ -162,14 +163,15 @@ def _number_keys_cpu(
     begin: Number, end: Number, tables: Number, id_N: Array, head_N: Array, block: Number, first_K1: Array,
     place_N: Array, table_U: Array, id_U: Array, head_U: Array, key_N: Array,
 ) -> None:  # fmt: skip
-    """Write the keys that occur first in blocks begin to end - 1 of samples, in batch order, from first_K1[k] on.
+    """Write the keys whose first occurrence is in blocks begin to end - 1 of samples, in batch order, from key
+    first_K1[k] on.
 
-    key_N[n] = the key whose first occurrence is id n. place_N: room for the places of first occurrences.
+    key_N[n] = the number of the key whose first occurrence is id n. place_N: scratch memory.
     """
     for k in range(begin, end):
         first, last = natural(k * block * tables), natural(min((k + 1) * block * tables, len(id_N)))
         size = natural(0)
-        for n in range(first, last):  # No branch, which would be mispredicted at every other id.
+        for n in range(first, last):  # Without a branch, which would be mispredicted at every other id.
             place_N[first + size] = n
             size += natural(head_N[n] == np.int64(n))
         for i in range(size):
@@ -187,16 +189,17 @@ def _keys_of_heads_cpu(begin: Number, end: Number, head_N: Array, key_N: Array, 
 
 
 def columns_are_faster(ids: int, tables: int) -> bool:
-    """Whether several threads find so many keys by `unique_keys_of_columns` in less time than one by `unique_keys`."""
+    """Whether several threads in `unique_keys_of_columns` find the keys of `ids` ids faster than one in
+    `unique_keys`."""
     return ids >= _SHARED_MIN and tables > 1 and ids >= _SAMPLES_MIN * tables
 
 
 def unique_keys_of_columns(
     tables: int, id_N: np.ndarray, *, padding_id: int | None = None, threads: Threads = _ONE_THREAD
 ) -> UniqueKeys:
-    """Result of `unique_keys` for ids sample by sample, those of a sample of tables 0 to T - 1: id n is of n % T.
+    """Result of `unique_keys` for a batch in which id n is of table n % T: one id for each sample and table.
 
-    A thread finds the first occurrences in a table; these are then numbered in batch order.
+    Threads find the first occurrences of keys, each in tables of its own; then the keys are numbered in batch order.
     """
     size = len(id_N)
     assert size < 2**31
@@ -244,12 +247,12 @@ def _occurrences_cpu(
 def occurrences(
     inverse_N: np.ndarray, keys: int, bag_N: np.ndarray | None = None, scale_N: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Places of each key, in batch order: order_N[begin_U1[u]], ..., order_N[begin_U1[u + 1] - 1].
+    """Positions of each key, in batch order: key u is at order_N[begin_U1[u]], ..., order_N[begin_U1[u + 1] - 1].
 
     Args:
-        inverse_N: the key of each id, 0 to keys - 1; -1 for padding, which is left out.
-        bag_N: int32 [N]; `order_N` then holds the bag of each occurrence in place of the occurrence itself.
-        scale_N: float32 [N]; it comes back in the order of `order_N`.
+        inverse_N: number of each id's key, 0 to keys - 1; -1 for padding, which is left out.
+        bag_N: int32 [N]: bag of each id. If given, `order_N` holds bags instead of positions.
+        scale_N: float32 [N]; it is returned in the order of `order_N`.
 
     Returns:
         order_N int32 [ids that are not padding], begin_U1 int32 [keys + 1], scale_N or None.

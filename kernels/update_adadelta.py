@@ -1,4 +1,4 @@
-"""Adadelta row update.  U unique rows, D weights a row; state: v [D], of gradients, then acc [D], of moves.
+"""Adadelta row update.  U unique rows, D weights a row; state: v [D] of squared gradients, then acc [D] of moves.
 
     g'    = g + weight_decay * w
     v'    = rho * v + (1 - rho) * g' * g'

@@ -11,7 +11,7 @@ With amsgrad there is a third state, top [D], the largest v so far.
     Adam, AdamW    lr / (1 - beta1^step)                          sqrt(1 - beta2^step)
     SparseAdam     lr * sqrt(1 - beta2^step) / (1 - beta1^step)   1: eps is added before the correction
 
-`step` is the global one: a row that sits out some steps is neither decayed nor moved meanwhile.
+`step` is the global step. A row is neither decayed nor moved in steps that give it no gradient.
 
 Reference: Kingma, Ba. ICLR 2015; Loshchilov, Hutter. ICLR 2019; Reddi, Kale, Kumar. ICLR 2018 (amsgrad); in the form
 and operation order of torch.optim.Adam, AdamW and SparseAdam.
@@ -31,7 +31,7 @@ def moments(
     w: Number, m: Number, v: Number, g: Number, from_m: Number, pull: Number, beta2: Number, beta2_rest: Number,
     weight_decay: Number, shrink: Number,
 ) -> tuple:  # fmt: skip
-    """from_m, pull: see `lerp`. Returns the decayed w, the gradient with L2 decay, m', v'."""
+    """Returns the decayed w, the gradient with L2 decay, m', v'. from_m, pull: scalars of `lerp`."""
     w = w * shrink
     g = l2_grad(w, g, weight_decay)
     return w, g, lerp(m, g, from_m, pull), v * beta2 + beta2_rest * g * g
@@ -82,7 +82,7 @@ def update_adam(
 
 
 def decay_scalars(lr: float, weight_decay: float, decoupled: bool) -> tuple[float, float]:
-    """weight_decay and shrink of `moments`: L2 decay of the gradient, or a share of the weight itself."""
+    """(weight_decay, shrink) for `moments`: L2 decay added to the gradient or, if decoupled, a factor of the weight."""
     return (0.0, 1 - lr * weight_decay) if decoupled else (weight_decay, 1.0)
 
 

@@ -5,7 +5,7 @@
     u' = max(beta2 * u, |g'| + eps)
     w' = w - lr / (1 - beta1^step) * m' / u'
 
-`step` is the global one: a row that sits out some steps is neither decayed nor moved meanwhile.
+`step` is the global step. A row is neither decayed nor moved in steps that give it no gradient.
 
 Reference: Kingma, Ba. ICLR 2015, section 7.1, in the form and operation order of torch.optim.Adamax.
 """
@@ -22,7 +22,7 @@ def adamax(
     w: Number, m: Number, u: Number, g: Number,
     from_m: Number, pull: Number, beta2: Number, eps: Number, rate: Number, weight_decay: Number,
 ) -> tuple:  # fmt: skip
-    """from_m, pull: see `lerp`. Returns w', m', u'."""
+    """Returns w', m', u'. from_m, pull: scalars of `lerp`."""
     g = l2_grad(w, g, weight_decay)
     m = lerp(m, g, from_m, pull)
     u = maximum(u * beta2, abs(g) + eps)

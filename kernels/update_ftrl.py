@@ -5,8 +5,8 @@
     z' = z + g' - (n'^p - n^p) / lr * w                  p = -lr_power, 0.5 as published
     w' = (sign(z') * lambda1 - z') / ((beta + n'^p) / lr + lambda2)   where |z'| > lambda1, else 0
 
-A new row has z = 0, which stands for the weight 0, and n = the initial accumulator value: its initial weight
-counts in the first step only, through the term with w. lambda2 is the published one; TensorFlow's l2 is half of it.
+A new row has n = the initial accumulator value and z = 0, which stands for the weight 0: the row's initial weight
+counts only in the first step, through the term with w. lambda2 is as published; TensorFlow's l2 is half of it.
 
 Reference: McMahan et al. Ad Click Prediction: a View from the Trenches. KDD 2013, Algorithm 1; lr_power,
 initial_accumulator_value and z = 0 for any first weight as in TensorFlow's Ftrl.
@@ -23,7 +23,7 @@ from oneemb.kernels.rule_loops import RowLoops, element_loops, row_update
 
 @rule
 def _raised(n: Number, power: Number) -> Number:
-    """n^power; power None is one half, and compiles to a square root, which vectorises."""
+    """n^power. A power of None is one half; it compiles to a square root, which LLVM vectorizes."""
     if power is None:
         return math.sqrt(n)
     return n**power
@@ -49,7 +49,7 @@ def ftrl_published(
     w: Number, n: Number, z: Number, g: Number, lr: Number, lambda1: Number, lambda2: Number, beta: Number,
     weight_decay: Number,
 ) -> tuple:  # fmt: skip
-    """`ftrl` with the power as published."""
+    """`ftrl` with the published power, one half."""
     return ftrl(w, n, z, g, lr, None, lambda1, lambda2, beta, weight_decay)
 
 

@@ -1,16 +1,16 @@
-"""LAMB row update: Adam, its step as long as the row.  U unique rows, D weights a row; state: m [D], then v [D].
+"""LAMB row update: Adam, with a step as long as the row.  U unique rows, D weights a row; state: m [D], then v [D].
 
     m' = beta1 * m + (1 - beta1) * g
     v' = beta2 * v + (1 - beta2) * g * g
     r  = m' / (1 - beta1^step) / (sqrt(v' / (1 - beta2^step)) + eps) + weight_decay * w
     w' = w - lr * |w| / |r| * r                                |.| = the root of the sum of squares over the row
 
-Where r is 0 the row stays as it is. A row of zeros stays one for ever.
+If r is 0, the row does not change. A row of zeros stays zero for ever.
 
-`step` is the global one: a row that sits out some steps is neither decayed nor moved meanwhile.
+`step` is the global step. A row is neither decayed nor moved in steps that give it no gradient.
 
-Sums over a row are those of `rule_loops` on the CPU; on the GPU each thread of the row's group sums its own weights and
-then come the threads, in order, so that a sum differs by at most D * 2^-23 of itself.
+`rule_loops` says in which order sums over a row run on the CPU. On the GPU each thread of the row's group sums its own
+weights, and then these sums are added in the order of threads. The relative difference is at most D * 2^-23.
 
 Reference: You et al. Large Batch Optimization for Deep Learning. ICLR 2020; FBGEMM's LAMB, where
 a row whose r is 0 becomes NaN.
@@ -43,7 +43,7 @@ def lamb_squares(
     lr: Number, beta1: Number, beta1_rest: Number, beta2: Number, beta2_rest: Number, correction1: Number,
     correction2: Number, eps: Number, weight_decay: Number,
 ) -> tuple:  # fmt: skip
-    """One weight's terms of the row's two sums."""
+    """The terms that one weight adds to the row's two sums."""
     return w * w, r * r
 
 
@@ -53,7 +53,7 @@ def lamb_rate(
     lr: Number, beta1: Number, beta1_rest: Number, beta2: Number, beta2_rest: Number, correction1: Number,
     correction2: Number, eps: Number, weight_decay: Number,
 ) -> tuple:  # fmt: skip
-    """Returns row_state, which there is none of, and the row's rate."""
+    """Returns row_state, which LAMB does not use, and the row's rate."""
     r_norm = math.sqrt(r_square_sum)
     return row_state, lr * (math.sqrt(w_square_sum) / r_norm) if r_norm != 0 else r_norm
 
@@ -64,7 +64,7 @@ def lamb(
     lr: Number, beta1: Number, beta1_rest: Number, beta2: Number, beta2_rest: Number, correction1: Number,
     correction2: Number, eps: Number, weight_decay: Number,
 ) -> Number:  # fmt: skip
-    """w' of a weight whose direction r is g."""
+    """Returns w'. g is the direction r of the weight."""
     return w - rate * g
 
 

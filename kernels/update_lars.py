@@ -1,13 +1,13 @@
-"""LARS row update: SGD at a rate of the row's own.  U unique rows, D weights a row; state: buf [D].
+"""LARS row update: SGD with a rate for each row.  U unique rows, D weights a row; state: buf [D].
 
     rate = lr * eta * |w| / (|g| + weight_decay * |w|)         |.| = the root of the sum of squares over the row
     buf' = momentum * buf + rate * (g + weight_decay * w)
     w'   = w - buf'
 
-The rate is 0 where it would be 0 / 0. A row of zeros stays one, as long as its buffer is 0.
+The rate is 0 if it would be 0 / 0. A row of zeros stays zero as long as its buffer is 0.
 
-Sums over a row are those of `rule_loops` on the CPU; on the GPU each thread of the row's group sums its own weights and
-then come the threads, in order, so that a sum differs by at most D * 2^-23 of itself.
+`rule_loops` says in which order sums over a row run on the CPU. On the GPU each thread of the row's group sums its own
+weights, and then these sums are added in the order of threads. The relative difference is at most D * 2^-23.
 
 Reference: You, Gitman, Ginsburg. Large Batch Training of Convolutional Networks (arXiv:1708.03888); FBGEMM's LARS_SGD,
 whose rate without a gradient and without decay is NaN.
@@ -24,7 +24,7 @@ from oneemb.kernels.rule_loops import RowLoops, row_loops, row_update
 
 @rule
 def lars_squares(w: Number, g: Number, lr_eta: Number, momentum: Number, weight_decay: Number) -> tuple:
-    """One weight's terms of the row's two sums."""
+    """The terms that one weight adds to the row's two sums."""
     return w * w, g * g
 
 
@@ -33,7 +33,7 @@ def lars_rate(
     w_square_sum: Number, g_square_sum: Number, dim: Number, row_state: Number,
     lr_eta: Number, momentum: Number, weight_decay: Number,
 ) -> tuple:  # fmt: skip
-    """Returns row_state, which there is none of, and the row's rate."""
+    """Returns row_state, which LARS does not use, and the row's rate."""
     w_norm = math.sqrt(w_square_sum)
     norm = math.sqrt(g_square_sum) + weight_decay * w_norm
     return row_state, lr_eta * w_norm / norm if norm != 0 else norm

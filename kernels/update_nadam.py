@@ -8,8 +8,8 @@
 
     mu(t) = beta1 * (1 - 0.96^(t * momentum_decay) / 2)        product(t) = mu(1) * ... * mu(t)
 
-`step` is the global one: a row that sits out some steps is neither decayed nor moved meanwhile. The product is of all
-steps with the beta1 and momentum_decay of this one, which therefore must not change.
+`step` is the global step. A row is neither decayed nor moved in steps that give it no gradient. The product runs over
+all steps, with the current beta1 and momentum_decay, so these two must not change during training.
 
 Reference: Dozat. ICLR Workshop 2016, in the form and operation order of torch.optim.NAdam.
 """
@@ -30,7 +30,7 @@ def nadam(
     from_m: Number, pull: Number, beta2: Number, beta2_rest: Number, weight_decay: Number, shrink: Number,
     eps: Number, correction: Number, from_g: Number, from_momentum: Number,
 ) -> tuple:  # fmt: skip
-    """from_g, from_momentum: the rates of g' and of m'. Returns w', m', v'."""
+    """Returns w', m', v'. from_g, from_momentum: the rates of g' and of m'."""
     w, g, m, v = moments(w, m, v, g, from_m, pull, beta2, beta2_rest, weight_decay, shrink)
     root = math.sqrt(v / correction) + eps
     w = w - from_g * g / root
@@ -41,7 +41,8 @@ _LOOPS = element_loops(nadam)
 
 
 def _mu_product(step: int, beta1: float, momentum_decay: float) -> float:
-    # Every factor is at most beta1: where some are left out the product is below 2^-60, too little for 1 - product.
+    # Every factor is at most beta1. Factors are left out only if the product is below 2^-60 without them, which does
+    # not change 1 - product.
     terms = min(step, 1 + int(42 / (1 - beta1)))
     return float(np.prod(beta1 * (1 - 0.5 * 0.96 ** (np.arange(1, terms + 1) * momentum_decay))))
 

@@ -4,10 +4,10 @@
     v' = beta2 * v + (1 - beta2) * mean over d of g * g
     w' = w - lr * (m' / (1 - beta1^step) / (sqrt(v' / (1 - beta2^step)) + eps) + weight_decay * w)
 
-`step` is the global one: a row that sits out some steps is neither decayed nor moved meanwhile.
+`step` is the global step. A row is neither decayed nor moved in steps that give it no gradient.
 
-Sums over a row are those of `rule_loops` on the CPU; on the GPU each thread of the row's group sums its own weights and
-then come the threads, in order, so that a sum differs by at most D * 2^-23 of itself.
+`rule_loops` says in which order sums over a row run on the CPU. On the GPU each thread of the row's group sums its own
+weights, and then these sums are added in the order of threads. The relative difference is at most D * 2^-23.
 
 Reference: FBGEMM's PARTIAL_ROWWISE_ADAM.
 """
@@ -26,7 +26,7 @@ def partial_row_wise_square(
     lr: Number, beta1: Number, beta1_rest: Number, beta2: Number, beta2_rest: Number, correction1: Number,
     correction2: Number, eps: Number, weight_decay: Number,
 ) -> tuple:  # fmt: skip
-    """One weight's terms of two sums, of which the first is not used."""
+    """The terms that one weight adds to the row's two sums. The first sum is not used."""
     return np.float32(0), g * g
 
 
@@ -36,7 +36,7 @@ def partial_row_wise_root(
     lr: Number, beta1: Number, beta1_rest: Number, beta2: Number, beta2_rest: Number, correction1: Number,
     correction2: Number, eps: Number, weight_decay: Number,
 ) -> tuple:  # fmt: skip
-    """Returns v' and what the row's first moments are divided by."""
+    """Returns v' and the divisor of the row's first moments."""
     v = beta2 * v + beta2_rest * (square_sum / dim)
     return v, math.sqrt(v / correction2) + eps
 

@@ -3,14 +3,14 @@
     g' = g + weight_decay * w                or, decoupled, w <- w * (1 - lr * weight_decay)
     m' = m + (1 - beta1) * (g' - m)
     v' = beta2 * v + (1 - beta2) * g' * g'
-    w' = w - lr * m' / (1 - beta1^step) * rect * sqrt(1 - beta2^step) / (sqrt(v') + eps)        where rho > 5
-    w' = w - lr * m' / (1 - beta1^step)                                                         where not
+    w' = w - lr * m' / (1 - beta1^step) * rect * sqrt(1 - beta2^step) / (sqrt(v') + eps)        if rho > 5
+    w' = w - lr * m' / (1 - beta1^step)                                                         otherwise
 
     rho_inf = 2 / (1 - beta2) - 1            rho = rho_inf - 2 * step * beta2^step / (1 - beta2^step)
     rect = sqrt((rho - 4) * (rho - 2) * rho_inf / ((rho_inf - 4) * (rho_inf - 2) * rho))
 
-`step` is the global one: a row that sits out some steps is neither decayed nor moved meanwhile, and one that appears
-late is rectified at once.
+`step` is the global step. A row is neither decayed nor moved in steps that give it no gradient. A row whose first
+gradient comes late is rectified at once.
 
 Reference: Liu et al. On the Variance of the Adaptive Learning Rate and Beyond. ICLR 2020, in the form and operation
 order of torch.optim.RAdam.
@@ -32,7 +32,7 @@ def radam(
     from_m: Number, pull: Number, beta2: Number, beta2_rest: Number, weight_decay: Number, shrink: Number,
     eps: Number, lr: Number, correction1: Number, correction2: Number, rectified: Number, rect: Number,
 ) -> tuple:  # fmt: skip
-    """correction1, correction2: 1 - beta1^step, sqrt(1 - beta2^step). Returns w', m', v'."""
+    """Returns w', m', v'. correction1, correction2: 1 - beta1^step, sqrt(1 - beta2^step)."""
     w, g, m, v = moments(w, m, v, g, from_m, pull, beta2, beta2_rest, weight_decay, shrink)
     move = m / correction1 * lr
     return w - (move * (correction2 / (math.sqrt(v) + eps)) * rect if rectified else move), m, v

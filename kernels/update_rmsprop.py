@@ -28,7 +28,7 @@ def rmsprop_momentum_centered(
     lr: Number, alpha: Number, alpha_rest: Number, from_mean: Number, pull: Number, eps: Number, weight_decay: Number,
     momentum: Number, centered: Number,
 ) -> tuple:  # fmt: skip
-    """from_mean, pull: see `lerp`. Returns w', v', mean', buf'; what is not used, mean or buf, stays as it is."""
+    """Returns w', v', mean', buf'; an unused mean or buf is returned as it is. from_mean, pull: scalars of `lerp`."""
     g = l2_grad(w, g, weight_decay)
     v = v * alpha + alpha_rest * g * g
     mean = lerp(mean, g, from_mean, pull) if centered else mean
@@ -43,7 +43,7 @@ def rmsprop(
     lr: Number, alpha: Number, alpha_rest: Number, from_mean: Number, pull: Number, eps: Number, weight_decay: Number,
     momentum: Number, centered: Number,
 ) -> tuple:  # fmt: skip
-    """`rmsprop_momentum_centered` with neither. Returns w', v'."""
+    """RMSprop, neither centered nor with momentum. Returns w', v'."""
     w, v, _, _ = rmsprop_momentum_centered(
         w, v, g, g, g, lr, alpha, alpha_rest, from_mean, pull, eps, weight_decay, momentum, centered
     )
@@ -56,7 +56,7 @@ def rmsprop_momentum(
     lr: Number, alpha: Number, alpha_rest: Number, from_mean: Number, pull: Number, eps: Number, weight_decay: Number,
     momentum: Number, centered: Number,
 ) -> tuple:  # fmt: skip
-    """The same with momentum. Returns w', v', buf'."""
+    """RMSprop with momentum. Returns w', v', buf'."""
     w, v, _, buf = rmsprop_momentum_centered(
         w, v, g, buf, g, lr, alpha, alpha_rest, from_mean, pull, eps, weight_decay, momentum, centered
     )
@@ -69,7 +69,7 @@ def rmsprop_centered(
     lr: Number, alpha: Number, alpha_rest: Number, from_mean: Number, pull: Number, eps: Number, weight_decay: Number,
     momentum: Number, centered: Number,
 ) -> tuple:  # fmt: skip
-    """The same centered. Returns w', v', mean'."""
+    """Centered RMSprop. Returns w', v', mean'."""
     w, v, mean, _ = rmsprop_momentum_centered(
         w, v, mean, g, g, lr, alpha, alpha_rest, from_mean, pull, eps, weight_decay, momentum, centered
     )
@@ -90,7 +90,7 @@ def update_rmsprop(
 ) -> tuple[RowLoops, tuple]:
     """One step of RMSprop. A new row's state is zeros.
 
-    With momentum 0 no buffer is read or written, whether rows have one or not.
+    With momentum 0 no buffer is read or written, even if rows have one.
     """
     return _LOOPS[bool(centered), momentum > 0], (
         np.float32(lr), np.float32(alpha), np.float32(1 - alpha), *lerp_scalars(1 - alpha), np.float32(eps),

@@ -4,9 +4,9 @@
     acc' = acc + mean over d of g' * g'
     w'   = w - lr / (sqrt(acc') + eps) * g'
 
-The mean is summed in float32. On the CPU in 16 lanes: lane l takes d = l, l + 16, ..., the lanes are added as
-`sum_lanes` does it, and then come the last D % 16 weights. On the GPU by each thread of the row's group over its own
-weights and then over the threads, in that order, so that acc' differs by at most D * 2^-23 of itself.
+The mean is summed in float32. On the CPU, lane l of 16 adds the squares d = l, l + 16, ...; `sum_lanes` adds the lanes;
+then the squares of the last D % 16 weights are added. On the GPU each thread of the row's group sums its own weights,
+and then these sums are added in the order of threads. The relative difference of acc' is at most D * 2^-23.
 
 Reference: Mudigere et al. Software-Hardware Co-design for Fast and Scalable Training of Deep Learning
 Recommendation Models. ISCA 2022 (arXiv:2104.05158); FBGEMM's EXACT_ROWWISE_ADAGRAD.
@@ -23,7 +23,7 @@ from oneemb.kernels.rule_loops import RowLoops, row_loops, row_update
 
 @rule
 def row_wise_square(w: Number, g: Number, lr: Number, eps: Number, weight_decay: Number) -> tuple:
-    """One weight's terms of two sums, of which the first is not used."""
+    """The terms that one weight adds to the row's two sums. The first sum is not used."""
     g = l2_grad(w, g, weight_decay)
     return np.float32(0), g * g
 

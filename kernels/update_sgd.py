@@ -24,7 +24,7 @@ def momentum_sgd(
     w: Number, buf: Number, g: Number, lr: Number, momentum: Number, keep: Number, share: Number, nesterov: Number,
     weight_decay: Number,
 ) -> tuple:  # fmt: skip
-    """keep, share = momentum, 1 - dampening; or 0, 1 at the first step. Returns w', buf'."""
+    """Returns w', buf'. keep, share: momentum, 1 - dampening; in the first step 0, 1."""
     g = l2_grad(w, g, weight_decay)
     buf = buf * keep + share * g
     return w - lr * (g + momentum * buf if nesterov else buf), buf
@@ -37,10 +37,10 @@ _PLAIN, _MOMENTUM = element_loops(sgd), element_loops(momentum_sgd)
 def update_sgd(
     step: int, *, lr: float, momentum: float, dampening: float, nesterov: bool, weight_decay: float
 ) -> tuple[RowLoops, tuple]:
-    """One step of SGD. Without momentum it keeps no state and reads none, whether rows have a buffer or not.
+    """One step of SGD. Without momentum, no state is read or written, even if rows have a buffer.
 
-    A row that appears after the first step starts from a buffer of zeros, as a row of a dense parameter does that has
-    had no gradient yet.
+    A row that appears after the first step starts with a buffer of zeros, like a row of a dense parameter that has had
+    no gradient yet.
     """
     if momentum == 0:
         return _PLAIN, (np.float32(lr), np.float32(weight_decay))

@@ -8,8 +8,8 @@ With k = step - last step, the row catches up with the steps at which it had no 
     w' = w - lr * (m' + m * catch_up) / (sqrt(v') + eps)     catch_up = beta1 * (1 - beta1^(k-1)) / (1 - beta1)
 
 m * catch_up is the sum of the momenta that the skipped steps would have applied. There is no bias correction.
-The last step is an int32 whose bits lie in a float32 word; it is moved as bits and never takes part in float
-arithmetic. A new row's is 0, and since its m and v are 0 as well, its first k does not matter.
+The last step is an int32 whose bits are in a float32 word; the word is copied as bits and never takes part in float
+arithmetic. The last step of a new row is 0. Its first k does not matter, since its m and v are 0 as well.
 
 beta^k is computed in float64: float32 loses three digits of 0.999^10000.
 
@@ -35,8 +35,8 @@ def smart_decay(
     unused: Number, unused_too: Number, dim: Number, last: Number, step: Number, beta1: Number, beta2: Number,
     beta1_rest: Number, beta2_rest: Number, lr: Number, eps: Number, weight_decay: Number,
 ) -> tuple:  # fmt: skip
-    """Returns the word of this step; and beta1^k, beta2^k and catch_up in float32. The betas are float64."""
-    # A snapshot may hold rows of a later step than that of a run which counts from 1 again: k is at least 1.
+    """Returns the word of this step; and beta1^k, beta2^k and catch_up in float32. beta1 and beta2 are float64."""
+    # k is at least 1: a row from a snapshot may have a later last step, if this run counts steps from 1 again.
     k = max(step - np.int64(float_bits(last)), 1)
     catch_up = beta1 * (1 - power(beta1, k - 1)) / (1 - beta1)
     word = uint_as_float(np.uint32(step))

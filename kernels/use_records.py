@@ -1,10 +1,10 @@
-"""Frequency and time of the last use of each place, in one word: the place with the least word is evicted first.
+"""One record for each place, of frequency and time of the last use. The place with the lowest record is evicted first.
 
     record = power << 27 | time        power 0..31, time 27 bits
 
-A place that is used for the first time has the least power there is to be; every further use adds 1 to a power p with
-probability 2^-p, so a power tells the logarithm of the uses. Which uses those are is a pure function of (seed, id,
-time, the use's number within its batch): the same job has the same records.
+The first use of a place sets its power to `least_power`. Every further use adds 1 to a power p with probability 2^-p,
+so the power is about the logarithm of the number of uses. The random numbers are a pure function of (seed, id, time,
+number of the use within its batch), so the same job has the same records.
 """
 
 import numpy as np
@@ -62,13 +62,13 @@ def use_records(
     least_power: int,
     seed: int,
 ) -> None:
-    """Note the uses of a batch in records, uint32 [S].
+    """Update record_S, uint32, with the uses of a batch.
 
     Args:
-        place_U, id_U: int64 [U]: distinct places, and the ids that have them.
-        count_U: int64 [U], how often each is used, 1 or more.
-        new_U: bool [U], whether this is the first use of a place by its id.
+        place_U, id_U: int64 [U]: distinct places, and the ids that have these places.
+        count_U: int64 [U]: number of uses of each place, 1 or more.
+        new_U: bool [U]: whether this is the first use of a place by its id.
         time: number of the batch.
-        least_power: of a new place, 0 to 31.
+        least_power: power of a new place, 0 to 31.
     """
     _use_records_cpu(record_S, place_U, id_U, count_U, new_U, time, least_power, np.uint64(seed))

@@ -1,6 +1,6 @@
-"""Owners of pinned rows of the hot tier: lookups, until they are done, and prefetched rows of coming lookups.
+"""Pins of rows in the hot tier, and their owners: lookups in progress, and prefetches of coming lookups.
 
-Nothing here is thread-safe: `EmbeddingStore` calls it under its lock, except methods that need none and say so.
+Nothing here is thread-safe. `EmbeddingStore` calls methods under its lock, unless a method says that it needs no lock.
 """
 
 import threading
@@ -23,25 +23,25 @@ _NOWHERE: tuple[Array | None, np.ndarray, Array | None] = None, np.empty(0, np.i
 
 
 class Pins(weakref.ref):
-    """Pins of a lookup, released when its owner is dropped before it has released them. Python calls the function of a
-    weak reference without running a line of code, so no interrupt can lose it."""
+    """Pins of one lookup. If their owner is dropped before it has released them, they are put on a list to be released.
+    Python calls a weak reference's callback without running a line of Python code, so no interrupt can lose pins."""
 
     __slots__ = ("generation", "place_U", "released", "slot_U", "temporary_M")
     slot_U: Array
     generation: int
     temporary_M: Array | None
-    """Slots among them of temporary rows."""
+    """Those of the slots that hold temporary rows; None = no slot does."""
     place_U: np.ndarray
-    """Places of the rows in the usage index, if there is one."""
+    """Places of the rows in the usage index; empty if there is no usage index."""
     released: threading.Lock
-    """Taken by the thread that releases the pins, so that they are released once."""
+    """Lock that the thread which releases the pins takes for good, so that they are released once."""
 
 
 class PinBook:
     """Pins of the hot tier and their owners.
 
     Args:
-        placed: whether every lookup's rows have places in a usage index: see `note_places`.
+        placed: whether the rows of every lookup have places in a usage index, which `note_places` records.
     """
 
     def __init__(self, rows: TieredRows, *, placed: bool):
@@ -52,14 +52,14 @@ class PinBook:
         """Rows that are pinned for coming lookups."""
         self._pins: dict[int, Pins] = {}
         self._released: deque[Pins] = deque()
-        """Released pins of lookups with temporary rows."""
+        """Released pins whose temporary rows are not freed yet."""
         self._places = _NOWHERE
 
     # ---- of lookups -------------------------------------------------------------------------------------------------
 
     def own(self, owner: object, slot_U: Array) -> Pins:
-        """Let an object own the pins of these slots, under the same hold of the store lock as they were made. When the
-        object is dropped its pins are released; if this call raises, they are released at once."""
+        """Make an object the owner of the pins of these slots, before the store lock is released under which they were
+        pinned. When the object is dropped, its pins are released; if this call raises, they are released at once."""
         (of_slots, place_U, temporary_M), self._places = self._places, _NOWHERE
         assert not self._placed or of_slots is slot_U, "pins are owned under the lock under which they were made"
         try:
@@ -73,18 +73,18 @@ class PinBook:
         return pins
 
     def give_back(self, slot_U: Array, temporary_M: Array | None = None) -> None:
-        """Unpin slots that get no owner, and free those of temporary rows."""
+        """Unpin slots that have no owner, and free those of temporary rows."""
         with signals_deferred:
             self._rows.hot.release(slot_U)
         if temporary_M is not None:
             self._rows.hot.free_temporary(temporary_M)
 
     def note_places(self, slot_U: Array, place_U: np.ndarray, temporary_M: Array | None) -> None:
-        """Note the places of these slots' rows in the usage index, and the temporary rows, for the next `own`."""
+        """Record for the next call of `own`: the places in the usage index of these slots' rows, and temporary rows."""
         self._places = slot_U, place_U, temporary_M
 
     def release(self, pins: Pins, *, dropped: bool = False) -> None:
-        """Release pins, once, if their slots still have the same rows. Needs no store lock."""
+        """Release pins, unless they are released already or their slots hold other rows now. Needs no store lock."""
         with signals_deferred:
             if not pins.released.acquire(blocking=False):
                 return
@@ -105,7 +105,7 @@ class PinBook:
                 self._rows.hot.free_temporary(pins.temporary_M)
 
     def _owned(self) -> Iterator[Pins]:
-        # A copy in one step of Python's: another thread may release some meanwhile.
+        # `list` copies in one step of the interpreter; another thread may release pins at the same time.
         return (pins for pins in list(self._pins.values()) if pins.generation == self._rows.generation)
 
     def owners(self) -> list[object]:
@@ -113,7 +113,7 @@ class PinBook:
         return [owner for pins in self._owned() if (owner := pins()) is not None]
 
     def places(self) -> list[np.ndarray]:
-        """Places, in the usage index, of the rows that lookups hold."""
+        """Places in the usage index of the rows that lookups hold, one array for each lookup."""
         return [pins.place_U for pins in self._owned()]
 
     def temporary(self) -> np.ndarray:
@@ -126,7 +126,7 @@ class PinBook:
         return np.concatenate([np.empty(0, np.int64), *slots])
 
     def in_use(self, table_U: np.ndarray, id_U: np.ndarray) -> int:
-        """Number of these keys' rows that lookups hold."""
+        """Number of rows of these keys that lookups hold."""
         slot_U = self._slots_here(table_U, id_U)
         held = [self._rows.backend.tensor(pins.slot_U) for pins in self._owned()]
         return int(torch.isin(slot_U, torch.cat(held)).sum()) if held else 0
@@ -134,14 +134,15 @@ class PinBook:
     # ---- of coming lookups ------------------------------------------------------------------------------------------
 
     def take(self, prefetched: Prefetched) -> bool:
-        """Hand the pins over to the caller. Returns whether there are any whose slots still have the same rows."""
+        """Hand the pins of a prefetch over to the caller. Returns False if it holds none any more, or if the slots hold
+        other rows now."""
         valid = prefetched.held and prefetched.generation == self._rows.generation
         prefetched.held = False
         self.prefetched.discard(prefetched)
         return valid
 
     def cancel(self, prefetched: Prefetched) -> None:
-        """Cancel a prefetch, if no lookup has taken its rows over."""
+        """Cancel a prefetch, unless a lookup has taken its pins over."""
         if self.take(prefetched):
             with signals_deferred:
                 self._rows.hot.release(prefetched.slot_U, elsewhere=True)
@@ -154,7 +155,7 @@ class PinBook:
     # ---- rows -------------------------------------------------------------------------------------------------------
 
     def acquire(self, keys: Keys, prefetched: Prefetched | None = None) -> tuple[Array, Keys]:
-        """Pin rows; see `HotRows.acquire`. Without room it first cancels prefetches, of these keys or others."""
+        """Pin the rows of keys; see `HotRows.acquire`. If there is no room, cancel all prefetches and try again."""
         hot = self._rows.hot
         if prefetched is not None and self.take(prefetched):
             with suppress(StoreFullError):
@@ -170,8 +171,8 @@ class PinBook:
         return hot.acquire(keys)
 
     def pin_with_room(self, keys: Keys, prefetched: Prefetched | None, leaving: int) -> Array:
-        """Pin the rows of these keys that are in the hot tier: their slots, -1 for others. Raises StoreFullError, with
-        nothing pinned, if the others would not fit even though `leaving` rows are evicted."""
+        """Pin those rows of these keys that are in the hot tier. Returns their slots, -1 for the other keys. Raises
+        StoreFullError, with nothing pinned, if the other rows do not fit even after `leaving` rows are evicted."""
         hot, backend = self._rows.hot, self._rows.backend
         if prefetched is not None and self.take(prefetched):
             slot_U = prefetched.slot_U
@@ -180,7 +181,7 @@ class PinBook:
         try:
             if prefetched is not None:
                 missing = backend.array((backend.tensor(slot_U) < 0).nonzero().view(-1))
-                if len(missing):  # Lookups before this one may have brought some of them in.
+                if len(missing):  # Lookups since the prefetch may have brought some of these rows in.
                     its = backend.distinct_keys(keys.table_U[missing], keys.id_U[missing])
                     slot_M, _, still_missing = hot.pin_resident(its)
                     fill_pinned(slot_U, missing, slot_M, hot.release)
@@ -196,7 +197,8 @@ class PinBook:
         return slot_U
 
     def erase(self, table_V: np.ndarray, id_V: np.ndarray) -> np.ndarray:
-        """Erase rows that no lookup holds, and cancel prefetches of them. Returns whether each existed, bool [V]."""
+        """Erase the rows of these keys, which no lookup may hold, and cancel prefetches of them. Returns whether each
+        row existed, bool [V]."""
         if self.prefetched:
             slot_V = self._slots_here(table_V, id_V)
             for held in list(self.prefetched):

@@ -1,14 +1,14 @@
-"""Holds the signals of the main thread back while an object is half changed, and handles them afterwards.
+"""Defers the signals of the main thread while an object is half changed, and handles them afterwards.
 
 Python's signal handlers (Ctrl-C raises KeyboardInterrupt) run between any two lines of the main thread. From
-`signals.hold()` until `signals.let_come()` a note is taken of each signal instead; its handler runs when the last block
-has ended.
+`signals.hold()` until `signals.let_come()` each signal is only recorded; its handler runs when the outermost block has
+ended.
 
-Signals may come at any line of this file too, and what they raise or begin there leaves it in order: while no block is
-under way, a handler that is still this object's hands each signal on at once.
+Signals may come at any line of this file too. An error that a handler raises there, or a call that it makes, leaves the
+state in order: outside of blocks, this object's handler passes a signal on to the user's handler at once.
 """
 
-# The functions of `signal` without its enums, which take ten times as long.
+# The functions of `signal` without the conversion to enums, which takes ten times as long.
 import _signal  # type: ignore[import-not-found]
 import os
 import signal
@@ -19,40 +19,40 @@ from typing import Any
 
 from oneemb.kernels.jit import around_compiling
 
-# Signals that programs may handle in Python, Ctrl-C first: all but those that real-time programs define. One of them is
-# SIGCHLD: its handler in torch's data loader raises when a worker has died.
+# Signals that programs may handle in Python, Ctrl-C first: all but the real-time signals. SIGCHLD is among them: its
+# handler in torch's data loader raises an error when a worker has died.
 _NUMBERS = sorted({int(number) for number in signal.valid_signals() if number < 32}, key=lambda n: n != signal.SIGINT)
 
 
 class _Signals:
-    """Signals that are held back."""
+    """State of deferred signals."""
 
     def __init__(self) -> None:
         self.depth = 0
-        """Number of nested blocks that hold signals back."""
+        """Number of nested blocks that defer signals."""
         self.main = threading.main_thread().ident
         """The thread in which Python runs signal handlers."""
         self.held: dict[int, FrameType | None] = {}
-        """Signals that have come, by their numbers."""
+        """{number of a signal that has come: frame for its handler}."""
         self.interrupt: BaseException | None = None
         """The KeyboardInterrupt that `raise_interrupt` has raised in a block."""
         self._found: list[Any] = [None] * len(_NUMBERS)
-        """Handler of each of `_NUMBERS` when the last block began; most blocks find the same."""
+        """Handler of each of `_NUMBERS` when the last block began. Most blocks find the same handlers."""
         self._handled: list[int] = []
         """Numbers of the signals whose handlers are Python functions."""
         self._handlers: dict[int, Any] = {}
-        """Handler of each signal when a block began, by the signal's number."""
+        """{number of a signal: its handler when the block began}."""
         self._note: Callable[[int, FrameType | None], None] = self._hold
 
     def hold(self) -> None:
-        """In the main thread, hold signals back until as many calls of `let_come` or `come_later`."""
+        """In the main thread, defer signals until `let_come` or `come_later` has been called once for each `hold`."""
         if threading.get_ident() != self.main:
             return
         if self.depth:
             self.depth += 1
             return
         try:
-            self.depth = 1  # What handlers and the garbage collector begin meanwhile is within this block.
+            self.depth = 1  # Blocks that handlers or the garbage collector begin from here on are nested in this one.
             found = list(map(_signal.getsignal, _NUMBERS))
             if found != self._found:
                 self._handled = [n for n, handler in zip(_NUMBERS, found, strict=True) if callable(handler)]
@@ -67,7 +67,7 @@ class _Signals:
             raise
 
     def let_come(self) -> None:
-        """End `hold`."""
+        """End one `hold`. The outermost one runs the handlers of deferred signals."""
         if threading.get_ident() == self.main:
             if self.depth > 1:
                 self.depth -= 1
@@ -75,7 +75,8 @@ class _Signals:
                 self.end()
 
     def come_later(self) -> None:
-        """End `hold`; held signals come a moment later. For hooks, since Python drops their errors."""
+        """End one `hold`; deferred signals are sent again a moment later. For hooks, since Python drops a hook's
+        errors."""
         if threading.get_ident() == self.main and self.depth == 1 and self.held:
             held = dict(self.held)
             self.held.clear()
@@ -98,8 +99,8 @@ class _Signals:
                 self._handle()
 
     def raise_interrupt(self) -> None:
-        """Raise KeyboardInterrupt if Ctrl-C was deferred. Handlers that the user has installed still wait: they may
-        call an object that is half changed."""
+        """Raise KeyboardInterrupt if Ctrl-C was deferred, unless the user has installed a handler for it: the handler
+        still waits, since it may call an object that is half changed."""
         number = int(signal.SIGINT)
         if number in self.held and threading.get_ident() == self.main:
             if self._handlers[number] is signal.default_int_handler:
@@ -108,8 +109,8 @@ class _Signals:
                 raise self.interrupt
 
     def start_anew(self) -> None:
-        """In a child process: forget what was held back."""
-        self.main = threading.main_thread().ident  # in Python too: its hook comes before ours
+        """In a child process: forget deferred signals and restore the handlers."""
+        self.main = threading.main_thread().ident  # Python's own fork hook, which sets it, has run before ours.
         self.depth = 0
         self.held.clear()
         self._put_back()
@@ -117,17 +118,17 @@ class _Signals:
     def _hold(self, number: int, frame: FrameType | None) -> None:
         if self.depth:
             self.held[number] = frame
-        else:  # It came while a block ended, or whoever asked for the handler within a block has put this one back.
+        else:  # The signal came while a block ended, or code that read this handler in a block has installed it again.
             self._put_back()
             self._handlers[number](number, frame)
 
     def _put_back(self) -> None:
-        for number, handler in reversed(self._handlers.items()):  # SIGINT, which came first, is the last to raise
+        for number, handler in reversed(self._handlers.items()):  # SIGINT is restored last, as it may raise at once.
             if _signal.getsignal(number) is self._note:
                 _signal.signal(number, handler)
 
     def _handle(self) -> None:
-        """Call the handler of each signal that came, once; the others too where one raises."""
+        """Call the handler of each deferred signal once, also of those after a handler that raises."""
         if self.held:
             number, frame = self.held.popitem()
             try:

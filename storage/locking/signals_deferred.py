@@ -1,13 +1,13 @@
 """Blocks that signals and forks wait for: `with signals_deferred:`.
 
-signals     come when the outermost block has ended, in the main thread (signals.py)
+signals     are handled when the outermost block has ended, in the main thread (signals.py)
 forks       a fork waits for the blocks of other threads, and for the lock of each object (store_lock.py), so that the
-            child's copy is whole. What takes longer than a minute is not waited for: the child has no whole copy
-            of that object, which is marked as torn there
+            child has a complete copy. After a minute the fork waits no longer: the child then has no complete copy of
+            an object that is still locked, and the object is marked as torn in the child
 """
 
-# Imported first, so that their fork hooks are registered before ours and run after them: the locks they hold during a
-# fork must be free while ours wait for other threads.
+# Imported before our fork hooks are registered, so that the hooks of these modules run after ours: the locks that they
+# hold during a fork must be free while our hooks wait for other threads.
 import concurrent.futures.thread  # noqa: F401
 import logging  # noqa: F401
 import os
@@ -22,24 +22,24 @@ from oneemb.kernels.jit import compiling
 from oneemb.storage.locking.signals import signals
 
 WAIT_SLICE = 0.05
-"""How long a thread waits for a lock, or for a fork, before it looks whether Ctrl-C came, in seconds."""
+"""Seconds that a thread waits for a lock, or for a fork, before it looks whether Ctrl-C came."""
 
-# How long a fork waits for a call that is under way, in seconds. A child's copy of an object whose lock it did not get
-# is of no use, and says so.
+# Seconds that a fork waits for a call of another thread. If the fork does not get an object's lock, the child's copy of
+# the object is unusable, and calls on it raise an error that says so.
 _FORK_PATIENCE = 60.0
 
 
 class _SignalsDeferred:
-    """`with signals_deferred:` holds signals back, and forks by other threads; may be nested."""
+    """`with signals_deferred:` defers signals, and forks by other threads. Blocks may be nested."""
 
     def __init__(self) -> None:
-        self._inside: dict[int, int] = {}  # number of nested blocks that a thread is in, by the thread
+        self._inside: dict[int, int] = {}  # {thread: number of nested blocks that it is in}
         self._forking: int | None = None  # the thread that is about to fork
         self._forks_now = False
         self._forked = threading.Event()
         self._one_fork = threading.Lock()
 
-    # A step has a dozen blocks: most of them end in these lines, without calls of other methods.
+    # A step has a dozen blocks. For speed, most of them run only these lines and call no other method.
 
     def __enter__(self) -> None:
         me = threading.get_ident()
@@ -70,7 +70,8 @@ class _SignalsDeferred:
                 signals.end()
 
     def raise_interrupt(self) -> None:
-        """Raise KeyboardInterrupt if Ctrl-C was held back. Called in a block, where an interrupt does no harm."""
+        """Raise KeyboardInterrupt if Ctrl-C was deferred. Call it at points of a block where an interrupt is
+        harmless."""
         if signals.held:
             signals.raise_interrupt()
 
@@ -81,8 +82,8 @@ class _SignalsDeferred:
 
     @contextmanager
     def forks_allowed(self) -> Iterator[None]:
-        """Within a block, at a point where its data is consistent: other threads may fork. Does nothing in a nested
-        block."""
+        """Let other threads fork while `with ... .forks_allowed():` runs, at a point of a block where all data is
+        consistent. Does nothing in a nested block."""
         me = threading.get_ident()
         if self._inside.get(me) != 1:
             yield
@@ -94,11 +95,11 @@ class _SignalsDeferred:
             self._hold_forks(goes_on=True)
 
     def _hold_forks(self, *, goes_on: bool = False, interruptible: bool = False) -> None:
-        """Wait for a fork that is under way, and make the next one wait. A block that goes on (`goes_on`) waits only
-        for a fork that has really begun: other threads may be waiting for the block."""
+        """Wait for a fork that is under way, and make the next fork wait. A block that continues (`goes_on`) waits only
+        for a fork that no longer waits for blocks: the forking thread may be waiting for this very block."""
         me = threading.get_ident()
         depth = self._inside.get(me, 0)
-        # Write, then read; a fork does the same, so at least one of the two sees the other.
+        # Write, then read. A fork does the same, so at least one of the two threads sees the other.
         self._inside[me] = depth + 1
         while depth == 0 and self._forking not in (None, me):
             if not self._forks_now and (goes_on or compiling.is_locked()):  # by this thread
@@ -112,7 +113,7 @@ class _SignalsDeferred:
     # ---- for the hooks of a fork ------------------------------------------------------------------------------------
 
     def close_for_fork(self) -> None:
-        """Begin a block before a fork. Only one thread forks at a time."""
+        """Begin the fork of this thread, as a block. Only one thread forks at a time."""
         signals.hold()
         self._hold_forks()
         with self.forks_allowed():
@@ -121,9 +122,9 @@ class _SignalsDeferred:
         self._forking = threading.get_ident()
 
     def wait_for_others(self, end: float) -> None:
-        """Wait until no other thread is in a block or compiles, or until the time `end`; then no other thread may begin
-        a block. A thread that compiles may begin one until then: the garbage collector may close a table in the
-        middle of it."""
+        """Wait until no other thread is in a block or compiles, or until the time `end`; from then on no other thread
+        may begin a block. Until then a thread that compiles may begin one: the garbage collector may close a table in
+        the middle of a compilation."""
         while True:
             self._forks_now = True
             free = compiling._lock.acquire(blocking=False)
@@ -135,7 +136,7 @@ class _SignalsDeferred:
             time.sleep(1e-4)
 
     def open_after_fork(self) -> None:
-        """End the block that `close_for_fork` began. Held signals come a moment later: see `come_later`."""
+        """End the block that `close_for_fork` began. Deferred signals are sent again a moment later (`come_later`)."""
         self._forking, self._forks_now = None, False
         self._forked.set()
         self._one_fork.release()
@@ -148,7 +149,7 @@ class _SignalsDeferred:
         signals.come_later()
 
     def start_anew(self) -> None:
-        """In a child process, whose only thread is the one that forked: forget what was held back."""
+        """In a child process, whose only thread is the one that forked: forget blocks, forks and deferred signals."""
         self._inside = {}
         self._forking, self._forks_now = None, False
         self._forked, self._one_fork = threading.Event(), threading.Lock()
@@ -159,8 +160,8 @@ signals_deferred = _SignalsDeferred()
 
 
 class CommitBlock:
-    """`with CommitBlock() as block:` From `block.begin()` to the end of the block signals wait. An exception that
-    another thread puts into the first line of `__exit__` leaves them waiting: no Python code can rule that out."""
+    """`with CommitBlock() as block:` defers signals from `block.begin()` to the end of the block. If another thread
+    raises an exception in the first line of `__exit__`, signals stay deferred; no Python code can prevent that."""
 
     _begun = False
 
@@ -168,7 +169,7 @@ class CommitBlock:
         return self
 
     def begin(self) -> None:
-        """Hold signals back."""
+        """Defer signals from here on."""
         self._begun = signals_deferred.__enter__() is None  # type: ignore[func-returns-value]
 
     def __exit__(self, *error: object) -> None:
@@ -182,13 +183,13 @@ class _Forked(Protocol):
     lock: Any
     rank: int
     torn: bool
-    """Whether the copy of a child that is being forked is not whole."""
+    """Whether a child that is being forked gets no complete copy of the object."""
 
     def get_ready_for_fork(self) -> bool:
-        """Whether a child's copy of the object is whole. Called under the lock."""
+        """Prepare for a fork, under the lock. Returns whether a child's copy of the object is complete."""
 
 
-# A fork is of the whole process: what it waits for is known here, for all objects.
+# A fork copies the whole process, so this module lists all objects for which a fork waits.
 forked_objects: "weakref.WeakSet[_Forked]" = weakref.WeakSet()
 """Objects whose locks a fork takes."""
 _held: list[_Forked] = []
@@ -203,7 +204,8 @@ def _before_fork() -> None:
     while True:
         signals_deferred.wait_for_others(end)
         _take_turns()
-        # After them, since getting ready may mean that other threads of ours compile. A child could never get it.
+        # numba's lock comes after the objects', since objects that get ready for a fork may compile on other threads.
+        # If another thread held the lock during the fork, the child could never take it.
         _nobody_compiles = compiling._lock.acquire(blocking=False)
         if _nobody_compiles or time.monotonic() > end:
             return
@@ -214,7 +216,7 @@ def _take_turns() -> None:
     for its in sorted(forked_objects, key=lambda its: (its.rank, id(its))):
         if its.torn:
             continue
-        whole_now = its.lock.acquire(blocking=False)  # It is free, but where somebody takes too long.
+        whole_now = its.lock.acquire(blocking=False)  # The lock is free, unless `wait_for_others` has timed out.
         if whole_now:
             _held.append(its)
             whole_now = its.get_ready_for_fork()
@@ -243,7 +245,7 @@ def _in_child() -> None:
     if _nobody_compiles:
         compiling._lock.release()
     else:
-        compiling._lock = threading.RLock()  # The other is of a thread that is not there.
+        compiling._lock = threading.RLock()  # The old lock is held by a thread that this process does not have.
     signals_deferred.start_anew()
 
 

@@ -1,13 +1,13 @@
 """The lock of a store's training steps, which saves, loads and evaluations of other threads take too.
 
 A step computes on rows in the hot tier and changes them there without the store lock (store_lock.py), so that other
-threads can prepare batches meanwhile. What reads or replaces all rows (save, export, load, import, clear, an
-`EvalGraph`) has to run between two steps: it holds this lock, as a step does.
+threads can prepare batches at the same time. Calls that read or replace all rows (save, export, load, import, clear, an
+`EvalGraph`) have to run between two steps, so they take the step lock, as a step does.
 
 Invariants:
-- several locks are taken in one call, which sorts them: so two threads cannot wait for each other. They are taken
-  before any store lock and any `signals_deferred` block, since a fork waits for those;
-- a lock is free again when its block ends, whatever line an interrupt comes at.
+- a thread takes several step locks in one call, which sorts them, so that two threads cannot wait for each other. Step
+  locks are taken before any store lock and any `signals_deferred` block, since a fork waits for store locks and blocks;
+- a lock is free again when its block ends, at whatever line an interrupt comes.
 """
 
 import collections
@@ -20,10 +20,10 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-# How long `between_steps_now` waits for the step of another thread, in seconds.
+# Seconds that `between_steps_now` waits for the step of another thread.
 _PATIENCE = 1.0
 
-# Naps of 20 microseconds at most, in which a thread that takes a lock lets waiting ones go first.
+# Largest number of naps, of 20 microseconds, in which a thread lets threads take a lock first that already wait for it.
 _NAPS_MAX = 500
 
 _STEPPING = operator.attrgetter("stepping")
@@ -41,21 +41,21 @@ class StepLock:
 
     @property
     def lock(self) -> Any:
-        """The lock, a context manager. Any, since threading.RLock is no type in Python 3.11. A child of fork gets a new
-        lock: a thread that the child lacks may hold the old one."""
+        """The inner lock, a context manager (type Any, since threading.RLock is not a type in Python 3.11). A child of
+        fork gets a new lock, since the old lock may be held by a thread that the child does not have."""
         if self._pid != os.getpid():
             self._lock, self._pid, self.waiting = threading.RLock(), os.getpid(), set()
         return self._lock
 
 
 def alone(locks: Iterable[StepLock], call: Callable[[], T]) -> T:
-    """Run `call` with these locks held; returns what it gives."""
+    """Run `call` with these locks held. Returns its result."""
     return while_held(_taking_turns(sorted(locks, key=id)), call)
 
 
 def in_step(locks: Iterable[StepLock], step: Callable[[], T]) -> T:
-    """Run a training step with these locks held; returns what it gives. Until it ends, `between_steps` on this thread
-    raises."""
+    """Run a training step with these locks held. Returns the step's result. Until the step ends, `between_steps` raises
+    RuntimeError on this thread."""
     locks = tuple(locks)
 
     def run() -> T:
@@ -72,8 +72,8 @@ def in_step(locks: Iterable[StepLock], step: Callable[[], T]) -> T:
 
 
 def between_steps(locks: Iterable[StepLock], what: str, call: Callable[[], T]) -> T:
-    """Run `call` with these locks held and no step under way on any thread; returns its result. Raises RuntimeError,
-    with nothing done, if this thread is in a step: a hook, a scheduler or a signal handler calls."""
+    """Run `call` with these locks held, while no thread is in a step. Returns its result. Raises RuntimeError, before
+    `call`, if this thread is in a step, so that a hook, a scheduler or a signal handler must have called."""
 
     def run() -> T:
         if any(lock.stepping for lock in locks):
@@ -89,9 +89,9 @@ def between_steps(locks: Iterable[StepLock], what: str, call: Callable[[], T]) -
 
 
 def between_steps_now(one: StepLock, call: Callable[[], T]) -> T | None:
-    """Run `call` with this lock held, between steps. Returns its result; None = a step is under way on this thread, or
-    another thread's takes longer than a second: the wait is bounded, so that callers with other locks cannot
-    deadlock."""
+    """Run `call` with this lock held, between two steps. Returns its result, or None, without a call, if this thread is
+    in a step or another thread's step takes longer than a second. The wait is bounded since callers may hold other
+    locks: an unbounded wait could deadlock."""
     lock = one.lock
     owned = lock._is_owned()
     if not lock.acquire(timeout=_PATIENCE):
@@ -104,8 +104,8 @@ def between_steps_now(one: StepLock, call: Callable[[], T]) -> T | None:
 
 
 def _taking_turns(locks: Iterable[StepLock]) -> Iterator[Any]:
-    """Yield the inner lock of each step lock; the caller takes it before it asks for the next one. Waiting threads go
-    first: Python's locks are not fair."""
+    """Yield the inner lock of each step lock; the caller takes a lock before it asks for the next one. Threads that
+    wait already go first, which Python's locks do not ensure."""
     me = threading.get_ident()
     for one in locks:
         lock = one.lock
@@ -119,17 +119,17 @@ def _taking_turns(locks: Iterable[StepLock]) -> Iterator[Any]:
             yield lock
             one.waiting.discard(me)
         finally:
-            one.waiting.discard(me)  # Again: an interrupt may come before either line.
+            one.waiting.discard(me)  # Once more, since an interrupt may come before the line above.
         if not owned:
-            one.stepping = False  # An interrupt may have ended a step before it could say so.
+            one.stepping = False  # An interrupt may have ended a step before the step could reset this.
 
 
 def while_held(locks: Iterable[Any], call: Callable[[], T]) -> T:
     """Run `call` with these locks held. Returns its result.
 
-    Interrupts come between instructions of Python only: `extend` takes each lock and notes it in one, `deque` releases
-    all in one. An ExitStack would leave a lock taken, and nested `with` blocks overflow Python's stack with a thousand
-    locks.
+    Interrupts come only between instructions of Python. `extend` takes each lock and records it in one instruction, and
+    `deque` releases all locks in one. With an ExitStack an interrupt could leave a lock taken, and a thousand nested
+    `with` blocks overflow Python's stack.
     """
     held: list[Any] = []
     giving_back = map(_RELEASE, held)

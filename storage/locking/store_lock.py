@@ -1,19 +1,20 @@
-"""Makes calls on an object atomic: one at a time, and whole in spite of signals, unforeseen errors and forks.
+"""Makes calls on an object atomic: one call at a time, and complete in spite of signals, unforeseen errors and forks.
 
 A thread in a block of `with store_lock:` has the object for itself. The lock is reentrant, and also handles
 
     signals     Python's signal handlers (Ctrl-C raises KeyboardInterrupt) run before a block or after it:
-                `signals_deferred` holds signals back while a block runs, and handles them when it has ended
+                `signals_deferred` defers signals while a block runs
     errors      an error within a block of `changing`, where the object is half changed, and an error that no code
-                raises on purpose, leave the object *broken*: it raises BrokenStoreError until its rows are new
-    forks       a child process has a copy of the object and shares its files: it may read, not change. A fork waits
-                for the `signals_deferred` blocks of other threads, so that the copy is whole; each block of the lock
-                is one
+                raises on purpose, leave the object *broken*: calls raise BrokenStoreError until all its rows are
+                replaced
+    forks       a child process has a copy of the object and shares its files, so it may read but not change. Each block
+                of the lock is a `signals_deferred` block, and a fork waits for such blocks of other threads, so that
+                the child's copy is complete
 
 Invariants:
-- no signal handler of Python runs between the first and the last line of a block in the main thread, but where the
-  block lets it (`signals_deferred.raise_interrupt`);
-- a broken object gives out no row.
+- between the first and the last line of a block in the main thread no signal handler of Python runs, except where the
+  block calls `signals_deferred.raise_interrupt`;
+- a broken object returns no row.
 """
 
 import os
@@ -26,16 +27,16 @@ from oneemb.storage.errors import BrokenStoreError, ForkedProcessError, StorageE
 from oneemb.storage.locking.signals import signals
 from oneemb.storage.locking.signals_deferred import WAIT_SLICE, forked_objects, signals_deferred
 
-# Errors that calls raise on purpose, or that the system raises in them, where nothing is half changed.
+# Errors that calls raise on purpose, or that the system raises, at points where nothing is half changed.
 _FORESEEN = (StorageError, MemoryError, ValueError, TypeError, OSError)
 
 
 class StoreLock:
-    """`with store_lock:` gives the object to the thread that runs it; blocks of one thread may be nested.
+    """`with store_lock:` gives the object to the thread that runs the block. Blocks of one thread may be nested.
 
     Args:
-        what, mend: the object, and what to do when it is broken, for errors.
-        rank: objects of lower rank are locked first by a thread that locks several.
+        what, mend: words for errors: the object, and what to do if it is broken.
+        rank: a thread that locks several objects locks those of lower rank first.
     """
 
     def __init__(self, what: str, mend: str, rank: int):
@@ -44,18 +45,19 @@ class StoreLock:
         self.waiting = 0
         """Number of threads that wait for the lock; not exact."""
         self.before_fork: Callable[[], Callable[[], None] | None] = lambda: None
-        """Returns a function to call under the lock before a fork, so that a child can read without threads."""
+        """Returns the function, or None, to call under the lock before a fork, so that a child can read without
+        threads."""
         self._what, self._mend = what, mend
         self._broken: str | None = None
         self._pid = os.getpid()
         self.torn = False
-        """Whether this process is a child that got no whole copy of the object."""
-        with signals_deferred:  # No fork comes while the set is half changed.
+        """Whether this process is a child that got no complete copy of the object."""
+        with signals_deferred:  # No fork happens while the set is half changed.
             forked_objects.add(self)
 
     def __enter__(self) -> None:
         if self.torn and self.forked:
-            self.check(changes=False)  # The lock belongs to a thread that is not there.
+            self.check(changes=False)  # Raises: the lock belongs to a thread that this process does not have.
         signals_deferred.__enter__()
         try:
             if not self.lock.acquire(blocking=False):
@@ -65,7 +67,7 @@ class StoreLock:
             raise
 
     def _wait(self) -> None:
-        """Take the lock when others let go of it. Ctrl-C ends that, where nothing has begun."""
+        """Take the lock once other threads have released it. Ctrl-C ends the wait, unless this is a nested block."""
         self.waiting += 1
         try:
             while not self.lock.acquire(timeout=WAIT_SLICE):
@@ -82,7 +84,7 @@ class StoreLock:
 
     @contextmanager
     def others_allowed(self) -> Iterator[None]:
-        """Within the outermost block of this lock: let others have the lock during a block."""
+        """Release the lock while `with ... .others_allowed():` runs, within the outermost block of this lock."""
         self.lock.release()
         try:
             with signals_deferred.forks_allowed():
@@ -91,15 +93,15 @@ class StoreLock:
             self.lock.acquire()
 
     def note(self, error: BaseException | None) -> None:
-        """Note the end of a call. An error that left the object half changed (`changing`), or that no code raises on
-        purpose, breaks the object."""
+        """Mark the object as broken if a call has ended with an error that left the object half changed (`changing`),
+        or that no code raises on purpose."""
         if error is None or error is signals.interrupt:
             return
         if not (isinstance(error, _FORESEEN) or _says_memory_ran_out(error)) or hasattr(error, "left_half_changed"):
             self.cut_short(error)
 
     def cut_short(self, error: BaseException) -> None:
-        """Mark the object broken: this error has ended a call half way, so what it holds may be wrong."""
+        """Mark the object as broken: this error has ended a call half way, so the object's rows may be wrong."""
         self._broken = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
     @property
@@ -112,8 +114,8 @@ class StoreLock:
         return self._broken is not None
 
     def check(self, *, changes: bool) -> None:
-        """Raise BrokenStoreError if a call was cut short, ForkedProcessError if this process is a child that may not
-        read, or not change, the object."""
+        """Raise BrokenStoreError if the object is broken; ForkedProcessError if this process is a child of fork and
+        `changes`, or if the child has no complete copy."""
         if self._broken is not None:
             raise BrokenStoreError(
                 f"{self._what} is of no use since a call on it was cut short by {self._broken}: what it holds in memory"
@@ -130,25 +132,25 @@ class StoreLock:
             )
 
     def mended(self) -> None:
-        """Mark the object whole again: what it holds is new."""
+        """Mark the object as no longer broken, after all its rows have been replaced."""
         self._broken = None
 
     def get_ready_for_fork(self) -> bool:
-        """Whether a child's copy of the object is whole. Called under the lock."""
+        """Prepare for a fork, under the lock. Returns whether a child's copy of the object is complete."""
         try:
             get_ready = self.before_fork()
             if get_ready is not None and not self.broken and not self.forked:
                 get_ready()
         except StorageError:
-            return True  # It says the same to whoever calls it next.
+            return True  # The object is consistent: its next call raises the same error, in the child too.
         except BaseException:
             return False
         return True
 
 
 class _Changing:
-    """`with changing:` marks lines between which an object is half changed. Any error that leaves the block, other than
-    that of `raise_interrupt`, breaks each object whose lock is held."""
+    """`with changing:` marks lines in which an object is half changed. Any error that leaves the block, except that of
+    `raise_interrupt`, breaks each object whose lock is held."""
 
     def __enter__(self) -> None:
         pass
@@ -162,8 +164,8 @@ changing = _Changing()
 
 
 class whole:
-    """`with whole(objects):` defers signals, and an unforeseen error breaks these objects: for changes of several
-    objects together, or without their locks. Errors that leave everything in order may leave the block."""
+    """`with whole(objects):` defers signals, and breaks these objects if an unforeseen error leaves the block. For
+    changes of several objects together, or without their locks. Errors that calls raise on purpose break nothing."""
 
     def __init__(self, objects: Iterable[StoreLock]):
         self._objects = objects

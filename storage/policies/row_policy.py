@@ -1,7 +1,7 @@
-"""The user's rules for the rows that a table keeps, checked.
+"""Policies that users give: which ids of a table get a row, and which rows are evicted. Arguments are checked here.
 
-`RowPolicy` is of one table. `kernels/score_rows.py` has the rules by which a use changes a row's score, and `usage.py`
-finds the rows that are to leave.
+A `RowPolicy` is the policy of one table. `kernels/score_rows.py` computes the scores of rows, and `evictions.py` finds
+the rows to evict.
 """
 
 import sys
@@ -18,20 +18,21 @@ from oneemb.storage.rows.initializers import ConstantInitializer, Initializer, e
 
 @dataclass(frozen=True)
 class LRU:
-    """Rows that were not looked up for longest leave first."""
+    """Eviction rule: the rows that have not been looked up for the longest time are evicted first."""
 
 
 @dataclass(frozen=True)
 class StepLRU:
-    """Rows that were not looked up for most steps leave first; those of one step are equal."""
+    """Eviction rule: the rows that have not been looked up for most steps are evicted first. Rows that the same step
+    looked up last have equal rank."""
 
 
 @dataclass(frozen=True)
 class LFU:
-    """Rows that were looked up least often leave first.
+    """Eviction rule: the rows that were looked up least often are evicted first.
 
     Args:
-        half_life: steps in which a use comes to count half as much; None = uses count for ever.
+        half_life: number of steps after which a use counts half as much; None = uses count in full for ever.
     """
 
     half_life: float | None = None
@@ -44,12 +45,13 @@ class LFU:
 
 @dataclass(frozen=True)
 class MixedLFU:
-    """Rows that were looked up least often leave first, and of those looked up about as often the oldest ones.
+    """Eviction rule: the rows that were looked up least often are evicted first; among rows that were looked up about
+    equally often, those whose last use is oldest.
 
-    How often is known to a power of two, as TorchRec's dynamic embedding has it (`mixed_lru_lfu`).
+    Uses are counted roughly, as a power of two, as in TorchRec's dynamic embedding (`mixed_lru_lfu`).
 
     Args:
-        new_power: the power of a new row.
+        new_power: the power of two with which a new row begins.
     """
 
     new_power: int = 5
@@ -61,21 +63,23 @@ class MixedLFU:
 
 @dataclass(frozen=True)
 class EpochLRU:
-    """Rows of old epochs leave first, of these those that were not looked up for longest. See `set_epoch`."""
+    """Eviction rule: rows last used in old epochs are evicted first; within an epoch, the rows that have not been
+    looked up for the longest time. `set_epoch` sets the epoch."""
 
 
 @dataclass(frozen=True)
 class EpochLFU:
-    """Rows of old epochs leave first, of these those that were looked up least often. See `set_epoch`."""
+    """Eviction rule: rows last used in old epochs are evicted first; within an epoch, the rows that were looked up
+    least often. `set_epoch` sets the epoch."""
 
 
 @dataclass(frozen=True)
 class GivenScore:
-    """Rows of the least score leave first, which is what `set_scores` says.
+    """Eviction rule: the rows with the lowest scores are evicted first. `set_scores` sets the scores of rows.
 
     Args:
-        new: the score of new rows, 0 to 2^64 - 1.
-        on_use: whether a lookup gives its rows that score again, rather than new ones alone.
+        new: score of new rows, 0 to 2^64 - 1.
+        on_use: if True, a lookup resets the scores of all its rows to `new`; if False, only new rows get this score.
     """
 
     new: int = 0
@@ -89,17 +93,17 @@ class GivenScore:
 
 @dataclass(frozen=True)
 class AdmitAfter:
-    """An id gets a row when it has been seen so often, in lookups in training mode; the row begins then.
+    """Admission rule: an id gets a row once it has been seen often enough in lookups in training mode.
 
     Args:
-        sightings: ids of lookups that are equal, this lookup's among them.
-        per_lookup: whether a lookup counts once, however many of its ids are equal.
-        counters: ids of the table whose sightings are counted at most. Those that were not seen for longest are
-            forgotten first, nearly, a sixteenth of those looked at at a time, as rows leave by `LRU`.
-        sketch_width: None = counts are exact; else they are in a count-min sketch of 4 rows of this width, 16 bytes of
-            memory for each, and `counters` has no effect. A sketch never counts too few, so that no row begins late;
-            with probability 1 - e^-4 a count is too large by less than e / sketch_width of all sightings of ids that
-            had no row, which nothing takes out again.
+        sightings: how often the id must have occurred in lookups, the current lookup included.
+        per_lookup: whether an id counts once in a lookup, however often it occurs in the lookup.
+        counters: largest number of ids of the table whose sightings are counted. Beyond it, ids that have not been seen
+            for a long time are forgotten, up to a sixteenth of the ids at a time, roughly in the order of `LRU`.
+        sketch_width: None = counts are exact. Otherwise sightings are counted in a count-min sketch of 4 rows of this
+            width, of 16 * sketch_width bytes, and `counters` has no effect. A sketch never counts too few sightings, so
+            no id gets its row late. With probability 1 - e^-4 a count is too large by less than e / sketch_width of all
+            sightings of ids without a row; counts in a sketch never decrease.
     """
 
     sightings: int
@@ -117,10 +121,11 @@ class AdmitAfter:
 
 @dataclass(frozen=True)
 class AdmitChance:
-    """A lookup gives an id without a row one with a probability, a pure function of seed, key and the lookup's number.
+    """Admission rule: a lookup gives an id without a row a row with this probability. The outcome is a pure function of
+    the seed, the key and the number of the lookup.
 
     Args:
-        probability: above 0, 1 at most, whatever number of the lookup's ids are equal.
+        probability: above 0 and at most 1; it does not depend on how often the id occurs in the lookup.
         seed: an int from 0 to 2^64 - 1.
     """
 
@@ -138,12 +143,13 @@ class AdmitChance:
 
 @dataclass(frozen=True)
 class AdmitWhere:
-    """An id gets a row where a function says so.
+    """Admission rule: a function says which ids get a row.
 
     Args:
-        function: `function(table, ids, counts)`, of int, int64 [N] and int64 [N] arrays: distinct ids that have no row,
-            and their sightings, this lookup's among them. Gives bool [N]. It must not call the embedding.
-        per_lookup, counters: as of `AdmitAfter`.
+        function: `function(table, ids, counts)` returns bool [N], whether each id gets a row. `table` is an int; `ids`,
+            int64 [N], are distinct ids without a row; `counts`, int64 [N], are their sightings, the current lookup
+            included. The function must not call the embedding.
+        per_lookup, counters: as in `AdmitAfter`.
     """
 
     function: Callable[[int, np.ndarray, np.ndarray], np.ndarray]
@@ -164,39 +170,41 @@ Absent = Literal["initial", "zeros"] | Initializer
 
 @dataclass(frozen=True)
 class RowPolicy:
-    """Rules for the rows that a table keeps.
+    """Policy of one table: which ids get a row, and which rows are evicted.
 
     Args:
-        evict: which rows leave where there would be more than `capacity`, or than the store's; None = none, a full
-            table or store is a StoreFullError. Tables that share the store's capacity evict by one rule. Where there is
-            no capacity, rows get scores by this rule, and none leaves.
-        capacity: rows of the table at most; None = no limit but the store's. Some more than needed leave at a time, a
-            sixteenth of it at most.
-        capacity_mb: the same in MiB of rows, optimizer state included; None = no limit. One of both at most.
-        expire_after_steps: rows that were not looked up for more steps than this leave; None = none.
-        expire_after_seconds: rows that were not looked up for longer leave, whole seconds; None = none.
-        expire_below_norm: rows whose weights have an L2 norm below this leave; None = none.
-        expire_where: `expire_where(table, ids, weights)`, of int, int64 [N] and float32 [N, D] arrays, says by bool
-            [N] which rows leave; None = none. It must not call the embedding.
-        sweep_steps: in so many steps every row is looked at once, whether it has expired by steps or seconds, 256th by
-            256th of them; of several tables the least holds for all. So a table holds the rows of the last
-            `expire_after_steps + sweep_steps` steps at most. `embedding.evict()` looks at all of them, at norms and
-            `expire_where` too.
-        sweep_weights: whether sweeps look at norms and `expire_where` too, which reads the weights of rows.
-        sweep_above_mb: sweeps pass over the table's rows until they take more MiB than this, optimizer state included,
-            wherever they are; None = they never do.
-        sweep_above: the same in rows. One of both at most.
-        evict_at_snapshot: whether rows of the table that have expired, by whatever, leave before a snapshot is saved.
-        clock: what gives seconds, the same for all tables; None = `time.monotonic`.
-        admit: which ids get a row; None = all that are looked up in training mode. Gradients of those that get none
-            are dropped.
-        absent: what ids without a row read as in eval mode: "initial" = as they would begin, "zeros", or as one of
-            `oneemb.make_*_initializer` says.
-        refused: what ids read as in training that get no row: likewise; None = as `absent` says.
-        timestamps: whether a row notes when it was used last in nanoseconds, in place of the step and the second: where
-            no table expires by these, and no rule of `evict` asks for steps. The same for all tables of an embedding.
-        when_full: what becomes of ids of a lookup that cannot all have rows at a time, since `capacity` is less, or no
-            row may leave: "raise" a StoreFullError, or "refuse" those that come last in the lookup a row.
+        evict: rule that chooses the rows to evict if a table would have more rows than `capacity`, or the store more
+            than its own capacity. None = nothing is evicted, and a full table or store raises StoreFullError. Tables
+            that share the store's capacity need the same rule. Without any capacity, rows get scores by this rule and
+            none is evicted.
+        capacity: largest number of rows of the table; None = only the store's limit. An eviction makes room for more
+            rows than are needed at the moment, at most a sixteenth of the capacity.
+        capacity_mb: `capacity` in MiB of rows, optimizer state included; None = no limit. Give at most one of the two.
+        expire_after_steps: rows that have not been looked up for more steps than this are evicted; None = off.
+        expire_after_seconds: rows that have not been looked up for more (whole) seconds are evicted; None = off.
+        expire_below_norm: rows whose weights have an L2 norm below this are evicted; None = off.
+        expire_where: `expire_where(table, ids, weights)`, of an int and int64 [N] and float32 [N, D] arrays, returns
+            bool [N], which rows to evict; None = off. The function must not call the embedding.
+        sweep_steps: number of steps in which each row is checked once for having expired by steps or seconds, a 256th
+            of the rows at a time. If tables differ, the lowest number applies to all. So a table has no row that has
+            not been looked up for `expire_after_steps + sweep_steps` steps. `embedding.evict()` checks all rows at
+            once, for norms and `expire_where` too.
+        sweep_weights: whether sweeps check norms and `expire_where` too, which means reading the weights of rows.
+        sweep_above_mb: sweeps skip the table while its rows, in all tiers and with optimizer state, take no more MiB
+            than this; None = never.
+        sweep_above: `sweep_above_mb` as a number of rows. Give at most one of the two.
+        evict_at_snapshot: whether all expired rows of the table are evicted before a snapshot is saved.
+        clock: function that returns seconds, the same for all tables; None = `time.monotonic`.
+        admit: rule that chooses the ids that get a row; None = every id that is looked up in training mode. Gradients
+            of ids without a row are dropped.
+        absent: values that ids without a row have in eval mode: "initial" = the values of a new row, "zeros", or an
+            initializer of `oneemb.make_*_initializer`.
+        refused: values that ids have in training mode if they get no row: as for `absent`; None = the same as `absent`.
+        timestamps: if True, a row records the time of its last use in nanoseconds, instead of step and second. Not
+            possible if a table expires by steps or seconds, or if its `evict` uses steps. The same for all tables of an
+            embedding.
+        when_full: what happens if the ids of one lookup cannot all have a row, because `capacity` is too small or no
+            row may be evicted: "raise" = StoreFullError; "refuse" = the last ids of the lookup get no row.
 
     Raises:
         TypeError, ValueError: an argument is out of its range.
@@ -264,22 +272,22 @@ class RowPolicy:
 
     @property
     def weighs(self) -> bool:
-        """Whether rows leave by their weights."""
+        """Whether rows may expire because of their weights."""
         return self.expire_below_norm is not None or self.expire_where is not None
 
     @property
     def sweeps_weights(self) -> bool:
-        """Whether steps look at rows' weights."""
+        """Whether sweeps read the weights of rows."""
         return self.sweep_weights and self.weighs
 
     @property
     def sweeps(self) -> bool:
-        """Whether steps look for rows that have expired."""
+        """Whether steps sweep the table for rows that have expired."""
         return self.expire_after_steps is not None or self.expire_after_seconds is not None or self.sweeps_weights
 
 
 def described(policies: Sequence[RowPolicy] | None) -> str:
-    """Text of policies, equal for equal policies. Of a function it says only that there is one."""
+    """Text of policies, the same for equal policies. A function appears only as "a function"."""
     if policies is None:
         return ""
     plain = [{field.name: _plain(getattr(its, field.name)) for field in fields(its)} for its in policies]
@@ -295,7 +303,8 @@ def _plain(value: object) -> object:
 def rows_instead(
     policies: Sequence[RowPolicy] | None, initial: InitialRows, of: Literal["absent", "refused"]
 ) -> InitialRows:
-    """Values read for ids without a row, or for ids that are refused one; `initial` holds the values of new rows."""
+    """Values that ids without a row have, for each table: in eval mode ("absent"), or in training mode ("refused").
+    `initial` holds the values of new rows."""
     return reads_as(
         [
             policy.refused if of == "refused" and policy.refused is not None else policy.absent
@@ -306,7 +315,7 @@ def rows_instead(
 
 
 def reads_as(said_T: Sequence[Absent], initial: InitialRows) -> InitialRows:
-    """Values read for ids of each table, by the table's `Absent`; `initial` holds the values of new rows."""
+    """Values that ids without a row have, by the `Absent` of each table. `initial` holds the values of new rows."""
     kind_TC, param_TC4 = initial.kind_TC.copy(), initial.param_TC4.copy()
     for t, said in enumerate(said_T):
         if said != "initial":
@@ -316,7 +325,7 @@ def reads_as(said_T: Sequence[Absent], initial: InitialRows) -> InitialRows:
 
 
 def rules_of(policies: Sequence[RowPolicy]) -> ScoreRules:
-    """Rules by which uses change the scores of rows, for loops."""
+    """The eviction rules of tables as arrays for loops."""
     tables = len(policies)
     rules = ScoreRules(
         np.zeros(tables, np.int64), np.ones(tables), np.zeros(tables, np.uint64), np.zeros(tables, np.bool_)

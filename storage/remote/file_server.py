@@ -1,21 +1,22 @@
 """A parameter server in a folder, `file://PATH`: rows in persistent tables, for one process at a time.
 
-    PATH/LOCK            says who has the folder
-    PATH/NAMES           the number of each table and part; see `value_names.py`
-    PATH/width-16/       the persistent table of all values of 16 numbers, whatever table and part they are of
-    PATH/UNSAVED         is there while rows are kept that no snapshot holds: with `save_bytes` only
+    PATH/LOCK            the process that has opened the folder
+    PATH/NAMES           the number of each table and part (`value_names.py`)
+    PATH/width-16/       the persistent table of all values of 16 numbers, of all tables and parts
+    PATH/UNSAVED         exists while the folder has rows that no snapshot holds, which only `save_bytes` allows
 
-Each part of a row is a row of its own in a persistent table, whose table number says the part and the user's table: so
-a row may have some parts only, and parts of any widths. A value takes about 30 bytes of memory beside the disk.
+Each part of a row is stored as a row of its own in a persistent table. The table number of that row names the user's
+table and the part. So a row may have some parts only, and parts of any widths. A value takes about 30 bytes of memory
+beside its place on the disk.
 
 Invariants:
-- a push or an erase that has returned outlives the process and a loss of power: it has saved a snapshot, which costs
-  some syncs and a bit for each value; with `save_bytes` those do which a save, a flush or a close has followed;
-- what was kept and is gone is an error when the folder is opened: UNSAVED is durable before the first row that is not
-  saved, and NAMES before the first row of a name; a width that NAMES knows has a snapshot;
-- every byte is compared with its checksum, by the persistent table;
-- all who open a URL in one process (a model's embeddings, their averages and copies) share a server: calls are made
-  one at a time, the folder is released when the last has closed, and a forked child has none of its parent's.
+- a push or an erase that has returned survives the process and a loss of power: it has saved a snapshot, which costs
+  some syncs and a bit for each value. With `save_bytes` it survives once a save, a flush or a close has followed;
+- a loss of rows is an error when the folder is opened: UNSAVED is durable before the first unsaved row is written, and
+  NAMES before the first row of a name; each width that NAMES lists has a snapshot;
+- the persistent table compares every byte with its checksum;
+- all users of a URL in one process (the embeddings of a model, their averages and copies) share a server: it handles
+  one call at a time, and the folder is released when the last user has closed it. A child of fork has no server.
 """
 
 import json
@@ -42,9 +43,8 @@ _SNAPSHOT = "rows"
 
 
 def read_file_url(url_rest: str) -> tuple[str, int, bool]:
-    """Path, `save_bytes` and `accept_loss` of a URL without its `file://`: `PATH`, `PATH?save_bytes=N`,
-    `PATH?lost=accept`, or both options with `&` between them. ValueError if there is no path, or an option is
-    unknown."""
+    """(path, save_bytes, accept_loss) of a URL without its `file://`: `PATH`, `PATH?save_bytes=N`, `PATH?lost=accept`,
+    or both options with `&` between them. Raises ValueError without a path, or for an unknown option."""
     path, _, options = url_rest.partition("?")
     if not path:
         raise ValueError("a file server's URL is file://PATH, such as file:///data/rows; got no path")
@@ -60,17 +60,17 @@ def read_file_url(url_rest: str) -> tuple[str, int, bool]:
 
 
 class FileServer:
-    """Rows in a folder.
+    """A parameter server that keeps rows in a folder.
 
     Args:
-        path: the folder; it is made if it is not there. `~` is the user's home.
-        save_bytes: bytes that may be pushed before they are saved. 0 = each push is saved before it returns.
-        accept_loss: go on with the rows of the last save where a process has ended without saving others.
+        path: the folder, which is made if it does not exist. `~` is the user's home.
+        save_bytes: number of bytes that may be pushed before a save. 0 = each push is saved before it returns.
+        accept_loss: if a process has ended with unsaved rows, continue with the rows of its last save.
         background: write in background threads; False = in the calls themselves.
 
     Raises:
-        LostRowsError: rows that were pushed are gone.
-        ServerError: another process has the folder, or files cannot be read or are damaged.
+        LostRowsError: rows that were pushed are lost.
+        ServerError: another process has opened the folder, or files cannot be read or are damaged.
     """
 
     def __init__(
@@ -150,14 +150,14 @@ class FileServer:
             self._save_if_due()
 
     def flush(self) -> None:
-        """Save what is not saved yet; durable when this returns. ServerError if it could not be saved."""
+        """Save all unsaved rows, durably. Raises ServerError if they could not be saved."""
         with self._as_server_error():
             self._begin()
             self._save()
 
     def close(self) -> None:
-        """Save what is not saved yet, and release the folder, even if a ServerError says that rows could not be
-        saved."""
+        """Save all unsaved rows, and release the folder. If rows could not be saved, release it and raise
+        ServerError."""
         if self._closed or self.forked:
             return
         self._closed = True
@@ -178,7 +178,7 @@ class FileServer:
         with doing("list", self._path):
             there = set(self._fs.names(self._path))
         if self._names.new:
-            # The first table is made after NAMES.
+            # NAMES is written before the first table is made, so tables without NAMES mean that NAMES is lost.
             tables = sorted(name for name in there if name.startswith("width-"))
             if tables:
                 raise ServerError(
@@ -218,12 +218,12 @@ class FileServer:
             )
 
     def _value(self, table: str, part: int, width: int) -> Value:
-        """A part's number, with a table for values of this width."""
+        """The number of a table's part. Makes the persistent table for values of this width if there is none."""
         known = self._names.find(table, part)
         if known is not None and width in known.widths:
             return known
         if width not in self._tables:
-            # First, so that a width which NAMES knows has a snapshot.
+            # The table comes before its entry in NAMES, so that each width that NAMES lists has a snapshot.
             try:
                 self._open_table(width, new=True)
             except BaseException:
@@ -240,7 +240,7 @@ class FileServer:
                 self._tables[width].erase(table_N, id_N)
 
     def _will_change(self, width: int, nbytes: int) -> None:
-        """Note that values of a width are going to change, in memory and, where they will stay unsaved, on the disk."""
+        """Record that values of a width are going to change; with `save_bytes`, first write the file UNSAVED."""
         if self._save_bytes and not self._marked:
             writer = {"pid": self._pid, "host": socket.gethostname(), "since": time.time()}
             write_durably(self._fs, f"{self._path}/UNSAVED", json.dumps(writer).encode())
@@ -269,7 +269,7 @@ class FileServer:
             self._fs.sync_directory(self._path)
 
     def _tell_lost(self, accept: bool) -> None:
-        """A process has ended with rows that it had not saved."""
+        """Raise LostRowsError, unless the loss is accepted: a process has ended with unsaved rows."""
         if accept:
             return
         who = "a process"
@@ -285,7 +285,7 @@ class FileServer:
 
     @property
     def forked(self) -> bool:
-        """Whether this is a child of the process that has the folder."""
+        """Whether this process is a child of the one that opened the folder."""
         return self._pid != os.getpid()
 
     def check_process(self) -> None:
@@ -300,7 +300,7 @@ class FileServer:
         self.check_process()
         if self._closed:
             raise ServerError(f"{self.name} is closed; open it again")
-        self._lock.check()  # Who removes the folder gives up its rows: what is there now is somebody else's.
+        self._lock.check()  # Raises if the folder was removed: a folder there now belongs to another process.
 
     def _release(self) -> None:
         with ExitStack() as last_first:
@@ -318,13 +318,13 @@ class FileServer:
             raise ServerError(f"{self.name}: {error}") from error
 
 
-# ---- one server for all who open its URL in a process ----------------------------------------------------------------
+# ---- one server for all users of a URL in a process ------------------------------------------------------------------
 
 
 _open: "weakref.WeakValueDictionary[tuple[int, str], _Shared]" = weakref.WeakValueDictionary()
-"""By process and path."""
+"""{(process, path): server}."""
 
-_opening = threading.RLock()  # The garbage collector may close one while another is opened.
+_opening = threading.RLock()  # Reentrant: the garbage collector may close a handle while this thread opens another.
 
 
 class _Shared:
@@ -336,8 +336,8 @@ class _Shared:
 
 
 def open_file_server(url_rest: str) -> "FileHandle":
-    """The server of a URL, without its `file://`; see `read_file_url`. Raises as `FileServer`, and ValueError if the
-    URL is invalid or the folder is open with another `save_bytes`."""
+    """The server of a URL, given without its `file://`. Raises the errors of `FileServer`, and ValueError if the URL is
+    invalid (`read_file_url`) or the folder is open with another `save_bytes`."""
     path, save_bytes, accept_loss = read_file_url(url_rest)
     key = (os.getpid(), path)
     with _opening:
@@ -353,7 +353,7 @@ def open_file_server(url_rest: str) -> "FileHandle":
 
 
 class FileHandle:
-    """A `FileServer` for one who opened it."""
+    """One user's access to a `FileServer` that several users of a process share."""
 
     def __init__(self, shared: _Shared):
         self.name = shared.server.name
@@ -373,7 +373,7 @@ class FileHandle:
             server.erase(table, id_N, parts)
 
     def flush(self) -> None:
-        """See `FileServer`."""
+        """Save all unsaved rows, durably; see `FileServer.flush`."""
         with self._server() as server:
             server.flush()
 
@@ -392,7 +392,7 @@ class FileHandle:
 
     @contextmanager
     def _server(self) -> Iterator[FileServer]:
-        """The server, for this thread alone."""
+        """The server, which no other thread can use during the block."""
         if self._shared is None:
             raise ServerError(f"{self.name} is closed; open it again")
         self._shared.server.check_process()

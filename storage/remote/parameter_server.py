@@ -1,14 +1,14 @@
-"""The contract of a parameter server: what keeps rows of tables beyond this process.
+"""The contract of a parameter server, which keeps rows of tables outside of this process.
 
-A row is one or more *parts*: its weights, then each part of its optimizer state, float32. A part of a row is one value
-of the server, which gives it back bit for bit.
+A row is one or more *parts*, float32: its weights, then each part of its optimizer state. A part of a row is one value
+of the server. The server returns a value bit for bit.
 
 Invariants, for every implementation:
-- ids are int64, every one legal, and unique within one call; two ids never share a value;
-- a call that returns has been carried out as a whole; a `push` that raises may have kept some values, each whole;
-- a value is never taken for another one's, nor part of one for the whole: what has another length than was asked for is
-  a `ServerError` that names it;
-- no call waits for ever: what takes longer than the server's timeout is a `ServerTimeoutError`;
+- ids are int64, every int64 is legal, and the ids of one call are distinct; two ids never share a value;
+- a call that returns has done all its work; a `push` that raises may have stored some of the values, each completely;
+- a value is never returned for another key, nor a part of a value: a value that has another length than was asked for
+  is a `ServerError` that names the value;
+- no call waits for ever: a call that takes longer than the server's timeout raises `ServerTimeoutError`;
 - one thread at a time calls a server.
 """
 
@@ -21,19 +21,20 @@ from oneemb.storage.errors import StorageError
 
 
 class ServerError(StorageError):
-    """A parameter server, or the way to it, failed. The message says which, what was asked of it, and what to do."""
+    """A parameter server, or the connection to it, failed. The message names the server and the call, and says what to
+    do."""
 
 
 class ServerTimeoutError(ServerError):
-    """A parameter server gave no answer in time. What was asked of it may have been done."""
+    """A parameter server gave no answer in time. It may have done the call or not."""
 
 
 class LostRowsError(ServerError):
-    """A parameter server no longer has the rows that were pushed to it last. No other row was taken for them."""
+    """A parameter server has lost the rows that were pushed last. No wrong rows were returned for them."""
 
 
 def wrong_length(server: str, table: str, id: object, part: int, found: int, wanted: int) -> ServerError:
-    """The error for a value that has another number of bytes than was asked for."""
+    """The error for a value of `found` bytes where `wanted` bytes were asked for."""
     return ServerError(
         f"{server}: part {part} of row {id} of table {table!r} is {found} bytes long, and not {wanted}; ask for the"
         " width it was kept with"
@@ -41,7 +42,7 @@ def wrong_length(server: str, table: str, id: object, part: int, found: int, wan
 
 
 class ParameterServer(Protocol):
-    """Rows of tables by id."""
+    """A store of rows outside of this process, by table and id."""
 
     @property
     def name(self) -> str:
@@ -53,34 +54,34 @@ class ParameterServer(Protocol):
         Args:
             table: any name.
             id_N: int64 [N], distinct.
-            widths: float32 numbers of each part.
+            widths: width of each part, in float32 numbers.
 
         Returns:
-            Of each part its values, float32 [N, width], undefined where there is none; and where there is one, bool [N,
-            P].
+            Values of each part, float32 [N, width], undefined for a part that the server does not have; and found_NP,
+            bool [N, P], whether the server has each part.
 
         Raises:
             ServerError: the server cannot be reached, refuses, or has a value of another length.
         """
 
     def push(self, table: str, id_N: np.ndarray, parts: Sequence[np.ndarray]) -> None:
-        """Keep rows, in place of those the ids had. Returns when the server has confirmed it.
+        """Store rows, in place of the old rows of these ids. Returns after the server has confirmed it.
 
         Args:
             id_N: int64 [N], distinct.
-            parts: float32 [N, width] of each.
+            parts: values of each part, float32 [N, width].
 
         Raises:
-            ServerError: the server cannot be reached or refuses; some values may have been kept.
+            ServerError: the server cannot be reached or refuses; some values may have been stored.
         """
 
     def close(self) -> None:
-        """End connections and threads. Closing twice is fine."""
+        """End connections and threads. A second call does nothing."""
 
 
 @runtime_checkable
 class Erases(Protocol):
-    """A parameter server that can forget rows."""
+    """A parameter server that can erase rows."""
 
     def erase(self, table: str, id_N: np.ndarray, parts: int) -> None:
-        """Forget the rows of these ids, of which each has that many parts; ids without a row are fine."""
+        """Erase the rows of these ids, all their `parts` parts. Ids without a row are ignored."""

@@ -1,16 +1,16 @@
-"""The C interface of a parameter server in a shared library, as TorchRec's dynamic embedding has it, by ctypes.
+"""The C interface of a parameter server in a shared library (a plugin), as in TorchRec's dynamic embedding, by ctypes.
 
-A library has these five names; the structures go by value:
+A library has these five names; structures are passed by value:
 
-    const char* IO_type;                               the scheme of URLs that name it
-    void* IO_Initialize(const char* config);           what stands behind `scheme://`; NULL = it failed
+    const char* IO_type;                               scheme of the URLs that use the library
+    void* IO_Initialize(const char* config);           config = the URL behind `scheme://`; returns NULL on failure
     void  IO_Finalize(void* instance);
     void  IO_Pull(void* instance, PullParameter);
     void  IO_Push(void* instance, PushParameter);
 
-What must stay true:
-- the order and the types of the fields are those of the structures that plugins were compiled with;
-- a library that was loaded stays loaded: its threads may run code of it at any time.
+Invariants:
+- order and types of the fields are those of the structures with which plugins were compiled;
+- a loaded library stays loaded, since its threads may run its code at any time.
 
 Reference: `contrib/dynamic_embedding/src/tde/details/io_registry.h` of TorchRec.
 """
@@ -26,10 +26,10 @@ from oneemb.storage.remote.parameter_server import ServerError
 _U32, _I64S, _ADDRESS = ctypes.c_uint32, ctypes.POINTER(ctypes.c_int64), ctypes.c_void_p
 
 OnFetched = ctypes.CFUNCTYPE(None, _ADDRESS, _U32, _U32, _ADDRESS, _U32)
-"""Callback for each value that a plugin has: context, offset (row * columns + column), part, data, bytes of data."""
+"""Callback for each value of a pull: (context, offset = row * columns + column, part, address, number of bytes)."""
 
 OnAllFetched = OnPushed = ctypes.CFUNCTYPE(None, _ADDRESS)
-"""Callback for the end of a pull, and of a push: context."""
+"""Callbacks for the end of a pull and the end of a push: (context)."""
 
 
 class PullParameter(ctypes.Structure):
@@ -49,7 +49,8 @@ class PullParameter(ctypes.Structure):
 
 
 class PushParameter(ctypes.Structure):
-    """Argument of `IO_Push`: the bytes of value v, [id][column][part], are `data[offsets[v] : offsets[v + 1]]`."""
+    """Argument of `IO_Push`. Values are in the order [id][column][part]; the bytes of value v are `data[offsets[v] :
+    offsets[v + 1]]`."""
 
     _fields_ = (
         ("table_name", ctypes.c_char_p),
@@ -77,7 +78,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 @dataclass(frozen=True)
 class Plugin:
-    """A loaded library: its `IO_type`, path, and functions, which run without the interpreter's lock."""
+    """A loaded library: its `IO_type`, path and functions. The functions run without the interpreter lock."""
 
     type: str
     path: str
@@ -88,10 +89,10 @@ class Plugin:
 
 
 def load_plugin(path: AnyPath) -> Plugin:
-    """The plugin in a shared library. Loading it runs what the library does when it is loaded. ServerError if it cannot
-    be loaded, lacks a name of the interface, or its type is no scheme of a URL."""
+    """Load a plugin from a shared library, which runs the library's own initialization. Raises ServerError if the
+    library cannot be loaded, lacks a name of the interface, or has an `IO_type` that is no scheme of a URL."""
     name = os.fsdecode(path)
-    # A name without a folder that is no file here is looked for where the system's libraries are.
+    # A name without a folder that is no file here is left to the system, which searches its folders of libraries.
     name = absolute_path(name) if os.path.sep in name or os.path.exists(name) else name
     try:
         library = ctypes.CDLL(name)

@@ -1,13 +1,13 @@
-"""The calls of one plugin's instance: who waits for them, for how long, and what stays in memory until they have ended.
+"""Calls of one plugin instance: their timeouts, and the memory that stays allocated until they have ended.
 
-A call has ended when the plugin's function has returned and the plugin has answered, in whichever order. What must
-stay true:
-- the functions run on one thread, one after the other: the caller waits beside it, no longer than the timeout;
-- a plugin is told a number, not an address, as its context: an answer to a call that has ended reaches nothing;
-- an answer is taken with the call's lock held, and not after the caller has left: nothing is written behind its back;
-- what a call was made with stays in memory until the call has ended, and for good if it never does; a call that the
-  plugin has not seen yet when its caller leaves is not made any more;
-- nothing is raised into a plugin's code: what goes wrong in an answer is raised by the caller that waits for it.
+A call has ended when the plugin's function has returned and the plugin has answered, in either order. Invariants:
+- the functions run on one thread, one after another; callers wait for that thread, at most for the timeout;
+- a plugin gets a number, not an address, as its context, so an answer to a call that has ended has no effect;
+- an answer is read under the call's lock and only before the caller has left, so the caller's arrays do not change
+  later;
+- the arguments of a call stay in memory until the call has ended, for good if it never ends; a call that the plugin's
+  thread has not begun when its caller leaves is not made any more;
+- no error is raised into a plugin's code: an error in an answer is raised by the waiting caller.
 """
 
 import itertools
@@ -20,27 +20,27 @@ from typing import Any, Protocol
 
 from oneemb.storage.remote.parameter_server import ServerError, ServerTimeoutError
 
-# Calls that plugins may still answer, by the numbers that plugins know them by.
+# {number that a plugin has as its context: call that it may still answer}
 unanswered: dict[int, "Call"] = {}
 _numbers = itertools.count(1)
 
 
 def fetched(number: int | None, n: int, p: int, data: int | None, size: int) -> None:
-    """Take a value from a plugin. Plugins call this from any thread."""
+    """Receive a value of a pull. Plugins call this function, from any thread."""
     call = unanswered.get(number or 0)
     if call is not None:
         call.take(n, p, data, size)
 
 
 def answered(number: int | None) -> None:
-    """Note that a plugin has done a call. Plugins call this from any thread."""
+    """Record that a plugin has answered a call. Plugins call this function, from any thread."""
     call = unanswered.get(number or 0)
     if call is not None:
         call.answer()
 
 
 class Kept(Protocol):
-    """Arguments of a call, kept until the plugin has answered."""
+    """Arguments of a call, which stay in memory until the plugin has answered."""
 
     nbytes: int
 
@@ -50,8 +50,8 @@ class Call:
 
     Args:
         what: the call, for errors.
-        kept: what the plugin may read until the call has ended; None = it gives no answer but its return.
-        take: takes a value: (offset, part, address or None, bytes).
+        kept: memory that the plugin may read until it has answered; None = the plugin answers by returning.
+        take: function that receives a value: (offset, part, address or None, number of bytes).
     """
 
     def __init__(self, what: str, kept: Kept | None, take: Callable[[int, int, int | None, int], None] | None):
@@ -63,7 +63,7 @@ class Call:
         self.result: Any = None
         self.error: BaseException | None = None
         self.late = False
-        """Whether it is made even after its caller has left."""
+        """Whether the call is made even if its caller has left."""
         self._take = take
         self._lock = threading.Lock()
         self._begun = self._left = self._returned = False
@@ -78,7 +78,7 @@ class Call:
         assert function is not None
         try:
             result, error = function(), None
-        except BaseException as failure:  # It was never made: ctypes could not pass what was given.
+        except BaseException as failure:  # The function was not called: ctypes could not pass an argument.
             result, error = None, failure
         with self._lock:
             self.result, self.error = result, self.error or error
@@ -86,7 +86,7 @@ class Call:
             self._end()
 
     def take(self, n: int, p: int, data: int | None, size: int) -> None:
-        """A value, from any thread."""
+        """Receive a value, from any thread, unless the call has been answered or its caller has left."""
         with self._lock:
             if self._left or self._answered or self.error is not None or self._take is None:
                 return
@@ -96,13 +96,13 @@ class Call:
                 self.error = error
 
     def answer(self) -> None:
-        """The plugin says that it is done, from any thread; once more means nothing."""
+        """Record the plugin's answer, from any thread. A second answer does nothing."""
         with self._lock:
             self._answered = True
             self._end()
 
     def leave(self) -> bool:
-        """Wait no longer: nothing is taken from here on. Returns whether the call has ended."""
+        """Give up waiting: no value is received from here on. Returns whether the call has ended."""
         with self._lock:
             self._left = True
             if not self._begun and not self.late:
@@ -111,7 +111,7 @@ class Call:
 
     @property
     def open(self) -> bool:
-        """Whether the plugin has begun it and not ended it."""
+        """Whether the call has begun and not ended."""
         return self._begun and not self.ended.is_set()
 
     def _end(self) -> None:
@@ -125,7 +125,7 @@ class Call:
 
 
 class Calls:
-    """Calls of one instance; see the head of this file.
+    """Calls of one plugin instance; see the file's first lines.
 
     Args:
         name: the plugin, for errors.
@@ -140,7 +140,7 @@ class Calls:
 
     @property
     def forked(self) -> bool:
-        """Whether this is a child of the process that has the thread."""
+        """Whether this process is a child of the one that has the plugin's thread."""
         return self._pid != os.getpid()
 
     def check_process(self) -> None:
@@ -152,14 +152,15 @@ class Calls:
             )
 
     def run(self, what: str, function: Callable[[], Any], *, late: bool = False) -> Any:
-        """Run a function that has no answer, and return its result; `late`: also when the caller waits no more."""
+        """Run a function that answers by returning, and return its result. `late`: run it even after the timeout."""
         call = Call(what, None, None)
         call.late = late
         self.ask(call, function)
         return call.result
 
     def ask(self, call: Call, function: Callable[[], Any]) -> None:
-        """Make a call and wait for its end. ServerError if the answer is wrong, ServerTimeoutError if it is late."""
+        """Make a call and wait for its end. Raises ServerError for a wrong answer, ServerTimeoutError for a late
+        one."""
         self.check_process()
         call.function, call.deadline = function, time.monotonic() + self._timeout
         try:
@@ -176,16 +177,16 @@ class Calls:
             raise ServerTimeoutError(self._too_late(call))
 
     def still_open(self) -> list[Call]:
-        """Calls whose callers have left and that the plugin has not ended."""
+        """Calls whose callers have left, and which have begun and not ended."""
         return [call for call in self._left if call.open]
 
     def wait_for_answers(self) -> None:
-        """Give calls whose callers have left the rest of their time."""
+        """Wait for the calls whose callers have left, each until its own deadline."""
         for call in self.still_open():
             call.ended.wait(max(0.0, call.deadline - time.monotonic()))
 
     def stop(self) -> None:
-        """End the thread when all that was asked for has returned."""
+        """End the thread after all calls in the queue."""
         self._queue.put(None)
 
     def _too_late(self, call: Call) -> str:
@@ -207,4 +208,4 @@ class Calls:
 def _work(queue: "SimpleQueue[Call | None]") -> None:
     while (call := queue.get()) is not None:
         call.make()
-        call = None  # so that nothing of it is kept while the next one is waited for
+        call = None  # so that the call is not kept in memory while this thread waits for the next one

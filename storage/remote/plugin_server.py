@@ -1,12 +1,12 @@
 """A parameter server in a shared library: `scheme://config`, where the scheme is the library's `IO_type`.
 
-A plugin answers when it likes, on whatever threads it has. What must stay true, whatever it does:
-- what it was given to read stays in memory until it has answered, and for good if it never does (`plugin_calls.py`);
-- values are copied into arrays of the request's own, one at a time, and only while the caller still waits;
-- no value of another length than was asked for is copied; what was not given is not found, and is zero;
-- a call that did not return keeps no caller waiting beyond the timeout.
+A plugin answers at any time, on threads of its own. Invariants, whatever a plugin does:
+- memory that a plugin may read stays allocated until it has answered, for good if it never does (`plugin_calls.py`);
+- values are copied into arrays of the request, one at a time, and only while the caller still waits;
+- a value of another length than was asked for is not copied; a value that the plugin does not give is zero, not found;
+- no caller waits longer than the timeout.
 
-A plugin that reads or writes where it must not, or that gives an address where there is nothing, ends the process.
+A plugin that reads or writes outside of its memory, or that passes an invalid address, crashes the process.
 """
 
 import ctypes
@@ -21,33 +21,34 @@ from oneemb.storage.remote.plugin_abi import OnAllFetched, OnFetched, OnPushed, 
 from oneemb.storage.remote.plugin_calls import Call, Calls, answered, fetched
 
 TIMEOUT_S = 30.0
-"""How long a plugin has for each request."""
+"""Seconds that a plugin has for each request."""
 
-# Values of one request: the interface counts them in 32 bits.
+# Largest number of values in one request: the interface counts values in 32 bits.
 _VALUES_MAX = 1 << 22
 
 _I64, _U64, _U32 = ctypes.c_int64, ctypes.c_uint64, ctypes.c_uint32
 
-# Code that any thread of any plugin may call at any time: they are never freed.
+# Callbacks that any thread of any plugin may call at any time, so they are never freed.
 _on_fetched, _on_all_fetched, _on_pushed = OnFetched(fetched), OnAllFetched(answered), OnPushed(answered)
 
 
 class PluginServer:
-    """An instance of a plugin.
+    """A parameter server that is an instance of a plugin.
 
     Args:
-        config: argument of its `IO_Initialize`.
-        timeout: seconds for each request of at most four million values, to begin and to end.
+        config: argument of the plugin's `IO_Initialize`.
+        timeout: seconds in which each request, of at most four million values, must have ended; starting and ending the
+            instance are requests too.
 
     Raises:
-        ServerError: the plugin gave no instance.
-        ServerTimeoutError: it did not return in time.
+        ServerError: the plugin returned no instance.
+        ServerTimeoutError: the plugin did not return in time.
     """
 
     def __init__(self, plugin: Plugin, config: str, timeout: float = TIMEOUT_S):
         if not timeout > 0:
             raise ValueError(f"timeout must be above 0 seconds, got {timeout}")
-        # Which part of a configuration is secret the plugin alone knows: errors say none of it.
+        # Errors show nothing of `config`, since only the plugin knows which part of it is secret.
         self.name = f"{plugin.type}:// (the plugin {plugin.path})"
         config_bytes = config.encode()
         if b"\0" in config_bytes:
@@ -64,7 +65,7 @@ class PluginServer:
             self._calls.stop()
             raise
         self._plugin, self._instance = plugin, instance
-        # When it is closed, or dropped, or when the process ends.
+        # Ends the instance when this object is closed or garbage collected, or when the process ends.
         self._end = weakref.finalize(self, _end, self._calls, plugin, instance)
 
     def pull(self, table: str, id_N: np.ndarray, widths: Sequence[int]) -> tuple[list[np.ndarray], np.ndarray]:
@@ -100,11 +101,12 @@ class PluginServer:
             self._calls.ask(call, partial(self._plugin.push, self._instance, parameter))
 
     def close(self) -> None:
-        """End the instance. ServerTimeoutError if a call of the plugin has not returned: it is ended when that does."""
+        """End the instance. Raises ServerTimeoutError if a call of the plugin has not returned; the instance then ends
+        once the call returns."""
         self._end()
 
     def _pieces(self, ids: int, parts: int) -> list[slice]:
-        """The ids of each request."""
+        """Divide `ids` ids into requests."""
         if not self._end.alive:
             raise ServerError(f"{self.name} is closed; open it again")
         self._calls.check_process()
@@ -125,13 +127,13 @@ def _end(calls: Calls, plugin: Plugin, instance: int) -> None:
 
 
 class _Pull:
-    """Ids that a plugin is asked for, and the values that it has given so far."""
+    """One pull: the ids, and the values that the plugin has given so far."""
 
     def __init__(self, server: str, table: str, id_N: np.ndarray, widths: Sequence[int]):
         self._server, self._table_name = server, table
         self.what = f"IO_Pull of {len(id_N)} rows of table {table!r}"
         self.table = _table_name(table)
-        self.id_N = np.array(id_N, np.int64)  # a copy: the plugin may read it when the caller has left
+        self.id_N = np.array(id_N, np.int64)  # a copy, since the plugin may read it after the caller has left
         self.parts = [np.zeros((len(id_N), width), np.float32) for width in widths]
         self.found_NP = np.zeros((len(id_N), len(widths)), np.bool_)
         self.nbytes = self.id_N.nbytes + sum(part.nbytes for part in self.parts)
@@ -139,7 +141,8 @@ class _Pull:
         self._parts_at = [(part.ctypes.data, 4 * width) for part, width in zip(self.parts, widths, strict=True)]
 
     def take(self, n: int, p: int, data: int | None, size: int) -> None:
-        """One value, or its lack: `size` bytes at the address `data`. The call's lock is held."""
+        """Receive a value, `size` bytes at the address `data`; size 0 = the plugin has no value. Called under the
+        call's lock."""
         if n >= len(self.id_N) or p >= len(self.parts):
             raise ServerError(
                 f"{self._server} answered {self.what} with a value at offset {n}, part {p}; there are offsets below"
@@ -167,14 +170,14 @@ class _Pull:
 
 
 class _Push:
-    """Values that a plugin is given to keep: copies, since it may read them after the caller has returned."""
+    """One push: copies of the values, since the plugin may read them after the caller has returned."""
 
     def __init__(self, table: str, id_N: np.ndarray, parts: Sequence[np.ndarray]):
         self.what = f"IO_Push of {len(id_N)} rows of table {table!r}"
         self.table = _table_name(table)
         self.id_N = np.array(id_N, np.int64)
         self.part_P = np.arange(len(parts), dtype=np.uint32)
-        # The values of a row lie one behind the other, which is the order that the interface asks for.
+        # All values of a row stand one after another, as the interface requires.
         self.data_NW = np.concatenate([*parts, np.empty((len(id_N), 0), np.float32)], axis=1)
         size_P = np.array([4 * part.shape[1] for part in parts], np.uint64)
         self.offset_V = np.zeros(len(id_N) * len(parts) + 1, np.uint64)
@@ -187,5 +190,5 @@ def _as(array: np.ndarray, type: type) -> "ctypes._Pointer":
 
 
 def _table_name(table: str) -> bytes:
-    """A name as a C string. The character 0 is written as two bytes that UTF-8 has for nothing else."""
+    """A name as a C string. The character 0 becomes two bytes that never occur in UTF-8."""
     return table.encode(errors="surrogatepass").replace(b"\0", b"\xc0\x80")

@@ -1,12 +1,12 @@
 """Requests to a cluster of Redis servers, by the client's own `RedisCluster`, which knows which node has which key.
 
-Keys of one request lie on many nodes, so that each key is a command, and the commands for a node go out together.
+The keys of one request lie on many nodes. So each key becomes a command, and the commands for a node are sent together.
 
 Invariants:
 - a process uses connections of its own only;
-- the client tries again what nodes refuse while keys move, and what breaks, a few times in all. It closes a connection
-  on which an answer is missing, but cannot have the server forget what was sent on it: after an error, a write of the
-  failed call may still land.
+- a few times, the client repeats commands that nodes refuse while keys move, and commands on a broken connection. It
+  closes a connection on which an answer is missing, but cannot make the server forget commands that were sent on it:
+  after an error, a write of the failed call may still be carried out.
 """
 
 import os
@@ -22,8 +22,8 @@ from oneemb.storage.remote.redis_url import RedisURL
 
 
 class RedisClusterNodes:
-    """The nodes of a cluster, of which a URL names one. ServerError if it cannot be reached, refuses, or is no
-    cluster."""
+    """Connections to the nodes of a cluster; the URL names one of the nodes. Raises ServerError if that node cannot be
+    reached, refuses, or is not part of a cluster."""
 
     def __init__(self, url: RedisURL):
         self._url = url
@@ -32,7 +32,7 @@ class RedisClusterNodes:
         self._told(self._begun)
 
     def run(self, requests: Iterable[Request]) -> None:
-        """Have all requests answered, one after the other; see `RedisConnections.run`."""
+        """Send all requests and take their answers, one request after another; see `RedisConnections.run`."""
         for request in requests:
             answers = self._told(partial(self._answers, request))
             for answer in answers:
@@ -81,4 +81,4 @@ _AS_ONE: dict[str, Callable[[list[Any]], Any]] = {
     "EXISTS": sum,
     "TYPE": lambda answers: answers[0],
 }
-"""Functions that join the answers of several servers into the answer of one, by command."""
+"""{command: function that joins the answers for single keys into one answer for the request}."""

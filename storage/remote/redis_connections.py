@@ -1,15 +1,15 @@
-"""Requests to one Redis server, over some connections at a time; and the errors of its client, as callers see them.
+"""Requests to one Redis server, over several connections at a time; and the errors of its client, as callers see them.
 
 Several requests are under way on a connection; answers come in the order of requests.
 
 Invariants:
-- an answer is taken only from the connection that its request went out on, in its turn: a connection on which anything
-  went wrong is closed with all answers that are still to come, and their requests go out again on a new one;
-- a write that was given up never lands later: before anything else goes out, the server is told to forget the
-  connection that the write is on (CLIENT KILL), by its number and address, which no other connection has;
-- a process uses connections of its own only: those that a fork has brought are closed and made anew;
-- nobody waits longer than the timeout for the next bytes, and connections are made anew only so often in a row;
-- a message has the server's or the client's text of an error, which has no password in it.
+- an answer is taken only from the connection on which its request was sent, in the order of requests. A connection on
+  which anything fails is closed, and requests that were not answered are sent again on a new connection;
+- an abandoned write is never carried out later: before anything else is sent, the server is told to end the connection
+  of the write (CLIENT KILL), by the connection's number and address, which no other connection has;
+- a process uses connections of its own only; connections from before a fork are closed and made anew;
+- no call waits longer than the timeout for the next bytes, nor reconnects more than `retry_limit` times in a row;
+- an error contains the server's or the client's own text, which has no password in it.
 """
 
 import os
@@ -30,14 +30,15 @@ from oneemb.storage.remote.parameter_server import ServerError, ServerTimeoutErr
 from oneemb.storage.remote.redis_url import RedisURL
 
 _AHEAD = 3
-"""Requests under way on a connection: the server works on one while the answer before is read."""
+"""Requests under way on a connection, so that the server works on one while this process reads the answer before."""
 _READ_BYTES = 2**18
 _FIRST_WAIT_S, _LAST_WAIT_S = 0.1, 3.0
 
 
 @dataclass(frozen=True)
 class Request:
-    """A command on some keys, with values of one length to write; `take` is called once the whole answer is there."""
+    """A command on some keys. `values`: values of equal length to write, one for each key. `take`: function that
+    receives the complete answer."""
 
     command: str
     keys: list[bytes]
@@ -46,7 +47,7 @@ class Request:
 
 
 def client_options(url: RedisURL) -> dict[str, Any]:
-    """Arguments for the client's classes. They make the client retry nothing by itself."""
+    """Arguments for the client's classes."""
     options: dict[str, Any] = {
         "host": url.host,
         "port": url.port,
@@ -69,7 +70,7 @@ def client_options(url: RedisURL) -> dict[str, Any]:
 
 
 class RedisConnections:
-    """Connections to one server. ServerError if it cannot be reached, or does not let us in."""
+    """Connections to one server. Raises ServerError if the server cannot be reached or refuses the login."""
 
     def __init__(self, url: RedisURL):
         self._url = url
@@ -80,8 +81,9 @@ class RedisConnections:
         self._drive(self._links[0], _Queue(()))
 
     def run(self, requests: Iterable[Request]) -> None:
-        """Have all requests answered. A failure is raised once nothing more is taken: ServerTimeoutError if an answer
-        was too late, ServerError if the server cannot be reached or refuses; requests may have been carried out."""
+        """Send all requests and take their answers. After a failure no answer is taken any more, and requests may have
+        been carried out: ServerTimeoutError if an answer is late, ServerError if the server cannot be reached or
+        refuses."""
         if not self._links or self._pid != os.getpid():
             self._begin()
         for link in self._links:
@@ -144,7 +146,7 @@ class RedisConnections:
 
 
 class _Queue:
-    """Requests that several threads take from."""
+    """Queue of requests that several threads send."""
 
     def __init__(self, requests: Iterable[Request]):
         self.stopped = threading.Event()
@@ -153,20 +155,21 @@ class _Queue:
         self._requests = iter(requests)
 
     def next(self) -> Request | None:
-        """The next one that is to go out; None when there is none, or somebody has failed."""
+        """The next request to send; None if there is none, or if a thread has failed."""
         with self._lock:
             if self.stopped.is_set():
                 return None
             return self._again.popleft() if self._again else next(self._requests, None)
 
     def put_back(self, requests: Iterable[Request]) -> None:
-        """Note that these were not answered."""
+        """Put unanswered requests back, to be sent again."""
         with self._lock:
             self._again.extend(requests)
 
 
 class _Link:
-    """One connection at a time to the server, and what has become of the one before."""
+    """One connection to the server, made anew after a failure. `given_up` names an earlier connection with abandoned
+    writes that the server has not ended yet."""
 
     def __init__(self, url: RedisURL):
         self.given_up: tuple[str, ...] | None = None
@@ -178,7 +181,8 @@ class _Link:
         self._connection = make(db=url.db, retry=never, socket_read_size=_READ_BYTES, **client_options(url))
 
     def make_ready(self) -> None:
-        """Connected, with no answer to come and nothing of a connection before it still to be carried out."""
+        """Connect if necessary, and make sure that no answer is due and no abandoned write of an earlier connection can
+        still be carried out."""
         if self._open:
             try:
                 if not self._connection.can_read(0):
@@ -204,7 +208,7 @@ class _Link:
         return self._connection.read_response()
 
     def give_up(self, writes: bool) -> None:
-        """Close the connection, on which writes may be under way."""
+        """Close the connection. `writes`: whether writes are under way on it, which the server must then abandon."""
         if writes and self._open:
             self.given_up = self._known
         self._open = False
@@ -221,7 +225,7 @@ class _Link:
         return self.answer()
 
     def _client_info(self) -> tuple[str, ...]:
-        """Name and number by which the server knows this connection; () = it does not say."""
+        """(number, address) by which the server knows this connection; () if the server does not say."""
         try:
             told = self._ask("CLIENT", "INFO").decode()
         except redis.ResponseError:
@@ -245,8 +249,8 @@ class _Link:
 
 
 def _packed_pairs(command: str, keys: list[bytes], values: list[bytes]) -> bytes:
-    """A command with a value behind each key as it goes out, in half the time that `pack_command` takes: an array of
-    strings, each with its length before it. https://redis.io/docs/latest/develop/reference/protocol-spec/"""
+    """Bytes of a command with a value behind each key: an array of strings, each with its length before it. Takes half
+    the time of the client's `pack_command`. https://redis.io/docs/latest/develop/reference/protocol-spec/"""
     pieces = [b""] * (2 * len(keys))
     size = len(values[0])
     pieces[0::2] = [b"\r\n$%d\r\n%b\r\n$%d\r\n" % (len(key), key, size) for key in keys]
@@ -264,7 +268,8 @@ def will_pass(error: BaseException) -> bool:
 
 
 def server_error(error: redis.RedisError, name: str, tries: int = 1) -> ServerError:
-    """The error that callers see, for the server of this name, without its password, after so many tries."""
+    """The error that callers see in place of the client's. `name`: the server's URL without its password; `tries`:
+    number of failures in a row."""
     if isinstance(error, redis.TimeoutError):
         return ServerTimeoutError(
             f"{name}: no answer in time ({error}); what was asked may have been done. See whether the server is busy or"

@@ -1,14 +1,14 @@
 """Rows in a Redis server: `redis://host:port/?prefix=model`, or with TLS `rediss://`.
 
-A part of a row is a string of its own, raw float32, under the key
+Each part of a row is a string of raw float32 under the key
 
     {prefix}_table_{table}_gid_{id}_cid_0_osid_{part}
 
-with all digits of the id: the layout of TorchRec's dynamic embedding, which has its keys modulo 2^32.
+This is the layout of TorchRec's dynamic embedding, except that the key has the whole id and not the id modulo 2^32.
 
 Invariants:
-- a key tells its table, id and part: the name of a table may have anything in it, since what follows it has not;
-- a value is copied out of a whole answer, and only if it is as long as was asked for;
+- table, id and part follow from a key. A table's name may contain anything, since the text behind it has a fixed form;
+- a value is copied only from a complete answer, and only if it has the length that was asked for;
 - requests have at most `chunk_size` values and about a megabyte.
 """
 
@@ -26,7 +26,7 @@ from oneemb.storage.remote.redis_url import read_redis_url
 _REQUEST_BYTES = 2**20
 _KEY_BYTES = 64
 _VALUE_BYTES = 2**29
-"""Most bytes of a Redis string."""
+"""Largest number of bytes of a Redis string."""
 
 
 class RedisServer:
@@ -37,7 +37,7 @@ class RedisServer:
         rest: URL after `://`; see `read_redis_url`, which raises ValueError.
 
     Raises:
-        ServerError: it cannot be reached, or does not let us in.
+        ServerError: the server cannot be reached or refuses the login.
     """
 
     def __init__(self, scheme: str, rest: str):
@@ -89,7 +89,7 @@ class RedisServer:
         self._server.close()
 
     def _chunks(self, size: int, value_bytes: int) -> Iterable[tuple[int, int]]:
-        """Ranges of values that go into one request."""
+        """Ranges of values, one for each request."""
         step = max(1, min(self._chunk_size, _REQUEST_BYTES // (value_bytes + _KEY_BYTES)))
         return ((begin, min(begin + step, size)) for begin in range(0, size, step))
 
@@ -99,14 +99,15 @@ class RedisServer:
         return [key % id for id in id_N.tolist()]
 
     def _check_missing(self, table: str, id_N: np.ndarray, found_NP: np.ndarray) -> None:
-        """MGET says of a key whose value is no string that there is none: it is not to be taken for a new row."""
+        """Raise ServerError if a key that MGET calls missing has a value that is no string: it would pass for a new
+        row."""
         suspects: list[bytes] = []
 
         def take_count(keys: list[bytes], count: Any) -> None:
             suspects.extend(keys if count else ())
 
         def take_type(key: bytes, kind: Any) -> None:
-            if kind not in (b"none", b"string"):  # a string has come meanwhile
+            if kind not in (b"none", b"string"):  # "string" means that the value was written after MGET.
                 raise ServerError(
                     f"{self.name}: the key {key.decode(errors='replace')} of a row of table {table!r} has a value of"
                     f" type {kind.decode()}, that something else has put there; give rows a `prefix=` of their own"
@@ -128,7 +129,7 @@ class RedisServer:
 
 
 class _Taking:
-    """Takes the values of one request."""
+    """Receiver of the values of one MGET request: it copies them to `value_ND`."""
 
     def __init__(
         self, name: str, table: str, part: int, id_N: np.ndarray, value_ND: np.ndarray, found_N: np.ndarray
@@ -137,7 +138,7 @@ class _Taking:
         self._id_N, self._value_ND, self._found_N = id_N, value_ND, found_N
 
     def take(self, answer: Any) -> None:
-        """Copy values out of an answer to MGET."""
+        """Check an answer to MGET and copy its values to `value_ND`; `found_N` = which keys have a value."""
         name, table, part = self._what
         if not isinstance(answer, list) or len(answer) != len(self._id_N):
             raise ServerError(f"{name}: the server answered {str(answer)[:80]} to MGET of {len(self._id_N)} keys")

@@ -1,9 +1,9 @@
 """URL of a Redis server: `redis://[user[:password]@]host[:port][/][?key=value&&key=value]`.
 
 Invariants:
-- no error and no name has a password in it;
-- a key that is not known, or a value that is none of its key's, is an error: none is passed over;
-- keys of two servers that differ in `prefix` alone never meet.
+- no error and no name contains a password;
+- an unknown option and an invalid value are errors; none is ignored;
+- keys of rows never collide if two URLs differ only in `prefix`.
 """
 
 import re
@@ -15,7 +15,7 @@ from urllib.parse import unquote
 
 @dataclass(frozen=True)
 class RedisURL:
-    """A server and how to talk to it. Times are in seconds."""
+    """Address and options of a Redis server. Times are in seconds."""
 
     name: str
     host: str
@@ -42,20 +42,20 @@ def read_redis_url(scheme: str, rest: str) -> RedisURL:
 
     Args:
         scheme: `redis`, or `rediss` for TLS.
-        rest: `[user[:password]@]host[:port][/[db]][?options]`. What the user, the password, the host and values have of
-            the URL's own signs is written as `%XX`. Options are joined by `&&` or `&`:
+        rest: `[user[:password]@]host[:port][/[db]][?options]`. In user, password, host and values, write characters
+            that have a meaning in URLs as `%XX`. Options are joined by `&&` or `&` (defaults in brackets):
 
-            - `db` (0), `prefix` of all keys (none), an identifier;
-            - `num_threads` (1), connections that are used at a time;
-            - `chunk_size` (1024), values of one request at most;
-            - `timeout` (10s), of a connection and of each answer, `heartbeat` (100s), after which a connection that
-              rests is tried before it is used: a number and `ms`, `s` or `m`;
-            - `retry_limit` (3), how often in a row a broken connection is made anew;
-            - `cluster` (false), whether it is a node of a cluster;
-            - with TLS `verify` (true), `ca_certs`, `certfile` and `keyfile`.
+            - `db` (0): number of the database; `prefix` (none): beginning of all keys, an identifier;
+            - `num_threads` (1): number of connections in use at a time;
+            - `chunk_size` (1024): largest number of values in one request;
+            - `timeout` (10s): for connecting and for each answer; `heartbeat` (100s): a connection that was idle for
+              longer is tested before use. Both are a number and `ms`, `s` or `m`;
+            - `retry_limit` (3): how often in a row a broken connection is made anew;
+            - `cluster` (false): whether the server is a node of a cluster;
+            - for TLS only: `verify` (true), `ca_certs`, `certfile` and `keyfile`.
 
     Raises:
-        ValueError: the URL says something else.
+        ValueError: the URL is invalid.
     """
     name = f"{scheme}://{_without_password(rest)}"
     before, _, query = rest.partition("?")
@@ -96,7 +96,8 @@ def read_redis_url(scheme: str, rest: str) -> RedisURL:
 
 
 def _without_password(rest: str) -> str:
-    """Part of a URL after `://`, with *** in place of its password, or of the whole login if that is no plain name."""
+    """Part of a URL after `://`, with *** in place of the password, or of the whole login if the user is no plain
+    word."""
     login, at, place = rest.rpartition("@")
     user, colon, _ = login.partition(":")
     return f"{user}:***@{place}" if re.fullmatch(r"\w*", user) and colon else f"***@{place}" if at else rest
@@ -126,7 +127,8 @@ def _flag(value: str) -> bool:
 
 
 def _prefix(value: str) -> str:
-    """A key begins with `{prefix}_table_{table}_gid_`: where the prefix ends must follow from the key."""
+    """Check a prefix. Keys begin with `{prefix}_table_{table}_gid_`, and the end of the prefix must follow from the
+    key."""
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value) or "_table_" in f"{value}_":
         raise ValueError
     return value
@@ -153,4 +155,4 @@ _OPTIONS: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "certfile": ("certfile", _path, "the path of a file"),
     "keyfile": ("keyfile", _path, "the path of a file"),
 }
-"""By what a URL calls it: the field of `RedisURL`, what reads it, and what it is."""
+"""{option in a URL: (field of `RedisURL`, function that reads the value, description for errors)}."""

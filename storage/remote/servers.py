@@ -1,4 +1,4 @@
-"""Parameter servers by their URLs."""
+"""Opens parameter servers by their URLs; and the server in memory."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -13,8 +13,8 @@ from oneemb.storage.remote.plugin_server import TIMEOUT_S, PluginServer
 
 
 class MemoryServer:
-    """Rows in the memory of this process, for tests and trials: `values` by table, id and part, which servers may
-    share."""
+    """A parameter server in the memory of this process, for tests and trials. `values`: {(table, id, part): bytes};
+    several servers may share it."""
 
     def __init__(self, values: dict[tuple[str, int, int], bytes], name: str = "memory://"):
         self.name = name
@@ -45,30 +45,30 @@ class MemoryServer:
                 self._values.pop((table, id, p), None)
 
     def close(self) -> None:
-        """See `ParameterServer`."""
+        """Do nothing: there are no connections and threads to end."""
 
 
 _in_memory: dict[str, dict[tuple[str, int, int], bytes]] = {}
-"""Values of the servers in memory, by the server's name: a server opened again by its name has its rows."""
+"""{name of a server in memory: its values}. A server that is opened again by its name has its old rows."""
 
 _plugins: dict[str, tuple[Plugin, float]] = {}
-"""The plugins that were registered and their timeouts, by scheme."""
+"""{scheme: (registered plugin, timeout)}."""
 
 
 def open_server(url: str) -> ParameterServer:
-    """The parameter server at a URL, `scheme://what the scheme takes`.
+    """Open the parameter server at a URL.
 
         redis://HOST, rediss://HOST     a Redis server, or a cluster; `redis_url.py` has the options
-        memory://NAME                   this process's memory, shared by all who open the name
+        memory://NAME                   this process's memory, shared by all servers with the same name
         file://PATH                     a folder; each push is durable when it returns
-        file://PATH?save_bytes=N        a folder; rows are saved when so many bytes were pushed, and on `close`
-        file://PATH?lost=accept         a folder whose process ended without saving: its last save
-        the IO_type of a plugin         what `register_io` has loaded
+        file://PATH?save_bytes=N        a folder; rows are saved after each N bytes of pushes, and on `close`
+        file://PATH?lost=accept         a folder whose process ended without saving; opens the state of its last save
+        SCHEME://CONFIG                 a plugin that `register_io` has loaded and whose IO_type is SCHEME
 
     Raises:
-        ValueError: no scheme of the name is known, or it takes other options.
-        ServerError: it cannot be reached.
-        ImportError: what it needs is not installed; the message says what to install.
+        ValueError: the scheme is unknown, or the rest of the URL is invalid.
+        ServerError: the server cannot be reached.
+        ImportError: a package is not installed; the message says what to install.
     """
     scheme, rest = check_url(url)
     if scheme in _plugins:
@@ -78,7 +78,7 @@ def open_server(url: str) -> ParameterServer:
 
 
 def check_url(url: str) -> tuple[str, str]:
-    """The scheme of a URL, and what follows it. ValueError if no scheme of the name is known."""
+    """(scheme of a URL, rest of the URL after `://`). Raises ValueError if the scheme is unknown."""
     scheme, separator, rest = url.partition("://")
     known = dict.fromkeys([*_OPEN, *_plugins])
     if not separator or scheme not in known:
@@ -90,23 +90,24 @@ def check_url(url: str) -> tuple[str, str]:
 
 
 def check_installed(url: str) -> None:
-    """Raise ImportError unless all is installed that the server at a URL needs, and say what to install."""
+    """Raise ImportError, which says what to install, if the server at a URL needs a package that is not installed."""
     scheme = url.partition("://")[0]
     if scheme in ("redis", "rediss"):
         need("redis", f"{scheme}://", "redis")
 
 
 def register_io(path: AnyPath, timeout: float = TIMEOUT_S) -> None:
-    """Let `scheme://config` name the parameter server in a shared library, whose `IO_type` is the scheme.
+    """Register a plugin: from now on `scheme://config` opens the parameter server in a shared library, where the scheme
+    is the library's `IO_type`.
 
-    A scheme that is known already is left as it is, with a warning; but a plugin may take the place of `memory://`.
+    If the scheme is known already, the plugin is ignored with a warning; but a plugin may replace `memory://`.
 
     Args:
-        path: of the library, a plugin of TorchRec's dynamic embedding.
-        timeout: seconds that it has for each request.
+        path: the shared library, a plugin for TorchRec's dynamic embedding.
+        timeout: seconds that the plugin has for each request.
 
     Raises:
-        ServerError: it cannot be loaded, or is no such plugin.
+        ServerError: the library cannot be loaded, or is no such plugin.
         ValueError: the timeout is not above 0.
 
     Reference: `torch.ops.tde.register_io` of TorchRec's dynamic embedding.

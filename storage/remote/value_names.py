@@ -1,11 +1,11 @@
-"""The numbers under which a file server keeps the values of each table and part, in one small file.
+"""The file NAMES of a file server: the number under which the server stores the values of each table and part.
 
-    JSON of a list, in ASCII, with spaces to a multiple of 8 bytes | XXH64 of all that, little-endian
+    JSON in ASCII, with spaces up to a multiple of 8 bytes | XXH64 of all these bytes, little-endian
 
     {"version": 1, "identity": 32 hexadecimal digits, "values": [[table, part, [widths]], ...]}
 
-A number is a place in the list. What must stay true: a name keeps its number for ever, and is durable before the first
-row is kept under it.
+The number is the index in the list `values`. Invariant: a table and part keep their number for ever, and the number is
+durable before the first row is stored under it.
 """
 
 import json
@@ -22,20 +22,20 @@ _VERSION = 1
 
 
 class Value:
-    """Stored form of one part of one table's rows: number of the server's table, and widths, in the order in which they
-    came."""
+    """Where a part of a table's rows is stored: the number of the persistent table, and all widths that values of the
+    part have had, in the order of their first use."""
 
     def __init__(self, number: int, widths: list[int]):
         self.number, self.widths = number, widths
 
 
 class ValueNames:
-    """The file at this path, which need not be there, read when this is made.
+    """Contents of the file NAMES at this path, which need not exist. The file is read here.
 
     Raises:
-        CorruptTableError: it is not what was written.
-        FormatVersionError: a later release wrote it.
-        StorageError: it cannot be read.
+        CorruptTableError: the file is damaged.
+        FormatVersionError: a later release wrote the file.
+        StorageError: the file cannot be read.
     """
 
     def __init__(self, fs: FileSystem, path: str):
@@ -52,16 +52,16 @@ class ValueNames:
 
     @property
     def widths(self) -> list[int]:
-        """Every width that any value has had."""
+        """All widths that any value has had, ascending."""
         return sorted({width for value in self._values.values() for width in value.widths})
 
     def find(self, table: str, part: int) -> Value | None:
-        """Stored form of a part; None = no row of the table has had it."""
+        """Where a part is stored; None = no row of the table has had this part."""
         return self._values.get((table, part))
 
     def add(self, table: str, part: int, width: int) -> Value:
-        """Note, durably, that a part has values of this width. Returns the part's stored form. A StorageError has
-        changed nothing."""
+        """Record durably that a part has values of this width. Returns where the part is stored. After a StorageError
+        nothing has changed."""
         known = self._values.get((table, part))
         if known is not None and width in known.widths:
             return known
@@ -71,7 +71,7 @@ class ValueNames:
         return value
 
     def write(self) -> None:
-        """Make the file where it is not there. Durable when this returns."""
+        """Write the file, durably."""
         self._write(self._values)
         self.new = False
 
@@ -105,7 +105,7 @@ class ValueNames:
 
 
 def write_durably(fs: FileSystem, path: str, data: bytes) -> None:
-    """Replace a whole file, durably and atomically; after a StorageError there is the old one or the new one."""
+    """Replace a whole file, durably and atomically. After a StorageError the file has its old or its new contents."""
     with doing("write", path):
         replace_file(fs, path, data, f"{path}.new")
         fs.sync_directory(path.rpartition("/")[0])

@@ -1,4 +1,4 @@
-"""Initializers of new rows: checked, and in the form that loops take."""
+"""Initializers of new rows: their options, checked, and the form that loops take."""
 
 import math
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from oneemb.kernels import init_rows
 
 @dataclass(frozen=True)
 class ConstantInitializer:
-    """Every weight begins as `value`."""
+    """Each weight of a new row is `value`."""
 
     value: float
 
@@ -18,7 +18,7 @@ class ConstantInitializer:
 
 @dataclass(frozen=True)
 class UniformInitializer:
-    """Weights begin uniform between `low` and `high`."""
+    """Weights of a new row are uniformly distributed between `low` and `high`."""
 
     low: float = 0.0
     high: float = 1.0
@@ -31,7 +31,7 @@ class UniformInitializer:
 
 @dataclass(frozen=True)
 class NormalInitializer:
-    """Weights begin normal with this mean and standard deviation."""
+    """Weights of a new row are normally distributed with this mean and standard deviation."""
 
     mean: float = 0.0
     std: float = 1.0
@@ -44,7 +44,8 @@ class NormalInitializer:
 
 @dataclass(frozen=True)
 class TruncNormalInitializer:
-    """Weights begin normal with this mean and standard deviation, truncated to values from `a` to `b`."""
+    """Weights of a new row are normally distributed with this mean and standard deviation, truncated to the range from
+    `a` to `b`."""
 
     mean: float = 0.0
     std: float = 1.0
@@ -67,7 +68,7 @@ class TruncNormalInitializer:
 
 @dataclass(frozen=True)
 class IdInitializer:
-    """Every weight begins as the row's id modulo `modulus`, from 0 up."""
+    """Each weight of a new row is the row's id modulo `modulus`, which is never negative."""
 
     modulus: int = 100_000
 
@@ -80,7 +81,7 @@ Initializer = ConstantInitializer | UniformInitializer | NormalInitializer | Tru
 
 
 def encoded(initializer: Initializer) -> tuple[int, list[float]]:
-    """Kind and parameters of an initializer, as `InitialRows` has them."""
+    """(kind, parameters) of an initializer for `InitialRows`."""
     match initializer:
         case ConstantInitializer(value):
             return init_rows.CONSTANT, [value]
@@ -95,14 +96,14 @@ def encoded(initializer: Initializer) -> tuple[int, list[float]]:
 
 
 def largest_weight(initializer: Initializer) -> float:
-    """No weight begins farther from 0."""
+    """Upper bound of the absolute value of a new row's weights."""
     match initializer:
         case ConstantInitializer(value):
             return abs(value)
         case UniformInitializer(low, high):
             return max(abs(low), abs(high))
         case NormalInitializer(mean, std):
-            return abs(mean) + 7 * std  # No draw from 32 bits lies farther out.
+            return abs(mean) + 7 * std  # Weights are drawn from 32 random bits, which give no deviation above 7 * std.
         case TruncNormalInitializer(_, _, a, b):
             return max(abs(a), abs(b))
         case IdInitializer(modulus):
@@ -118,5 +119,5 @@ def _check_finite(options: Initializer, *names: str) -> None:
 
 
 def normal_cdf(x: float) -> float:
-    """The share of a standard normal distribution that lies below x."""
+    """Probability that a standard normal number is below x."""
     return 0.5 * math.erfc(-x / math.sqrt(2.0))

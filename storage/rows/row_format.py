@@ -1,9 +1,10 @@
-"""Format of a row: the weights, then the optimizer's state, in one record of 32-bit words.
+"""Format of a row: weights, usage metadata and optimizer state, in one record of 32-bit words.
 
-words   0 .. mark_begin              D weights of the table's dtype; half-width weights lie two a word, and an odd last
-one is followed by 16 zero bits words   mark_begin .. state_begin    what a policy notes of the row's use
-(usage_index.py): none, where there is no policy words   state_begin .. row_width     the optimizer's state, float32
-whatever the weights are: squares of gradients underflow in float16
+words 0 .. usage_begin                D weights of the table's dtype. Two half-width weights share a word, and 16
+                                      zero bits follow an odd last one
+words usage_begin .. state_begin      usage metadata of a policy (usage_index.py); none without a policy
+words state_begin .. row_width        state of the optimizer, float32 for all dtypes of weights, since squares of
+                                      gradients underflow in float16
 """
 
 import functools
@@ -14,21 +15,22 @@ import numpy as np
 from oneemb.kernels.arrays import Array
 
 BITS = {"float32": np.float32, "float16": np.uint16, "bfloat16": np.int16}
-"""Dtype of the NumPy array that holds the bits of weights; see oneemb.kernels.jit_code."""
+"""{dtype of weights: NumPy dtype of arrays that hold their bits}."""
 
 WEIGHTS = tuple(BITS)
-"""The dtypes of weights."""
+"""All dtypes of weights."""
 
 
 @dataclass(frozen=True)
 class RowFormat:
-    """Meaning of the words of a row, and the optimizer whose state they hold.
+    """Meaning of the words of a row, and the optimizer whose state the row holds.
 
     Args:
-        dim, dtype: weights of a row, D, and their type: "float32", "float16" or "bfloat16".
-        optimizer: name of the state's optimizer; None = nobody's, or not known.
+        dim: D, number of weights of a row.
+        dtype: type of the weights: "float32", "float16" or "bfloat16".
+        optimizer: name of the optimizer whose state it is; None = no optimizer, or an unknown one.
         state: the state of a new row, float32 values.
-        usage_words: words of usage metadata.
+        usage_words: number of words of usage metadata.
     """
 
     dim: int
@@ -39,22 +41,22 @@ class RowFormat:
 
     @functools.cached_property
     def state_width(self) -> int:
-        """Words of state."""
+        """Number of words of optimizer state, Z."""
         return len(self.state)
 
     @functools.cached_property
     def usage_begin(self) -> int:
-        """Word at which the weights have ended."""
+        """First word behind the weights, where usage metadata begin."""
         return -(-self.dim * np.dtype(BITS[self.dtype]).itemsize // 4)
 
     @functools.cached_property
     def state_begin(self) -> int:
-        """Word at which the state begins."""
+        """First word of the optimizer's state."""
         return self.usage_begin + self.usage_words
 
     @functools.cached_property
     def row_width(self) -> int:
-        """32-bit words of a row, W."""
+        """Number of 32-bit words of a row, W."""
         return self.state_begin + self.state_width
 
     @functools.cached_property
@@ -63,25 +65,27 @@ class RowFormat:
 
     @property
     def storage_dim(self) -> int:
-        """Values of a row: weights and state."""
+        """Number of values of a row: weights and optimizer state."""
         return self.dim + self.state_width
 
     def with_state(self, optimizer: str | None, state: np.ndarray) -> "RowFormat":
-        """The same weights with the state of this optimizer; `state` is float32 [Z]."""
+        """Format with the same weights and the state of this optimizer; `state`, float32 [Z], is that of a new row."""
         return replace(self, optimizer=optimizer, state=tuple(state.tolist()))
 
     def same_weights(self, other: "RowFormat") -> bool:
-        """Whether rows of both begin with the same kind of weights."""
+        """Whether rows of both formats have equally many weights of the same dtype."""
         return (self.dim, self.dtype) == (other.dim, other.dtype)
 
     def same_words(self, other: "RowFormat") -> bool:
-        """Whether a row of one format is one of the other: the same weights, as many usage words and as much state."""
+        """Whether the words of a row mean the same in both formats: same weights, equally many words of usage metadata
+        and of state."""
         widths = self.state_width, self.usage_words
         return self.same_weights(other) and widths == (other.state_width, other.usage_words)
 
     def converted(self, row_NW: np.ndarray, format: "RowFormat", *, with_state: bool) -> np.ndarray:
-        """Rows of another format, of the same weights, as rows of this one: float32 [N, W]. Missing usage metadata are
-        zeros; without `with_state`, rows get the state of new ones."""
+        """Convert rows of another format with the same weights to this format: float32 [N, W]. Usage metadata are
+        copied if both have equally many words of them, otherwise zeros. Without `with_state`, rows get the state of new
+        rows."""
         out_NW = np.zeros((len(row_NW), self.row_width), np.float32)
         out_NW[:, : self.usage_begin] = row_NW[:, : self.usage_begin]
         if self.usage_words == format.usage_words:
@@ -94,7 +98,7 @@ class RowFormat:
         return out_NW
 
     def weights(self, row_NW: Array) -> Array:
-        """The same memory, array or tensor, as weights' bits [N, X], the first `dim` of each row being the weights."""
+        """View of rows, an array or a tensor, as bits of weights [N, X]; the first `dim` of a row are its weights."""
         if isinstance(row_NW, np.ndarray):
             return row_NW.view(BITS[self.dtype])
         import torch

@@ -1,4 +1,4 @@
-"""Form and place of a store's rows: the optimizer whose state they carry, and the device of the hot tier."""
+"""Changes of a store's rows as a whole: the optimizer whose state they carry, and the device of the hot tier."""
 
 from dataclasses import replace
 
@@ -16,15 +16,16 @@ from oneemb.storage.store_part import Store, StorePart, no_step, with_store_lock
 
 
 class StoreForm(StorePart):
-    """The form of a store's rows; `engine` is the policy engine, None where no table has a policy."""
+    """Part of a store that changes the optimizer and the device of its rows. `engine`: the policy engine; None = no
+    table has a policy."""
 
     def __init__(self, store: Store, engine: PolicyEngine | None, threads: Threads):
         super().__init__(store)
         self._engine, self._threads = engine, threads
 
     def attach(self, optimizer: str, state: np.ndarray) -> None:
-        """Let rows carry the state of this optimizer, `state` in a new row, float32 [Z]. Rows that no optimizer has
-        trained keep their weights.
+        """Let rows carry the state of this optimizer; `state`, float32 [Z], is the state of a new row. Existing rows
+        that no optimizer has trained keep their weights.
 
         Raises:
             StorageError: the path is in use or unusable, or the rows already hold another optimizer's state.
@@ -48,14 +49,15 @@ class StoreForm(StorePart):
         self._relayout(format, self.rows.backend)
 
     def detach(self, state: str) -> None:
-        """Let another optimizer be attached to rows that one has trained.
+        """Detach the optimizer, so that another one can be attached to rows that it has trained.
 
         Args:
-            state: "keep": one of the same name, which goes on with the state; "drop": any, which begins anew, at step
-                0; or the name of an optimizer whose state is the same values, which goes on with them.
+            state: "keep" = keep the state for an optimizer of the same name, which continues; "drop" = drop the state
+                and set the step to 0, for any optimizer; or the name of an optimizer whose state has the same values,
+                which continues with them.
 
         Raises:
-            StoreFullError, StorageError: there is no room for the rows on the disk on their way; they are as they were.
+            StoreFullError, StorageError: the disk has no room for the rows in both forms; nothing has changed.
         """
         alone((self.step_lock,), lambda: self._detach(state))
 
@@ -72,10 +74,10 @@ class StoreForm(StorePart):
             self._relayout(replace(self.rows.format, optimizer=state), self.rows.backend)
 
     def move_to(self, device: torch.device) -> None:
-        """Move the hot tier to a GPU, or to the host; rows and steps go along.
+        """Move the hot tier, with all rows and the step, to a GPU or to the host.
 
         Raises:
-            StoreFullError, StorageError: there is no room for the rows, there or on the disk on their way.
+            StoreFullError, StorageError: there is no room for the rows, on the device or, during the move, on the disk.
             RuntimeError, ImportError: CUDA cannot be used.
         """
         backend = backend_at(device, self._threads)

@@ -1,9 +1,9 @@
-"""A file of rows that is only read, mapped into memory. FORMAT.md has the bytes.
+"""A read-only file of rows, mapped into memory. FORMAT.md describes its bytes.
 
 Invariants:
-- no number of the file is used before it has been compared with its checksum and its range, and no row is given out
-  before its block has been compared;
-- memory of a process does not grow with the rows, but for one byte a block: the file's pages are shared.
+- no number of the file is used before its checksum and its range have been checked, and no row is returned before its
+  block has been compared with its checksum;
+- a process allocates one byte for each block; everything else is pages of the file, which processes share.
 """
 
 import json
@@ -38,19 +38,19 @@ from oneemb.storage.table.file_header import HEADER_BYTES, read_header
 
 SERVED_MAGIC = b"oneembSV"
 QUANTIZED = {"int8": 8, "int4": 4}
-"""Bits of a weight."""
+"""{type of quantized weights: bits of a weight}."""
 
 _SUM = struct.Struct("<Q")
 _SLOTS_MAX = 1 << 48
 MANIFEST_MAX = 1 << 24
-"""Bytes of a manifest: JSON takes some thirty times as much memory while it is read."""
+"""Largest size of a manifest, in bytes. While JSON is read it takes about thirty times as much memory."""
 
-_CHECKED = 1 << 14  # blocks that are compared before progress is told
+_CHECKED = 1 << 14  # blocks that `verify` compares between two calls of `progress`
 
 
 @dataclass(frozen=True)
 class ServedInfo:
-    """Contents of a file; FORMAT.md says what each field is."""
+    """Manifest of a file; FORMAT.md explains each field."""
 
     name: str
     identity: str
@@ -82,12 +82,12 @@ class ServedInfo:
 
     @property
     def buckets(self) -> int:
-        """Number of buckets of all tables; one at least."""
+        """Number of buckets of all tables, at least 1."""
         return max(1, int(parts_and_buckets(np.array(self.rows_of_tables, np.int64))[1].sum()))
 
     @property
     def blocks(self) -> int:
-        """Number of blocks of records; without a record, those of one record of zeros."""
+        """Number of blocks of records; a file without slots has one record of zeros."""
         return -(-max(1, self.slots) * self.record_bytes // BLOCK_BYTES)
 
     @property
@@ -121,7 +121,7 @@ def array_dtype(weights: str) -> np.dtype:
 
 
 def is_served_file(path: AnyPath) -> bool:
-    """Whether a file is there that begins as one of these does."""
+    """Whether the path is a file that begins with the magic of a served file."""
     try:
         with open(absolute_path(path), "rb") as file:
             return file.read(len(SERVED_MAGIC)) == SERVED_MAGIC
@@ -130,12 +130,12 @@ def is_served_file(path: AnyPath) -> bool:
 
 
 class ServedFile:
-    """An open file. Its memory is unmapped when nobody refers to it any more.
+    """An open file of rows. Its memory is unmapped when no array refers to it any more.
 
     Raises:
         FileNotFoundError: there is no such file.
-        CorruptTableError: it is not what was written; the message names file and offset.
-        FormatVersionError: another release wrote it.
+        CorruptTableError: the file is damaged; the message names file and offset.
+        FormatVersionError: another release wrote the file in a format that this one cannot read.
     """
 
     def __init__(self, path: AnyPath, *, threads: Threads):
@@ -182,7 +182,7 @@ class ServedFile:
             raise self._damage("there is something between the header and the records", HEADER_BYTES)
         if f"{xxh64(byte_X[info.pilots_begin : info.manifest_begin]):016x}" != info.sums:
             raise self._damage("pilots or the checksums of blocks are damaged", info.pilots_begin)
-        # Of all tables, though a file may have few of many: what is never written to takes no memory.
+        # One row for each table, though the file may serve few of many: memory that is never written is not allocated.
         region_T6 = np.zeros((info.num_tables, 6), np.uint64)
         its = sorted(zip(info.tables, info.rows_of_tables, info.slots_of_tables, strict=True))
         table_C, count_C, slots_C = np.array(its, np.int64).T.copy()
@@ -208,8 +208,8 @@ class ServedFile:
     def read(
         self, table_N: np.ndarray, id_N: np.ndarray, padding_id: int | None, out_ND: np.ndarray, *, threads: Threads
     ) -> np.ndarray:
-        """Write the weights of keys to `out_ND`, zeros where there is no row, and return place_N; see `serve_rows`.
-        CorruptTableError if a row lies in a damaged block."""
+        """Write the weights of keys to `out_ND`, zeros for keys without a row, and return place_N; see `serve_rows` for
+        the arguments. Raises CorruptTableError if a row is in a damaged block."""
         place_N, block = serve_rows(self.rows, table_N, id_N, padding_id, out_ND, threads=threads)
         if block >= 0:
             raise self._damaged_block(block)
@@ -219,8 +219,8 @@ class ServedFile:
         self, table_N: np.ndarray, id_N: np.ndarray, padding_id: int | None, bags: tuple, out_PX: np.ndarray, *,
         threads: Threads,
     ) -> tuple[np.ndarray, bool]:  # fmt: skip
-        """Write sums or means of bags of keys to `out_PX`, and return place_N and whether there are keys without a row;
-        see `pool_rows`. CorruptTableError if a row lies in a damaged block."""
+        """Write sums or means of bags to `out_PX`, and return (place_N, whether any key has no row); see `pool_rows`
+        for the arguments. Raises CorruptTableError if a row is in a damaged block."""
         place_N, has_missing, block = pool_rows(self.rows, table_N, id_N, padding_id, bags, out_PX, threads=threads)
         if block >= 0:
             raise self._damaged_block(block)
@@ -230,15 +230,15 @@ class ServedFile:
         return self._damage("a block of rows is damaged", BLOCK_BYTES * (1 + block))
 
     def keys(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """table_S int32, id_S int64 and place_S int64 of all rows. The caller has called `verify`."""
+        """Tables int32, ids int64 and places int64 of all rows. The caller must have called `verify`."""
         tables = sorted(self.info.tables)
         found = [keys_of_slots(self.rows, table, threads=self._threads) for table in tables]
         table_S = np.repeat(np.array(tables, np.int32), [len(id_N) for id_N, _ in found])
         return table_S, np.concatenate([id_N for id_N, _ in found]), np.concatenate([place_N for _, place_N in found])
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Compare all blocks of rows, and find every key where lookups look for it. CorruptTableError if something is
-        wrong."""
+        """Compare all blocks with their checksums, and check that lookups find every row. Raises CorruptTableError
+        otherwise. `progress` is called with (bytes done, bytes)."""
         rows, info = self.rows, self.info
         for begin in range(0, info.blocks, _CHECKED):
             end = min(begin + _CHECKED, info.blocks)
@@ -264,7 +264,8 @@ class ServedFile:
 
 
 def _info_of(found: Any) -> ServedInfo:
-    """Checked contents of a manifest. Raises ValueError, TypeError or KeyError if it is wrong."""
+    """Manifest from its JSON. Raises ValueError, TypeError or KeyError if a field is missing, unknown or out of
+    range."""
     info = ServedInfo(**found)
 
     def need(right: bool, what: str) -> None:

@@ -1,10 +1,10 @@
-"""Writes a file of rows that is only read. FORMAT.md has the bytes.
+"""Writes a read-only file of rows. FORMAT.md describes its bytes.
 
 Invariants:
-- the file takes its name when it is whole and durable; a call that raises leaves nothing under that name;
-- memory grows with the keys: 12 bytes a row, and at most 40 more while their slots are found. Rows are brought into the
-  order of their slots 64 MiB at a time, of more than 16 GiB a 256th at a time; of more than 64 MiB a second copy is on
-  the disk meanwhile.
+- the file gets its name when it is complete and durable; a call that raises leaves no new file under that name;
+- memory grows with the number of keys: 12 bytes for each row, and at most 40 more while slots are chosen. Rows are
+  sorted by slot in windows of 64 MiB, or of a 256th of the rows if these take more than 16 GiB. If the rows take more
+  than one window, a second copy of them is on the disk during the call.
 """
 
 import errno
@@ -29,10 +29,10 @@ from oneemb.storage.serving.served_file import MANIFEST_MAX, QUANTIZED, SERVED_M
 from oneemb.storage.table.file_header import pack_header
 
 _Rows = Iterable[tuple[np.ndarray, np.ndarray, np.ndarray]]
-_DIGITS = 12  # of the name of an unfinished file
+_DIGITS = 12  # hex digits in the name of an unfinished file
 _WINDOW_BYTES = 64 << 20
 _WINDOWS = 256
-"""More windows would be kept in pieces too small to be read quickly."""
+"""Largest number of windows. With more of them, the pieces of a window on the disk would be too small to read fast."""
 
 
 def write_served_file(
@@ -40,20 +40,21 @@ def write_served_file(
     fs: FileSystem | None = None, progress: Callable[[int, int | None], None] | None = None,
     window_bytes: int | None = None,
 ) -> ServedInfo:  # fmt: skip
-    """Write a file, in place of one of its name. Returns its description.
+    """Write a file; it replaces a file of the same name. Returns the file's manifest.
 
     Args:
-        info: description so far; what depends on the rows is filled in here.
+        info: the manifest without the fields that depend on the rows, which are filled in here.
         keys: table_S int32 and id_S int64 of all rows, in any order.
-        rows: (table_N int32, id_N int64, weight_ND): weights' bits where the file has rows as trained, else float32.
+        rows: batches (table_N int32, id_N int64, weight_ND). weight_ND is float32, or bits of weights if the file has
+            the dtype of training.
         progress: called with (rows done, rows).
-        window_bytes: of `RecordWindows`.
+        window_bytes: as in `RecordWindows`.
 
     Raises:
         StorageError: a row cannot be written in this dtype (the message names its table and id), or the disk fails.
-        CorruptTableError: a key comes twice.
+        CorruptTableError: a key occurs twice.
     """
-    # A name of its own: of two that write one file, neither may give its name to what the other has half written.
+    # Each writer uses a temporary name of its own, so that no writer renames the unfinished file of another one.
     fs, temporary = fs or LocalFileSystem(), None
     try:
         remove_served_files(fs, os.path.dirname(path), re.escape(os.path.basename(path)))
@@ -78,18 +79,20 @@ def write_served_file(
 
 
 def remove_served_files(fs: FileSystem, folder: str, name: str = r".*\.serving") -> None:
-    """Remove what killed processes have left unfinished of files of this name, a regular expression."""
+    """Remove unfinished files of killed processes. `name`: regular expression of the names of the finished files."""
     remove_unfinished(fs, folder, name, _DIGITS, fs.remove)
 
 
 class RecordWindows:
-    """Records by slot: they come in any order, and leave as whole windows of slots, one after the other.
+    """Sorts records by slot: takes them in any order and returns them as windows, ranges of slots, one after another.
 
-    What does not fit in memory is kept beyond `end`, where the file has nothing, and is cut off in the end.
+    Records that do not fit in memory are written to the file beyond `end`. The caller cuts them off afterwards.
 
     Args:
-        record_bytes: a multiple of 8.
-        window_bytes: kept in memory, up to three times; None = 64 MiB, or a 256th of a very large file.
+        end: first byte of the file that may be used for that.
+        slots: number of slots.
+        record_bytes: bytes of a record, a multiple of 8.
+        window_bytes: size of a window; up to three are in memory. None = 64 MiB, or a 256th of a very large file.
     """
 
     def __init__(
@@ -98,21 +101,21 @@ class RecordWindows:
         self._fs, self._file, self._end = fs, file, -(-end // BLOCK_BYTES) * BLOCK_BYTES
         self._slots, self._record_bytes = slots, record_bytes
         least = window_bytes or max(_WINDOW_BYTES, slots * record_bytes // _WINDOWS)
-        # A window begins and ends with a block, and has a record at least.
+        # A window begins and ends at the end of a block, and has at least one record.
         step = BLOCK_BYTES // math.gcd(record_bytes, BLOCK_BYTES)
         self._window = -(-least // (record_bytes * step)) * step
         self._room = least
         self._kept: list[tuple[np.ndarray, np.ndarray]] = []
         self._bytes = 0
-        self._pieces: dict[int, list[tuple[int, int]]] = {}  # of each window: where pieces lie, and their records
+        self._pieces: dict[int, list[tuple[int, int]]] = {}  # {window: (offset, number of records) of each piece}
 
     @property
     def is_beyond(self) -> bool:
-        """Whether there is anything beyond the end of the file."""
+        """Whether records have been written beyond the end of the file."""
         return bool(self._pieces)
 
     def put(self, slot_N: np.ndarray, record_NX: np.ndarray) -> None:
-        """Keep records, uint8 [N, record_bytes], of these slots."""
+        """Add records, uint8 [N, record_bytes], for these slots."""
         self._kept.append((slot_N, record_NX))
         self._bytes += record_NX.nbytes + slot_N.nbytes
         if self._bytes > self._room and self._slots > self._window:
@@ -140,8 +143,8 @@ class RecordWindows:
         return slot_N, record_NX
 
     def windows(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Each window in turn: its first slot, records uint8 [S, record_bytes], zeros in empty slots, and which slots
-        are taken, bool [S]. The arrays are those of the next one too."""
+        """Yield each window: (first slot, records uint8 [S, record_bytes], taken_S bool). Records of empty slots are
+        zeros. The arrays are used again for the next window."""
         if self._kept and self._slots > self._window:
             self._write_kept()
         record_SX = np.empty((min(self._window, self._slots), self._record_bytes), np.uint8)
@@ -156,7 +159,7 @@ class RecordWindows:
 
     def _of(self, w: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         if not self._pieces:
-            yield from self._kept  # There is one window, or no record.
+            yield from self._kept  # All records are in memory: there is one window, or no record.
         for offset, records in self._pieces.get(w, []):
             bytes_ = np.empty(records * (8 + self._record_bytes), np.uint8)
             if self._fs.read_into(self._file, bytes_.data, offset) < len(bytes_):
@@ -182,7 +185,7 @@ class _Writer:
             rows_of_tables=tuple(int(count_T[t]) for t in self._info.tables),
             slots_of_tables=tuple(int(made.slots_T[t]) for t in self._info.tables),
         )  # fmt: skip
-        # What is beyond the records is read back before pilots are written there.
+        # Records that are written beyond `pilots_begin` are read back before pilots are written there.
         windows = RecordWindows(self._fs, self._file, info.pilots_begin, made.slots, info.record_bytes, window_bytes)
         done = 0
         for table_N, id_N, weight_ND in rows:
@@ -233,9 +236,9 @@ class _Writer:
     def _write_records(
         self, windows: RecordWindows, made: PerfectHash, table_S: np.ndarray, id_S: np.ndarray, blocks: int
     ) -> tuple[np.ndarray, int]:
-        """Write all records, and return the checksums of blocks and how many slots are taken."""
-        # An empty slot has an id that belongs elsewhere, the first of its table: whoever looks that one up does not
-        # come here, and nobody else finds it.
+        """Write all records. Returns (checksums of blocks, number of taken slots)."""
+        # An empty slot gets the id of its table's first row, which has another slot: a lookup of that id never reads
+        # the empty slot, and a lookup of any other id finds that the ids differ.
         table_T, first_T = np.unique(table_S, return_index=True)
         first_slot_T = made.region_T6[table_T, FIRST_SLOT].astype(np.int64)
         sums, taken, offset = [], 0, BLOCK_BYTES
@@ -255,7 +258,7 @@ class _Writer:
         return np.concatenate(sums), taken
 
     def _encoded(self, table_N: np.ndarray, id_N: np.ndarray, weight_ND: np.ndarray) -> np.ndarray:
-        """Records of these rows."""
+        """Records of these rows, uint8. Raises StorageError for a row that cannot be written in the file's dtype."""
         info = self._info
         record_NX = np.zeros((len(id_N), info.record_bytes), np.uint8)
         if info.weights in QUANTIZED:
@@ -288,7 +291,7 @@ class _Writer:
         self._most, self._squares = max(self._most, float(most)), self._squares + float(squares)
 
     def _write_blocks(self, byte_X: np.ndarray, offset: int) -> np.ndarray:
-        """Write whole blocks, and return their checksums."""
+        """Write blocks, and return their checksums."""
         sum_B = np.empty(len(byte_X) // BLOCK_BYTES, np.uint32)
         self._threads.run(blocks_sum, len(sum_B), byte_X.view(np.uint64), BLOCK_BYTES // 8, sum_B, share_min=64)
         self._fs.write(self._file, byte_X, offset)

@@ -1,10 +1,11 @@
-"""Changes to rows since the snapshots that a store has saved or loaded last; deltas are made of them.
+"""Finds the changes of a store's rows since its last snapshots, for deltas.
 
-A point is a snapshot at which the rows here were its rows, and their places then. A row written since lies elsewhere,
-and a key whose place is free, and that has none, is gone: so nothing is noted of rows that are trained, begun or
-evicted. Keys erased by hand are noted, since a reader who keeps evicted rows must still drop those.
+A point is a snapshot that the store has saved or loaded, with the places that all rows had then. A row that was written
+since has another place; a key that had a place then and has no row now is gone. So nothing has to be recorded when rows
+are trained, initialized or evicted. Only keys that users erase are recorded, since readers that keep evicted rows must
+drop erased rows all the same.
 
-Nothing here is thread-safe: `EmbeddingStore` calls it with the store lock.
+Nothing here is thread-safe: `EmbeddingStore` calls it under the store lock.
 """
 
 from collections import deque
@@ -23,32 +24,32 @@ from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.tiered_rows import TieredRows
 
 POINTS_MAX = 4
-"""How many snapshots are remembered: a bit for each row."""
+"""Largest number of points. A point takes one bit for each row."""
 
 ERASED_MAX = 1 << 24
-"""Keys that may be erased by hand between two of them."""
+"""Largest number of erased keys that are recorded between two points."""
 
-# Calls whose keys are kept as they came, before they are put together.
+# Largest number of arrays of erased keys before they are joined into one.
 _ARRAYS_MAX = 256
 
 
 @dataclass
 class Point:
-    """A snapshot that was saved or loaded."""
+    """A snapshot that the store has saved or loaded."""
 
     name: str
     info: SnapshotInfo
     rows: int
-    """How many rows there were here."""
+    """Number of rows of the store at that time."""
     loaded: int
-    """How many one has at most who loads it: more, where deltas did not say which had left."""
+    """Largest number of rows that a reader has after a load: more than `rows` if deltas left evicted keys out."""
     places: Places
     opened: int
     """Value of `TieredRows.opened` at that time."""
     exact: bool = True
-    """Whether who loads it has the rows that there were here: a delta may not say which had left."""
+    """Whether a load gives exactly the rows that the store had; False if a delta has left evicted keys out."""
     erased: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
-    """Keys that were erased by hand between this and the next point, some perhaps twice."""
+    """Keys that users have erased between this point and the next one; a key may occur twice."""
     erased_count: int = 0
     erased_too_many: bool = False
 
@@ -59,36 +60,37 @@ class Point:
 
 
 class Journal:
-    """The points, oldest first."""
+    """The last points of a store, oldest first."""
 
     def __init__(self, rows: TieredRows, replicas: Replicas, threads: Threads):
         self._rows, self._replicas, self._threads = rows, replicas, threads
         self._points: deque[Point] = deque(maxlen=POINTS_MAX)
 
     def add(self, name: str, info: SnapshotInfo, rows: int, loaded: int, *, exact: bool = True) -> None:
-        """Note that the rows are now those of this snapshot, which has replaced one of its name; see `Point`."""
+        """Add a point: the rows now are those of this snapshot, which has replaced any of the same name. `Point`
+        explains the arguments."""
         for n in [n for n, its in enumerate(self._points) if its.name == name]:
             self._drop(n)
         self._points.append(Point(name, info, rows, loaded, self._rows.places, self._rows.opened, exact))
 
     def forget(self, table_name: str) -> None:
-        """Note that the table's snapshot of this name is gone."""
+        """Remove the point of the table's snapshot of this name, which has been deleted."""
         for n in [n for n, its in enumerate(self._points) if its.info.name == table_name]:
             self._drop(n)
 
     def _drop(self, n: int) -> None:
-        if n:  # Those before need what has happened since.
+        if n:  # The point before needs the keys that were erased since.
             self._points[n - 1].erased += self._points[n].erased
             self._points[n - 1].erased_count += self._points[n].erased_count
             self._points[n - 1].erased_too_many |= self._points[n].erased_too_many
         del self._points[n]
 
     def clear(self) -> None:
-        """Forget all points: other rows have taken the place of the former ones."""
+        """Forget all points, after all rows of the store have been replaced."""
         self._points.clear()
 
     def erase(self, table_N: np.ndarray, id_N: np.ndarray) -> None:
-        """Note keys that were erased by hand, whether they had rows or not."""
+        """Record keys that a user has erased, whether they had rows or not."""
         if self._points:
             last = self._points[-1]
             last.erased.append((table_N.copy(), id_N.copy()))
@@ -99,16 +101,16 @@ class Journal:
                 last.erased, last.erased_too_many = [], True
 
     def check_not_needed(self, name: str, done: str) -> None:
-        """Raise SnapshotNeededError if deltas go on from the table's snapshot of this name, which is about to be
-        `done`."""
+        """Raise SnapshotNeededError if the table's snapshot of this name is the parent of deltas. `done`: what is about
+        to happen to the snapshot, "replaced" or "deleted"."""
         infos = self._rows.snapshots()
         for info in infos:
             if info.name == name and (deltas := deltas_since(info.identity, infos)):
                 raise SnapshotNeededError(in_chain_text(name, done, deltas))
 
     def parent(self, since: str, keep_evicted: bool) -> Point:
-        """The point of this snapshot's last save or load, since which a delta can be saved. StorageError if it is not
-        remembered, or not there any more."""
+        """The point of snapshot `since`, the parent of a delta. Raises StorageError if there is no such point, or if
+        the snapshot has been deleted."""
         point = self._since(since)
         if not (point.exact or keep_evicted):
             raise StorageError(
@@ -120,14 +122,14 @@ class Journal:
         return point
 
     def delta(self, since: str, rows: int, keep_evicted: bool) -> tuple[Places, np.ndarray, Delta]:
-        """Places, erased keys and description of a delta since this snapshot; raises as `parent`.
+        """Contents of a delta since this snapshot; raises as `parent`.
 
         Args:
             rows: number of rows now.
-            keep_evicted: see `StoreSnapshots.save`.
+            keep_evicted: leave evicted keys out of the keys that are gone; see `StoreSnapshots.save`.
 
         Returns:
-            Places of the rows then, the keys that are gone since, as of `gone_array`, and the delta.
+            Places of the rows at the parent, the keys that are gone since (from `gone_array`), and the description.
         """
         point = self.parent(since, keep_evicted)
         table_N, id_N = self._rows.gone_since(point.places)
@@ -135,13 +137,13 @@ class Journal:
         table_N, id_N = table_N[counted], id_N[counted]
         inserted = max(rows - point.rows + len(id_N), 0)
         table_E, id_E = _joined([keys for its in self._from(point) for keys in its.erased])
-        if keep_evicted:  # Of those that were erased by hand it says so all the same.
+        if keep_evicted:  # Evicted keys are left out, erased ones are not.
             by_hand = HashIndex(self._threads)
             by_hand.put(table_E, id_E, np.zeros(len(id_E), np.int64))
             erased = np.flatnonzero(by_hand.find(table_N, id_N) >= 0)
             table_N, id_N = table_N[erased], id_N[erased]
         loaded = point.loaded + inserted - len(id_N)
-        if len(id_E):  # Those, too, that others have kept though they had no row here.
+        if len(id_E):  # Erased keys that had no row here are added too: readers may have kept rows for them.
             absent_E = ~self._rows.hot.contains(table_E, id_E) & self._replicas.are_counted(table_E, id_E)
             table_N, id_N = np.append(table_N, table_E[absent_E]), np.append(id_N, id_E[absent_E])
         delta = Delta(point.name, point.info.identity, point.number, point.number + 1, loaded, inserted)

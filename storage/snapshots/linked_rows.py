@@ -1,6 +1,6 @@
-"""The rows of a snapshot and of the deltas that go on from it, read as those of one.
+"""Reads a snapshot and the deltas that follow it as one snapshot.
 
-Invariant: memory grows with the keys that deltas have changed, not with the rows.
+Invariant: memory grows with the number of keys that deltas have changed, not with the number of rows.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,10 +17,11 @@ _Narrow = Callable[[Keep], Keep]
 
 
 class LinkedRows:
-    """Rows of a chain of snapshots, the newest of each key.
+    """Rows of a snapshot and its deltas: for each key the newest row.
 
     Args:
-        links: the readers of each snapshot's parts, the whole one first, then its deltas in order; closed with this.
+        links: readers of the parts of each snapshot: first the snapshot that is no delta, then the deltas in order.
+            `close` closes the readers.
     """
 
     def __init__(self, links: Sequence[Sequence[SnapshotReader]]):
@@ -37,23 +38,24 @@ class LinkedRows:
         return self.count(_every_key)
 
     def count(self, keep: Keep) -> int:
-        """Number of rows that `keep` keeps. Reads keys only; raises as `scan`."""
+        """Number of rows that `keep` keeps. Reads only keys; raises as `scan`."""
         return sum(len(id_N) for _, id_N in self.keys(keep))
 
     def keys(self, keep: Keep) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """The keys of the rows that are kept, (table_N int32, id_N int64), some at a time; raises as `scan`."""
+        """Keys of the rows that `keep` keeps, in batches (table_N int32, id_N int64); raises as `scan`."""
         for reader, newest in self._newest_first():
             yield from reader.keys(newest(keep))
 
     def scan(self, batch: int = 65536, keep: Keep | None = None) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Every row once, as `SnapshotReader.scan`, the newest snapshot's first. CorruptTableError if files are
-        damaged, or a writer has removed a snapshot meanwhile."""
+        """Yield each row once, like `SnapshotReader.scan`, from the last snapshot back. Raises CorruptTableError if
+        files are damaged, or if a writer has removed one of the snapshots since they were opened."""
         for reader, newest in self._newest_first():
             if len(reader):
                 yield from reader.scan(batch, keep if newest is _all_of else newest(keep or _every_key))
 
     def _newest_first(self) -> Iterator[tuple[SnapshotReader, _Narrow]]:
-        """Each reader, and a function that drops keys that later snapshots have, or say are gone."""
+        """Yield each reader, from the last snapshot back, with a function that restricts a `keep` to keys that no later
+        snapshot has or lists as gone."""
         later = HashIndex(Threads(1))
         for n in range(len(self._links) - 1, -1, -1):
             narrow: _Narrow = _all_of if n == len(self._links) - 1 else _NotIn(later)
@@ -69,7 +71,7 @@ class LinkedRows:
         return gone_keys(reader.array(GONE) if GONE in reader.arrays else None, reader.info.name)
 
     def arrays(self) -> list[dict[str, np.ndarray]]:
-        """Arrays of each part of the last snapshot beside its rows, by name, without the keys that are gone."""
+        """Arrays of each part of the last snapshot, {name: array}, without the array of keys that are gone."""
         return [{name: its.array(name) for name in its.arrays if name != GONE} for its in self._links[-1]]
 
     def close(self) -> None:
@@ -94,7 +96,7 @@ def _all_of(keep: Keep) -> Keep:
 
 
 class _NotIn:
-    """Leaves out the keys of an index."""
+    """Restricts a `keep` to keys that are not in an index."""
 
     def __init__(self, index: HashIndex):
         self._index = index

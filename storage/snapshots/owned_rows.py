@@ -1,6 +1,6 @@
-"""The rows of a snapshot that one of several owners has, read from the parts in which they may be.
+"""Reads the rows of a snapshot that belong to one of several owners, from all parts that may hold such rows.
 
-Invariant: memory does not grow with the rows: one chunk of one part is read at a time.
+Invariant: memory does not grow with the number of rows: one chunk of one part is read at a time.
 """
 
 from collections.abc import Iterator
@@ -18,13 +18,13 @@ from oneemb.storage.table.snapshot_reader import Keep, SnapshotReader
 
 
 class OwnedRows:
-    """The rows of one owner among `owners` in a snapshot and its ancestors; only parts that may hold such rows are
-    opened. StorageError if one cannot be read here, or is not what was found."""
+    """Rows of owner `owner` of `owners` in a snapshot and its ancestors. Only parts that may hold such rows are opened.
+    Raises StorageError if a part cannot be read here, or is not the part that was listed."""
 
     def __init__(self, snapshot: PartedSnapshot, owner: int, owners: int, fs: FileSystem | None = None):
         self._owner, self._owners = owner, owners
         links: list[list[SnapshotReader]] = []
-        with ExitStack() as opened:  # closed where a later one cannot be opened
+        with ExitStack() as opened:  # closes the opened readers if a later one cannot be opened
             for link in (*snapshot.before, snapshot):
                 links.append([opened.enter_context(_open(part, fs)) for part in link.parts_for(owner, owners)])
             opened.pop_all()
@@ -37,7 +37,7 @@ class OwnedRows:
         return self._count
 
     def keys(self, keep: Keep) -> tuple[np.ndarray, np.ndarray]:
-        """The keys of those of its rows that are kept: table_N int32, id_N int64. Reads keys only."""
+        """Keys of the owner's rows that `keep` keeps: table_N int32, id_N int64. Reads only keys."""
 
         def is_kept(table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray:
             return self._is_own(table_N, id_N) & keep(table_N, id_N)
@@ -49,11 +49,11 @@ class OwnedRows:
         return np.concatenate(tables), np.concatenate(ids)
 
     def scan(self, batch: int = 65536) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Every row once as (table_N int32, id_N int64, row_NW float32), at most `batch` at a time."""
+        """Yield each row once, in batches (table_N int32, id_N int64, row_NW float32) of at most `batch` rows."""
         yield from self._linked.scan(batch, self._is_own)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """The owner's share of the parts' arrays beside their rows, by name."""
+        """The snapshot's arrays, {name: array}, joined from all parts and restricted to the owner's keys."""
         return joined_arrays(self._linked.arrays(), self._is_own)
 
     def close(self) -> None:

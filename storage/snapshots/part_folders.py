@@ -1,9 +1,9 @@
-"""Parts of snapshots in the folders of several tables: removed, made, swept and checked.
+"""Removes, makes, sweeps and checks parts of snapshots in the folders of several tables.
 
-Removal goes in steps between which processes wait for each other:
+Ranks remove a snapshot in steps, and wait for each other after each step:
 
-with PartRemoval(parts, {}) as removal:     takes the locks
-    removal.mark()                          from here on, what is left of a snapshot that is not whole is a leftover
+with PartRemoval(parts, {}) as removal:     takes the locks of the folders
+    removal.mark()                          from here on, a part whose other parts are missing is a leftover
     removal.remove()
     removal.unmark()
 """
@@ -34,17 +34,18 @@ from oneemb.storage.table.snapshot_reader import SnapshotReader
 
 
 class _Snapshot(NamedTuple):
-    """A snapshot of a table that is to be removed."""
+    """A table's snapshot that is to be removed."""
 
     folder: str
     name: str
     identity: str | None
-    """To be marked; None = it is a whole one by itself, or cannot be read."""
+    """Identity to mark; None = no mark, since it is the only part or cannot be read."""
 
 
 def to_remove(found: FoundParts, name: str) -> list[list[_Snapshot]]:
-    """The snapshots of tables that make up those of this name, damaged ones too: leftovers of older ones first.
-    SnapshotNotFoundError if there are none; the message names those there are."""
+    """The tables' snapshots that have to be removed for the snapshot of this name, damaged ones included: first those
+    of older snapshots of the same name, then the others. Raises SnapshotNotFoundError, which names the existing
+    snapshots, if there are none."""
     parts = sorted(found.parts_of(name), key=lambda part: part.info.sequence)
     older = [part for part in parts if part.group != parts[-1].group]
     rest = [part for part in parts if part.group == parts[-1].group]
@@ -61,10 +62,10 @@ def _snapshots(parts: Iterable[Part]) -> list[_Snapshot]:
 
 
 class PartRemoval:
-    """Removal of snapshots of tables; see the head of this file. LockedError if a table is in use elsewhere.
+    """Removes snapshots of tables; see the file's first lines. Raises LockedError if another process uses a table.
 
     Args:
-        open_tables: function that deletes a snapshot, by the folder of each table that this process has open.
+        open_tables: {folder of a table that this process has open: function that deletes a snapshot of the table}.
     """
 
     def __init__(
@@ -85,8 +86,8 @@ class PartRemoval:
             raise
 
     def mark(self) -> None:
-        """Mark the snapshots as useless in part. A full disk prevents no deletion: then there is no mark, and leftovers
-        of a kill have to be deleted once more."""
+        """Mark the snapshots, so that parts which a kill leaves count as leftovers. On a full disk snapshots are
+        deleted without marks; the parts that a kill leaves then have to be deleted again."""
         for folder, identities in self._identities():
             try:
                 mark(self._fs, folder, identities)
@@ -97,17 +98,17 @@ class PartRemoval:
     def remove(self) -> None:
         """Delete the snapshots of the tables, durably."""
         for snapshot in self._snapshots:
-            with suppress(SnapshotNotFoundError):  # An earlier try got so far.
+            with suppress(SnapshotNotFoundError):  # An earlier try has deleted it.
                 self._delete[snapshot.folder](snapshot.name)
 
     def __call__(self) -> None:
-        """Remove the parts, with all steps."""
+        """Do all steps, without a wait for other ranks."""
         self.mark()
         self.remove()
         self.unmark()
 
     def unmark(self) -> None:
-        """Take the marks away: nothing is left. One that cannot be does no harm."""
+        """Remove the marks, after all snapshots are deleted. A mark that cannot be removed does no harm."""
         for folder, identities in self._identities():
             with suppress(StorageError):
                 unmark(self._fs, folder, identities)
@@ -127,28 +128,32 @@ class PartRemoval:
 
 
 class NewParts:
-    """Parts of a snapshot that are about to be made: in `with`, all of them or none. Ranks, who make a part each, call
-    `take_back` or `finish` in place of `with`, when they know what became of all. A single part is whole, and needs
-    no mark."""
+    """Parts of a snapshot that is being saved. In a `with` block, all parts are saved or none. Ranks, each of which
+    saves one part, call `finish` or `take_back` instead, once they know whether all parts are saved. The only part of a
+    snapshot needs no mark."""
 
     def __init__(self, identity: str, count: int, fs: FileSystem | None = None):
         self._identity, self._count, self._fs = identity, count, fs or LocalFileSystem()
         self._begun: list[tuple[str, str, Callable[[str], None] | None]] = []
 
     def begin(self, folder: str, table_name: str, delete: Callable[[str], None] | None = None) -> None:
-        """Note that a part is about to be saved under this name in the table of this folder, which is open; `delete`
-        deletes a snapshot of the table, if it stays open until all parts are there."""
+        """Record, and mark, a part before it is saved in the table of this folder, which is open.
+
+        Args:
+            table_name: name of the part as a snapshot of its table.
+            delete: function that deletes a snapshot of the table; None = the table is closed before `take_back`.
+        """
         self._begun.append((folder, table_name, delete))
         if self._count > 1:
             mark(self._fs, folder, [self._identity])
 
     def finish(self) -> None:
-        """All parts are there: take the marks away. One that cannot be does no harm."""
+        """Remove the marks, after all parts are saved. A mark that cannot be removed does no harm."""
         for folder, _, _ in self._begun:
             self._unmark(folder)
 
     def take_back(self) -> None:
-        """Delete what there is of the parts. What cannot be deleted now is a leftover."""
+        """Delete all parts that have been saved. A part that cannot be deleted now stays as a leftover."""
         for folder, table_name, delete in self._begun:
             with suppress(StorageError), ExitStack() as opened:
                 if delete is None:
@@ -176,18 +181,19 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def open_anew(folder: str, fs: FileSystem | None = None) -> PersistentTable:
-    """The table in a folder, to delete snapshots there; it starts empty, so the width of its rows plays no part."""
+    """Open the table in a folder to delete snapshots. No rows are loaded, so the row width does not matter."""
     return PersistentTable.open(folder, row_width=1, threads=Threads(1), background=False, fs=fs)
 
 
 def sweep_folder(
     folder: str, found: FoundParts, delete: Callable[[str], None] | None = None, fs: FileSystem | None = None
 ) -> None:
-    """Remove leftovers and stale marks from a table's folder. What cannot be removed now stays for the next time.
+    """Remove leftovers and stale marks from a table's folder. Those that cannot be removed now stay until the next
+    sweep.
 
     Args:
-        delete: deletes a snapshot of the table, which this process has open; None = open it here, unless it is in use,
-            which removes leftovers of killed processes too.
+        delete: function that deletes a snapshot of the table, which this process has open. None = open the table here,
+            unless it is in use; this also removes temporary snapshots and files of killed processes.
     """
     fs = fs or LocalFileSystem()
     if delete is None:
@@ -202,7 +208,7 @@ def sweep_folder(
             delete(part.info.name)
     drop_unwritten(fs, folder)
     with suppress(StorageError):
-        # A mark of a part that is no longer there, or of a snapshot that is whole, though a kill came before it went.
+        # Marks of parts that no longer exist, and of complete snapshots, which a kill has left, are stale.
         there = {part.info.identity: part for part in find_parts([folder], fs).parts}
         marks = marks_at(fs, folder)
         unmark(fs, folder, {one for one in marks if one not in there or found.has_all_of(there[one])})
@@ -214,7 +220,7 @@ def sweep_folder(
 def check_parts(
     path: str, *, fs: FileSystem | None = None, progress: Callable[[int, int], None] | None = None
 ) -> CheckResult:
-    """Check as `check_table` does, in a folder and in those of ranks within; raises as it does."""
+    """Check a folder, and the folders of ranks in it, as `check_table` does; raises the same errors."""
     found = look_at([path], fs)
     left_over = [
         f"{folder} has no table: a reshard or a job of that many ranks begins there, or was killed as it began; then"
@@ -244,7 +250,7 @@ def check_parts(
 
 
 def _broken_chains(found: FoundParts, fs: FileSystem | None) -> list[str]:
-    """Problems of chains of deltas: snapshots or rows that they lack."""
+    """Problems of deltas: snapshots that cannot be loaded, and damaged lists of keys that are gone."""
     broken = found.broken()
     problems = list(broken.values())
     for snapshot in [one for one in found.snapshots() if one.name not in broken]:

@@ -1,16 +1,16 @@
-"""Snapshots that several tables hold together: of ranks, or of a writer to several paths.
+"""Finds snapshots whose parts are in several tables: one part for each rank, or for each path of a writer.
 
-    <path>                  a table: of an embedding without ranks, or one of a list of folders
+    <path>                  a table: of an embedding without ranks, or of one path of several
     <path>/rank-1-of-4      the table of rank 1 of 4
 
-Each part is a snapshot of one table. Its meta says of which snapshot it is which part, its identity is that of the
-whole. One part is a whole snapshot if there is only one.
+Each part is a snapshot of one table. Its meta says which part of which snapshot it is; its identity is that of the
+whole snapshot. A snapshot with one part is that part.
 
 Invariants:
-- a snapshot exists if and only if every one of its parts does: the rename of the last part makes it, the removal of the
-  first one ends it. Of several of one name, the one that was saved last counts;
-- what is removed as a leftover is the part of a snapshot that is not whole and was never announced, or that a whole one
-  of its name has replaced.
+- a snapshot exists if and only if all its parts exist: the rename of the last part creates it, the removal of the first
+  part ends it. If several snapshots have the same name, the one that was saved last counts;
+- a part is removed as a leftover only if its snapshot is incomplete and its save has never returned, or if a complete
+  snapshot of the same name has replaced it.
 """
 
 import os
@@ -42,12 +42,12 @@ _LOOKS = 2
 
 
 def rank_folder_name(rank: int, ranks: int) -> str:
-    """The name of a rank's folder in the folder that it shares with the others."""
+    """Name of the folder of one rank, in the folder that all ranks share."""
     return f"rank-{rank}-of-{ranks}"
 
 
 def folders_at(paths: Iterable[str]) -> list[str]:
-    """The folders of tables at these paths: the paths themselves, and those of ranks in them. Each once."""
+    """Folders of tables at these paths: the paths themselves and the folders of ranks in them, each once."""
     found: dict[str, str] = {}
     for path in paths:
         for folder in [path, *_rank_folders(path)]:
@@ -57,7 +57,7 @@ def folders_at(paths: Iterable[str]) -> list[str]:
 
 
 def unmade_at(path: str) -> list[str]:
-    """Folders of ranks in a path that have no table: a job or a reshard has just made them, or was killed then."""
+    """Folders of ranks in a path that have no table: a job or a reshard has just made them, or was killed just then."""
     return [folder for folder in _rank_folders(path) if not _has_table(folder)]
 
 
@@ -79,13 +79,14 @@ def _rank_folders(path: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Part:
-    """A snapshot of a table, as a part of a whole one.
+    """A table's snapshot as a part of a whole snapshot.
 
     Args:
-        folder, info: of the table and its snapshot.
-        whole: which part of which snapshot.
-        identity: of the whole; "" where a release wrote it that gave each part one of its own.
-        marked: whether it may be removed while the whole is not there.
+        folder: folder of the table.
+        info: description of the table's snapshot.
+        whole: which part of which snapshot this is.
+        identity: identity of the whole snapshot; "" if an early release wrote it, which gave each part its own.
+        marked: whether the part is marked as unfinished, so that it may be removed if other parts are missing.
     """
 
     folder: str
@@ -96,14 +97,14 @@ class Part:
 
     @property
     def group(self) -> tuple[str, str, int]:
-        """The same for all parts of a snapshot."""
+        """Key that is equal for all parts of a snapshot."""
         return self.whole.name, self.identity, self.whole.shards
 
 
 @dataclass(frozen=True)
 class PartedSnapshot:
-    """A snapshot whose `parts` are all there, in order; `before` a delta, its ancestors, the whole one first: see
-    table/delta.py."""
+    """A snapshot whose parts all exist. `parts`: the parts in order. `before`: if it is a delta, its ancestors,
+    beginning with the one that is no delta (table/delta.py)."""
 
     parts: tuple[Part, ...]
     before: tuple["PartedSnapshot", ...] = ()
@@ -114,13 +115,13 @@ class PartedSnapshot:
 
     @property
     def sequence(self) -> int:
-        """Greater than that of any snapshot that was there when it was saved."""
+        """Number greater than that of any snapshot that existed when this one was saved."""
         return max(part.info.sequence for part in self.parts)
 
     @cached_property
     def info(self) -> SnapshotInfo:
-        """Description of the whole snapshot. The format comes from a part with rows: one without may not know the state
-        yet. CorruptTableError if parts hold rows of several kinds."""
+        """Description of the whole snapshot. The format is that of a part with rows, since a part without rows may not
+        know the optimizer's state yet. Raises CorruptTableError if parts have rows of different formats."""
         filled = [part for part in self.parts if part.info.rows] or [self.parts[0]]
         first = filled[0].info
         _check_kind(f"snapshot {self.name!r}", filled)
@@ -136,8 +137,8 @@ class PartedSnapshot:
         )  # fmt: skip
 
     def part_in(self, folder: str, shard: int, shards: int) -> Part | None:
-        """The part that a rank has saved itself, if its rows are of the kind of the others; else None. The rank must
-        have saved one of each ancestor too."""
+        """The part that shard `shard` of `shards` has saved in `folder`. None if there is no such part, of this
+        snapshot and of each ancestor, or if its rows have another format than the snapshot."""
         if any(link.part_in(folder, shard, shards) is None for link in self.before):
             return None
         for part in self.parts:
@@ -147,13 +148,14 @@ class PartedSnapshot:
         return None
 
     def parts_for(self, owner: int, owners: int) -> list[Part]:
-        """The parts that may hold keys of an owner."""
+        """The parts that may hold keys of owner `owner` of `owners`."""
         return [part for part in self.parts if owners_share_keys(owner, owners, part.whole.shard, part.whole.shards)]
 
 
 @dataclass(frozen=True)
 class Damaged:
-    """A snapshot of a table that cannot be read, and why."""
+    """A table's snapshot that cannot be read. `reason`: text of the error; `newer`: whether a later release wrote
+    it."""
 
     folder: str
     name: str
@@ -162,21 +164,21 @@ class Damaged:
 
 
 class FoundParts:
-    """The parts, and damaged snapshots, found in these folders, and the snapshots that they make up."""
+    """Parts and damaged snapshots that were found in some folders, and the snapshots that the parts make up."""
 
     def __init__(self, parts: Sequence[Part], damaged: Sequence[Damaged], folders: Sequence[str]):
         self.parts, self.damaged, self.folders = parts, damaged, folders
 
     @classmethod
     def together(cls, found: "Sequence[FoundParts]") -> "FoundParts":
-        """Parts that several ranks have found, each in other folders, in one object."""
+        """Join what several ranks have found, each in folders of its own."""
         parts = [part for some in found for part in some.parts]
         damaged = [one for some in found for one in some.damaged]
         return cls(parts, damaged, list(dict.fromkeys(folder for some in found for folder in some.folders)))
 
     @cached_property
     def _whole(self) -> dict[str, PartedSnapshot]:
-        """The newest whole snapshot of each name."""
+        """{name: newest complete snapshot of the name}."""
         newest: dict[str, PartedSnapshot] = {}
         for group in self._groups.values():
             by_shard = {part.whole.shard: part for part in reversed(group)}
@@ -194,20 +196,20 @@ class FoundParts:
         return groups
 
     def snapshots(self) -> list[PartedSnapshot]:
-        """Whole snapshots, oldest first."""
+        """All complete snapshots, oldest first; replaced ones are left out."""
         return sorted(self._whole.values(), key=lambda whole: (whole.sequence, whole.parts[0].info.created))
 
     def get(self, name: str, identity: str | None = None, named_by: str = "") -> PartedSnapshot:
         """The snapshot of this name.
 
         Args:
-            identity: of the one that is meant; None = whichever has the name.
-            named_by: what names it, for errors.
+            identity: identity that the snapshot must have; None = any.
+            named_by: file that names the snapshot, for errors.
 
         Raises:
-            SnapshotNotFoundError: there is none, or parts are missing; the message says what there is.
-            OtherSnapshotError: it is not the one that is meant.
-            CorruptTableError, FormatVersionError: a part of it cannot be read.
+            SnapshotNotFoundError: there is no such snapshot, or parts are missing; the message says what exists.
+            OtherSnapshotError: the snapshot has another identity.
+            CorruptTableError, FormatVersionError: a part of the snapshot cannot be read.
         """
         whole = self._whole.get(name)
         if whole is not None:
@@ -232,27 +234,28 @@ class FoundParts:
         return ", ".join(self.folders) or "the folders given, where there is no table"
 
     def going_on_from(self, name: str) -> list[str]:
-        """The deltas whose parent is the snapshot of this name."""
+        """Names of the deltas whose parent is the snapshot of this name."""
         left = {id(part) for part in self.leftovers()}
-        there = [part for part in self.parts if id(part) not in left]  # also those of which other parts are away
+        there = [part for part in self.parts if id(part) not in left]  # parts of incomplete snapshots included
         named = {part.info.identity for part in there if part.whole.name == name}
         infos = [replace(part.info, name=part.whole.name) for part in there]
         return list(dict.fromkeys(child for identity in named for child in deltas_since(identity, infos)))
 
     def check_no_deltas(self, name: str, done: str) -> None:
-        """Raise SnapshotNeededError if deltas go on from the snapshot of this name, which is about to be `done`."""
+        """Raise SnapshotNeededError if the snapshot of this name is the parent of deltas. `done`: what is about to
+        happen to the snapshot, "replaced" or "deleted"."""
         if deltas := self.going_on_from(name):
             raise SnapshotNeededError(in_chain_text(name, done, deltas))
 
     def incomplete(self) -> list[list[Part]]:
-        """The parts of snapshots that are not whole, though nothing says that they never were."""
+        """Parts of each incomplete snapshot that may have been complete once: not all of its parts are marked."""
         return [
             parts for parts in self._groups.values()
             if not self._is_whole(parts) and not all(part.marked for part in parts)
         ]  # fmt: skip
 
     def broken(self) -> dict[str, str]:
-        """Whole snapshots that cannot be loaded, by name, each with the reason: its parent, say, is missing."""
+        """{name of a complete snapshot that cannot be loaded: reason}. A reason is, for example, a missing parent."""
         reasons = {}
         for snapshot in self.snapshots():
             try:
@@ -262,7 +265,7 @@ class FoundParts:
         return reasons
 
     def leftovers(self) -> list[Part]:
-        """The parts that killed saves and deletes have left, and those of snapshots that others have replaced."""
+        """Parts that killed saves and deletes have left, and parts of snapshots that newer ones have replaced."""
         found = []
         for parts in self._groups.values():
             newest = self._whole.get(parts[0].whole.name)
@@ -272,7 +275,7 @@ class FoundParts:
         return found
 
     def folders_with(self, name: str) -> list[str]:
-        """The folders that have a part of a snapshot of this name, damaged or not, which is no leftover."""
+        """Folders that have a part of a snapshot of this name, damaged or not. Leftovers do not count."""
         leftovers = {(part.folder, part.info.name) for part in self.leftovers()}
         parts = [part for part in self.parts_of(name) if (part.folder, part.info.name) not in leftovers]
         return list(dict.fromkeys([part.folder for part in parts] + [one.folder for one in self.damaged_of(name)]))
@@ -282,16 +285,16 @@ class FoundParts:
         return [one for one in self.damaged if one.name == name or one.name.startswith(f"{name}~")]
 
     def parts_of(self, name: str) -> list[Part]:
-        """All parts of snapshots of this name, leftovers too."""
+        """All parts of snapshots of this name, leftovers included."""
         return [part for part in self.parts if part.whole.name == name]
 
     def has_all_of(self, part: Part) -> bool:
-        """Whether every part of the snapshot of which this is one is there."""
+        """Whether all parts of the snapshot to which this part belongs exist."""
         return part.group in self._groups and self._is_whole(self._groups[part.group])
 
     @property
     def next_sequence(self) -> int:
-        """Greater than the number of any part."""
+        """Number greater than the sequence number of any part."""
         return 1 + max((part.info.sequence for part in self.parts), default=0)
 
     @staticmethod
@@ -300,7 +303,7 @@ class FoundParts:
 
 
 def _check_kind(what: str, parts: Sequence[Part]) -> None:
-    """Raise CorruptTableError unless these parts hold rows of one kind."""
+    """Raise CorruptTableError unless the rows of all these parts have the same format."""
     if len(parts) < 2:
         return
     first, *rest = [(part, SnapshotRows.of_meta(part.info.meta, part.info.name).format) for part in parts]
@@ -313,7 +316,7 @@ def _check_kind(what: str, parts: Sequence[Part]) -> None:
 
 
 def incomplete_text(parts: list[Part]) -> str:
-    """Text of the error for a snapshot that is not whole."""
+    """Text of the error for a snapshot of which only these parts exist."""
     whole = parts[0].whole
     missing = sorted(set(range(whole.shards)) - {part.whole.shard for part in parts})
     there = ", ".join(f"{part.whole.shard} in {part.folder}" for part in parts)
@@ -325,7 +328,7 @@ def incomplete_text(parts: list[Part]) -> str:
 
 
 def leftover_text(part: Part) -> str:
-    """The text for a part that no snapshot needs."""
+    """Text about a part that no snapshot needs."""
     return (
         f"{part.folder} has part {part.whole.shard} of {part.whole.shards} of a snapshot {part.whole.name!r} that is"
         " not whole or was replaced: a save, a delete or a reshard goes on, or was killed; what was killed leaves it to"
@@ -334,8 +337,8 @@ def leftover_text(part: Part) -> str:
 
 
 def find_parts(folders: Sequence[str], fs: FileSystem | None = None) -> FoundParts:
-    """The parts in the folders of tables. Takes no lock: a writer may go on. StorageError if a folder cannot be
-    listed."""
+    """Find the parts in the folders of tables. Takes no lock, so a writer may go on. Raises StorageError if a folder
+    cannot be listed."""
     fs = fs or LocalFileSystem()
     parts, damaged = [], []
     for folder in folders:
@@ -344,7 +347,7 @@ def find_parts(folders: Sequence[str], fs: FileSystem | None = None) -> FoundPar
             try:
                 part = _part(folder, files.read(name).info, marks)
             except SnapshotNotFoundError:
-                continue  # A writer has removed it meanwhile.
+                continue  # A writer has removed the snapshot since it was listed.
             except StorageError as error:
                 damaged.append(Damaged(folder, name, str(error), isinstance(error, FormatVersionError)))
                 continue
@@ -354,7 +357,8 @@ def find_parts(folders: Sequence[str], fs: FileSystem | None = None) -> FoundPar
 
 
 def look_at(paths: Iterable[str], fs: FileSystem | None = None) -> FoundParts:
-    """The parts at paths that a job may use meanwhile. StorageError if there is no table, or it cannot be listed."""
+    """Find the parts at paths that a running job may use. Raises StorageError if a path has no table, or a folder
+    cannot be listed."""
     paths = list(paths)
     folders = folders_at(paths)
     for path in paths:
@@ -363,12 +367,12 @@ def look_at(paths: Iterable[str], fs: FileSystem | None = None) -> FoundParts:
     for _ in range(_LOOKS):
         found = find_parts(folders, fs)
         if not found.incomplete():
-            break  # Else it may be that the job has saved or deleted one between two of the folders.
+            break  # Otherwise the job may have saved or deleted a snapshot while folders were read.
     return found
 
 
 def _part(folder: str, info: SnapshotInfo, marks: set[str]) -> Part | None:
-    """The part that a table's snapshot is; None for what a rank keeps for itself."""
+    """A table's snapshot as a part; None for a snapshot that a rank has saved for itself alone."""
     whole, identity = part_of(info.meta, info.name), info.identity
     if whole is None:
         shard, shards = shard_of(info.meta, info.name)
@@ -381,9 +385,9 @@ def _part(folder: str, info: SnapshotInfo, marks: set[str]) -> Part | None:
 
 
 def table_name_of(name: str, identity: str, folder: str, fs: FileSystem | None = None) -> str:
-    """The name under which a table keeps a new part: the snapshot's, unless one that is replaced has it. ValueError or
-    TypeError if no snapshot can have the name."""
+    """Name under which a table saves a new part: the snapshot's name, or, if an older snapshot that is being replaced
+    has that name, `name~identity`. Raises ValueError or TypeError if the name is invalid."""
     files = SnapshotFiles(fs or LocalFileSystem(), f"{folder}/snapshots")
     other = f"{name}~{identity[:_IDENTITY_DIGITS]}"
-    files.path(other)  # Too long a name is refused before any part of it is there.
+    files.path(other)  # Raises if the longer name is too long, before any part is saved.
     return other if name in files.names() else name

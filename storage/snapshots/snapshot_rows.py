@@ -1,4 +1,4 @@
-"""Description of a snapshot's rows, kept in its `meta`, so that readers know what the words mean."""
+"""Description of a snapshot's rows, in the snapshot's `meta`: it tells readers what the words of a row mean."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ _STEP_MAX = 1 << 62
 
 @dataclass(frozen=True)
 class SnapshotRows:
-    """Format of a snapshot's rows, and the number of updates made so far."""
+    """Format of a snapshot's rows, and the number of steps that have been taken."""
 
     format: RowFormat
     step: int
 
     def described(self) -> dict[str, Any]:
-        """The form that JSON can hold."""
+        """The description as a dict that JSON can hold."""
         row = self.format
         marks = {"marks": row.usage_words} if row.usage_words else {}
         return {
@@ -31,13 +31,13 @@ class SnapshotRows:
         }
 
     def to_meta(self, embedding: dict[str, Any]) -> dict[str, Any]:
-        """The snapshot's `meta`: this, and what the embedding says of itself."""
+        """The snapshot's `meta`: this description, and the embedding's description of itself."""
         return {"rows": self.described(), "embedding": embedding}
 
     @classmethod
     def of_meta(cls, meta: dict[str, Any], name: str) -> "SnapshotRows":
-        """Read what `to_meta` wrote. StorageError if the snapshot was not saved by an embedding or a writer,
-        CorruptTableError if it is invalid."""
+        """Read the description that `to_meta` made. Raises StorageError if the meta has none, since neither an
+        embedding nor a writer has saved the snapshot; CorruptTableError if the description is invalid."""
         if "rows" not in meta:
             raise StorageError(
                 f"snapshot {name!r} does not say what its rows are; it was not saved by oneemb's modules"
@@ -60,11 +60,11 @@ class SnapshotRows:
 
 @dataclass(frozen=True)
 class PartOf:
-    """The part of a snapshot that a table keeps as a snapshot of its own.
+    """Which part of a whole snapshot a table's snapshot is.
 
     Args:
-        name: of the whole.
-        shard, shards: which part of how many; that of the keys whose `owner_of` among the parts is this.
+        name: name of the whole snapshot.
+        shard, shards: number of the part, and number of parts. The part has the keys with owner_of(key) = shard.
     """
 
     name: str
@@ -73,20 +73,20 @@ class PartOf:
 
     @staticmethod
     def name_of(info: SnapshotInfo) -> str:
-        """The name of the whole snapshot that this one of a table is a part of, or is."""
+        """Name of the whole snapshot to which a table's snapshot belongs; its own name if it is no part."""
         part = part_of(info.meta, info.name)
         return info.name if part is None else part.name
 
     def to_meta(self, table_name: str) -> dict[str, Any]:
-        """Entries for the meta of the table's snapshot `table_name`: none, if it is the whole snapshot."""
+        """Entries for the meta of the table's snapshot `table_name`. There are none if it is the whole snapshot."""
         if self.shards == 1 and table_name == self.name:
             return {}
         return {"snapshot": self.name, "shard": [self.shard, self.shards]}
 
 
 def part_of(meta: dict[str, Any], name: str) -> PartOf | None:
-    """The part that `PartOf.to_meta` has described in the meta of snapshot `name`; None = the snapshot is no part.
-    CorruptTableError if the entry is invalid."""
+    """Read the entries of `PartOf.to_meta` from the meta of snapshot `name`; None = it is no part. Raises
+    CorruptTableError if an entry is invalid."""
     if "snapshot" not in meta:
         return None
     whole = meta["snapshot"]
@@ -95,13 +95,13 @@ def part_of(meta: dict[str, Any], name: str) -> PartOf | None:
 
 
 def without_part(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """The meta of a snapshot but for which part it is."""
+    """The meta of a snapshot without the entries of `PartOf.to_meta`."""
     return {key: value for key, value in meta.items() if key not in ("snapshot", "shard")}
 
 
 def shard_of(meta: dict[str, Any], name: str) -> tuple[int, int]:
-    """The part of a sharded snapshot that this is, and the number of parts; (0, 1) for a whole one.
-    CorruptTableError if invalid."""
+    """(number of the part, number of parts) from the meta of snapshot `name`; (0, 1) if it is no part. Raises
+    CorruptTableError if the entry is invalid."""
     shard = meta.get("shard", (0, 1))
     _need(isinstance(shard, list | tuple) and len(shard) == 2, name, shard)
     _need(_number(shard[1], 1, _STEP_MAX) and _number(shard[0], 0, shard[1] - 1), name, shard)

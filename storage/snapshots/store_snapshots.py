@@ -1,6 +1,6 @@
-"""The snapshots of one store: saved, loaded, deleted, looked at.
+"""Saves, loads, deletes and lists the snapshots of one store.
 
-A snapshot holds every row as it was at the call, the number of steps taken and what the rows mean.
+A snapshot holds all rows as they are at the call, the number of steps taken, and the meaning of the rows' words.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ from oneemb.storage.tiered_rows import NewPart
 
 
 class StoreSnapshots(StorePart):
-    """The snapshots of a store; `engine` is the policy engine, None where no table has a policy."""
+    """Part of a store that handles its snapshots. `engine`: the policy engine; None = no table has a policy."""
 
     def __init__(
         self, store: Store, bottom: Bottom, journal: Journal, engine: PolicyEngine | None, policy: StorePolicy,
@@ -33,9 +33,9 @@ class StoreSnapshots(StorePart):
         self._bottom, self._journal, self._engine = bottom, journal, engine
         self._policy, self._replicas = policy, replicas
         self.saved: tuple[str, int] | None = None
-        """The identity of the snapshot that was saved last, and the store's `changes` then."""
+        """(identity of the snapshot that was saved last, the store's `changes` at that time)."""
         self._kept_in: tuple[str | None, int] = None, 0
-        """Name of the snapshot that has all rows as of `changes`, and that count; None = there were no rows then."""
+        """(name of a snapshot that has all rows, `changes` at that time). A name of None = there were no rows then."""
 
     # ---- save -------------------------------------------------------------------------------------------------------
 
@@ -45,18 +45,18 @@ class StoreSnapshots(StorePart):
         self, name: str, meta: dict[str, Any], *, overwrite: bool = False, part: NewPart | None = None,
         since: str | None = None, keep_evicted: bool = False,
     ) -> SnapshotInfo:  # fmt: skip
-        """Write every row as it is now, durably, under a name. Returns the snapshot's description.
+        """Save all rows as they are now, durably, under a name. Returns the snapshot's description.
 
         Args:
-            meta: any JSON that the caller wants to find again beside the rows.
-            part: of which snapshot of several stores this is a part, without other owners' rows of replicated tables;
-                None = it is one of this store alone.
-            since: write a delta: only changes since this snapshot, one of the last that were saved or loaded.
-            keep_evicted: a delta does not say which rows policies have evicted: its readers keep them.
+            meta: JSON values of the caller that are stored with the rows.
+            part: the snapshot of all ranks to which this one belongs; it leaves out rows of replicated tables that
+                other ranks own. None = a snapshot of this store alone.
+            since: save a delta, only the changes since this snapshot, one of the last that were saved or loaded.
+            keep_evicted: if True, leave evicted keys out of the delta, so that its readers keep these rows.
 
         Raises:
-            StorageError: the name is taken and `overwrite` is off, or deltas go on from that snapshot; `since` is none
-                of the last; or the disk fails. The snapshots there are whole.
+            StorageError: the name exists and `overwrite` is off, or that snapshot is the parent of deltas; `since` is
+                none of the last snapshots; or the disk fails. All existing snapshots stay complete.
         """
         store, journal, engine = self._store, self._journal, self._engine
         store.check_open()
@@ -90,32 +90,32 @@ class StoreSnapshots(StorePart):
         return info
 
     def check_since(self, since: str, keep_evicted: bool) -> str:
-        """The identity of a snapshot since which a delta can be saved; StorageError if it is none of the last."""
+        """Identity of snapshot `since`. Raises StorageError if a delta since that snapshot cannot be saved."""
         with self.store_lock:
             return self._journal.parent(since, keep_evicted).info.identity
 
     @property
     def are_current(self) -> bool:
-        """Whether one of them has all rows as they are now. Under the store lock only."""
+        """Whether a snapshot has all rows as they are now. Call it under the store lock."""
         return self._store.changes == self._kept_in[1]
 
     def all_rows_gone(self) -> None:
-        """Note that the store has no rows any more, on purpose."""
+        """Record that all rows were removed on purpose, so that no snapshot lacks a row."""
         self._kept_in = None, self._store.changes
 
     # ---- load -------------------------------------------------------------------------------------------------------
 
     @no_step("load_snapshot")
     def load(self, name: str, *, weights_only: bool = False) -> bool:
-        """Start from the rows of a snapshot, forgetting those here. Mends a broken store.
+        """Replace all rows by those of a snapshot. Repairs a broken store.
 
-        A snapshot of rows without state, such as pretrained vectors, is given the state of new rows and begins at step
-        0; so is any with `weights_only`. Returns whether the rows are now the snapshot's, rather than those with state
-        added.
+        If the snapshot's rows have no optimizer state, as pretrained vectors, or if `weights_only`, rows get the state
+        of new rows, and the step is 0. Returns True if the rows now are exactly those of the snapshot, False if state
+        was added.
 
         Raises:
-            StorageError: there is no such snapshot (the message names those there are), its rows are not of this
-                embedding's kind, or they do not fit; the rows here are as they were.
+            StorageError: there is no such snapshot (the message names the existing ones), its rows have another format
+                than this embedding's, or they do not fit; the store's rows are unchanged.
         """
         with self.store_lock:
             self._store.check_process()
@@ -126,8 +126,8 @@ class StoreSnapshots(StorePart):
 
     @no_step("check_rows")
     def check_rows(self, info: SnapshotInfo, owned: OwnedRows | None, *, weights_only: bool, read: bool) -> None:
-        """Raise, as `load`, unless `load_rows` will succeed as far as that can be known. With `read`, read all rows
-        that are to replace others, so that a damaged one is found before those are gone."""
+        """Raise the errors that `load_rows` would raise, as far as they can be known before. With `read`, read all new
+        rows if the store has rows to lose, so that damage is found before the old rows are dropped."""
         with self.store_lock:
             self._store.check_process()
             self._store.check_open()
@@ -140,11 +140,11 @@ class StoreSnapshots(StorePart):
     def load_rows(
         self, info: SnapshotInfo, owned: OwnedRows | None, *, weights_only: bool, replicated: TableIds | None = None
     ) -> bool:
-        """`load` of a snapshot that `check_rows` has accepted.
+        """Load a snapshot that `check_rows` has accepted; the result is that of `load`.
 
         Args:
-            owned: this store's share of its rows; None = the snapshot is one of the store at the bottom.
-            replicated: the keys of replicated tables among them; None = there are no such tables.
+            owned: the snapshot's rows that belong to this store; None = the snapshot is one of the store at the bottom.
+            replicated: keys of the snapshot that are in replicated tables; None = there are no such tables.
         """
         with self.store_lock:
             self._store.check_process()
@@ -177,7 +177,7 @@ class StoreSnapshots(StorePart):
                     if same and owned is None and self.rows.loaded_in_place:
                         self._journal.add(PartOf.name_of(info), info, len(self.rows), len(self.rows))
             except BaseException as error:
-                if broken or not self.rows.whole:  # Without rows, or with a part of them, there is nothing to go on.
+                if broken or not self.rows.whole:  # The store has no rows now, or only some of them.
                     self.store_lock.cut_short(error)
                 raise
             store.changes += 1
@@ -185,18 +185,19 @@ class StoreSnapshots(StorePart):
             return same
 
     def check_fits(self, name: str) -> None:
-        """Raise StorageError unless `load` would find this snapshot, and rows in it that fit."""
+        """Raise StorageError unless `load` would find this snapshot, with rows that fit this embedding."""
         self._check_policy(self._check_loads(name))
 
     def _check_policy(self, info: SnapshotInfo) -> None:
-        """Raise StorageError unless a snapshot says of the uses of its rows what the policy here can go on with."""
+        """Raise StorageError unless the policy of this store can continue with the usage metadata of the snapshot."""
         UsageClock.of_meta(info.meta, info.name)
         self._policy.check_clock()
         if self._engine is not None:
             self._engine.usage.check_rules(info.meta, info.name)
 
     def _check_loads(self, name: str, weights_only: bool = False) -> SnapshotInfo:
-        """Raise StorageError unless a snapshot is there and `load` finds rows of this embedding's kind in it."""
+        """Description of a snapshot that `load` can load. Raises StorageError if there is no such snapshot, if its rows
+        have another format than this embedding's, or if it is a part for another owner."""
         info, plan = self._bottom.chain(name)[-1], self._store.plan
         self._check_kind(info, weights_only)
         shard, shards = shard_of(info.meta, name)
@@ -209,7 +210,7 @@ class StoreSnapshots(StorePart):
         return info
 
     def _check_kind(self, info: SnapshotInfo, weights_only: bool) -> None:
-        """Raise StorageError unless rows of this snapshot, wherever it is, are of this embedding's kind."""
+        """Raise StorageError unless the rows of this snapshot have this embedding's format."""
         name, rows, here = info.name, self.rows, self.rows.format
         where, format = f"snapshot {name!r} in {self._bottom.name}", SnapshotRows.of_meta(info.meta, name).format
         if not format.same_weights(here):
@@ -226,7 +227,8 @@ class StoreSnapshots(StorePart):
                 )
 
     def _check_reads(self, info: SnapshotInfo, weights_only: bool, owned: OwnedRows | None = None) -> None:
-        """Before a load, raise StoreFullError or StorageError if the rows do not fit, or cannot be read."""
+        """Before a load that drops rows, raise StoreFullError or StorageError if the new rows do not fit or cannot be
+        read."""
         rows = self.rows
         if not len(rows):
             return
@@ -241,34 +243,35 @@ class StoreSnapshots(StorePart):
 
     @with_store_lock
     def delete(self, name: str) -> None:
-        """Delete a snapshot, and free what only it held. StorageError if there is none, deltas go on from it, or the
-        disk fails."""
+        """Delete a snapshot, and free the disk space that only it needed. Raises StorageError if there is no such
+        snapshot, if it is the parent of deltas, or if the disk fails."""
         self._store.check_open()
         self._journal.check_not_needed(name, "deleted")
         if self._kept_in[0] == name:
-            self._kept_in = None, -1  # First: a deletion may fail after the snapshot is gone.
+            self._kept_in = None, -1  # Before the deletion, which may fail after the snapshot is gone.
         self.rows.delete(name)
         self._journal.forget(name)
 
     def info(self, name: str) -> SnapshotInfo:
-        """Description of a snapshot. SnapshotNotFoundError names those there are; StorageError if it cannot be read, or
-        the store below keeps none."""
+        """Description of a snapshot. Raises SnapshotNotFoundError, which names the existing ones; StorageError if it
+        cannot be read, or if the store at the bottom keeps no snapshots."""
         return self._bottom.snapshot(name)
 
     def names(self) -> list[str]:
-        """Names of the finished snapshots in the path, oldest first."""
+        """Names of all snapshots of the store at the bottom, oldest first."""
         return [info.name for info in self.rows.snapshots()]
 
     def check(self, name: str, identity: str | None, named_by: str) -> None:
-        """Raise unless the snapshot of this name, which `named_by` names, is there and is the one that is meant.
+        """Raise an error unless the snapshot of this name exists and has this identity.
 
         Args:
-            identity: of the snapshot that is meant; None = whichever has the name.
+            identity: identity that the snapshot must have; None = any.
+            named_by: file that names the snapshot, for errors.
 
         Raises:
-            SnapshotNotFoundError: there is none of that name; the message names those there are.
-            OtherSnapshotError: it is another run's; the message says which.
-            StorageError: it could not be read.
+            SnapshotNotFoundError: there is no snapshot of that name; the message names the existing ones.
+            OtherSnapshotError: the snapshot has another identity, so that another run has saved it.
+            StorageError: the snapshot could not be read.
         """
         try:
             info = self.info(name)

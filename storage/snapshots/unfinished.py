@@ -1,11 +1,10 @@
-"""Marks of parts that are of no use unless all parts of their snapshot are there.  table/FORMAT.md has the bytes.
+"""Marks of parts that are useless unless all parts of their snapshot exist.  table/FORMAT.md describes the file.
 
-A snapshot of several ranks exists if every one of its parts does. A part that is alone may be what a killed save or
-delete has left, or all that is left of a snapshot whose other parts are on a disk that is not mounted. So before a part
-is saved or deleted, its folder says in the file UNFINISHED which snapshot that is; when all parts are there, or gone,
-the mark goes.
+A snapshot of several ranks exists if all its parts exist. If a part is there without the others, either a killed save
+or delete has left it, or the other parts are on a disk that is not mounted. So before a part is saved or deleted, the
+file UNFINISHED in its folder names the snapshot. The mark is removed once all parts exist, or all are deleted.
 
-Invariant: a part is removed as a leftover only where a mark that was durable before says that it may be.
+Invariant: a part is removed as a leftover only if it has a durable mark.
 """
 
 from collections.abc import Collection
@@ -16,12 +15,12 @@ from oneemb.storage.fs import FileSystem, doing, read_file
 from oneemb.storage.new_files import replace_file
 
 _NAME = "UNFINISHED"
-_DIGITS = (16, 32)  # of an identity
+_DIGITS = (16, 32)  # possible lengths of an identity
 _SUM_DIGITS = 16
 
 
 def marks_at(fs: FileSystem, folder: str) -> set[str]:
-    """The identities of the snapshots whose parts in this folder are marked. A line that is damaged marks nothing."""
+    """Identities of the snapshots whose parts in this folder are marked. A damaged line marks nothing."""
     words = [line.split(b" ") for line in (read_file(fs, f"{folder}/{_NAME}") or b"").split(b"\n")]
     return {
         word[0].decode() for word in words
@@ -30,8 +29,8 @@ def marks_at(fs: FileSystem, folder: str) -> set[str]:
 
 
 def mark(fs: FileSystem, folder: str, identities: Collection[str]) -> None:
-    """Mark the parts of these snapshots, durably, as the holder of the folder's lock. StorageError: there may be no
-    marks."""
+    """Mark the parts of these snapshots, durably. The caller must hold the folder's lock. After a StorageError the
+    marks may be there or not."""
     before = marks_at(fs, folder)
     if not before.issuperset(identities):
         _write(fs, folder, before.union(identities))

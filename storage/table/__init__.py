@@ -1,1 +1,1 @@
-"""The persistent table: rows on disk as a log of chunks, with snapshots. FORMAT.md says every byte."""
+"""The persistent table: rows on disk as a log of chunks, with snapshots. FORMAT.md describes every byte."""

@@ -73,7 +73,7 @@ def fill_keys(fs: FileSystem, path: str, geometry: Geometry, part: ChunkPart, ke
 def _fill_open(
     fs: FileSystem, file: int, path: str, geometry: Geometry, part: ChunkPart, keys: ChunkKeys
 ) -> Iterator[int]:
-    # A window that moves through the file. It is small, so that its bytes are copied while they are in the CPU's cache.
+    # `byte_N` is a window that moves through the file. It is small, so that it stays in the CPU's cache.
     byte_N, begin, size, ended = np.empty(_KEYS_WINDOW_BYTES, np.uint8), 0, 0, False
 
     def window(offset: int, length: int) -> np.ndarray:
@@ -208,7 +208,7 @@ def block_damage(
 
 
 def check_header(header: Buffer, magic: bytes, path: str, number: int, geometry: Geometry) -> None:
-    """CorruptTableError unless the header has the magic, the chunk number and the geometry that are expected."""
+    """Raise CorruptTableError unless the header has this magic, chunk number and geometry."""
     expected = (number, geometry.row_width, geometry.physical_block_size, geometry.blocks_per_chunk)
     found = read_header(bytes(header[:HEADER_BYTES]), magic, path)
     if found != expected:

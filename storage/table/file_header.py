@@ -1,7 +1,7 @@
 """Packs and reads the header of a file: the 128 bytes with which every file of a table begins. See FORMAT.md.
 
-Invariant for this format and all later ones: magic, version, release and checksum stay where they are, so that
-any release can tell a damaged file from a file of a later format.
+Invariant for this format and all later ones: magic, version, release and checksum stay at their offsets, so that any
+release can tell a damaged file from a file of a later format.
 """
 
 import struct

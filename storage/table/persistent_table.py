@@ -6,8 +6,8 @@ Only snapshots outlive the object: a table is empty when it is opened, and `load
 Invariants, with a crash at any moment:
 - a snapshot exists completely or not at all, and no later call changes it;
 - every byte that is read back was compared with its checksum;
-- a call that raises leaves the rows as they were, in memory and in every snapshot; a `put` may have kept some of its
-  rows whole.
+- a call that raises leaves the rows as they were, in memory and in every snapshot; only a `put` may have stored some of
+  its rows, each completely.
 
 The steps that make a snapshot durable (2 to 7 are in `SnapshotStore` and `SnapshotFiles`):
     1. write the rows that are in memory        4. write the manifest under a temporary name    7. sync its directory
@@ -116,7 +116,7 @@ class PersistentTable:
             io: "aio" = Linux AIO, past the system's page cache; "pread" = reads by threads, through the cache; "auto" =
                 "aio" if it works at this path, else "pread".
             background: if True, write and compact in background threads; if False, in the calls themselves.
-            mend: what the error after a call that was cut short advises to do.
+            mend: advice in the error of a broken table: what to do.
             holder: object that owns the table. If another object of this process holds the path, it is asked to close
                 for this holder. None = the table is the holder, and no other object is asked.
 
@@ -136,7 +136,7 @@ class PersistentTable:
 
     @property
     def broken(self) -> bool:
-        """Whether a call was cut short: the table cannot be used any more."""
+        """Whether a call has ended half way, so that the table cannot be used any more."""
         return self._store_lock.broken
 
     def __len__(self) -> int:
@@ -417,7 +417,7 @@ class PersistentTable:
             self._contents.get_ready_for_fork()
 
     def _reader_for(self, geometry: Geometry) -> None:
-        """StorageError if blocks of this geometry's size cannot be read by the table's block reader."""
+        """Raise StorageError if the table's block reader cannot read blocks of this geometry's size."""
         if geometry.physical_block_size < self._contents.live.geometry.physical_block_size and self._direct:
             blocks = open_reader(self._io, self._fs, self._files.directory, geometry.physical_block_size, self._threads)
             blocks.close()

@@ -1,7 +1,7 @@
 """Appends rows to the newest chunk: gathers them in memory and writes them in long runs.
 
 Each run has a buffer: one buffer fills while the full buffers before it are written in the background, in order. There
-are more than two, so that neither the disk nor the caller waits when the other is slow for a moment.
+are more than two buffers, so that neither the disk nor the caller has to wait when the other one is slow for a moment.
 
 Invariants:
 - a row has its place, and can be read, as soon as it is appended;

@@ -1,9 +1,10 @@
-"""The files of snapshots: written, read and removed.  FORMAT.md has the bytes.
+"""Writes, reads and removes the files of snapshots.  FORMAT.md describes their bytes.
 
-A snapshot is one file that appears by a rename, so it is there completely or not at all. Its steps are numbered in
-`SnapshotFiles.write`.
+A snapshot is one file that appears by a rename, so it exists completely or not at all. `SnapshotFiles.write` numbers
+the steps of a save as FORMAT.md does.
 
-Invariant: bytes are compared with their checksum before they are used, and memory is taken for bytes that are there.
+Invariant: bytes are compared with their checksum before they are used, and memory is allocated only for bytes that the
+file has.
 """
 
 import math
@@ -31,39 +32,40 @@ _FILE_BYTES_MAX = 1 << 48
 
 
 class SnapshotFiles:
-    """The snapshot files in a directory, which need not exist for reading."""
+    """The snapshot files in a directory. For reading, the directory need not exist."""
 
     def __init__(self, fs: FileSystem, directory: str):
         self._fs = fs
         self.directory = directory
 
     def names(self) -> list[str]:
-        """The snapshots' names, sorted. Files with names that no save gives are left out."""
+        """Names of all snapshots, sorted. Files with other names than a save gives are left out."""
         return sorted(name for listed in self._listed() if (name := _name_of(listed)) is not None)
 
     def leftovers(self) -> list[str]:
-        """Paths of temporary files that an unfinished save has left."""
+        """Paths of temporary files that unfinished saves have left."""
         return [
             f"{self.directory}/{listed}" for listed in self._listed()
             if listed.endswith(_TEMPORARY) and _name_of(listed[: -len(_TEMPORARY)]) is not None
         ]  # fmt: skip
 
     def path(self, name: str) -> str:
-        """The path of a snapshot's file."""
+        """Path of the file of snapshot `name`. Raises TypeError or ValueError if the name is invalid."""
         return f"{self.directory}/{_file_name(name)}"
 
     def write(self, record: SnapshotRecord) -> None:
-        """Write a snapshot file, which replaces one of that name. Its chunks must be durable already (steps 1 to 3).
+        """Write a snapshot file, which replaces an older one of the same name. The snapshot's chunks must be durable
+        already (steps 1 to 3).
 
         Raises:
-            StorageError: it is not written; an older one of that name is unchanged.
-            RenameUncertainError: it is written, but a loss of power may bring the older one back.
+            StorageError: the file is not written; an older one is unchanged.
+            RenameUncertainError: the file is written, but a loss of power may bring the older one back.
         """
         data = encode_snapshot(record)
         record.info = replace(record.info, bytes=record.info.bytes + len(data))
         with doing("write the snapshot", record.path):
-            # 4. write under a temporary name  5. sync it  6. replace the old one atomically. What is left under the
-            # temporary name, the next open of the table removes.
+            # 4. write under a temporary name  5. sync the file  6. rename it, atomically. After a failure the next open
+            # of the table removes the temporary file.
             replace_file(self._fs, record.path, data, record.path + _TEMPORARY)
         try:
             self._fs.sync_directory(self.directory)  # 7. sync its name
@@ -71,8 +73,8 @@ class SnapshotFiles:
             raise RenameUncertainError(record.info.name, "written", error, self.directory) from error
 
     def remove(self, name: str) -> None:
-        """Remove a snapshot file, durably. After a StorageError it still exists; after a RenameUncertainError it is
-        removed, but a loss of power may bring it back."""
+        """Remove a snapshot file, durably. After a StorageError the file still exists; after a RenameUncertainError it
+        is removed, but a loss of power may bring it back."""
         path = self.path(name)
         with doing("remove the snapshot", path):
             self._fs.remove(path)
@@ -82,10 +84,10 @@ class SnapshotFiles:
             raise RenameUncertainError(name, "removed", error, self.directory) from error
 
     def read(self, name: str) -> SnapshotRecord:
-        """The snapshot of this name.
+        """Read the snapshot of this name, without its lists of rows and its arrays.
 
         Raises:
-            SnapshotNotFoundError: there is none.
+            SnapshotNotFoundError: there is no such snapshot.
             CorruptTableError: the file is damaged.
             FormatVersionError: another release wrote it.
         """
@@ -95,7 +97,7 @@ class SnapshotFiles:
 
     @contextmanager
     def _opened(self, path: str, name: str) -> Iterator[int]:
-        """The open file of a snapshot; a block in which it is read."""
+        """Open the file of a snapshot for a `with` block. Turns errors of the block into StorageErrors."""
         try:
             file = self._fs.open(path)
         except FileNotFoundError as error:
@@ -113,7 +115,8 @@ class SnapshotFiles:
             self._fs.close(file)
 
     def read_bits(self, record: SnapshotRecord, part: ChunkPart) -> np.ndarray:
-        """The bits of one part: uint8, a whole number of 64-bit words."""
+        """Read the list of rows of one part: uint8, one bit for each row, a whole number of 64-bit words. Raises
+        CorruptTableError if the list is damaged."""
         bit_N = np.frombuffer(self._piece(record, part.bits_offset, record.bits_bytes(part)), np.uint8)
         _check(bit_N, record.bits_bytes(part), part.bits_sum, record.path, part.bits_offset, "list of rows")
         rows = part.blocks * record.geometry.rows_per_block
@@ -131,7 +134,7 @@ class SnapshotFiles:
         return bit_N
 
     def read_array(self, record: SnapshotRecord, name: str) -> np.ndarray:
-        """An array that the snapshot holds beside its rows."""
+        """Read an array that the snapshot has beside its rows. Raises CorruptTableError if the array is damaged."""
         array = record.arrays[name]
         size = -(-array.nbytes // 8) * 8
         data = self._piece(record, array.offset, size)
@@ -139,7 +142,7 @@ class SnapshotFiles:
         return np.frombuffer(data, array.dtype, math.prod(array.shape)).reshape(array.shape)
 
     def _piece(self, record: SnapshotRecord, offset: int, size: int) -> bytes:
-        """Bytes of a snapshot's file, as `_bytes`."""
+        """Read bytes of a snapshot's file; see `_bytes`."""
         with self._opened(record.path, record.info.name) as file:
             return self._bytes(file, offset, size)
 
@@ -171,7 +174,7 @@ class SnapshotFiles:
         return record
 
     def _bytes(self, file: int, offset: int, size: int) -> bytes:
-        """Bytes of a file; fewer if it ends before. Takes memory for bytes that exist, not for `size`."""
+        """Read `size` bytes of a file, or fewer if the file ends before. Allocates memory only for bytes that exist."""
         out = bytearray()
         while len(out) < size:
             piece = bytearray(min(size - len(out), max(len(out), _READ_BYTES)))
@@ -201,7 +204,7 @@ class RenameUncertainError(StorageError):
 
 
 def check_snapshot_name(name: str) -> None:
-    """Raise TypeError or ValueError if no snapshot can have this name."""
+    """Raise TypeError or ValueError if the name is invalid for a snapshot."""
     _file_name(name)
 
 
@@ -221,14 +224,14 @@ def _file_name(name: str) -> str:
 
 
 def _name_of(file_name: str) -> str | None:
-    """The snapshot whose file has this name; None if it is not the name of a snapshot's file."""
+    """Name of the snapshot whose file has this name; None if no snapshot's file has such a name."""
     if not file_name.endswith(_SUFFIX):
         return None
     name = unquote(file_name[: -len(_SUFFIX)])
     try:
         return name if _file_name(name) == file_name else None
     except ValueError:
-        return None  # An empty name, or one that is no text.
+        return None  # The name is empty, or not valid UTF-8.
 
 
 def _check(data: Buffer, size: int, expected: int, path: str, offset: int, what: str) -> None:

@@ -21,18 +21,19 @@ from oneemb.storage.table.snapshot_file import SnapshotFiles
 from oneemb.storage.table.snapshot_manifest import ChunkPart, SnapshotRecord
 
 _PIECES_AHEAD = 4
-# The more keys go into the index at once, the fewer of its pages are fetched twice.
+# Number of rows of the first piece, and of the largest. With more keys at once, fewer pages of the index are read
+# twice.
 _PIECE_ROWS_FIRST = 1 << 17
 _PIECE_ROWS = 1 << 20
 
 
 def read_chain(snapshots: SnapshotFiles, names: Sequence[str], row_width: int) -> list[SnapshotRecord]:
-    """Records of a whole snapshot and of its deltas, by their names.
+    """Read the records of a chain: a whole snapshot and its deltas, by their names.
 
     Raises:
-        SnapshotNotFoundError: there is no snapshot of a name.
-        RowWidthError: rows are not of this many words.
-        CorruptTableError: a file is damaged, or a delta has other blocks.
+        SnapshotNotFoundError: a snapshot is missing.
+        RowWidthError: the rows have another width than `row_width`.
+        CorruptTableError: a file is damaged, or a delta has blocks of another size.
     """
     records = [snapshots.read(name) for name in names]
     for record in records:
@@ -54,14 +55,14 @@ def load_live_rows(
     fs: FileSystem, snapshots: SnapshotFiles, files: ChunkFiles, records: Sequence[SnapshotRecord], threads: Threads,
     beside: Executor | None = None,
 ) -> LiveRows:  # fmt: skip
-    """The live rows of a table that holds exactly a snapshot: `records` of a whole one and its deltas. After a
-    CorruptTableError no chunk is held."""
+    """Live rows that are exactly those of a snapshot. `records`: the records of its chain, a whole snapshot and its
+    deltas. After a CorruptTableError no chunk is held."""
     record, *deltas = records
     for part in [part for one in records for part in one.parts]:
         keys_path = chunk_paths(files.directory, part.number)[1]
-        _check_size(fs, keys_path, part.keys_bytes)  # before memory is taken for that many keys
+        _check_size(fs, keys_path, part.keys_bytes)  # before memory is allocated for that many keys
     pieces = _pieces(fs, snapshots, files, record)
-    # Pieces are read and checked while the keys of those before go into the index.
+    # A thread reads and checks the next pieces while the keys of earlier pieces go into the index.
     with ThreadPoolExecutor(1, thread_name_prefix="oneemb-load") as ahead:
         coming = deque(submit(ahead, next, pieces, None) for _ in range(_PIECES_AHEAD))
         live = LiveRows(record.geometry, files, threads, record.info.rows, beside)
@@ -73,7 +74,7 @@ def load_live_rows(
                 part = piece.part
                 if chunk is None:
                     chunk = files.adopt(part.number, record.geometry, part.blocks, part.keys_bytes, part.keys_sum)
-                    live.add(chunk, chunk.blocks)  # another snapshot may need more blocks of it
+                    live.add(chunk, chunk.blocks)  # `chunk.blocks` may exceed `part.blocks`, for another snapshot
                 twice = live.load(chunk, piece.table_N, piece.id_N, piece.row_N)
                 if twice is not None:
                     raise CorruptTableError(
@@ -92,7 +93,7 @@ def load_live_rows(
 
 
 def _go_on(fs: FileSystem, snapshots: SnapshotFiles, files: ChunkFiles, record: SnapshotRecord, live: LiveRows) -> None:
-    """Let live rows be those that a delta makes of them."""
+    """Apply a delta to live rows: erase the keys that are gone, and add the delta's rows."""
     gone = snapshots.read_array(record, GONE) if GONE in record.arrays else None
     live.erase(*gone_keys(gone, record.info.name))
     for part in record.parts:
@@ -102,7 +103,7 @@ def _go_on(fs: FileSystem, snapshots: SnapshotFiles, files: ChunkFiles, record: 
         keys, row_N = read_keys(fs, keys_path, record.geometry, part), live_rows(snapshots.read_bits(record, part))
         chunk = files.adopt(part.number, record.geometry, part.blocks, part.keys_bytes, part.keys_sum)
         if chunk in live:
-            files.release(chunk)  # It is held once.
+            files.release(chunk)  # The live rows hold the chunk already, once.
         else:
             live.add(chunk, chunk.blocks)
         live.load_sums(chunk, keys.sum_B)
@@ -111,8 +112,8 @@ def _go_on(fs: FileSystem, snapshots: SnapshotFiles, files: ChunkFiles, record: 
 
 @dataclass
 class _Piece:
-    """Part of a snapshot's rows in one chunk: their keys and row numbers. The last piece of a chunk has no keys: it
-    comes after the whole keys file was checked, and has all rows as bits and the checksums of the blocks."""
+    """Keys and numbers of some of a snapshot's rows in one chunk. The last piece of a chunk has no keys: it comes after
+    the whole keys file has been checked, and has the bits of all rows and the checksums of the blocks."""
 
     part: ChunkPart
     table_N: np.ndarray
@@ -123,7 +124,7 @@ class _Piece:
 
 
 def _pieces(fs: FileSystem, snapshots: SnapshotFiles, files: ChunkFiles, record: SnapshotRecord) -> Iterator[_Piece]:
-    """The snapshot's rows, chunk by chunk. The first pieces are small, so that filling the index begins soon."""
+    """Yield the snapshot's rows, chunk by chunk. The first pieces are small, so that filling the index begins soon."""
     rows_min = _PIECE_ROWS_FIRST
     for part in record.parts:
         rows_path, keys_path = chunk_paths(files.directory, part.number)
@@ -144,14 +145,15 @@ def _pieces(fs: FileSystem, snapshots: SnapshotFiles, files: ChunkFiles, record:
 
 
 def _keys_of(keys: ChunkKeys, row_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The tables and ids of ascending rows: views of the arrays if no row is left out."""
+    """Tables and ids of ascending rows; views of `keys` if the rows are consecutive."""
     if len(row_N) and row_N[-1] + 1 - row_N[0] == len(row_N):
         return keys.table_N[row_N[0] : row_N[-1] + 1], keys.id_N[row_N[0] : row_N[-1] + 1]
     return keys.of(row_N)
 
 
 def _check_rows_file(fs: FileSystem, path: str, geometry: Geometry, part: ChunkPart) -> None:
-    """Raise unless the chunk's rows file exists and is long enough. Its blocks are checked when they are read."""
+    """Raise CorruptTableError unless the chunk's rows file exists and is long enough. Blocks are checked when they are
+    read."""
     header = bytearray(HEADER_BYTES)
     with opened(fs, path) as file:
         size = fs.read_into(file, memoryview(header), 0)

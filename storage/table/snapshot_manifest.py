@@ -1,7 +1,7 @@
-"""The manifest of a snapshot: what it is, and which rows of which chunks it holds.  FORMAT.md has the bytes.
+"""The manifest of a snapshot: its description, and the rows of chunks that it has.  FORMAT.md describes the bytes.
 
-Invariant: a right checksum says that bytes are as they were written, not that they make sense. Every field is checked
-before it is used.
+Invariant: every field is checked before it is used. A matching checksum shows only that the bytes are as they were
+written, not that they are valid.
 """
 
 import math
@@ -20,7 +20,7 @@ from oneemb.storage.table.json_lists import from_json, to_json
 
 _SUM = struct.Struct("<Q")
 _CHUNK_NUMBER_MAX = 10**12 - 1
-# Bytes of a run of keys beside the keys and the blocks' checksums: three numbers, a checksum; and at most 8 zeros.
+# Bytes of a run in a keys file without keys and checksums of blocks: three numbers, a checksum; and at most 8 zeros.
 _RUN_BYTES_MIN = 32
 _RUN_BYTES_MAX = 40
 _CREATED_MAX = 253_402_300_800  # the year 10000, which Python's calendar does not reach
@@ -36,17 +36,19 @@ class SnapshotInfo:
     """The description of a snapshot, without its rows.
 
     Args:
-        rows: number of rows in it.
-        bytes: disk space of the files that it needs. Snapshots share chunks, so the sum for several is too large.
-        row_width: 32-bit words of a row.
-        physical_block_size: of the table that saved it.
-        created: seconds since 1970, by the clock of the machine that saved it.
-        sequence: grows with each snapshot of a table.
+        rows: number of rows.
+        bytes: disk space of the files that the snapshot needs. Snapshots share chunks, so a sum over several snapshots
+            is too large.
+        row_width: number of 32-bit words of a row.
+        physical_block_size: that of the table that saved the snapshot.
+        created: seconds since 1970, by the clock of the machine that saved the snapshot.
+        sequence: number that increases with each snapshot of a table.
         meta: the dict that was passed to `save_snapshot`.
-        format_version: of its files.
-        identity: 32 hexadecimal digits, the same for this snapshot and its copies and no other; if the file has none,
-            16 digits computed from its manifest. Names repeat from folder to folder and from run to run, this does not.
-        saved_by: the process that saved it.
+        format_version: version of the format of the snapshot's files.
+        identity: 32 hexadecimal digits, the same for this snapshot and its copies, and different for all others; if the
+            file has none, 16 digits computed from its manifest. Names repeat between folders and runs, identities do
+            not.
+        saved_by: the process that saved the snapshot, in words.
     """
 
     name: str
@@ -68,7 +70,8 @@ class SnapshotInfo:
 
 @dataclass
 class ChunkPart:
-    """The rows of one chunk that belong to a snapshot: those of its first `blocks` blocks whose bit is set."""
+    """The rows of one chunk that belong to a snapshot: rows of the first `blocks` blocks whose bit is set. FORMAT.md
+    explains the fields of `chunks`."""
 
     number: int
     blocks: int
@@ -82,40 +85,41 @@ class ChunkPart:
 
 @dataclass
 class ArrayPart:
-    """An array that a snapshot holds beside its rows."""
+    """An array that a snapshot has beside its rows."""
 
     dtype: str
-    """Dtype in NumPy's notation, with the order of bytes: "<i8"."""
+    """NumPy's name of the dtype with its byte order, such as "<i8"."""
     shape: tuple[int, ...]
     sum: int = 0
     offset: int = 0
     data: np.ndarray | None = None
-    """None where the file was read, whose bytes `SnapshotFiles.read_array` brings."""
+    """The array, if it is to be saved; None in a record that was read: `SnapshotFiles.read_array` reads the array."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the array."""
+        """Number of bytes of the array, without padding."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
 @dataclass
 class SnapshotRecord:
-    """A snapshot file as read: `parts` without their bits, which `SnapshotFiles.read_bits` brings."""
+    """Contents of a snapshot file, to be saved or as read. In a record that was read, `parts` have no bits:
+    `SnapshotFiles.read_bits` reads them."""
 
     info: SnapshotInfo
     geometry: Geometry
     parts: list[ChunkPart]
     path: str
     arrays: dict[str, ArrayPart] = field(default_factory=dict)
-    """By name."""
+    """{name: array}."""
 
     def bits_bytes(self, part: ChunkPart) -> int:
-        """Bytes of a part's list of rows: whole words of 64 bits."""
+        """Number of bytes of a part's list of rows: a multiple of 8."""
         return _bits_bytes(self.geometry, part.blocks)
 
 
 def encode_snapshot(record: SnapshotRecord) -> bytes:
-    """The bytes of a snapshot's file. Notes in `parts` the checksums and offsets of their lists of rows."""
+    """The bytes of a snapshot's file. Sets the checksums and offsets in `parts` and `arrays` of the record."""
     info, geometry = record.info, record.geometry
     arrays = []
     for array in record.arrays.values():
@@ -165,8 +169,13 @@ def _padded(data: bytes) -> bytes:
 
 
 def decode_manifest(body: bytes, bits_offset: int, path: str, name: str) -> SnapshotRecord:
-    """The snapshot of this name, which the file's name stands for, that a manifest describes, every field checked;
-    `bits_offset` is where the lists of rows begin. CorruptTableError if a field is missing, or out of its range."""
+    """The record that a manifest describes. Raises CorruptTableError if a field is missing or out of its range.
+
+    Args:
+        body: JSON of the manifest.
+        bits_offset: offset at which the lists of rows begin.
+        name: name of the snapshot, from the name of the file.
+    """
 
     def need(right: bool, what: str, found: Any) -> None:
         if not right:

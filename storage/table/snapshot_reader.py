@@ -1,6 +1,6 @@
-"""Reads snapshots without the writer's lock: beside a live writer, from several processes, on read-only files.
+"""Reads snapshots without the writer's lock: while a writer runs, in several processes, on read-only file systems.
 
-Invariant: nothing is written; memory does not grow with the number of rows, except for the index that `get` makes.
+Invariant: nothing is written, and memory does not grow with the number of rows, except for the index that `get` makes.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from oneemb.storage.table.snapshot_load import load_live_rows
 from oneemb.storage.table.snapshot_manifest import ChunkPart, SnapshotInfo, SnapshotRecord
 
 Keep = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""keep(table_N, id_N) tells which of these keys are meant: bool [N]."""
+"""Function keep(table_N, id_N) that chooses keys: returns bool [N], whether each key is kept."""
 
 
 @overload
@@ -33,12 +33,13 @@ def read_snapshot_info(path: AnyPath, name: None = None, fs: FileSystem | None =
 def read_snapshot_info(
     path: AnyPath, name: str | None = None, fs: FileSystem | None = None
 ) -> SnapshotInfo | list[SnapshotInfo]:
-    """The description of a snapshot at a path; without a name, of all that can be read, oldest first. Takes no lock.
+    """Description of the snapshot `name` at a path; without a name, a list of the descriptions of all snapshots that
+    can be read, oldest first. Takes no lock.
 
     Raises:
-        SnapshotNotFoundError: there is none of that name.
-        CorruptTableError: the named snapshot's file is damaged.
-        FormatVersionError: another release wrote it.
+        SnapshotNotFoundError: there is no snapshot of that name.
+        CorruptTableError: the file of the named snapshot is damaged.
+        FormatVersionError: another release wrote the file, in a format that this one cannot read.
     """
     files = SnapshotFiles(fs or LocalFileSystem(), f"{absolute_path(path)}/snapshots")
     if name is not None:
@@ -48,12 +49,12 @@ def read_snapshot_info(
         try:
             found.append(files.read(snapshot).info)
         except StorageError:
-            continue  # `table_info` names those that cannot be read, with the reason.
+            continue  # `table_info` lists the snapshots that cannot be read, with the reasons.
     return sorted(found, key=lambda info: info.sequence)
 
 
 class SnapshotReader:
-    """The rows of one snapshot. Make one with `open`."""
+    """Reads the rows of one snapshot. Make a reader with `open`."""
 
     def __init__(self, fs: FileSystem, path: str, record: SnapshotRecord):
         self._fs, self._path, self._record = fs, path, record
@@ -66,8 +67,8 @@ class SnapshotReader:
 
     @classmethod
     def open(cls, path: AnyPath, name: str, *, fs: FileSystem | None = None) -> "SnapshotReader":
-        """A reader of a snapshot of the table at `path`; SnapshotNotFoundError if there is none, CorruptTableError if
-        damaged."""
+        """A reader of the snapshot `name` of the table at `path`. Raises SnapshotNotFoundError if there is no such
+        snapshot, CorruptTableError if its file is damaged."""
         fs, path = fs or LocalFileSystem(), absolute_path(path)
         return cls(fs, path, SnapshotFiles(fs, f"{path}/snapshots").read(name))
 
@@ -79,8 +80,8 @@ class SnapshotReader:
         return self.info.row_width
 
     def scan(self, batch: int = 65536, keep: Keep | None = None) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Every row once, or those that `keep` keeps, as (table_N int32, id_N int64, row_NW float32), at most `batch`
-        at a time. CorruptTableError if files are damaged, or a writer has removed the snapshot meanwhile."""
+        """Yield each row once, or each row that `keep` keeps, in batches (table_N int32, id_N int64, row_NW float32) of
+        at most `batch` rows. Raises CorruptTableError if files are damaged, or if a writer has removed the snapshot."""
         geometry = self._record.geometry
         for part in self._record.parts:
             rows, rows_path, keys = self._part(part)
@@ -89,11 +90,12 @@ class SnapshotReader:
             yield from scan_rows(self._fs, rows_path, geometry, part.number, keys, rows, batch)
 
     def count(self, keep: Keep) -> int:
-        """Number of rows that `keep` keeps. Reads keys only; raises as `scan`."""
+        """Number of rows that `keep` keeps. Reads only keys; raises as `scan`."""
         return sum(len(id_N) for _, id_N in self.keys(keep))
 
     def keys(self, keep: Keep) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """The keys of the rows that are kept, (table_N int32, id_N int64), chunk by chunk; raises as `scan`."""
+        """Yield the keys of the rows that `keep` keeps, (table_N int32, id_N int64), chunk by chunk; raises as
+        `scan`."""
         for part in self._record.parts:
             rows, _, keys = self._part(part)
             table_N, id_N = keys.of(rows)
@@ -103,8 +105,8 @@ class SnapshotReader:
     def get(
         self, table_U: np.ndarray, id_U: np.ndarray, out_XW: np.ndarray, to_U: np.ndarray | None = None
     ) -> np.ndarray:
-        """Copy the rows of these keys into `out_XW`, see `RowSource.get`; raises as `scan`, and ValueError for an
-        invalid table. The first call makes an index of all keys: 20 to 30 bytes a row."""
+        """Copy the rows of these keys into `out_XW`; see `RowSource.get`. The first call makes an index of all keys, 20
+        to 30 bytes for each row. Raises as `scan`, and ValueError for an invalid table."""
         check_tables(table_U)
         live = self._find_keys()
         place_U = live.index.find(table_U, id_U)
@@ -114,17 +116,17 @@ class SnapshotReader:
         return place_U < 0
 
     def contains(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
-        """Whether each key has a row: bool [U]. Makes the index as `get` does, and raises as it does."""
+        """Whether each key has a row: bool [U]. Makes the index that `get` makes, and raises the same errors."""
         check_tables(table_U)
         return self._find_keys().index.find(table_U, id_U) >= 0
 
     @property
     def arrays(self) -> list[str]:
-        """The names of the arrays that the snapshot holds beside its rows."""
+        """Names of the arrays that the snapshot has beside its rows."""
         return list(self._record.arrays)
 
     def array(self, name: str) -> np.ndarray:
-        """An array that the snapshot holds beside its rows; raises as `scan`."""
+        """Read an array that the snapshot has beside its rows; raises as `scan`."""
         return self._files.read_array(self._record, name)
 
     def _find_keys(self) -> LiveRows:
@@ -145,7 +147,7 @@ class SnapshotReader:
         self.close()
 
     def _part(self, part: ChunkPart) -> tuple[np.ndarray, str, ChunkKeys]:
-        """The rows of the snapshot in a chunk, the path of their file and the chunk's keys."""
+        """(numbers of the snapshot's rows in a chunk, path of the chunk's rows file, keys of the chunk)."""
         rows_path, keys_path = chunk_paths(self._chunks.directory, part.number)
         rows = live_rows(self._files.read_bits(self._record, part))
         return rows, rows_path, read_keys(self._fs, keys_path, self._record.geometry, part)

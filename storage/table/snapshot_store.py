@@ -1,10 +1,9 @@
 """The snapshots of an open table, and the chunks that they hold.
 
 Invariants:
-- a chunk is held for a snapshot from before the snapshot's file appears until its removal is certain to outlive a
-  loss of power;
-- LOCK names a snapshot only while it is certain to outlive a loss of power: from after step 7 of its save until before
-  its removal begins. So one that LOCK names and that is missing was removed by somebody else.
+- a snapshot holds its chunks from before its file appears until a loss of power can no longer undo its removal;
+- LOCK names a snapshot only while the snapshot survives a loss of power: from after step 7 of its save until before its
+  removal begins. So a missing snapshot that LOCK names was removed by something other than oneemb.
 """
 
 import errno
@@ -32,7 +31,7 @@ from oneemb.storage.table.writer_lock import KnownSnapshots, WriterLock
 
 @dataclass
 class Cut:
-    """The live rows on disk at one moment, chunk by chunk; the chunks are held until `release`."""
+    """The live rows that were on disk at one moment, chunk by chunk. The chunks are held until `release`."""
 
     geometry: Geometry
     parts: list[ChunkPart]
@@ -44,7 +43,7 @@ class Cut:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the chunks' files that these rows need."""
+        """Number of bytes of chunk files that these rows need."""
         block_bytes = self.geometry.block_bytes
         return sum(ROWS_BEGIN + part.blocks * block_bytes + part.keys_bytes for part in self.parts)
 
@@ -54,7 +53,8 @@ class Cut:
         self.chunks = []
 
     def leave_out(self, then: Mapping[int, ChunkPart], files: ChunkFiles) -> None:
-        """Leave out rows that were live at those places then, chunk by chunk."""
+        """Leave out rows that are at the same places as in `then`, {chunk number: rows that were live earlier}, and
+        release chunks of which no row is left."""
         its = zip(self.parts, self.chunks, strict=True)
         kept = [(rows_not_in(part, then.get(part.number)), chunk) for part, chunk in its]
         for part, chunk in kept:
@@ -65,7 +65,7 @@ class Cut:
 
 
 def rows_not_in(part: ChunkPart, other: ChunkPart | None) -> ChunkPart:
-    """Rows of a part that are not in another part of the same chunk."""
+    """The rows of a part that are not in `other`, an earlier part of the same chunk; None = all rows."""
     if other is None:
         return part
     bit_N, size = part.bit_N.copy(), min(len(part.bit_N), len(other.bit_N))
@@ -74,13 +74,13 @@ def rows_not_in(part: ChunkPart, other: ChunkPart | None) -> ChunkPart:
 
 
 class SnapshotStore:
-    """Reads the snapshots at a path and frees what they do not need.
+    """The snapshots of an open table. Making this object reads all snapshots and removes files that none of them needs.
 
     Args:
         direct: whether chunks are read and written past the system's cache.
-        recovery: receives what was found and removed.
-        lock: the writer's, held, with the record of the snapshots.
-        give_up: remove the files that are kept for missing snapshots.
+        recovery: object that records which snapshots were found and which files were removed.
+        lock: the writer's lock, held, with the record of the snapshots.
+        give_up: whether to remove the files that are kept for lost snapshots.
 
     Raises:
         StorageError: the folder no longer belongs to the writer, or its directories cannot be read.
@@ -95,7 +95,8 @@ class SnapshotStore:
         records = read_snapshots(self.files, recovery)
         needed = needed_bytes(records)
         with doing("read the directories of the table at", path):
-            # A writer that ended between a rename and its sync has left names that a loss of power may still change.
+            # A writer may have ended between a rename and the sync of the folder; a loss of power could undo the
+            # rename.
             fs.sync_directory(self.files.directory)
             next_number = max([*chunk_numbers(fs.names(self._chunks_path)).values(), *needed, 0]) + 1
         self._certain = {*recovery.snapshots, *recovery.damaged}
@@ -130,7 +131,7 @@ class SnapshotStore:
     def describe(
         self, name: str, cut: Cut, meta: dict[str, Any], created: float, identity: str | None, sequence: int
     ) -> SnapshotRecord:
-        """The record of a snapshot to be written."""
+        """The record of a new snapshot of the rows in `cut`. Raises TypeError if JSON cannot hold `meta`."""
         try:
             meta = from_json(to_json(meta))
         except (TypeError, ValueError, RecursionError) as error:
@@ -148,9 +149,9 @@ class SnapshotStore:
         return SnapshotRecord(info, geometry, cut.parts, self.files.path(name))
 
     def save(self, record: SnapshotRecord, cut: Cut) -> None:
-        """Steps 2 to 7 of a save; from now on the snapshot holds the chunks of the cut. A RenameUncertainError says
-        that it exists, but a loss of power may undo that; after any other StorageError it does not, and the chunks
-        are released."""
+        """Do steps 2 to 7 of a save. From then on the snapshot holds the chunks of the cut. After a
+        RenameUncertainError the snapshot exists, but a loss of power may undo that; after any other StorageError it
+        does not exist, and the chunks are released."""
         for chunk in cut.chunks:
             chunk.snapshots += 1
         self._saving.append((record, cut.chunks))
@@ -171,16 +172,17 @@ class SnapshotStore:
         self._record_if_possible()
 
     def rows_bytes(self) -> int:
-        """Bytes of the rows of all snapshots that hold chunks, those being saved included."""
+        """Bytes on disk of the rows of all snapshots that hold chunks, those being saved included."""
         return sum(_rows_bytes(record) for record, _ in [*self._held.values(), *self._uncertain, *self._saving])
 
     def kept_beside(self, name: str) -> tuple[set[ChunkFile], int]:
-        """The chunks that snapshots hold without the one of this name, and the bytes of those snapshots' rows."""
+        """(chunks that snapshots other than `name` hold, bytes on disk of the rows of these snapshots)."""
         kept = [held for other, held in self._held.items() if other != name] + self._uncertain + self._saving
         return {chunk for _, chunks in kept for chunk in chunks}, sum(_rows_bytes(record) for record, _ in kept)
 
     def _enter(self, record: SnapshotRecord, cut: Cut, error: BaseException | None) -> None:
-        """End a save: without an error the snapshot holds the cut's chunks from now on, else they are released."""
+        """End a save. Without an error, or if only the rename is uncertain, the snapshot holds the cut's chunks; after
+        any other error the chunks are released."""
         name = record.info.name
         self._saving = [saving for saving in self._saving if saving[0] is not record]
         for part in record.parts:
@@ -198,7 +200,7 @@ class SnapshotStore:
         self._held[name] = record, cut.chunks
 
     def delete(self, name: str) -> None:
-        """Remove a snapshot and release its chunks."""
+        """Remove a snapshot, durably, and release its chunks."""
         if not self.exists(name):
             raise self.files.not_found(name)
         self._lock.check()
@@ -207,7 +209,7 @@ class SnapshotStore:
         try:
             self._record()
         except OSError as error:
-            # Overwriting in place needs room on some file systems; there, the snapshot has to be removed first.
+            # Some file systems need free space even to overwrite. On a full disk the snapshot is removed first.
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 self._certain = certain
                 raise storage_error(error, "write down which snapshots there are in", self._lock.path) from error
@@ -243,12 +245,12 @@ class SnapshotStore:
         return chunk
 
     def _leave(self, name: str) -> None:
-        """Keep the chunks of a removed snapshot held: a loss of power may bring it back."""
+        """Keep holding the chunks of a removed snapshot, since a loss of power may bring it back."""
         if name in self._held:
             self._uncertain.append(self._held.pop(name))
 
     def _forget(self, name: str) -> None:
-        """Release the chunks of a snapshot that is removed for certain."""
+        """Release the chunks of a snapshot whose removal is durable."""
         if name in self._held:
             self._release(self._held.pop(name)[1])
         if self._recovery.damaged.pop(name, None) is not None and not self._recovery.damaged:
@@ -257,7 +259,7 @@ class SnapshotStore:
             remove_orphans(self._fs, self._chunks_path, self.files, in_use, self._keep_below, self._recovery)
 
     def _release_uncertain(self) -> None:
-        """Release the chunks of snapshots that can no longer come back: the names are on the device."""
+        """Release the chunks of removed snapshots that can no longer come back, since the folder has been synced."""
         for _, chunks in self._uncertain:
             self._release(chunks)
         self._uncertain = []

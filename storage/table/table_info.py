@@ -1,4 +1,4 @@
-"""Describes what lies at a table's path, without taking its lock and without reading rows."""
+"""Describes the snapshots and the disk use of a table's folder, without its lock and without reading rows."""
 
 from dataclasses import dataclass
 
@@ -19,17 +19,17 @@ class TableInfo:
     """Snapshots and files of a table.
 
     Args:
-        snapshots: oldest first.
-        damaged: the snapshots whose files cannot be read, with the reason.
-        holder: the holder of the writer's lock, in words; None = nobody holds it.
-        chunks: number of chunks, two files each.
+        snapshots: descriptions of the snapshots, oldest first.
+        damaged: {name of a snapshot whose file cannot be read: reason}.
+        holder: the holder of the writer's lock, in words; None = the lock is free.
+        chunks: number of chunks; a chunk is two files.
         disk_bytes: bytes of all files.
-        unsaved_bytes: bytes that no snapshot needs: a writer's, or left from one.
-        missing: number of missing bytes of each file, by path, that a snapshot needs.
-        live_bytes: bytes of the rows of snapshots; a row that several share counts once.
-        garbage_bytes: the most bytes that compaction could free, with the few that files need beside rows.
-        lost, lost_more: names of snapshots that are missing though they were not deleted here, and number of others.
-        kept: files that no snapshot needs and that the next open of the table does not remove.
+        unsaved_bytes: bytes that no snapshot needs; a writer uses them or has left them.
+        missing: {path of a file: number of bytes that snapshots need and that are missing}.
+        live_bytes: bytes of the rows of all snapshots; a row that several snapshots share counts once.
+        garbage_bytes: upper bound of the bytes that compaction could free; it includes headers and padding.
+        lost, lost_more: names of snapshots that something other than oneemb has removed; number of further ones.
+        kept: paths of files that no snapshot needs and that the next open of the table does not remove.
     """
 
     snapshots: list[SnapshotInfo]
@@ -47,11 +47,11 @@ class TableInfo:
 
 
 def table_info(path: AnyPath, fs: FileSystem | None = None) -> TableInfo:
-    """Snapshots and files of the table at a path. A live writer may go on meanwhile. StorageError if there is no table,
-    or its files cannot be listed."""
+    """Snapshots and files of the table at a path. A writer may go on at the same time. Raises StorageError if there is
+    no table, or its files cannot be listed."""
     fs, path = fs or LocalFileSystem(), absolute_path(path)
     info = _look(fs, path)
-    # A writer may have deleted a snapshot and its chunks after this call had read the snapshot: look again.
+    # A writer may have deleted a snapshot and its chunks after `_look` had read the snapshot, so look again.
     return _look(fs, path) if info.missing else info
 
 
@@ -75,7 +75,7 @@ def _look(fs: FileSystem, path: str) -> TableInfo:
             try:
                 size = fs.size(its)
             except FileNotFoundError:
-                continue  # A writer has removed it meanwhile.
+                continue  # A writer has removed the file since it was listed.
             disk += size
             unsaved += max(0, size - missing.get(its, 0))
             missing[its] = max(0, missing.get(its, 0) - size)
@@ -101,13 +101,14 @@ def _snapshots(fs: FileSystem, path: str) -> tuple[SnapshotFiles, list[SnapshotR
 def lost_and_kept(
     fs: FileSystem, path: str, files: SnapshotFiles, needed: dict[int, tuple[int, int]], held: bool
 ) -> tuple[list[str], int, list[str]]:
-    """Names of snapshots that an open of the table would find lost, the number of others, and files it would keep.
-    `held` says whether a writer holds the lock, and may be changing the record."""
+    """What an open of the table would find: (names of lost snapshots, number of further ones, paths of files that it
+    would keep for them). `held`: whether a writer holds the lock and may be changing the record."""
     before = {*files.names()}
     known = known_snapshots(fs, f"{path}/LOCK")
     if known is None and held:
-        return [], 0, []  # A writer of an earlier release, which wrote no records.
-    # A snapshot that was saved or deleted meanwhile is in one of the two lists of names.
+        return [], 0, []  # The writer is of an early release, which wrote no records.
+    # The names are listed before and after the record is read: a snapshot that was deleted or saved between is in one
+    # list.
     lost, more, keep_below = find_lost(known, before | {*files.names()}, EVERY_NUMBER)
     numbers = chunk_numbers(_names(fs, f"{path}/chunks"))
     kept = [name for name, number in sorted(numbers.items()) if number not in needed and number < keep_below]
@@ -115,13 +116,13 @@ def lost_and_kept(
 
 
 def chunk_bytes_of(records: list[SnapshotRecord]) -> int:
-    """Bytes of chunk files that these snapshots need, shared ones counted once."""
+    """Number of bytes of chunk files that these snapshots need; shared bytes count once."""
     return sum(map(sum, needed_bytes(records).values()))
 
 
 def live_bits(files: SnapshotFiles, records: list[SnapshotRecord]) -> dict[int, tuple[Geometry, np.ndarray]]:
-    """By chunk number: its geometry, and the bits of the rows that belong to any of the snapshots. CorruptTableError if
-    a list of rows is not what was written."""
+    """{number of a chunk: (its geometry, bits of the rows that belong to any of the snapshots)}. Raises
+    CorruptTableError if a list of rows is damaged."""
     live: dict[int, tuple[Geometry, np.ndarray]] = {}
     for record in records:
         for part in record.parts:
@@ -135,7 +136,7 @@ def live_bits(files: SnapshotFiles, records: list[SnapshotRecord]) -> dict[int, 
 
 
 def need_table(fs: FileSystem, path: str) -> None:
-    """Raise StorageError unless a table lies there."""
+    """Raise StorageError if the path is not the folder of a table."""
     for directory in ("chunks", "snapshots"):
         try:
             fs.names(f"{path}/{directory}")

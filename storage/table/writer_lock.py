@@ -1,13 +1,15 @@
-"""One writer for each path: the lock, its holder, and a record of the table's snapshots.  FORMAT.md has the bytes.
+"""The lock of a table's folder, for one writer at a time, with a record of the table's snapshots.  FORMAT.md describes
+its bytes.
 
-The system frees the lock when its holder ends, in whatever way. The name that a dead holder has left in the file tells
-the next one whose lock it takes over. A holder in this process is known as an object, which errors name and
-`oneemb.release` closes: in a notebook the object of a cell lives on when the cell is run again.
+The system frees the lock when the process that holds it ends. The file then still names the old holder, for a message
+to the next one. If an object of this process holds the lock, errors name the object, and `oneemb.release` closes it: in
+a notebook, the object that a cell has made lives on when the cell is run again.
 
 Invariants:
-- the file is one block that is written once and from then on only overwritten, so that a full disk keeps no process
-  from taking the lock;
-- a record of the snapshots is on the device before the older one is overwritten: a loss of power leaves one of them;
+- the file is one block that is written once and from then on only overwritten, so that a process can take the lock on a
+  full disk;
+- a new record of the snapshots is durable before the older one is overwritten, so a loss of power leaves one of the
+  two;
 - a snapshot that a record names was durable when the record was written.
 """
 
@@ -27,7 +29,7 @@ from oneemb.storage.errors import LockedError, StorageError
 from oneemb.storage.fs import FileSystem, doing, storage_error
 
 IN_USE = "which somebody uses"
-"""The reason of a holder that never closes for others."""
+"""Reason that a holder returns from `close_for` if it never closes for others."""
 
 _BLOCK_BYTES = 4096
 _HOLDER_BYTES = 512
@@ -36,19 +38,21 @@ _RECORD_BYTES = 1536
 _SUM = struct.Struct("<Q")
 _TEXT_BYTES = _RECORD_BYTES - _SUM.size
 _RECORD_VERSION = 1
-# Bytes of a record beside the names of snapshots: its numbers, the names of its fields.
+# Upper bound of a record's bytes without the names of snapshots: numbers, and names of fields.
 _NUMBERS_BYTES = 256
 _NUMBER_MAX = 1 << 62
 
 
 @dataclass(frozen=True)
 class KnownSnapshots:
-    """A table's snapshots as LOCK records them.
+    """A record in LOCK of a table's snapshots.
 
     Args:
-        names, count: snapshots that must exist: names, as many as fit, and number.
-        lost, lost_more: snapshots found missing and not given up yet: names, as many as fit, and number of others.
-        keep_below: files of chunks with a smaller number are kept even if no snapshot needs them: a lost one may.
+        names, count: names of snapshots that must exist, as many as fit, and the number of snapshots that must exist.
+        lost, lost_more: names of snapshots that were found missing and are not given up, as many as fit, and the number
+            of further ones.
+        keep_below: files of chunks with a smaller number are kept even if no snapshot needs them, since a lost snapshot
+            may need them.
     """
 
     names: tuple[str, ...] = ()
@@ -58,7 +62,8 @@ class KnownSnapshots:
     keep_below: int = 0
 
     def gone(self, there: Collection[str]) -> tuple[list[str], int]:
-        """The missing ones among the snapshots that must exist or were lost before: their names, and how many more."""
+        """(names of the recorded snapshots that are missing among `there`, number of further ones): snapshots that must
+        exist, and snapshots that were lost before."""
         lost = [name for name in self.lost if name not in there]
         gone = [name for name in self.names if name not in there]
         more = max(0, self.count - len(there) - len(gone))
@@ -66,29 +71,30 @@ class KnownSnapshots:
 
 
 class Holder(Protocol):
-    """An object that holds a lock, as other objects of its process see it."""
+    """An object that holds a lock, for other objects of its process."""
 
     @property
     def what(self) -> str:
         """The object in words, such as "embedding 'items'"."""
 
     def close_for(self, other: str) -> str:
-        """Close for `other`, an object in words, if that loses nothing. Returns the reason against it, such as "whose 3
-        rows no snapshot holds"; "" = closed."""
+        """Close for `other`, an object in words, if no row is lost by it. Returns "" if closed, otherwise the reason
+        why not, such as "whose 3 rows no snapshot holds"."""
 
     def force_close(self) -> int:
-        """Close. Returns the number of lost rows. LockedError if the object cannot be closed alone, RuntimeError if
-        this thread is in the middle of its step."""
+        """Close. Returns the number of lost rows. Raises LockedError if the object cannot be closed without others,
+        RuntimeError if this thread is in the middle of the object's step."""
 
 
 class WriterLock:
-    """A lock, held from construction until `release`. LockedError if another table object holds it.
+    """A lock that is held from construction until `release`. Raises LockedError if another table object holds it.
 
     Args:
-        path: of the lock's file.
-        holder: object that holds the lock, weakly referenced; None = a call, which ends by itself.
+        path: path of the lock's file.
+        holder: object that holds the lock, weakly referenced; None = only a call holds it.
         takes_over: whether another holder in this process is asked to close.
-        foreign: the file is of another program's table: it names the holder and is empty after `release`.
+        foreign: whether the file belongs to another program's table: then it has only the holder, and is emptied by
+            `release`.
     """
 
     def __init__(
@@ -107,14 +113,14 @@ class WriterLock:
         self.left_by = _holder_text(block) if _holder_of(block) else None
         self._sequence, self._position, self.known, newer = _newest(block)
         self.keeps_records = not newer and not foreign
-        """Whether records may be written: not over those of a later release."""
+        """Whether records may be written. Records of a later release are not overwritten."""
         its = {"pid": self._pid, "host": socket.gethostname(), "since": time.time()}
         self._write_holder(json.dumps(its).encode(), block)
         _held[id(self)] = self
 
     def _take(self, newcomer: str) -> int:
-        """Take the lock, and return its file. A holder in this process is asked to close for `newcomer`, in words; "" =
-        it is not."""
+        """Take the lock, and return its open file. newcomer: object in words, for which a holder in this process is
+        asked to close; "" = do not ask."""
         try:
             return self._fs.lock(self.path)
         except BlockingIOError as error:
@@ -138,7 +144,8 @@ class WriterLock:
             ) from error
 
     def ask(self, newcomer: str) -> str:
-        """Ask the holder to close. Returns the holder and its reason against it; "" = it has closed."""
+        """Ask the holder to close. Returns "" if it has closed, otherwise the holder in words with the reason why
+        not."""
         holder = self.holder
         if holder is None:
             return "a call that is under way"
@@ -147,16 +154,16 @@ class WriterLock:
 
     @property
     def holder(self) -> Holder | None:
-        """The object that holds the lock; None = a call holds it, or the object has been collected."""
+        """The object that holds the lock; None = a call holds it, or the object has been garbage collected."""
         return None if self._holder is None else self._holder()
 
     @property
     def still_there(self) -> bool:
-        """Whether the file at the path is the one that is held; if not, the folder no longer belongs to this writer."""
+        """Whether the file at the path is still the locked one; if not, the folder no longer belongs to this writer."""
         return self._fs.still_locks(self._file, self.path)
 
     def check(self) -> None:
-        """Raise StorageError if the file at the path is not the one that is held."""
+        """Raise StorageError if the file at the path is no longer the locked one."""
         if not self.still_there:
             raise StorageError(
                 f"{self.path} was removed, with its folder or alone, while process {self._pid} held it: what lies there"
@@ -165,7 +172,8 @@ class WriterLock:
             )
 
     def record(self, known: KnownSnapshots) -> None:
-        """Write a new record of the snapshots, durably. After an OSError it may not be durable; the older one is."""
+        """Write a new record of the snapshots, durably. After an OSError the new record may not be durable; the older
+        one still is."""
         if self._pid != os.getpid():
             raise StorageError(f"{self.path} is held by process {self._pid}; a forked child must open its own table")
         if not self.keeps_records:
@@ -204,15 +212,15 @@ _held: "weakref.WeakValueDictionary[int, WriterLock]" = weakref.WeakValueDiction
 
 
 def _held_here() -> list[WriterLock]:
-    """Locks that this process holds; those from before a fork are its parent's."""
+    """Locks that this process holds. Locks from before a fork are the parent's."""
     locks = [reference() for reference in _held.valuerefs()]
     return [lock for lock in locks if lock is not None and lock._pid == os.getpid()]
 
 
 def holders_below(folder: str) -> list[tuple[str, Holder]]:
-    """Objects of this process that hold a folder or a folder below it, each after its folder, outer folders first.
+    """(folder, holder) of each object of this process that holds `folder` or a folder below it, outer folders first.
 
-    A folder that was renamed since, or whose link leads elsewhere now, is known by its lock's file."""
+    A folder that has been renamed, or whose link has been changed, is recognized by the file of its lock."""
     found, top, path = [], os.path.join(os.path.realpath(folder), ""), os.path.join(folder, "LOCK")
     for lock in _held_here():
         its, holder = os.path.dirname(lock.path), lock.holder
@@ -224,13 +232,13 @@ def holders_below(folder: str) -> list[tuple[str, Holder]]:
 
 
 def lock_holder(fs: FileSystem, path: str) -> str | None:
-    """The lock's holder, in words; None = the lock is free."""
+    """The holder of the lock at a path, in words; None = the lock is free."""
     block = fs.read_lock(path)
     return None if block is None else _holder_text(block)
 
 
 def known_snapshots(fs: FileSystem, path: str) -> KnownSnapshots | None:
-    """A table's snapshots as LOCK records them, read without taking the lock; None = it has no record."""
+    """The newest record in LOCK, read without taking the lock; None = LOCK has no record."""
     try:
         file = fs.open(path)
         try:
@@ -247,7 +255,7 @@ def _read_block(fs: FileSystem, file: int) -> bytes:
 
 
 def _newest(block: bytes) -> tuple[int, int, KnownSnapshots | None, bool]:
-    """The newest record: its sequence, its position (0 or 1), the record; and whether a later release wrote one."""
+    """(sequence of the newest record, its position 0 or 1, the record or None, whether a later release wrote one)."""
     sequence, position, known, newer = 0, 1, None, False
     for n, begin in enumerate(_RECORD_BEGINS):
         text, end = block[begin : begin + _TEXT_BYTES], block[begin + _TEXT_BYTES : begin + _RECORD_BYTES]
@@ -260,14 +268,14 @@ def _newest(block: bytes) -> tuple[int, int, KnownSnapshots | None, bool]:
                 continue
             numbers = [fields[name] for name in ("sequence", "count", "lost_more", "keep_below")]
             if not all(type(number) is int and 0 <= number < _NUMBER_MAX for number in numbers):
-                continue  # No release has written this.
+                continue  # No release of oneemb has written this record.
             if numbers[0] > sequence:
                 known = KnownSnapshots(
                     tuple(map(str, fields["snapshots"])), numbers[1], tuple(map(str, fields["lost"])), *numbers[2:]
                 )
                 sequence, position = numbers[0], n
         except (ValueError, KeyError, TypeError, RecursionError):
-            continue  # No release has written this either.
+            continue  # No release of oneemb has written this record.
     return sequence, position, None if newer else known, newer
 
 

@@ -1,6 +1,8 @@
-"""A GPU's memory as the hot tier uses it: growth of slot arrays, order of calls on several streams, rows on the bus.
+"""A GPU's memory for the hot tier: growth of slot arrays, order of calls on several streams, copies of rows over the
+bus.
 
-Streams and events are torch's and not cuda-python's: its allocator must know which stream still uses what is freed.
+Streams and events are those of torch, not of cuda-python, since torch's allocator must know which streams still use
+memory that is freed.
 """
 
 import contextlib
@@ -22,14 +24,14 @@ def enlarge(
     arrays: Callable[[], Arrays], hold: Callable[[Arrays], None], size: int, need: int, limits: Limits,
     device: torch.device,
 ) -> None:  # fmt: skip
-    """Let arrays have memory for `size` slots, or at least for `need`. StoreFullError if there is none: they are as
-    they were.
+    """Enlarge arrays to `size` slots, or at least to `need`. Raises StoreFullError, with the arrays unchanged, if the
+    device has too little memory.
 
-    A slab is copied, for which the device needs room for both. Where there is no such room it goes by way of the host's
-    memory, twice over the bus; so a store comes to use all of its budget, and not two thirds.
+    A slab is copied, so the device needs room for the old and the new slab. If there is no such room, rows are copied
+    to the host and back, so that a store can use all of its budget and not only two thirds.
 
     Args:
-        arrays, hold: get and set the arrays, which nobody else refers to.
+        arrays, hold: functions that get and set the arrays. No other object may refer to the arrays.
     """
     before = arrays()
     have = len(before[0])
@@ -46,7 +48,7 @@ def enlarge(
             hold([_enlarged(array, trial, device) for array in kept])
             return
         except torch.OutOfMemoryError as error:
-            failure = error.with_traceback(None)  # whose frames hold what there was memory for
+            failure = error.with_traceback(None)  # The frames of the traceback would keep the allocated arrays alive.
     hold([_enlarged(array, have, device) for array in kept])
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
     fits = have + free // limits.slot_bytes
@@ -58,7 +60,7 @@ def enlarge(
 
 
 def _enlarged(array: torch.Tensor, size: int, device: torch.device) -> torch.Tensor:
-    """A copy on the device with room for `size` slots, those beyond the old ones zero."""
+    """Copy of an array on the device with `size` slots; the additional slots are zero."""
     grown = torch.zeros((size, *array.shape[1:]), dtype=array.dtype, device=device)
     grown[: len(array)] = array
     return grown
@@ -68,7 +70,8 @@ def _enlarged(array: torch.Tensor, size: int, device: torch.device) -> torch.Ten
 
 
 class StreamOrder:
-    """Order of a tier's calls on several streams: the device runs them in the order in which the host made them."""
+    """Order of a tier's calls on several streams: the device runs the calls in the order in which the host made
+    them."""
 
     def __init__(self, gpu: Gpu):
         self._gpu = gpu
@@ -79,8 +82,8 @@ class StreamOrder:
 
     @contextlib.contextmanager
     def __call__(self, arrays: Callable[[], list[torch.Tensor]]) -> Iterator[None]:
-        """Let launches of a block, on the current stream, run after those of all blocks before. `arrays` returns the
-        arrays that the block uses and that outlive it."""
+        """Let the launches in a `with` block, on the current stream, run after the launches of all earlier blocks.
+        `arrays` returns the arrays that the block uses and that outlive it."""
         if not self._on_gpu:
             yield
             return
@@ -95,34 +98,34 @@ class StreamOrder:
             self._stream, self._end = stream, stream.record_event()
 
     def released(self, slot_U: torch.Tensor) -> None:
-        """Note that these slots were released on the current stream, which need not be that of their array."""
+        """Record that these slots were released on the current stream, which need not be the stream of `slot_U`."""
         if self._on_gpu:
             stream = torch.cuda.current_stream(self._gpu.device)
             slot_U.record_stream(stream)
             self._released[stream] = stream.record_event()
 
     def after_releases(self) -> None:
-        """Let launches from here on run after the releases so far, and so after the writes of their steps."""
-        for event in list(self._released.values()):  # Other threads release meanwhile.
+        """Let later launches run after all releases so far, and so after the writes of the steps that released."""
+        for event in list(self._released.values()):  # A copy, since other threads may release at the same time.
             torch.cuda.current_stream(self._gpu.device).wait_event(event)
 
 
 # ---- rows on the bus -------------------------------------------------------------------------------------------------
 
 
-# Rows that go through the buffer at a time.
+# Number of rows that are copied through the buffer at a time.
 _BATCH = 65536
 
 
 class PinnedRows:
-    """Page-locked memory for rows of one width, through which they go to a GPU and come back."""
+    """Buffer in page-locked memory through which rows of one width are copied to a GPU and back."""
 
     def __init__(self, row_width: int, gpu: Gpu):
         self._row_width = row_width
         self._gpu = gpu
         self._on_gpu = gpu.device.type == "cuda"
         self._row_BW = torch.empty(0, row_width, dtype=torch.float32, device="cpu")
-        self._left: torch.cuda.Event | None = None  # when the last copy out of the buffer, or into it, has ended
+        self._left: torch.cuda.Event | None = None  # recorded after the last copy out of the buffer, or into it
 
     def rows_in(self, row_SW: torch.Tensor, slot_N: torch.Tensor, row_XW: np.ndarray, from_N: np.ndarray) -> None:
         """Write rows row_XW[from_N] into these slots of a slab."""
@@ -139,7 +142,7 @@ class PinnedRows:
         return row_NW
 
     def to_device(self, row_NW: np.ndarray) -> torch.Tensor:
-        """The rows on the device, on their way there when this returns."""
+        """Copy of the rows on the device. The copy may still be in progress when the call returns."""
         row_BW = self._buffer(len(row_NW))
         row_BW.numpy().view(np.int32)[:] = row_NW.view(np.int32)
         rows = row_BW.to(self._gpu.device, non_blocking=True, copy=True)
@@ -147,7 +150,7 @@ class PinnedRows:
         return rows
 
     def to_host(self, row_NW: torch.Tensor) -> np.ndarray:
-        """The rows in the buffer, good until its next use."""
+        """Copy of the rows in the buffer, valid until the next use of this object."""
         row_BW = self._buffer(len(row_NW))
         row_BW.copy_(row_NW, non_blocking=True)
         self._copied()
@@ -155,7 +158,7 @@ class PinnedRows:
         return row_BW.numpy()
 
     def _copied(self) -> None:
-        # Copies go to the current stream of the tier's device, which need not be the current device.
+        # Copies run on the current stream of the tier's device, which need not be torch's current device.
         if self._on_gpu:
             self._left = torch.cuda.current_stream(self._gpu.device).record_event()
 

@@ -20,12 +20,12 @@ _STACK_MIN = 1024
 
 
 class FreeSlots:
-    """The free slots of a tier; `arange` makes an array of the numbers 0 to size - 1, int64, in the tier's place."""
+    """The free slots of a tier. `arange`: function that makes an array of 0 to size - 1, int64, in the tier's place."""
 
     def __init__(self, arange: Callable[[int], Array]):
         self._arange = arange
         self.stack_X: Array = arange(0)
-        """The stack, int64: its first `returned` slots are free, the rest is room."""
+        """The stack, int64: the first `returned` entries are free slots, the other entries are unused."""
         self._top = 0
         self.used = 0
         """Number of slots that have ever been taken. Slot `used` and all after it are new."""
@@ -77,7 +77,7 @@ class FreeSlots:
         self._top -= size - fresh
 
     def give_back(self, slot_N: Array) -> None:
-        """Put slots that were taken on the stack."""
+        """Put taken slots onto the stack, which frees them."""
         top = self._top + len(slot_N)
         self.stack_X[self._top : top] = slot_N
         self._top = top

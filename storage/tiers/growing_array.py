@@ -21,13 +21,13 @@ import numpy as np
 
 _FIRST, _LAST = 1 << 44, 5 << 44
 
-# A new span gets at most this part (1 / 8) of the free addresses, and less the more spans there are.
+# A new span gets at most 1 / _SHARES_MIN of the free addresses, and less if there are many spans.
 _SHARES_MIN = 8
 
 # Distance between two tries to find unmapped addresses, in bytes.
 _STEP = 1 << 36
 
-# Arrays of so many bytes or more ask for huge pages: in small pages a step takes a fifth longer.
+# Bytes from which on an array asks for huge pages: with small pages a step takes a fifth longer.
 _HUGE_MIN = 1 << 22
 _HUGE_PAGE = 1 << 21
 _MADV_HUGEPAGE = 14
@@ -46,8 +46,8 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 class GrowingArray:
-    """Zeros [S, ...] of which S grows, at most to `most`; that attribute is less where very many arrays share the
-    addresses. MemoryError if there is no address space."""
+    """An array of zeros [S, ...] whose length S grows, at most to the attribute `most`. With very many arrays `most` is
+    less than the argument, since they share the addresses. Raises MemoryError if there is no address space."""
 
     def __init__(self, most: int, shape: tuple[int, ...], dtype: Any):
         self._shape, self._dtype = shape, np.dtype(dtype)
@@ -64,7 +64,7 @@ class GrowingArray:
         return self._span.mapped
 
     def grow(self, rows: int) -> None:
-        """Make room for at least so many rows. A MemoryError has changed nothing."""
+        """Make room for at least `rows` rows. After a MemoryError nothing has changed."""
         if rows > len(self.array):
             assert rows <= self.most
             self._span.grow(self._first - self._span.begin + rows * self._row_bytes)
@@ -81,7 +81,7 @@ class _Memory:
 
 
 def array_at(address: int, shape: tuple[int, ...], dtype: np.dtype, kept: object) -> np.ndarray:
-    """An array over memory at an address. It keeps an object alive, the owner of the memory."""
+    """An array over the memory at an address. It keeps `kept`, the owner of the memory, alive."""
     memory: Any = _Memory(address, shape, dtype.str, kept)
     return np.asarray(memory)
 
@@ -109,11 +109,11 @@ class _Span:
             raise _no_memory(size - self.mapped)
         self.mapped = size
         if size >= _HUGE_MIN:
-            _advise(self.begin, size, _MADV_HUGEPAGE)  # A system without huge pages refuses: no harm.
+            _advise(self.begin, size, _MADV_HUGEPAGE)  # A system without huge pages refuses, which does no harm.
 
     # Default arguments keep functions alive: at exit Python may drop the module's names before the last array.
     def _complete(self, advise: Any = _advise) -> None:
-        """Count bytes that an interrupted `grow` has mapped. Advice fails on unmapped bytes, so it tells."""
+        """Count bytes that an interrupted `grow` has mapped: `madvise` succeeds only on mapped bytes."""
         more = self._asked - self.mapped
         if self.mapped and more > 0 and advise(self.begin + self.mapped, more, 0) == 0:
             self.mapped = self._asked
@@ -125,7 +125,7 @@ class _Span:
 
 
 def _place(bytes: int) -> tuple[int, int, int]:
-    """Begin and end of a new span, and its mapped bytes: a page. With very many spans the new one is shorter."""
+    """(begin of a new span, its end, bytes that are mapped: one page). With very many spans the new one is shorter."""
     page, kind, access = mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ | mmap.PROT_WRITE
     taken = sorted((one.begin, one.end) for one in list(_spans))
     free = _LAST - _FIRST - sum(end - begin for begin, end in taken)

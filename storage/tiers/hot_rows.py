@@ -1,6 +1,6 @@
 """The contract of the hot tier: loops read and write its rows in place.
 
-    slot_U, keys = tier.acquire(keys)         in memory and pinned, unknown ones begun
+    slot_U, keys = tier.acquire(keys)         rows are in memory and pinned; new rows are initialized
     ...                                       loops on tier.row_SW[slot_U]
     tier.mark_dirty(slot_U)
     tier.release(slot_U)
@@ -30,8 +30,9 @@ InitRows = Callable[[Array, Array, Array, Array], None]
 class RowsReadAhead:
     """Rows that one thread reads from the store below a cache while other threads use the cache. M keys to read.
 
-    `read` runs beside other calls of the cache, which names each key whose row below changes meanwhile (`note_change`);
-    `known` reads those rows once more. wanted_M, ascending, says which of a lookup's keys are read.
+    `read` runs beside other calls of the cache. During that time the cache reports each key whose row below changes
+    (`note_change`), and `known` reads those rows once more. wanted_M, ascending: positions in `keys` of the keys to
+    read.
     """
 
     def __init__(self, below: RowSource, keys: Keys, wanted_M: np.ndarray):
@@ -46,7 +47,7 @@ class RowsReadAhead:
         self._missing_M = self._below.get(self._table_M, self._id_M, self.row_MW)
 
     def note_change(self, id_N: np.ndarray) -> None:
-        """Note, under the store lock, ids of keys whose rows below are about to change."""
+        """Record ids of keys whose rows below are about to change. Called under the store lock."""
         self._changed.append(id_N)
 
     def known(self, wanted: np.ndarray) -> np.ndarray:
@@ -66,7 +67,8 @@ class Tier(RowStore, Protocol):
     """Name of the tier in errors and statistics."""
 
     def check_holds(self, rows: int) -> None:
-        """Get memory for `rows` rows in all. Raises `StoreFullError` if the tier may not know or cannot hold them."""
+        """Get memory for `rows` rows in all. Raises `StoreFullError` if the row limit forbids them or they do not
+        fit."""
 
     def check_slots(self) -> list[str]:
         """One text for each fault: slots that were lost, slots with several rows. Empty if each used slot is in the
@@ -84,10 +86,10 @@ class HotRows(Tier, Protocol):
     """The hot tier: loops compute on its rows in place."""
 
     row_SW: Array
-    """float32 [S, at least W]. Read it anew for every use: it moves."""
+    """float32 [S, at least W]. Read this attribute anew for every use, since the slab moves when it grows."""
 
     stable_slots: bool
-    """Whether rows stay in their slots without a pin, so that `slots_of` says where to read them."""
+    """Whether rows stay in their slots without a pin, so that rows can be read at the slots from `slots_of`."""
 
     @property
     def begun(self) -> int:
@@ -134,8 +136,8 @@ class HotRows(Tier, Protocol):
         """
 
     def read(self, keys: Keys) -> tuple[Array, Keys]:
-        """Copies of the rows of these keys, float32 [U, at least W], for a key without a row the values that it reads
-        as; and the keys, cut to their actual number U."""
+        """Copies of the rows of these keys, float32 [U, at least W], with the values of absent rows for keys that have
+        no row; and the keys, cut to their actual number U."""
 
     def slots_of(self, table_N: Array, id_N: Array) -> Array:
         """Slots of rows, in a tier with stable slots, which may be read in place without a pin: int64 [N], -1 for an
@@ -183,7 +185,7 @@ class Prefetched:
 
 
 def fill_pinned(slot_U: Array, at: Array, slot_M: Array, release: Callable[[Any], object]) -> None:
-    """Write pinned slots into an array, slot_U[at] = slot_M; where that fails for want of memory, release them."""
+    """slot_U[at] = slot_M, for pinned slots. If that fails for lack of memory, release the slots."""
     try:
         slot_U[at] = slot_M
     except BaseException:

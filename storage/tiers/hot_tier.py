@@ -1,21 +1,21 @@
-"""The tier in the host's memory: an index over a slab, with a score, a dirty bit and pins a slot.
+"""The tier in host memory: an index over a slab, with a score, a dirty bit and a count of pins for each slot.
 
-Kernels compute in place on the rows of the hot tier. The same class, as a `RowStore` (memory_tier.py), also serves as a
-host tier between a smaller hot tier and an SSD. A cache evicts in rounds: a round looks at a part of the
-rows, in proportion to the slots that are needed now (victims.py), so no step waits for a walk over the cache.
+Kernels compute in place on the rows of the hot tier. The same class, as a `RowStore` (memory_tier.py), is also the host
+tier between a smaller hot tier and an SSD. A cache evicts in rounds: a round looks at a part of the rows, in proportion
+to the slots that are needed now (victims.py), so no step waits for a scan of the cache.
 
-The score of a row says how it was used since it came in, by the cache's policy:
-- "lru": the time of its last use; rows that were not used for longest leave first;
-- "lfu": how often it was used, a use counting half as much with every half-life that has passed. This is LRFU (Lee et
-  al. IEEE Transactions on Computers 50(12), 2001). A half-life is as long as it takes to use as many rows as eight
-  times the slots, so it needs no setting: rows that are used once never push out those that are used often, and what
-  was frequent once has left after a while.
+The score of a row says how the row was used since it came into the cache. The cache's policy decides what it is:
+- "lru": the time of the row's last use; the rows that have not been used for longest are evicted first;
+- "lfu": the number of uses, where a use counts half as much after each half-life. This is LRFU (Lee et al. IEEE
+  Transactions on Computers 50(12), 2001). A half-life ends after eight times as many uses as the cache has slots, so
+  users need not set it. Rows that are used once never evict rows that are used often, and rows that were used often
+  only in the past are evicted after a while.
 
 Invariants, beside those of hot_rows.py:
-- what a row holds never depends on where it is or was;
-- the slab begins at a multiple of the bytes of a row, and grows where it lies, with what is kept beside the rows;
-- one thread at a time calls a tier, except that `release` and `mark_dirty` may run beside any other call: they touch
-  pinned slots only, and the pins' counts have a lock of their own.
+- the contents of a row never depend on where the row is or was;
+- the slab begins at a multiple of a row's bytes, and grows in place, like the arrays beside it;
+- one thread at a time calls a tier, except that `release` and `mark_dirty` may run beside any other call: they change
+  pinned slots only, and the counts of pins have a lock of their own.
 """
 
 import threading
@@ -40,13 +40,13 @@ from oneemb.storage.tiers.reservation import Reservation
 from oneemb.storage.tiers.slot_arrays import SlotArrays
 from oneemb.storage.tiers.victims import VictimClock
 
-# Memory beside the row for each slot of a cache: the index at its usual load, score, pins, dirty bit.
+# Bytes for each slot of a cache beside the row: the index at its usual load, score, pins, dirty bit.
 SLOT_OVERHEAD_BYTES = 40
 
-# Scores are brought down by this factor before they come near the end of float64's range.
+# Divisor of all scores when they become too large for float64.
 _SCORE_STEP = 2.0**500
 
-# Pins that a resident tier notes before it adds them up.
+# Length of the list of pins of a resident tier from which on they are added to the counts.
 _NOTED_MAX = 64
 
 
@@ -56,7 +56,8 @@ class HotTier(MemoryTier):
     Args:
         name: in errors and statistics: "device" or "host".
         row_width, below, resident, policy, init, absent, refused: see `MemoryTier`.
-        slots: rows that fit. Memory is taken as slots are first used, and in a resident tier address space too.
+        slots: number of rows that fit. Memory is allocated as slots are first used; in a resident tier, address space
+            too.
         row_limit: maximum number of rows in this tier and the stores below together; None = no limit.
         writing: lock that is held by loops that write rows in place; None = no loop does.
         expected: rows for which a resident tier reserves memory at construction, if that fits.
@@ -94,17 +95,18 @@ class HotTier(MemoryTier):
         self._index = HashIndex(threads)
         self._victims = VictimClock(self._index, self.slots, threads)
         # A resident tier evicts nothing and counts pins for its statistics only: it keeps a list of pins and adds them
-        # up when the statistics are read. Most pins are released before, with the very array that they were made with,
-        # and leave the list again.
+        # up when the statistics are read. Most pins are released before that, with the same array with which they were
+        # made, and are then taken off the list.
         self._noted_pins: list[tuple[np.ndarray, int]] = []
         self._pinned_X = share_counts(threads)  # pinned slots, as counted by each share of the loops over pins
         self._pin_lock = threading.Lock()  # a slot may be pinned for one batch while another unpins it
         self._reads_ahead = reads_ahead and not resident
-        # Dirty bits; and in a cache, pins and scores. What is never written takes no memory.
+        # Bytes for each slot: the dirty bit; in a cache, also pins and score. Memory that is never written is not
+        # counted.
         self._mark_bytes = 1 if resident else 13
-        # Score of one use now. Instead of lowering the scores of old uses, the tier raises that of new ones: scores of
-        # any two times can be compared, and a use changes only the score of its row. For "lru" the score is the number
-        # of the call.
+        # Score of one use now. Instead of lowering the scores of old uses, the tier raises the score of new uses. So
+        # scores from different times can be compared, and a use changes only the score of its row. For "lru" the score
+        # is the number of the call.
         self.use_score = 1.0
 
     # ---- for kernels: rows to compute on, in place ------------------------------------------------------------
@@ -175,7 +177,7 @@ class HotTier(MemoryTier):
         if self._resident or len(wanted) == 0:
             return 0
         assert self._below is not None
-        # A step may have brought some in since they were looked for.
+        # A step may have brought in some of the rows since the caller looked for them.
         slot_U[wanted], absent = self._pin_resident(keys.table_U[wanted], keys.id_U[wanted])
         missing = wanted[absent]
         found = len(wanted) - len(missing)
@@ -260,7 +262,8 @@ class HotTier(MemoryTier):
         return self._free.problems(self.name, slot_N, self._free.returned_N, self._temporary)
 
     def only_read(self) -> None:
-        # A child of fork may write down no row, and none of the parent's threads is there to give back the lock.
+        # A child of fork must not write rows to the store below; and it needs a new lock, since the thread that holds
+        # the old one may be missing in the child.
         super().only_read()
         self._pin_lock = threading.Lock()
 
@@ -322,19 +325,19 @@ class HotTier(MemoryTier):
         """Get memory for `rows` rows in all, in a resident tier. No slot moves."""
         if rows > len(self.row_SW):
             self._arrays.make_room(rows)
-            # The slab last: readers that find a new slab take the other arrays anew.
+            # The slab comes last: readers that see a new slab read the other arrays anew.
             self._dirty_S, self.pin_S, self.score_S, self.row_SW = self._arrays.arrays
 
     def _bring_in(self, table_M: np.ndarray, id_M: np.ndarray) -> np.ndarray:
-        """Bring in rows of keys that are not in this tier, from below or else new ones. Returns their slots, not
-        pinned."""
+        """Bring in the rows of keys that are not in this tier, from the store below or as new rows. Returns their
+        slots, not pinned."""
         size = len(id_M)
         if size == 0:
             return np.empty(0, np.int64)
         old = np.empty(0, np.int64)
         new = np.arange(size)
         limit = self._limits.row_limit
-        if limit is not None and len(self) + size > limit:  # Before a row is evicted.
+        if limit is not None and len(self) + size > limit:  # Checked before any row is evicted.
             new_table_N = table_M
             if not self._resident and self._below is not None:
                 new_table_N = table_M[~self._below.contains(table_M, id_M)]
@@ -397,7 +400,7 @@ class HotTier(MemoryTier):
         self._noted_pins.clear()
 
     def _touch(self, slot_N: np.ndarray, *, first: bool = False) -> None:
-        """Score a use of the rows in these slots, the first one since they came in or a later one."""
+        """Score a use of the rows in these slots. `first`: whether it is their first use since they came in."""
         if self._resident:
             return
         if first or self.policy == "lru":
@@ -421,9 +424,9 @@ class HotTier(MemoryTier):
             self._evict_these((table_V, id_V, slot_V), self._dirty_S[slot_V].nonzero()[0])
 
     def _keys_of(self, chosen_S: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(table, id, slot) of the rows in the chosen slots, in the order of the index, so that a change to the index
-        touches one part of it after the other."""
-        chosen_S = chosen_S.copy()  # Another thread may set bits meanwhile, and the arrays below have room for these.
+        """(tables, ids, slots) of the rows in the chosen slots, in the order of the index, so that later changes to the
+        index go through it part by part."""
+        chosen_S = chosen_S.copy()  # Another thread may set bits now, and the arrays below have no room for more rows.
         size = int(np.count_nonzero(chosen_S))
         table_V, id_V, slot_V = np.empty(size, np.int32), np.empty(size, np.int64), np.empty(size, np.int64)
         found = 0

@@ -1,4 +1,4 @@
-"""Limits and counters of a tier in memory: how many rows fit, how many may exist, how many were found, made and
+"""Limits and counters of a tier in memory: numbers of rows that fit, that may exist, and that were found, made and
 moved."""
 
 import weakref

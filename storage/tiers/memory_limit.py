@@ -1,11 +1,11 @@
-"""Host memory that this process may use, which is the least of these limits.
+"""Host memory that this process may use: the lowest of these limits.
 
 - the machine's physical memory;
 - `memory.max` (cgroup v2) or `memory.limit_in_bytes` (v1) of the process's control group and of each visible parent;
-- RLIMIT_AS and RLIMIT_DATA, less the address space that the process has taken for anything but rows.
+- RLIMIT_AS and RLIMIT_DATA, less the address space that the process uses for anything but rows.
 
 The files with the limits of control groups are found once for a process, but read at each call, since a limit may
-change at any time. A process that moves to another control group keeps to the limits of the first one.
+change at any time. If a process moves to another control group, the limits of the first group still count.
 """
 
 import functools
@@ -27,15 +27,15 @@ class MemoryLimit:
 
 
 def memory_limit(taken: int = 0, process: Path = _PROCESS) -> MemoryLimit:
-    """The least limit of this process, whose folder in /proc is `process`. `taken` bytes of address space, mapped for
-    rows, do not lessen RLIMIT_AS and RLIMIT_DATA."""
+    """The lowest memory limit of the process whose folder in /proc is `process`. `taken`: bytes of address space that
+    are mapped for rows; they are not subtracted from RLIMIT_AS and RLIMIT_DATA."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [MemoryLimit(machine, "the machine's memory"), *_of_control_groups(process), *_of_resources(taken)]
     return min(limits)
 
 
 def _of_resources(taken: int) -> Iterator[MemoryLimit]:
-    """Limits that `ulimit` sets, less the address space that the process has taken for anything but rows."""
+    """Limits set by `ulimit`, less the address space that the process uses for anything but rows."""
     for kind, field, name in ((resource.RLIMIT_AS, 0, "ulimit -v"), (resource.RLIMIT_DATA, 5, "ulimit -d")):
         limit, _ = resource.getrlimit(kind)
         if limit != resource.RLIM_INFINITY:
@@ -96,7 +96,7 @@ def _folders_up(point: Path, root: PurePosixPath, path: PurePosixPath) -> Iterat
 
 
 def _plain(word: str) -> str:
-    """Path that a word of mountinfo names; the file has octal numbers in place of blanks and backslashes."""
+    """Decode a path in mountinfo, which has octal numbers in place of blanks and backslashes."""
     for code, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
         word = word.replace(code, character)
     return word

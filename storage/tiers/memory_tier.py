@@ -1,13 +1,13 @@
-"""`MemoryTier`: the part that tiers in host memory and in a GPU's memory share, which makes each a `RowStore`.
+"""`MemoryTier`: base class of the tiers in host memory and in a GPU's memory, which makes each of them a `RowStore`.
 
-hot_tier.py and device_tier.py keep the rows in slot arrays of their own, and have what loops need of them. What is here
-is the `RowStore` of both: it takes and gives NumPy arrays, and moves rows by a few methods that each tier has.
+hot_tier.py and device_tier.py keep the rows in slot arrays and serve loops. This class is the `RowStore` interface of
+both: it takes and returns NumPy arrays, and moves rows by a few abstract methods that each tier implements.
 
 A tier is of one of two kinds:
-- **resident**: holds every row there is; the store below, if any, is only where `flush` writes to. A full one
-  raises `StoreFullError`.
-- **cache** (not resident): holds some rows of the store below and evicts unpinned ones, those of least score first,
-  writing the dirty ones down before.
+- **resident**: it holds all rows; the store below, if any, is only the target of `flush`. A full resident tier raises
+  `StoreFullError`.
+- **cache** (not resident): it holds some rows of the store below. It evicts rows that are not pinned, those with the
+  lowest scores first, after it has written dirty rows to the store below.
 """
 
 import weakref
@@ -26,12 +26,12 @@ from oneemb.storage.tiers.free_slots import FreeSlots
 from oneemb.storage.tiers.hot_rows import InitRows, RowsReadAhead
 from oneemb.storage.tiers.limits import Counters, Limits
 
-# Half-life of a use's score, in uses of rows, as a multiple of the slots. By bench_cache_policy.py, caches
-# miss least at 8 to 32, on Zipf's law and on real clicks; the faster popularity drifts, the shorter it had better be.
+# Half-life of a use's score: number of uses of rows, as a multiple of the slots. In bench_cache_policy.py caches miss
+# least at 8 to 32, with Zipf's law and with real clicks. The faster popularity drifts, the lower the best value is.
 HALF_LIFE = 8
 
 BATCH = 65536
-"""Rows that are moved at a time."""
+"""Number of rows that are moved at a time."""
 
 KeysAndSlots = tuple[Any, Any, Any]
 """(tables, ids, slots) of rows, arrays on the tier's device."""
@@ -41,15 +41,15 @@ class MemoryTier(ABC):
     """Base class of tiers in memory.
 
     Args:
-        name: in errors and statistics.
-        row_width: 32-bit words of a row.
-        below: the store underneath; None = nothing.
+        name: name of the tier in errors and statistics.
+        row_width: number of 32-bit words of a row.
+        below: the store below; None = there is none.
         resident: whether the tier holds all rows. Must be True if `below` is None.
-        policy: which rows a cache evicts first, "lru" or "lfu".
-        init: writes the rows of keys that no tier has; None where nobody acquires rows here.
-        absent: writes the values that keys without a row read as; None = as `init`.
-        refused: writes the values of temporary rows; None = as `init`.
-        arange: makes an array of the numbers 0 to size - 1 in the tier's place.
+        policy: rule for the rows that a cache evicts first, "lru" or "lfu".
+        init: function that writes new rows; None = no caller acquires rows of this tier.
+        absent: function that writes the values of absent rows, for keys without a row; None = `init`.
+        refused: function that writes the values of temporary rows; None = `init`.
+        arange: function that makes an array of the numbers 0 to size - 1 in the tier's place.
     """
 
     slots: int
@@ -72,10 +72,10 @@ class MemoryTier(ABC):
         self._counters = Counters()
         self._free = FreeSlots(arange)
         self._temporary = 0  # slots of rows that are in no index
-        self._ahead: weakref.WeakSet[RowsReadAhead] = weakref.WeakSet()  # for as long as their readers hold them
+        self._ahead: weakref.WeakSet[RowsReadAhead] = weakref.WeakSet()  # those that callers still use
         self._keeps_reads = True  # whether a cache keeps rows that were read from below
-        # Number of rows known here and below; None = it is not known. A store below may be far away: it counts its rows
-        # when a caller, or a limit, needs the number.
+        # Number of rows in this tier and the stores below; None = not known. A store below may be remote, so its rows
+        # are counted only when a caller, or a limit, needs the number.
         self._rows: int | None = 0 if below is None or resident else None
 
     # ---- methods of each kind of tier ----------------------------------------------------------------------------
@@ -158,7 +158,7 @@ class MemoryTier(ABC):
         missing = np.flatnonzero(missing_U)
         found = missing[~self._below.get(table_U[missing], id_U[missing], out_XW, to_U[missing])]
         missing_U[found] = False
-        # What was read is worth keeping, as far as it fits.
+        # Rows that were read from below are kept, as far as they fit.
         kept = found[: self._room()] if self._keeps_reads else found[:0]
         if len(kept):
             self._take(table_U[kept], id_U[kept], out_XW, to_U[kept], dirty=False)
@@ -172,7 +172,7 @@ class MemoryTier(ABC):
             self._limits.check_new(unknown, self, int(table_U[new[0]]))
         if self._resident:
             self._limits.check_fits(len(new), self._held())
-        rows, self._rows = self._rows, None  # A failure below may come when some of the new rows are kept already.
+        rows, self._rows = self._rows, None  # The store below may fail after some of the new rows are stored.
         self._keep(table_U, id_U, row_UW, hit_U, new)
         if unknown is not None and rows is not None:
             self._rows = rows + unknown
@@ -182,7 +182,7 @@ class MemoryTier(ABC):
     ) -> None:
         row_UW = np.ascontiguousarray(row_UW)
         fits = min(len(new), self._room())
-        if fits < len(new):  # A cache too small to keep them passes the rest on.
+        if fits < len(new):  # A cache without room for all rows puts the others into the store below.
             rest = new[fits:]
             assert self._below is not None
             self._note_change_below(id_U[rest])
@@ -315,7 +315,7 @@ class MemoryTier(ABC):
         assert self._below is not None
         self._note_change_below(id_N)
         for n in range(0, len(slot_N), BATCH):
-            signals_deferred.raise_interrupt()  # Rows of a batch that is below are clean, the others are as they were.
+            signals_deferred.raise_interrupt()  # Rows of batches that were written are clean, other rows are unchanged.
             its = slice(n, n + BATCH)
             self._below.put(self._host(table_N[its]), self._host(id_N[its]), self._rows_out(slot_N[its]))
             self._dirty_S[slot_N[its]] = False

@@ -1,18 +1,18 @@
 """A tier whose rows a parameter server stores.
 
-It holds all rows, as a host tier may, above a persistent table that has them as of the last snapshot. Of each row it
-remembers the key and when it was pushed, a word in an index; the row itself travels with that number, its *stamp*:
+The tier holds all rows, above a persistent table that has the rows of the last snapshot. An index holds each key with
+the number of the push that last wrote its row. The server stores that number with the row, as a *stamp*:
 
     value = the row's 32-bit words, a zero word if their number is odd, 8 bytes: stamp XOR checksum
     checksum = XXH64 of the words before, with the id as the seed
 
-A job reads only values that it has pushed itself, so no job meets a value of another layout.
+A job reads only values that it has pushed itself, so it never reads a value with another layout.
 
 Invariants:
-- a row that comes back without the stamp of its last push, or with other words, is an error: a server that has
-  restarted empty or with older rows, that drops rows, or that another client writes to, is found out;
-- a key that has no row here is not asked of the server: what an earlier job has left there is nobody's row;
-- a push that fails has changed no row that a later call gives: whoever pushed has the row still, and pushes it again.
+- a row that the server returns without the stamp of its last push, or with other words, is an error. So it is noticed
+  if a server has restarted empty or with older rows, drops rows, or has another writer;
+- the server is not asked for a key that is not in the index, since a value there would be left from an earlier job;
+- a push that fails changes no row that a later call returns: the caller still has the row, and pushes it again.
 """
 
 import secrets
@@ -31,11 +31,11 @@ from oneemb.storage.row_store import RowStore
 
 _STAMP_WORDS = 2
 
-# Fewest rows whose checksums are worth another thread.
+# Least number of rows whose checksums are worth waking a thread for.
 _SHARE_MIN = 512
 
 _COUNT_BITS = 39
-"""Bits of a stamp that count pushes. A place of the index has one bit more, which says whether the row is dirty."""
+"""Number of bits of a stamp that count pushes. An entry of the index has one bit more, whether the row is dirty."""
 
 
 class RemoteTier:
@@ -45,23 +45,23 @@ class RemoteTier:
         server: connection to the server; closed with the tier.
         name: prefix of the tables on the server, which are `name.0`, `name.1` and so on. No other job may write to
             them.
-        row_width: 32-bit words of a row.
-        below: the store underneath; None = nothing.
+        row_width: number of 32-bit words of a row.
+        below: the store below; None = there is none.
     """
 
     def __init__(self, server: ParameterServer, name: str, *, row_width: int, below: RowStore | None, threads: Threads):
         self.name = "remote"
         self.row_width = row_width
         self._width = row_width + row_width % 2 + _STAMP_WORDS
-        """32-bit words of a value."""
+        """Number of 32-bit words of a value."""
         self._server, self._prefix, self._below, self._threads = server, name, below, threads
         # {key: 2 * number of the row's last push + 1 if the row is dirty}.
         self._index = HashIndex(threads)
         self._dirty = 0
         self._pushes = 0
-        self._of_job = secrets.randbits(64 - _COUNT_BITS) << _COUNT_BITS  # No other job's stamp is one of ours.
+        self._of_job = secrets.randbits(64 - _COUNT_BITS) << _COUNT_BITS  # Makes the stamps of different jobs differ.
         self._pulled = self._pushed = self._left_behind = 0
-        # Tiers that are dropped end their connections. At exit the system does.
+        # A tier that is garbage collected ends its connections. At exit the system ends them.
         self._finalizer = close_when_dropped(self, server)
 
     def __len__(self) -> int:
@@ -72,8 +72,8 @@ class RemoteTier:
     def get(
         self, table_U: np.ndarray, id_U: np.ndarray, out_XW: np.ndarray, to_U: np.ndarray | None = None
     ) -> np.ndarray:
-        """See `RowSource.get`. LostRowsError if the server has another row than was pushed, or none; ServerError if it
-        cannot be reached, or refuses."""
+        """See `RowSource.get`. Raises LostRowsError if the server has another row than was pushed, or no row;
+        ServerError if it cannot be reached or refuses."""
         place_U = self._index.find(table_U, id_U)
         known_K = np.flatnonzero(place_U >= 0)
         row_KW = self._pull(table_U[known_K], id_U[known_K], place_U[known_K])
@@ -108,13 +108,14 @@ class RemoteTier:
         )
 
     def put(self, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray) -> None:
-        """See `RowStore.put`. ServerError if the server cannot be reached, or refuses: it is full, for instance."""
+        """See `RowStore.put`. Raises ServerError if the server cannot be reached or refuses, for example if it is
+        full."""
         self._push(table_U, id_U, row_UW, dirty=True)
 
     def _push(self, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray, *, dirty: bool) -> None:
         for table, its in _by_table(table_U):
             table_N, id_N = np.ascontiguousarray(table_U[its]), np.ascontiguousarray(id_U[its])
-            self._index.reserve_keys(table_N, id_N)  # What fails for want of memory does so before the push.
+            self._index.reserve_keys(table_N, id_N)  # Fails, if memory runs out, before the push.
             self._pushes += 1
             word_NX = np.empty((len(id_N), self._width), np.float32)
             word_NX[:, : self.row_width] = row_UW[its]
@@ -122,7 +123,7 @@ class RemoteTier:
             word_NX.view(np.uint64)[:, -1] = self._stamps(np.array([self._pushes])) ^ self._sums(word_NX, id_N)
             place_N = np.full(len(id_N), 2 * self._pushes + dirty)
             self._server.push(self._table(table), id_N, [word_NX])
-            with changing:  # The server has the new rows, the index the old stamps.
+            with changing:  # The server has the new rows already, the index still has the old stamps.
                 old_N = self._index.put(table_N, id_N, place_N)
                 self._dirty += len(id_N) * dirty - _dirty(old_N)
                 self._pushed += len(id_N)
@@ -161,7 +162,7 @@ class RemoteTier:
                 self._server.erase(self._table(table), id_N, 1)
                 return
         except ServerError:
-            pass  # The row is gone from here: nothing depends on it, and the next call that does says what is wrong.
+            pass  # The row is never read, since its key is not in the index. If the error lasts, a later call raises.
         self._left_behind += len(id_N)
 
     def contains(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
@@ -172,11 +173,12 @@ class RemoteTier:
             yield table_N, id_N, self._pull(table_N, id_N, place_N)
 
     def flush(self) -> None:
-        """Read the rows that were pushed since the last flush from the server, and write them to the store below."""
+        """Read the rows that were pushed since the last flush back from the server, and put them into the store
+        below."""
         if self._below is None:
             return
         for table_N, id_N, place_N in self._dirty_batches():
-            signals_deferred.raise_interrupt()  # Rows of a batch that is below are clean, the others are as they were.
+            signals_deferred.raise_interrupt()  # Rows of batches that were written are clean, other rows are unchanged.
             self._below.put(table_N, id_N, self._pull(table_N, id_N, place_N))
             self._index.replace(table_N, id_N, place_N - 1)
             self._dirty -= len(id_N)
@@ -238,7 +240,7 @@ class RemoteTier:
         }
 
     def close(self) -> None:
-        """End the connection. The server keeps what it has."""
+        """End the connection. The server keeps its rows."""
         self._finalizer.detach()
         self._server.close()
 

@@ -25,7 +25,7 @@ _MEMORY_SHARE = 0.9
 
 
 class Reservation:
-    """Memory reserved by one tier, of this name in errors: `bytes` at once, whether they fit or not."""
+    """Memory that one tier has reserved: `bytes` at first, whether they fit or not. `name`: the tier, for errors."""
 
     def __init__(self, name: str, bytes: int = 0):
         self._name = name
@@ -53,7 +53,7 @@ class Reservation:
             self.bytes = bytes
 
     def _ask_for(self, bytes: int, given: int) -> None:
-        """Raise StoreFullError unless there is memory for so many bytes in all, `given` of them from a grant."""
+        """Raise StoreFullError if this tier's reservation cannot be `bytes`, of which `given` come from a grant."""
         others = list(_book)
         limit = memory_limit(sum(one.mapped for one in others))
         reserved = sum(one.bytes for one in others) - self.bytes - given
@@ -67,7 +67,7 @@ class Reservation:
             )
 
     def lower_to(self, bytes: int) -> None:
-        """Lower the reservation to so many bytes; those of a grant go back to it."""
+        """Lower the reservation to `bytes`. Bytes that came from a grant go back to the grant."""
         if self.grant is not None:
             with _lock:
                 if self.grant is _grants.get(threading.get_ident()):
@@ -82,12 +82,12 @@ class Reservation:
 
 @contextmanager
 def granted(name: str, bytes: int, instead: Sequence[Reservation]) -> Iterator[None]:
-    """Keep memory, during a block, for tiers that this thread makes in place of others that it closes. StoreFullError,
-    with nothing changed, if there is none.
+    """Reserve memory, during a `with` block, for tiers that this thread makes in place of others that it closes. Raises
+    StoreFullError, with nothing changed, if there is too little memory.
 
     Args:
-        bytes: most that the new tiers need.
-        instead: reservations of the tiers to be closed; their memory is kept too, so that they can be made anew.
+        bytes: largest number of bytes that the new tiers need.
+        instead: reservations of the tiers to be closed; their memory stays reserved, so that they can be made again.
     """
     grant = Reservation(name)
     grant.raise_to(max(bytes - sum(one.bytes for one in instead), 0))
@@ -104,7 +104,7 @@ def granted(name: str, bytes: int, instead: Sequence[Reservation]) -> Iterator[N
 
 
 def usable_bytes() -> int:
-    """Bytes that the rows of all tiers of this process may take together; at least this thread's grant."""
+    """Number of bytes that the rows of all tiers of this process may take together; at least this thread's grant."""
     with _lock:
         grant = _grants.get(threading.get_ident())
         limit = memory_limit(sum(one.mapped for one in list(_book))).bytes
@@ -112,12 +112,12 @@ def usable_bytes() -> int:
 
 
 def mebibytes(bytes: int) -> int:
-    """MiB, rounded up, as errors give memory."""
+    """Number of MiB, rounded up, for errors."""
     return -(-bytes // 2**20)
 
 
 _grants: dict[int, Reservation] = {}
-"""Grant of each thread, by the thread's number."""
+"""{thread: its grant}."""
 _book: "weakref.WeakSet[Reservation]" = weakref.WeakSet()
 _lock = threading.Lock()
 

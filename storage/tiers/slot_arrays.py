@@ -1,7 +1,7 @@
 """The slot arrays of a host tier: rows, dirty bits, pins and scores.
 
-The arrays of a resident tier grow with its rows, within the memory that reservation.py grants; a cache has all of its
-slots at once.
+The arrays of a resident tier grow with its rows, within the memory that reservation.py grants. The arrays of a cache
+have all slots from the beginning.
 """
 
 import contextlib
@@ -12,19 +12,20 @@ from oneemb.storage.errors import StoreFullError
 from oneemb.storage.tiers.growing_array import GrowingArray
 from oneemb.storage.tiers.reservation import Reservation, mebibytes
 
-# Spare slots that come with those asked for: this share of them, and this memory.
+# Additional slots when arrays grow: this share of the slots that were asked for, and slots of this many bytes.
 _MORE = 1 / 32
 _MORE_BYTES = 1 << 18
 
 
 class SlotArrays:
-    """Arrays of S slots, zeros at first. StoreFullError if the system gives no address space for the slots of a cache.
+    """Arrays of S slots, zeros at first. Raises StoreFullError if the system gives no address space for the slots of a
+    cache.
 
     Args:
-        slots: most slots that the tier may ever have.
+        slots: largest number of slots that the tier may ever have.
         slot_bytes: bytes of a slot, its key included.
         resident: whether the tier holds all rows.
-        expected: slots for which a resident tier reserves memory at construction, if that fits.
+        expected: number of slots for which a resident tier reserves memory at construction, if that fits.
     """
 
     def __init__(self, name: str, row_width: int, slots: int, slot_bytes: int, resident: bool, expected: int):
@@ -39,7 +40,7 @@ class SlotArrays:
         except MemoryError as error:
             raise self._no_memory(slots, error) from error
         self.most = min(slots, row.most, self._dirty.most, self._pin.most, self._score.most)
-        """Most slots that the tier may ever have."""
+        """Largest number of slots that the tier may ever have."""
         self._scores = not resident
         if not resident:
             self._grow(self.most)
@@ -60,7 +61,7 @@ class SlotArrays:
         return self._reserved
 
     def make_room(self, slots: int) -> None:
-        """Make room for at least so many slots. StoreFullError, with nothing changed, if there is no memory."""
+        """Make room for at least `slots` slots. Raises StoreFullError, with nothing changed, if there is no memory."""
         more = slots + int(slots * _MORE) + _MORE_BYTES // self._slot_bytes
         try:
             self._reserve_and_grow(min(more, self.most))
@@ -68,7 +69,7 @@ class SlotArrays:
             self._reserve_and_grow(slots)
 
     def release(self) -> None:
-        """End the reservation and drop the rows, whose memory is free when nobody refers to it."""
+        """End the reservation and drop the rows. Their memory is freed once no array refers to it."""
         self._reserved.release()
         self._row = None
 

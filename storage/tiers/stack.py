@@ -34,8 +34,7 @@ _MEMORY_SHARE = 0.9
 
 @dataclass(frozen=True)
 class RemotePlan:
-    """Parameter server that stores the rows: its URL, as `open_server` takes it, and the prefix of the names of its
-    tables."""
+    """A parameter server that stores all rows: its URL for `open_server`, and the prefix of the names of its tables."""
 
     url: str = field(repr=False)  # It may have a password.
     name: str
@@ -49,13 +48,13 @@ class StorePlan:
         persistent_path: folder of the persistent table.
         cache_bytes: budget of the hot tier; None = it holds all rows.
         host_bytes: budget of a host tier under the hot tier; 0 = no host tier, None = it holds all rows.
-        capacity: rows in all at most; None = no limit but the memory's.
-        physical_block_size: 512 or 4096.
-        cache_policy: which rows caches evict first, "lru" or "lfu": see hot_tier.py.
-        owner, owners: rank of this store, and number of ranks among which rows are divided; see `owner_of`.
-        replicated: numbers of the tables of which every rank stores all rows.
-        has_temporary_rows: whether lookups get temporary rows.
-        remote: the server that keeps all rows, in place of a host tier; None = there is none.
+        capacity: largest number of rows in all; None = only memory limits it.
+        physical_block_size: bytes of a device's block, 512 or 4096.
+        cache_policy: rule for the rows that caches evict first, "lru" or "lfu" (hot_tier.py).
+        owner, owners: rank of this store, and number of ranks among which `owner_of` divides rows.
+        replicated: numbers of the replicated tables, of which every rank stores all rows.
+        has_temporary_rows: whether lookups may make temporary rows.
+        remote: the parameter server that stores all rows, in place of a host tier; None = there is none.
     """
 
     persistent_path: str
@@ -77,8 +76,8 @@ class StorePlan:
 
 
 class NewRows:
-    """Initializes new rows of one format; callable as an `InitRows`. `policies` say which values keys without a row
-    read as; None = the initial values."""
+    """Function, an `InitRows`, that initializes new rows of one format. `policies` decide which values absent and
+    temporary rows have; None = the initial values."""
 
     def __init__(
         self, format: RowFormat, initial: InitialRows, backend: Backend, policies: Sequence[RowPolicy] | None = None
@@ -94,7 +93,7 @@ class NewRows:
 
     @property
     def absent_rows(self) -> InitialRows:
-        """Values that a read returns for keys without a row."""
+        """Values of absent rows: a read returns them for keys without a row."""
         return self.initial if self._policies is None else rows_instead(self._policies, self.initial, "absent")
 
     def of(self, format: RowFormat, backend: Backend) -> "NewRows":
@@ -105,11 +104,11 @@ class NewRows:
         self._write(row_SW, slot_M, table_M, id_M, self._initial)
 
     def absent(self, row_SW: Array, slot_M: Array, table_M: Array, id_M: Array) -> None:
-        """Write the values that keys without a row read as; an `InitRows`."""
+        """Write the values of absent rows, for keys without a row; an `InitRows`."""
         self._write(row_SW, slot_M, table_M, id_M, self._of_absent)
 
     def refused(self, row_SW: Array, slot_M: Array, table_M: Array, id_M: Array) -> None:
-        """Write the values of temporary rows, of keys that a policy refuses a row; an `InitRows`."""
+        """Write the values of temporary rows, for keys to which a policy refuses a row; an `InitRows`."""
         self._write(row_SW, slot_M, table_M, id_M, self._of_refused)
 
     def _write(self, row_SW: Array, slot_M: Array, table_M: Array, id_M: Array, initial: Any) -> None:
@@ -123,8 +122,8 @@ class NewRows:
 def make_tiers(
     plan: StorePlan, new_rows: NewRows, bottom: RowStore, threads: Threads, writing: AbstractContextManager[Any]
 ) -> list[Tier]:
-    """Make the tiers above the store `bottom`. Returns them from the top: first the hot tier, a `HotRows` on the device
-    of `new_rows.backend`. Tiers that hold all rows copy the rows of `bottom`.
+    """Make the tiers above the store `bottom`. Returns them from the top down: first the hot tier, a `HotRows` on the
+    device of `new_rows.backend`. Tiers that hold all rows copy the rows of `bottom`.
 
     Raises:
         StoreFullError: the rows of `bottom` do not fit, or there is no memory for a tier.
@@ -194,15 +193,15 @@ def _device_tier(plan: StorePlan, new_rows: NewRows, below: RowStore) -> HotRows
         row_limit=plan.capacity, policy=plan.cache_policy, init=new_rows, absent=new_rows.absent,
         refused=new_rows.refused, backend=new_rows.backend,
     )  # fmt: skip
-    # It takes the keys that its backend makes, which are tensors; no caller has others.
+    # The type is wider: this tier takes only keys that its backend has made (tensors), and no caller has other keys.
     return cast(HotRows, tier)
 
 
 @contextmanager
 def with_room(plan: StorePlan, tiers: Sequence[Tier], format: RowFormat, backend: Backend, rows: int) -> Iterator[None]:
-    """Reserve memory during a block for new tiers with `rows` rows of this format that replace `tiers`, and for making
-    `tiers` again. Raises StoreFullError, with nothing changed, if a resident tier on the host could not hold all
-    rows."""
+    """Reserve memory during a `with` block: for new tiers with `rows` rows of this format that replace `tiers`, and for
+    making `tiers` again if that fails. Raises StoreFullError, with nothing changed, if a resident tier on the host
+    could not hold all rows."""
     bytes = 0
     for name, budget_bytes in (("device", plan.cache_bytes), ("host", plan.host_bytes)):
         on_host = name == "host" or isinstance(backend, HostBackend)
@@ -223,5 +222,5 @@ def _host_slots(plan: StorePlan, format: RowFormat, budget_bytes: int | None) ->
     if budget_bytes is not None:
         return max(budget_bytes // slot_bytes, 1)
     slots = usable_bytes() // slot_bytes
-    # Temporary rows are beside those of the index.
+    # Temporary rows need slots beyond the capacity.
     return max(slots if plan.capacity is None or plan.has_temporary_rows else min(slots, plan.capacity), 1)

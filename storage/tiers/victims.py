@@ -1,13 +1,14 @@
 """Choice of the rows that a cache evicts: a clock over the shards of the cache's index.
 
-All rows are in the 256 shards of an index, by their keys' hashes: a shard is a random sample of the rows. A round
-evicts the rows of least score in some shards; the next round looks at the next shards. The number of
-shards follows from the number of slots that are needed now, so the time of a round does not grow with the cache, and
-every shard gives up the same share of its rows by the time that each had its turn. A small cache is one round.
+An index divides the rows among 256 shards by the hashes of their keys, so a shard is a random sample of the rows. A
+round evicts the rows with the lowest scores in some shards; the next round looks at the next shards. The number of
+shards of a round follows from the number of slots that are needed now, so the time of a round does not grow with the
+cache. After all shards have had a turn, each has lost the same share of its rows. In a small cache a round looks at all
+shards.
 
 Invariants:
-- which rows leave depends on the index, scores and pins, and on the rounds before, never on the number of threads;
-- a round looks at no more rows than `_LOOKED` times the slots that are needed, or `_ROUND_ROWS`, and one shard.
+- the choice depends on the index, scores, pins and earlier rounds, never on the number of threads;
+- a round looks at no more rows than the larger of `_LOOKED` * needed slots and `_ROUND_ROWS`, plus one shard.
 
 S slots, N rows of a round, V rows to evict.
 """
@@ -35,15 +36,15 @@ class Victims(NamedTuple):
 
 
 class VictimClock:
-    """Chooses the rows that a cache of at most `slots` rows evicts, least score first; `index` maps keys to slots."""
+    """Chooses the rows that a cache of at most `slots` rows evicts, lowest scores first. `index` maps keys to slots."""
 
     def __init__(self, index: HashIndex, slots: int, threads: Threads):
         self._index, self._slots, self._threads = index, slots, threads
         self._shard = 0  # where the next round begins
 
     def choose(self, need: int, score_S: np.ndarray, pin_S: np.ndarray) -> Victims:
-        """Rows to evict in one round: `need` or more, or fewer if the round ends at the last shard; none if all rows
-        are pinned.
+        """Choose the rows to evict in one round: at least `need`, or fewer if the round ends at the last shard; no rows
+        only if all are pinned.
 
         Args:
             score_S: float64, 0 or more.
@@ -64,10 +65,10 @@ class VictimClock:
         return victims
 
     def _least(self, shards: slice, count: int, score_S: np.ndarray, pin_S: np.ndarray) -> Victims:
-        """The `count` unpinned rows of least score in these shards, or all if there are fewer; rows of equal score by
-        lower slot."""
+        """The `count` unpinned rows with the lowest scores in these shards, or all if there are fewer. Of rows with
+        equal scores, those in lower slots are chosen."""
         address_P, cells_P = (array[shards] for array in self._index.shards)
-        score_S2 = score_S.view(np.uint32).reshape(-1, 2)  # Numbers of 0 or more have the order of their bits.
+        score_S2 = score_S.view(np.uint32).reshape(-1, 2)  # Scores are 0 or more, so their bits order like the numbers.
         cell_N, score_N = rows_of_shards(address_P, cells_P, score_S2, 0, pin_S, threads=self._threads)
         chosen = least_of(score_N, count, lambda place_E: keys_in_cells(cell_N[place_E])[2])
         return Victims(*keys_in_cells(cell_N[np.sort(chosen)]))
