@@ -39,7 +39,7 @@ def test_the_site_loads_nothing_from_other_hosts(site):
 def test_each_public_name_has_an_entry(site):
     import oneemb
 
-    text = "".join((site / "reference" / f"{page}.html").read_text() for page in ("api", "errors"))
+    text = "".join((site / "reference" / f"{page}.html").read_text() for page in ("api", "errors", "options"))
     named = set(re.findall(r"id=\"oneemb\.[\w.]*?(\w+)\"", text))
     others = {
         "StepCost",
