@@ -41,6 +41,9 @@ CpuLoop = Callable[..., Any]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
+SIMULATED = bool(numba.config.ENABLE_CUDASIM)
+"""Whether CUDA loops run in numba's simulator, on arrays in the host's memory."""
+
 # fastmath=False gives the same numbers on every run. error_model="numpy": a division by zero gives inf or nan, as in
 # torch, instead of a Python exception in the middle of a loop.
 _OPTIONS = dict(nogil=True, error_model="numpy", fastmath=False)
@@ -189,16 +192,21 @@ def _source(path: Path) -> tuple[bytes, set[Path]]:
 
 
 @functools.cache
-def _sources_digest(file: str) -> str:
-    """Digest of everything on which the compiled loops of a file depend: the file, the kernels that it imports,
-    directly or through others, and the compiler's version."""
-    found = set(front := {Path(file), _FOLDER / "jit_team.py"})  # Launchers of loops are made by jit_team.
-    while front := {one for path in front for one in _source(path)[1]} - found:
+def sources_digest(files: frozenset[Path], more: str = "") -> str:
+    """Digest of files, the kernels that they import, directly or through others, and a text."""
+    found = set(front := files)
+    while front := frozenset({one for path in front for one in _source(path)[1]} - found):
         found |= front
-    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
+    digest = hashlib.sha256(more.encode())
     for path in sorted(found, key=lambda path: path.name):
         digest.update(path.name.encode() + b"\0" + _source(path)[0])
     return digest.hexdigest()[:24]
+
+
+def cache_folder() -> str:
+    """Folder of compiled code; it may not exist yet."""
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(root, "oneemb", "kernels")
 
 
 class _Locator(caching._CacheLocator):
@@ -211,11 +219,11 @@ class _Locator(caching._CacheLocator):
 
     def __init__(self, function: Any, file: Any) -> None:
         self._name = f"{Path(file).stem}-{function.__code__.co_firstlineno}"
-        self._digest = _sources_digest(str(file))
+        files = frozenset({Path(file), _FOLDER / "jit_team.py"})  # Launchers of loops are made by jit_team.
+        self._digest = sources_digest(files, f"{numba.__version__} {llvmlite.__version__}")
 
     def get_cache_path(self) -> Any:
-        root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-        return os.path.join(root, "oneemb", "kernels", self._digest)
+        return os.path.join(cache_folder(), self._digest)
 
     def get_source_stamp(self) -> Any:
         return self._digest

@@ -14,6 +14,7 @@ Invariants:
 import contextlib
 import contextvars
 import functools
+import importlib.metadata
 import importlib.util
 import types as python_types
 from collections.abc import Iterator
@@ -27,10 +28,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from oneemb.kernels import jit, jit_code
-from oneemb.kernels.jit import CudaLoop, Number
-
-SIMULATED = bool(numba.config.ENABLE_CUDASIM)
-"""Whether loops run in numba's simulator, on arrays in the host's memory."""
+from oneemb.kernels.cuda_arguments import Signature, dimensions
+from oneemb.kernels.jit import SIMULATED, CudaLoop, Number
 
 COMPILES = not SIMULATED and importlib.util.find_spec("numba_cuda") is not None
 """Whether loops can be compiled. numba.cuda alone proves nothing: numba has an older one without the package."""
@@ -63,23 +62,6 @@ if COMPILES:
         return _compile_ir(llvmir, **options)
 
     nvvm.compile_ir = _compile_ir_plain
-
-
-@functools.cache
-def stream_of(handle: int) -> Any:
-    """numba's stream object for a torch stream, given by its handle."""
-    return cuda.external_stream(handle) if handle else cuda.default_stream()
-
-
-def driver_version() -> int:
-    """The latest CUDA that the driver knows, 13000 for 13.0; 0 where there is no driver."""
-    from cuda.bindings import driver
-
-    try:
-        error, version = driver.cuDriverGetVersion()
-    except RuntimeError:  # libcuda is not there
-        return 0
-    return int(version) if int(error) == 0 else 0
 
 
 def simulated_array(array: np.ndarray) -> Any:
@@ -136,27 +118,71 @@ def _device_function(loop: CudaLoop, constants: tuple[tuple[str, Any], ...]) -> 
 
 @functools.cache
 def kernel_of(loop: CudaLoop) -> Any:
-    """The compiled loop, launched by kernel[grid, block, stream](*arrays)."""
+    """numba's form of a loop, launched by kernel[grid, block](*arrays): in the simulator, and for comparison."""
     function = bound(loop, loop.constants)
     return cuda.jit(function) if SIMULATED else cuda.jit(function, lto=False)
 
 
-def compile_ptx(loop: CudaLoop, argument_types: tuple, compute_capability: tuple[int, int]) -> str:
+def compile_ptx(loop: CudaLoop, signature: Signature, compute_capability: tuple[int, int]) -> str:
     """The loop as PTX for a GPU that need not be in this machine."""
     from numba.cuda import dispatcher
 
     # Compiling a rule asks the current device for its compute capability, even if one is given.
     device = python_types.SimpleNamespace(compute_capability=compute_capability)
-    current, dispatcher.get_current_device = dispatcher.get_current_device, lambda: device
+    jit.around_compiling.begin()
     try:
-        with without_contraction():
-            ptx, _ = cuda.compile(
-                bound(loop, loop.constants), argument_types, device=False, abi="numba", cc=compute_capability,
-                output="ptx",
-            )  # fmt: skip
+        with jit.compiling:  # `dispatcher` is that of all threads.
+            current, dispatcher.get_current_device = dispatcher.get_current_device, lambda: device
+            try:
+                with without_contraction():
+                    ptx, _ = cuda.compile(
+                        bound(loop, loop.constants), numba_types(signature), device=False, abi="numba",
+                        cc=compute_capability, output="ptx",
+                    )  # fmt: skip
+            finally:
+                dispatcher.get_current_device = current
     finally:
-        dispatcher.get_current_device = current
+        jit.around_compiling.end()
     return ptx
+
+
+def link(ptx: str, compute_capability: tuple[int, int]) -> bytes:
+    """PTX as a cubin, the code of one kind of GPU, by the toolkit's linker."""
+    from cuda.core import Linker, LinkerOptions, ObjectCode
+
+    options = LinkerOptions(arch="sm_{}{}".format(*compute_capability))
+    return bytes(Linker(ObjectCode.from_ptx(ptx.encode()), options=options).link("cubin").code)
+
+
+def numba_types(signature: Signature) -> tuple:
+    """numba's types of a signature."""
+    return tuple(_numba_type(kind) for kind in signature)
+
+
+def _numba_type(kind: Any) -> Any:
+    from numba.cuda import types as cuda_types
+
+    if isinstance(kind, tuple):
+        return cuda_types.BaseTuple.from_types(numba_types(kind))
+    dtype, ndim = dimensions(kind)
+    element = cuda_types.boolean if dtype == "bool" else getattr(cuda_types, dtype)
+    return element if ndim is None else cuda_types.Array(element, ndim, "C")
+
+
+def tools() -> str:
+    """Versions of all that compiles loops."""
+    from cuda.bindings import nvjitlink, nvvm
+
+    names = ("numba", "numba-cuda", "llvmlite", "cuda-core", "nvidia-nvvm", "nvidia-nvjitlink", "nvidia-cuda-nvcc")
+    versions = [f"{name} {_version(name)}" for name in names]
+    return ", ".join([*versions, f"libNVVM {nvvm.version()} {nvvm.ir_version()}", f"nvJitLink {nvjitlink.version()}"])
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "-"
 
 
 # ---- in the simulator --------------------------------------------------------------------------------------------

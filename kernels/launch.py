@@ -9,41 +9,23 @@ whole grid; and no result depends on that shape.
 
 import functools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from oneemb.kernels import jit_cuda
+from oneemb.kernels import cuda_code, cuda_driver
+from oneemb.kernels.cuda_arguments import layout_of, packer_of, signature_of
+from oneemb.kernels.cuda_driver import Kernel
 from oneemb.kernels.extras import missing
-from oneemb.kernels.jit import CudaLoop
-
-SIMULATED = jit_cuda.SIMULATED
+from oneemb.kernels.jit import SIMULATED, CudaLoop
 
 # Threads of a block. In the simulator each is a thread of the machine that lives for one block.
 _BLOCK = 8 if SIMULATED else 256
 _BLOCKS_MAX = 3 if SIMULATED else 1 << 16
 
-_DRIVER_MIN = 13000  # CUDA 13.0 in cuDriverGetVersion's form, which numba-cuda[cu13] needs
-
-_TYPESTR = {
-    torch.float32: "<f4", torch.float64: "<f8", torch.int32: "<i4", torch.int64: "<i8", torch.int16: "<i2",
-    torch.uint16: "<u2", torch.bool: "|b1",
-}  # fmt: skip
-
-
-class _Array:
-    """A tensor of any dtype as an array that numba accepts."""
-
-    __slots__ = ("__cuda_array_interface__",)
-
-    def __init__(self, tensor: torch.Tensor):
-        assert tensor.is_contiguous()
-        # stream None: launches are ordered by the stream they go to, and numba need not wait for anything.
-        self.__cuda_array_interface__ = {
-            "shape": tuple(tensor.shape), "typestr": _TYPESTR[tensor.dtype], "data": (tensor.data_ptr(), False),
-            "strides": None, "version": 3, "stream": None,
-        }  # fmt: skip
+_DRIVER_MIN = 13000  # CUDA 13.0 in cuDriverGetVersion's form, which compiled loops need
 
 
 class Gpu:
@@ -55,7 +37,7 @@ class Gpu:
 
     Raises:
         RuntimeError: PyTorch has no CUDA, there is no GPU or its driver is too old; the message says what to install.
-        ImportError: numba-cuda is not installed.
+        ImportError: numba-cuda is not installed, and no loops came with oneemb.
     """
 
     def __init__(self, device: torch.device | str = "cuda"):
@@ -68,6 +50,14 @@ class Gpu:
         self.device = torch.device(device)
         if self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
+        torch.cuda.init()
+        self._open(self.device.index, torch._C._cuda_getCurrentRawStream)
+
+    def _open(self, index: int, stream_of: Callable[[int], int]) -> None:
+        """Let loops be launched on GPU `index`, each on the stream whose handle `stream_of` returns."""
+        self._index, self._stream_of, self._driver = index, stream_of, cuda_driver.Device(index)
+        self._kernels: dict[CudaLoop, list[Kernel]] = {}
+        self._loading = threading.Lock()
 
     def empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """A tensor on the device, not initialized."""
@@ -110,7 +100,7 @@ class Gpu:
     def run(self, loop: CudaLoop, size: int, *args: Any) -> None:
         """Launch a loop in which each thread takes one of `size` items at a time."""
         if size > 0:
-            self._launch(loop, min(-(-size // _BLOCK), _BLOCKS_MAX), _BLOCK, args)
+            self._launch(loop, min(-(-size // _BLOCK), _BLOCKS_MAX), _BLOCK, 1, args)
 
     def run_rows(self, loop: CudaLoop, rows: int, columns: int, *args: Any) -> None:
         """Launch a loop in which `threadIdx.x` of a group of threads shares one of `rows` rows at a time. A group has
@@ -118,18 +108,60 @@ class Gpu:
         if rows > 0:
             lanes = min(32, _BLOCK // 2, 1 << max(0, columns - 1).bit_length())
             groups = _BLOCK // lanes
-            self._launch(loop, min(-(-rows // groups), _BLOCKS_MAX), (lanes, groups), args)
+            self._launch(loop, min(-(-rows // groups), _BLOCKS_MAX), lanes, groups, args)
 
-    def _launch(self, loop: CudaLoop, grid: int, block: Any, args: tuple) -> None:
+    def _launch(self, loop: CudaLoop, blocks: int, threads_x: int, threads_y: int, args: tuple) -> None:
         self.launches += 1
-        kernel = jit_cuda.kernel_of(loop)
         if SIMULATED:
-            with _simulator:
-                kernel[grid, block](*map(_simulated, args))
+            _simulate(loop, blocks, (threads_x, threads_y), args)
             return
-        with torch.cuda.device(self.device), jit_cuda.without_contraction():
-            stream = jit_cuda.stream_of(torch.cuda.current_stream().cuda_stream)
-            kernel[grid, block, stream](*(_Array(arg) if isinstance(arg, torch.Tensor) else arg for arg in args))
+        own = cuda_driver.arguments
+        for kernel in self._kernels.get(loop, ()):
+            if kernel.pack(own.buffer, args):
+                break
+        else:
+            kernel = self._loaded(loop, args)
+        self._driver.launch(kernel, own, blocks, threads_x, threads_y, self._stream_of(self._index))
+
+    def _loaded(self, loop: CudaLoop, args: tuple) -> Kernel:
+        """A loop for these arguments, which it has packed: compiled, or read from a file, at its first use."""
+        with self._loading:
+            known = self._kernels.get(loop, [])
+            kernel = next((kernel for kernel in known if kernel.pack(cuda_driver.arguments.buffer, args)), None)
+            if kernel is None:
+                kernel = self._load(loop, args)
+                self._kernels[loop] = [*known, kernel]
+        return kernel
+
+    def _load(self, loop: CudaLoop, args: tuple) -> Kernel:
+        signature, name = signature_of(args), cuda_code.name_of(loop)
+        packer, failure = packer_of(signature), None
+        for image in cuda_code.images_of(loop, signature, self._driver.capability):
+            try:
+                function = self._driver.load(name, image.code, image.entry)
+            except cuda_driver.DriverError as error:
+                if error.code not in cuda_driver.UNSUPPORTED:
+                    raise
+                failure = error
+                continue
+            packed = packer(cuda_driver.arguments.buffer, args)
+            assert packed
+            return Kernel(name, function, packer, layout_of(signature).size)
+        assert failure is not None
+        raise failure
+
+
+def _simulate(loop: CudaLoop, blocks: int, threads: tuple[int, int], args: tuple) -> None:
+    from oneemb.kernels import jit_cuda
+
+    def as_simulated(arg: Any) -> Any:
+        if not isinstance(arg, torch.Tensor):
+            return arg
+        assert arg.is_contiguous()
+        return jit_cuda.simulated_array(arg.numpy())
+
+    with _simulator:
+        jit_cuda.kernel_of(loop)[blocks, threads](*map(as_simulated, args))
 
 
 _simulator = threading.Lock()  # it runs one launch at a time
@@ -164,9 +196,9 @@ def _check_cuda() -> None:
             f"PyTorch {torch.__version__} is built without CUDA; install a build with CUDA 13, as pytorch.org says for"
             " your system, or keep the embedding on the CPU"
         )
-    if not jit_cuda.COMPILES:
+    if not (cuda_code.PACKAGE_FOLDER.is_dir() or cuda_code.compiles()):
         raise missing("an embedding on a GPU", "numba-cuda", "cuda")
-    version = jit_cuda.driver_version()
+    version = cuda_driver.driver_version()
     if version < _DRIVER_MIN:
         has = f"the NVIDIA driver knows CUDA {version // 1000}.{version % 1000 // 10}" if version else "there is none"
         raise RuntimeError(
@@ -178,13 +210,6 @@ def _check_cuda() -> None:
             "PyTorch finds no GPU that it can use (torch.cuda.is_available() is False); check nvidia-smi and"
             " CUDA_VISIBLE_DEVICES, or keep the embedding on the CPU"
         )
-
-
-def _simulated(arg: Any) -> Any:
-    if not isinstance(arg, torch.Tensor):
-        return arg
-    assert arg.is_contiguous()
-    return jit_cuda.simulated_array(arg.numpy())
 
 
 def vector_width(dim: int, weight_SX: torch.Tensor, *others: torch.Tensor) -> int:

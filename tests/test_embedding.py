@@ -21,7 +21,7 @@ import torch.distributed.checkpoint
 
 import oneemb
 from oneemb.embeddings.stats import EmbeddingStats, TableStats, TierStats
-from oneemb.kernels import jit_cuda
+from oneemb.kernels import cuda_driver, jit_cuda
 from oneemb.kernels.threads import close_when_dropped
 from oneemb.options import to_json
 from oneemb.storage.errors import BrokenStoreError
@@ -808,7 +808,7 @@ def test_moving_to_cuda_without_it_says_what_to_install(made, monkeypatch, torch
     monkeypatch.setattr(torch.version, "cuda", torch_cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(jit_cuda, "COMPILES", numba_cuda)
-    monkeypatch.setattr(jit_cuda, "driver_version", lambda: driver)
+    monkeypatch.setattr(cuda_driver, "driver_version", lambda: driver)
     embedding = made()
     for model in (embedding, torch.nn.Sequential(embedding)):
         with pytest.raises(RuntimeError, match=f"'items' cannot move: .*{says}"):

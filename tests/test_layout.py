@@ -280,9 +280,9 @@ def test_nothing_is_defined_that_no_file_of_the_packages_names():
     assert not unused, "\n".join(unused)
 
 
-# By Python; by the tests that compile for GPUs there are none of here; by dynamicemb's users.
+# By Python; by dynamicemb's users.
 NAMED_BY_OTHERS = {
-    "__dir__", "compile_ptx", "ConstructTwinModule", "RwSparseFeaturesDist", "ScoreArg", "assert_tensors_equal",
+    "__dir__", "ConstructTwinModule", "RwSparseFeaturesDist", "ScoreArg", "assert_tensors_equal",
     "check_emb_collection_modules", "encode_checkpoint_file_path", "encode_counter_checkpoint_file_path",
     "encode_meta_json_file_path", "generate_sparse_feature", "get_loading_files", "get_required_arg",
     "string_to_opt_type",
@@ -333,7 +333,6 @@ REACHED_INTO = {
     "tests/cuda/test_launches.py": {"_compute_prepared", "_prepare"},
     "tests/cuda/test_prefetched_rows.py": {"_release_in_order"},
     "tests/cuda/test_tier_on_streams.py": {"_order"},
-    "tests/cuda_compile/test_argument_types.py": {"_Array"},
     "tests/dynamicemb/test_tables.py": {"_admission_counter"},
     "tests/remote/test_plugin_server.py": {"_plugins"},
     "tests/remote/test_redis_faults.py": {"_keys"},

@@ -6,7 +6,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from oneemb.kernels import jit_cuda
+from oneemb.kernels import cuda_code, jit_cuda
 
 TARGETS = [(8, 0), (9, 0)]
 
@@ -17,10 +17,11 @@ def ptxas():
     return found[-1] if found else None
 
 
-def measure(loop, argument_types, target):
+def measure(loop, signature, target):
     """PTX and a dict: registers and bytes of spills and stack as ptxas says, accesses of 16 bytes, products merged
     into sums."""
-    ptx = jit_cuda.compile_ptx(loop, argument_types, target)
+    ptx = jit_cuda.compile_ptx(loop, signature, target)
+    cuda_code.entry_of(ptx, loop, signature)
     found = {
         "wide": len(re.findall(r"\b(?:ld|st)(?:\.global)?\.v(?:4\.[bfu]32|2\.[bfu]64|8\.[bfu]16)", ptx)),
         "merged": len(re.findall(r"\bfma\.rn\.f32", ptx)),

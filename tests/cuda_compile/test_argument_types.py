@@ -1,33 +1,114 @@
-"""Tensors and numbers reach a loop with the very types it is compiled for here."""
+"""Tensors and numbers reach a loop with the very types it is compiled for, and in the places where it reads them."""
+
+import struct
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from numba.cuda import types
-from numba.cuda.typing.typeof import typeof
 
-from oneemb.kernels.launch import _Array
-from tests.cuda_compile.signatures import array
+from oneemb.graph.row_optimizers import row_optimizer_of
+from oneemb.kernels import cuda_code
+from oneemb.kernels.cuda_arguments import layout_of, packer_of, parameter_bytes, signature_of
+from oneemb.kernels.cuda_signatures import updates
+from oneemb.kernels.jit_cuda import numba_types
+from oneemb.optim import Ftrl
+from tests.cuda_compile.signatures import CASES
+from tests.support.optimizers import MORE, OPTIMIZERS
 
-TENSORS = [
-    (torch.float32, types.float32), (torch.float64, types.float64), (torch.int32, types.int32),
-    (torch.int64, types.int64), (torch.int16, types.int16), (torch.uint16, types.uint16), (torch.bool, types.boolean),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("dtype, expected", TENSORS, ids=str)
-@pytest.mark.parametrize("shape", [(5,), (3, 4), (1, 1), (0, 4), (0,), (2, 3, 4)], ids=str)
-def test_a_tensor_is_an_array_in_c_order(shape, dtype, expected):
-    assert typeof(_Array(torch.zeros(shape, dtype=dtype))) == array(expected, len(shape))
+DTYPES = [torch.float32, torch.float64, torch.int32, torch.int64, torch.int16, torch.uint16, torch.bool]
 
 
-def test_a_tensor_with_gaps_is_refused():
-    with pytest.raises(AssertionError):
-        _Array(torch.zeros(4, 4)[:, :2])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (1, 1), (0, 4), (0,), (2, 3, 4)], ids=str)
+def test_an_array_is_packed_as_its_shape_and_strides_in_bytes(shape, dtype):
+    tensor = torch.zeros(shape, dtype=dtype)
+    signature = signature_of([tensor])
+    assert signature == (f"{str(dtype).removeprefix('torch.')}[{len(shape)}]",)
+    strides = np.zeros(shape, tensor.numpy().dtype).strides if 0 not in shape else None
+    buffer = bytearray(b"\xff" * 256)
+    assert packer_of(signature)(buffer, [tensor])
+    size = layout_of(signature).size
+    words = list(struct.unpack_from(f"{size // 8}q", buffer))
+    assert words[:5] == [0, 0, tensor.numel(), tensor.element_size(), tensor.data_ptr()]
+    assert tuple(words[5 : 5 + len(shape)]) == shape and len(words) == 5 + 2 * len(shape)
+    if strides is not None:
+        assert tuple(words[5 + len(shape) :]) == strides
 
 
-def test_numbers_have_the_types_of_the_signatures():
-    assert typeof(np.uint64(2**63)) == types.uint64 and typeof(7) == types.int64 and typeof(True) == types.boolean
-    assert typeof((np.float32(1),) * 3) == types.UniTuple(types.float32, 3)
-    assert typeof((np.float32(1), True)) == types.BaseTuple.from_types((types.float32, types.boolean))
-    assert typeof((3, 0.5, np.float32(1))) == types.BaseTuple.from_types((types.int64, types.float64, types.float32))
+def test_numbers_have_their_natural_alignment_and_tuples_are_their_members():
+    args = (True, 7, torch.zeros(2), False, (np.float32(0.5), True, 1.5), np.uint64(2**63), np.float32(2))
+    signature = signature_of(args)
+    assert signature == ("bool", "int64", "float32[1]", "bool", ("float32", "bool", "float64"), "uint64", "float32")
+    buffer = bytearray(256)
+    assert packer_of(signature)(buffer, args)
+    assert struct.unpack_from("?7xq16xqqqqq?3xf?7xdQf", buffer) == (
+        True, 7, 2, 4, args[2].data_ptr(), 2, 4, False, 0.5, True, 1.5, 2**63, 2.0,
+    )  # fmt: skip
+    assert layout_of(signature).size == struct.calcsize("?7xq16xqqqqq?3xf?7xdQf")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        (torch.zeros(3, dtype=torch.int64), 1), (torch.zeros(3, 1), 1), (torch.zeros(()), 1), (torch.zeros(3), True),
+        (torch.zeros(3), 1.0), (torch.zeros(3), np.int32(1)), (torch.zeros(6)[::2], 1), (1, 1), (torch.zeros(3),),
+        (torch.zeros(3), torch.zeros(3)), (torch.zeros(3), (1,)), (torch.zeros(3), 1, 1), (np.float32(1), 1),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_arguments_of_other_types_are_not_packed(other):
+    buffer = bytearray(b"\xff" * 256)
+    assert not packer_of(("float32[1]", "int64"))(buffer, other)
+    assert buffer == b"\xff" * 256
+
+
+def test_an_integer_that_has_no_64_bits_is_an_error_and_no_other_integer():
+    with pytest.raises(struct.error):
+        packer_of(("int64",))(bytearray(8), (2**63,))
+
+
+@pytest.mark.parametrize(
+    "arg", [torch.zeros(4, 4)[:, :2], torch.zeros(2, dtype=torch.float16), "text", None, np.zeros(2), 1j]
+)
+def test_what_no_loop_takes_is_refused(arg):
+    with pytest.raises(TypeError, match="a loop takes no"):
+        signature_of([arg])
+
+
+def test_parameters_that_are_not_those_of_the_signature_are_an_error():
+    loop, signature = CASES["begin"]
+    ptx = ".visible .entry f(\n\t.param .u64 f_param_0,\n\t.param .u64 .ptr .align 1 f_param_1,\n\t.param .u32 f_p_2\n)"
+    assert cuda_code.entry_of(ptx, loop, ("int64", "int64", "int32")) == "f"
+    for other in [signature, ("int64", "int64"), ("int64", "int32", "int32"), ("int64",) * 3]:
+        with pytest.raises(TypeError, match="begin_loop was compiled to take"):
+            cuda_code.entry_of(ptx, loop, other)
+
+
+def test_signatures_have_as_many_parameters_as_their_types_have_for_numba():
+    for loop, signature in CASES.values():
+        assert loop.function.__code__.co_argcount == len(signature) == len(numba_types(signature))
+        assert sum(parameter_bytes(signature)) <= layout_of(signature).size <= 4096
+
+
+class Noted:
+    """Loops that note the loop of an update and the types of its scalars, in the place of running it."""
+
+    def negated(self, grads):
+        return grads
+
+    def update_rows(self, on_host, on_cuda, weight_SX, row_SW, slot_U, grads, state_begin, *scalars, state_width):
+        self.noted = on_cuda, signature_of(scalars)
+
+
+def test_updates_of_all_optimizers_are_compiled():
+    known = list(updates().values())
+    for make in [*OPTIMIZERS.values(), *MORE.values(), partial(Ftrl, lr=0.1, lr_power=-0.7)]:
+        optimizer = make([torch.nn.Parameter(torch.zeros(1))])
+        group, noted = optimizer.param_groups[0], Noted()
+        rows = row_optimizer_of(optimizer, group)
+        for step in (1, 6):
+            rows.update(
+                None, None, None, np.zeros((1, 4), np.float32), state_begin=4, group=group, step=step, backend=noted
+            )
+            assert noted.noted in known, optimizer

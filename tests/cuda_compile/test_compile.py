@@ -47,8 +47,8 @@ TARGETS_OF_CASES = [
 
 @pytest.mark.parametrize("name, target", TARGETS_OF_CASES)
 def test_a_loop_compiles_and_is_no_worse(name, target):
-    loop, argument_types = CASES[name]
-    ptx, found = measure(loop, argument_types, target)
+    loop, signature = CASES[name]
+    ptx, found = measure(loop, signature, target)
     kept = RESOURCES[f"sm_{target[0]}{target[1]}"][name]
     assert f".target sm_{target[0]}{target[1]}" in ptx
     # Those there are stand in the libraries' own pow, log and the like.
@@ -85,8 +85,8 @@ def test_a_launched_loop_is_compiled_without_link_time_optimization():
 @pytest.mark.parametrize("name", ["adagrad float32 x4", "sgd float32 x1"])
 def test_products_and_sums_say_that_they_are_rounded(name):
     # ptxas merges a `mul.f32` into an `add.f32`, and no `mul.rn.f32`.
-    loop, argument_types = CASES[name]
-    assert not re.search(r"\b(?:mul|add|sub)\.f32", jit_cuda.compile_ptx(loop, argument_types, (9, 0)))
+    loop, signature = CASES[name]
+    assert not re.search(r"\b(?:mul|add|sub)\.f32", jit_cuda.compile_ptx(loop, signature, (9, 0)))
 
 
 def test_every_loop_is_compiled():

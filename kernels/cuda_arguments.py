@@ -1,0 +1,156 @@
+"""Arguments of CUDA loops: their types, and how they lie in the buffer of a launch.
+
+A **signature** says the type of each argument: "int64[2]" is an array with that many dimensions, in C order; "float32"
+a number; ("float32", "bool") a tuple. Loops are compiled and kept for a signature.
+
+In the buffer an array is a record of 64-bit words, as numba lays it out: two unused ones, the number of elements, bytes
+of an element, the address, the shape, the strides in bytes. Numbers have their natural alignment, a bool is one byte,
+and a tuple is its members one after the other, arrays or numbers too.
+"""
+
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+Signature = tuple[Any, ...]
+
+_FORMS = {
+    "int8": "b", "uint8": "B", "int16": "h", "uint16": "H", "int32": "i", "uint32": "I", "int64": "q", "uint64": "Q",
+    "float32": "f", "float64": "d", "bool": "?",
+}  # fmt: skip
+_UNUSED = "16x"
+
+_PYTHON = {bool: "bool", int: "int64", float: "float64"}
+_DTYPES = {
+    dtype: str(dtype).removeprefix("torch.")
+    for dtype in (torch.float32, torch.float64, torch.int32, torch.int64, torch.int16, torch.uint16, torch.bool)
+}
+
+
+def signature_of(args: Sequence[Any]) -> Signature:
+    """Types of arguments.
+
+    Raises:
+        TypeError: an argument is no tensor in C order, no number and no tuple of these.
+    """
+    return tuple(map(_kind_of, args))
+
+
+def _kind_of(arg: Any) -> Any:
+    if isinstance(arg, torch.Tensor):
+        if arg.dtype not in _DTYPES or not arg.is_contiguous():
+            raise TypeError(f"a loop takes no tensor of {arg.dtype} with shape {arg.shape} and strides {arg.stride()}")
+        return f"{_DTYPES[arg.dtype]}[{arg.dim()}]"
+    if isinstance(arg, tuple):
+        return signature_of(arg)
+    kind = _PYTHON.get(type(arg)) or (arg.dtype.name if isinstance(arg, np.generic) else None)
+    if kind not in _FORMS:
+        raise TypeError(f"a loop takes no {type(arg).__name__}")
+    return kind
+
+
+def dimensions(kind: str) -> tuple[str, int | None]:
+    """Type of elements and number of dimensions of an array; type and None of a number."""
+    dtype, bracket, ndim = kind.removesuffix("]").partition("[")
+    return (dtype, int(ndim)) if bracket else (dtype, None)
+
+
+def leaves(signature: Signature) -> Iterator[str]:
+    """The types of a signature, members of tuples one by one."""
+    for kind in signature:
+        if isinstance(kind, tuple):
+            yield from leaves(kind)
+        else:
+            yield kind
+
+
+def layout_of(signature: Signature) -> struct.Struct:
+    """Layout of the arguments in the buffer, but for the unused words of arrays: they are gaps, filled with zeros."""
+    forms = []
+    for kind in leaves(signature):
+        dtype, ndim = dimensions(kind)
+        # A gap has no alignment of its own: "0q" aligns what follows it.
+        forms.append(_FORMS[dtype] if ndim is None else "0q" + _UNUSED + "q" * (3 + 2 * ndim))
+    return struct.Struct("@" + "".join(forms))
+
+
+def parameter_bytes(signature: Signature) -> list[int]:
+    """Bytes of each parameter of the compiled loop, in order: each word of an array is one, and each number."""
+    found = []
+    for kind in leaves(signature):
+        dtype, ndim = dimensions(kind)
+        found += [struct.calcsize(_FORMS[dtype])] if ndim is None else [8] * (5 + 2 * ndim)
+    return found
+
+
+Packer = Callable[[Any, Sequence[Any]], bool]
+
+
+def packer_of(signature: Signature) -> Packer:
+    """Function (buffer, args) that packs arguments if they have the types of `signature`, and returns whether they do.
+
+    Its text is made for the signature: most of a launch's time goes into this function.
+    """
+    scope: dict[str, Any] = {"pack_into": layout_of(signature).pack_into}
+    text = _PackerText(scope)
+    targets = text.targets(signature)
+    source = f"""
+def pack(buffer, args):
+    try:
+        {targets} = args
+        {"; ".join(text.shapes) or "pass"}
+    except (AttributeError, TypeError, ValueError):
+        return False
+    if {" and ".join(text.checks) or "True"}:
+        pack_into(buffer, 0, {", ".join(text.numbers)})
+        return True
+    return False
+"""
+    exec(source, scope)
+    packer: Packer = scope["pack"]
+    return packer
+
+
+class _PackerText:
+    """Parts of a packer's text."""
+
+    def __init__(self, scope: dict[str, Any]):
+        self.scope = scope
+        self.shapes: list[str] = []
+        self.checks: list[str] = []
+        self.numbers: list[str] = []
+        self._names = 0
+
+    def targets(self, signature: Signature) -> str:
+        """Names of arguments as the left side of an assignment."""
+        return "(" + "".join(f"{self._target(kind)}, " for kind in signature) + ")"
+
+    def _target(self, kind: Any) -> str:
+        if isinstance(kind, tuple):
+            return self.targets(kind)
+        self._names += 1
+        name = f"a{self._names}"
+        dtype, ndim = dimensions(kind)
+        if ndim is None:
+            self._number(name, dtype)
+        else:
+            self._array(name, dtype, ndim)
+        return name
+
+    def _number(self, name: str, dtype: str) -> None:
+        kinds = [kind for kind, called in _PYTHON.items() if called == dtype] + [np.dtype(dtype).type]
+        self.scope |= {f"{name}_{k}": kind for k, kind in enumerate(kinds)}
+        self.checks.append("(" + " or ".join(f"type({name}) is {name}_{k}" for k in range(len(kinds))) + ")")
+        self.numbers.append(name)
+
+    def _array(self, name: str, dtype: str, ndim: int) -> None:
+        sizes = [f"{name}_{i}" for i in range(ndim)]
+        self.shapes.append("(" + "".join(f"{size}, " for size in sizes) + f") = {name}.shape")
+        self.scope[f"{name}_dtype"] = next(torch_dtype for torch_dtype, called in _DTYPES.items() if called == dtype)
+        self.checks.append(f"{name}.dtype is {name}_dtype and {name}.is_contiguous()")
+        item = struct.calcsize(_FORMS[dtype])
+        strides = [" * ".join([*sizes[i + 1 :], str(item)]) for i in range(ndim)]
+        self.numbers += [" * ".join(sizes) or "1", str(item), f"{name}.data_ptr()", *sizes, *strides]

@@ -1,0 +1,154 @@
+"""Calls of NVIDIA's driver: loads compiled loops and launches them. Only the driver itself must be installed.
+
+A launch takes its arguments in one buffer, in which they lie as in a C structure; the driver has copied the buffer when
+`launch` returns. Loops run in torch's context of their device (the "primary" one), whatever the context of the calling
+thread: threads of autograd and of users may have none, or that of another GPU, and keep theirs.
+"""
+
+import ctypes
+import functools
+import threading
+from typing import NamedTuple
+
+from oneemb.kernels.cuda_arguments import Packer
+
+ARGUMENTS_BYTES_MAX = 4096
+"""Bytes of arguments that the driver takes."""
+
+# Of `extra` of cuLaunchKernel: CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE, CU_LAUNCH_PARAM_END.
+_POINTER, _SIZE, _END = 1, 2, 0
+_CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_COMPUTE_CAPABILITY = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
+
+UNSUPPORTED = {200: "an invalid image", 209: "no code for this GPU", 218: "invalid PTX", 222: "PTX of a later version"}
+"""Errors for code that another form of the same loop may not have."""
+
+
+class DriverError(RuntimeError):
+    """An error of the driver; `code` is its number."""
+
+    def __init__(self, doing: str, code: int):
+        super().__init__(f"{doing}: {_text_of(code)}")
+        self.code = code
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    """The driver. OSError if there is none."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    # Twice as fast as with the types of every call.
+    driver.cuLaunchKernel.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
+    driver.cuCtxSetCurrent.argtypes = [ctypes.c_void_p]
+    return driver
+
+
+def driver_version() -> int:
+    """The latest CUDA that the driver knows, 13000 for 13.0; 0 where there is no driver."""
+    version = ctypes.c_int()
+    try:
+        return version.value if _driver().cuDriverGetVersion(ctypes.byref(version)) == 0 else 0
+    except OSError:
+        return 0
+
+
+def _text_of(code: int) -> str:
+    texts = []
+    for call in ("cuGetErrorName", "cuGetErrorString"):
+        text = ctypes.c_char_p()
+        getattr(_driver(), call)(code, ctypes.byref(text))
+        texts.append((text.value or b"unknown").decode())
+    return f"{texts[0]} ({code}): {texts[1]}"
+
+
+def _checked(doing: str, code: int) -> None:
+    if code != 0:
+        raise DriverError(doing, code)
+
+
+class Arguments(threading.local):
+    """The buffer of one thread's launches, since the interpreter lock is not held during a call of the driver."""
+
+    def __init__(self) -> None:
+        self.buffer = ctypes.create_string_buffer(ARGUMENTS_BYTES_MAX)
+        self.size = ctypes.c_size_t()
+        self.context = ctypes.c_void_p()
+        self.context_at = ctypes.byref(self.context)
+        address, size_at = ctypes.addressof(self.buffer), ctypes.addressof(self.size)
+        self._extra = (ctypes.c_void_p * 5)(_POINTER, address, _SIZE, size_at, _END)
+        self.extra = ctypes.addressof(self._extra)
+
+
+arguments = Arguments()
+
+
+class Kernel(NamedTuple):
+    """A loaded loop."""
+
+    name: str
+    function: int
+    """The driver's handle."""
+    pack: Packer
+    bytes: int
+    """Size of its arguments."""
+
+
+class Device:
+    """A GPU of this process by its number, and torch's context of it."""
+
+    def __init__(self, index: int):
+        driver, context, device = _driver(), ctypes.c_void_p(), ctypes.c_int()
+        doing = f"cannot use GPU {index}"
+        _checked(doing, driver.cuInit(0))
+        _checked(doing, driver.cuDeviceGet(ctypes.byref(device), index))
+        # Held for the life of the process, as torch does.
+        _checked(doing, driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+        self.context = context.value
+        numbers = []
+        for attribute in _COMPUTE_CAPABILITY:
+            number = ctypes.c_int()
+            _checked(doing, driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, device))
+            numbers.append(number.value)
+        self.capability = numbers[0], numbers[1]
+        self._launch, self._current = driver.cuLaunchKernel, driver.cuCtxGetCurrent
+
+    def load(self, name: str, image: bytes, entry: str) -> int:
+        """Handle of the function `entry` of compiled code: a cubin, or PTX, which the driver compiles.
+
+        Raises:
+            DriverError: the driver does not take the code; `code` may be one of `UNSUPPORTED`.
+        """
+        driver, doing = _driver(), f"cannot load {name} on the GPU"
+        before, module, function = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+        mode = ctypes.c_int(_CAPTURE_RELAXED)
+        _checked(doing, driver.cuCtxGetCurrent(ctypes.byref(before)))
+        _checked(doing, driver.cuCtxSetCurrent(self.context))
+        # Of a thread that captures a CUDA graph the driver would refuse what may allocate memory.
+        _checked(doing, driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
+        try:
+            _checked(doing, driver.cuModuleLoadData(ctypes.byref(module), image))  # PTX ends with a zero byte.
+            _checked(doing, driver.cuModuleGetFunction(ctypes.byref(function), module, entry.encode()))
+        finally:
+            driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+            driver.cuCtxSetCurrent(before)
+        assert function.value
+        return function.value
+
+    def launch(self, kernel: Kernel, own: Arguments, blocks: int, threads_x: int, threads_y: int, stream: int) -> None:
+        """Launch a loop on a stream, given by its handle, with the arguments that it has packed into `own.buffer`.
+
+        Raises:
+            DriverError: the launch failed, or one before it on this device.
+        """
+        own.size.value = kernel.bytes
+        code = self._current(own.context_at)
+        before, context = own.context.value, self.context
+        if before != context:
+            code = code or _driver().cuCtxSetCurrent(context)
+        code = code or self._launch(kernel.function, blocks, 1, 1, threads_x, threads_y, 1, 0, stream, None, own.extra)
+        if before != context:
+            _driver().cuCtxSetCurrent(before)
+        if code:
+            raise DriverError(
+                f"cannot launch {kernel.name} on {blocks} x ({threads_x}, {threads_y}) threads, or a launch before it"
+                " has failed", code,
+            )  # fmt: skip

@@ -1,0 +1,155 @@
+"""Every CUDA loop with the types that it is launched with: what is compiled ahead, and what tests compile.
+
+A loop that takes elements is here in its vector form for float32 and for 16-bit weights, and one by one.
+"""
+
+from typing import Any
+
+from oneemb.kernels import (
+    gather_cuda,
+    hash_index_cuda,
+    init_rows_cuda,
+    pool_cuda,
+    reduce_grads_cuda,
+    slots_cuda,
+    unique_keys_cuda,
+)
+from oneemb.kernels.cuda_arguments import Signature, signature_of
+from oneemb.kernels.jit import CudaLoop
+from oneemb.kernels.reduce_grads_cuda import sum_segment
+from oneemb.kernels.row_update_cuda import given
+from oneemb.kernels.rule_loops import RowUpdate
+from oneemb.kernels.update_adadelta import update_adadelta
+from oneemb.kernels.update_adagrad import update_adagrad
+from oneemb.kernels.update_adam import update_adam
+from oneemb.kernels.update_adamax import update_adamax
+from oneemb.kernels.update_ftrl import update_ftrl
+from oneemb.kernels.update_lamb import update_lamb
+from oneemb.kernels.update_lars import update_lars
+from oneemb.kernels.update_lion import update_lion
+from oneemb.kernels.update_nadam import update_nadam
+from oneemb.kernels.update_partial_row_wise_adam import update_partial_row_wise_adam
+from oneemb.kernels.update_radam import update_radam
+from oneemb.kernels.update_rmsprop import update_rmsprop
+from oneemb.kernels.update_row_wise_adagrad import update_row_wise_adagrad
+from oneemb.kernels.update_sgd import update_sgd
+from oneemb.kernels.update_smart_decay_adam import update_smart_decay_adam
+
+Cases = dict[str, tuple[CudaLoop, Signature]]
+
+_BITS = {"float32": "float32", "float16": "uint16", "bfloat16": "int16"}
+_WIDTHS = {"float32": 4, "float16": 8, "bfloat16": 8}
+
+_TABLES, _KEYS, _CELLS, _ROWS, _FLOATS = "int32[1]", "int64[1]", "int64[2]", "float32[2]", "float32[1]"
+
+# Options of the optimizers. Only those in _UPDATES decide which loop it is; the others stand for any number.
+_OPTIONS: dict[str, Any] = dict(
+    lr=0.1, lr_decay=0.1, lr_power=-0.5, rho=0.9, alpha=0.9, eta=0.1, eps=0.1, beta=1.0, beta1=0.9, beta2=0.99,
+    lambda1=0.1, lambda2=0.1, weight_decay=0.1, momentum=0.0, momentum_decay=0.1, dampening=0.1, nesterov=True,
+    centered=False, amsgrad=False, decoupled_weight_decay=False,
+)  # fmt: skip
+_UPDATES: dict[str, tuple[RowUpdate, dict[str, Any]]] = {
+    "sgd": (update_sgd, {}),
+    "momentum": (update_sgd, {"momentum": 0.9}),
+    "adagrad": (update_adagrad, {}),
+    "adam": (update_adam, {}),
+    "amsgrad": (update_adam, {"amsgrad": True}),
+    "nadam": (update_nadam, {}),
+    "radam": (update_radam, {}),
+    "adamax": (update_adamax, {}),
+    "adadelta": (update_adadelta, {}),
+    "rmsprop, plain": (update_rmsprop, {}),
+    "rmsprop, momentum": (update_rmsprop, {"momentum": 0.9}),
+    "rmsprop, centered": (update_rmsprop, {"centered": True}),
+    "rmsprop": (update_rmsprop, {"momentum": 0.9, "centered": True}),
+    "row-wise adagrad": (update_row_wise_adagrad, {}),
+    "ftrl": (update_ftrl, {}),
+    "ftrl, another power": (update_ftrl, {"lr_power": -0.7}),
+    "lamb": (update_lamb, {}),
+    "lars": (update_lars, {}),
+    "lion": (update_lion, {}),
+    "partial row-wise adam": (update_partial_row_wise_adam, {}),
+    "smart decay adam": (update_smart_decay_adam, {}),
+}
+
+
+def updates() -> Cases:
+    """Loop of each form of each optimizer's update, and the types of its scalars."""
+    found = {}
+    for name, (update, options) in _UPDATES.items():
+        given = {**_OPTIONS, **options}
+        loops, scalars = update.plan(6, **{option: given[option] for option in update.options})
+        found[name] = loops.on_cuda, signature_of(scalars)
+    return found
+
+
+def cases() -> Cases:
+    """Loops, with their constants, and the types of their arguments, by name."""
+    found = _loops_of_keys()
+    for dtype in _BITS:
+        found |= _loops_of_weights(dtype)
+    for name, (loop, scalars) in updates().items():
+        for dtype, width, gradient, scaled in [
+            ("float32", 4, given, False), ("float32", 4, sum_segment, False), ("float32", 1, given, False),
+            ("float16", 8, given, False), ("bfloat16", 8, sum_segment, False), ("float32", 4, sum_segment, True),
+        ]:  # fmt: skip
+            how = ("fused, scaled " if scaled else "fused ") if gradient is sum_segment else ""
+            weights = f"{_BITS[dtype]}[2]"
+            grad = weights if gradient is sum_segment else _ROWS
+            found[f"{how}{name} {dtype} x{width}"] = (
+                loop.at(V=width, gradient=gradient, SCALED=scaled),
+                (weights, _ROWS, _KEYS, grad, _KEYS, _FLOATS, _KEYS, _KEYS, _ROWS, _KEYS, "int64", scalars),
+            )
+    return found
+
+
+def _loops_of_keys() -> Cases:
+    claim = (_TABLES, _KEYS, "int64", "bool", "int64", _KEYS, _KEYS, _KEYS)
+    return {
+        "claim": (unique_keys_cuda.claim_loop, claim),
+        "claim int32": (unique_keys_cuda.claim_loop, (_TABLES, "int32[1]", *claim[2:])),
+        "first": (unique_keys_cuda.first_loop, (_KEYS, _KEYS, _KEYS)),
+        "collect": (unique_keys_cuda.collect_loop, (_TABLES, *[_KEYS] * 4, _TABLES, *[_KEYS] * 4)),
+        "begin": (unique_keys_cuda.begin_loop, ("int32[1]", _KEYS)),
+        "find": (hash_index_cuda.find_loop, (_CELLS, _TABLES, _KEYS, _KEYS, _KEYS)),
+        "insert": (hash_index_cuda.insert_loop, (_CELLS, _TABLES, _KEYS, _KEYS, _KEYS)),
+        "erase": (hash_index_cuda.erase_loop, (_CELLS, _TABLES, _KEYS, _KEYS)),
+        "rehash": (hash_index_cuda.rehash_loop, (_CELLS, _CELLS, _KEYS)),
+        "items": (hash_index_cuda.items_loop, (_CELLS, _TABLES, _KEYS, _KEYS, _KEYS)),
+        "admit": (
+            slots_cuda.acquire_loop,
+            (_CELLS, _TABLES, _KEYS, _KEYS, "int32[1]", _KEYS, "int64", "int64", _KEYS, _KEYS, _KEYS),
+        ),
+        "release": (slots_cuda.release_loop, (_KEYS, "int32[1]")),
+        "count pinned": (slots_cuda.count_pinned_loop, ("int32[1]", "int64", _KEYS)),
+        "bags": (pool_cuda.bags_loop, (_KEYS, _TABLES, "int32[1]", "int64", _KEYS, _TABLES, _KEYS)),
+        "mean scales": (pool_cuda.mean_scales_loop, (_KEYS, _KEYS, _FLOATS)),
+        "count parts": (reduce_grads_cuda.count_parts_loop, (_KEYS, _KEYS)),
+        "copy in": (gather_cuda.copy_in_loop.at(V=4), ("int32[2]", _KEYS, "int32[2]")),
+        "copy out": (gather_cuda.copy_out_loop.at(V=4), ("int32[2]", _KEYS, "int32[2]")),
+    }
+
+
+def _loops_of_weights(dtype: str) -> Cases:
+    weights = f"{_BITS[dtype]}[2]"
+    of_init = (weights, _ROWS, _KEYS, _TABLES, _KEYS, "uint64", "int64[2]", "float64[3]", _KEYS, _FLOATS, "int64")
+    found: Cases = {
+        f"init {dtype}": (init_rows_cuda.init_loop, of_init),
+        f"scale grads {dtype}": (pool_cuda.scale_grads_loop, (weights, _KEYS, _KEYS, _KEYS, weights, _FLOATS)),
+    }
+    segments = (weights, _KEYS, _FLOATS, _KEYS, _KEYS, _ROWS)
+    bags = (weights, _KEYS, _KEYS, _KEYS, "int32[1]")
+    for width in (_WIDTHS[dtype], 1):
+        of = f"{dtype} x{width}"
+        found |= {
+            f"gather {of}": (gather_cuda.gather_loop.at(V=width), (weights, _KEYS, _KEYS, weights)),
+            f"pool {of}": (pool_cuda.pool_loop.at(V=width), (*bags, _FLOATS, weights)),
+            f"pool max {of}": (pool_cuda.pool_max_loop.at(V=width), (*bags, weights, "int32[2]")),
+            f"spread max grads {of}": (
+                pool_cuda.spread_max_grads_loop.at(V=width), (_KEYS, "int32[1]", "int32[2]", weights, weights),
+            ),
+            f"sum parts {of}": (reduce_grads_cuda.sum_parts_loop.at(V=width, SCALED=False), segments),
+            f"sum scaled parts {of}": (reduce_grads_cuda.sum_parts_loop.at(V=width, SCALED=True), segments),
+            f"reduce {of}": (reduce_grads_cuda.reduce_loop.at(V=width, SCALED=False), (*segments, _ROWS, "bool[1]")),
+        }  # fmt: skip
+    return found

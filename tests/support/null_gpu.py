@@ -1,0 +1,74 @@
+"""A GPU that does nothing: what the host does for a launch, on a machine without a GPU.
+
+For a process of its own, in which tests/support/null_driver.c is the driver. Tensors stay on the CPU; loops get their
+addresses and do not run.
+"""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import threading
+from pathlib import Path
+
+import torch
+
+from oneemb.kernels.launch import Gpu
+
+SOURCE = Path(__file__).parent / "null_driver.c"
+
+
+def compiler():
+    """A C compiler; None where there is none."""
+    return shutil.which("cc") or shutil.which("gcc")
+
+
+def build(folder):
+    """Compile the driver into a folder; returns variables of a process that finds it."""
+    library = Path(folder) / "libcuda.so.1"
+    subprocess.run([compiler(), "-shared", "-fPIC", "-O2", "-o", str(library), str(SOURCE), "-ldl"], check=True)
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("LD_LIBRARY_PATH")]))
+    return {**os.environ, "LD_LIBRARY_PATH": path}
+
+
+class NullGpu(Gpu):
+    """A GPU whose tensors are on the CPU and whose loops do not run."""
+
+    def __init__(self, index=0):
+        self.launches = self.waits = 0
+        self._buffers = threading.local()
+        self.device = torch.device("cpu")
+        self._open(index, lambda index: 0)
+
+    def free_bytes(self):
+        return 1 << 28
+
+
+class NullDriver:
+    """What the driver has noted."""
+
+    def __init__(self):
+        self.library = ctypes.CDLL("libcuda.so.1")
+        self.library.null_arguments.restype = ctypes.c_void_p
+        self.library.null_context.restype = ctypes.c_void_p
+
+    def count(self, name=""):
+        """Calls of a function of the driver, or of all."""
+        return self.library.null_count(name.encode())
+
+    def fail(self, name, code):
+        """Let the next call of a function return an error."""
+        self.library.null_fail(name.encode(), code)
+
+    def arguments(self):
+        """Bytes of the arguments of the last launch."""
+        size = ctypes.c_size_t()
+        return ctypes.string_at(self.library.null_arguments(ctypes.byref(size)), size.value)
+
+    def context(self):
+        """Context of the calling thread; None = it has none."""
+        return self.library.null_context()
+
+    def expect(self, sizes):
+        """Sizes of the parameters of the next launch, if it is numba's."""
+        self.library.null_parameters((ctypes.c_size_t * len(sizes))(*sizes), len(sizes))
