@@ -90,6 +90,7 @@ bench-tables: $(call ready,bench)  ## Measure what the tables of docs/benchmarks
 	for bench in small_step lookup_threads dense_share longest_steps scale_out persistent_table; do \
 		$(RUN) benchmarks/bench_$$bench.py --out $(RESULTS)/$$bench.json || exit 1; done
 	$(RUN) benchmarks/readme_tables.py
+	$(RUN) benchmarks/draw_results.py
 
 # What a target installs is pinned by its own file of constraints; each file begins with the one before it.
 $(VENV)/ready-demo: setup.cfg pyproject.toml constraints/demo.txt

@@ -21,16 +21,16 @@ BOXES = {
     "snapshots": (635, 222, 130, 60, "snapshots", ["whole or absent"]),
     "serving": (800, 222, 100, 60, "servers", ["int8, mapped"]),
 }
-# from, side, to, side, arrow at both ends
+# from, side, to, side, arrow at both ends, pixels by which it begins lower than in the middle
 ARROWS = [
-    ("ids", "right", "index", "left", False),
-    ("index", "right", "cache", "left", False),
-    ("cache", "bottom", "model", "top", True),
-    ("cache", "right", "memory", "left", True),
-    ("cache", "right", "ssd", "left", True),
-    ("cache", "right", "server", "left", True),
-    ("store", "bottom", "snapshots", "top", False),
-    ("snapshots", "right", "serving", "left", False),
+    ("ids", "right", "index", "left", False, 0),
+    ("index", "right", "cache", "left", False, 0),
+    ("cache", "bottom", "model", "top", True, 0),
+    ("cache", "right", "memory", "left", True, -24),
+    ("cache", "right", "ssd", "left", True, 0),
+    ("cache", "right", "server", "left", True, 24),
+    ("store", "bottom", "snapshots", "top", False, 0),
+    ("snapshots", "right", "serving", "left", False, 0),
 ]
 COLORS = {
     "light": {"line": "#57606a", "fill": "#f6f8fa", "hot": "#ffe8cc", "text": "#1f2328", "weak": "#57606a"},
@@ -69,8 +69,9 @@ def _box(name: str, colors: dict[str, str]) -> str:
     )
 
 
-def _arrow(begin: str, begin_side: str, end: str, end_side: str, both: bool, color: str) -> str:
+def _arrow(begin: str, begin_side: str, end: str, end_side: str, both: bool, lower: int, color: str) -> str:
     x1, y1 = _edge(begin, begin_side)
+    y1 += lower
     x2, y2 = _edge(end, end_side)
     start = ' marker-start="url(#end)"' if both else ""
     line = f'x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}"'

@@ -22,6 +22,10 @@ PAGES = {
 }
 """Where a document of the tree stands in the site."""
 
+_PICTURE = re.compile(
+    r'<picture>\s*<source[^>]*srcset="(?P<dark>[^"]+)">\s*<img src="(?P<light>[^"]+)" alt="(?P<alt>[^"]*)">'
+    r"\s*</picture>"
+)
 _LINK = re.compile(r"(?<!!)\[([^\]\n]+)\]\(([^)\s#:]+)(#[^)\s]*)?\)")
 
 
@@ -44,7 +48,7 @@ def _command_line() -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """The page with each link to a file that is no page of the site as text.
+    """The page with each link to a file that is no page of the site as text, and pictures that follow the site's theme.
 
     Before:  [a server](../examples/serve.py), [the format](../storage/table/FORMAT.md)
     After:   a server (`examples/serve.py`), [the format](reference/table-format.md)
@@ -62,4 +66,5 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             return found[0]  # MkDocs says what is missing
         return text if text.strip("`").rstrip("/") in path else f"{text} (`{path}`)"
 
+    markdown = _PICTURE.sub(r"![\g<alt>](\g<light>#only-light)\n![\g<alt>](\g<dark>#only-dark)", markdown)
     return _LINK.sub(linked, markdown)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import draw_results
 import pytest
 from readme_tables import TABLES, TableError, filled, main
 
@@ -104,3 +105,18 @@ def test_each_benchmark_writes_what_its_table_is_made_of(name, tmp_path):
     cases = json.loads(out.read_text())["cases"]
     assert made.count("\n| ") == 2 + len(cases) and cases
     assert set(TINY) | {"gpu"} == set(TABLES)
+
+
+def test_the_figures_are_drawn_of_the_results(tmp_path):
+    assert draw_results.main(["--check"]) == 0
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert all(f"assets/{name}" in page for name, _ in draw_results.figures(ROOT / "benchmarks" / "results"))
+    assert draw_results.main(["--check", "--figures", str(tmp_path)]) == 1
+
+
+def test_a_figure_of_other_results_is_found(tmp_path):
+    for name in draw_results.FIGURES:
+        results = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+        results["about"]["cpu"] = "another"
+        (tmp_path / f"{name}.json").write_text(json.dumps(results))
+    assert draw_results.main(["--check", "--results", str(tmp_path)]) == 1
