@@ -11,7 +11,7 @@ ready = $(VENV)/ready-$(1)
 endif
 INSTALL = $(RUN) -m pip install -q --disable-pip-version-check
 
-.PHONY: demo test test-changed test-slow test-nightly gpu-test gpu-bench gpu-sanitize check docs bench bench-compare bench-tables clean
+.PHONY: demo test test-changed test-slow test-nightly gpu-test gpu-bench gpu-sanitize check docs bench bench-compare bench-tables clean test-versions
 
 demo: $(call ready,demo)  ## Train a click model with its embeddings on the cached-SSD store.
 	$(RUN) examples/kuairand_dlrm.py --store ssd
@@ -47,6 +47,9 @@ test-nightly: $(call ready,test)  ## Tests that draw, with new seeds, for MINUTE
 	$(MEMORY_TMPDIR) $(RUN) -m tests.nightly --minutes $(MINUTES) -- -n $(WORKERS)
 
 # On a machine with a GPU whose driver knows CUDA 13, in the environment of RUN.
+test-versions:  ## A core of the tests with the oldest and the newest torch, numba and numpy, for each Python that is there.
+	$(PYTHON) -m tests.versions --table docs/install.md
+
 gpu-test: $(call ready,test)  ## The tests of CUDA loops, of the device tier and of training, on the GPU.
 	ONEEMB_TEST_GPU=1 $(RUN) -m pytest -q tests/cuda
 
