@@ -86,17 +86,16 @@ def _compiled_here(
     folder, target = cache_folder(), "sm_{}{}".format(*capability)
     tools = jit_cuda.tools()
     kept = None if key is None else f"{key}\n{tools}"
-    if image := _read(folder, kept, target):
-        yield image
-        return
-    ptx, cubin = compiled(loop, signature, capability)
-    keep(folder, kept, target, cubin)
-    yield cubin
-    yield ptx
+    image = _read(folder, kept, target)
+    if image is None:
+        image = compiled(loop, signature, capability, "cubin")
+        keep(folder, kept, target, image)
+    yield image
+    yield compiled(loop, signature, capability, "ptx")
 
 
-def compiled(loop: CudaLoop, signature: Signature, capability: tuple[int, int]) -> tuple[Image, Image]:
-    """A loop as PTX and as a cubin, compiled now.
+def compiled(loop: CudaLoop, signature: Signature, capability: tuple[int, int], form: str) -> Image:
+    """A loop compiled now, as "cubin" or "ptx".
 
     Raises:
         TypeError: the parameters of the compiled loop are not those that a launch would pass.
@@ -105,7 +104,7 @@ def compiled(loop: CudaLoop, signature: Signature, capability: tuple[int, int]) 
 
     ptx = jit_cuda.compile_ptx(loop, signature, capability)
     entry = entry_of(ptx, loop, signature)
-    return Image(entry, ptx.encode() + b"\0"), Image(entry, jit_cuda.link(ptx, capability))
+    return Image(entry, ptx.encode() + b"\0" if form == "ptx" else jit_cuda.link(ptx, capability))
 
 
 def entry_of(ptx: str, loop: CudaLoop, signature: Signature) -> str:

@@ -169,6 +169,7 @@ def _numba_type(kind: Any) -> Any:
     return element if ndim is None else cuda_types.Array(element, ndim, "C")
 
 
+@functools.cache
 def tools() -> str:
     """Versions of all that compiles loops."""
     from cuda.bindings import nvjitlink, nvvm

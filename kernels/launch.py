@@ -134,7 +134,11 @@ class Gpu:
         return kernel
 
     def _load(self, loop: CudaLoop, args: tuple) -> Kernel:
-        signature, name = signature_of(args), cuda_code.name_of(loop)
+        name = cuda_code.name_of(loop)
+        try:
+            signature = signature_of(args)
+        except TypeError as error:
+            raise TypeError(f"cannot launch {name}: {error}") from None
         packer, failure = packer_of(signature), None
         for image in cuda_code.images_of(loop, signature, self._driver.capability):
             try:

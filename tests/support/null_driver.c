@@ -14,7 +14,7 @@ enum { KINDS = 64, BYTES = 4096, GPU_COMPUTE_CAPABILITY = 90 };
 static struct { const char *name; long calls; int error; } kinds[KINDS];
 static __thread uintptr_t current;  // the calling thread's context
 static char arguments[BYTES];
-static size_t arguments_size, sizes[512], sizes_count;
+static size_t arguments_size;
 
 static int called(const char *name) {
     for (int i = 0; i < KINDS; i++) {
@@ -41,22 +41,12 @@ void null_fail(const char *name, int error) {
         if (!strcmp(kinds[i].name, name)) kinds[i].calls--, kinds[i].error = error;
 }
 
-// Sizes of the parameters of the next launch that passes each by a pointer, as cuLaunchKernelEx of numba-cuda does.
-void null_parameters(const size_t *of, size_t count) { memcpy(sizes, of, (sizes_count = count) * sizeof *of); }
 const void *null_arguments(size_t *size) { *size = arguments_size; return arguments; }
 uintptr_t null_context(void) { return current; }
 
-static void note(void **parameters, void **extra) {
+static void note(void **extra) {
     if (extra && extra[0] == (void *)1 && extra[2] == (void *)2)
         memcpy(arguments, extra[1], arguments_size = *(size_t *)extra[3]);
-    if (!parameters) return;
-    memset(arguments, 0, BYTES);
-    arguments_size = 0;
-    for (size_t p = 0; p < sizes_count; p++) {
-        size_t at = (arguments_size + sizes[p] - 1) / sizes[p] * sizes[p];  // natural alignment
-        memcpy(arguments + at, parameters[p], sizes[p]);
-        arguments_size = at + sizes[p];
-    }
 }
 
 #define CALL(name, parameters, ...) \
@@ -101,8 +91,7 @@ CALL(cuFuncGetAttribute, (int *value), *value = 0)
 CALL(cuPointerGetAttribute, (void *value, int attribute, uint64_t pointer),
      if (attribute == 9) *(int *)value = 0; else *(uint64_t *)value = pointer)
 CALL(cuLaunchKernel, (word function, unsigned gx, unsigned gy, unsigned gz, unsigned x, unsigned y, unsigned z,
-     unsigned shared, word stream, void **parameters, void **extra), note(parameters, extra))
-CALL(cuLaunchKernelEx, (const void *config, word function, void **parameters, void **extra), note(parameters, extra))
+     unsigned shared, word stream, void **parameters, void **extra), note(extra))
 CALL(cuGetErrorName, (int code, const char **text), *text = "NULL_ERROR")
 CALL(cuGetErrorString, (int code, const char **text), *text = "an error of the null driver")
 

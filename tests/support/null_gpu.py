@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from oneemb.kernels import launch
 from oneemb.kernels.launch import Gpu
 
 SOURCE = Path(__file__).parent / "null_driver.c"
@@ -32,16 +33,48 @@ def build(folder):
 
 
 class NullGpu(Gpu):
-    """A GPU whose tensors are on the CPU and whose loops do not run."""
+    """A GPU whose tensors are on the CPU and whose loops do not run: where the host reads numbers that they would have
+    written, it reads that a batch has `unique` keys, of which `missing` have no row."""
 
-    def __init__(self, index=0):
+    def __init__(self, index=0, unique=1):
         self.launches = self.waits = 0
         self._buffers = threading.local()
         self.device = torch.device("cpu")
+        self.unique, self.missing = unique, 0
+        self.launched = None  # a callback, given loop and arguments of each launch
         self._open(index, lambda index: 0)
+        self.context = self._driver.context
+
+    def empty(self, *shape, dtype):
+        return torch.zeros(shape, dtype=dtype)
 
     def free_bytes(self):
         return 1 << 28
+
+    def _launch(self, loop, blocks, threads_x, threads_y, args):
+        super()._launch(loop, blocks, threads_x, threads_y, args)
+        name = loop.function.__name__
+        if name == "collect_loop":
+            named(loop, args)["size_2"][0] = self.unique
+        elif name == "acquire_loop":
+            slot_U, count_4 = (named(loop, args)[name] for name in ("slot_U", "count_4"))
+            torch.arange(self.unique, out=slot_U[: self.unique])
+            if self.missing:
+                slot_U[: self.missing] = -1
+            count_4[0], count_4[1] = self.missing, self.unique
+        if self.launched is not None:
+            self.launched(loop, args)
+
+
+def named(loop, args):
+    """Arguments of a launch by name."""
+    return dict(zip(loop.function.__code__.co_varnames, args, strict=False))
+
+
+def make_default(gpu):
+    """Let embeddings that move to "cuda", and lookups of any tensor, find this GPU."""
+    launch.gpu_at = lambda device: gpu
+    launch.gpu_of = lambda tensor: gpu
 
 
 class NullDriver:
@@ -68,7 +101,3 @@ class NullDriver:
     def context(self):
         """Context of the calling thread; None = it has none."""
         return self.library.null_context()
-
-    def expect(self, sizes):
-        """Sizes of the parameters of the next launch, if it is numba's."""
-        self.library.null_parameters((ctypes.c_size_t * len(sizes))(*sizes), len(sizes))

@@ -1,0 +1,199 @@
+"""A process whose GPU does nothing: prints what the host does in a step and an eval lookup, one JSON object.
+
+Its driver is that of null_gpu.build, first in LD_LIBRARY_PATH; it takes the folder for rows.
+"""
+
+import ctypes
+import json
+import sys
+import threading
+import warnings
+
+import torch
+from null_gpu import NullDriver, NullGpu, make_default
+from numba.cuda import dispatcher
+
+import oneemb
+from oneemb.kernels import cuda_driver, jit_cuda
+from oneemb.kernels.cuda_arguments import parameter_bytes, signature_of
+from oneemb.kernels.slots_cuda import release_loop
+
+warnings.simplefilter("ignore")
+TABLES, BATCH, DIM = 4, 64, 8
+UNIQUE = 40
+
+
+class Numba:
+    """Arguments as numba-cuda packs them for a launch of its own."""
+
+    extensions = ()
+    prepare = dispatcher._Kernel._prepare_args
+
+    def _prepare_args(self, *args):
+        Numba.prepare(self, *args)
+
+    def arguments(self, signature, args):
+        values = []
+        for kind, arg in zip(jit_cuda.numba_types(signature), args, strict=True):
+            self._prepare_args(kind, Array(arg) if isinstance(arg, torch.Tensor) else arg, 0, [], values)
+        packed = b""
+        for size, value in zip(parameter_bytes(signature), values, strict=True):
+            packed += bytes(-len(packed) % size)
+            number = int(value).to_bytes(size, "little", signed=value < 0) if isinstance(value, int) else bytes(value)
+            assert len(number) == size
+            packed += number
+        return packed
+
+
+class Array:
+    def __init__(self, tensor):
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape), "typestr": tensor.numpy().dtype.str, "data": (tensor.data_ptr(), False),
+            "strides": None, "version": 3, "stream": None,
+        }  # fmt: skip
+
+
+def same_words(signature, args, ours, numbas):
+    """Whether packed arguments are equal, but for strides of arrays with at most one row: they mean nothing."""
+    if len(ours) != len(numbas):
+        return False
+    at, differ = 0, {at for at, (one, other) in enumerate(zip(ours, numbas, strict=True)) if one != other}
+    for kind, arg in zip(signature, args, strict=True):
+        if isinstance(kind, tuple):
+            break  # the last one
+        size = 40 + 16 * arg.dim() if isinstance(arg, torch.Tensor) else parameter_bytes([kind])[0]
+        at += -at % min(size, 8)
+        if isinstance(arg, torch.Tensor) and any(extent <= 1 for extent in arg.shape):
+            differ -= set(range(at + 40 + 8 * arg.dim(), at + size))
+        at += size
+    return not differ
+
+
+def python_calls(call):
+    """Calls of functions in the files of launches."""
+    found = []
+
+    def note(frame, event, _):
+        name = frame.f_code.co_filename
+        if event == "call" and (name.endswith("kernels/launch.py") or "kernels/cuda_" in name or name == "<string>"):
+            found.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def main(folder):
+    driver, gpu = NullDriver(), NullGpu(unique=UNIQUE)
+    make_default(gpu)
+    embedding = oneemb.MultiTableEmbedding(
+        "null", DIM, torch.float32, torch.int64, [oneemb.make_table()] * TABLES,
+        oneemb.make_device_mem_store_options(folder),
+    )  # fmt: skip
+    embedding.store.form.move_to(torch.device("cuda"))
+    optimizer = oneemb.Optimizer(torch.optim.Adam([embedding.weight]), [embedding])
+    ids, grad = torch.arange(BATCH * TABLES).reshape(BATCH, TABLES) % 10, torch.ones(BATCH, TABLES, DIM)
+
+    def step():
+        embedding(ids).backward(grad)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def evaluate():
+        with torch.no_grad():
+            embedding(ids)
+
+    counted, compiled = {}, []
+    compile_ptx = jit_cuda.compile_ptx
+    jit_cuda.compile_ptx = lambda loop, *args: compiled.append(loop.__name__) or compile_ptx(loop, *args)
+    driver.library.cuCtxSetCurrent(ctypes.c_void_p(gpu.context))  # as torch does
+
+    def count(name, call):
+        for _ in range(2):
+            call()
+        loops, wrong = [], []
+
+        def compare(loop, args):
+            signature = signature_of(args)
+            loops.append(loop.function.__name__)
+            if not same_words(signature, args, driver.arguments(), Numba().arguments(signature, args)):
+                wrong.append(loop.function.__name__)
+
+        gpu.launched = compare
+        call()
+        gpu.launched = None
+        before = gpu.launches, gpu.waits, driver.count("cuLaunchKernel"), driver.count()
+        call()
+        after = gpu.launches, gpu.waits, driver.count("cuLaunchKernel"), driver.count()
+        keys = "launches", "waits", "launches of the driver", "calls of the driver"
+        counted[name] = {key: now - then for key, now, then in zip(keys, after, before, strict=True)}
+        launched = [name for name in python_calls(call) if name in ("run", "run_rows", "_launch", "pack", "launch")]
+        counted[name] |= {"loops": loops, "packed otherwise": wrong, "Python calls of launches": len(launched)}
+
+    gpu.missing = UNIQUE
+    step()
+    gpu.missing = 0
+    count("step", step)
+    embedding.eval()
+    count("eval", evaluate)
+    release(gpu)
+    counted["compiled"] = list(compiled)
+    counted["errors"] = errors(driver, gpu)
+    counted["threads"] = threads(driver, gpu)
+    print(json.dumps(counted))
+
+
+def release(gpu):
+    gpu.run(release_loop, 3, torch.zeros(3, dtype=torch.int64), torch.zeros(2, dtype=torch.int32))
+
+
+def errors(driver, gpu):
+    """Texts of errors: of a launch, of code that the driver does not take, of arguments."""
+    found = {}
+
+    def note(name, call):
+        try:
+            call()
+            found[name] = ""
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+
+    driver.fail("cuLaunchKernel", 700)
+    note("launch", lambda: release(gpu))
+    note("launch after it", lambda: release(gpu))
+    other = NullGpu(index=1)
+    loads = driver.count("cuModuleLoadData")
+    driver.fail("cuModuleLoadData", 222)
+    note("code of another driver", lambda: release(other))
+    found["loads"] = driver.count("cuModuleLoadData") - loads
+    driver.fail("cuModuleLoadData", 2)
+    note("no memory", lambda: release(NullGpu()))
+    gaps = torch.zeros(6, dtype=torch.int64)[::2]
+    note("gaps", lambda: gpu.run(release_loop, 3, gaps, torch.zeros(2, dtype=torch.int32)))
+    note("dtype", lambda: gpu.run(release_loop, 3, gaps.half().contiguous(), torch.zeros(2, dtype=torch.int32)))
+    return found
+
+
+def threads(driver, gpu):
+    """Whether a launch leaves a thread's context, and whether threads have buffers of their own."""
+    found, buffers = {}, {ctypes.addressof(cuda_driver.arguments.buffer)}
+    other = NullGpu(index=1)
+
+    def look():
+        found["none"] = [driver.context(), release(gpu), driver.context()]
+        driver.library.cuCtxSetCurrent(ctypes.c_void_p(gpu.context))
+        found["own"] = [driver.context() == gpu.context, release(gpu), driver.context() == gpu.context]
+        found["other"] = [release(other), driver.context() == gpu.context]
+        buffers.add(ctypes.addressof(cuda_driver.arguments.buffer))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    return found | {"buffers": len(buffers)}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,83 @@
+"""What the host does for launches on a GPU, counted on a driver that does nothing (tests/support/null_driver.c)."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SUPPORT = Path(__file__).parent / "support"
+ROOT = SUPPORT.parent.parent
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("numba_cuda") is None, reason="numba-cuda is not installed: pip install 'oneemb[cuda]'"
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Runs null_steps.py; returns what it has counted."""
+    from null_gpu import build, compiler
+
+    if compiler() is None:
+        pytest.skip("there is no C compiler for the driver that does nothing")
+    variables = build(tmp_path_factory.mktemp("driver"))
+    variables["PYTHONPATH"] = f"{ROOT}:{SUPPORT}"
+
+    def run():
+        rows = tmp_path_factory.mktemp("rows")
+        command = [sys.executable, str(SUPPORT / "null_steps.py"), str(rows)]
+        done = subprocess.run(command, capture_output=True, text=True, env=variables)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def counted(run):
+    return run()
+
+
+@pytest.mark.parametrize(("name", "launches", "waits"), [("step", 10, 2), ("eval", 7, 1)])
+def test_a_lookup_launches_few_loops_and_each_is_one_call_of_the_driver(counted, name, launches, waits):
+    found = counted[name]
+    assert 0 < found["launches"] <= launches and found["waits"] <= waits
+    assert found["launches of the driver"] == found["launches"] == len(found["loops"])
+    # Before each launch the driver is asked for the thread's context.
+    assert found["calls of the driver"] == 2 * found["launches"]
+
+
+@pytest.mark.parametrize("name", ["step", "eval"])
+def test_a_launch_is_four_calls_of_python(counted, name):
+    assert counted[name]["Python calls of launches"] == 4 * counted[name]["launches"]
+
+
+@pytest.mark.parametrize("name", ["step", "eval"])
+def test_arguments_are_packed_as_numba_packs_them(counted, name):
+    assert counted[name]["loops"] and counted[name]["packed otherwise"] == []
+
+
+def test_a_second_process_compiles_nothing(counted, run):
+    assert run()["compiled"] == []
+
+
+def test_errors_name_the_loop(counted):
+    errors = counted["errors"]
+    assert errors["launch"].startswith("DriverError: cannot launch slots_cuda.release_loop on 1 x (256, 1) threads")
+    assert "(700)" in errors["launch"] and errors["launch after it"] == ""
+    assert errors["no memory"].startswith("DriverError: cannot load slots_cuda.release_loop on the GPU: ")
+    for name in ("gaps", "dtype"):
+        assert errors[name].startswith("TypeError: cannot launch slots_cuda.release_loop: a loop takes no tensor of")
+
+
+def test_a_driver_that_takes_no_cubin_gets_ptx(counted):
+    assert counted["errors"]["code of another driver"] == "" and counted["errors"]["loads"] == 2
+
+
+def test_a_launch_leaves_the_context_of_its_thread(counted):
+    assert counted["threads"] == {
+        "none": [None, None, None], "own": [True, None, True], "other": [None, True], "buffers": 2,
+    }  # fmt: skip
