@@ -126,6 +126,9 @@ class Backend(Protocol):
     def counted(self, keys: Keys) -> Keys:
         """The same keys, in arrays whose length is the number of keys. The host waits for a GPU here."""
 
+    def checked(self, keys: Keys) -> Keys:
+        """The same keys, with valid tables and offsets; `counted` where only the device knows whether they are."""
+
     def copy_words_in(self, row_SW: Array, slot_U: Array, first: int, word_UX: np.ndarray) -> None:
         """Write int32 words [U, X], an array of the host, into rows of distinct slots, from word `first` of a row
         on."""

@@ -1,12 +1,19 @@
 """The backend of a GPU: `oneemb.kernels.backend.Backend` for tensors on the device.
 
-A step waits for the device twice. First, its acquisition reads in one go how many unique keys there are, how many of
-them miss, and whether tables and offsets are valid; it does not wait if a batch prepared ahead has found every row.
-Second, `surely_finite` reads in one go how large the gradients of rows and of dense parameters are. That second wait
-could be put off only until the dense optimizer's step: torch's optimizers take no result that is on the device, and
-rows updated before would have to be restored, with the step's count and the dirty bits. It comes after the whole
-backward pass was launched, and costs what launching that step costs. Several lookups of one embedding in a step wait
-once more, for the number of their keys together; so does clipping, for a norm.
+What the host waits for:
+
+    lookup, all rows on the device   nothing, where there is room for as many new rows as there are ids
+    lookup, a cache                  how many keys miss, with their number; nothing if all rows were prefetched
+    rows from below                  their keys, and a page-locked buffer in use
+    tables given, or bags            whether tables and offsets are valid; in training in one go with the misses
+    eval, all rows on the device     nothing
+    eval, a cache                    as in training
+    check_finite                     how large the gradients of rows and of dense parameters are, in one go
+    several lookups of an embedding  the number of keys of each, and of all together
+    clipping                         a norm
+    policies                         the keys of each lookup, since the host decides which get a row
+
+`check_finite` comes after the whole backward pass was launched, and costs what launching that step costs.
 """
 
 import functools
@@ -76,8 +83,10 @@ class CudaBackend:
         return table_ids.detach().to(torch.int32)
 
     def tables_of_columns(self, ids: int, tables: int) -> torch.Tensor:
-        stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
-        return _tables_of_columns(ids, tables, self.device, stream)
+        return _tables_of_columns(ids, tables, self.device, self._stream())
+
+    def _stream(self) -> int:
+        return torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
 
     def unique_keys(
         self, table_N: torch.Tensor, id_N: torch.Tensor, *, tables: int, padding_id: int | None,
@@ -91,9 +100,7 @@ class CudaBackend:
     ) -> tuple[DeviceKeys, Bags]:  # fmt: skip
         size_2, row_P = self.gpu.full(2, value=0, dtype=torch.int64), None
         if columns is not None:
-            bags = len(offset_P1) - 1
-            row_P = self.put(rows_of_columns(bags, len(columns)))
-            table_P = self.put(np.repeat(np.array(columns, np.int32), bags // len(columns)))
+            row_P, table_P = _bags_of_columns(len(offset_P1) - 1, tuple(columns), self.gpu, self._stream())
         bag_N, table_N = bags_of_cuda(offset_P1, table_P, row_P, tables, len(id_N), size_2, gpu=self.gpu)
         keys = unique_keys_cuda(table_N, id_N, tables=tables, padding_id=padding_id, size_2=size_2, gpu=self.gpu)
         return keys._replace(check=check), Bags(offset_P1, bag_N, row_P)
@@ -102,15 +109,20 @@ class CudaBackend:
         size_2 = self.gpu.full(2, value=0, dtype=torch.int64)
         size_2[:1].fill_(len(id_U))
         none = self.gpu.empty(0, dtype=torch.int64)
-        return DeviceKeys(table_U, id_U, none, size_2, none)
+        return DeviceKeys(table_U, id_U, none, size_2, none, exact=True)
 
     def counted(self, keys: Any) -> DeviceKeys:
+        if keys.exact:
+            return keys
         size, wrong = self.gpu.read(keys.size_2)
         if wrong:
             assert keys.check is not None
             keys.check()
             raise AssertionError("the device found tables or offsets to be wrong, and the host does not")
         return keys.cut(size)
+
+    def checked(self, keys: Any) -> DeviceKeys:
+        return keys if keys.check is None else self.counted(keys)
 
     def copy_words_in(self, row_SW: torch.Tensor, slot_U: torch.Tensor, first: int, word_UX: np.ndarray) -> None:
         row_SW[slot_U, first : first + word_UX.shape[1]] = self.put(word_UX.view(np.float32))
@@ -131,8 +143,9 @@ class CudaBackend:
         id_M: torch.Tensor, initial: DeviceInitialRows, state: np.ndarray, *, state_begin: int,
     ) -> None:  # fmt: skip
         init_rows_cuda(
-            weight_SX, row_SW, slot_M, table_M, id_M, initial, self.gpu.put(np.asarray(state, np.float32)),
-            state_begin=state_begin, gpu=self.gpu,
+            weight_SX, row_SW, slot_M, table_M, id_M, initial,
+            _state_of(np.asarray(state, np.float32).tobytes(), self.gpu, self._stream()), state_begin=state_begin,
+            gpu=self.gpu,
         )  # fmt: skip
 
     def update_rows(
@@ -208,6 +221,20 @@ def _largest(array: torch.Tensor) -> torch.Tensor:
 def _tables_of_columns(ids: int, tables: int, device: torch.device, stream: int) -> torch.Tensor:
     # One for each stream: another stream would not wait until it is written, nor keep its memory until it is read.
     return torch.arange(tables, dtype=torch.int32, device=device).repeat(ids // tables)
+
+
+@functools.lru_cache(maxsize=8)
+def _bags_of_columns(bags: int, columns: tuple[int, ...], gpu: Gpu, stream: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The row of what bags give and the table, int32 [P], of each of P bags that lie column by column."""
+    # One for each stream, as above.
+    table_P = np.repeat(np.array(columns, np.int32), bags // len(columns))
+    return gpu.put(rows_of_columns(bags, len(columns))), gpu.put(table_P)
+
+
+@functools.lru_cache(maxsize=64)
+def _state_of(values: bytes, gpu: Gpu, stream: int) -> torch.Tensor:
+    """First values of the state of a row, float32, on the device."""
+    return gpu.put(np.frombuffer(values, np.float32).copy())
 
 
 def backend_at(device: torch.device) -> CudaBackend:

@@ -118,8 +118,14 @@ def _loops_of_keys() -> Cases:
         "items": (hash_index_cuda.items_loop, (_CELLS, _TABLES, _KEYS, _KEYS, _KEYS)),
         "admit": (
             slots_cuda.acquire_loop,
-            (_CELLS, _TABLES, _KEYS, _KEYS, "int32[1]", _KEYS, "int64", "int64", _KEYS, _KEYS, _KEYS),
+            (_CELLS, _TABLES, _KEYS, _KEYS, "int32[1]", _KEYS, "int64", "int64", _KEYS, _KEYS, _KEYS, _KEYS),
         ),
+        "new slots": (slots_cuda.new_slots_loop, (*[_KEYS] * 5, "int64", _KEYS)),
+        "insert and pin": (
+            slots_cuda.admit_loop,
+            (_CELLS, _TABLES, *[_KEYS] * 5, _TABLES, _KEYS, _KEYS, "int32[1]", "bool[1]", "int64", _KEYS),
+        ),
+        "mark dirty": (slots_cuda.mark_dirty_loop, (_KEYS, "bool[1]")),
         "release": (slots_cuda.release_loop, (_KEYS, "int32[1]")),
         "count pinned": (slots_cuda.count_pinned_loop, ("int32[1]", "int64", _KEYS)),
         "bags": (pool_cuda.bags_loop, (_KEYS, _TABLES, "int32[1]", "int64", _KEYS, _TABLES, _KEYS)),
@@ -143,6 +149,7 @@ def _loops_of_weights(dtype: str) -> Cases:
         of = f"{dtype} x{width}"
         found |= {
             f"gather {of}": (gather_cuda.gather_loop.at(V=width), (weights, _KEYS, _KEYS, weights)),
+            f"gather or {of}": (gather_cuda.gather_or_loop.at(V=width), (weights, _KEYS, weights, _KEYS, weights)),
             f"pool {of}": (pool_cuda.pool_loop.at(V=width), (*bags, _FLOATS, weights)),
             f"pool max {of}": (pool_cuda.pool_max_loop.at(V=width), (*bags, weights, "int32[2]")),
             f"spread max grads {of}": (

@@ -30,6 +30,38 @@ def gather_loop(weight_SX: Array, slot_U: Array, inverse_N: Array, out_ND: Array
         n += cuda.gridDim.x * cuda.blockDim.y
 
 
+@cuda
+def gather_or_loop(weight_SX: Array, slot_U: Array, other_UX: Array, inverse_N: Array, out_ND: Array) -> None:
+    """out_ND[n] = the weights of key u = inverse_N[n] in slot slot_U[u], or those in other_UX[u] where that is -1;
+    zeros for padding."""
+    dim = out_ND.shape[1]
+    n = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
+    while n < inverse_N.shape[0]:
+        u = inverse_N[n]
+        s = slot_U[u] if u >= 0 else u
+        d = cuda.threadIdx.x * V
+        while d < dim:
+            if u < 0:
+                for i in range(V):
+                    out_ND[n, d + i] = 0
+            elif s < 0:
+                move(out_ND, n, d, other_UX, u, d)
+            else:
+                move(out_ND, n, d, weight_SX, s, d)
+            d += cuda.blockDim.x * V
+        n += cuda.gridDim.x * cuda.blockDim.y
+
+
+def gather_or_cuda(
+    weight_SX: torch.Tensor, slot_U: torch.Tensor, other_UX: torch.Tensor, inverse_N: torch.Tensor,
+    out_ND: torch.Tensor, *, gpu: Gpu,
+) -> None:  # fmt: skip
+    """As `gather_cuda`, but the weights of a key without a slot, -1, are those in `other_UX`, [U, X]."""
+    size, dim = out_ND.shape
+    v = vector_width(dim, weight_SX, other_UX, out_ND)
+    gpu.run_rows(gather_or_loop.at(V=v), size, dim // v, weight_SX, slot_U, other_UX, inverse_N, out_ND)
+
+
 def gather_cuda(
     weight_SX: torch.Tensor, slot_U: torch.Tensor, inverse_N: torch.Tensor, out_ND: torch.Tensor, *, gpu: Gpu
 ) -> None:

@@ -21,7 +21,9 @@ from oneemb.kernels.hash_index import hash_key
 from oneemb.kernels.jit import Number, cuda, rule
 from oneemb.kernels.jit_code import mul_high
 
-_PLACE_BITS = 40
+PLACE_BITS = 40
+"""Bits of a cell's word that hold the place."""
+
 _PLACE_MASK = (1 << 40) - 1
 
 
@@ -40,7 +42,7 @@ def seek(cell_C2: Array, table: Number, id: Number) -> Number:
         word = cell_C2[c, 1]
         if word == 0:
             return -1
-        if word > 0 and cell_C2[c, 0] == id and word >> _PLACE_BITS == table:
+        if word > 0 and cell_C2[c, 0] == id and word >> PLACE_BITS == table:
             return c
         c += 1
         if c == cells:
@@ -49,7 +51,7 @@ def seek(cell_C2: Array, table: Number, id: Number) -> Number:
 
 
 @cuda.inner
-def _claim(cell_C2: Array, table: Number, id: Number, word: Number) -> Number:
+def claim(cell_C2: Array, table: Number, id: Number, word: Number) -> Number:
     """Insert a key that is not in the index: 1 = in a cell never taken before, 0 = in a tombstone, -1 = all are
     taken."""
     cells = cell_C2.shape[0]
@@ -84,7 +86,7 @@ def insert_loop(cell_C2: Array, table_U: Array, id_U: Array, place_U: Array, cou
     """Insert keys. count_2[0] counts the cells taken for the first time, count_2[1] the keys that found no cell."""
     u = cuda.grid(1)
     while u < id_U.shape[0]:
-        taken = _claim(cell_C2, table_U[u], id_U[u], (np.int64(table_U[u]) << _PLACE_BITS) | (place_U[u] + 1))
+        taken = claim(cell_C2, table_U[u], id_U[u], (np.int64(table_U[u]) << PLACE_BITS) | (place_U[u] + 1))
         if taken > 0:
             cuda.atomic.add(count_2, 0, 1)
         elif taken < 0:
@@ -112,7 +114,7 @@ def rehash_loop(cell_C2: Array, to_C2: Array, count_2: Array) -> None:
     while c < cell_C2.shape[0]:
         word = cell_C2[c, 1]
         if word > 0:
-            taken = _claim(to_C2, word >> _PLACE_BITS, cell_C2[c, 0], word)
+            taken = claim(to_C2, word >> PLACE_BITS, cell_C2[c, 0], word)
             cuda.atomic.add(count_2, 0 if taken > 0 else 1, 1)
         c += cuda.gridsize(1)
 
@@ -125,7 +127,7 @@ def items_loop(cell_C2: Array, table_N: Array, id_N: Array, place_N: Array, size
         word = cell_C2[c, 1]
         if word > 0:
             n = cuda.atomic.add(size_1, 0, 1)
-            table_N[n] = word >> _PLACE_BITS
+            table_N[n] = word >> PLACE_BITS
             id_N[n] = cell_C2[c, 0]
             place_N[n] = (word & _PLACE_MASK) - 1
         c += cuda.gridsize(1)

@@ -107,6 +107,9 @@ class HostBackend:
     def counted(self, keys: Any) -> UniqueKeys | KeysByTable:
         return keys
 
+    def checked(self, keys: Any) -> UniqueKeys | KeysByTable:
+        return keys
+
     def copy_words_in(self, row_SW: np.ndarray, slot_U: np.ndarray, first: int, word_UX: np.ndarray) -> None:
         copy_words_in(row_SW, slot_U, first, word_UX, threads=self.threads)
 

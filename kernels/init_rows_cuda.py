@@ -30,30 +30,32 @@ def init_loop(
     weight_SX: Array, row_SW: Array, slot_U: Array, table_U: Array, id_U: Array, seed: Number, kind_TC: Array,
     param_TC4: Array, end_C: Array, state: Array, state_begin: Number,
 ) -> None:  # fmt: skip
-    """Write the weights and state of new rows. A group of threads shares a row, four weights a turn."""
+    """Write the weights and state of new rows; slot -1 is none. A group of threads shares a row, four weights a
+    turn."""
     dim = end_C[end_C.shape[0] - 1]
     u = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
     while u < slot_U.shape[0]:
         s = slot_U[u]
-        table = table_U[u]
-        id = np.uint64(id_U[u])
-        block = cuda.threadIdx.x
-        while block < (dim + 3) // 4:
-            a, b, c, d = philox(id, id >> np.uint64(32), table, block, seed)
-            for i in range(4):
-                w = 4 * block + i
-                if w < dim:
-                    column = 0
-                    while end_C[column] <= w:
-                        column += 1
-                    word = a if i == 0 else b if i == 1 else c if i == 2 else d
-                    x = np.float32(draw(kind_TC[table, column], param_TC4[table, column], word, id))
-                    weight_SX[s, w] = from_float32(x, weight_SX[s, w])
-            block += cuda.blockDim.x
-        z = cuda.threadIdx.x
-        while z < state.shape[0]:
-            row_SW[s, state_begin + z] = state[z]
-            z += cuda.blockDim.x
+        if s >= 0:
+            table = table_U[u]
+            id = np.uint64(id_U[u])
+            block = cuda.threadIdx.x
+            while block < (dim + 3) // 4:
+                a, b, c, d = philox(id, id >> np.uint64(32), table, block, seed)
+                for i in range(4):
+                    w = 4 * block + i
+                    if w < dim:
+                        column = 0
+                        while end_C[column] <= w:
+                            column += 1
+                        word = a if i == 0 else b if i == 1 else c if i == 2 else d
+                        x = np.float32(draw(kind_TC[table, column], param_TC4[table, column], word, id))
+                        weight_SX[s, w] = from_float32(x, weight_SX[s, w])
+                block += cuda.blockDim.x
+            z = cuda.threadIdx.x
+            while z < state.shape[0]:
+                row_SW[s, state_begin + z] = state[z]
+                z += cuda.blockDim.x
         u += cuda.gridDim.x * cuda.blockDim.y
 
 

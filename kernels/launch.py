@@ -25,6 +25,9 @@ from oneemb.kernels.jit import SIMULATED, CudaLoop
 _BLOCK = 8 if SIMULATED else 256
 _BLOCKS_MAX = 3 if SIMULATED else 1 << 16
 
+# Bytes of an array up to which it goes to the device by way of page-locked memory, without a wait.
+_PAGE_LOCKED_MAX = 1 << 22
+
 _DRIVER_MIN = 13000  # CUDA 13.0 in cuDriverGetVersion's form, which compiled loops need
 
 
@@ -33,7 +36,8 @@ class Gpu:
 
     Attributes:
         device: where the tensors of loops live: the GPU, or in the simulator the CPU.
-        launches, waits: loops launched so far, and how often a host thread has waited for numbers from the device.
+        launches, waits: loops launched so far, and how often a host thread has waited for the device: for numbers from
+            it, or for a copy from or to memory of the host that is not page-locked.
 
     Raises:
         RuntimeError: PyTorch has no CUDA, there is no GPU or its driver is too old; the message says what to install.
@@ -75,8 +79,18 @@ class Gpu:
         return torch.cuda.mem_get_info(self.device)[0] + held_bytes
 
     def put(self, array: np.ndarray) -> torch.Tensor:
-        """A copy of an array on the device."""
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, copy=True)
+        """A copy of an array on the device. The host waits for a large one."""
+        source = torch.from_numpy(np.ascontiguousarray(array))
+        if self.device.type == "cuda" and 0 < source.nbytes <= _PAGE_LOCKED_MAX:
+            # torch keeps the page-locked memory from others until the copy has ended.
+            return source.pin_memory().to(self.device, non_blocking=True, copy=True)
+        self.waits += source.nbytes > _PAGE_LOCKED_MAX
+        return source.to(self.device, copy=True)
+
+    def to_host(self, tensor: torch.Tensor) -> np.ndarray:
+        """A copy of a tensor on the host, which waits until the current stream has computed it."""
+        self.waits += 1
+        return tensor.cpu().numpy()
 
     def read(self, tensor: torch.Tensor) -> list[Any]:
         """The values of a small tensor, int64 or float64. The host waits until the current stream has computed them."""
@@ -91,6 +105,10 @@ class Gpu:
         found = buffer[: tensor.numel()].copy_(tensor.reshape(-1), non_blocking=True)
         torch.cuda.current_stream(self.device).record_event().synchronize()
         return found.tolist()
+
+    def read_later(self, tensor: torch.Tensor) -> "Later":
+        """The values of a small tensor as they are now on the current stream, without a wait."""
+        return Later(self, tensor)
 
     def wait(self) -> None:
         """Wait for all work that was launched on the device, on any stream."""
@@ -109,6 +127,13 @@ class Gpu:
             lanes = min(32, _BLOCK // 2, 1 << max(0, columns - 1).bit_length())
             groups = _BLOCK // lanes
             self._launch(loop, min(-(-rows // groups), _BLOCKS_MAX), lanes, groups, args)
+
+    block_threads = _BLOCK if SIMULATED else 1024
+    """Threads of a loop of one block."""
+
+    def run_block(self, loop: CudaLoop, *args: Any) -> None:
+        """Launch a loop of one block."""
+        self._launch(loop, 1, self.block_threads, 1, args)
 
     def _launch(self, loop: CudaLoop, blocks: int, threads_x: int, threads_y: int, args: tuple) -> None:
         self.launches += 1
@@ -166,6 +191,33 @@ def _simulate(loop: CudaLoop, blocks: int, threads: tuple[int, int], args: tuple
 
     with _simulator:
         jit_cuda.kernel_of(loop)[blocks, threads](*map(as_simulated, args))
+
+
+class Later:
+    """Values of a small tensor of a device, on their way to the host."""
+
+    def __init__(self, gpu: Gpu, tensor: torch.Tensor):
+        self._gpu = gpu
+        self._event: torch.cuda.Event | None = None
+        if gpu.device.type != "cuda":
+            self._found = tensor.reshape(-1).clone()
+            return
+        self._found = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=True, device="cpu")
+        self._found.copy_(tensor.reshape(-1), non_blocking=True)
+        self._event = torch.cuda.current_stream(gpu.device).record_event()
+
+    @property
+    def ready(self) -> bool:
+        """Whether `values` would not wait."""
+        return self._event is None or self._event.query()
+
+    def values(self) -> list[Any]:
+        """The values; the host waits until they have come."""
+        if not self.ready:
+            self._gpu.waits += 1
+            if self._event is not None:
+                self._event.synchronize()
+        return self._found.tolist()
 
 
 _simulator = threading.Lock()  # it runs one launch at a time

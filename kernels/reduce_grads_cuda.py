@@ -52,6 +52,10 @@ class Segments(NamedTuple):
     def scaled(self) -> bool:
         return self.scale_N.shape[0] > 0
 
+    def cut(self, size: int) -> "Segments":
+        """The segments of the first `size` keys, beyond which there are none."""
+        return self._replace(begin_U1=self.begin_U1[: size + 1], part_U1=self.part_U1[: size + 1])
+
 
 @rule
 def is_nonfinite(x: Number) -> Number:
@@ -154,13 +158,18 @@ def reduce_loop(
     grad_NX: Array, order_N: Array, scale_N: Array, begin_U1: Array, part_U1: Array, part_PD: Array, grad_UD: Array,
     finite_U: Array,
 ) -> None:  # fmt: skip
-    """Write each key's sum; finite_U[u] turns 0 where a value of it is not finite."""
+    """Write each key's sum, zeros for places beyond the keys there are; finite_U[u] turns 0 where a value of it is not
+    finite."""
     sum_V = cuda.local.array(V, np.float32)
     u = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
     while u < grad_UD.shape[0]:
         d = cuda.threadIdx.x * V
         while d < grad_UD.shape[1]:
-            sum_segment(sum_V, grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD, u, d)
+            if begin_U1[u] < begin_U1[u + 1]:
+                sum_segment(sum_V, grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD, u, d)
+            else:
+                for i in range(V):
+                    sum_V[i] = 0
             store(grad_UD, u, d, sum_V)
             for i in range(V):
                 if is_nonfinite(sum_V[i]):

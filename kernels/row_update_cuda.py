@@ -7,8 +7,8 @@ A group of threads shares a row; each takes V weights at a time, with their stat
 every row is aligned to that. An optimizer whose rule needs nothing but one weight, its state and its gradient is run
 by `element_loop`; one that first needs numbers of the whole row by `row_loop`. See oneemb.kernels.rule_loops.
 
-Invariants: those of oneemb.kernels.row_update; and where go_1[0] is 0, which a check on the device may set, nothing is
-written.
+Invariants: those of oneemb.kernels.row_update; slot -1, of places beyond the keys there are, is left out; and where
+go_1[0] is 0, which a check on the device may set, nothing is written.
 """
 
 import functools
@@ -117,7 +117,7 @@ def element_loop(
     u = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
     while u < slot_U.shape[0] and go_1[0] != 0:
         s = slot_U[u]
-        d = cuda.threadIdx.x * V
+        d = cuda.threadIdx.x * V if s >= 0 else dim
         while d < dim:
             gradient(g_V, grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD, u, d)
             elements(weight_SX, row_SW, s, d, state_begin, dim, g_V, scalars)
@@ -225,11 +225,12 @@ def row_loop(
     first = cuda.blockIdx.x * groups
     while first < slot_U.shape[0] and go_1[0] != 0:
         u = first + cuda.threadIdx.y
+        live = u < slot_U.shape[0] and slot_U[u] >= 0
         own = cuda.threadIdx.y * lanes
         sum_2[0] = np.float32(0)
         sum_2[1] = np.float32(0)
         if SUMS:
-            if u < slot_U.shape[0]:
+            if live:
                 d = lane * V
                 while d < dim:
                     gradient(g_V, grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD, u, d)
@@ -245,11 +246,11 @@ def row_loop(
             cuda.syncthreads()
             sum_2[0] = np.float32(0)
             sum_2[1] = np.float32(0)
-            if u < slot_U.shape[0]:
+            if live:
                 for k in range(lanes):
                     sum_2[0] = plus(sum_2[0], share_x[own + k])
                     sum_2[1] = plus(sum_2[1], share_y[own + k])
-        if u < slot_U.shape[0]:
+        if live:
             s = slot_U[u]
             rates = rate_of(sum_2[0], sum_2[1], np.float32(dim), row_state(row_SW, s, at), *scalars)
             d = lane * V
@@ -258,7 +259,7 @@ def row_loop(
                 elements(weight_SX, row_SW, s, d, state_begin, dim, g_V, rates[1:] + scalars)
                 d += lanes * V
         cuda.syncthreads()  # the row's state has been read by all, and so have the shares
-        if u < slot_U.shape[0] and lane == 0:
+        if live and lane == 0:
             keep_row_state(row_SW, slot_U[u], at, rates[0])
         first += cuda.gridDim.x * groups
 

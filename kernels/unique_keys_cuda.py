@@ -41,10 +41,12 @@ class DeviceKeys(NamedTuple):
     """int64 [N]: the unique key of each id; -1 for padding"""
     check: Callable[[], object] | None = None
     """Raises what is wrong with tables and offsets; None = nothing can be wrong."""
+    exact: bool = False
+    """Whether the arrays are as long as there are keys, and tables and offsets are valid."""
 
     def cut(self, size: int) -> "DeviceKeys":
         """The same with the room beyond the U = `size` keys cut off."""
-        return self._replace(table_U=self.table_U[:size], id_U=self.id_U[:size], head_U=self.head_U[:size])
+        return self._replace(table_U=self.table_U[:size], id_U=self.id_U[:size], head_U=self.head_U[:size], exact=True)
 
 
 @cuda

@@ -223,7 +223,8 @@ class EmbeddingStore:
             uses_U: int64, number of ids in the batch for each key, for policies; None = the counts in `keys`.
 
         Returns:
-            slot_U, int64 [U], valid until it is released; and the keys, cut to their actual number U.
+            slot_U, int64 [U], valid until it is released; and the keys, cut to their actual number U, or on a GPU
+            perhaps not: see `HotRows.acquire`.
 
         Raises:
             StoreFullError: a tier is too small, or the capacity or the limit of replicated tables is reached; nothing

@@ -1,9 +1,11 @@
-"""Functions that write or erase rows of a store by key, or copy or visit all rows."""
+"""Functions that read, write or erase rows of a store by key, or copy or visit all rows."""
 
 from dataclasses import replace
 
 import numpy as np
 
+from oneemb.kernels.arrays import Array
+from oneemb.kernels.backend import Keys
 from oneemb.kernels.owner import owner_of
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.errors import StorageError
@@ -91,6 +93,15 @@ def set_rows(store: EmbeddingStore, table_U: np.ndarray, id_U: np.ndarray, row_U
         store.mark_dirty(keys.table_U, slot_U)
     finally:
         store.release(slot_U)
+
+
+@reading
+def gather_rows(store: EmbeddingStore, keys: Keys, out_ND: Array) -> bool:
+    """Write the weights of each id of the batch of `keys` into out_ND without a wait for a GPU, zeros for padding; ids
+    without a row read as in `read`. False where that is not possible: nothing is written then."""
+    store.check_open()
+    new_rows = store.rows.new_rows
+    return store.built and store.hot.gather(keys, store.format.weights, new_rows.absent_weights, out_ND)
 
 
 @reading

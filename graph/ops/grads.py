@@ -1,13 +1,13 @@
 """Gradients of rows, summed for each key."""
 
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 
 from oneemb.kernels.arrays import Array, Terms
-from oneemb.kernels.backend import Backend, Segments
+from oneemb.kernels.backend import Backend, Keys, Segments
 from oneemb.kernels.hash_index import TABLE_MAX
 from oneemb.storage.embedding_store import EmbeddingStore, weights_in
 from oneemb.storage.merged_store import MergedStore
@@ -34,6 +34,7 @@ class RowGrads:
         segments: the gradients of ids, grouped by unique key; None = `sums` is given.
         sums: (grad_UD, finite_U), see the property; None = `segments` is given.
         stores: for merged stores, the stores whose lookups got a gradient; None = all.
+        unique: the keys whose arrays may have room for more than there are, see `counted`; None = they have not.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class RowGrads:
         segments: Segments | None = None,
         sums: tuple[Array, Array] | None = None,
         stores: tuple[EmbeddingStore, ...] | None = None,
+        unique: Keys | None = None,
     ):
         self.store = store
         self.generation = generation
@@ -54,6 +56,22 @@ class RowGrads:
         self.segments = segments
         self.stores = store.members if stores is None else stores
         self._sums = sums
+        self._unique = unique
+
+    def counted(self) -> "RowGrads":
+        """The same with arrays that are cut to the actual number of keys, for which a GPU is waited for. Only updates
+        take arrays with more room, where slots are -1."""
+        if self._unique is None:
+            return self
+        size = len(self.store.backend.counted(self._unique).id_U)
+        self._unique = None
+        if size < len(self.id_U):
+            self.table_U, self.id_U, self.slot_U = self.table_U[:size], self.id_U[:size], self.slot_U[:size]
+            if self.segments is not None:
+                self.segments = cast(Any, self.segments).cut(size)  # Those of the host have no more room.
+            if self._sums is not None:
+                self._sums = self._sums[0][:size], self._sums[1][:size]
+        return self
 
     @property
     def sums(self) -> tuple[Array, Array]:
@@ -89,7 +107,8 @@ class RowGrads:
         """The same gradients with other slots, for rows that have moved."""
         keys = self.table_U, self.id_U, slot_U
         return RowGrads(
-            self.store, generation, *keys, segments=self.segments, sums=self._sums, stores=self.stores
+            self.store, generation, *keys, segments=self.segments, sums=self._sums, stores=self.stores,
+            unique=self._unique,
         )  # fmt: skip
 
     def before_change(self) -> None:
@@ -104,6 +123,7 @@ class RowGrads:
                 break
         else:
             return
+        self.counted()
         weight_UD = weights_in(store.weight_SX, self.slot_U, store.format, store.backend)
         if isinstance(store, EmbeddingStore):
             store.before_change(self.table_U, self.id_U, weight_UD)
@@ -116,6 +136,7 @@ class RowGrads:
 
     def of_tables(self, tables: Collection[int]) -> "RowGrads":
         """The gradients of the keys of `tables`."""
+        self.counted()
         table_U = self.store.backend.tensor(self.table_U)
         wanted_U = torch.isin(table_U, torch.tensor(sorted(tables), dtype=table_U.dtype, device=table_U.device))
         if bool(wanted_U.all()):
@@ -124,6 +145,7 @@ class RowGrads:
 
     def rows(self, u: Array) -> "RowGrads":
         """The gradients of the keys with the indices `u`, summed."""
+        self.counted()
         keys = self.table_U[u], self.id_U[u], self.slot_U[u]
         return RowGrads(self.store, self.generation, *keys, sums=(self.grad_UD[u], self.finite_U[u]))
 
@@ -137,6 +159,8 @@ def join_grads(parts: Sequence[RowGrads]) -> RowGrads | None:
     """Gradients of one store, joined: those of equal keys are to be summed in the order of `parts`. None = no parts."""
     if len(parts) < 2:
         return parts[0] if parts else None
+    for part in parts:
+        part.counted()
     store, stores = parts[0].store, tuple({member: None for part in parts for member in part.stores})
     backend = store.backend
     table_N, id_N, slot_N, grad_ND = (

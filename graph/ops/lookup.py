@@ -21,7 +21,7 @@ import torch
 from oneemb.graph.ops.grads import RowGrads, Summed, add_sums, nowhere, sum_over_passes
 from oneemb.graph.ops.keys import DTYPES, Keys
 from oneemb.graph.ops.op import LOOKUP, Op
-from oneemb.graph.ops.reading import check_place, measure_gather, read_rows, scales_of, spread_max_grads
+from oneemb.graph.ops.reading import check_place, gathered, measure_gather, read_rows, scales_of, spread_max_grads
 from oneemb.graph.ops.requests import CutBags, Request, Requested
 from oneemb.graph.ranks import Ranks
 from oneemb.kernels.arrays import Array, Bags, RowsOfIds
@@ -251,10 +251,10 @@ class Lease:
         slot_U = nowhere(backend, len(unique.id_U)) if self.slot_U is None else self.slot_U
         keys = self.store, self.generation, unique.table_U, unique.id_U, slot_U
         if isinstance(grads[0], Summed):
-            return RowGrads(*keys, sums=add_sums(cast("Sequence[Summed]", grads), backend))
+            return RowGrads(*keys, sums=add_sums(cast("Sequence[Summed]", grads), backend), unique=unique)
         grad_NX = backend.array(self.sum_passes(cast("Sequence[torch.Tensor]", grads)).contiguous())
         bags = self.keys.bags if self.argmax_PD is None else None
-        return RowGrads(*keys, segments=backend.segments(unique, bags, grad_NX, self.scale_N))
+        return RowGrads(*keys, segments=backend.segments(unique, bags, grad_NX, self.scale_N), unique=unique)
 
     def reduce_once(self, grads: Sequence[torch.Tensor | Summed]) -> RowGrads:
         """Result of `reduce`. The lease keeps it, and returns it again for the same gradients."""
@@ -283,6 +283,8 @@ class Lease:
                 return self._sum_parts(self.remote, self.remote.request.cut)
             return self._read(self.remote.weight_SX, self.remote.slot_U)
         if slot_U is None:
+            if (found := gathered(store, self.keys)) is not None:
+                return found
             row_UW, unique = store.read(self.keys.unique)
             self._keys = dataclasses.replace(self.keys, unique=unique)
             return self._read(store.format.weights(row_UW), store.backend.arange(len(row_UW)))
@@ -369,9 +371,12 @@ class LeaseAgain(Lease):
 
     def _repeats(self, first: Lease) -> bool:
         """Whether `first` is the lease of a first lookup of the same keys."""
-        if isinstance(first, LeaseAgain) or first.slot_U is None or len(first.slot_U) != len(self.keys.unique.id_U):
+        if isinstance(first, LeaseAgain) or first.slot_U is None:
             return False
-        tensor, one, other = self.store.backend.tensor, self.keys.unique, first.keys.unique
+        backend = self.store.backend
+        tensor, one, other = backend.tensor, backend.counted(self.keys.unique), backend.counted(first.keys.unique)
+        if len(one.id_U) != len(other.id_U):
+            return False
         return torch.equal(tensor(one.id_U), tensor(other.id_U)) and torch.equal(
             tensor(one.table_U), tensor(other.table_U)
         )
@@ -411,7 +416,7 @@ def acquire_later(store: EmbeddingStore, keys: Keys) -> Lease:
     """
     check_place(store, keys.backend)
     # On a GPU tables and offsets are checked here, before anything uses them.
-    return Lease(store, dataclasses.replace(keys, unique=keys.backend.counted(keys.unique)))
+    return Lease(store, dataclasses.replace(keys, unique=keys.backend.checked(keys.unique)))
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from oneemb.kernels.host_backend import backend_of
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.merged_store import MergedStore
 from oneemb.storage.rows.row_format import RowFormat
+from oneemb.storage.store_rows import gather_rows
 
 
 class ReadRows(Protocol):
@@ -69,6 +70,16 @@ def read_rows(
     return out, argmax_PD
 
 
+def gathered(store: ReadRows, keys: Keys) -> torch.Tensor | None:
+    """The weights of each id, read without a wait for a GPU; None where that is not possible. Keys without a row read
+    as in `read`."""
+    if not store.backend.waits or keys.bags is not None or not isinstance(store, EmbeddingStore):
+        return None
+    backend, layout = store.backend, store.format
+    out = torch.empty(*keys.shape, layout.dim, dtype=DTYPES[layout.dtype], device=backend.device)
+    return out if gather_rows(store, keys.unique, backend.array(out.view(-1, layout.dim))) else None
+
+
 def spread_max_grads(keys: Keys, argmax_PD: Array, grad_PD: torch.Tensor, backend: Backend) -> torch.Tensor:
     """Gradients of ids, [N, D], from the gradients of their bags' maxima: each value goes to the id that gave the
     maximum."""
@@ -111,6 +122,8 @@ def peek(
         TypeError, ValueError: as `gather`; or the ids are not on the device of the embedding.
     """
     check_place(store, keys.backend)
+    if per_sample_weights is None and pooling == "sum" and (found := gathered(store, keys)) is not None:
+        return found
     row_UW, unique = store.read(keys.unique)  # on a GPU tables and offsets are checked here, before anything uses them
     keys = dataclasses.replace(keys, unique=unique)
     sums = per_sample_weights is None and pooling == "sum"

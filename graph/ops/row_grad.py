@@ -107,6 +107,7 @@ class RowGrad(torch.Tensor):
         grads, backend = self.reduce(), self.store.backend
         if grads is None:
             return torch.empty(0, dtype=torch.int32, device="cpu"), torch.empty(0, dtype=torch.int64, device="cpu")
+        grads.counted()
         return backend.tensor(grads.table_U), backend.tensor(grads.id_U)
 
     def row_values(self) -> torch.Tensor:
@@ -114,7 +115,7 @@ class RowGrad(torch.Tensor):
         grads = self.reduce()
         if grads is None:
             return torch.empty(0, self.shape[1], device=self.device, dtype=torch.float32)
-        return self.store.backend.tensor(grads.grad_UD).clone()
+        return self.store.backend.tensor(grads.counted().grad_UD).clone()
 
     def acquire(self) -> RowGrads | None:
         """The gradient of each row, still to be summed, with its slot. The rows are resident, and pinned until `unpin`.
@@ -171,6 +172,7 @@ class RowGrad(torch.Tensor):
         self.changes += 1
         if grads is not None:
             backend = self.store.backend
+            grads.counted()
             with np.errstate(invalid="ignore", over="ignore"):
                 self.summed = grads.with_sums(backend.array(change(backend.tensor(grads.grad_UD))))
             self.holders = list(dict.fromkeys([*self.holders, *(lease for lease, *_ in self.passes)]))
@@ -336,6 +338,8 @@ def _norms(row_grads: Sequence[RowGrad], ord: float = 2, *, dtype: Any = None) -
     norms = []
     for grad in row_grads:
         grads = grad.reduce()
+        if grads is not None:
+            grads.counted()
         if grads is not None and grad.ranks.size > 1 and grad.store.replicas:
             grads = _counted(grads, grad.store)
         norms.append(0.0 if grads is None else grad.store.backend.norm(grads.grad_UD, float(ord)))

@@ -244,6 +244,7 @@ def _surely_finite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads
 def _find_nonfinite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads]) -> str | None:
     """Text about the first gradient that is not finite; None = all are finite."""
     for row_grads in grads:
+        row_grads.counted()
         finite_U = row_grads.store.backend.tensor(row_grads.finite_U).cpu().numpy()
         if not finite_U.all():
             u = int(np.argmin(finite_U))

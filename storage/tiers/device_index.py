@@ -52,23 +52,40 @@ class DeviceIndex:
         slots, int64 [U], -1 for an absent key, cut to as many keys as there are; the number of absent keys; and
         whether tables or offsets are invalid."""
         slot_U = self._gpu.empty(len(keys.id_U), dtype=torch.int64)
-        count_4 = self._gpu.full(4, value=0, dtype=torch.int64)
-        self._gpu.run(
-            acquire_loop, len(slot_U), self.cell_C2, keys.table_U, keys.id_U, keys.size_2, pin_S, score_S, pins, tick,
-            slot_U, self.inserted_2, count_4,
-        )  # fmt: skip
+        none = self._gpu.empty(0, dtype=torch.int64)
+        count_4 = self.launch_find(keys, pin_S, score_S, pins, tick, slot_U, none)
         # Bags of no ids have a size_2 that no launch has copied.
         counts = self._gpu.read(count_4) if len(slot_U) else [0, *self._gpu.read(keys.size_2), 0]
         missed, size, wrong, lost = counts
         self.check_inserted(lost)
         return slot_U[:size], missed, bool(wrong)
 
+    def launch_find(
+        self, keys: DeviceKeys, pin_S: torch.Tensor, score_S: torch.Tensor, pins: int, tick: int, slot_U: torch.Tensor,
+        new_U: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """Launch `acquire_loop`, which fills slot_U and new_U. Returns its count_4."""
+        count_4 = self._gpu.full(4, value=0, dtype=torch.int64)
+        self._gpu.run(
+            acquire_loop, len(slot_U), self.cell_C2, keys.table_U, keys.id_U, keys.size_2, pin_S, score_S, pins, tick,
+            slot_U, new_U, self.inserted_2, count_4,
+        )  # fmt: skip
+        return count_4
+
+    def has_room(self, more: int) -> bool:
+        """Whether this many keys beyond those here fit without growth."""
+        return self._taken + more <= int(len(self.cell_C2) * _LOAD_MAX)
+
+    def note_inserted(self, size: int) -> None:
+        """Count keys that a loop has put into the cells."""
+        self._size += size
+        self._taken += size
+
     def insert(self, table_U: torch.Tensor, id_U: torch.Tensor, place_U: torch.Tensor) -> None:
         """Put distinct keys that are not here."""
         self.reserve(len(id_U))
         self._gpu.run(insert_loop, len(id_U), self.cell_C2, table_U, id_U, place_U, self.inserted_2)
-        self._size += len(id_U)
-        self._taken += len(id_U)
+        self.note_inserted(len(id_U))
 
     def erase(self, table_U: torch.Tensor, id_U: torch.Tensor) -> torch.Tensor:
         """Take distinct keys out. Returns the places they had, -1 for a key that was not here: int64 [U]."""
@@ -89,7 +106,7 @@ class DeviceIndex:
 
     def reserve(self, more: int) -> None:
         """Make room for this many keys beyond those here. A torch.OutOfMemoryError has changed nothing."""
-        if self._taken + more <= int(len(self.cell_C2) * _LOAD_MAX):
+        if self.has_room(more):
             return
         # Cells given up count until the index is built anew; where they are many it need not grow for that.
         cells = self._empty_cells(2 * (self._size + more))

@@ -36,7 +36,7 @@ def enlarge(
     before = arrays()
     have = len(before[0])
     try:
-        hold([_enlarged(array, size, device) for array in before])
+        hold(enlarged(before, size, device))
         return
     except torch.OutOfMemoryError:
         kept = [array.cpu() if array.is_cuda else array.clone() for array in before]
@@ -45,11 +45,11 @@ def enlarge(
     failure: BaseException | None = None
     for trial in (size, need):
         try:
-            hold([_enlarged(array, trial, device) for array in kept])
+            hold(enlarged(kept, trial, device))
             return
         except torch.OutOfMemoryError as error:
             failure = error.with_traceback(None)  # The frames of the traceback would keep the allocated arrays alive.
-    hold([_enlarged(array, have, device) for array in kept])
+    hold(enlarged(kept, have, device))
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
     fits = have + free // limits.slot_bytes
     raise StoreFullError(
@@ -57,6 +57,11 @@ def enlarge(
         f" {limits.mebibytes(limits.slots)} MiB, and the device has {free // 2**20} MiB left, enough for about"
         f" {fits} rows; give the store a cache_budget_mb, or a smaller one, or free memory on the device"
     ) from failure
+
+
+def enlarged(arrays: Arrays, size: int, device: torch.device) -> Arrays:
+    """Copies of arrays with room for `size` slots."""
+    return [_enlarged(array, size, device) for array in arrays]
 
 
 def _enlarged(array: torch.Tensor, size: int, device: torch.device) -> torch.Tensor:
@@ -164,6 +169,7 @@ class PinnedRows:
 
     def _wait(self) -> None:
         if self._left is not None:
+            self._gpu.waits += 1
             self._left.synchronize()
             self._left = None
 

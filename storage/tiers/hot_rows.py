@@ -103,7 +103,8 @@ class HotRows(Tier, Protocol):
         """Bring the rows of these keys into this tier, initialize new rows, and add one pin to each row.
 
         Returns:
-            slot_U, int64 [U], valid until it is released; and the keys, cut to their actual number U.
+            slot_U, int64 [U], valid until it is released; and the keys, cut to their actual number U. On a GPU both may
+            have room for more: slots beyond the actual number are -1, and `Backend.counted` cuts the keys.
 
         Raises:
             StoreFullError: the rows do not fit beside those that are pinned, or there would be too many.
@@ -138,6 +139,16 @@ class HotRows(Tier, Protocol):
     def read(self, keys: Keys) -> tuple[Array, Keys]:
         """Copies of the rows of these keys, float32 [U, at least W], with the values of absent rows for keys that have
         no row; and the keys, cut to their actual number U."""
+
+    def gather(self, keys: Keys, weights: Callable[[Array], Array], absent: InitRows, out_ND: Array) -> bool:
+        """Write the weights of each id of a batch into out_ND, zeros for padding, without a wait of the host. False
+        where that is not possible: nothing is written then.
+
+        Args:
+            weights: gives the bits of weights in an array of rows.
+            absent: writes the bits of weights that keys without a row read as: absent(weight_UX, place_U, table_U,
+                id_U), where place -1 is nowhere.
+        """
 
     def slots_of(self, table_N: Array, id_N: Array) -> Array:
         """Slots of rows, in a tier with stable slots, which may be read in place without a pin: int64 [N], -1 for an

@@ -199,6 +199,9 @@ class HotTier(MemoryTier):
         self._absent(row_UW, missing, keys.table_U[missing], keys.id_U[missing])
         return row_UW, keys
 
+    def gather(self, keys: Keys, weights: object, absent: object, out_ND: np.ndarray) -> bool:
+        return False  # `slots_of` says where rows can be read.
+
     def slots_of(self, table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray:
         slot_N = self._index.find(table_N, id_N)
         self._counters.hits += int(np.count_nonzero(slot_N >= 0))

@@ -10,7 +10,7 @@ import torch
 from oneemb.kernels.cuda_backend import CudaBackend
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import StoreFullError
-from oneemb.storage.tiers import device_memory, device_tier
+from oneemb.storage.tiers import device_memory, device_slots
 from oneemb.storage.tiers.device_tier import DeviceTier
 from oneemb.storage.tiers.hot_tier import HotTier
 from tests.support.row_store_suite import SUITE, DictStore, FailingStore, keys_of
@@ -152,7 +152,7 @@ def test_the_least_often_used_leave_first(tier, gpu):
 
 @pytest.mark.parametrize("step", [1 << 20, 4], ids=["scores as they are", "scores brought down often"])
 def test_what_was_used_often_leaves_once_other_rows_are(tier, gpu, step, monkeypatch):
-    monkeypatch.setattr(device_tier, "_SCORE_STEP", step)
+    monkeypatch.setattr(device_slots, "_SCORE_STEP", step)
     model = Model(tier(DictStore(W), 4, policy="lfu"), gpu)
 
     def use(*numbers):

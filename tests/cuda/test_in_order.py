@@ -125,7 +125,7 @@ class Mark:
 
 def test_the_buffer_of_a_tier_waits_for_copies_on_its_own_gpu_whichever_is_current(two_gpus):
     rows = np.arange(12, dtype=np.float32).reshape(4, 3)
-    buffer = PinnedRows(3, SimpleNamespace(device=torch.device("cuda", 1)))
+    buffer = PinnedRows(3, SimpleNamespace(device=torch.device("cuda", 1), waits=0))
     assert buffer.to_device(rows).tolist() == rows.tolist()
     assert two_gpus == ["gpu 1 marks"]
     assert buffer.to_host(torch.from_numpy(rows)).tolist() == rows.tolist()

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from oneemb.kernels.unique_keys_cuda import unique_keys_cuda
-from oneemb.storage.tiers import device_tier
+from oneemb.storage.tiers import device_slots, device_tier
 from tests.cuda.conftest import SIMULATED
 from tests.cuda.test_train import APART, STEPS, Graph, batches, move_to, on_gpu, train
 from tests.support.forks import ended_well, in_child
@@ -18,7 +18,7 @@ SLOTS = 64
 def store(gpu, tmp_path, monkeypatch):
     """A cache of SLOTS slots on the GPU, with room for all of them at once, over rows 0 .. 99 in the host's memory."""
     monkeypatch.setattr(device_tier, "SLOT_OVERHEAD_BYTES", 2**20 // SLOTS - 16)
-    monkeypatch.setattr(device_tier, "_SLOTS_MIN", SLOTS)
+    monkeypatch.setattr(device_slots, "_SLOTS_MIN", SLOTS)
     embedding = make_embedding(tmp_path, store="host", dim=4)
     embedding.store.build()
     move_to(embedding.store, gpu)
@@ -114,7 +114,7 @@ def test_rows_that_a_step_brings_in_while_they_are_prefetched_are_those_of_the_s
 
 
 def test_prefetching_takes_no_memory_while_steps_may_use_what_is_there(gpu, tmp_path, monkeypatch):
-    monkeypatch.setattr(device_tier, "_SLOTS_MIN", 8)
+    monkeypatch.setattr(device_slots, "_SLOTS_MIN", 8)
     embedding = make_embedding(tmp_path, store="host", dim=4)
     store = embedding.store
     store.build()

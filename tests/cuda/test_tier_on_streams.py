@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from oneemb.kernels.cuda_backend import CudaBackend
-from oneemb.storage.tiers import device_tier
+from oneemb.storage.tiers import device_slots
 from oneemb.storage.tiers.device_tier import DeviceTier
 from tests.cuda.conftest import SIMULATED
 from tests.support.row_store_suite import DictStore, keys_of
@@ -110,7 +110,7 @@ def test_what_a_step_wrote_on_another_stream_is_read(make, gpu, streams, how):
 
 
 def test_a_slab_that_grows_keeps_what_another_stream_is_still_writing(make, gpu, streams, monkeypatch):
-    monkeypatch.setattr(device_tier, "_SLOTS_MIN", 64)
+    monkeypatch.setattr(device_slots, "_SLOTS_MIN", 64)
     tier = make()
     with streams.on(0):
         slot_U, again_U = acquire(tier, gpu, 0, 50), acquire(tier, gpu, 0, 50)

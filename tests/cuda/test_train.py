@@ -243,7 +243,7 @@ def test_a_step_launches_no_more_loops_than_it_should(gpu, tmp_path):
         at = graph.embedding.store.backend.gpu
         before = at.launches
         graph(*batch)
-        assert at.launches - before <= 12
+        assert at.launches - before <= 15
     graph.embedding.close()
 
 

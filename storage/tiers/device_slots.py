@@ -1,0 +1,349 @@
+"""Slots of a hot tier in a GPU's memory, with their index: found, filled, given to new keys, evicted, grown.
+
+device_tier.py makes a hot tier of them and has the invariants of both.
+
+A lookup waits for the device where the host has to know how many keys miss: to read rows from below, to evict others,
+to get memory, to refuse what does not fit, or to say what is wrong with tables or offsets. Where none of that can
+happen, `_admit` lets the device give new keys their slots, and `_settle` counts them when the numbers have come.
+"""
+
+import functools
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+
+from oneemb.kernels.cuda_backend import CudaBackend
+from oneemb.kernels.launch import Gpu, Later
+from oneemb.kernels.slots_cuda import admit_loop, new_slots_loop, release_loop
+from oneemb.kernels.unique_keys_cuda import DeviceKeys
+from oneemb.storage.locking.store_lock import changing
+from oneemb.storage.tiers.device_index import DeviceIndex
+from oneemb.storage.tiers.device_memory import StreamOrder, enlarge, enlarged
+from oneemb.storage.tiers.free_slots import FreeSlots
+from oneemb.storage.tiers.memory_tier import HALF_LIFE, MemoryTier
+
+# Evicting sorts the scores, so it makes room for this share of the slots at a time.
+_EVICT_SHARE = 1 / 16
+
+# What the first use counts, for "lfu", and the factor by which scores are brought down, far from int64's end.
+USE_SCORE = 256.0
+_SCORE_STEP = 1 << 20
+
+_SLOTS_MIN = 1024
+
+# Lookups for whose new rows there is to be memory: the host may be as many ahead of the device without a wait.
+_LOOKUPS_AHEAD = 2
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Slots = TypeVar("Slots", bound="DeviceSlots")
+
+
+def in_order(method: Callable[Concatenate[Slots, P], R]) -> Callable[Concatenate[Slots, P], R]:
+    """Decorator that runs a method of the tier after all that was asked of it before, on any stream."""
+
+    @functools.wraps(method)
+    def run(self: Slots, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._order(self._arrays):
+            return method(self, *args, **kwargs)
+
+    return run
+
+
+def settled(method: Callable[Concatenate[Slots, P], R]) -> Callable[Concatenate[Slots, P], R]:
+    """As `in_order`; the host's counts are those of the device when the method runs."""
+
+    @functools.wraps(method)
+    def run(self: Slots, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._order(self._arrays):
+            self._settle()
+            return method(self, *args, **kwargs)
+
+    return run
+
+
+class _Unsettled(NamedTuple):
+    """A lookup of which the host does not know yet how many of its keys missed."""
+
+    counts: Later
+    """`count_4` of `acquire_loop`."""
+    keys: int
+    """Number of keys that may have got a slot, at most."""
+    admits: bool
+    """Whether missing keys have got slots; otherwise they were read only."""
+
+
+class DeviceSlots(MemoryTier):
+    """Base class of `DeviceTier`, which sets the attributes below."""
+
+    row_SW: torch.Tensor
+    score_S: torch.Tensor
+    pin_S: torch.Tensor
+    _table_S: torch.Tensor
+    _id_S: torch.Tensor
+    _dirty_S: torch.Tensor
+    _index: DeviceIndex
+    _backend: CudaBackend
+    _gpu: Gpu
+    _order: StreamOrder
+    _unsettled: deque[_Unsettled]
+    _tick: int
+    _begun: int
+    """Grows when `acquire` has made rows, or may have."""
+    _free_2: torch.Tensor
+    """int64 on the device: number of free slots that were given back, and number of slots ever used."""
+    _free_known: tuple[int, int]
+    """Values of `_free_2` once the device has done what it was asked for."""
+    _ahead_failed: int
+    """Number of slots when there was no memory for more than were needed; -1 = there was."""
+    use_score: float
+    """Number that a use counts now, for "lfu": see oneemb.storage.tiers.hot_tier."""
+
+    def _release(self, slot_U: torch.Tensor) -> None:
+        self._gpu.run(release_loop, len(slot_U), slot_U, self.pin_S)
+        self._order.released(slot_U)
+
+    _release_in_order = in_order(_release)
+
+    def _find_and_pin(self, keys: DeviceKeys, pins: int) -> tuple[torch.Tensor, DeviceKeys, int]:
+        """The slots of keys, -1 for one that is not here, the keys cut to as many as there are, and how many of them
+        are not here. Rows that are here are pinned once more if `pins` is 1, and count as used now."""
+        slot_U, missed, wrong = self._index.find_slots(keys, self.pin_S, self.score_S, pins, self._next_tick())
+        if wrong:
+            if pins:
+                self._release(slot_U)
+            assert keys.check is not None
+            keys.check()
+            raise AssertionError("the device found tables or offsets to be wrong, and the host does not")
+        self._grow_old(len(slot_U) - missed)
+        return slot_U, keys.cut(len(slot_U)), missed
+
+    def _next_tick(self) -> int:
+        """The number by which `acquire_loop` scores a use that is made now."""
+        self._tick += 1
+        return self._tick if self.policy == "lru" else -int(self.use_score)
+
+    def _launch_find(
+        self, keys: DeviceKeys, pins: int, slot_U: torch.Tensor, new_U: torch.Tensor
+    ) -> torch.Tensor:  # fmt: skip
+        return self._index.launch_find(keys, self.pin_S, self.score_S, pins, self._next_tick(), slot_U, new_U)
+
+    # ---- lookups for which the host does not wait ----------------------------------------------------------------
+
+    def _may_admit(self, keys: DeviceKeys) -> bool:
+        """Whether `_admit` may take the place of the part of `acquire` that waits: no error is possible."""
+        leaves_out = getattr(self.init_rows, "leaves_out", False)
+        if not self._resident or not leaves_out or keys.check is not None or len(keys.id_U) == 0:
+            return False
+        if not self._has_room(len(keys.id_U)):
+            self._settle()
+        return self._has_room(len(keys.id_U))
+
+    def _has_room(self, more: int) -> bool:
+        """Whether that many new keys fit into slots, index and limits, whatever unsettled lookups have brought."""
+        more += sum(its.keys for its in self._unsettled)
+        slots, limit = self._free.used + self._free.fresh(more), self._limits.row_limit
+        fits = slots <= min(len(self.pin_S), len(self._free.stack_X)) and self._index.has_room(more)
+        return fits and (limit is None or (self._rows is not None and self._rows + more <= limit))
+
+    def _make_room_ahead(self, keys: int) -> None:
+        """Get memory for the new rows of the next lookups of so many keys, which then need not wait. Where there is no
+        memory they wait."""
+        more = _LOOKUPS_AHEAD * keys
+        slots = self._free.used + self._free.fresh(more)
+        leaves_out = getattr(self.init_rows, "leaves_out", False)
+        if not self._resident or not leaves_out or slots > self.slots or len(self.pin_S) == self._ahead_failed:
+            return
+        try:
+            self._index.reserve(more)
+            self._grow(slots, ahead=True)
+        except torch.OutOfMemoryError:
+            self._ahead_failed = len(self.pin_S)
+
+    def _admit(self, keys: DeviceKeys) -> torch.Tensor:
+        """Pinned slots of keys, -1 beyond their actual number; new ones are initialized and put into the index. The
+        loops are described in slots_cuda.py. An error has changed nothing."""
+        gpu, size, free = self._gpu, len(keys.id_U), self._free
+        slot_U, new_U = (gpu.empty(size, dtype=torch.int64) for _ in range(2))
+        if not self._unsettled and self._free_known != (free.returned, free.used):
+            self._free_2[:1].fill_(free.returned)
+            self._free_2[1:].fill_(free.used)
+            self._free_known = free.returned, free.used
+        counts = self._launch_find(keys, 1, slot_U, new_U)
+        try:
+            share = -(-size // gpu.block_threads)
+            gpu.run_block(new_slots_loop, slot_U, keys.size_2, counts, free.stack_X, self._free_2, share, new_U)
+            self.init_rows(self.row_SW, new_U, keys.table_U, keys.id_U)
+            later = gpu.read_later(counts)
+        except BaseException:
+            self._release(slot_U)
+            raise
+        score = self._tick if self.policy == "lru" else int(self.use_score)
+        with changing:
+            gpu.run(
+                admit_loop, size, self._index.cell_C2, keys.table_U, keys.id_U, new_U, slot_U, counts, self._free_2,
+                self._table_S, self._id_S, self.score_S, self.pin_S, self._dirty_S, score, self._index.inserted_2,
+            )  # fmt: skip
+            self._unsettled.append(_Unsettled(later, size, True))
+            self._begun += 1
+        return slot_U
+
+    def _count_later(self, counts: torch.Tensor) -> None:
+        """Count what a lookup that has only read has found, when the numbers have come."""
+        self._unsettled.append(_Unsettled(self._gpu.read_later(counts), 0, False))
+        self._settle(wait=False)
+
+    def _settle(self, *, wait: bool = True) -> None:
+        """Count what lookups have found and admitted for which the host did not wait; all of them, or those whose
+        numbers have come."""
+        while self._unsettled and (wait or self._unsettled[0].counts.ready):
+            missed, size, _, lost = self._unsettled[0].counts.values()
+            with changing:
+                admits = self._unsettled.popleft().admits
+                new = missed if admits else 0
+                self._index.note_inserted(new)
+                self._free.commit(new)
+                self._free_known = self._free.returned, self._free.used
+                self._add_known(new)
+                self._counters.new_rows += new
+            self._counters.hits += size - missed
+            self._counters.misses += missed
+            self._index.check_inserted(lost)
+
+    def _grow_old(self, uses: int) -> None:
+        """Let uses from here on count more than those before, by the number of rows that have been used."""
+        self.use_score *= 2.0 ** (uses / (HALF_LIFE * self.slots))
+        if self.use_score > USE_SCORE * _SCORE_STEP:
+            self.score_S //= _SCORE_STEP
+            self.use_score /= _SCORE_STEP
+
+    def _bring_in(self, table_M: torch.Tensor, id_M: torch.Tensor) -> torch.Tensor:
+        """Pinned slots for keys that are not here: rows from below, or else new ones."""
+        size = len(id_M)
+        new_M = torch.ones(size, dtype=torch.bool, device=self._gpu.device)
+        unknown = size
+        if self._resident:
+            self._limits.check_new(size, self, int(table_M[0]))
+        self._limits.check_fits(size, self._held())
+        row_MW, old = np.empty((0 if self._resident else size, self.row_width), np.float32), np.empty(0, np.int64)
+        if not self._resident:
+            assert self._below is not None
+            missing_M = self._below.get(self._host(table_M), self._host(id_M), row_MW)
+            unknown, old = int(np.count_nonzero(missing_M)), np.flatnonzero(~missing_M)
+            if unknown:
+                self._limits.check_new(unknown, self, int(self._host(table_M)[missing_M][0]))
+            new_M = self._gpu.put(missing_M)
+        slot_M = self._reserve(size)
+        slot_N = slot_M[new_M]
+        self.init_rows(self.row_SW, slot_N, table_M[new_M], id_M[new_M])
+        if len(old):
+            self._rows_in(slot_M[~new_M], row_MW, old)
+        with self._taking(slot_M, table_M, id_M, dirty=new_M):
+            self.pin_S[slot_M] = 1
+            self._add_known(unknown)
+            self._counters.new_rows += unknown
+            self._begun += unknown
+        return slot_M
+
+    def _take(
+        self, table_N: np.ndarray, id_N: np.ndarray, row_XW: np.ndarray, from_N: np.ndarray, *, dirty: bool
+    ) -> torch.Tensor:
+        slot_N = self._reserve(len(id_N))
+        self._rows_in(slot_N, row_XW, from_N)
+        with self._taking(slot_N, self._put(table_N), self._put(id_N), dirty=dirty):
+            return slot_N
+
+    @contextmanager
+    def _taking(
+        self, slot_N: torch.Tensor, table_N: torch.Tensor, id_N: torch.Tensor, *, dirty: bool | torch.Tensor
+    ) -> Iterator[None]:
+        """Enter keys that are not here, whose rows are in reserved slots. The block that follows is part of the same
+        change."""
+        # Writes to free slots harm nothing, as long as the slots are not dirty.
+        self._table_S[slot_N] = table_N
+        self._id_S[slot_N] = id_N
+        self.score_S[slot_N] = self._tick if self.policy == "lru" else int(self.use_score)
+        self._grow_old(len(slot_N))
+        self._index.insert(table_N, id_N, slot_N)
+        with changing:
+            self._free.commit(len(slot_N))
+            self._dirty_S[slot_N] = dirty
+            yield
+
+    def _reserve(self, size: int) -> torch.Tensor:
+        """Slots for so many rows, and room for their keys in the index; other rows are evicted if need be. The slots
+        stay free until `commit`. The caller has checked that there is room."""
+        short = size - self._free.left(self.slots)
+        if short > 0:
+            self._evict(max(short, int(self.slots * _EVICT_SHARE)))
+        self._grow(self._free.used + self._free.fresh(size))
+        self._index.reserve(size)
+        return self._free.reserve(size, len(self.pin_S))
+
+    def _grow(self, need: int, *, ahead: bool = False) -> None:
+        """Get memory for so many slots, and for as many again: each row is copied once or twice in its life. `ahead`:
+        not by way of the host, and torch.OutOfMemoryError, with nothing changed, if there is none."""
+        have = len(self.pin_S)
+        if need > have:
+            self._free.make_stack(need)
+            size = min(self.slots, max(need, 2 * have, _SLOTS_MIN))
+            self._gpu.wait()
+            try:
+                if ahead:
+                    self._hold(enlarged(self._slot_arrays(), size, self._gpu.device))
+                else:
+                    enlarge(self._slot_arrays, self._hold, size, need, self._limits, self._gpu.device)
+            finally:
+                self._gpu.wait()
+
+    def _hold(self, arrays: list[torch.Tensor]) -> None:
+        self.row_SW, self._table_S, self._id_S, self.score_S, self.pin_S, self._dirty_S = arrays
+
+    def _arrays(self) -> list[torch.Tensor]:
+        return [*self._slot_arrays(), self._free.stack_X, self._free_2, self._index.cell_C2, self._index.inserted_2]
+
+    def _slot_arrays(self) -> list[torch.Tensor]:
+        return [self.row_SW, self._table_S, self._id_S, self.score_S, self.pin_S, self._dirty_S]
+
+    def _evict(self, count: int) -> None:
+        """Drop the `count` unpinned rows of least score, or as many as there are."""
+        used = slice(0, self._free.used)
+        self._order.after_releases()
+        score_S = self.score_S[used].clone()
+        # Looked at once: a step on another stream may release some of them meanwhile.
+        pinned_S = self.pin_S[used] > 0
+        score_S[pinned_S] = torch.iinfo(torch.int64).max
+        score_S[self._free.returned_N] = torch.iinfo(torch.int64).max
+        evictable = len(self._index) + self._temporary - self._gpu.read(pinned_S.sum())[0]
+        # Stable, so that rows of one score leave in order of slot, whatever the device does.
+        victim_V = torch.sort(score_S, stable=True).indices[: min(count, evictable)]
+        victim_V = torch.sort(victim_V).values
+        self._evict_these(self._keys_of(victim_V), self._dirty_S[victim_V])
+
+    def _keys_of(self, slot_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(table, id, slot) of the rows in these slots."""
+        return self._table_S[slot_N], self._id_S[slot_N], slot_N
+
+    def _forget(self) -> None:
+        gpu = self._gpu
+        gpu.wait()  # Steps on other streams may be using what is given back.
+        self._unsettled = deque()
+        self._free_known = -1, -1
+        self.row_SW = gpu.empty(0, padded(self.row_width), dtype=torch.float32)
+        self._table_S = gpu.empty(0, dtype=torch.int32)
+        self._id_S = gpu.empty(0, dtype=torch.int64)
+        self.score_S = gpu.empty(0, dtype=torch.int64)
+        self.pin_S = gpu.empty(0, dtype=torch.int32)
+        self._dirty_S = gpu.empty(0, dtype=torch.bool)
+        self._free = FreeSlots(self._backend.arange)
+        self._temporary = 0  # slots of rows that are in no index
+        self._index.clear()
+
+
+def padded(row_width: int) -> int:
+    """Words of a row that ends where 16 bytes do."""
+    return -(-row_width // 4) * 4

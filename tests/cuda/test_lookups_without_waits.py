@@ -1,0 +1,203 @@
+"""Lookups of a resident tier for which the host does not wait, against those for which it does.
+
+The numbers of a lookup come to the host late: in the simulator as late as a test says.
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from oneemb.kernels.cuda_backend import CudaBackend
+from oneemb.kernels.launch import Later
+from oneemb.storage.errors import StoreFullError
+from oneemb.storage.tiers.device_tier import DeviceTier
+from tests.cuda.conftest import SIMULATED
+from tests.cuda.test_train import on_gpu
+from tests.support.models import make_embedding
+from tests.support.row_store_suite import keys_of
+
+W = 5
+
+
+class Begin:
+    """First values of rows that say which key they are of."""
+
+    def __init__(self, leaves_out):
+        self.leaves_out = leaves_out
+
+    def __call__(self, row_SW, slot_M, table_M, id_M):
+        there = slot_M >= 0
+        row_SW[slot_M[there], :W] = (1000 * table_M + id_M)[there].to(torch.float32)[:, None].expand(-1, W)
+
+
+class Rows:
+    """A resident tier, and batches with repeated ids that are looked up in it."""
+
+    def __init__(self, gpu, *, leaves_out=True, slots=3000, **options):
+        self.backend = CudaBackend(gpu)
+        self.tier = DeviceTier(
+            "device", row_width=W, slots=slots, below=None, resident=True, init=Begin(leaves_out),
+            backend=self.backend, **options,
+        )  # fmt: skip
+
+    def keys(self, id_N):
+        table_N, id_N = (self.backend.put(array) for array in (np.array(id_N, np.int32) % 2, np.array(id_N, np.int64)))
+        return self.backend.unique_keys(table_N, id_N, tables=2, padding_id=None, check=None)
+
+    def acquire(self, id_N):
+        """The slots of the unique keys, which stay pinned."""
+        slot_U, keys = self.tier.acquire(self.keys(id_N))
+        return slot_U, [int(id) for id in self.backend.counted(keys).id_U]
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """Whether numbers from the device have not come yet: they come when the host waits for them."""
+    late = SimpleNamespace(now=False)
+    if SIMULATED:
+        monkeypatch.setattr(Later, "ready", property(lambda later: not late.now))
+    return late
+
+
+@pytest.mark.parametrize("numbers", ["at once", "late"])
+def test_slots_rows_and_counts_are_those_of_lookups_that_wait(gpu, late, seed, numbers):
+    rng = np.random.default_rng(seed)
+    late.now = numbers == "late"
+    one, other = Rows(gpu), Rows(gpu, leaves_out=False)
+    for rows in (one, other):
+        rows.tier.release(rows.acquire([1, 2, 1])[0])  # gets memory
+    for turn in range(25):
+        id_N = rng.integers(0, 60, int(rng.integers(1, 20)))
+        (slot_U, ids), (other_U, others) = one.acquire(id_N), other.acquire(id_N)
+        assert ids == others
+        assert slot_U.tolist() == other_U.tolist() + [-1] * (len(slot_U) - len(ids))
+        assert one.tier.row_SW[slot_U[: len(ids)], 0].tolist() == [1000 * (id % 2) + id for id in ids]
+        for rows, slots in ((one, slot_U), (other, other_U)):
+            rows.tier.row_SW[slots[: len(ids)], 1] = turn + 0.5
+            rows.tier.mark_dirty(slots)
+            rows.tier.release(slots)
+        if turn % 6 == 5:  # Slots come back.
+            gone = keys_of((int(id) % 2, int(id)) for id in rng.permutation(60)[:20])
+            assert one.tier.erase(*gone).tolist() == other.tier.erase(*gone).tolist()
+        if turn % 7 == 0:
+            assert len(one.tier) == len(other.tier)
+    assert one.tier.check_slots() == other.tier.check_slots() == []
+    found, expected = ({tuple(map(int, key)): row.tolist() for *key, row in scan(rows)} for rows in (one, other))
+    assert found == expected and len(found) > 20
+    stats, others = one.tier.stats(), other.tier.stats()
+    for number in ("rows", "pinned", "dirty", "hits", "misses", "new_rows"):
+        assert stats[number] == others[number], number
+
+
+def scan(rows):
+    for table_N, id_N, row_NW in rows.tier.scan(7):
+        yield from zip(table_N, id_N, row_NW, strict=True)
+
+
+def test_a_lookup_waits_for_nothing_where_there_is_room_for_as_many_rows_as_ids(gpu, late):
+    rows = Rows(gpu)
+    rows.acquire(range(10))  # gets memory
+    keys = [rows.keys(range(begin, begin + 10)) for begin in (0, 5, 20)]
+    late.now, waits = True, gpu.waits
+    slots = [rows.tier.acquire(its)[0] for its in keys]
+    if SIMULATED:
+        assert gpu.waits == waits
+    assert len(rows.tier) == 25 and [slot_U.tolist() for slot_U in slots] == [
+        [*range(10)], [*range(5, 15)], [*range(15, 25)]
+    ]  # fmt: skip
+
+
+def test_a_lookup_waits_where_its_rows_may_not_fit_and_says_so_where_they_do_not(gpu, late):
+    rows = Rows(gpu, slots=30)
+    late.now = True
+    for begin in (0, 10):
+        rows.acquire(range(begin, begin + 10))
+    rows.acquire([*range(15, 25)])
+    with pytest.raises(StoreFullError, match="30 slots; 25 of them are taken and 6 more rows"):
+        rows.acquire(range(20, 31))
+    slot_U, _ = rows.acquire(range(20, 30))
+    assert sorted(slot_U.tolist()) == [*range(20, 30)] and len(rows.tier) == 30
+    assert rows.tier.check_slots() == []
+
+
+def test_a_row_limit_holds_for_lookups_of_which_numbers_come_late(gpu, late):
+    rows = Rows(gpu, row_limit=20)
+    late.now = True
+    rows.acquire(range(8))
+    rows.acquire(range(6, 14))
+    with pytest.raises(StoreFullError, match="capacity is 20 rows; 14 are kept and 7 new ones"):
+        rows.acquire(range(14, 21))
+    assert len(rows.tier) == 14
+
+
+def test_a_row_that_cannot_begin_leaves_no_trace_of_its_lookup(gpu):
+    rows = Rows(gpu)
+    rows.acquire(range(10))
+
+    class Fails(Begin):
+        def __call__(self, *_):
+            raise RuntimeError("no row")
+
+    rows.tier.init_rows, begin = Fails(True), rows.tier.init_rows
+    with pytest.raises(RuntimeError, match="no row"):
+        rows.acquire(range(5, 15))
+    rows.tier.init_rows = begin
+    assert len(rows.tier) == 10 and rows.tier.check_slots() == []
+    assert rows.tier.pin_S.sum() == 10
+    rows.acquire(range(5, 15))
+    assert len(rows.tier) == 15 and rows.tier.check_slots() == []
+
+
+def test_memory_for_rows_to_come_that_is_not_there_makes_lookups_wait(gpu, monkeypatch):
+    from oneemb.storage.tiers import device_slots
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(device_slots, "_SLOTS_MIN", 8)
+    monkeypatch.setattr(device_slots, "enlarged", fail)
+    rows = Rows(gpu)
+    for begin in range(0, 40, 8):
+        rows.acquire(range(begin, begin + 8))
+    assert len(rows.tier) == 40 and rows.tier.check_slots() == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_eval_reads_known_and_unknown_rows_without_a_wait_as_the_cpu_does(gpu, dtype, tmp_path, late):
+    there, here = (make_embedding(tmp_path / name, tables=2, dim=6, dtype=dtype, padding_idx=7) for name in ("a", "b"))
+    ids = torch.arange(24).reshape(-1, 2)
+    asked = torch.cat([ids, ids.flip(1)])
+
+    def learn(embedding):
+        for known in (ids[:6], ids[:8]):
+            embedding(known.to(embedding.store.backend.device))
+        embedding.eval()
+
+    learn(here)
+    expected = here(asked)
+    with on_gpu(gpu, there):
+        learn(there)
+        asked = asked.to(there.store.backend.device)
+        late.now, waits = True, there.store.backend.gpu.waits
+        with torch.no_grad():
+            found = there(asked)
+        later = there(asked)
+        if SIMULATED:
+            assert there.store.backend.gpu.waits == waits
+        late.now = False
+        assert torch.equal(found.cpu(), expected) and torch.equal(later, found)
+        assert there.stats()["device"]["rows"] == here.stats()["device"]["rows"]
+    there.close()
+    here.close()
+
+
+def test_sums_are_zero_where_arrays_have_room_for_more_keys(gpu):
+    rows = Rows(gpu)
+    keys, grad_NX = rows.keys([3, 5, 3, 3]), torch.arange(20, dtype=torch.float32, device=gpu.device).reshape(4, W)
+    grad_UD, finite_U = rows.backend.sum_segments(rows.backend.segments(keys, None, grad_NX, None))
+    expected = torch.stack([grad_NX[[0, 2, 3]].sum(0), grad_NX[1]])
+    assert torch.equal(grad_UD[:2], expected) and not grad_UD[2:].any() and finite_U.all()
+    exact = rows.backend.segments(keys, None, grad_NX, None).cut(2)
+    assert exact.shape == (2, W) and torch.equal(rows.backend.sum_segments(exact)[0], expected)
