@@ -66,3 +66,11 @@ def test_a_link_that_leads_nowhere_is_an_error(tmp_path):
     (tmp_path / "mkdocs.yml").write_text(config.replace("docs_dir: docs", f"docs_dir: {documents}"))
     done = build(tmp_path / "site", str(tmp_path / "mkdocs.yml"))
     assert done.returncode != 0 and "gone.md" in done.stdout + done.stderr
+
+
+def test_examples_of_docstrings_are_code(site):
+    for page in (site / "reference").glob("*.html"):
+        text = page.read_text()
+        assert "<blockquote>" not in text and "&gt;&gt;&gt; " not in re.sub(
+            r"<pre>.*?</pre>", "", text, flags=re.DOTALL
+        )
