@@ -83,7 +83,7 @@ def modules_as_they_were(monkeypatch):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("name", NAMES)
 def test_the_python_blocks_of_a_page_run(name, request, tmp_path, monkeypatch):
-    if name in {"docs/torchrec.md", "docs/dynamicemb.md"}:
+    if name in {"docs/torchrec.md", "docs/dynamicemb.md", "docs/migrate.md"}:
         pytest.importorskip("torchrec")
     if name == "docs/lightning.md":
         pytest.importorskip("pytorch_lightning")
