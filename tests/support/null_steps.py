@@ -130,7 +130,9 @@ def main(folder):
         after = gpu.launches, gpu.waits, driver.count("cuLaunchKernel"), driver.count()
         keys = "launches", "waits", "launches of the driver", "calls of the driver"
         counted[name] = {key: now - then for key, now, then in zip(keys, after, before, strict=True)}
-        launched = [name for name in python_calls(call) if name in ("run", "run_rows", "_launch", "pack", "launch")]
+        launched = [
+            name for name in python_calls(call) if name in ("run", "run_rows", "run_block", "_launch", "pack", "launch")
+        ]
         counted[name] |= {"loops": loops, "packed otherwise": wrong, "Python calls of launches": len(launched)}
 
     gpu.missing = UNIQUE
