@@ -32,6 +32,8 @@ from numba.core import caching
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
 
+from oneemb.kernels.compile_notice import compile_notice
+
 Number = Any
 """A number in compiled code, or a vector of numbers. numba infers the type at every call, and Python has no type that
 covers all of them. Arrays of compiled code are `oneemb.kernels.arrays.Array`."""
@@ -255,15 +257,18 @@ class _Cache(caching.FunctionCache):
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         found = super().load_overload(sig, target_context)
-        if found is not None or self in self._compiling:
-            return found
-        self._lock()
-        return super().load_overload(sig, target_context)  # Another process may have compiled it meanwhile.
+        if found is None and self not in self._compiling:
+            self._lock()
+            found = super().load_overload(sig, target_context)  # Another process may have compiled it meanwhile.
+        if found is None:
+            compile_notice.begin()
+        return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
         try:
             super().save_overload(sig, data)
         finally:
+            compile_notice.end()
             self._unlock()
 
     def _lock(self) -> None:
@@ -289,11 +294,15 @@ class _Cache(caching.FunctionCache):
             os.close(its[1])
 
     @classmethod
-    def unlock_all(cls) -> None:
-        """Release the locks of all functions that this thread was compiling, for other processes to compile them."""
+    def unlock_all(cls) -> bool:
+        """Release the locks of all functions that this thread was compiling, for other processes to compile them.
+        Returns whether there were any."""
+        had_any = False
         for cache, (thread, file) in list(cls._compiling.items()):
             if thread == threading.get_ident() and cls._compiling.pop(cache, None) is not None:
                 os.close(file)
+                had_any = True
+        return had_any
 
 
 # Longest wait for another process, in seconds. A compilation takes longer only on a very busy machine.
@@ -315,7 +324,8 @@ def _cached(dispatcher: Any) -> Any:
             try:
                 return compile_for_args(*args, **kwargs)
             finally:
-                _Cache.unlock_all()
+                if _Cache.unlock_all():
+                    compile_notice.give_up()
                 around_compiling.end()
 
         dispatcher._compile_for_args = compile_whole

@@ -19,6 +19,7 @@ from oneemb.cli.plan import plan_command
 from oneemb.cli.quantize import quantize_command
 from oneemb.cli.rows import export_command, import_command
 from oneemb.cli.snapshots import merge_deltas_command, reshard_command, snapshot
+from oneemb.cli.warmup import warmup_command
 
 _INTERRUPTED = 128 + signal.SIGINT
 
@@ -71,6 +72,6 @@ def oneemb() -> None:
 
 for _command in (
     inspect, check, compact, snapshot, merge_deltas_command, export_command, import_command, reshard_command,
-    plan_command, quantize_command,
+    plan_command, quantize_command, warmup_command,
 ):  # fmt: skip
     oneemb.add_command(_command)

@@ -31,6 +31,7 @@ from oneemb.graph.ranks import AnyRanks
 from oneemb.graph.recorder import UNCOUNTED
 from oneemb.graph.tape import version_of
 from oneemb.graph.tracers import uncompiled
+from oneemb.kernels.compile_notice import compile_notice
 from oneemb.storage.locking.signals import signals
 from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.locking.step_lock import in_step
@@ -198,6 +199,8 @@ def _after(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> No
     step = None if begun is None else begun()
     if step is not None:
         step.end()
+    if compile_notice.unreported:
+        compile_notice.report()
     has_rows = False
     for _, weight, _ in row_weights(optimizer):
         # Tools step with gradients of zeros to create an optimizer's state; that writes to the weight.

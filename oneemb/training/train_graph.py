@@ -16,6 +16,7 @@ from oneemb.graph.build_error import BuildError
 from oneemb.graph.building import MadeLookup, steps_itself
 from oneemb.graph.modules import REGISTER, not_registered, unregistered_modules
 from oneemb.graph.prefetch import Prepared
+from oneemb.kernels.compile_notice import compile_notice
 from oneemb.storage.fs import AnyPath, file_path
 from oneemb.storage.locking.signals_deferred import CommitBlock, signals_deferred
 from oneemb.storage.locking.step_lock import between_steps
@@ -249,6 +250,8 @@ class TrainGraph(CompiledGraph):
             state.micro_batches = 0 if updates_now else state.micro_batches + 1
             state.steps += updates_now
             prepared.trained(updates_now)
+        if compile_notice.unreported:
+            compile_notice.report()
         return result
 
     def _why_not_captured(self) -> str:

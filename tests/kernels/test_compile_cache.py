@@ -54,6 +54,25 @@ def test_the_cache_is_used_again_by_another_install_of_the_same_sources(package,
     assert compiled_files(tmp_path / "cache") == files
 
 
+def test_compiling_is_said_once_and_found_loops_are_not(package, tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(package), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    code = (
+        f"import sys; sys.path.insert(0, {str(package)!r}); {OWNERS}\n"
+        "from oneemb.kernels.unique_keys import unique_keys; unique_keys(np.zeros(3, np.int32), np.arange(3))\n"
+        "from oneemb.kernels.compile_notice import compile_notice as notice; print(notice.loops); notice.report()"
+    )
+    said = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
+        )  # fmt: skip
+        said.append((int(done.stdout.splitlines()[-1]), done.stderr.splitlines()))
+    loops, (first, last) = said[0]
+    assert loops > 1 and "`oneemb warmup` compiles them ahead" in first
+    assert last.startswith(f"oneemb has compiled loops ({loops}) in ")
+    assert said[1] == (0, [])
+
+
 def test_a_change_of_a_file_that_a_loop_does_not_depend_on_compiles_nothing(package, tmp_path):
     owners(package, tmp_path / "cache")
     files = compiled_files(tmp_path / "cache")
