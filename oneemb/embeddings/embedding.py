@@ -402,6 +402,14 @@ def embeddings_of(module: torch.nn.Module) -> dict[str, TableEmbedding]:
 class MultiTableEmbedding(TableEmbedding):
     """Embedding tables of one width, keyed by (table, id), that get a row for each new id in training.
 
+    Methods beside those of `torch.nn.Module`:
+
+    - rows of ids: the call, `read`, `contains`, `ids`, `num_rows`; `from_pretrained` makes an embedding of given rows
+    - snapshots: `save_snapshot`, `save_delta`, `load_snapshot`, `snapshots`, `delete_snapshot`, `copy_to`
+    - figures: `print`, `metrics`, `stats`
+    - rows that leave: `erase`, `evict`, `clear`, and `scores`, `set_scores`, `set_epoch`, `give_score` of policies
+    - the end: `detach_optimizer`, `close`, `with embedding:`
+
     `weight`, a parameter of shape [0, D], stands for all rows in `parameters()` and in param groups, so it is among the
     matrices where groups are made by `ndim`. Its `numel()` is 0 (there are `stats()["rows"] * embedding_dim` weights).
     Code that averages or copies parameters does nothing to rows: use `copy_to` and `oneemb.AveragedEmbedding`. Torch's
@@ -418,8 +426,7 @@ class MultiTableEmbedding(TableEmbedding):
         default_initializer: initializer of tables that name none; None = normal, mean 0, standard deviation 0.05.
         padding_idx: id that reads as zeros, and is never stored or updated; None = no such id.
         seed: initial weights of a row are a pure function of (seed, table, id).
-        num_threads: number of threads that run the embedding's kernels; None = number of cores. No result depends on
-            it.
+        num_threads: number of threads of the kernels; None = number of cores. No result depends on it.
         process_group: group of torch.distributed, such as `torch.distributed.group.WORLD`, whose ranks own the rows
             together; each row has one owner. Every rank must make the embedding with the same arguments, and the same
             lookups, steps, saves and loads in the same order, with its own batches. `persistent_path` is then a folder
