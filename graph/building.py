@@ -256,7 +256,7 @@ class Building:
             if has_gradient and embedding.is_trained:
                 raise BuildError(
                     f"embedding {embedding.name!r}, looked up{user_line()}, is no part of the graph, which would not"
-                    f" train its rows; {REGISTER}, or freeze it with requires_grad_(False)"
+                    f" train its rows; {REGISTER}, or freeze the embedding with requires_grad_(False)"
                 )
             return now()
         again = ops.in_backward()  # A plan has the lookups of the forward pass, not those that repeat them.

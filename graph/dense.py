@@ -59,8 +59,8 @@ class DenseCompiler:
         """
         if any(captured.is_used for captured in self._captured.values()):
             raise BuildError(
-                f"build runs several backward passes{user_line()}, and a module that is replayed as a CUDA graph keeps"
-                " the gradients of one; set config.cuda_graph = False"
+                f"build must run one backward pass if modules are replayed as CUDA graphs, which keep the gradients of"
+                f" one pass; build runs several backward passes{user_line()}; set config.cuda_graph = False"
             )
         for captured in self._captured.values():
             captured.give_up("build runs several backward passes")

@@ -202,8 +202,8 @@ class Worker(Generic[Batch]):
             if self._patience_s:
                 self._patience_s = 0.0
                 warnings.warn(
-                    f"the loop was left {_PATIENCE_S:g} s ago and its loader has given no batch since; the thread that"
-                    " waits for it ends, and unpins the rows it holds, when it does",
+                    f"the loop was left {_PATIENCE_S:g} s ago, and its loader has given no batch since; the loop's"
+                    " thread ends, and unpins its rows, when the loader gives a batch or ends",
                     RuntimeWarning,
                     stacklevel=3,
                 )

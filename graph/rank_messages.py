@@ -93,12 +93,12 @@ def what_has_failed(of_all: Sequence[Report]) -> str:
     if not differ or one_name and ways > 1:
         what = f"do different things ({doing})" if differ else of_all[0][0]
         return (
-            f"the ranks {what}, and have made it differently ({made}): each must make the same embeddings, in the same"
-            " order and with the same arguments"
+            f"the ranks {what}, and have made the embedding differently ({made}): each rank must make the same"
+            " embeddings, in the same order and with the same arguments"
         )
     return (
-        f"the ranks do different things ({doing}): each must make the same lookups, steps, saves and loads in the"
-        " same order, with an empty batch where it has none"
+        f"the ranks do different things ({doing}): each rank must make the same lookups, steps, saves and loads in the"
+        " same order; a rank without a batch passes an empty one"
     )
 
 

@@ -105,13 +105,13 @@ class Ranks:
         check_between_ranks(gradients, comm_dtype)
         if group is distributed.GroupMember.NON_GROUP_MEMBER:
             raise ValueError(
-                "this process is not in the process_group; only its ranks may make an embedding with it, and every one"
-                " of them must"
+                "this process must be in the process_group of the embedding, and is not; make the embedding in all"
+                " ranks of the process_group, and in no other process"
             )
         if not callable(getattr(group, "rank", None)):
             raise TypeError(
-                f"process_group must be a group of torch.distributed, got {type(group).__name__} {group!r}; pass"
-                " torch.distributed.group.WORLD for all ranks"
+                f"process_group must be a group of torch.distributed, got {type(group).__name__} {group!r}; for all"
+                " ranks, pass torch.distributed.group.WORLD"
             )
         self.group = group
         self.gradients, self.comm_dtype = gradients, comm_dtype
@@ -345,9 +345,9 @@ class Ranks:
         """Block of an exchange: signals wait until it ends, and a broken connection raises a RankError."""
         if self.forked:
             raise ForkedProcessError(
-                f"this is process {os.getpid()}, a child of rank {self.rank}, process {self._pid}, and was about to"
-                f" {what}: children cannot reach the ranks. Look ids up in the process that made the embedding, and"
-                " return ids from data loader workers"
+                f"process {os.getpid()} is a forked child of rank {self.rank} (process {self._pid}), and cannot reach"
+                f" the ranks to {what}. Look ids up in the process that made the embedding, and return ids from data"
+                " loader workers"
             )
         with whole_exchange():
             try:
@@ -356,9 +356,9 @@ class Ranks:
                 if isinstance(error, RankError) or is_reported(error, 0):  # an error that all ranks know
                     raise
                 raise reported_error(
-                    f"rank {self.rank} was about to {what}, and another rank has ended, was killed, or did not come"
-                    " there within the timeout of the process group. The ranks cannot go on with this group: end the"
-                    f" job and start it anew, from its last snapshot ({error})"
+                    f"rank {self.rank} was about to {what}, but another rank has ended, was killed, or did not start"
+                    " the same operation within the timeout of the process group. The ranks cannot go on with this"
+                    f" group: end the job, and start it anew from its last snapshot ({error})"
                 ) from error
 
     def _code(self, what: str) -> int:
@@ -399,9 +399,9 @@ class Ranks:
         if not left:
             raise reported_error(what_has_failed(of_all))
         others = ", ".join(str(rank) for rank, (_, its_failed, _) in enumerate(headers) if its_failed)
-        how = f"has failed (rank {others} says how)" if others else "does something else"
+        how = f"has failed (see the error of rank {others})" if others else "does something else"
         raise reported_error(
-            f"rank {left[0]} has left, and another rank {how}, where they were to {what}; nothing was done here"
+            f"the ranks were to {what}, but rank {left[0]} has left, and another rank {how}; nothing was done here"
         )
 
     def _gather_floats(self, values: Sequence[float]) -> list[torch.Tensor]:

@@ -132,7 +132,7 @@ def rows_of_class(cls: type, optimizer: torch.optim.Optimizer, group: Group) -> 
     if known is None:
         raise TypeError(
             f"embedding rows cannot be stepped by {cls.__module__}.{cls.__qualname__}; supported are {SUPPORTED}, "
-            "those classes themselves and not subclasses, which may step differently"
+            "but no subclasses of these, which may step differently"
         )
     wider = [option for option in known.wider if not _is_off(group.get(option))]
     check = known.check
@@ -231,14 +231,14 @@ class _Check:
         for option in self.without:
             if not _is_off(group.get(option)):
                 raise ValueError(
-                    f"{option} is now {group[option]}, but it was off when the rows were laid out and they have no "
-                    f"room for its state; construct torch.optim.{self.cls} with {option}={group[option]!r}"
+                    f"{option} must stay off, since the rows have no room for its state, got {group[option]}; set it "
+                    f"back, or construct torch.optim.{self.cls} with {option}={group[option]!r}"
                 )
         for option, value in self.fixed.items():
             if _plain(group[option]) != _plain(value):
                 raise ValueError(
-                    f"{option} must stay {value!r}, which it was when the rows were laid out, got {group[option]!r}; "
-                    f"set it back, or construct torch.optim.{self.cls} with {option}={group[option]!r}"
+                    f"{option} must stay {value!r}, as the state of the rows needs, got {group[option]!r}; set it "
+                    f"back, or construct torch.optim.{self.cls} with {option}={group[option]!r}"
                 )
 
 

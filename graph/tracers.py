@@ -62,14 +62,14 @@ def refuse_tracers(embedding: torch.nn.Module, ids: object) -> None:
         return  # Most lookups return here. Every lookup pays for the calls above, so they are few.
     if (tracer := tracer_of(ids)) is not None:
         raise RuntimeError(
-            f"ids must have values where {_name_of(embedding)} looks them up, got those of {tracer}, which would keep"
-            " the rows of one batch as constants; put the model in an oneemb.EvalGraph and call"
-            " graph.export(path, example_ids), or look ids up outside of what is traced"
+            f"ids must have values when {_name_of(embedding)} looks them up, got ids without values from {tracer},"
+            " which would record the rows of one batch as constants; put the model in an oneemb.EvalGraph and call"
+            " graph.export(path, example_ids), or look ids up outside of the traced function"
         )
     if _transform() is not None:
         raise RuntimeError(
             f"{_name_of(embedding)} must not look ids up inside of a function that torch.func or torch.vmap transforms,"
-            " since rows get no gradient and no batch dimension there; look ids up outside, and pass the rows to it"
+            " where rows get no gradient and no batch dimension; look ids up outside, and pass the rows to the function"
         )
 
 

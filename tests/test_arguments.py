@@ -116,7 +116,7 @@ def test_an_argument_of_a_wrong_type_is_named(tmp_path, call, argument):
         ),
         (
             lambda folder: oneemb.import_rows((torch.arange(2), torch.ones(2, 4)), embedding(folder)),
-            "target must be an embedding.*got tuple; it comes first, the source of its rows second",
+            "target must be an embedding.*got tuple; pass the target first and the source second",
         ),
     ],
 )
@@ -132,7 +132,7 @@ def test_names_of_columns_of_a_source_without_any_are_an_error(tmp_path, name):
     for path, array in zip(paths, arrays, strict=True):
         np.save(path, array)
     for source in (arrays, paths, [arrays], iter([arrays]), paths[1]):
-        with pytest.raises(ValueError, match=f"^{name} names a column of a file .*; leave {name} out"):
+        with pytest.raises(ValueError, match=f"^{name} must only be given for a file .*; leave {name} out"):
             oneemb.import_rows(target, source, **{name: "other"})
     assert oneemb.import_rows(target, paths[1], keys=None) == 2
 
@@ -150,7 +150,7 @@ def test_columns_that_are_no_list_are_told_by_every_lookup(tmp_path):
     trained(ids)
     trained.save_snapshot("first")
     for look_up in (trained, trained.eval(), oneemb.InferenceEmbedding.open(tmp_path)):
-        with pytest.raises(TypeError, match="columns must be a list of the table of each column, ints, got 3"):
+        with pytest.raises(TypeError, match="columns must be a list of ints, the table of each column, got 3"):
             look_up(ids, offsets=offsets, columns=3)
         assert look_up(ids, offsets=offsets, columns=range(1)).shape == (1, 1, 4)
 

@@ -309,13 +309,22 @@ def test_advice_names_options_and_no_arguments_of_functions(path, tmp_path):
     for arguments, says in [
         (["export", path, tmp_path / "v.npz", "--snapshot", "first"], "give --overwrite to replace it"),
         (["export", path, *npy, "--snapshot", "first"], "only with --with-state"),
-        (["export", path, *npy[:3], "--snapshot", "first", "--table", "1"], "no table numbers to write"),
+        (
+            ["export", path, *npy[:3], "--snapshot", "first", "--table", "1"],
+            "files of keys and values alone if one table is exported",
+        ),
         (["export", path, *npy[:2], "--snapshot", "first"], "or give --table to export one table"),
         (["import", tmp_path / "v.npz", path, "--snapshot", "x", "--keys", "id"], "--row-numbers"),
-        (["import", tmp_path / "v.npz", path, "--snapshot", "x", "--values", "id"], "name the values with --values"),
-        (["import", tmp_path / "v.npz", path, "--snapshot", "x", "--with-state"], "name the state with --state"),
+        (
+            ["import", tmp_path / "v.npz", path, "--snapshot", "x", "--values", "id"],
+            "name the column of values with --values",
+        ),
+        (
+            ["import", tmp_path / "v.npz", path, "--snapshot", "x", "--with-state"],
+            "name the column of state with --state",
+        ),
         (["import", tmp_path / "v.npy", path, "--snapshot", "x", "--with-state"], "--with-state needs files"),
-        (["import", tmp_path / "nan.npz", path, "--snapshot", "x"], "give --allow-nonfinite to bring it as it is"),
+        (["import", tmp_path / "nan.npz", path, "--snapshot", "x"], "give --allow-nonfinite to import such weights"),
     ]:
         result = run(*arguments, code=2)
         said = " ".join(result.stderr.split())

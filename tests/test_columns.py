@@ -102,13 +102,13 @@ def test_no_samples_and_no_ids(tmp_path):
 @pytest.mark.parametrize(
     "arguments, error, message",
     [
-        ({"columns": [1, 0]}, ValueError, "none below the one before"),
+        ({"columns": [1, 0]}, ValueError, "in ascending order"),
         ({"columns": [0, 3]}, ValueError, "from 0 to 2"),
         ({"columns": [-1, 0]}, ValueError, "from 0 to 2"),
         ({"columns": []}, TypeError, "the table of each column"),
         ({"columns": [0, 1.0]}, TypeError, "the table of each column"),
-        ({"columns": [0, 0, 1, 1]}, ValueError, "as many bags for each of 4 columns, got 6"),
-        ({"columns": [0, 1], "table_ids": torch.zeros(6).long()}, ValueError, "pass one of them"),
+        ({"columns": [0, 0, 1, 1]}, ValueError, "the same number of bags for each of 4 columns, got 6"),
+        ({"columns": [0, 1], "table_ids": torch.zeros(6).long()}, ValueError, "pass only one of them"),
         ({"columns": [0, 1], "offsets": None}, ValueError, "need offsets"),
         ({"columns": [0, 1], "offsets": torch.tensor([0, 2, 1, 3, 4, 4, 4])}, ValueError, "never fall"),
     ],

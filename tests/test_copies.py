@@ -108,7 +108,7 @@ def test_a_copy_in_the_middle_of_a_step_is_refused(tmp_path):
 )
 def test_what_would_share_rows_says_how_to_copy_them(tmp_path, use):
     model = torch.nn.Sequential(make_embedding(tmp_path / "rows", dim=DIM), torch.nn.Linear(DIM, 1))
-    with pytest.raises(TypeError, match=r"a copy needs a path of its own: embedding\.copy_to\(path\).*AveragedModel"):
+    with pytest.raises(TypeError, match=r"a copy needs another path; call embedding\.copy_to\(path\).*AveragedModel"):
         use(model)
 
 
@@ -136,10 +136,10 @@ def not_run(rank, model):
             lambda model, optimizer: torch.save(model, io.BytesIO()),
             "cannot be pickled, by torch.save of a model or for",
         ),
-        (lambda model, optimizer: torch.multiprocessing.spawn(not_run, (model,)), "make the embedding anew where that"),
+        (lambda model, optimizer: torch.multiprocessing.spawn(not_run, (model,)), "load it into a new embedding"),
         (lambda model, optimizer: pickle.dumps(model[0].weight), r"save state_dict\(\) of the model"),
         (lambda model, optimizer: torch.save(optimizer.optimizer, io.BytesIO()), r"save state_dict\(\) of the model"),
-        (lambda model, optimizer: copy.deepcopy(optimizer), "cannot be copied or pickled: it trains the rows"),
+        (lambda model, optimizer: copy.deepcopy(optimizer), "cannot be copied or pickled, since it trains the rows"),
         (lambda model, optimizer: torch.save(optimizer, io.BytesIO()), r"save its state_dict\(\)"),
         (lambda model, optimizer: pickle.dumps(model[0].weight.grad), r"pickle grad\.row_keys\(\)"),
     ],
@@ -205,6 +205,6 @@ def test_an_embedding_that_is_dropped_gives_its_path_back_without_the_collector(
 def test_a_fused_optimizer_that_is_gone_warns(tmp_path):
     embedding = make_embedding(tmp_path / "rows", dim=DIM)
     oneemb.Optimizer(torch.optim.SGD(embedding.parameters(), lr=0.1), [embedding], fused=True)
-    with pytest.warns(UserWarning, match="keep a reference to it as long as you train"):
+    with pytest.warns(UserWarning, match="keep a reference to it while you train"):
         backward(embedding, None)
     assert embedding.stats()["step"] == 0

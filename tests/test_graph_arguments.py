@@ -84,7 +84,9 @@ def test_a_state_that_is_none_is_told_with_what_to_give(graph):
         (3, "int"), (None, "NoneType"), ([1], "list"), ({}, "dict with nothing"),
         ({"oneemb_graph": 3}, "dict with 'oneemb_graph'"), ({"dense.bias": 1}, "dict with 'dense.bias'"),
     ]:  # fmt: skip
-        with pytest.raises(TypeError, match=f"state_dict must be what state_dict.. of a graph's .* got {said}; give"):
+        with pytest.raises(
+            TypeError, match=f"state_dict must be the result of .*state_dict.., a dict .* got {said}; pass such"
+        ):
             graph.state().load_state_dict(state)
 
 

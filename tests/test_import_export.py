@@ -450,7 +450,7 @@ def test_sources_that_do_not_fit_are_refused(tmp_path, embedding):
         (tmp_path / "columns.npy", ValueError, "ascontiguousarray"),
         (tmp_path / "cut.npy", ValueError, "ends before row 7"),
         (tmp_path / "short.npz", ValueError, "keys must have a row for each of the 7 values"),
-        (tmp_path / "ragged.parquet", ValueError, "one length, have 1 to 3"),
+        (tmp_path / "ragged.parquet", ValueError, "one length, got 1 to 3"),
         (tmp_path / "null.parquet", ValueError, "missing values"),
         (tmp_path / "no.npz", FileNotFoundError, "no.npz"),
         (tmp_path / "v.csv", ValueError, "must end in"),
@@ -635,7 +635,7 @@ def test_a_note_of_what_rows_are_that_makes_no_sense_is_refused(tmp_path, embedd
         pyarrow.parquet.write_table(table, path)
     else:
         safetensors.numpy.save_file({"keys": IDS, "values": some_vectors()}, path, {"oneemb": note})
-    with pytest.raises(ValueError, match=f"v.{format}: its note 'oneemb' must say"):
+    with pytest.raises(ValueError, match=f"v.{format}: the note 'oneemb' must describe the rows"):
         oneemb.import_rows(embedding, path)
 
 
@@ -696,7 +696,7 @@ def test_a_table_without_rows_is_an_error_of_a_snapshot_and_an_empty_file_of_an_
     assert not (tmp_path / "v.npz").exists()
     assert oneemb.export_rows(embedding, tmp_path / "v.npz", table=2) == 0
     assert load(tmp_path / "v.npz", "npz")["keys"].shape == (0,)
-    with pytest.raises(ValueError, match="table must be from 0 to 2, those of 'e', got 3"):
+    with pytest.raises(ValueError, match="table must be from 0 to 2, a table of 'e', got 3"):
         oneemb.export_rows(embedding, tmp_path / "w.npz", table=3)
 
 
@@ -844,7 +844,7 @@ def test_file_names_that_are_no_text_are_names_too(tmp_path, embedding, format):
 def test_files_of_an_export_are_different_ones(tmp_path, embedding):
     keys, values = IDS, some_vectors()
     oneemb.import_rows(embedding, (keys, values))
-    with pytest.raises(ValueError, match="a file each"):
+    with pytest.raises(ValueError, match="a different file for each of keys, values"):
         oneemb.export_rows(embedding, [tmp_path / "k.npy", tmp_path / "sub" / ".." / "k.npy"], table=0)
     assert not os.path.exists(tmp_path / "k.npy")
 

@@ -87,17 +87,21 @@ def test_an_embedding_whose_rows_cannot_come_is_closed(tmp_path):
 
 
 REFUSED = [
-    (dict(weight=torch.ones(3)), TypeError, "weight must be a matrix"),
-    (dict(weight=[[1.0]]), TypeError, "weight must be a matrix"),
+    (dict(weight=torch.ones(3)), TypeError, "weight must be float32, float16 or bfloat16"),
+    (dict(weight=[[1.0]]), TypeError, "weight must be float32, float16 or bfloat16"),
     (dict(weight=torch.ones(3, 2, dtype=torch.float64)), TypeError, "got torch.float64"),
-    (dict(weight=[torch.ones(3, 2), torch.ones(3, 4)]), TypeError, "of all tables alike"),
+    (dict(weight=[torch.ones(3, 2), torch.ones(3, 4)]), TypeError, "the same dtype and D for all tables"),
     (dict(weight=torch.ones(3, 2), ids=torch.arange(2)), ValueError, "one for each row"),
-    (dict(weight=torch.ones(2, 2), ids=torch.tensor([1, 1])), ValueError, "each once"),
+    (dict(weight=torch.ones(2, 2), ids=torch.tensor([1, 1])), ValueError, "one for each row, and distinct"),
     (dict(weight=torch.ones(2, 2), ids=torch.ones(2)), TypeError, "int64 or int32"),
-    (dict(weight=torch.ones(2, 2), ids=[0, 1]), TypeError, "int64 or int32, got list of table 0; call torch.as_tensor"),
+    (
+        dict(weight=torch.ones(2, 2), ids=[0, 1]),
+        TypeError,
+        "got list for table 0; call torch.as_tensor",
+    ),
     (dict(weight=[torch.ones(2, 2)], tables=[oneemb.make_table()] * 2), ValueError, "tables must be 1, .* got 2"),
     (dict(weight=torch.ones(2, 3), embedding_dim=4), ValueError, "embedding_dim must be 3, the width of weight"),
-    (dict(weight=[torch.ones(2, 2)], ids=[]), ValueError, "ids must be those of 1 tables"),
+    (dict(weight=[torch.ones(2, 2)], ids=[]), ValueError, "one tensor for each table, got 1 weights and 0 ids"),
     (dict(weight=torch.tensor([[float("nan")]])), ValueError, "must be finite"),
 ]
 

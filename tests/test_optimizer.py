@@ -723,7 +723,7 @@ def test_rows_that_are_replaced_within_torchs_own_step_are_not_trained_by_it(mad
     before = rows_of(embedding, ids)
     with pytest.raises(oneemb.StorageError, match="were replaced since") as caught:
         optimizer.step()
-    assert caught.value.__notes__ == ["SGD.step() has stepped the dense parameters, not all rows"]
+    assert caught.value.__notes__ == ["SGD.step() has stepped the dense parameters, but not all rows"]
     assert torch.equal(rows_of(embedding, ids), before) and embedding.stats()["device"]["pinned"] == 0
     handle.remove()
     optimizer.zero_grad()

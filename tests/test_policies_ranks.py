@@ -184,8 +184,8 @@ def test_ranks_ask_about_rows_together(tmp_path, rank_pool):
         scores[8:10] = [2, 2]
         assert read[0] == scores[rank * 4 : rank * 4 + 4] and read[1] == scores
         assert [n for row in read[2] for n in row] == scores[: 4 * rank]
-        assert "some repeat" in refused[0] and "0 or more" in refused[1]
-        assert "the same for all ranks, got [3, 4]" in refused[2] and "ids must be torch.int64" in refused[3]
+        assert "some ids repeat" in refused[0] and "0 or more" in refused[1]
+        assert "the same on all ranks, got [3, 4]" in refused[2] and "ids must be torch.int64" in refused[3]
     assert sum(rows for *_, rows in results) == 2
 
 
@@ -254,7 +254,7 @@ def test_ranks_with_other_policies_say_so(tmp_path, rank_pool):
 
 
 def test_replicated_tables_have_no_policy():
-    with pytest.raises(ValueError, match="replicated tables keep all rows"):
+    with pytest.raises(ValueError, match="replicated tables must keep all rows"):
         oneemb.embeddings.embedding_arguments.policies_of(
             RowPolicy(LRU(), 5),
             [oneemb.make_table(replicate=True)],

@@ -212,7 +212,7 @@ def test_what_cannot_be_is_refused(call, message):
 
 
 def test_tables_note_times_alike(tmp_path):
-    with pytest.raises(ValueError, match="timestamps= of a policy is the same for all tables"):
+    with pytest.raises(ValueError, match="must have the same timestamps="):
         make(tmp_path / "rows", "device", [RowPolicy(timestamps=True), RowPolicy()], tables=2)
 
 

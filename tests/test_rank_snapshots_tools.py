@@ -97,7 +97,7 @@ def test_resharded_elsewhere_the_source_stays(tmp_path, monkeypatch):
     command("reshard", tmp_path / "a", "--name", "s", "--ranks", 3, *(f"--to={folder}" for folder in folders))
     assert read(tmp_path / "a", "s") == read(tmp_path / "b", "s") == read(folders, "s") == expected(1)
     assert together(run(3, load, folders, patch=monkeypatch)) == (expected(1), STEP + 1)
-    with pytest.raises(SnapshotExistsError, match="go elsewhere"):
+    with pytest.raises(SnapshotExistsError, match="give another folder"):
         reshard(tmp_path / "a", "s", 2, tmp_path / "b")
     with pytest.raises(SnapshotNotFoundError):
         reshard(tmp_path / "a", "t", 2)

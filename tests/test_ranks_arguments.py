@@ -13,9 +13,9 @@ WRONG = {
     "no bags": ({"ids": IDS[0], "pooling": "sum", "table_ids": IDS[0]}, "ValueError: pooling='sum' is"),
     "unknown pooling": ({**BAGS, "pooling": "avg"}, "ValueError: pooling must be"),
     "columns": ({**BAGS, "columns": 3}, "TypeError: columns must be a list"),
-    "columns of ids": ({"ids": IDS, "columns": 3}, "ValueError: columns say how bags lie"),
+    "columns of ids": ({"ids": IDS, "columns": 3}, "ValueError: columns are the tables of bags"),
     "offsets": ({**BAGS, "offsets": [0, 6]}, "TypeError: offsets must be"),
-    "weights": ({"ids": IDS, "per_sample_weights": torch.ones(6)}, "ValueError: per_sample_weights are for bags"),
+    "weights": ({"ids": IDS, "per_sample_weights": torch.ones(6)}, "ValueError: per_sample_weights are only for bags"),
 }
 
 

@@ -113,7 +113,7 @@ def dies(tmp_path, way, rng, how):
         assert code == 0 and "closed" in found, (code, reports[-3:], job.texts())
         kind, text = found["raised"]
         assert kind == "RankError", text
-        assert "another rank has ended, was killed, or did not come" in text and "from its last snapshot" in text
+        assert "another rank has ended, was killed, or did not start" in text and "from its last snapshot" in text
         assert found["threads"] == ([],)
     check_last(path, saved)
 

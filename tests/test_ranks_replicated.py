@@ -245,7 +245,7 @@ def is_made_otherwise(group, path, replicated):
 @pytest.mark.parametrize("replicated", [((0,), ()), ((0, 1), ()), ((0, 1), (0,))])
 def test_ranks_that_replicate_other_tables_are_told_so(tmp_path, rank_pool, replicated):
     for said in rank_pool(2, is_made_otherwise, str(tmp_path), replicated):
-        assert "have made it differently (rank 0: 2 tables, " in said and "with the same arguments" in said
+        assert "have made the embedding differently (rank 0: 2 tables, " in said and "with the same arguments" in said
         assert ("do different things" in said) == ((0, 1) in replicated)
 
 
@@ -277,7 +277,9 @@ def begins_otherwise(group, path):
 def test_copies_that_begin_otherwise_are_not_trained(tmp_path, rank_pool):
     for said in rank_pool(2, begins_otherwise, str(tmp_path)):
         for words in said:
-            assert words.startswith("the ranks step by SGD, and have made it differently (rank 0: 'a': 1 tables, ")
+            assert words.startswith(
+                "the ranks step by SGD, and have made the embedding differently (rank 0: 'a': 1 tables, "
+            )
 
 
 class FailsAlone(oneemb.TrainGraph):

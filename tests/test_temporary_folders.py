@@ -99,7 +99,7 @@ def test_a_snapshot_there_is_warned_of_and_loads_while_it_lasts():
     with make() as embedding:
         train(embedding, torch.arange(4).reshape(2, 2))
         rows = embedding.read(torch.arange(4).reshape(2, 2))
-        with pytest.warns(UserWarning, match="temporary folder, which goes with the embedding"):
+        with pytest.warns(UserWarning, match="temporary folder, which is removed with the embedding"):
             embedding.save_snapshot("now")
         train(embedding, torch.arange(4).reshape(2, 2))
         embedding.load_snapshot("now")

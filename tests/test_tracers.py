@@ -63,7 +63,7 @@ def test_what_would_keep_rows_as_constants_is_refused_and_says_what_to_do(tmp_pa
                 trace(Model(look_up))
                 pytest.fail(f"{door} under {name}")
         for name, transform in TRANSFORMS.items():
-            with pytest.raises(RuntimeError, match="look ids up outside, and pass the rows to it"):
+            with pytest.raises(RuntimeError, match="look ids up outside, and pass the rows to the function"):
                 transform(Model(look_up))
                 pytest.fail(f"{door} under {name}")
     assert embedding.stats()["rows"] == rows

@@ -666,7 +666,7 @@ def test_a_first_step_without_a_gradient_is_warned_of(made):
     model.graph.eval()
     model.graph(*next(batches()))
     model.graph.train()
-    with pytest.warns(UserWarning, match=r"build has left no gradient, .* call loss.backward\(\) in build"):
+    with pytest.warns(UserWarning, match=r"build has computed no gradient.* call loss.backward\(\) in build"):
         model.graph(*next(batches()))
     model.graph(*next(batches()))
 
@@ -675,7 +675,7 @@ def test_an_embedding_without_an_optimizer_is_refused_by_name(made):
     modules = lambda made: {"embedding": made(name="forgotten"), "mlp": mlp()}  # noqa: E731
     model = Model(made, modules, plain_build, lambda owner: [torch.optim.SGD(owner.mlp.parameters(), lr=0.1)])
     ids, label = next(batches())
-    message = "embedding 'forgotten' is looked up in build and no optimizer of the graph trains it; give its parameters"
+    message = "embedding 'forgotten' has a gradient in build, but no optimizer of the graph trains it; add an optimizer"
     with pytest.raises(oneemb.BuildError, match=message):
         model.graph(ids, label)
     model.graph.embedding.requires_grad_(False)
@@ -695,7 +695,7 @@ def test_a_graph_without_build_says_so(made):
     [
         (
             lambda graph: graph.add_optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)),
-            "SGD holds no parameter of this graph",
+            "SGD must hold parameters of this graph",
         ),
         (
             lambda graph: graph.add_optimizer(
@@ -708,7 +708,7 @@ def test_a_graph_without_build_says_so(made):
                 torch.optim.SGD(graph.parameters(), lr=0.1),
                 torch.optim.lr_scheduler.StepLR(torch.optim.SGD(graph.parameters(), lr=0.1), 1),
             ),
-            "lr_scheduler must be made on the optimizer it is added with",
+            "lr_scheduler must be made on the optimizer that it is added with",
         ),
         (
             lambda graph: graph.add_optimizer(torch.optim.Adam(graph.parameters(), differentiable=True)),
@@ -807,7 +807,7 @@ def test_a_graph_with_forward_in_place_of_build_is_an_error(kind):
         def forward(self, ids):
             return ids
 
-    with pytest.raises(TypeError, match="Both defines forward in its base Model, .* name that base after the graph"):
+    with pytest.raises(TypeError, match="Both defines forward in its base Model, .* list this base after the graph"):
 
         class Both(Model, kind):
             def build(self, ids):

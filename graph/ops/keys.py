@@ -132,8 +132,8 @@ def pooling_of(pooling: str | None, offsets: object) -> Literal["sum", "mean", "
         raise ValueError(f'pooling must be "sum", "mean" or "max", got {pooling!r}')
     if offsets is None:
         raise ValueError(
-            f"pooling={pooling!r} is for bags: the last dimension of ids [B, L] (of T tables [B, T, L]), or ids [N]"
-            " with offsets; got no offsets"
+            f"pooling={pooling!r} is for bags: ids must be [B, L] (with T tables [B, T, L]), whose last dimension is a"
+            " bag, or [N] with offsets; got no offsets"
         )
     return cast(Literal["sum", "mean", "max"], pooling)
 
@@ -176,20 +176,20 @@ def bags_of(
     if table_ids is None and num_tables > 1 and (ids.dim() != 3 or ids.shape[1] != num_tables):
         raise ValueError(
             f"ids of bags must be of shape [B, {num_tables}, L], a bag for each table, got {list(ids.shape)}; pass"
-            " table_ids to say which table each bag is of, or offsets"
+            " table_ids, the table of each bag, or pass offsets"
         )
     if isinstance(table_ids, torch.Tensor) and table_ids.dim() > 0:
         try:
             table_ids = table_ids.expand(shape).reshape(-1)
         except RuntimeError as error:
             raise ValueError(
-                f"table_ids must be of shape {list(shape)}, one for each bag, or broadcast to it, got"
+                f"table_ids must be of shape {list(shape)}, one for each bag, or of a shape that broadcasts to it, got"
                 f" {list(table_ids.shape)}"
             ) from error
     if isinstance(scales, torch.Tensor):
         if scales.shape != ids.shape:
             raise ValueError(
-                f"per_sample_weights must be of the shape of ids, {list(ids.shape)}, got {list(scales.shape)}"
+                f"per_sample_weights must have the shape of ids, {list(ids.shape)}, got {list(scales.shape)}"
             )
         scales = scales.reshape(-1)
     offsets = torch.arange(math.prod(shape) + 1, dtype=torch.int64, device=ids.device) * ids.shape[-1]
@@ -208,7 +208,7 @@ def check_ids(ids: torch.Tensor, table_ids: torch.Tensor | None, num_tables: int
         if num_tables > 1 and (ids.dim() != 2 or ids.shape[1] != num_tables):
             raise ValueError(
                 f"ids must be {key_type} of shape [B, {num_tables}], one column a table, got {list(ids.shape)};"
-                " pass table_ids to say which table each id is of"
+                " pass table_ids, the table of each id"
             )
         return
     if not isinstance(table_ids, torch.Tensor) or table_ids.dtype not in _INTEGERS:
@@ -222,7 +222,8 @@ def check_ids(ids: torch.Tensor, table_ids: torch.Tensor | None, num_tables: int
         fits = False
     if not fits:
         raise ValueError(
-            f"table_ids must have the shape of ids, {list(ids.shape)}, or broadcast to it, got {list(table_ids.shape)}"
+            f"table_ids must have the shape of ids, {list(ids.shape)}, or one that broadcasts to it, got"
+            f" {list(table_ids.shape)}"
         )
 
 
@@ -301,9 +302,9 @@ def bags_of_ids(
         shape = torch.Size([bags])
     elif bags % num_tables:
         raise ValueError(
-            f"offsets must be of B * {num_tables} bags, those of a sample's {num_tables} tables side by side, got"
-            f" {bags} bags; pass table_ids to say which table each bag is of; or, if the number of ids at the end is"
-            " left out, as nn.EmbeddingBag has it by default, pass include_last_offset=False"
+            f"offsets must be of B * {num_tables} bags, one for each sample and table, got {bags} bags; pass table_ids,"
+            " the table of each bag; or, if offsets leave out the end of the last bag, as those of nn.EmbeddingBag do"
+            " by default, pass include_last_offset=False"
         )
     else:
         shape = torch.Size([bags]) if num_tables == 1 else torch.Size([bags // num_tables, num_tables])
@@ -326,7 +327,7 @@ def check_scales(scales: torch.Tensor, in_bags: bool, pooling: str, ids: int, de
         device: device of the ids.
     """
     if not in_bags or pooling != "sum":
-        raise ValueError('per_sample_weights are for bags that are summed; pass offsets, and pooling="sum"')
+        raise ValueError('per_sample_weights are only for bags that are summed; pass offsets, and pooling="sum"')
     is_tensor = isinstance(scales, torch.Tensor)
     if not is_tensor or scales.dtype != torch.float32 or scales.shape != (ids,):
         got = (scales.dtype, list(scales.shape)) if is_tensor else type(scales)
@@ -338,19 +339,24 @@ def check_scales(scales: torch.Tensor, in_bags: bool, pooling: str, ids: int, de
 def check_no_columns(columns: object) -> None:
     """Raise ValueError if `columns` is not None, for a lookup without bags."""
     if columns is not None:
-        raise ValueError("columns say how bags lie, so that they need offsets; ids [B, T] have columns of their own")
+        raise ValueError(
+            "columns are the tables of bags, and need offsets; pass offsets, or leave columns out: column t of ids"
+            " [B, T] belongs to table t"
+        )
 
 
 def _check_columns(columns: Sequence[int], num_tables: int, bags: int, table_ids: object) -> None:
     if not isinstance(columns, list | tuple) or not columns or not all(type(table) is int for table in columns):
-        raise TypeError(f"columns must be a list of the table of each column, ints, got {columns!r}")
+        raise TypeError(f"columns must be a list of ints, the table of each column, got {columns!r}")
     in_order = all(before <= table for before, table in zip(columns, columns[1:], strict=False))
     if columns[0] < 0 or columns[-1] >= num_tables or not in_order:
-        raise ValueError(f"columns must be tables from 0 to {num_tables - 1}, none below the one before, got {columns}")
+        raise ValueError(f"columns must be tables from 0 to {num_tables - 1} in ascending order, got {columns}")
     if bags % len(columns):
-        raise ValueError(f"offsets must be of as many bags for each of {len(columns)} columns, got {bags} bags")
+        raise ValueError(
+            f"offsets must be of the same number of bags for each of {len(columns)} columns, got {bags} bags"
+        )
     if table_ids is not None:
-        raise ValueError("columns and table_ids both say which table a bag is of; pass one of them")
+        raise ValueError("columns and table_ids both give the table of each bag; pass only one of them")
 
 
 def _check_tables_of_bags(table_ids: torch.Tensor, bags: int, device: torch.device) -> None:
@@ -363,7 +369,7 @@ def _check_tables_of_bags(table_ids: torch.Tensor, bags: int, device: torch.devi
     ):
         got = (table_ids.dtype, list(table_ids.shape), str(table_ids.device)) if is_tensor else type(table_ids)
         raise ValueError(
-            f"table_ids must be integers, one for each of {bags} bags or one for all, where ids are, got {got}"
+            f"table_ids must be integers on the device of ids, one for each of {bags} bags or one for all, got {got}"
         )
 
 
@@ -382,8 +388,8 @@ def _check_offsets(offset_P1: torch.Tensor, ids: int) -> None:
     if not ordered or values_P1[0] != 0 or values_P1[-1] != ids:
         raise ValueError(
             f"offsets must begin with 0, never fall, and end with the number of ids, {ids}; got"
-            f" {offset_P1[:3].tolist()} ... {offset_P1[-1:].tolist()}; if the last is left out, as"
-            " nn.EmbeddingBag has it by default, pass include_last_offset=False"
+            f" {offset_P1[:3].tolist()} ... {offset_P1[-1:].tolist()}; if offsets leave out the end of the last bag, as"
+            " those of nn.EmbeddingBag do by default, pass include_last_offset=False"
         )
 
 

@@ -57,8 +57,8 @@ class Pass(NamedTuple):
         grad = self.grad
         if isinstance(grad, torch.Tensor) and version_of(grad) != self.version:
             raise RuntimeError(
-                "the gradient of rows was changed in place since its backward pass, as a buffer that is given to"
-                " backward again and again, or a tensor that a hook keeps: give or keep a clone() of it"
+                "the gradient of rows was changed in place since its backward pass. That happens to a buffer that is"
+                " passed to backward() several times, or a tensor that a hook keeps: pass or keep a clone() of it"
             )
         return grad
 

@@ -236,8 +236,8 @@ class RowGrad(torch.Tensor):
             return args[0].copy_of()
         if op not in _OF_SPENT and any(isinstance(value, RowGrad) and value.spent for value in _flat(args)):
             raise RuntimeError(
-                "the rows of an embedding were updated in the backward pass (fused=True): their gradient cannot be"
-                " clipped, unscaled or looked at any more; make oneemb.Optimizer without fused"
+                "the rows of an embedding were updated in the backward pass (fused=True), so their gradient can no"
+                " longer be clipped, unscaled or read; make oneemb.Optimizer without fused"
             )
         handler = _HANDLERS.get(op)
         if handler is not None:
@@ -251,13 +251,14 @@ class RowGrad(torch.Tensor):
             return op(*(values.get(id(value), value) for value in args), **(kwargs or {}))
         if op.namespace == "fsdp":
             raise RuntimeError(
-                "an embedding is inside fully_shard, which would split the gradient of its rows like that of a dense"
-                " parameter; shard the dense modules alone, and look ids up outside of them"
+                "an embedding must not be inside fully_shard, which would split the gradient of its rows as that of a"
+                " dense parameter; shard only the dense modules, and look ids up outside of them"
             )
         raise NotImplementedError(
-            f"{op} is not known on the gradient of an embedding's rows: it is no dense tensor. grad.row_keys() and"
-            " grad.row_values() give it as such; clip_grad_norm_, clip_grad_value_, GradScaler and multiplication by a"
-            " number work on it; a regulariser is a loss of the rows that a lookup gives, not of embedding.weight"
+            f"{op} is not known on the gradient of an embedding's rows, which is no dense tensor; call it on"
+            " grad.row_values(), a dense tensor of the rows in grad.row_keys(). clip_grad_norm_, clip_grad_value_,"
+            " GradScaler and multiplication by a number work on the gradient itself. Compute a regulariser from the"
+            " rows that a lookup returns, not from embedding.weight"
         )
 
 
@@ -273,8 +274,9 @@ def refuse_dense(grad: torch.Tensor | None) -> None:
     """Hook of `embedding.weight`: raise if `grad` is dense. None is allowed: in a graph there is no gradient."""
     if grad is not None and not isinstance(grad, RowGrad):
         raise RuntimeError(
-            "a dense gradient reached embedding.weight, which holds no row and stands for all of them: a regulariser is"
-            " a loss of the rows that a lookup gives (embedding(ids).square().sum()), or the optimizer's weight_decay"
+            "embedding.weight must not get a dense gradient, since it holds no row and stands for all rows; compute a"
+            " regulariser from the rows that a lookup returns (embedding(ids).square().sum()), or use the optimizer's"
+            " weight_decay"
         )
 
 
@@ -325,7 +327,8 @@ def _zero_(grad: RowGrad) -> RowGrad:
 def _norm(grad: RowGrad, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> torch.Tensor:
     if dim is not None or keepdim:
         raise NotImplementedError(
-            "the norm of an embedding's rows is one of all values; use grad.row_values() for others"
+            "the norm of an embedding's gradient must be of all values, without dim and keepdim; compute other norms"
+            " from grad.row_values()"
         )
     return _norms([grad], ord, dtype=dtype)[0]
 
@@ -333,7 +336,7 @@ def _norm(grad: RowGrad, ord: float = 2, dim: Any = None, keepdim: bool = False,
 def _norms(row_grads: Sequence[RowGrad], ord: float = 2, *, dtype: Any = None) -> list[torch.Tensor]:
     """The norm of each gradient. Where ranks share the rows, it is the norm over the rows of all ranks."""
     if not float(ord) > 0:
-        raise NotImplementedError(f"the norm of an embedding's rows is one of an order above 0, got {ord}")
+        raise NotImplementedError(f"the order of the norm of an embedding's gradient must be above 0, got {ord}")
     reduce_to_owners(row_grads)
     norms = []
     for grad in row_grads:

@@ -216,7 +216,7 @@ def may_step(
     if scaler is None and not all(optimizer.skip_nonfinite for optimizer in optimizers):
         raise NonFiniteGradientError(
             f"{found}; nothing was updated. Lower the learning rate or clip the gradients, or pass"
-            " skip_nonfinite=True to leave out such steps"
+            " skip_nonfinite=True to skip such steps"
         )
     for optimizer in optimizers:
         optimizer.skipped += 1
@@ -289,8 +289,8 @@ def step(optimizer: StepOptimizer, go: bool, after_hooks: Callable[[], None] | N
     except BaseException as error:
         add_note(
             error,
-            f"{type(optimizer.optimizer).__name__}.step() did not end: no row was updated, dense parameters are as far"
-            " as it got",
+            f"{type(optimizer.optimizer).__name__}.step() did not end: no row was updated, but some dense parameters"
+            " may have been",
         )
         raise
     finally:
@@ -409,7 +409,7 @@ def advance(optimizers: Sequence[StepOptimizer], lr_schedulers: Sequence[Schedul
             add_note(
                 error,
                 f"{type(scheduler).__name__}.step() failed after the update: rows and dense parameters are updated and"
-                " the step is counted; its learning rate may not have moved",
+                " the step is counted; the learning rate may not have changed",
             )
             failed = failed or error
     if failed is not None:

@@ -76,13 +76,14 @@ class _WithGrad(torch.autograd.Function):
         lease, (grad,) = ctx.lease, grads
         if lease is None:
             raise RuntimeError(
-                "backward through a lookup of an embedding for the second time, whose rows were let go after the first;"
-                " pass retain_graph=True to the first, or look the ids up again"
+                "backward must run only once through a lookup of an embedding, whose rows are released after the first"
+                " backward pass; pass retain_graph=True to the first pass, or look the ids up again"
             )
         if torch.is_grad_enabled() and any(of_weights):
             raise RuntimeError(
-                "the gradient of an embedding's rows has no gradient itself: leave out create_graph=True, or take the"
-                " gradient with respect to what the lookup gave, torch.autograd.grad(loss, rows, create_graph=True)"
+                "the gradient of an embedding's rows has no gradient itself: leave out create_graph=True, or compute"
+                " the gradient with respect to the rows of the lookup,"
+                " torch.autograd.grad(loss, rows, create_graph=True)"
             )
         lease.check_not_replaced()
         if not torch._C._autograd._get_current_graph_task_keep_graph():

@@ -112,8 +112,8 @@ def _ranks_of(graph: CompiledGraph) -> AnyRanks:
     if len(ranks) > 1:
         named = ", ".join(f"{one.name!r} of {one.ranks}" for one in embeddings)
         raise ValueError(
-            f"a state of {type(graph).__name__} is saved and loaded by the ranks of its embeddings together, and these"
-            f" are not of the same ranks: {named}; give all the same process_group"
+            f"the embeddings of {type(graph).__name__} must be of the same ranks, which save and load its state"
+            f" together, got {named}; give all the same process_group"
         )
     return next(iter(ranks.values()), ALONE)
 
@@ -181,8 +181,8 @@ class GraphState:
 def _check_strict(strict: object) -> None:
     if not isinstance(strict, bool):
         raise TypeError(
-            f"strict must be True or False, got {type(strict).__name__} {strict!r:.100}; False passes over names that"
-            " only the graph or only the checkpoint has"
+            f"strict must be True or False, got {type(strict).__name__} {strict!r:.100}; False ignores names that only"
+            " the graph or only the checkpoint has"
         )
 
 
@@ -194,8 +194,8 @@ def _state_in(state_dict: object) -> bytes:
         if isinstance(state_dict, Mapping):
             given += f" with {', '.join(map(repr, list(state_dict)[:5])) or 'nothing'}"
         raise TypeError(
-            f"state_dict must be what state_dict() of a graph's state() gave, a dict with bytes at 'oneemb_graph', got"
-            f" {given}; give graph.state().state_dict(), or load a file of graph.save by graph.load"
+            f"state_dict must be the result of graph.state().state_dict(), a dict with bytes at 'oneemb_graph', got"
+            f" {given}; pass such a dict, or load a file of graph.save by graph.load"
         )
     return content
 
@@ -385,7 +385,7 @@ class Intent:
                     _undo(self.path, self._embeddings, self._ranks, self._what)
             except (OSError, StorageError, RuntimeError) as failed:  # RuntimeError: another rank is gone.
                 assert error is not None
-                error.add_note(f"what the save had made could not be taken away, the next one tries again: {failed}")
+                error.add_note(f"the remains of the save could not be removed, the next save tries again: {failed}")
             finally:
                 if self._notes is not None:
                     self._notes.close()

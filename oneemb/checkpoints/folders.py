@@ -51,8 +51,8 @@ def release(path: AnyPath | Sequence[AnyPath]) -> None:
     paths: Sequence[Any] = path if isinstance(path, list | tuple) else [path]
     if not all(isinstance(one, str | bytes | os.PathLike) for one in paths):
         raise TypeError(
-            f"path must be the persistent_path of an embedding, or a list of them, got {type(path).__name__}; an"
-            " embedding that a variable names is closed by embedding.close()"
+            f"path must be the persistent_path of an embedding, or a list of paths, got {type(path).__name__}; to close"
+            " an embedding that a variable names, call embedding.close()"
         )
     for one in paths:
         folder = absolute_path(one)
@@ -60,7 +60,7 @@ def release(path: AnyPath | Sequence[AnyPath]) -> None:
             if lost := holder.force_close():
                 warn_user(
                     f"{holder.what} in {its} is closed, and its {lost:,} rows are gone, since no snapshot holds them as"
-                    " they were"
+                    " they were last"
                 )
         if held := lock_holder(LocalFileSystem(), os.path.join(folder, "LOCK")):
             raise LockedError(f"{folder} is held by {held}; end that process, or its use of the folder")

@@ -102,8 +102,8 @@ def check_between_updates(graph: CompiledGraph, train: TrainState) -> None:
     """Raise RuntimeError if accumulated gradients wait for an update: a state holds no gradients."""
     if train.micro_batches:
         raise RuntimeError(
-            f"{train.micro_batches} of {graph.config.accumulation_steps} micro-batches are not updated with yet; save"
-            " after the call that ends with the update"
+            f"no micro-batch may wait for its update in a save, but {train.micro_batches} of"
+            f" {graph.config.accumulation_steps} do; save after the call that ends with the update"
         )
 
 
@@ -174,8 +174,8 @@ def _loader_state(graph: CompiledGraph) -> Any:
         load_bytes(io.BytesIO(to_bytes(state)), "the state of the loader")
     except (ValueError, TypeError, AttributeError, RuntimeError, pickle.PicklingError) as error:
         warnings.warn(
-            "the state of the loader is not saved, since a checkpoint holds numbers, strings and tensors, in lists and"
-            f" dicts; save graph.loader_state yourself ({error})",
+            "the state of the loader is not saved, since a checkpoint can only hold numbers, strings and tensors, in"
+            f" lists and dicts; save graph.loader_state yourself ({error})",
             stacklevel=2,
         )
         return None
@@ -191,7 +191,7 @@ def _hashes(graph: CompiledGraph) -> dict[str, str]:
     for name, tensor in tensors.items():
         if hasattr(tensor, "device_mesh"):
             raise RuntimeError(
-                f"{name} is sharded over ranks, and a state of several ranks holds the tensors of the first: wrap"
+                f"{name} must not be sharded over ranks, since a state holds the tensors of the first rank alone; wrap"
                 " dense modules in DistributedDataParallel, or save them by torch.distributed.checkpoint and each"
                 " embedding by save_snapshot"
             )
@@ -208,7 +208,7 @@ def _warn_of_differences(graph: CompiledGraph, hashes: Sequence[Mapping[str, str
     if differ:
         warnings.warn(
             f"dense parameters are not the same on all ranks: {', '.join(differ[:3])}{', ...' * (len(differ) > 3)}."
-            " The state that is saved has those of rank 0 alone; wrap dense modules in DistributedDataParallel",
+            " The saved state has only the parameters of rank 0; wrap dense modules in DistributedDataParallel",
             stacklevel=2,
         )
 
@@ -222,7 +222,7 @@ def check_fits(
     """Raise ValueError unless the state fits the graph; rows are not checked. Returns the names that only the graph or
     only the state has; if `strict`, such names raise ValueError, too. `where` names the state in errors."""
     if state.get("format") != _FORMAT:
-        raise ValueError(f"{where} has format {state.get('format')!r}, this version of oneemb reads {_FORMAT}")
+        raise ValueError(f"{where} has format {state.get('format')!r}, this version of oneemb reads format {_FORMAT}")
     embeddings = named_embeddings(graph)
     shapes = _shapes(tensors_of(graph))
     saved = _shapes(state["tensors"])
@@ -375,7 +375,7 @@ def load_state(file: str | IO[bytes], where: str, *, mmap: bool = False) -> Stat
     """
     state = load_bytes(file, where, mmap=mmap)
     if not isinstance(state, dict) or not {"format", "embeddings", "tensors"} <= state.keys():
-        raise ValueError(f"{where} is not a checkpoint of a TrainGraph: graph.save() has not written it")
+        raise ValueError(f"{where} is not a checkpoint of a TrainGraph, which graph.save() writes")
     return cast(State, state)
 
 

@@ -40,8 +40,8 @@ def decode(state: torch.Tensor) -> SnapshotName:
     except (AttributeError, KeyError, TypeError, ValueError):
         pass
     raise ValueError(
-        "an embedding's entry of a state dict, `..._extra_state`, names a snapshot in uint8 [1024], this one does not:"
-        f" {state!r:.100}. Copy it as it is: rows are not in state dicts, and their averages cannot be taken there"
+        "an embedding's entry of a state dict, `..._extra_state`, must be uint8 [1024] with the name of a snapshot, got"
+        f" {state!r:.100}; copy entries unchanged: state dicts hold no rows, so entries cannot be averaged"
     )
 
 

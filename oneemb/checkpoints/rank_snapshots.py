@@ -150,8 +150,8 @@ class RankSnapshots:
         `TableEmbedding.save_snapshot` and `save_delta`."""
         if not self.are_kept:
             raise StorageError(
-                f"the rows of tables {self._name} are in a folder that goes with their collection, where no snapshot"
-                " lasts: give the collection store_options with a path"
+                f"tables {self._name} are in a temporary folder, which is removed with their collection and can keep no"
+                " snapshot; give the collection store_options with a path"
             )
         if self._is_alone():
             return self._store.snapshots.save(
@@ -182,7 +182,10 @@ class RankSnapshots:
         if since is not None:
             parents = set(self.ranks.all_gather(what, lambda: self._store.snapshots.check_since(since, keep_evicted)))
             if len(parents) > 1:
-                raise StorageError(f"ranks know different snapshots {since!r}; save a whole one")
+                raise StorageError(
+                    f"since={since!r} must name the same snapshot on all ranks, but ranks know different ones of this"
+                    " name; save a complete snapshot"
+                )
         self.ranks.agree(what, lambda: self._sweep(found))
         self.replicas.bring_new(what)
         part, parts = NewPart(name, identity, found.next_sequence), NewParts(identity, self._size, self._fs)

@@ -75,13 +75,13 @@ class AveragedEmbedding(torch.nn.Module):
     def __init__(self, embedding: TableEmbedding, persistent_path: AnyPath, decay: float | None = None):
         super().__init__()
         if not isinstance(embedding, TableEmbedding):
-            raise TypeError(f"embedding must be one of oneemb's, got {type(embedding).__name__} {embedding!r}")
+            raise TypeError(f"embedding must be an embedding of oneemb, got {type(embedding).__name__} {embedding!r}")
         if decay is not None and (not isinstance(decay, int | float) or not 0 <= decay <= 1):
             raise ValueError(f"decay must be from 0 to 1, or None for a mean, got {decay!r}")
         if embedding.policies is not None:
             raise ValueError(
-                f"the rows of embedding {embedding.name!r} are evicted by its policy, and averages are of rows that"
-                " stay; average an embedding without a policy"
+                f"embedding {embedding.name!r} must have no policy, since a policy evicts rows and averages need rows"
+                " that stay; average an embedding without a policy"
             )
         self._decay = decay
         self._embedding = (embedding,)  # in a tuple, so that it is no submodule of this module
@@ -272,7 +272,7 @@ def _check_place(averaged: AveragedEmbedding) -> None:
     rows, averages = averaged.embedding.store.backend, averaged.rows.store.backend
     if averages.place != rows.place:
         raise ValueError(
-            f"averages must be where the rows are, on {rows.device}, they are on {averages.device}; move both modules"
+            f"averages must be on {rows.device}, where the rows are, and are on {averages.device}; move both modules"
         )
 
 

@@ -220,9 +220,9 @@ class TableEmbedding(SnapshotCalls, RowCalls):
             has_gradient = False  # A forked child may read rows, but not train them.
         if has_gradient and is_trained and _in_ddp(self):
             raise RuntimeError(
-                f"embedding {self.name!r} is inside DistributedDataParallel, which would leave each rank with rows of"
-                " its own; wrap the dense modules alone, and look ids up outside of them. For TorchRec's"
-                " DistributedModelParallel, pass sharders=oneemb.torchrec.get_default_sharders()"
+                f"embedding {self.name!r} must not be inside DistributedDataParallel, with which each rank would train"
+                " different rows; wrap only the dense modules, and look ids up outside of them. To"
+                " TorchRec's DistributedModelParallel, pass sharders=oneemb.torchrec.get_default_sharders()"
             )
         bags: BagArguments | None = None
         try:
@@ -345,15 +345,15 @@ class TableEmbedding(SnapshotCalls, RowCalls):
 
     def __deepcopy__(self, memo: object) -> Never:
         raise TypeError(
-            f"embedding {self.name!r} cannot be copied by copy.deepcopy: its rows live in"
-            f" {self.store.plan.persistent_path}, and a copy needs a path of its own: embedding.copy_to(path). Copy and"
-            " average (AveragedModel) the dense modules alone; oneemb.AveragedEmbedding averages rows"
+            f"embedding {self.name!r} cannot be copied by copy.deepcopy, since its rows are in"
+            f" {self.store.plan.persistent_path} and a copy needs another path; call embedding.copy_to(path). Copy and"
+            " average (AveragedModel) only the dense modules; oneemb.AveragedEmbedding averages rows"
         )
 
     def __reduce_ex__(self, protocol: object) -> Never:
         raise TypeError(
             f"embedding {self.name!r} cannot be pickled, by torch.save of a model or for another process: save its"
-            " state_dict(), which names a snapshot, and make the embedding anew where that is loaded"
+            " state_dict(), which names a snapshot, and load it into a new embedding"
         )
 
 
@@ -371,7 +371,7 @@ def copied(
     taken = [embedding.store.plan.persistent_path, *embedding.store_options.persistent_path]
     if os.path.realpath(*options.persistent_path) in map(os.path.realpath, taken):
         raise ValueError(
-            f"a copy of embedding {embedding.name!r} needs a path of its own, got that of its rows,"
+            f"a copy of embedding {embedding.name!r} needs a path of its own, got the path of the embedding,"
             f" {embedding.store.plan.persistent_path}"
         )
     copy, ranks = type(embedding).__new__(type(embedding)), embedding.ranks

@@ -58,29 +58,33 @@ def check_arguments(
         ranks: number of ranks.
     """
     if not isinstance(name, str) or not name:
-        raise TypeError(f"name must be a word, got {name!r}")
+        raise TypeError(f"name must be a str of at least one letter, got {name!r}")
     for dim in dim_C:
         if isinstance(dim, bool) or not isinstance(dim, int | float):
-            raise TypeError(f"embedding_dim must be an int of 1 or more, got {_with_type(dim)}; give the rows' width")
+            raise TypeError(f"embedding_dim must be an int of 1 or more, got {_with_type(dim)}; give the width of rows")
     if not dim_C or any(not isinstance(dim, int) or dim < 1 for dim in dim_C):
         raise ValueError(f"embedding_dim must be 1 or more, got {list(dim_C)}")
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPE_NAMES:
         raise TypeError(
-            f"dtype must be torch.float32, float16 or bfloat16, got {_with_type(dtype)}; rows hold no other"
+            f"dtype must be torch.float32, float16 or bfloat16, got {_with_type(dtype)}; give the dtype of weights"
         )
     if not isinstance(key_type, torch.dtype) or key_type not in (torch.int64, torch.int32):
-        raise TypeError(f"key_type must be torch.int64 or torch.int32, got {_with_type(key_type)}; it is that of ids")
+        raise TypeError(
+            f"key_type must be torch.int64 or torch.int32, got {_with_type(key_type)}; give the dtype of ids"
+        )
     if not isinstance(tables, list | tuple) or not tables or not all(isinstance(t, TableOptions) for t in tables):
         swapped = "; store_options come after tables" if isinstance(tables, StoreOptions) else ""
         raise TypeError(
             f"tables must be a list of one or more oneemb.make_table(...), got {_with_type(tables)}"
-            f"{swapped or '; of two alike give [oneemb.make_table()] * 2'}"
+            f"{swapped or '; for two equal tables, give [oneemb.make_table()] * 2'}"
         )
     if len(tables) > TABLE_MAX + 1:
         raise ValueError(f"an embedding has at most {TABLE_MAX + 1} tables, got {len(tables)}")
     for t, table in enumerate(tables):
         if len(table.columns) not in (1, len(dim_C)):
-            raise ValueError(f"table {t} has {len(table.columns)} columns, embedding_dim has {len(dim_C)}")
+            raise ValueError(
+                f"table {t} must have {len(dim_C)} columns, as embedding_dim, or one for all, got {len(table.columns)}"
+            )
         for column in table.columns:
             if column.initializer is not None:
                 _check_range(f"table {t}", column.initializer, dtype)
@@ -97,8 +101,8 @@ def check_arguments(
         )
     if len(store_options.persistent_path) not in (0, 1, ranks):
         raise ValueError(
-            f"persistent_path must name a folder, or one for each of {ranks} ranks, got"
-            f" {len(store_options.persistent_path)}; the ranks are those of process_group"
+            f"persistent_path must name one folder, or one for each of {ranks} ranks of process_group, got"
+            f" {len(store_options.persistent_path)}"
         )
     limits = torch.iinfo(key_type)
     if padding_idx is not None and (isinstance(padding_idx, bool) or not isinstance(padding_idx, int)):
@@ -106,7 +110,7 @@ def check_arguments(
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"seed must be an int, got {seed!r}")
     if padding_idx is not None and not limits.min <= padding_idx <= limits.max:
-        raise ValueError(f"padding_idx must be a {key_type}, got {padding_idx}")
+        raise ValueError(f"padding_idx must fit in key_type, {key_type}, got {padding_idx}")
     if not -(2**63) <= seed < 2**64:
         raise ValueError(f"seed must fit in 64 bits, got {seed}")
 
@@ -194,7 +198,10 @@ def pretrained(
     several = isinstance(weight, list | tuple) and isinstance(ids, list | tuple)
     ids_T = list(ids) if several else [ids] * len(weights)
     if not weights or len(ids_T) != len(weights):
-        raise ValueError(f"ids must be those of {len(weights)} tables, one or more, as weight, got {len(ids_T)}")
+        raise ValueError(
+            f"weight and ids must be lists with one tensor for each table, got {len(weights)} weights and"
+            f" {len(ids_T)} ids"
+        )
     for table, (one, its) in enumerate(zip(weights, ids_T, strict=True)):
         _check_rows(one, its, weights[0], table)
     dim, dtype = weights[0].shape[1], weights[0].dtype
@@ -202,10 +209,10 @@ def pretrained(
     options: dict[str, Any] = {"embedding_dim": [dim] if has_columns else dim, "dtype": dtype, "key_type": key_type}
     options |= {"tables": [make_table_options()] * len(weights), **more}
     if isinstance(options["tables"], list | tuple) and len(options["tables"]) != len(weights):
-        raise ValueError(f"tables must be {len(weights)}, one for each weight, got {len(options['tables'])}")
+        raise ValueError(f"tables must be {len(weights)}, one for each tensor of weight, got {len(options['tables'])}")
     given = options["embedding_dim"]
     if dim != (sum(given) if has_columns and isinstance(given, list | tuple) else given):
-        raise ValueError(f"embedding_dim must be {dim}, the width of weight, or widths with this sum, got {given!r}")
+        raise ValueError(f"embedding_dim must be {dim}, the width of weight, or a list with this sum, got {given!r}")
     rows = [
         (np.arange(len(one)) if its is None else its.cpu().numpy(), one.detach().cpu().float().numpy())
         for one, its in zip(weights, ids_T, strict=True)
@@ -220,20 +227,20 @@ def _check_rows(weight: Any, ids: Any, first: Any, table: int) -> None:
     if not is_matrix or weight.shape[1:] != first.shape[1:] or weight.dtype != first.dtype:
         got = f"{weight.dtype} {list(weight.shape)}" if isinstance(weight, torch.Tensor) else type(weight).__name__
         raise TypeError(
-            f"weight must be a matrix [rows, D] of float32, float16 or bfloat16, of all tables alike, got {got} of"
-            f" table {table}"
+            f"weight must be float32, float16 or bfloat16 [rows, D], with the same dtype and D for all tables, got"
+            f" {got} for table {table}"
         )
     if ids is None:
         return
     if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int64, torch.int32):
         got = str(ids.dtype) if isinstance(ids, torch.Tensor) else type(ids).__name__
         raise TypeError(
-            f"ids must be a tensor of int64 or int32, got {got} of table {table}; call torch.as_tensor(ids).long(); of"
-            " several tables give a list of such tensors, and a list of weights"
+            f"ids must be a tensor of int64 or int32, got {got} for table {table}; call torch.as_tensor(ids).long();"
+            " for several tables give a list of such tensors, and a list of weights"
         )
     if ids.shape != weight.shape[:1] or len(ids.unique()) < len(ids):
         raise ValueError(
-            f"ids must be [{len(weight)}], each once, one for each row, got {list(ids.shape)} of table {table}"
+            f"ids must be [{len(weight)}], one for each row, and distinct, got {list(ids.shape)} for table {table}"
         )
 
 
@@ -292,8 +299,8 @@ def policies_of(
         return None
     if not ranks.alone and any(table.replicate for table in tables):
         raise ValueError(
-            "replicated tables keep all rows: make those with a policy an embedding of their own, got replicate=True"
-            " and policy= in one"
+            "replicated tables must keep all rows, got replicate=True and policy= in one embedding; make another"
+            " embedding for the tables with a policy"
         )
     policies: tuple[Any, ...] = (policy,) * len(tables)
     if isinstance(policy, list | tuple):
@@ -303,13 +310,13 @@ def policies_of(
     if len(policies) != len(tables):
         raise ValueError(f"policy must be one for all tables, or one for each of {len(tables)}, got {len(policies)}")
     if len({one.clock for one in policies if one.expire_after_seconds is not None}) > 1:
-        raise ValueError("the policies of an embedding have one clock=, got several")
+        raise ValueError("the policies of an embedding must have the same clock=, got several")
     if len({one.timestamps for one in policies}) > 1:
-        raise ValueError("timestamps= of a policy is the same for all tables of an embedding, got both")
+        raise ValueError("the policies of an embedding must have the same timestamps=, got both True and False")
     if options.capacity is not None and len({one.evict for one in policies}) > 1:
         raise ValueError(
-            f"tables that share the store's capacity, {options.capacity} rows, must have one evict=, so that it is"
-            " clear whose rows are evicted; give each table a capacity of its own, in its policy"
+            f"the policies of tables that share the store's capacity, {options.capacity} rows, must have the same"
+            " evict=, which orders their rows; or give each table a capacity of its own, in its policy"
         )
     return policies
 
@@ -321,7 +328,7 @@ def state_width_of(options: StoreOptions, dim: int, optimizer: str, needed: int)
         if options.storage_dim < dim + needed:
             raise ValueError(
                 f"storage_dim={options.storage_dim} is too small for {optimizer!r}: rows of {dim} weights need"
-                f" storage_dim={dim + needed}; give that, or leave it out"
+                f" storage_dim={dim + needed}; give this value, or leave storage_dim out"
             )
         return options.storage_dim - dim
     if options.size_factor is not None:
@@ -329,7 +336,7 @@ def state_width_of(options: StoreOptions, dim: int, optimizer: str, needed: int)
         if options.size_factor < factor:
             raise ValueError(
                 f"size_factor={options.size_factor} is too small for {optimizer!r}: rows of {dim} weights need"
-                f" size_factor={factor}; give that, or leave it out"
+                f" size_factor={factor}; give this value, or leave size_factor out"
             )
         return (options.size_factor - 1) * dim
     return needed

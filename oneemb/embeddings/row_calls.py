@@ -196,7 +196,7 @@ class RowCalls(torch.nn.Module):
         of_ranks = self.ranks.all_gather(what, lambda: self._named_scores(ids, scores, table))
         table_N, id_N, score_N = (np.concatenate(column) for column in zip(*of_ranks, strict=True))
         if len(np.unique(np.rec.fromarrays([table_N, id_N]))) < len(id_N):
-            raise ValueError("ids must be there once each, so that it is clear which score each has; some repeat")
+            raise ValueError("ids must be distinct, so that each id has one score, but some ids repeat")
         # All owners check their scores before any score is set.
         self.ranks.agree(what, lambda: self.store.policy.check_scores(table_N, id_N, score_N))
         return sum(self.ranks.all_gather(what, lambda: self.store.policy.set_scores(table_N, id_N, score_N)))
@@ -207,7 +207,8 @@ class RowCalls(torch.nn.Module):
         table_N, id_N = self._named(ids, table)
         if scores.shape != ids.shape or scores.dtype not in (torch.uint64, torch.int64):
             raise TypeError(
-                f"scores must be uint64 or int64 {list(ids.shape)}, as the ids, got {scores.dtype} {list(scores.shape)}"
+                f"scores must be uint64 or int64 of the shape of ids, {list(ids.shape)}, got {scores.dtype}"
+                f" {list(scores.shape)}"
             )
         score_N = scores.detach().cpu().reshape(-1).numpy()
         if scores.dtype == torch.int64 and (score_N < 0).any():
@@ -229,7 +230,7 @@ class RowCalls(torch.nn.Module):
         def set_it() -> None:
             of_ranks = self.ranks.all_gather(what, lambda: epoch)
             if any(its != epoch for its in of_ranks):
-                raise ValueError(f"an epoch is the same for all ranks, got {of_ranks}")
+                raise ValueError(f"epoch must be the same on all ranks, got {of_ranks}")
             self.ranks.agree(what, lambda: self.store.policy.set_epoch(epoch))
 
         together(self.ranks, [self.store], "set_epoch", what, set_it)

@@ -86,7 +86,7 @@ class SnapshotCalls(WeightOfRows):
         if not isinstance(since, str):
             raise TypeError(f"since must be the name of a snapshot, got {since!r}")
         if since == name:
-            raise ValueError(f"a delta needs a name of its own, got {name!r} for one since {since!r}")
+            raise ValueError(f"a delta needs a name of its own, got {name!r} for a delta since {since!r}")
         self._save(name, overwrite=overwrite, since=since, keep_evicted=keep_evicted)
 
     def _save(
@@ -94,9 +94,9 @@ class SnapshotCalls(WeightOfRows):
     ) -> None:
         if self.remove_folder is not None:
             warn_user(
-                f"the rows of embedding {self.name!r} and their snapshots are in a temporary folder, which goes with"
-                " the embedding and the process: nothing can load them afterwards; give the store options a"
-                " persistent_path"
+                f"the rows of embedding {self.name!r} and their snapshots are in a temporary folder, which is removed"
+                " with the embedding or the process, so nothing can load the snapshots afterwards; give the store"
+                " options a persistent_path"
             )
         changes = self.store.changes
         identity = self.rank_snapshots.save(
@@ -130,9 +130,9 @@ class SnapshotCalls(WeightOfRows):
         changed = self.rank_snapshots.together(f"load_snapshot {name!r}", lambda: self._load(name, weights_only))
         if changed is not None and self.ranks.first:
             warn_user(
-                f"snapshot {name!r} was saved with {changed[0]}, embedding {self.name!r} has {changed[1]}: ids that the"
-                " snapshot lacks begin, and the padding reads, by the embedding's arguments; give it the snapshot's to"
-                " go on as before"
+                f"snapshot {name!r} was saved with {changed[0]}, embedding {self.name!r} has {changed[1]}, which now"
+                " initialize new rows and choose the padding; to continue as before, make the embedding with the"
+                " arguments of the snapshot"
             )
 
     def _load(self, name: str, weights_only: bool = False) -> tuple[str, str] | None:
@@ -290,8 +290,8 @@ class SnapshotCalls(WeightOfRows):
         if existing := self.rank_snapshots.seen():
             warn_user(
                 f"embedding {self.name!r} starts empty, though {', '.join(self.store_options.persistent_path)} holds"
-                f" the snapshots {', '.join(map(repr, existing))}; load_snapshot(name) goes on from one, before the"
-                " first lookup"
+                f" the snapshots {', '.join(map(repr, existing))}; to continue from a snapshot, call"
+                " load_snapshot(name) before the first lookup"
             )
 
 
@@ -318,6 +318,6 @@ def _check_tables(embedding: SnapshotCalls, info: SnapshotInfo) -> dict[str, Any
     if len(description.get("tables", ())) > embedding.num_tables:
         raise StorageError(
             f"snapshot {info.name!r} holds rows of {len(description['tables'])} tables, embedding {embedding.name!r}"
-            f" has {embedding.num_tables}; make it with all of them"
+            f" has {embedding.num_tables}; make the embedding with all tables of the snapshot"
         )
     return description

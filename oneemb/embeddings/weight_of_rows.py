@@ -94,7 +94,7 @@ class WeightOfRows(torch.nn.Module):
         name = self.store.format.optimizer
         if state not in ("keep", "drop") and not (state in SAME_STATE and (name is None or name in SAME_STATE)):
             raise ValueError(
-                f"state must be 'keep', 'drop' or, for rows of Adam, one of {', '.join(SAME_STATE)}, got {state!r} for"
+                f"state must be 'keep', 'drop' or, for rows of {', '.join(SAME_STATE)}, one of these, got {state!r} for"
                 f" rows of {name!r}"
             )
         self.store.form.detach(state)
@@ -119,12 +119,13 @@ class WeightOfRows(torch.nn.Module):
             raise RuntimeError(f"embedding {self.name!r} cannot move: {_why_no_gpu(failure)}") from failure
         if moved.device.type not in ("cpu", "cuda"):
             raise NotImplementedError(
-                f"embedding {self.name!r} runs on the CPU and on GPUs of NVIDIA, asked to move to {moved.device}; keep"
+                f"embedding {self.name!r} must be on the CPU or on a GPU of NVIDIA, got a move to {moved.device}; keep"
                 " it on the CPU and move its output: embedding(ids).to(device)"
             )
         if moved.device != self.store.backend.device and any(weight.grad is not None for weight in self.weights):
             raise RuntimeError(
-                f"embedding {self.name!r} holds lookups whose update is still to come; step the optimizer, then move it"
+                f"embedding {self.name!r} cannot move while its lookups wait for an update; step the optimizer, then"
+                " move the embedding"
             )
         return moved
 
@@ -134,13 +135,13 @@ class WeightOfRows(torch.nn.Module):
         except RuntimeError as error:  # NotImplementedError is one too.
             # torch converts a model module by module, without checking all modules first, as a graph does.
             raise type(error)(
-                f"{error}. Parts of the model that come before this embedding, if any do, are converted already; those"
-                " on meta have lost their values: load them again"
+                f"{error}. Modules before this embedding in the model are converted already; if they were converted to"
+                " the meta device, load their values again"
             ) from error.__cause__
         if moved.dtype not in (torch.float32, self.dtype):
             warnings.warn(
-                f"embedding {self.name!r} keeps its {self.dtype} rows where the model becomes {moved.dtype}: cast what"
-                f" it gives, embedding(ids).to({moved.dtype}), or make it with that dtype",
+                f"embedding {self.name!r} keeps its {self.dtype} rows though the model becomes {moved.dtype}: cast its"
+                f" output, embedding(ids).to({moved.dtype}), or make the embedding with this dtype",
                 stacklevel=2,
             )
         if moved.device != self.store.backend.device:
@@ -201,7 +202,7 @@ class _RowsOf(weakref.ref):
 
     def __reduce_ex__(self, protocol: object) -> Never:
         raise TypeError(
-            "the weight of an embedding, or an optimizer or a list that holds it, cannot be pickled: save"
+            "the weight of an embedding, or an optimizer or list that holds the weight, cannot be pickled: save"
             " state_dict() of the model and of the optimizer"
         )
 
@@ -242,9 +243,9 @@ def changes_no_row(name: str, what: str) -> str:
     """Text of the error for a write of values to the weight of embedding `name`. `what` names the write."""
     return (
         f"{what} would change no row of embedding {name!r}, whose weight has shape [0, D]: it stands for the rows and"
-        " holds none. For new rows give an initializer, oneemb.make_table(oneemb.make_normal_initializer(...)), or"
-        " init_fn of a TorchRec config; bring rows such as pretrained vectors in by"
-        " oneemb.import_rows(embedding, (ids, vectors)) or load_state_dict of what state_dict of an embedding gave"
+        " holds none. To initialize new rows, give an initializer, oneemb.make_table(oneemb.make_normal_initializer("
+        "...)), or init_fn of a TorchRec config; to import rows such as pretrained vectors, call"
+        " oneemb.import_rows(embedding, (ids, vectors)), or load the state_dict() of an embedding"
     )
 
 

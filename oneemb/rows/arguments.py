@@ -44,7 +44,7 @@ def check_batches(batch_size: object, progress: object, **flags: object) -> None
     `flags` are bools."""
     if isinstance(batch_size, bool) or not isinstance(batch_size, int | np.integer):
         got = f"{type(batch_size).__name__} {batch_size!r}"
-        raise TypeError(f"batch_size must be an int of 1 or more, got {got}; it counts rows")
+        raise TypeError(f"batch_size must be a number of rows, an int of 1 or more, got {got}")
     if batch_size < 1:
         raise ValueError(f"batch_size must be 1 or more, got {batch_size}")
     if progress is not None and not callable(progress):

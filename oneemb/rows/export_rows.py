@@ -88,8 +88,8 @@ def export_rows(
         ):
             what = "an embedding or the folder of a table" if argument == "source" else "a file, or files .npy"
             raise TypeError(
-                f"{argument} must be {what}, got {type(value).__name__}; the source of the rows comes first, the file"
-                " second: export_rows(embedding, path)"
+                f"{argument} must be {what}, got {type(value).__name__}; pass the source first and the file second:"
+                " export_rows(embedding, path)"
             )
     paths = _target_paths(target, table, with_state)
     embedding = as_embedding(source)
@@ -97,13 +97,13 @@ def export_rows(
         _check_targets(paths, overwrite)
     if embedding is None:
         if snapshot is None:
-            raise ValueError("give snapshot=..., the name of the snapshot to export")
+            raise ValueError("snapshot must be given if the source is a folder; give snapshot=..., the name to export")
         return _export(cast(Paths, source), snapshot, paths, table, with_state, batch_size, progress)
     if snapshot is not None:
-        raise ValueError("snapshot is for the folder of a table, the source is an embedding; leave it out")
+        raise ValueError("snapshot is only for the folder of a table, but the source is an embedding; leave it out")
     if table is not None and not 0 <= table < embedding.num_tables:
         raise ValueError(
-            f"table must be from 0 to {embedding.num_tables - 1}, those of {embedding.name!r}, got {table}"
+            f"table must be from 0 to {embedding.num_tables - 1}, a table of {embedding.name!r}, got {table}"
         )
     store, name = embedding.store, f"{EXPORTED}{uuid.uuid4().hex[:8]}"
     if not embedding.ranks.alone:
@@ -130,7 +130,7 @@ def export_rows(
 def _check_targets(paths: list[str], overwrite: bool) -> None:
     for path in paths:
         if os.path.exists(path) and not overwrite:
-            raise FileExistsError(f"{path} exists; give overwrite=True to replace it, or another name")
+            raise FileExistsError(f"{path} exists; give overwrite=True to replace it, or give another name")
         if os.path.isdir(path):
             raise ValueError(f"{path} is a folder; give the name of a file")
         if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
@@ -209,13 +209,16 @@ def _target_paths(target: Paths, table: int | None, with_state: bool) -> list[st
         raise ValueError(f"target must be 2 to 4 files .npy, of keys, values, tables and state, got {paths}")
     if with_state != (len(paths) == 4):
         raise ValueError(
-            f"state goes to a fourth file .npy, and only with with_state=True; got {len(paths)} files and"
-            f" with_state={with_state}"
+            f"target must have a fourth file .npy, for the state, with with_state=True, and only with with_state=True;"
+            f" got {len(paths)} files and with_state={with_state}"
         )
     if table is not None and len(paths) > 2:
-        raise ValueError(f"of one table there are no table numbers to write, got table={table} and {len(paths)} files")
+        raise ValueError(
+            f"target must be files of keys and values alone if one table is exported, got table={table} and"
+            f" {len(paths)} files"
+        )
     if len({os.path.realpath(path) for path in paths}) < len(paths):
-        raise ValueError(f"keys, values, tables and state go to a file each, got {paths}")
+        raise ValueError(f"target must name a different file for each of keys, values, tables and state, got {paths}")
     return paths
 
 

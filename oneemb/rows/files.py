@@ -141,7 +141,7 @@ def read_note(path: str, text: str | bytes) -> SnapshotRows | None:
         return None if rows == {} else SnapshotRows.of_meta({"rows": rows}, os.path.basename(path))
     except (ValueError, RecursionError, StorageError) as error:
         raise ValueError(
-            f"{path}: its note {NOTE!r} must say what its rows are, as export_rows writes it: {error}; remove the"
+            f"{path}: the note {NOTE!r} must describe the rows, as export_rows writes it, but: {error}; remove the"
             f" note, or export the rows again"
         ) from error
 
@@ -165,8 +165,8 @@ def pick_columns(there: Sequence[str], columns: Columns, path: str, note: Snapsh
         if name is not None and name not in there:
             hint = "; keys=None takes the numbers of the rows as keys" if what == "keys" else ""
             raise ValueError(
-                f"{path} has no column {name!r}; it has {', '.join(map(repr, there)) or 'none'}: name the {what} with"
-                f" {what}=...{hint}"
+                f"{path} has no column {name!r}, only {', '.join(map(repr, there)) or 'none'}; name the column of"
+                f" {what} with {what}=...{hint}"
             )
     return Columns(columns.keys, columns.values, tables, state)
 
@@ -189,7 +189,7 @@ def checked_batch(
         keys = np.arange(first, first + len(values))
     for name, column in [("keys", keys), ("tables", tables), ("state", state)]:
         if column is not None and len(column) != len(values):
-            raise ValueError(f"{path}: {name} must have a row for each of the {len(values)} values, has {len(column)}")
+            raise ValueError(f"{path}: {name} must have a row for each of the {len(values)} values, got {len(column)}")
     id_N = _integers(path, "keys", keys, np.iinfo(np.int64).min, np.int64)
     table_N = None if tables is None else _integers(path, "tables", tables, 0, np.int32, TABLE_MAX)
     return Batch(table_N, id_N, values, None if state is None else state.astype(np.float32, copy=False))
@@ -241,7 +241,7 @@ class ArrayRows:
         for role, column in columns.items():
             if column.shape[:1] != values.shape[:1]:
                 raise ValueError(
-                    f"{path}: {role} must have a row for each of the {values.shape[0]} values, has the shape"
+                    f"{path}: {role} must have a row for each of the {values.shape[0]} values, got shape"
                     f" {list(column.shape)}"
                 )
         self.size: int | None = values.shape[0]

@@ -48,12 +48,12 @@ class _NpyColumn:
         if self.dtype.hasobject:
             raise ValueError(f"{path} holds pickled Python objects, which are never loaded; save an array of numbers")
         if fortran and len(self.shape) > 1:
-            raise ValueError(f"{path} lies column after column; save np.ascontiguousarray(array)")
+            raise ValueError(f"{path} must be in C order, and is in Fortran order; save np.ascontiguousarray(array)")
         # A damaged header may have any shape, so compare it with the bytes of the file.
         row_bytes, left = math.prod(self.shape[1:]) * self.dtype.itemsize, size - file.tell()
         if min(self.shape, default=0) < 0 or math.prod(self.shape) * self.dtype.itemsize > left:
             raise ValueError(
-                f"{path} must have {self.shape} values of {self.dtype}, it ends before row"
+                f"{path} must have {self.shape} values of {self.dtype}, but ends before row"
                 f" {left // max(1, row_bytes) + 1}; it is cut short or damaged"
             )
 
@@ -62,7 +62,7 @@ class _NpyColumn:
         size = math.prod(shape) * self.dtype.itemsize
         data = self._file.read(size)
         if len(data) != size:
-            raise ValueError(f"{self._path} must have {self.shape} values of {self.dtype}, it ends before row {end}")
+            raise ValueError(f"{self._path} must have {self.shape} values of {self.dtype}, but ends before row {end}")
         return np.frombuffer(data, self.dtype).reshape(shape)
 
 
@@ -97,7 +97,7 @@ def _roles(items: Sequence[T], with_state: bool) -> list[tuple[str, T]]:
     if not 2 <= len(items) <= 4:
         raise ValueError(f"give (keys, values), (keys, values, tables) or (keys, values, tables, state), got {items}")
     if with_state and len(items) < 4:
-        raise ValueError("with_state=True needs a fourth array or file, the state; leave it out to import weights")
+        raise ValueError("with_state=True needs a fourth array or file, the state; leave it out to import only weights")
     return list(zip(ROLES, items, strict=False))[: 4 if with_state else 3]
 
 
@@ -166,8 +166,8 @@ class NpyWriter(_NumpyWriter):
         if "tables" not in self._paths:
             if batch.table_N is not None and batch.table_N.any():
                 raise ValueError(
-                    f"rows of more tables than table 0 need a third file, of the tables, beside {self._paths['keys']};"
-                    f" or give table=... to export one table"
+                    f"target must have a third file, for the tables, beside {self._paths['keys']}, since rows are not"
+                    f" all of table 0; or give table=... to export one table"
                 )
             batch = batch._replace(table_N=None)
         super().write(batch)

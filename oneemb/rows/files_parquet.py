@@ -82,7 +82,7 @@ class ParquetRows:
         is_list = fixed or types.is_list(column.type) or types.is_large_list(column.type)
         flat = column.flatten() if is_list else column
         if column.null_count or flat.null_count:
-            raise ValueError(f"{self._path}: column {name!r} has missing values; fill them or leave their rows out")
+            raise ValueError(f"{self._path}: column {name!r} has missing values; fill them, or leave their rows out")
         array = flat.to_numpy(zero_copy_only=False)
         if not is_list:
             return array
@@ -90,7 +90,7 @@ class ParquetRows:
             length = column.value_lengths().to_numpy(zero_copy_only=False)
             if (length != length[0]).any():
                 raise ValueError(
-                    f"{self._path}: the lists of column {name!r} must have one length, have {length.min()} to"
+                    f"{self._path}: the lists of column {name!r} must have one length, got {length.min()} to"
                     f" {length.max()}"
                 )
         return array.reshape(len(column), len(array) // len(column))

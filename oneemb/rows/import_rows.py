@@ -133,13 +133,13 @@ def import_rows(
     swapped = embedding is None and hasattr(source, "store")
     if swapped or embedding is None and not isinstance(target, str | bytes | os.PathLike | list | tuple):
         raise TypeError(
-            f"target must be an embedding or the folder of a table, got {type(target).__name__}; it comes first, the"
-            " source of its rows second: import_rows(embedding, (ids, vectors))"
+            f"target must be an embedding or the folder of a table, got {type(target).__name__}; pass the target first"
+            " and the source second: import_rows(embedding, (ids, vectors))"
         )
     if embedding is not None and (snapshot is not None or dtype is not None):
-        raise ValueError("snapshot and dtype are for the folder of a table, the target is an embedding; leave them out")
+        raise ValueError("snapshot and dtype are only for a folder, but the target is an embedding; leave them out")
     if embedding is None and not snapshot:
-        raise ValueError("give snapshot=..., the name of the new snapshot")
+        raise ValueError("snapshot must be given if the target is a folder; give snapshot=..., the name of the new one")
 
     def read() -> int:
         with closing(_open_source(source, columns, with_state)) as rows:
@@ -195,8 +195,8 @@ def _refuse_names(source: Source, **are_left_out: bool) -> None:
         if not is_left_out:
             what = ".npy" if isinstance(source, str | bytes | os.PathLike) else type(source).__name__
             raise ValueError(
-                f"{argument} names a column of a file .npz, .parquet or .safetensors, got a {what}, whose columns have"
-                f" their places and no names; leave {argument} out"
+                f"{argument} must only be given for a file .npz, .parquet or .safetensors, got a {what}, whose columns"
+                f" have no names; leave {argument} out"
             )
 
 
@@ -207,7 +207,7 @@ def _open_source(source: Source, columns: Columns, with_state: bool) -> RowFile:
         path = absolute_path(source)
         if os.path.isdir(path):
             raise ValueError(
-                f"{path} is a folder; of a table's snapshot give make_persistent_table_reader({path!r}, ...)"
+                f"{path} is a folder; to import a snapshot of a table, give make_persistent_table_reader({path!r}, ...)"
             )
         match suffix_of(path):
             case ".npz":
@@ -218,7 +218,9 @@ def _open_source(source: Source, columns: Columns, with_state: bool) -> RowFile:
                 return SafetensorsRows(path, columns)
             case ".npy":
                 if with_state:
-                    raise ValueError("with_state=True needs files of (keys, values, tables, state), got one of values")
+                    raise ValueError(
+                        "with_state=True needs files (keys, values, tables, state), got one file of values"
+                    )
                 return npy_rows([path], with_state)
         raise ValueError(f"source must end in {', '.join(SUFFIXES)} or .npy, got {path!r}")
     if isinstance(source, list | tuple) and source:
@@ -231,7 +233,7 @@ def _open_source(source: Source, columns: Columns, with_state: bool) -> RowFile:
             f"source must be a file, arrays, a reader or an iterable of batches, got {type(source).__name__}"
         )
     if with_state:
-        raise ValueError("with_state=True is for files, arrays and readers; batches hold weights")
+        raise ValueError("with_state=True is for files, arrays and readers; batches hold only weights")
     return _BatchRows(cast(Iterable[_Arrays], source))
 
 
@@ -296,7 +298,7 @@ def _description_of(rows: RowFile, with_state: bool) -> SnapshotRows:
     if known and with_state:
         if known.format.state_width != rows.state_width:
             raise ValueError(
-                f"the state must have the {known.format.state_width} values a row that the source says, has"
+                f"state must have {known.format.state_width} values a row, as the note of the source says, got"
                 f" {rows.state_width}"
             )
         return replace(known, format=replace(known.format, dim=rows.dim, usage_words=0))
@@ -344,9 +346,10 @@ class _IntoEmbedding:
             rows.format.optimizer is not None and rows.format.optimizer != store.format.optimizer
         ):
             raise StorageError(
-                f"the source holds the state of {rows.format.optimizer!r} ({rows.format.state_width} values a row),"
-                f" embedding {self._embedding.name!r} that of {store.format.optimizer!r} ({store.format.state_width}"
-                f" values); attach {rows.format.optimizer!r} first, or import without with_state"
+                f"the source must hold the state of {store.format.optimizer!r} ({store.format.state_width} values a"
+                f" row), as embedding {self._embedding.name!r} does, and holds that of {rows.format.optimizer!r}"
+                f" ({rows.format.state_width} values); attach {rows.format.optimizer!r} to the embedding first, or"
+                " import without with_state"
             )
 
     def put(self, batch: Batch) -> None:
@@ -357,7 +360,7 @@ class _IntoEmbedding:
         assert table_N is not None
         if len(table_N) and int(table_N.max()) >= embedding.num_tables:
             raise ValueError(
-                f"tables must be from 0 to {embedding.num_tables - 1}, those of embedding {embedding.name!r}, got"
+                f"tables must be from 0 to {embedding.num_tables - 1}, the tables of embedding {embedding.name!r}, got"
                 f" {table_N.max()}"
             )
         if str(embedding.key_type) == "torch.int32" and len(id_N) and not -(2**31) <= id_N.min() <= id_N.max() < 2**31:
@@ -397,7 +400,8 @@ def _check_finite(batch: Batch, values: str | tuple[str, ...], state: str) -> No
         where = f"{column}[{x}]" if isinstance(column, str) else column[x]
         raise ValueError(
             f"weights must be finite, the row of table {batch.table_N[n]}, id {batch.id_N[n]} has"
-            f" {number_NX[n, x]} in column {where}; mend the source, or give allow_nonfinite=True to bring it as it is"
+            f" {number_NX[n, x]} in column {where}; correct the source, or give allow_nonfinite=True to import such"
+            " weights"
         )
 
 
@@ -405,6 +409,6 @@ def _check_widths(batch: Batch, row_format: RowFormat, owner: str) -> None:
     width = 0 if batch.state_NZ is None else batch.state_NZ.shape[1]
     if batch.weight_ND.shape[1] != row_format.dim or row_format.state_width not in (0, width):
         raise ValueError(
-            f"values must be [N, {row_format.dim}] and state [N, {row_format.state_width}] as those of {owner}, got"
-            f" values [N, {batch.weight_ND.shape[1]}] and state [N, {width}]"
+            f"values must be [N, {row_format.dim}] and state [N, {row_format.state_width}], as in {owner}, got values"
+            f" [N, {batch.weight_ND.shape[1]}] and state [N, {width}]"
         )

@@ -126,19 +126,19 @@ def make_persistent_table_reader(
         sources = [_OneFlowSource(path, snapshot_name, key_dtype, embedding_dim) for path in path_list]
     else:
         if embedding_dim is not None:
-            raise ValueError("embedding_dim is for tables of OneFlow, this one says what its rows are; leave it out")
+            raise ValueError("embedding_dim is only for tables of OneFlow; leave it out: this table knows it")
         sources = _snapshot_sources(path_list, snapshot_name)
     rows = sources[0].rows
     for source in sources:
         row_format = source.rows.format
         if not row_format.same_words(rows.format) or storage_dim not in (None, row_format.storage_dim):
             raise StorageError(
-                f"snapshot {snapshot_name!r} in {source.path} has storage_dim {row_format.storage_dim}"
-                f" ({row_format.dim} {row_format.dtype} weights, {row_format.state_width} of state), asked for"
+                f"storage_dim of snapshot {snapshot_name!r} in {source.path} is {row_format.storage_dim}"
+                f" ({row_format.dim} {row_format.dtype} weights, {row_format.state_width} values of state), got"
                 f" {storage_dim or rows.format.storage_dim}; give {row_format.storage_dim}, or leave it out"
             )
     if value_dtype == np.float16 and (rows.format.dtype != "float16" or rows.format.state_width):
-        raise TypeError("value_type float16 would round these rows, read them as float32")
+        raise TypeError("value_type float16 would round these rows; give value_type float32")
     return PersistentTableReader(sources, rows, key_dtype, value_dtype, with_tables, batch_size)
 
 
@@ -163,8 +163,8 @@ class _SnapshotSource:
         self.rows = SnapshotRows.of_meta(info.meta, info.name)
         if self.rows.format.row_width != info.row_width:
             raise CorruptTableError(
-                f"snapshot {info.name!r} in {path} says that its rows are {self.rows.format}, which take"
-                f" {self.rows.format.row_width} words, and has rows of {info.row_width} words"
+                f"rows of snapshot {info.name!r} in {path} must have {self.rows.format.row_width} words by their format"
+                f" {self.rows.format}, and have {info.row_width}; read another snapshot"
             )
 
     def __len__(self) -> int:
@@ -183,11 +183,15 @@ class _OneFlowSource:
         self._reader = OneFlowReader(path, name)
         key_bytes = self._reader.geometry.key_bytes
         if key_dtype.itemsize != key_bytes:
-            raise TypeError(f"{path} has keys of {key_bytes} bytes, read them with key_type int{8 * key_bytes}")
+            raise TypeError(
+                f"key_type must be int{8 * key_bytes} for {path}, whose keys have {key_bytes} bytes, got {key_dtype}"
+            )
         storage_dim = self._reader.storage_dim
         dim = storage_dim if embedding_dim is None else embedding_dim
         if not 1 <= dim <= storage_dim:
-            raise ValueError(f"embedding_dim must be from 1 to {storage_dim}, the values of a row in {path}, got {dim}")
+            raise ValueError(
+                f"embedding_dim must be from 1 to {storage_dim}, the number of values of a row in {path}, got {dim}"
+            )
         self.rows = SnapshotRows(RowFormat(dim, "float32", None, (0.0,) * (storage_dim - dim)), 0)
 
     def __len__(self) -> int:
@@ -215,8 +219,8 @@ def _snapshot_sources(paths: list[str], name: str) -> list[_SnapshotSource]:
     for n, path in enumerate(paths):
         if path in paths[:n] or used.isdisjoint(folders_at([path])):
             raise StorageError(
-                f"snapshot {name!r} lies in {len(used)} paths and each is needed once, {path} is given beyond those:"
-                f" {', '.join(paths)}"
+                f"paths must be the {len(used)} folders of snapshot {name!r}, each once, got {path} twice or in"
+                f" addition: {', '.join(paths)}"
             )
     if snapshot.before:
         return [_SnapshotSource(paths[0], OwnedRows(snapshot, 0, 1), snapshot.info)]

@@ -78,12 +78,14 @@ def reshard(
     in_place = not former.isdisjoint(map(os.path.realpath, there.folders))
     if in_place and len(snapshot.parts) == ranks:
         raise StorageError(
-            f"snapshot {name!r} has {ranks} parts already, in {', '.join(sorted(former))}; a job finds them when these"
-            " are its persistent_path"
+            f"snapshot {name!r} has {ranks} parts already, in {', '.join(sorted(former))}; give these folders to the"
+            " job as persistent_path"
         )
     foreign = [folder for folder in there.folders_with(name) if os.path.realpath(folder) not in former]
     if foreign:
-        raise SnapshotExistsError(f"{', '.join(foreign)} has a snapshot {name!r} already; delete it, or go elsewhere")
+        raise SnapshotExistsError(
+            f"{', '.join(foreign)} has another snapshot {name!r} already; delete it, or give another folder in `to`"
+        )
     with signals_deferred:
         _make(snapshot, folders, there, progress)
         if in_place:
@@ -157,13 +159,13 @@ def merge_deltas(
     if since is not None:
         names = [link.name for link in last.before]
         if since not in names:
-            raise ValueError(f"since must be one of those that {name!r} goes on from, {names}, got {since!r}")
+            raise ValueError(f"since must be one of the parents of {name!r}, {names}, got {since!r}")
         begin = names.index(since)
     for part in last.parts:
         if last.part_in(part.folder, part.whole.shard, part.whole.shards) is None:
             raise StorageError(
-                f"{name!r} goes on from snapshots of other numbers of ranks than its own; make it whole with"
-                " `oneemb reshard`"
+                f"{name!r} and its parents must be of the same number of ranks, and are not; make it a complete"
+                " snapshot with `oneemb reshard`"
             )
     identity, sequence = uuid.uuid4().hex, found.next_sequence
     with signals_deferred, NewParts(identity, len(last.parts)) as parts:

@@ -53,7 +53,7 @@ def encode_rows(row_format: RowFormat, weight_ND: np.ndarray, state_NZ: np.ndarr
     lost = np.isinf(stored_ND) & np.isfinite(weight_ND)
     if lost.any():
         raise ValueError(
-            f"weights must fit in {row_format.dtype}, got {weight_ND[lost][0]} among them; keep these rows as float32"
+            f"weights must fit in {row_format.dtype}, got {weight_ND[lost][0]} among them; give dtype float32"
         )
     if state_NZ is not None:
         state_of(row_format, row_NW)[:] = state_NZ

@@ -73,7 +73,9 @@ class PersistentTableWriter:
                 raise ValueError(f"table_ids must be from 0 to {TABLE_MAX}, got {tables.min()} to {tables.max()}")
             table_N = tables.astype(np.int32)
             if not self._with_tables and table_N.any():
-                raise ValueError(f"a table of OneFlow has no table ids, got {table_N.max()}; write a folder for each")
+                raise ValueError(
+                    f"table_ids must be 0 for OneFlow, got {table_N.max()}; write another folder for each table"
+                )
         self.put(
             table_N,
             keys.astype(np.int64),
@@ -83,7 +85,7 @@ class PersistentTableWriter:
     def put(self, table_N: np.ndarray, id_N: np.ndarray, row_NW: np.ndarray) -> None:
         """Do as `write`, with rows as words of their format: `row_NW` float32 [n, W]."""
         if self._closed:
-            raise StorageError("the writer is closed, its snapshot is saved; make another one under another name")
+            raise StorageError("the writer is closed, and its snapshot is saved; make another writer with another name")
         unique = unique_keys(table_N, id_N)
         last_U = np.empty(len(unique.id_U), np.int64)
         last_U[unique.inverse_N.astype(np.int64)] = np.arange(len(id_N))
@@ -177,10 +179,12 @@ def make_persistent_table_writer(
     if weights not in WEIGHTS:
         raise TypeError(f"weight_type must be {', '.join(WEIGHTS)} or None, got {weight_type}")
     if value_dtype == np.float16 and storage_dim > dim:
-        raise TypeError("optimizer state is float32: write rows that have state as float32, with weight_type float16")
+        raise TypeError("value_type must be float32 if rows have state; for float16 weights, give weight_type float16")
     if check_format(format) == "oneflow":
         if (value_dtype.name, weights) != ("float32", "float32"):
-            raise TypeError(f"OneFlow reads float32 values only, got {value_dtype.name} of {weights} weights")
+            raise TypeError(
+                f"value_type and weight_type must be float32 for OneFlow, got {value_dtype.name}, {weights}"
+            )
         return _oneflow_writer(as_list(paths), snapshot_name, key_dtype, storage_dim, physical_block_size)
     rows = SnapshotRows(RowFormat(dim, weights, None, (0.0,) * (storage_dim - dim)), 0)
     return open_writer(as_list(paths), snapshot_name, rows, key_dtype, value_dtype, physical_block_size)
@@ -198,7 +202,7 @@ def open_writer(
     found, identity = find_parts(folders_at(paths)), uuid.uuid4().hex
     if taken := found.folders_with(name):
         raise SnapshotExistsError(
-            f"{', '.join(taken)} has a snapshot {name!r} already; delete it, or take another name"
+            f"{', '.join(taken)} has a snapshot {name!r} already; delete it, or give another name"
         )
 
     def sink(shard: int, path: str) -> _Sink:
@@ -277,7 +281,7 @@ class _OneFlowSink:
 
 def _open_all(sink: Callable[[int, str], _Sink], paths: list[str]) -> list[_Sink]:
     if not paths or len(set(map(os.path.realpath, paths))) < len(paths):
-        raise ValueError(f"paths must name one folder or several different ones, got {paths}")
+        raise ValueError(f"paths must name one folder, or several different folders, got {paths}")
     sinks: list[_Sink] = []
     with signals_deferred:
         try:

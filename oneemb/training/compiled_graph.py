@@ -60,12 +60,12 @@ class CompiledGraph(LoaderLoops):
         super().__init_subclass__(**options)
         for base in cls.__mro__[: cls.__mro__.index(CompiledGraph)]:
             if "forward" in vars(base) and not _goes_on(vars(base)["forward"]):
-                its = "" if base is cls else f" in its base {base.__name__}"
-                remedy = "give it another name" if base is cls else "name that base after the graph"
+                where = "" if base is cls else f" in its base {base.__name__}"
+                remedy = "give it another name" if base is cls else "list this base after the graph"
                 raise TypeError(
-                    f"{cls.__name__} defines forward{its}, which would take the place of the graph's step, so that a"
-                    f" call would update nothing; name it build, which the step calls, or {remedy}; one that surrounds"
-                    " the step calls super().forward"
+                    f"{cls.__name__} defines forward{where}, which would replace the graph's step, so that a call would"
+                    f" update nothing; name it build, which the step calls, or {remedy}; a forward around the step"
+                    " calls super().forward"
                 )
 
     def __init__(self) -> None:

@@ -120,13 +120,14 @@ class Optimizer(torch.optim.Optimizer):
         """This optimizer's step on rows."""
         if fused and any(len(embedding.weights) > 1 for embedding in self.embeddings):
             raise ValueError(
-                "fused=True updates the rows of an embedding as soon as their gradient has come, and those of tables"
-                " that have weights of their own come one by one; leave it out for them"
+                "fused=True needs embeddings with one weight, and updates their rows as soon as the weight has its"
+                " gradient; leave it out for embeddings whose tables have several weights"
             )
         if fused and len(self.embeddings) > 1 and not all(embedding.ranks.alone for embedding in self.embeddings):
             raise ValueError(
-                "fused=True updates the rows of an embedding as soon as their gradient has come, and ranks bring those"
-                " of an optimizer to their owners together; make an optimizer for each embedding with a process_group"
+                "fused=True with a process_group needs an optimizer for each embedding, since ranks exchange the"
+                " gradients of an optimizer together, and fused=True updates each embedding alone; make several"
+                " optimizers"
             )
         attach(optimizer, groups)
         if fused:
@@ -222,7 +223,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def __reduce_ex__(self, protocol: object) -> Never:
         raise TypeError(
-            "an oneemb.Optimizer cannot be copied or pickled: it trains the rows of its embeddings; save its"
+            "an oneemb.Optimizer cannot be copied or pickled, since it trains the rows of its embeddings; save its"
             " state_dict()"
         )
 
@@ -233,8 +234,8 @@ def _step_in_backward(step: Callable[[], Callable[[torch.Tensor], None] | None],
         call(weight)
     else:
         warnings.warn(
-            "the oneemb.Optimizer that updated rows in the backward pass (fused=True) is gone, so that it updates them"
-            " no more: keep a reference to it as long as you train",
+            "the oneemb.Optimizer that updated rows in the backward pass (fused=True) no longer exists, so rows are not"
+            " updated; keep a reference to it while you train",
             stacklevel=2,
         )
 

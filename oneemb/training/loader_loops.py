@@ -156,7 +156,8 @@ class LoaderLoops(GraphViews):
         groups = {one.ranks.group: one.ranks for one in embeddings_of(self).values() if not one.ranks.alone}
         if len(groups) > 1:
             raise ValueError(
-                f"the embeddings of {type(self).__name__} are of {len(groups)} process groups; give them all the same"
+                f"the embeddings of {type(self).__name__} must have one process_group, got {len(groups)} process"
+                " groups; give all embeddings the same"
             )
         return next(iter(groups.values()), ALONE)
 
@@ -299,6 +300,6 @@ def _of_a_loop(step: Callable[[], Result]) -> Result:
     except StopIteration as error:
         at = traceback.extract_tb(error.__traceback__)[-1]
         raise RuntimeError(
-            f"a step raised StopIteration at {at.filename}:{at.lineno}: {at.line}; a loop over run() would take it for"
-            " the end of the batches. Give next() a default, or iterate by a for loop"
+            f"a step must not raise StopIteration, which a loop over run() would take for the end of the batches; it"
+            f" was raised at {at.filename}:{at.lineno}: {at.line}; give next() a default, or iterate by a for loop"
         ) from error

@@ -21,8 +21,8 @@ MISSED_MAX = 3
 """Number of wrong guesses of an embedding's ids after which no more lookups of the embedding are made ahead."""
 
 GIVEN_UP = (
-    f"build has looked up other ids than expected, however often its lookups were recorded ({RECORDED_MAX} times); they"
-    " are made as in eager mode"
+    f"build has looked up other ids than expected after each of {RECORDED_MAX} recordings; its lookups are now made as"
+    " in eager mode"
 )
 
 
@@ -146,9 +146,9 @@ class PlanCache:
         if self.dropped == 0:
             changed = before.difference(structure) or "the state of modules, between training, eval, frozen and others"
             warnings.warn(
-                f"{self._name} has been compiled {PLANS_MAX + 1} times, for inputs of as many structures, and"
-                f" keeps the {PLANS_MAX} that were used last; what changed this time is {changed}. Give what changes"
-                " from call to call as tensors, or inside a tuple, list or dict of a fixed length",
+                f"{self._name} has been compiled for {PLANS_MAX + 1} structures of inputs, and keeps the {PLANS_MAX}"
+                f" plans that were used last; the last change is {changed}. Pass inputs that change from call to call"
+                " as tensors, or inside a tuple, list or dict of a fixed length",
                 stacklevel=2,
             )
         self.known.popitem(last=False)

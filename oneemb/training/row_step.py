@@ -67,8 +67,8 @@ def groups_of_rows(
         missing = [t for t, weight in enumerate(its_weights) if id(weight) not in its and weight.requires_grad]
         if missing:
             raise ValueError(
-                f"the rows of embedding {embedding.name!r} are trained by one optimizer: {type(optimizer).__name__}"
-                f" holds the weights of some of its tables, not those of {missing}; add these, or freeze them with"
+                f"one optimizer must train all tables of embedding {embedding.name!r}: {type(optimizer).__name__} holds"
+                f" the weights of some tables, but not those of {missing}; add these weights, or freeze them with"
                 " requires_grad_(False)"
             )
         first = next(iter(its.values()))
@@ -98,13 +98,13 @@ def attach(optimizer: torch.optim.Optimizer, groups: Mapping[Rows, Sequence[int]
         if embedding.ranks.alone and world > 1:
             raise ValueError(
                 f"embedding {embedding.name!r} would be trained by each of {world} ranks"
-                " alone, and its rows drift apart: make it with process_group=torch.distributed.group.WORLD; or, if"
-                " each rank is to have rows of its own, with a group of this rank alone"
+                " alone, with rows that drift apart; make it with process_group=torch.distributed.group.WORLD; or, if"
+                " each rank should have rows of its own, with a group of this rank alone"
             )
         if embedding.optimizer is not None:
             raise ValueError(
-                f"embedding {embedding.name!r} has an optimizer already; one trains it, until"
-                " embedding.detach_optimizer()"
+                f"embedding {embedding.name!r} has an optimizer already; call embedding.detach_optimizer() before"
+                " another one trains it"
             )
         row_optimizers[embedding] = _row_optimizer(embedding, optimizer, its_groups)
 
@@ -128,8 +128,9 @@ def _row_optimizer(embedding: WeightOfRows, optimizer: torch.optim.Optimizer, gr
         for other in others
     ):
         raise ValueError(
-            f"the tables of embedding {embedding.name!r} are in groups of {type(optimizer).__name__} whose options ask"
-            " for state of different kinds (momentum, amsgrad and the like): its rows have one; use the same in all"
+            f"the tables of embedding {embedding.name!r} are in groups of {type(optimizer).__name__} whose options need"
+            " different state (momentum, amsgrad and the like), but its rows have one kind of state; use the same"
+            " options in all groups"
         )
     return first
 
@@ -158,7 +159,7 @@ def rows_to_owners(weights: Iterable[Sequence[RowWeight]]) -> AnyRanks:
     ranks = [embedding.ranks for embedding in embeddings if not embedding.ranks.alone]
     if (groups := len({one.group for one in ranks})) > 1:
         names = ", ".join(repr(embedding.name) for embedding in embeddings)
-        raise ValueError(f"a step trains embeddings of one process_group, those of {names} are {groups}")
+        raise ValueError(f"a step must train embeddings of one process_group, got {groups} for {names}")
     ops.reduce_to_owners(grads)
     for weight, grad in zip(embeddings.values(), grads, strict=True):
         if grad.summed is not None:
@@ -219,8 +220,8 @@ class RowStep:
             if embedding.optimizer is not self.optimizer:
                 if embedding.optimizer is not None:
                     raise ValueError(
-                        f"embedding {embedding.name!r} is trained by another {type(embedding.optimizer).__name__}; its"
-                        " weight may be in the groups of one optimizer, until embedding.detach_optimizer()"
+                        f"embedding {embedding.name!r} must be trained by one optimizer, and is trained by another"
+                        f" {type(embedding.optimizer).__name__}; call embedding.detach_optimizer() first"
                     )
                 for weight in embedding.weights:  # `attach` moves rows, since they get wider
                     if isinstance(weight.grad, ops.RowGrad):

@@ -68,7 +68,7 @@ class Scaling:
         """Raise BuildError if `scaler` scales the losses of this call."""
         if scaler is self.scaler:
             raise BuildError(
-                f"build updates the GradScaler{user_line()}, which the graph does after build; leave it out"
+                f"build updates the GradScaler{user_line()}, which the graph does after build; leave the call out"
             )
 
     @property
@@ -99,7 +99,7 @@ class Scaling:
         pairs = zip(self._grads, self._read_grads(), strict=True)
         if any(now is not None and now != before for before, now in pairs):  # Earlier micro-batches may have left some.
             raise BuildError(
-                "build takes gradients by torch.autograd.backward, which set_grad_scaler does not see; call"
+                "build computes gradients by torch.autograd.backward, whose losses set_grad_scaler cannot scale; call"
                 " loss.backward(), or scale the losses by scaler.scale(loss)"
             )
 

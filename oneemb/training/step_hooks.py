@@ -105,7 +105,7 @@ class _Hooked(RowStep):
             self.update(self._reduced, self._go, self._options, UNCOUNTED)
         except Exception as error:
             name = type(self.optimizer).__name__
-            ops.add_note(error, f"{name}.step() has stepped the dense parameters, not all rows")
+            ops.add_note(error, f"{name}.step() has stepped the dense parameters, but not all rows")
             raise
 
     def drop(self) -> None:
@@ -113,8 +113,8 @@ class _Hooked(RowStep):
         if self.grads:
             names = ", ".join(repr(embedding.name) for embedding in self.embeddings)
             warnings.warn(
-                f"the step of {type(self.optimizer).__name__} before this one has raised; the gradients of rows that it"
-                f" had taken, of {names}, are dropped, since its error is still kept: they may have been zeroed since",
+                f"the last step of {type(self.optimizer).__name__} has raised, and its error object is still kept; the"
+                f" gradients of rows that it has taken, of {names}, are dropped, since they may have been zeroed since",
                 stacklevel=4,
             )
         for _, grad in self.grads:

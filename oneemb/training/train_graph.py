@@ -136,7 +136,8 @@ class TrainGraph(CompiledGraph):
         trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if not any(id(parameter) in trained for parameter in self.parameters()):
             raise ValueError(
-                f"{type(optimizer).__name__} holds no parameter of this graph; assign the modules before add_optimizer"
+                f"{type(optimizer).__name__} must hold parameters of this graph, and holds none; assign the modules to"
+                " the graph before add_optimizer"
             )
         if any(optimizer in (joined, joined.optimizer) for joined in self._train_state.optimizers):
             raise ValueError(f"this {type(optimizer).__name__} was added before; it would step twice at each update")
@@ -144,7 +145,7 @@ class TrainGraph(CompiledGraph):
         if isinstance(lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise ValueError("ReduceLROnPlateau needs a metric; step it yourself after each evaluation")
         if lr_scheduler is not None and getattr(lr_scheduler, "optimizer", optimizer) is not optimizer:
-            raise ValueError("lr_scheduler must be made on the optimizer it is added with")
+            raise ValueError("lr_scheduler must be made on the optimizer that it is added with")
         if clip_grad_norm is not None and not clip_grad_norm > 0:
             raise ValueError(f"clip_grad_norm must be above 0, or None, got {clip_grad_norm}")
         embeddings = [
@@ -277,13 +278,13 @@ class TrainGraph(CompiledGraph):
             drop_grads(embedding)
         if untrained:
             raise BuildError(
-                f"embedding {untrained[0].name!r} is looked up in build and no optimizer of the graph trains it; give"
-                " its parameters to add_optimizer, or freeze it with requires_grad_(False)"
+                f"embedding {untrained[0].name!r} has a gradient in build, but no optimizer of the graph trains it; add"
+                " an optimizer with its parameters, or freeze it with requires_grad_(False)"
             )
         if state.optimizers and state.steps == state.micro_batches == 0 and not self._has_gradients():
             warnings.warn(
-                f"{type(self).__name__}: the first step's build has left no gradient, so nothing is trained by it; call"
-                " loss.backward() in build",
+                f"{type(self).__name__}: build has computed no gradient in the first step, so the step trains nothing;"
+                " call loss.backward() in build",
                 stacklevel=4,
             )
 
@@ -347,8 +348,8 @@ class TrainGraph(CompiledGraph):
         kept = save_checkpoint(self, self._train_state, path, keep)
         if kept >= _MANY_SNAPSHOTS and kept & (kept - 1) == 0:
             warnings.warn(
-                f"{kept} snapshots of earlier checkpoints at {path} are kept, for copies of the file may"
-                " name them; save(path, keep=n) keeps the last n, embedding.delete_snapshot(name) deletes one",
+                f"{kept} snapshots of earlier checkpoints at {path} are kept, since copies of the file may name"
+                " them; save(path, keep=n) keeps the last n, embedding.delete_snapshot(name) deletes one",
                 stacklevel=2,
             )
 

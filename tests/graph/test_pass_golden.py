@@ -410,7 +410,7 @@ def test_the_check_of_stages_refuses_what_is_wrong():
 def test_a_graph_shows_itself():
     graph = make_graph({"a": make_embedding("a")}, simple, sgd)
     assert "nothing is compiled yet" in str(graph)
-    with pytest.warns(UserWarning, match="left no gradient"):
+    with pytest.warns(UserWarning, match="computed no gradient"):
         graph(IDS)
     assert "prepare:" in str(graph) and "prefetch(a.store, unique_keys)" in str(graph)
     assert "reserve(a.store, unique_keys, prefetched=prefetch)" in str(graph)

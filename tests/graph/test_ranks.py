@@ -114,7 +114,7 @@ def have_made_it_differently(group):
 
 def test_ranks_that_have_made_something_differently_are_told_how(rank_pool):
     for same, differ, of_two, joined in rank_pool(2, have_made_it_differently):
-        made = "have made it differently (rank 0: seed=0; rank 1: seed=1): each must make the same embeddings"
+        made = "have made the embedding differently (rank 0: seed=0; rank 1: seed=1): each rank must make the same"
         assert same.startswith(f"the ranks it, and {made}")
         assert differ.startswith(f"the ranks do different things (rank 0: it; rank 1: that), and {made}")
         assert "do different things" in of_two and "differently" not in of_two
@@ -181,6 +181,6 @@ def test_a_rank_that_leaves_an_exchange_is_not_waited_for_where_another_fails(ra
     results = rank_pool(3, leaves_while_another_fails, True, seconds=20)
     assert all(together == [0, 1, 2] for _, together in results)
     assert results[0][0] is None and results[1][0] == "KeyError: 'here'"
-    assert results[2][0].startswith("RankError: rank 0 has left, and another rank has failed (rank 1 says how)")
+    assert "but rank 0 has left, and another rank has failed (see the error of rank 1)" in results[2][0]
     for said, together in rank_pool(3, leaves_while_another_fails, False, seconds=20)[1:]:
         assert said[0] != 0 and said[1:] == [0, 0] and together == [0, 1, 2]

@@ -500,7 +500,7 @@ def test_what_a_state_dict_lacks_is_said():
     train(ours, 1, torch.optim.Adagrad(ours.parameters(), lr=0.1), batch)
     with pytest.warns(UserWarning, match="not the state that 'adagrad' has of each row"):
         ours.state_dict()
-    with pytest.raises(oneemb.StorageError, match="a folder that goes with their collection"):
+    with pytest.raises(oneemb.StorageError, match="a temporary folder, which is removed with their collection"):
         ours.rows[0].save_snapshot("s")
 
 
