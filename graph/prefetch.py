@@ -233,6 +233,7 @@ def prefetch(
     devices: Iterable[torch.device] = (),
     at_end: Callable[[], object] = lambda: None,
     failing: Callable[[], AbstractContextManager[object]] = nullcontext,
+    waited: Callable[[int], object] = lambda ns: None,
 ) -> Generator[Result, None, None]:
     """Yield the result of `compute` for each batch; a thread loads and prepares up to `depth` batches ahead.
 
@@ -243,6 +244,7 @@ def prefetch(
         devices: GPUs on which `prepare` works, in addition to the current GPU.
         at_end: called when the thread loads no more batches, also if the thread never runs; perhaps called twice.
         failing: returns a context manager for the loop, which sees the loop's errors before the thread has ended.
+        waited: called with the nanoseconds that the loop has waited for each batch.
     """
     worker = Worker(batches, prepare, depth, devices, at_end)
     # From here on only the thread holds the loader's iterator.
@@ -251,7 +253,11 @@ def prefetch(
         try:
             with failing():  # entered before the thread starts: it compares errors with the moment of its entry
                 worker.start()
-                while not (prepared := worker.next()).last:
+                while True:
+                    begin = time.perf_counter_ns()
+                    if (prepared := worker.next()).last:
+                        break
+                    waited(time.perf_counter_ns() - begin)
                     if prepared.error is not None:
                         raise prepared.error
                     result = worker.step(prepared, compute)

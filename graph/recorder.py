@@ -61,6 +61,36 @@ def stats_table(halves: Iterable[tuple[str, Iterable[tuple[str, OpStats]]]]) -> 
     return _aligned(table)
 
 
+_PARTS = {
+    "lookup": "lookup", "build": "dense", "unscale": "dense", "clip_grad_norm_": "dense", "update_scale": "dense",
+    "advance": "dense", "step": "dense", "reduce_to_owners": "update", "reduce_grads": "update",
+    "check_finite": "update", "update": "update",
+}  # fmt: skip
+"""Part of a step that an op of `StepStats` belongs to, by the op's name."""
+
+
+def parts_of(stats: "StepStats", lookups: Iterable[OpStats]) -> dict[str, int]:
+    """Nanoseconds in each part of the steps: "lookup", "dense" (`build`, with backward, and the step of dense
+    parameters), "update" (of rows, with the sums of their gradients) and "wait" (for a loop's thread, which loads and
+    prepares batches).
+
+    Args:
+        lookups: ops of the lookups that are made in steps, ahead of `build`.
+    """
+    parts = {"lookup": sum(op.ns for op in lookups), "dense": 0, "update": 0, "wait": stats.waited_ns}
+    for label, op in stats.stats():
+        parts[_PARTS[label.partition("(")[0]]] += op.ns
+    return parts
+
+
+def parts_table(parts: dict[str, int], steps: int) -> str:
+    """Table of the parts of steps, for people: a line each."""
+    whole = max(1, sum(parts.values()))
+    table = [("part", "", "ms a step", "share")]
+    table += [(part, "", f"{ns / max(1, steps) / 1e6:.3f}", f"{ns / whole:.1%}") for part, ns in parts.items()]
+    return _aligned(table)
+
+
 def _short(label: str) -> str:
     return label if len(label) <= 60 else label[:57] + "..."
 
@@ -163,6 +193,8 @@ class StepStats:
     def __init__(self) -> None:
         self.profile: Profile | None = None
         """Profile in which each op is noted too; None = no profile."""
+        self.waited_ns = 0
+        """Nanoseconds in which loops waited for a batch from their thread."""
         self._stats: defaultdict[str, OpStats] = defaultdict(OpStats)
 
     def call(
@@ -183,6 +215,15 @@ class StepStats:
         if self.profile is not None:
             self.profile.note("compute", label, begin, end)
         return result
+
+    def waited(self, ns: int) -> None:
+        """Count a wait of a loop for its thread."""
+        self.waited_ns += ns
+
+    @property
+    def steps(self) -> int:
+        """Number of calls of `build`."""
+        return self._stats["build"].calls if "build" in self._stats else 0
 
     def stats(self) -> list[tuple[str, OpStats]]:
         """(label, counts and times) of each op, in the order in which the ops first ended. The time of a lookup within

@@ -353,6 +353,39 @@ def test_explain_counts_calls_rows_and_bytes():
     assert "hit rate" in table and "GB/s" in table
 
 
+def shares_of(graph):
+    """Milliseconds a step and share of each part that `explain` shows."""
+    lines = [line.split() for line in graph.explain().split("\n\n")[0].splitlines()]
+    assert lines[0] == ["part", "ms", "a", "step", "share"]
+    return {name: (float(ms), float(share.rstrip("%"))) for name, ms, share in lines[1:]}
+
+
+class SlowLoader:
+    def __iter__(self):
+        for batch in batches_of(6, 50, 100):
+            time.sleep(0.05)
+            yield batch
+
+
+class SlowModel(torch.nn.Module):
+    def forward(self, rows):
+        time.sleep(0.05)
+        return rows
+
+
+@pytest.mark.parametrize("slow", ["wait", "dense"])
+def test_explain_says_which_part_of_a_step_takes_long(slow):
+    graph = graph_of("ssd")
+    if slow == "dense":
+        build, model = graph.build, SlowModel()
+        graph.build = lambda *args: (model(None), build(*args))[1]
+    list(graph.run(SlowLoader() if slow == "wait" else batches_of(6, 50, 100)))
+    shares = shares_of(graph)
+    assert list(shares) == ["lookup", "dense", "update", "wait"]
+    assert shares[slow][0] >= 45 and shares[slow][1] == max(share for _, share in shares.values())
+    assert abs(sum(share for _, share in shares.values()) - 100) < 0.5
+
+
 class Lengthless:
     """Batches whose loader cannot say how many there are."""
 

@@ -6,7 +6,7 @@ from torch import fx
 from oneemb.embeddings.embedding import embeddings_of
 from oneemb.embeddings.summary import html_of_text
 from oneemb.graph.ranks import Ranks
-from oneemb.graph.recorder import Profile, StepStats, stats_table
+from oneemb.graph.recorder import Profile, StepStats, parts_of, parts_table, stats_table
 from oneemb.graph.text import graph_text
 from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import AnyPath, file_path
@@ -55,7 +55,11 @@ class GraphViews(torch.nn.Module):
         )
 
     def explain(self) -> str:
-        """Text of a table of times since the graph was made, with one line for each op and one for `build`.
+        """Text of tables of times since the graph was made: of the parts of a step, and with one line for each op.
+
+        The parts are "lookup", "dense" (`build` with its backward pass and the lookups that it makes itself, and the
+        step of dense parameters), "update" (of rows) and "wait" (of a loop of `run` for its thread, which loads and
+        prepares batches).
 
         The prepare half runs on another thread, at the same time as the compute half, so it costs time only if it takes
         longer. Bytes and GB/s count the rows and gradients that an op must move. For `build` only the time is known; it
@@ -69,6 +73,8 @@ class GraphViews(torch.nn.Module):
         every = list(self._plans.known.values())
         plans = [known.plan for known in every if known.plan is not None]
         executors = [executor for plan in plans for executor in plan.executors()]
+        made = [op for executor in executors if executor.half == "compute" for _, op in executor.stats()]
+        parts = parts_table(parts_of(self._stats, made), self._stats.steps)
         text = stats_table(
             [*((executor.half, executor.stats()) for executor in executors), ("compute", self._stats.stats())]
         )
@@ -86,7 +92,7 @@ class GraphViews(torch.nn.Module):
             hot = stats.get("device")
             rows, evicted, written_down = (hot["rows"], hot["evicted"], hot["written_down"]) if hot else (0, 0, 0)
             caches.append(f"{name}  {stats['step']}  {stats['hit_rate']:.1%}  {rows:,}  {evicted:,}  {written_down:,}")
-        return "\n\n".join([text, "\n".join(caches), *self._explain_ranks()])
+        return "\n\n".join([parts, text, "\n".join(caches), *self._explain_ranks()])
 
     def _explain_ranks(self) -> list[str]:
         """[text of a table of this rank's traffic]; [] without ranks."""

@@ -190,7 +190,9 @@ class LoaderLoops(GraphViews):
             devices = [embedding.store.backend.device for embedding in embeddings_of(self).values()]
             # `failing` reports an error before this rank waits for its thread, which may wait for other ranks.
             failing = self._failing_together
-            yield from prefetch(loader, prepare, self._compute_prepared, depth, devices, leave, failing)
+            yield from prefetch(
+                loader, prepare, self._compute_prepared, depth, devices, leave, failing, self._stats.waited
+            )
             position.ended()
             return
         try:
