@@ -17,6 +17,7 @@ if os.path.isdir(__path__[0]) and not os.path.isdir(os.path.join(__path__[0], "k
 
 _MODULES = {
     "embeddings.averaged": ("AveragedEmbedding",),
+    "embeddings.metrics_log": ("log_metrics",),
     "embeddings.summary": ("summary",),
     "embeddings.embedding": ("MultiTableEmbedding", "MultiTableMultiColumnEmbedding"),
     "training.eager": ("Optimizer",),

@@ -8,6 +8,7 @@ from oneemb.embeddings.embedding import (
     MultiTableEmbedding as MultiTableEmbedding,
     MultiTableMultiColumnEmbedding as MultiTableMultiColumnEmbedding,
 )
+from oneemb.embeddings.metrics_log import log_metrics as log_metrics
 from oneemb.embeddings.summary import summary as summary
 from oneemb.graph.build_error import BuildError as BuildError
 from oneemb.graph.ops import NonFiniteGradientError as NonFiniteGradientError
