@@ -91,7 +91,7 @@ class Signature:
     def __init__(self, build: Callable[..., object]):
         self._signature = inspect.signature(build)
         parameters = self._signature.parameters
-        self._plain = tuple(parameters) if all(its.kind in _PLAIN for its in parameters.values()) else None
+        self._plain = tuple(parameters) if all(parameter.kind in _PLAIN for parameter in parameters.values()) else None
         """Names of the parameters, if all may be passed by position; None = not all may."""
         self._tensors = [Structure("value", name) for name in parameters]
         """For each parameter, the structure of an argument that is a tensor."""

@@ -83,9 +83,9 @@ def _failure_text(failure: BaseException) -> str:
 
 
 def what_has_failed(of_all: Sequence[Report]) -> str:
-    for rank, (_, its, _, _) in enumerate(of_all):
-        if its is not None:
-            return f"rank {rank} has failed ({its}); nothing was done here"
+    for rank, (_, failure, _, _) in enumerate(of_all):
+        if failure is not None:
+            return f"rank {rank} has failed ({failure}); nothing was done here"
     differ = len({what for what, *_ in of_all}) > 1
     doing, made = _by_rank(what for what, *_ in of_all), _by_rank(made for *_, made in of_all)
     one_name, ways = len({name for _, _, name, _ in of_all}) == 1, len({made for *_, made in of_all})
@@ -103,7 +103,7 @@ def what_has_failed(of_all: Sequence[Report]) -> str:
 
 
 def _by_rank(of_all: Iterable[object]) -> str:
-    return "; ".join(f"rank {rank}: {its}" for rank, its in enumerate(of_all))
+    return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(of_all))
 
 
 Blocks = Sequence[Sequence[torch.Tensor]]

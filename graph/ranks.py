@@ -218,7 +218,7 @@ class Ranks:
             self.all_to_all(received, sent.to(self._device), coming, going)
             got = received.view(torch.uint8)[self._heads_of(coming, heads)].view(self.size, -1)[:, :_HEADER]
             headers = got.clone(memory_format=torch.contiguous_format).view(torch.int64).tolist()
-            if any(its_failed or its != self._code(what) for its, its_failed in headers):
+            if any(has_failed or code != self._code(what) for code, has_failed in headers):
                 self._raise(what, failed)
         return received.to(like.device)
 
@@ -259,7 +259,7 @@ class Ranks:
         with self._exchanging(what):
             if not any(self._headers(what, failed, [pickled not in (None, _NONE)] * self.size)):
                 return None
-            return next(its for its in self._gather(pickled or b"") if its is not None)
+            return next(result for result in self._gather(pickled or b"") if result is not None)
 
     def all_gather(self, what: str, make: Callable[[], Any]) -> list[Any]:
         """Results of `make` on all ranks, in the order of the ranks. Any: objects that can be pickled."""
@@ -376,7 +376,7 @@ class Ranks:
         got_R3 = torch.empty_like(header_R3)
         self.all_to_all(got_R3, header_R3, [1] * self.size, [1] * self.size)
         got = got_R3.tolist()
-        if any(its_failed or its != doing for its, its_failed, _ in got):
+        if any(has_failed or code != doing for code, has_failed, _ in got):
             self._raise(what, failed, got)
         return [size for _, _, size in got]
 
@@ -392,13 +392,13 @@ class Ranks:
         of_all: list[Report] = []
         if not left:  # A rank that has left sends no report.
             words = self._all_gather(self._words(what, failed[0] if failed else None))
-            of_all = [pickle.loads(its.numpy().tobytes()) for its in words]
+            of_all = [pickle.loads(pickled.numpy().tobytes()) for pickled in words]
         if failed:
             mark_reported(failed[0])
             raise failed.pop()
         if not left:
             raise reported_error(what_has_failed(of_all))
-        others = ", ".join(str(rank) for rank, (_, its_failed, _) in enumerate(headers) if its_failed)
+        others = ", ".join(str(rank) for rank, (_, has_failed, _) in enumerate(headers) if has_failed)
         how = f"has failed (see the error of rank {others})" if others else "does something else"
         raise reported_error(
             f"the ranks were to {what}, but rank {left[0]} has left, and another rank {how}; nothing was done here"
@@ -418,7 +418,10 @@ class Ranks:
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
         padded[: len(mine)] = mine
         of_all = self._all_gather(padded)
-        return [pickle.loads(its[:size].numpy().tobytes()) for its, size in zip(of_all, sizes, strict=True)]
+        return [
+            pickle.loads(padded_bytes[:size].numpy().tobytes())
+            for padded_bytes, size in zip(of_all, sizes, strict=True)
+        ]
 
     def _all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
         """All-gather a tensor that has the same shape on each rank. The results are on the CPU."""
@@ -426,7 +429,7 @@ class Ranks:
         of_all = [torch.empty_like(mine) for _ in range(self.size)]
         self.group.allgather(of_all, mine).wait()
         self.traffic.add(mine, len(mine) * (self.size - 1), begin)
-        return [its.cpu() for its in of_all]
+        return [tensor.cpu() for tensor in of_all]
 
     def all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, received_R: Sequence[int], sent_R: Sequence[int]

@@ -143,9 +143,9 @@ class Profile:
         ns: dict[tuple[str, str], list[int]] = {}
         for half, name, step, begin, end in events:
             inside = sum(
-                its_end - its_begin
-                for its_half, _, its_step, its_begin, its_end in events
-                if (its_half, its_step) == (half, step) and begin <= its_begin and its_end <= end
+                other_end - other_begin
+                for other_half, _, other_step, other_begin, other_end in events
+                if (other_half, other_step) == (half, step) and begin <= other_begin and other_end <= end
             )
             ns.setdefault((half, name), []).append(2 * (end - begin) - inside)  # `inside` includes the event itself.
         total = sum(map(sum, ns.values()))
@@ -205,13 +205,13 @@ class StepStats:
         begin = _now_ns()
         result = function(*args, **kwargs)
         end = _now_ns()
-        its = self._stats[label]
-        its.calls += 1
-        its.ns += end - begin
+        counted = self._stats[label]
+        counted.calls += 1
+        counted.ns += end - begin
         if measure is not None:
             rows, size = measure(args, result)
-            its.rows += rows
-            its.bytes += size
+            counted.rows += rows
+            counted.bytes += size
         if self.profile is not None:
             self.profile.note("compute", label, begin, end)
         return result
@@ -228,7 +228,7 @@ class StepStats:
     def stats(self) -> list[tuple[str, OpStats]]:
         """(label, counts and times) of each op, in the order in which the ops first ended. The time of a lookup within
         `build` is not part of the time of `build`."""
-        found = {label: replace(its) for label, its in list(self._stats.items())}
+        found = {label: replace(counted) for label, counted in list(self._stats.items())}
         if "build" in found and "lookup" in found:
             found["build"].ns = max(0, found["build"].ns - found["lookup"].ns)
         return list(found.items())

@@ -145,15 +145,17 @@ def rows_of_class(cls: type, optimizer: torch.optim.Optimizer, group: Group) -> 
             fixed={option: group[option] for option in known.fixed},
         )
         check({**optimizer.defaults, **group})
-    its = {**known.absent, **group}
-    name = next((name for option, name in known.renamed.items() if its[option]), known.name)
+    options = {**known.absent, **group}
+    name = next((name for option, name in known.renamed.items() if options[option]), known.name)
     # torch's classes begin the state of every group with the value that the constructor got, not the group's own.
     initial = optimizer.defaults if cls.__module__.startswith("torch.") else group
     return RowOptimizer(
         "_".join([name, *wider]),
         tuple(_begin(state, initial) for state in known.state) + (0.0,) * len(wider),
         tuple(_begin(state, initial) for state in known.row_state),
-        partial(_run, known.update, "maximize" in optimizer.defaults, {option: its[option] for option in known.absent}),
+        partial(
+            _run, known.update, "maximize" in optimizer.defaults, {option: options[option] for option in known.absent}
+        ),
         check,
         tuple((option, _plain(group[option])) for option in known.fixed),
         known.counts_steps,
@@ -189,8 +191,8 @@ def _run(
     """
     if signed and group.get("maximize", False):
         rows = (*rows[:3], backend.negated(rows[3]))
-    its = {**absent, **group} if absent else group
-    update(*rows, state_begin=state_begin, step=step, backend=backend, **_options(update, its))
+    options = {**absent, **group} if absent else group
+    update(*rows, state_begin=state_begin, step=step, backend=backend, **_options(update, options))
 
 
 def _options(update: RowUpdate, group: Group) -> dict[str, Any]:
@@ -294,8 +296,8 @@ class KnownOptimizer:
     @property
     def options(self) -> set[str]:
         """Names of the class's options that rows follow."""
-        its = {"betas" if name in ("beta1", "beta2") else name for name in self.update.options}
-        return its | {state for state in self.state + self.row_state if isinstance(state, str)}
+        names = {"betas" if name in ("beta1", "beta2") else name for name in self.update.options}
+        return names | {state for state in self.state + self.row_state if isinstance(state, str)}
 
 
 def _check_ftrl(group: Group) -> None:

@@ -112,8 +112,8 @@ class LookupAhead:
 
         row_SD, slot_U = self._bring_rows(read)
         array = self.store.backend.array
-        its = self.request, self.requested
-        remote = Remote(self.ranks, array(row_SD), array(slot_U), owned[0] if owned else None, *its)
+        requests = self.request, self.requested
+        remote = Remote(self.ranks, array(row_SD), array(slot_U), owned[0] if owned else None, *requests)
         return Lease(self.store, self.keys, remote=remote)
 
     def drop(self) -> None:
@@ -343,12 +343,12 @@ class Announced:
         ranks = self._ranks
         if ranks is None:
             return
-        its = [request_for(one.store, one.ranks, one.keys, sums_bags=one.sums_bags) for one in lookups]
-        counts_R = [[count for _, request in its for count in request.counts(r)] for r in range(ranks.size)]
+        prepared = [request_for(one.store, one.ranks, one.keys, sums_bags=one.sums_bags) for one in lookups]
+        counts_R = [[count for _, request in prepared for count in request.counts(r)] for r in range(ranks.size)]
         blocks = [
             [
                 torch.tensor([_code(lookups), *counts], device="cpu"),
-                *(tensor for _, request in its for tensor in request.tensors(r)),
+                *(tensor for _, request in prepared for tensor in request.tensors(r)),
             ]
             for r, counts in enumerate(counts_R)
         ]
@@ -357,7 +357,7 @@ class Announced:
         if not lookups or any(int(block.take(1, torch.int64)) != _code(lookups) for block in received):
             return
         counts_RL = [block.take(COUNTS * len(lookups), torch.int64).view(-1, COUNTS).tolist() for block in received]
-        for n, (one, (keys, request)) in enumerate(zip(lookups, its, strict=True)):
+        for n, (one, (keys, request)) in enumerate(zip(lookups, prepared, strict=True)):
             counts = [counts_L[n] for counts_L in counts_RL]
             requested = requested_by(one.store, one.ranks, received, counts, uses=one.store.policy.counts_uses)
             self.lookups[n].ahead = LookupAhead(one.ranks, one.what, one.store, keys, request, requested, one.inserts)
@@ -418,7 +418,7 @@ NOTHING_ANNOUNCED = Announced()
 
 def _measure_announce(args: object, announced: Announced) -> tuple[int, int]:
     begun = [lookup.ahead for lookup in announced.lookups if lookup.ahead is not None]
-    keys = sum(sum(its.request.sent.count_R) + len(its.requested.id_N) for its in begun)
+    keys = sum(sum(ahead.request.sent.count_R) + len(ahead.requested.id_N) for ahead in begun)
     return keys, keys * (4 + 8)
 
 

@@ -70,7 +70,7 @@ def grads_of_leases(passes: Iterable[Pass]) -> list[tuple[Lease, list[torch.Tens
         grads_of.setdefault(one.lease, []).append(one.checked())
     if len(grads_of) == 1:
         return list(grads_of.items())
-    return sorted(grads_of.items(), key=lambda its: its[0].order)
+    return sorted(grads_of.items(), key=lambda item: item[0].order)
 
 
 def reduce_passes(passes: Iterable[Pass], *, shared: bool = False) -> Sequence[RowGrads]:
@@ -115,9 +115,12 @@ def reduce_to_owners(row_grads: Iterable[GradOfRanks]) -> None:
     """
     for ranks, group in by_ranks(row_grads):
         if not all(grad.at_owners for grad in group):
-            stores, its_ranks = [grad.store for grad in group], [grad.ranks for grad in group if not grad.ranks.alone]
+            stores, ranks_of_grads = (
+                [grad.store for grad in group],
+                [grad.ranks for grad in group if not grad.ranks.alone],
+            )
             make, lookups = functools.partial(_all_left, group, ranks), [_single_lookup(grad) for grad in group]
-            for grad, owned in zip(group, shuffle_grads(ranks, stores, its_ranks, make, lookups), strict=True):
+            for grad, owned in zip(group, shuffle_grads(ranks, stores, ranks_of_grads, make, lookups), strict=True):
                 grad.own(owned)
 
 
@@ -145,8 +148,8 @@ class Left(NamedTuple):
     @property
     def rows_R(self) -> list[int]:
         """Number of gradients that go to each rank."""
-        its = zip(self.id_R, self.parts_R, strict=True)
-        return [len(ids) if parts is None else len(parts.size_S) for ids, parts in its]
+        keys_and_parts = zip(self.id_R, self.parts_R, strict=True)
+        return [len(ids) if parts is None else len(parts.size_S) for ids, parts in keys_and_parts]
 
     @classmethod
     def joined(cls, those: Sequence[Self]) -> Self:
@@ -157,8 +160,8 @@ class Left(NamedTuple):
         uses_R = None
         if those[0].uses_R is not None:
             uses_R = [torch.cat(uses) for uses in zip(*(one.uses_R or () for one in those), strict=True)]
-        for its in zip(*(zip(*left[:3], strict=True) for left in those), strict=True):
-            ids, tables, parts = zip(*its, strict=True)
+        for of_rank in zip(*(zip(*left[:3], strict=True) for left in those), strict=True):
+            ids, tables, parts = zip(*of_rank, strict=True)
             begins = np.cumsum([0, *map(len, ids[:-1])]).tolist()
             explicit = [Parts.of_each(len(keys)) if one is None else one for one, keys in zip(parts, ids, strict=True)]
             key_N = torch.cat([begin + one.key_N for begin, one in zip(begins, explicit, strict=True)])
@@ -219,12 +222,17 @@ def _uses_by_steps(store: EmbeddingStore, leases: Sequence[Lease], summed: RowGr
     backend, uses_U = store.backend, np.zeros(len(summed.id_U), np.int64)
     evaluated = [lease for lease in leases if lease.remote is not None and lease.remote.owned is None]
     if evaluated:
-        keys = [(summed.table_U, summed.id_U), *((its.keys.unique.table_U, its.keys.unique.id_U) for its in evaluated)]
-        table_N, id_N = (backend.array(torch.cat([*map(backend.tensor, its)])) for its in zip(*keys, strict=True))
+        keys = [
+            (summed.table_U, summed.id_U),
+            *((lease.keys.unique.table_U, lease.keys.unique.id_U) for lease in evaluated),
+        ]
+        table_N, id_N = (
+            backend.array(torch.cat([*map(backend.tensor, columns)])) for columns in zip(*keys, strict=True)
+        )
         # The summed keys are distinct and come first, so they are the unique keys 0 to U-1.
         unique = backend.unique_keys(table_N, id_N, tables=TABLE_MAX + 1, padding_id=None, check=None)
         key_N = backend.tensor(unique.inverse_N).cpu().numpy()[len(uses_U) :].astype(np.int64)
-        np.add.at(uses_U, key_N, np.concatenate([backend.uses_of(its.keys.unique) for its in evaluated]))
+        np.add.at(uses_U, key_N, np.concatenate([backend.uses_of(lease.keys.unique) for lease in evaluated]))
     return torch.from_numpy(uses_U.astype(np.int32))
 
 
@@ -233,9 +241,9 @@ def _by_trainer(store: EmbeddingStore, ranks: Ranks, table_U: torch.Tensor, id_U
     if not store.replicas:
         return keys_by_rank(table_U, id_U, owner_of(table_U.numpy(), id_U.numpy(), ranks.size), ranks.size)
     replicated_U = store.replicas.are_of(table_U.numpy())
-    alone, replicated = np.flatnonzero(~replicated_U), np.flatnonzero(replicated_U)
-    owner_A = owner_of(table_U.numpy()[alone], id_U.numpy()[alone], ranks.size)
-    key_N = np.concatenate([alone, np.tile(replicated, ranks.size)])
+    of_one_rank, replicated = np.flatnonzero(~replicated_U), np.flatnonzero(replicated_U)
+    owner_A = owner_of(table_U.numpy()[of_one_rank], id_U.numpy()[of_one_rank], ranks.size)
+    key_N = np.concatenate([of_one_rank, np.tile(replicated, ranks.size)])
     rank_N = np.concatenate([owner_A, np.repeat(np.arange(ranks.size), len(replicated))])
     return keys_by_rank(table_U, id_U, rank_N, ranks.size, key_N)
 
@@ -243,7 +251,7 @@ def _by_trainer(store: EmbeddingStore, ranks: Ranks, table_U: torch.Tensor, id_U
 def shuffle_grads(
     ranks: Ranks,
     stores: Sequence[EmbeddingStore],
-    its_ranks: Sequence[Ranks],
+    ranks_of_grads: Sequence[Ranks],
     make: Callable[[], Sequence[Left | None]],
     lookups: Sequence[Lease | None],
 ) -> list[tuple[Lease, RowGrads] | None]:
@@ -253,7 +261,7 @@ def shuffle_grads(
 
     Args:
         stores: for each embedding, the store with the rows that this rank owns.
-        its_ranks: for each embedding, `ranks` with the `comm_dtype` and the scale of its gradients.
+        ranks_of_grads: for each embedding, `ranks` with the `comm_dtype` and the scale of its gradients.
         make: returns for each embedding the gradients of the rows that this rank has looked up; None = no gradients.
         lookups: for each embedding, the lookup to which all its gradients belong; None = several lookups, or none.
     """
@@ -265,10 +273,10 @@ def shuffle_grads(
 
     brought: list[tuple[Requested, torch.Tensor] | None] = []
     with whole_exchange():
-        what = ", ".join(f"the {its.gradients} of {its.name} in {its.comm_dtype}" for its in its_ranks)
+        what = ", ".join(f"the {own.gradients} of {own.name} in {own.comm_dtype}" for own in ranks_of_grads)
         received = ranks.exchange(f"bring gradients to their owners for {what}", blocks)
         counts_RE = [block.take(COUNTS * len(stores), torch.int64).view(-1, COUNTS).tolist() for block in received]
-        for e, (store, its, left) in enumerate(zip(stores, its_ranks, sent, strict=True)):
+        for e, (store, own, left) in enumerate(zip(stores, ranks_of_grads, sent, strict=True)):
             counts_R = [counts[e] for counts in counts_RE]
             if all(keys == _NONE for keys, *_ in counts_R):
                 brought.append(None)
@@ -282,11 +290,11 @@ def shuffle_grads(
                 )
             else:
                 rows_R, grad_ND = left.rows_R, left.grad_ND
-            brought.append((requested, ranks.swap(grad_ND.to(its.comm_dtype), rows_R, requested.answers_R)))
+            brought.append((requested, ranks.swap(grad_ND.to(own.comm_dtype), rows_R, requested.answers_R)))
         # This comes after the last message: a rank that has no memory for it leaves no other rank waiting.
         return [
-            None if one is None else _owned(*one, its.grad_scale, lookup)
-            for its, one, lookup in zip(its_ranks, brought, lookups, strict=True)
+            None if one is None else _owned(*one, own.grad_scale, lookup)
+            for own, one, lookup in zip(ranks_of_grads, brought, lookups, strict=True)
         ]
 
 

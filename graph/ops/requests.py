@@ -134,7 +134,7 @@ class Request:
         """An empty request."""
         cut = self.cut
         if cut is not None:
-            parts = [Parts(its.key_N[:0], its.size_S[:0]) for its in cut.parts_R]
+            parts = [Parts(part.key_N[:0], part.size_S[:0]) for part in cut.parts_R]
             cut = CutBags(parts, cut.bag_S[:0], cut.ids_P)
         order_N, id_R, table_R = self.sent
         sent = KeysByRank(order_N[:0], [ids[:0] for ids in id_R], [tables[:0] for tables in table_R])
@@ -186,8 +186,8 @@ def cut_if_fewer_bytes(
     if not parts_move_fewer_bytes(len(order_U) - sent_R[rank], parts, ids, row_bytes, grad_bytes):
         return None
     key_N, size_S, bag_S = map(torch.from_numpy, kernel.cut_bags(*bags, parts_R, ids_R))
-    its = zip(key_N.split(ids_R.tolist()), size_S.split(parts_R.tolist()), strict=True)
-    return CutBags([Parts(*its_own) for its_own in its], bag_S, torch.from_numpy(ids_P))
+    arrays_R = zip(key_N.split(ids_R.tolist()), size_S.split(parts_R.tolist()), strict=True)
+    return CutBags([Parts(*arrays) for arrays in arrays_R], bag_S, torch.from_numpy(ids_P))
 
 
 @dataclass(frozen=True)
@@ -210,8 +210,8 @@ class Requested:
     @property
     def answers_R(self) -> list[int]:
         """Number of rows that go to each rank."""
-        its = zip(self.count_R, self.parts_R, strict=True)
-        return [count if parts is None else len(parts.size_S) for count, parts in its]
+        counts_and_parts = zip(self.count_R, self.parts_R, strict=True)
+        return [count if parts is None else len(parts.size_S) for count, parts in counts_and_parts]
 
     @functools.cached_property
     def keys(self) -> Keys:
@@ -228,8 +228,8 @@ class Requested:
             of_answer_N, bags = self._key_of_ids, bags_of_sizes(self._sizes_behind(heads), store)
         elif heads:
             of_answer_N = inverse_N.new_full((answers,), -1)
-            for at, its in zip(ranks.behind_heads(answers_R, heads), inverse_N.split(answers_R), strict=True):
-                of_answer_N[at] = its
+            for at, keys in zip(ranks.behind_heads(answers_R, heads), inverse_N.split(answers_R), strict=True):
+                of_answer_N[at] = keys
         uses_U = None
         if self.uses_N is not None:
             uses_U = np.zeros(len(self._unique.unique.id_U), np.int64)
@@ -245,9 +245,12 @@ class Requested:
     def _key_of_ids(self) -> torch.Tensor:
         """Index of the unique key of each id of the parts, rank after rank."""
         inverse_N = self.store.backend.tensor(self._unique.unique.inverse_N)
-        its = zip(inverse_N.split(list(self.count_R)), self.parts_R, strict=True)
+        keys_and_parts = zip(inverse_N.split(list(self.count_R)), self.parts_R, strict=True)
         return torch.cat(
-            [keys if parts is None else keys.index_select(0, parts.key_N.to(keys.device)) for keys, parts in its]
+            [
+                keys if parts is None else keys.index_select(0, parts.key_N.to(keys.device))
+                for keys, parts in keys_and_parts
+            ]
         )
 
     def _sizes_behind(self, heads: int) -> torch.Tensor:
@@ -261,18 +264,18 @@ class Requested:
         """Whether `other` has the same keys and parts. False for embeddings with a policy."""
         if self.uses_N is not None or self.sizes != other.sizes:
             return False
-        return all(equal(*its) for its in zip(self.tensors, other.tensors, strict=True))
+        return all(equal(*pair) for pair in zip(self.tensors, other.tensors, strict=True))
 
     @property
     def sizes(self) -> list[tuple[int, int, bool]]:
         """(number of keys, number of rows in the answer, whether these are sums of parts) of each rank."""
-        its = zip(self.count_R, self.answers_R, self.parts_R, strict=True)
-        return [(keys, answers, parts is not None) for keys, answers, parts in its]
+        counts_and_parts = zip(self.count_R, self.answers_R, self.parts_R, strict=True)
+        return [(keys, answers, parts is not None) for keys, answers, parts in counts_and_parts]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The tensors of the keys and of the parts of bags."""
-        parts = [tensor for its in self.parts_R if its is not None for tensor in (its.key_N, its.size_S)]
+        parts = [tensor for part in self.parts_R if part is not None for tensor in (part.key_N, part.size_S)]
         return [self.table_N, self.id_N, *parts]
 
 
@@ -291,10 +294,10 @@ def requested_by(
     for block, (keys, parts, ids_of_parts) in zip(received, counts_R, strict=True):
         ids.append(block.take(keys, torch.int64))
         tables.append(block.take(keys, torch.int32))
-        its = None
+        part = None
         if parts >= 0:
-            its = Parts(block.take(ids_of_parts, torch.int32), block.take(parts, torch.int32))
-        parts_R.append(its)
+            part = Parts(block.take(ids_of_parts, torch.int32), block.take(parts, torch.int32))
+        parts_R.append(part)
         if uses:
             uses_R.append(block.take(keys, torch.int32))
     uses_N = torch.cat(uses_R) if uses else None

@@ -88,12 +88,12 @@ def prefetch(store: Any, keys: Keys | MergedKeys) -> Prefetched | MergedPrefetch
 
     Any thread may call it. Pass the result to `acquire` of the same keys, or to `unprefetch`.
     """
-    its: Prefetched | MergedPrefetched
+    prefetched: Prefetched | MergedPrefetched
     if isinstance(keys, Keys):
-        its = store.prefetch(keys.unique)
+        prefetched = store.prefetch(keys.unique)
     else:
-        its = store.prefetch(keys.unique, MergedRows(store, keys).begin_M1)
-    return its
+        prefetched = store.prefetch(keys.unique, MergedRows(store, keys).begin_M1)
+    return prefetched
 
 
 def unprefetch(values: Iterable[object]) -> None:

@@ -141,9 +141,9 @@ class RowGrad(torch.Tensor):
             lookups = sum(lease.lookups for lease in self.holders)
             lease = Lease.of_keys(self.store, self.summed.table_U, self.summed.id_U, lookups)
             self.summed, self.holders = self.summed.with_slots(lease.slot_U, lease.generation), [lease]
-            for its in used:
-                if its is not None:
-                    its.unpin()
+            for used_lease in used:
+                if used_lease is not None:
+                    used_lease.unpin()
         for one in self.passes:
             one.lease.pin()
 

@@ -50,11 +50,11 @@ def options_of(optimizer: torch.optim.Optimizer) -> Groups:
     """Copy of the current options of each param group."""
     options: Groups = {}
     for group in optimizer.param_groups:
-        its = options[id(group)] = dict(group)
-        its.pop("params", None)
-        for name, option in its.items():
+        copied = options[id(group)] = dict(group)
+        copied.pop("params", None)
+        for name, option in copied.items():
             if isinstance(option, torch.Tensor):
-                its[name] = option.clone()
+                copied[name] = option.clone()
     return options
 
 
@@ -82,18 +82,18 @@ def reduce_grads(row_grads: Sequence[RowGrad]) -> list[RowGrads]:
         StorageError: rows were replaced since the lookup (load_snapshot, clear).
     """
     merged: dict[MergedStore, list[RowGrad]] = {}
-    alone: list[RowGrad] = []
+    unmerged: list[RowGrad] = []
     for row_grad in _of_stores(row_grads):
         store = row_grad.merged_in()
-        (alone if store is None else merged.setdefault(store, [])).append(row_grad)
+        (unmerged if store is None else merged.setdefault(store, [])).append(row_grad)
     reduced: list[RowGrads | None] = []
     for group in merged.values():
         lookups = _merged_lookups(group)
         if lookups is None:
-            alone += group
+            unmerged += group
         else:
             reduced.append(join_grads([rows.reduce(grads) for rows, grads in lookups]))
-    reduced += [row_grad.acquire() for row_grad in alone]
+    reduced += [row_grad.acquire() for row_grad in unmerged]
     return [grads for grads in reduced if grads is not None]
 
 
@@ -102,14 +102,14 @@ def _of_stores(row_grads: Sequence[RowGrad]) -> list[RowGrad]:
     of_store: dict[EmbeddingStore, list[RowGrad]] = {}
     for row_grad in row_grads:
         of_store.setdefault(row_grad.store, []).append(row_grad)
-    return [its[0] if len(its) == 1 else _as_one(store, its) for store, its in of_store.items()]
+    return [grads[0] if len(grads) == 1 else _as_one(store, grads) for store, grads in of_store.items()]
 
 
 def _as_one(store: EmbeddingStore, row_grads: Sequence[RowGrad]) -> RowGrad:
-    first, its_tables = row_grads[0], frozenset[int]().union(*(grad.tables or () for grad in row_grads))
-    tables = None if len(its_tables) == store.num_tables else its_tables
+    first, all_tables = row_grads[0], frozenset[int]().union(*(grad.tables or () for grad in row_grads))
+    tables = None if len(all_tables) == store.num_tables else all_tables
     left = [[id(one.grad) for one in grad.passes] for grad in row_grads]
-    if all(its == left[0] for its in left) and all(grad.summed is None for grad in row_grads):
+    if all(passes == left[0] for passes in left) and all(grad.summed is None for grad in row_grads):
         return RowGrad(store, first.passes, tables=tables)
     # A gradient was changed since its backward pass, and holds sums in place of passes.
     parts = [grads for grad in row_grads if (grads := grad.reduce()) is not None]
@@ -322,14 +322,14 @@ def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: G
     rows = optimizer.rows_of(grads.stores[0]) if grads is not None else None
     if grads is None or rows is None or not go:
         return
-    store, (row_optimizer, its_groups) = grads.store, rows
-    options = [groups.get(id(group), group) if group and groups else group for group in its_groups]
+    store, (row_optimizer, groups_of_tables) = grads.store, rows
+    options = [groups.get(id(group), group) if group and groups else group for group in groups_of_tables]
     for member in grads.stores:
         member.store_lock.check(changes=True)
     if grads.generation != store.generation:  # A hook or another thread has loaded other rows.
         raise StorageError(REPLACED)
 
-    parts = [(its, step, group) for grads_G, group in _by_group(grads, options) for its, step in _by_step(grads_G)]
+    parts = [(part, step, group) for grads_G, group in _by_group(grads, options) for part, step in _by_step(grads_G)]
 
     def write() -> None:
         with changing:
@@ -358,11 +358,11 @@ def _by_group(grads: RowGrads, options: Sequence[Group | None]) -> list[tuple[Ro
         return [] if options[0] is None else [(grads, options[0])]
     alike: list[tuple[Group | None, list[int]]] = []
     for t, group in enumerate(options):
-        its = next((tables for other, tables in alike if other is group or _same_options(other, group)), None)
-        if its is None:
+        same = next((tables for other, tables in alike if other is group or _same_options(other, group)), None)
+        if same is None:
             alike.append((group, [t]))
         else:
-            its.append(t)
+            same.append(t)
     if len(alike) == 1:
         return [(grads, group) for group, _ in alike if group is not None]
     return [(grads.of_tables(tables), group) for group, tables in alike if group is not None]

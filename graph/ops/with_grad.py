@@ -31,7 +31,7 @@ def with_grad(
     return _WithGrad.apply(per_sample_weights, lease, (rows,), ranks, *weights)
 
 
-def _is_alone(grad: torch.Tensor) -> bool:
+def _owns_memory(grad: torch.Tensor) -> bool:
     """Whether a gradient from autograd is the only tensor on its memory, so that it need not be copied.
 
     Another parameter's gradient may be a view of the same memory, which torch clips and accumulates in place: for
@@ -71,7 +71,7 @@ class _WithGrad(torch.autograd.Function):
     @staticmethod
     @uncompiled  # torch.compile stays out of it, as out of a lookup
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        alone = _is_alone(*grads)
+        owns_memory = _owns_memory(*grads)
         of_scales, _, _, _, *of_weights = ctx.needs_input_grad
         lease, (grad,) = ctx.lease, grads
         if lease is None:
@@ -93,7 +93,7 @@ class _WithGrad(torch.autograd.Function):
         if any(of_weights):
             # No copy is needed if `reshape` has made one, or if rows are updated within this backward pass. A later
             # change in place raises.
-            as_is = alone or flat.data_ptr() != grad.data_ptr() or ctx.at_once and flat.is_contiguous()
+            as_is = owns_memory or flat.data_ptr() != grad.data_ptr() or ctx.at_once and flat.is_contiguous()
             # Sums by key are less to write than a copy. They need a graph that autograd frees now: the gradient of
             # another pass would have to be added for each id, before the sum.
             sums = not as_is and flat.is_contiguous() and ctx.lease is None
