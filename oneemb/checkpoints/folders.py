@@ -56,11 +56,11 @@ def release(path: AnyPath | Sequence[AnyPath]) -> None:
         )
     for one in paths:
         folder = absolute_path(one)
-        for its, holder in holders_below(folder):
+        for held_folder, holder in holders_below(folder):
             if lost := holder.force_close():
                 warn_user(
-                    f"{holder.what} in {its} is closed, and its {lost:,} rows are gone, since no snapshot holds them as"
-                    " they were last"
+                    f"{holder.what} in {held_folder} is closed, and its {lost:,} rows are gone, since no snapshot holds"
+                    " them as they were last"
                 )
         if held := lock_holder(LocalFileSystem(), os.path.join(folder, "LOCK")):
             raise LockedError(f"{folder} is held by {held}; end that process, or its use of the folder")

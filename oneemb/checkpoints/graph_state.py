@@ -120,7 +120,7 @@ def others_of(graph: CompiledGraph, ranks: AnyRanks, what: str) -> list[Other] |
 
     def read() -> None:
         _warn_of_differences(graph, hashes)
-        found.extend(load_bytes(io.BytesIO(its), "what a rank has of its own") for its in own[1:])
+        found.extend(load_bytes(io.BytesIO(data), "what a rank has of its own") for data in own[1:])
 
     ranks.by_first(what, read)
     return found
@@ -204,7 +204,7 @@ def _hashes(graph: CompiledGraph) -> dict[str, str]:
 def _warn_of_differences(graph: CompiledGraph, hashes: Sequence[Mapping[str, str]]) -> None:
     first, buffers = hashes[0], buffers_of(graph)
     parameters = [name for name in tensors_of(graph) if name not in buffers]
-    differ = [name for name in parameters if any(its.get(name) != first[name] for its in hashes)]
+    differ = [name for name in parameters if any(of_rank.get(name) != first[name] for of_rank in hashes)]
     if differ:
         warnings.warn(
             f"dense parameters are not the same on all ranks: {', '.join(differ[:3])}{', ...' * (len(differ) > 3)}."
@@ -348,13 +348,17 @@ def _state_for(graph: CompiledGraph, optimizer: Optimizer, state: State, n: int)
         return saved
     of_name = {
         name: saved["state"][number]
-        for group, its in zip(saved["param_groups"], names, strict=True)
-        for number, name in zip(group["params"], its, strict=True)
+        for group, names_of_group in zip(saved["param_groups"], names, strict=True)
+        for number, name in zip(group["params"], names_of_group, strict=True)
         if name is not None and number in saved["state"]
     }
     merged = dict(now["state"])
-    for group, its in zip(now["param_groups"], param_names_of(graph, optimizer), strict=True):
-        merged |= {number: of_name[name] for number, name in zip(group["params"], its, strict=True) if name in of_name}
+    for group, names_of_group in zip(now["param_groups"], param_names_of(graph, optimizer), strict=True):
+        merged |= {
+            number: of_name[name]
+            for number, name in zip(group["params"], names_of_group, strict=True)
+            if name in of_name
+        }
     groups = [
         {**group, **(saved["param_groups"][g] if g < len(saved["param_groups"]) else {}), "params": group["params"]}
         for g, group in enumerate(now["param_groups"])
@@ -420,7 +424,7 @@ def _random_of_further(saved: Sequence[RandomState], rank: int) -> RandomState:
     numbers are meant to be equal; any other is seeded by the first rank's state and this rank's number."""
 
     def state(kind: Literal["torch", "cuda", "python", "numpy"]) -> Any:
-        hashes = [hash_of(its[kind]) for its in saved]
+        hashes = [hash_of(of_rank[kind]) for of_rank in saved]
         if len(hashes) > 1 and len(set(hashes)) == 1:
             return saved[0][kind]
         seed = int(hash_of([hashes[0], rank])[:_SEED_DIGITS], 16)

@@ -99,13 +99,13 @@ class RankSnapshots:
     def seen(self) -> list[str]:
         """Names of the snapshots that this rank sees, oldest first. Other ranks may see other snapshots, so the names
         are only for warnings."""
-        if self._is_alone():
+        if self._has_no_ranks():
             return self._store.snapshots.names()
         return [one.name for one in find_parts(folders_at([*self._paths, *self._folders]), self._fs).snapshots()]
 
     def names(self) -> list[str]:
         """Names of the snapshots, oldest first: the same on all ranks."""
-        if self._is_alone():
+        if self._has_no_ranks():
             return self._store.snapshots.names()
         found = self._look()
         return [one.name for one in found.snapshots() if not one.name.startswith(EXPORTED)]
@@ -130,7 +130,7 @@ class RankSnapshots:
 
         return FoundParts.together(self.ranks.all_gather(what, look))
 
-    def _is_alone(self) -> bool:
+    def _has_no_ranks(self) -> bool:
         """Whether this process owns all rows, and its folder has no folders of ranks, from an earlier job."""
         return self.ranks.alone and not any(folder != self._own for folder in folders_at([self._own]))
 
@@ -153,19 +153,19 @@ class RankSnapshots:
                 f"tables {self._name} are in a temporary folder, which is removed with their collection and can keep no"
                 " snapshot; give the collection store_options with a path"
             )
-        if self._is_alone():
+        if self._has_no_ranks():
             return self._store.snapshots.save(
                 name, description, overwrite=overwrite, since=since, keep_evicted=keep_evicted
             ).identity
-        its = f"save_snapshot {name!r}" if since is None else f"save_delta {name!r} since {since!r}"
-        its += ", replacing" * overwrite + ", keep_evicted" * keep_evicted
-        return self.together(its, lambda: self._save(its, name, description, overwrite, since, keep_evicted))
+        call = f"save_snapshot {name!r}" if since is None else f"save_delta {name!r} since {since!r}"
+        call += ", replacing" * overwrite + ", keep_evicted" * keep_evicted
+        return self.together(call, lambda: self._save(call, name, description, overwrite, since, keep_evicted))
 
     def _save(
-        self, its: str, name: str, description: dict[str, Any], overwrite: bool, since: str | None = None,
+        self, call: str, name: str, description: dict[str, Any], overwrite: bool, since: str | None = None,
         keep_evicted: bool = False,
     ) -> str:  # fmt: skip
-        what = self.words(its)
+        what = self.words(call)
         identity = self.ranks.all_gather(what, lambda: uuid.uuid4().hex)[0]
         table_name = ""
 
@@ -226,7 +226,7 @@ class RankSnapshots:
 
     def delete(self, name: str) -> None:
         """Delete a snapshot; see `TableEmbedding.delete_snapshot`."""
-        if self._is_alone():
+        if self._has_no_ranks():
             self._store.snapshots.delete(name)
         else:
             self.together(f"delete_snapshot {name!r}", lambda: self._delete(name))
@@ -286,7 +286,7 @@ class RankSnapshots:
     def check_fits(self, name: str, check: Callable[[SnapshotInfo], object]) -> None:
         """Raise StorageError unless the snapshot `name` exists and fits the embedding. `check` raises unless the kind
         of the snapshot fits."""
-        if self._is_alone():
+        if self._has_no_ranks():
             check(self._store.snapshots.info(name))
             self._store.snapshots.check_fits(name)
             return
@@ -305,13 +305,13 @@ class RankSnapshots:
         if not named:
             return []
         check: Callable[[str, str | None, str], object] = self._store.snapshots.check
-        if not self._is_alone():
+        if not self._has_no_ranks():
             check = self._look().get
-        return [_is_there(check, name, identity) for name, identity in named]
+        return [_exists(check, name, identity) for name, identity in named]
 
     def check_named(self, name: str, identity: str | None, named_by: str) -> None:
         """Raise unless the snapshot `name` exists and has this identity; see `StoreSnapshots.check`."""
-        if self._is_alone():
+        if self._has_no_ranks():
             self._store.snapshots.check(name, identity, named_by)
         else:
             what = f"check_snapshot {name!r} {identity or ''}"
@@ -320,7 +320,7 @@ class RankSnapshots:
     def load(self, name: str, *, weights_only: bool, check: Callable[[SnapshotInfo], object]) -> Loaded:
         """Load a snapshot; see `TableEmbedding.load_snapshot`. Call it by `together`. `check` raises unless the kind of
         the snapshot fits the embedding."""
-        if self._is_alone():
+        if self._has_no_ranks():
             info = self._store.snapshots.info(name)
             check(info)
             return Loaded(info, self._store.snapshots.load(name, weights_only=weights_only))
@@ -372,7 +372,7 @@ class RankSnapshots:
         return info, owned, replicated
 
 
-def _is_there(check: Callable[[str, str | None, str], object], name: str, identity: str | None) -> bool:
+def _exists(check: Callable[[str, str | None, str], object], name: str, identity: str | None) -> bool:
     """Whether `check` finds the snapshot."""
     try:
         check(name, identity, "a checkpoint")
