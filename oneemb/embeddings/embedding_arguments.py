@@ -179,9 +179,9 @@ def _initializers(table: Mapping[str, Any], default: Mapping[str, Any]) -> str:
     """Text of the initializers of a table in a description."""
     texts = []
     for column in table["columns"]:
-        its = dict(column["initializer"] or default)
-        kind = its.pop("type")
-        texts.append(f"{kind}({', '.join(f'{name}={value}' for name, value in its.items())})")
+        options = dict(column["initializer"] or default)
+        kind = options.pop("type")
+        texts.append(f"{kind}({', '.join(f'{name}={value}' for name, value in options.items())})")
     return texts[0] if len(set(texts)) == 1 else f"[{', '.join(texts)}]"
 
 
@@ -202,10 +202,10 @@ def pretrained(
             f"weight and ids must be lists with one tensor for each table, got {len(weights)} weights and"
             f" {len(ids_T)} ids"
         )
-    for table, (one, its) in enumerate(zip(weights, ids_T, strict=True)):
-        _check_rows(one, its, weights[0], table)
+    for table, (one, ids_of_table) in enumerate(zip(weights, ids_T, strict=True)):
+        _check_rows(one, ids_of_table, weights[0], table)
     dim, dtype = weights[0].shape[1], weights[0].dtype
-    key_type = next((its.dtype for its in ids_T if its is not None), torch.int64)
+    key_type = next((one.dtype for one in ids_T if one is not None), torch.int64)
     options: dict[str, Any] = {"embedding_dim": [dim] if has_columns else dim, "dtype": dtype, "key_type": key_type}
     options |= {"tables": [make_table_options()] * len(weights), **more}
     if isinstance(options["tables"], list | tuple) and len(options["tables"]) != len(weights):
@@ -214,8 +214,11 @@ def pretrained(
     if dim != (sum(given) if has_columns and isinstance(given, list | tuple) else given):
         raise ValueError(f"embedding_dim must be {dim}, the width of weight, or a list with this sum, got {given!r}")
     rows = [
-        (np.arange(len(one)) if its is None else its.cpu().numpy(), one.detach().cpu().float().numpy())
-        for one, its in zip(weights, ids_T, strict=True)
+        (
+            np.arange(len(one)) if ids_of_table is None else ids_of_table.cpu().numpy(),
+            one.detach().cpu().float().numpy(),
+        )
+        for one, ids_of_table in zip(weights, ids_T, strict=True)
     ]
     return options, rows
 

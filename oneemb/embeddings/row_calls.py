@@ -140,8 +140,8 @@ class RowCalls(torch.nn.Module):
             self.ranks.agree(what, lambda: to_evict.extend(self.store.policy.to_evict()))
             return self.ranks.all_gather(what, lambda: self.store.policy.evict(to_evict))
 
-        for its in together(self.ranks, [self.store], "evict", what, evict):
-            left.update(its)
+        for counts in together(self.ranks, [self.store], "evict", what, evict):
+            left.update(counts)
         return dict(left)
 
     def scores(self, ids: torch.Tensor, table: int = 0) -> torch.Tensor:
@@ -229,7 +229,7 @@ class RowCalls(torch.nn.Module):
 
         def set_it() -> None:
             of_ranks = self.ranks.all_gather(what, lambda: epoch)
-            if any(its != epoch for its in of_ranks):
+            if any(of_rank != epoch for of_rank in of_ranks):
                 raise ValueError(f"epoch must be the same on all ranks, got {of_ranks}")
             self.ranks.agree(what, lambda: self.store.policy.set_epoch(epoch))
 

@@ -103,21 +103,21 @@ class EmbeddingStats(TypedDict):
 
 def memory_of(stats: EmbeddingStats) -> int:
     """Bytes of memory of all tiers, including the indexes of the persistent table or server."""
-    its = cast("dict[str, Any]", stats)  # Keys of a TypedDict are literals.
-    tiers = sum(its[place]["bytes"] for place in ("device", "host", "remote") if place in its)
-    return int(tiers + its.get("persistent", {}).get("memory_bytes", 0))
+    by_name = cast("dict[str, Any]", stats)  # Keys of a TypedDict are literals.
+    tiers = sum(by_name[place]["bytes"] for place in ("device", "host", "remote") if place in by_name)
+    return int(tiers + by_name.get("persistent", {}).get("memory_bytes", 0))
 
 
 def metrics_of(stats: EmbeddingStats, before: dict[str, int]) -> tuple[dict[str, float], dict[str, int]]:
     """(result of `embedding.metrics()`, counters to pass as `before` in the next call; {} in the first call)."""
-    its = cast("dict[str, Any]", stats)  # Keys of a TypedDict are literals.
-    hot, table, remote = (its.get(place, {}) for place in ("device", "persistent", "remote"))
+    by_name = cast("dict[str, Any]", stats)  # Keys of a TypedDict are literals.
+    hot, table, remote = (by_name.get(place, {}) for place in ("device", "persistent", "remote"))
     read = table.get("rows_got", 0) - table.get("rows_missing", 0) + remote.get("rows_pulled", 0)
     counted = {"hits": hot.get("hits", 0), "misses": hot.get("misses", 0), "read": read}
     if any(counted[name] < then for name, then in before.items()):
         before = {}  # The tiers were made anew, so counters began at 0.
     hits, misses, read_now = (counted[name] - before.get(name, 0) for name in ("hits", "misses", "read"))
-    tiers = [its[place] for place in ("device", "host") if place in its]
+    tiers = [by_name[place] for place in ("device", "host") if place in by_name]
     figures: dict[str, float] = {
         "rows": stats["rows"],
         "step": stats["step"],
@@ -128,6 +128,6 @@ def metrics_of(stats: EmbeddingStats, before: dict[str, int]) -> tuple[dict[str,
         "rows_evicted": sum(tier["evicted"] for tier in tiers),
         "rows_read": read,
         "rows_written": table.get("rows_put", 0) + remote.get("rows_pushed", 0),
-        "rows_left": sum(its.get("policy", {}).get("left", {}).values()),
+        "rows_left": sum(by_name.get("policy", {}).get("left", {}).values()),
     }
     return figures, counted

@@ -52,8 +52,8 @@ def _brief(value: Any) -> str:
     """Text of a dataclass, with only the fields that differ from their defaults."""
     if not dataclasses.is_dataclass(value):
         return repr(value)
-    its = [(field.name, getattr(value, field.name), field.default) for field in dataclasses.fields(value)]
-    given = ", ".join(f"{name}={_brief(found)}" for name, found, default in its if found != default)
+    fields = [(field.name, getattr(value, field.name), field.default) for field in dataclasses.fields(value)]
+    given = ", ".join(f"{name}={_brief(found)}" for name, found, default in fields if found != default)
     return f"{type(value).__name__}({given})"
 
 
