@@ -226,4 +226,4 @@ def _snapshot_sources(paths: list[str], name: str) -> list[_SnapshotSource]:
         return [_SnapshotSource(paths[0], OwnedRows(snapshot, 0, 1), snapshot.info)]
     # A part without rows may lack the format of the state, if its rank had no rows yet.
     parts = [part for part in snapshot.parts if part.info.rows] or snapshot.parts[:1]
-    return [_SnapshotSource(its.folder, SnapshotReader.open(its.folder, its.info.name), its.info) for its in parts]
+    return [_SnapshotSource(part.folder, SnapshotReader.open(part.folder, part.info.name), part.info) for part in parts]

@@ -170,7 +170,7 @@ def merge_deltas(
     identity, sequence = uuid.uuid4().hex, found.next_sequence
     with signals_deferred, NewParts(identity, len(last.parts)) as parts:
         for done, part in enumerate(last.parts):
-            links = [its for link in chain for its in link.parts if its.whole.shard == part.whole.shard]
+            links = [other for link in chain for other in link.parts if other.whole.shard == part.whole.shard]
             with PersistentTable.open(
                 part.folder, row_width=part.info.row_width, physical_block_size=part.info.physical_block_size,
                 threads=Threads(1),
