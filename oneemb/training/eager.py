@@ -115,7 +115,7 @@ class Optimizer(torch.optim.Optimizer):
                 )
             groups[embedding] = held[embedding]
         self.embeddings = tuple(groups)
-        self._groups_of = {embedding.store: its for embedding, its in groups.items()}
+        self._groups_of = {embedding.store: numbers for embedding, numbers in groups.items()}
         self.row_step = RowStep(optimizer, skip_nonfinite)
         """This optimizer's step on rows."""
         if fused and any(len(embedding.weights) > 1 for embedding in self.embeddings):
@@ -270,19 +270,19 @@ def step_together(
     def make(go: bool, grads: Sequence[list[ops.RowGrads]]) -> None:
         try:
             options: list[ops.Groups] = []
-            for row_step, its_grads in zip(rows, grads, strict=True):
+            for row_step, grads_of_step in zip(rows, grads, strict=True):
                 if go and steps_nothing(row_step.optimizer):
                     options.append({})  # {} = the current options, since no hook can change them
                     continue
                 try:
                     rows_stepped.add(row_step.optimizer)
-                    after_hooks = _after_hooks(row_step, its_grads, go)
+                    after_hooks = _after_hooks(row_step, grads_of_step, go)
                     label = f"step({type(row_step.optimizer).__name__})"
                     options.append(stats.call(label, ops.step, row_step, go, after_hooks))
                 finally:
                     rows_stepped.discard(row_step.optimizer)
-            for row_step, its_grads, its_options in zip(rows, grads, options, strict=True):
-                row_step.update(its_grads, go, its_options, stats)
+            for row_step, grads_of_step, options_of_step in zip(rows, grads, options, strict=True):
+                row_step.update(grads_of_step, go, options_of_step, stats)
                 row_step.taken += go
         except BaseException as error:
             if not isinstance(error, Exception):  # An interrupt that was not deferred: perhaps only some rows changed.

@@ -59,20 +59,24 @@ def groups_of_rows(
     for g, weight, embedding in row_weights(optimizer) if weights is None else weights:
         of_weights.setdefault(embedding, {})[id(weight)] = g
     groups: dict[WeightOfRows, tuple[int, ...]] = {}
-    for embedding, its in of_weights.items():
-        its_weights = embedding.weights
-        if len(its_weights) == 1 and (only := id(its_weights[0])) in its:
-            groups[embedding] = (its[only],)
+    for embedding, group_of_weight in of_weights.items():
+        weights_of_tables = embedding.weights
+        if len(weights_of_tables) == 1 and (only := id(weights_of_tables[0])) in group_of_weight:
+            groups[embedding] = (group_of_weight[only],)
             continue
-        missing = [t for t, weight in enumerate(its_weights) if id(weight) not in its and weight.requires_grad]
+        missing = [
+            t
+            for t, weight in enumerate(weights_of_tables)
+            if id(weight) not in group_of_weight and weight.requires_grad
+        ]
         if missing:
             raise ValueError(
                 f"one optimizer must train all tables of embedding {embedding.name!r}: {type(optimizer).__name__} holds"
                 f" the weights of some tables, but not those of {missing}; add these weights, or freeze them with"
                 " requires_grad_(False)"
             )
-        first = next(iter(its.values()))
-        groups[embedding] = tuple(its.get(id(weight), first) for weight in its_weights)
+        first = next(iter(group_of_weight.values()))
+        groups[embedding] = tuple(group_of_weight.get(id(weight), first) for weight in weights_of_tables)
     return groups
 
 
@@ -94,7 +98,7 @@ def attach(optimizer: torch.optim.Optimizer, groups: Mapping[Rows, Sequence[int]
     row_optimizers: dict[Rows, RowOptimizer] = {}
     distributed = torch.distributed
     world = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
-    for embedding, its_groups in groups.items():
+    for embedding, numbers in groups.items():
         if embedding.ranks.alone and world > 1:
             raise ValueError(
                 f"embedding {embedding.name!r} would be trained by each of {world} ranks"
@@ -106,7 +110,7 @@ def attach(optimizer: torch.optim.Optimizer, groups: Mapping[Rows, Sequence[int]
                 f"embedding {embedding.name!r} has an optimizer already; call embedding.detach_optimizer() before"
                 " another one trains it"
             )
-        row_optimizers[embedding] = _row_optimizer(embedding, optimizer, its_groups)
+        row_optimizers[embedding] = _row_optimizer(embedding, optimizer, numbers)
 
     def attach_all() -> None:
         try:
@@ -250,8 +254,8 @@ class RowStep:
         for taken, grad in self.grads:
             store = taken.embedding.store
             store.store_lock.check(changes=True)
-            its = self._groups[store]
-            of_group.setdefault(its[:1] if len(set(its)) == 1 else (*its, id(store)), []).append(grad)
+            numbers = self._groups[store]
+            of_group.setdefault(numbers[:1] if len(set(numbers)) == 1 else (*numbers, id(store)), []).append(grad)
         reduced: list[ops.RowGrads] = []
         for group in of_group.values():
             reduced += stats.call("reduce_grads", ops.reduce_grads, group, measure=ops.measure_reduce)
@@ -339,8 +343,8 @@ def step_rows(
     weights = [row_weights(step.optimizer) for step in steps]
 
     def prepare() -> str | None:
-        for step, its in zip(steps, weights, strict=True):
-            step.take_grads(its)
+        for step, weights_of_step in zip(steps, weights, strict=True):
+            step.take_grads(weights_of_step)
         every: list[ops.RowGrads] = []
         for step in steps:
             grads.append(step.reduce(stats))

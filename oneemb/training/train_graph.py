@@ -272,7 +272,9 @@ class TrainGraph(CompiledGraph):
         untrained = []
         for one in batch.embeddings.values():
             if one.optimizer is None and any(weight.grad is not None for weight in one.weights):
-                if not any(one.store is its.store for optimizer in state.optimizers for its in optimizer.embeddings):
+                if not any(
+                    one.store is trained.store for optimizer in state.optimizers for trained in optimizer.embeddings
+                ):
                     untrained.append(one)
         for embedding in untrained:
             drop_grads(embedding)
