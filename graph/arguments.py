@@ -16,7 +16,7 @@ class Lookup(NamedTuple):
     """In a graph, None = `build` computes `per_sample_weights`, so rows cannot be pooled before `build`."""
 
     def by_name(self) -> dict[str, Any]:
-        """The arguments by their names."""
+        """{name: value} of the arguments."""
         return self._asdict()
 
     @property

@@ -3,7 +3,7 @@
     worker    load 0, prepare 0 | load 1, prepare 1 | load 2, prepare 2 | ...
     loop                        | compute 0         | compute 1         | ...
 
-On a GPU the worker has a stream of its own (see streams.py), so that this holds there too.
+On a GPU the worker has a stream of its own (streams.py), so that preparing and computing overlap there too.
 
 Invariants:
 - the result of a step does not depend on whether, or how far ahead, its batch was prepared;

@@ -129,7 +129,7 @@ class Traffic:
 
 
 class Received:
-    """Tensors that a rank has sent, taken one after another."""
+    """Message of one rank, from which `take` returns the tensors one after another."""
 
     def __init__(self, sent_N: torch.Tensor):
         self._sent_N = sent_N

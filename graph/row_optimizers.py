@@ -113,7 +113,7 @@ def row_optimizer_of(optimizer: torch.optim.Optimizer, group: Group) -> RowOptim
 
     Raises:
         ValueError: an option is set that embedding rows do not support; the message names it.
-        TypeError: the optimizer is of another class, or of a subclass of a supported one.
+        TypeError: the optimizer's class is not supported; a subclass of a supported class is not.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(1))

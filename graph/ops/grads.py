@@ -156,7 +156,8 @@ def nowhere(backend: Backend, rows: int) -> Array:
 
 
 def join_grads(parts: Sequence[RowGrads]) -> RowGrads | None:
-    """Gradients of one store, joined: those of equal keys are to be summed in the order of `parts`. None = no parts."""
+    """The gradients in `parts`, which belong to one store, as one object in which gradients of equal keys are to be
+    summed in the order of `parts`. None = there are no parts."""
     if len(parts) < 2:
         return parts[0] if parts else None
     for part in parts:

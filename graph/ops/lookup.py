@@ -52,7 +52,7 @@ def in_backward() -> bool:
 
 
 class SharedRows(Protocol):
-    """The rows of several merged lookups. A `Lease` is of one of these lookups."""
+    """Interface of the rows of several merged lookups. Each lookup has a `Lease` of its own."""
 
     store: MergedStore
 

@@ -55,11 +55,11 @@ class KeysPart:
 
     first_table: int
     ids: slice
-    """The lookup's ids among those of all lookups."""
+    """Range of the lookup's ids in the ids of all lookups."""
     keys: Keys
-    """Shape, bags and `inverse_N` of the lookup; the unique keys are those of all lookups."""
+    """Keys with the shape, bags and `inverse_N` of the lookup, but the unique keys of all lookups."""
     unique: slice
-    """The lookup's unique keys among those of all lookups."""
+    """Range of the lookup's unique keys in the unique keys of all lookups."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class MergedRows:
         """[M + 1]: member m has the unique keys from begin_M1[m] to begin_M1[m + 1] - 1."""
 
     def own_keys(self, p: int) -> Keys:
-        """The keys of lookup p, as `unique_keys` gives them."""
+        """The keys of lookup p, equal to the result of `unique_keys` without merging."""
         part, unique = self.keys.parts[p], self.keys.unique
         inverse_N = np.where(part.keys.unique.inverse_N < 0, -1, part.keys.unique.inverse_N - part.unique.start)
         assert unique.head_U is not None

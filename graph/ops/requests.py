@@ -215,12 +215,12 @@ class Requested:
 
     @functools.cached_property
     def keys(self) -> Keys:
-        """Unique keys of the requests. A lookup of them gives the rows for each rank, behind rows of zeros that hold
-        the head of the message, so that the result can be sent as it is."""
+        """Unique keys of the requests. A lookup of these keys returns the message to send: for each rank, rows of zeros
+        with room for the header, then the rows that the rank has requested."""
         return self.keys_behind(self.ranks.heads(rows_like(self.store, self.ranks)))
 
     def keys_behind(self, heads: int) -> Keys:
-        """Unique keys whose lookup gives, for each rank, `heads` rows of zeros and the rows that go to the rank."""
+        """Unique keys whose lookup returns, for each rank, `heads` rows of zeros, then the rows for this rank."""
         store, ranks, answers_R = self.store, self.ranks, self.answers_R
         backend, inverse_N = store.backend, store.backend.tensor(self._unique.unique.inverse_N)
         answers, bags, of_answer_N = sum(answers_R) + heads * ranks.size, None, inverse_N

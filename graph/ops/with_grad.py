@@ -1,4 +1,4 @@
-"""`with_grad`: rows of a lookup as a differentiable tensor, whose backward pass gives the weight a gradient of rows."""
+"""`with_grad`: makes the rows of a lookup differentiable; a backward pass gives the weight a `RowGrad`."""
 
 from collections.abc import Sequence
 from typing import Any

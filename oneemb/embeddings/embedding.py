@@ -402,12 +402,12 @@ def embeddings_of(module: torch.nn.Module) -> dict[str, TableEmbedding]:
 class MultiTableEmbedding(TableEmbedding):
     """Embedding tables of one width, keyed by (table, id), that get a row for each new id in training.
 
-    Methods beside those of `torch.nn.Module`:
+    Methods in addition to those of `torch.nn.Module`:
 
     - rows of ids: the call, `read`, `contains`, `ids`, `num_rows`; `from_pretrained` makes an embedding of given rows
     - snapshots: `save_snapshot`, `save_delta`, `load_snapshot`, `snapshots`, `delete_snapshot`, `copy_to`
     - figures: `print`, `metrics`, `stats`
-    - rows that leave: `erase`, `evict`, `clear`, and `scores`, `set_scores`, `set_epoch`, `give_score` of policies
+    - removal of rows: `erase`, `evict`, `clear`; for policies `scores`, `set_scores`, `set_epoch`, `give_score`
     - the end: `detach_optimizer`, `close`, `with embedding:`
 
     `weight`, a parameter of shape [0, D], stands for all rows in `parameters()` and in param groups, so it is among the

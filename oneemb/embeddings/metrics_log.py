@@ -1,4 +1,4 @@
-"""Figures of a model's embeddings for loggers, whose packages are not imported: a logger is known by its methods."""
+"""`log_metrics`: passes figures of embeddings to a logger. Loggers are known by their methods, without an import."""
 
 from typing import Any
 
@@ -8,22 +8,22 @@ from oneemb.graph.modules import embeddings_in
 
 
 def log_metrics(model: torch.nn.Module, logger: Any, step: int | None = None, *, every: int = 1) -> dict[str, float]:
-    """Figures of all embeddings of a model, handed to a logger.
+    """Figures of all embeddings of a model, which are also passed to a logger.
 
     Args:
-        model: any module, an embedding itself too.
-        logger: the first of these that it has is called:
+        model: any module, also an embedding.
+        logger: an object with one of these methods; the first that it has is called:
             - `log_metrics(figures, step)`: a logger of Lightning, or the module `mlflow`;
             - `add_scalar(name, figure, step)`: TensorBoard's `SummaryWriter`;
             - `log_dict(figures)`: a `LightningModule`;
             - `log(figures, step=step)`: a run of Weights & Biases, or the module `wandb`;
-            - itself, `logger(figures, step)`, or None: the figures are only returned.
-        step: of training; None = the largest count of updates of the embeddings.
-        every: in steps that are no multiple of it nothing is done.
+            - or a function, called as `logger(figures, step)`; or None: the figures are only returned.
+        step: number of the training step; None = the largest number of updates of an embedding.
+        every: log only in steps that are a multiple of this number.
 
     Returns:
-        The figures of `embedding.metrics()`, each as "name/figure", as in "model.items/hit_rate"; {} in a step in which
-        nothing is done.
+        {"name/figure": value} of the figures of `embedding.metrics()`, such as "model.items/hit_rate"; {} in a step
+        that is not logged.
 
     Raises:
         TypeError: `model` is no module, or `logger` has none of these methods.

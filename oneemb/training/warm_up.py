@@ -1,4 +1,4 @@
-"""Compiles the loops that most jobs need, by small jobs of each kind on rows in a temporary folder."""
+"""Compiles the loops that most jobs need, by running small jobs of each kind on rows in a temporary folder."""
 
 import os
 import tempfile
@@ -21,10 +21,10 @@ from oneemb.storage.policies.row_policy import LFU, RowPolicy
 from oneemb.training.train_graph import TrainGraph
 
 OPTIMIZERS = ("SGD", "Adagrad", "Adam", "RowWiseAdagrad")
-"""Optimizers whose loops are compiled where none is named. AdamW has those of Adam."""
+"""Optimizers whose loops are compiled if the caller names none. AdamW uses the loops of Adam."""
 
 DTYPES = ("float32",)
-"""Dtypes of rows where none is named."""
+"""Dtypes of rows for which loops are compiled if the caller names none."""
 
 _IDS, _TABLES = 64, 2
 
@@ -91,7 +91,7 @@ def _jobs(
 def _train(
     options: StoreOptions, dtype: torch.dtype, cls: type[torch.optim.Optimizer], policy: RowPolicy | None
 ) -> None:
-    """Steps with ids of tables and with bags of each pooling; lookups without gradient; a snapshot."""
+    """Train a few rows: steps with ids and with bags of each pooling, lookups without gradient, a snapshot."""
     tables = [make_table_options()] * _TABLES
     with MultiTableEmbedding("warmup", 8, dtype, torch.int64, tables, options, policy=policy) as embedding:
         optimizer = cast(Any, cls)(embedding.parameters())
@@ -116,7 +116,7 @@ def _train(
 
 
 class _Graph(TrainGraph):
-    """Two embeddings, which are looked up together and ahead of a step."""
+    """Graph of embeddings that are looked up together and ahead of a step."""
 
     def __init__(self, embeddings: Sequence[MultiTableEmbedding], cls: type[torch.optim.Optimizer]):
         super().__init__()
