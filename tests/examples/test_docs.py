@@ -148,4 +148,4 @@ def test_the_training_graph_runs_again_where_it_has_run_before(tmp_path, monkeyp
         assert names["embedding"].snapshots() == ["first-step"] and names["embedding"].num_rows == 3 * 4096
         names["embedding"].close()
         said = [str(one.message) for one in recwarn if "oneemb" in one.filename or "starts empty" in str(one.message)]
-        assert len(said) == times and all("load_snapshot(name) goes on from one" in one for one in said)
+        assert len(said) == times and all("call load_snapshot(name)" in one for one in said)
