@@ -169,6 +169,12 @@ def _name_of(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
+def has_own_update(row_optimizer: RowOptimizer) -> bool:
+    """Whether the update is a function of the user's, rather than one of `kernels`."""
+    run = row_optimizer.run
+    return not (isinstance(run, partial) and run.func is _run)
+
+
 def _begin(state: float | str, options: Mapping[str, Any]) -> float:
     return float(options[state]) if isinstance(state, str) else state
 

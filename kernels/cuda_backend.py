@@ -16,6 +16,7 @@ What the host waits for:
 `check_finite` comes after the whole backward pass was launched, and costs what launching that step costs.
 """
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -51,6 +52,8 @@ class CudaBackend:
 
     merges = False
     waits = True
+    go_1: torch.Tensor | None = None
+    """Where it is 0, `update_rows` writes nothing."""
 
     def __init__(self, gpu: Gpu):
         self.gpu = gpu
@@ -152,7 +155,15 @@ class CudaBackend:
         self, on_host: object, on_cuda: CudaLoop, weight_SX: torch.Tensor, row_SW: torch.Tensor, slot_U: torch.Tensor,
         grads: Any, state_begin: int, *scalars: object, state_width: int,
     ) -> None:  # fmt: skip
-        run_row_update_cuda(on_cuda, weight_SX, row_SW, slot_U, grads, state_begin, *scalars, gpu=self.gpu)
+        run_row_update_cuda(
+            on_cuda, weight_SX, row_SW, slot_U, grads, state_begin, *scalars, go_1=self.go_1, gpu=self.gpu
+        )
+
+    def guarded(self, go_1: torch.Tensor) -> "CudaBackend":
+        """This backend with another `go_1`."""
+        other = copy.copy(self)
+        other.go_1 = go_1
+        return other
 
     def negated(self, grads: Any) -> Any:
         return -(self.sum_segments(grads)[0] if isinstance(grads, Segments) else grads)

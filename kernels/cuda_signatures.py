@@ -6,6 +6,7 @@ A loop that takes elements is here in its vector form for float32 and for 16-bit
 from typing import Any
 
 from oneemb.kernels import (
+    finite_cuda,
     gather_cuda,
     hash_index_cuda,
     init_rows_cuda,
@@ -130,6 +131,8 @@ def _loops_of_keys() -> Cases:
         "count pinned": (slots_cuda.count_pinned_loop, ("int32[1]", "int64", _KEYS)),
         "bags": (pool_cuda.bags_loop, (_KEYS, _TABLES, "int32[1]", "int64", _KEYS, _TABLES, _KEYS)),
         "mean scales": (pool_cuda.mean_scales_loop, (_KEYS, _KEYS, _FLOATS)),
+        "check each": (finite_cuda.check_each_loop, ("bool[1]", _KEYS)),
+        "check norm": (finite_cuda.check_norm_loop, (_FLOATS, _KEYS)),
         "count parts": (reduce_grads_cuda.count_parts_loop, (_KEYS, _KEYS)),
         "copy in": (gather_cuda.copy_in_loop.at(V=4), ("int32[2]", _KEYS, "int32[2]")),
         "copy out": (gather_cuda.copy_out_loop.at(V=4), ("int32[2]", _KEYS, "int32[2]")),
@@ -157,6 +160,11 @@ def _loops_of_weights(dtype: str) -> Cases:
             ),
             f"sum parts {of}": (reduce_grads_cuda.sum_parts_loop.at(V=width, SCALED=False), segments),
             f"sum scaled parts {of}": (reduce_grads_cuda.sum_parts_loop.at(V=width, SCALED=True), segments),
+            f"find large {of}": (finite_cuda.find_large_loop.at(V=width), (weights, "float32", _KEYS)),
+            f"check sums {of}": (finite_cuda.check_sums_loop.at(V=width, SCALED=False), (*segments, _KEYS, _KEYS)),
+            f"check scaled sums {of}": (
+                finite_cuda.check_sums_loop.at(V=width, SCALED=True), (*segments, _KEYS, _KEYS),
+            ),
             f"reduce {of}": (reduce_grads_cuda.reduce_loop.at(V=width, SCALED=False), (*segments, _ROWS, "bool[1]")),
         }  # fmt: skip
     return found

@@ -57,6 +57,8 @@ class RowGrads:
         self.stores = store.members if stores is None else stores
         self._sums = sums
         self._unique = unique
+        self.go_1: Array | None = None
+        """int64 [1] on a GPU: 0 = an update writes nothing, see late_check.py; None = it does."""
 
     def counted(self) -> "RowGrads":
         """The same with arrays that are cut to the actual number of keys, for which a GPU is waited for. Only updates
@@ -88,6 +90,11 @@ class RowGrads:
     @property
     def finite_U(self) -> Array:
         return self.sums[1]
+
+    @property
+    def to_sum(self) -> Segments | None:
+        """The gradients that are still to be summed; None = they have been summed."""
+        return self.segments if self._sums is None else None
 
     @property
     def terms(self) -> Terms:

@@ -1,13 +1,14 @@
 """Ops of an optimizer step: reduce, unscale and check gradients, step dense parameters, update rows, advance rates."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 from torch.amp.grad_scaler import OptState
 
 from oneemb.graph.ops.grads import RowGrads, join_grads
+from oneemb.graph.ops.late_check import NonFiniteGradientError, late_check_of, settle_all
 from oneemb.graph.ops.lookup import REPLACED, Lease
 from oneemb.graph.ops.merged import MergedRows
 from oneemb.graph.ops.row_grad import RowGrad
@@ -23,6 +24,7 @@ class StepOptimizer(Protocol):
     """Interface of the optimizers that ops take; `oneemb.Optimizer` implements it."""
 
     skip_nonfinite: bool
+    check_in_step: bool
     skipped: int
     taken: int
 
@@ -170,16 +172,18 @@ def update_scale(scaler: torch.amp.GradScaler, go: bool) -> None:
     scaler.update()
 
 
-class NonFiniteGradientError(ArithmeticError):
-    """A gradient holds NaN or infinity. No weight, optimizer state or count was updated. Ids that the step's lookups
-    have inserted stay, with their initial values."""
-
-
-def check_finite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads | None]) -> str | None:
+def check_finite(
+    optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads | None], *, late: bool = False
+) -> str | None:
     """Text about a gradient of the step, dense or of rows, that is not finite; None = all are finite. If all are
     finite, watchers of the stores are notified that the rows are about to change.
 
+    Args:
+        late: whether a GPU may check the gradients for itself where the host need not know: see late_check.py. Then
+            None = nothing is known yet, and the updates of `grads` write nothing if a gradient is not finite.
+
     Raises:
+        NonFiniteGradientError: an earlier step, checked late, was not made.
         ValueError: an optimizer's options have changed in a way that its rows cannot follow; no weight, state or
             count has changed.
         StorageError: there is no room for the averages of rows (`oneemb.AveragedEmbedding`); nothing has changed.
@@ -193,6 +197,13 @@ def check_finite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads |
                 for group in groups:
                     if group is not None:
                         row_optimizer.check(group)
+    if any(grad.store.backend.waits for grad in present):
+        if not late:
+            settle_all(present)
+        elif (check := late_check_of(optimizers, present)) is not None:
+            for optimizer in optimizers:
+                cast(Any, optimizer).begin_late(check)  # of a `RowStep`
+            return None
     found = None if _surely_finite(optimizers, present) else _find_nonfinite(optimizers, present)
     if found is None:
         for grad in present:
@@ -334,6 +345,8 @@ def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: G
     def write() -> None:
         with changing:
             row_SW, layout, backend = store.row_SW, store.format, store.backend
+            if grads.go_1 is not None:
+                backend = cast(Any, backend).guarded(grads.go_1)
             weight_SX = layout.weights(row_SW)
             for part, step, group in parts:
                 row_optimizer.update(

@@ -40,11 +40,14 @@ class GraphConfig:
             that depends on values. If a module cannot be captured, for example because `build` calls it twice, one
             warning gives the reason and the module runs without a graph. Other threads must not use the GPU during a
             capture; the thread of `run` does not.
+        check_in_step: on a GPU, let each step raise what is wrong with its gradients; see `oneemb.Optimizer`. Steps
+            with a GradScaler or a scheduler of the graph always do.
     """
 
     accumulation_steps: int = 1
     compile_dense: bool = False
     cuda_graph: bool = False
+    check_in_step: bool = False
 
 
 def _goes_on(forward: object) -> bool:

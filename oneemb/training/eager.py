@@ -58,6 +58,11 @@ class Optimizer(torch.optim.Optimizer):
             only one optimizer.
         skip_nonfinite: if a gradient, also of a dense parameter, is NaN or infinite, skip the step and count it in
             `skipped`, instead of raising `NonFiniteGradientError`.
+        check_in_step: on a GPU, wait in each step until it is known whether gradients are finite, so that the step
+            itself raises `NonFiniteGradientError`. By default a step does not wait for that where dense parameters have
+            no gradient, or torch's optimizer is made with fused=True: the device then leaves out a step whose gradients
+            are not finite, and all steps after it, until the host has heard of it. The error comes in a later step, or
+            in the next call that saves, exports or replaces all rows. On a CPU every step is checked at once.
         fused: update the rows of an embedding in the backward pass, as soon as their gradient is computed. Rows then
             need no step, and their gradient is not kept. Each backward pass is a step; clipping, a GradScaler and
             accumulation are refused, since they need kept gradients. With ranks, gradients go to their owners in the
@@ -86,6 +91,7 @@ class Optimizer(torch.optim.Optimizer):
         embeddings: Sequence[TableEmbedding] | None = None,
         *,
         skip_nonfinite: bool = False,
+        check_in_step: bool = False,
         fused: bool = False,
     ):
         if not hasattr(optimizer, "param_groups"):
@@ -116,7 +122,7 @@ class Optimizer(torch.optim.Optimizer):
             groups[embedding] = held[embedding]
         self.embeddings = tuple(groups)
         self._groups_of = {embedding.store: numbers for embedding, numbers in groups.items()}
-        self.row_step = RowStep(optimizer, skip_nonfinite)
+        self.row_step = RowStep(optimizer, skip_nonfinite, check_in_step)
         """This optimizer's step on rows."""
         if fused and any(len(embedding.weights) > 1 for embedding in self.embeddings):
             raise ValueError(
@@ -153,6 +159,9 @@ class Optimizer(torch.optim.Optimizer):
     skip_nonfinite: bool = _of_row_step(
         "skip_nonfinite", "Whether steps whose gradients are not finite are left out, rather than refused."
     )
+    check_in_step: bool = _of_row_step(
+        "check_in_step", "Whether a step on a GPU waits for the check of its gradients, to raise what it has found."
+    )
     skipped: int = _of_row_step("skipped", "Steps that were left out because a gradient was not finite.")
     taken: int = _of_row_step("taken", "Steps made by this object.")
 
@@ -188,7 +197,9 @@ class Optimizer(torch.optim.Optimizer):
         embeddings = dict.fromkeys(self.embeddings)
         for _, _, embedding in row_weights(self.optimizer):
             embeddings[embedding] = None
-        in_step([embedding.store.step_lock for embedding in embeddings], functools.partial(step_together, [self]))
+        in_step(
+            [embedding.store.step_lock for embedding in embeddings], functools.partial(step_together, [self], late=True)
+        )
         return loss
 
     @uncompiled
@@ -246,6 +257,7 @@ def step_together(
     *,
     commit: Callable[[], object] | None = None,
     stats: StepStats = UNCOUNTED,
+    late: bool = False,
 ) -> bool:
     """Make one step of several optimizers on dense parameters and rows. If a gradient is not finite, nothing changes.
 
@@ -254,6 +266,8 @@ def step_together(
             skipped.
         commit: called before the first change; None = no call.
         stats: counts and times each op.
+        late: whether a GPU may check the gradients without a wait of the host. The result is then True, and a later
+            call raises where a gradient was not finite.
 
     Returns:
         Whether the step was made.
@@ -291,7 +305,7 @@ def step_together(
                         embedding.store.store_lock.note(error)
             raise
 
-    return step_rows(rows, make, scaler=scaler, commit=commit, stats=stats)
+    return step_rows(rows, make, scaler=scaler, commit=commit, stats=stats, late=late)
 
 
 def _after_hooks(row_step: RowStep, grads: list[ops.RowGrads], go: bool) -> Callable[[], None] | None:

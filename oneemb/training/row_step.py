@@ -5,7 +5,7 @@ The weight of an embedding is in a param group like any other parameter. Its row
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -180,9 +180,12 @@ class RowStep:
         skip_nonfinite: whether a step whose gradients are not finite is skipped; False = it raises.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, skip_nonfinite: bool = False):
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, skip_nonfinite: bool = False, check_in_step: bool = False
+    ):  # fmt: skip
         self.optimizer = optimizer
-        self.skip_nonfinite = skip_nonfinite
+        self.skip_nonfinite, self.check_in_step = skip_nonfinite, check_in_step
+        self._is_late = False
         self.skipped = self.taken = 0
         self.grads: list[tuple[RowWeight, ops.RowGrad]] = []
         """The gradients that were taken out of weights, with these weights."""
@@ -209,6 +212,18 @@ class RowStep:
     def embeddings(self) -> dict[WeightOfRows, None]:
         """The embeddings whose gradients were taken, as keys."""
         return {taken.embedding: None for taken, _ in self.grads}
+
+    def begin_late(self, check: ops.LateCheck) -> None:
+        """Let the torch optimizer write nothing where `check` finds a gradient that is not finite, until `end_late`."""
+        if any(parameter.grad is not None for group in self.optimizer.param_groups for parameter in group["params"]):
+            optimizer: Any = self.optimizer
+            optimizer.found_inf, optimizer.grad_scale, self._is_late = check.found_inf(), None, True
+
+    def end_late(self) -> None:
+        """End the step that `begin_late` has begun."""
+        if self._is_late:
+            self._is_late = False
+            del self.optimizer.found_inf, self.optimizer.grad_scale  # type: ignore[attr-defined]
 
     def take_grads(self, weights: Sequence[RowWeight] | None = None) -> None:
         """Take the gradients of rows out of the weights. Embeddings without an optimizer are attached; if that raises,
@@ -312,7 +327,7 @@ class RowStep:
             self.update(grads[0], go, ops.options_of(self.optimizer), UNCOUNTED)
             self.taken += go
 
-        step_rows([self], update, where=" in the backward pass")
+        step_rows([self], update, where=" in the backward pass", late=True)
 
 
 def step_rows(
@@ -323,6 +338,7 @@ def step_rows(
     commit: Callable[[], object] | None = None,
     stats: StepStats = UNCOUNTED,
     where: str = "",
+    late: bool = False,
 ) -> bool:
     """Step the rows of several optimizers as one transaction: prepare the gradients, agree with the ranks, make the
     step, and in any case put the gradients back into the weights.
@@ -341,6 +357,7 @@ def step_rows(
     """
     grads: list[list[ops.RowGrads]] = []
     weights = [row_weights(step.optimizer) for step in steps]
+    may_be_late = False
 
     def prepare() -> str | None:
         for step, weights_of_step in zip(steps, weights, strict=True):
@@ -349,10 +366,13 @@ def step_rows(
         for step in steps:
             grads.append(step.reduce(stats))
             every += grads[-1]
-        return stats.call("check_finite", ops.check_finite, steps, every)
+        return stats.call("check_finite", ops.check_finite, steps, every, late=may_be_late)
 
     try:
         ranks = stats.call("reduce_to_owners", rows_to_owners, weights)
+        # Hooks before a step may change gradients.
+        hooked = any(step.optimizer._optimizer_step_pre_hooks for step in steps)
+        may_be_late = late and ranks.alone and not hooked
         if ranks.alone:
             go = ops.may_step(prepare(), steps, scaler)
             if commit is not None:
@@ -369,5 +389,6 @@ def step_rows(
             make(go, grads)
     finally:
         for step in steps:
+            step.end_late()
             step.put_back()
     return go

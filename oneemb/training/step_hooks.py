@@ -56,8 +56,9 @@ class _Hooked(RowStep):
         """Take the gradients out of the weights, and check them."""
         ranks = rows_to_owners([row_weights(self.optimizer)])
         try:
-            ops.may_step(self._ready() if ranks.alone else self._agree(ranks), [self])
+            ops.may_step(self._ready(late=True) if ranks.alone else self._agree(ranks), [self])
         except BaseException:
+            self.end_late()
             self.put_back()
             raise
         self._options = ops.options_of(self.optimizer)
@@ -72,13 +73,13 @@ class _Hooked(RowStep):
         finally:
             signals.come_later()
 
-    def _ready(self) -> str | None:
+    def _ready(self, late: bool = False) -> str | None:
         self.take_grads()
         self._follow_scaler()
         if not self.grads or not self._go:
             return None
         self._reduced = self.reduce(UNCOUNTED)
-        return ops.check_finite([self], self._reduced)
+        return ops.check_finite([self], self._reduced, late=late)
 
     def _follow_scaler(self) -> None:
         """Skip the step or divide gradients, as a GradScaler requests by attributes of an optimizer that unscales its
@@ -101,7 +102,10 @@ class _Hooked(RowStep):
     def _update_rows(self) -> None:
         try:
             if any(grads.generation != grads.store.generation for grads in self._reduced):
+                go_1 = self._reduced[0].go_1
                 self._reduced = self.reduce(UNCOUNTED)  # A hook or another thread has moved or replaced the rows.
+                for grads in self._reduced:
+                    grads.go_1 = go_1
             self.update(self._reduced, self._go, self._options, UNCOUNTED)
         except Exception as error:
             name = type(self.optimizer).__name__
@@ -123,6 +127,7 @@ class _Hooked(RowStep):
         self._leave()
 
     def _leave(self) -> None:
+        self.end_late()
         if self._handle is not None:
             self._handle.remove()
 

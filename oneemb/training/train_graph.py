@@ -307,7 +307,9 @@ class TrainGraph(CompiledGraph):
             if max_norm is not None:
                 parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
                 call("clip_grad_norm_", torch.nn.utils.clip_grad_norm_, parameters, max_norm)
-        go = step_together(state.optimizers, scaler, commit=committing.begin, stats=self._stats)
+        # A scheduler that was stepped cannot be taken back.
+        late = scaler is None and not any(state.lr_schedulers) and not self.config.check_in_step
+        go = step_together(state.optimizers, scaler, commit=committing.begin, stats=self._stats, late=late)
         if scaler is not None:
             call("update_scale", ops.update_scale, scaler, go)
         state.scaled_by = None

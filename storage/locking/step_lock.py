@@ -38,6 +38,9 @@ class StepLock:
         self.waiting: set[int] = set()
         self.stepping = False
         """Whether the holder is in the middle of a step."""
+        self.late_check: Any = None
+        """Checks of steps of which the host does not know yet whether a GPU has made them (`LateCheck` of graph/ops);
+        None = there are none. Any, since this package does not import graph."""
 
     @property
     def lock(self) -> Any:
@@ -49,8 +52,17 @@ class StepLock:
 
 
 def alone(locks: Iterable[StepLock], call: Callable[[], T]) -> T:
-    """Run `call` with these locks held. Returns its result."""
-    return while_held(_taking_turns(sorted(locks, key=id)), call)
+    """Run `call` with these locks held. Returns its result. Raises an error of an earlier step that the host has not
+    heard of, with nothing done."""
+    locks = sorted(locks, key=id)
+
+    def run() -> T:
+        for lock in locks:
+            if lock.late_check is not None:
+                lock.late_check.settle()
+        return call()
+
+    return while_held(_taking_turns(locks), run)
 
 
 def in_step(locks: Iterable[StepLock], step: Callable[[], T]) -> T:

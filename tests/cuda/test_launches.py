@@ -13,8 +13,8 @@ from tests.cuda.test_row_updates import OPTIMIZERS
 from tests.cuda.test_train import Graph, batches, on_gpu
 from tests.support.models import make_embedding
 
-LOOPS_MAX = 14  # of a step whose rows are all there
-TORCH_MAX = 9  # calls of torch beside them that launch something, those of dense layers left out
+LOOPS_MAX = 16  # of a step whose rows are all there
+TORCH_MAX = 6  # calls of torch beside them that launch something, those of dense layers left out
 
 
 class Noted(TorchDispatchMode):
@@ -56,7 +56,7 @@ def gradient(ids):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_step_whose_rows_are_there_launches_few_loops_and_waits_once(gpu, name, tmp_path):
+def test_a_step_whose_rows_are_there_launches_few_loops_and_waits_for_nothing(gpu, name, tmp_path):
     embedding = make_embedding(tmp_path, tables=2, dim=4)
     optimizer = oneemb.Optimizer(OPTIMIZERS[name](embedding.parameters()), [embedding])
     ids = (torch.arange(80, device=gpu.device) % 3).reshape(-1, 2)  # enough for a key whose sum is made of parts
@@ -69,7 +69,7 @@ def test_a_step_whose_rows_are_there_launches_few_loops_and_waits_once(gpu, name
             a_step(at, embedding, optimizer, ids)
     print(f"{name}: {at.launches - launches} loops, {len(noted.launches)} of torch's: {noted.launches}")
     negated = 2 if optimizer.param_groups[0].get("maximize") else 0  # summed first, by a loop, and negated
-    assert at.launches - launches <= LOOPS_MAX + negated and at.waits - waits == 1
+    assert at.launches - launches <= LOOPS_MAX + negated and at.waits == waits
     copied = 1  # The gradient is this test's own tensor: the step keeps a copy.
     assert len(noted.launches) <= TORCH_MAX + copied + negated
     if SIMULATED:

@@ -1,0 +1,183 @@
+"""The check of gradients on a GPU, of which the host hears after the step: no step waits for it.
+
+    check = late_check_of(steps, grads)       the device looks at the gradients; None = the host has to wait
+    ...                                       updates, and torch's fused optimizers, write nothing if one is not finite
+    check.settle(wait=...)                    raises the error, in a later step or in a call that waits
+
+Invariants: after a step whose gradients are not finite no step of the same stores is written until the host has raised
+the error; all counts are then those of before that step.
+"""
+
+import atexit
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from oneemb.graph.ops.grads import RowGrads
+from oneemb.graph.row_optimizers import has_own_update
+from oneemb.kernels.host_backend import SUM_MAX
+
+Counts = Iterable[tuple[Any, str]]
+"""Objects and the names of their counts that a step changes."""
+
+
+class NonFiniteGradientError(ArithmeticError):
+    """A gradient holds NaN or infinity. Nothing was updated, no weight, state or count. Ids that lookups of the step
+    have inserted stay, with their initial values."""
+
+
+class _Step(NamedTuple):
+    """A step of which the host does not know yet whether the device has made it."""
+
+    go: Any
+    """`Later` value of go_1."""
+    counts: list[tuple[weakref.ref[Any], str, int]]
+    """Objects, names of their counts, and the counts before the step."""
+
+
+class LateCheck:
+    """Checks of the steps of some stores, whose rows one GPU has."""
+
+    def __init__(self, backend: Any):
+        self.backend = backend
+        self.go_1: torch.Tensor = backend.gpu.full(1, value=1, dtype=torch.int64)
+        """On the device: 1, or 0 since a gradient was not finite."""
+        self._steps: deque[_Step] = deque()
+        self._lock = threading.Lock()
+        self._stream: torch.cuda.Stream | None = None
+        _checks.add(self)
+
+    def begin(self, grads: Sequence[RowGrads], dense: Sequence[torch.Tensor], counts: Counts) -> None:
+        """Let the device check the gradients of a step, which it then makes or not."""
+        from oneemb.kernels.finite_cuda import check_each_cuda, check_norm_cuda, check_segments_cuda
+
+        gpu = self.backend.gpu
+        if gpu.device.type == "cuda":
+            stream = torch.cuda.current_stream(gpu.device)
+            if self._stream is not None and self._stream != stream:
+                stream.wait_stream(self._stream)
+                self.go_1.record_stream(stream)
+            self._stream = stream
+        for grad in grads:
+            if grad.to_sum is None:
+                check_each_cuda(grad.finite_U, self.go_1, gpu=gpu)
+            else:
+                check_segments_cuda(cast(Any, grad.to_sum), SUM_MAX, self.go_1, gpu=gpu)
+            grad.go_1 = self.go_1
+        if dense:
+            check_norm_cuda(torch.nn.utils.get_total_norm(list(dense), torch.inf), self.go_1, gpu=gpu)
+        # The lock of a store holds this object, which must not keep the store.
+        before = [(weakref.ref(one), name, getattr(one, name)) for one, name in counts]
+        self._steps.append(_Step(gpu.read_later(self.go_1), before))
+
+    def found_inf(self) -> torch.Tensor:
+        """What torch's fused optimizers take: float32, no dimension; 1 = leave the step out."""
+        return (1 - self.go_1).to(torch.float32).reshape(())
+
+    def settle(self, *, wait: bool = True) -> None:
+        """Raise NonFiniteGradientError if a step was left out; wait=False: as far as the host knows without a wait."""
+        with self._lock:
+            self._settle(wait)
+
+    def _settle(self, wait: bool) -> None:
+        while self._steps and (wait or self._steps[0].go.ready):
+            if self._steps[0].go.values() == [1]:
+                self._steps.popleft()
+                continue
+            left_out = len(self._steps)
+            while self._steps:
+                for reference, name, count in self._steps.pop().counts:
+                    if (one := reference()) is not None:
+                        setattr(one, name, count)
+            # Steps that are under way still have the old array.
+            self.go_1 = self.backend.gpu.full(1, value=1, dtype=torch.int64)
+            and_more = f", nor were the {left_out - 1} after it" if left_out > 1 else ""
+            raise NonFiniteGradientError(
+                f"a gradient of a step was not finite: that step was not made{and_more}; no weight, state or count has"
+                " changed since. Lower the learning rate or clip the gradients. check_in_step=True raises this in the"
+                " step itself and names the row; skip_nonfinite=True leaves out such steps"
+            )
+
+
+_checks: "weakref.WeakSet[LateCheck]" = weakref.WeakSet()
+
+
+@atexit.register
+def _say_at_exit() -> None:
+    for check in list(_checks):
+        try:
+            check.settle()
+        except NonFiniteGradientError as error:
+            print(f"NonFiniteGradientError: {error}", file=sys.stderr)
+        except RuntimeError:
+            pass  # of CUDA, which calls before this one have met too
+
+
+def settle_all(grads: Iterable[RowGrads]) -> None:
+    """Settle the earlier steps of the stores of these gradients. It raises as `LateCheck.settle`."""
+    for store in {store: None for grad in grads for store in grad.stores}:
+        if store.step_lock.late_check is not None:
+            store.step_lock.late_check.settle()
+
+
+def late_check_of(steps: Sequence[Any], grads: Sequence[RowGrads]) -> LateCheck | None:
+    """The check of the stores of a step, which it begins; None = the host has to wait. Earlier steps of these stores
+    are settled, as far as the host knows without a wait.
+
+    Args:
+        steps: optimizers of the step: `RowStep`.
+
+    Raises:
+        NonFiniteGradientError: an earlier step was left out.
+    """
+    stores = {store: None for grad in grads for store in grad.stores}
+    dense = [grad for step in steps for grad in _dense_of(step)]
+    if not stores or not _may_be_late(steps, grads, dense):
+        settle_all(grads)
+        return None
+    backend = grads[0].store.backend
+    first, *others = [store.step_lock.late_check for store in stores]
+    if first is None or first.backend is not backend or any(other is not first for other in others):
+        settle_all(grads)
+        first = LateCheck(backend)
+        for store in stores:
+            store.step_lock.late_check = first
+    first.settle(wait=False)
+    counts = [*((store, "step") for store in stores), *((step, "taken") for step in steps)]
+    first.begin(grads, dense, counts)
+    return first
+
+
+def _dense_of(step: Any) -> list[torch.Tensor]:
+    parameters = (parameter for group in step.optimizer.param_groups for parameter in group["params"])
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def _asks_device(optimizer: Any) -> bool:
+    """Whether a torch optimizer takes `found_inf`, a tensor on the device, in all of its groups."""
+    all_fused = all(group.get("fused") for group in optimizer.param_groups)
+    return all_fused and getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def _may_be_late(steps: Sequence[Any], grads: Sequence[RowGrads], dense: Sequence[torch.Tensor]) -> bool:
+    """Whether nobody on the host has to know whether the gradients of a step are finite."""
+    backend = grads[0].store.backend
+    if not backend.waits or any(grad.store.backend is not backend for grad in grads):
+        return False
+    if any(store.watchers for grad in grads for store in grad.stores):
+        return False  # They read the rows that are about to change.
+    if any(type(grad) is not torch.Tensor or grad.is_sparse or grad.device != backend.device for grad in dense):
+        return False
+    for step in steps:
+        if step.skip_nonfinite or step.check_in_step or hasattr(step.optimizer, "found_inf"):
+            return False
+        if _dense_of(step) and not _asks_device(step.optimizer):
+            return False  # It would write numbers that are not finite.
+        if any((rows := step.rows_of(grad.stores[0])) is not None and has_own_update(rows[0]) for grad in grads):
+            return False
+    return True

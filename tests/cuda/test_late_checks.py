@@ -1,0 +1,206 @@
+"""Gradients that a GPU checks for itself: no step waits, nothing of a step that is not finite is written, and the error
+comes later, with all counts as before that step."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import oneemb
+from oneemb.kernels.launch import Later
+from tests.cuda.conftest import SIMULATED
+from tests.cuda.test_launches import Noted
+from tests.cuda.test_train import on_gpu
+from tests.support.models import make_embedding
+from tests.support.optimizers import OPTIMIZERS
+
+DIM = 4
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """Whether numbers from the device have not come yet: they come when the host waits for them."""
+    late = SimpleNamespace(now=False)
+    if SIMULATED:
+        monkeypatch.setattr(Later, "ready", property(lambda later: not late.now))
+    return late
+
+
+class Trained:
+    """An embedding, and perhaps dense parameters, with one optimizer."""
+
+    def __init__(self, gpu, path, *, dense=False, optimizer="adam", wrapped=True, **options):
+        torch.manual_seed(4)
+        self.embedding = make_embedding(path, tables=2, dim=DIM, seed=3)
+        self.dense = torch.nn.Linear(DIM, 1).to(gpu.device) if dense else None
+        self.on = on_gpu(gpu, self.embedding)
+        self.on.__enter__()
+        parameters = [*self.embedding.parameters(), *(self.dense.parameters() if dense else ())]
+        inner = torch.optim.Adam(parameters, lr=0.1, fused=True) if dense else OPTIMIZERS[optimizer](parameters)
+        self.inner = inner
+        self.optimizer = oneemb.Optimizer(inner, [self.embedding], **options) if wrapped else inner
+        self.ids = (torch.arange(12, device=gpu.device) % 5).reshape(-1, 2)
+        self.gpu = self.embedding.store.backend.gpu
+
+    def step(self, factor=1.0):
+        rows = self.embedding(self.ids)
+        (rows if self.dense is None else self.dense(rows)).sum().mul(factor).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state(self):
+        row_SW = self.embedding.store.row_SW[: len(self.ids.unique()) * 2].clone()
+        dense = [] if self.dense is None else [*self.dense.parameters()]
+        steps = [state["step"] for state in self.inner.state.values() if "step" in state]
+        return [row_SW, *(tensor.detach().clone() for tensor in [*dense, *steps])]
+
+    def close(self):
+        self.on.__exit__(None, None, None)
+        self.embedding.close()
+
+
+def same(one, other):
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+@pytest.fixture
+def train(gpu, tmp_path):
+    made = []
+
+    def train(**options):
+        made.append(Trained(gpu, tmp_path / str(len(made)), **options))
+        return made[-1]
+
+    yield train
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize("options", [dict(), dict(dense=True), dict(wrapped=False), dict(optimizer="lamb")], ids=str)
+@pytest.mark.parametrize("factor", [float("nan"), float("inf"), 1e38])
+def test_a_step_that_is_not_finite_writes_nothing_and_is_heard_of_later(train, late, options, factor):
+    trained = train(**options)
+    for _ in range(2):
+        trained.step()
+    before, steps, late.now = trained.state(), trained.embedding.stats()["step"], True
+    factor = 3e38 if factor == 1e38 else factor  # each finite, their sum is not
+    trained.step(factor)
+    assert same(trained.state(), before)
+    trained.step()  # launched before the host has heard of it
+    assert same(trained.state(), before)
+    late.now = False
+    with pytest.raises(oneemb.NonFiniteGradientError, match="was not made, nor were the 1 after it"):
+        trained.step()
+    assert same(trained.state(), before) and trained.embedding.stats()["step"] == steps
+    assert not hasattr(trained.inner, "found_inf")
+    trained.optimizer.zero_grad()
+    trained.step()
+    assert not same(trained.state(), before) and trained.embedding.stats()["step"] == steps + 1
+
+
+def test_steps_and_rows_are_those_of_steps_that_wait(train, late):
+    late.now = True
+    for options in (dict(), dict(dense=True), dict(optimizer="adagrad"), dict(optimizer="lamb")):
+        one, other = train(**options), train(check_in_step=True, **options)
+        for factor in (1.0, 1e20, 1e-30, 2e37):  # some that have to be looked at more closely
+            one.step(factor)
+            other.step(factor)
+        assert same(one.state(), other.state())
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_step_of_known_rows_waits_for_nothing(train, late, dense):
+    trained = train(dense=dense)
+    for _ in range(3):
+        trained.step()
+    late.now, waits = True, trained.gpu.waits
+    with Noted() as noted:
+        trained.step()
+    assert trained.gpu.waits == waits
+    if SIMULATED:
+        assert noted.waits == []
+
+
+@pytest.mark.skipif(SIMULATED, reason="a GPU tells which calls waited")
+@pytest.mark.parametrize("dense", [False, True])
+def test_no_call_of_torch_waits_in_a_step_of_known_rows(train, dense):
+    trained = train(dense=dense)
+    for _ in range(3):
+        trained.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        trained.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_an_error_comes_in_its_own_step_on_request(train, late):
+    trained = train(check_in_step=True)
+    trained.step()
+    late.now, before = True, trained.state()
+    with pytest.raises(oneemb.NonFiniteGradientError, match="rows are not finite, the first of them"):
+        trained.step(float("nan"))
+    assert same(trained.state(), before)
+
+
+def test_steps_that_are_to_be_left_out_are_counted_at_once(train, late):
+    trained = train(skip_nonfinite=True)
+    trained.step()
+    late.now = True
+    trained.step(float("nan"))
+    assert trained.optimizer.skipped == 1 and trained.embedding.stats()["step"] == 1
+
+
+def test_an_optimizer_that_does_not_look_at_the_device_waits(train, late):
+    trained = train(dense=True)
+    trained.step()
+    trained.inner._step_supports_amp_scaling = False
+    late.now, before = True, trained.state()
+    with pytest.raises(oneemb.NonFiniteGradientError, match="not finite"):
+        trained.step(float("nan"))
+    assert same(trained.state(), before)
+
+
+@pytest.mark.parametrize("call", ["save_snapshot", "clear"])
+def test_a_call_on_all_rows_raises_first(train, late, call):
+    trained = train()
+    trained.step()
+    late.now, before = True, trained.state()
+    trained.step(float("nan"))
+    arguments = ["rows"] if call == "save_snapshot" else []
+    with pytest.raises(oneemb.NonFiniteGradientError, match="that step was not made; no weight"):
+        getattr(trained.embedding, call)(*arguments)
+    assert same(trained.state(), before)
+    getattr(trained.embedding, call)(*arguments)
+
+
+def test_clipped_gradients_are_checked_late_too(train, late):
+    trained = train()
+    trained.step()
+    before = trained.state()
+    trained.embedding(trained.ids).sum().mul(float("nan")).backward()
+    torch.nn.utils.clip_grad_norm_(trained.embedding.parameters(), 1.0)
+    late.now = True
+    trained.optimizer.step()
+    assert same(trained.state(), before)
+    with pytest.raises(oneemb.NonFiniteGradientError):
+        trained.embedding.save_snapshot("rows")
+
+
+def test_scaled_gradients_of_bags_are_checked_with_their_scales(gpu, train, late):
+    trained = train(optimizer="sgd")
+    offsets, late.now = torch.arange(0, 13, 2, device=gpu.device), True
+
+    def step(scale):
+        scales = torch.full((12,), scale, device=gpu.device)
+        trained.embedding(trained.ids.reshape(-1), offsets=offsets, per_sample_weights=scales).sum().backward()
+        trained.optimizer.step()
+        trained.optimizer.zero_grad()
+
+    step(1.0)
+    step(1e10)  # looked at more closely
+    before = trained.state()
+    step(float("inf"))
+    assert same(trained.state(), before)
+    with pytest.raises(oneemb.NonFiniteGradientError):
+        trained.embedding.save_snapshot("rows")
