@@ -208,7 +208,7 @@ def test_eager_steps_of_two_lookups_sum_their_gradients(gpu, tmp_path):
 
 def test_gradients_that_are_not_finite_stop_the_step_and_name_a_row(gpu, tmp_path):
     embedding = make_embedding(tmp_path, dim=3, seed=7)
-    optimizer = oneemb.Optimizer(torch.optim.SGD(embedding.parameters(), lr=0.5), [embedding])
+    optimizer = oneemb.Optimizer(torch.optim.SGD(embedding.parameters(), lr=0.5), [embedding], check_in_step=True)
     with on_gpu(gpu, embedding):
         ids = torch.tensor([5, -8, 5], device=gpu.device)
         before = embedding(ids).detach().clone()
