@@ -8,8 +8,8 @@ What the host waits for:
     tables given, or bags            whether tables and offsets are valid; in training in one go with the misses
     eval, all rows on the device     nothing
     eval, a cache                    as in training
-    check_finite                     nothing, where the device may leave the step out (graph/ops/late_check.py); else how
-                                     large the gradients of rows and of dense parameters are, in one go
+    check_finite                     nothing, where the device may leave the step out (graph/ops/late_check.py); else
+                                     how large the gradients of rows and of dense parameters are, in one go
     several lookups of an embedding  the number of keys of each, and of all together
     clipping                         a norm
     policies                         the keys of each lookup, since the host decides which get a row
@@ -17,8 +17,8 @@ What the host waits for:
 A check that waits comes after the whole backward pass was launched, and costs what launching that step costs.
 
 What keeps a step out of a CUDA graph: places that the host reads (the list above); the time of use, the number of the
-step and rates, which are arguments of launches; events and `record_stream` of `StreamOrder`, between streams; slabs that
-move when they grow; arrays of Python's lifetime, which torch's allocator places anew in each step.
+step and rates, which are arguments of launches; events and `record_stream` of `StreamOrder`, between streams; slabs
+that move when they grow; copies to page-locked memory that is new in each step.
 """
 
 import copy

@@ -139,8 +139,8 @@ class DeviceSlots(MemoryTier):
         leaves_out = getattr(self.init_rows, "leaves_out", False)
         if not self._resident or not leaves_out or keys.check is not None or len(keys.id_U) == 0:
             return False
-        if not self._has_room(len(keys.id_U)):
-            self._settle()
+        while not self._has_room(len(keys.id_U)) and self._unsettled:
+            self._settle_first()
         return self._has_room(len(keys.id_U))
 
     def _has_room(self, more: int) -> bool:
@@ -169,7 +169,9 @@ class DeviceSlots(MemoryTier):
         loops are described in slots_cuda.py. An error has changed nothing."""
         gpu, size, free = self._gpu, len(keys.id_U), self._free
         slot_U, new_U = (gpu.empty(size, dtype=torch.int64) for _ in range(2))
-        if not self._unsettled and self._free_known != (free.returned, free.used):
+        # While an admission is unsettled, only the device knows which slots are free; then no call has changed them.
+        is_known = not any(its.admits for its in self._unsettled)
+        if is_known and self._free_known != (free.returned, free.used):
             self._free_2[:1].fill_(free.returned)
             self._free_2[1:].fill_(free.used)
             self._free_known = free.returned, free.used
@@ -201,18 +203,20 @@ class DeviceSlots(MemoryTier):
         """Count what lookups have found and admitted for which the host did not wait; all of them, or those whose
         numbers have come."""
         while self._unsettled and (wait or self._unsettled[0].counts.ready):
-            missed, size, _, lost = self._unsettled[0].counts.values()
-            with changing:
-                admits = self._unsettled.popleft().admits
-                new = missed if admits else 0
-                self._index.note_inserted(new)
-                self._free.commit(new)
+            self._settle_first()
+
+    def _settle_first(self) -> None:
+        missed, size, _, lost = self._unsettled[0].counts.values()
+        with changing:
+            if self._unsettled.popleft().admits:
+                self._index.note_inserted(missed)
+                self._free.commit(missed)
                 self._free_known = self._free.returned, self._free.used
-                self._add_known(new)
-                self._counters.new_rows += new
-            self._counters.hits += size - missed
-            self._counters.misses += missed
-            self._index.check_inserted(lost)
+                self._add_known(missed)
+                self._counters.new_rows += missed
+        self._counters.hits += size - missed
+        self._counters.misses += missed
+        self._index.check_inserted(lost)
 
     def _grow_old(self, uses: int) -> None:
         """Let uses from here on count more than those before, by the number of rows that have been used."""

@@ -20,9 +20,8 @@ DIM = 4
 @pytest.fixture
 def late(monkeypatch):
     """Whether numbers from the device have not come yet: they come when the host waits for them."""
-    late = SimpleNamespace(now=False)
-    if SIMULATED:
-        monkeypatch.setattr(Later, "ready", property(lambda later: not late.now))
+    late, ready = SimpleNamespace(now=False), Later.ready.fget
+    monkeypatch.setattr(Later, "ready", property(lambda later: not late.now and ready(later)))
     return late
 
 

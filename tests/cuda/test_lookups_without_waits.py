@@ -51,13 +51,18 @@ class Rows:
         slot_U, keys = self.tier.acquire(self.keys(id_N))
         return slot_U, [int(id) for id in self.backend.counted(keys).id_U]
 
+    def read(self, id_N):
+        """The rows of ids, unknown ones too."""
+        out_ND = torch.empty(len(id_N), W, device=self.backend.device)
+        assert self.tier.gather(self.keys(id_N), lambda row_SW: row_SW, Begin(True), out_ND)
+        return out_ND
+
 
 @pytest.fixture
 def late(monkeypatch):
     """Whether numbers from the device have not come yet: they come when the host waits for them."""
-    late = SimpleNamespace(now=False)
-    if SIMULATED:
-        monkeypatch.setattr(Later, "ready", property(lambda later: not late.now))
+    late, ready = SimpleNamespace(now=False), Later.ready.fget
+    monkeypatch.setattr(Later, "ready", property(lambda later: not late.now and ready(later)))
     return late
 
 
@@ -81,6 +86,8 @@ def test_slots_rows_and_counts_are_those_of_lookups_that_wait(gpu, late, seed, n
         if turn % 6 == 5:  # Slots come back.
             gone = keys_of((int(id) % 2, int(id)) for id in rng.permutation(60)[:20])
             assert one.tier.erase(*gone).tolist() == other.tier.erase(*gone).tolist()
+            read = [rows.read(id_N) for rows in (one, other)]
+            assert torch.equal(*read) and read[0][:, 0].tolist() == [1000 * (id % 2) + id for id in id_N]
         if turn % 7 == 0:
             assert len(one.tier) == len(other.tier)
     assert one.tier.check_slots() == other.tier.check_slots() == []
