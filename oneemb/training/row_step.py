@@ -213,6 +213,12 @@ class RowStep:
         """The embeddings whose gradients were taken, as keys."""
         return {taken.embedding: None for taken, _ in self.grads}
 
+    @property
+    def is_hooked(self) -> bool:
+        """Whether the torch optimizer has hooks before its step."""
+        optimizer = self.optimizer
+        return bool(optimizer._optimizer_step_pre_hooks)
+
     def begin_late(self, check: ops.LateCheck) -> None:
         """Let the torch optimizer write nothing where `check` finds a gradient that is not finite, until `end_late`."""
         if any(parameter.grad is not None for group in self.optimizer.param_groups for parameter in group["params"]):
@@ -371,8 +377,7 @@ def step_rows(
     try:
         ranks = stats.call("reduce_to_owners", rows_to_owners, weights)
         # Hooks before a step may change gradients.
-        hooked = any(step.optimizer._optimizer_step_pre_hooks for step in steps)
-        may_be_late = late and ranks.alone and not hooked
+        may_be_late = late and ranks.alone and not any(step.is_hooked for step in steps)
         if ranks.alone:
             go = ops.may_step(prepare(), steps, scaler)
             if commit is not None:
