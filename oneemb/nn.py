@@ -53,7 +53,10 @@ class FusedMLP(torch.nn.Module):
         if hidden_dropout_rates is None or isinstance(hidden_dropout_rates, int | float):
             hidden_dropout_rates = [hidden_dropout_rates or 0.0] * len(hidden)
         if len(hidden_dropout_rates) != len(hidden):
-            raise ValueError(f"{len(hidden)} hidden layers need as many dropout rates, got {len(hidden_dropout_rates)}")
+            raise ValueError(
+                f"hidden_dropout_rates must be one for each of {len(hidden)} hidden layers, got"
+                f" {len(hidden_dropout_rates)}"
+            )
         widths = [in_features, *hidden, out_features]
         rates = [*hidden_dropout_rates, out_dropout_rate]
         if min(widths) < 1:

@@ -231,7 +231,7 @@ class Ftrl(_Optimizer):
         grads = [param.grad for param in group["params"] if param.grad is not None]
         if not group["lr"] > 0 and any(grad.count_nonzero() for grad in grads):
             raise ValueError(
-                f"Ftrl divides by lr, so lr must be above 0, got {group['lr']}; let the scheduler end above 0"
+                f"Ftrl: lr must be above 0, since Ftrl divides by it, got {group['lr']}; let the scheduler end above 0"
             )
 
     def _step(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: _Group) -> None:

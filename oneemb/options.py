@@ -103,7 +103,7 @@ class TableOptions:
             raise TypeError(f"replicate must be True or False, got {self.replicate!r}")
         if not self.columns or not all(isinstance(column, ColumnOptions) for column in self.columns):
             raise TypeError(
-                "a table (param of make_table) needs one or more columns made by make_column_options, got"
+                "a table (param of make_table) must have one or more columns made by make_column_options, got"
                 f" {self.columns!r}"
             )
 
@@ -416,8 +416,8 @@ def _check_store(options: StoreOptions) -> None:
             _check_int(name, value, 1)
     if options.size_factor is not None and options.storage_dim is not None:
         raise ValueError(
-            f"give size_factor or storage_dim, not both, got {options.size_factor} and {options.storage_dim};"
-            " with neither, the optimizer says what a row needs"
+            f"size_factor and storage_dim must not both be given, got {options.size_factor} and {options.storage_dim};"
+            " leave both out, and the optimizer says what a row needs"
         )
     if options.physical_block_size not in (512, 4096):
         raise ValueError(f"physical_block_size must be 512 or 4096 bytes, got {options.physical_block_size}")

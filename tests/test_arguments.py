@@ -141,7 +141,7 @@ def test_a_folder_for_served_files_that_is_the_tables_own_is_an_error(tmp_path):
     trained = embedding(tmp_path)
     trained(torch.arange(3))
     trained.save_snapshot("first")
-    with pytest.raises(ValueError, match="folder must be one for served files alone"):
+    with pytest.raises(ValueError, match="folder must be for served files alone"):
         oneemb.InferenceEmbedding.open(tmp_path, folder=tmp_path / ".")
 
 

@@ -138,7 +138,7 @@ def test_a_second_call_changes_nothing(stand_in):
 
 def test_a_module_that_is_not_there_is_an_error_in_words(stand_in):
     install("dynamicemb")
-    with pytest.raises(ImportError, match=r"dynamicemb\.shards is not there: .* oneemb has no compat_stand_in\.shards"):
+    with pytest.raises(ImportError, match=r"dynamicemb\.shards is not there, .* oneemb has no compat_stand_in\.shards"):
         importlib.import_module("dynamicemb.shards")
     with pytest.raises(ImportError, match="a_module_that_nobody_has"):
         importlib.import_module("dynamicemb.broken")
@@ -300,7 +300,7 @@ def test_a_gpus_name_is_told_with_a_gpu(monkeypatch):
 
 
 def test_what_the_stand_in_lacks_is_an_error_in_words():
-    with pytest.raises(AttributeError, match=r"torch\.cuda\.Stream is not there: this machine has no GPU"):
+    with pytest.raises(AttributeError, match=r"torch\.cuda\.Stream is not there, since this machine has no GPU"):
         cuda.Stream()
     with pytest.raises(AttributeError, match=r"get_device_properties\(...\)\.major is not there"):
         _ = cuda.get_device_properties().major

@@ -60,7 +60,7 @@ def test_other_arguments_of_an_export_are_told_by_name(graph, tmp_path, more, sa
 
 
 def test_an_export_to_a_folder_says_so(graph, tmp_path):
-    with pytest.raises(IsADirectoryError, match="path must be a file, .* is a folder; give the path of the file"):
+    with pytest.raises(IsADirectoryError, match="path must be a file, got the folder .*; give the path of the file"):
         graph.export(tmp_path, IDS)
 
 

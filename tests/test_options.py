@@ -145,7 +145,11 @@ def test_a_path_is_absolute_from_the_moment_it_is_given(kind, tmp_path, monkeypa
         (dict(size_factor=0), ValueError, "size_factor must be at least 1"),
         (dict(storage_dim=-3), ValueError, "storage_dim must be at least 1"),
         (dict(storage_dim=0), ValueError, "storage_dim must be at least 1"),
-        (dict(size_factor=2, storage_dim=8), ValueError, "size_factor or storage_dim, not both, got 2 and 8"),
+        (
+            dict(size_factor=2, storage_dim=8),
+            ValueError,
+            "size_factor and storage_dim must not both be given, got 2 and 8",
+        ),
         (dict(physical_block_size=1024), ValueError, "physical_block_size must be 512 or 4096 bytes, got 1024"),
     ],
 )

@@ -680,7 +680,7 @@ def test_arguments_that_are_not_the_tables_are_refused(tmp_path):
     ]:
         with pytest.raises(oneemb.StorageError, match="keys of 8 bytes, values of 8 and blocks of 4096"):
             make_writer(tmp_path / "f", "t", *arguments, block, format="oneflow")
-    with pytest.raises(ValueError, match="name must be one of a folder"):
+    with pytest.raises(ValueError, match="must be possible as the name of a folder"):
         make_writer(tmp_path / "f", "../t", "int64", "float32", 2, format="oneflow")
     with pytest.raises(ValueError, match="table_ids must be 0 for OneFlow"):
         with make_writer(tmp_path / "f", "t", "int64", "float32", 2, format="oneflow") as writer:

@@ -294,7 +294,7 @@ def test_what_is_out_of_range_is_refused_in_words():
         ({"cache_mb": 64}, "a cache needs its hit_rate"),
         ({"hit_rate": 0.5}, "give cache_mb too"),
         ({"cache_mb": 1, "hit_rate": 0.5, "batch": 10**6}, "cache_mb must hold the 5,000,000 rows of a step"),
-        ({"ranks": 2, "ranks_per_machine": 4}, "ranks_per_machine must be at most ranks, which are 2, got 4"),
+        ({"ranks": 2, "ranks_per_machine": 4}, "ranks_per_machine must be at most ranks, 2, got 4"),
         ({"batch": 2.5}, "batch must be a whole number"),
         ({"dense_ms": float("nan")}, "dense_ms must be a number from 0 up, got nan"),
         ({"dense_ms": float("inf")}, "dense_ms must be a number from 0 up, got inf"),

@@ -84,8 +84,8 @@ def _put(rows: MultiTableEmbedding, snapshot: PartedSnapshot, tables: Sequence[i
     has_state = bool(saved.format.state_width) and bool(store.format.state_width)
     if saved.format.state_width and not has_state:
         warnings.warn(
-            f"no optimizer has stepped tables {rows.name}: the rows that are loaded leave their state in snapshot"
-            f" {snapshot.info.name!r}; load it before the first lookup to go on with the state",
+            f"rows of tables {rows.name} are loaded without the optimizer state in snapshot {snapshot.info.name!r},"
+            " since no optimizer has stepped these tables; load it before the first lookup to go on with the state",
             stacklevel=2,
         )
     row_format = replace(store.format, state=store.format.state if has_state else ())

@@ -73,8 +73,8 @@ class _Given:
             return False
         if changes != self._changes:
             raise RuntimeError(
-                f"a tensor of a state dict was changed in place, and so were the rows of {what} since it was taken, as"
-                " training does; take a new state dict before you change it, or give it to load_state_dict()"
+                f"a tensor of a state dict was changed in place after the rows of {what} had changed, as training"
+                " changes them; take a new state dict and change that, or pass the changed one to load_state_dict()"
             )
         return True
 
@@ -202,9 +202,9 @@ class TableState:
             if rows.store.step and has_state and rows.ranks.alone:
                 assert row_optimizer is not None
                 warnings.warn(
-                    f"the state dict of tables {rows.name} holds their weights, not the state that"
-                    f" {row_optimizer.name!r} has of each row: a job resumed from it initializes that state. With"
-                    " store_options it names a snapshot, which has both",
+                    f"the state dict of tables {rows.name} holds their weights, but not the state that"
+                    f" {row_optimizer.name!r} has of each row, which a job that resumes from it initializes; give"
+                    " store_options with a path, where a state dict names a snapshot, which has both",
                     stacklevel=2,
                 )
         weights = dense_rows(rows, self.table, config, weights)
@@ -232,9 +232,9 @@ class TableState:
                 store.unprefetch(prefetched)
         if known < rows.stats()["rows"]:
             raise StorageError(
-                f"tables {rows.name} have {rows.stats()['rows'] - known} rows of ids that are not from 0 to"
-                " num_embeddings - 1, so that a state dict cannot hold them as TorchRec's does; give store_options with"
-                " a path, where a state dict names a snapshot"
+                f"a state dict can hold only rows that TorchRec's would hold, but tables {rows.name} have"
+                f" {rows.stats()['rows'] - known} rows of ids that are not from 0 to num_embeddings - 1; give"
+                " store_options with a path, where a state dict names a snapshot"
             )
 
     def load(self, state: "torch.Tensor | ShardedTensor | DTensor") -> None:
@@ -252,8 +252,8 @@ class TableState:
             at, name = snapshot.pop("oneemb_table", (self.table, config.name))
             if (at, name) != (self.table, config.name):
                 raise ValueError(
-                    f"table {config.name!r} is number {self.table} of the tables that are one embedding, in the"
-                    f" snapshot number {at} is {name!r}; make the collection with the same tables in the same order"
+                    f"the snapshot must have table {config.name!r} as number {self.table} of its embedding, got"
+                    f" {name!r} as number {at}; make the collection with the same tables in the same order"
                 )
             tables, self.loads_with = self.loads_with | {self.table}, frozenset()
             if rows.holds(snapshot) or self.table != min(tables):  # one call loads all these tables
@@ -266,8 +266,8 @@ class TableState:
         if self._is_empty:
             if len(state):
                 raise ValueError(
-                    f"table {config.name!r} is loaded from a dump, or from a snapshot, and not from the {len(state)}"
-                    " rows of a state dict"
+                    f"table {config.name!r} must be loaded from a dump or a snapshot, got {len(state)} rows of a state"
+                    " dict"
                 )
             return
         if state.dim() != 2 or state.shape[1] != config.embedding_dim or not state.dtype.is_floating_point:
@@ -348,7 +348,8 @@ class TableState:
         store, dim, row_optimizer = self.rows.store, self._config.embedding_dim, self.rows.row_optimizer
         if row_optimizer is None:
             raise RuntimeError(
-                f"a tensor of the state of table {self.name!r} was changed in place, and no optimizer trains its rows"
+                f"the optimizer state of table {self.name!r} can change only if an optimizer trains its rows, but a"
+                " tensor of the state was changed in place, and there is no optimizer; make it first"
             )
         widths = widths_of_state(row_optimizer, dim)
         its = slice(sum(widths[:k]), sum(widths[: k + 1]))
@@ -383,8 +384,9 @@ def _whole(state: "torch.Tensor | ShardedTensor | DTensor", rows: MultiTableEmbe
     size = list(state.size())
     if sum(part.numel() for _, part in shards) != math.prod(size):
         raise ValueError(
-            f"the ranks of {rows.name} have {sum(part.numel() for _, part in shards)} of the {math.prod(size)} weights"
-            " of a ShardedTensor; load a checkpoint of another number of ranks with torch.distributed.checkpoint"
+            f"a ShardedTensor must have its {math.prod(size)} weights on the ranks of {rows.name}, got"
+            f" {sum(part.numel() for _, part in shards)}; load a checkpoint of another number of ranks with"
+            " torch.distributed.checkpoint"
         )
     whole = torch.empty(size, dtype=state.dtype, device="cpu")
     for offsets, part in shards:
@@ -424,8 +426,8 @@ def _empty_rows(rows: MultiTableEmbedding, config: TableConfig) -> torch.Tensor:
         return torch.empty(size, dtype=rows.dtype, device=rows.store.backend.device)
     except RuntimeError as error:  # torch raises it when memory is short
         raise StorageError(
-            f"there is no memory for a state dict with {size[0]:,} rows of table {config.name!r}; give store_options"
-            " with a path, where a state dict names a snapshot"
+            f"a state dict with {size[0]:,} rows of table {config.name!r} must fit in memory, there is no memory for"
+            " it; give store_options with a path, where a state dict names a snapshot"
         ) from error
 
 

@@ -77,8 +77,8 @@ class TableParameter(torch.nn.Module):
             missing_keys.append(f"{prefix}weight")
         elif self._state is None:
             warnings.warn(
-                f"{prefix}weight is on the meta device and has no rows: a load into it has no effect; move the"
-                " collection first, to_empty(device='cpu')",
+                f"{prefix}weight is on the meta device and has no rows, so a load into it has no effect; move the"
+                " collection first, by to_empty(device='cpu')",
                 stacklevel=2,
             )
         else:

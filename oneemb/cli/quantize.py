@@ -91,5 +91,5 @@ def _need_served(path: str) -> None:
 
     if not is_served_file(path):
         raise click.UsageError(
-            f"{path} is a file, and none that `oneemb quantize` has made; name the folder of a table"
+            f"{path} is a file, but none that `oneemb quantize` has made; name the folder of a table, or such a file"
         )

@@ -80,7 +80,8 @@ def need_own_tables(paths: Sequence[str]) -> None:
     for path in paths:
         if is_oneflow_table(path):
             raise ValueError(
-                f"{path} holds a table of OneFlow, which is read here and not changed; use OneFlow for that"
+                f"{path} must hold a table of oneemb, but holds a table of OneFlow, which oneemb only reads; use"
+                " OneFlow to change it"
             )
         if not folders_at([path]):
             need_table(LocalFileSystem(), path)
@@ -112,7 +113,7 @@ def only_snapshot(paths: Sequence[str]) -> str:
             *map(repr, names), *(f"{name!r}, which is damaged" for name in damaged),
             *(f"{name!r}, which is not whole" for name in incomplete),
         ]) or "none"  # fmt: skip
-        raise ValueError(f"{paths[0]} must have one snapshot, or one must be named with an option; there are: {there}")
+        raise ValueError(f"{paths[0]} must have exactly one snapshot, if no option names one; there are: {there}")
     return names[0]
 
 

@@ -90,8 +90,8 @@ class _Properties:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"get_device_properties(...).{name} is not there: this machine has no GPU, and oneemb.compat knows name and"
-            " total_memory alone"
+            f"get_device_properties(...).{name} is not there, since this machine has no GPU; oneemb.compat has only"
+            " name and total_memory"
         )
 
 
@@ -111,6 +111,6 @@ def _cpu_name() -> str:
 
 def __getattr__(name: str) -> Any:
     raise AttributeError(
-        f"torch.cuda.{name} is not there: this machine has no GPU, and oneemb.compat, which stands for torch.cuda here,"
-        f" has {', '.join(__all__)}; guard the use with torch.cuda.is_available()"
+        f"torch.cuda.{name} is not there, since this machine has no GPU; oneemb.compat, which replaces torch.cuda, has"
+        f" only {', '.join(__all__)}; guard the use with torch.cuda.is_available()"
     )

@@ -74,7 +74,7 @@ class Names(MetaPathFinder):
         found = importlib.util.find_spec(real)
         if found is None:
             raise ModuleNotFoundError(
-                f"{fullname} is not there: imports of {self.name} give {self.target}, and oneemb has no {real}",
+                f"{fullname} is not there, since {self.name} is {self.target} here, and oneemb has no {real}",
                 name=fullname,
             )
         package = found.submodule_search_locations is not None

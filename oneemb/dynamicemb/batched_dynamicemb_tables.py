@@ -183,10 +183,14 @@ class BatchedDynamicEmbeddingTablesV2(torch.nn.Module):
             ValueError: features have different numbers of bags, or an argument that must be None is given.
         """
         if feature_requires_grad is not None or batch_size_per_feature_per_rank is not None:
-            raise ValueError("feature_requires_grad and batch_size_per_feature_per_rank are not supported")
+            raise ValueError(
+                "feature_requires_grad and batch_size_per_feature_per_rank are not supported; leave them out"
+            )
         bags, features = len(offsets) - 1, len(self.feature_table_map)
         if bags < 1 or bags % features:
-            raise ValueError(f"offsets must be of as many bags for each of {features} features, got {bags} bags")
+            raise ValueError(
+                f"offsets must have the same number of bags for each of {features} features, got {bags} bags"
+            )
         ids, begins = indices.long(), offsets.long()
         if self.training:
             self._dynamic.before_lookup()
@@ -269,7 +273,10 @@ class BatchedDynamicEmbeddingTablesV2(torch.nn.Module):
         threshold for the next call}. With `pg` each rank gets the rows of all ranks, and every rank makes the call."""
         unknown = [name for name in named_thresholds if name not in self.table_names]
         if unknown:
-            warnings.warn(f"there are no tables {unknown}, there are {self.table_names}", stacklevel=2)
+            warnings.warn(
+                f"named_thresholds must name tables of {self.table_names}, got also {unknown}, which are ignored",
+                stacklevel=2,
+            )
         known = {name: its for name, its in named_thresholds.items() if name not in unknown}
         return self._dynamic.incremental_dump(known, gather=pg is not None)
 
@@ -312,14 +319,20 @@ BatchedDynamicEmbeddingTables = BatchedDynamicEmbeddingTablesV2
 
 def _check(options: Sequence[DynamicEmbTableOptions], names: Sequence[str], features: Sequence[int]) -> None:
     if not options or len(names) != len(options) or len(set(names)) < len(names):
-        raise ValueError(f"there must be a table or more, each with a name of its own, got {len(options)} and {names}")
+        raise ValueError(
+            f"table_options must be one or more, each with a name of its own, got {len(options)} options and the names"
+            f" {names}"
+        )
     if not all(0 <= t < len(names) for t in features):
-        raise ValueError(f"feature_table_map must be of tables 0 to {len(names) - 1}, got {features}")
+        raise ValueError(f"feature_table_map must be numbers of tables, 0 to {len(names) - 1}, got {features}")
     for what in ("dim", "embedding_dtype", "external_storage", "training", "dist_type"):
         if len({getattr(one, what) for one in options}) > 1:
-            raise ValueError(f"tables that are looked up together have one {what}, got {options}")
+            raise ValueError(
+                f"tables that are looked up together must have one {what}, got"
+                f" {[getattr(one, what) for one in options]}"
+            )
     if options[0].dim is None:
-        raise ValueError(f"dim must be given for table {names[0]!r}")
+        raise ValueError(f"dim must be given for table {names[0]!r}, got None")
 
 
 def _storage_of(tables: DynamicTables, options: Sequence[DynamicEmbTableOptions]) -> Storage:
@@ -403,8 +416,8 @@ def get_loading_files(root_path: str, name: str, rank: int, world_size: int) -> 
     ranks = found["emb_keys"][1]
     if any(count != ranks for count in counts.values()):
         raise CorruptTableError(
-            f"the files of table {name!r} in {root_path} must be of as many ranks, got {counts}; restore them from a"
-            " copy"
+            f"the files of table {name!r} in {root_path} must be from one number of ranks, got {counts}; restore them"
+            " from a copy"
         )
     own = slice(rank, rank + 1) if ranks == world_size else slice(None)
     return LoadingFiles(*(files[own] for files, _ in found.values()))

@@ -198,14 +198,14 @@ def _chosen(model: torch.nn.Module, table_names: TableNames | None) -> dict[str,
         known = {key for path, name, _ in found for key in (path, name)}
         unknown = sorted(set(table_names) - known)
         if unknown:
-            raise ValueError(f"table_names are of {unknown}; the collections with dynamic tables are {sorted(known)}")
+            raise ValueError(f"table_names must name collections with dynamic tables, {sorted(known)}, got {unknown}")
     chosen: dict[str, list[tuple[DynamicTables, list[str]]]] = {}
     for path, name, its in found:
         asked = None if table_names is None else named_for(table_names, path, name) or []
         there = [table for tables in its for table in tables.names]
         missing = sorted(set(asked or []) - set(there))
         if missing:
-            raise ValueError(f"collection {path!r} has no dynamic tables {missing}, it has {there}")
+            raise ValueError(f"table_names of collection {path!r} must be dynamic tables, {there}, got {missing}")
         chosen[path] = [
             (tables, [table for table in tables.names if asked is None or table in asked]) for tables in its
         ]
@@ -214,7 +214,7 @@ def _chosen(model: torch.nn.Module, table_names: TableNames | None) -> dict[str,
 
 def _check_folder(folder: str, allow_overwrite: bool) -> None:
     if os.path.exists(folder) and not os.path.isdir(folder):
-        raise FileExistsError(f"{folder} is no folder; give another path")
+        raise FileExistsError(f"path must be a folder, {folder} is a file; give another path")
     # Ignore folders and unfinished files, which a failed or killed dump leaves.
     names = (name for _, _, names in os.walk(folder) for name in names if not name.endswith(UNFINISHED))
     if not allow_overwrite and any(names):

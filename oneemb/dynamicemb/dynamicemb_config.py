@@ -173,11 +173,13 @@ def _checked(strategy: Any) -> ScoreStrategy | None:
         return None
     one_by_one = strategy if isinstance(strategy, tuple) else (strategy,)
     if not all(isinstance(one, DynamicEmbScoreStrategy) for one in one_by_one):
-        raise TypeError(f"score_strategy must be of DynamicEmbScoreStrategy, or a tuple of them, got {strategy!r}")
+        raise TypeError(f"score_strategy must be a DynamicEmbScoreStrategy, or a tuple of them, got {strategy!r}")
     if len(one_by_one) == 1:
         return one_by_one[0]
     if sorted(one_by_one) != [DynamicEmbScoreStrategy.TIMESTAMP, DynamicEmbScoreStrategy.LFU]:
-        raise NotImplementedError(f"score_strategy of several must be (TIMESTAMP, LFU), in any order, got {strategy!r}")
+        raise NotImplementedError(
+            f"a tuple of score strategies must be (TIMESTAMP, LFU), in any order, got {strategy!r}"
+        )
     return tuple(one_by_one)
 
 

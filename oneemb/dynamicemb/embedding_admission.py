@@ -36,7 +36,7 @@ class FrequencyAdmissionStrategy(AdmissionStrategy):
     def admit(self, keys: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
         """Whether each id gets a row, bool [N]. Arguments are those of `AdmissionStrategy.admit`."""
         if keys.shape[0] != frequencies.shape[0]:
-            raise ValueError(f"keys and frequencies must be of one length, got {len(keys)} and {len(frequencies)}")
+            raise ValueError(f"keys and frequencies must have the same length, got {len(keys)} and {len(frequencies)}")
         return frequencies >= self.threshold
 
 
@@ -174,7 +174,9 @@ class MultiTableKVCounter(Counter):
         differ in length."""
         sizes = [os.path.getsize(path) for path in (key_file, counter_file)]
         if sizes[0] != sizes[1] or sizes[0] % 8:
-            raise ValueError(f"{key_file} and {counter_file} must have as many int64 numbers, got {sizes} bytes")
+            raise ValueError(
+                f"{key_file} and {counter_file} must have the same number of int64 values, got {sizes} bytes"
+            )
         id_N, count_N = (np.fromfile(path, "<i8") for path in (key_file, counter_file))
         self._tables.add_sightings(table_id, id_N, count_N)
 

@@ -83,7 +83,8 @@ class InferenceLinearBucketTable(torch.nn.Module):
         begin, end = self.begin_T[table_id : table_id + 2].tolist()
         if len(keys) > end - begin:
             raise StoreFullError(
-                f"table {table_id} has room for {end - begin} ids, got {len(keys)}: raise init_capacity or max_capacity"
+                f"the ids of table {table_id} must be at most {end - begin}, got {len(keys)}; raise init_capacity or"
+                " max_capacity"
             )
         self.key_S[begin : begin + len(keys)] = keys.to(self.key_S)
         self.size_T[table_id] = len(keys)
@@ -164,12 +165,15 @@ class InferenceEmbeddingCollection(torch.nn.Module):
         _check_one_of("key_type", key_type, [torch.int64, torch.uint64])
         _check_one_of("output_dtype", output_dtype, [torch.float32, torch.float16])
         if len(dims) != 1 or not (dim := dims.pop()) or dim < 1:
-            raise ValueError(f"table_options must have one dim above 0, got {[its.dim for its in table_options]}")
+            raise ValueError(
+                f"all table_options must have the same dim, above 0, got {[options.dim for options in table_options]}"
+            )
         if len(names) != len(capacities):
             raise ValueError(f"table_names must be one for each of {len(capacities)} tables, got {names}")
         if not features or features != sorted(features) or not 0 <= features[0] <= features[-1] < len(capacities):
             raise ValueError(
-                f"feature_table_map must be tables 0 to {len(capacities) - 1}, never falling, got {features}"
+                f"feature_table_map must be numbers of tables, 0 to {len(capacities) - 1}, never falling, got"
+                f" {features}"
             )
         self.embedding_configs = table_options
         self.device = _device_of(device)
@@ -215,7 +219,10 @@ class InferenceEmbeddingCollection(torch.nn.Module):
         if unknown:
             raise ValueError(f"table_names must be some of {self.table_names_}, got {unknown}")
         if not self.use_dynamic_hash:
-            raise ValueError("a dump's ids are any int64, and use_dynamic_hash is off: load_from_embedding_table")
+            raise ValueError(
+                "use_dynamic_hash must be True to load a dump, whose ids are any int64, got False; call"
+                " load_from_embedding_table"
+            )
         named = self.table_names_ if table_names is None else table_names
         dumps = {name: find_dump(save_dir, name, dim=self.emb_dim_) for name in named}
         for name, dump in dumps.items():
@@ -268,8 +275,8 @@ class InferenceEmbeddingCollection(torch.nn.Module):
         """
         if keys.dim() != 1 or keys.is_floating_point():
             raise ValueError(
-                f"keys must be integers [N], those of the first feature first, got {keys.dtype} {list(keys.shape)};"
-                " call keys.long(), and lay the ids feature by feature"
+                f"keys must be integers [N], feature by feature, got {keys.dtype} {list(keys.shape)}; call keys.long(),"
+                " and order the ids by feature"
             )
         self._check_pooling(keys, pooling_offsets, per_sample_weights)
         features = self.feature_table_map_.shape[0]
@@ -308,14 +315,14 @@ class InferenceEmbeddingCollection(torch.nn.Module):
             given = {"pooling_offsets": pooling_offsets, "per_sample_weights": per_sample_weights}
             if names := [name for name, its in given.items() if its is not None]:
                 raise ValueError(
-                    f"{' and '.join(names)} must be None with pooling_mode -1, where each id gives its row as it is;"
-                    " leave it out, or make the tables with pooling_mode 1 or 2"
+                    f"{' and '.join(names)} must be None with pooling_mode -1, which returns the row of each id; leave"
+                    " it out, or make the tables with pooling_mode 1 or 2"
                 )
             return
         if pooling_offsets is None:
             raise ValueError(
-                f"pooling_offsets must be given with pooling_mode {self.pooling_mode_}, got None; pass the begins of"
-                " bags and their end, integers [B + 1]"
+                f"pooling_offsets must be given with pooling_mode {self.pooling_mode_}, got None; pass the first id of"
+                " each bag, and the number of ids, as integers [B + 1]"
             )
         if per_sample_weights is not None and per_sample_weights.shape != keys.shape:
             raise ValueError(
@@ -415,8 +422,8 @@ def _in_place_of(
     by_table = {config.name: dynamic[config.name] for config in configs if config.name in dynamic}
     if len(set(by_table.values())) != 1:
         raise ValueError(
-            f"dynamic_table_configs must say the same of all tables of {path or 'the model'!r}, of one at least; tables"
-            f" are {[config.name for config in configs]}, got {by_table}"
+            f"dynamic_table_configs must have one value for all tables of {path or 'the model'!r}, and at least one of"
+            f" them, {[config.name for config in configs]}, got {by_table}"
         )
     sized = [replace(config, num_embeddings=sizes.get(config.name, config.num_embeddings)) for config in configs]
     return create_inference_embedding_collection(sized, use_dynamic=by_table.popitem()[1])

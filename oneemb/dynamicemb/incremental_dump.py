@@ -95,7 +95,9 @@ def _asked(model: torch.nn.Module, given: Any, what: str) -> list[tuple[str, Any
     messages."""
     for_all = isinstance(given, int) and not isinstance(given, bool)
     if not for_all and not is_valid_score_threshold(given):
-        raise TypeError(f"{what} must be an int, or ints by collection and table, got {given!r}")
+        raise TypeError(
+            f"{what} must be an int, or ints by collection and table, {{collection: {{table: int}}}}, got {given!r}"
+        )
     found = dynamic_tables(model)
     if not found:
         warnings.warn("the model has no sharded collection with dynamic tables: there is nothing to do", stacklevel=3)

@@ -78,7 +78,10 @@ class DebugInitializer(BaseDynamicEmbInitializer):
 
     def _filled(self, row_ND: torch.Tensor, keys: torch.Tensor | None) -> torch.Tensor:
         if keys is None or len(keys) != len(row_ND):
-            raise ValueError(f"keys must be given for each of {len(row_ND)} rows, which DEBUG makes of them")
+            raise ValueError(
+                f"keys must be given for each of {len(row_ND)} rows, since mode DEBUG computes rows from keys, got"
+                f" {None if keys is None else len(keys)}"
+            )
         return (keys.long() % DEBUG_MODULUS).to(row_ND)[:, None].expand_as(row_ND)
 
 

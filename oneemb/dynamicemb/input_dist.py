@@ -53,7 +53,7 @@ def bucketize_kjt_before_all2all(
     if wrong:
         raise ValueError(f"dist_type_per_feature must be one of {list(DIST_TYPES)} for each feature, got {wrong}")
     if block_bucketize_row_pos is not None:
-        raise ValueError("block_bucketize_row_pos is not supported; leave it out, dist_type says where ids go")
+        raise ValueError("block_bucketize_row_pos must be None, since dist_type says where ids go; leave it out")
     values, device = kjt.values(), kjt.values().device
     length_P = kjt.lengths().view(-1).cpu().numpy()
     bag_N = np.repeat(np.arange(len(length_P)), length_P)

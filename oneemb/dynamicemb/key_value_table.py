@@ -239,5 +239,7 @@ def _of_rows(path: str, dtype: str, rows: int) -> np.ndarray:
     """Numbers in a file, as an array [rows, numbers of a row]."""
     numbers = np.fromfile(path, dtype)
     if len(numbers) % rows if rows else len(numbers):
-        raise ValueError(f"{path} must have numbers of {rows} rows, as there are keys, got {len(numbers)} numbers")
+        raise ValueError(
+            f"{path} must have the same number of values for each of {rows} keys, got {len(numbers)} values"
+        )
     return numbers.reshape(rows, len(numbers) // max(1, rows))

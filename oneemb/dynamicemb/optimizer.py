@@ -83,7 +83,7 @@ def get_optimizer_state_dim(optimizer_type: EmbOptimType, dim: int, dtype: torch
     for row-wise Adagrad."""
     if optimizer_type.value == EmbOptimType.EXACT_ROWWISE_ADAGRAD.value:
         if dtype is None:
-            raise ValueError("dtype must be given for EXACT_ROWWISE_ADAGRAD, whose state takes 16 bytes")
+            raise ValueError("dtype must be given for EXACT_ROWWISE_ADAGRAD, whose state takes 16 bytes, got None")
         return 16 // dtype.itemsize
     return get_optimizer_ckpt_state_dim(optimizer_type, dim)
 

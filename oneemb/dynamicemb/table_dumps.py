@@ -57,8 +57,9 @@ class TableDumps:
             return {}
         if row_optimizer.name not in _OPT_ARGS:
             raise ValueError(
-                "dynamicemb's files have the state of sgd, adam, exact_adagrad and exact_row_wise_adagrad; table"
-                f" {self._tables.names[t]!r} is trained by {row_optimizer.name!r}: save a snapshot"
+                f"table {self._tables.names[t]!r} must be trained by sgd, adam, exact_adagrad or"
+                f" exact_row_wise_adagrad, whose state dynamicemb's files can hold, got {row_optimizer.name!r}; save a"
+                " snapshot"
             )
         kind, options = _OPT_ARGS[row_optimizer.name]
         group = dict(optimizer.param_groups[0])
@@ -223,32 +224,34 @@ class TableDumps:
         theirs, own = dump.meta.get("evict_strategy"), str(evict_strategy_of(strategy))
         if theirs is not None and theirs != own:
             raise ValueError(
-                f"table {name!r} was dumped with {theirs}, and has {own} here; give it the same score_strategy"
+                f"table {name!r} must have the score strategy with which it was dumped, {theirs}, got {own}; give it"
+                " the same score_strategy"
             )
         if not dump.has_scores and strategy not in (Score.TIMESTAMP, Score.NO_EVICTION):
             raise CorruptTableError(
-                f"the dump of table {name!r} lacks its files of scores, which rows of score_strategy {strategy!r} have;"
+                f"the dump of table {name!r} must have files of scores for score_strategy {strategy!r}, got none;"
                 " restore them from a copy"
             )
         words = 2 if isinstance(strategy, tuple) else 1
         if dump.score_words not in (0, words):
             raise ValueError(
-                f"the dump of table {name!r} has {dump.score_words} scores a row, its score_strategy {strategy!r}"
-                f" has {words}"
+                f"the dump of table {name!r} must have {words} scores a row for score_strategy {strategy!r}, got"
+                f" {dump.score_words}"
             )
 
     def _check_states(self, t: int, dump: Dump) -> None:
         own, width = self.opt_args(t), sum(width for _, width in self._states())
         if dump.version == "seed" and not dump.meta:
             raise ValueError(
-                f"the dump of table {self._tables.names[t]!r} has no optimizer's state; load it with optim=False"
+                f"the dump of table {self._tables.names[t]!r} must have optimizer state, got none; load it with"
+                " optim=False"
             )
         theirs = dump.meta.get("opt_type", own.get("opt_type"))
         if theirs != own.get("opt_type") or dump.rows and dump.state_width != width:
             raise ValueError(
-                f"the dump of table {self._tables.names[t]!r} has the state of {theirs} ({dump.state_width} numbers a"
-                f" row), and {own.get('opt_type')} trains it here ({width} numbers); load it with optim=False, or train"
-                " it with the same optimizer"
+                f"table {self._tables.names[t]!r} must be trained by {theirs} ({dump.state_width} state values a row),"
+                f" as its dump was, got {own.get('opt_type')} ({width} values); load it with optim=False, or train it"
+                " with the same optimizer"
             )
 
     def load(self, name: str, dump: Dump, *, optim: bool, counter: bool) -> None:
@@ -331,8 +334,9 @@ class TableDumps:
         if len(id_N) <= capacity:
             return None
         warnings.warn(
-            f"table {table.name!r} has room for {capacity} of {len(id_N)} rows that rank {self._tables.ranks.rank} has"
-            " of the dump: those of the least scores are left out; raise max_capacity, or num_embeddings of the config",
+            f"table {table.name!r} has room for {capacity} of {len(id_N)} rows of the dump on rank"
+            f" {self._tables.ranks.rank}, so those of the lowest scores are left out; raise max_capacity, or"
+            " num_embeddings of the config",
             stacklevel=2,
         )
         return id_N[np.lexsort((id_N, score_N))[-capacity:]]  # with equal scores keep greater ids

@@ -101,7 +101,9 @@ class DynamicTables:
                     self.rows.give_score(self.rows.store.policy.timestamp(), t)
                 case Score.CUSTOMIZED | Score.STEP:
                     if not self.score[t]:
-                        raise RuntimeError(f"set_score must give table {table.name!r} a score before the lookup")
+                        raise RuntimeError(
+                            f"table {table.name!r} must have a score before the lookup, got none; call set_score"
+                        )
                     self.rows.give_score(self.score[t], t)
 
     def after_lookup(self) -> None:
@@ -138,7 +140,9 @@ class DynamicTables:
             if not 0 < score < 2**64:
                 raise ValueError(f"the score of table {name!r} must be from 1 to 2**64 - 1, got {score}")
             if self.strategy(t) is not Score.CUSTOMIZED:
-                raise ValueError(f"scores are set of tables of CUSTOMIZED; {name!r} has {self.strategy(t).name}")
+                raise ValueError(
+                    f"set_score needs score_strategy CUSTOMIZED, table {name!r} has {self.strategy(t).name}"
+                )
         for name, score in scores.items():
             t = self.index(name)
             if score < self.score[t]:

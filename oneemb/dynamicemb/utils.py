@@ -35,7 +35,9 @@ def tabulate(
     """
     rows = [[str(cell) for cell in row] for row in (table if headers is None else [headers, *table])]
     if len({len(row) for row in rows}) > 1:
-        raise ValueError(f"rows and headers must be of one length, got {sorted({len(row) for row in rows})} columns")
+        raise ValueError(
+            f"rows and headers must have the same length, got {sorted({len(row) for row in rows})} columns"
+        )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [" | ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     rule = "-+-".join("-" * width for width in widths)

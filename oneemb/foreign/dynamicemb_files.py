@@ -100,7 +100,7 @@ def _hashed(unsigned_N: np.ndarray) -> np.ndarray:
 def check_name(table: str) -> None:
     """Raise ValueError if the table's name cannot be part of a file's name."""
     if not table or "/" in table or "\0" in table:
-        raise ValueError(f"the files of a table have its name, which must have no '/', got {table!r}")
+        raise ValueError(f"the name of a table must have no '/', since its files are named after it, got {table!r}")
 
 
 def part_of(table: str, name: str, pattern: "re.Pattern[str]") -> "re.Match[str] | None":

@@ -69,7 +69,7 @@ class Dump:
         """Whether the dump has files of scores."""
         self.score_words = self._one(words, "scores")
         """Number of scores of a row, 0 to 2; also 0 if the dump has no rows."""
-        self.state_width = self._one(widths, "numbers of state")
+        self.state_width = self._one(widths, "state values")
         """Number of optimizer state values of a row."""
         if version == "seed":
             self._look_at_states()
@@ -83,9 +83,13 @@ class Dump:
             keys, values, scores = (f"opt_state_{name}_{what}" for what in ("keys", "values", "scores"))
             for one, other in ((keys, values), (values, keys)):
                 if other not in part and one in part:
-                    raise CorruptTableError(f"{part[one]} is there without a file of {other}; restore it from a copy")
+                    raise CorruptTableError(
+                        f"{part[one]} must have a file of {other} beside it, got none; restore it from a copy"
+                    )
             if keys not in part:
-                raise CorruptTableError(f"{part[scores]} is there without files of keys and values; restore them")
+                raise CorruptTableError(
+                    f"{part[scores]} must have files of keys and values beside it, got none; restore them from a copy"
+                )
             if self._count(part[keys], np.int64, 1) != rows:
                 raise CorruptTableError(
                     f"{part[keys]} must have the keys of {rows} rows, as {part['keys']} has, got"
@@ -93,17 +97,19 @@ class Dump:
                 )
             if "scores" in part:
                 if scores not in part:
-                    raise CorruptTableError(f"{part[keys]} is there without a file of {scores}; restore it from a copy")
+                    raise CorruptTableError(
+                        f"{part[keys]} must have a file of {scores} beside it, got none; restore it from a copy"
+                    )
                 self._need(part[scores], 8 * rows, f"uint64 [{rows}]")
-            self.state_width += self._one(self._widths(part[values], 4, rows), "numbers of state")
+            self.state_width += self._one(self._widths(part[values], 4, rows), "state values")
             self._state_parts.append((part[keys], part[values]))
 
     def _one(self, found: set[int], what: str) -> int:
         """The number that all parts agree on, 0 if no part has rows; CorruptTableError if they differ."""
         if len(found) > 1:
             raise CorruptTableError(
-                f"the rows of {self._parts[0]['keys']} and its like must have as many {what} each, got"
-                f" {' and '.join(map(str, sorted(found)))}; restore the dump from a copy"
+                f"all rows of a dump must have the same number of {what}, got {' and '.join(map(str, sorted(found)))}"
+                f" in {self._parts[0]['keys']} and the files of other ranks; restore the dump from a copy"
             )
         return min(found, default=0)
 
@@ -123,8 +129,8 @@ class Dump:
         width = size // (unit * rows) if rows else 0
         if size != unit * rows * width or rows and widths is not None and width not in widths:
             raise CorruptTableError(
-                f"{path} must have as many numbers of {unit} bytes for each of {rows} rows, got {size} bytes; restore"
-                " it from a copy"
+                f"{path} must have the same number of {unit}-byte values for each of {rows} rows, got {size} bytes;"
+                " restore it from a copy"
             )
         return {width} if rows else set()
 
@@ -141,7 +147,10 @@ class Dump:
                 if seen.any() or len(np.unique(key_N)) < len(key_N):
                     unique_U, count_U = np.unique(key_N, return_counts=True)
                     twice = key_N[seen][0] if seen.any() else unique_U[count_U > 1][0]
-                    raise CorruptTableError(f"id {twice} comes twice in {part['keys']} and its like; restore the dump")
+                    raise CorruptTableError(
+                        f"id {twice} comes twice in {part['keys']} and the keys of other ranks, and must come once in a"
+                        " dump; restore the dump from a copy"
+                    )
                 index.put(table_N, key_N, np.zeros(len(key_N), np.int64))
 
     def check_states(self) -> None:
@@ -150,7 +159,7 @@ class Dump:
             mine_N, its_N = (np.sort(self._whole(path, np.int64, 1)[:, 0]) for path in (self._parts[0]["keys"], keys))
             if (differs_N := mine_N != its_N).any():
                 raise CorruptTableError(
-                    f"{keys} must have the ids of all rows, and no other: it has {its_N[differs_N][0]} where they have"
+                    f"{keys} must have the ids of all rows, and no other, got {its_N[differs_N][0]} in place of"
                     f" {mine_N[differs_N][0]}; restore it from a copy, or load without the optimizer's state"
                 )
 
@@ -184,7 +193,7 @@ class Dump:
     def _state_of(self, keys: str, values: str) -> Callable[[np.ndarray], np.ndarray]:
         """Function from keys to one part of their optimizer state; `keys` and `values` are the paths of its files."""
         key_N, rows = self._whole(keys, np.int64, 1)[:, 0], self.rows
-        value_NZ = self._whole(values, np.float32, self._one(self._widths(values, 4, rows), "numbers of state"))
+        value_NZ = self._whole(values, np.float32, self._one(self._widths(values, 4, rows), "state values"))
         index = HashIndex(Threads(1))
         index.put(np.zeros(rows, np.int32), key_N, np.arange(rows))
 
@@ -244,12 +253,13 @@ def find_dump(folder: str, table: str, *, dim: int, fs: FileSystem | None = None
         )
     if not has_meta and (ranked or any(found[1] for found in of_seed.values())):
         raise CorruptTableError(
-            f"{meta_path}, the last file of a dump, is not there: the dump of table {table!r} was cut short; load"
-            " another one"
+            f"{meta_path}, the last file of a dump, is not there, since the dump of table {table!r} was cut short; load"
+            " another dump"
         )
     if ranked and of_seed:
         raise CorruptTableError(
-            f"{folder} has files of two dumps of table {table!r}: {min(of_seed)} and {min(ranked)}; remove those of one"
+            f"{folder} must have one dump of table {table!r}, but has files of two dumps, {min(of_seed)} and"
+            f" {min(ranked)}; remove the files of one"
         )
     version: Layout = "today" if ranked else "seed"
     parts = [{name.removeprefix(f"{table}_"): f"{folder}/{name}" for name in of_seed}]
@@ -258,8 +268,8 @@ def find_dump(folder: str, table: str, *, dim: int, fs: FileSystem | None = None
     for kind in ("keys", "values"):
         if kind not in parts[0]:
             raise CorruptTableError(
-                f"{folder}/{table}_{kind} is not there: the dump of table {table!r} was cut short, or lost it; load"
-                " another one"
+                f"{folder}/{table}_{kind} is not there: the dump of table {table!r} was cut short, or lost the file;"
+                " load another dump"
             )
     with doing("look at", folder):
         return Dump(fs, version, parts, _meta(fs, meta_path) if has_meta else {}, dim)
@@ -270,8 +280,8 @@ def _parts_of_ranks(folder: str, table: str, names: set[str], found: "Sequence[r
     worlds = {int(its[3]) for its in found}
     if len(worlds) > 1:
         raise CorruptTableError(
-            f"{folder} has dumps of table {table!r} by {' and by '.join(map(str, sorted(worlds)))} ranks; remove the"
-            " files of all but one"
+            f"{folder} must have one dump of table {table!r}, but has dumps by"
+            f" {' and by '.join(map(str, sorted(worlds)))} ranks; remove the files of all but one"
         )
     ranks = worlds.pop()
     kinds = {its[1] for its in found} | {"emb_keys", "emb_values"}
@@ -279,12 +289,14 @@ def _parts_of_ranks(folder: str, table: str, names: set[str], found: "Sequence[r
         for r in range(ranks):
             if f"{table}_{kind}.rank_{r}.world_size_{ranks}" not in names:
                 raise CorruptTableError(
-                    f"{folder}/{table}_{kind}.rank_{r}.world_size_{ranks} is not there, and other files of the dump"
+                    f"{folder}/{table}_{kind}.rank_{r}.world_size_{ranks} is not there, but other files of the dump"
                     " are; restore it from a copy"
                 )
     for one, other in (("counter_keys", "counter_frequencies"), ("counter_frequencies", "counter_keys")):
         if one in kinds and other not in kinds:
-            raise CorruptTableError(f"{folder} has {table}_{one} files and no {table}_{other}; restore them")
+            raise CorruptTableError(
+                f"{folder} has {table}_{one} files, but no {table}_{other} files; restore them from a copy"
+            )
     return [
         {kind.removeprefix("emb_"): f"{folder}/{table}_{kind}.rank_{r}.world_size_{ranks}" for kind in kinds}
         for r in range(ranks)
@@ -300,7 +312,7 @@ def _meta(fs: FileSystem, path: str) -> dict[str, Any]:
     try:
         found = json.loads((read_file(fs, path) or b"").decode())
     except (UnicodeDecodeError, ValueError) as error:
-        raise CorruptTableError(f"{path} must be JSON, and is not ({error}); restore it from a copy") from error
+        raise CorruptTableError(f"{path} must be JSON, but is not ({error}); restore it from a copy") from error
     if not isinstance(found, dict):
         raise CorruptTableError(f"{path} must be a JSON object, got {str(found)[:100]}; restore it from a copy")
     for name, (what, holds) in _SAID.items():

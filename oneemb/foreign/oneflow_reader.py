@@ -63,12 +63,14 @@ class OneFlowReader:
         except OSError as error:
             raise storage_error(error, "read", path) from error
         if len(set(listed)) < len(listed):
-            raise CorruptTableError(f"{path} names an index file twice; read another snapshot")
+            raise CorruptTableError(
+                f"{path} must name each index file once, but names one twice; read another snapshot"
+            )
         chunks = []
         for line in listed:
             number = chunk_number(line, "index")
             if number is None:
-                raise CorruptTableError(f"{path} must name index files, one a line, it has the line {line!r}")
+                raise CorruptTableError(f"{path} must name index files, one in a line, got the line {line!r}")
             try:
                 size = self._fs.size(f"{self._directory}/{line}")
             except FileNotFoundError as error:
@@ -83,9 +85,9 @@ class OneFlowReader:
         for left in sorted(set(names_in(self._fs, self._directory)) - set(listed)):
             if chunk_number(left, "index") is not None and self._fs.size(f"{self._directory}/{left}") == full:
                 raise CorruptTableError(
-                    f"{path} does not name {left}, which is as large as one that OneFlow was still writing: the job"
-                    f" ended while it saved this snapshot, read another one; or remove {self._directory}/{left} if you"
-                    f" know that it is left from an earlier save of this name"
+                    f"{path} does not name {left}, which has the size of an index file that OneFlow is still writing,"
+                    " so the job has ended while it saved this snapshot; read another snapshot, or remove"
+                    f" {self._directory}/{left} if it is left from an earlier save of this name"
                 )
         return chunks
 
@@ -98,15 +100,17 @@ class OneFlowReader:
         if len(place_N) == 0:
             return
         if np.any(place_N[1:] == place_N[:-1]):
-            raise CorruptTableError(f"{index_path} names a row twice; read another snapshot")
+            raise CorruptTableError(
+                f"{index_path} must name each row once, but names a row twice; read another snapshot"
+            )
         with _opened(fs, key_path) as keys, _opened(fs, value_path) as values:
             blocks = min(fs.size(value_path) // geometry.block_bytes, geometry.blocks_per_chunk)
             rows = min(fs.size(key_path) // geometry.key_bytes, blocks * geometry.values_per_block)
             first, low, high = number * geometry.values_per_chunk, int(place_N[0]), int(place_N[-1])
             if low < first or high >= first + rows:
                 raise CorruptTableError(
-                    f"{index_path} names row {low if low < first else high}, {key_path} and {value_path} hold {rows}"
-                    f" rows from {first} on; a file was cut short or belongs to another table"
+                    f"{index_path} names row {low if low < first else high}, but {key_path} and {value_path} hold only"
+                    f" {rows} rows from {first} on; a file was cut short or belongs to another table"
                 )
             row_N = (place_N - np.uint64(first)).astype(np.int64)
             yield from self._scan_rows(keys, key_path, values, value_path, row_N, batch)
@@ -141,7 +145,7 @@ def _read(fs: FileSystem, file: int, out: memoryview, offset: int, path: str) ->
     with doing("read", path):
         size = fs.read_into(file, out, offset)
     if size != len(out):
-        raise CorruptTableError(f"{path} must have {len(out)} bytes from offset {offset} on, it ends after {size}")
+        raise CorruptTableError(f"{path} must have {len(out)} bytes from offset {offset} on, but ends after {size}")
 
 
 @contextmanager

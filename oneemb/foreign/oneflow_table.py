@@ -136,7 +136,9 @@ def read_all(fs: FileSystem, path: str) -> bytearray:
     try:
         data = bytearray(size)
         if fs.read_into(file, memoryview(data), 0) != size:
-            raise CorruptTableError(f"{path} became shorter while it was read; a writer removes it, read it again")
+            raise CorruptTableError(
+                f"{path} became shorter while it was read, since a writer removes it; read it again"
+            )
         return data
     finally:
         fs.close(file)

@@ -53,7 +53,9 @@ class OneFlowWriter:
         if physical_block_size not in PHYSICAL_BLOCK_SIZES:
             raise ValueError(f"physical_block_size must be 512 or 4096 bytes, got {physical_block_size}")
         if not name or "/" in name or "\0" in name or name in (".", ".."):
-            raise ValueError(f"a snapshot of OneFlow's is a folder, its name must be one of a folder, got {name!r}")
+            raise ValueError(
+                f"the name of a snapshot of OneFlow must be possible as the name of a folder, got {name!r}"
+            )
         self._fs, self._path, self._name = fs or LocalFileSystem(), absolute_path(path), name
         block_bytes = OneFlowGeometry(key_bytes, value_bytes, physical_block_size, 1).block_bytes
         geometry = OneFlowGeometry(key_bytes, value_bytes, physical_block_size, max(1, chunk_bytes // block_bytes))
@@ -169,8 +171,8 @@ class OneFlowWriter:
         if (found.key_bytes, found.value_bytes, found.physical_block_size) != expected:
             raise StorageError(
                 f"{self._path} holds a table of OneFlow with keys of {found.key_bytes} bytes, values of"
-                f" {found.value_bytes} and blocks of {found.physical_block_size}, these rows need {expected}; write"
-                f" rows of that kind, or choose another folder"
+                f" {found.value_bytes} and blocks of {found.physical_block_size}, but these rows need {expected[0]},"
+                f" {expected[1]} and {expected[2]}; write rows of that kind, or choose another folder"
             )
         with doing("make the folders of the table at", self._path):
             for kind in ("keys", "values", "snapshots"):

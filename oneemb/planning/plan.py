@@ -157,7 +157,7 @@ def plan(
     per_machine = ranks if ranks_per_machine is None else ranks_per_machine
     check_count("ranks_per_machine", per_machine)
     if per_machine > ranks:
-        raise ValueError(f"ranks_per_machine must be at most ranks, which are {ranks}, got {per_machine}")
+        raise ValueError(f"ranks_per_machine must be at most ranks, {ranks}, got {per_machine}")
     for name, value in (("dense_parameters", dense_parameters), ("dense_ms", dense_ms)):
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise ValueError(f"{name} must be a number from 0 up, got {value!r}")
@@ -315,7 +315,7 @@ class _Job:
                 slots = one.cache_mb * 2**20 // (row_bytes + _SLOT_OVERHEAD_BYTES)
                 if slots < min(keys, rows):
                     raise ValueError(
-                        f"cache_mb must hold the {keys:,} rows of a step, which are"
+                        f"cache_mb must hold the {keys:,} rows of a step,"
                         f" {-(-keys * (row_bytes + _SLOT_OVERHEAD_BYTES) // 2**20)} MiB, got {one.cache_mb}; give more"
                         " memory, or a smaller batch"
                     )

@@ -63,13 +63,16 @@ class PlannedEmbedding:
             raise ValueError(f"physical_block_size must be 512 or 4096, got {self.physical_block_size!r}")
         if self.cache_mb is None:
             if self.hit_rate is not None:
-                raise ValueError("hit_rate is of a cache over rows on an SSD; give cache_mb too, or leave it out")
+                raise ValueError(
+                    "hit_rate must be left out without cache_mb, since it is of a cache over rows on an SSD; give"
+                    " cache_mb too, or leave hit_rate out"
+                )
         else:
             check_count("cache_mb", self.cache_mb)
             if self.hit_rate is None:
                 raise ValueError(
-                    "a cache needs its hit_rate, from 0 to 1: measure it with embedding.stats()['hit_rate'] in a short"
-                    " run, or with benchmarks/bench_cache_policy.py"
+                    "a cache needs its hit_rate, from 0 to 1, got None; measure it with embedding.stats()['hit_rate']"
+                    " in a short run, or with benchmarks/bench_cache_policy.py"
                 )
             check_share("hit_rate", self.hit_rate)
         self.state_width  # noqa: B018  # raises if the optimizer is not supported
@@ -103,7 +106,10 @@ class PlannedEmbedding:
         """Number of optimizer state values of a row."""
         if isinstance(self.optimizer, int) and not isinstance(self.optimizer, bool):
             if self.optimizer < 0:
-                raise ValueError(f"values of state must be 0 or more, got {self.optimizer}")
+                raise ValueError(
+                    "optimizer must be a name, or the number of values of state of a row, 0 or more, got"
+                    f" {self.optimizer}"
+                )
             return self.optimizer
         return _state_width(self.optimizer, self.embedding_dim)
 
@@ -143,8 +149,8 @@ def _state_width(optimizer: Any, dim: int) -> int:
         return row_optimizer_of(made, made.param_groups[0]).state_width(dim)
     except TypeError:
         raise ValueError(
-            f"optimizer must be the name of one that rows have ({SUPPORTED}), or the number of values of state a row"
-            f" has, got {optimizer!r}"
+            f"optimizer must be the name of one that rows support ({SUPPORTED}), or the number of values of state of a"
+            f" row, got {optimizer!r}"
         ) from None
 
 

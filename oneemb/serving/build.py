@@ -180,8 +180,9 @@ def _file_of(snapshot: PartedSnapshot, path: str, threads: Threads) -> ServedFil
     file = ServedFile(path, threads=threads)
     if file.info.identity != snapshot.info.identity:
         raise CorruptTableError(
-            f"{path} has identity {file.info.identity!r} in its manifest, at offset {file.info.manifest_begin}: it was"
-            " put there under another name; remove the file and it is made anew"
+            f"{path} must have identity {snapshot.info.identity!r} in its manifest, at offset"
+            f" {file.info.manifest_begin}, got {file.info.identity!r}: it was put there under another name; remove the"
+            " file, and it is made again"
         )
     return file
 
@@ -207,8 +208,8 @@ def _lock(fs: FileSystem, path: str, stop: Callable[[], bool]) -> int:
             folder = os.path.dirname(path)
             if _makes_one_already(folder):
                 raise StorageError(
-                    f"this thread makes a file in {folder} already, and a handler of signals has interrupted it: let"
-                    " the handler set a flag, and refresh when it is seen"
+                    f"this thread already makes a file in {folder}, and a signal handler has interrupted it; let the"
+                    " handler set a flag, and refresh when the flag is seen"
                 ) from None
             time.sleep(_LOOK_S)
 

@@ -79,9 +79,11 @@ def export_graph(
     _check_options(options)
     path = absolute_path(file_path(path, "the file to write"))
     if os.path.isdir(path):
-        raise IsADirectoryError(f"path must be a file, {path} is a folder; give the path of the file to write in it")
+        raise IsADirectoryError(f"path must be a file, got the folder {path}; give the path of the file to write in it")
     if not os.path.isdir(os.path.dirname(path)):
-        raise FileNotFoundError(f"{os.path.dirname(path)} is not a folder; make it first")
+        raise FileNotFoundError(
+            f"the folder of path must exist, {os.path.dirname(path)} is not a folder; make it first"
+        )
     if not isinstance(kwargs, Mapping | None) or not isinstance(snapshot, str | None):
         name, value = ("snapshot", snapshot) if isinstance(kwargs, Mapping | None) else ("kwargs", kwargs)
         needed = "the name of a snapshot" if name == "snapshot" else "a dict of build's arguments by name"
@@ -111,7 +113,9 @@ def _check_places(graph: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[st
     given = [(f"input {n}", one) for n, one in enumerate(pytree.tree_leaves((args, kwargs)))]
     for what, one in (*its, *given):
         if isinstance(one, torch.Tensor) and one.device.type != "cpu" and one.numel():
-            raise ValueError(f"programs run on the CPU, {what} is on {one.device}; call .cpu() on the graph and inputs")
+            raise ValueError(
+                f"{what} must be on the CPU, where programs run, got {one.device}; call .cpu() on the graph and inputs"
+            )
 
 
 def _check_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -193,8 +197,9 @@ def _frozen(
         info, absent = file.info, options.absent
         if info.num_tables > embedding.num_tables or info.dim != embedding.embedding_dim:
             raise ValueError(
-                f"snapshot {found.name!r} has {info.num_tables} tables of {info.dim} weights, embedding"
-                f" {embedding.name!r} has {embedding.num_tables} of {embedding.embedding_dim}"
+                f"snapshot {found.name!r} must have the tables and width of embedding {embedding.name!r},"
+                f" {embedding.num_tables} tables of {embedding.embedding_dim} weights, got {info.num_tables} tables of"
+                f" {info.dim}"
             )
         if options.lookup == "op":
             rows: FrozenRows | HashedRows = HashedRows(file, absent, embedding.policies)
@@ -225,8 +230,8 @@ def _snapshot_of(embedding: TableEmbedding, name: str | None) -> Iterator[Parted
             return
     if not embedding.ranks.alone:
         raise ValueError(
-            f"embedding {embedding.name!r} has its rows on {embedding.ranks.size} ranks; save a snapshot on all of"
-            " them, and export it with snapshot="
+            f"embedding {embedding.name!r} has its rows on {embedding.ranks.size} ranks, so they must be in a snapshot;"
+            " save one on all ranks, and export it with snapshot="
         )
     store, own = embedding.store, f"{EXPORTED}{uuid.uuid4().hex[:8]}"
     try:
@@ -363,7 +368,10 @@ def _may_draw(exported: torch.export.ExportedProgram) -> bool:
 def _scripted(program: _Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.jit.ScriptModule:
     bound = inspect.signature(program.forward).bind(*args, **kwargs)
     if bound.kwargs:
-        raise ValueError(f"a script takes its inputs by position, {list(bound.kwargs)} of build can only be named")
+        raise ValueError(
+            f"inputs of a TorchScript program must be given by position, but {list(bound.kwargs)} of build can only be"
+            " named"
+        )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for module in program.modules():
@@ -377,6 +385,6 @@ def _scripted(program: _Program, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if fixed:
         raise BuildError(
             f"build cannot be traced for TorchScript: at {fixed[0].filename}:{fixed[0].lineno} it makes a number of a"
-            ' tensor or its shape, which would be fixed; use tensor ops, or format="export"'
+            ' tensor or its shape, which a trace would fix; use tensor ops, or format="export"'
         )
     return script

@@ -52,7 +52,7 @@ class FrozenEmbedding(torch.nn.Module):
         ids, table_ids, offsets, per_sample_weights, _ = bags
         pools = pooling_of(pooling, offsets)
         if offsets is None and (columns is not None or per_sample_weights is not None):
-            raise ValueError("columns and per_sample_weights are for bags; pass offsets")
+            raise ValueError("columns and per_sample_weights are for bags, which need offsets; pass offsets")
         if offsets is None:
             check_ids(ids, table_ids, self.num_tables, self.key_type)
             table_N = self._tables_of(ids, table_ids)

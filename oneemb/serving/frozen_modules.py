@@ -35,8 +35,8 @@ def frozen_copy(
     for module in root.modules():
         if type(module).__name__ == "AveragedEmbedding":
             raise ValueError(
-                "averages of rows are brought up to date by lookups; export a graph with averaged.copy_to(path) in"
-                " place of the AveragedEmbedding"
+                "an AveragedEmbedding cannot be exported, since averages of rows are brought up to date by lookups;"
+                " export a graph with averaged.copy_to(path) in its place"
             )
     for where, module in unregistered_modules(root):
         if any(is_embedding(one) for one in module.modules()):
@@ -66,7 +66,10 @@ class _Copying:
             return self._copies[module]
         if isinstance(module, torch.jit.ScriptModule):
             if any(one.training for one in module.modules()):
-                raise ValueError("a scripted module is in training mode, which a program would keep; call its eval()")
+                raise ValueError(
+                    "a scripted module must be in eval mode, since a program would keep its training mode; call its"
+                    " eval()"
+                )
             self._copies[module] = module
             return module
         _check(module)
@@ -147,11 +150,11 @@ def _check(module: torch.nn.Module) -> None:
     kind, package = type(module).__name__, type(module).__module__
     if kind == "InferenceEmbedding":
         raise ValueError(
-            "an InferenceEmbedding maps a file that a program cannot hold; export the graph with the embedding that was"
-            " trained, and snapshot= for its rows"
+            "an InferenceEmbedding cannot be exported, since it maps a file that a program cannot hold; export the"
+            " graph with the embedding that was trained, and pass snapshot= for its rows"
         )
     if hasattr(module, "lookups_of"):
         raise ValueError(
-            f"{package}.{kind} takes KeyedJaggedTensors, which a program of tensors cannot; quantize the model as"
-            " TorchRec has it, or look up in MultiTableEmbedding with offsets"
+            f"{package}.{kind} cannot be exported, since it takes KeyedJaggedTensors, which a program of tensors cannot"
+            " take; quantize the model by TorchRec's functions, or look up in MultiTableEmbedding with offsets"
         )

@@ -41,7 +41,9 @@ def _frozen_rows(
     trained: str, padding_idx: int | None,
 ) -> torch.Tensor:  # fmt: skip
     if id_N.dtype != torch.int64 or table_N.shape != id_N.shape or id_N.dim() != 1:
-        raise TypeError(f"ids must be int64 [N], and tables as many, got {id_N.dtype} {list(id_N.shape)}")
+        raise TypeError(
+            f"ids must be int64 [N], and tables must have the same shape, got {id_N.dtype} {list(id_N.shape)}"
+        )
     if table_N.dtype != torch.int64:  # long() would make table 0 of 0.5
         raise TypeError(f"tables must be int64 [N], got {table_N.dtype} {list(table_N.shape)}; call tables.long()")
     if len(table_N):

@@ -54,7 +54,9 @@ def _sorted_keys(table_S: np.ndarray, id_S: np.ndarray, tables: int) -> tuple[np
         key_S = key_S[order_S]
         if not (key_S[1:] == key_S[:-1]).any():
             return salt_T, key_S, order_S
-    raise StorageError(f"no salts of {SALTS_MAX} keep the keys of {tables} tables apart; export fewer tables at a time")
+    raise StorageError(
+        f"no salts of {SALTS_MAX} tries keep the keys of {tables} tables apart; export fewer tables at a time"
+    )
 
 
 def _rows_of(file: ServedFile, place_S: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:

@@ -153,15 +153,15 @@ class InferenceEmbedding(torch.nn.Module):
             file = ServedFile(paths[0], threads=threads)
             if snapshot not in (None, file.info.name) or chosen not in (None, file.info.tables):
                 raise ValueError(
-                    f"{paths[0]} has snapshot {file.info.name!r} and tables {list(file.info.tables)}, asked for"
-                    f" {snapshot!r} and {tables}; leave both out"
+                    f"{paths[0]} has snapshot {file.info.name!r} and tables {list(file.info.tables)}, got"
+                    f" snapshot={snapshot!r} and tables={tables}; leave both out"
                 )
         else:
             where = os.path.join(paths[0], "serving") if folder is None else absolute_path(folder)
             if os.path.realpath(where) in map(os.path.realpath, paths):
                 raise ValueError(
-                    f"folder must be one for served files alone, got {where}, the path of the table, whose writer has"
-                    f" the lock that making a file waits for; leave it out, which makes them in {paths[0]}/serving"
+                    f"folder must be for served files alone, got {where}, the path of the table, whose writer holds the"
+                    f" lock that making a file needs; leave it out, and files are made in {paths[0]}/serving"
                 )
             source = Source(paths, where, dtype, chosen)
             opened = open_snapshot(source, snapshot, threads=threads)
@@ -406,7 +406,8 @@ class InferenceEmbedding(torch.nn.Module):
 
     def __reduce_ex__(self, protocol: object) -> Never:
         raise TypeError(
-            "an InferenceEmbedding cannot be copied or pickled; open it where it is needed: the map is shared"
+            "an InferenceEmbedding cannot be copied or pickled; open it again where it is needed, since all processes"
+            " share the mapped file"
         )
 
 

@@ -64,12 +64,10 @@ def initial_of(file: ServedFile, absent: str, policies: Sequence[RowPolicy] | No
             raise ValueError(f"seed {its['seed']!r} and column_dims must be integers")
         initial = initial_rows(its["seed"], its["column_dims"], tables, default)
         if len(tables) != file.info.num_tables or sum(its["column_dims"]) != file.info.dim:
-            raise ValueError("tables or columns are not those of the rows")
+            raise ValueError("tables and columns must be those of the rows, and are others")
         absent_T = [_absent_of(one) for one in its.get("absent", ())]
         if len(absent_T) not in (0, len(tables)):
-            raise ValueError(
-                f"absent must be given for each table, or for none: it is for {len(absent_T)}, there are {len(tables)}"
-            )
+            raise ValueError(f"absent must be given for each of {len(tables)} tables, or for none, got {len(absent_T)}")
         return reads_as(absent_T, initial) if policies is None else rows_instead(policies, initial, "absent")
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise CorruptTableError(
@@ -139,7 +137,7 @@ class InitialValues(torch.nn.Module):
         unknown = sorted(set(initial.kind_TC.reshape(-1).tolist()) - set(_KINDS))
         if unknown:
             raise ValueError(
-                f"rows have initializers of kinds {unknown}, which an exported program cannot draw; export with"
+                f"initializers must be of kinds that an exported program can draw, got kinds {unknown}; export with"
                 ' absent="zeros"'
             )
         dim = int(initial.end_C[-1])

@@ -55,9 +55,9 @@ class Served:
         its, other = ((one.file.info.dim, one.dtype, one.key_type) for one in (self, before))
         if its != other:
             raise StorageError(
-                f"snapshot {self.version.name!r} gives {its[0]} weights of {its[1]} for ids of {its[2]},"
-                f" {before.version.name!r}, which is served, {other[0]} of {other[1]} for {other[2]}; open it anew,"
-                " with the model that goes with it"
+                f"snapshot {self.version.name!r} has rows of {its[0]} weights of {its[1]} for ids of {its[2]}, but"
+                f" snapshot {before.version.name!r}, which is served, has {other[0]} of {other[1]} for {other[2]}; open"
+                " it again, with the model that goes with it"
             )
 
     def tables_of_columns(self, column_N: np.ndarray) -> np.ndarray:
@@ -67,7 +67,7 @@ class Served:
     def only_served(self, table_N: np.ndarray) -> np.ndarray:
         """`table_N`, after a check; ValueError if one of the tables is not served."""
         if len(table_N) and len(self.table_C) < len(self.is_served_T) and not self.is_served_T.take(table_N).all():
-            raise ValueError(f"table_ids must be of the tables that are served, {self.table_C.tolist()}")
+            raise ValueError(f"table_ids must be numbers of served tables, {self.table_C.tolist()}")
         return table_N
 
     def rows(self, table_N: np.ndarray, id_N: np.ndarray, shape: Sequence[int]) -> torch.Tensor:

@@ -26,7 +26,7 @@ def find_jagged(data: Any, data_info: Mapping[Any, str] | None, paths: list[str]
         _map(data, note)
         if len(found) != len(paths):
             raise ValueError(
-                f"a batch must have a KeyedJaggedTensor for each of the paths {paths}, in their order, but has"
+                f"a batch must have a KeyedJaggedTensor for each of the paths {paths}, in their order, got"
                 f" {len(found)}; pass data_info to say which is for which path"
             )
         return dict(zip(paths, found, strict=True))
@@ -34,7 +34,10 @@ def find_jagged(data: Any, data_info: Mapping[Any, str] | None, paths: list[str]
     for at, path in data_info.items():
         part = _part(data, at)
         if not isinstance(part, KeyedJaggedTensor):
-            raise ValueError(f"data_info says that {at!r} of a batch is for {path!r}, but it is {type(part).__name__}")
+            raise ValueError(
+                f"data_info: {at!r} of a batch must be a KeyedJaggedTensor, for path {path!r}, got"
+                f" {type(part).__name__}"
+            )
         parts[path] = part
     return parts
 
@@ -86,7 +89,7 @@ def _part(data: Any, at: Any) -> Any:
     try:
         return getattr(data, _field(data, at)) if dataclasses.is_dataclass(data) else data[at]
     except (KeyError, IndexError, AttributeError, TypeError) as error:
-        raise ValueError(f"data_info has {at!r}, which a batch, {type(data).__name__}, does not have") from error
+        raise ValueError(f"data_info has {at!r}, which a batch of class {type(data).__name__} does not have") from error
 
 
 def _with_part(data: Any, at: Any, new: Any) -> Any:

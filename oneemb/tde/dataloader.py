@@ -54,7 +54,9 @@ class DataLoader:
     ):
         for path in (data_info or {}).values():
             if path not in id_transformer_group:
-                raise ValueError(f"data_info has the path {path!r}, which has no tables")
+                raise ValueError(
+                    f"data_info must have paths of collections, got the path {path!r}, which has no tables"
+                )
         if type(num_prefetch) is not int or num_prefetch < 0:
             raise ValueError(f"num_prefetch must be an int of 0 or more, got {num_prefetch!r}")
         self._steps = id_transformer_group.steps

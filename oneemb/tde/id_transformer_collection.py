@@ -47,12 +47,12 @@ class IDTransformerCollection:
             shared = seen & set(features)
             if shared or len(set(features)) < len(features):
                 raise ValueError(
-                    f"a feature is looked up in one table of a collection; {sorted(shared) or features} of table"
-                    f" {config.name!r} is another one's too"
+                    f"a feature must be looked up in one table of a collection, but {sorted(shared) or features} of"
+                    f" table {config.name!r} belong to another table too"
                 )
             seen |= set(features)
             if any(table.name == config.name for table in self.tables):
-                raise ValueError(f"tables of a collection have names of their own; {config.name!r} is two tables'")
+                raise ValueError(f"tables of a collection must have different names, got {config.name!r} twice")
             transformer = IDTransformer(config.num_embeddings, eviction_config, transform_config)
             ps = None if ps_collection is None else ps_collection[config.name]
             bounds = functools.partial(self.bounds_of, config)

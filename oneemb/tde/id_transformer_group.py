@@ -95,6 +95,7 @@ def _check_shared(path: str, plan: Mapping[str, Any], url: str | Callable[[str, 
         scheme, _, _ = its.partition("://")
         if scheme in ("memory", "file") and how.sharding_type != "table_wise":
             raise ValueError(
-                f"table {table} of module {path!r} is of several ranks ({how.sharding_type}), but what is at"
-                f" {scheme}:// is one process's; use a server that all ranks reach, or shard table_wise"
+                f"table {table} of module {path!r} is shared by several ranks ({how.sharding_type}), so its server must"
+                f" be one that all ranks reach, got {scheme}://, which is one process's; use another server, or shard"
+                " table_wise"
             )

@@ -150,10 +150,10 @@ class PS:
             if (some_N != all_N).any():
                 n = int(np.flatnonzero(some_N != all_N)[0])
                 raise ServerError(
-                    f"{self._server.name}: of row {pairs[n, 0]} of table {self.table_name!r} the server has"
-                    f" {int(found_NP[n].sum())} of {len(self._widths)} parts (weights, then the optimizer's state): it"
-                    " was pushed by a job with another optimizer, or the server has lost values; begin with an empty"
-                    " server, or with the optimizer of that job"
+                    f"{self._server.name}: row {pairs[n, 0]} of table {self.table_name!r} must have {len(self._widths)}"
+                    f" parts (weights, then the optimizer's state), but the server has {int(found_NP[n].sum())}: a job"
+                    " with another optimizer pushed it, or the server has lost values; begin with an empty server, or"
+                    " with the optimizer of that job"
                 )
             found.append((pairs, parts, all_N))
         self._mark.check()
@@ -250,7 +250,9 @@ class PSCollection:
         ps_config = ps_config or {}
         unknown = set(ps_config) - {"chunk_size", "optimizers", "seed"}
         if unknown:
-            raise ValueError(f"ps_config may have chunk_size, optimizers and seed, got {sorted(unknown)}")
+            raise ValueError(
+                f"ps_config must have no options but chunk_size, optimizers and seed, got {sorted(unknown)}"
+            )
         self._path = path
         self.traffic = Traffic() if traffic is None else traffic
         servers: dict[str, ParameterServer] = {}
@@ -315,8 +317,8 @@ def _shards_of(table: str, tensors: Sequence[torch.Tensor]) -> list[_Shard]:
         rows, columns = local.metadata.shard_sizes
         if column != 0 or columns != first.size(1):
             raise ValueError(
-                f"table {table} is sharded by its columns, of which a shard has {columns} of {first.size(1)}; a row"
-                " travels as a whole: shard it by rows, table by table, or data-parallel"
+                f"table {table} must not be sharded by its columns, since a row travels as a whole, but a shard has"
+                f" {columns} of {first.size(1)} columns; shard it by rows, table by table, or data-parallel"
             )
         parts = [its.local_shards()[i].tensor for its in tensors]  # type: ignore[attr-defined]
         shards.append(_Shard(row, row + rows, [_rows(table, its, rows) for its in parts]))
@@ -326,7 +328,10 @@ def _shards_of(table: str, tensors: Sequence[torch.Tensor]) -> list[_Shard]:
 def _rows(table: str, tensor: torch.Tensor, rows: int) -> torch.Tensor:
     """The tensor as [rows, width], sharing its memory."""
     if tensor.dim() not in (1, 2) or tensor.shape[0] != rows:
-        raise ValueError(f"table {table}: a tensor of its {rows} rows has the shape {tuple(tensor.shape)}")
+        raise ValueError(
+            f"table {table}: a tensor of its {rows} rows must have the shape [rows] or [rows, width], got"
+            f" {tuple(tensor.shape)}"
+        )
     return tensor.detach().view(rows, -1)
 
 

@@ -333,7 +333,7 @@ class Steps:
             self.release(self._dropped.popleft())
         if self._torn:
             raise RuntimeError(
-                "a call that gave ids their cache ids was interrupted: the ids of rows are no longer known; start"
+                "a call that gave ids their cache ids was interrupted, so the ids of rows are no longer known; start"
                 " again from the last save"
             )
 

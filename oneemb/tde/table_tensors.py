@@ -25,8 +25,8 @@ def table_tensors(
     """
     if type(module).__module__.startswith("oneemb."):
         raise ValueError(
-            f"module {path!r} is {type(module).__name__} of oneemb: its tables grow by themselves and take any id;"
-            " train it on the loader as it is"
+            f"module {path!r} must be TorchRec's, got {type(module).__name__} of oneemb, whose tables grow by"
+            " themselves and take any id; train it on the loader as it is"
         )
     states = module.fused_optimizer.state_dict()["state"]  # type: ignore[union-attr]
     parameters = dict(module.named_parameters())
@@ -39,8 +39,8 @@ def table_tensors(
             continue
         if not isinstance(tensor, ShardedTensor) and hasattr(tensor, "placements"):
             raise ValueError(
-                f"table {table} of module {path!r} is a {type(tensor).__name__}, and must be a ShardedTensor or, where"
-                " all ranks have it, a tensor; make the sharding environment without output_dtensor"
+                f"table {table} of module {path!r} must be a ShardedTensor or, where all ranks have it, a tensor, got"
+                f" {type(tensor).__name__}; make the sharding environment without output_dtensor"
             )
         state = {name.removeprefix(f"{table}."): its for name, its in states.get(key, {}).items()}
         if isinstance(tensor, ShardedTensor):
@@ -51,7 +51,7 @@ def table_tensors(
         found[table] = [tensor, *(state[name] for name in sorted(names))]
     if set(found) != set(params_plan):
         raise ValueError(
-            f"module {path!r} must have the tables of its plan, {sorted(params_plan)}, but has {sorted(found)}"
+            f"module {path!r} must have the tables of its plan, {sorted(params_plan)}, got {sorted(found)}"
         )
     return found
 
@@ -69,9 +69,9 @@ def check_optimizers(
         holding = [its for its in optimizers if _group_of(parameters.get(key), its) is not None]
         if not holding:
             raise ValueError(
-                f"table {table} of module {path!r} is data-parallel: an optimizer of yours trains it. Pass it, as"
-                " ps_config={'optimizers': [optimizer]}, so that its state travels with rows; or shard the table"
-                " otherwise"
+                f"table {table} of module {path!r} is data-parallel, so the optimizer that trains it must be given, got"
+                f" none; pass it, as ps_config={{'optimizers': [optimizer]}}, so that its state travels with rows, or"
+                " shard the table otherwise"
             )
         for its in holding:
             _check_rests(table, its, _group_of(parameters.get(key), its) or {})
@@ -98,8 +98,8 @@ def _check_rests(table: str, optimizer: torch.optim.Optimizer, group: Mapping[st
     )  # fmt: skip
     if not rests:
         raise ValueError(
-            f"the optimizer of table {table}, {type(optimizer).__name__}, moves rows that have no gradient, which those"
-            " on a server could not follow; use SGD without momentum and weight decay, Adagrad without weight decay, or"
+            f"the optimizer of table {table}, {type(optimizer).__name__}, moves rows that have no gradient, but rows on"
+            " a server cannot follow; use SGD without momentum and weight decay, Adagrad without weight decay, or"
             " oneemb.tde.RowAdam"
         )
 

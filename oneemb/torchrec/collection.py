@@ -148,7 +148,7 @@ class Collection(torch.nn.Module):
         names = [config.name for config in self.configs]
         unknown = sorted(set(given) - set(names)) if isinstance(given, Mapping) else []
         if unknown:
-            raise ValueError(f"store_options are by table, of {names}; got some for {unknown}")
+            raise ValueError(f"store_options must have names of tables as keys, {names}, got {unknown}")
         ranks, tables = self._on_ranks, []
         for t, config in enumerate(self.configs):
             options = given.get(config.name) if isinstance(given, Mapping) else given
@@ -258,9 +258,9 @@ class Collection(torch.nn.Module):
             weight = table.parameter.weight
             if len(weight) or version_of(weight) != getattr(weight, "stepped_version", 0):
                 raise RuntimeError(
-                    f"the weight of table {table.config.name!r} was written to, by an initializer or an average of"
-                    " parameters; it stands for the rows and holds none. Give rows to load_state_dict(), average them"
-                    " by oneemb.AveragedEmbedding"
+                    f"the weight of table {table.config.name!r} must not be written to, since it stands for the rows"
+                    " and holds none, but an initializer or an average of parameters was written to it; give rows to"
+                    " load_state_dict(), average them by oneemb.AveragedEmbedding"
                 )
         self._bring_in()
         let_go(state for state in self.states if state is not None)
@@ -276,7 +276,7 @@ class Collection(torch.nn.Module):
         with self._regrouping:  # Threads may take state dicts while others train.
             if any(table.is_regrouped for table in self._tables):
                 if self._on_ranks is not None:
-                    raise RuntimeError("apply_optimizer_in_backward comes before the module is sharded")
+                    raise RuntimeError("apply_optimizer_in_backward must be called before the module is sharded")
                 self._make_rows_anew()
 
     def _bring_in(self) -> None:
@@ -291,16 +291,16 @@ class Collection(torch.nn.Module):
             its = [self._tables[t] for t in group.tables]
             if group.rows.stats()["rows"] and its[0].starts_empty:
                 raise RuntimeError(
-                    f"tables {group.rows.name} have rows that lookups began; make the collection on the meta device,"
-                    " shard it, and load a snapshot of these rows"
+                    f"tables {group.rows.name} must have no rows before they are sharded, but lookups have initialized"
+                    " some; make the collection on the meta device, shard it, and load a snapshot of these rows"
                 )
             for table in its:
                 if table.state is not None and not table.starts_empty:
                     table.state.check_in_range()
             if group.rows.stats()["step"] and its[0].steppers:
                 warnings.warn(
-                    f"tables {group.rows.name} were trained in the backward pass before they are sharded: their weights"
-                    " go along, their optimizer's state does not",
+                    f"tables {group.rows.name} were trained in the backward pass before they are sharded; the sharded"
+                    " tables get their weights, but not their optimizer's state",
                     stacklevel=2,
                 )
         return self._dense_rows()
@@ -323,7 +323,8 @@ class Collection(torch.nn.Module):
             stats = group.rows.stats()
             if stats["step"] or stats["rows"] and self._tables[group.tables[0]].starts_empty:
                 raise RuntimeError(
-                    f"apply_optimizer_in_backward comes before the first lookup; tables {group.rows.name} have rows"
+                    f"apply_optimizer_in_backward must be called before the first lookup, but tables {group.rows.name}"
+                    " have rows"
                 )
         begin = self._dense_rows()
         for group in self._groups:
@@ -353,8 +354,9 @@ class Collection(torch.nn.Module):
         if self._on_ranks is not None or any(table.options is not None for table in self._tables):
             names = ", ".join(repr(config.name) for config in self.configs)
             raise TypeError(
-                f"the collection of tables {names} cannot be copied: its rows live in a path, or with other ranks, and"
-                " a copy needs a path of its own; make another collection, and have it load a state dict of this one"
+                f"the collection of tables {names} cannot be copied, since its rows live in a path, or on several"
+                " ranks, and a copy needs a path of its own; make another collection, and load a state dict of this"
+                " one into it"
             )
         self._bring_in()
         copied = self.empty_copy()
@@ -367,8 +369,8 @@ class Collection(torch.nn.Module):
     def __reduce_ex__(self, protocol: object) -> Never:
         names = ", ".join(repr(config.name) for config in self.configs)
         raise TypeError(
-            f"the collection of tables {names} cannot be pickled, by torch.save of a model or for another process: save"
-            " its state_dict(), and make the collection anew where that is loaded"
+            f"the collection of tables {names} cannot be pickled, by torch.save of a model or for another process; save"
+            " its state_dict(), and load that into a new collection"
         )
 
     def take_rows(self, device: torch.device, groups: Sequence[Group]) -> None:
@@ -380,8 +382,8 @@ class Collection(torch.nn.Module):
         self._make_rows([None] * len(self.configs))
         if [group.tables for group in self._groups] != [group.tables for group in groups]:
             raise TypeError(
-                "tables that apply_optimizer_in_backward steps by optimizers of different classes cannot be copied"
-                " together; copy the collection before that"
+                "tables that are copied together must be stepped in the backward pass by optimizers of one class, got"
+                " several classes; copy the collection before apply_optimizer_in_backward"
             )
         for own, theirs in zip(self._groups, groups, strict=True):
             copy_rows(theirs.rows.store, own.rows.store, with_state=True)
@@ -427,7 +429,10 @@ def _state_of(reference: "weakref.ref[Collection]", table: int) -> TableState:
     """Current state of table number `table` of a collection. State dicts call it, also before the first lookup."""
     collection = reference()
     if collection is None:
-        raise RuntimeError("the collection of this table is gone, and its rows with it")
+        raise RuntimeError(
+            "the collection of this table is gone, and its rows with it; keep the collection as long as its state"
+            " dicts are used"
+        )
     collection.regroup()
     state = collection.states[table]
     assert state is not None

@@ -67,11 +67,11 @@ def check_configs(tables: Sequence[BaseEmbeddingConfig], kind: type[BaseEmbeddin
     names = set[str]()
     for config in tables:
         if not config.name:
-            raise ValueError(f"every table needs a name, got {config!r}")
+            raise ValueError(f"every table must have a name, got {config!r}")
         if hasattr(torch.nn.ModuleDict, config.name) or "." in config.name:
             raise ValueError(
-                f"names of tables must have no dot and be no attribute of torch.nn.ModuleDict, which has the tables by"
-                f" name, got {config.name!r}; rename the table"
+                "the name of a table must have no dot and must not be an attribute of torch.nn.ModuleDict, which holds"
+                f" the tables by name, got {config.name!r}; rename the table"
             )
         if config.name in names:
             raise ValueError(f"Duplicate table name {config.name}: names of tables must differ")
@@ -79,16 +79,21 @@ def check_configs(tables: Sequence[BaseEmbeddingConfig], kind: type[BaseEmbeddin
         if not config.feature_names:
             config.feature_names = [config.name]
         if len(set(config.feature_names)) < len(config.feature_names):
-            raise ValueError(f"table {config.name!r} names a feature twice: {config.feature_names}")
+            raise ValueError(f"feature_names of table {config.name!r} must differ, got {config.feature_names}")
         if config.data_type not in _DTYPES:
             raise ValueError(
-                f"table {config.name!r}: data_type must be FP32, FP16 or BF16, got {config.data_type}; quantize what is"
-                " trained"
+                f"table {config.name!r}: data_type must be FP32, FP16 or BF16, got {config.data_type}; quantize the"
+                " trained collection"
             )
         if config.num_embeddings_post_pruning is not None:
-            raise ValueError(f"table {config.name!r}: num_embeddings_post_pruning is for inference, leave it out")
+            raise ValueError(
+                f"table {config.name!r}: num_embeddings_post_pruning must be None, since it is for inference; leave it"
+                " out"
+            )
         if config.need_pos:
-            raise ValueError(f"table {config.name!r}: position-weighted features (need_pos) are not supported")
+            raise ValueError(
+                f"table {config.name!r}: need_pos must be False, since position-weighted features are not supported"
+            )
         if config.enable_embedding_update:
             raise ValueError(
                 f"table {config.name!r}: enable_embedding_update, for DistributedModelParallel.write, is not supported;"
@@ -178,8 +183,8 @@ def first_rows(config: BaseEmbeddingConfig) -> torch.Tensor:
         weights = to_be_handed(size, dtype_of(config))
     except (OSError, OverflowError) as error:
         raise ValueError(
-            f"table {config.name!r}: there is no memory for {size[0]:,} rows of {size[1]} weights, the first"
-            " ones of TorchRec's table; give store_options, and each row is initialized at its first lookup"
+            f"table {config.name!r}: its first {size[0]:,} rows of {size[1]} weights must fit in memory, there is no"
+            " memory for them; give store_options, and each row is initialized at its first lookup"
         ) from error
     return weights.normal_()
 

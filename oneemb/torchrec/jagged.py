@@ -49,7 +49,7 @@ def check_jagged(features: KeyedJaggedTensor) -> Jagged:
     keys, values, weights = features.keys(), features.values(), features.weights_or_none()
     if len(set(keys)) < len(keys):
         twice = sorted({key for key in keys if keys.count(key) > 1})
-        raise ValueError(f"keys must be unique in a KeyedJaggedTensor, got {twice} more often")
+        raise ValueError(f"keys of a KeyedJaggedTensor must be unique, got {twice} more often")
     if values.dtype not in (torch.int64, torch.int32) or values.dim() != 1:
         raise TypeError(f"values of a KeyedJaggedTensor must be ids, int64 or int32 [N], got {_say(values)}")
     if weights is not None and (weights.shape != values.shape or weights.dtype.is_complex):
@@ -61,7 +61,8 @@ def check_jagged(features: KeyedJaggedTensor) -> Jagged:
     samples = features.stride_per_key() if features.variable_stride_per_key() else _even(features, bags)
     if len(samples) != len(keys) or sum(samples) != bags:
         raise ValueError(
-            f"lengths must be one for each sample of each key, got {bags} for {len(keys)} keys with {samples} samples"
+            f"lengths must be one for each sample of each key, got {bags} lengths for {len(keys)} keys with {samples}"
+            " samples"
         )
     if lengths is not None:
         _check_lengths(lengths, len(values))
@@ -70,7 +71,7 @@ def check_jagged(features: KeyedJaggedTensor) -> Jagged:
     else:
         _check_offsets(offsets, len(values))
         if lengths is not None and not np.array_equal(np.diff(_array(offsets)), _array(lengths)):
-            raise ValueError("lengths and offsets of a KeyedJaggedTensor must say the same, they differ")
+            raise ValueError("lengths and offsets of a KeyedJaggedTensor must agree, but differ")
     return Jagged(values.long(), offsets.long(), None if weights is None else weights.float(), samples)
 
 
@@ -88,7 +89,9 @@ def checked_bags(features: KeyedJaggedTensor, is_weighted: bool) -> tuple[KeyedJ
 def check_weighted(weights: torch.Tensor | None) -> None:
     """Raise ValueError if `weights`, of a batch for a weighted collection, is None."""
     if weights is None:
-        raise ValueError("the collection is weighted (is_weighted=True), and the KeyedJaggedTensor has no weights")
+        raise ValueError(
+            "the KeyedJaggedTensor must have weights for a weighted collection (is_weighted=True), got none"
+        )
 
 
 def jagged_tensors(
@@ -118,9 +121,11 @@ def jagged_tensors(
 def _even(features: KeyedJaggedTensor, bags: int) -> list[int]:
     keys = len(features.keys())
     if keys == 0 or bags % keys:
-        raise ValueError(f"lengths must be one for each sample of each key, got {bags} for {keys} keys")
+        raise ValueError(f"lengths must be one for each sample of each key, got {bags} lengths for {keys} keys")
     if features.stride() * keys != bags:
-        raise ValueError(f"lengths must be {features.stride()} (stride) for each of {keys} keys, got {bags}")
+        raise ValueError(
+            f"lengths must be {features.stride()} (the stride) for each of {keys} keys, got {bags} for all keys"
+        )
     return [bags // keys] * keys
 
 
@@ -160,14 +165,14 @@ def order_of_inverse(
     """
     if inverse is None:
         raise ValueError(
-            "features have different numbers of samples (stride_per_key_per_rank), and no inverse_indices; give each"
-            " feature the number of its sample for each sample of the batch"
+            "inverse_indices must be given if features have different numbers of samples (stride_per_key_per_rank),"
+            " got none; give each feature the number of its sample for each sample of the batch"
         )
     names, index_KB = inverse
     order = {key: k for k, key in enumerate(names)}
     missing = [feature for feature in wanted if feature not in order]
     if missing:
-        raise ValueError(f"inverse_indices lack the features {missing}, they have {names}")
+        raise ValueError(f"inverse_indices must have the features {missing}, they have {names}")
     _check_inverse(names, index_KB, dict(zip(keys, jagged.samples, strict=True)))
     return order, index_KB
 

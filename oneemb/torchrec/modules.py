@@ -32,8 +32,8 @@ def jagged_of(features: KeyedJaggedTensor, wanted: list[str]) -> tuple[torch.Ten
     """Values, offsets and weights of the wanted features, in their order, by calls that TorchScript can compile."""
     if features.inverse_indices_or_none() is not None or features.variable_stride_per_key():
         raise RuntimeError(
-            "a collection that was traced or scripted takes batches of one size for all features, without"
-            " inverse_indices: call the collection"
+            "a batch for a traced or scripted collection must have one number of samples for all features, and no"
+            " inverse_indices; call the collection itself for other batches"
         )
     place = {key: k for k, key in enumerate(features.keys())}
     selected = features.permute([place[feature] for feature in wanted])
@@ -113,7 +113,9 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
     ):
         super().__init__(tables, device, store_options, seed, num_threads, on_ranks, pools=True, named="embedding_bags")
         if is_weighted and (means := [config.name for config in tables if config.pooling == PoolingType.MEAN]):
-            raise ValueError(f"weights are for bags that are summed, tables {means} take the mean; use PoolingType.SUM")
+            raise ValueError(
+                f"pooling must be SUM with is_weighted=True, got MEAN for tables {means}; use PoolingType.SUM"
+            )
         self._is_weighted = is_weighted
         self._lengths_per_embedding: list[int] = [tables[column.table].embedding_dim for column in self._columns]
         self._dim: int = sum(self._lengths_per_embedding)
@@ -172,7 +174,10 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
         ops."""
         features = len(self._columns)
         if (len(offsets) - 1) % features:
-            raise ValueError(f"offsets must be of as many samples for each of {features} features")
+            raise ValueError(
+                f"offsets must have the same number of bags for each of {features} features, got {len(offsets) - 1}"
+                " bags"
+            )
         jagged = Jagged(values, offsets, per_sample_weights, [(len(offsets) - 1) // features] * features)
         if self._is_weighted:
             check_weighted(per_sample_weights)
@@ -281,8 +286,8 @@ class EmbeddingCollection(Collection, EmbeddingCollectionInterface):
         for config in tables:
             if config.embedding_dim != self._embedding_dim:
                 raise ValueError(
-                    f"tables of an EmbeddingCollection have one embedding_dim; {config.name} has"
-                    f" {config.embedding_dim}, {tables[0].name} {self._embedding_dim}"
+                    f"tables of an EmbeddingCollection must have one embedding_dim, got {config.embedding_dim} for"
+                    f" {config.name} and {self._embedding_dim} for {tables[0].name}"
                 )
         self._need_indices: bool = need_indices
         self._use_gather_select = use_gather_select

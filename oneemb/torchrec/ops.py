@@ -38,8 +38,8 @@ def _collection_of(weights: list[torch.Tensor]) -> LooksUpJagged:
     found = _known(weights)
     if found is None:
         raise RuntimeError(
-            "the parameters of these tables know no collection: a model that was traced, scripted or exported looks up"
-            " in the process, and as long as, its collection of oneemb.torchrec is there"
+            "the parameters of these tables refer to no collection: a traced, scripted or exported model can look up"
+            " only in the process of its collection of oneemb.torchrec, and as long as that exists"
         )
     return found
 
@@ -51,9 +51,9 @@ def _check_meta(values: torch.Tensor, weights: list[torch.Tensor]) -> None:
 
 
 ON_META = (
-    "the tables are on the meta device and have no rows: move the module, module.to_empty(device='cpu'), or shard it:"
-    " DistributedModelParallel of oneemb.torchrec does, TorchRec's where it is given sharders="
-    "oneemb.torchrec.get_default_sharders()"
+    "the tables are on the meta device and have no rows; move the module by module.to_empty(device='cpu'), or shard it"
+    " by DistributedModelParallel of oneemb.torchrec, or by TorchRec's with"
+    " sharders=oneemb.torchrec.get_default_sharders()"
 )
 """Text of the error for a lookup in tables on the meta device."""
 

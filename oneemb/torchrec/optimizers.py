@@ -66,7 +66,7 @@ def from_fused_params(fused_params: Mapping[str, Any]) -> MakeOptimizer:
     asked = given.pop("optimizer", EmbOptimType.EXACT_SGD)
     name = asked.value if isinstance(asked, EmbOptimType) else str(asked)
     if name not in _KNOWN:
-        raise ValueError(f"fused_params: optimizer {name!r} is not one of {', '.join(_KNOWN)}")
+        raise ValueError(f"fused_params: optimizer must be one of {', '.join(_KNOWN)}, got {name!r}")
     for option in [option for option in given if option in _NO_EFFECT or option.startswith("__register")]:
         del given[option]
     for option in [option for option in given if option in _OFF]:
@@ -79,7 +79,7 @@ def from_fused_params(fused_params: Mapping[str, Any]) -> MakeOptimizer:
     if decay_mode not in ("NONE", "L2", "DECOUPLE"):
         raise ValueError(f"fused_params: weight_decay_mode {decay_mode} is not supported; use L2")
     if "lr" in given and "learning_rate" in given:
-        raise ValueError("fused_params: lr and learning_rate are the same; give one of them")
+        raise ValueError("fused_params: lr and learning_rate are one option; give one of them")
     options = dict(_DEFAULTS)
     for theirs, ours in [("learning_rate", "lr"), ("lr", "lr")]:
         if theirs in given:
@@ -95,7 +95,9 @@ def from_fused_params(fused_params: Mapping[str, Any]) -> MakeOptimizer:
         ("initial_accumulator_value", 0.0),
     ]:  # fmt: skip
         if given.get(option) and given[option] != default and option not in known.fbgemm_options:
-            raise ValueError(f"fused_params: {option} has no effect on {name!r} in FBGEMM, and none here; leave it out")
+            raise ValueError(
+                f"fused_params: {option} has no effect on optimizer {name!r}, in FBGEMM and here; leave it out"
+            )
         if option == "weight_decay" and given.get(option) and "adagrad" in name and decay_mode not in ("NONE", "L2"):
             raise ValueError(f"fused_params: weight_decay_mode {decay_mode} is not supported; use L2")
     kind, options = pkgutil.resolve_name(cls), options | given
@@ -107,7 +109,10 @@ def from_classes(classes: Sequence[type], options: Sequence[Mapping[str, Any]]) 
     """Function that makes the optimizer that `apply_optimizer_in_backward` gave a parameter. ValueError if the
     parameter has two, or an option is not supported for rows."""
     if len(classes) > 1:
-        raise ValueError("apply_optimizer_in_backward was called twice for a table, which one optimizer steps")
+        raise ValueError(
+            "apply_optimizer_in_backward must be called once for a table, was called twice; one optimizer can step a"
+            " table"
+        )
     cls: Any = classes[0]
     if (name := _PLACEHOLDERS.get(cls)) is not None:
         # RowWiseAdagrad, unlike the other classes, is a real optimizer, with its own defaults.
@@ -122,7 +127,9 @@ def _fbgemm_names(options: Mapping[str, Any]) -> dict[str, Any]:
         options["beta1"], options["beta2"] = options.pop("betas")
     for name, off in [("lr_decay", 0.0), ("maximize", False)]:
         if options.pop(name, off) != off:
-            raise ValueError(f"apply_optimizer_in_backward: {name} of TorchRec's optimizers is not supported")
+            raise ValueError(
+                f"apply_optimizer_in_backward: {name} of TorchRec's optimizers is not supported; leave it out"
+            )
     return options
 
 
@@ -224,7 +231,7 @@ class FusedRowsOptimizer(FusedOptimizer):
                 self.state[weight], state[name]))  # fmt: skip
             if its != given:
                 raise ValueError(
-                    f"the state of {name} must be {its}, as its optimizer has it, got {given}: it is that of another"
+                    f"the optimizer state of {name} must have the shapes {its}, got {given}: it is that of another"
                     " optimizer, or of a table of another size"
                 )
             table = self._tables[weight]
@@ -252,4 +259,4 @@ def _check_steps(steps: Mapping[Any, Mapping[str, float]]) -> None:
     """Raise ValueError unless the tables of each embedding have one count of steps."""
     for of_tables in steps.values():
         if len(set(of_tables.values())) > 1:
-            raise ValueError(f"tables that are one embedding have one count of steps, got {of_tables}")
+            raise ValueError(f"tables of one embedding must have one count of steps, got {of_tables}")

@@ -156,7 +156,8 @@ class QuantCollection(torch.nn.Module):
     def _check_rows(self) -> None:
         if self._device.type == "meta":
             raise RuntimeError(
-                "the rows are on the meta device: load a state dict, or move the module, to_empty(device='cpu')"
+                "the rows are on the meta device, where no lookup is possible; move the module by"
+                " to_empty(device='cpu'), and load a state dict"
             )
 
     # ---- construction -----------------------------------------------------------------------------------------------
@@ -191,7 +192,9 @@ class QuantCollection(torch.nn.Module):
         if not isinstance(collection, Collection):
             raise TypeError(f"module must be a collection of oneemb.torchrec, got {type(module).__name__}")
         if getattr(module, MODULE_ATTR_EMB_CONFIG_NAME_TO_NUM_ROWS_POST_PRUNING_DICT, None):
-            raise ValueError("set_pruning_data: rows are by id here, and are not pruned; leave these modules out")
+            raise ValueError(
+                "set_pruning_data is not supported, since rows are found by id and not pruned; leave these modules out"
+            )
         configs = _quantized_configs(collection, dtype, by_table)
         check_quantized(configs, output_dtype)
         group = collection.process_group
@@ -213,7 +216,9 @@ class QuantCollection(torch.nn.Module):
         """
         config = getattr(module, "qconfig", None)
         if config is None:
-            raise ValueError("the module must have a qconfig, which says the dtype of rows: see quantize_embeddings")
+            raise ValueError(
+                "the module must have a qconfig, which gives the dtype of rows, got none; call quantize_embeddings"
+            )
         by_table = getattr(config, "per_table_weight_dtype", None)
         return cls.quantized(module, config.weight().dtype, config.activation().dtype, by_table)
 
@@ -233,7 +238,7 @@ class QuantCollection(torch.nn.Module):
         for group in cast(Any, self.groups):
             if table in group.tables:
                 return stored_rows(group.rows, self._absent[table])
-        raise IndexError(f"there are {len(self.configs)} tables, got {table}")
+        raise IndexError(f"table must be from 0 to {len(self.configs) - 1}, got {table}")
 
     def _rows_of_tables(self) -> dict[str, RowsOfTable]:
         return {config.name: self.rows_of_table(t) for t, config in enumerate(self.configs)}
@@ -280,8 +285,8 @@ class QuantCollection(torch.nn.Module):
             else:
                 if self._device.type == "meta":
                     warnings.warn(
-                        f"the quantized tables {list(parts)} are on the meta device: a load into them has no effect;"
-                        " move the collection first, to_empty(device='cpu')",
+                        f"the quantized tables {list(parts)} are on the meta device, so a load into them has no effect;"
+                        " move the collection first, by to_empty(device='cpu')",
                         stacklevel=2,
                     )
                     return
@@ -331,14 +336,19 @@ def check_quantized(tables: Sequence[BaseEmbeddingConfig], output_dtype: torch.d
         bits = DATA_TYPES.get(config.data_type)
         if bits is None:
             known = ", ".join(data_type.name for data_type in DATA_TYPES)
-            raise ValueError(f"table {config.name!r}: rows can be quantized to {known}, got {config.data_type}")
+            raise ValueError(
+                f"table {config.name!r}: the data type of rows must be one of {known}, got {config.data_type}"
+            )
         if config.embedding_dim * bits % 16:
             raise ValueError(
-                f"table {config.name!r}: {config.embedding_dim} weights of {bits} bits do not fill pairs of bytes;"
-                f" embedding_dim must be a multiple of {16 // bits}"
+                f"table {config.name!r}: embedding_dim must be a multiple of {16 // bits}, since weights of {bits} bits"
+                f" must fill pairs of bytes, got {config.embedding_dim}"
             )
         if config.num_embeddings_post_pruning is not None:
-            raise ValueError(f"table {config.name!r}: num_embeddings_post_pruning: rows are by id here, and not pruned")
+            raise ValueError(
+                f"table {config.name!r}: num_embeddings_post_pruning must be None, since rows are found by id and not"
+                " pruned"
+            )
 
 
 def _quantized_configs(collection: Any, dtype: torch.dtype, by_table: Mapping[str, torch.dtype] | None) -> list[Any]:

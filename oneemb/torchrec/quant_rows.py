@@ -86,7 +86,7 @@ class RowsOfTable(NamedTuple):
                 raise TypeError(f"{part} must be a tensor with values, got {type(its).__name__}")
         size = _row_bytes(config.embedding_dim, config.data_type)
         if self.ids.dtype != torch.int64 or self.ids.dim() != 1 or not bool((self.ids[1:] > self.ids[:-1]).all()):
-            raise ValueError(f"ids must be int64, each above the one before, got {self.ids.dtype} {[*self.ids.shape]}")
+            raise ValueError(f"ids must be int64 in ascending order, got {self.ids.dtype} {[*self.ids.shape]}")
         if self.weight.dtype != torch.uint8 or tuple(self.weight.shape) != (len(self.ids), size):
             raise ValueError(
                 f"weight must be uint8 [{len(self.ids)}, {size}], rows of {config.embedding_dim} weights as"
@@ -181,7 +181,7 @@ def frozen_rows(tables: Sequence[RowsOfTable], dim: int, data_type: DataType) ->
     absent_T = torch.stack([its.absent for its in tables]).numpy()
     number_T = absent_T[:, 1]
     if len(set(number_T.tolist())) < len(number_T):
-        raise ValueError(f"tables of one embedding have numbers of their own, got {number_T.tolist()}")
+        raise ValueError(f"tables of one embedding must have different numbers, got {number_T.tolist()}")
     kind_TC = np.full((number_T.max() + 1, 1), CONSTANT)
     param_TC4 = np.zeros((len(kind_TC), 1, 4))
     kind_TC[number_T, 0], param_TC4[number_T, 0] = absent_T[:, 3], absent_T[:, 4:].copy().view(np.float64)

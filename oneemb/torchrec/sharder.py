@@ -122,7 +122,9 @@ class _Sharder(BaseEmbeddingSharder[torch.nn.Module]):
     ) -> Any:
         """Shard a module as `shard` does, also if another sharder shards the module around it."""
         if env.process_group is None:
-            raise ValueError(f"module {module_fqn!r} is sharded between the ranks of a process group, env has none")
+            raise ValueError(
+                f"env must have a process group, between whose ranks module {module_fqn!r} is sharded, got none"
+            )
         self._check_plan(params, env, module_fqn or type(module).__name__)
         options, seed = self._options_of(module, module_fqn or "")
         configs = configs_of(module)
@@ -143,7 +145,7 @@ class _Sharder(BaseEmbeddingSharder[torch.nn.Module]):
         if others and env.rank == 0 and env.world_size > 1:
             planned = ", ".join(f"{kind} of {table!r}" for table, kind in others.items())
             warnings.warn(
-                f"{name}: rows are spread over all ranks by key; what the plan says ({planned:.300}) has no effect",
+                f"{name}: rows are spread over all ranks by key, so what the plan says ({planned:.300}) has no effect",
                 stacklevel=3,
             )
 
@@ -151,7 +153,10 @@ class _Sharder(BaseEmbeddingSharder[torch.nn.Module]):
         if not isinstance(module, Collection):
             return _in_subfolder(self._store_options, name), self._seed
         if self._store_options is not None:
-            raise ValueError("the modules that are sharded have store_options of their own; leave the sharder's out")
+            raise ValueError(
+                "store_options of the sharder must be None for these modules, which have store_options of their own;"
+                " leave the sharder's out"
+            )
         return module.store_options, module.seed
 
 
@@ -278,7 +283,7 @@ def comm_dtype_of(codecs: Mapping[str, QuantizedCommCodecs]) -> torch.dtype:
     not float32, float16 or bfloat16."""
     dtypes = {codec.quantized_dtype for both in codecs.values() for codec in (both.forward, both.backward)}
     if dtypes - {torch.float32, torch.float16, torch.bfloat16}:
-        raise ValueError(f"qcomm_codecs_registry: rows travel as FP32, FP16 or BF16, got codecs of {dtypes}")
+        raise ValueError(f"qcomm_codecs_registry: codecs must be FP32, FP16 or BF16, got {dtypes}")
     if not dtypes or torch.float32 in dtypes:  # Rows and gradients travel in one dtype.
         return torch.float32
     return torch.bfloat16 if torch.bfloat16 in dtypes else torch.float16

@@ -108,7 +108,10 @@ def kind_of_steps(steppers: Sequence[torch.optim.Optimizer]) -> tuple[Any, ...] 
     if not steppers:
         return None
     if len(steppers) > 1:
-        raise ValueError("apply_optimizer_in_backward was called twice for a table, which one optimizer steps")
+        raise ValueError(
+            "apply_optimizer_in_backward must be called once for a table, was called twice; one optimizer can step a"
+            " table"
+        )
     stepper = row_stepper(steppers[0])
     found = row_optimizer_of(stepper, stepper.param_groups[0])
     return type(stepper), found.name, found.weight_state, found.row_state, found.fixed

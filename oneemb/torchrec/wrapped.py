@@ -74,7 +74,7 @@ def refuse_behind_managed_collisions(collection: torch.nn.Module, module_fqn: st
                 f"sharders must have one for module {path!r}, a {type(module).__name__}, got only one for the"
                 f" {type(collection).__name__} inside it; give DistributedModelParallel"
                 " sharders=oneemb.torchrec.get_default_sharders(), which shards both on one rank, or leave the managed"
-                " collisions out: oneemb's tables take any int64 as an id"
+                " collisions out, since oneemb's tables take any int64 as an id"
             )
 
 
@@ -115,9 +115,9 @@ class _ManagedCollisionSharder(BaseEmbeddingSharder[torch.nn.Module]):
         """
         if env.world_size > 1:
             raise ValueError(
-                f"module {module_fqn!r}, a {self._kind.__name__}, cannot be sharded over {env.world_size} ranks: each"
-                " rank would map ids to rows in its own way. Leave the managed collisions out, and shard"
-                " oneemb.torchrec's collections, whose tables take any int64 as an id, by"
+                f"module {module_fqn!r}, a {self._kind.__name__}, cannot be sharded over {env.world_size} ranks, since"
+                " each rank would map ids to rows in its own way; leave the managed collisions out, and shard"
+                " collections of oneemb.torchrec, whose tables take any int64 as an id, by"
                 " oneemb.torchrec.get_default_sharders()"
             )
         inside = module._embedding_module

@@ -138,7 +138,7 @@ def test_collections_of_a_model_are_put_into_their_place(module, trained):
     assert made.hash_table.size_T.tolist() == [0, 3]
     for said in ({}, {"users": True, "goods": False}):
         with pytest.raises(
-            ValueError, match=r"dynamic_table_configs must say the same of all tables of 'inner\.sparse'"
+            ValueError, match=r"dynamic_table_configs must have one value for all tables of 'inner\.sparse'"
         ):
             apply_inference_embedding_collection(Model(module.EmbeddingCollection(tables=CONFIGS)), said, {})
 
@@ -147,20 +147,20 @@ def test_what_cannot_be_is_refused_by_name(trained):
     options = [Options(dim=DIM, max_capacity=3)] * 2
     for arguments, message in [
         (([Options(dim=DIM)], True, -1), "init_capacity or max_capacity above 0"),
-        (([*options, Options(dim=8, max_capacity=3)], True, -1), "must have one dim above 0"),
+        (([*options, Options(dim=8, max_capacity=3)], True, -1), "must have the same dim, above 0"),
         ((options, True, 0), "pooling_mode must be one of"),
         ((options, True, -1, ["a"]), "table_names must be one for each of 2 tables"),
-        ((options, True, -1, None, None, [1, 0]), "feature_table_map must be tables 0 to 1, never falling"),
+        ((options, True, -1, None, None, [1, 0]), "feature_table_map must be numbers of tables, 0 to 1, never falling"),
         ((options, True, -1, None, None, None, torch.int8), "output_dtype must be one of"),
     ]:
         with pytest.raises(ValueError, match=message):
             InferenceEmbeddingCollection(*arguments)
     small = InferenceEmbeddingCollection(options, True, -1, list(IDS))
-    with pytest.raises(oneemb.StoreFullError, match="table 0 has room for 3 ids, got 5"):
+    with pytest.raises(oneemb.StoreFullError, match="the ids of table 0 must be at most 3, got 5"):
         small.load_from_dynamicemb_file(str(trained[0]))
     with pytest.raises(ValueError, match=r"table_names must be some of .* got \['other'\]"):
         small.load_from_dynamicemb_file(str(trained[0]), ["other"])
-    with pytest.raises(ValueError, match="use_dynamic_hash is off"):
+    with pytest.raises(ValueError, match="use_dynamic_hash must be True"):
         InferenceEmbeddingCollection(options, False, -1, list(IDS)).load_from_dynamicemb_file(str(trained[0]))
     with pytest.raises(ValueError, match="pooling_offsets must be given with pooling_mode 1"):
         InferenceEmbeddingCollection(options, True, 1)(torch.tensor([1, 2]), torch.tensor([0, 1, 2]))

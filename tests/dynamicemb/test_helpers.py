@@ -221,5 +221,5 @@ def test_a_table_is_dumped_into_files_and_loaded(tmp_path, optim):
     assert torch.equal(its.values[:, 4:], was.values[:, 4:] if optim else torch.zeros(3, 4))
     with open(paths[2], "ab") as file:
         file.write(b"\0" * 4)
-    with pytest.raises(ValueError, match="must have numbers of 3 rows"):
+    with pytest.raises(ValueError, match="the same number of values for each of 3 keys"):
         made[1].tables.load(1, *paths, state, optim, timestamp=0)

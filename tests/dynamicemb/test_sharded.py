@@ -314,7 +314,7 @@ def refuse(group):
 def test_what_cannot_be_is_said():
     [said] = on_ranks(1, refuse)
     assert "constraints must be given for each table" in said[0]
-    assert "optimizer 'no such' is not one of" in said[1]
+    assert "got 'no such'" in said[1]
     assert "'one' has STEP" in said[2] and "score_threshold must be an int, or ints by" in said[3]
     assert "'g'" in said[4]
 

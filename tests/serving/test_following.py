@@ -254,7 +254,7 @@ def test_a_signal_that_refreshes_in_the_midst_of_a_refresh_waits_for_no_lock_of_
     def refresh_twice():
         monkeypatch.setattr(build, "make_file", interrupted_once)
         signal.signal(signal.SIGHUP, lambda *_: served.refresh())
-        with pytest.raises(StorageError, match="a handler of signals has interrupted it"):
+        with pytest.raises(StorageError, match="a signal handler has interrupted it"):
             served.refresh()
         return answer(served) == 1 and served.refresh() and answer(served) == 2
 

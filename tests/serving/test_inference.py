@@ -227,9 +227,9 @@ def test_some_tables_are_served_in_the_order_that_was_given(tmp_path):
             assert torch.equal(served(ids[:20, 0], tables), embedding(ids[:20, 0], tables))
             bags = {"offsets": torch.arange(0, 201, 5), "columns": [0, 2]}
             assert torch.equal(served(ids[:, 0], **bags), embedding(ids[:, 0], **bags))
-        with pytest.raises(ValueError, match="tables that are served"):
+        with pytest.raises(ValueError, match="numbers of served tables"):
             served(ids[:, 0], torch.ones(len(ids), dtype=torch.int64))
-        with pytest.raises(ValueError, match="tables that are served"):
+        with pytest.raises(ValueError, match="numbers of served tables"):
             served(ids[:, 0], offsets=torch.arange(0, 201, 5), columns=[0, 1])
 
 

@@ -293,9 +293,9 @@ def test_jagged_tensors_are_found_wherever_they_are(batch, of, data_info, monkey
 @pytest.mark.parametrize(
     ("batch", "data_info", "words"),
     [
-        ((1, 2), None, "has 0; pass data_info"),
-        ((KJT, KJT), None, "has 2; pass data_info"),
-        ((1, KJT), {0: "ebc"}, "it is int"),
+        ((1, 2), None, "got 0; pass data_info"),
+        ((KJT, KJT), None, "got 2; pass data_info"),
+        ((1, KJT), {0: "ebc"}, "must be a KeyedJaggedTensor, .* got int"),
         ((1, KJT), {4: "ebc"}, "does not have"),
         ({"a": KJT}, {"b": "ebc"}, "does not have"),
     ],
@@ -376,7 +376,7 @@ def test_a_server_with_half_a_row_is_an_error(monkeypatch):
     server = FaultyServer()
     server.server.push("ebc.one", np.array([3]), [np.ones((1, 2), np.float32)])
     tables = Tables(ROWS, monkeypatch, server)
-    with pytest.raises(ServerError, match="of row 3 of table 'ebc.one' the server has 1 of 2 parts"):
+    with pytest.raises(ServerError, match="row 3 of table 'ebc.one' must have 2 parts .* the server has 1"):
         list(tables.loader([kjt_of([3], [], [])], 0))
 
 

@@ -29,7 +29,10 @@ def test_every_argument_is_known():
         (lambda: IDTransformer(4, {"type": "mixed_lru_lfu", "ttl": 3}), "eviction_config must be .*ttl"),
         (lambda: IDTransformer(4, None, {"type": "thread"}), "transform_config must be a type out of naive, cacheline"),
         (lambda: IDTransformer(4, None, {"type": "naive", "threads": 3}), "transform_config must be .*threads"),
-        (lambda: PSCollection("p", {}, "memory://", {"chunk": 3}), r"ps_config may have .* got \['chunk'\]"),
+        (
+            lambda: PSCollection("p", {}, "memory://", {"chunk": 3}),
+            r"ps_config must have no options but .* got \['chunk'\]",
+        ),
     ],
 )
 def test_an_option_that_is_not_known_is_named(make, match):

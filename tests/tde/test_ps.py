@@ -73,7 +73,7 @@ def test_a_collection_by_itself_transforms_and_says_when_it_is_full():
 
 @pytest.mark.parametrize(
     ("names", "features", "words"),
-    [(["a", "b"], [["f"], ["f"]], "looked up in one table"), (["a", "a"], [["f"], ["g"]], "names of their own")],
+    [(["a", "b"], [["f"], ["f"]], "looked up in one table"), (["a", "a"], [["f"], ["g"]], "must have different names")],
 )
 def test_tables_that_share_a_feature_or_a_name_are_refused(names, features, words):
     configs = [

@@ -242,7 +242,12 @@ def refusals(group):
 
 def test_what_wrap_cannot_serve_it_refuses_in_words():
     (found,) = on_ranks(1, refusals)
-    words = ["an optimizer of yours trains it", "Adam, moves rows that have no gradient", "no.such.path", "nothing"]
+    words = [
+        "the optimizer that trains it must be given",
+        "Adam, moves rows that have no gradient",
+        "no.such.path",
+        "nothing",
+    ]
     words.append("grow by themselves")
     assert len(found) == len(words) and all(word in text for word, text in zip(words, found, strict=True)), found
 
@@ -264,5 +269,5 @@ def refusals_of_two(group):
 
 def test_two_ranks_share_no_memory_and_rows_are_not_cut():
     for first, second in on_ranks(2, refusals_of_two):
-        assert "what is at memory:// is one process's" in first[0] and "at file:// is one process's" in first[1]
+        assert "got memory://, which is one process's" in first[0] and "got file://, which is one process's" in first[1]
         assert "sharded by its columns" in second or "is one process's" in second

@@ -194,7 +194,7 @@ def test_a_virtual_table_in_memory_takes_an_optimizer_and_a_copy_and_is_not_shar
     module(kjt).values().sum().backward()
     assert torch.equal(module(kjt).values(), before - 1.0) and module.rows[0].stats()["rows"] == 2
     assert torch.equal(copy.deepcopy(module)(kjt).values(), before - 1.0)
-    with pytest.raises(RuntimeError, match="tables t have rows that lookups began"):
+    with pytest.raises(RuntimeError, match="tables t must have no rows before they are sharded"):
         module.rows_to_shard()
     module.reset_parameters()
     assert module.rows[0].stats()["rows"] == 0

@@ -272,11 +272,11 @@ def test_an_unchanged_model_is_trained_as_fused_params_say():
 @pytest.mark.parametrize(
     "fused_params, match",
     [
-        ({"optimizer": EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD}, "optimizer 'ensemble_row_wise_adagrad' is not one of"),
-        ({"weight_decay": 0.1}, "weight_decay has no effect on 'exact_sgd' in FBGEMM"),
+        ({"optimizer": EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD}, "must be one of .* got 'ensemble_row_wise_adagrad'"),
+        ({"weight_decay": 0.1}, "weight_decay has no effect on optimizer 'exact_sgd', in FBGEMM"),
         ({"gradient_clipping": True}, "gradient_clipping=True is not supported"),
-        ({"momentum": 0.5}, "momentum has no effect on 'exact_sgd' in FBGEMM"),
-        ({"optimizer": EmbOptimType.ADAM, "eta": 0.1}, "eta has no effect on 'adam' in FBGEMM"),
+        ({"momentum": 0.5}, "momentum has no effect on optimizer 'exact_sgd', in FBGEMM"),
+        ({"optimizer": EmbOptimType.ADAM, "eta": 0.1}, "eta has no effect on optimizer 'adam', in FBGEMM"),
         ({"learning_rat": 0.1}, r"unknown options \['learning_rat'\]"),
         (
             {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "weight_decay": 0.1,
@@ -419,7 +419,9 @@ def of_another_optimizer(group):
     decayed, damped = make(torch.optim.Adagrad, lr_decay=0.1), make(torch.optim.SGD, momentum=0.9, dampening=0.5)
     said = []
     for optimizer, state in [(adagrad, adam.state_dict()), (adagrad, make(oneemb.optim.RowWiseAdagrad).state_dict())]:
-        with pytest.raises(ValueError, match="as its optimizer has it, got|Different|not found") as raised:
+        with pytest.raises(
+            ValueError, match="optimizer state of .* must have the shapes|Different|not found"
+        ) as raised:
             optimizer.load_state_dict(state)
         said.append(str(raised.value))
     names = [sorted(next(iter(its.state_dict()["state"].values()))) for its in (decayed, damped)]
@@ -442,12 +444,12 @@ def of_two_steps(group):
     state = copy.deepcopy(adam.state_dict())
     next(iter(state["state"].values()))["one.step"].fill_(7)
     before = str(adam.state_dict())
-    with pytest.raises(ValueError, match="one embedding have one count of steps, got {'one': 7.0, 'two': 2.0}"):
+    with pytest.raises(ValueError, match="one embedding must have one count of steps, got {'one': 7.0, 'two': 2.0}"):
         adam.load_state_dict(state)
     assert str(adam.state_dict()) == before
     state = copy.deepcopy(model.fused_optimizer.state_dict())  # TorchRec's, of all modules
     next(iter(state["state"].values()))["one.step"].fill_(7)
-    with pytest.raises(ValueError, match="one embedding have one count of steps, got {'one': 7.0, 'two': 2.0}"):
+    with pytest.raises(ValueError, match="one embedding must have one count of steps, got {'one': 7.0, 'two': 2.0}"):
         model.fused_optimizer.load_state_dict(state)
     assert str(adam.state_dict()) == before
     return train(model, group, 1)
@@ -461,7 +463,7 @@ def stepped_by_another(group):
     make, _, own = MODELS["bags"]
     model = shard(make(own, device=torch.device("meta")), group, get_default_sharders())
     apply_optimizer_in_backward(torch.optim.SGD, model.module.sparse.parameters(), {"lr": 0.1})
-    with pytest.raises(RuntimeError, match="comes before the module is sharded"):
+    with pytest.raises(RuntimeError, match="must be called before the module is sharded"):
         train(model, group, 1)
 
 

@@ -87,8 +87,8 @@ class DynamicEmbeddingShardingPlanner:
         names = [config.name for config in eb_configs]
         if len(set(names)) < len(names) or set(names) != constraints.keys():
             raise ValueError(
-                f"constraints must be given for each table, by its own name: tables are {names}, constraints are for"
-                f" {list(constraints)}"
+                f"constraints must be given for each table, and names of tables must differ; tables are {names},"
+                f" constraints are for {list(constraints)}"
             )
         if topology is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -259,7 +259,9 @@ class DynamicSharder(BaseEmbeddingSharder[torch.nn.Module]):
         dynamic = [config for config in configs if config.name in its]
         others = [config for config in configs if config.name not in its]
         if env.process_group is None:
-            raise ValueError(f"module {module_fqn!r} is sharded between the ranks of a process group, env has none")
+            raise ValueError(
+                f"env must have a process group, between whose ranks module {module_fqn!r} is sharded, got none"
+            )
         device = device or torch.device("cpu")
         options = [its[config.name].dynamicemb_options for config in dynamic]
         size = env.process_group.size()
