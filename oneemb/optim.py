@@ -34,9 +34,9 @@ class _Optimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the state from `load_state_dict`; counts of steps that older versions saved as ints become tensors."""
         super().__setstate__(state)
-        for its in self.state.values():
-            if isinstance(its.get("step"), int):
-                its["step"] = _count(its["step"])
+        for of_param in self.state.values():
+            if isinstance(of_param.get("step"), int):
+                of_param["step"] = _count(of_param["step"])
 
     def add_param_group(self, param_group: _Group) -> None:
         """Add a param group. Options that it lacks are those of the constructor.
@@ -85,8 +85,8 @@ class _Optimizer(torch.optim.Optimizer):
 
     def row_optimizer(self, group: _Group) -> RowOptimizer:
         """Row optimizer that steps the rows of embeddings in this group."""
-        its = next(cls for cls in type(self).__mro__ if cls.__module__ == __name__)
-        return rows_of_class(its, self, group)
+        kind = next(cls for cls in type(self).__mro__ if cls.__module__ == __name__)
+        return rows_of_class(kind, self, group)
 
     def _check(self, group: _Group) -> None:
         """Raise ValueError if an option is out of range: betas are below 1, and all options at least 0 and finite."""
@@ -284,9 +284,9 @@ class SmartDecayAdam(_WithMoments):
         for group in self.param_groups:
             step = group.pop("step", None)
             for param in group["params"]:
-                its = self.state.get(param, {})
-                if "last_step" in its:
-                    its["step"] = _count(step - its.pop("last_step"))
+                of_param = self.state.get(param, {})
+                if "last_step" in of_param:
+                    of_param["step"] = _count(step - of_param.pop("last_step"))
 
     def _begin(self, group: _Group) -> None:
         for param in group["params"]:

@@ -380,7 +380,7 @@ def _from_tree(tree: object) -> object:
             raise ValueError(f"not an option of oneemb: {json.dumps(tree)}")
         # Each class checks its arguments itself.
         found = {name: _from_tree(tree[name]) for name in names}
-        arguments: Any = {name: tuple(its) if isinstance(its, list) else its for name, its in found.items()}
+        arguments: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
         return kind(**arguments)
     return [_from_tree(item) for item in tree] if isinstance(tree, list) else tree
 

@@ -28,13 +28,13 @@ def hand_over(weights: torch.Tensor) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield (row numbers [N], weights [N, D], float32), some rows at a time, valid until the next are asked for. Memory
     of a tensor made by `to_be_handed` is freed on the way, so the tensor holds no rows afterwards."""
     memory: mmap.mmap | None = getattr(weights, "handed", None)
-    its_own = memory is not None and weights.data_ptr() == np.frombuffer(memory, np.uint8).ctypes.data
+    owns_memory = memory is not None and weights.data_ptr() == np.frombuffer(memory, np.uint8).ctypes.data
     row_bytes = weights.shape[1] * weights.element_size()
     chunk, gone = max(1, _CHUNK_BYTES // row_bytes), 0
     for begin in range(0, len(weights), chunk):
         part = weights[begin : begin + chunk].detach().to("cpu", torch.float32)
         yield np.arange(begin, begin + len(part)), part.numpy()
         end = (begin + len(part)) * row_bytes // mmap.PAGESIZE * mmap.PAGESIZE
-        if memory is not None and its_own and end > gone:
+        if memory is not None and owns_memory and end > gone:
             memory.madvise(mmap.MADV_DONTNEED, gone, end - gone)
             gone = end

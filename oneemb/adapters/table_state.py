@@ -107,11 +107,11 @@ class _Given:
 def write_back(states: Iterable["TableState"]) -> None:
     """Write tensors that were changed in place into the rows; RuntimeError if the rows have changed since the copy,
     too."""
-    its = [(state, given) for state in states for given in state.given]
-    written = [(state, given) for state, given in its if given.changed(state.rows.store.changes, state.rows.name)]
+    pairs = [(state, given) for state in states for given in state.given]
+    written = [(state, given) for state, given in pairs if given.changed(state.rows.store.changes, state.rows.name)]
     if not written:
         return
-    current = [(state, given) for state, given in its if given.is_current(state.rows.store.changes)]
+    current = [(state, given) for state, given in pairs if given.is_current(state.rows.store.changes)]
     for _, given in written:
         given.write()
     last = {(state, given.part): given for state, given in written}
@@ -145,7 +145,7 @@ def load_together(entries: Iterable[tuple["TableState", object]]) -> None:
                 named.setdefault((state.rows, *sorted(snapshot.items())), []).append(state)
     for states in named.values():
         for state in states:
-            state.loads_with = frozenset(its.table for its in states)
+            state.loads_with = frozenset(other.table for other in states)
 
 
 class TableState:
@@ -284,7 +284,12 @@ class TableState:
         # Forget changes of weight tensors, which these rows replace; write back changes of tensors of optimizer state.
         self.given[:] = [given for given in self.given if given.part != "weight"]
         write_back(self._of_rows)
-        current = [given for its in self._of_rows for given in its.given if given.is_current(rows.store.changes)]
+        current = [
+            given
+            for table_state in self._of_rows
+            for given in table_state.given
+            if given.is_current(rows.store.changes)
+        ]
         put_rows(rows, self.table, state)
         for given in current:
             given.keep(rows.store.changes)
@@ -329,8 +334,8 @@ class TableState:
                 own.append((id_U, state_of(store.format, words_UW)[:, : len(initial_Z)].copy()))
         of_all = rows.ranks.all_gather(f"state of table {self.name!r}", lambda: own)
         state_NZ = np.tile(initial_Z, (size, 1))
-        for its in of_all:
-            for ids, states in its:
+        for of_rank in of_all:
+            for ids, states in of_rank:
                 state_NZ[ids] = states
         return torch.from_numpy(state_NZ)
 
@@ -352,12 +357,12 @@ class TableState:
                 " tensor of the state was changed in place, and there is no optimizer; make it first"
             )
         widths = widths_of_state(row_optimizer, dim)
-        its = slice(sum(widths[:k]), sum(widths[: k + 1]))
+        columns = slice(sum(widths[:k]), sum(widths[: k + 1]))
         part_NZ = part.detach().reshape(len(part), -1).float().cpu().numpy()
         store.build()
         for table_U, id_U in self._own_chunks(len(part_NZ)):
             words_UW = read_words(store, table_U, id_U).copy()
-            state_of(store.format, words_UW)[:, its] = part_NZ[id_U]
+            state_of(store.format, words_UW)[:, columns] = part_NZ[id_U]
             set_rows(store, table_U, id_U, words_UW)
 
     def _put_step(self, step: torch.Tensor) -> None:
@@ -378,8 +383,8 @@ def _whole(state: "torch.Tensor | ShardedTensor | DTensor", rows: MultiTableEmbe
         return state.full_tensor()
     if not isinstance(state, ShardedTensor):
         return state
-    its = [(shard.metadata.shard_offsets, shard.tensor.detach().cpu()) for shard in state.local_shards()]
-    of_all = rows.ranks.all_gather(f"load rows of {rows.name}", lambda: its)
+    own = [(shard.metadata.shard_offsets, shard.tensor.detach().cpu()) for shard in state.local_shards()]
+    of_all = rows.ranks.all_gather(f"load rows of {rows.name}", lambda: own)
     shards = [shard for of_rank in of_all for shard in of_rank]
     size = list(state.size())
     if sum(part.numel() for _, part in shards) != math.prod(size):

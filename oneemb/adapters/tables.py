@@ -96,8 +96,8 @@ def holder_of(tables: Mapping[str, torch.nn.Module]) -> torch.nn.ModuleDict:
 
 
 def _load_together(holder: Any, state_dict: Mapping[str, Any], prefix: str, *_: object) -> None:
-    its = [(name, table.state_now()) for name, table in holder.items() if isinstance(table, TableParameter)]
-    load_together((state, state_dict.get(f"{prefix}{name}.weight")) for name, state in its if state is not None)
+    named = [(name, table.state_now()) for name, table in holder.items() if isinstance(table, TableParameter)]
+    load_together((state, state_dict.get(f"{prefix}{name}.weight")) for name, state in named if state is not None)
 
 
 def in_backward_optimizers(weight: torch.Tensor) -> tuple[torch.optim.Optimizer, ...]:

@@ -40,8 +40,8 @@ def histograms(
         for table_N, _, row_NW in reader.scan():
             columns = {"norm": np.sqrt(np.square(weights_of(saved.format, row_NW).astype(np.float64)).sum(1))}
             if clock is not None and saved.format.usage_words == USAGE_WORDS:
-                its = slice(saved.format.usage_begin, saved.format.state_begin)
-                usage_N4 = np.ascontiguousarray(row_NW[:, its]).view(np.uint32)
+                words = slice(saved.format.usage_begin, saved.format.state_begin)
+                usage_N4 = np.ascontiguousarray(row_NW[:, words]).view(np.uint32)
                 columns["age"] = clock.steps + saved.step - usage_N4[:, 2].astype(np.int64)
                 columns["score"] = usage_N4.view(np.uint64)[:, 0]
             for t in np.unique(table_N).tolist():
@@ -76,12 +76,14 @@ def histogram_lines(found: dict[str, dict[str, dict[str, Sequence[float]]]]) -> 
     """The histograms as lines of text."""
     lines = []
     for table, of_table in found.items():
-        for name, its in of_table.items():
-            most = max(its["rows"], default=0) or 1
+        for name, histogram in of_table.items():
+            most = max(histogram["rows"], default=0) or 1
             rows = [
                 (f"{low:.6g}", f"{high:.6g}", f"{int(count):,}", "#" * round(_BAR * count / most))
-                for low, high, count in zip(its["edges"][:-1], its["edges"][1:], its["rows"], strict=True)
+                for low, high, count in zip(
+                    histogram["edges"][:-1], histogram["edges"][1:], histogram["rows"], strict=True
+                )
             ]
             lines += [f"table {table}, {name}:", *table_lines(("from", "to", "rows", ""), rows, "no rows")]
-            lines += [f"  not finite  {int(count):,}" for count in its.get("not finite", [])]
+            lines += [f"  not finite  {int(count):,}" for count in histogram.get("not finite", [])]
     return lines

@@ -214,7 +214,7 @@ class BatchedDynamicEmbeddingTablesV2(torch.nn.Module):
         """No effect: reading rows also finds rows that are only in a cache."""
 
     def reset_cache_states(self) -> None:
-        """No effect; see `flush`."""
+        """No effect: caches have no state that a caller must reset."""
 
     def set_record_cache_metrics(self, record: bool) -> None:
         """No effect: `rows.stats()` always has the metrics."""
@@ -263,7 +263,8 @@ class BatchedDynamicEmbeddingTablesV2(torch.nn.Module):
         self._dynamic.set_score(named_score)
 
     def get_score(self) -> dict[str, int]:
-        """{table: current score}, a threshold for a later `incremental_dump` of the rows that change from now on."""
+        """{table: current score}. Pass it to a later `incremental_dump` to get the rows that have changed since this
+        call."""
         return self._dynamic.get_score()
 
     def incremental_dump(
@@ -277,7 +278,7 @@ class BatchedDynamicEmbeddingTablesV2(torch.nn.Module):
                 f"named_thresholds must name tables of {self.table_names}, got also {unknown}, which are ignored",
                 stacklevel=2,
             )
-        known = {name: its for name, its in named_thresholds.items() if name not in unknown}
+        known = {name: threshold for name, threshold in named_thresholds.items() if name not in unknown}
         return self._dynamic.incremental_dump(known, gather=pg is not None)
 
     def export_keys_values(
@@ -285,12 +286,12 @@ class BatchedDynamicEmbeddingTablesV2(torch.nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids, int64 [N], and weights, float32 [N, D], of a table, as in `Storage.export_keys_values`."""
         t = self._dynamic.index(table_name)
-        its = [batch[:2] for batch in self._storage.export_keys_values(device, batch_size, t)]
-        if not its:
+        batches = [batch[:2] for batch in self._storage.export_keys_values(device, batch_size, t)]
+        if not batches:
             return torch.empty(0, dtype=torch.int64, device=device), torch.empty(
                 0, 0, device=device, dtype=torch.float32
             )
-        keys, values = zip(*its, strict=True)
+        keys, values = zip(*batches, strict=True)
         return torch.cat(keys), torch.cat(values)
 
     def dump(
@@ -387,7 +388,7 @@ def find_files(root_path: str, table_name: str, suffix: str) -> tuple[list[str],
     if suffix not in _SUFFIXES:
         raise ValueError(f"suffix must be one of {list(_SUFFIXES)}, got {suffix!r}")
     matches = (part_of(table_name, name, RANKED) for name in names_in(LocalFileSystem(), root_path))
-    found = {(int(its[2]), int(its[3])) for its in matches if its is not None and its[1] == suffix}
+    found = {(int(match[2]), int(match[3])) for match in matches if match is not None and match[1] == suffix}
     ranks = max((ranks for _, ranks in found), default=0)
     if found != {(rank, ranks) for rank in range(ranks)}:
         raise CorruptTableError(

@@ -111,7 +111,7 @@ class ConstructTwinModule:
     def init_twin_embedding_model(self) -> None:
         """Make both models, and copy the rows of TorchRec's tables into the dynamic tables."""
         self._models = [self._made(dynamic=True), self._made(dynamic=False)]
-        its = {name: (tables, t) for tables in get_dynamic_emb_module(self.dynamicemb_model)
+        places = {name: (tables, t) for tables in get_dynamic_emb_module(self.dynamicemb_model)
                for t, name in enumerate(tables.table_names)}  # fmt: skip
         for begin in range(0, max(self._sizes), self._batch_size):
             ids_F = [
@@ -120,7 +120,7 @@ class ConstructTwinModule:
             ]
             rows_F = self._rows_of(ids_F)
             for f, (ids, rows) in enumerate(zip(ids_F, rows_F, strict=True)):
-                tables, t = its[f"t_{f}"]
+                tables, t = places[f"t_{f}"]
                 state = torch.full(
                     (len(ids), tables.tables.value_dim(t) - rows.shape[1]), 0.0, dtype=torch.float32, device="cpu"
                 )

@@ -43,13 +43,13 @@ def find_sharded_modules(module: torch.nn.Module, path: str = "") -> list[tuple[
     ...."""
     found, pending = [], [(module, f"{path}model", "model")]
     while pending:
-        current, its_path, name = pending.pop()
+        current, module_path, name = pending.pop()
         current = get_unwrapped_module(current)
         if isinstance(current, _SHARDED):
-            found.append((its_path, name, current))
+            found.append((module_path, name, current))
         else:
             pending += [
-                (child, f"{its_path}.{child_name}", child_name) for child_name, child in current.named_children()
+                (child, f"{module_path}.{child_name}", child_name) for child_name, child in current.named_children()
             ]
     return found
 
@@ -63,23 +63,23 @@ def check_emb_collection_modules(
         visited: ids (`id(m)`) of modules to skip; the call adds those of the appended modules. None = skip none.
     """
     visited = set() if visited is None else visited
-    for _, _, its in find_sharded_modules(module):
-        if id(its) not in visited:
-            visited.add(id(its))
-            ret_list.append(its)
+    for _, _, collection in find_sharded_modules(module):
+        if id(collection) not in visited:
+            visited.add(id(collection))
+            ret_list.append(collection)
     return ret_list
 
 
 def get_dynamic_emb_module(model: torch.nn.Module) -> list[BatchedDynamicEmbeddingTablesV2]:
     """Modules of dynamic tables in a model: one for each embedding."""
-    its = model.modules()
-    return list(dict.fromkeys(module for module in its if isinstance(module, BatchedDynamicEmbeddingTablesV2)))
+    modules = model.modules()
+    return list(dict.fromkeys(module for module in modules if isinstance(module, BatchedDynamicEmbeddingTablesV2)))
 
 
 def dynamic_tables(model: torch.nn.Module) -> list[tuple[str, str, list[DynamicTables]]]:
     """Collections with dynamic tables, each as (path, last name of the path, tables of each embedding)."""
-    its = [(path, name, get_dynamic_emb_module(module)) for path, name, module in find_sharded_modules(model)]
-    return [(path, name, [module.dynamic for module in found]) for path, name, found in its if found]
+    collections = [(path, name, get_dynamic_emb_module(module)) for path, name, module in find_sharded_modules(model)]
+    return [(path, name, [module.dynamic for module in found]) for path, name, found in collections if found]
 
 
 def named_for(named: Mapping[str, Any], path: str, name: str) -> Any:
@@ -128,10 +128,10 @@ def DynamicEmbDump(
     folder, chosen = absolute_path(path), _chosen(model, table_names)
     what = f"dump into {folder}"
     ranks.agree(what, lambda: _check_folder(folder, allow_overwrite))
-    for its_path, its in chosen.items():
-        where = os.path.join(folder, its_path)
+    for module_path, embeddings in chosen.items():
+        where = os.path.join(folder, module_path)
         ranks.agree(what, functools.partial(LocalFileSystem().make_directories, where))
-        for tables, names in its:
+        for tables, names in embeddings:
             TableDumps(tables).dump(where, names, optim=bool(optim), counter=counts, layout=layout)
 
 
@@ -167,10 +167,10 @@ def DynamicEmbLoad(
     counts, _ = _counts_and_ranks(counter, pg)
     folder = absolute_path(path)
     found: list[tuple[TableDumps, dict[str, Dump]]] = []
-    for its_path, its in _chosen(model, table_names).items():
-        for tables, names in its:
+    for module_path, embeddings in _chosen(model, table_names).items():
+        for tables, names in embeddings:
             files = TableDumps(tables)
-            dumps = files.check_load(os.path.join(folder, its_path), names, optim=optim, counter=counts)
+            dumps = files.check_load(os.path.join(folder, module_path), names, optim=optim, counter=counts)
             found.append((files, dumps))
     for files, dumps in found:
         for name, dump in dumps.items():
@@ -200,14 +200,14 @@ def _chosen(model: torch.nn.Module, table_names: TableNames | None) -> dict[str,
         if unknown:
             raise ValueError(f"table_names must name collections with dynamic tables, {sorted(known)}, got {unknown}")
     chosen: dict[str, list[tuple[DynamicTables, list[str]]]] = {}
-    for path, name, its in found:
+    for path, name, embeddings in found:
         asked = None if table_names is None else named_for(table_names, path, name) or []
-        there = [table for tables in its for table in tables.names]
+        there = [table for tables in embeddings for table in tables.names]
         missing = sorted(set(asked or []) - set(there))
         if missing:
             raise ValueError(f"table_names of collection {path!r} must be dynamic tables, {there}, got {missing}")
         chosen[path] = [
-            (tables, [table for table in tables.names if asked is None or table in asked]) for tables in its
+            (tables, [table for table in tables.names if asked is None or table in asked]) for tables in embeddings
         ]
     return chosen
 

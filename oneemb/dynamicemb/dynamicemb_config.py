@@ -190,8 +190,8 @@ def evicting_strategy(strategy: ScoreStrategy | None) -> DynamicEmbScoreStrategy
 
 def evict_strategy_of(strategy: ScoreStrategy | None) -> EvictStrategy:
     """Name that dumps have for a score strategy."""
-    its = {DynamicEmbScoreStrategy.TIMESTAMP: EvictStrategy.KLru, DynamicEmbScoreStrategy.LFU: EvictStrategy.KLfu}
-    return its.get(evicting_strategy(strategy), EvictStrategy.KCustomized)
+    names = {DynamicEmbScoreStrategy.TIMESTAMP: EvictStrategy.KLru, DynamicEmbScoreStrategy.LFU: EvictStrategy.KLfu}
+    return names.get(evicting_strategy(strategy), EvictStrategy.KCustomized)
 
 
 def policy_of(options: DynamicEmbTableOptions, num_embeddings: int | None, ranks: int) -> RowPolicy:

@@ -86,7 +86,7 @@ class _OwnCounts:
         self._counts: list[dict[int, int]] = [{} for _ in counters]  # in the order of last lookups
 
     def sightings(self, t: int) -> tuple[np.ndarray, np.ndarray]:
-        id_N, count_N = (np.array(list(its), np.int64) for its in (self._counts[t], self._counts[t].values()))
+        id_N, count_N = (np.array(list(numbers), np.int64) for numbers in (self._counts[t], self._counts[t].values()))
         order_N = np.argsort(id_N)
         return id_N[order_N], count_N[order_N]
 
@@ -116,8 +116,7 @@ class MultiTableKVCounter(Counter):
     """
 
     def __init__(self, kv_counters: Sequence[KVCounter] | IdCounts, device: torch.device | None = None):
-        its = kv_counters
-        self._tables: IdCounts = _OwnCounts(its) if isinstance(its, Sequence) else its
+        self._tables: IdCounts = _OwnCounts(kv_counters) if isinstance(kv_counters, Sequence) else kv_counters
         self.score_name_ = "counter"
         self.score_names_ = [self.score_name_]
 
@@ -132,7 +131,8 @@ class MultiTableKVCounter(Counter):
         return sum(len(self._tables.sightings(t)[0]) for t in tables)
 
     def lookup(self, keys: torch.Tensor, table_ids: torch.Tensor, score: Any = None) -> tuple[torch.Tensor, ...]:
-        """Counts of ids, int64 [N], 0 if not counted; whether each is counted, bool [N]; its index in `keys`, or -1."""
+        """Counts of ids, int64 [N], 0 if an id is not counted; whether each id is counted, bool [N]; index of each
+        counted id in `keys`, -1 for other ids."""
         id_N, count_N, found_N = keys.cpu().numpy(), np.zeros(len(keys), np.int64), np.zeros(len(keys), np.bool_)
         for t in table_ids.unique().tolist():
             place_M = (table_ids == t).nonzero().view(-1).cpu().numpy()

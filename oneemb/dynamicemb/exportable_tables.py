@@ -313,7 +313,7 @@ class InferenceEmbeddingCollection(torch.nn.Module):
     ) -> None:
         if self.pooling_mode_ == _NO_POOLING:
             given = {"pooling_offsets": pooling_offsets, "per_sample_weights": per_sample_weights}
-            if names := [name for name, its in given.items() if its is not None]:
+            if names := [name for name, value in given.items() if value is not None]:
                 raise ValueError(
                     f"{' and '.join(names)} must be None with pooling_mode -1, which returns the row of each id; leave"
                     " it out, or make the tables with pooling_mode 1 or 2"
@@ -403,16 +403,16 @@ def apply_inference_embedding_collection(
         ValueError: tables of a collection differ in `dynamic_table_configs`, or none is named; nothing has changed.
     """
     kinds = torchrec.EmbeddingCollection, EmbeddingCollection
-    found = {path: cast(Any, its) for path, its in model.named_modules() if isinstance(its, kinds)}
+    found = {path: cast(Any, collection) for path, collection in model.named_modules() if isinstance(collection, kinds)}
     made = {
-        path: _in_place_of(path, its.embedding_configs(), dynamic_table_configs, trained_emb_table_sizes)
-        for path, its in found.items()
+        path: _in_place_of(path, collection.embedding_configs(), dynamic_table_configs, trained_emb_table_sizes)
+        for path, collection in found.items()
     }
-    for path, its in made.items():
+    for path, collection in made.items():
         if not path:
-            return its
+            return collection
         parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, its)
+        setattr(model.get_submodule(parent), name, collection)
     return model
 
 

@@ -24,22 +24,23 @@ def is_valid_score_threshold(score_threshold: Any) -> bool:
     """Whether `score_threshold` has the form {name: {name: int}}."""
     return isinstance(score_threshold, dict) and all(
         isinstance(path, str)
-        and isinstance(its, dict)
-        and all(isinstance(name, str) and isinstance(score, int) for name, score in its.items())
-        for path, its in score_threshold.items()
+        and isinstance(scores, dict)
+        and all(isinstance(name, str) and isinstance(score, int) for name, score in scores.items())
+        for path, scores in score_threshold.items()
     )
 
 
 def get_score(model: torch.nn.Module) -> dict[str, dict[str, int]] | None:
-    """{collection's path: {table: score}}, a threshold for a later `incremental_dump` of the rows that change from now
-    on. The score is this machine's time in nanoseconds for TIMESTAMP, else that of the next lookup. None = no dynamic
-    tables."""
+    """{collection's path: {table: current score}}. Pass it to a later `incremental_dump` to get the rows that have
+    changed since this call. The score is this machine's time in nanoseconds for TIMESTAMP, else the score that the next
+    lookup gives. None = the model has no dynamic tables."""
     found = dynamic_tables(model)
     if not found:
         warnings.warn("the model has no sharded collection with dynamic tables, and no scores", stacklevel=2)
         return None
     return {
-        path: {name: score for tables in its for name, score in tables.get_score().items()} for path, _, its in found
+        path: {name: score for tables in embeddings for name, score in tables.get_score().items()}
+        for path, _, embeddings in found
     }
 
 
@@ -52,8 +53,8 @@ def set_score(model: torch.nn.Module, table_score: int | Scores) -> None:
     Raises:
         TypeError, ValueError: it has neither form, a table's strategy is not CUSTOMIZED, or a score is not above 0.
     """
-    for _, its, asked in _asked(model, table_score, "table_score"):
-        for tables in its:
+    for _, embeddings, asked in _asked(model, table_score, "table_score"):
+        for tables in embeddings:
             tables.set_score({name: score for name, score in asked.items() if name in tables.names})
 
 
@@ -80,9 +81,9 @@ def incremental_dump(
         return None
     found: dict[str, Any] = {}
     scores: dict[str, Any] = {}
-    for path, its, asked in asked_of:
+    for path, embeddings, asked in asked_of:
         found[path], scores[path] = {}, {}
-        for tables in its:
+        for tables in embeddings:
             named = {name: score for name, score in asked.items() if name in tables.names}
             rows, next_scores = tables.incremental_dump(named, gather=pg is not None)
             found[path] |= rows
@@ -102,14 +103,14 @@ def _asked(model: torch.nn.Module, given: Any, what: str) -> list[tuple[str, Any
     if not found:
         warnings.warn("the model has no sharded collection with dynamic tables: there is nothing to do", stacklevel=3)
     asked_of, used = [], set()
-    for path, name, its in found:
-        names = [table for tables in its for table in tables.names]
+    for path, name, embeddings in found:
+        names = [table for tables in embeddings for table in tables.names]
         asked = dict.fromkeys(names, given) if for_all else named_for(given, path, name)
         used |= {path, name}
         if asked is not None:
             if unknown := sorted(set(asked) - set(names)):
                 warnings.warn(f"collection {path!r} has no dynamic tables {unknown}, it has {names}", stacklevel=3)
-            asked_of.append((path, its, {name: score for name, score in asked.items() if name in names}))
+            asked_of.append((path, embeddings, {name: score for name, score in asked.items() if name in names}))
     if not for_all and (strange := sorted(set(given) - used)):
         warnings.warn(
             f"the model has no collections {strange} with dynamic tables, it has {sorted(used)}", stacklevel=3

@@ -62,9 +62,9 @@ def bucketize_kjt_before_all2all(
     for feature, id_M, block in zip(
         features, np.split(values.cpu().numpy(), ends_F[:-1]), block_sizes.tolist(), strict=True
     ):
-        its = dists[feature], id_M.astype(np.int64), num_buckets, block * num_buckets
-        bucket_N.append(owner_of_key(*its))
-        key_N.append(file_key(*its))
+        arguments = dists[feature], id_M.astype(np.int64), num_buckets, block * num_buckets
+        bucket_N.append(owner_of_key(*arguments))
+        key_N.append(file_key(*arguments))
     place_N = np.concatenate(bucket_N) * len(length_P) + bag_N
     order_N = np.argsort(place_N, kind="stable")
     order = torch.from_numpy(order_N).to(device)

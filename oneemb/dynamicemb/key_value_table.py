@@ -38,8 +38,8 @@ class Storage(Interface[Any, Any]):
             scores = rows.score_NS[:, 0] if rows.score_NS.shape[1] == 1 else rows.score_NS
             arrays = rows.key_N, rows.value_ND, rows.state_NZ, scores
             for begin in range(0, len(rows.key_N), batch_size):
-                its = [torch.from_numpy(array[begin : begin + batch_size].copy()).to(device) for array in arrays]
-                yield its[0], its[1], its[2] if its[2].shape[1] else None, its[3]
+                tensors = [torch.from_numpy(array[begin : begin + batch_size].copy()).to(device) for array in arrays]
+                yield tensors[0], tensors[1], tensors[2] if tensors[2].shape[1] else None, tensors[3]
 
     def find(
         self,
@@ -66,10 +66,10 @@ class Storage(Interface[Any, Any]):
             found_N[place_M] = True
             for rows in self._tables.read(t, id_N[place_M], scored=True):
                 assert rows.score_NS is not None and rows.state_NZ is not None
-                its, place_M = place_M[: len(rows.key_N)], place_M[len(rows.key_N) :]
-                value_NW[its] = np.concatenate([rows.value_ND, rows.state_NZ], axis=1)
+                batch_K, place_M = place_M[: len(rows.key_N)], place_M[len(rows.key_N) :]
+                value_NW[batch_K] = np.concatenate([rows.value_ND, rows.state_NZ], axis=1)
                 words = max(words, rows.score_NS.shape[1])
-                score_NS[its, : rows.score_NS.shape[1]] = rows.score_NS
+                score_NS[batch_K, : rows.score_NS.shape[1]] = rows.score_NS
         missing = torch.from_numpy(np.flatnonzero(~found_N)).to(device)
         return Found(
             len(missing), unique_keys[missing], missing, table_ids[missing], None, torch.from_numpy(found_N).to(device),

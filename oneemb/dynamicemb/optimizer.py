@@ -67,7 +67,7 @@ def string_to_opt_type(optimizer_str: str) -> EmbOptimType:
     try:
         return EmbOptimType(optimizer_str)
     except ValueError:
-        known = ", ".join(repr(its.value) for its in EmbOptimType)
+        known = ", ".join(repr(kind.value) for kind in EmbOptimType)
         raise ValueError(f"optimizer_str must be one of {known}, got {optimizer_str!r}") from None
 
 

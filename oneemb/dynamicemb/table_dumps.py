@@ -155,7 +155,7 @@ class TableDumps:
         def send() -> list[list[torch.Tensor]]:
             rank_N = rank_of(own[0])
             of_rank = [[torch.from_numpy(array[rank_N == r]) for array in own] for r in range(self._tables.ranks.size)]
-            return [[torch.tensor([len(its[0])], device="cpu"), *its] for its in of_rank]
+            return [[torch.tensor([len(columns[0])], device="cpu"), *columns] for columns in of_rank]
 
         ids, counts = [], []
         for block in self._tables.ranks.exchange(what, send):
@@ -167,16 +167,16 @@ class TableDumps:
     def meta(self, t: int, layout: Layout, optim: bool) -> dict[str, Any]:
         """Content of the last file of a dump."""
         row_optimizer = self._tables.rows.row_optimizer
-        its = self.opt_args(t) if optim or row_optimizer is None or row_optimizer.name in _OPT_ARGS else {}
+        content = self.opt_args(t) if optim or row_optimizer is None or row_optimizer.name in _OPT_ARGS else {}
         if layout == "seed":
-            return {name: value for name, value in its.items() if name not in _NOT_OF_SEED}
+            return {name: value for name, value in content.items() if name not in _NOT_OF_SEED}
         table = self._tables.tables[t]
-        its["evict_strategy"] = str(evict_strategy_of(table.options.score_strategy))
-        its["dist_type"] = table.options.dist_type
-        its["step_score"] = self._tables.score[t]
+        content["evict_strategy"] = str(evict_strategy_of(table.options.score_strategy))
+        content["dist_type"] = table.options.dist_type
+        content["step_score"] = self._tables.score[t]
         if table.options.dist_type == "continuous" and table.num_embeddings is not None:
-            its["num_embeddings"] = table.num_embeddings  # dynamicemb's own dumps lack it
-        return its
+            content["num_embeddings"] = table.num_embeddings  # dynamicemb's own dumps lack it
+        return content
 
     def _states(self) -> list[tuple[str, int]]:
         """Parts of a row's optimizer state, each as (name in files of the first layout, number of values)."""
@@ -342,12 +342,13 @@ class TableDumps:
         return id_N[np.lexsort((id_N, score_N))[-capacity:]]  # with equal scores keep greater ids
 
     def _scores_of(self, t: int, score_NS: np.ndarray, now: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Scores, and times of last use or None, from the scores in a dump."""
+        """Scores, and times of last use, from the scores in a dump. Times are None if the score strategy has no
+        time."""
         strategy = self._tables.tables[t].options.score_strategy
         if isinstance(strategy, tuple):
             columns = dict(zip(strategy, score_NS.T, strict=True))
-            its = (np.ascontiguousarray(columns[one]).view(np.uint64) for one in (Score.LFU, Score.TIMESTAMP))
-            return next(its), next(its)
+            scores = (np.ascontiguousarray(columns[one]).view(np.uint64) for one in (Score.LFU, Score.TIMESTAMP))
+            return next(scores), next(scores)
         if self._tables.strategy(t) is Score.TIMESTAMP:
             score_N = np.maximum(now - score_NS[:, 0], 0).view(np.uint64)
             return score_N, score_N

@@ -150,8 +150,8 @@ class DynamicTables:
             self.score[t] = score
 
     def get_score(self) -> dict[str, int]:
-        """{table: current score}, a threshold for a later `incremental_dump` of the rows that change from now on: the
-        time, or the score of the next lookup."""
+        """{table: current score}. Pass it to a later `incremental_dump` to get the rows that have changed since this
+        call. The score is the time, or the score that the next lookup gives."""
         return {table.name: self._score_now(t) for t, table in enumerate(self.tables)}
 
     def _score_now(self, t: int) -> int:
@@ -176,8 +176,8 @@ class DynamicTables:
             id_N = np.sort(id_N[(time_N if self._goes_by_time(t) else score_N) >= np.uint64(max(0, threshold))])
             parts = [rows.value_ND for rows in self.read(t, id_N, scored=False)]
             value_ND = np.concatenate([np.empty((0, self.rows.embedding_dim), np.float32), *parts])
-            its = self._gathered(name, id_N, value_ND) if gather else [(id_N, value_ND)]
-            ids, weights = (np.concatenate(arrays) for arrays in zip(*its, strict=True))
+            of_ranks = self._gathered(name, id_N, value_ND) if gather else [(id_N, value_ND)]
+            ids, weights = (np.concatenate(arrays) for arrays in zip(*of_ranks, strict=True))
             found[name], scores[name] = (torch.from_numpy(ids), torch.from_numpy(weights)), self._score_now(t)
         return found, scores
 
@@ -290,13 +290,13 @@ class DynamicTables:
         return self.rows.store.policy.sightings_bytes
 
 
-def _packed(rows: DumpRows, its: np.ndarray) -> list[torch.Tensor]:
+def _packed(rows: DumpRows, places: np.ndarray) -> list[torch.Tensor]:
     """Tensors of a message with the rows at these indices."""
     assert rows.score_NS is not None and rows.state_NZ is not None
-    arrays = rows.key_N[its], rows.value_ND[its], rows.score_NS[its], rows.state_NZ[its]
+    arrays = rows.key_N[places], rows.value_ND[places], rows.score_NS[places], rows.state_NZ[places]
     widths = [1, *(array.shape[1] for array in arrays[1:])]
     return [
-        torch.tensor([len(its)], device="cpu"),
+        torch.tensor([len(places)], device="cpu"),
         torch.tensor(widths, device="cpu"),
         *(torch.from_numpy(array.copy()) for array in arrays),
     ]

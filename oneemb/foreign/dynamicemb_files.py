@@ -64,8 +64,8 @@ def owner_of_key(dist_type: str, id_N: np.ndarray, ranks: int, num_embeddings: i
 
 
 def file_key(dist_type: str, id_N: np.ndarray, ranks: int, num_embeddings: int | None) -> np.ndarray:
-    """Key of each id in its rank's file, int64 [N]. For "continuous" that is the id's index in the rank's block, and
-    ids beyond all blocks go to the ranks in turn; otherwise it is the id."""
+    """Key of each id in the file of its rank, int64 [N]. The key is the id, except for "continuous": there it is the
+    id's index in the rank's block, and ids beyond all blocks are assigned to the ranks in turn."""
     if dist_type != "continuous":
         return id_N
     unsigned_N, block = id_N.astype(np.uint64), np.uint64(_block(ranks, num_embeddings))

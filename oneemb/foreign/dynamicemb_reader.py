@@ -156,11 +156,11 @@ class Dump:
     def check_states(self) -> None:
         """Raise CorruptTableError unless the files of optimizer state of "seed" have the same keys as the rows."""
         for keys, _ in self._state_parts:
-            mine_N, its_N = (np.sort(self._whole(path, np.int64, 1)[:, 0]) for path in (self._parts[0]["keys"], keys))
-            if (differs_N := mine_N != its_N).any():
+            row_N, state_N = (np.sort(self._whole(path, np.int64, 1)[:, 0]) for path in (self._parts[0]["keys"], keys))
+            if (differs_N := row_N != state_N).any():
                 raise CorruptTableError(
-                    f"{keys} must have the ids of all rows, and no other, got {its_N[differs_N][0]} in place of"
-                    f" {mine_N[differs_N][0]}; restore it from a copy, or load without the optimizer's state"
+                    f"{keys} must have the ids of all rows, and no other, got {state_N[differs_N][0]} in place of"
+                    f" {row_N[differs_N][0]}; restore it from a copy, or load without the optimizer's state"
                 )
 
     def read(self, batch: int, *, state: bool) -> Iterator[DumpRows]:
@@ -197,8 +197,8 @@ class Dump:
         index = HashIndex(Threads(1))
         index.put(np.zeros(rows, np.int32), key_N, np.arange(rows))
 
-        def of(its_N: np.ndarray) -> np.ndarray:
-            return value_NZ[index.find(np.zeros(len(its_N), np.int32), its_N)]
+        def of(asked_N: np.ndarray) -> np.ndarray:
+            return value_NZ[index.find(np.zeros(len(asked_N), np.int32), asked_N)]
 
         return of
 
@@ -207,13 +207,14 @@ class Dump:
         return self._read(path, dtype, 0, self.rows, width)
 
     def counters(self, batch: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield ids without a row, in the form of files, and their counts, int64 [N] both."""
+        """Yield keys of ids without a row, and the counts of these ids, int64 [N] both; `key_of_file` makes ids of
+        keys."""
         for part in self._parts:
             rows = self._count(part["counter_keys"], np.int64, 1)
             for begin in range(0, rows, batch):
                 count = min(batch, rows - begin)
-                its = [self._read(part[f"counter_{what}"], np.int64, begin, count, 1)[:, 0] for what in _COUNTS]
-                yield its[0], its[1]
+                columns = [self._read(part[f"counter_{what}"], np.int64, begin, count, 1)[:, 0] for what in _COUNTS]
+                yield columns[0], columns[1]
 
     def _read(self, path: str, dtype: type, begin: int, rows: int, width: int) -> np.ndarray:
         out = np.empty((rows, width), np.dtype(dtype).newbyteorder("<"))
@@ -277,14 +278,14 @@ def find_dump(folder: str, table: str, *, dim: int, fs: FileSystem | None = None
 
 def _parts_of_ranks(folder: str, table: str, names: set[str], found: "Sequence[re.Match[str]]") -> list[dict[str, str]]:
     """For each rank {kind of file: path}."""
-    worlds = {int(its[3]) for its in found}
+    worlds = {int(match[3]) for match in found}
     if len(worlds) > 1:
         raise CorruptTableError(
             f"{folder} must have one dump of table {table!r}, but has dumps by"
             f" {' and by '.join(map(str, sorted(worlds)))} ranks; remove the files of all but one"
         )
     ranks = worlds.pop()
-    kinds = {its[1] for its in found} | {"emb_keys", "emb_values"}
+    kinds = {match[1] for match in found} | {"emb_keys", "emb_values"}
     for kind in sorted(kinds):
         for r in range(ranks):
             if f"{table}_{kind}.rank_{r}.world_size_{ranks}" not in names:
@@ -315,7 +316,7 @@ def _meta(fs: FileSystem, path: str) -> dict[str, Any]:
         raise CorruptTableError(f"{path} must be JSON, but is not ({error}); restore it from a copy") from error
     if not isinstance(found, dict):
         raise CorruptTableError(f"{path} must be a JSON object, got {str(found)[:100]}; restore it from a copy")
-    for name, (what, holds) in _SAID.items():
+    for name, (what, holds) in _META_CHECKS.items():
         if name in found and not holds(found[name]):
             raise CorruptTableError(
                 f"{path} must have {what} for {name}, got {str(found[name])[:100]}; restore it from a copy"
@@ -331,7 +332,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-_SAID: dict[str, tuple[str, Callable[[Any], bool]]] = {
+_META_CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "dist_type": (f"one of {', '.join(DIST_TYPES)}", lambda value: value in DIST_TYPES),
     "num_embeddings": ("an integer above 0", lambda value: _is_count(value) and value > 0),
     **dict.fromkeys(("opt_type", "evict_strategy"), ("a text", lambda value: isinstance(value, str))),

@@ -116,8 +116,8 @@ class DumpWriter:
 
     def publish(self) -> None:
         """Give the files their final names, keys last. Call `unpublish` before, which removes an earlier dump."""
-        for its in ([name for name in self._files if name != self._keys], [self._keys]):
-            for name in its:
+        for group in ([name for name in self._files if name != self._keys], [self._keys]):
+            for name in group:
                 self._files[name].publish()
             with doing("flush", self._folder):
                 self._fs.sync_directory(self._folder)
@@ -142,9 +142,9 @@ def unpublish(folder: str, table: str, fs: FileSystem | None = None) -> None:
     first."""
     fs = fs or LocalFileSystem()
     names = names_in(fs, folder)
-    its = sorted(name for name in names if part_of(table, name, RANKED) or part_of(table, name, OF_SEED))
+    files = sorted(name for name in names if part_of(table, name, RANKED) or part_of(table, name, OF_SEED))
     first = [name for name in (f"{table}_{META}", f"{table}_keys") if name in names]
-    for group in (*([name] for name in first), [name for name in its if name not in first]):
+    for group in (*([name] for name in first), [name for name in files if name not in first]):
         for name in group:
             with doing("remove", f"{folder}/{name}"):
                 fs.remove(f"{folder}/{name}")
@@ -157,8 +157,8 @@ def remove_unfinished(folder: str, table: str, fs: FileSystem | None = None) -> 
     running."""
     fs = fs or LocalFileSystem()
     for name in sorted(names_in(fs, folder)):
-        its = name.removesuffix(UNFINISHED)
-        of_table = its == f"{table}_{META}" or part_of(table, its, RANKED) or part_of(table, its, OF_SEED)
-        if its != name and of_table:
+        final = name.removesuffix(UNFINISHED)
+        of_table = final == f"{table}_{META}" or part_of(table, final, RANKED) or part_of(table, final, OF_SEED)
+        if final != name and of_table:
             with doing("remove", f"{folder}/{name}"):
                 fs.remove(f"{folder}/{name}")

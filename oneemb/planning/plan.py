@@ -221,7 +221,8 @@ class _Job:
         return one.keys(each, each, parts)
 
     def _key_counts(self, one: PlannedEmbedding) -> KeyCounts:
-        """Counts of the keys of a lookup; and of the parts of bags, if owners pool and send parts instead of rows."""
+        """Counts of the keys of a lookup. If owners send pooled parts of bags instead of rows, also counts of these
+        parts."""
         keys, bags = self._keys(one), self.batch * (one.bags or 0)
         if one.bags is None or one.dtype != "float32" or one.comm_dtype == "float16" or bags >= keys:
             return self._even_keys(one, keys)

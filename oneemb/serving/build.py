@@ -166,8 +166,8 @@ def _open_made(source: Source, snapshot: PartedSnapshot, threads: Threads, stop:
         if not os.path.exists(path):
             remove_served_files(fs, source.folder)
             make_file(path, snapshot, source.dtype, source.tables, threads=threads, progress=progress)
-            its = sorted(one for one in os.listdir(source.folder) if one.endswith(f"-{kind}.serving"))
-            for old in its[:-_KEPT]:
+            files = sorted(one for one in os.listdir(source.folder) if one.endswith(f"-{kind}.serving"))
+            for old in files[:-_KEPT]:
                 if old != name:
                     with suppress(FileNotFoundError):
                         os.remove(os.path.join(source.folder, old))
@@ -206,7 +206,7 @@ def _lock(fs: FileSystem, path: str, stop: Callable[[], bool]) -> int:
             return fs.lock(path)
         except BlockingIOError:
             folder = os.path.dirname(path)
-            if _makes_one_already(folder):
+            if _holds_lock_already(folder):
                 raise StorageError(
                     f"this thread already makes a file in {folder}, and a signal handler has interrupted it; let the"
                     " handler set a flag, and refresh when the flag is seen"
@@ -214,7 +214,7 @@ def _lock(fs: FileSystem, path: str, stop: Callable[[], bool]) -> int:
             time.sleep(_LOOK_S)
 
 
-def _makes_one_already(folder: str) -> bool:
+def _holds_lock_already(folder: str) -> bool:
     """Whether this thread holds the folder's lock in a caller of this call, so that it would wait for itself."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

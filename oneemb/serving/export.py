@@ -109,9 +109,9 @@ def _check_options(options: _Options) -> None:
 
 
 def _check_places(graph: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    its = [(f"{name} of the graph", one) for name, one in (*graph.named_parameters(), *graph.named_buffers())]
+    own = [(f"{name} of the graph", one) for name, one in (*graph.named_parameters(), *graph.named_buffers())]
     given = [(f"input {n}", one) for n, one in enumerate(pytree.tree_leaves((args, kwargs)))]
-    for what, one in (*its, *given):
+    for what, one in (*own, *given):
         if isinstance(one, torch.Tensor) and one.device.type != "cpu" and one.numel():
             raise ValueError(
                 f"{what} must be on the CPU, where programs run, got {one.device}; call .cpu() on the graph and inputs"

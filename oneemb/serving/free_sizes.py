@@ -74,21 +74,21 @@ class FreeSizes:
         """Let the traced program accept 0 samples and 1 sample again."""
         ranges = exported.range_constraints
         of_symbols = {size: found for size, found in ranges.items() if size.is_Symbol}
-        lowered = {size: _from(found.lower, found) for size, found in of_symbols.items()}
+        lowered = {size: _with_lower(found.lower, found) for size, found in of_symbols.items()}
         for assumed in reversed(self._assumed):
             symbol = assumed.env.replace(assumed.symbol)  # symbol of an equal size of another input
             if symbol in lowered and lowered[symbol].lower == assumed.least:
-                ranges[symbol] = lowered[symbol] = _from(assumed.none, lowered[symbol])
+                ranges[symbol] = lowered[symbol] = _with_lower(assumed.none, lowered[symbol])
             _remove_checks(exported.graph, assumed)
         for size, found in ranges.items():  # sizes that follow from another size, such as a length of offsets
             if not size.is_Symbol and found.lower == bound_sympy(size, of_symbols).lower:
-                ranges[size] = _from(bound_sympy(size, lowered).lower, found)
+                ranges[size] = _with_lower(bound_sympy(size, lowered).lower, found)
         exported.graph.eliminate_dead_code()
         exported.graph_module.recompile()
         self._assumed.clear()
 
 
-def _from(lower: Any, found: Any) -> Any:
+def _with_lower(lower: Any, found: Any) -> Any:
     """The range `found` with another lower bound, in which torch writes 0 for 2."""
     return ValueRanges(0 if lower == SAMPLES_MIN else lower, found.upper)
 

@@ -72,10 +72,10 @@ def _rows_of(file: ServedFile, place_S: np.ndarray) -> tuple[torch.Tensor, torch
     out_SX = rows.view(BITS.get(dtype, dtype)).numpy()
     scale_SB = scale_S2.view(torch.uint8).numpy()
     for begin in range(0, len(place_S), _ROWS):
-        its_NX = row_SX[place_S[begin : begin + _ROWS]]
-        out_SX[begin : begin + _ROWS] = its_NX[:, :width]
+        some_NX = row_SX[place_S[begin : begin + _ROWS]]
+        out_SX[begin : begin + _ROWS] = some_NX[:, :width]
         if bits:
-            scale_SB[begin : begin + _ROWS] = its_NX[:, width : width + scale_SB.shape[1]]
+            scale_SB[begin : begin + _ROWS] = some_NX[:, width : width + scale_SB.shape[1]]
     return rows, scale_S2
 
 

@@ -245,21 +245,21 @@ class InferenceEmbedding(torch.nn.Module):
         )
         _check_on_cpu(ids)
         check_bags()
-        its_P1 = self._backend.array(offset_P1)
+        bounds_P1 = self._backend.array(offset_P1)
         if columns is not None:
-            its_P = served.only_served(np.repeat(np.array(columns, np.int32), shape[0]))
+            trained_P = served.only_served(np.repeat(np.array(columns, np.int32), shape[0]))
         elif table_P is not None:
-            its_P = served.only_served(self._backend.array(table_P))
+            trained_P = served.only_served(self._backend.array(table_P))
         else:
-            its_P = served.tables_of_columns(self._backend.tables_of_columns(len(its_P1) - 1, num_tables))
-        table_N = np.repeat(its_P, np.diff(its_P1))
+            trained_P = served.tables_of_columns(self._backend.tables_of_columns(len(bounds_P1) - 1, num_tables))
+        table_N = np.repeat(trained_P, np.diff(bounds_P1))
         id_N, scale_N = self._backend.array(ids.detach().contiguous()), None
         if per_sample_weights is not None:
             lookup_keys.check_scales(per_sample_weights, True, pooling, len(ids), _CPU)
             scale_N = self._backend.array(per_sample_weights.detach().contiguous())
         if columns is None:
-            return served.bags(table_N, id_N, its_P1, scale_N, pooling, shape)
-        pooled = served.bags(table_N, id_N, its_P1, scale_N, pooling, (len(columns), shape[0]))
+            return served.bags(table_N, id_N, bounds_P1, scale_N, pooling, shape)
+        pooled = served.bags(table_N, id_N, bounds_P1, scale_N, pooling, (len(columns), shape[0]))
         return pooled.transpose(0, 1).contiguous()  # `bags` gives columns first.
 
     # ---- versions ---------------------------------------------------------------------------------------------------
@@ -272,13 +272,13 @@ class InferenceEmbedding(torch.nn.Module):
 
     def _check_follower(self, follower: Follower) -> None:
         if follower.is_of_parent:
-            with self._alone():
+            with self._own_lock():
                 if self._follower is follower:
                     self._follower = Follower(self._refresh, follower.seconds)
                     self._follower.start()
         follower.check()
 
-    def _alone(self) -> threading.Lock:
+    def _own_lock(self) -> threading.Lock:
         """Lock of the version and the follower. A child of fork makes a new lock, since a thread of its parent may have
         held the old one."""
         if self._process != os.getpid():
@@ -332,7 +332,7 @@ class InferenceEmbedding(torch.nn.Module):
         """
         source, choice = self._need_source(), object()
         find_snapshot(source.paths, snapshot)  # An unknown name raises before the follower stops.
-        with self._alone():
+        with self._own_lock():
             self._stopped()
             self._choice = choice
         file = open_snapshot(source, snapshot, threads=self._threads)
@@ -343,7 +343,7 @@ class InferenceEmbedding(torch.nn.Module):
         """Serve a file; returns whether that was done. It is not if another call has chosen a version since `choice`,
         or if `newer` and the file is not newer than the current version."""
         served = Served(file, self._absent, self._backend)
-        with self._alone():
+        with self._own_lock():
             now = self._version_now()
             if self._choice is not choice or newer and served.version.sequence <= now.version.sequence:
                 return False
@@ -369,7 +369,7 @@ class InferenceEmbedding(torch.nn.Module):
         self._need_source()
         if not 0 < seconds <= threading.TIMEOUT_MAX:
             raise ValueError(f"seconds must be above 0, and {threading.TIMEOUT_MAX:.0f} at most, got {seconds}")
-        with self._alone():
+        with self._own_lock():
             self._version_now()
             former = self._stopped()
             self._follower = Follower(self._refresh, seconds)
@@ -379,7 +379,7 @@ class InferenceEmbedding(torch.nn.Module):
 
     def unfollow(self) -> None:
         """Stop following; the current snapshot is still served."""
-        with self._alone():
+        with self._own_lock():
             follower = self._stopped()
         if follower is not None:
             follower.close()
@@ -394,7 +394,7 @@ class InferenceEmbedding(torch.nn.Module):
 
     def close(self) -> None:
         """Stop following, and release the file."""
-        with self._alone():
+        with self._own_lock():
             self._served, self._choice = None, object()
         self.unfollow()
 

@@ -51,21 +51,21 @@ def initial_of(file: ServedFile, absent: str, policies: Sequence[RowPolicy] | No
         raise ValueError(f'absent must be "initial" or "zeros", got {absent!r}')
     if absent == "zeros":
         return None
-    its = file.info.embedding
-    if not {"seed", "tables", "column_dims", "default_initializer"} <= its.keys():
+    described = file.info.embedding
+    if not {"seed", "tables", "column_dims", "default_initializer"} <= described.keys():
         raise StorageError(
             f"snapshot {file.info.name!r} does not say how rows begin: a writer or an earlier release saved it; pass"
             ' absent="zeros", or save it again'
         )
     try:
-        tables = cast(list[TableOptions], from_json(json.dumps(its["tables"])))
-        default = cast(Initializer, from_json(json.dumps(its["default_initializer"])))
-        if type(its["seed"]) is not int or not all(type(dim) is int for dim in its["column_dims"]):
-            raise ValueError(f"seed {its['seed']!r} and column_dims must be integers")
-        initial = initial_rows(its["seed"], its["column_dims"], tables, default)
-        if len(tables) != file.info.num_tables or sum(its["column_dims"]) != file.info.dim:
+        tables = cast(list[TableOptions], from_json(json.dumps(described["tables"])))
+        default = cast(Initializer, from_json(json.dumps(described["default_initializer"])))
+        if type(described["seed"]) is not int or not all(type(dim) is int for dim in described["column_dims"]):
+            raise ValueError(f"seed {described['seed']!r} and column_dims must be integers")
+        initial = initial_rows(described["seed"], described["column_dims"], tables, default)
+        if len(tables) != file.info.num_tables or sum(described["column_dims"]) != file.info.dim:
             raise ValueError("tables and columns must be those of the rows, and are others")
-        absent_T = [_absent_of(one) for one in its.get("absent", ())]
+        absent_T = [_absent_of(one) for one in described.get("absent", ())]
         if len(absent_T) not in (0, len(tables)):
             raise ValueError(f"absent must be given for each of {len(tables)} tables, or for none, got {len(absent_T)}")
         return reads_as(absent_T, initial) if policies is None else rows_instead(policies, initial, "absent")

@@ -52,10 +52,10 @@ class Served:
     def check_as_before(self, before: "Served") -> None:
         """Raise StorageError unless results have the width and dtype, and ids the dtype, of the version `before`, so
         that a model around the embedding still works."""
-        its, other = ((one.file.info.dim, one.dtype, one.key_type) for one in (self, before))
-        if its != other:
+        now, other = ((one.file.info.dim, one.dtype, one.key_type) for one in (self, before))
+        if now != other:
             raise StorageError(
-                f"snapshot {self.version.name!r} has rows of {its[0]} weights of {its[1]} for ids of {its[2]}, but"
+                f"snapshot {self.version.name!r} has rows of {now[0]} weights of {now[1]} for ids of {now[2]}, but"
                 f" snapshot {before.version.name!r}, which is served, has {other[0]} of {other[1]} for {other[2]}; open"
                 " it again, with the model that goes with it"
             )

@@ -72,7 +72,7 @@ def _map(data: Any, of_kjt: Callable[[KeyedJaggedTensor], KeyedJaggedTensor]) ->
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
         names = [field.name for field in dataclasses.fields(data)]
         changed = {name: _map(getattr(data, name), of_kjt) for name in names}
-        changed = {name: its for name, its in changed.items() if its is not getattr(data, name)}
+        changed = {name: part for name, part in changed.items() if part is not getattr(data, name)}
         return _replaced(data, changed) if changed else data
     return data
 

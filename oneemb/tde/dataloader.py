@@ -108,7 +108,7 @@ class DataLoaderIter:
         self._ended = False
         self._worker = Worker("oneemb-tde") if num_prefetch else None
         self._reading: Future[_Read] | None = None
-        self._finalizer = weakref.finalize(self, _leave, self._worker, steps, self._given, self._begun)
+        self._finalizer = weakref.finalize(self, _end_iterator, self._worker, steps, self._given, self._begun)
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -188,7 +188,9 @@ class DataLoaderIter:
         ranks = self._steps.ranks
         if ranks.size > 1:
             report = _report(self._failed)
-            self._failed = _of_all(ranks.all_gather("read the next batch", lambda: report), self._failed, ranks.rank)
+            self._failed = _error_of_ranks(
+                ranks.all_gather("read the next batch", lambda: report), self._failed, ranks.rank
+            )
         if self._failed is None:
             assert self._next is not None
             read = self._next.read
@@ -199,7 +201,7 @@ class DataLoaderIter:
         return None
 
     def _take_read(self) -> None:
-        """Put the loader's next batch into `_next`. After an interrupt the next call does so."""
+        """Put the loader's next batch into `_next`. If an interrupt prevents that, the next call does it."""
         if self._reading is None:
             self._next = _Next(self._reader.read(), None)
             return
@@ -237,7 +239,7 @@ class _Reader:
         return replace_jagged(data, self._data_info, self._paths, new)
 
 
-def _leave(worker: Worker | None, steps: Steps, given: list[Batch], begun: "deque[tuple[Batch, _Read]]") -> None:
+def _end_iterator(worker: Worker | None, steps: Steps, given: list[Batch], begun: "deque[tuple[Batch, _Read]]") -> None:
     """Stop an iterator's worker and drop its batches. Called once: when the iterator ends or is collected, or at
     exit."""
     if worker is not None:
@@ -254,7 +256,7 @@ def _report(failed: BaseException | None) -> str | None:
     return "" if isinstance(failed, StopIteration) else "".join(traceback.format_exception(failed))
 
 
-def _of_all(reports: list[str | None], failed: BaseException | None, rank: int) -> BaseException | None:
+def _error_of_ranks(reports: list[str | None], failed: BaseException | None, rank: int) -> BaseException | None:
     """Error, or end, of a loader on any rank; None = every rank has a next batch.
 
     Args:

@@ -94,12 +94,12 @@ class IDTransformer:
             cache_ids: int64 tensors of the same number and shapes, which get the result; -1 for ids without room.
             time: number of the batch.
         """
-        if [its.shape for its in global_ids] != [its.shape for its in cache_ids]:
+        if [tensor.shape for tensor in global_ids] != [tensor.shape for tensor in cache_ids]:
             raise ValueError(
-                f"cache_ids must have the shapes of global_ids, {[tuple(its.shape) for its in global_ids]},"
-                f" got {[tuple(its.shape) for its in cache_ids]}"
+                f"cache_ids must have the shapes of global_ids, {[tuple(tensor.shape) for tensor in global_ids]},"
+                f" got {[tuple(tensor.shape) for tensor in cache_ids]}"
             )
-        flat = [its.reshape(-1).to("cpu", torch.int64).numpy() for its in global_ids]
+        flat = [tensor.reshape(-1).to("cpu", torch.int64).numpy() for tensor in global_ids]
         id_N = np.concatenate(flat) if flat else np.empty(0, np.int64)
         keys = unique_keys(np.zeros(len(id_N), np.int32), id_N)
         count_U = np.bincount(keys.inverse_N, minlength=len(keys.id_U))
@@ -109,9 +109,9 @@ class IDTransformer:
         place_U[come_F] = self._take(keys.id_U[come_F])
         self._use(keys.id_U, place_U, count_U, come_F, time)
         cache_N, begin = place_U.take(keys.inverse_N), 0
-        for its in cache_ids:
-            its.copy_(torch.from_numpy(cache_N[begin : begin + its.numel()]).view(its.shape))
-            begin += its.numel()
+        for tensor in cache_ids:
+            tensor.copy_(torch.from_numpy(cache_N[begin : begin + tensor.numel()]).view(tensor.shape))
+            begin += tensor.numel()
         pairs = torch.from_numpy(np.stack([keys.id_U[come_F], place_U[come_F]], 1))
         return TransformResult(len(come_F) == len(new_K), pairs)
 

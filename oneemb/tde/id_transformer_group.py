@@ -58,9 +58,9 @@ class IDTransformerGroup:
         for path, configs in configs_dict.items():
             if path not in sharded:
                 raise ValueError(f"configs_dict must have paths of sharded modules, {list(sharded)}, got {path!r}")
-            its, plan = sharded[path]
-            rows = PSCollection.fromModule(path, its, plan, url, ps_config, traffic=traffic, rank=ranks.rank)
-            check_optimizers(path, its, plan, optimizers)
+            collection, plan = sharded[path]
+            rows = PSCollection.fromModule(path, collection, plan, url, ps_config, traffic=traffic, rank=ranks.rank)
+            check_optimizers(path, collection, plan, optimizers)
             if ranks.size > 1:
                 _check_shared(path, plan, url)
             self._servers.append(rows)
@@ -91,8 +91,8 @@ class IDTransformerGroup:
 def _check_shared(path: str, plan: Mapping[str, Any], url: str | Callable[[str, str], str]) -> None:
     """Raise ValueError if several ranks share a table whose server keeps rows in one process's memory or files."""
     for table, how in plan.items():
-        its = url if isinstance(url, str) else url(path, table)
-        scheme, _, _ = its.partition("://")
+        address = url if isinstance(url, str) else url(path, table)
+        scheme, _, _ = address.partition("://")
         if scheme in ("memory", "file") and how.sharding_type != "table_wise":
             raise ValueError(
                 f"table {table} of module {path!r} is shared by several ranks ({how.sharding_type}), so its server must"

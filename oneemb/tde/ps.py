@@ -97,8 +97,8 @@ class PS:
         for shard, pairs in self._own(pair_N2):
             where = torch.from_numpy(pairs[:, 1] - shard.begin)
             parts = [
-                its.detach().index_select(0, where.to(its.device)).to("cpu", torch.float32).numpy()
-                for its in shard.tensors
+                tensor.detach().index_select(0, where.to(tensor.device)).to("cpu", torch.float32).numpy()
+                for tensor in shard.tensors
             ]
             self.traffic.add(functools.partial(self._push, np.ascontiguousarray(pairs[:, 0]), parts))
         return self.traffic.added
@@ -162,7 +162,7 @@ class PS:
     def write(self, pulled: list[_Pulled], bounds: tuple[float, float] | None, seed: int) -> None:
         """Write the result of `pull` into the table; `bounds` and `seed` are those of `fetch_later`."""
         for pairs, parts, found_N in pulled:
-            shard = next(its for its in self._shards if its.begin <= pairs[0, 1] < its.end)
+            shard = next(one for one in self._shards if one.begin <= pairs[0, 1] < one.end)
             if bounds is not None:
                 missing = np.flatnonzero(~found_N)
                 parts[0][missing] = _first_weights(self.table_name, pairs[missing, 0], self._widths[0], bounds, seed)
@@ -177,8 +177,8 @@ class PS:
 
     def _own(self, pair_N2: np.ndarray) -> list[tuple[_Shard, np.ndarray]]:
         """Shards of this process, each with those pairs (id, cache id) whose rows it holds."""
-        its = [(s, pair_N2[(pair_N2[:, 1] >= s.begin) & (pair_N2[:, 1] < s.end)]) for s in self._shards]
-        return [(shard, pairs) for shard, pairs in its if len(pairs)]
+        own = [(s, pair_N2[(pair_N2[:, 1] >= s.begin) & (pair_N2[:, 1] < s.end)]) for s in self._shards]
+        return [(shard, pairs) for shard, pairs in own if len(pairs)]
 
     def _push(self, id_N: np.ndarray, parts: list[np.ndarray]) -> None:
         self._mark.check()
@@ -258,13 +258,13 @@ class PSCollection:
         servers: dict[str, ParameterServer] = {}
         self._of_table: dict[str, PS] = {}
         for table, (_, tensors) in plan.items():
-            its = url if isinstance(url, str) else url(table)
-            if its not in servers:
-                servers[its] = open_server(its)
+            address = url if isinstance(url, str) else url(table)
+            if address not in servers:
+                servers[address] = open_server(address)
             self._of_table[table] = PS(
-                f"{path}.{table}", tensors, its, ps_config.get("chunk_size", DEFAULT_CHUNK_SIZE),
-                server=servers[its], traffic=self.traffic, pushes=rank == 0 or isinstance(tensors[0], ShardedTensor),
-                rank=rank, new_state=(new_states or {}).get(table, 0.0),
+                f"{path}.{table}", tensors, address, ps_config.get("chunk_size", DEFAULT_CHUNK_SIZE),
+                server=servers[address], traffic=self.traffic, rank=rank,
+                pushes=rank == 0 or isinstance(tensors[0], ShardedTensor), new_state=(new_states or {}).get(table, 0.0),
             )  # fmt: skip
 
     def table_names(self) -> list[str]:
@@ -298,10 +298,10 @@ class PSCollection:
         """
         optimizers = (ps_config or {}).get("optimizers", ())
         tensors = table_tensors(path, sharded_module, params_plan, optimizers)
-        plan = {table: (params_plan[table], its) for table, its in tensors.items()}
-        its_url = url if isinstance(url, str) else lambda table: url(path, table)
+        plan = {table: (params_plan[table], parts) for table, parts in tensors.items()}
+        table_url = url if isinstance(url, str) else lambda table: url(path, table)
         begins = new_states(sharded_module, optimizers)
-        return PSCollection(path, plan, its_url, ps_config, traffic=traffic, rank=rank, new_states=begins)
+        return PSCollection(path, plan, table_url, ps_config, traffic=traffic, rank=rank, new_states=begins)
 
 
 # ---- helpers --------------------------------------------------------------------------------------------------------
@@ -310,7 +310,7 @@ class PSCollection:
 def _shards_of(table: str, tensors: Sequence[torch.Tensor]) -> list[_Shard]:
     first = tensors[0]
     if not isinstance(first, ShardedTensor):
-        return [_Shard(0, first.shape[0], [_rows(table, its, first.shape[0]) for its in tensors])]
+        return [_Shard(0, first.shape[0], [_rows(table, tensor, first.shape[0]) for tensor in tensors])]
     shards = []
     for i, local in enumerate(first.local_shards()):
         row, column = local.metadata.shard_offsets
@@ -320,8 +320,8 @@ def _shards_of(table: str, tensors: Sequence[torch.Tensor]) -> list[_Shard]:
                 f"table {table} must not be sharded by its columns, since a row travels as a whole, but a shard has"
                 f" {columns} of {first.size(1)} columns; shard it by rows, table by table, or data-parallel"
             )
-        parts = [its.local_shards()[i].tensor for its in tensors]  # type: ignore[attr-defined]
-        shards.append(_Shard(row, row + rows, [_rows(table, its, rows) for its in parts]))
+        parts = [tensor.local_shards()[i].tensor for tensor in tensors]  # type: ignore[attr-defined]
+        shards.append(_Shard(row, row + rows, [_rows(table, part, rows) for part in parts]))
     return [shard for shard in shards if shard.end > shard.begin]
 
 

@@ -66,7 +66,7 @@ class JaggedIds:
             if missing:
                 raise ValueError(f"the KeyedJaggedTensor lacks the features {missing}, it has {list(index)}")
             slices = [slice(begin_F1[index[name]], begin_F1[index[name] + 1]) for name in names]
-            id_N = np.concatenate([value_N[its] for its in slices])
+            id_N = np.concatenate([value_N[part] for part in slices])
             keys = unique_keys(np.zeros(len(id_N), np.int32), id_N, threads=_ONE_THREAD)
             self._slices_T.append(slices)
             self._inverse_T.append(keys.inverse_N)
@@ -83,9 +83,9 @@ class JaggedIds:
         values = features.values().detach().to("cpu", copy=True)
         for slices, inverse_N, cache_U in zip(self._slices_T, self._inverse_T, cache_TU, strict=True):
             cache_N, begin = torch.from_numpy(cache_U.take(inverse_N)), 0
-            for its in slices:
-                size = its.stop - its.start
-                values[its] = cache_N[begin : begin + size].to(values.dtype)
+            for part in slices:
+                size = part.stop - part.start
+                values[part] = cache_N[begin : begin + size].to(values.dtype)
                 begin += size
         shape: dict[str, Any] = {"stride": features.stride()}
         if features.variable_stride_per_key():
@@ -174,7 +174,7 @@ class Steps:
 
         def mine() -> dict[str, list[tuple[np.ndarray, np.ndarray]]]:
             jagged.update({path: self._ids_of(path, kjt) for path, kjt in kjts.items()})
-            return {path: list(zip(its.id_TU, its.count_TU, strict=True)) for path, its in jagged.items()}
+            return {path: list(zip(ids.id_TU, ids.count_TU, strict=True)) for path, ids in jagged.items()}
 
         return Gathered(jagged, self.ranks.all_gather("gather the ids of a batch", mine))
 
@@ -183,23 +183,23 @@ class Steps:
         batches that are still to be trained; then nothing has changed."""
         self._check()
         merged = {
-            path: [_merged([its[path][t] for its in gathered.of_ranks]) for t in range(len(collection.tables))]
+            path: [_merged([of_rank[path][t] for of_rank in gathered.of_ranks]) for t in range(len(collection.tables))]
             for path, collection in self.collections.items()
             if path in gathered.jagged
         }
         if not all(
             table.transformer.has_room(id_U, table.ps is not None)
-            for path, its in merged.items()
-            for table, (id_U, _) in zip(self.collections[path].tables, its, strict=True)
+            for path, ids_T in merged.items()
+            for table, (id_U, _) in zip(self.collections[path].tables, ids_T, strict=True)
         ):
             return None
         batch = Batch(self._time)
         self._torn = True
         cache: dict[str, list[np.ndarray]] = {}
         fetches: list[tuple[CachedTable, np.ndarray]] = []
-        for path, its in merged.items():
+        for path, ids_T in merged.items():
             cache[path] = []
-            for table, (id_U, count_U) in zip(self.collections[path].tables, its, strict=True):
+            for table, (id_U, count_U) in zip(self.collections[path].tables, ids_T, strict=True):
                 moves = table.transformer.moves(id_U, count_U, self._time)
                 table.transformer.pin(moves.cache_U)
                 batch.pins.append((table.transformer, moves.cache_U))
@@ -213,7 +213,7 @@ class Steps:
             self._fetch(batch, table, pair_F2)
         self._time += 1
         self._unfinished.append(batch)
-        batch.kjts = {path: its.with_cache_ids(cache[path]) for path, its in gathered.jagged.items()}
+        batch.kjts = {path: ids.with_cache_ids(cache[path]) for path, ids in gathered.jagged.items()}
         self._torn = False
         return batch
 
@@ -231,7 +231,7 @@ class Steps:
             if first.any_late:
                 self.ranks.agree("push rows for others", functools.partial(self.traffic.wait, first.pushed))
             self.ranks.agree("bring the rows of a batch", functools.partial(self._bring, first))
-            self._unpushed = [its for its in self._unpushed if its[0] > first.number]
+            self._unpushed = [push for push in self._unpushed if push[0] > first.number]
             first.finished = True
             self._unfinished.popleft()
 
@@ -285,7 +285,7 @@ class Steps:
         """Error that names the table without room for a batch."""
         for path in gathered.jagged:
             for t, table in enumerate(self.collections[path].tables):
-                id_U, _ = _merged([its[path][t] for its in gathered.of_ranks])
+                id_U, _ = _merged([of_rank[path][t] for of_rank in gathered.of_ranks])
                 if not table.transformer.has_room(id_U, table.ps is not None):
                     more = "" if table.ps is not None else ", and without a parameter server none leaves"
                     return NoRoomError(
@@ -357,7 +357,7 @@ def _merged(of_ranks: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarr
     """
     if len(of_ranks) == 1:
         return of_ranks[0]
-    id_N, count_N = (np.concatenate(its) for its in zip(*of_ranks, strict=True))
+    id_N, count_N = (np.concatenate(arrays) for arrays in zip(*of_ranks, strict=True))
     id_U, head_U, inverse_N = np.unique(id_N, return_index=True, return_inverse=True)
     order_U = np.argsort(head_U)
     return id_U[order_U], np.bincount(inverse_N, count_N, len(id_U)).astype(np.int64)[order_U]

@@ -42,12 +42,14 @@ def table_tensors(
                 f"table {table} of module {path!r} must be a ShardedTensor or, where all ranks have it, a tensor, got"
                 f" {type(tensor).__name__}; make the sharding environment without output_dtensor"
             )
-        state = {name.removeprefix(f"{table}."): its for name, its in states.get(key, {}).items()}
+        state = {name.removeprefix(f"{table}."): part for name, part in states.get(key, {}).items()}
         if isinstance(tensor, ShardedTensor):
-            names = [name for name, its in state.items() if isinstance(its, ShardedTensor)]
+            names = [name for name, part in state.items() if isinstance(part, ShardedTensor)]
         else:
             state = _dense_state(parameters.get(key), optimizers)
-            names = [name for name, its in state.items() if torch.is_tensor(its) and its.shape[:1] == tensor.shape[:1]]
+            names = [
+                name for name, part in state.items() if torch.is_tensor(part) and part.shape[:1] == tensor.shape[:1]
+            ]
         found[table] = [tensor, *(state[name] for name in sorted(names))]
     if set(found) != set(params_plan):
         raise ValueError(
@@ -66,21 +68,21 @@ def check_optimizers(
         table = ".".join(key.split(".")[1:-1])
         if isinstance(tensor, ShardedTensor) or table not in params_plan:
             continue
-        holding = [its for its in optimizers if _group_of(parameters.get(key), its) is not None]
+        holding = [optimizer for optimizer in optimizers if _group_of(parameters.get(key), optimizer) is not None]
         if not holding:
             raise ValueError(
                 f"table {table} of module {path!r} is data-parallel, so the optimizer that trains it must be given, got"
                 f" none; pass it, as ps_config={{'optimizers': [optimizer]}}, so that its state travels with rows, or"
                 " shard the table otherwise"
             )
-        for its in holding:
-            _check_rests(table, its, _group_of(parameters.get(key), its) or {})
+        for optimizer in holding:
+            _check_rests(table, optimizer, _group_of(parameters.get(key), optimizer) or {})
 
 
 def new_states(module: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, float]:
     """{table: value that fills the optimizer state of a new row}. Tables that the dict lacks, such as those that
     FBGEMM's optimizers step, have 0."""
-    adagrads = [its for its in optimizers if isinstance(its, torch.optim.Adagrad)]
+    adagrads = [optimizer for optimizer in optimizers if isinstance(optimizer, torch.optim.Adagrad)]
     return {
         ".".join(key.split(".")[1:-1]): float(adagrad.defaults["initial_accumulator_value"])
         for key, parameter in module.named_parameters()
@@ -108,15 +110,15 @@ def _dense_state(
     parameter: torch.Tensor | None, optimizers: Iterable[torch.optim.Optimizer]
 ) -> dict[str, torch.Tensor]:
     for optimizer in optimizers:
-        for its in (its for group in optimizer.param_groups for its in group["params"]):
-            if _same(its, parameter):
-                return dict(optimizer.state[its])
+        for held in (held for group in optimizer.param_groups for held in group["params"]):
+            if _same(held, parameter):
+                return dict(optimizer.state[held])
     return {}
 
 
 def _group_of(parameter: torch.Tensor | None, optimizer: torch.optim.Optimizer) -> Mapping[str, Any] | None:
     for group in optimizer.param_groups:
-        if any(_same(its, parameter) for its in group["params"]):
+        if any(_same(held, parameter) for held in group["params"]):
             return dict(group)
     return None
 

@@ -29,7 +29,7 @@ from oneemb.options import StoreOptions, make_table
 from oneemb.storage.store_rows import copy_rows
 from oneemb.torchrec.configs import Column, check_configs, columns_of, dtype_of, first_rows, policy_of, pooling_of
 from oneemb.torchrec.jagged import is_call_on_values
-from oneemb.torchrec.ops import ON_META, LooksUpJagged, know
+from oneemb.torchrec.ops import ON_META, LooksUpJagged, register_collection
 from oneemb.torchrec.optimizers import MakeOptimizer, options_now, row_stepper, same_optimizer
 from oneemb.torchrec.tables import Table, TableRows, fill, kind_of_steps
 from oneemb.training.eager import Optimizer
@@ -76,8 +76,8 @@ class Lookups(NamedTuple):
 
     def look_up(self) -> Any:
         """Make the lookups and return the result of the call."""
-        its = zip(self.groups, self.arguments, strict=True)
-        return self.output([group.rows(**arguments) for group, arguments in its])
+        pairs = zip(self.groups, self.arguments, strict=True)
+        return self.output([group.rows(**arguments) for group, arguments in pairs])
 
 
 class Collection(torch.nn.Module):
@@ -131,13 +131,13 @@ class Collection(torch.nn.Module):
         """Optimizers that step rows in the backward pass: one for each embedding whose tables have such an
         optimizer."""
         self._regrouping = threading.RLock()
-        self._introduce()
+        self._register_weights()
         if on_ranks is not None:
             for table, make in zip(self._tables, on_ranks.steppers, strict=True):
                 table.parameter.is_stepped_by(make([table.parameter.weight]))
         if on_ranks is not None and self._device.type != "meta":
-            its = zip(self._tables, on_ranks.begin, strict=True)
-            self._make_rows([table.rows_drawn_together() if rows is None else rows for table, rows in its])
+            pairs = zip(self._tables, on_ranks.begin, strict=True)
+            self._make_rows([table.rows_drawn_together() if rows is None else rows for table, rows in pairs])
             self._on_ranks = dataclasses.replace(on_ranks, begin=())  # The embeddings hold these rows now.
         elif self._device.type != "meta":
             self._make_rows(self._first_rows())
@@ -182,7 +182,7 @@ class Collection(torch.nn.Module):
             table.steppers = in_backward_optimizers(table.parameter.weight)
             alike.setdefault(table.kind(), []).append(t)
         folders = set[str]()
-        self._groups = [self._make_group(tuple(its), folders) for its in alike.values()]
+        self._groups = [self._make_group(tuple(numbers), folders) for numbers in alike.values()]
         self.rows = torch.nn.ModuleList(group.rows for group in self._groups)
         self.rows.train(self.training)
         self._put_rows(begin)
@@ -194,13 +194,13 @@ class Collection(torch.nn.Module):
                     put_rows(group.rows, place, weights)
 
     def _make_group(self, tables: tuple[int, ...], folders: set[str]) -> Group:
-        its = [self._tables[t] for t in tables]
-        first, configs = its[0], [table.config for table in its]
+        members = [self._tables[t] for t in tables]
+        first, configs = members[0], [table.config for table in members]
         paths, words = () if first.options is None else first.options.persistent_path, first.words()
         while paths and os.path.join(paths[0], "-".join(words)) in folders:
             words.append("other")
-        its_folders = [os.path.join(path, "-".join(words)) for path in paths]
-        folders.update(its_folders[:1])
+        own_folders = [os.path.join(path, "-".join(words)) for path in paths]
+        folders.update(own_folders[:1])
         is_kept = bool(paths)
         policies = [policy for config in configs if (policy := policy_of(config)) is not None]  # all have one, or none
         ranks, of_ranks = self._on_ranks, dict[str, Any]()
@@ -209,19 +209,19 @@ class Collection(torch.nn.Module):
                         "comm_dtype": ranks.comm_dtype}  # fmt: skip
         rows = MultiTableEmbedding(
             ", ".join(config.name for config in configs), first.config.embedding_dim, dtype_of(first.config),
-            torch.int64, [make_table(table.initializer()) for table in its], first.store_at(its_folders),
+            torch.int64, [make_table(table.initializer()) for table in members], first.store_at(own_folders),
             seed=(self.seed + zlib.crc32(first.config.name.encode())) % 2**64,  # embeddings must not draw equal rows
             num_threads=self._num_threads,
-            policy=[table.extra.policy for table in its if table.extra is not None] or policies or None,
+            policy=[table.extra.policy for table in members if table.extra is not None] or policies or None,
             **of_ranks,
         )  # fmt: skip
-        self._give_weights(rows, its, is_kept=is_kept)
+        self._give_weights(rows, members, is_kept=is_kept)
         if self._device.type != "cpu":
             rows.to(self._device)
         columns = tuple(c for c, column in enumerate(self._columns) if column.table in tables)
         of_columns = tuple(tables.index(self._columns[c].table) for c in columns)
         of_rows: list[TableState] = []
-        for place, (t, table) in enumerate(zip(tables, its, strict=True)):
+        for place, (t, table) in enumerate(zip(tables, members, strict=True)):
             is_empty = table.extra is not None
             table.state = TableState(rows, place, configs, of_rows, is_kept=is_kept, is_empty=is_empty)
             table.parameter.serves(functools.partial(_state_of, weakref.ref(self), t))
@@ -241,8 +241,8 @@ class Collection(torch.nn.Module):
         def options() -> list[Options | None]:
             """Current options of each table's optimizer; None = the table is not trained."""
             return [
-                options_now(its, stepper) if weight.requires_grad else None
-                for weight, its, stepper in zip(weights, optimizers, steppers, strict=True)
+                options_now(optimizer, stepper) if weight.requires_grad else None
+                for weight, optimizer, stepper in zip(weights, optimizers, steppers, strict=True)
             ]
 
         optimizer = same_optimizer(steppers[0], one)
@@ -262,12 +262,12 @@ class Collection(torch.nn.Module):
                     " and holds none, but an initializer or an average of parameters was written to it; give rows to"
                     " load_state_dict(), average them by oneemb.AveragedEmbedding"
                 )
-        self._bring_in()
+        self._write_back()
         let_go(state for state in self.states if state is not None)
         for group in self._groups:
-            its = [self._tables[t] for t in group.tables]
-            if its[0].steppers:
-                trained = any(table.parameter.weight.requires_grad for table in its)
+            members = [self._tables[t] for t in group.tables]
+            if members[0].steppers:
+                trained = any(table.parameter.weight.requires_grad for table in members)
                 group.rows.weights[0].requires_grad_(trained)
         return self._groups
 
@@ -279,25 +279,25 @@ class Collection(torch.nn.Module):
                     raise RuntimeError("apply_optimizer_in_backward must be called before the module is sharded")
                 self._make_rows_anew()
 
-    def _bring_in(self) -> None:
+    def _write_back(self) -> None:
         """Write tensors of state dicts that the user has changed into the rows."""
         write_back(state for state in self.states if state is not None)
 
     def rows_to_shard(self) -> list[torch.Tensor | None]:
         """Rows of each table, for the sharded collection that replaces this one; None = the table starts empty.
         RuntimeError if lookups have initialized rows of such a table: a snapshot must carry those over."""
-        self._bring_in()
+        self._write_back()
         for group in self._groups:
-            its = [self._tables[t] for t in group.tables]
-            if group.rows.stats()["rows"] and its[0].starts_empty:
+            members = [self._tables[t] for t in group.tables]
+            if group.rows.stats()["rows"] and members[0].starts_empty:
                 raise RuntimeError(
                     f"tables {group.rows.name} must have no rows before they are sharded, but lookups have initialized"
                     " some; make the collection on the meta device, shard it, and load a snapshot of these rows"
                 )
-            for table in its:
+            for table in members:
                 if table.state is not None and not table.starts_empty:
                     table.state.check_in_range()
-            if group.rows.stats()["step"] and its[0].steppers:
+            if group.rows.stats()["step"] and members[0].steppers:
                 warnings.warn(
                     f"tables {group.rows.name} were trained in the backward pass before they are sharded; the sharded"
                     " tables get their weights, but not their optimizer's state",
@@ -318,7 +318,7 @@ class Collection(torch.nn.Module):
         """Make the embeddings again, grouped by the tables' current optimizers."""
         for table in self._tables:  # Refuse an unsupported optimizer before any embedding is closed.
             kind_of_steps(in_backward_optimizers(table.parameter.weight))
-        self._bring_in()
+        self._write_back()
         for group in self._groups:
             stats = group.rows.stats()
             if stats["step"] or stats["rows"] and self._tables[group.tables[0]].starts_empty:
@@ -340,7 +340,7 @@ class Collection(torch.nn.Module):
                 group.rows.weights[0].data = group.rows.weights[0].data.to(device)
             elif any(one is not other for one, other in zip(weights, group.rows.weights, strict=True)):
                 stand_for_rows(group.rows, weights, is_kept=first.options is not None)
-        self._introduce()
+        self._register_weights()
         was, self._device = self._device, device
         if was.type == "meta" and device.type != "meta":
             self._make_rows(self._first_rows())
@@ -358,10 +358,10 @@ class Collection(torch.nn.Module):
                 " ranks, and a copy needs a path of its own; make another collection, and load a state dict of this"
                 " one into it"
             )
-        self._bring_in()
+        self._write_back()
         copied = self.empty_copy()
-        for own, its in zip(self.parameters(), copied.parameters(), strict=True):
-            its.requires_grad_(own.requires_grad)
+        for own, made in zip(self.parameters(), copied.parameters(), strict=True):
+            made.requires_grad_(own.requires_grad)
         if self._device.type != "meta":
             copied.take_rows(self._device, self._groups)
         return copied.train(self.training)
@@ -378,7 +378,7 @@ class Collection(torch.nn.Module):
         collection of the same tables. TypeError if that collection groups its tables in another way."""
         torch.nn.Module._apply(self, lambda tensor: torch.empty_like(tensor, device=device))
         self._device = device
-        self._introduce()
+        self._register_weights()
         self._make_rows([None] * len(self.configs))
         if [group.tables for group in self._groups] != [group.tables for group in groups]:
             raise TypeError(
@@ -393,9 +393,9 @@ class Collection(torch.nn.Module):
         """Whether the call has values: False while a model is traced or exported, and on the meta device."""
         return is_call_on_values(features) and self._device.type != "meta"
 
-    def _introduce(self) -> None:
+    def _register_weights(self) -> None:
         for table in self._tables:
-            know(table.parameter.weight, cast(LooksUpJagged, self))
+            register_collection(table.parameter.weight, cast(LooksUpJagged, self))
 
     def close(self) -> None:
         """Free memory and files, and release the locks on the paths. Rows that are in no snapshot are lost."""

@@ -132,7 +132,7 @@ def initializer_of(config: BaseEmbeddingConfig) -> Initializer:
     options: dict[str, Any] = {}
     if isinstance(function, functools.partial):
         if function.args:
-            raise ValueError(_say_init(config))
+            raise ValueError(_init_fn_error(config))
         function, options = function.func, dict(function.keywords)
     options.pop("generator", None)  # The module's seed takes the generator's place.
     default = {"a": config.get_weight_init_min(), "b": config.get_weight_init_max()}
@@ -140,14 +140,14 @@ def initializer_of(config: BaseEmbeddingConfig) -> Initializer:
         options = dict(zip("ab", bounds_of(config, dtype_of(config)), strict=True))
     make = _INITIALIZERS.get(function)
     if make is None:
-        raise ValueError(_say_init(config))
+        raise ValueError(_init_fn_error(config))
     try:
         return make(**options)
     except (TypeError, ValueError) as error:
         raise ValueError(f"table {config.name!r}: init_fn {config.init_fn!r}: {error}") from error
 
 
-def _say_init(config: BaseEmbeddingConfig) -> str:
+def _init_fn_error(config: BaseEmbeddingConfig) -> str:
     known = ", ".join(sorted(function.__name__ for function in _INITIALIZERS))
     return (
         f"table {config.name!r}: init_fn must be one of torch.nn.init's {known}, with options by functools.partial(...,"

@@ -37,7 +37,7 @@ _QUANTIZED: dict[type[torch.nn.Module], Any] = {
 
 DEFAULT_QUANT_MAPPING: dict[str, type[torch.nn.Module]] = {
     **theirs.DEFAULT_QUANT_MAPPING,
-    **{torch.typename(float_class): its for float_class, its in _QUANTIZED.items()},
+    **{torch.typename(float_class): quantized for float_class, quantized in _QUANTIZED.items()},
 }
 """Classes of TorchRec and of oneemb, for the argument `quantization_mapping` of TorchRec's
 `quantize_inference_model`."""
@@ -138,7 +138,7 @@ def _quantize(
     oneemb, or whose class has an entry in `mapping`."""
 
     def swap(module: torch.nn.Module) -> torch.nn.Module | None:
-        kinds = [its for kind, its in _QUANTIZED.items() if isinstance(module, kind)]
+        kinds = [quantized for kind, quantized in _QUANTIZED.items() if isinstance(module, kind)]
         if not kinds or type(module) in mapping:
             return None
         made: torch.nn.Module = kinds[0].quantized(module, dtype, output_dtype, by_table)
@@ -204,20 +204,20 @@ class _Sharder(BaseQuantEmbeddingSharder[torch.nn.Module]):
             device: device of the rows; None, or on meta, = as the plan says.
             module_fqn: has no effect.
         """
-        its = cast(QuantCollection, module)
+        collection = cast(QuantCollection, module)
         place: Place
         if env.process_group is not None:
             place = OnRanks(env.process_group)
         else:
             place = OnDevices(_devices(params, env.world_size, device))
-        return its.placed(self.sharded_type, place)
+        return collection.placed(self.sharded_type, place)
 
 
 def _devices(params: Mapping[str, ParameterSharding], count: int, device: torch.device | None) -> list[torch.device]:
     kind = None if device is None or device.type == "meta" else device.type
-    for its in params.values():
-        if kind is None and its.sharding_spec is not None:
-            kind = cast(Any, its.sharding_spec).shards[0].placement.device().type
+    for sharding in params.values():
+        if kind is None and sharding.sharding_spec is not None:
+            kind = cast(Any, sharding.sharding_spec).shards[0].placement.device().type
     if kind in (None, "cpu"):
         return [torch.device("cpu")] * count
     return [torch.device(kind, d) for d in range(count)]

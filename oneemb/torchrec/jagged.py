@@ -51,9 +51,13 @@ def check_jagged(features: KeyedJaggedTensor) -> Jagged:
         twice = sorted({key for key in keys if keys.count(key) > 1})
         raise ValueError(f"keys of a KeyedJaggedTensor must be unique, got {twice} more often")
     if values.dtype not in (torch.int64, torch.int32) or values.dim() != 1:
-        raise TypeError(f"values of a KeyedJaggedTensor must be ids, int64 or int32 [N], got {_say(values)}")
+        raise TypeError(
+            f"values of a KeyedJaggedTensor must be ids, int64 or int32 [N], got {_dtype_and_shape(values)}"
+        )
     if weights is not None and (weights.shape != values.shape or weights.dtype.is_complex):
-        raise ValueError(f"weights must be numbers, one for each of {len(values)} values, got {_say(weights)}")
+        raise ValueError(
+            f"weights must be numbers, one for each of {len(values)} values, got {_dtype_and_shape(weights)}"
+        )
     offsets, lengths = features.offsets_or_none(), features.lengths_or_none()
     if offsets is None and lengths is None:
         raise ValueError("a KeyedJaggedTensor needs lengths or offsets, got neither")
@@ -95,22 +99,22 @@ def check_weighted(weights: torch.Tensor | None) -> None:
 
 
 def jagged_tensors(
-    features: KeyedJaggedTensor, its: Jagged, ids_F: list[int], row_ND: torch.Tensor, names: Sequence[str],
+    features: KeyedJaggedTensor, jagged: Jagged, ids_F: list[int], row_ND: torch.Tensor, names: Sequence[str],
     need_indices: bool,
 ) -> dict[str, JaggedTensor]:  # fmt: skip
     """{name in the output: JaggedTensor of the rows of one feature}.
 
     Args:
         features: the batch as the user gave it; the lengths and ids of the result have its dtypes.
-        its: bags of the features.
+        jagged: bags of the features.
         ids_F: number of ids of each feature.
         row_ND: rows of all ids, feature by feature.
         names: name of each feature in the output.
         need_indices: whether the JaggedTensors have the ids as their weights.
     """
     # Split, not sliced: the gradient of each slice would be as large as the gradient of all rows.
-    rows_F, id_F = row_ND.split(ids_F), its.values.split(ids_F)
-    lengths_F = its.offsets.diff().to(features.lengths().dtype).split(its.samples)
+    rows_F, id_F = row_ND.split(ids_F), jagged.values.split(ids_F)
+    lengths_F = jagged.offsets.diff().to(features.lengths().dtype).split(jagged.samples)
     found = {}
     for name, rows, lengths, ids in zip(names, rows_F, lengths_F, id_F, strict=True):
         weights = ids.to(features.values().dtype) if need_indices else None
@@ -131,7 +135,7 @@ def _even(features: KeyedJaggedTensor, bags: int) -> list[int]:
 
 def _check_lengths(lengths: torch.Tensor, ids: int) -> None:
     if lengths.dtype.is_floating_point or lengths.dim() != 1:
-        raise TypeError(f"lengths must be integers [keys * samples], got {_say(lengths)}")
+        raise TypeError(f"lengths must be integers [keys * samples], got {_dtype_and_shape(lengths)}")
     length_P = _array(lengths)
     if len(length_P) and not 0 <= int(length_P.min()) <= int(length_P.max()) <= ids:
         raise ValueError(f"lengths must be from 0 to {ids}, got {int(length_P.min())} to {int(length_P.max())}")
@@ -141,7 +145,7 @@ def _check_lengths(lengths: torch.Tensor, ids: int) -> None:
 
 def _check_offsets(offsets: torch.Tensor, ids: int) -> None:
     if offsets.dtype.is_floating_point or offsets.dim() != 1 or not len(offsets):
-        raise TypeError(f"offsets must be integers [keys * samples + 1], got {_say(offsets)}")
+        raise TypeError(f"offsets must be integers [keys * samples + 1], got {_dtype_and_shape(offsets)}")
     offset_P1 = _array(offsets)
     if offset_P1[0] != 0 or offset_P1[-1] != ids or (offset_P1[1:] < offset_P1[:-1]).any():
         raise ValueError(
@@ -182,7 +186,8 @@ def _check_inverse(names: Sequence[str], index_KB: torch.Tensor, samples: Mappin
     has the number of samples of each feature."""
     if index_KB.dtype not in (torch.int64, torch.int32) or index_KB.dim() != 2 or len(index_KB) != len(names):
         raise TypeError(
-            f"inverse_indices must be integers, a row for each of {len(names)} features, got {_say(index_KB)}"
+            f"inverse_indices must be integers, a row for each of {len(names)} features, got"
+            f" {_dtype_and_shape(index_KB)}"
         )
     for name, index_B in zip(names, _array(index_KB), strict=True):
         most = samples.get(name, 0) - 1
@@ -197,7 +202,7 @@ def _array(tensor: torch.Tensor) -> np.ndarray:
     return tensor.detach().cpu().numpy()  # NumPy, since torch's CPU threads would go on spinning
 
 
-def _say(tensor: torch.Tensor) -> str:
+def _dtype_and_shape(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 
@@ -243,17 +248,17 @@ def expand_samples(
     says which sample of a feature a sample of the batch takes. Arguments and errors are those of `order_of_inverse`."""
     order, index_KB = order_of_inverse(jagged, keys, inverse, wanted)
     wanted = list(dict.fromkeys(wanted))
-    its = select_features(jagged, keys, wanted)
-    first_F = torch.tensor([0, *its.samples[:-1]], device="cpu").cumsum(0).to(its.offsets.device)
+    bags = select_features(jagged, keys, wanted)
+    first_F = torch.tensor([0, *bags.samples[:-1]], device="cpu").cumsum(0).to(bags.offsets.device)
     bag_P = (index_KB[[order[feature] for feature in wanted]].long() + first_F[:, None]).flatten()
-    begin_P, length_P = its.offsets[bag_P], its.offsets.diff()[bag_P]
+    begin_P, length_P = bags.offsets[bag_P], bags.offsets.diff()[bag_P]
     offsets = torch.nn.functional.pad(length_P.cumsum(0), (1, 0))
     # The ids of a bag are contiguous, from its entry of `begin_P`.
     place_N = (begin_P - offsets[:-1]).repeat_interleave(length_P) + torch.arange(
         int(offsets[-1]), device=offsets.device
     )
-    weights = None if its.weights is None else its.weights[place_N]
-    return Jagged(its.values[place_N], offsets, weights, [index_KB.shape[1]] * len(wanted)), wanted
+    weights = None if bags.weights is None else bags.weights[place_N]
+    return Jagged(bags.values[place_N], offsets, weights, [index_KB.shape[1]] * len(wanted)), wanted
 
 
 def _split(tensor: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, ...]:

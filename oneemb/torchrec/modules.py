@@ -50,9 +50,9 @@ def jagged_by_name(
     # Split, not sliced: the gradient of each slice would be as large as the gradient of all rows.
     rows_of = rows.split([jagged[feature].values().numel() for feature in wanted])
     for i, name in enumerate(names):
-        its = jagged[wanted[i]]
+        feature = jagged[wanted[i]]
         found[name] = JaggedTensor(
-            values=rows_of[i], lengths=its.lengths(), weights=its.values() if need_indices else None
+            values=rows_of[i], lengths=feature.lengths(), weights=feature.values() if need_indices else None
         )
     return found
 
@@ -200,8 +200,8 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
             if len(groups) == 1:
                 return pooled[0].float().flatten(1)
             parts: list[torch.Tensor | None] = [None] * len(self._columns)
-            for group, its in zip(groups, pooled, strict=True):
-                for c, part in zip(group.columns, its.float().unbind(1), strict=True):
+            for group, rows in zip(groups, pooled, strict=True):
+                for c, part in zip(group.columns, rows.float().unbind(1), strict=True):
                     parts[c] = part
             return torch.cat(cast(Any, parts), dim=1)
 
@@ -228,8 +228,8 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
         def output(pooled: Sequence[torch.Tensor]) -> torch.Tensor:
             parts: list[torch.Tensor | None] = [None] * len(self._columns)
             for group, wanted, selected, rows in zip(groups, wanted_of, selected_of, pooled, strict=True):
-                for c, feature, its in zip(group.columns, wanted, rows.float().split(selected.samples), strict=True):
-                    parts[c] = its.index_select(0, index_KB[order[feature]].long())
+                for c, feature, part in zip(group.columns, wanted, rows.float().split(selected.samples), strict=True):
+                    parts[c] = part.index_select(0, index_KB[order[feature]].long())
             return torch.cat(cast(Any, parts), dim=1)
 
         return Lookups(groups, arguments, output)

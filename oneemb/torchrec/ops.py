@@ -24,18 +24,18 @@ class LooksUpJagged(Protocol):
         """Result of the op: pooled embeddings, or rows, of bags that lie column by column."""
 
 
-def know(weight: torch.Tensor, collection: LooksUpJagged) -> None:
+def register_collection(weight: torch.Tensor, collection: LooksUpJagged) -> None:
     """Make the parameter refer to its collection."""
     weight.collection = weakref.ref(collection)  # type: ignore[attr-defined]
 
 
-def _known(weights: list[torch.Tensor]) -> LooksUpJagged | None:
+def _collection_or_none(weights: list[torch.Tensor]) -> LooksUpJagged | None:
     reference = getattr(weights[0], "collection", None)
     return None if reference is None else reference()
 
 
 def _collection_of(weights: list[torch.Tensor]) -> LooksUpJagged:
-    found = _known(weights)
+    found = _collection_or_none(weights)
     if found is None:
         raise RuntimeError(
             "the parameters of these tables refer to no collection: a traced, scripted or exported model can look up"
@@ -83,7 +83,7 @@ def _with_autograd(op: Any, function: Callable[..., torch.Tensor], weights_at: i
     them the call goes to the op below autograd."""
 
     def call(*args: Any) -> torch.Tensor:
-        if _known(args[weights_at]) is not None:
+        if _collection_or_none(args[weights_at]) is not None:
             return function(*args)
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args)

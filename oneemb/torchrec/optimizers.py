@@ -200,8 +200,8 @@ class FusedRowsOptimizer(FusedOptimizer):
         tables: Sequence[TableState | None],
         optimizers: Sequence[torch.optim.Optimizer],
     ):
-        its = zip(weights.values(), tables, strict=True)
-        self._tables: dict[torch.Tensor, TableState] = {weight: table for weight, table in its if table is not None}
+        pairs = zip(weights.values(), tables, strict=True)
+        self._tables: dict[torch.Tensor, TableState] = {weight: table for weight, table in pairs if table is not None}
         self._states = _States(self._tables)
         super().__init__(weights, self._states, [optimizer.param_groups[0] for optimizer in optimizers])
 
@@ -227,11 +227,11 @@ class FusedRowsOptimizer(FusedOptimizer):
         for name, weight in self.params.items():
             if weight not in self.state or name not in state:
                 continue
-            its, given = ({key: tuple(part.shape) for key, part in found.items()} for found in (
+            own, given = ({key: tuple(part.shape) for key, part in found.items()} for found in (
                 self.state[weight], state[name]))  # fmt: skip
-            if its != given:
+            if own != given:
                 raise ValueError(
-                    f"the optimizer state of {name} must have the shapes {its}, got {given}: it is that of another"
+                    f"the optimizer state of {name} must have the shapes {own}, got {given}: it is that of another"
                     " optimizer, or of a table of another size"
                 )
             table = self._tables[weight]

@@ -139,9 +139,9 @@ class EmbeddingBagCollection(QuantCollection, EmbeddingBagCollectionInterface):
         values = pooled_while_read(cast(Any, self.groups), jagged_G, sum(self._lengths_per_embedding))
         if values is None:
             pooled = []
-            for group, its in zip(cast(Any, self.groups), jagged_G, strict=True):
-                row_ND = group(its.values, its.offsets)
-                pooled.append(pooled_by_feature(row_ND, its.offsets, its.weights, group.means, len(group.features)))
+            for group, bags in zip(cast(Any, self.groups), jagged_G, strict=True):
+                row_ND = group(bags.values, bags.offsets)
+                pooled.append(pooled_by_feature(row_ND, bags.offsets, bags.weights, group.means, len(group.features)))
             values = side_by_side(pooled, self._order, self._output_dtype)
         return KeyedTensor(self._embedding_names, self._lengths_per_embedding, values.to(self._output_dtype))
 
@@ -219,19 +219,19 @@ class EmbeddingCollection(QuantCollection, EmbeddingCollectionInterface):
             names: list[str] = group.names  # type: ignore[assignment]
             values, offsets, _ = jagged_of(features, wanted)
             row_ND = group(values, offsets).to(self._output_dtype)
-            its = jagged_by_name(features, row_ND, wanted, names, self._need_indices)
+            by_name = jagged_by_name(features, row_ND, wanted, names, self._need_indices)
             for name in names:
-                found[name] = its[name]
+                found[name] = by_name[name]
         return found
 
     @torch.jit.unused
     def _by_name(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         features, jagged_G = self._place.together(lambda: self._checked(features))
         found: dict[str, JaggedTensor] = {}
-        for group, its in zip(cast(Any, self.groups), jagged_G, strict=True):
-            ids_F = ends_of_features(its).diff()
-            row_ND = group.rows(group.table_F.repeat_interleave(ids_F), its.values).to(self._output_dtype)
-            found |= jagged_tensors(features, its, ids_F.tolist(), row_ND, group.names, self._need_indices)
+        for group, bags in zip(cast(Any, self.groups), jagged_G, strict=True):
+            ids_F = ends_of_features(bags).diff()
+            row_ND = group.rows(group.table_F.repeat_interleave(ids_F), bags.values).to(self._output_dtype)
+            found |= jagged_tensors(features, bags, ids_F.tolist(), row_ND, group.names, self._need_indices)
         return {name: found[name] for name in self._embedding_names}
 
     @torch.jit.unused

@@ -115,14 +115,14 @@ class QuantCollection(torch.nn.Module):
         self._place = place or OnDevices()
         if rows is None:
             rows = [RowsOfTable.none(config, t) for t, config in enumerate(tables)]
-        self._have(rows)
+        self._take_rows(rows)
 
-    def _have(self, rows: Sequence[RowsOfTable]) -> None:
+    def _take_rows(self, rows: Sequence[RowsOfTable]) -> None:
         """Take these rows, one entry for each table. Tables of one format that one embedding held in training become
         one group."""
         alike: dict[tuple[object, ...], list[int]] = {}
-        for t, (config, its) in enumerate(zip(self.configs, rows, strict=True)):
-            kind = config.embedding_dim, config.data_type, _pooling(config), *its.origin
+        for t, (config, table) in enumerate(zip(self.configs, rows, strict=True)):
+            kind = config.embedding_dim, config.data_type, _pooling(config), *table.origin
             alike.setdefault(kind, []).append(t)
         end_C = [*itertools.accumulate(self.configs[column.table].embedding_dim for column in self._columns)]
         groups, order = torch.nn.ModuleList(), []  # An error below leaves `self.groups` unchanged.
@@ -140,7 +140,7 @@ class QuantCollection(torch.nn.Module):
             )
             groups.append(group.to("meta") if self._device.type == "meta" else group)
             order += columns
-        self._absent = [its.absent for its in rows]
+        self._absent = [table.absent for table in rows]
         self.groups = groups
         self._order: list[int] = [order.index(c) for c in range(len(order))]
         """For each column of the output, its index among the features of all groups."""
@@ -229,7 +229,7 @@ class QuantCollection(torch.nn.Module):
 
     def sizes(self) -> dict[str, tuple[int, int]]:
         """{table's name: (number of rows, bytes of one row)}."""
-        return {name: (len(its.ids), its.weight.shape[1]) for name, its in self._rows_of_tables().items()}
+        return {name: (len(table.ids), table.weight.shape[1]) for name, table in self._rows_of_tables().items()}
 
     # ---- rows -------------------------------------------------------------------------------------------------------
 
@@ -253,7 +253,7 @@ class QuantCollection(torch.nn.Module):
         for group in self.groups:
             self._device = cast(GroupOfTables, group).table_F.device
         if was.type == "meta" and self._device.type != "meta":  # to_empty() left the keys uninitialized.
-            self._have([RowsOfTable.none(config, t) for t, config in enumerate(self.configs)])
+            self._take_rows([RowsOfTable.none(config, t) for t, config in enumerate(self.configs)])
         return moved
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -273,9 +273,9 @@ class QuantCollection(torch.nn.Module):
                 parts[name][part] = state_dict[key]
             else:
                 unexpected_keys.append(key)
-        for name, its in parts.items():
-            missing_keys += [f"{prefix}{self.holders}.{name}.{part}" for part in PARTS if part not in its]
-        if all(len(its) == len(PARTS) for its in parts.values()):
+        for name, given in parts.items():
+            missing_keys += [f"{prefix}{self.holders}.{name}.{part}" for part in PARTS if part not in given]
+        if all(len(given) == len(PARTS) for given in parts.values()):
             tables = [RowsOfTable(**parts[config.name]) for config in self.configs]
             try:
                 for config, table in zip(self.configs, tables, strict=True):
@@ -291,7 +291,7 @@ class QuantCollection(torch.nn.Module):
                     )
                     return
                 try:
-                    self._have([table.to(self._device) for table in tables])
+                    self._take_rows([table.to(self._device) for table in tables])
                 except (ValueError, StorageError) as error:  # each table is right, but not all together
                     error_msgs.append(f"{prefix}{self.holders}: {error}")
 
@@ -355,11 +355,11 @@ def _quantized_configs(collection: Any, dtype: torch.dtype, by_table: Mapping[st
     """Configs of a collection's tables, with the data type that `by_table` or `dtype` asks for."""
     configs = copy.deepcopy(collection.configs)
     for config in configs:
-        its = (by_table or {}).get(config.name, dtype)
+        asked = (by_table or {}).get(config.name, dtype)
         try:
-            config.data_type = dtype_to_data_type(its)
+            config.data_type = dtype_to_data_type(asked)
         except Exception as error:  # TorchRec raises plain Exceptions.
-            raise ValueError(f"table {config.name!r}: rows cannot be quantized to {its}") from error
+            raise ValueError(f"table {config.name!r}: rows cannot be quantized to {asked}") from error
     return configs
 
 
@@ -369,6 +369,6 @@ def _rows_of_collection(collection: Collection, configs: Sequence[BaseEmbeddingC
         return None
     found: dict[int, RowsOfTable] = {}
     for group in collection.ready():
-        its = quantized_tables(group.rows, [configs[t] for t in group.tables])
-        found |= dict(zip(group.tables, its, strict=True))
+        tables = quantized_tables(group.rows, [configs[t] for t in group.tables])
+        found |= dict(zip(group.tables, tables, strict=True))
     return [found[t] for t in range(len(configs))]

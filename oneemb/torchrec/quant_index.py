@@ -102,15 +102,15 @@ class IndexedRows(torch.nn.Module):
         frozen, index = self.frozen, self._now()
         id_N, offset_P1 = bags.values.contiguous().numpy(), bags.offsets.contiguous().numpy()
         scale_N = None if bags.weights is None else bags.weights.detach().contiguous().numpy()
-        its = table_F.numpy(), np.array(begins), id_N, offset_P1, scale_N, means
-        found = pool_indexed(index.arrays, *its, index.begin_TD, out_BE.numpy(), threads=self._threads)
+        arguments = table_F.numpy(), np.array(begins), id_N, offset_P1, scale_N, means
+        found = pool_indexed(index.arrays, *arguments, index.begin_TD, out_BE.numpy(), threads=self._threads)
         if found is not None and frozen.draws:
             table_N, place_N = found
             absent = np.flatnonzero(place_N < 0)
             absent_M = torch.from_numpy(absent)
             begin_MD = frozen.begin(torch.from_numpy(table_N)[absent_M].long(), bags.values[absent_M])
             place_N[absent] = OTHER - np.arange(len(absent))
-            pool_indexed(index.arrays, *its, begin_MD.numpy(), out_BE.numpy(), threads=self._threads, known=found)
+            pool_indexed(index.arrays, *arguments, begin_MD.numpy(), out_BE.numpy(), threads=self._threads, known=found)
 
     def _now(self) -> _Index:
         """Current index, made anew if the rows have moved; it also adopts torch's current number of threads."""
@@ -136,7 +136,9 @@ def _cells_of(frozen: FrozenRows) -> np.ndarray:
 
 
 def _index_of(frozen: FrozenRows, cell_C2: np.ndarray, at: tuple[int, int, int]) -> _Index:
-    row_SX, scale_S2 = (its.view(BITS.get(its.dtype, its.dtype)).numpy() for its in (frozen.rows, frozen.scale_S2))
+    row_SX, scale_S2 = (
+        tensor.view(BITS.get(tensor.dtype, tensor.dtype)).numpy() for tensor in (frozen.rows, frozen.scale_S2)
+    )
     begin_TD = np.zeros((frozen.num_tables, frozen.dim), np.float32) if frozen.draws else frozen.begin_TD.numpy()
     arrays = RowIndex(cell_C2.ctypes.data, len(cell_C2), RowArrays.of(row_SX, frozen.bits, scale_S2))
     return _Index(cell_C2, at, begin_TD, arrays)
@@ -160,10 +162,10 @@ def pooled_while_read(groups: Sequence[Any], bags: Sequence[Jagged], width: int)
     """
     if torch.compiler.is_dynamo_compiling() or not groups:
         return None
-    for group, its in zip(groups, bags, strict=True):
-        if not (isinstance(group.rows, IndexedRows) and group.rows.pools(its)):
+    for group, jagged in zip(groups, bags, strict=True):
+        if not (isinstance(group.rows, IndexedRows) and group.rows.pools(jagged)):
             return None
     out_BE = torch.empty(bags[0].samples[0], width, dtype=torch.float32, device="cpu")
-    for group, its in zip(groups, bags, strict=True):
-        group.rows.pool(its, group.table_F, group.begins, group.means, out_BE)
+    for group, jagged in zip(groups, bags, strict=True):
+        group.rows.pool(jagged, group.table_F, group.begins, group.means, out_BE)
     return out_BE

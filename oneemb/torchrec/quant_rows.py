@@ -72,7 +72,7 @@ class RowsOfTable(NamedTuple):
 
     @property
     def origin(self) -> tuple[int, int]:
-        """Seed and index of the dtype of the trained embedding; tables that it held together have equal ones."""
+        """(seed, index of the dtype) of the trained embedding. Tables that one embedding held have equal origins."""
         return int(self.absent[0]), int(self.absent[2])
 
     def to(self, device: torch.device) -> Self:
@@ -81,9 +81,9 @@ class RowsOfTable(NamedTuple):
 
     def check(self, config: BaseEmbeddingConfig) -> None:
         """Raise TypeError or ValueError unless these tensors can be the rows of a table with this config."""
-        for part, its in zip(self._fields, self, strict=True):
-            if not isinstance(its, torch.Tensor) or its.is_meta:
-                raise TypeError(f"{part} must be a tensor with values, got {type(its).__name__}")
+        for part, tensor in zip(self._fields, self, strict=True):
+            if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+                raise TypeError(f"{part} must be a tensor with values, got {type(tensor).__name__}")
         size = _row_bytes(config.embedding_dim, config.data_type)
         if self.ids.dtype != torch.int64 or self.ids.dim() != 1 or not bool((self.ids[1:] > self.ids[:-1]).all()):
             raise ValueError(f"ids must be int64 in ascending order, got {self.ids.dtype} {[*self.ids.shape]}")
@@ -126,7 +126,7 @@ def quantized_tables(rows: MultiTableEmbedding, configs: Sequence[BaseEmbeddingC
     for t, config in enumerate(configs):
         none = RowsOfTable.none(config, t)
         ids = torch.from_numpy(np.concatenate([none.ids.numpy(), *(ids for ids, _ in found[t])]))
-        weight = torch.cat([none.weight, *(its for _, its in found[t])])
+        weight = torch.cat([none.weight, *(part for _, part in found[t])])
         found[t].clear()
         order = torch.argsort(ids)
         none.absent[0] = int(np.uint64(absent.seed).view(np.int64))
@@ -178,7 +178,7 @@ def _check_finite(number_MX: torch.Tensor, id_M: np.ndarray, config: BaseEmbeddi
 
 def frozen_rows(tables: Sequence[RowsOfTable], dim: int, data_type: DataType) -> IndexedRows:
     """Module that looks up the rows of these tables, which have one `origin` and different numbers."""
-    absent_T = torch.stack([its.absent for its in tables]).numpy()
+    absent_T = torch.stack([table.absent for table in tables]).numpy()
     number_T = absent_T[:, 1]
     if len(set(number_T.tolist())) < len(number_T):
         raise ValueError(f"tables of one embedding must have different numbers, got {number_T.tolist()}")
@@ -186,8 +186,8 @@ def frozen_rows(tables: Sequence[RowsOfTable], dim: int, data_type: DataType) ->
     param_TC4 = np.zeros((len(kind_TC), 1, 4))
     kind_TC[number_T, 0], param_TC4[number_T, 0] = absent_T[:, 3], absent_T[:, 4:].copy().view(np.float64)
     initial = InitialRows(int(absent_T[0, 0]) % 2**64, kind_TC, param_TC4, np.array([dim]))
-    table_S = torch.cat([torch.full_like(its.ids, its.number, dtype=torch.int32) for its in tables])
-    id_S, rows = (torch.cat([its[part] for its in tables]) for part in (0, 1))
+    table_S = torch.cat([torch.full_like(table.ids, table.number, dtype=torch.int32) for table in tables])
+    id_S, rows = (torch.cat([table[part] for table in tables]) for part in (0, 1))
     bits, scale_S2 = DATA_TYPES[data_type], torch.empty(0, 2, device=rows.device, dtype=torch.float32)
     if data_type in _AS_THEY_ARE:
         rows, bits = rows.view(_AS_THEY_ARE[data_type]), 0

@@ -47,7 +47,7 @@ class OnDevices:
         if not self._devices:
             return frozen_rows(tables, dim, data_type)
         shards = [
-            frozen_rows([_of_owner(its, d, len(self._devices)).to(device) for its in tables], dim, data_type)
+            frozen_rows([_of_owner(table, d, len(self._devices)).to(device) for table in tables], dim, data_type)
             for d, device in enumerate(self._devices)
         ]
         return RowsOnDevices(shards) if len(shards) > 1 else shards[0]
@@ -63,7 +63,7 @@ class OnRanks:
         self._ranks = Ranks(process_group, name="quantized rows")
 
     def __call__(self, tables: Sequence[RowsOfTable], dim: int, data_type: DataType) -> torch.nn.Module:
-        own = [_of_owner(its, self._ranks.rank, self._ranks.size) for its in tables]
+        own = [_of_owner(table, self._ranks.rank, self._ranks.size) for table in tables]
         return RowsOnRanks(frozen_rows(own, dim, data_type), self._ranks)
 
     def together(self, call: Callable[[], Any]) -> Any:
@@ -128,8 +128,8 @@ class RowsOnDevices(torch.nn.Module):
         for d, shard in enumerate(self.shards):
             at_M = torch.nonzero(owner_N == d).squeeze(1)
             device: torch.device = shard.where()  # type: ignore[operator]
-            its_MD = shard(table_N.index_select(0, at_M).to(device), id_N.index_select(0, at_M).to(device))
-            weight_ND = weight_ND.index_copy(0, at_M, its_MD.to(weight_ND.device))
+            found_MD = shard(table_N.index_select(0, at_M).to(device), id_N.index_select(0, at_M).to(device))
+            weight_ND = weight_ND.index_copy(0, at_M, found_MD.to(weight_ND.device))
         return weight_ND
 
 
@@ -161,7 +161,10 @@ class RowsOnRanks(torch.nn.Module):
             place_U[order_U] = torch.arange(len(order_U), device="cpu")
             sent.append((count_R, place_U[torch.from_numpy(unique.inverse_N)]))
             table_U, id_U = torch.from_numpy(unique.table_U), torch.from_numpy(unique.id_U)
-            return [[torch.tensor([len(its)], device="cpu"), id_U[its], table_U[its]] for its in order_U.split(count_R)]
+            return [
+                [torch.tensor([len(places)], device="cpu"), id_U[places], table_U[places]]
+                for places in order_U.split(count_R)
+            ]
 
         def rows() -> list[list[torch.Tensor]]:
             answers = []
@@ -175,5 +178,5 @@ class RowsOnRanks(torch.nn.Module):
             asked = ranks.exchange("look up quantized rows", keys)
             received = ranks.exchange("answer with quantized rows", rows)
         (count_R, place_N), dim = sent[0], self.dim
-        its = [block.take(count * dim, torch.float32) for block, count in zip(received, count_R, strict=True)]
-        return torch.cat(its).view(-1, dim)[place_N].to(device)
+        parts = [block.take(count * dim, torch.float32) for block, count in zip(received, count_R, strict=True)]
+        return torch.cat(parts).view(-1, dim)[place_N].to(device)

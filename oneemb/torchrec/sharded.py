@@ -101,7 +101,7 @@ class ShardedCollection(ShardedModule[KJTList, list[torch.Tensor], Any, LookupCo
         return self._fused_optimizer
 
     def create_context(self) -> LookupContext:
-        """Context of one call."""
+        """New context for one call."""
         return LookupContext()
 
     # TorchRec's signatures take any arguments.
@@ -116,7 +116,7 @@ class ShardedCollection(ShardedModule[KJTList, list[torch.Tensor], Any, LookupCo
             features = features.wait()
         if self._sender is None or self._connections is None:
             lookups = ctx.lookups = self.collection.lookups_of(features)
-            calls = [functools.partial(group.rows, **its) for group, its in zip(*lookups[:2], strict=True)]
+            calls = [functools.partial(group.rows, **named) for group, named in zip(*lookups[:2], strict=True)]
             return KJTListSplitsAwaitable([NoWait(NoWait(cast(Any, _Sent(call)))) for call in calls], ctx)
         if self._sender.ended:
             raise StorageError("the sharded collection is closed; make it again to go on")

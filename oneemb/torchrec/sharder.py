@@ -74,8 +74,8 @@ class _Sharder(BaseEmbeddingSharder[torch.nn.Module]):
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         """Compute kernels that a plan may have."""
-        its = _KERNELS + _KERNELS_OF_GPU if compute_device_type == "cuda" else _KERNELS
-        return [kernel.value for kernel in its]
+        kernels = _KERNELS + _KERNELS_OF_GPU if compute_device_type == "cuda" else _KERNELS
+        return [kernel.value for kernel in kernels]
 
     def shardable_parameters(self, module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
         """For each table, a meta parameter [at most 16384 rows, D], from which a planner plans."""
@@ -138,9 +138,9 @@ class _Sharder(BaseEmbeddingSharder[torch.nn.Module]):
 
     def _check_plan(self, params: Mapping[str, ParameterSharding], env: ShardingEnv, name: str) -> None:
         others = {
-            table: its.sharding_type
-            for table, its in params.items()
-            if its.sharding_type != ShardingType.ROW_WISE.value
+            table: sharding.sharding_type
+            for table, sharding in params.items()
+            if sharding.sharding_type != ShardingType.ROW_WISE.value
         }
         if others and env.rank == 0 and env.world_size > 1:
             planned = ", ".join(f"{kind} of {table!r}" for table, kind in others.items())
@@ -291,7 +291,7 @@ def comm_dtype_of(codecs: Mapping[str, QuantizedCommCodecs]) -> torch.dtype:
 
 def _in_subfolder(options: Any, name: str) -> Any:
     if isinstance(options, Mapping):
-        return {table: _in_subfolder(its, name) for table, its in options.items()}
+        return {table: _in_subfolder(option, name) for table, option in options.items()}
     return options and at_paths(options, [os.path.join(path, name) for path in options.persistent_path])
 
 

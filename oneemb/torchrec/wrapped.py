@@ -48,7 +48,7 @@ def pass_over_collections() -> None:
 def _passing_over(shardable_parameters: Any) -> Any:
     @functools.wraps(shardable_parameters)
     def of_others(self: Any, module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-        if any(isinstance(its, Collection) for its in module.modules()):
+        if any(isinstance(part, Collection) for part in module.modules()):
             return {}
         return shardable_parameters(self, module)
 
@@ -97,8 +97,8 @@ class _ManagedCollisionSharder(BaseEmbeddingSharder[torch.nn.Module]):
         planner would check them, on the first rank alone, and refuse tables that ranks cannot share evenly."""
         inside = module._embedding_module
         sharder = self._sharders.get(type(inside))
-        its = {} if sharder is None else sharder.shardable_parameters(inside)
-        return {f"{name} behind managed collisions": parameter for name, parameter in its.items()}
+        parameters = {} if sharder is None else sharder.shardable_parameters(inside)
+        return {f"{name} behind managed collisions": parameter for name, parameter in parameters.items()}
 
     def shard(
         self,
@@ -121,7 +121,7 @@ class _ManagedCollisionSharder(BaseEmbeddingSharder[torch.nn.Module]):
                 " oneemb.torchrec.get_default_sharders()"
             )
         inside = module._embedding_module
-        its = self._sharders[type(inside)]
+        sharder = self._sharders[type(inside)]
         fqn = f"{module_fqn or ''}.{_INSIDE}"
-        module._embedding_module = its.shard_inside(inside, params, env, device, fqn)
+        module._embedding_module = sharder.shard_inside(inside, params, env, device, fqn)
         return module

@@ -59,7 +59,7 @@ class DynamicEmbeddingEnumerator(EmbeddingEnumerator):
             topology, BATCH_SIZE if batch_size is None else batch_size, dict(constraints or {}), estimator,
             use_exact_enumerate_order,
         )  # fmt: skip
-        self._dynamic = {name for name, its in (constraints or {}).items() if is_dynamic(its)}
+        self._dynamic = {name for name, constraint in (constraints or {}).items() if is_dynamic(constraint)}
 
     def enumerate(
         self, module: torch.nn.Module, sharders: list[ModuleSharder[torch.nn.Module]]

@@ -98,19 +98,22 @@ class DynamicEmbeddingShardingPlanner:
         if enumerator is None:
             enumerator = DynamicEmbeddingEnumerator(topology, batch_size, constraints)
         others: dict[str, ParameterConstraints] = {}
-        for name, its in constraints.items():
+        for name, constraint in constraints.items():
             # The planner needs sharding types for each table.
             others[name] = (
-                ParameterConstraints(sharding_types=[ShardingType.ROW_WISE.value]) if is_dynamic(its) else its
+                ParameterConstraints(sharding_types=[ShardingType.ROW_WISE.value])
+                if is_dynamic(constraint)
+                else constraint
             )
         self._planner = EmbeddingShardingPlanner(
             topology, batch_size, enumerator, storage_reservation, proposer, partitioner, performance_model, stats,
             others, debug,
         )  # fmt: skip
         self._dynamic = {
-            config.name: _sharding_of(config, its.dynamicemb_options, topology)
+            config.name: _sharding_of(config, constraint.dynamicemb_options, topology)
             for config in eb_configs
-            if isinstance(its := constraints[config.name], DynamicEmbParameterConstraints) and is_dynamic(its)
+            if isinstance(constraint := constraints[config.name], DynamicEmbParameterConstraints)
+            and is_dynamic(constraint)
         }
 
     def collective_plan(
@@ -122,9 +125,9 @@ class DynamicEmbeddingShardingPlanner:
         """Make a plan, the same on all ranks of `pg` (None = all ranks). Every rank makes the call."""
         plan = self._planner.collective_plan(module, sharders, pg or distributed.group.WORLD)
         for of_module in plan.plan.values():
-            its: Any = of_module
-            for name in its.keys() & self._dynamic.keys():
-                its[name] = copy.copy(self._dynamic[name])
+            shardings: Any = of_module
+            for name in shardings.keys() & self._dynamic.keys():
+                shardings[name] = copy.copy(self._dynamic[name])
         return plan
 
 

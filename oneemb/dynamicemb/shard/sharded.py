@@ -84,7 +84,7 @@ class _Merged(LazyAwaitable[Any]):
             return KeyedTensor(list(self._names), lengths, torch.cat([pooled[name] for name in self._names], 1))
         embeddings: dict[str, JaggedTensor] = {}
         for part, names in zip(found, self._names_of, strict=True):
-            embeddings |= {names[name]: its for name, its in part.items()}
+            embeddings |= {names[name]: tensor for name, tensor in part.items()}
         return {name: embeddings[name] for name in self._names}
 
 
@@ -133,13 +133,13 @@ class ShardedDynamic(ShardedModule[KJTList, list[Any], Any, _Context], FusedOpti
         pooling = DynamicEmbPoolingMode.NONE if holders == "embeddings" else DynamicEmbPoolingMode.SUM
         self._emb_modules = torch.nn.ModuleList(
             BatchedDynamicEmbeddingTablesV2(
-                [table.options for table in its.tables], its.names, pooling_mode=pooling, tables=its
+                [table.options for table in embedding.tables], embedding.names, pooling_mode=pooling, tables=embedding
             )
-            for its in tables
+            for embedding in tables
         )
         features = {config.name: config.feature_names for config in configs}
-        its_tables = [table for its in tables for table in its.tables]
-        dist = {feature: table.options.dist_type for table in its_tables for feature in features[table.name]}
+        all_tables = [table for embedding in tables for table in embedding.tables]
+        dist = {feature: table.options.dist_type for table in all_tables for feature in features[table.name]}
         self._sharding_type_to_sharding = {"row_wise": _RowDist(dist)}
         self._input_dists = [_RowDist(dist)]
         optimizers: list[tuple[str, KeyedOptimizer]] = [("", dynamic.fused_optimizer)]
@@ -153,7 +153,7 @@ class ShardedDynamic(ShardedModule[KJTList, list[Any], Any, _Context], FusedOpti
         return self._fused_optimizer
 
     def create_context(self) -> _Context:
-        """Context of one call."""
+        """New context for one call."""
         static = self._static[0]
         return _Context(self._dynamic[0].create_context(), None if static is None else static.create_context())
 
@@ -164,21 +164,21 @@ class ShardedDynamic(ShardedModule[KJTList, list[Any], Any, _Context], FusedOpti
         sent = cast(Any, self._dynamic[0].input_dist(ctx.dynamic, features)).awaitables
         if self._static[0] is None:
             return KJTListSplitsAwaitable(sent, ctx)
-        its = _select(features, self._static_features)
-        return KJTListSplitsAwaitable([*sent, self._static[0].input_dist(ctx.static, its)], ctx)
+        static_features = _select(features, self._static_features)
+        return KJTListSplitsAwaitable([*sent, self._static[0].input_dist(ctx.static, static_features)], ctx)
 
     def compute(self, ctx: _Context, dist_input: Sequence[Any]) -> list[Any]:
         """Rows of the batch."""
-        its = self._tables
+        dynamic = self._tables
         if self.training:
-            for tables in its:
+            for tables in dynamic:
                 tables.before_lookup()
-        found: list[Any] = list(self._dynamic[0].compute(ctx.dynamic, list(dist_input)[: len(its)]))
+        found: list[Any] = list(self._dynamic[0].compute(ctx.dynamic, list(dist_input)[: len(dynamic)]))
         if self.training:
-            for tables in its:
+            for tables in dynamic:
                 tables.after_lookup()
         if self._static[0] is not None:
-            found.append(self._static[0].compute(ctx.static, list(dist_input)[len(its)]))
+            found.append(self._static[0].compute(ctx.static, list(dist_input)[len(dynamic)]))
         return found
 
     def output_dist(self, ctx: _Context, output: list[Any]) -> LazyAwaitable[Any]:
@@ -231,8 +231,8 @@ class DynamicSharder(BaseEmbeddingSharder[torch.nn.Module]):
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Sharding types that a plan may have: those of TorchRec's sharder, and row-wise for dynamic tables."""
-        its = list(self._static.sharding_types(compute_device_type))
-        return its if "row_wise" in its else [*its, "row_wise"]
+        kinds = list(self._static.sharding_types(compute_device_type))
+        return kinds if "row_wise" in kinds else [*kinds, "row_wise"]
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         """Compute kernels that a plan may have."""
@@ -252,25 +252,25 @@ class DynamicSharder(BaseEmbeddingSharder[torch.nn.Module]):
     ) -> Any:
         """The module, sharded as the plan `params` says. Every rank of `env` makes the call. ValueError if an optimizer
         or an option is not supported for dynamic tables."""
-        its = {name: plan for name, plan in params.items() if isinstance(plan, DynamicEmbParameterSharding)}
-        if not its:
+        plans = {name: plan for name, plan in params.items() if isinstance(plan, DynamicEmbParameterSharding)}
+        if not plans:
             return self._static_sharder(module, device).shard(module, params, env, device, module_fqn)
         configs = configs_of(module)
-        dynamic = [config for config in configs if config.name in its]
-        others = [config for config in configs if config.name not in its]
+        dynamic = [config for config in configs if config.name in plans]
+        others = [config for config in configs if config.name not in plans]
         if env.process_group is None:
             raise ValueError(
                 f"env must have a process group, between whose ranks module {module_fqn!r} is sharded, got none"
             )
         device = device or torch.device("cpu")
-        options = [its[config.name].dynamicemb_options for config in dynamic]
+        options = [plans[config.name].dynamicemb_options for config in dynamic]
         size = env.process_group.size()
-        tables = [_table_rows(its, config, device, size) for its, config in zip(options, dynamic, strict=True)]
+        tables = [_table_rows(option, config, device, size) for option, config in zip(options, dynamic, strict=True)]
         rows = dict(zip([config.name for config in configs], rows_of(module), strict=True))
         collection, for_keys = collection_on_ranks(
             self._own, module, dynamic, env.process_group, device, comm_dtype_of(self._codecs or {}),
             self.fused_params or {}, [rows[config.name] for config in dynamic], tables=tables,
-            store_options={config.name: its.external_storage for config, its in zip(dynamic, options, strict=True)},
+            store_options={config.name: one.external_storage for config, one in zip(dynamic, options, strict=True)},
             seed=self._seed, num_threads=self._num_threads,
         )  # fmt: skip
         sharded = ShardedCollection(collection, type(module), for_keys)
@@ -289,7 +289,7 @@ class DynamicSharder(BaseEmbeddingSharder[torch.nn.Module]):
         that FBGEMM has only on GPUs."""
         if device is not None and device.type == "cuda" or _has_on_cpu(module, self.fused_params or {}):
             return self._static
-        _say_once(
+        _log_once(
             "FBGEMM does not have the optimizer of tables that are not dynamic on the CPU: they are those of"
             " oneemb.torchrec"
         )
@@ -305,7 +305,7 @@ def _table_rows(
     if options.caching and device.type == "cuda":
         budget = max(1, options.local_hbm_for_values >> 20)
     elif device.type != "cuda":
-        _say_once(
+        _log_once(
             "lookups run on the CPU: rows of dynamic tables are in memory; caching and global_hbm_for_values have no"
             " effect"
         )
@@ -334,7 +334,7 @@ def _has_on_cpu(module: Any, fused_params: Mapping[str, Any]) -> bool:
 
 
 @functools.cache
-def _say_once(words: str) -> None:
+def _log_once(words: str) -> None:
     _log.info(words)
 
 
