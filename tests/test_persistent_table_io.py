@@ -625,7 +625,7 @@ def test_folders_that_contradict_themselves_are_refused_by_name(tmp_path):
         (write_index(255), "names row 255"),
         (write_index(2**64 - 1), f"names row {2**64 - 1}"),
         (write_index(256, 512), "names row 512"),
-        (lambda path: (path / "snapshots/s/LIST").write_text("index-1\n"), "has the line 'index-1'"),
+        (lambda path: (path / "snapshots/s/LIST").write_text("index-1\n"), "got the line 'index-1'"),
         (lambda path: (path / "KEY_SIZE").write_text("x"), "positive number up to .*, holds 'x'"),
         (lambda path: (path / "VALUE_SIZE").write_text("6"), "VALUE_SIZE 6"),
         (lambda path: (path / "KEY_SIZE").write_text("16"), "KEY_SIZE 16"),

@@ -288,7 +288,7 @@ def test_what_is_out_of_range_is_refused_in_words():
     for arguments, words in [
         ({"unique": 0}, "unique must be a share above 0 up to 1, got 0"),
         ({"embedding_dim": 0}, "embedding_dim must be a whole number from 1 up, got 0"),
-        ({"optimizer": "Rprop"}, "optimizer must be the name of one that rows have .*'Rprop'"),
+        ({"optimizer": "Rprop"}, "optimizer must be the name of one that rows support .*'Rprop'"),
         ({"dtype": "int8"}, "dtype must be one of float32, float16, bfloat16, got 'int8'"),
         ({"comm_dtype": "float64"}, "comm_dtype must be one of float32, float16, bfloat16, got 'float64'"),
         ({"cache_mb": 64}, "a cache needs its hit_rate"),

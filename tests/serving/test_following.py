@@ -177,7 +177,7 @@ def test_a_snapshot_whose_rows_are_of_another_width_is_not_taken_over(job, call)
     job.embedding.close()
     other = Job(job.folder, dim=2)
     other.embedding.save_snapshot("narrow")
-    with pytest.raises(StorageError, match="'narrow' gives 2 weights.*'step 1', which is served, 3"):
+    with pytest.raises(StorageError, match="'narrow' has rows of 2 weights.*'step 1', which is served, has 3"):
         getattr(served, call)(*["narrow"] if call == "rollback" else [])
     assert answer(served) == 1
     other.embedding.close()
