@@ -50,9 +50,9 @@ def jagged_by_name(
     # Split, not sliced: the gradient of each slice would be as large as the gradient of all rows.
     rows_of = rows.split([jagged[feature].values().numel() for feature in wanted])
     for i, name in enumerate(names):
-        feature = jagged[wanted[i]]
+        tensor = jagged[wanted[i]]
         found[name] = JaggedTensor(
-            values=rows_of[i], lengths=feature.lengths(), weights=feature.values() if need_indices else None
+            values=rows_of[i], lengths=tensor.lengths(), weights=tensor.values() if need_indices else None
         )
     return found
 
