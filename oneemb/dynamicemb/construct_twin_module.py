@@ -155,7 +155,7 @@ class ConstructTwinModule:
         return DistributedModelParallel(module=module, device=self._device, sharders=[sharder], plan=plan)
 
     def _rows_of(self, ids_F: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Weights in TorchRec's tables of these ids of each feature, float32 [N, D] on the CPU."""
+        """For each feature, the weights that its TorchRec table has for these ids: float32 [N, D] on the CPU."""
         # In bags of one id pooled tables return rows, too. Features are padded to one number of samples, with id 0.
         samples = max(len(ids) for ids in ids_F)
         values = torch.cat([torch.nn.functional.pad(ids, (0, samples - len(ids))) for ids in ids_F])

@@ -285,7 +285,8 @@ class Collection(torch.nn.Module):
 
     def rows_to_shard(self) -> list[torch.Tensor | None]:
         """Rows of each table, for the sharded collection that replaces this one; None = the table starts empty.
-        RuntimeError if lookups have initialized rows of such a table: a snapshot must carry those over."""
+        RuntimeError if a table that starts empty has rows, which lookups have initialized: these rows must be loaded
+        from a snapshot."""
         self._write_back()
         for group in self._groups:
             members = [self._tables[t] for t in group.tables]

@@ -213,8 +213,8 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
 
     @torch.jit.unused
     def _uneven(self, keys: Sequence[str], jagged: Jagged, inverse: tuple[list[str], torch.Tensor] | None) -> Lookups:
-        """Lookups of a batch whose features have different numbers of samples; `inverse` says which of them a sample of
-        the output takes."""
+        """Lookups of a batch whose features have different numbers of samples. `inverse` gives, for each sample of the
+        output, the number of its sample of each feature."""
         order, index_KB = order_of_inverse(jagged, keys, inverse, self._feature_names)
         groups = self.ready()
         wanted_of = [[self._feature_names[c] for c in group.columns] for group in groups]
