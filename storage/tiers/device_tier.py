@@ -172,6 +172,9 @@ class DeviceTier(DeviceSlots):
     def read(self, keys: DeviceKeys) -> tuple[torch.Tensor, DeviceKeys]:
         self._order.after_releases()
         slot_U, keys, missed = self._find_and_pin(keys, 0)
+        if missed == 0:
+            self._counters.hits += len(keys.id_U)
+            return copy_rows_out_cuda(self.row_SW, slot_U, self.row_SW.shape[1], gpu=self._gpu), keys
         row_UW = self._gpu.full(len(keys.id_U), self.row_SW.shape[1], value=0, dtype=torch.float32)
         here = torch.nonzero(slot_U >= 0).reshape(-1)
         rows = copy_rows_out_cuda(self.row_SW, slot_U[here], self.row_SW.shape[1], gpu=self._gpu)

@@ -1,5 +1,6 @@
 """What a step asks of the device: how many loops it launches, and how often the host waits."""
 
+import contextlib
 import functools
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import oneemb
+import oneemb.embeddings.embedding
 from tests.cuda.conftest import SIMULATED
 from tests.cuda.test_pool import Pooled, bag_batches
 from tests.cuda.test_row_updates import OPTIMIZERS
@@ -74,6 +76,55 @@ def test_a_step_whose_rows_are_there_launches_few_loops_and_waits_for_nothing(gp
     assert len(noted.launches) <= TORCH_MAX + copied + negated
     if SIMULATED:
         assert noted.waits == [], "an op of torch's for whose answer the host waits"
+    embedding.close()
+
+
+COLUMNS = dict(offsets=torch.arange(0, 41, 2), columns=(0, 1), pooling="sum")
+
+# (store, arguments beside the ids, whether the rows are known): waits of a step, and of a lookup in eval mode.
+WAITS = {
+    "known rows": ("device", {}, True, 0, 0), "new rows": ("device", {}, False, 0, 0),
+    "bags by columns": ("device", COLUMNS, True, 1, 1), "tables given": ("device", dict(table_ids=[0, 1]), True, 1, 1),
+    "known rows of a cache": ("host", {}, True, 1, 1), "new rows of a cache": ("host", {}, False, 9, 7),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", WAITS)
+def test_each_way_of_a_lookup_waits_as_often_as_the_table_says(gpu, path, tmp_path, monkeypatch):
+    # Otherwise the mode below sees no op of a lookup.
+    monkeypatch.setattr(oneemb.embeddings.embedding, "hidden_from_modes", contextlib.nullcontext)
+    store, more, is_known, of_step, of_eval = WAITS[path]
+    embedding = make_embedding(tmp_path, tables=2, dim=4, store=store)
+    optimizer = oneemb.Optimizer(torch.optim.Adam(embedding.parameters()), [embedding])
+    more = {
+        name: torch.as_tensor(value, device=gpu.device) if name in ("offsets", "table_ids") else value
+        for name, value in more.items()
+    }
+
+    def lookup(first):
+        ids = first + (torch.arange(40, device=gpu.device) % 7).reshape(-1, 2)
+        return embedding(ids.reshape(-1) if "offsets" in more else ids, **more)
+
+    def step(first):
+        lookup(first).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def count(call, first):
+        at = embedding.store.backend.gpu
+        waits = at.waits
+        with Noted() as noted:
+            call(first)
+        return at.waits - waits + len(noted.waits)
+
+    buffers = 0 if SIMULATED or store == "device" else 2  # page-locked ones, whose last copy is waited for
+    with on_gpu(gpu, embedding):
+        for _ in range(3):
+            step(0)
+        assert count(step, 0 if is_known else 100) <= of_step + buffers
+        embedding.eval()
+        with torch.no_grad():
+            assert count(lookup, 0 if is_known else 200) <= of_eval + buffers
     embedding.close()
 
 
