@@ -1,5 +1,7 @@
 """Lookups that torch records, exports or transforms are refused where rows would be constants, not beside that."""
 
+import io
+
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -24,6 +26,7 @@ class Model(torch.nn.Module):
 TRACERS = {
     "torch.export": lambda model: torch.export.export(model, (IDS,), strict=False),
     "torch.jit.trace": lambda model: torch.jit.trace(model, (IDS,), check_trace=False),
+    "torch.onnx": lambda model: torch.onnx.export(model, (IDS,), io.BytesIO(), dynamo=False),
     "torch.fx": torch.fx.symbolic_trace,
     "make_fx of values": lambda model: make_fx(model)(IDS),
     "make_fx of stand-ins": lambda model: make_fx(model, tracing_mode="symbolic")(IDS),
