@@ -65,8 +65,8 @@ def _find_bags(
     row."""
     first, last = offset_P1[begin], offset_P1[end]
     for f in range(begin // samples, len(table_F)):
-        its_first, its_last = max(offset_P1[f * samples], first), min(offset_P1[(f + 1) * samples], last)
-        for n in range(natural(its_first), natural(max(its_first, its_last))):
+        id_begin, id_end = max(offset_P1[f * samples], first), min(offset_P1[(f + 1) * samples], last)
+        for n in range(natural(id_begin), natural(max(id_begin, id_end))):
             table_N[n] = table_F[f]
     shard_find(first, last, address, cells, table_N, id_N, place_N, np.empty(SHARD_ROOM, np.int64))
     for n in range(natural(first), natural(last)):
@@ -159,8 +159,8 @@ def put_cells(cell_C2: np.ndarray, table_S: np.ndarray, id_S: np.ndarray, place_
     address_1, cells_1, size_1 = (np.array([number]) for number in (cell_C2.ctypes.data, len(cell_C2), 0))
     no_order_U = np.empty(0, np.int64)
     for begin in range(0, len(id_S), _PUT):
-        its = slice(begin, begin + _PUT)
-        cell_U2 = np.stack([id_S[its], table_S[its].astype(np.int64) << PLACE_BITS | place_S[its] + 1], 1)
+        batch = slice(begin, begin + _PUT)
+        cell_U2 = np.stack([id_S[batch], table_S[batch].astype(np.int64) << PLACE_BITS | place_S[batch] + 1], 1)
         begin_P1 = np.array([0, len(cell_U2)])
         cells_put(
             0, 1, address_1, cells_1, size_1, begin_P1, no_order_U, cell_U2, np.empty(len(cell_U2), np.int64)

@@ -290,8 +290,8 @@ class _Cache(caching.FunctionCache):
                 break
 
     def _unlock(self) -> None:
-        if (its := self._compiling.pop(self, None)) is not None:
-            os.close(its[1])
+        if (held := self._compiling.pop(self, None)) is not None:
+            os.close(held[1])
 
     @classmethod
     def unlock_all(cls) -> bool:

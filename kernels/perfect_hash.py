@@ -189,16 +189,16 @@ def _pilots_cpu(
         while size > 0 and wrong_P2[p, 0] == _FOUND:
             for b in range(buckets):
                 keep_rolled()
-                its_first, its_last = begin_B1[b], begin_B1[b + 1]
-                if its_last - its_first != size:
+                bucket_begin, bucket_end = begin_B1[b], begin_B1[b + 1]
+                if bucket_end - bucket_begin != size:
                     continue
-                for i in range(its_first, its_last if size <= _BUCKET_MAX else its_first):
-                    for j in range(its_first, i):
+                for i in range(bucket_begin, bucket_end if size <= _BUCKET_MAX else bucket_begin):
+                    for j in range(bucket_begin, i):
                         if hash_N[key_N[i]] == hash_N[key_N[j]]:
                             wrong_P2[p, 0], wrong_P2[p, 1] = _TWICE, key_N[i]
                 pilot = 0 if size <= _BUCKET_MAX else _PILOTS
                 while pilot < _PILOTS and not _taken_by_trial(
-                    its_first, its_last, hash_N, key_N, region_T6, t, pilot, first_slot, taken_S, slot_N
+                    bucket_begin, bucket_end, hash_N, key_N, region_T6, t, pilot, first_slot, taken_S, slot_N
                 ):
                     pilot += 1
                 if wrong_P2[p, 0] == _FOUND and pilot == _PILOTS:

@@ -69,10 +69,10 @@ class RowUpdate:
         **options: Any,
     ) -> None:
         """Update the rows of slot_U; oneemb.kernels.row_update describes the arrays."""
-        its, scalars = self.plan(step, **options)
-        state_width = its.states * grad_UD.shape[1] + its.row_states
+        loops, scalars = self.plan(step, **options)
+        state_width = loops.states * grad_UD.shape[1] + loops.row_states
         backend.update_rows(
-            its.on_host, its.on_cuda, weight_SX, row_SW, slot_U, grad_UD, state_begin, *scalars,
+            loops.on_host, loops.on_cuda, weight_SX, row_SW, slot_U, grad_UD, state_begin, *scalars,
             state_width=state_width,
         )  # fmt: skip
 

@@ -85,10 +85,10 @@ def rows_of_shards(
         _rows_of_shards_cpu, len(cells_G), address_P[shard_G] + _CELL_BYTES * skip_G, cells_G, begin_G, word_SW, first,
         held_S, cell_N, number_N, size_G, share_min=2,
     )  # fmt: skip
-    its = [slice(begin_G[g], begin_G[g] + size_G[g]) for g in np.flatnonzero(size_G)]
+    parts = [slice(begin_G[g], begin_G[g] + size_G[g]) for g in np.flatnonzero(size_G)]
     return (
-        np.concatenate([cell_N[:0], *[cell_N[part] for part in its]]),
-        np.concatenate([number_N[:0], *[number_N[part] for part in its]]),
+        np.concatenate([cell_N[:0], *[cell_N[part] for part in parts]]),
+        np.concatenate([number_N[:0], *[number_N[part] for part in parts]]),
     )
 
 

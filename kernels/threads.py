@@ -271,23 +271,23 @@ class _Closes(Protocol):
     def close(self) -> None: ...
 
 
-def close_when_dropped(owner: object, its: _Closes) -> "weakref.finalize[Any, Any]":
-    """Close `its` when `owner` is garbage collected, unless the returned finalizer is detached first. Nothing is closed
-    at exit, since the system frees everything then."""
-    finalizer = weakref.finalize(owner, _close, its)
+def close_when_dropped(owner: object, closable: _Closes) -> "weakref.finalize[Any, Any]":
+    """Close `closable` when `owner` is garbage collected, unless the returned finalizer is detached first. Nothing is
+    closed at exit, since the system frees everything then."""
+    finalizer = weakref.finalize(owner, _close, closable)
     finalizer.atexit = False
     return finalizer
 
 
-def _close(its: _Closes) -> None:
+def _close(closable: _Closes) -> None:
     """Close an object. The garbage collector may call this function on any thread, between any two instructions."""
     of_a_store = threading.current_thread().name.startswith("oneemb-")  # `close` may wait for this very thread.
     if of_a_store or within_thread_code():
         # A new thread closes it. `Thread.start` cannot be called here: it would wait for locks that this thread may
         # hold.
-        _thread.start_new_thread(threading.Thread(target=its.close, name="close").start, ())
+        _thread.start_new_thread(threading.Thread(target=closable.close, name="close").start, ())
         return
     try:
-        its.close()
+        closable.close()
     except KeyboardInterrupt:  # Python drops an error that a finalizer raises, so the interrupt is raised again soon.
         threading.Timer(0.01, _thread.interrupt_main).start()

@@ -119,9 +119,9 @@ class PinBook:
     def temporary(self) -> np.ndarray:
         """Slots of temporary rows, int64."""
         slots = [
-            self._rows.backend.tensor(its.temporary_M).cpu().numpy()
-            for its in self._owned()
-            if its.temporary_M is not None
+            self._rows.backend.tensor(pins.temporary_M).cpu().numpy()
+            for pins in self._owned()
+            if pins.temporary_M is not None
         ]
         return np.concatenate([np.empty(0, np.int64), *slots])
 
@@ -182,8 +182,8 @@ class PinBook:
             if prefetched is not None:
                 missing = backend.array((backend.tensor(slot_U) < 0).nonzero().view(-1))
                 if len(missing):  # Lookups since the prefetch may have brought some of these rows in.
-                    its = backend.distinct_keys(keys.table_U[missing], keys.id_U[missing])
-                    slot_M, _, still_missing = hot.pin_resident(its)
+                    missing_keys = backend.distinct_keys(keys.table_U[missing], keys.id_U[missing])
+                    slot_M, _, still_missing = hot.pin_resident(missing_keys)
                     fill_pinned(slot_U, missing, slot_M, hot.release)
                     missing = still_missing
             try:

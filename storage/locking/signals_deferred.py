@@ -203,29 +203,29 @@ def _before_fork() -> None:
     signals_deferred.close_for_fork()
     while True:
         signals_deferred.wait_for_others(end)
-        _take_turns()
+        _lock_objects()
         # numba's lock comes after the objects', since objects that get ready for a fork may compile on other threads.
         # If another thread held the lock during the fork, the child could never take it.
         _nobody_compiles = compiling._lock.acquire(blocking=False)
         if _nobody_compiles or time.monotonic() > end:
             return
-        _give_turns_back()
+        _unlock_objects()
 
 
-def _take_turns() -> None:
-    for its in sorted(forked_objects, key=lambda its: (its.rank, id(its))):
-        if its.torn:
+def _lock_objects() -> None:
+    for forked in sorted(forked_objects, key=lambda forked: (forked.rank, id(forked))):
+        if forked.torn:
             continue
-        whole_now = its.lock.acquire(blocking=False)  # The lock is free, unless `wait_for_others` has timed out.
-        if whole_now:
-            _held.append(its)
-            whole_now = its.get_ready_for_fork()
-        if not whole_now:
-            its.torn = True
-            _torn.append(its)
+        is_complete = forked.lock.acquire(blocking=False)  # The lock is free, unless `wait_for_others` has timed out.
+        if is_complete:
+            _held.append(forked)
+            is_complete = forked.get_ready_for_fork()
+        if not is_complete:
+            forked.torn = True
+            _torn.append(forked)
 
 
-def _give_turns_back() -> None:
+def _unlock_objects() -> None:
     while _held:
         _held.pop().lock.release()
     while _torn:
@@ -233,7 +233,7 @@ def _give_turns_back() -> None:
 
 
 def _in_parent() -> None:
-    _give_turns_back()
+    _unlock_objects()
     if _nobody_compiles:
         compiling._lock.release()
     signals_deferred.open_after_fork()
@@ -241,7 +241,7 @@ def _in_parent() -> None:
 
 def _in_child() -> None:
     _torn.clear()
-    _give_turns_back()
+    _unlock_objects()
     if _nobody_compiles:
         compiling._lock.release()
     else:

@@ -290,7 +290,7 @@ def described(policies: Sequence[RowPolicy] | None) -> str:
     """Text of policies, the same for equal policies. A function appears only as "a function"."""
     if policies is None:
         return ""
-    plain = [{field.name: _plain(getattr(its, field.name)) for field in fields(its)} for its in policies]
+    plain = [{field.name: _plain(getattr(policy, field.name)) for field in fields(policy)} for policy in policies]
     return f", policies {plain}"
 
 

@@ -386,7 +386,7 @@ class FileHandle:
                 return
             shared.handles.discard(self)
             if not shared.handles:
-                for key in [key for key, its in _open.items() if its is shared]:
+                for key in [key for key, other in _open.items() if other is shared]:
                     del _open[key]
                 shared.server.close()
 

@@ -116,9 +116,10 @@ def register_io(path: AnyPath, timeout: float = TIMEOUT_S) -> None:
         raise ValueError(f"timeout must be above 0 seconds, got {timeout}")
     plugin = load_plugin(path)
     if plugin.type in _plugins or (plugin.type in _OPEN and plugin.type != "memory"):
-        its = f"the plugin {_plugins[plugin.type][0].path}" if plugin.type in _plugins else "a server of oneemb's own"
+        known = f"the plugin {_plugins[plugin.type][0].path}" if plugin.type in _plugins else "a server of oneemb's own"
         warnings.warn(
-            f"{plugin.type}:// is {its} already; the plugin {plugin.path} of the same IO_type was ignored", stacklevel=2
+            f"{plugin.type}:// is {known} already; the plugin {plugin.path} of the same IO_type was ignored",
+            stacklevel=2,
         )
         return
     _plugins[plugin.type] = (plugin, timeout)

@@ -89,8 +89,8 @@ class RowFormat:
         out_NW = np.zeros((len(row_NW), self.row_width), np.float32)
         out_NW[:, : self.usage_begin] = row_NW[:, : self.usage_begin]
         if self.usage_words == format.usage_words:
-            its = slice(self.usage_begin, self.state_begin)
-            out_NW[:, its] = row_NW[:, its]
+            usage = slice(self.usage_begin, self.state_begin)
+            out_NW[:, usage] = row_NW[:, usage]
         if with_state:
             out_NW[:, self.state_begin :] = row_NW[:, format.state_begin : format.state_begin + self.state_width]
         else:

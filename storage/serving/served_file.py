@@ -184,8 +184,8 @@ class ServedFile:
             raise self._damage("pilots or the checksums of blocks are damaged", info.pilots_begin)
         # One row for each table, though the file may serve few of many: memory that is never written is not allocated.
         region_T6 = np.zeros((info.num_tables, 6), np.uint64)
-        its = sorted(zip(info.tables, info.rows_of_tables, info.slots_of_tables, strict=True))
-        table_C, count_C, slots_C = np.array(its, np.int64).T.copy()
+        by_table = sorted(zip(info.tables, info.rows_of_tables, info.slots_of_tables, strict=True))
+        table_C, count_C, slots_C = np.array(by_table, np.int64).T.copy()
         region_T6[table_C] = regions(table_C, count_C, slots_C, info.salt, threads=self._threads)
         record_X = byte_X[BLOCK_BYTES : info.pilots_begin]
         size = info.record_bytes

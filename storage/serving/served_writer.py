@@ -151,11 +151,11 @@ class RecordWindows:
         taken_S = np.empty(len(record_SX), np.bool_)
         for w, first in enumerate(range(0, self._slots, self._window)):
             size = min(self._window, self._slots - first)
-            its_SX, its_S = record_SX[:size], taken_S[:size]
-            its_SX[:], its_S[:] = 0, False
+            window_SX, window_S = record_SX[:size], taken_S[:size]
+            window_SX[:], window_S[:] = 0, False
             for slot_N, record_NX in self._of(w):
-                its_SX[slot_N - first], its_S[slot_N - first] = record_NX, True
-            yield first, its_SX, its_S
+                window_SX[slot_N - first], window_S[slot_N - first] = record_NX, True
+            yield first, window_SX, window_S
 
     def _of(self, w: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         if not self._pieces:

@@ -69,13 +69,13 @@ class Journal:
     def add(self, name: str, info: SnapshotInfo, rows: int, loaded: int, *, exact: bool = True) -> None:
         """Add a point: the rows now are those of this snapshot, which has replaced any of the same name. `Point`
         explains the arguments."""
-        for n in [n for n, its in enumerate(self._points) if its.name == name]:
+        for n in [n for n, point in enumerate(self._points) if point.name == name]:
             self._drop(n)
         self._points.append(Point(name, info, rows, loaded, self._rows.places, self._rows.opened, exact))
 
     def forget(self, table_name: str) -> None:
         """Remove the point of the table's snapshot of this name, which has been deleted."""
-        for n in [n for n, its in enumerate(self._points) if its.info.name == table_name]:
+        for n in [n for n, point in enumerate(self._points) if point.info.name == table_name]:
             self._drop(n)
 
     def _drop(self, n: int) -> None:
@@ -136,7 +136,7 @@ class Journal:
         counted = np.flatnonzero(self._replicas.are_counted(table_N, id_N))
         table_N, id_N = table_N[counted], id_N[counted]
         inserted = max(rows - point.rows + len(id_N), 0)
-        table_E, id_E = _joined([keys for its in self._from(point) for keys in its.erased])
+        table_E, id_E = _joined([keys for later in self._from(point) for keys in later.erased])
         if keep_evicted:  # Evicted keys are left out, erased ones are not.
             by_hand = HashIndex(self._threads)
             by_hand.put(table_E, id_E, np.zeros(len(id_E), np.int64))
@@ -153,7 +153,7 @@ class Journal:
         known = [point for point in self._points if point.opened == self._rows.opened]
         for point in known:
             if point.name == name:
-                if any(its.erased_too_many for its in self._from(point)):
+                if any(later.erased_too_many for later in self._from(point)):
                     raise StorageError(
                         f"more than {ERASED_MAX} keys were erased since {name!r}, too many for a delta; save a whole"
                         " snapshot"
@@ -167,7 +167,7 @@ class Journal:
 
     def _from(self, point: Point) -> list[Point]:
         points = list(self._points)
-        return points[next(n for n, its in enumerate(points) if its is point) :]
+        return points[next(n for n, other in enumerate(points) if other is point) :]
 
 
 def _joined(erased: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:

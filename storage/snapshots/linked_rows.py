@@ -72,7 +72,7 @@ class LinkedRows:
 
     def arrays(self) -> list[dict[str, np.ndarray]]:
         """Arrays of each part of the last snapshot, {name: array}, without the array of keys that are gone."""
-        return [{name: its.array(name) for name in its.arrays if name != GONE} for its in self._links[-1]]
+        return [{name: reader.array(name) for name in reader.arrays if name != GONE} for reader in self._links[-1]]
 
     def close(self) -> None:
         """Close the files."""

@@ -128,7 +128,7 @@ class PartedSnapshot:
         meta, delta = first.meta, Delta.of_meta(first.meta, first.name)
         if delta is not None:
             deltas = [Delta.of_meta(part.info.meta, part.info.name) or delta for part in self.parts]
-            rows, inserted = sum(its.rows for its in deltas), sum(its.inserted for its in deltas)
+            rows, inserted = sum(one.rows for one in deltas), sum(one.inserted for one in deltas)
             meta = meta | replace(delta, rows=rows, inserted=inserted).to_meta()
         return replace(
             first, name=self.name, meta=meta, rows=sum(rows_of(part.info) for part in self.parts),
@@ -217,8 +217,8 @@ class FoundParts:
                 raise OtherSnapshotError.named_by(named_by, name, identity, self._where, whole.info)
             *before, last = chain_of(whole, self.snapshots, lambda one: one.parts[0].info)
             if before:
-                its = [part for link in (*before, last) for part in link.parts if part.info.rows]
-                _check_kind(f"snapshot {name!r}, with those that it goes on from,", its)
+                filled = [part for link in (*before, last) for part in link.parts if part.info.rows]
+                _check_kind(f"snapshot {name!r}, with those that it goes on from,", filled)
             return replace(last, before=tuple(before))
         for damaged in self.damaged_of(name):
             raise (FormatVersionError if damaged.newer else CorruptTableError)(damaged.reason)

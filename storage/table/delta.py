@@ -132,8 +132,8 @@ def chain_of(last: T, there: Callable[[], Iterable[T]], info_of: Callable[[T], S
 
 def deltas_since(identity: str, infos: Iterable[SnapshotInfo]) -> list[str]:
     """Names of the snapshots that are deltas whose parent has this identity."""
-    its = [(info.name, info.meta.get("delta")) for info in infos]  # The other fields may be invalid.
-    return [name for name, said in its if isinstance(said, dict) and said.get("identity") == identity]
+    described = [(info.name, info.meta.get("delta")) for info in infos]  # The other fields may be invalid.
+    return [name for name, said in described if isinstance(said, dict) and said.get("identity") == identity]
 
 
 def in_chain_text(name: str, done: str, deltas: Sequence[str]) -> str:

@@ -281,8 +281,8 @@ class PersistentTable:
                 cut.leave_out(since, self._files)
             try:
                 record = self._store.describe(name, cut, meta, time.time(), identity, sequence)
-                record.arrays = {its: ArrayPart(data.dtype.str, data.shape, data=data) for its, data in (
-                    arrays or {}).items()}  # fmt: skip
+                for array_name, data in (arrays or {}).items():
+                    record.arrays[array_name] = ArrayPart(data.dtype.str, data.shape, data=data)
             except BaseException:
                 cut.release(self._files)
                 raise

@@ -237,12 +237,12 @@ def decode_manifest(body: bytes, bits_offset: int, path: str, name: str) -> Snap
     need(isinstance(listed, list), "a list of arrays", listed)
     for entry in listed:
         need(isinstance(entry, list) and len(entry) == 4, "four values for each array", entry)
-        array_name, dtype, shape, its_sum = entry
+        array_name, dtype, shape, array_sum = entry
         need(isinstance(array_name, str) and array_name not in arrays, "each array's name once", entry)
         need(dtype in _ARRAY_DTYPES, f"arrays of {', '.join(_ARRAY_DTYPES)}", entry)
         sizes = isinstance(shape, list) and 1 <= len(shape) <= 4 and all(number(size, 0, 1 << 48) for size in shape)
         need(sizes and math.prod(shape) < 1 << 48, "1 to 4 sizes of an array", entry)
-        arrays[array_name] = ArrayPart(dtype, tuple(shape), sum_of(its_sum), offset)
+        arrays[array_name] = ArrayPart(dtype, tuple(shape), sum_of(array_sum), offset)
         offset += -(-arrays[array_name].nbytes // 8) * 8
     info = SnapshotInfo(
         name=name,

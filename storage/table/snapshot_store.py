@@ -55,8 +55,8 @@ class Cut:
     def leave_out(self, then: Mapping[int, ChunkPart], files: ChunkFiles) -> None:
         """Leave out rows that are at the same places as in `then`, {chunk number: rows that were live earlier}, and
         release chunks of which no row is left."""
-        its = zip(self.parts, self.chunks, strict=True)
-        kept = [(rows_not_in(part, then.get(part.number)), chunk) for part, chunk in its]
+        parts_and_chunks = zip(self.parts, self.chunks, strict=True)
+        kept = [(rows_not_in(part, then.get(part.number)), chunk) for part, chunk in parts_and_chunks]
         for part, chunk in kept:
             if not part.rows:
                 files.release(chunk)

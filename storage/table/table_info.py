@@ -71,18 +71,18 @@ def _look(fs: FileSystem, path: str) -> TableInfo:
     chunks: dict[int, int] = {}
     for directory in ("chunks", "snapshots"):
         for name in _names(fs, f"{path}/{directory}"):
-            its = f"{path}/{directory}/{name}"
+            file = f"{path}/{directory}/{name}"
             try:
-                size = fs.size(its)
+                size = fs.size(file)
             except FileNotFoundError:
                 continue  # A writer has removed the file since it was listed.
             disk += size
-            unsaved += max(0, size - missing.get(its, 0))
-            missing[its] = max(0, missing.get(its, 0) - size)
+            unsaved += max(0, size - missing.get(file, 0))
+            missing[file] = max(0, missing.get(file, 0) - size)
             if directory == "chunks":
                 for number in chunk_numbers([name]).values():
                     chunks[number] = chunks.get(number, 0) + size
-    missing = {its: size for its, size in missing.items() if size}
+    missing = {file: size for file, size in missing.items() if size}
     garbage = disk - sum(min(size, chunks.get(number, 0)) for number, size in live.items())
     holder = lock_holder(fs, f"{path}/LOCK")
     lost, lost_more, kept = lost_and_kept(fs, path, files, needed, holder is not None)

@@ -114,8 +114,8 @@ class WriterLock:
         self._sequence, self._position, self.known, newer = _newest(block)
         self.keeps_records = not newer and not foreign
         """Whether records may be written. Records of a later release are not overwritten."""
-        its = {"pid": self._pid, "host": socket.gethostname(), "since": time.time()}
-        self._write_holder(json.dumps(its).encode(), block)
+        fields = {"pid": self._pid, "host": socket.gethostname(), "since": time.time()}
+        self._write_holder(json.dumps(fields).encode(), block)
         _held[id(self)] = self
 
     def _take(self, newcomer: str) -> int:
@@ -223,11 +223,11 @@ def holders_below(folder: str) -> list[tuple[str, Holder]]:
     A folder that has been renamed, or whose link has been changed, is recognized by the file of its lock."""
     found, top, path = [], os.path.join(os.path.realpath(folder), ""), os.path.join(folder, "LOCK")
     for lock in _held_here():
-        its, holder = os.path.dirname(lock.path), lock.holder
+        held_folder, holder = os.path.dirname(lock.path), lock.holder
         if holder is not None and (
-            os.path.join(os.path.realpath(its), "").startswith(top) or lock._fs.still_locks(lock._file, path)
+            os.path.join(os.path.realpath(held_folder), "").startswith(top) or lock._fs.still_locks(lock._file, path)
         ):
-            found.append((its, holder))
+            found.append((held_folder, holder))
     return sorted(found, key=lambda one: len(one[0]))
 
 

@@ -316,9 +316,9 @@ class MemoryTier(ABC):
         self._note_change_below(id_N)
         for n in range(0, len(slot_N), BATCH):
             signals_deferred.raise_interrupt()  # Rows of batches that were written are clean, other rows are unchanged.
-            its = slice(n, n + BATCH)
-            self._below.put(self._host(table_N[its]), self._host(id_N[its]), self._rows_out(slot_N[its]))
-            self._dirty_S[slot_N[its]] = False
+            batch = slice(n, n + BATCH)
+            self._below.put(self._host(table_N[batch]), self._host(id_N[batch]), self._rows_out(slot_N[batch]))
+            self._dirty_S[slot_N[batch]] = False
         self._counters.written_down += len(slot_N)
 
 

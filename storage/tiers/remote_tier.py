@@ -84,15 +84,15 @@ class RemoteTier:
         """Read the rows of these K keys from the server: float32 [K, W]. place_K: entries of the index, which hold the
         number of each row's last push. Raises LostRowsError if a row is missing or has another stamp."""
         row_KW = np.empty((len(id_K), self.row_width), np.float32)
-        for table, its in _by_table(table_K):
-            id_N = np.ascontiguousarray(id_K[its])
+        for table, of_table in _by_table(table_K):
+            id_N = np.ascontiguousarray(id_K[of_table])
             [word_NX], found_NP = self._server.pull(self._table(table), id_N, [self._width])
             word_NX = np.ascontiguousarray(word_NX)
             stamp_N = word_NX.view(np.uint64)[:, -1] ^ self._sums(word_NX, id_N)
-            wrong_N = ~found_NP[:, 0] | (stamp_N != self._stamps(place_K[its] >> 1))
+            wrong_N = ~found_NP[:, 0] | (stamp_N != self._stamps(place_K[of_table] >> 1))
             if wrong_N.any():
                 self._raise_lost(table, id_N, found_NP[:, 0], wrong_N)
-            row_KW[its] = word_NX[:, : self.row_width]
+            row_KW[of_table] = word_NX[:, : self.row_width]
         self._pulled += len(id_K)
         return row_KW
 
@@ -113,12 +113,12 @@ class RemoteTier:
         self._push(table_U, id_U, row_UW, dirty=True)
 
     def _push(self, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray, *, dirty: bool) -> None:
-        for table, its in _by_table(table_U):
-            table_N, id_N = np.ascontiguousarray(table_U[its]), np.ascontiguousarray(id_U[its])
+        for table, of_table in _by_table(table_U):
+            table_N, id_N = np.ascontiguousarray(table_U[of_table]), np.ascontiguousarray(id_U[of_table])
             self._index.reserve_keys(table_N, id_N)  # Fails, if memory runs out, before the push.
             self._pushes += 1
             word_NX = np.empty((len(id_N), self._width), np.float32)
-            word_NX[:, : self.row_width] = row_UW[its]
+            word_NX[:, : self.row_width] = row_UW[of_table]
             word_NX[:, self.row_width : -_STAMP_WORDS] = 0
             word_NX.view(np.uint64)[:, -1] = self._stamps(np.array([self._pushes])) ^ self._sums(word_NX, id_N)
             place_N = np.full(len(id_N), 2 * self._pushes + dirty)
@@ -152,8 +152,8 @@ class RemoteTier:
             self._dirty -= _dirty(old_U)
             erased_U |= gone_U
         known_K = np.flatnonzero(old_U >= 0)
-        for table, its in _by_table(table_U[known_K]):
-            self._erase_there(table, np.ascontiguousarray(id_U[known_K[its]]))
+        for table, of_table in _by_table(table_U[known_K]):
+            self._erase_there(table, np.ascontiguousarray(id_U[known_K[of_table]]))
         return erased_U
 
     def _erase_there(self, table: int, id_N: np.ndarray) -> None:
@@ -187,9 +187,9 @@ class RemoteTier:
     def _dirty_batches(self, batch: int = 65536) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         if self._dirty == 0:
             return
-        its = [[array[place_N % 2 == 1] for array in (table_N, id_N, place_N)]
-               for table_N, id_N, place_N in self._index.items()]  # fmt: skip
-        table_V, id_V, place_V = (np.concatenate(arrays) for arrays in zip(*its, strict=True))
+        dirty = [[array[place_N % 2 == 1] for array in (table_N, id_N, place_N)]
+                 for table_N, id_N, place_N in self._index.items()]  # fmt: skip
+        table_V, id_V, place_V = (np.concatenate(arrays) for arrays in zip(*dirty, strict=True))
         for n in range(0, len(id_V), batch):
             yield table_V[n : n + batch], id_V[n : n + batch], place_V[n : n + batch]
 
