@@ -200,8 +200,8 @@ def _row_parts_cpu(begin: Number, end: Number, grad_UD: Array, p: Number, part_U
             if p == 2.0:
                 part += size * size
             elif p == np.inf:
-                # Written so that NaN stays.
-                part = part if part >= size else size
+                # A NaN stays: `part >= size` is False if either is one.
+                part = part if part >= size or part != part else size
             else:
                 part += size**p
         part_U[u] = part

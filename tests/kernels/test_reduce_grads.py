@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from oneemb.kernels.reduce_grads import Segments, largest_magnitude, sum_segments
+from oneemb.kernels.reduce_grads import Segments, largest_magnitude, rows_norm, sum_segments
 from oneemb.kernels.threads import Threads
 from oneemb.kernels.unique_keys import unique_keys
 from tests.support.row_updates import SmallShares, to_bits
@@ -156,3 +156,14 @@ def test_the_largest_magnitude_is_not_finite_where_a_value_is_not(dtype, value):
     values = np.ones(100_000)
     values[77_777] = value
     assert not np.isfinite(largest_magnitude(to_bits(values, dtype), threads=Threads(2)))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("p", [1.0, 2.0, np.inf])
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_norm_is_not_finite_where_a_value_is_not(value, p, at):
+    grad_UD = np.ones((2, 3), np.float32)
+    grad_UD[1, at] = value
+    expected = float(torch.linalg.vector_norm(torch.from_numpy(grad_UD), p))
+    assert np.isnan(expected) == np.isnan(value)
+    np.testing.assert_equal(rows_norm(grad_UD, p, threads=Threads(1)), expected)
