@@ -84,7 +84,7 @@ class PerfectHash(NamedTuple):
             if salt == 0:
                 _check_different(table_N, id_N)  # `_try` has not compared the keys of large buckets.
             salt = 1 + secrets.randbelow(SALT_MAX)
-        raise ValueError(f"no perfect hash of {len(id_N)} keys in {_TRIES} tries")
+        raise ValueError(f"no perfect hash of {len(id_N)} keys was found in {_TRIES} tries")
 
 
 @rule

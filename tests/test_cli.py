@@ -332,7 +332,7 @@ def test_advice_names_options_and_no_arguments_of_functions(path, tmp_path):
         assert not re.search(r"[a-z_]+=(True|False|None|\.\.\.)|Reader|oneemb\.[a-z]", said), said
     with PersistentTable.open(path, row_width=4, threads=Threads(1)):
         said = run("compact", path, code=2).stderr
-        assert "snapshots may be read beside it" in said.lower() and "SnapshotReader" not in said
+        assert "snapshots may be read meanwhile" in said.lower() and "SnapshotReader" not in said
     run("import", tmp_path / "nan.npz", path, "--snapshot", "x", "--allow-nonfinite")
     assert np.isnan(list(rows_of(path, "x").values())).all()
 

@@ -380,7 +380,7 @@ def test_check_and_loads_say_what_is_missing(tmp_path):
     step(again, adagrad(again), range(3))
     again.save_snapshot("d1")
     again.close()
-    with pytest.raises(oneemb.StorageError, match="replaced by another one"):
+    with pytest.raises(oneemb.StorageError, match="has been replaced"):
         read(tmp_path, "d3")
     (tmp_path / "snapshots" / "d1.snapshot").unlink()
     (tmp_path / "elsewhere").rename(tmp_path / "snapshots" / "d1.snapshot")
@@ -419,11 +419,11 @@ def test_chains_that_no_save_makes_are_refused():
     ):  # fmt: skip
         info = Info("wrong", **(since("base", 0) | wrong))
         if wrong:
-            with pytest.raises(oneemb.StorageError, match="says of its parent what no delta says"):
+            with pytest.raises(oneemb.StorageError, match="its description as a delta is invalid"):
                 resolve(info, base)
     info = Info("wrong")
     info.meta = {"delta": ["base"]}
-    with pytest.raises(oneemb.StorageError, match="what no delta says"):
+    with pytest.raises(oneemb.StorageError, match="its description as a delta is invalid"):
         resolve(info, base)
 
 

@@ -395,7 +395,7 @@ def test_the_folder_of_a_file_server_goes_with_the_embeddings_that_it_serves(tmp
     first = make("first")
     step(first, 1)
     assert "held by" in refused(make("first"))
-    with pytest.raises(LockedError, match=f"file://{tmp_path}/server serves embeddings of this process: close those"):
+    with pytest.raises(LockedError, match=f"file://{tmp_path}/server serves embeddings of this process; close them"):
         oneemb.release(tmp_path / "server")
     with pytest.raises(oneemb.ServerError, match=f"by file://{tmp_path}/server, which somebody uses"):
         FileServer(tmp_path / "server")

@@ -314,7 +314,7 @@ def test_a_child_that_got_no_whole_copy_says_so(model, monkeypatch):
     thread = held_elsewhere(embedding.store.store_lock, 1)
 
     def read():
-        with pytest.raises(ForkedProcessError, match="got no whole copy of it"):
+        with pytest.raises(ForkedProcessError, match="got no complete copy"):
             rows(embedding)
         return True
 

@@ -363,7 +363,7 @@ def test_a_part_of_a_sharded_snapshot_is_not_given_for_the_whole(tmp_path):
     paths = [tmp_path / name for name in "abc"]
     expected = write(paths, np.arange(50), np.ones((50, 1), np.float32))
     for some in (paths[:1], paths[:2], [*paths[:2], paths[0]], [*paths, paths[0]]):
-        with pytest.raises(oneemb.StorageError, match="lies in 3 paths"):
+        with pytest.raises(oneemb.StorageError, match="has 3 parts|the 3 folders of snapshot"):
             read(some)
     assert all(0 < len(rows) < 50 for rows in (read_part(path) for path in paths))
     assert read(paths) == expected

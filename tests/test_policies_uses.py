@@ -197,7 +197,7 @@ def test_times_go_on_from_those_that_were_loaded(tmp_path):
         (lambda: RowPolicy(refused="ones"), 'refused must be "initial", "zeros" or an initializer'),
         (lambda: RowPolicy(absent=None), "absent must be"),
         (lambda: RowPolicy(when_full="wait"), 'when_full must be "raise" or "refuse"'),
-        (lambda: RowPolicy(LRU(), when_full="refuse"), "is of tables with a capacity"),
+        (lambda: RowPolicy(LRU(), when_full="refuse"), "needs a capacity or a capacity_mb"),
         (lambda: RowPolicy(StepLRU(), timestamps=True), "timestamps take the place"),
         (lambda: RowPolicy(LFU(5.0), timestamps=True), "timestamps take the place"),
         (lambda: RowPolicy(MixedLFU(), timestamps=True), "timestamps take the place"),

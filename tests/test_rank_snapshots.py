@@ -573,7 +573,7 @@ def test_parts_are_found_in_whichever_of_the_listed_folders_they_are(tmp_path, m
     run(3, save, folders[::-1], 2, patch=monkeypatch, overwrite=True)
     assert read(folders, "s") == expected(2)
     assert sum(len(find_parts([str(folder)]).parts) for folder in folders) == 3
-    with pytest.raises(oneemb.StorageError, match=r"lies in 3 paths.*part 1, 2 of 3 is missing"):
+    with pytest.raises(oneemb.StorageError, match=r"has 3 parts.*part 1, 2 of 3 is missing"):
         read(folders[2], "s")
 
 

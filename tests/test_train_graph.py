@@ -621,7 +621,7 @@ def test_a_step_that_does_not_fit_leaves_nothing_behind(made):
     for ids, label in batches():
         model.step(ids, label)
         before = state_of(model)
-        with pytest.raises(oneemb.StoreFullError, match="give it at least 5 MiB"):
+        with pytest.raises(oneemb.StoreFullError, match="give the tier at least 5 MiB"):
             model.graph(torch.arange(6000).reshape(-1, 2), torch.ones(3000))
         assert_as_before(model, before)
     model.check_state()

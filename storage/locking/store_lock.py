@@ -118,17 +118,17 @@ class StoreLock:
         `changes`, or if the child has no complete copy."""
         if self._broken is not None:
             raise BrokenStoreError(
-                f"{self._what} is of no use since a call on it was cut short by {self._broken}: what it holds in memory"
-                f" may be wrong. Its snapshots are whole; {self._mend}"
+                f"{self._what} cannot be used any more: a call on it was cut short by {self._broken}, so its rows in"
+                f" memory may be wrong. Its snapshots are complete; {self._mend}"
             )
         if os.getpid() == self._pid:
             return
         if changes or self.torn:
             raise ForkedProcessError(
                 f"{self._what} belongs to process {self._pid}, and this is a child of it, process {os.getpid()}, which"
-                f" {'got no whole copy of it' if self.torn else 'may read its rows, not change, save or load them'}."
+                f" {'got no complete copy' if self.torn else 'may read its rows, not change, save or load them'}."
                 " Look ids up with gradients in the process that made the embedding: return ids from data loader"
-                " workers, or start them with multiprocessing_context='spawn' and let each make what it needs"
+                " workers, or start the workers with multiprocessing_context='spawn' and make an embedding in each"
             )
 
     def mended(self) -> None:

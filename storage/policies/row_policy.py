@@ -242,11 +242,11 @@ class RowPolicy:
         if not isinstance(self.when_full, str) or self.when_full not in ("raise", "refuse"):
             raise ValueError(f'when_full must be "raise" or "refuse", got {self.when_full!r}')
         if self.when_full == "refuse" and self.capacity is None and self.capacity_mb is None:
-            raise ValueError('when_full="refuse" is of tables with a capacity or a capacity_mb; give one')
+            raise ValueError('when_full="refuse" needs a capacity or a capacity_mb of the table, got neither; give one')
         if self.capacity is not None and self.capacity_mb is not None:
-            raise ValueError("a table has a capacity or a capacity_mb, got both")
+            raise ValueError("a table may have a capacity or a capacity_mb, got both; leave one out")
         if self.sweep_above is not None and self.sweep_above_mb is not None:
-            raise ValueError("a table has sweep_above or sweep_above_mb, got both")
+            raise ValueError("a table may have sweep_above or sweep_above_mb, got both; leave one out")
         for name in (
             "capacity", "capacity_mb", "expire_after_steps", "expire_after_seconds", "sweep_above", "sweep_above_mb",
         ):  # fmt: skip
@@ -266,8 +266,8 @@ class RowPolicy:
         expires = self.expire_after_steps is not None or self.expire_after_seconds is not None
         if self.timestamps and (by_steps or expires):
             raise ValueError(
-                "timestamps take the place of the step and the second of a row's last use, by which this table evicts"
-                f" or expires; leave them out, got {self}"
+                "timestamps take the place of the step and the second of a row's last use, but this table evicts or"
+                f" expires by step or second, got {self}; leave timestamps out"
             )
 
     @property

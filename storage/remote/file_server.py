@@ -115,7 +115,7 @@ class FileServer:
                         if found_NP[n, p]:
                             raise ServerError(
                                 f"{self.name}: part {p} of row {id_N[n]} of table {table!r} has values of {width} and"
-                                f" of {other} numbers, since a push was cut short; push it again, or erase it"
+                                f" of {other} numbers, since a push was cut short; push the row again, or erase it"
                             )
                         raise wrong_length(self.name, table, id_N[n], p, 4 * other, 4 * width)
         return parts, found_NP
@@ -171,7 +171,7 @@ class FileServer:
         return IN_USE
 
     def force_close(self) -> int:
-        raise LockedError(f"{self.name} serves embeddings of this process: close those, or release their folders")
+        raise LockedError(f"{self.name} serves embeddings of this process; close them, or release their folders")
 
     def _open(self, accept_loss: bool) -> None:
         self._names = ValueNames(self._fs, f"{self._path}/NAMES")
@@ -182,8 +182,8 @@ class FileServer:
             tables = sorted(name for name in there if name.startswith("width-"))
             if tables:
                 raise ServerError(
-                    f"{self.name} has rows in {', '.join(tables)} and no file NAMES, which says whose they are; restore"
-                    " it from a copy of the folder, or give another path"
+                    f"{self.name} has rows in {', '.join(tables)} and no file NAMES, which says to which tables they"
+                    " belong; restore NAMES from a copy of the folder, or give another path"
                 )
             self._names.write()
         if "UNSAVED" in there:
@@ -279,8 +279,8 @@ class FileServer:
             who = f"process {fields['pid']} on host {fields['host']}, which pushed rows since {since},"
         raise LostRowsError(
             f"{self.name} has lost rows: {who} ended without saving or closing, while save_bytes let it push rows"
-            " that were not saved. What is there is the state of its last save; to go on with that, open the server"
-            f" once with {self.name}?lost=accept"
+            " that were not saved. The folder has the state of its last save; to continue with that state, open the"
+            f" server once with {self.name}?lost=accept"
         )
 
     @property
@@ -292,8 +292,8 @@ class FileServer:
         """Raise ServerError in a forked child."""
         if self.forked:
             raise ServerError(
-                f"{self.name} was opened by process {self._pid}, and this is a forked child of it, {os.getpid()}; one"
-                " process has a folder at a time: open another path in the child"
+                f"{self.name} was opened by process {self._pid}, and this is a forked child of it, {os.getpid()}; only"
+                " one process at a time can use a folder: open another path in the child"
             )
 
     def _begin(self) -> None:
@@ -347,7 +347,7 @@ def open_file_server(url_rest: str) -> "FileHandle":
         elif shared.save_bytes != save_bytes:
             raise ValueError(
                 f"file://{path} is open in this process with save_bytes={shared.save_bytes}, got {save_bytes}; open it"
-                " with the same one"
+                " with the same save_bytes"
             )
         return FileHandle(shared)
 

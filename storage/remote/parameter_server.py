@@ -36,8 +36,8 @@ class LostRowsError(ServerError):
 def wrong_length(server: str, table: str, id: object, part: int, found: int, wanted: int) -> ServerError:
     """The error for a value of `found` bytes where `wanted` bytes were asked for."""
     return ServerError(
-        f"{server}: part {part} of row {id} of table {table!r} is {found} bytes long, and not {wanted}; ask for the"
-        " width it was kept with"
+        f"{server}: part {part} of row {id} of table {table!r} must have {wanted} bytes, has {found}; ask for the width"
+        " with which the row was pushed"
     )
 
 

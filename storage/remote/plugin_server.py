@@ -52,14 +52,14 @@ class PluginServer:
         self.name = f"{plugin.type}:// (the plugin {plugin.path})"
         config_bytes = config.encode()
         if b"\0" in config_bytes:
-            raise ValueError("what stands behind :// goes to a plugin as a C string, which cannot hold the character 0")
+            raise ValueError("a plugin gets the URL after :// as a C string, which cannot hold the character 0")
         self._calls = Calls(self.name, timeout)
         try:
             instance = self._calls.run("IO_Initialize", partial(plugin.initialize, config_bytes))
             if not instance:
                 raise ServerError(
-                    f"{self.name} gave no instance: IO_Initialize returned NULL; see what it has written to the"
-                    " terminal, and whether it takes what stands behind :// in the URL"
+                    f"{self.name} gave no instance: IO_Initialize returned NULL; see what the plugin has written to the"
+                    " terminal, and whether the text after :// in the URL is valid for it"
                 )
         except BaseException:
             self._calls.stop()
@@ -145,8 +145,8 @@ class _Pull:
         call's lock."""
         if n >= len(self.id_N) or p >= len(self.parts):
             raise ServerError(
-                f"{self._server} answered {self.what} with a value at offset {n}, part {p}; there are offsets below"
-                f" {len(self.id_N)} and parts below {len(self.parts)}: the plugin is wrong, or gave another request's"
+                f"{self._server} answered {self.what} with a value at offset {n}, part {p}; offsets must be below"
+                f" {len(self.id_N)} and parts below {len(self.parts)}: the plugin is wrong, or answered another request"
             )
         begin, expected = self._parts_at[p]
         if size and size != expected:

@@ -243,8 +243,8 @@ class _Link:
             reason = str(error)
         raise ServerError(
             f"{self._url.name}: writes of a broken connection may still be carried out, since the server does not end"
-            f" it ({reason}); it must be Redis 6.2 or later and allow CLIENT INFO and CLIENT KILL. Open the server anew"
-            " when it is idle"
+            f" the connection ({reason}); the server must be Redis 6.2 or later and allow CLIENT INFO and CLIENT KILL."
+            " Open the server again when it is idle"
         )
 
 
@@ -272,8 +272,8 @@ def server_error(error: redis.RedisError, name: str, tries: int = 1) -> ServerEr
     number of failures in a row."""
     if isinstance(error, redis.TimeoutError):
         return ServerTimeoutError(
-            f"{name}: no answer in time ({error}); what was asked may have been done. See whether the server is busy or"
-            f" stopped, or give it longer by `timeout=` in the URL"
+            f"{name}: no answer in time ({error}); the call may have been carried out. See whether the server is busy"
+            f" or stopped, or set a longer `timeout=` in the URL"
         )
     for kind, told in _MEANING:
         if isinstance(error, kind):
@@ -285,7 +285,7 @@ def server_error(error: redis.RedisError, name: str, tries: int = 1) -> ServerEr
         times = f" after {tries} tries in a row" if tries > 1 else ""
         return ServerError(
             f"{name}: the connection failed{times} ({error}). See whether a Redis server runs there, and with which"
-            f" options: TLS takes rediss://. Once it can be reached the next call works"
+            f" options: TLS takes rediss://. Once the server can be reached, the next call works"
         )
     return ServerError(f"{name}: the server refused ({error})")
 
@@ -293,8 +293,8 @@ def server_error(error: redis.RedisError, name: str, tries: int = 1) -> ServerEr
 _MEANING: list[tuple[type[BaseException] | tuple[type[BaseException], ...], str]] = [
     (
         redis.exceptions.OutOfMemoryError,
-        "the server is at its memory limit and refuses writes; raise `maxmemory`, or erase rows. Rows that it had"
-        " taken before are kept",
+        "the server is at its memory limit and refuses writes; raise `maxmemory`, or erase rows. Rows that were pushed"
+        " before are kept",
     ),
     (redis.ReadOnlyError, "the server is a replica, which takes no writes; name its primary in the URL"),
     (
@@ -314,7 +314,7 @@ _MEANING: list[tuple[type[BaseException] | tuple[type[BaseException], ...], str]
     (redis.exceptions.ClusterDownError, "the cluster does not serve all keys; see `redis-cli cluster info`"),
 ]
 _CODES = {
-    "WRONGTYPE": "a row's key has a value of another type, that something else has put there; give rows a `prefix=`",
+    "WRONGTYPE": "a row's key has a value of another type, which another program has written; give rows a `prefix=`",
     "MISCONF": "the server cannot save to its disk and refuses writes; see its log",
     "DENIED": "the server is in protected mode, which takes loopback connections only; give it a password",
     "NOREPLICAS": "the server has fewer replicas than it is told to write to",

@@ -110,7 +110,7 @@ class RedisServer:
             if kind not in (b"none", b"string"):  # "string" means that the value was written after MGET.
                 raise ServerError(
                     f"{self.name}: the key {key.decode(errors='replace')} of a row of table {table!r} has a value of"
-                    f" type {kind.decode()}, that something else has put there; give rows a `prefix=` of their own"
+                    f" type {kind.decode()}, which another program has written; give rows a `prefix=` of their own"
                 )
 
         def requests() -> Iterator[Request]:
@@ -125,7 +125,7 @@ class RedisServer:
 
     def _take_done(self, answer: Any) -> None:
         if answer != b"OK":
-            raise ServerError(f"{self.name}: the server answered {str(answer)[:80]} to a write, and not OK")
+            raise ServerError(f"{self.name}: the server must answer OK to a write, it answered {str(answer)[:80]}")
 
 
 class _Taking:

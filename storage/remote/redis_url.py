@@ -62,14 +62,14 @@ def read_redis_url(scheme: str, rest: str) -> RedisURL:
     login, at, place = before.rpartition("@")
     user, colon, password = login.partition(":")
     if at and not (colon and password):
-        raise ValueError(f"{name}: what stands before `@` is `user:password` or `:password`")
+        raise ValueError(f"{name}: the part before `@` must be `user:password` or `:password`")
     place, _, path = place.partition("/")
     if "@" in query:
         raise ValueError(f"{name}: write `@` in an option as %40, and `?` in a password as %3F")
     found = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:@\s]+)(?::(\d{1,5}))?", place)
     port = int(found[2] or 6379) if found else 0
     if not found or not 0 < port < 2**16:
-        raise ValueError(f"{name}: after `{scheme}://` comes `[user:password@]host[:port]`, port 1 to 65535")
+        raise ValueError(f"{name}: after `{scheme}://` must come `[user:password@]host[:port]`, port 1 to 65535")
     options: dict[str, Any] = {}
     given = [option for option in re.split("&&?", query) if option]
     if path:
@@ -77,20 +77,20 @@ def read_redis_url(scheme: str, rest: str) -> RedisURL:
     for option in given:
         key, equals, value = option.partition("=")
         if not equals or key not in _OPTIONS:
-            raise ValueError(f"{name}: no option {key!r}; those of a Redis server are {', '.join(_OPTIONS)}")
+            raise ValueError(f"{name}: no option {key!r}; the options of a Redis server are {', '.join(_OPTIONS)}")
         into, read, told = _OPTIONS[key]
         if into in options:
             raise ValueError(f"{name}: `{key}` is given twice")
         try:
             options[into] = read(unquote(value))
         except ValueError:
-            raise ValueError(f"{name}: `{key}` is {told}, got {value!r}") from None
+            raise ValueError(f"{name}: `{key}` must be {told}, got {value!r}") from None
     tls = scheme == "rediss"
     for_tls = options.keys() & {"verify", "ca_certs", "certfile", "keyfile"}
     if for_tls and not tls:
         raise ValueError(f"{name}: `{'`, `'.join(sorted(for_tls))}` is for TLS: begin the URL with rediss://")
     if options.get("cluster") and options.get("db"):
-        raise ValueError(f"{name}: a cluster has one database, db=0")
+        raise ValueError(f"{name}: a cluster has one database, db=0; leave `db=` out")
     host = unquote(found[1].strip("[]"))
     return RedisURL(name, host, port, tls, unquote(user) or None, unquote(password) or None, **options)
 

@@ -85,7 +85,7 @@ class ValueNames:
         text, end = data[: -_SUM.size], data[-_SUM.size :]
         try:
             if len(text) % 8 or len(end) < _SUM.size or _SUM.unpack(end)[0] != xxh64(text):
-                raise ValueError("its checksum is another one")
+                raise ValueError("its checksum does not match")
             fields = json.loads(text)
             if fields["version"] != _VERSION:
                 raise FormatVersionError(
@@ -99,8 +99,8 @@ class ValueNames:
                 raise ValueError("it names a part twice")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CorruptTableError(
-                f"{self.path}, {len(data)} bytes, is not what was written: {error}; it says which rows are whose, so"
-                " restore it from a copy of this folder"
+                f"{self.path}, {len(data)} bytes, is not what was written: {error}; restore it from a copy of this"
+                " folder: it says to which tables the rows belong"
             ) from error
 
 

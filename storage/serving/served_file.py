@@ -173,15 +173,15 @@ class ServedFile:
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise self._damage(f"the manifest is wrong: {str(error)[:200]}", begin) from error
         if info.manifest_begin != begin:
-            raise self._damage(f"what the manifest says takes {info.manifest_begin} bytes, not {begin}", begin)
+            raise self._damage(f"by its fields the manifest must begin at {info.manifest_begin}, not {begin}", begin)
         return info
 
     def _checked(self, byte_X: np.ndarray) -> ServedRows:
         info = self.info
         if byte_X[HEADER_BYTES:BLOCK_BYTES].any():
-            raise self._damage("there is something between the header and the records", HEADER_BYTES)
+            raise self._damage("the bytes between the header and the records are not zero", HEADER_BYTES)
         if f"{xxh64(byte_X[info.pilots_begin : info.manifest_begin]):016x}" != info.sums:
-            raise self._damage("pilots or the checksums of blocks are damaged", info.pilots_begin)
+            raise self._damage("the pilots or the checksums of blocks are damaged", info.pilots_begin)
         # One row for each table, though the file may serve few of many: memory that is never written is not allocated.
         region_T6 = np.zeros((info.num_tables, 6), np.uint64)
         by_table = sorted(zip(info.tables, info.rows_of_tables, info.slots_of_tables, strict=True))
@@ -259,7 +259,7 @@ class ServedFile:
 
     def _damage(self, what: str, offset: int) -> CorruptTableError:
         return CorruptTableError(
-            f"{self.path}: {what}, at offset {offset}; remove the file and make it anew from its snapshot"
+            f"{self.path}: {what}, at offset {offset}; remove the file and make it again from its snapshot"
         )
 
 

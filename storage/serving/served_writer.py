@@ -163,7 +163,7 @@ class RecordWindows:
         for offset, records in self._pieces.get(w, []):
             bytes_ = np.empty(records * (8 + self._record_bytes), np.uint8)
             if self._fs.read_into(self._file, bytes_.data, offset) < len(bytes_):
-                raise OSError(errno.EIO, "what was written a moment ago cannot be read")
+                raise OSError(errno.EIO, "records that this call has written cannot be read back")
             yield bytes_[: 8 * records].view(np.int64), bytes_[8 * records :].reshape(records, -1)
 
 
@@ -196,7 +196,7 @@ class _Writer:
                 progress(done, len(id_S))
         sum_B, taken = self._write_records(windows, made, table_S, id_S, info.blocks)
         if not done == taken == len(id_S):
-            raise StorageError(f"snapshot {self._info.name!r} changed while it was read; make the file anew")
+            raise StorageError(f"snapshot {self._info.name!r} changed while it was read; make the file again")
         self.is_beyond_end = windows.is_beyond
         pilots = made.pilot_B.view(np.uint8)
         tail = np.zeros(info.manifest_begin - info.pilots_begin, np.uint8)
@@ -212,8 +212,8 @@ class _Writer:
         packed = info.packed()
         if len(packed) > MANIFEST_MAX:
             raise StorageError(
-                f"what there is to say of {info.num_tables} tables takes {len(packed)} bytes, and at most"
-                f" {MANIFEST_MAX} are read; let fewer tables share an embedding"
+                f"the manifest of a file must have at most {MANIFEST_MAX} bytes; with {info.num_tables} tables it has"
+                f" {len(packed)}; let fewer tables share an embedding"
             )
         self._fs.write(self._file, packed, info.manifest_begin)
         header = (info.manifest_begin, len(packed) - 8, info.manifest_begin + len(packed), 0)
@@ -230,7 +230,8 @@ class _Writer:
             ) from None
         except ValueError as error:
             raise StorageError(
-                f"snapshot {self._info.name!r} cannot be served: {error}; make the file anew, other tries follow"
+                f"snapshot {self._info.name!r} cannot be served: {error}; make the file again: it tries other random"
+                " hashes"
             ) from None
 
     def _write_records(
@@ -281,8 +282,8 @@ class _Writer:
             n = int(np.flatnonzero(~right_N)[0])
             low, high = weight_ND[n].min(), weight_ND[n].max()
             raise StorageError(
-                f"the row of id {id_N[n]} in table {table_N[n]} cannot be {info.weights}: its weights are from {low} to"
-                f" {high}, and must be finite and fit; serve it as float32, or erase the row"
+                f"the row of id {id_N[n]} in table {table_N[n]} cannot be {info.weights}: its weights must be finite"
+                f" and fit, they are from {low} to {high}; serve the rows as float32, or erase this row"
             )
         record_NX.view(np.int64)[:, -1] = id_N
         return record_NX

@@ -114,11 +114,11 @@ class Journal:
         point = self._since(since)
         if not (point.exact or keep_evicted):
             raise StorageError(
-                f"{since!r} was saved with keep_evicted=True, so that nothing says which rows its readers have that are"
-                " gone here; give it for this one too, or save a delta since another one"
+                f"{since!r} was saved with keep_evicted=True, so it is not known which rows its readers have that are"
+                " gone here; save this delta with keep_evicted=True too, or save it since another snapshot"
             )
         if all(info.identity != point.info.identity for info in self._rows.snapshots()):
-            raise StorageError(f"snapshot {since!r} is not there any more; save a whole one")
+            raise StorageError(f"snapshot {since!r} is not there any more; save a whole snapshot")
         return point
 
     def delta(self, since: str, rows: int, keep_evicted: bool) -> tuple[Places, np.ndarray, Delta]:
@@ -161,8 +161,8 @@ class Journal:
                 return point
         names = ", ".join(repr(point.name) for point in known) or "none, save a whole one first"
         raise StorageError(
-            f"a delta is since one of the last {POINTS_MAX} snapshots that were saved here, or loaded by as many ranks"
-            f" as saved them, with rows of the same form: {names}; got {name!r}"
+            f"a delta must be since one of the last {POINTS_MAX} snapshots that were saved here, or loaded by as many"
+            f" ranks as saved them, with rows of the same form: {names}; got {name!r}"
         )
 
     def _from(self, point: Point) -> list[Point]:

@@ -218,7 +218,7 @@ class FoundParts:
             *before, last = chain_of(whole, self.snapshots, lambda one: one.parts[0].info)
             if before:
                 filled = [part for link in (*before, last) for part in link.parts if part.info.rows]
-                _check_kind(f"snapshot {name!r}, with those that it goes on from,", filled)
+                _check_kind(f"snapshot {name!r}, with its parents,", filled)
             return replace(last, before=tuple(before))
         for damaged in self.damaged_of(name):
             raise (FormatVersionError if damaged.newer else CorruptTableError)(damaged.reason)
@@ -311,7 +311,7 @@ def _check_kind(what: str, parts: Sequence[Part]) -> None:
         if not format.same_words(first[1]):
             raise CorruptTableError(
                 f"{what} holds rows of {first[1]} in {first[0].folder} and of {format} in {part.folder}; restore its"
-                " files from a copy, or load another one"
+                " files from a copy, or load another snapshot"
             )
 
 
@@ -321,9 +321,9 @@ def incomplete_text(parts: list[Part]) -> str:
     missing = sorted(set(range(whole.shards)) - {part.whole.shard for part in parts})
     there = ", ".join(f"{part.whole.shard} in {part.folder}" for part in parts)
     return (
-        f"snapshot {whole.name!r} lies in {whole.shards} paths and is not whole: part"
+        f"snapshot {whole.name!r} has {whole.shards} parts and is not whole: part"
         f" {', '.join(map(str, missing[:20]))}{' and more' if len(missing) > 20 else ''} of {whole.shards} is missing,"
-        f" there is {there}; bring the missing folder back, name it too, or delete the snapshot"
+        f" there is {there}; bring the missing folder back, give its path too, or delete the snapshot"
     )
 
 
@@ -331,8 +331,8 @@ def leftover_text(part: Part) -> str:
     """Text about a part that no snapshot needs."""
     return (
         f"{part.folder} has part {part.whole.shard} of {part.whole.shards} of a snapshot {part.whole.name!r} that is"
-        " not whole or was replaced: a save, a delete or a reshard goes on, or was killed; what was killed leaves it to"
-        " the next save, or to `oneemb compact`"
+        " not whole or was replaced: a save, a delete or a reshard goes on, or was killed; after a kill the next save,"
+        " or `oneemb compact`, removes the part"
     )
 
 

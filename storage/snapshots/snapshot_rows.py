@@ -116,5 +116,5 @@ def _need(right: bool, name: str, found: Any) -> None:
     if not right:
         raise CorruptTableError(
             f"snapshot {name!r} does not say what its rows are in a way that an embedding or a writer does: "
-            f"{repr(found)[:100]}; restore its file from a copy, or load another one"
+            f"{repr(found)[:100]}; restore its file from a copy, or load another snapshot"
         )

@@ -203,8 +203,8 @@ class StoreSnapshots(StorePart):
         shard, shards = shard_of(info.meta, name)
         if (shard, shards) != (plan.owner, plan.owners):
             raise StorageError(
-                f"snapshot {name!r} in {self._bottom.name} is part {shard} of {shards} of a sharded one; make it whole"
-                f" in one folder with `oneemb reshard --ranks 1`, or bring all parts into one embedding with"
+                f"snapshot {name!r} in {self._bottom.name} is part {shard} of {shards} of a sharded snapshot; join the"
+                f" parts in one folder with `oneemb reshard --ranks 1`, or bring all parts into one embedding with"
                 " oneemb.import_rows"
             )
         return info
@@ -215,7 +215,8 @@ class StoreSnapshots(StorePart):
         where, format = f"snapshot {name!r} in {self._bottom.name}", SnapshotRows.of_meta(info.meta, name).format
         if not format.same_weights(here):
             raise StorageError(
-                f"{where} holds rows of {format.dim} {format.dtype} weights, this embedding has {here.dim} {here.dtype}"
+                f"{where} holds rows of {format.dim} {format.dtype} weights, this embedding has {here.dim}"
+                f" {here.dtype}; load the snapshot into an embedding with the same dim and dtype"
             )
         if rows.built and not (weights_only or rows.lacks_state_of(format) or rows.adds_state_to(format)):
             known = format.optimizer is not None and format.state_width > 0

@@ -132,7 +132,10 @@ class _Check:
             size = self._fs.read_into(file, memoryview(header), 0)
             check_header(header[:size], ROWS_MAGIC, path, part.number, geometry)
             if self._fs.size(path) < ROWS_BEGIN + geometry.block_bytes:
-                raise CorruptTableError(f"{path} has none of the {part.blocks} blocks that snapshots need")
+                raise CorruptTableError(
+                    f"{path} has none of the {part.blocks} blocks that snapshots need; restore the file from a copy, or"
+                    " delete the snapshots that need it"
+                )
             piece = max(1, _READ_BYTES // geometry.block_bytes)
             buffer = aligned_bytes(min(piece, part.blocks) * geometry.block_bytes)
             for first in range(0, part.blocks, piece):

@@ -122,7 +122,7 @@ def _fill_open(
         try:
             check_tables(keys.table_N[row : row + rows])
         except ValueError as error:
-            raise _damaged(path, offset, f"holds what no run does: {error}") from error
+            raise _damaged(path, offset, f"holds an invalid table: {error}") from error
         at += 4 * rows
         keys.sum_B[block : block + blocks] = run_N[at : at + 4 * blocks].view(np.uint32)
         block += blocks
@@ -214,7 +214,7 @@ def check_header(header: Buffer, magic: bytes, path: str, number: int, geometry:
     if found != expected:
         raise CorruptTableError(
             f"{path}: the header at offset 0 must name (chunk, row width, block size, blocks a chunk) {expected}, it "
-            f"names {found}; the file was swapped with that of another chunk or table"
+            f"names {found}; the file belongs to another chunk or table: restore the right one from a copy"
         )
 
 
@@ -229,8 +229,8 @@ def reading(path: str, action: str = "read") -> Iterator[None]:
         if isinstance(error.__cause__, FileNotFoundError):
             raise CorruptTableError(
                 f"{path} is missing, though a snapshot needs it; restore {os.path.basename(path)} from a copy, or"
-                " delete the snapshots that need it. A reader beside a writer sees this when the writer deletes or"
-                " overwrites the snapshot"
+                " delete the snapshots that need it. While a writer runs, a reader gets this error if the writer"
+                " deletes or overwrites the snapshot"
             ) from error.__cause__
         raise
 

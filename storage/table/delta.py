@@ -71,8 +71,8 @@ class Delta:
             or found["number"] <= found["since_number"]
         ):  # fmt: skip
             raise CorruptTableError(
-                f"snapshot {name!r} says of its parent what no delta says: {repr(found)[:200]}; restore its file from a"
-                " copy, or load another one"
+                f"snapshot {name!r}: its description as a delta is invalid: {repr(found)[:200]}; restore its file from"
+                " a copy, or load another snapshot"
             )
         return cls(**found)
 
@@ -83,7 +83,10 @@ def number_of(info: SnapshotInfo) -> int:
     delta = Delta.of_meta(info.meta, info.name)
     number = info.meta.get(_NUMBER, 0) if delta is None else delta.number
     if type(number) is not int or not 0 <= number < _NUMBER_MAX:
-        raise CorruptTableError(f"snapshot {info.name!r} says that it has the number {number!r}, which none has")
+        raise CorruptTableError(
+            f"snapshot {info.name!r}: its number in a chain must be an int from 0 to 2**62 - 1, it is {number!r};"
+            " restore its file from a copy, or load another snapshot"
+        )
     return number
 
 
@@ -118,13 +121,13 @@ def chain_of(last: T, there: Callable[[], Iterable[T]], info_of: Callable[[T], S
             names = ", ".join(repr(info_of(one).name) for one in by_identity.values())
             raise SnapshotNotFoundError(
                 f"snapshot {child.name!r} is a delta since {delta.since!r} (identity {delta.identity}), which is not"
-                f" there, or has been replaced by another one; there are: {names}; bring it back, or load another one"
+                f" there, or has been replaced; there are: {names}; bring it back, or load another snapshot"
             )
         if number_of(info_of(parent)) != delta.since_number:
             raise CorruptTableError(
                 f"snapshot {child.name!r} is a delta since number {delta.since_number} of its chain, and"
                 f" {info_of(parent).name!r}, its parent, is number {number_of(info_of(parent))}; restore their files"
-                " from a copy, or load another one"
+                " from a copy, or load another snapshot"
             )
         chain.insert(0, parent)
     return chain
@@ -139,8 +142,8 @@ def deltas_since(identity: str, infos: Iterable[SnapshotInfo]) -> list[str]:
 def in_chain_text(name: str, done: str, deltas: Sequence[str]) -> str:
     """Text of the error if a snapshot cannot be `done` ("deleted", "replaced") because `deltas` need it."""
     return (
-        f"snapshot {name!r} cannot be {done}: {', '.join(map(repr, deltas))}, deltas since it, need it; make the last"
-        " of them whole with `oneemb merge-deltas` and delete them first"
+        f"snapshot {name!r} cannot be {done}: {', '.join(map(repr, deltas))}, deltas since it, need it; first make the"
+        " last delta whole with `oneemb merge-deltas` and delete the deltas"
     )
 
 
@@ -163,6 +166,6 @@ def gone_keys(array: np.ndarray | None, name: str) -> tuple[np.ndarray, np.ndarr
             except ValueError:
                 pass
     raise CorruptTableError(
-        f"snapshot {name!r} says of the keys that are gone what no delta says: {array.dtype} {list(array.shape)};"
-        " restore its file from a copy, or load another one"
+        f"snapshot {name!r}: its array of keys that are gone must be int64 of shape [N, 2], with valid tables, it is"
+        f" {array.dtype} {list(array.shape)}; restore its file from a copy, or load another snapshot"
     )

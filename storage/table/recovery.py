@@ -79,7 +79,7 @@ def find_lost(known: KnownSnapshots | None, there: Collection[str], next_number:
 def lost_text(lost: list[str], lost_more: int, kept: int) -> str:
     """Text about lost snapshots and the number of files that are kept for them."""
     names = [*map(repr, lost), *([f"{lost_more} more"] if lost_more else [])]
-    gone = f"snapshots {', '.join(names)} are gone" if names else "nobody knows which snapshots there were"
+    gone = f"snapshots {', '.join(names)} are gone" if names else "it is not known which snapshots there were"
     return (
         f"{gone}: {kept} files that no snapshot needs are kept; restore the snapshots' files from a copy, or free the "
         f"disk with `oneemb compact --remove-orphans`"

@@ -154,11 +154,17 @@ class SnapshotFiles:
     def _read(self, file: int, path: str, name: str) -> SnapshotRecord:
         json_bytes, bits_bytes, arrays_bytes, _ = read_header(self._bytes(file, 0, HEADER_BYTES), SNAPSHOT_MAGIC, path)
         if json_bytes % 8 or not 0 < json_bytes < _FILE_BYTES_MAX:
-            raise CorruptTableError(f"{path}: the header at offset 0 gives the manifest {json_bytes} bytes")
+            raise CorruptTableError(
+                f"{path}: the manifest must have a multiple of 8 bytes, below {_FILE_BYTES_MAX}; by the header at"
+                f" offset 0 it has {json_bytes}; run `oneemb check` on the table"
+            )
         body = self._bytes(file, HEADER_BYTES, json_bytes)
         expected = self._bytes(file, HEADER_BYTES + json_bytes, _SUM.size)
         if len(expected) != _SUM.size:
-            raise CorruptTableError(f"{path}: the file ends before offset {HEADER_BYTES + json_bytes + _SUM.size}")
+            raise CorruptTableError(
+                f"{path}: the manifest must end at offset {HEADER_BYTES + json_bytes + _SUM.size}, the file ends before"
+                " it; restore the file from a copy, or delete the snapshot"
+            )
         _check(body, json_bytes, _SUM.unpack(expected)[0], path, HEADER_BYTES, "manifest")
         record = decode_manifest(body, HEADER_BYTES + json_bytes + _SUM.size, path, name)
         begin = HEADER_BYTES + json_bytes + _SUM.size

@@ -45,8 +45,8 @@ def read_chain(snapshots: SnapshotFiles, names: Sequence[str], row_width: int) -
             )
         if geometry != records[0].geometry:
             raise CorruptTableError(
-                f"{where} has blocks of another size than {names[0]!r}, from which it goes on; restore their files from"
-                " a copy, or load another one"
+                f"{where} is a delta of {names[0]!r}, but has blocks of another size; restore their files from a copy,"
+                " or load another snapshot"
             )
     return records
 

@@ -201,7 +201,7 @@ def decode_manifest(body: bytes, bits_offset: int, path: str, name: str) -> Snap
     if manifest["name"] != name:
         raise CorruptTableError(
             f"{path}: the manifest at offset {HEADER_BYTES} is that of the snapshot {repr(manifest['name'])[:100]}; "
-            f"the file was renamed"
+            f"the file was renamed: give it its name back"
         )
     created = manifest["created"]
     need(type(created) in (int, float) and 0 <= created < _CREATED_MAX, "a time as created", created)

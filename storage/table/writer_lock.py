@@ -129,7 +129,7 @@ class WriterLock:
             if here is None:
                 raise LockedError(
                     f"{self.path} is held by {text}; one table object at a time writes to a path: end that process, or"
-                    " close its object, or choose another path; snapshots may be read beside it"
+                    " close its object, or choose another path; snapshots may be read meanwhile"
                 ) from error
             held = here.ask(newcomer)
         if held:
@@ -138,9 +138,9 @@ class WriterLock:
             return self._fs.lock(self.path)
         except BlockingIOError as error:
             raise LockedError(
-                f"{self.path} is held by {text}, which is this one, by {held or 'another object'}. Save what is to stay"
-                f" and close it, or call oneemb.release({os.path.dirname(self.path)!r}), which closes it; or choose"
-                " another path. Snapshots may be read beside it"
+                f"{self.path} is held by {text}, which is this one, by {held or 'another object'}. Save the rows to"
+                f" keep and close that object, or call oneemb.release({os.path.dirname(self.path)!r}), which closes it;"
+                " or choose another path. Snapshots may be read meanwhile"
             ) from error
 
     def ask(self, newcomer: str) -> str:
@@ -166,9 +166,9 @@ class WriterLock:
         """Raise StorageError if the file at the path is no longer the locked one."""
         if not self.still_there:
             raise StorageError(
-                f"{self.path} was removed, with its folder or alone, while process {self._pid} held it: what lies there"
-                " now is somebody else's, and nothing was written or removed. Rows of this table that no snapshot holds"
-                " are in this process only; begin anew, at a path that nobody removes"
+                f"{self.path} was removed, with its folder or alone, while process {self._pid} held it: a folder that"
+                " is there now belongs to another process, and nothing in it was changed. Rows of this table that no"
+                " snapshot holds are in this process only; open a new table, at a path that nobody removes"
             )
 
     def record(self, known: KnownSnapshots) -> None:
@@ -194,7 +194,7 @@ class WriterLock:
                 elif self.still_there:
                     self._fs.truncate(self.path, 0)
             except OSError as error:
-                raise StorageError(f"could not give back the lock: {error}") from error
+                raise StorageError(f"could not release the lock {self.path}: {error}") from error
             finally:
                 self._fs.unlock(self._file)
 

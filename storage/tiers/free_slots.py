@@ -53,8 +53,8 @@ class FreeSlots:
         free until `commit`. A memory error has changed nothing."""
         if size > self.left(slots):
             raise AssertionError(
-                f"{size} slots were asked for and {self.left(slots)} of {slots} are free ({self._top} were given back):"
-                " slots were lost"
+                f"at least {size} slots must be free, {self.left(slots)} of {slots} are ({self._top} of them were given"
+                " back): slots were lost"
             )
         fresh = self.fresh(size)
         self.make_stack(self.used + fresh)

@@ -153,7 +153,7 @@ def _pages(bytes: int) -> int:
 
 
 def _no_memory(bytes: int) -> MemoryError:
-    return MemoryError(f"the system gives no {bytes} bytes more of address space: {os.strerror(ctypes.get_errno())}")
+    return MemoryError(f"the system has no {bytes} more bytes of address space: {os.strerror(ctypes.get_errno())}")
 
 
 _spans: "weakref.WeakSet[_Span]" = weakref.WeakSet()

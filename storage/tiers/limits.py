@@ -43,7 +43,8 @@ class Limits:
         how = "taken" if self.resident else "in use by this step"
         raise (StoreFullError if self.resident else StoreFullError.of_pins)(
             f"the {self.name} tier has {self.slots} slots; {held} of them are {how} and {more} more rows were asked"
-            f" for, {held + more} in all; give it at least {self.mebibytes(held + more)} MiB, or use fewer ids a step"
+            f" for, {held + more} in all; give the tier at least {self.mebibytes(held + more)} MiB, or use fewer ids a"
+            " step"
         )
 
     def unknown(self, below: RowStore | None, table_U: np.ndarray, id_U: np.ndarray, new: np.ndarray) -> int | None:
@@ -61,7 +62,7 @@ class Limits:
             return
         raise StoreFullError(
             f"capacity is {self.row_limit} rows; {known} are kept and {more} new ones were asked for (the first of"
-            f" table {first_table}); give a capacity of at least {known + more}, or None"
+            f" table {first_table}); give a capacity of at least {known + more} rows, or None"
         )
 
     def check_holds(self, rows: int) -> None:
@@ -69,7 +70,8 @@ class Limits:
         resident tier."""
         if self.row_limit is not None and rows > self.row_limit:
             raise StoreFullError(
-                f"capacity is {self.row_limit} rows, {rows} are to be loaded; give at least {rows}, or None"
+                f"capacity is {self.row_limit} rows, {rows} are to be loaded; give a capacity of at least {rows} rows,"
+                " or None"
             )
         if self.resident and rows > self.slots:
             raise StoreFullError(

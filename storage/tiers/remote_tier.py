@@ -101,10 +101,10 @@ class RemoteTier:
         what = "other rows than were pushed last" if found_N[first] else "no rows"
         raise LostRowsError(
             f"{self._server.name} has {what} of {np.count_nonzero(wrong_N)} of {len(id_N)} ids of table"
-            f" {self._table(table)!r} (the first is {id_N[first]}), which this job has pushed to it: it was restarted"
-            " without what it had, drops keys to save memory, or something else writes to that table. Load the last"
-            " snapshot, which brings all rows back; give each job a prefix of its own, and the server a disk to keep"
-            " keys on and room for them"
+            f" {self._table(table)!r} (the first is {id_N[first]}), which this job has pushed to it: the server was"
+            " restarted without its rows, drops keys to save memory, or another program writes to that table. Load the"
+            " last snapshot, which brings all rows back; give each job a prefix of its own, and the server a disk and"
+            " enough room for all keys"
         )
 
     def put(self, table_U: np.ndarray, id_U: np.ndarray, row_UW: np.ndarray) -> None:

@@ -220,8 +220,9 @@ def with_room(plan: StorePlan, tiers: Sequence[Tier], format: RowFormat, backend
         if budget_bytes is None and on_host:
             if rows > (slots := _host_slots(plan, format, None)):
                 raise StoreFullError(
-                    f"the {name} tier has room for {slots} rows of {format.row_bytes} bytes and must hold all of"
-                    f" {rows}; they are as they were. Give it more memory or capacity, or an optimizer with less state"
+                    f"the {name} tier must hold all of {rows} rows of {format.row_bytes} bytes, it has room for"
+                    f" {slots}; nothing has changed. Give the tier more memory or capacity, or use an optimizer with"
+                    " less state"
                 )
             bytes += rows * (format.row_bytes + SLOT_OVERHEAD_BYTES)
     instead = [tier.reserved for tier in tiers if isinstance(tier, HotTier) and tier.stable_slots]

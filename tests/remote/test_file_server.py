@@ -90,7 +90,7 @@ def test_a_value_may_change_its_width(opened):
     server = opened()
     check_pull(server, values, "t", ids[:10], [5, 1])
     check_pull(server, values, "t", ids[10:], [3, 1])
-    with pytest.raises(ServerError, match=rf"part 0 of row {ids[3]} of table 't' is 20 bytes long, and not 12"):
+    with pytest.raises(ServerError, match=rf"part 0 of row {ids[3]} of table 't' must have 12 bytes, has 20"):
         server.pull("t", ids[3:20], [3])
     push(server, values, "t", ids, [random_part(rng, 40, 3)])
     check_pull(server, values, "t", ids, [3, 1])
@@ -105,7 +105,7 @@ def test_a_value_of_two_widths_is_told(opened, monkeypatch):
     server.push("t", IDS, rows(2, 4))
     monkeypatch.undo()
     for width in (3, 4):
-        with pytest.raises(ServerError, match="row 5 of table 't' has values of . and of . numbers.* push it again"):
+        with pytest.raises(ServerError, match="row 5 of table 't' has values of . and of . numbers.* push the row"):
             server.pull("t", IDS, [width])
     server.push("t", IDS, rows(2, 4))
     assert values_of(server, 4) == [[2]] * 3

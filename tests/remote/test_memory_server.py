@@ -63,7 +63,7 @@ def test_what_is_pushed_comes_back_and_is_found_by_who_opens_the_name_again():
     assert isinstance(server, Erases)
     server.erase("t", ids[:1], 2)
     assert server.pull("t", ids, [2, 1])[1].tolist() == [[False] * 2] + [[True] * 2] * 5
-    with pytest.raises(ServerError, match=r"part 0 of row -1 of table 't' is 8 bytes long, and not 12"):
+    with pytest.raises(ServerError, match=r"part 0 of row -1 of table 't' must have 12 bytes, has 8"):
         server.pull("t", ids[1:], [3])
 
 

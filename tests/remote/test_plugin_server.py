@@ -117,7 +117,7 @@ def test_parts_of_several_widths_come_back_bit_for_bit(memory_io):
 def test_a_value_of_another_width_is_named(memory_io):
     server = memory_io()
     server.push("t", IDS, [np.zeros((3, 2), np.float32), np.zeros((3, 5), np.float32)])
-    with pytest.raises(ServerError, match=r"part 1 of row 5 of table 't' is 20 bytes long, and not 4"):
+    with pytest.raises(ServerError, match=r"part 1 of row 5 of table 't' must have 4 bytes, has 20"):
         server.pull("t", IDS, [2, 1])
 
 
@@ -218,12 +218,12 @@ def test_what_is_no_plugin_is_told(tmp_path, no_plugins):
 @pytest.mark.parametrize(
     ("mode", "text"),
     [
-        ("short", "part 0 of row 5 of table 't' is 8 bytes long, and not 12"),
-        ("long", "part 0 of row 5 of table 't' is 16 bytes long, and not 12"),
-        ("odd", "part 0 of row 5 of table 't' is 7 bytes long, and not 12"),
-        ("offset", "a value at offset 3, part 0; there are offsets below 3"),
+        ("short", "part 0 of row 5 of table 't' must have 12 bytes, has 8"),
+        ("long", "part 0 of row 5 of table 't' must have 12 bytes, has 16"),
+        ("odd", "part 0 of row 5 of table 't' must have 12 bytes, has 7"),
+        ("offset", "a value at offset 3, part 0; offsets must be below 3"),
         ("huge-offset", "a value at offset 4294967295, part 0"),
-        ("part", "a value at offset 0, part 2; there are offsets below 3 and parts below 2"),
+        ("part", "a value at offset 0, part 2; offsets must be below 3 and parts below 2"),
         ("null-data", "part 0 of row 5 of table 't' came as 12 bytes at NULL"),
         ("other-twice", "part 0 of row 7 of table 't' came twice, with two values"),
         ("then-missing", "part 1 of row 5 of table 't' came twice, with two values"),

@@ -48,7 +48,7 @@ def test_who_had_the_folder_before_takes_nothing_of_who_has_it_now(tmp_path, sav
         lambda: before.save_snapshot("of both", {}, overwrite=True),
         lambda: before.delete_snapshot("of both"),
     ):
-        with pytest.raises(StorageError, match="LOCK was removed, with its folder or alone.*begin anew"):
+        with pytest.raises(StorageError, match="LOCK was removed, with its folder or alone.*open a new table"):
             call()
     before.clear()
     before.close()

@@ -105,7 +105,7 @@ def test_an_error_that_nobody_foresaw_breaks_the_object(error):
     with pytest.raises(error):
         with store_lock:
             raise error
-    with pytest.raises(BrokenStoreError, match=f"the object is of no use .*{error.__name__}.*; make it anew"):
+    with pytest.raises(BrokenStoreError, match=f"the object cannot be used any more.*{error.__name__}.*; make it anew"):
         store_lock.check(changes=False)
     store_lock.mended()
     store_lock.check(changes=True)
