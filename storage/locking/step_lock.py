@@ -62,7 +62,7 @@ def alone(locks: Iterable[StepLock], call: Callable[[], T]) -> T:
                 lock.late_check.settle()
         return call()
 
-    return while_held(_taking_turns(locks), run)
+    return while_held(_inner_locks(locks), run)
 
 
 def in_step(locks: Iterable[StepLock], step: Callable[[], T]) -> T:
@@ -80,7 +80,7 @@ def in_step(locks: Iterable[StepLock], step: Callable[[], T]) -> T:
             for lock, stepping in zip(locks, before, strict=True):
                 lock.stepping = stepping
 
-    return while_held(_taking_turns(sorted(locks, key=id)), run)
+    return while_held(_inner_locks(sorted(locks, key=id)), run)
 
 
 def between_steps(locks: Iterable[StepLock], what: str, call: Callable[[], T]) -> T:
@@ -115,7 +115,7 @@ def between_steps_now(one: StepLock, call: Callable[[], T]) -> T | None:
         lock.release()
 
 
-def _taking_turns(locks: Iterable[StepLock]) -> Iterator[Any]:
+def _inner_locks(locks: Iterable[StepLock]) -> Iterator[Any]:
     """Yield the inner lock of each step lock; the caller takes a lock before it asks for the next one. Threads that
     wait already go first, which Python's locks do not ensure."""
     me = threading.get_ident()

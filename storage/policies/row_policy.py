@@ -314,12 +314,12 @@ def rows_instead(
     )  # fmt: skip
 
 
-def reads_as(said_T: Sequence[Absent], initial: InitialRows) -> InitialRows:
+def reads_as(absent_T: Sequence[Absent], initial: InitialRows) -> InitialRows:
     """Values that ids without a row have, by the `Absent` of each table. `initial` holds the values of new rows."""
     kind_TC, param_TC4 = initial.kind_TC.copy(), initial.param_TC4.copy()
-    for t, said in enumerate(said_T):
-        if said != "initial":
-            kind, params = encoded(ConstantInitializer(0.0) if said == "zeros" else said)
+    for t, absent in enumerate(absent_T):
+        if absent != "initial":
+            kind, params = encoded(ConstantInitializer(0.0) if absent == "zeros" else absent)
             kind_TC[t], param_TC4[t] = kind, [*params, *[0.0] * (4 - len(params))]
     return replace(initial, kind_TC=kind_TC, param_TC4=param_TC4)
 

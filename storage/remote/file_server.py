@@ -187,7 +187,7 @@ class FileServer:
                 )
             self._names.write()
         if "UNSAVED" in there:
-            self._tell_lost(accept_loss)
+            self._check_loss(accept_loss)
         for width in self._names.widths:
             self._open_table(width, new=False)
         if "UNSAVED" in there:
@@ -268,7 +268,7 @@ class FileServer:
                 self._fs.remove(path)
             self._fs.sync_directory(self._path)
 
-    def _tell_lost(self, accept: bool) -> None:
+    def _check_loss(self, accept: bool) -> None:
         """Raise LostRowsError, unless the loss is accepted: a process has ended with unsaved rows."""
         if accept:
             return

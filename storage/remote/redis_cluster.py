@@ -29,12 +29,12 @@ class RedisClusterNodes:
         self._url = url
         self._client: redis.RedisCluster | None = None
         self._pid = 0
-        self._told(self._begun)
+        self._with_server_errors(self._client_here)
 
     def run(self, requests: Iterable[Request]) -> None:
         """Send all requests and take their answers, one request after another; see `RedisConnections.run`."""
         for request in requests:
-            answers = self._told(partial(self._answers, request))
+            answers = self._with_server_errors(partial(self._answers, request))
             for answer in answers:
                 if isinstance(answer, redis.RedisError):
                     raise server_error(answer, self._url.name) from answer
@@ -46,7 +46,7 @@ class RedisClusterNodes:
             self._client.close()
         self._client = None
 
-    def _begun(self) -> redis.RedisCluster:
+    def _client_here(self) -> redis.RedisCluster:
         if self._client is None or self._pid != os.getpid():
             self.close()
             self._client = redis.RedisCluster(ssl=self._url.tls, **client_options(self._url))
@@ -54,14 +54,14 @@ class RedisClusterNodes:
         return self._client
 
     def _answers(self, request: Request) -> list[Any]:
-        pipeline = self._begun().pipeline()
+        pipeline = self._client_here().pipeline()
         command = _ONE_KEY.get(request.command, request.command)
         values = [()] * len(request.keys) if request.values is None else [(value,) for value in request.values]
         for key, value in zip(request.keys, values, strict=True):
             pipeline.execute_command(command, key, *value)
         return pipeline.execute(raise_on_error=False)
 
-    def _told(self, call: Callable[[], Any]) -> Any:
+    def _with_server_errors(self, call: Callable[[], Any]) -> Any:
         try:
             return call()
         except redis.RedisError as error:

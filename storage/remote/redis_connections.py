@@ -227,10 +227,10 @@ class _Link:
     def _client_info(self) -> tuple[str, ...]:
         """(number, address) by which the server knows this connection; () if the server does not say."""
         try:
-            told = self._ask("CLIENT", "INFO").decode()
+            info = self._ask("CLIENT", "INFO").decode()
         except redis.ResponseError:
             return ()
-        known = re.match(r"id=(\d+) addr=(\S+) ", told)
+        known = re.match(r"id=(\d+) addr=(\S+) ", info)
         return known.groups() if known else ()
 
     def _forget(self, known: tuple[str, ...]) -> None:
@@ -275,12 +275,12 @@ def server_error(error: redis.RedisError, name: str, tries: int = 1) -> ServerEr
             f"{name}: no answer in time ({error}); the call may have been carried out. See whether the server is busy"
             f" or stopped, or set a longer `timeout=` in the URL"
         )
-    for kind, told in _MEANING:
+    for kind, meaning in _MEANING:
         if isinstance(error, kind):
-            return ServerError(f"{name}: {told} ({error})")
-    for code, told in _CODES.items():
+            return ServerError(f"{name}: {meaning} ({error})")
+    for code, meaning in _CODES.items():
         if str(error).startswith(code):
-            return ServerError(f"{name}: {told} ({error})")
+            return ServerError(f"{name}: {meaning} ({error})")
     if isinstance(error, redis.ConnectionError):
         times = f" after {tries} tries in a row" if tries > 1 else ""
         return ServerError(

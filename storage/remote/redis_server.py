@@ -53,8 +53,8 @@ class RedisServer:
         def requests() -> Iterator[Request]:
             for p, part in enumerate(parts):
                 for begin, end in self._chunks(len(id_N), part.itemsize * part.shape[1]):
-                    taking = _Taking(self.name, table, p, id_N[begin:end], part[begin:end], found_NP[begin:end, p])
-                    yield Request("MGET", self._keys(table, id_N[begin:end], p), taking.take)
+                    receiver = _Receiver(self.name, table, p, id_N[begin:end], part[begin:end], found_NP[begin:end, p])
+                    yield Request("MGET", self._keys(table, id_N[begin:end], p), receiver.take)
 
         self._server.run(requests())
         self._check_missing(table, id_N, found_NP)
@@ -74,13 +74,13 @@ class RedisServer:
                 size = part.itemsize * part.shape[1]
                 for begin, end in self._chunks(len(id_N), size):
                     values = np.ascontiguousarray(part[begin:end]).view(f"V{size}").ravel().tolist()
-                    yield Request("MSET", self._keys(table, id_N[begin:end], p), self._take_done, values)
+                    yield Request("MSET", self._keys(table, id_N[begin:end], p), self._check_ok, values)
 
         self._server.run(requests())
 
     def erase(self, table: str, id_N: np.ndarray, parts: int) -> None:
         self._server.run(
-            Request("UNLINK", self._keys(table, id_N[begin:end], p), _take_nothing)
+            Request("UNLINK", self._keys(table, id_N[begin:end], p), _ignore)
             for p in range(parts)
             for begin, end in self._chunks(len(id_N), 0)
         )
@@ -123,12 +123,12 @@ class RedisServer:
         self._server.run(requests())
         self._server.run(Request("TYPE", [key], partial(take_type, key)) for key in suspects)
 
-    def _take_done(self, answer: Any) -> None:
+    def _check_ok(self, answer: Any) -> None:
         if answer != b"OK":
             raise ServerError(f"{self.name}: the server must answer OK to a write, it answered {str(answer)[:80]}")
 
 
-class _Taking:
+class _Receiver:
     """Receiver of the values of one MGET request: it copies them to `value_ND`."""
 
     def __init__(
@@ -155,5 +155,5 @@ class _Taking:
         self._found_N[found_N] = True
 
 
-def _take_nothing(answer: Any) -> None:
+def _ignore(answer: Any) -> None:
     pass

@@ -78,13 +78,13 @@ def read_redis_url(scheme: str, rest: str) -> RedisURL:
         key, equals, value = option.partition("=")
         if not equals or key not in _OPTIONS:
             raise ValueError(f"{name}: no option {key!r}; the options of a Redis server are {', '.join(_OPTIONS)}")
-        into, read, told = _OPTIONS[key]
+        into, read, meaning = _OPTIONS[key]
         if into in options:
             raise ValueError(f"{name}: `{key}` is given twice")
         try:
             options[into] = read(unquote(value))
         except ValueError:
-            raise ValueError(f"{name}: `{key}` must be {told}, got {value!r}") from None
+            raise ValueError(f"{name}: `{key}` must be {meaning}, got {value!r}") from None
     tls = scheme == "rediss"
     for_tls = options.keys() & {"verify", "ca_certs", "certfile", "keyfile"}
     if for_tls and not tls:

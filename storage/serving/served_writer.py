@@ -153,11 +153,11 @@ class RecordWindows:
             size = min(self._window, self._slots - first)
             window_SX, window_S = record_SX[:size], taken_S[:size]
             window_SX[:], window_S[:] = 0, False
-            for slot_N, record_NX in self._of(w):
+            for slot_N, record_NX in self._records_of(w):
                 window_SX[slot_N - first], window_S[slot_N - first] = record_NX, True
             yield first, window_SX, window_S
 
-    def _of(self, w: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def _records_of(self, w: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         if not self._pieces:
             yield from self._kept  # All records are in memory: there is one window, or no record.
         for offset, records in self._pieces.get(w, []):

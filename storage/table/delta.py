@@ -136,7 +136,7 @@ def chain_of(last: T, there: Callable[[], Iterable[T]], info_of: Callable[[T], S
 def deltas_since(identity: str, infos: Iterable[SnapshotInfo]) -> list[str]:
     """Names of the snapshots that are deltas whose parent has this identity."""
     described = [(info.name, info.meta.get("delta")) for info in infos]  # The other fields may be invalid.
-    return [name for name, said in described if isinstance(said, dict) and said.get("identity") == identity]
+    return [name for name, delta in described if isinstance(delta, dict) and delta.get("identity") == identity]
 
 
 def in_chain_text(name: str, done: str, deltas: Sequence[str]) -> str:

@@ -85,14 +85,16 @@ def load_live_rows(
                     live.load_chunk(chunk, piece.bit_N, piece.sum_B)
                     chunk = None
             for delta in deltas:
-                _go_on(fs, snapshots, files, delta, live)
+                _apply_delta(fs, snapshots, files, delta, live)
         except BaseException:
             live.release()
             raise
     return live
 
 
-def _go_on(fs: FileSystem, snapshots: SnapshotFiles, files: ChunkFiles, record: SnapshotRecord, live: LiveRows) -> None:
+def _apply_delta(
+    fs: FileSystem, snapshots: SnapshotFiles, files: ChunkFiles, record: SnapshotRecord, live: LiveRows
+) -> None:
     """Apply a delta to live rows: erase the keys that are gone, and add the delta's rows."""
     gone = snapshots.read_array(record, GONE) if GONE in record.arrays else None
     live.erase(*gone_keys(gone, record.info.name))

@@ -158,9 +158,9 @@ class SnapshotStore:
         try:
             self._make_durable(record, cut)
         except BaseException as error:
-            self._enter(record, cut, error)
+            self._end_save(record, cut, error)
             raise
-        self._enter(record, cut, None)
+        self._end_save(record, cut, None)
 
     def _make_durable(self, record: SnapshotRecord, cut: Cut) -> None:
         signals_deferred.raise_interrupt()  # Nothing of the snapshot exists yet.
@@ -180,7 +180,7 @@ class SnapshotStore:
         kept = [held for other, held in self._held.items() if other != name] + self._uncertain + self._saving
         return {chunk for _, chunks in kept for chunk in chunks}, sum(_rows_bytes(record) for record, _ in kept)
 
-    def _enter(self, record: SnapshotRecord, cut: Cut, error: BaseException | None) -> None:
+    def _end_save(self, record: SnapshotRecord, cut: Cut, error: BaseException | None) -> None:
         """End a save. Without an error, or if only the rename is uncertain, the snapshot holds the cut's chunks; after
         any other error the chunks are released."""
         name = record.info.name
@@ -193,7 +193,7 @@ class SnapshotStore:
             self._release_uncertain()
             self._forget(name)
         elif isinstance(error, RenameUncertainError):
-            self._leave(name)
+            self._keep_held(name)
         else:
             self._release(cut.chunks)
             return
@@ -216,7 +216,7 @@ class SnapshotStore:
         try:
             self.files.remove(name)
         except RenameUncertainError:
-            self._leave(name)
+            self._keep_held(name)
             raise
         except StorageError:
             self._certain = certain
@@ -244,7 +244,7 @@ class SnapshotStore:
         chunk.snapshots += 1
         return chunk
 
-    def _leave(self, name: str) -> None:
+    def _keep_held(self, name: str) -> None:
         """Keep holding the chunks of a removed snapshot, since a loss of power may bring it back."""
         if name in self._held:
             self._uncertain.append(self._held.pop(name))

@@ -130,7 +130,7 @@ class PinnedRows:
         self._gpu = gpu
         self._on_gpu = gpu.device.type == "cuda"
         self._row_BW = torch.empty(0, row_width, dtype=torch.float32, device="cpu")
-        self._left: torch.cuda.Event | None = None  # recorded after the last copy out of the buffer, or into it
+        self._last_copy: torch.cuda.Event | None = None  # recorded after the last copy out of the buffer, or into it
 
     def rows_in(self, row_SW: torch.Tensor, slot_N: torch.Tensor, row_XW: np.ndarray, from_N: np.ndarray) -> None:
         """Write rows row_XW[from_N] into these slots of a slab."""
@@ -165,13 +165,13 @@ class PinnedRows:
     def _copied(self) -> None:
         # Copies run on the current stream of the tier's device, which need not be torch's current device.
         if self._on_gpu:
-            self._left = torch.cuda.current_stream(self._gpu.device).record_event()
+            self._last_copy = torch.cuda.current_stream(self._gpu.device).record_event()
 
     def _wait(self) -> None:
-        if self._left is not None:
+        if self._last_copy is not None:
             self._gpu.waits += 1
-            self._left.synchronize()
-            self._left = None
+            self._last_copy.synchronize()
+            self._last_copy = None
 
     def _buffer(self, rows: int) -> torch.Tensor:
         self._wait()

@@ -55,7 +55,7 @@ class GrowingArray:
         self._span = _Span((most + 1) * self._row_bytes)
         self._first = self._span.begin + -self._span.begin % self._row_bytes
         self.most = min(most, (self._span.end - self._first) // self._row_bytes)
-        self.array = self._of(0)
+        self.array = self._view(0)
         """The rows that are mapped now."""
 
     @property
@@ -68,9 +68,9 @@ class GrowingArray:
         if rows > len(self.array):
             assert rows <= self.most
             self._span.grow(self._first - self._span.begin + rows * self._row_bytes)
-            self.array = self._of(rows)
+            self.array = self._view(rows)
 
-    def _of(self, rows: int) -> np.ndarray:
+    def _view(self, rows: int) -> np.ndarray:
         return array_at(self._first, (rows, *self._shape), self._dtype, self._span)
 
 

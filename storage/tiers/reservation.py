@@ -46,13 +46,13 @@ class Reservation:
             grant = _grants.get(threading.get_ident())
             given = 0 if grant is None else min(bytes - self.bytes, grant.bytes)
             if given < bytes - self.bytes:
-                self._ask_for(bytes, given)
+                self._check_memory(bytes, given)
             if grant is not None and given:
                 grant.bytes -= given
                 self.grant = grant
             self.bytes = bytes
 
-    def _ask_for(self, bytes: int, given: int) -> None:
+    def _check_memory(self, bytes: int, given: int) -> None:
         """Raise StoreFullError if this tier's reservation cannot be `bytes`, of which `given` come from a grant."""
         others = list(_book)
         limit = memory_limit(sum(one.mapped for one in others))
