@@ -509,7 +509,7 @@ def test_arguments_that_make_no_sense_are_refused(tmp_path, embedding):
         (["a.npy", "b.npz"], {}, "2 to 4 files"),
         (["a.npy"] * 4, {}, "fourth file"),
         (["a.npy"] * 3, {"with_state": True}, "fourth file"),
-        (["a.npy"] * 3, {"table": 1}, "no table numbers"),
+        (["a.npy"] * 3, {"table": 1}, "keys and values alone if one table is exported"),
     ]:
         with pytest.raises(ValueError, match=says):
             oneemb.export_rows(embedding, names, **options)
@@ -521,10 +521,10 @@ def test_state_of_another_optimizer_is_refused(tmp_path, embedding):
     oneemb.import_rows(embedding, (IDS, some_vectors()))
     oneemb.export_rows(embedding, tmp_path / "v.npz", with_state=True)
     other = make_embedding(tmp_path / "other")
-    with pytest.raises(oneemb.StorageError, match="'adam'.*attach 'adam' first"):
+    with pytest.raises(oneemb.StorageError, match="'adam'.*attach 'adam' to the embedding first"):
         oneemb.import_rows(other, tmp_path / "v.npz", with_state=True)
     oneemb.Optimizer(torch.optim.Adagrad(other.parameters(), lr=0.1), [other])
-    with pytest.raises(oneemb.StorageError, match="'adam'.*'adagrad'"):
+    with pytest.raises(oneemb.StorageError, match="'adagrad'.*'adam'"):
         oneemb.import_rows(other, tmp_path / "v.npz", with_state=True)
     oneemb.import_rows(other, tmp_path / "v.npz")
     assert rows_in(other) == rows_in(embedding)
