@@ -176,11 +176,19 @@ def test_a_call_on_all_rows_raises_first(train, late, call):
 def test_clipped_gradients_are_checked_late_too(train, late):
     trained = train()
     trained.step()
+
+    def clipped_step(factor):
+        trained.embedding(trained.ids).sum().mul(factor).backward()
+        torch.nn.utils.clip_grad_norm_(trained.embedding.parameters(), 1.0)
+        late.now = True
+        trained.optimizer.step()
+        trained.optimizer.zero_grad()
+
+    first = trained.state()
+    clipped_step(1.0)
     before = trained.state()
-    trained.embedding(trained.ids).sum().mul(float("nan")).backward()
-    torch.nn.utils.clip_grad_norm_(trained.embedding.parameters(), 1.0)
-    late.now = True
-    trained.optimizer.step()
+    assert not same(before, first)
+    clipped_step(float("nan"))
     assert same(trained.state(), before)
     with pytest.raises(oneemb.NonFiniteGradientError):
         trained.embedding.save_snapshot("rows")
