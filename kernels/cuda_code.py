@@ -7,7 +7,7 @@ arguments, the kind of GPU. In the cache of the user, the versions of the compil
     <cache>/oneemb/kernels/cuda/gather_loop-1f0c...-77ab...sm_90
 
     first line    JSON: format, key, entry (name of the function), sha256 of the rest
-    rest          cubin, or PTX and a zero byte
+    rest          cubin, or PTX and a zero byte, compressed by zlib
 
 Invariants: a file is complete or does not count, since it is written under another name and renamed, and its digest is
 checked; a folder that cannot be written to costs compiling, and is no error.
@@ -18,6 +18,7 @@ import json
 import os
 import re
 import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +34,7 @@ PACKAGE_FOLDER = Path(__file__).parent / "cubins"
 PTX_CAPABILITY = 8, 0
 """The oldest GPU that oneemb's loops run on. Its PTX runs on every later one, once the driver has compiled it."""
 
-_FORMAT = 1
+_FORMAT = 2
 _BYTES = {"u8": 1, "b8": 1, "s8": 1, "u16": 2, "b16": 2, "u32": 4, "s32": 4, "b32": 4, "f32": 4, "u64": 8, "s64": 8,
           "b64": 8, "f64": 8}  # fmt: skip
 
@@ -73,25 +74,28 @@ def images_of(loop: CudaLoop, signature: Signature, capability: tuple[int, int])
             yield image
     if image := _read(PACKAGE_FOLDER, key, "ptx"):
         yield image
-    yield from _compiled_here(loop, signature, capability, key)
+    if not compiles():
+        raise missing(f"{name_of(loop)} is not compiled for this GPU; compiling", "numba-cuda", "cuda")
+    yield kept(None, loop, signature, capability, "cubin")[0]
+    yield compiled(loop, signature, capability, "ptx")
 
 
-def _compiled_here(
-    loop: CudaLoop, signature: Signature, capability: tuple[int, int], key: str | None
-) -> Iterator[Image]:
+def kept(
+    folder: Path | None, loop: CudaLoop, signature: Signature, capability: tuple[int, int], form: str
+) -> tuple[Image, bool]:
+    """A loop from a folder, or the user's cache if it is None, and whether it had to be compiled. It is kept there."""
     from oneemb.kernels import jit_cuda
 
-    if not jit_cuda.COMPILES:
-        raise missing(f"{name_of(loop)} is not compiled for this GPU; compiling", "numba-cuda", "cuda")
-    folder, target = cache_folder(), "sm_{}{}".format(*capability)
-    tools = jit_cuda.tools()
-    kept = None if key is None else f"{key}\n{tools}"
-    image = _read(folder, kept, target)
-    if image is None:
-        image = compiled(loop, signature, capability, "cubin")
-        keep(folder, kept, target, image)
-    yield image
-    yield compiled(loop, signature, capability, "ptx")
+    key = key_of(loop, signature)
+    tools = jit_cuda.tools()  # fails where they do not fit each other
+    if folder is None:
+        folder, key = cache_folder(), None if key is None else f"{key}\n{tools}"
+    target = "ptx" if form == "ptx" else "sm_{}{}".format(*capability)
+    if image := _read(folder, key, target):
+        return image, False
+    image = compiled(loop, signature, capability, form)
+    keep(folder, key, target, image)
+    return image, True
 
 
 def compiled(loop: CudaLoop, signature: Signature, capability: tuple[int, int], form: str) -> Image:
@@ -168,7 +172,7 @@ def _read(folder: Path, key: str | None, target: str) -> Image | None:
         head, _, code = _path(folder, key, target).read_bytes().partition(b"\n")
         found = json.loads(head)
         right = (found["format"], found["key"], found["sha256"]) == (_FORMAT, key, hashlib.sha256(code).hexdigest())
-        return Image(found["entry"], code) if right else None
+        return Image(found["entry"], zlib.decompress(code)) if right else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -177,13 +181,14 @@ def keep(folder: Path, key: str | None, target: str, image: Image) -> bool:
     """Write compiled code, whole or not at all; returns whether it is there."""
     if key is None:
         return False
-    head = {"format": _FORMAT, "key": key, "entry": image.entry, "sha256": hashlib.sha256(image.code).hexdigest()}
+    code = zlib.compress(image.code)
+    head = {"format": _FORMAT, "key": key, "entry": image.entry, "sha256": hashlib.sha256(code).hexdigest()}
     temporary = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file, temporary = tempfile.mkstemp(dir=folder, prefix=".")
         with os.fdopen(file, "wb") as writer:
-            writer.write(json.dumps(head).encode() + b"\n" + image.code)
+            writer.write(json.dumps(head).encode() + b"\n" + code)
         os.chmod(temporary, 0o644)
         os.replace(temporary, _path(folder, key, target))
         return True

@@ -65,6 +65,30 @@ def _checked(doing: str, code: int) -> None:
         raise DriverError(doing, code)
 
 
+def capabilities() -> set[tuple[int, int]]:
+    """Compute capabilities of the GPUs that this process may use; empty if there is none, or no driver."""
+    if driver_version() == 0 or _driver().cuInit(0) != 0:
+        return set()
+    count = ctypes.c_int()
+    _checked("cannot count GPUs", _driver().cuDeviceGetCount(ctypes.byref(count)))
+    found = set()
+    for index in range(count.value):
+        device = ctypes.c_int()
+        _checked(f"cannot find GPU {index}", _driver().cuDeviceGet(ctypes.byref(device), index))
+        found.add(_capability_of(device))
+    return found
+
+
+def _capability_of(device: ctypes.c_int) -> tuple[int, int]:
+    numbers = []
+    for attribute in _COMPUTE_CAPABILITY:
+        number = ctypes.c_int()
+        code = _driver().cuDeviceGetAttribute(ctypes.byref(number), attribute, device)
+        _checked("cannot read the compute capability", code)
+        numbers.append(number.value)
+    return numbers[0], numbers[1]
+
+
 class Arguments(threading.local):
     """The buffer of one thread's launches, since the interpreter lock is not held during a call of the driver."""
 
@@ -103,12 +127,7 @@ class Device:
         # Held for the life of the process, as torch does.
         _checked(doing, driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
         self.context = context.value
-        numbers = []
-        for attribute in _COMPUTE_CAPABILITY:
-            number = ctypes.c_int()
-            _checked(doing, driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, device))
-            numbers.append(number.value)
-        self.capability = numbers[0], numbers[1]
+        self.capability = _capability_of(device)
         self._launch, self._current = driver.cuLaunchKernel, driver.cuCtxGetCurrent
 
     def load(self, name: str, image: bytes, entry: str) -> int:

@@ -43,6 +43,18 @@ _WIDTHS = {"float32": 4, "float16": 8, "bfloat16": 8}
 
 _TABLES, _KEYS, _CELLS, _ROWS, _FLOATS = "int32[1]", "int64[1]", "int64[2]", "float32[2]", "float32[1]"
 
+# Of an update: dtype of weights, elements at a time, where the gradient comes from, whether it is scaled.
+_FORMS = [
+    ("float32", 4, given, False), ("float32", 4, sum_segment, False), ("float32", 1, given, False),
+    ("float16", 8, given, False), ("bfloat16", 8, sum_segment, False), ("float32", 4, sum_segment, True),
+]  # fmt: skip
+_EVERY_FORM = [
+    (dtype, width, gradient, scaled)
+    for dtype in _BITS
+    for width in (_WIDTHS[dtype], 1)
+    for gradient, scaled in ((given, False), (sum_segment, False), (sum_segment, True))
+]
+
 # Options of the optimizers. Only those in _UPDATES decide which loop it is; the others stand for any number.
 _OPTIONS: dict[str, Any] = dict(
     lr=0.1, lr_decay=0.1, lr_power=-0.5, rho=0.9, alpha=0.9, eta=0.1, eps=0.1, beta=1.0, beta1=0.9, beta2=0.99,
@@ -84,16 +96,19 @@ def updates() -> Cases:
     return found
 
 
-def cases() -> Cases:
-    """Loops, with their constants, and the types of their arguments, by name."""
+def cases(*, every: bool = False) -> Cases:
+    """Loops, with their constants, and the types of their arguments, by name. Without `every` only some forms of each
+    update, in which each dtype, width and kind of gradient occurs."""
     found = _loops_of_keys()
+    for width in (4, 1) if every else (4,):
+        of = "" if width == 4 else f" x{width}"
+        rows = ("int32[2]", _KEYS, "int32[2]")
+        found[f"copy in{of}"] = gather_cuda.copy_in_loop.at(V=width), rows
+        found[f"copy out{of}"] = gather_cuda.copy_out_loop.at(V=width), rows
     for dtype in _BITS:
         found |= _loops_of_weights(dtype)
     for name, (loop, scalars) in updates().items():
-        for dtype, width, gradient, scaled in [
-            ("float32", 4, given, False), ("float32", 4, sum_segment, False), ("float32", 1, given, False),
-            ("float16", 8, given, False), ("bfloat16", 8, sum_segment, False), ("float32", 4, sum_segment, True),
-        ]:  # fmt: skip
+        for dtype, width, gradient, scaled in _EVERY_FORM if every else _FORMS:
             how = ("fused, scaled " if scaled else "fused ") if gradient is sum_segment else ""
             weights = f"{_BITS[dtype]}[2]"
             grad = weights if gradient is sum_segment else _ROWS
@@ -134,8 +149,6 @@ def _loops_of_keys() -> Cases:
         "check each": (finite_cuda.check_each_loop, ("bool[1]", _KEYS)),
         "check norm": (finite_cuda.check_norm_loop, (_FLOATS, _KEYS)),
         "count parts": (reduce_grads_cuda.count_parts_loop, (_KEYS, _KEYS)),
-        "copy in": (gather_cuda.copy_in_loop.at(V=4), ("int32[2]", _KEYS, "int32[2]")),
-        "copy out": (gather_cuda.copy_out_loop.at(V=4), ("int32[2]", _KEYS, "int32[2]")),
     }
 
 

@@ -171,9 +171,19 @@ def _numba_type(kind: Any) -> Any:
 
 @functools.cache
 def tools() -> str:
-    """Versions of all that compiles loops."""
+    """Versions of all that compiles loops.
+
+    Raises:
+        ImportError: the linker is older than the compiler, whose code it would not take.
+    """
     from cuda.bindings import nvjitlink, nvvm
 
+    compiler, linker = _version("nvidia-nvvm"), nvjitlink.version()
+    if compiler != "-" and linker < tuple(map(int, compiler.split(".")[:2])):
+        raise ImportError(
+            f"nvidia-nvvm {compiler} compiles what nvidia-nvjitlink {linker[0]}.{linker[1]} cannot link; run: pip"
+            f" install 'nvidia-nvvm=={linker[0]}.{linker[1]}.*', or install an nvidia-nvjitlink that is not older"
+        )
     names = ("numba", "numba-cuda", "llvmlite", "cuda-core", "nvidia-nvvm", "nvidia-nvjitlink", "nvidia-cuda-nvcc")
     versions = [f"{name} {_version(name)}" for name in names]
     return ", ".join([*versions, f"libNVVM {nvvm.version()} {nvvm.ir_version()}", f"nvJitLink {nvjitlink.version()}"])

@@ -42,6 +42,15 @@ def gpu():
 
 
 @pytest.fixture(scope="session", autouse=True)
+def loops_compiled_ahead():
+    """Fails a launch of a loop with types that `oneemb warmup` does not compile."""
+    from tests.support.launched_types import check_launches
+
+    with check_launches():
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def branches_taken(request):
     """Notes the lines and branches of loops which the simulator's threads run, for `pytest_sessionfinish`."""
     if not SIMULATED:
