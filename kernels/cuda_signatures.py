@@ -107,6 +107,9 @@ def cases(*, every: bool = False) -> Cases:
         found[f"copy out{of}"] = gather_cuda.copy_out_loop.at(V=width), rows
     for dtype in _BITS:
         found |= _loops_of_weights(dtype)
+        for width in (_WIDTHS[dtype], 1) if every else ():
+            of_sums = found[f"reduce {dtype} x{width}"][1]
+            found[f"reduce scaled {dtype} x{width}"] = reduce_grads_cuda.reduce_loop.at(V=width, SCALED=True), of_sums
     for name, (loop, scalars) in updates().items():
         for dtype, width, gradient, scaled in _EVERY_FORM if every else _FORMS:
             how = ("fused, scaled " if scaled else "fused ") if gradient is sum_segment else ""

@@ -324,14 +324,16 @@ def _narrowed(builder: Any, value: Any, kind: Any) -> Any:
 
 
 def _pointer(context: Any, builder: Any, kind: Any, array: Any, row: Any, column: Any, element: Any) -> Any:
-    """The address of array[row, column] as a pointer to `element`."""
+    """The address of array[row, column], an argument of the loop, as a pointer to `element` in global memory: the
+    processor need not find out which memory an address is of."""
     view = context.make_array(kind)(context, builder, array)
     stride = cgutils.unpack_tuple(builder, view.strides, kind.ndim)
     offset = builder.add(builder.mul(row, stride[0]), builder.mul(column, stride[1]))
     place = builder.add(builder.ptrtoint(view.data, stride[0].type), offset)
-    return builder.inttoptr(place, element.as_pointer())
+    return builder.inttoptr(place, element.as_pointer(_GLOBAL))
 
 
+_GLOBAL = 1  # NVVM's address space
 _WORD = ir.IntType(32)
 _WIDE = ir.VectorType(_WORD, 4)  # vectors of 16-bit elements would be moved 8 bytes at a time
 

@@ -23,6 +23,8 @@ for kept in RESOURCES.values():  # An update that has no line of its own is held
 # ptxas of another version may need some registers more for the same code.
 REGISTERS_SLACK = 8
 
+# A load or store that has to find out at run time which memory an address is of.
+GENERIC = re.compile(r"(?m)^.*\b(?:ld|st)(?:\.volatile)?(?:\.v[248])?\.[bfsu]\d+\b.*$")
 PRODUCTS_OF_32_BITS = re.compile(r"(?m)^\s*(?:mul|mad)\.lo\.[su]32.*$")
 
 
@@ -55,6 +57,7 @@ def test_a_loop_compiles_and_is_no_worse(name, target):
     assert found["merged"] <= kept["merged"], "a product is merged into a sum: bits differ from the CPU's"
     assert ".local " not in ptx, "a vector lies in memory, not in registers"
     assert found["wide"] >= min(1, kept["wide"]), "no access of 16 bytes is left"
+    assert not GENERIC.search(ptx), "an array is not known to be in global memory"
     # A slab may hold more than 2^31 elements. Loops that begin new rows multiply words of 32 bits in Philox.
     assert name.startswith("init") or not PRODUCTS_OF_32_BITS.search(ptx), "a place is a product of 32 bits"
     if ptxas() is not None:
