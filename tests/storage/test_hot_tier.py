@@ -521,7 +521,7 @@ def test_capacity_counts_every_row_known_wherever_it_is(make):
     tier = make()
     tier.release(acquire(tier, [(0, 1), (1, 1), (0, 3)]))
     tier.put(*keys_of([(2, 4)]), np.full((1, W), 2, np.float32))
-    full = r"capacity is 5 rows; 4 are kept and 2 new ones were asked for \(the first of table 3\).*at least 6, or None"
+    full = r"capacity is 5 rows; 4 are kept and 2 new ones .* \(the first of table 3\).*at least 6 rows, or None"
     check_refused(tier, [(0, 1), (3, 1), (4, 1)], full)
     tier.release(acquire(tier, [(3, 1)]))
     tier.release(acquire(tier, [(0, 1), (2, 4), (3, 1)]))
