@@ -90,7 +90,10 @@ def measure(gpu: launch.Gpu, options: argparse.Namespace) -> list[dict[str, Any]
             "bench", options.dim, torch.float32, torch.int64, [oneemb.make_table()] * options.tables,
             oneemb.make_device_mem_store_options(folder),
         )  # fmt: skip
-        embedding.store.form.move_to(torch.device("cuda"))
+        if gpu.device.type == "cuda":
+            embedding.to(gpu.device)
+        else:
+            embedding.store.form.move_to(torch.device("cuda"))
         optimizer = oneemb.Optimizer(OPTIMIZERS[options.optimizer]([embedding.weight]), [embedding])
         ids = torch.arange(options.batch * options.tables, device=gpu.device).reshape(options.batch, options.tables)
         ids = ids % options.tables
