@@ -521,7 +521,7 @@ def test_what_does_not_fit_is_named(tmp_path):
         ({"embedding_bags.t.weight": torch.zeros(ROWS, 5)}, r"floats \[rows, 4\]"),
         ({"embedding_bags.t.weight": torch.zeros(ROWS + 1, 4)}, f"num_embeddings, {ROWS}, got {ROWS + 1}"),
         ({"embedding_bags.t.weight": torch.zeros(7, 4)}, f"table 't' must .* {ROWS}, got 7; make its config .*import"),
-        ({"embedding_bags.t.weight": torch.zeros(1024, dtype=torch.uint8)}, "names a snapshot"),
+        ({"embedding_bags.t.weight": torch.zeros(1024, dtype=torch.uint8)}, "with the name of a snapshot"),
         ({"embedding_bags.w.weight": torch.zeros(ROWS, 4)}, "Unexpected key"),
     ]:
         with pytest.raises(RuntimeError, match=message):
