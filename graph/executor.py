@@ -29,7 +29,8 @@ _Get = Callable[[_Env], Sequence[Any]]
 spend as much time on arguments as on the ops."""
 
 _Made = tuple[int, Callable[[Any], Any], _Get]
-"""(place of an argument that is built from several values, function that builds it, getter of the values)."""
+"""An argument that a run builds from several values, such as a list of results: (its place, function that builds it,
+getter of the values)."""
 
 Find = Callable[[str], Any]
 """Function that returns the object with a name in the graph. Any: objects have many classes."""
@@ -40,12 +41,17 @@ class _Step:
     label: str
     call: Callable[..., Any]
     made: Sequence[_Made]
+    """Arguments that the run builds just before it calls the op."""
     args: _Get
+    """Getter of the positional arguments."""
     names: tuple[str, ...]
     """Names of the keyword arguments."""
     named: _Get
+    """Getter of the keyword arguments."""
     place: int
+    """Place of the result."""
     dropped: tuple[int, ...]
+    """Places of the values that nothing uses after this op."""
     measure: Measure | None
     stats: OpStats
 
@@ -56,7 +62,7 @@ class Executor:
     Args:
         graph: the graph to run. Its inputs come in the order of the placeholders.
         find: returns the object that a `get_attr` node names; called at every run.
-        half: "prepare" or "compute": row of a profile that shows the ops.
+        half: the half of a step that this graph is, "prepare" or "compute"; a profile lists the ops under this name.
     """
 
     def __init__(self, graph: fx.Graph, find: Find, half: str = "compute"):
@@ -157,14 +163,16 @@ class _Layout:
         """The values before the first op: constants, and None elsewhere."""
 
     def arguments(self, values: Iterable[object], made: list[_Made]) -> _Get:
-        """Function that returns the arguments `values` of an op, as a tuple or list. Arguments that must be built first
-        are added to `made`."""
+        """Function that takes the values of a run (`_Env`) and returns the arguments `values` of an op, as a tuple or
+        list. Arguments that the run must build before it calls this function are appended to `made`, in the order in
+        which they must be built."""
         places = [self._place_of(value, made) for value in values]
         if len(places) > 1:
             return itemgetter(*places)
         return itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
 
     def _place_of(self, value: object, made: list[_Made]) -> int:
+        """Place of an argument. If the run must build it, it is appended to `made`."""
         if isinstance(value, fx.Node):
             return self.place[value]
         if _is_constant(value):

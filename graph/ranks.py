@@ -152,7 +152,7 @@ class Ranks:
         return joined
 
     def again(self) -> "Ranks":
-        """The same ranks with new gloo connections, for another thread. Every rank must call it."""
+        """The same ranks with a second set of connections, by gloo, for another thread. Every rank must call it."""
         what = "connect once more"
         with self._exchanging(what):
             name = self.all_gather(what, lambda: uuid.uuid4().hex)[0]
@@ -167,7 +167,8 @@ class Ranks:
         return Ranks(again, self.gradients, name="connections", made=name)
 
     def over(self, connections: "Ranks") -> "Ranks":
-        """Copy of these ranks whose messages go through `connections`, a result of `again`."""
+        """Copy of this object that sends over the process group of `connections`, a second set of connections that
+        `again` has made."""
         over = copy.copy(self)
         over.group = connections.group
         return over
@@ -195,16 +196,24 @@ class Ranks:
     ) -> torch.Tensor:  # fmt: skip
         """Send rows to the ranks and receive rows from them. Sender and receiver must know the numbers of rows already.
 
-        Header and rows are one message, without a copy: `make` leaves `heads` free rows before the rows of each rank.
+        The message to each rank begins with a header: code of the operation, and whether this rank has failed. So that
+        rows need not be copied behind it, `make` returns a tensor with `self.heads(like)` unused rows before the rows
+        of each rank, and the header is written into those.
 
         Args:
-            make: returns the rows to send, [sent, W], rows for rank 0 first, with the free rows. Headers are written
-                into this tensor.
+            what: name of the operation, which must be the same on all ranks.
+            make: returns the rows to send, [sent, W], rows for rank 0 first, each rank's behind its unused rows.
             like: empty tensor, [0, W], with the dtype and device of the rows.
-            sent_R, received_R: number of rows that go to each rank, and number that comes from each rank.
+            sent_R, received_R: number of rows that go to each rank, and number that comes from each rank, without the
+                rows of headers.
 
         Returns:
-            The received rows, [received, W], rows of rank 0 first, with `heads` header rows before each rank's rows.
+            The received rows, [received, W], rows of rank 0 first, with `self.heads(like)` header rows before each
+            rank's rows; `behind_heads` gives the places of the others.
+
+        Raises:
+            RankError: another rank has failed or names another operation. If `make` raises, this rank raises that
+                error.
         """
         heads = self.heads(like)
         going, coming = ([count + heads for count in counts] for counts in (sent_R, received_R))
@@ -223,7 +232,8 @@ class Ranks:
         return received.to(like.device)
 
     def heads(self, like: torch.Tensor) -> int:
-        """Number of rows that an answer's header occupies, for rows of the width and dtype of `like`."""
+        """Number of rows that the header occupies before each rank's rows in `answer`, for rows of the width and dtype
+        of `like`."""
         return -(-_HEADER // (like.shape[1] * like.element_size()))
 
     def behind_heads(self, count_R: Sequence[int], heads: int) -> list[slice]:

@@ -57,7 +57,7 @@ def node_label(node: fx.Node) -> str:
 
 
 def _index(value: object) -> str:
-    """Text of the index of one dimension, as it stands between brackets."""
+    """Python source of the index of one dimension, as written inside `x[...]`: `3`, `1:5` or `...`."""
     if isinstance(value, slice):
         parts = ["" if part is None else _argument(part) for part in (value.start, value.stop, value.step)]
         return ":".join(parts if parts[2] else parts[:2])

@@ -147,8 +147,9 @@ def _spread_max_grads_cpu(
 def spread_max_grads(
     bags: Bags, argmax_PD: np.ndarray, grad_PX: np.ndarray, out_NX: np.ndarray, *, threads: Threads
 ) -> None:
-    """out_NX[n, d] = grad_PX[p, d] if `argmax_PD` says that id n gave maximum d of its bag p, otherwise zero. Both hold
-    bits of one of the three formats of weights."""
+    """out_NX[n, d] = grad_PX[p, d] if `argmax_PD` says that id n gave maximum d of its bag p, otherwise zero. If
+    `bags.row_P` is given, the gradient of bag p is in row row_P[p]. grad_PX and out_NX hold the raw bits of float32,
+    float16 or bfloat16, both of the same."""
     threads.run(_spread_max_grads_cpu, len(grad_PX), *bags.arrays, argmax_PD, grad_PX, out_NX, share_min=_SHARE_MIN)
 
 

@@ -1,4 +1,8 @@
-"""Pools the weights of bags of ids on the GPU, to the bits of oneemb.kernels.pool.  N ids, P bags, D weights.
+"""Pools the weights of bags of ids on the GPU, to the bits of oneemb.kernels.pool.  N ids, P bags, D weights, V weights
+that a thread handles at once, X values of a row as it is stored.
+
+In every loop that takes row_P, row row_P[p] of the output and of its gradient belongs to bag p, or row p if row_P is
+empty (`row_of_bag`). An id n of padding has inverse_N[n] = -1 and is left out.
 
 The rows of the ids are not copied: a group of threads walks a bag in batch order, 16 bytes of a row at a time. The
 device also checks offsets and tables. Nothing here waits for the result: it lies beside the number of unique keys, and
@@ -33,7 +37,7 @@ def mean_scale(count: Number) -> Number:
 
 @rule
 def row_of_bag(row_P: Array, p: Number) -> Number:
-    """The row of bag p; row_P of length 0 stands for row p."""
+    """Row of the output, and of its gradient, that belongs to bag p: row_P[p], or p if row_P is empty."""
     return row_P[p] if row_P.shape[0] > 0 else p
 
 
@@ -41,10 +45,11 @@ def row_of_bag(row_P: Array, p: Number) -> Number:
 def bags_loop(
     offset_P1: Array, table_P: Array, row_P: Array, tables: Number, bag_N: Array, table_N: Array, size_2: Array
 ) -> None:
-    """The row of the bag of each id, and the table: that of its bag in table_P, or where that is empty the bag modulo
-    `tables`.
+    """bag_N, table_N = the row of the bag of each id, and the table: table_P[p] for an id of bag p, or p % `tables` if
+    table_P is empty.
 
-    size_2[1] turns 1 where offsets do not begin with 0, fall, or do not end with N, or where a table is none.
+    size_2[1] turns 1 if offsets do not begin with 0, decrease, or do not end with N, or if a table is not from 0 to
+    `tables` - 1.
     """
     ids = bag_N.shape[0]
     bags = offset_P1.shape[0] - 1
@@ -114,10 +119,8 @@ def mean_scales_cuda(offset_P1: torch.Tensor, inverse_N: torch.Tensor, *, gpu: G
 def pool_loop(
     weight_SX: Array, slot_U: Array, inverse_N: Array, offset_P1: Array, row_P: Array, scale_N: Array, out_PD: Array
 ) -> None:
-    """out_PD[row of p] = sum of scale_N[n] * weights of id n over the ids of bag p, in batch order, in float32.
-
-    scale_N of length 0 stands for ones.
-    """
+    """out_PD[row_of_bag(row_P, p)] = sum of scale_N[n] * weights of id n over the ids n of bag p that are not padding,
+    in batch order, in float32. If scale_N is empty, all scales are 1."""
     sum_V = cuda.local.array(V, np.float32)
     x_V = cuda.local.array(V, np.float32)
     dim = out_PD.shape[1]
@@ -162,9 +165,11 @@ def pool_cuda(
 def pool_max_loop(
     weight_SX: Array, slot_U: Array, inverse_N: Array, offset_P1: Array, row_P: Array, out_PD: Array, argmax_PD: Array
 ) -> None:
-    """out_PD[row of p] = maximum of the weights of the ids of bag p; argmax_PD = the places in the bag that it is of.
+    """out_PD[row_of_bag(row_P, p)] = elementwise maximum of the weights of the ids of bag p that are not padding.
+    argmax_PD, in the same row = position within the bag, from 0, of the id that gave each maximum; -1 for a bag that
+    holds nothing but padding, whose maxima are 0.
 
-    The first of equal weights is the maximum. A NaN is greater than nothing, and nothing is greater.
+    The first of equal weights is the maximum. A NaN of the first id is the maximum; a NaN of a later id is passed over.
     """
     max_V = cuda.local.array(V, np.float32)
     place_V = cuda.local.array(V, np.int32)
@@ -214,7 +219,7 @@ def pool_max_cuda(
 
 @cuda
 def spread_max_grads_loop(offset_P1: Array, row_P: Array, argmax_PD: Array, grad_PX: Array, out_NX: Array) -> None:
-    """out_NX[n] = of the gradient of n's bag, the numbers whose maximum n gave; zeros for the others."""
+    """out_NX[n, d] = grad_PX[row_of_bag(row_P, p), d] if id n gave maximum d of its bag p, otherwise zero."""
     grad_V = cuda.local.array(V, np.float32)
     place_V = cuda.local.array(V, np.int32)
     x_V = cuda.local.array(V, np.float32)
@@ -238,7 +243,8 @@ def spread_max_grads_loop(offset_P1: Array, row_P: Array, argmax_PD: Array, grad
 def spread_max_grads_cuda(
     bags: Bags, argmax_PD: torch.Tensor, grad_PX: torch.Tensor, out_NX: torch.Tensor, *, gpu: Gpu
 ) -> None:
-    """out_NX = the gradients of ids from those of their bags' maxima, bits of one of the three formats."""
+    """out_NX = gradients of ids, from the gradients grad_PX of their bags' maxima. Both hold the raw bits of float32,
+    float16 or bfloat16."""
     rows, dim = grad_PX.shape
     v = vector_width(dim, grad_PX, out_NX)
     offset_P1, row_P = bags.offset_P1, _rows(bags.row_P, gpu)
@@ -249,7 +255,8 @@ def spread_max_grads_cuda(
 def scale_grads_loop(
     weight_SX: Array, slot_U: Array, inverse_N: Array, bag_N: Array, grad_PX: Array, out_N: Array
 ) -> None:
-    """out_N[n] = sum over D of the weights of id n times its bag's gradient, in the CPU's order."""
+    """out_N[n] = sum over the D weights of id n, each times the number of its bag's gradient, in the CPU's order; 0 for
+    padding. bag_N[n] is the row of the bag's gradient."""
     share = cuda.shared.array(_BLOCK_LANES, np.float32)
     w_V = cuda.local.array(V, np.float32)
     g_V = cuda.local.array(V, np.float32)

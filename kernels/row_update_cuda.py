@@ -7,6 +7,8 @@ A group of threads shares a row; each takes V weights at a time, with their stat
 every row is aligned to that. An optimizer whose rule needs nothing but one weight, its state and its gradient is run
 by `element_loop`; one that first needs numbers of the whole row by `row_loop`. See oneemb.kernels.rule_loops.
 
+Letters: V weights that a thread handles at once, X values of a row as it is stored.
+
 Invariants: those of oneemb.kernels.row_update; slot -1, of places beyond the keys there are, is left out; and where
 go_1[0] is 0, which a check on the device may set, nothing is written.
 """
@@ -145,7 +147,8 @@ def _as_it_is(
 def _directed(
     weight_SX: Array, row_SW: Array, s: Number, d: Number, state_begin: Number, dim: Number, g_V: Array, scalars: tuple,
 ) -> None:  # fmt: skip
-    """g_V = the direction of V weights with two states each; the states stay as they are."""
+    """Replace the gradients g_V of V weights, which have two states each, by the directions of their steps. New states
+    are computed but not stored."""
     w_V = cuda.local.array(V, np.float32)
     x_V = cuda.local.array(V, np.float32)
     y_V = cuda.local.array(V, np.float32)
@@ -160,7 +163,8 @@ def _directed(
 def _directed_elements(
     weight_SX: Array, row_SW: Array, s: Number, d: Number, state_begin: Number, dim: Number, g_V: Array, scalars: tuple,
 ) -> None:  # fmt: skip
-    """A step of V weights in their direction; scalars[0] is the rate."""
+    """Update V weights, and their two states, by a step in the direction that `direction` computes; scalars[0] is the
+    rate of the row."""
     w_V = cuda.local.array(V, np.float32)
     x_V = cuda.local.array(V, np.float32)
     y_V = cuda.local.array(V, np.float32)

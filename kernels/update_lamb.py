@@ -53,7 +53,7 @@ def lamb_rate(
     lr: Number, beta1: Number, beta1_rest: Number, beta2: Number, beta2_rest: Number, correction1: Number,
     correction2: Number, eps: Number, weight_decay: Number,
 ) -> tuple:  # fmt: skip
-    """Returns row_state, which LAMB does not use, and the row's rate."""
+    """Returns row_state, which LAMB does not use, and the rate of the row."""
     r_norm = math.sqrt(r_square_sum)
     return row_state, lr * (math.sqrt(w_square_sum) / r_norm) if r_norm != 0 else r_norm
 
@@ -64,7 +64,8 @@ def lamb(
     lr: Number, beta1: Number, beta1_rest: Number, beta2: Number, beta2_rest: Number, correction1: Number,
     correction2: Number, eps: Number, weight_decay: Number,
 ) -> Number:  # fmt: skip
-    """Returns w'. g is the direction r of the weight."""
+    """The step of one weight: returns w'. `rate` is the row's rate, which `lamb_rate` has computed, and g the direction
+    r of the weight."""
     return w - rate * g
 
 

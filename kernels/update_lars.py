@@ -33,7 +33,7 @@ def lars_rate(
     w_square_sum: Number, g_square_sum: Number, dim: Number, row_state: Number,
     lr_eta: Number, momentum: Number, weight_decay: Number,
 ) -> tuple:  # fmt: skip
-    """Returns row_state, which LARS does not use, and the row's rate."""
+    """Returns row_state, which LARS does not use, and the rate of the row. lr_eta is lr * eta."""
     w_norm = math.sqrt(w_square_sum)
     norm = math.sqrt(g_square_sum) + weight_decay * w_norm
     return row_state, lr_eta * w_norm / norm if norm != 0 else norm
@@ -43,7 +43,8 @@ def lars_rate(
 def lars(
     w: Number, buf: Number, g: Number, rate: Number, lr_eta: Number, momentum: Number, weight_decay: Number,
 ) -> tuple:  # fmt: skip
-    """Returns w', buf'."""
+    """The step of one weight: returns w', buf'. `rate` is the row's rate, which `lars_rate` has computed; lr_eta, of
+    which the rate is made, is not used any more."""
     buf = momentum * buf + rate * l2_grad(w, g, weight_decay)
     return w - buf, buf
 

@@ -442,7 +442,8 @@ class Lion(_Optimizer):
     Args:
         params: parameters, or dicts that define groups of them.
         lr: learning rate, at least 0.
-        betas: share of the momentum in the sign, and its decay; each at least 0 and below 1.
+        betas: (beta1, beta2): weight of the momentum in the sum whose sign is taken; decay of the momentum per step.
+            Each is at least 0 and below 1.
         weight_decay: decoupled decay: each step subtracts lr * weight_decay * w; at least 0.
 
     Raises:

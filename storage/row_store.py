@@ -94,7 +94,8 @@ class Snapshots(Protocol):
         """Places of the rows of the snapshot that was last saved or loaded."""
 
     def gone_since(self, then: Places) -> tuple[np.ndarray, np.ndarray]:
-        """Keys, (table_N, id_N), that had rows at the places `then` and have no row now."""
+        """Keys, (table_N, id_N), that had a row when `then` was taken (an earlier value of `places`) and have no row
+        now."""
 
     def delete_snapshot(self, name: str) -> None:
         """Delete a snapshot."""

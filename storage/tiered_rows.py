@@ -305,8 +305,8 @@ class TieredRows:
         return self._snapshots().places
 
     def gone_since(self, then: Places) -> tuple[np.ndarray, np.ndarray]:
-        """The keys, table_N and id_N, that had rows at those places and have none now. StorageError if that is unknown
-        by now."""
+        """Keys, (table_N, id_N), that had a row when `then` was taken (an earlier value of `places`) and have no row
+        now. StorageError if a file with keys of that time is missing or damaged."""
         snapshots = self._snapshots()
         self.hot.flush()
         return snapshots.gone_since(then)

@@ -80,7 +80,8 @@ class LateCheck:
         return (1 - self.go_1).to(torch.float32).reshape(())
 
     def settle(self, *, wait: bool = True) -> None:
-        """Raise NonFiniteGradientError if a step was left out; wait=False: as far as the host knows without a wait."""
+        """Raise NonFiniteGradientError if the device has left out a step. wait=False: look only at the checks whose
+        results the host has already."""
         with self._lock:
             self._settle(wait)
 
@@ -119,7 +120,8 @@ def _say_at_exit() -> None:
 
 
 def settle_all(grads: Iterable[RowGrads]) -> None:
-    """Settle the earlier steps of the stores of these gradients. It raises as `LateCheck.settle`."""
+    """Wait for the checks of all earlier steps of the stores of these gradients. NonFiniteGradientError if one of these
+    steps was left out."""
     for store in {store: None for grad in grads for store in grad.stores}:
         if store.step_lock.late_check is not None:
             store.step_lock.late_check.settle()

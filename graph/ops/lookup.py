@@ -245,8 +245,8 @@ class Lease:
         )
 
     def reduce(self, grads: Sequence[torch.Tensor | Summed]) -> RowGrads:
-        """Gradients of the unique keys, still to be summed unless `sum_now` has summed them. `grads` has one gradient
-        of the lookup for each backward pass."""
+        """Group the gradients of the lookup by unique key. The sums are made later, by the update, unless `sum_now` has
+        made them. `grads` has one gradient of the lookup for each backward pass."""
         unique, backend = self.keys.unique, self.store.backend
         slot_U = nowhere(backend, len(unique.id_U)) if self.slot_U is None else self.slot_U
         keys = self.store, self.generation, unique.table_U, unique.id_U, slot_U

@@ -237,11 +237,12 @@ def _uses_by_steps(store: EmbeddingStore, leases: Sequence[Lease], summed: RowGr
 
 
 def _by_trainer(store: EmbeddingStore, ranks: Ranks, table_U: torch.Tensor, id_U: torch.Tensor) -> KeysByRank:
-    """Keys sorted by the rank that trains their rows: the owner, or every rank if the table is replicated."""
+    """Keys grouped by rank: each key once, for its owner, or once for every rank if its table is replicated."""
     if not store.replicas:
         return keys_by_rank(table_U, id_U, owner_of(table_U.numpy(), id_U.numpy(), ranks.size), ranks.size)
     replicated_U = store.replicas.are_of(table_U.numpy())
     of_one_rank, replicated = np.flatnonzero(~replicated_U), np.flatnonzero(replicated_U)
+    # A: the keys that are not in replicated tables.
     owner_A = owner_of(table_U.numpy()[of_one_rank], id_U.numpy()[of_one_rank], ranks.size)
     key_N = np.concatenate([of_one_rank, np.tile(replicated, ranks.size)])
     rank_N = np.concatenate([owner_A, np.repeat(np.arange(ranks.size), len(replicated))])

@@ -56,7 +56,7 @@ def assert_tensors_equal(
     """Compare two tensors, each in `dtype` and on `device`; None = those of `tensor1`.
 
     Raises:
-        AssertionError: shapes or values differ.
+        AssertionError: shapes differ, or two values differ by more than atol + rtol * |value of `tensor2`|.
     """
     kind, where = dtype or tensor1.dtype, device or tensor1.device
     one, other = (tensor.detach().to(device=where, dtype=kind) for tensor in (tensor1, tensor2))

@@ -170,8 +170,8 @@ class RowCalls(torch.nn.Module):
         return torch.from_numpy(score_N).view(ids.shape)
 
     def set_scores(self, ids: torch.Tensor, scores: torch.Tensor, table: int = 0) -> int:
-        """Set the scores of rows. The next use of a row changes its score by the rule of the policy; `GivenScore` keeps
-        it.
+        """Set the scores of rows. The next use of a row changes its score by the rule of the policy. With
+        `GivenScore(on_use=False)` uses change no score, so it stays until the next `set_scores`.
 
         With `process_group` every rank makes the call, each with its own ids, perhaps none.
 
@@ -181,7 +181,7 @@ class RowCalls(torch.nn.Module):
             table: number of the ids' table.
 
         Returns:
-            Number of the ids that have a row.
+            Number of the ids of all ranks together that have a row; the same on every rank.
 
         Raises:
             TypeError, ValueError: `scores` is not as above, ids repeat, or there is no policy.

@@ -163,19 +163,23 @@ class Collection(torch.nn.Module):
         return [table.state for table in self._tables]
 
     def _first_rows(self) -> list[torch.Tensor | None]:
-        """First rows of each table, drawn as TorchRec draws them; None = the table starts empty."""
+        """Initial weights of all rows of each table, from the random numbers that TorchRec would draw; None = the table
+        starts empty, and each row is initialized at its first lookup."""
         begin: list[torch.Tensor | None] = []
         for table in self._tables:
             weights = None if table.starts_empty else first_rows(table.config)
             begin.append(weights if weights is None or self._pools else fill(table.config, weights))
-        if self._pools:  # TorchRec's module of bags makes all tables before it fills them.
+        # EmbeddingCollection allocates and fills one table after another; EmbeddingBagCollection allocates all tables,
+        # then fills them. Both steps draw random numbers, so only the same order draws the same ones.
+        if self._pools:
             for table, weights in zip(self._tables, begin, strict=True):
                 if weights is not None:
                     fill(table.config, weights)
         return begin
 
     def _make_rows(self, begin: Sequence[torch.Tensor | None]) -> None:
-        """Make the embeddings; `begin` has the first rows of each table, None = the table starts empty."""
+        """Make the embeddings. `begin` has the initial weights of all rows of each table; None = the table starts
+        empty."""
         alike: dict[tuple[object, ...], list[int]] = {}
         self._in_backward.clear()
         for t, table in enumerate(self._tables):

@@ -175,9 +175,9 @@ _INITIALIZERS: dict[Callable[..., Any], Callable[..., Initializer]] = {
 
 
 def first_rows(config: BaseEmbeddingConfig) -> torch.Tensor:
-    """Rows [num_embeddings, D] as torch.nn.Embedding draws them, before `init_fn` fills them. The call takes as many
-    numbers from torch's generator as TorchRec's module does, so that a seeded script later draws the same numbers as
-    with TorchRec. ValueError if the rows are larger than memory."""
+    """Weights of all rows, [num_embeddings, D], as torch.nn.Embedding draws them, before `init_fn` fills them. The call
+    takes as many numbers from torch's generator as TorchRec's module does, so that a seeded script later draws the same
+    numbers as with TorchRec. ValueError if the rows are larger than memory."""
     size = config.num_embeddings, config.embedding_dim
     try:
         weights = to_be_handed(size, dtype_of(config))

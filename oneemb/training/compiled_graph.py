@@ -35,13 +35,14 @@ class GraphConfig:
         compile_dense: run dense modules through torch.compile. Results may then differ in the last bits. If
             torch.compile fails, one warning gives the reason and the module runs uncompiled.
         cuda_graph: on a GPU, replay forward and backward passes of dense modules as CUDA graphs, instead of launching
-            kernels one by one. A module is captured at its fourth training step with inputs of one shape, by
-            torch.cuda.make_graphed_callables, whose limits hold: no hooks, only tensors as arguments, no control flow
-            that depends on values. If a module cannot be captured, for example because `build` calls it twice, one
-            warning gives the reason and the module runs without a graph. Other threads must not use the GPU during a
-            capture; the thread of `run` does not.
-        check_in_step: on a GPU, let each step raise what is wrong with its gradients; see `oneemb.Optimizer`. Steps
-            with a GradScaler or a scheduler of the graph always do.
+            kernels one by one. A module is captured once it has had three training steps with inputs of the same
+            shapes, by torch.cuda.make_graphed_callables, whose limits hold: no hooks, only tensors as arguments, no
+            control flow that depends on values. If a module cannot be captured, for example because `build` calls it
+            twice, one warning gives the reason and the module runs without a graph. During a capture no other thread of
+            yours may use the GPU. The thread that `run` starts waits by itself.
+        check_in_step: on a GPU, wait in each step for the check of its gradients, so that an error is raised in that
+            step and not in a later one; see `oneemb.Optimizer`. Steps with a GradScaler, or with a scheduler that the
+            graph steps, always wait.
     """
 
     accumulation_steps: int = 1

@@ -94,7 +94,8 @@ class PolicyEngine:
 
     @property
     def counts_uses(self) -> bool:
-        """Whether a score or an admission depends on how many ids of a lookup have the same key. Needs no lock."""
+        """Whether the score of any table, or an admission rule, depends on how often a key occurs in a lookup. Needs no
+        lock."""
         return self._usage.counts_uses or self.admission is not None
 
     @property

@@ -41,7 +41,7 @@ class UsageClock:
     swept_step: int = 0
     """The step of the last sweep."""
     seconds: int = 0
-    """Seconds of the usage index's own clock, which stops while no job runs."""
+    """Seconds that the usage index has run, over all jobs; time in which no job runs does not count."""
     epoch: int = 0
     steps: int = 0
     """Steps to add to those of the store. The store counts from 0 again when rows lose their optimizer state."""
@@ -50,7 +50,7 @@ class UsageClock:
     def of_meta(cls, meta: dict[str, Any], name: str) -> "UsageClock | None":
         """The clock that `UsageIndex.to_meta` has put into the meta of snapshot `name`; None = it is not there.
         CorruptTableError if the entry is invalid."""
-        found = meta.get("ledger")
+        found = meta.get("ledger")  # The name of the entry in the file format; see FORMAT.md.
         if found is None:
             return None
         names = {field.name for field in fields(cls)}
@@ -180,7 +180,8 @@ class UsageIndex:
 
     @property
     def second(self) -> int:
-        """Whole seconds on the usage index's own clock. ValueError if the policies' clock fails."""
+        """Whole seconds that the usage index has run, over all jobs, by the policies' `clock` function. ValueError if
+        that function fails."""
         passed = min(max(0.0, self._now() - self._began), SECONDS_MAX)  # The difference may overflow to infinity.
         return min(self.clock.seconds + int(passed), SECONDS_MAX)
 
@@ -218,7 +219,7 @@ class UsageIndex:
             place_U: result of `find`. Keys with -1 are added to the index, and their places are written into this
                 array.
             uses_U: int64, number of ids in the lookup that have the key.
-            step, second: step of the store, and second of the usage index's clock.
+            step, second: step of the store, and `second` of the usage index.
             slot_U: slots of the rows, if the metadata is in the records.
         """
         is_new_U = place_U < 0
@@ -256,7 +257,7 @@ class UsageIndex:
 
     @property
     def counts_uses(self) -> bool:
-        """Whether a score depends on how many ids of a lookup have the same key."""
+        """Whether the score of any table depends on how often a key occurs in a lookup."""
         return bool(np.isin(self._rules.kind_T, (COUNT, DECAYED, EPOCH_COUNT)).any())
 
     def check_scores(self, table_N: np.ndarray, score_N: np.ndarray) -> None:

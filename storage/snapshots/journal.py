@@ -122,7 +122,7 @@ class Journal:
         return point
 
     def delta(self, since: str, rows: int, keep_evicted: bool) -> tuple[Places, np.ndarray, Delta]:
-        """Contents of a delta since this snapshot; raises as `parent`.
+        """Contents of a delta since this snapshot. StorageError if the snapshot is not known, or has been deleted.
 
         Args:
             rows: number of rows now.

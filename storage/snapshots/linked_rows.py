@@ -38,11 +38,12 @@ class LinkedRows:
         return self.count(_every_key)
 
     def count(self, keep: Keep) -> int:
-        """Number of rows that `keep` keeps. Reads only keys; raises as `scan`."""
+        """Number of rows that `keep` keeps. Reads only keys. CorruptTableError as for `scan`."""
         return sum(len(id_N) for _, id_N in self.keys(keep))
 
     def keys(self, keep: Keep) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Keys of the rows that `keep` keeps, in batches (table_N int32, id_N int64); raises as `scan`."""
+        """Keys of the rows that `keep` keeps, in batches (table_N int32, id_N int64). CorruptTableError as for
+        `scan`."""
         for reader, newest in self._newest_first():
             yield from reader.keys(newest(keep))
 

@@ -3,7 +3,7 @@
 Ranks remove a snapshot in steps, and wait for each other after each step:
 
 with PartRemoval(parts, {}) as removal:     takes the locks of the folders
-    removal.mark()                          from here on, a part whose other parts are missing is a leftover
+    removal.mark()                          marks the parts: from here on, a part without the others is a leftover
     removal.remove()
     removal.unmark()
 """
@@ -39,7 +39,7 @@ class _Snapshot(NamedTuple):
     folder: str
     name: str
     identity: str | None
-    """Identity to mark; None = no mark, since it is the only part or cannot be read."""
+    """Identity that the mark names; None = no mark, since the snapshot has this part only or cannot be read."""
 
 
 def to_remove(found: FoundParts, name: str) -> list[list[_Snapshot]]:
@@ -129,15 +129,23 @@ class PartRemoval:
 
 class NewParts:
     """Parts of a snapshot that is being saved. In a `with` block, all parts are saved or none. Ranks, each of which
-    saves one part, call `finish` or `take_back` instead, once they know whether all parts are saved. The only part of a
-    snapshot needs no mark."""
+    saves one part, call `finish` or `take_back` instead, once they know whether all parts are saved.
+
+    While a save runs, each part has a mark in its folder, which says that the part is useless without the others: if
+    the save is killed, the next save removes the part. A snapshot of one part gets no mark, since that part is complete
+    as soon as it exists.
+
+    Args:
+        identity: identity of the snapshot.
+        count: number of its parts, over all ranks.
+    """
 
     def __init__(self, identity: str, count: int, fs: FileSystem | None = None):
         self._identity, self._count, self._fs = identity, count, fs or LocalFileSystem()
         self._begun: list[tuple[str, str, Callable[[str], None] | None]] = []
 
     def begin(self, folder: str, table_name: str, delete: Callable[[str], None] | None = None) -> None:
-        """Record, and mark, a part before it is saved in the table of this folder, which is open.
+        """Record a part, and mark it, before it is saved in the table of this folder, which is open.
 
         Args:
             table_name: name of the part as a snapshot of its table.

@@ -140,10 +140,12 @@ class StoreSnapshots(StorePart):
     def load_rows(
         self, info: SnapshotInfo, owned: OwnedRows | None, *, weights_only: bool, replicated: TableIds | None = None
     ) -> bool:
-        """Load a snapshot that `check_rows` has accepted; the result is that of `load`.
+        """Load a snapshot that `check_rows` has accepted. Returns True if the rows now are exactly those of the
+        snapshot, False if state was added.
 
         Args:
-            owned: the snapshot's rows that belong to this store; None = the snapshot is one of the store at the bottom.
+            owned: the snapshot's rows that belong to this store; None = all rows of the snapshot, which the store at
+                the bottom has saved and loads itself.
             replicated: keys of the snapshot that are in replicated tables; None = there are no such tables.
         """
         with self.store_lock:

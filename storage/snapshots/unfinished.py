@@ -37,7 +37,8 @@ def mark(fs: FileSystem, folder: str, identities: Collection[str]) -> None:
 
 
 def unmark(fs: FileSystem, folder: str, identities: Collection[str]) -> None:
-    """Remove marks, durably; raises as `mark`."""
+    """Remove marks, durably. The caller must hold the folder's lock. After a StorageError the marks may be there or
+    not."""
     before = marks_at(fs, folder)
     if not before.isdisjoint(identities):
         _write(fs, folder, before.difference(identities))

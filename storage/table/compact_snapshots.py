@@ -8,6 +8,8 @@ row that several snapshots share is moved once and stays shared.
     2. write the rows of sparse chunks to new chunks         5. remove the chunks that no snapshot needs any more
     3. sync the new chunks and the folder `chunks`
 
+Comments in the code name these steps.
+
 Invariant: each snapshot file is replaced atomically, and the old chunks are kept until all snapshot files are new. So a
 crash at any moment leaves every snapshot with its rows.
 """
@@ -51,9 +53,9 @@ def compact_snapshots(
 
     Args:
         path: the table's folder. Its disk needs free space for a second copy of the rows that move.
-        remove_orphans: also remove the files that are kept for lost snapshots: ones that something other than oneemb
-            has removed.
-        progress: called with (rows moved, rows to move).
+        remove_orphans: also remove files that only lost snapshots may need. A snapshot is lost if something other than
+            oneemb has removed it. False = such files stay, and a lost snapshot is an error.
+        progress: called with (rows moved so far, most rows that will move).
 
     Raises:
         LockedError: a job uses the table.
@@ -78,11 +80,12 @@ def compact_snapshots(
         except BaseException:
             store.chunk_files.close()
             with suppress(StorageError):
-                SnapshotStore(fs, path, False, Recovery(), lock).chunk_files.close()  # Frees what was written.
+                # Removes the chunks that this failed compaction has written, as every opening of the table does.
+                SnapshotStore(fs, path, False, Recovery(), lock).chunk_files.close()
             raise
         store.chunk_files.close()
         after = Recovery()
-        SnapshotStore(fs, path, False, after, lock).chunk_files.close()  # 5.
+        SnapshotStore(fs, path, False, after, lock).chunk_files.close()  # Step 5: opening removes them.
         result.bytes_freed += recovery.removed_bytes + after.removed_bytes
         return result
     finally:
@@ -113,7 +116,7 @@ def _compact(
         if _bytes_max(geometry, count) > _FULL_ENOUGH * sum(sum(size[number]) for number in numbers):
             continue
         log = _Log(chunks, geometry)
-        for number in numbers:  # 2.
+        for number in numbers:  # Step 2.
             rows_path, keys_path = chunk_paths(f"{path}/chunks", number)
             keys, rows = read_keys(fs, keys_path, geometry, longest[number]), live_rows(bits[number])
             for table_N, id_N, row_NW in scan_rows(fs, rows_path, geometry, number, keys, rows, 65536):
@@ -123,7 +126,7 @@ def _compact(
                     progress(result.rows_moved, rows_to_move)
             result.chunks += 1
         log.end()
-        for chunk in log.chunks:  # 3.
+        for chunk in log.chunks:  # Step 3.
             chunks.sync(chunk)
         chunks.sync_names()
         moved = {number: live_rows(bits[number]) for number in numbers}
@@ -133,7 +136,7 @@ def _compact(
         for record in records:
             if record.geometry == geometry and any(part.number in moved for part in record.parts):
                 new = _moved(files, record, moved, first, log)
-                files.write(new)  # 4.
+                files.write(new)  # Step 4.
                 own = (record.info.bytes - chunk_bytes_of([record]), new.info.bytes - chunk_bytes_of([new]))
                 result.bytes_freed += own[0] - own[1]
         result.bytes_freed -= sum(chunk.nbytes for chunk in log.chunks)

@@ -94,7 +94,8 @@ class Contents:
         return {chunk.number: self.live.part(chunk) for chunk in self.live.chunks() if chunk.blocks}
 
     def gone_since(self, then: Places) -> tuple[np.ndarray, np.ndarray]:
-        """Keys, as table_N and id_N, that had a row in the chunks' parts `then` and have no row now."""
+        """Keys, (table_N, id_N), that had a row when `then` was taken (see `PersistentTable.places`) and have no row
+        now. Their keys are read from the keys files of the chunks in `then`."""
         tables, ids, now = [np.empty(0, np.int32)], [np.empty(0, np.int64)], self.parts()
         for number, part in then.items():
             lost = live_rows(rows_not_in(part, now.get(number)).bit_N)

@@ -1,4 +1,5 @@
-"""Deltas: snapshots that hold only the changes since a parent snapshot, and the chain from a delta to a whole snapshot.
+"""Deltas: snapshots that hold only the changes since a parent snapshot, and the chain from a delta to a whole snapshot,
+which holds all rows of the table and has no parent.
 
 A delta contains the rows that were written since its parent was saved. Its array `gone keys` has the keys that had a
 row in the parent and have none now. The meta of its file has the fields of a `Delta`:
@@ -7,9 +8,11 @@ row in the parent and have none now. The meta of its file has the fields of a `D
     d1        parent base, number 1
     d2        parent d1, number 2          to load d2, load base, then apply d1, then d2
 
+The number of a delta is greater than that of its parent.
+
 Invariants:
-- a delta names its parent by identity, which no other snapshot has, and by number: a parent that is missing, or was
-  replaced by another snapshot of the same name, is an error;
+- a delta names its parent by identity, which no other snapshot has, and by the parent's number: a parent that is
+  missing, or was replaced by another snapshot of the same name, is an error;
 - numbers grow along a chain, so a chain has no circle.
 """
 
@@ -78,8 +81,8 @@ class Delta:
 
 
 def number_of(info: SnapshotInfo) -> int:
-    """Number of a snapshot in its chain: 0 for a snapshot that was saved whole. A delta that was made whole keeps its
-    number."""
+    """Number of a snapshot in its chain. A snapshot that was saved whole has number 0; one whose meta `without_delta`
+    has made has the number that was given there."""
     delta = Delta.of_meta(info.meta, info.name)
     number = info.meta.get(_NUMBER, 0) if delta is None else delta.number
     if type(number) is not int or not 0 <= number < _NUMBER_MAX:
@@ -91,7 +94,12 @@ def number_of(info: SnapshotInfo) -> int:
 
 
 def without_delta(meta: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """Meta for a delta that has been made whole: without the delta's entry, with its number."""
+    """Meta of a delta for a snapshot that has all rows of the table, as the delta and its ancestors together have them:
+    without the delta's entry, since the snapshot needs no parent.
+
+    Args:
+        number: what `number_of` returns for the snapshot. Deltas of the old delta need its old number.
+    """
     return {key: value for key, value in meta.items() if key != "delta"} | {_NUMBER: number}
 
 

@@ -274,7 +274,7 @@ class PersistentTable:
             self._contents.leave_suspects()
             if since is None:
                 self._contents.compactor.clean_for_save(name)
-            self._contents.writer.write_out()  # 1.
+            self._contents.writer.write_out()  # Step 1 of a save (see FORMAT.md).
             cut = self._contents.cut(without)
             places = {part.number: replace(part) for part in cut.parts}  # Copies: the save drops the bits of the parts.
             if since is not None:
@@ -298,8 +298,8 @@ class PersistentTable:
         return self._places
 
     def gone_since(self, then: Places) -> tuple[np.ndarray, np.ndarray]:
-        """Keys, as table_N and id_N, that had a row at the places `then` (from `places`) and have no row now.
-        StorageError if a file of these rows is missing or damaged."""
+        """Keys, (table_N, id_N), that had a row when `then` was taken (an earlier value of `places`) and have no row
+        now. StorageError if a file with keys of that time is missing or damaged."""
         with self._store_lock:
             self._begin()
             return self._contents.gone_since(then)

@@ -2,8 +2,8 @@
 
 Invariants:
 - while a snapshot cannot be read, no file is removed, because the files that the snapshot needs are not known;
-- if something other than oneemb has removed a snapshot, all files of the moment in which this is found are kept until
-  the user gives the snapshot up;
+- if something other than oneemb has removed a snapshot (the snapshot is *lost*), all files that are there when this is
+  found are kept until the snapshot is back, or until a user calls `compact_snapshots(remove_orphans=True)`;
 - files with names that no release of oneemb uses are left alone;
 - a file with another hard link is not truncated: a backup that consists of hard links may need all of it.
 """
@@ -26,8 +26,7 @@ class Recovery:
     Args:
         snapshots: names of the snapshots that are whole.
         damaged: {name of a snapshot that cannot be read: reason}; snapshots of a later format are among them.
-        lost, lost_more: names of snapshots that something other than oneemb has removed; number of further such
-            snapshots whose names are not known.
+        lost, lost_more: names of lost snapshots; number of further lost snapshots, whose names are not known.
         kept: paths of files that no existing snapshot needs, but that a lost snapshot may need.
         removed, truncated: paths of files that were removed, or truncated to the bytes that snapshots need.
         removed_bytes: bytes of disk that became free.

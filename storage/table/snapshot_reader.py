@@ -90,12 +90,13 @@ class SnapshotReader:
             yield from scan_rows(self._fs, rows_path, geometry, part.number, keys, rows, batch)
 
     def count(self, keep: Keep) -> int:
-        """Number of rows that `keep` keeps. Reads only keys; raises as `scan`."""
+        """Number of rows that `keep` keeps. Reads only keys. CorruptTableError if files are damaged, or if a writer has
+        removed the snapshot."""
         return sum(len(id_N) for _, id_N in self.keys(keep))
 
     def keys(self, keep: Keep) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield the keys of the rows that `keep` keeps, (table_N int32, id_N int64), chunk by chunk; raises as
-        `scan`."""
+        """Yield the keys of the rows that `keep` keeps, (table_N int32, id_N int64), chunk by chunk. CorruptTableError
+        if files are damaged, or if a writer has removed the snapshot."""
         for part in self._record.parts:
             rows, _, keys = self._part(part)
             table_N, id_N = keys.of(rows)
@@ -106,7 +107,8 @@ class SnapshotReader:
         self, table_U: np.ndarray, id_U: np.ndarray, out_XW: np.ndarray, to_U: np.ndarray | None = None
     ) -> np.ndarray:
         """Copy the rows of these keys into `out_XW`; see `RowSource.get`. The first call makes an index of all keys, 20
-        to 30 bytes for each row. Raises as `scan`, and ValueError for an invalid table."""
+        to 30 bytes for each row. CorruptTableError if files are damaged, or if a writer has removed the snapshot;
+        ValueError if a table is invalid."""
         check_tables(table_U)
         live = self._find_keys()
         place_U = live.index.find(table_U, id_U)
@@ -126,7 +128,8 @@ class SnapshotReader:
         return list(self._record.arrays)
 
     def array(self, name: str) -> np.ndarray:
-        """Read an array that the snapshot has beside its rows; raises as `scan`."""
+        """Read an array that the snapshot has beside its rows. CorruptTableError if the array is damaged,
+        SnapshotNotFoundError if a writer has removed the snapshot."""
         return self._files.read_array(self._record, name)
 
     def _find_keys(self) -> LiveRows:

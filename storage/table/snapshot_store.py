@@ -31,7 +31,8 @@ from oneemb.storage.table.writer_lock import KnownSnapshots, WriterLock
 
 @dataclass
 class Cut:
-    """The live rows that were on disk at one moment, chunk by chunk. The chunks are held until `release`."""
+    """The live rows that were on disk at one moment, chunk by chunk. Their chunk files are not deleted until
+    `release`."""
 
     geometry: Geometry
     parts: list[ChunkPart]
@@ -80,7 +81,7 @@ class SnapshotStore:
         direct: whether chunks are read and written past the system's cache.
         recovery: object that records which snapshots were found and which files were removed.
         lock: the writer's lock, held, with the record of the snapshots.
-        give_up: whether to remove the files that are kept for lost snapshots.
+        give_up: whether to remove also the files that only lost snapshots may need (see `Recovery`).
 
     Raises:
         StorageError: the folder no longer belongs to the writer, or its directories cannot be read.
@@ -149,7 +150,7 @@ class SnapshotStore:
         return SnapshotRecord(info, geometry, cut.parts, self.files.path(name))
 
     def save(self, record: SnapshotRecord, cut: Cut) -> None:
-        """Do steps 2 to 7 of a save. From then on the snapshot holds the chunks of the cut. After a
+        """Do steps 2 to 7 of a save (see FORMAT.md). From then on the snapshot holds the chunks of the cut. After a
         RenameUncertainError the snapshot exists, but a loss of power may undo that; after any other StorageError it
         does not exist, and the chunks are released."""
         for chunk in cut.chunks:
@@ -165,9 +166,9 @@ class SnapshotStore:
     def _make_durable(self, record: SnapshotRecord, cut: Cut) -> None:
         signals_deferred.raise_interrupt()  # Nothing of the snapshot exists yet.
         self._lock.check()
-        self.chunk_files.sync_all(cut.chunks)  # 2.
-        self.chunk_files.sync_names()  # 3.
-        self.files.write(record)  # 4. to 7.
+        self.chunk_files.sync_all(cut.chunks)  # Step 2.
+        self.chunk_files.sync_names()  # Step 3.
+        self.files.write(record)  # Steps 4 to 7.
         self._certain |= {record.info.name, *self._held}
         self._record_if_possible()
 
@@ -209,7 +210,8 @@ class SnapshotStore:
         try:
             self._record()
         except OSError as error:
-            # Some file systems need free space even to overwrite. On a full disk the snapshot is removed first.
+            # On a full disk remove the snapshot's file first, which makes room, and overwrite LOCK afterwards: some
+            # file systems need free space even to overwrite.
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 self._certain = certain
                 raise storage_error(error, "write down which snapshots there are in", self._lock.path) from error
