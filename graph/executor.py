@@ -28,7 +28,7 @@ _Get = Callable[[_Env], Sequence[Any]]
 """Function that returns some values of a run: an `itemgetter`, since in a graph of many small ops Python code would
 spend as much time on arguments as on the ops."""
 
-_Made = tuple[int, Callable[[Any], Any], _Get]
+_Built = tuple[int, Callable[[Any], Any], _Get]
 """An argument that a run builds from several values, such as a list of results: (its place, function that builds it,
 getter of the values)."""
 
@@ -40,7 +40,7 @@ Find = Callable[[str], Any]
 class _Step:
     label: str
     call: Callable[..., Any]
-    made: Sequence[_Made]
+    built: Sequence[_Built]
     """Arguments that the run builds just before it calls the op."""
     args: _Get
     """Getter of the positional arguments."""
@@ -82,16 +82,17 @@ class Executor:
             dropped = tuple(places[used] for used in node.all_input_nodes if last_use[used] is node)
             dropped += () if node.users else (places[node],)
             call, given = _call_of(node, find)
-            made: list[_Made] = []
-            args, named = layout.arguments(given, made), layout.arguments(node.kwargs.values(), made)
-            dropped += tuple(place for place, *_ in made)
+            built: list[_Built] = []
+            args, named = layout.arguments(given, built), layout.arguments(node.kwargs.values(), built)
+            dropped += tuple(place for place, *_ in built)
             measure = op.measure if (op := op_of(node)) is not None else None
             step = _Step(
-                node_label(node), call, made, args, tuple(node.kwargs), named, places[node], dropped, measure, OpStats()
-            )
+                node_label(node), call, built, args, tuple(node.kwargs), named, places[node], dropped, measure,
+                OpStats(),
+            )  # fmt: skip
             self._steps.append(step)
-        self._made: list[_Made] = []
-        self._result = layout.arguments(output_of(graph).args[:1], self._made)
+        self._built: list[_Built] = []
+        self._result = layout.arguments(output_of(graph).args[:1], self._built)
         self._initial = layout.initial
 
     def stats(self) -> list[tuple[str, OpStats]]:
@@ -116,7 +117,7 @@ class Executor:
     def _run(self, env: _Env, reserved: list[ops.Reserved | ops.MergedReserved], profile: Profile | None) -> Any:
         for step in self._steps:
             begin = time.perf_counter_ns()
-            for place, make, get in step.made:
+            for place, make, get in step.built:
                 env[place] = make(get(env))
             args = step.args(env)
             if step.names:
@@ -139,7 +140,7 @@ class Executor:
             env[step.place] = result
             for place in step.dropped:
                 env[place] = None
-        for place, make, get in self._made:
+        for place, make, get in self._built:
             env[place] = make(get(env))
         return self._result(env)[0]
 
@@ -162,17 +163,17 @@ class _Layout:
         self.initial: _Env = [None] * len(self.place)
         """The values before the first op: constants, and None elsewhere."""
 
-    def arguments(self, values: Iterable[object], made: list[_Made]) -> _Get:
+    def arguments(self, values: Iterable[object], built: list[_Built]) -> _Get:
         """Function that takes the values of a run (`_Env`) and returns the arguments `values` of an op, as a tuple or
-        list. Arguments that the run must build before it calls this function are appended to `made`, in the order in
+        list. Arguments that the run must build before it calls this function are appended to `built`, in the order in
         which they must be built."""
-        places = [self._place_of(value, made) for value in values]
+        places = [self._place_of(value, built) for value in values]
         if len(places) > 1:
             return itemgetter(*places)
         return itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
 
-    def _place_of(self, value: object, made: list[_Made]) -> int:
-        """Place of an argument. If the run must build it, it is appended to `made`."""
+    def _place_of(self, value: object, built: list[_Built]) -> int:
+        """Place of an argument. If the run must build it, it is appended to `built`."""
         if isinstance(value, fx.Node):
             return self.place[value]
         if _is_constant(value):
@@ -188,9 +189,9 @@ class _Layout:
         else:
             assert isinstance(value, list)
             parts, make = value, list
-        get = self.arguments(parts, made)
+        get = self.arguments(parts, built)
         place = self._new(None)
-        made.append((place, make, get))
+        built.append((place, make, get))
         return place
 
     def _new(self, value: object) -> int:

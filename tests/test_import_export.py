@@ -635,7 +635,9 @@ def test_a_note_of_what_rows_are_that_makes_no_sense_is_refused(tmp_path, embedd
         pyarrow.parquet.write_table(table, path)
     else:
         safetensors.numpy.save_file({"keys": IDS, "values": some_vectors()}, path, {"oneemb": note})
-    with pytest.raises(ValueError, match=f"v.{format}: the note 'oneemb' must describe the rows"):
+    with pytest.raises(
+        ValueError, match=f"v.{format}: the file's metadata entry 'oneemb' is not what export_rows writes"
+    ):
         oneemb.import_rows(embedding, path)
 
 

@@ -1309,7 +1309,7 @@ def test_what_no_ledger_says_is_an_error_before_rows_are_replaced(tmp_path, monk
         )
         embedding.save_snapshot("bad")
     before = everything(embedding)
-    with pytest.raises(oneemb.StorageError, match="'bad' says of the uses of its rows"):
+    with pytest.raises(oneemb.StorageError, match="'bad' has an invalid entry for the clock"):
         embedding.load_snapshot("bad")
     assert everything(embedding) == before and embedding.scores(ids(12)).tolist() == [1]
 

@@ -592,7 +592,7 @@ def is_refused(group, path):
         model.embedding.copy_to(path)
     model.embedding.close()
     pair = torch.nn.ModuleList([Model(f"{path}/{n}", "plain", "device", group).embedding for n in "34"])
-    with pytest.raises(ValueError, match=r"fused=True with a process_group needs an optimizer for each embedding"):
+    with pytest.raises(ValueError, match=r"fused=True with a process_group needs one optimizer for each embedding"):
         oneemb.Optimizer(torch.optim.SGD(pair.parameters(), lr=0.1), fused=True)
     for embedding in pair:
         embedding.close()

@@ -81,8 +81,8 @@ class _WithGrad(torch.autograd.Function):
             )
         if torch.is_grad_enabled() and any(of_weights):
             raise RuntimeError(
-                "the gradient of an embedding's rows has no gradient itself: leave out create_graph=True, or compute"
-                " the gradient with respect to the rows of the lookup,"
+                "embedding.weight.grad cannot be differentiated again: leave out create_graph=True, or differentiate"
+                " with respect to the tensor that the lookup returned:"
                 " torch.autograd.grad(loss, rows, create_graph=True)"
             )
         lease.check_not_replaced()

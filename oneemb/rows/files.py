@@ -141,8 +141,8 @@ def read_note(path: str, text: str | bytes) -> SnapshotRows | None:
         return None if rows == {} else SnapshotRows.of_meta({"rows": rows}, os.path.basename(path))
     except (ValueError, RecursionError, StorageError) as error:
         raise ValueError(
-            f"{path}: the note {NOTE!r} must describe the rows, as export_rows writes it, but: {error}; remove the"
-            f" note, or export the rows again"
+            f"{path}: the file's metadata entry {NOTE!r} is not what export_rows writes: {error}; remove the entry, or"
+            " export the rows again"
         ) from error
 
 

@@ -42,7 +42,8 @@ def _frozen_rows(
 ) -> torch.Tensor:  # fmt: skip
     if id_N.dtype != torch.int64 or table_N.shape != id_N.shape or id_N.dim() != 1:
         raise TypeError(
-            f"ids must be int64 [N], and tables must have the same shape, got {id_N.dtype} {list(id_N.shape)}"
+            f"ids must be int64 [N], and tables must have the same shape, got ids {id_N.dtype} {list(id_N.shape)} and"
+            f" tables {list(table_N.shape)}"
         )
     if table_N.dtype != torch.int64:  # long() would make table 0 of 0.5
         raise TypeError(f"tables must be int64 [N], got {table_N.dtype} {list(table_N.shape)}; call tables.long()")

@@ -317,8 +317,8 @@ def _shards_of(table: str, tensors: Sequence[torch.Tensor]) -> list[_Shard]:
         rows, columns = local.metadata.shard_sizes
         if column != 0 or columns != first.size(1):
             raise ValueError(
-                f"table {table} must not be sharded by its columns, since a row travels as a whole, but a shard has"
-                f" {columns} of {first.size(1)} columns; shard it by rows, table by table, or data-parallel"
+                f"table {table} must not be sharded by its columns, since a row is sent as a whole, but a shard has"
+                f" {columns} of {first.size(1)} columns; use row_wise, table_wise or data_parallel sharding"
             )
         parts = [tensor.local_shards()[i].tensor for tensor in tensors]  # type: ignore[attr-defined]
         shards.append(_Shard(row, row + rows, [_rows(table, part, rows) for part in parts]))

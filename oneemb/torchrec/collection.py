@@ -27,10 +27,10 @@ from oneemb.graph.row_optimizers import Group as Options
 from oneemb.graph.tape import version_of
 from oneemb.options import StoreOptions, make_table
 from oneemb.storage.store_rows import copy_rows
-from oneemb.torchrec.configs import Column, check_configs, columns_of, dtype_of, first_rows, policy_of, pooling_of
+from oneemb.torchrec.configs import Column, check_configs, columns_of, drawn_weights, dtype_of, policy_of, pooling_of
 from oneemb.torchrec.jagged import is_call_on_values
 from oneemb.torchrec.ops import ON_META, LooksUpJagged, register_collection
-from oneemb.torchrec.optimizers import MakeOptimizer, options_now, row_stepper, same_optimizer
+from oneemb.torchrec.optimizers import MakeOptimizer, copy_optimizer_for, options_now, row_stepper
 from oneemb.torchrec.tables import Table, TableRows, fill, kind_of_steps
 from oneemb.training.eager import Optimizer
 
@@ -140,7 +140,7 @@ class Collection(torch.nn.Module):
             self._make_rows([table.rows_drawn_together() if rows is None else rows for table, rows in pairs])
             self._on_ranks = dataclasses.replace(on_ranks, begin=())  # The embeddings hold these rows now.
         elif self._device.type != "meta":
-            self._make_rows(self._first_rows())
+            self._make_rows(self._initial_weights())
 
     # ---- rows -------------------------------------------------------------------------------------------------------
 
@@ -162,12 +162,12 @@ class Collection(torch.nn.Module):
         """State of each table for state dicts; None = the table has no rows yet."""
         return [table.state for table in self._tables]
 
-    def _first_rows(self) -> list[torch.Tensor | None]:
+    def _initial_weights(self) -> list[torch.Tensor | None]:
         """Initial weights of all rows of each table, from the random numbers that TorchRec would draw; None = the table
         starts empty, and each row is initialized at its first lookup."""
         begin: list[torch.Tensor | None] = []
         for table in self._tables:
-            weights = None if table.starts_empty else first_rows(table.config)
+            weights = None if table.starts_empty else drawn_weights(table.config)
             begin.append(weights if weights is None or self._pools else fill(table.config, weights))
         # EmbeddingCollection allocates and fills one table after another; EmbeddingBagCollection allocates all tables,
         # then fills them. Both steps draw random numbers, so only the same order draws the same ones.
@@ -249,7 +249,7 @@ class Collection(torch.nn.Module):
                 for weight, optimizer, stepper in zip(weights, optimizers, steppers, strict=True)
             ]
 
-        optimizer = same_optimizer(steppers[0], one)
+        optimizer = copy_optimizer_for(one, steppers[0])
         self._in_backward.append(step_in_backward(rows, one, optimizer, options, is_kept=is_kept))
 
     def ready(self) -> list[Group]:
@@ -348,7 +348,7 @@ class Collection(torch.nn.Module):
         self._register_weights()
         was, self._device = self._device, device
         if was.type == "meta" and device.type != "meta":
-            self._make_rows(self._first_rows())
+            self._make_rows(self._initial_weights())
         return moved
 
     def empty_copy(self) -> Self:
@@ -421,7 +421,7 @@ class Collection(torch.nn.Module):
 
     def reset_parameters(self) -> None:
         """Give all tables the rows that they had after construction."""
-        begin = self._first_rows()
+        begin = self._initial_weights()
         for state in self.states:
             if state is not None:
                 state.given.clear()

@@ -174,7 +174,7 @@ _INITIALIZERS: dict[Callable[..., Any], Callable[..., Initializer]] = {
 }
 
 
-def first_rows(config: BaseEmbeddingConfig) -> torch.Tensor:
+def drawn_weights(config: BaseEmbeddingConfig) -> torch.Tensor:
     """Weights of all rows, [num_embeddings, D], as torch.nn.Embedding draws them, before `init_fn` fills them. The call
     takes as many numbers from torch's generator as TorchRec's module does, so that a seeded script later draws the same
     numbers as with TorchRec. ValueError if the rows are larger than memory."""
@@ -190,8 +190,8 @@ def first_rows(config: BaseEmbeddingConfig) -> torch.Tensor:
 
 
 def later_rows(config: BaseEmbeddingConfig) -> Initializer:
-    """Initializer of rows that are added to `first_rows`: from `init_fn`, or TorchRec's default if `init_fn` can only
-    fill a whole table."""
+    """Initializer of rows that do not come from `drawn_weights`: from `init_fn`, or TorchRec's default if `init_fn` can
+    only fill a whole table."""
     try:
         return initializer_of(config)
     except ValueError:

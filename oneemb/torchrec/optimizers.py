@@ -147,8 +147,8 @@ def row_stepper(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return from_classes([kind], [options])(parameters)
 
 
-def same_optimizer(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
-    """Optimizer of `parameter` with the class, options and defaults of `optimizer`."""
+def copy_optimizer_for(parameter: torch.nn.Parameter, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """New optimizer for `parameter`, with the class, options and defaults of `optimizer`."""
     make: Callable[..., torch.optim.Optimizer] = type(optimizer)
     made = make([{**optimizer.param_groups[0], "params": [parameter]}])
     # Some options, such as Adagrad's initial_accumulator_value, are read only from the defaults.

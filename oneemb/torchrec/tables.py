@@ -12,7 +12,7 @@ from oneemb.adapters.tables import TableParameter, in_backward_optimizers
 from oneemb.graph.row_optimizers import row_optimizer_of
 from oneemb.options import Initializer, StoreOptions, make_cached_host_mem_store_options, make_device_mem_store_options
 from oneemb.policies import RowPolicy
-from oneemb.torchrec.configs import dtype_of, first_rows, initializer_of, later_rows, policy_of
+from oneemb.torchrec.configs import drawn_weights, dtype_of, initializer_of, later_rows, policy_of
 from oneemb.torchrec.optimizers import row_stepper
 
 
@@ -98,7 +98,7 @@ class Table:
         try:
             initializer_of(self.config)
         except ValueError:
-            return fill(self.config, first_rows(self.config))
+            return fill(self.config, drawn_weights(self.config))
         return None
 
 

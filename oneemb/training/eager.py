@@ -131,9 +131,9 @@ class Optimizer(torch.optim.Optimizer):
             )
         if fused and len(self.embeddings) > 1 and not all(embedding.ranks.alone for embedding in self.embeddings):
             raise ValueError(
-                "fused=True with a process_group needs an optimizer for each embedding, since ranks exchange the"
-                " gradients of an optimizer together, and fused=True updates each embedding alone; make several"
-                " optimizers"
+                "fused=True with a process_group needs one optimizer for each embedding: fused=True updates each"
+                " embedding by itself, but ranks exchange the gradients of all embeddings of an optimizer together;"
+                f" make {len(self.embeddings)} optimizers"
             )
         attach(optimizer, groups)
         if fused:

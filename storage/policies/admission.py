@@ -147,8 +147,8 @@ class Admission:
                 counters.from_array(found)
             except ValueError as error:
                 raise CorruptTableError(
-                    f"snapshot {name!r} says of sightings of table {t} what no embedding says: {error}; restore its"
-                    " file from a copy, or load another one"
+                    f"snapshot {name!r} has an invalid array {sightings_name(t)!r}: {error}; restore its file from a"
+                    " copy, or load another snapshot"
                 ) from error
 
 

@@ -59,8 +59,8 @@ class UsageClock:
             type(value) is int and 0 <= value <= most.get(key, _UNLIMITED) for key, value in found.items()
         ):  # fmt: skip
             raise CorruptTableError(
-                f"snapshot {name!r} says of the uses of its rows what no embedding says: {repr(found)[:100]}; restore"
-                " its file from a copy, or load another one"
+                f"snapshot {name!r} has an invalid entry for the clock of its usage index: {repr(found)[:100]};"
+                " restore its file from a copy, or load another snapshot"
             )
         return cls(**found)
 

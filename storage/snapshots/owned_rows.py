@@ -68,7 +68,7 @@ def _open(part: Part, fs: FileSystem | None) -> SnapshotReader:
     reader = SnapshotReader.open(part.folder, part.info.name, fs=fs)
     if reader.info.identity != part.info.identity:
         raise OtherSnapshotError(
-            f"{part.folder} holds another snapshot {part.info.name!r} on this rank than where the snapshots were"
-            f" listed: {reader.info}, not {part.info}; let all ranks see the same folders"
+            f"snapshot {part.info.name!r} in {part.folder}: this rank sees {reader.info}, but the rank that listed the"
+            f" snapshots saw {part.info}; all ranks must see the same folders"
         )
     return reader

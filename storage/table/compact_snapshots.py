@@ -68,7 +68,7 @@ def compact_snapshots(
     lock = WriterLock(fs, f"{path}/LOCK")
     try:
         recovery = Recovery()
-        store = SnapshotStore(fs, path, False, recovery, lock, give_up=remove_orphans)
+        store = SnapshotStore(fs, path, False, recovery, lock, remove_lost=remove_orphans)
         try:
             for name, reason in recovery.damaged.items():
                 raise CorruptTableError(f"snapshot {name!r} is damaged: {reason}; nothing was compacted")

@@ -18,7 +18,7 @@ from oneemb.storage.table.geometry import Geometry
 from oneemb.storage.table.live_rows import LiveRows
 from oneemb.storage.table.row_writer import RowWriter
 from oneemb.storage.table.snapshot_manifest import ChunkPart
-from oneemb.storage.table.snapshot_store import Cut, SnapshotStore, rows_not_in
+from oneemb.storage.table.snapshot_store import HeldRows, SnapshotStore, rows_not_in
 
 
 class Contents:
@@ -71,23 +71,23 @@ class Contents:
             self._fs, live, self.writer, self._store, self._store_lock, self._max_space_amplification, self.compactions
         )
 
-    def cut(self, without: tuple[np.ndarray, np.ndarray] | None = None) -> Cut:
+    def hold_rows(self, without: tuple[np.ndarray, np.ndarray] | None = None) -> HeldRows:
         """Return the live rows of each chunk that are on disk now, and hold the chunks once more.
 
         Args:
             without: keys, (table_U, id_U), whose rows are left out.
         """
-        cut = Cut(self.live.geometry, [], [])
+        held = HeldRows(self.live.geometry, [], [])
         place_U = np.empty(0, np.int64) if without is None else np.sort(self.live.index.find(*without))
         for chunk in self.live.chunks():
             if chunk.blocks and self.live.live_of(chunk):
                 part = self.live.part(chunk, place_U)
                 if not part.rows and without is not None:
                     continue
-                cut.parts.append(part)
-                cut.chunks.append(chunk)
+                held.parts.append(part)
+                held.chunks.append(chunk)
                 self._files.hold(chunk)
-        return cut
+        return held
 
     def parts(self) -> dict[int, ChunkPart]:
         """{number of a chunk: its live rows that are on disk now}."""

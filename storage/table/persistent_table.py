@@ -215,18 +215,18 @@ class PersistentTable:
             geometry = self._contents.live.geometry
             place_N, table_N, id_N, row_NW = self._contents.writer.copy()
             alive = np.flatnonzero(self._contents.live.index.find(table_N, id_N) == place_N)
-            cut = self._contents.cut()
+            held = self._contents.hold_rows()
         try:
             for begin in range(0, len(alive), batch):
                 n = alive[begin : begin + batch]
                 yield table_N[n], id_N[n], row_NW[n]
-            for part, chunk in zip(cut.parts, cut.chunks, strict=True):
+            for part, chunk in zip(held.parts, held.chunks, strict=True):
                 keys = read_keys(self._fs, chunk.keys_path, geometry, part)
                 rows = live_rows(part.bit_N)
                 yield from scan_rows(self._fs, chunk.rows_path, geometry, part.number, keys, rows, batch)
         finally:
             with self._store_lock:
-                cut.release(self._files)
+                held.release(self._files)
 
     def clear(self) -> None:
         with self._store_lock:
@@ -275,18 +275,19 @@ class PersistentTable:
             if since is None:
                 self._contents.compactor.clean_for_save(name)
             self._contents.writer.write_out()  # Step 1 of a save (see FORMAT.md).
-            cut = self._contents.cut(without)
-            places = {part.number: replace(part) for part in cut.parts}  # Copies: the save drops the bits of the parts.
+            held = self._contents.hold_rows(without)
+            # Copies: the save drops the bits of the parts.
+            places = {part.number: replace(part) for part in held.parts}
             if since is not None:
-                cut.leave_out(since, self._files)
+                held.leave_out(since, self._files)
             try:
-                record = self._store.describe(name, cut, meta, time.time(), identity, sequence)
+                record = self._store.describe(name, held, meta, time.time(), identity, sequence)
                 for array_name, data in (arrays or {}).items():
                     record.arrays[array_name] = ArrayPart(data.dtype.str, data.shape, data=data)
             except BaseException:
-                cut.release(self._files)
+                held.release(self._files)
                 raise
-            self._store.save(record, cut)
+            self._store.save(record, held)
             self._places, self._put_at_save = places, self._count["rows_put"]
         return record.info
 

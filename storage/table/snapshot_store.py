@@ -30,7 +30,7 @@ from oneemb.storage.table.writer_lock import KnownSnapshots, WriterLock
 
 
 @dataclass
-class Cut:
+class HeldRows:
     """The live rows that were on disk at one moment, chunk by chunk. Their chunk files are not deleted until
     `release`."""
 
@@ -81,14 +81,14 @@ class SnapshotStore:
         direct: whether chunks are read and written past the system's cache.
         recovery: object that records which snapshots were found and which files were removed.
         lock: the writer's lock, held, with the record of the snapshots.
-        give_up: whether to remove also the files that only lost snapshots may need (see `Recovery`).
+        remove_lost: whether to remove also the files that only lost snapshots may need (see `Recovery`).
 
     Raises:
         StorageError: the folder no longer belongs to the writer, or its directories cannot be read.
     """
 
     def __init__(
-        self, fs: FileSystem, path: str, direct: bool, recovery: Recovery, lock: WriterLock, give_up: bool = False
+        self, fs: FileSystem, path: str, direct: bool, recovery: Recovery, lock: WriterLock, remove_lost: bool = False
     ):
         lock.check()  # Files that are removed below must belong to this writer.
         self._fs, self._chunks_path, self._recovery, self._lock = fs, f"{path}/chunks", recovery, lock
@@ -100,10 +100,11 @@ class SnapshotStore:
             # rename.
             fs.sync_directory(self.files.directory)
             next_number = max([*chunk_numbers(fs.names(self._chunks_path)).values(), *needed, 0]) + 1
-        self._certain = {*recovery.snapshots, *recovery.damaged}
+        self._durable = {*recovery.snapshots, *recovery.damaged}
+        """Names of the snapshots that survive a loss of power."""
         self._keep_below = 0
-        if not give_up or recovery.damaged:
-            found = find_lost(lock.known, self._certain, next_number)
+        if not remove_lost or recovery.damaged:
+            found = find_lost(lock.known, self._durable, next_number)
             recovery.lost, recovery.lost_more, self._keep_below = found
         remove_orphans(fs, self._chunks_path, self.files, needed, self._keep_below, recovery)
         if lock.keeps_records and not (recovery.kept or recovery.lost or recovery.damaged):
@@ -112,7 +113,8 @@ class SnapshotStore:
         self.chunk_files = ChunkFiles(fs, self._chunks_path, next_number, direct, lock)
         self.chunk_files.keep_below = next_number if recovery.damaged else self._keep_below
         self._held: dict[str, tuple[SnapshotRecord, list[ChunkFile]]] = {}
-        self._uncertain: list[tuple[SnapshotRecord, list[ChunkFile]]] = []
+        self._removed: list[tuple[SnapshotRecord, list[ChunkFile]]] = []
+        """Removed snapshots that a loss of power may bring back, so that they still hold their chunks."""
         self._saving: list[tuple[SnapshotRecord, list[ChunkFile]]] = []
         for record in records:
             self._held[record.info.name] = record, [self._adopt(record, part) for part in record.parts]
@@ -130,9 +132,9 @@ class SnapshotStore:
             raise SnapshotExistsError.named(name, f"at {self.files.path(name)}")
 
     def describe(
-        self, name: str, cut: Cut, meta: dict[str, Any], created: float, identity: str | None, sequence: int
+        self, name: str, rows: HeldRows, meta: dict[str, Any], created: float, identity: str | None, sequence: int
     ) -> SnapshotRecord:
-        """The record of a new snapshot of the rows in `cut`. Raises TypeError if JSON cannot hold `meta`."""
+        """The record of a new snapshot of these rows. Raises TypeError if JSON cannot hold `meta`."""
         try:
             meta = from_json(to_json(meta))
         except (TypeError, ValueError, RecursionError) as error:
@@ -140,50 +142,50 @@ class SnapshotStore:
         if not isinstance(meta, dict):
             raise TypeError(f"meta must be a dict, got {meta!r}")
         self._sequence = max(self._sequence + 1, sequence)
-        geometry = cut.geometry
+        geometry = rows.geometry
         info = SnapshotInfo(
-            name=name, rows=cut.rows, bytes=cut.nbytes, row_width=geometry.row_width,
+            name=name, rows=rows.rows, bytes=rows.nbytes, row_width=geometry.row_width,
             physical_block_size=geometry.physical_block_size, created=created, sequence=self._sequence, meta=meta,
             format_version=1, identity=identity or uuid.uuid4().hex,
             saved_by=f"process {os.getpid()} on host {socket.gethostname()}",
         )  # fmt: skip
-        return SnapshotRecord(info, geometry, cut.parts, self.files.path(name))
+        return SnapshotRecord(info, geometry, rows.parts, self.files.path(name))
 
-    def save(self, record: SnapshotRecord, cut: Cut) -> None:
-        """Do steps 2 to 7 of a save (see FORMAT.md). From then on the snapshot holds the chunks of the cut. After a
+    def save(self, record: SnapshotRecord, rows: HeldRows) -> None:
+        """Do steps 2 to 7 of a save (see FORMAT.md). From then on the snapshot holds the chunks of `rows`. After a
         RenameUncertainError the snapshot exists, but a loss of power may undo that; after any other StorageError it
         does not exist, and the chunks are released."""
-        for chunk in cut.chunks:
+        for chunk in rows.chunks:
             chunk.snapshots += 1
-        self._saving.append((record, cut.chunks))
+        self._saving.append((record, rows.chunks))
         try:
-            self._make_durable(record, cut)
+            self._make_durable(record, rows)
         except BaseException as error:
-            self._end_save(record, cut, error)
+            self._end_save(record, rows, error)
             raise
-        self._end_save(record, cut, None)
+        self._end_save(record, rows, None)
 
-    def _make_durable(self, record: SnapshotRecord, cut: Cut) -> None:
+    def _make_durable(self, record: SnapshotRecord, rows: HeldRows) -> None:
         signals_deferred.raise_interrupt()  # Nothing of the snapshot exists yet.
         self._lock.check()
-        self.chunk_files.sync_all(cut.chunks)  # Step 2.
+        self.chunk_files.sync_all(rows.chunks)  # Step 2.
         self.chunk_files.sync_names()  # Step 3.
         self.files.write(record)  # Steps 4 to 7.
-        self._certain |= {record.info.name, *self._held}
+        self._durable |= {record.info.name, *self._held}
         self._record_if_possible()
 
     def rows_bytes(self) -> int:
         """Bytes on disk of the rows of all snapshots that hold chunks, those being saved included."""
-        return sum(_rows_bytes(record) for record, _ in [*self._held.values(), *self._uncertain, *self._saving])
+        return sum(_rows_bytes(record) for record, _ in [*self._held.values(), *self._removed, *self._saving])
 
     def kept_beside(self, name: str) -> tuple[set[ChunkFile], int]:
         """(chunks that snapshots other than `name` hold, bytes on disk of the rows of these snapshots)."""
-        kept = [held for other, held in self._held.items() if other != name] + self._uncertain + self._saving
+        kept = [held for other, held in self._held.items() if other != name] + self._removed + self._saving
         return {chunk for _, chunks in kept for chunk in chunks}, sum(_rows_bytes(record) for record, _ in kept)
 
-    def _end_save(self, record: SnapshotRecord, cut: Cut, error: BaseException | None) -> None:
-        """End a save. Without an error, or if only the rename is uncertain, the snapshot holds the cut's chunks; after
-        any other error the chunks are released."""
+    def _end_save(self, record: SnapshotRecord, rows: HeldRows, error: BaseException | None) -> None:
+        """End a save. Without an error, or if only the rename may be undone by a loss of power, the snapshot holds the
+        chunks of `rows`; after any other error the chunks are released."""
         name = record.info.name
         self._saving = [saving for saving in self._saving if saving[0] is not record]
         for part in record.parts:
@@ -191,29 +193,29 @@ class SnapshotStore:
         for array in record.arrays.values():
             array.data = None
         if error is None:
-            self._release_uncertain()
+            self._release_removed()
             self._forget(name)
         elif isinstance(error, RenameUncertainError):
             self._keep_held(name)
         else:
-            self._release(cut.chunks)
+            self._release(rows.chunks)
             return
-        self._held[name] = record, cut.chunks
+        self._held[name] = record, rows.chunks
 
     def delete(self, name: str) -> None:
         """Remove a snapshot, durably, and release its chunks."""
         if not self.exists(name):
             raise self.files.not_found(name)
         self._lock.check()
-        certain = self._certain
-        self._certain = certain - {name}
+        durable = self._durable
+        self._durable = durable - {name}
         try:
             self._record()
         except OSError as error:
             # On a full disk remove the snapshot's file first, which makes room, and overwrite LOCK afterwards: some
             # file systems need free space even to overwrite.
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                self._certain = certain
+                self._durable = durable
                 raise storage_error(error, "write down which snapshots there are in", self._lock.path) from error
         try:
             self.files.remove(name)
@@ -221,16 +223,16 @@ class SnapshotStore:
             self._keep_held(name)
             raise
         except StorageError:
-            self._certain = certain
+            self._durable = durable
             raise
-        self._release_uncertain()
+        self._release_removed()
         self._forget(name)
         self._record_if_possible()
 
     def _record(self) -> None:
         """Write the record of the snapshots to LOCK, durably, unless it is up to date."""
         lost, more = self._recovery.lost, self._recovery.lost_more
-        names = tuple(sorted(self._certain))
+        names = tuple(sorted(self._durable))
         known = KnownSnapshots(names, len(names), tuple(lost), more, self._keep_below)
         if known != self._lock.known:
             self._lock.record(known)
@@ -249,7 +251,7 @@ class SnapshotStore:
     def _keep_held(self, name: str) -> None:
         """Keep holding the chunks of a removed snapshot, since a loss of power may bring it back."""
         if name in self._held:
-            self._uncertain.append(self._held.pop(name))
+            self._removed.append(self._held.pop(name))
 
     def _forget(self, name: str) -> None:
         """Release the chunks of a snapshot whose removal is durable."""
@@ -260,11 +262,11 @@ class SnapshotStore:
             in_use = dict.fromkeys(self.chunk_files.chunks, (1 << 62, 1 << 62))
             remove_orphans(self._fs, self._chunks_path, self.files, in_use, self._keep_below, self._recovery)
 
-    def _release_uncertain(self) -> None:
+    def _release_removed(self) -> None:
         """Release the chunks of removed snapshots that can no longer come back, since the folder has been synced."""
-        for _, chunks in self._uncertain:
+        for _, chunks in self._removed:
             self._release(chunks)
-        self._uncertain = []
+        self._removed = []
 
     def _release(self, chunks: list[ChunkFile]) -> None:
         for chunk in chunks:

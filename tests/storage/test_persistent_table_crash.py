@@ -201,7 +201,7 @@ def test_a_table_that_takes_a_snapshot_off_its_list_after_removing_it_is_found_o
 
     def delete(self, name):
         self.files.remove(name)
-        self._certain.discard(name)
+        self._durable.discard(name)
         self._record()
         self._forget(name)
 
