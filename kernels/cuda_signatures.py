@@ -114,11 +114,14 @@ def cases(*, every: bool = False) -> Cases:
         for dtype, width, gradient, scaled in _EVERY_FORM if every else _FORMS:
             how = ("fused, scaled " if scaled else "fused ") if gradient is sum_segment else ""
             weights = f"{_BITS[dtype]}[2]"
-            grad = weights if gradient is sum_segment else _ROWS
-            found[f"{how}{name} {dtype} x{width}"] = (
-                loop.at(V=width, gradient=gradient, SCALED=scaled),
-                (weights, _ROWS, _KEYS, grad, _KEYS, _FLOATS, _KEYS, _KEYS, _ROWS, _KEYS, "int64", scalars),
-            )
+            grads = {"": weights if gradient is sum_segment else _ROWS}
+            if every and gradient is sum_segment and dtype != "float32":
+                grads[", float32 gradients"] = _ROWS  # of bags, or of other ranks
+            for of, grad in grads.items():
+                found[f"{how}{name} {dtype} x{width}{of}"] = (
+                    loop.at(V=width, gradient=gradient, SCALED=scaled),
+                    (weights, _ROWS, _KEYS, grad, _KEYS, _FLOATS, _KEYS, _KEYS, _ROWS, _KEYS, "int64", scalars),
+                )
     return found
 
 
@@ -129,6 +132,7 @@ def _loops_of_keys() -> Cases:
         "claim int32": (unique_keys_cuda.claim_loop, (_TABLES, "int32[1]", *claim[2:])),
         "first": (unique_keys_cuda.first_loop, (_KEYS, _KEYS, _KEYS)),
         "collect": (unique_keys_cuda.collect_loop, (_TABLES, *[_KEYS] * 4, _TABLES, *[_KEYS] * 4)),
+        "collect int32": (unique_keys_cuda.collect_loop, (_TABLES, "int32[1]", *[_KEYS] * 3, _TABLES, *[_KEYS] * 4)),
         "begin": (unique_keys_cuda.begin_loop, ("int32[1]", _KEYS)),
         "find": (hash_index_cuda.find_loop, (_CELLS, _TABLES, _KEYS, _KEYS, _KEYS)),
         "insert": (hash_index_cuda.insert_loop, (_CELLS, _TABLES, _KEYS, _KEYS, _KEYS)),
@@ -164,12 +168,14 @@ def _loops_of_weights(dtype: str) -> Cases:
     }
     segments = (weights, _KEYS, _FLOATS, _KEYS, _KEYS, _ROWS)
     bags = (weights, _KEYS, _KEYS, _KEYS, "int32[1]")
+    parts = (weights, _KEYS, "int32[1]", _KEYS, "int32[1]")  # parts of bags, which ranks sum
     for width in (_WIDTHS[dtype], 1):
         of = f"{dtype} x{width}"
         found |= {
             f"gather {of}": (gather_cuda.gather_loop.at(V=width), (weights, _KEYS, _KEYS, weights)),
             f"gather or {of}": (gather_cuda.gather_or_loop.at(V=width), (weights, _KEYS, weights, _KEYS, weights)),
             f"pool {of}": (pool_cuda.pool_loop.at(V=width), (*bags, _FLOATS, weights)),
+            f"pool parts {of}": (pool_cuda.pool_loop.at(V=width), (*parts, _FLOATS, weights)),
             f"pool max {of}": (pool_cuda.pool_max_loop.at(V=width), (*bags, weights, "int32[2]")),
             f"spread max grads {of}": (
                 pool_cuda.spread_max_grads_loop.at(V=width), (_KEYS, "int32[1]", "int32[2]", weights, weights),

@@ -101,7 +101,8 @@ def test_steps_and_rows_are_those_of_steps_that_wait(train, late):
     late.now = True
     for options in (dict(), dict(dense=True), dict(optimizer="adagrad"), dict(optimizer="lamb")):
         one, other = train(**options), train(check_in_step=True, **options)
-        for factor in (1.0, 1e20, 1e-30, 2e37):  # some that have to be looked at more closely
+        # Some that have to be looked at more closely. A fused step of torch makes NaN where squares overflow.
+        for factor in (1.0, 1e15, 1e-20, 1e18) if options.get("dense") else (1.0, 1e20, 1e-30, 2e37):
             one.step(factor)
             other.step(factor)
         assert same(one.state(), other.state())

@@ -24,7 +24,7 @@ class Noted(TorchDispatchMode):
 
     VIEWS = (
         "view", "as_strided", "slice", "detach", "expand", "select", "reshape", "alias", "unsqueeze", "squeeze", "t",
-        "empty", "new_empty", "lift_fresh", "transpose", "permute", "_record_function_enter_new",
+        "empty", "new_empty", "lift_fresh", "transpose", "permute", "record_stream", "_record_function_enter_new",
         "_record_function_exit",
     )  # fmt: skip
     WAITS = ("_local_scalar_dense", "nonzero", "item", "equal", "masked_select", "unique")
