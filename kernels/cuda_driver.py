@@ -89,8 +89,8 @@ def _capability_of(device: ctypes.c_int) -> tuple[int, int]:
     return numbers[0], numbers[1]
 
 
-class Arguments(threading.local):
-    """The buffer of one thread's launches, since the interpreter lock is not held during a call of the driver."""
+class Arguments:
+    """The buffer of one launch."""
 
     def __init__(self) -> None:
         self.buffer = ctypes.create_string_buffer(ARGUMENTS_BYTES_MAX)
@@ -102,7 +102,15 @@ class Arguments(threading.local):
         self.extra = ctypes.addressof(self._extra)
 
 
-arguments = Arguments()
+class _FreeArguments(threading.local):
+    """Buffers of a thread that no launch of it uses. A launch may come in the middle of another on the same thread,
+    from a finalizer or a signal handler, and takes a buffer of its own."""
+
+    def __init__(self) -> None:
+        self.free: list[Arguments] = []
+
+
+arguments = _FreeArguments()
 
 
 class Kernel(NamedTuple):

@@ -61,7 +61,7 @@ class Gpu:
         """Let loops be launched on GPU `index`, each on the stream whose handle `stream_of` returns."""
         self._index, self._stream_of, self._driver = index, stream_of, cuda_driver.Device(index)
         self._kernels: dict[CudaLoop, list[Kernel]] = {}
-        self._loading = threading.Lock()
+        self._loading = threading.RLock()
 
     def empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """A tensor on the device, not initialized."""
@@ -140,25 +140,29 @@ class Gpu:
         if SIMULATED:
             _simulate(loop, blocks, (threads_x, threads_y), args)
             return
-        own = cuda_driver.arguments
-        for kernel in self._kernels.get(loop, ()):
-            if kernel.pack(own.buffer, args):
-                break
-        else:
-            kernel = self._loaded(loop, args)
-        self._driver.launch(kernel, own, blocks, threads_x, threads_y, self._stream_of(self._index))
+        free = cuda_driver.arguments.free
+        own = free.pop() if free else cuda_driver.Arguments()
+        try:
+            for kernel in self._kernels.get(loop, ()):
+                if kernel.pack(own.buffer, args):
+                    break
+            else:
+                kernel = self._loaded(loop, args, own)
+            self._driver.launch(kernel, own, blocks, threads_x, threads_y, self._stream_of(self._index))
+        finally:
+            free.append(own)
 
-    def _loaded(self, loop: CudaLoop, args: tuple) -> Kernel:
+    def _loaded(self, loop: CudaLoop, args: tuple, own: cuda_driver.Arguments) -> Kernel:
         """A loop for these arguments, which it has packed: compiled, or read from a file, at its first use."""
         with self._loading:
             known = self._kernels.get(loop, [])
-            kernel = next((kernel for kernel in known if kernel.pack(cuda_driver.arguments.buffer, args)), None)
+            kernel = next((kernel for kernel in known if kernel.pack(own.buffer, args)), None)
             if kernel is None:
-                kernel = self._load(loop, args)
+                kernel = self._load(loop, args, own)
                 self._kernels[loop] = [*known, kernel]
         return kernel
 
-    def _load(self, loop: CudaLoop, args: tuple) -> Kernel:
+    def _load(self, loop: CudaLoop, args: tuple, own: cuda_driver.Arguments) -> Kernel:
         name = cuda_code.name_of(loop)
         try:
             signature = signature_of(args)
@@ -173,7 +177,7 @@ class Gpu:
                     raise
                 failure = error
                 continue
-            packed = packer(cuda_driver.arguments.buffer, args)
+            packed = packer(own.buffer, args)
             assert packed
             return Kernel(name, function, packer, layout_of(signature).size)
         assert failure is not None

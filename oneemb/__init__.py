@@ -69,6 +69,7 @@ _WHERE |= {
         )  # fmt: skip
     },
     "BuildError": "oneemb.graph.build_error",
+    "DriverError": "oneemb.kernels.cuda_driver",
     "LostRowsError": "oneemb.storage.remote.parameter_server",
     "NonFiniteGradientError": "oneemb.graph.ops",
     "RankError": "oneemb.graph.ranks",

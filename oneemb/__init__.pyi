@@ -14,6 +14,7 @@ from oneemb.graph.build_error import BuildError as BuildError
 from oneemb.graph.ops import NonFiniteGradientError as NonFiniteGradientError
 from oneemb.graph.ranks import RankError as RankError
 from oneemb.hashing import expected_collisions as expected_collisions, hash_ids as hash_ids
+from oneemb.kernels.cuda_driver import DriverError as DriverError
 from oneemb.options import (
     make_cached_host_mem_store_options as make_cached_host_mem_store_options,
     make_cached_remote_store_options as make_cached_remote_store_options,

@@ -594,5 +594,5 @@ def test_ranks_save_deltas_that_any_number_of_ranks_loads(tmp_path, rank_pool, p
     assert read(tmp_path / "one", "s6") == read(path, "s6")
     reshard(path, "s1", 3)  # in its place, whole: what goes on from it goes on
     assert read(path, "s1").keys() == joined[1].keys() and read(path, "s2") == tables[2]
-    with pytest.raises(oneemb.StorageError, match="other numbers of ranks"):
+    with pytest.raises(oneemb.StorageError, match="must be of the same number of ranks"):
         merge_deltas(path, "s2", "y")

@@ -405,7 +405,7 @@ def test_store_options_of_another_kind_or_more_ranks_are_refused(tmp_path):
 
     with pytest.raises(TypeError, match="made by one of oneemb.make_.*_store_options, got dict {'path'"):
         make({"path": "/rows"})
-    with pytest.raises(ValueError, match="must name a folder, or one for each of 1 ranks, got 2"):
+    with pytest.raises(ValueError, match="must name one folder, or one for each of 1 ranks of process_group, got 2"):
         make(oneemb.make_device_mem_store_options([tmp_path / "a", tmp_path / "b"]))
 
 
@@ -650,7 +650,7 @@ def test_a_snapshot_of_more_tables_is_refused_and_of_fewer_is_loaded(made):
     narrow = made(tables=1)
     narrow(torch.tensor([5]))
     with pytest.raises(
-        oneemb.StorageError, match="'two' holds rows of 2 tables, embedding 'items' has 1; make it with"
+        oneemb.StorageError, match="'two' holds rows of 2 tables, embedding 'items' has 1; make the embedding with"
     ):
         narrow.load_snapshot("two")
     assert narrow.stats()["rows"] == 1
@@ -1032,13 +1032,13 @@ def test_a_closed_embedding_says_so(made):
 @pytest.mark.parametrize(
     ("then", "now", "said"),
     [
-        ({"seed": 1}, {"seed": 2}, "saved with seed=1, embedding 'items' has seed=2: ids"),
-        ({}, {"padding_idx": 0}, "saved with padding_idx=None, embedding 'items' has padding_idx=0: ids"),
+        ({"seed": 1}, {"seed": 2}, "saved with seed=1, embedding 'items' has seed=2, which now"),
+        ({}, {"padding_idx": 0}, "saved with padding_idx=None, embedding 'items' has padding_idx=0, which now"),
         (
             {"initializer": oneemb.make_constant_initializer(0.5), "seed": 3},
             {},
             r"saved with seed=3, ConstantInitializer\(value=0.5\) in table 0 \(and others in 1 more\), embedding"
-            r" 'items' has seed=0, NormalInitializer\(mean=0.0, std=0.05\) in it: ids",
+            r" 'items' has seed=0, NormalInitializer\(mean=0.0, std=0.05\) in it, which now",
         ),
         (
             {"default": oneemb.make_constant_initializer(0.5)},

@@ -81,3 +81,7 @@ def test_a_launch_leaves_the_context_of_its_thread(counted):
     assert counted["threads"] == {
         "none": [None, None, None], "own": [True, None, True], "other": [None, True], "buffers": 2,
     }  # fmt: skip
+
+
+def test_a_launch_within_a_launch_leaves_its_arguments(counted):
+    assert counted["nested"] is True

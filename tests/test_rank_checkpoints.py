@@ -491,7 +491,7 @@ def caught(call):
 
 WRONG = {
     "keep": "ValueError: keep must be",
-    "micro-batches": "RuntimeError: 1 of 1 micro-batches",
+    "micro-batches": "RuntimeError: no micro-batch may wait for its update in a save, but 1 of 1 do",
     "another path": "RankError: the ranks do different things",
     "another keep": "RankError: the ranks do different things",
     "in a step": "RuntimeError: save was called in the middle of a step",

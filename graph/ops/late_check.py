@@ -22,7 +22,7 @@ from oneemb.graph.ops.grads import RowGrads
 from oneemb.graph.row_optimizers import has_own_update
 from oneemb.kernels.host_backend import SUM_MAX
 
-Counts = Iterable[tuple[Any, str]]
+Counts = Sequence[tuple[Any, str]]
 """Objects and the names of their counts that a step changes."""
 
 
@@ -54,8 +54,6 @@ class LateCheck:
 
     def begin(self, grads: Sequence[RowGrads], dense: Sequence[torch.Tensor], counts: Counts) -> None:
         """Let the device check the gradients of a step, which it then makes or not."""
-        from oneemb.kernels.finite_cuda import check_each_cuda, check_norm_cuda, check_segments_cuda
-
         gpu = self.backend.gpu
         if gpu.device.type == "cuda":
             stream = torch.cuda.current_stream(gpu.device)
@@ -63,6 +61,13 @@ class LateCheck:
                 stream.wait_stream(self._stream)
                 self.go_1.record_stream(stream)
             self._stream = stream
+        with self._lock:
+            self._begin(grads, [grad for grad in dense if grad.numel()], counts)
+
+    def _begin(self, grads: Sequence[RowGrads], dense: Sequence[torch.Tensor], counts: Counts) -> None:
+        from oneemb.kernels.finite_cuda import check_each_cuda, check_norm_cuda, check_segments_cuda
+
+        gpu = self.backend.gpu
         for grad in grads:
             if grad.to_sum is None:
                 check_each_cuda(grad.finite_U, self.go_1, gpu=gpu)
@@ -97,11 +102,12 @@ class LateCheck:
                         setattr(one, name, count)
             # Steps that are under way still have the old array.
             self.go_1 = self.backend.gpu.full(1, value=1, dtype=torch.int64)
+            self.backend.gpu.wait()  # The next step may be on another stream.
             and_more = f", nor were the {left_out - 1} after it" if left_out > 1 else ""
             raise NonFiniteGradientError(
                 f"a gradient of a step was not finite: that step was not made{and_more}; no weight, state or count has"
-                " changed since. Lower the learning rate or clip the gradients. check_in_step=True raises this in the"
-                " step itself and names the row; skip_nonfinite=True leaves out such steps"
+                " changed since. Lower the learning rate or clip the gradients. check_in_step=True, an argument of"
+                " oneemb.Optimizer and an attribute of graph.config, raises this in the step itself and names the row"
             )
 
 
@@ -127,12 +133,13 @@ def settle_all(grads: Iterable[RowGrads]) -> None:
             store.step_lock.late_check.settle()
 
 
-def late_check_of(steps: Sequence[Any], grads: Sequence[RowGrads]) -> LateCheck | None:
+def late_check_of(steps: Sequence[Any], grads: Sequence[RowGrads], more: Counts = ()) -> LateCheck | None:
     """The check of the stores of a step, which it begins; None = the host has to wait. Earlier steps of these stores
     are settled, as far as the host knows without a wait.
 
     Args:
         steps: optimizers of the step: `RowStep`.
+        more: further counts that the step changes.
 
     Raises:
         NonFiniteGradientError: an earlier step was left out.
@@ -150,14 +157,27 @@ def late_check_of(steps: Sequence[Any], grads: Sequence[RowGrads]) -> LateCheck 
         for store in stores:
             store.step_lock.late_check = first
     first.settle(wait=False)
-    counts = [*((store, "step") for store in stores), *((step, "taken") for step in steps)]
+    counts = [*((store, "step") for store in stores), *((step, "taken") for step in steps), *more]
     first.begin(grads, dense, counts)
     return first
 
 
-def _dense_of(step: Any) -> list[torch.Tensor]:
+def _dense_with_grad(step: Any) -> list[torch.Tensor]:
     parameters = (parameter for group in step.optimizer.param_groups for parameter in group["params"])
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return [parameter for parameter in parameters if parameter.grad is not None]
+
+
+def _dense_of(step: Any) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in _dense_with_grad(step) if parameter.grad is not None]
+
+
+def _has_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
+    """Whether a step has made all of a parameter's state."""
+    state = optimizer.state.get(parameter, {})
+    if isinstance(optimizer, torch.optim.SGD):
+        has_momentum = any(group["momentum"] for group in optimizer.param_groups)
+        return not has_momentum or state.get("momentum_buffer") is not None
+    return bool(state)
 
 
 def _asks_device(optimizer: Any) -> bool:
@@ -176,10 +196,12 @@ def _may_be_late(steps: Sequence[Any], grads: Sequence[RowGrads], dense: Sequenc
     if any(type(grad) is not torch.Tensor or grad.is_sparse or grad.device != backend.device for grad in dense):
         return False
     for step in steps:
-        if step.skip_nonfinite or step.check_in_step or hasattr(step.optimizer, "found_inf"):
+        if step.skip_nonfinite or hasattr(step.optimizer, "found_inf"):
             return False
         if _dense_of(step) and not _asks_device(step.optimizer):
             return False  # It would write numbers that are not finite.
+        if any(not _has_state(step.optimizer, parameter) for parameter in _dense_with_grad(step)):
+            return False  # A first step that is left out may leave a state of torch's without initial values.
         if any((rows := step.rows_of(grad.stores[0])) is not None and has_own_update(rows[0]) for grad in grads):
             return False
     return True

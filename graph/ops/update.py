@@ -8,7 +8,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from oneemb.graph.ops.grads import RowGrads, join_grads
-from oneemb.graph.ops.late_check import NonFiniteGradientError, late_check_of, settle_all
+from oneemb.graph.ops.late_check import Counts, NonFiniteGradientError, late_check_of, settle_all
 from oneemb.graph.ops.lookup import REPLACED, Lease
 from oneemb.graph.ops.merged import MergedRows
 from oneemb.graph.ops.row_grad import RowGrad
@@ -24,7 +24,6 @@ class StepOptimizer(Protocol):
     """Interface of the optimizers that ops take; `oneemb.Optimizer` implements it."""
 
     skip_nonfinite: bool
-    check_in_step: bool
     skipped: int
     taken: int
 
@@ -173,14 +172,15 @@ def update_scale(scaler: torch.amp.GradScaler, go: bool) -> None:
 
 
 def check_finite(
-    optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads | None], *, late: bool = False
+    optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads | None], *, late: Counts | None = None
 ) -> str | None:
     """Text about a gradient of the step, dense or of rows, that is not finite; None = all are finite. If all are
     finite, watchers of the stores are notified that the rows are about to change.
 
     Args:
-        late: whether a GPU may check the gradients for itself where the host need not know: see late_check.py. Then
-            None = nothing is known yet, and the updates of `grads` write nothing if a gradient is not finite.
+        late: let the GPU check the gradients where the host need not know the result: see late_check.py. Then a result
+            of None says nothing, and the updates of `grads` write nothing if a gradient is not finite. If the step was
+            left out, these counts are set back too: (object, attribute). None = wait for the check.
 
     Raises:
         NonFiniteGradientError: an earlier step, checked late, was not made.
@@ -198,9 +198,9 @@ def check_finite(
                     if group is not None:
                         row_optimizer.check(group)
     if any(grad.store.backend.waits for grad in present):
-        if not late:
+        if late is None:
             settle_all(present)
-        elif (check := late_check_of(optimizers, present)) is not None:
+        elif (check := late_check_of(optimizers, present, late)) is not None:
             for optimizer in optimizers:
                 cast(Any, optimizer).begin_late(check)  # of a `RowStep`
             return None

@@ -42,13 +42,14 @@ class GraphConfig:
             yours may use the GPU. The thread that `run` starts waits by itself.
         check_in_step: on a GPU, wait in each step for the check of its gradients, so that an error is raised in that
             step and not in a later one; see `oneemb.Optimizer`. Steps with a GradScaler, or with a scheduler that the
-            graph steps, always wait.
+            graph steps, always wait. With False, the position of the loader counts the batches of steps that were left
+            out.
     """
 
     accumulation_steps: int = 1
     compile_dense: bool = False
     cuda_graph: bool = False
-    check_in_step: bool = False
+    check_in_step: bool = True
 
 
 def _goes_on(forward: object) -> bool:

@@ -59,10 +59,11 @@ class Optimizer(torch.optim.Optimizer):
         skip_nonfinite: if a gradient, also of a dense parameter, is NaN or infinite, skip the step and count it in
             `skipped`, instead of raising `NonFiniteGradientError`.
         check_in_step: on a GPU, wait in each step until it is known whether gradients are finite, so that the step
-            itself raises `NonFiniteGradientError`. By default a step does not wait for that where dense parameters have
-            no gradient, or torch's optimizer is made with fused=True: the device then leaves out a step whose gradients
-            are not finite, and all steps after it, until the host has heard of it. The error comes in a later step, or
-            in the next call that saves, exports or replaces all rows. On a CPU every step is checked at once.
+            itself raises `NonFiniteGradientError`. With False a step does not wait if no dense parameter has a gradient
+            or torch's optimizer was made with fused=True. The GPU then leaves out a step whose gradients are not
+            finite, and all later steps, until the host reads the result; the error comes in a later step, or in the
+            next call that saves, exports or replaces all rows. Other optimizers of the model do not take part: train
+            rows and dense parameters with one optimizer. On a CPU every step is checked at once.
         fused: update the rows of an embedding in the backward pass, as soon as their gradient is computed. Rows then
             need no step, and their gradient is not kept. Each backward pass is a step; clipping, a GradScaler and
             accumulation are refused, since they need kept gradients. With ranks, gradients go to their owners in the
@@ -91,7 +92,7 @@ class Optimizer(torch.optim.Optimizer):
         embeddings: Sequence[TableEmbedding] | None = None,
         *,
         skip_nonfinite: bool = False,
-        check_in_step: bool = False,
+        check_in_step: bool = True,
         fused: bool = False,
     ):
         if not hasattr(optimizer, "param_groups"):
@@ -198,7 +199,8 @@ class Optimizer(torch.optim.Optimizer):
         for _, _, embedding in row_weights(self.optimizer):
             embeddings[embedding] = None
         in_step(
-            [embedding.store.step_lock for embedding in embeddings], functools.partial(step_together, [self], late=True)
+            [embedding.store.step_lock for embedding in embeddings],
+            functools.partial(step_together, [self], late=None if self.check_in_step else ()),
         )
         return loss
 
@@ -257,7 +259,7 @@ def step_together(
     *,
     commit: Callable[[], object] | None = None,
     stats: StepStats = UNCOUNTED,
-    late: bool = False,
+    late: ops.Counts | None = None,
 ) -> bool:
     """Make one step of several optimizers on dense parameters and rows. If a gradient is not finite, nothing changes.
 
@@ -266,8 +268,9 @@ def step_together(
             skipped.
         commit: called before the first change; None = no call.
         stats: counts and times each op.
-        late: whether a GPU may check the gradients without a wait of the host. The result is then True, and a later
-            call raises where a gradient was not finite.
+        late: let a GPU check the gradients without a wait of the host, if it can. The result is then True, and a later
+            call raises if a gradient was not finite, after it has set back the counts of the step, and these: (object,
+            attribute). None = wait.
 
     Returns:
         Whether the step was made.

@@ -178,10 +178,11 @@ class RowStep:
     Args:
         optimizer: the torch optimizer.
         skip_nonfinite: whether a step whose gradients are not finite is skipped; False = it raises.
+        check_in_step: whether each step waits for the check of its gradients; see `oneemb.Optimizer`.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, skip_nonfinite: bool = False, check_in_step: bool = False
+        self, optimizer: torch.optim.Optimizer, skip_nonfinite: bool = False, check_in_step: bool = True
     ):  # fmt: skip
         self.optimizer = optimizer
         self.skip_nonfinite, self.check_in_step = skip_nonfinite, check_in_step
@@ -333,7 +334,8 @@ class RowStep:
             self.update(grads[0], go, ops.options_of(self.optimizer), UNCOUNTED)
             self.taken += go
 
-        step_rows([self], update, where=" in the backward pass", late=True)
+        late = None if self.check_in_step else ()
+        step_rows([self], update, where=" in the backward pass", late=late)
 
 
 def step_rows(
@@ -344,7 +346,7 @@ def step_rows(
     commit: Callable[[], object] | None = None,
     stats: StepStats = UNCOUNTED,
     where: str = "",
-    late: bool = False,
+    late: ops.Counts | None = None,
 ) -> bool:
     """Step the rows of several optimizers as one transaction: prepare the gradients, agree with the ranks, make the
     step, and in any case put the gradients back into the weights.
@@ -353,6 +355,7 @@ def step_rows(
         make: makes the step. Its arguments are whether gradients are finite, and the gradients of each optimizer.
         scaler, commit, stats: as for `step_together`.
         where: end of the step's name in exchanges.
+        late: as for `step_together`.
 
     Returns:
         Whether the gradients are finite, so that the step was made.
@@ -363,7 +366,7 @@ def step_rows(
     """
     grads: list[list[ops.RowGrads]] = []
     weights = [row_weights(step.optimizer) for step in steps]
-    may_be_late = False
+    late_counts: ops.Counts | None = None
 
     def prepare() -> str | None:
         for step, weights_of_step in zip(steps, weights, strict=True):
@@ -372,12 +375,12 @@ def step_rows(
         for step in steps:
             grads.append(step.reduce(stats))
             every += grads[-1]
-        return stats.call("check_finite", ops.check_finite, steps, every, late=may_be_late)
+        return stats.call("check_finite", ops.check_finite, steps, every, late=late_counts)
 
     try:
         ranks = stats.call("reduce_to_owners", rows_to_owners, weights)
         # Hooks before a step may change gradients.
-        may_be_late = late and ranks.alone and not any(step.is_hooked for step in steps)
+        late_counts = None if not ranks.alone or any(step.is_hooked for step in steps) else late
         if ranks.alone:
             go = ops.may_step(prepare(), steps, scaler)
             if commit is not None:

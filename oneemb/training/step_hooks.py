@@ -56,7 +56,7 @@ class _Hooked(RowStep):
         """Take the gradients out of the weights, and check them."""
         ranks = rows_to_owners([row_weights(self.optimizer)])
         try:
-            ops.may_step(self._ready(late=True) if ranks.alone else self._agree(ranks), [self])
+            ops.may_step(self._ready() if ranks.alone else self._agree(ranks), [self])
         except BaseException:
             self.end_late()
             self.put_back()
@@ -73,13 +73,13 @@ class _Hooked(RowStep):
         finally:
             signals.come_later()
 
-    def _ready(self, late: bool = False) -> str | None:
+    def _ready(self) -> str | None:
         self.take_grads()
         self._follow_scaler()
         if not self.grads or not self._go:
             return None
         self._reduced = self.reduce(UNCOUNTED)
-        return ops.check_finite([self], self._reduced, late=late)
+        return ops.check_finite([self], self._reduced)
 
     def _follow_scaler(self) -> None:
         """Skip the step or divide gradients, as a GradScaler requests by attributes of an optimizer that unscales its

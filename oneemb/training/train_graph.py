@@ -308,7 +308,8 @@ class TrainGraph(CompiledGraph):
                 parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
                 call("clip_grad_norm_", torch.nn.utils.clip_grad_norm_, parameters, max_norm)
         # A scheduler that was stepped cannot be taken back.
-        late = scaler is None and not any(state.lr_schedulers) and not self.config.check_in_step
+        waits = scaler is not None or any(state.lr_schedulers) or self.config.check_in_step
+        late = None if waits else [(state, "steps")]
         go = step_together(state.optimizers, scaler, commit=committing.begin, stats=self._stats, late=late)
         if scaler is not None:
             call("update_scale", ops.update_scale, scaler, go)

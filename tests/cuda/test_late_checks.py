@@ -28,16 +28,19 @@ def late(monkeypatch):
 class Trained:
     """An embedding, and perhaps dense parameters, with one optimizer."""
 
-    def __init__(self, gpu, path, *, dense=False, optimizer="adam", wrapped=True, **options):
+    def __init__(self, gpu, path, *, dense=False, optimizer="adam", **options):
         torch.manual_seed(4)
         self.embedding = make_embedding(path, tables=2, dim=DIM, seed=3)
         self.dense = torch.nn.Linear(DIM, 1).to(gpu.device) if dense else None
         self.on = on_gpu(gpu, self.embedding)
         self.on.__enter__()
         parameters = [*self.embedding.parameters(), *(self.dense.parameters() if dense else ())]
-        inner = torch.optim.Adam(parameters, lr=0.1, fused=True) if dense else OPTIMIZERS[optimizer](parameters)
+        if dense == "momentum":
+            inner = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True)
+        else:
+            inner = torch.optim.Adam(parameters, lr=0.1, fused=True) if dense else OPTIMIZERS[optimizer](parameters)
         self.inner = inner
-        self.optimizer = oneemb.Optimizer(inner, [self.embedding], **options) if wrapped else inner
+        self.optimizer = oneemb.Optimizer(inner, [self.embedding], **{"check_in_step": False, **options})
         self.ids = (torch.arange(12, device=gpu.device) % 5).reshape(-1, 2)
         self.gpu = self.embedding.store.backend.gpu
 
@@ -75,7 +78,7 @@ def train(gpu, tmp_path):
         one.close()
 
 
-@pytest.mark.parametrize("options", [dict(), dict(dense=True), dict(wrapped=False), dict(optimizer="lamb")], ids=str)
+@pytest.mark.parametrize("options", [dict(), dict(dense=True), dict(optimizer="lamb")], ids=str)
 @pytest.mark.parametrize("factor", [float("nan"), float("inf"), 1e38])
 def test_a_step_that_is_not_finite_writes_nothing_and_is_heard_of_later(train, late, options, factor):
     trained = train(**options)
@@ -141,6 +144,76 @@ def test_an_error_comes_in_its_own_step_on_request(train, late):
     with pytest.raises(oneemb.NonFiniteGradientError, match="rows are not finite, the first of them"):
         trained.step(float("nan"))
     assert same(trained.state(), before)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_by_default_an_error_comes_in_its_own_step(gpu, late, plain, tmp_path):
+    embedding = make_embedding(tmp_path, tables=2, dim=DIM)
+    optimizer = torch.optim.Adam(embedding.parameters())
+    optimizer = optimizer if plain else oneemb.Optimizer(optimizer, [embedding])
+    ids = torch.arange(12, device=gpu.device).reshape(-1, 2)
+    late.now = True
+    with on_gpu(gpu, embedding):
+        embedding(ids).sum().mul(float("nan")).backward()
+        with pytest.raises(oneemb.NonFiniteGradientError, match="rows are not finite"):
+            optimizer.step()
+    embedding.close()
+
+
+def test_a_first_step_that_would_leave_a_state_without_values_waits(train, late):
+    trained = train(dense="momentum")
+    late.now, before = True, [parameter.detach().clone() for parameter in trained.dense.parameters()]
+    with pytest.raises(oneemb.NonFiniteGradientError, match="nothing was updated"):
+        trained.step(float("nan"))
+    trained.optimizer.zero_grad()
+    assert same([*trained.dense.parameters()], before)
+    trained.step()
+    before = trained.state()
+    trained.step(float("nan"))  # now the buffers are there
+    assert same(trained.state(), before)
+    late.now = False
+    with pytest.raises(oneemb.NonFiniteGradientError, match="that step was not made"):
+        trained.step()
+    trained.optimizer.zero_grad()
+    trained.step()
+    assert all(parameter.isfinite().all() for parameter in trained.dense.parameters())
+
+
+def test_a_gradient_without_elements_is_finite(train, late):
+    trained = train(dense=True)
+    empty = torch.nn.Parameter(torch.zeros(0, 3, device=trained.gpu.device))
+    trained.inner.add_param_group({"params": [empty]})
+    for _ in range(2):
+        empty.grad = torch.zeros(0, 3, device=trained.gpu.device)
+        trained.step()
+
+
+def test_a_graph_sets_its_count_of_steps_back(gpu, late, tmp_path):
+    class Graph(oneemb.TrainGraph):
+        def __init__(self):
+            super().__init__()
+            self.embedding = embedding
+            self.add_optimizer(torch.optim.Adam(embedding.parameters()))
+
+        def build(self, ids, factor):
+            loss = self.embedding(ids).sum().mul(factor)
+            loss.backward()
+            return loss.detach()
+
+    embedding = make_embedding(tmp_path, tables=2, dim=DIM)
+    ids = torch.arange(12, device=gpu.device).reshape(-1, 2)
+    with on_gpu(gpu, embedding):
+        graph = Graph()
+        graph.config.check_in_step = False
+        graph(ids, 1.0)
+        late.now = True
+        graph(ids, float("nan"))
+        graph(ids, 1.0)
+        late.now = False
+        with pytest.raises(oneemb.NonFiniteGradientError, match="nor were the 1 after it"):
+            graph(ids, 1.0)
+        assert graph.steps == embedding.stats()["step"] == 1
+    embedding.close()
 
 
 def test_steps_that_are_to_be_left_out_are_counted_at_once(train, late):

@@ -60,7 +60,7 @@ def gradient(ids):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_whose_rows_are_there_launches_few_loops_and_waits_for_nothing(gpu, name, tmp_path):
     embedding = make_embedding(tmp_path, tables=2, dim=4)
-    optimizer = oneemb.Optimizer(OPTIMIZERS[name](embedding.parameters()), [embedding])
+    optimizer = oneemb.Optimizer(OPTIMIZERS[name](embedding.parameters()), [embedding], check_in_step=False)
     ids = (torch.arange(80, device=gpu.device) % 3).reshape(-1, 2)  # enough for a key whose sum is made of parts
     with on_gpu(gpu, embedding):
         at = embedding.store.backend.gpu
@@ -95,7 +95,7 @@ def test_each_way_of_a_lookup_waits_as_often_as_the_table_says(gpu, path, tmp_pa
     monkeypatch.setattr(oneemb.embeddings.embedding, "hidden_from_modes", contextlib.nullcontext)
     store, more, is_known, of_step, of_eval = WAITS[path]
     embedding = make_embedding(tmp_path, tables=2, dim=4, store=store)
-    optimizer = oneemb.Optimizer(torch.optim.Adam(embedding.parameters()), [embedding])
+    optimizer = oneemb.Optimizer(torch.optim.Adam(embedding.parameters()), [embedding], check_in_step=False)
     more = {
         name: torch.as_tensor(value, device=gpu.device) if name in ("offsets", "table_ids") else value
         for name, value in more.items()
@@ -131,7 +131,7 @@ def test_each_way_of_a_lookup_waits_as_often_as_the_table_says(gpu, path, tmp_pa
 @pytest.mark.skipif(SIMULATED, reason="a GPU tells which calls waited")
 def test_nothing_waits_but_what_is_counted(gpu, tmp_path):
     embedding = make_embedding(tmp_path, tables=2, dim=4)
-    optimizer = oneemb.Optimizer(OPTIMIZERS["adagrad"](embedding.parameters()), [embedding])
+    optimizer = oneemb.Optimizer(OPTIMIZERS["adagrad"](embedding.parameters()), [embedding], check_in_step=False)
     ids = (torch.arange(80, device=gpu.device) % 3).reshape(-1, 2)  # enough for a key whose sum is made of parts
     with on_gpu(gpu, embedding):
         a_step(gpu, embedding, optimizer, ids)

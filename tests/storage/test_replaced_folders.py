@@ -4,6 +4,7 @@ import gc
 import os
 import shutil
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -102,9 +103,9 @@ def test_a_table_that_the_collector_closes_on_a_thread_of_its_own_is_closed(tmp_
     del embedding
     with in_the_middle_of_a_move(table, job):
         assert ended.wait(20), "it waits for itself"
-    for thread in threading.enumerate():
-        if thread.name == "close":
-            thread.join(20)
+    give_up = time.monotonic() + 20
+    while any(thread.name == "close" for thread in threading.enumerate()) and time.monotonic() < give_up:
+        time.sleep(0.01)  # One that is about to start cannot be joined yet.
     again = make_embedding(path)
     again.store.build()  # not LockedError
     again.close()

@@ -94,7 +94,7 @@ def main(folder):
         oneemb.make_device_mem_store_options(folder),
     )  # fmt: skip
     embedding.store.form.move_to(torch.device("cuda"))
-    optimizer = oneemb.Optimizer(torch.optim.Adam([embedding.weight]), [embedding])
+    optimizer = oneemb.Optimizer(torch.optim.Adam([embedding.weight]), [embedding], check_in_step=False)
     ids, grad = torch.arange(BATCH * TABLES).reshape(BATCH, TABLES) % 10, torch.ones(BATCH, TABLES, DIM)
 
     def step():
@@ -145,6 +145,7 @@ def main(folder):
     counted["compiled"] = list(compiled)
     counted["errors"] = errors(driver, gpu)
     counted["threads"] = threads(driver, gpu)
+    counted["nested"] = nested(driver, gpu)
     print(json.dumps(counted))
 
 
@@ -181,7 +182,7 @@ def errors(driver, gpu):
 
 def threads(driver, gpu):
     """Whether a launch leaves a thread's context, and whether threads have buffers of their own."""
-    found, buffers = {}, {ctypes.addressof(cuda_driver.arguments.buffer)}
+    found, buffers = {}, {ctypes.addressof(cuda_driver.arguments.free[-1].buffer)}
     other = NullGpu(index=1)
 
     def look():
@@ -189,12 +190,32 @@ def threads(driver, gpu):
         driver.library.cuCtxSetCurrent(ctypes.c_void_p(gpu.context))
         found["own"] = [driver.context() == gpu.context, release(gpu), driver.context() == gpu.context]
         found["other"] = [release(other), driver.context() == gpu.context]
-        buffers.add(ctypes.addressof(cuda_driver.arguments.buffer))
+        buffers.add(ctypes.addressof(cuda_driver.arguments.free[-1].buffer))
 
     thread = threading.Thread(target=look)
     thread.start()
     thread.join()
     return found | {"buffers": len(buffers)}
+
+
+def nested(driver, gpu):
+    """Whether a launch in the middle of another, as by a finalizer, leaves the arguments of that one."""
+    pins, slots = torch.zeros(7, dtype=torch.int32), torch.arange(5)
+    release(gpu)
+    (kernel,), launched = gpu._kernels[release_loop], []
+
+    def pack(buffer, args):
+        packed = kernel.pack(buffer, args)
+        if not launched:
+            launched.append(True)
+            release(gpu)
+        return packed
+
+    gpu._kernels[release_loop] = [kernel._replace(pack=pack)]
+    gpu.run(release_loop, 5, slots, pins)
+    gpu._kernels[release_loop] = [kernel]
+    signature = signature_of((slots, pins))
+    return same_words(signature, (slots, pins), driver.arguments(), Numba().arguments(signature, (slots, pins)))
 
 
 if __name__ == "__main__":
