@@ -173,6 +173,7 @@ def _loops_of_weights(dtype: str) -> Cases:
         of = f"{dtype} x{width}"
         found |= {
             f"gather {of}": (gather_cuda.gather_loop.at(V=width), (weights, _KEYS, _KEYS, weights)),
+            f"gather parts {of}": (gather_cuda.gather_loop.at(V=width), (weights, _KEYS, "int32[1]", weights)),
             f"gather or {of}": (gather_cuda.gather_or_loop.at(V=width), (weights, _KEYS, weights, _KEYS, weights)),
             f"pool {of}": (pool_cuda.pool_loop.at(V=width), (*bags, _FLOATS, weights)),
             f"pool parts {of}": (pool_cuda.pool_loop.at(V=width), (*parts, _FLOATS, weights)),

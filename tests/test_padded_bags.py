@@ -156,7 +156,10 @@ REFUSED = [
     (dict(ids=torch.zeros(4, 5, dtype=torch.int64)), r"ids of bags must be of shape \[B, 2, L\]"),
     (dict(ids=torch.zeros(4, 3, 5, dtype=torch.int64)), r"ids of bags must be of shape \[B, 2, L\].*got \[4, 3, 5\]"),
     (dict(ids=torch.zeros(4, 5, dtype=torch.int64), table_ids=torch.zeros(3, dtype=torch.int64)), "one for each bag"),
-    (dict(ids=torch.zeros(4, 2, 5, dtype=torch.int64), per_sample_weights=torch.ones(4, 2)), "of the shape of ids"),
+    (
+        dict(ids=torch.zeros(4, 2, 5, dtype=torch.int64), per_sample_weights=torch.ones(4, 2)),
+        "must have the shape of ids",
+    ),
     (dict(ids=torch.zeros(4, dtype=torch.int64), table_ids=torch.tensor(0)), "got no offsets"),
     (dict(ids=torch.zeros(4, 2, 5, dtype=torch.int64), columns=[0, 1]), "offsets"),
 ]

@@ -14,7 +14,10 @@ def check_launches():
 
     def checked(self, loop, blocks, threads_x, threads_y, args):
         form = loop, signature_of(args)
-        assert form in known, f"{loop.__name__} with {dict(loop.constants)} and {form[1]} is not compiled ahead"
+        of_tests = not loop.function.__module__.startswith("oneemb.")
+        assert of_tests or form in known, (
+            f"{loop.__name__} with {dict(loop.constants)} and {form[1]} is not compiled ahead"
+        )
         launch(self, loop, blocks, threads_x, threads_y, args)
 
     Gpu._launch = checked
