@@ -91,7 +91,7 @@ def step(
             embedding.store.form.move_to(torch.device("cuda"))  # where the batches are, though torch knows of no GPU
         else:
             embedding.to(gpu.device)
-        rows_optimizer = oneemb.Optimizer(OPTIMIZERS[optimizer]([embedding.weight]), [embedding])
+        rows_optimizer = oneemb.Optimizer(OPTIMIZERS[optimizer]([embedding.weight]), [embedding], check_in_step=False)
         grad = torch.randn(*batches[0].shape, dim, device=gpu.device)
 
         def one(run: int) -> None:

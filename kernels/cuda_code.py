@@ -83,18 +83,24 @@ def images_of(loop: CudaLoop, signature: Signature, capability: tuple[int, int])
 def kept(
     folder: Path | None, loop: CudaLoop, signature: Signature, capability: tuple[int, int], form: str
 ) -> tuple[Image, bool]:
-    """A loop from a folder, or the user's cache if it is None, and whether it had to be compiled. It is kept there."""
+    """A loop from a folder, or the user's cache if it is None, and whether it had to be compiled. It is kept there.
+
+    Raises:
+        OSError: `folder` is given and cannot be written.
+    """
     from oneemb.kernels import jit_cuda
 
     key = key_of(loop, signature)
     tools = jit_cuda.tools()  # fails where they do not fit each other
+    must_keep = folder is not None  # a cache that cannot be written costs only time
     if folder is None:
         folder, key = cache_folder(), None if key is None else f"{key}\n{tools}"
     target = "ptx" if form == "ptx" else "sm_{}{}".format(*capability)
     if image := _read(folder, key, target):
         return image, False
     image = compiled(loop, signature, capability, form)
-    keep(folder, key, target, image)
+    if not keep(folder, key, target, image) and must_keep:
+        raise OSError(f"compiled loops cannot be written to {folder}: make it a folder that this user may write to")
     return image, True
 
 

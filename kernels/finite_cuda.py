@@ -93,7 +93,8 @@ def check_segments_cuda(segments: Segments, sum_max: float, go_1: torch.Tensor, 
 
 def check_norm_cuda(norm: torch.Tensor, go_1: torch.Tensor, *, gpu: Gpu) -> None:
     """go_1[0] turns 0 if the norm of dense gradients is not finite."""
-    gpu.run(check_norm_loop, 1, norm.reshape(1).to(torch.float32), go_1)
+    zero_or_nan = norm - norm  # so that a finite norm of float64 is finite in float32
+    gpu.run(check_norm_loop, 1, zero_or_nan.reshape(1).to(torch.float32), go_1)
 
 
 def check_each_cuda(finite_U: torch.Tensor, go_1: torch.Tensor, *, gpu: Gpu) -> None:

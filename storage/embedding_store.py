@@ -433,9 +433,14 @@ class EmbeddingStore:
             counts["policy"] = self.engine.stats()
         return {**counts, **self.rows.stats()}
 
-    @no_step("close")
     def close(self) -> None:
         """Free memory, files and the path's lock. Rows that no snapshot holds are gone."""
+        if not self.store_lock.forked:
+            self.step_lock.warn_of_late_error()
+        self._close()
+
+    @no_step("close")
+    def _close(self) -> None:
         with self.store_lock:
             self._closed = self._closed or "make it again to go on"
             self.replaced += 1

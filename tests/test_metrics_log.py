@@ -1,5 +1,7 @@
 """Figures for loggers: each kind of logger gets those of `metrics()`, by the signature of its package."""
 
+import logging
+
 import pytest
 import torch
 
@@ -101,3 +103,11 @@ def test_what_is_no_model_or_logger_is_refused(arguments, error, words):
         oneemb.log_metrics(*arguments)
     with pytest.raises(ValueError, match="every must be an int"):
         oneemb.log_metrics(torch.nn.Linear(1, 1), None, every=0)
+
+
+def test_a_logger_of_logging_gets_a_line(caplog):
+    model = oneemb.MultiTableEmbedding.from_pretrained(torch.eye(4), name="items")
+    with caplog.at_level("INFO"):
+        figures = oneemb.log_metrics(model, logging.getLogger("of the job"), 7)
+    assert caplog.messages == [f"step 7: {figures}"]
+    model.close()

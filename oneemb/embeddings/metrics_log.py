@@ -1,5 +1,6 @@
 """`log_metrics`: passes figures of embeddings to a logger. Loggers are known by their methods, without an import."""
 
+import logging
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ def log_metrics(model: torch.nn.Module, logger: Any, step: int | None = None, *,
             - `add_scalar(name, figure, step)`: TensorBoard's `SummaryWriter`;
             - `log_dict(figures)`: a `LightningModule`;
             - `log(figures, step=step)`: a run of Weights & Biases, or the module `wandb`;
+            - `info(text)`: a `logging.Logger`;
             - or a function, called as `logger(figures, step)`; or None: the figures are only returned.
         step: number of the training step; None = the largest number of updates of an embedding.
         every: log only in steps that are a multiple of this number.
@@ -51,7 +53,9 @@ def log_metrics(model: torch.nn.Module, logger: Any, step: int | None = None, *,
         for name, embedding in embeddings.items()
         for figure, value in embedding.metrics().items()
     }
-    if hasattr(logger, "log_metrics"):
+    if isinstance(logger, logging.Logger | logging.LoggerAdapter):
+        logger.info("step %s: %s", step, figures)
+    elif hasattr(logger, "log_metrics"):
         logger.log_metrics(figures, step)
     elif hasattr(logger, "add_scalar"):
         for figure, value in figures.items():
@@ -67,7 +71,7 @@ def log_metrics(model: torch.nn.Module, logger: Any, step: int | None = None, *,
 
 def check_logger(logger: Any) -> None:
     """Raise TypeError unless figures can be handed to the logger."""
-    if logger is None or callable(logger):
+    if logger is None or callable(logger) or isinstance(logger, logging.Logger | logging.LoggerAdapter):
         return
     if not any(hasattr(logger, name) for name in ("log_metrics", "add_scalar", "log_dict", "log")):
         raise TypeError(

@@ -15,6 +15,7 @@ import operator
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -41,6 +42,14 @@ class StepLock:
         self.late_check: Any = None
         """Checks of steps of which the host does not know yet whether a GPU has made them (`LateCheck` of graph/ops);
         None = there are none. Any, since this package does not import graph."""
+
+    def warn_of_late_error(self) -> None:
+        """Warn if a GPU has left out a step and no call has raised the error yet: for a call that must not fail."""
+        if self.late_check is not None:
+            try:
+                self.late_check.settle()
+            except ArithmeticError as error:  # NonFiniteGradientError
+                warnings.warn(str(error), stacklevel=4)
 
     @property
     def lock(self) -> Any:

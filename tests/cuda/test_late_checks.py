@@ -1,6 +1,7 @@
 """Gradients that a GPU checks for itself: no step waits, nothing of a step that is not finite is written, and the error
 comes later, with all counts as before that step."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -186,6 +187,36 @@ def test_a_gradient_without_elements_is_finite(train, late):
     for _ in range(2):
         empty.grad = torch.zeros(0, 3, device=trained.gpu.device)
         trained.step()
+
+
+def test_a_large_float64_gradient_is_finite(train, late):
+    trained = train(dense=True)
+    wide = torch.nn.Parameter(torch.ones(3, dtype=torch.float64, device=trained.gpu.device))
+    trained.inner.add_param_group({"params": [wide]})
+    for value in (1.0, 1e300, 1.0):
+        wide.grad = torch.full_like(wide, value)
+        trained.step()
+    wide.grad = torch.full_like(wide, float("inf"))
+    trained.step()
+    with pytest.raises(oneemb.NonFiniteGradientError, match="that step was not made"):
+        trained.embedding.save_snapshot("rows")
+
+
+def test_an_embedding_closes_and_warns_of_a_step_that_was_left_out(gpu, late):
+    embedding = oneemb.MultiTableEmbedding(
+        "items", DIM, torch.float32, torch.int64, [oneemb.make_table()], oneemb.make_device_mem_store_options()
+    )
+    optimizer = oneemb.Optimizer(torch.optim.SGD(embedding.parameters(), lr=0.1), [embedding], check_in_step=False)
+    folder = embedding.store.plan.persistent_path
+    late.now = True
+    with on_gpu(gpu, embedding), pytest.warns(UserWarning, match="that step was not made"):
+        with pytest.raises(ZeroDivisionError, match="the user's"), embedding:
+            embedding(torch.arange(3, device=gpu.device)).sum().mul(float("nan")).backward()
+            optimizer.step()
+            raise ZeroDivisionError("the user's")
+    assert not Path(folder).exists()
+    with pytest.raises(oneemb.StorageError, match="closed"):
+        len(embedding)
 
 
 def test_a_graph_sets_its_count_of_steps_back(gpu, late, tmp_path):

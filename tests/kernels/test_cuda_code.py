@@ -83,6 +83,12 @@ def test_a_folder_that_cannot_be_written_to_costs_compiling(compiled, tmp_path):
     assert first().entry == "entry1" and first().entry == "entry2"
 
 
+def test_a_named_folder_that_cannot_be_written_to_is_an_error(compiled, tmp_path):
+    (tmp_path / "cubins").write_text("in the place of the folder")
+    with pytest.raises(OSError, match="compiled loops cannot be written to .*cubins: make it a folder"):
+        cuda_code.kept(tmp_path / "cubins", LOOP, SIGNATURE, (9, 0), "cubin")
+
+
 def test_a_write_that_fails_leaves_nothing(compiled, monkeypatch):
     def fail(*args):
         raise OSError(28, "no space left")
