@@ -125,6 +125,7 @@ class DeviceIndex:
         """Forget every key."""
         self.cell_C2 = self._empty_cells(0)
         self._size = self._taken = 0
+        self.inserted_2.zero_()
 
     def _empty_cells(self, keys: int) -> torch.Tensor:
         return self._gpu.full(max(_CELLS_MIN, int(keys / _LOAD_MAX) + 2), 2, value=0, dtype=torch.int64)
