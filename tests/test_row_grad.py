@@ -601,8 +601,13 @@ def test_a_gradient_that_a_hook_keeps_and_changes_before_the_step_is_an_error(tm
     rows, kept = embedding(torch.tensor([3, 5])), []
     rows.register_hook(kept.append)
     rows.square().sum().backward()
+    weights = rows.detach().clone()
     kept[0].fill_(100.0)
     before = embedding.stats()["step"]
+    if torch.__version__.startswith("2.9."):  # It hands over gradients in a way that has them copied.
+        optimizer.step()
+        assert torch.equal(embedding(torch.tensor([3, 5])).detach(), weights - 0.5 * 2 * weights)
+        return
     with pytest.raises(RuntimeError, match=r"changed in place since its backward pass.*clone"):
         optimizer.step()
     optimizer.zero_grad()
