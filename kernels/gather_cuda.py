@@ -56,7 +56,7 @@ def gather_or_cuda(
     weight_SX: torch.Tensor, slot_U: torch.Tensor, other_UX: torch.Tensor, inverse_N: torch.Tensor,
     out_ND: torch.Tensor, *, gpu: Gpu,
 ) -> None:  # fmt: skip
-    """As `gather_cuda`, but the weights of a key without a slot, -1, are those in `other_UX`, [U, X]."""
+    """Like `gather_cuda`, with row u of `other_UX`, [U, X], as the weights of a key u without a slot (-1)."""
     size, dim = out_ND.shape
     v = vector_width(dim, weight_SX, other_UX, out_ND)
     gpu.run_rows(gather_or_loop.at(V=v), size, dim // v, weight_SX, slot_U, other_UX, inverse_N, out_ND)

@@ -1,4 +1,4 @@
-"""What the host does for launches on a GPU, counted on a driver that does nothing (tests/support/null_driver.c)."""
+"""Counts of calls that the host makes for launches on a GPU, on a driver that does nothing (null_driver.c)."""
 
 import importlib.util
 import json

@@ -1,11 +1,11 @@
-"""The check of gradients on a GPU, of which the host hears after the step: no step waits for it.
+"""Checks gradients on the GPU itself. The host reads the result after the step, so no step waits for the check.
 
     check = late_check_of(steps, grads)       the device looks at the gradients; None = the host has to wait
     ...                                       updates, and torch's fused optimizers, write nothing if one is not finite
     check.settle(wait=...)                    raises the error, in a later step or in a call that waits
 
-Invariants: after a step whose gradients are not finite no step of the same stores is written until the host has raised
-the error; all counts are then those of before that step.
+Invariants: once the device has left a step out, it leaves out every later step of these stores until the host raises
+the error. The host then restores all counts to their values before that step.
 """
 
 import atexit
@@ -81,7 +81,7 @@ class LateCheck:
         self._steps.append(_Step(gpu.read_later(self.go_1), before))
 
     def found_inf(self) -> torch.Tensor:
-        """What torch's fused optimizers take: float32, no dimension; 1 = leave the step out."""
+        """Attribute `found_inf` of torch's fused optimizers: float32 scalar on the device; 1 = leave the step out."""
         return (1 - self.go_1).to(torch.float32).reshape(())
 
     def settle(self, *, wait: bool = True) -> None:

@@ -28,7 +28,7 @@ class _Assumed(NamedTuple):
     none: int
     """The size for 0 samples."""
     each: int
-    """What one sample adds to the size."""
+    """The amount that each sample adds to the size."""
 
     @property
     def least(self) -> int:

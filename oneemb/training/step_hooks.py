@@ -58,7 +58,6 @@ class _Hooked(RowStep):
         try:
             ops.may_step(self._ready() if ranks.alone else self._agree(ranks), [self])
         except BaseException:
-            self.end_late()
             self.put_back()
             raise
         self._options = ops.options_of(self.optimizer)
@@ -102,10 +101,7 @@ class _Hooked(RowStep):
     def _update_rows(self) -> None:
         try:
             if any(grads.generation != grads.store.generation for grads in self._reduced):
-                go_1 = self._reduced[0].go_1
                 self._reduced = self.reduce(UNCOUNTED)  # A hook or another thread has moved or replaced the rows.
-                for grads in self._reduced:
-                    grads.go_1 = go_1
             self.update(self._reduced, self._go, self._options, UNCOUNTED)
         except Exception as error:
             name = type(self.optimizer).__name__
@@ -127,7 +123,6 @@ class _Hooked(RowStep):
         self._leave()
 
     def _leave(self) -> None:
-        self.end_late()
         if self._handle is not None:
             self._handle.remove()
 

@@ -30,7 +30,7 @@ class Pins(weakref.ref):
     slot_U: Array
     generation: int
     temporary_M: Array | None
-    """Those of the slots that hold temporary rows; None = no slot does."""
+    """Slots of temporary rows among `slot_U`; None = no row is temporary."""
     place_U: np.ndarray
     """Places of the rows in the usage index; empty if there is no usage index."""
     released: threading.Lock

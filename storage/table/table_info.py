@@ -101,8 +101,8 @@ def _snapshots(fs: FileSystem, path: str) -> tuple[SnapshotFiles, list[SnapshotR
 def lost_and_kept(
     fs: FileSystem, path: str, files: SnapshotFiles, needed: dict[int, tuple[int, int]], held: bool
 ) -> tuple[list[str], int, list[str]]:
-    """What an open of the table would find: (names of lost snapshots, number of further ones, paths of files that it
-    would keep for them). `held`: whether a writer holds the lock and may be changing the record."""
+    """Result of opening the table, without opening it: (names of lost snapshots, number of further ones, paths of files
+    that are kept for lost snapshots). `held`: whether a writer holds the lock and may be changing the record."""
     before = {*files.names()}
     known = known_snapshots(fs, f"{path}/LOCK")
     if known is None and held:

@@ -55,7 +55,7 @@ def in_order(method: Callable[Concatenate[Slots, P], R]) -> Callable[Concatenate
 
 
 def settled(method: Callable[Concatenate[Slots, P], R]) -> Callable[Concatenate[Slots, P], R]:
-    """As `in_order`; the host's counts are those of the device when the method runs."""
+    """Decorator like `in_order`, which first brings the host's counts up to those of the device."""
 
     @functools.wraps(method)
     def run(self: Slots, /, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -120,7 +120,7 @@ def commands_of(text):
 
 
 def problem_of(line):
-    """What is wrong with a command line, or None."""
+    """Text that says why a command line cannot run, or None."""
     words = re.sub(r"\s#.*|&$", "", line).split()
     if words[0] == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)

@@ -79,26 +79,26 @@ def make_default(gpu):
 
 
 class NullDriver:
-    """What the driver has noted."""
+    """Counts, errors and arguments of the driver that does nothing."""
 
     def __init__(self):
-        self.library = ctypes.CDLL("libcuda.so.1")
-        self.library.null_arguments.restype = ctypes.c_void_p
-        self.library.null_context.restype = ctypes.c_void_p
+        self.cuda = ctypes.CDLL("libcuda.so.1")
+        self.cuda.null_arguments.restype = ctypes.c_void_p
+        self.cuda.null_context.restype = ctypes.c_void_p
 
     def count(self, name=""):
         """Calls of a function of the driver, or of all."""
-        return self.library.null_count(name.encode())
+        return self.cuda.null_count(name.encode())
 
     def fail(self, name, code):
         """Let the next call of a function return an error."""
-        self.library.null_fail(name.encode(), code)
+        self.cuda.null_fail(name.encode(), code)
 
     def arguments(self):
         """Bytes of the arguments of the last launch."""
         size = ctypes.c_size_t()
-        return ctypes.string_at(self.library.null_arguments(ctypes.byref(size)), size.value)
+        return ctypes.string_at(self.cuda.null_arguments(ctypes.byref(size)), size.value)
 
     def context(self):
         """Context of the calling thread; None = it has none."""
-        return self.library.null_context()
+        return self.cuda.null_context()

@@ -109,7 +109,7 @@ def main(folder):
     counted, compiled = {}, []
     compile_ptx = jit_cuda.compile_ptx
     jit_cuda.compile_ptx = lambda loop, *args: compiled.append(loop.__name__) or compile_ptx(loop, *args)
-    driver.library.cuCtxSetCurrent(ctypes.c_void_p(gpu.context))  # as torch does
+    driver.cuda.cuCtxSetCurrent(ctypes.c_void_p(gpu.context))  # as torch does
 
     def count(name, call):
         for _ in range(2):
@@ -187,7 +187,7 @@ def threads(driver, gpu):
 
     def look():
         found["none"] = [driver.context(), release(gpu), driver.context()]
-        driver.library.cuCtxSetCurrent(ctypes.c_void_p(gpu.context))
+        driver.cuda.cuCtxSetCurrent(ctypes.c_void_p(gpu.context))
         found["own"] = [driver.context() == gpu.context, release(gpu), driver.context() == gpu.context]
         found["other"] = [release(other), driver.context() == gpu.context]
         buffers.add(ctypes.addressof(cuda_driver.arguments.free[-1].buffer))
