@@ -11,8 +11,8 @@ _log = logging.getLogger("oneemb")
 
 
 class CompileNotice:
-    """Counts the loops that this process compiles, and their time. A loop that is compiled because another calls it is not
-    counted separately. Callers hold the compiler's lock, except for `report`."""
+    """Counts the loops that this process compiles, and their time. A loop that is compiled because another calls it is
+    not counted separately. Callers hold the compiler's lock, except for `report`."""
 
     def __init__(self) -> None:
         self.loops = 0
