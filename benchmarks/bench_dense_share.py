@@ -50,7 +50,7 @@ def main() -> None:
                 ms[name].append(parts)
     results = []
     for name, turns in ms.items():
-        medians = {part: round(statistics.median(its[part] for its in turns), 2) for part in turns[0]}
+        medians = {part: round(statistics.median(parts[part] for parts in turns), 2) for part in turns[0]}
         results.append({"system": name, "batch": options.batch, **medians, "share": round(share_of(turns), 3)})
         print(json.dumps(results[-1]), flush=True)
         models[name].close()
@@ -61,7 +61,7 @@ def main() -> None:
 
 def share_of(turns: list[dict[str, float]]) -> float:
     """Median of (whole - dense) / rows: of the parts of a turn, which lie side by side in time."""
-    return statistics.median((its["whole"] - its["dense"]) / its["rows"] for its in turns)
+    return statistics.median((parts["whole"] - parts["dense"]) / parts["rows"] for parts in turns)
 
 
 class Model:

@@ -44,12 +44,18 @@ def main() -> None:
         training = {policy: Training(store, policy, options.slots, options.batch) for policy in ("none", "LFU")}
         seconds: dict[str, list[float]] = {policy: [] for policy in training}
         for _ in range(options.steps):
-            for policy, its in training.items():
-                seconds[policy].append(its.step())
-        for policy, its in training.items():
-            its.close()
+            for policy, embedding in training.items():
+                seconds[policy].append(embedding.step())
+        for policy, embedding in training.items():
+            embedding.close()
             results.append(
-                {"store": store, "policy": policy, "slots": options.slots, **spread(seconds[policy]), "rows": its.rows}
+                {
+                    "store": store,
+                    "policy": policy,
+                    "slots": options.slots,
+                    **spread(seconds[policy]),
+                    "rows": embedding.rows,
+                }
             )
             print(json.dumps(results[-1]), flush=True)
     save_results(options.out, about, results)

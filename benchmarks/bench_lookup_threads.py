@@ -39,18 +39,18 @@ def main() -> None:
     embeddings = {threads: Lookups(threads, options.rows) for threads in (1, 2)}
     results = []
     for ids in options.ids:
-        timed = {threads: its.timed(ids) for threads, its in embeddings.items()}
+        timed = {threads: embedding.timed(ids) for threads, embedding in embeddings.items()}
         ms: dict[int, list[float]] = {threads: [] for threads in timed}
         for _ in range(options.turns):
             for threads, case in timed.items():
                 time.sleep(0.01)
                 ms[threads].append(case.sample(case.calls))
         ratio = statistics.median(two / one for one, two in zip(ms[1], ms[2], strict=True))
-        medians = {threads: round(statistics.median(its), 4) for threads, its in ms.items()}
+        medians = {threads: round(statistics.median(samples), 4) for threads, samples in ms.items()}
         results.append({"ids": ids, "ms_one": medians[1], "ms_two": medians[2], "two_over_one": round(ratio, 3)})
         print(json.dumps(results[-1]), flush=True)
-    for its in embeddings.values():
-        its.close()
+    for embedding in embeddings.values():
+        embedding.close()
     save_results(options.out, about, results)
     print(table(["ids", "one thread, ms", "two threads, ms", "two / one"],
                 [[str(value) for value in result.values()] for result in results]))  # fmt: skip

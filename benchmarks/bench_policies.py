@@ -74,11 +74,11 @@ def batches(options: argparse.Namespace) -> Any:
 
 def measure(folder: str, policy: RowPolicy, options: argparse.Namespace) -> dict[str, Any]:
     steps: dict[str, Any] = {}
-    for name, its in [("with", policy), ("without", None)]:
+    for name, row_policy in [("with", policy), ("without", None)]:
         embedding = oneemb.MultiTableEmbedding(
             name, DIM, torch.float32, torch.int64, [oneemb.make_table()] * TABLES,
-            oneemb.make_device_mem_store_options(f"{folder}/{name}", None if its is None else options.capacity),
-            num_threads=options.threads, policy=its,
+            oneemb.make_device_mem_store_options(f"{folder}/{name}", None if row_policy is None else options.capacity),
+            num_threads=options.threads, policy=row_policy,
         )  # fmt: skip
         optimizer = oneemb.Optimizer(oneemb.optim.RowWiseAdagrad(embedding.parameters(), lr=0.01), [embedding])
         steps[name] = embedding, optimizer
@@ -90,10 +90,10 @@ def measure(folder: str, policy: RowPolicy, options: argparse.Namespace) -> dict
     while len(seconds["with"]) < options.steps:
         ids = next(every)
         full = embedding.stats()["rows"] > options.capacity * 0.95
-        for name, (its, optimizer) in steps.items():
+        for name, (trained, optimizer) in steps.items():
             begin = time.perf_counter()
             optimizer.zero_grad()
-            its(ids).backward(grad)
+            trained(ids).backward(grad)
             optimizer.step()
             if full:
                 seconds[name].append(time.perf_counter() - begin)
@@ -108,8 +108,8 @@ def measure(folder: str, policy: RowPolicy, options: argparse.Namespace) -> dict
         "left": embedding.stats()["policy"]["left"].get("capacity", 0) - left,
         "rows": embedding.stats()["rows"],
     }
-    for its, _ in steps.values():
-        its.close()
+    for trained, _ in steps.values():
+        trained.close()
     return result
 
 
@@ -121,8 +121,8 @@ def quality(evict: Any, threads: int) -> float:
     rng = np.random.default_rng(0)
     ids = rng.permutation(rows)
     for begin in range(0, rows, 20_000):
-        its = ids[begin : begin + 20_000]
-        usage.use(np.zeros(len(its), np.int32), its, np.full(len(its), -1), rng.zipf(1.5, len(its)), begin, 0)
+        batch = ids[begin : begin + 20_000]
+        usage.use(np.zeros(len(batch), np.int32), batch, np.full(len(batch), -1), rng.zipf(1.5, len(batch)), begin, 0)
     score_N = usage.scores(usage.find(np.zeros(rows, np.int32), np.arange(rows)))
     bound = np.partition(score_N, leave - 1)[leave - 1]
     right = 0

@@ -55,8 +55,8 @@ def main() -> None:
                 print(json.dumps(case), flush=True)
                 lines.append(case)
     for name in arguments.cases:
-        its = [case for case in lines if case["case"] == name]
-        print(table(list(its[0]), [[shown(value) for value in case.values()] for case in its]))
+        cases = [case for case in lines if case["case"] == name]
+        print(table(list(cases[0]), [[shown(value) for value in case.values()] for case in cases]))
 
 
 def shown(value: Any) -> str:
@@ -145,11 +145,11 @@ def training(arguments: argparse.Namespace, port: int) -> Iterator[dict[str, Any
         id_NBT = (rng.random((STEPS_A_ROUND, SAMPLES, TABLES)) ** 3 * IDS).astype(np.int64)
         return [(torch.from_numpy(id_BT), torch.rand(SAMPLES)) for id_BT in id_NBT]
 
-    def step(graph: Graph, ahead: bool, its: list[Any]) -> float:
+    def step(graph: Graph, ahead: bool, given: list[Any]) -> float:
         begin = time.perf_counter()
-        for _ in graph.run(its) if ahead else (graph(*batch) for batch in its):
+        for _ in graph.run(given) if ahead else (graph(*batch) for batch in given):
             pass
-        return (time.perf_counter() - begin) / len(its) * 1e3
+        return (time.perf_counter() - begin) / len(given) * 1e3
 
     with tempfile.TemporaryDirectory() as folder:
         cache_mb = IDS * TABLES * DIM * 8 // 8 // 2**20
@@ -162,12 +162,12 @@ def training(arguments: argparse.Namespace, port: int) -> Iterator[dict[str, Any
             for name in ("called", "run")
         }
         graphs = {"memory": Graph(oneemb.make_device_mem_store_options(f"{folder}/memory"))}
-        graphs |= {name: Graph(its) for name, its in options.items()}
+        graphs |= {name: Graph(keywords) for name, keywords in options.items()}
         times: dict[str, list[float]] = {name: [] for name in graphs}
         for n in range(-WARM_ROUNDS, arguments.rounds):
-            its = batches()
+            given = batches()
             for name, graph in graphs.items():
-                taken = step(graph, name == "run", its)
+                taken = step(graph, name == "run", given)
                 if n >= 0:  # the first ones bring most of the rows, and warm up
                     times[name].append(taken)
         ms = {name: statistics.median(taken) for name, taken in times.items()}

@@ -237,8 +237,8 @@ def torchrec_systems(
         plan = construct_module_sharding_plan(model.rows, shards, local_size=ranks, world_size=ranks, device_type="cpu")
         sharder: Any = EmbeddingBagCollectionSharder()
         if kind == "keys":
-            its = torchrec.EmbeddingBagCollection
-            sharder = oneemb.torchrec.EmbeddingBagCollectionSharder(module_type=its, num_threads=1)
+            module_type = torchrec.EmbeddingBagCollection
+            sharder = oneemb.torchrec.EmbeddingBagCollectionSharder(module_type=module_type, num_threads=1)
         parallel = DistributedModelParallel(
             model, env=ShardingEnv.from_process_group(distributed.group.WORLD), device=torch.device("cpu"),
             plan=ShardingPlan({"rows": plan}), sharders=[sharder],

@@ -51,8 +51,8 @@ def write(folder, rows):
     table_S = (np.arange(rows) % TABLES).astype(np.int32)
     with oneemb.make_persistent_table_writer(folder, "rows", torch.int64, torch.float32, DIM) as writer:
         for n in range(0, rows, 65536):
-            its = slice(n, n + 65536)
-            writer.write(id_S[its], weight_SD[its], table_S[its])
+            piece = slice(n, n + 65536)
+            writer.write(id_S[piece], weight_SD[piece], table_S[piece])
     return table_S, id_S, weight_SD
 
 
@@ -114,7 +114,7 @@ class Batches:
         bags = batch * TABLES
         self.each, self.offsets = torch.arange(bags), torch.arange(bags + 1) * IDS
         self.keys = [
-            [np.array([table_S[s], id_S[s]], np.int64).tobytes() for s in its] for its in first.reshape(count, -1)
+            [np.array([table_S[s], id_S[s]], np.int64).tobytes() for s in row] for row in first.reshape(count, -1)
         ] if with_keys else []  # fmt: skip
 
 
@@ -146,11 +146,11 @@ def quantized_collections(folder, table_S, id_S, weight_SD):
         ("torchrec int8", torchrec.inference.modules.quantize_embeddings, theirs),
         ("oneemb.torchrec int8", quantize_embeddings, ours),
     ]:
-        its = quantize(torch.nn.ModuleList([module]), torch.int8, True)[0]
+        collection = quantize(torch.nn.ModuleList([module]), torch.int8, True)[0]
 
-        def look(ids, its=its):
+        def look(ids, collection=collection):
             lengths = torch.ones(ids.numel(), dtype=torch.int32)
-            return its(torchrec.KeyedJaggedTensor(keys, ids.t().flatten(), lengths=lengths)).values()
+            return collection(torchrec.KeyedJaggedTensor(keys, ids.t().flatten(), lengths=lengths)).values()
 
         found[name] = look
     return found
@@ -164,32 +164,32 @@ def sorted_index(table_S, id_S):
     return lambda ids: number_S[torch.searchsorted(sorted_S, (ids * TABLES + columns).reshape(-1))]
 
 
-def lookups(served, stores, plain, packed, collections, row_of, its):
+def lookups(served, stores, plain, packed, collections, row_of, batches):
     """What is measured of lookups: functions of the number of a batch."""
     byte_bag = torch.ops.quantized.embedding_bag_byte_rowwise_offsets
-    calls = {f"oneemb {name}": lambda i, one=one: one(its.ids[i % its.count]) for name, one in served.items()}
+    calls = {f"oneemb {name}": lambda i, one=one: one(batches.ids[i % batches.count]) for name, one in served.items()}
     calls |= {
-        name: lambda i, look=look: np.frombuffer(b"".join(look(its.keys[i % its.count])), np.float32)
+        name: lambda i, look=look: np.frombuffer(b"".join(look(batches.keys[i % batches.count])), np.float32)
         for name, look in stores.items()
     }
-    calls["nn.EmbeddingBag"] = lambda i: plain(its.numbers[i % its.count], its.each)
-    calls["nn.EmbeddingBag, ids"] = lambda i: plain(row_of(its.ids[i % its.count]), its.each)
-    calls["torch int8 bag"] = lambda i: byte_bag(packed, its.numbers[i % its.count], its.each, mode=0)
+    calls["nn.EmbeddingBag"] = lambda i: plain(batches.numbers[i % batches.count], batches.each)
+    calls["nn.EmbeddingBag, ids"] = lambda i: plain(row_of(batches.ids[i % batches.count]), batches.each)
+    calls["torch int8 bag"] = lambda i: byte_bag(packed, batches.numbers[i % batches.count], batches.each, mode=0)
     for name, look in collections.items():
-        given = its.ids if name.startswith("oneemb") else its.numbers.view(its.ids.shape) // TABLES
-        calls[name] = lambda i, look=look, given=given: look(given[i % its.count])
+        given = batches.ids if name.startswith("oneemb") else batches.numbers.view(batches.ids.shape) // TABLES
+        calls[name] = lambda i, look=look, given=given: look(given[i % batches.count])
     return calls
 
 
-def bags(served, plain, packed, its):
+def bags(served, plain, packed, batches):
     """What is measured of bags."""
-    byte_bag, begin = torch.ops.quantized.embedding_bag_byte_rowwise_offsets, its.offsets[:-1]
+    byte_bag, begin = torch.ops.quantized.embedding_bag_byte_rowwise_offsets, batches.offsets[:-1]
     calls = {
-        f"oneemb {name}": lambda i, one=one: one(its.bag_ids[i % its.count], offsets=its.offsets)
+        f"oneemb {name}": lambda i, one=one: one(batches.bag_ids[i % batches.count], offsets=batches.offsets)
         for name, one in served.items()
     }
-    calls["nn.EmbeddingBag"] = lambda i: plain(its.bag_numbers[i % its.count], begin)
-    calls["torch int8 bag"] = lambda i: byte_bag(packed, its.bag_numbers[i % its.count], begin, mode=0)
+    calls["nn.EmbeddingBag"] = lambda i: plain(batches.bag_numbers[i % batches.count], begin)
+    calls["torch int8 bag"] = lambda i: byte_bag(packed, batches.bag_numbers[i % batches.count], begin, mode=0)
     return calls
 
 
@@ -241,10 +241,10 @@ def main() -> None:
                 for name in ("float32", "float16", "int8", "int4")
             }
             for batch in options.batches:
-                its = Batches(batch, max(16, 16384 // batch), table_S, id_S, with_keys=bool(stores))
+                batches = Batches(batch, max(16, 16384 // batch), table_S, id_S, with_keys=bool(stores))
                 kinds = {
-                    "lookup": lookups(served, stores, plain, packed, collections, row_of, its),
-                    "bags": bags(served, plain, packed, its),
+                    "lookup": lookups(served, stores, plain, packed, collections, row_of, batches),
+                    "bags": bags(served, plain, packed, batches),
                 }
                 calls = kinds["lookup"]
                 want = calls["nn.EmbeddingBag"](0)

@@ -50,11 +50,11 @@ def measure(what: str, systems: dict[str, Any], turns: int) -> list[dict[str, An
         case.close()
     return [
         {
-            "what": what, "system": name, "ms": round(statistics.median(its), 4),
-            "ratio": round(statistics.median(its) / peer, 2), "python_calls": calls[name].python,
+            "what": what, "system": name, "ms": round(statistics.median(samples), 4),
+            "ratio": round(statistics.median(samples) / peer, 2), "python_calls": calls[name].python,
             "c_calls": calls[name].c,
         }
-        for name, its in ms.items()
+        for name, samples in ms.items()
     ]  # fmt: skip
 
 

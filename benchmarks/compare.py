@@ -14,7 +14,7 @@ narrow (--width), --rounds-max at most. A case whose whole interval lies above 1
 each time; if two of at most three of these ratios lie above 1.05 too, it is slower. A case that the base cannot run is
 new: it is passed over, with the reason. All samples, the machine and both revisions go to --out.
 
-Exit codes: 0 no case is slower; 1 one is, or this tree cannot run a case; 2 nothing was compared.
+Exit codes: 0 no case is slower; 1 one is, or this tree cannot run a case; 2 nothing was found.
 """
 
 import argparse
@@ -161,10 +161,10 @@ def _measure(case: str, sides: list[Side], options: argparse.Namespace) -> dict[
     made = new.ask(make=case, calls=None)
     if "missing" in made:
         return result | {"new_cannot": made["missing"]}
-    its = base.ask(make=case, calls=made["calls"])
-    if "missing" in its:
+    answered = base.ask(make=case, calls=made["calls"])
+    if "missing" in answered:
         new.ask(close=case)
-        return result | {"base_cannot": its["missing"]}
+        return result | {"base_cannot": answered["missing"]}
     samples: tuple[list[float], list[float]] = [], []
     unrested, comparison = 0, None
     while comparison is None or not enough(comparison, options.rounds_min, options.rounds_max, options.width):
@@ -186,10 +186,10 @@ def _line(result: dict[str, Any]) -> str:
         return f"{result['case']}: this revision cannot run it: {result['new_cannot']}"
     if "base_cannot" in result:
         return f"{result['case']}: new, since the base cannot run it: {result['base_cannot']}"
-    its = result["comparison"]
+    found = result["comparison"]
     return (
-        f"{result['case']}: {its.base:.4g} -> {its.new:.4g} {result['unit']}, ratio {its.ratio:.3f}"
-        f" ({its.low:.3f} to {its.high:.3f}, {its.rounds} rounds)"
+        f"{result['case']}: {found.base:.4g} -> {found.new:.4g} {result['unit']}, ratio {found.ratio:.3f}"
+        f" ({found.low:.3f} to {found.high:.3f}, {found.rounds} rounds)"
     )
 
 
@@ -197,12 +197,12 @@ def _report(results: list[dict[str, Any]]) -> int:
     rows = []
     for result in results:
         for one in [result, *result.get("again", [])] if "comparison" in result else []:
-            its = one["comparison"]
-            verdict = "SLOWER" if result["slower"] else "faster" if its.high < 1 else ""
+            found = one["comparison"]
+            verdict = "SLOWER" if result["slower"] else "faster" if found.high < 1 else ""
             rows.append(
                 [
-                    result["case"], f"{its.base:.4g}", f"{its.new:.4g}", result["unit"], f"{its.ratio:.3f}",
-                    f"{its.low:.3f} to {its.high:.3f}", str(its.rounds), verdict,
+                    result["case"], f"{found.base:.4g}", f"{found.new:.4g}", result["unit"], f"{found.ratio:.3f}",
+                    f"{found.low:.3f} to {found.high:.3f}", str(found.rounds), verdict,
                 ]
             )  # fmt: skip
     print(table(["case", "base", "new", "unit", "ratio", "95 % interval", "rounds", ""], rows))

@@ -69,24 +69,24 @@ _SYSTEMS = {
 
 def _embedding_step(cases: Sequence[Mapping[str, Any]]) -> list[Group]:
     pooled = {True: ", bags", False: ""}
-    return [(_STEPS[its["case"]["optimizer"]] + pooled[its["case"]["pooled"]], _medians(its)) for its in cases]
+    return [(_STEPS[case["case"]["optimizer"]] + pooled[case["case"]["pooled"]], _medians(case)) for case in cases]
 
 
 def _batch_sizes(cases: Sequence[Mapping[str, Any]]) -> list[Group]:
-    return [(f"batch of {its['case']['batch']:,}", _medians(its)) for its in cases]
+    return [(f"batch of {case['case']['batch']:,}", _medians(case)) for case in cases]
 
 
-def _medians(its: Mapping[str, Any]) -> dict[str, float]:
-    return {name: its["median_ms"][system] for system, name in _SYSTEMS.items() if system in its["median_ms"]}
+def _medians(case: Mapping[str, Any]) -> dict[str, float]:
+    return {name: case["median_ms"][system] for system, name in _SYSTEMS.items() if system in case["median_ms"]}
 
 
 def _gpu(cases: Sequence[Mapping[str, Any]]) -> list[Group]:
     systems = {"oneemb": "oneemb, ms", "nn.EmbeddingBag, sparse": "EmbeddingBag sparse, ms",
                "nn.EmbeddingBag, dense": "EmbeddingBag dense, ms"}  # fmt: skip
     return [
-        (f"{its['optimizer']}, {its['store']}", {name: its[key] for name, key in systems.items()})
-        for its in cases
-        if its["bench"] == "gpu_step"
+        (f"{case['optimizer']}, {case['store']}", {name: case[key] for name, key in systems.items()})
+        for case in cases
+        if case["bench"] == "gpu_step"
     ]
 
 

@@ -107,63 +107,64 @@ def _systems(case: Case) -> list[str]:
 def _embedding_step(cases: Sequence[Case]) -> list[list[str]]:
     pooled = {True: ", 1 to 20 ids pooled", False: ""}
     return [
-        [_STEPS[its["case"]["optimizer"]] + pooled[its["case"]["pooled"]], *_systems(its)] for its in cases
+        [_STEPS[case["case"]["optimizer"]] + pooled[case["case"]["pooled"]], *_systems(case)] for case in cases
     ]  # fmt: skip
 
 
 def _batch_sizes(cases: Sequence[Case]) -> list[list[str]]:
-    return [[f"{its['case']['batch']:,}", *_systems(its)] for its in cases]
+    return [[f"{case['case']['batch']:,}", *_systems(case)] for case in cases]
 
 
 def _small_step(cases: Sequence[Case]) -> list[list[str]]:
     what = {"step": "step", "read": "lookup of one sample"}
     return [
-        [what[its["what"]], its["system"], _ms(its["ms"]), f"{its['ratio']:.2f}", f"{its['python_calls']:,}",
-         f"{its['c_calls']:,}"] for its in cases
+        [what[case["what"]], case["system"], _ms(case["ms"]), f"{case['ratio']:.2f}", f"{case['python_calls']:,}",
+         f"{case['c_calls']:,}"] for case in cases
     ]  # fmt: skip
 
 
 def _lookup_threads(cases: Sequence[Case]) -> list[list[str]]:
     return [
-        [f"{its['ids']:,}", _ms(its["ms_one"]), _ms(its["ms_two"]), f"{its['two_over_one']:.2f}"] for its in cases
+        [f"{case['ids']:,}", _ms(case["ms_one"]), _ms(case["ms_two"]), f"{case['two_over_one']:.2f}"] for case in cases
     ]  # fmt: skip
 
 
 def _dense_share(cases: Sequence[Case]) -> list[list[str]]:
-    return [[its["system"], *(_ms(its[part]) for part in ("whole", "dense", "rows")), f"{its['share']:.2f}"]
-            for its in cases]  # fmt: skip
+    return [[case["system"], *(_ms(case[part]) for part in ("whole", "dense", "rows")), f"{case['share']:.2f}"]
+            for case in cases]  # fmt: skip
 
 
 def _longest_steps(cases: Sequence[Case]) -> list[list[str]]:
     return [
-        [its["store"], its["policy"], f"{its['slots']:,}", _ms(its["ms"]), f"{its['p99']:.1f}", f"{its['longest']:.1f}"]
-        for its in cases
-    ]
+        [case["store"], case["policy"], f"{case['slots']:,}", _ms(case["ms"]), f"{case['p99']:.1f}",
+         f"{case['longest']:.1f}"]
+        for case in cases
+    ]  # fmt: skip
 
 
 def _scale_out(cases: Sequence[Case]) -> list[list[str]]:
-    ours = {its["case"]: its["ms"] for its in cases if its["system"] == "oneemb, called"}
+    ours = {case["case"]: case["ms"] for case in cases if case["system"] == "oneemb, called"}
     return [
-        [its["case"], its["system"], _ms(its["ms"]), f"{ours[its['case']] / its['ms']:.2f}",
-         f"{its['sent_bytes'] / 1e6:.1f}" if "sent_bytes" in its else ""]
-        for its in cases
+        [case["case"], case["system"], _ms(case["ms"]), f"{ours[case['case']] / case['ms']:.2f}",
+         f"{case['sent_bytes'] / 1e6:.1f}" if "sent_bytes" in case else ""]
+        for case in cases
     ]  # fmt: skip
 
 
 def _persistent_table(cases: Sequence[Case]) -> list[list[str]]:
     return [
-        [its["case"], f"{its['block']:,}", f"{its['oneemb']:,.3g} {its['unit']}",
-         f"{its['of_raw']:.2f}" if its["of_raw"] else ""]
-        for its in cases
+        [case["case"], f"{case['block']:,}", f"{case['oneemb']:,.3g} {case['unit']}",
+         f"{case['of_raw']:.2f}" if case["of_raw"] else ""]
+        for case in cases
     ]  # fmt: skip
 
 
 def _gpu(cases: Sequence[Case]) -> list[list[str]]:
     peers = "EmbeddingBag sparse, ms", "EmbeddingBag dense, ms"
     return [
-        [its["store"], its["optimizer"], _ms(ms := its["oneemb, ms"]),
-         *(f"{_ms(its[peer])} ({ms / its[peer]:.2f})" for peer in peers), str(its["loops"]), str(its["waits"])]
-        for its in cases if its["bench"] == "gpu_step"
+        [case["store"], case["optimizer"], _ms(ms := case["oneemb, ms"]),
+         *(f"{_ms(case[peer])} ({ms / case[peer]:.2f})" for peer in peers), str(case["loops"]), str(case["waits"])]
+        for case in cases if case["bench"] == "gpu_step"
     ]  # fmt: skip
 
 

@@ -54,19 +54,22 @@ def main(argv: list[str] | None = None) -> dict[str, dict[str, float]]:
                 "policy": RowPolicy(LFU(), admit=AdmitAfter(2)), "capacity": capacity,
             },
         }  # fmt: skip
-        found |= {name: train(log, arguments, **its) for name, its in policies.items()}
+        found |= {name: train(log, arguments, **policy) for name, policy in policies.items()}
     print(f"{'':34} AUC     logloss      rows    MiB")
-    for name, its in found.items():
-        print(f"{name:34} {its['auc']:.4f}  {its['logloss']:.4f}  {its['rows']:8,.0f}  {its['bytes'] / 2**20:5.1f}")
+    for name, figures in found.items():
+        print(
+            f"{name:34} {figures['auc']:.4f}  {figures['logloss']:.4f}  {figures['rows']:8,.0f}"
+            f"  {figures['bytes'] / 2**20:5.1f}"
+        )
     return found
 
 
-def train(log: ClickLog, arguments: argparse.Namespace, **its: Any) -> dict[str, float]:
+def train(log: ClickLog, arguments: argparse.Namespace, **policy: Any) -> dict[str, float]:
     """The figures of a model whose embedding has this policy."""
     torch.set_num_threads(1)
     torch.manual_seed(arguments.seed)
     shutil.rmtree(arguments.workdir / TABLES, ignore_errors=True)
-    embedding = make_embedding(arguments, len(log.fields), **its)
+    embedding = make_embedding(arguments, len(log.fields), **policy)
     model = DLRM(OneEmbLookup(embedding, log.fields), len(log.fields), log.numeric_EX.shape[1], arguments.dim)
     optimizers = make_optimizers(model)
     step = TrainStep(model, optimizers)

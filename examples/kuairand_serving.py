@@ -31,10 +31,10 @@ def main(argv: list[str] | None = None) -> dict[str, dict[str, float]]:
                 "file_bytes": file.stat().st_size,
             }
     print(f"rows served as {'':9} AUC     logloss  bytes a row  MiB of the file, with its ids")
-    for name, its in found.items():
+    for name, figures in found.items():
         print(
-            f"{name:24} {its['auc']:.4f}  {its['logloss']:.4f}  {its['row_bytes']:11.0f}"
-            f"  {its['file_bytes'] / 2**20:5.2f}"
+            f"{name:24} {figures['auc']:.4f}  {figures['logloss']:.4f}  {figures['row_bytes']:11.0f}"
+            f"  {figures['file_bytes'] / 2**20:5.2f}"
         )
     return found
 

@@ -93,7 +93,9 @@ print("the same numbers:", torch.equal(model(kjt).wait().values(), output.wait()
 fused_params = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.02, "eps": 0.002}
 sharder_with_fused_params = EmbeddingBagCollectionSharder(fused_params=fused_params)
 sharded_with_fused_params = sharder_with_fused_params.shard(ebc, plan.plan[""], env, torch.device("cpu"))
-rate, other_rate = (its.fused_optimizer.param_groups[0]["lr"] for its in (sharded_ebc, sharded_with_fused_params))
+rate, other_rate = (
+    sharded.fused_optimizer.param_groups[0]["lr"] for sharded in (sharded_ebc, sharded_with_fused_params)
+)
 print(f"rates: {rate} of the first sharded module, {other_rate} with fused_params")
 
 # ... or by one that the parameters were given before.

@@ -85,11 +85,11 @@ def set_rows(store: EmbeddingStore, table_U: np.ndarray, id_U: np.ndarray, row_U
             store.before_change(keys.table_U, keys.id_U, store.weights_in(slot_U))
         format = store.format
         with store.writing:
-            its = slice(0, min(format.usage_begin, row_UX.shape[1]))
-            store.row_SW[slot_U, its] = put(row_UX[:, its])
-            its = slice(format.state_begin, row_UX.shape[1])  # Usage metadata belong to the policy.
-            if its.start < its.stop:
-                store.row_SW[slot_U, its] = put(row_UX[:, its])
+            words = slice(0, min(format.usage_begin, row_UX.shape[1]))
+            store.row_SW[slot_U, words] = put(row_UX[:, words])
+            words = slice(format.state_begin, row_UX.shape[1])  # Usage metadata belong to the policy.
+            if words.start < words.stop:
+                store.row_SW[slot_U, words] = put(row_UX[:, words])
         store.mark_dirty(keys.table_U, slot_U)
     finally:
         store.release(slot_U)

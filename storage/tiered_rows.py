@@ -417,8 +417,8 @@ class TieredRows:
             if not with_state or not format.same_words(self.format):
                 row_NX = self.format.converted(row_NX, format, with_state=with_state)
                 if usage_of is not None and format.usage_words != self.format.usage_words:
-                    its = slice(self.format.usage_begin, self.format.state_begin)
-                    row_NX[:, its] = usage_of(table_N, id_N).view(np.float32)
+                    usage = slice(self.format.usage_begin, self.format.state_begin)
+                    row_NX[:, usage] = usage_of(table_N, id_N).view(np.float32)
             self.bottom_store.put(table_N, id_N, row_NX)
 
     def scan(self, name: str, owned: OwnedRows | None = None) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:

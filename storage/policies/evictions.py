@@ -97,8 +97,8 @@ class Evictions:
         table_N, id_N, _ = keys_in_cells(cell_N)
         for t in over:
             of = np.flatnonzero(table_N == t)
-            its = of[self._least(cell_N[of], score_N[of], int(min(excess_T[t], free_T[t])))]
-            to_evict.append(RowsToEvict(table_N[its], id_N[its], "capacity"))
+            least = of[self._least(cell_N[of], score_N[of], int(min(excess_T[t], free_T[t])))]
+            to_evict.append(RowsToEvict(table_N[least], id_N[least], "capacity"))
         return to_evict
 
     def _excess(self, new_T: np.ndarray) -> np.ndarray:
@@ -191,10 +191,10 @@ class Evictions:
                 of_table = np.flatnonzero(table_N == t)
                 some = int(len(of_table) * _ROUND_SHARE)
                 count = max(int(excess_T[t]), min(some, int(excess_T[t]) + some), 0)
-                its = of_table[self._least(cell_N[of_table], score_N[of_table], count)]
-                stays_N[its] = False
-                chosen.append(cell_N[its])
-                excess -= len(its)
+                least = of_table[self._least(cell_N[of_table], score_N[of_table], count)]
+                stays_N[least] = False
+                chosen.append(cell_N[least])
+                excess -= len(least)
             cell_N, score_N = cell_N[stays_N], score_N[stays_N]
         if excess > 0:
             chosen.append(cell_N[self._least(cell_N, score_N, max(excess, int(len(cell_N) * _ROUND_SHARE)))])
@@ -266,7 +266,7 @@ class Evictions:
                 with self._holding(held):
                     old = np.flatnonzero(old_N & ~self._usage.places.held_P[place_N])
                 to_evict.append(RowsToEvict(table_N[old], id_N[old], "expired"))
-        return [its for its in to_evict if len(its.id_V)]
+        return [rows for rows in to_evict if len(rows.id_V)]
 
     def keys_to_weigh(self, shards: Iterable[int], most: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield tables and ids of the rows of these shards whose weights a sweep must check, at most `most` at a
@@ -278,8 +278,8 @@ class Evictions:
                 table_N, id_N, _ = self._usage.rows_in(run)
                 weighed = np.flatnonzero(weighed_T.take(table_N))
                 for begin in range(0, len(weighed), most):
-                    its = weighed[begin : begin + most]
-                    yield table_N[its], id_N[its]
+                    piece = weighed[begin : begin + most]
+                    yield table_N[piece], id_N[piece]
 
     def unwanted(
         self, table_N: np.ndarray, id_N: np.ndarray, weight_ND: np.ndarray, held: Sequence[np.ndarray]
@@ -310,4 +310,4 @@ class Evictions:
                     )
                 gone = of_table[leaves_N]
                 to_evict.append(RowsToEvict(table_N[gone], id_N[gone], "where"))
-        return [its for its in to_evict if len(its.id_V)]
+        return [rows for rows in to_evict if len(rows.id_V)]

@@ -176,18 +176,18 @@ class PolicyEngine:
             temporary: indices of the keys that get temporary rows.
             place_U: place of each key in the usage index, -1 for keys without a row.
         """
-        hot, leaving = self._rows.hot, sum(len(its.id_V) for its in to_evict)
+        hot, leaving = self._rows.hot, sum(len(rows.id_V) for rows in to_evict)
         if prefetched is None and len(temporary) == 0 and isinstance(hot, HotTier) and self.usage.in_rows:
             slot_U = place_U.copy()
             hot.check_room(int(np.count_nonzero(slot_U < 0)), leaving)
-            for its in to_evict:
-                self._evict(its)
+            for rows in to_evict:
+                self._evict(rows)
             hot.acquire_at(keys, slot_U)
             return slot_U, None
         slot_U = self._pins.pin_with_room(keys, prefetched, leaving)
         try:
-            for its in to_evict:
-                self._evict(its)
+            for rows in to_evict:
+                self._evict(rows)
             temporary_M = self._make_temporary(keys, slot_U, temporary)
         except BaseException:
             self._pins.give_back(slot_U)
@@ -226,8 +226,8 @@ class PolicyEngine:
             with self._calling_user():
                 to_evict += self._evictions.unwanted(table_N, id_N, self._numbers(row_NW), held)
         self._evictions.swept(step, shards)
-        for its in to_evict:
-            self._evict(its)
+        for rows in to_evict:
+            self._evict(rows)
 
     def _numbers(self, row_NW: np.ndarray) -> np.ndarray:
         """The weights of rows: float32 [N, D]."""
@@ -313,11 +313,11 @@ class PolicyEngine:
     def _evict_of(self, tables: Sequence[int], to_evict: Sequence[RowsToEvict], left: dict[str, int]) -> None:
         """Evict the rows of `to_evict` in `tables`, and add their numbers to `left` by reason. A row with two reasons
         counts for the first."""
-        for its in to_evict:
-            chosen = np.flatnonzero(np.isin(its.table_V, tables))
-            erased_V = self._evict(RowsToEvict(its.table_V[chosen], its.id_V[chosen], its.reason))
+        for rows in to_evict:
+            chosen = np.flatnonzero(np.isin(rows.table_V, tables))
+            erased_V = self._evict(RowsToEvict(rows.table_V[chosen], rows.id_V[chosen], rows.reason))
             if erased := int(np.count_nonzero(erased_V)):
-                left[its.reason] = left.get(its.reason, 0) + erased
+                left[rows.reason] = left.get(rows.reason, 0) + erased
 
     # ---- scores -----------------------------------------------------------------------------------------------------
 
@@ -370,10 +370,10 @@ class PolicyEngine:
                 which the rows come.
             step: number of updates of this store.
         """
-        its = slice(self._format.usage_begin, self._format.state_begin)
+        usage = slice(self._format.usage_begin, self._format.state_begin)
         self.usage.begin(clock if format.usage_words == USAGE_WORDS else None, steps, step)
         for table_N, id_N, row_NW in self._rows.rows():
-            usage_N4 = np.ascontiguousarray(row_NW[:, its]).view(np.uint32)
+            usage_N4 = np.ascontiguousarray(row_NW[:, usage]).view(np.uint32)
             self.usage.add(table_N, id_N, usage_N4)
 
     def clear(self) -> None:

@@ -273,8 +273,8 @@ class UsageIndex:
 
     def _set_numbers(self, place_N: np.ndarray, number_N: np.ndarray, word: int) -> None:
         """Write 64 bits into words `word` and `word + 1` of the metadata of each row."""
-        its = slice(self.places.first + word, self.places.first + word + 2)
-        self.places.word_PX[place_N, its] = np.ascontiguousarray(number_N, np.uint64).view(np.uint32).reshape(-1, 2)
+        words = slice(self.places.first + word, self.places.first + word + 2)
+        self.places.word_PX[place_N, words] = np.ascontiguousarray(number_N, np.uint64).view(np.uint32).reshape(-1, 2)
 
     def give(self, table: int, score: int) -> None:
         """Set the score that uses give from now on to rows of a table with `GivenScore`."""
@@ -283,9 +283,9 @@ class UsageIndex:
     def uses(self, table: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Ids int64 [N], scores and times of last use, both uint64 [N], of the rows of a table."""
         table_N, id_N, place_N = self.rows_in(range(SHARDS))
-        its = np.flatnonzero(table_N == table)
-        usage_N2 = self.usage_words(place_N[its]).view(np.uint64)
-        return id_N[its], usage_N2[:, 0].copy(), usage_N2[:, 1].copy()
+        of_table = np.flatnonzero(table_N == table)
+        usage_N2 = self.usage_words(place_N[of_table]).view(np.uint64)
+        return id_N[of_table], usage_N2[:, 0].copy(), usage_N2[:, 1].copy()
 
     def set_times(self, place_N: np.ndarray, time_N: np.ndarray) -> None:
         """Set the times of last use, uint64, of the rows at these places."""

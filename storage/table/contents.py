@@ -42,7 +42,7 @@ class Contents:
         self._max_space_amplification, self._expected_rows = max_space_amplification, expected_rows
         self.compactions = Background("compaction") if background else None
         self._writes = ThreadPoolExecutor(1, thread_name_prefix="oneemb-write") if background else None
-        self.index_thread = ThreadPoolExecutor(1, thread_name_prefix="oneemb-settle") if background else None
+        self.index_thread = ThreadPoolExecutor(1, thread_name_prefix="oneemb-index") if background else None
         self._rows_moved = 0
         self._use(LiveRows(geometry, self._files, threads, expected_rows, self.index_thread))
 

@@ -145,7 +145,7 @@ class DeviceSlots(MemoryTier):
 
     def _has_room(self, more: int) -> bool:
         """Whether that many new keys fit into slots, index and limits, whatever unsettled lookups have brought."""
-        more += sum(its.keys for its in self._unsettled)
+        more += sum(lookup.keys for lookup in self._unsettled)
         slots, limit = self._free.used + self._free.fresh(more), self._limits.row_limit
         fits = slots <= min(len(self.pin_S), len(self._free.stack_X)) and self._index.has_room(more)
         return fits and (limit is None or (self._rows is not None and self._rows + more <= limit))
@@ -170,7 +170,7 @@ class DeviceSlots(MemoryTier):
         gpu, size, free = self._gpu, len(keys.id_U), self._free
         slot_U, new_U = (gpu.empty(size, dtype=torch.int64) for _ in range(2))
         # While an admission is unsettled, only the device knows which slots are free; then no call has changed them.
-        is_known = not any(its.admits for its in self._unsettled)
+        is_known = not any(lookup.admits for lookup in self._unsettled)
         if is_known and self._free_known != (free.returned, free.used):
             self._free_2[:1].fill_(free.returned)
             self._free_2[1:].fill_(free.used)

@@ -317,10 +317,10 @@ class DeviceTier(DeviceSlots):
             self._settle()
             table_N, id_N, slot_N = self._index.items()
         for n in range(0, len(slot_N), batch):
-            its = slice(n, n + batch)
+            piece = slice(n, n + batch)
             with self._order(self._arrays):
                 self._order.after_releases()
-                found = self._host(table_N[its]).copy(), self._host(id_N[its]).copy(), self._rows_out(slot_N[its])
+                found = self._host(table_N[piece]).copy(), self._host(id_N[piece]).copy(), self._rows_out(slot_N[piece])
             yield found
 
     @settled

@@ -232,7 +232,7 @@ def test_cells_are_made_beside_the_caller_once_lists_are_long(tmp_path, monkeypa
     real = hash_index._new_cells
 
     def new_cells(cells_G):
-        beside.append(threading.current_thread().name.startswith("oneemb-settle"))
+        beside.append(threading.current_thread().name.startswith("oneemb-index"))
         return real(cells_G)
 
     with open_table(tmp_path) as table:
@@ -259,7 +259,7 @@ def test_rows_can_be_got_while_the_index_takes_in_a_list(tmp_path, monkeypatch):
     index_put, go, waiting = HashIndex.replace, threading.Event(), threading.Event()
 
     def slow(self, *keys):
-        if threading.current_thread().name.startswith("oneemb-settle"):
+        if threading.current_thread().name.startswith("oneemb-index"):
             waiting.set()
             assert go.wait(30)
         return index_put(self, *keys)
