@@ -202,7 +202,7 @@ overload(copy_lanes, inline="always")(_copy_lanes)
 
 @intrinsic
 def load_bytes(typingctx: Any, array: Any, row: Any, column: Any) -> Any:
-    """array[row, column : column + 16] of uint8 as float32."""
+    """Load array[row, column : column + 16] of uint8, each number converted to float32."""
     if not _is_rows(array, row, column) or array.dtype != types.uint8:
         return None
 

@@ -57,8 +57,8 @@ def make_normal_initializer(mean: float = 0.0, std: float = 1.0) -> NormalInitia
 def make_trunc_normal_initializer(
     mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0
 ) -> TruncNormalInitializer:
-    """Initializer with normal weights, none below `a` or above `b`. `a` and `b` are weights, not multiples of `std`, as
-    in `torch.nn.init.trunc_normal_`.
+    """Initializer with normal weights, none below `a` or above `b`. As in `torch.nn.init.trunc_normal_`, `a` and `b`
+    are limits of the weights themselves, not multiples of `std`.
 
     Raises:
         ValueError: std is not above 0, a is not below b, the interval has almost no probability, or an argument is not

@@ -104,13 +104,14 @@ def reading(method: Method[P, R]) -> Method[P, R]:
 
 
 def no_step(what: str) -> Callable[[Method[P, R]], Method[P, R]]:
-    """Decorator of a method, named `what` in errors: runs it while no thread is in a step."""
+    """Decorator of a method, named `what` in errors: waits until no thread is in a step, and lets none begin while the
+    method runs."""
 
     def decorate(method: Method[P, R]) -> Method[P, R]:
         @functools.wraps(method)
         def run(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
             if self.store_lock.forked:
-                return method(self, *args, **kwargs)  # which says what a child may not
+                return method(self, *args, **kwargs)  # The method raises the error for a forked child.
             return between_steps((self.step_lock,), what, lambda: method(self, *args, **kwargs))
 
         return run

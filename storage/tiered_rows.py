@@ -55,8 +55,8 @@ UsageOf = Callable[..., np.ndarray]
 
 
 def _rescue_name() -> str:
-    """Name of a snapshot that holds rows while they get another width. It stays if the process is killed then, or if
-    the rows are nowhere else, so each has a name of its own."""
+    """Name of a snapshot that holds rows while their width changes. The name is unique: a process that was killed
+    during such a change leaves its snapshot behind."""
     return f"rows-before-a-relayout-{uuid.uuid4().hex[:8]}"
 
 
@@ -280,8 +280,8 @@ class TieredRows:
             self.build()
         if not isinstance(self.bottom_store, Snapshots):
             raise StorageError(
-                f"{self._bottom.name} keeps no snapshots, which saving and loading rows, and giving them the state of"
-                " another optimizer, need; use a persistent table, or attach the optimizer before the first lookup"
+                f"{self._bottom.name} cannot keep snapshots; saving rows, loading rows and changing the optimizer need"
+                " them; use a persistent table, or attach the optimizer before the first lookup"
             )
         return self.bottom_store
 

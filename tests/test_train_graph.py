@@ -675,7 +675,7 @@ def test_an_embedding_without_an_optimizer_is_refused_by_name(made):
     modules = lambda made: {"embedding": made(name="forgotten"), "mlp": mlp()}  # noqa: E731
     model = Model(made, modules, plain_build, lambda owner: [torch.optim.SGD(owner.mlp.parameters(), lr=0.1)])
     ids, label = next(batches())
-    message = "embedding 'forgotten' has a gradient in build, but no optimizer of the graph trains it; add an optimizer"
+    message = "build gives embedding 'forgotten' a gradient, but no optimizer of the graph trains it; pass"
     with pytest.raises(oneemb.BuildError, match=message):
         model.graph(ids, label)
     model.graph.embedding.requires_grad_(False)

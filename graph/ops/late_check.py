@@ -2,7 +2,7 @@
 
     check = late_check_of(steps, grads)       the device looks at the gradients; None = the host has to wait
     ...                                       updates, and torch's fused optimizers, write nothing if one is not finite
-    check.settle(wait=...)                    raises the error, in a later step or in a call that waits
+    check.resolve(wait=...)                    raises the error, in a later step or in a call that waits
 
 Invariants: once the device has left a step out, it leaves out every later step of these stores until the host raises
 the error. The host then restores all counts to their values before that step.
@@ -84,13 +84,13 @@ class LateCheck:
         """Attribute `found_inf` of torch's fused optimizers: float32 scalar on the device; 1 = leave the step out."""
         return (1 - self.go_1).to(torch.float32).reshape(())
 
-    def settle(self, *, wait: bool = True) -> None:
+    def resolve(self, *, wait: bool = True) -> None:
         """Raise NonFiniteGradientError if the device has left out a step. wait=False: look only at the checks whose
         results the host has already."""
         with self._lock:
-            self._settle(wait)
+            self._resolve(wait)
 
-    def _settle(self, wait: bool) -> None:
+    def _resolve(self, wait: bool) -> None:
         while self._steps and (wait or self._steps[0].go.ready):
             if self._steps[0].go.values() == [1]:
                 self._steps.popleft()
@@ -118,24 +118,24 @@ _checks: "weakref.WeakSet[LateCheck]" = weakref.WeakSet()
 def _say_at_exit() -> None:
     for check in list(_checks):
         try:
-            check.settle()
+            check.resolve()
         except NonFiniteGradientError as error:
             print(f"NonFiniteGradientError: {error}", file=sys.stderr)
         except RuntimeError:
             pass  # of CUDA, which calls before this one have met too
 
 
-def settle_all(grads: Iterable[RowGrads]) -> None:
+def resolve_all(grads: Iterable[RowGrads]) -> None:
     """Wait for the checks of all earlier steps of the stores of these gradients. NonFiniteGradientError if one of these
     steps was left out."""
     for store in {store: None for grad in grads for store in grad.stores}:
         if store.step_lock.late_check is not None:
-            store.step_lock.late_check.settle()
+            store.step_lock.late_check.resolve()
 
 
 def late_check_of(steps: Sequence[Any], grads: Sequence[RowGrads], more: Counts = ()) -> LateCheck | None:
     """The check of the stores of a step, which it begins; None = the host has to wait. Earlier steps of these stores
-    are settled, as far as the host knows without a wait.
+    are checked, as far as the host knows without a wait.
 
     Args:
         steps: optimizers of the step: `RowStep`.
@@ -147,16 +147,16 @@ def late_check_of(steps: Sequence[Any], grads: Sequence[RowGrads], more: Counts 
     stores = {store: None for grad in grads for store in grad.stores}
     dense = [grad for step in steps for grad in _dense_of(step)]
     if not stores or not _may_be_late(steps, grads, dense):
-        settle_all(grads)
+        resolve_all(grads)
         return None
     backend = grads[0].store.backend
     first, *others = [store.step_lock.late_check for store in stores]
     if first is None or first.backend is not backend or any(other is not first for other in others):
-        settle_all(grads)
+        resolve_all(grads)
         first = LateCheck(backend)
         for store in stores:
             store.step_lock.late_check = first
-    first.settle(wait=False)
+    first.resolve(wait=False)
     counts = [*((store, "step") for store in stores), *((step, "taken") for step in steps), *more]
     first.begin(grads, dense, counts)
     return first

@@ -67,7 +67,7 @@ class LookupAhead:
 
     ranks: Ranks
     what: str
-    """Name of the lookup in exchanges; see `lookup_of`."""
+    """Name of the lookup in exchanges; see `lookup_description`."""
     store: EmbeddingStore
     """The rows that this rank owns."""
     keys: Keys
@@ -197,7 +197,7 @@ def begin_lookup(
         connections: connections by which the keys go; None = the connections of `ranks`.
     """
     made: list[tuple[Keys, Request]] = []
-    what = lookup_of(name, inserts, ranks, again)
+    what = lookup_description(name, inserts, ranks, again)
 
     def blocks() -> list[list[torch.Tensor]]:
         keys, request = request_for(store, ranks, make(), sums_bags=sums_bags)
@@ -228,8 +228,9 @@ def look_up_on_ranks(
     return lease
 
 
-def lookup_of(name: str, inserts: bool, ranks: Ranks, again: bool = False) -> str:
-    """Name of a lookup in exchanges. It holds everything that must be the same on all ranks."""
+def lookup_description(name: str, inserts: bool, ranks: Ranks, again: bool = False) -> str:
+    """Text by which ranks compare a lookup before they exchange data. It holds everything that must be the same on all
+    ranks."""
     once_more = " once more, in the backward pass," if again else ""
     return f"look up {name!r}{once_more} in {'training' if inserts else 'eval'} mode, comm_dtype {ranks.comm_dtype}"
 
@@ -251,7 +252,7 @@ class LookupOnRanks(NamedTuple):
     @property
     def what(self) -> str:
         """Name of the lookup in exchanges."""
-        return lookup_of(self.name, self.inserts, self.ranks)
+        return lookup_description(self.name, self.inserts, self.ranks)
 
 
 _MISSED_IN_EVAL, _MISSED_IN_TRAINING = -2, -1  # reported in place of the number of an announced lookup

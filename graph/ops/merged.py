@@ -75,7 +75,8 @@ class MergedKeys:
 
 
 class MergedRows:
-    """The keys of several lookups, and the merged store of their rows. Each lookup gets a lease of its own."""
+    """Unique keys of several lookups, acquired together from the stores that `store` joins. Each lookup gets a lease of
+    its own."""
 
     def __init__(self, store: MergedStore, keys: MergedKeys):
         self.store = store

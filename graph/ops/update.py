@@ -8,7 +8,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from oneemb.graph.ops.grads import RowGrads, join_grads
-from oneemb.graph.ops.late_check import Counts, NonFiniteGradientError, late_check_of, settle_all
+from oneemb.graph.ops.late_check import Counts, NonFiniteGradientError, late_check_of, resolve_all
 from oneemb.graph.ops.lookup import REPLACED, Lease
 from oneemb.graph.ops.merged import MergedRows
 from oneemb.graph.ops.row_grad import RowGrad
@@ -199,7 +199,7 @@ def check_finite(
                         row_optimizer.check(group)
     if any(grad.store.backend.waits for grad in present):
         if late is None:
-            settle_all(present)
+            resolve_all(present)
         elif (check := late_check_of(optimizers, present, late)) is not None:
             for optimizer in optimizers:
                 cast(Any, optimizer).begin_late(check)  # of a `RowStep`

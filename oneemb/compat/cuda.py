@@ -77,7 +77,8 @@ def manual_seed_all(seed: int) -> None:
 
 
 def get_device_name(device: Any = None) -> str:
-    """Name of the CPU, or the GPU's name that the runner was given."""
+    """Name of the GPU that scripts are to see, if the runner was given one; else the name of the CPU. `device` has no
+    effect."""
     return _pretended if _pretended is not None else _cpu_name()
 
 

@@ -25,7 +25,7 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 
 from oneemb.dynamicemb.dynamicemb_config import DynamicEmbTableOptions
 from oneemb.dynamicemb.types import DynamicEmbInitializerArgs, DynamicEmbInitializerMode
-from oneemb.foreign.dynamicemb_files import key_of_file
+from oneemb.foreign.dynamicemb_files import ids_of_numbers
 from oneemb.foreign.dynamicemb_reader import Dump, find_dump
 from oneemb.storage.errors import StoreFullError
 from oneemb.torchrec import EmbeddingCollection
@@ -242,7 +242,7 @@ class InferenceEmbeddingCollection(torch.nn.Module):
         dist = dump.meta.get("dist_type", "roundrobin") if dump.version == "today" else "roundrobin"
         ids, rows = [np.empty(0, np.int64)], [np.empty((0, self.emb_dim_), np.float32)]
         for part in dump.read(_ROWS, state=False):
-            ids.append(key_of_file(dist, part.rank, part.key_N, dump.ranks, num_embeddings))
+            ids.append(ids_of_numbers(dist, part.rank, part.key_N, dump.ranks, num_embeddings))
             rows.append(part.value_ND)
         id_N, row_ND = np.concatenate(ids), np.concatenate(rows)
         order_N = np.argsort(id_N)

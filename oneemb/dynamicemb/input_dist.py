@@ -14,7 +14,7 @@ from torchrec.distributed.embedding_sharding import BaseSparseFeaturesDist
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from oneemb.foreign.dynamicemb_files import DIST_TYPES, file_key, owner_of_key
+from oneemb.foreign.dynamicemb_files import DIST_TYPES, numbers_in_file, owner_of_key
 
 __all__ = ["RwSparseFeaturesDist", "bucketize_kjt_before_all2all"]
 
@@ -64,7 +64,7 @@ def bucketize_kjt_before_all2all(
     ):
         arguments = dists[feature], id_M.astype(np.int64), num_buckets, block * num_buckets
         bucket_N.append(owner_of_key(*arguments))
-        key_N.append(file_key(*arguments))
+        key_N.append(numbers_in_file(*arguments))
     place_N = np.concatenate(bucket_N) * len(length_P) + bag_N
     order_N = np.argsort(place_N, kind="stable")
     order = torch.from_numpy(order_N).to(device)

@@ -11,7 +11,7 @@ from oneemb.dynamicemb.dynamicemb_config import DynamicEmbScoreStrategy
 from oneemb.dynamicemb.table_dumps import TableDumps
 from oneemb.dynamicemb.tables import DynamicTables
 from oneemb.dynamicemb.types import CopyMode, Found, Storage as Interface
-from oneemb.foreign.dynamicemb_files import file_key, key_of_file
+from oneemb.foreign.dynamicemb_files import ids_of_numbers, numbers_in_file
 from oneemb.rows.values import encode_rows
 from oneemb.storage.store_rows import set_rows
 
@@ -132,7 +132,7 @@ class Storage(Interface[Any, Any]):
         columns |= {path: [] for path in (score_file_path, opt_file_path) if path is not None}
         for rows in self._tables.export(table_id):
             assert rows.score_NS is not None and rows.state_NZ is not None
-            key_N = file_key(info.options.dist_type, rows.key_N, ranks.size, info.num_embeddings)
+            key_N = numbers_in_file(info.options.dist_type, rows.key_N, ranks.size, info.num_embeddings)
             columns[emb_key_path].append(key_N.astype("<i8"))
             columns[embedding_file_path].append(rows.value_ND.astype("<f4"))
             if score_file_path is not None:
@@ -178,7 +178,7 @@ class Storage(Interface[Any, Any]):
             meta = json.load(text)
         key_N = np.fromfile(emb_file_path, "<i8")
         count, dist = meta.get("num_embeddings", info.num_embeddings), meta.get("dist_type", info.options.dist_type)
-        id_N = key_of_file(dist, ranks.rank, key_N, ranks.size, count)
+        id_N = ids_of_numbers(dist, ranks.rank, key_N, ranks.size, count)
         value_ND = _of_rows(embedding_file_path, "<f4", len(id_N))
         score_NS = None if score_file_path is None else _of_rows(score_file_path, "<i8", len(id_N))
         with_state = include_optim and opt_file_path is not None and store.format.state_width > 0

@@ -17,7 +17,7 @@ import torch
 from oneemb.adapters.table_state import widths_of_state
 from oneemb.dynamicemb.dynamicemb_config import DynamicEmbScoreStrategy as Score, evict_strategy_of, policy_of
 from oneemb.dynamicemb.tables import DynamicTables
-from oneemb.foreign.dynamicemb_files import Layout, file_key, key_of_file
+from oneemb.foreign.dynamicemb_files import Layout, ids_of_numbers, numbers_in_file
 from oneemb.foreign.dynamicemb_reader import Dump, DumpRows, find_dump
 from oneemb.foreign.dynamicemb_writer import DumpWriter, remove_unfinished, unpublish
 from oneemb.rows.values import encode_rows
@@ -103,7 +103,7 @@ class TableDumps:
         def write(rows: DumpRows) -> None:
             key_N = rows.key_N
             if not by_first:
-                key_N = file_key(table.options.dist_type, key_N, ranks.size, table.num_embeddings)
+                key_N = numbers_in_file(table.options.dist_type, key_N, ranks.size, table.num_embeddings)
             scores = rows.score_NS
             if table.options.score_strategy is Score.TIMESTAMP:
                 assert scores is not None
@@ -314,7 +314,7 @@ class TableDumps:
         if dump.version == "seed":
             return key_N
         dist = dump.meta.get("dist_type", "roundrobin")
-        return key_of_file(dist, rank, key_N, dump.ranks, self._num_embeddings(t, dump))
+        return ids_of_numbers(dist, rank, key_N, dump.ranks, self._num_embeddings(t, dump))
 
     def _fitting_of(self, t: int, dump: Dump, now: int) -> np.ndarray | None:
         """Ids of this rank's rows with the highest scores, if the dump has more rows for this rank than its capacity;

@@ -36,7 +36,8 @@ def tabulate(
     rows = [[str(cell) for cell in row] for row in (table if headers is None else [headers, *table])]
     if len({len(row) for row in rows}) > 1:
         raise ValueError(
-            f"rows and headers must have the same length, got {sorted({len(row) for row in rows})} columns"
+            f"each row must have as many cells as headers or the first row, got rows of"
+            f" {sorted({len(row) for row in rows})} cells"
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [" | ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

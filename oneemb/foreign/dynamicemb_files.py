@@ -63,9 +63,9 @@ def owner_of_key(dist_type: str, id_N: np.ndarray, ranks: int, num_embeddings: i
     return (unsigned_N % np.uint64(ranks)).astype(np.int64)
 
 
-def file_key(dist_type: str, id_N: np.ndarray, ranks: int, num_embeddings: int | None) -> np.ndarray:
-    """Key of each id in the file of its rank, int64 [N]. The key is the id, except for "continuous": there it is the
-    id's index in the rank's block, and ids beyond all blocks are assigned to the ranks in turn."""
+def numbers_in_file(dist_type: str, id_N: np.ndarray, ranks: int, num_embeddings: int | None) -> np.ndarray:
+    """Number under which the file of its rank stores each id, int64 [N]. The number is the id, except for "continuous":
+    there it is the id's index in the rank's block, and ids beyond all blocks are assigned to the ranks in turn."""
     if dist_type != "continuous":
         return id_N
     unsigned_N, block = id_N.astype(np.uint64), np.uint64(_block(ranks, num_embeddings))
@@ -73,8 +73,8 @@ def file_key(dist_type: str, id_N: np.ndarray, ranks: int, num_embeddings: int |
     return np.where(inside_N, unsigned_N % block, unsigned_N // np.uint64(ranks)).astype(np.int64)
 
 
-def key_of_file(dist_type: str, rank: int, key_N: np.ndarray, ranks: int, num_embeddings: int | None) -> np.ndarray:
-    """Id of each key in the file of `rank`, int64 [N]: the inverse of `file_key`."""
+def ids_of_numbers(dist_type: str, rank: int, key_N: np.ndarray, ranks: int, num_embeddings: int | None) -> np.ndarray:
+    """Ids, int64 [N], of the numbers under which the file of `rank` stores them. Inverse of `numbers_in_file`."""
     if dist_type != "continuous":
         return key_N
     unsigned_N, block = key_N.astype(np.uint64), np.uint64(_block(ranks, num_embeddings))

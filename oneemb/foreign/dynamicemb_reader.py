@@ -18,7 +18,7 @@ from oneemb.foreign.dynamicemb_files import (
     RANKED,
     Layout,
     check_name,
-    key_of_file,
+    ids_of_numbers,
     names_in,
     part_of,
 )
@@ -34,7 +34,7 @@ class DumpRows(NamedTuple):
     rank: int
     """Rank that has written the rows."""
     key_N: np.ndarray
-    """Keys in the form of the file, int64 [N]; `key_of_file` makes ids of them."""
+    """Keys in the form of the file, int64 [N]; `ids_of_numbers` makes ids of them."""
     value_ND: np.ndarray
     """Weights, float32 [N, D]."""
     score_NS: np.ndarray | None
@@ -141,7 +141,7 @@ class Dump:
             for begin in range(0, rows, _AT_ONCE):
                 key_N = self._read(part["keys"], np.int64, begin, min(_AT_ONCE, rows - begin), 1)[:, 0]
                 if self.version == "today":
-                    key_N = key_of_file(dist, r, key_N, self.ranks, num_embeddings)
+                    key_N = ids_of_numbers(dist, r, key_N, self.ranks, num_embeddings)
                 table_N = np.zeros(len(key_N), np.int32)
                 seen = index.find(table_N, key_N) >= 0
                 if seen.any() or len(np.unique(key_N)) < len(key_N):
@@ -207,7 +207,7 @@ class Dump:
         return self._read(path, dtype, 0, self.rows, width)
 
     def counters(self, batch: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield keys of ids without a row, and the counts of these ids, int64 [N] both; `key_of_file` makes ids of
+        """Yield keys of ids without a row, and the counts of these ids, int64 [N] both; `ids_of_numbers` makes ids of
         keys."""
         for part in self._parts:
             rows = self._count(part["counter_keys"], np.int64, 1)

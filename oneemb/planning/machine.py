@@ -322,7 +322,7 @@ def _nonnegative(terms: Any, target: Any) -> Any:
 
 
 def _measure_fresh() -> float:
-    """GB/s at which a new large array is filled, with memory pages that the operating system clears first."""
+    """GB/s of filling a newly allocated large array. The operating system's clearing of its pages is included."""
     spent = _seconds([lambda: torch.zeros(_FRESH_BYTES, dtype=torch.uint8, device="cpu").fill_(1)] * 10)
     return _FRESH_BYTES / float(np.quantile(spent, QUIET)) / 1e9
 

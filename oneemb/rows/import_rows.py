@@ -259,7 +259,7 @@ class _ReaderRows:
 
 
 class _BatchRows:
-    """Rows of an iterable of batches, with the interface `RowFile`."""
+    """Gives an iterable of batches of rows the interface `RowFile`."""
 
     def __init__(self, batches: Iterable[_Arrays]):
         self.note: SnapshotRows | None = None

@@ -130,7 +130,7 @@ class InitialValues(torch.nn.Module):
     block_K: torch.Tensor
     key_R2: torch.Tensor
     by_2: torch.Tensor
-    factor_832: torch.Tensor
+    coefficients_832: torch.Tensor
 
     def __init__(self, initial: InitialRows, trained: torch.dtype):
         super().__init__()
@@ -155,7 +155,7 @@ class InitialValues(torch.nn.Module):
         self.register_buffer("key_R2", torch.tensor(key_R2, device="cpu").reshape(10, 2, 1, 1))
         self.register_buffer("by_2", torch.tensor([int(M0), int(M1)], device="cpu").reshape(2, 1, 1))
         factors = torch.tensor(QUANTILE_FACTORS, dtype=torch.float64, device="cpu")
-        self.register_buffer("factor_832", factors.permute(2, 0, 1).reshape(8, 3, 2, 1, 1).contiguous())
+        self.register_buffer("coefficients_832", factors.permute(2, 0, 1).reshape(8, 3, 2, 1, 1).contiguous())
 
     def forward(self, table_M: torch.Tensor, id_M: torch.Tensor) -> torch.Tensor:
         """Initial weights, float32 [M, D], of keys (table, id), int64 [M] each."""
@@ -196,13 +196,15 @@ class InitialValues(torch.nn.Module):
         return words.flatten(1)[:, : self.dim]
 
     def _normal_quantile(self, p: torch.Tensor) -> torch.Tensor:
-        """Normal quantile of `kernels/init_rows.py`, float64; computes all three rational functions and selects one."""
+        """Quantiles of the standard normal distribution at the probabilities p, float64, with the formula of
+        `kernels/init_rows.py`. It has one rational function for each of three ranges of p: all three are computed, and
+        one is selected for each element."""
         q = p - 0.5
         r = torch.sqrt(-torch.log(torch.minimum(p, 1.0 - p)))
         r_3 = torch.stack([0.180625 - q * q, r - 1.6, r - 5.0]).unsqueeze(1)
-        found = r_3 * self.factor_832[0] + self.factor_832[1]
+        found = r_3 * self.coefficients_832[0] + self.coefficients_832[1]
         for k in range(2, 8):
-            found = found * r_3 + self.factor_832[k]
+            found = found * r_3 + self.coefficients_832[k]
         tail = torch.where(r <= 5.0, found[1, 0] / found[1, 1], found[2, 0] / found[2, 1])
         tail = torch.where(q < 0.0, -tail, tail)
         return torch.where(torch.abs(q) <= 0.425, q * found[0, 0] / found[0, 1], tail)

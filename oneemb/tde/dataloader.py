@@ -216,7 +216,7 @@ class DataLoaderIter:
     def _run_ahead(self) -> None:
         if self._worker is None:
             return
-        traffic, until = self._steps.traffic, self._steps.traffic.added
+        traffic, until = self._steps.traffic, self._steps.traffic.last_ticket
         self._worker.submit(lambda: traffic.run_ahead(until))
         if self._reading is None and self._next is None and self._failed is None:
             self._reading = self._worker.submit(self._reader.read)

@@ -93,7 +93,7 @@ class PS:
         """Read rows now, and add their push to `traffic`; returns its ticket. `pair_N2` has ids, each with its cache
         id."""
         if not self._pushes or not len(pair_N2):
-            return self.traffic.added
+            return self.traffic.last_ticket
         for shard, pairs in self._own(pair_N2):
             where = torch.from_numpy(pairs[:, 1] - shard.begin)
             parts = [
@@ -101,7 +101,7 @@ class PS:
                 for tensor in shard.tensors
             ]
             self.traffic.add(functools.partial(self._push, np.ascontiguousarray(pairs[:, 0]), parts))
-        return self.traffic.added
+        return self.traffic.last_ticket
 
     def fetch(
         self, ids_to_fetch: torch.Tensor, time: int, reinit: bool = False, weight_init_max: float = 0.0,

@@ -28,8 +28,8 @@ class Traffic:
         return self._added
 
     @property
-    def added(self) -> int:
-        """Ticket of the last added call."""
+    def last_ticket(self) -> int:
+        """Ticket of the call that was added last."""
         return self._added
 
     def run_ahead(self, until: int) -> None:

@@ -56,7 +56,8 @@ def _passing_over(shardable_parameters: Any) -> Any:
 
 
 def managed_collision_sharders(sharders: Sequence[Any]) -> list[ModuleSharder[torch.nn.Module]]:
-    """Sharders of TorchRec's modules of managed collisions; they shard the collection inside by one of `sharders`."""
+    """Sharders of TorchRec's two modules of managed collisions. Each shards the collection that its module contains
+    with the sharder of `sharders` for that collection."""
     kinds = ManagedCollisionEmbeddingBagCollection, ManagedCollisionEmbeddingCollection
     return [_ManagedCollisionSharder(kind, sharders) for kind in kinds]
 

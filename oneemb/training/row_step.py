@@ -269,15 +269,15 @@ class RowStep:
         self.grads, self._spent = [], []
 
     def reduce(self, stats: StepStats) -> list[ops.RowGrads]:
-        """The gradients of rows by unique key, still to be summed. The rows are pinned until `update` or `put_back`;
-        StoreFullError if they do not fit."""
-        # Gradients that are reduced together belong to the same param group, or to one store with several groups.
+        """Group the gradients of rows by unique key; `update` sums them. The rows are pinned until `update` or
+        `put_back`; StoreFullError if they do not fit."""
+        # Gradients of one param group are reduced together, a store with tables in several groups alone.
         of_group: dict[tuple[int, ...], list[ops.RowGrad]] = {}
         for taken, grad in self.grads:
             store = taken.embedding.store
             store.store_lock.check(changes=True)
-            numbers = self._groups[store]
-            of_group.setdefault(numbers[:1] if len(set(numbers)) == 1 else (*numbers, id(store)), []).append(grad)
+            group_T = self._groups[store]
+            of_group.setdefault(group_T[:1] if len(set(group_T)) == 1 else (*group_T, id(store)), []).append(grad)
         reduced: list[ops.RowGrads] = []
         for group in of_group.values():
             reduced += stats.call("reduce_grads", ops.reduce_grads, group, measure=ops.measure_reduce)

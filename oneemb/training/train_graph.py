@@ -280,8 +280,8 @@ class TrainGraph(CompiledGraph):
             drop_grads(embedding)
         if untrained:
             raise BuildError(
-                f"embedding {untrained[0].name!r} has a gradient in build, but no optimizer of the graph trains it; add"
-                " an optimizer with its parameters, or freeze it with requires_grad_(False)"
+                f"build gives embedding {untrained[0].name!r} a gradient, but no optimizer of the graph trains it; pass"
+                " its parameters to an optimizer, or freeze it with requires_grad_(False)"
             )
         if state.optimizers and state.steps == state.micro_batches == 0 and not self._has_gradients():
             warnings.warn(

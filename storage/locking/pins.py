@@ -113,7 +113,7 @@ class PinBook:
         return [owner for pins in self._owned() if (owner := pins()) is not None]
 
     def places(self) -> list[np.ndarray]:
-        """Places in the usage index of the rows that lookups hold, one array for each lookup."""
+        """Positions of pinned rows in the usage index, one array for each lookup in progress."""
         return [pins.place_U for pins in self._owned()]
 
     def temporary(self) -> np.ndarray:

@@ -47,7 +47,7 @@ class StepLock:
         """Warn if a GPU has left out a step and no call has raised the error yet: for a call that must not fail."""
         if self.late_check is not None:
             try:
-                self.late_check.settle()
+                self.late_check.resolve()
             except ArithmeticError as error:  # NonFiniteGradientError
                 warnings.warn(str(error), stacklevel=4)
 
@@ -68,7 +68,7 @@ def alone(locks: Iterable[StepLock], call: Callable[[], T]) -> T:
     def run() -> T:
         for lock in locks:
             if lock.late_check is not None:
-                lock.late_check.settle()
+                lock.late_check.resolve()
         return call()
 
     return while_held(_inner_locks(locks), run)

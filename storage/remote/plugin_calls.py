@@ -96,7 +96,7 @@ class Call:
                 self.error = error
 
     def answer(self) -> None:
-        """Record the plugin's answer, from any thread. A second answer does nothing."""
+        """Mark the call as answered by the plugin, from any thread. A second call has no effect."""
         with self._lock:
             self._answered = True
             self._end()

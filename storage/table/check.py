@@ -154,8 +154,8 @@ class _Check:
                     self._problem(block_damage(path, geometry, first + b, data, expected, table, id), names)
                 if whole < blocks:
                     raise CorruptTableError(
-                        f"{path}: the blocks from offset {offset} on must have {want} bytes, the file ends after {size}"
-                        f" of them; restore the file from a copy, or delete the snapshots that need it"
+                        f"{path} is cut off: from offset {offset} on it must have {want} bytes, it has {size}"
+                        f"; restore the file from a copy, or delete the snapshots that need it"
                     )
 
     def _check_snapshot(self, record: SnapshotRecord, sound: set[int]) -> None:

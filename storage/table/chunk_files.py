@@ -148,8 +148,8 @@ class ChunkFiles:
         return chunk
 
     def adopt(self, number: int, geometry: Geometry, blocks: int, keys_bytes: int, keys_sum: int) -> ChunkFile:
-        """Return the chunk of this number with one hold more, without opening its files. If the chunk was not known up
-        to this end, its end becomes the given one: `blocks`, `keys_bytes` and `keys_sum` come from a snapshot."""
+        """Hold chunk `number` of a snapshot once more, and return it. Its files are not opened. If the snapshot has
+        more blocks of the chunk than are known, its `blocks`, `keys_bytes` and `keys_sum` are taken over."""
         chunk = self.chunks.get(number)
         if chunk is None:
             chunk = self.chunks[number] = ChunkFile(number, geometry, *chunk_paths(self.directory, number))

@@ -169,8 +169,8 @@ def scan_rows(
             size = fs.read_into(file, buffer.data[:want], offset)
             if size != want:
                 raise CorruptTableError(
-                    f"{path}: the blocks from offset {offset} on must have {want} bytes, the file ends after {size} of "
-                    f"them; restore the file from a copy, or delete the snapshots that need it"
+                    f"{path} is cut off: from offset {offset} on it must have {want} bytes, it has {size}"
+                    "; restore the file from a copy, or delete the snapshots that need it"
                 )
             row_NW = np.empty((len(place_N), geometry.row_width), np.float32)
             to_N = np.arange(len(place_N))

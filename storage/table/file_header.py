@@ -33,8 +33,8 @@ def read_header(header: bytes, magic: bytes, path: str) -> tuple[int, int, int, 
     another magic, FormatVersionError if it has a format that this release does not read."""
     if len(header) < HEADER_BYTES:
         raise CorruptTableError(
-            f"{path}: the header must have {HEADER_BYTES} bytes, the file ends after {len(header)}; restore the file "
-            f"from a copy, or delete the snapshots that need it"
+            f"{path} is cut off: the header must have {HEADER_BYTES} bytes, the file has {len(header)};"
+            " restore the file from a copy, or delete the snapshots that need it"
         )
     found_magic, version, _, release, *number_4 = _FIELDS.unpack(header[: _FIELDS.size])
     (expected,) = _SUM.unpack_from(header, _FIELDS.size)

@@ -243,7 +243,7 @@ def _name_of(file_name: str) -> str | None:
 def _check(data: Buffer, size: int, expected: int, path: str, offset: int, what: str) -> None:
     if len(data) != size:
         raise CorruptTableError(
-            f"{path}: the {what} at offset {offset} must have {size} bytes, the file ends after {len(data)} of them; "
+            f"{path} is cut off: the {what} at offset {offset} must have {size} bytes, {len(data)} are there; "
             f"run `oneemb check` on the table"
         )
     actual = xxh64(data)

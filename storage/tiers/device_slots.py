@@ -4,7 +4,7 @@ device_tier.py makes a hot tier of them and has the invariants of both.
 
 A lookup waits for the device where the host has to know how many keys miss: to read rows from below, to evict others,
 to get memory, to refuse what does not fit, or to say what is wrong with tables or offsets. Where none of that can
-happen, `_admit` lets the device give new keys their slots, and `_settle` counts them when the numbers have come.
+happen, `_admit` lets the device give new keys their slots, and `_apply_pending` counts them when the numbers have come.
 """
 
 import functools
@@ -54,19 +54,19 @@ def in_order(method: Callable[Concatenate[Slots, P], R]) -> Callable[Concatenate
     return run
 
 
-def settled(method: Callable[Concatenate[Slots, P], R]) -> Callable[Concatenate[Slots, P], R]:
+def up_to_date(method: Callable[Concatenate[Slots, P], R]) -> Callable[Concatenate[Slots, P], R]:
     """Decorator like `in_order`, which first brings the host's counts up to those of the device."""
 
     @functools.wraps(method)
     def run(self: Slots, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with self._order(self._arrays):
-            self._settle()
+            self._apply_pending()
             return method(self, *args, **kwargs)
 
     return run
 
 
-class _Unsettled(NamedTuple):
+class _PendingLookup(NamedTuple):
     """A lookup of which the host does not know yet how many of its keys missed."""
 
     counts: Later
@@ -90,7 +90,7 @@ class DeviceSlots(MemoryTier):
     _backend: CudaBackend
     _gpu: Gpu
     _order: StreamOrder
-    _unsettled: deque[_Unsettled]
+    _pending: deque[_PendingLookup]
     _tick: int
     _begun: int
     """Grows when `acquire` has made rows, or may have."""
@@ -134,18 +134,19 @@ class DeviceSlots(MemoryTier):
 
     # ---- lookups for which the host does not wait ----------------------------------------------------------------
 
-    def _may_admit(self, keys: DeviceKeys) -> bool:
-        """Whether `_admit` may take the place of the part of `acquire` that waits: no error is possible."""
-        leaves_out = getattr(self.init_rows, "leaves_out", False)
-        if not self._resident or not leaves_out or keys.check is not None or len(keys.id_U) == 0:
+    def _make_room_to_admit(self, keys: DeviceKeys) -> bool:
+        """Whether `_admit`, which does not wait for the device, can acquire these keys: only if no error is possible.
+        Counts pending lookups until there is room."""
+        skips_absent_keys = getattr(self.init_rows, "skips_absent_keys", False)
+        if not self._resident or not skips_absent_keys or keys.check is not None or len(keys.id_U) == 0:
             return False
-        while not self._has_room(len(keys.id_U)) and self._unsettled:
-            self._settle_first()
+        while not self._has_room(len(keys.id_U)) and self._pending:
+            self._apply_first()
         return self._has_room(len(keys.id_U))
 
     def _has_room(self, more: int) -> bool:
-        """Whether that many new keys fit into slots, index and limits, whatever unsettled lookups have brought."""
-        more += sum(lookup.keys for lookup in self._unsettled)
+        """Whether that many new keys fit into slots, index and limits, whatever pending lookups have brought."""
+        more += sum(lookup.keys for lookup in self._pending)
         slots, limit = self._free.used + self._free.fresh(more), self._limits.row_limit
         fits = slots <= min(len(self.pin_S), len(self._free.stack_X)) and self._index.has_room(more)
         return fits and (limit is None or (self._rows is not None and self._rows + more <= limit))
@@ -155,8 +156,8 @@ class DeviceSlots(MemoryTier):
         memory they wait."""
         more = _LOOKUPS_AHEAD * keys
         slots = self._free.used + self._free.fresh(more)
-        leaves_out = getattr(self.init_rows, "leaves_out", False)
-        if not self._resident or not leaves_out or slots > self.slots or len(self.pin_S) == self._ahead_failed:
+        skips_absent_keys = getattr(self.init_rows, "skips_absent_keys", False)
+        if not self._resident or not skips_absent_keys or slots > self.slots or len(self.pin_S) == self._ahead_failed:
             return
         try:
             self._index.reserve(more)
@@ -169,8 +170,8 @@ class DeviceSlots(MemoryTier):
         loops are described in slots_cuda.py. An error has changed nothing."""
         gpu, size, free = self._gpu, len(keys.id_U), self._free
         slot_U, new_U = (gpu.empty(size, dtype=torch.int64) for _ in range(2))
-        # While an admission is unsettled, only the device knows which slots are free; then no call has changed them.
-        is_known = not any(lookup.admits for lookup in self._unsettled)
+        # While an admission is pending, only the device knows which slots are free; then no call has changed them.
+        is_known = not any(lookup.admits for lookup in self._pending)
         if is_known and self._free_known != (free.returned, free.used):
             self._free_2[:1].fill_(free.returned)
             self._free_2[1:].fill_(free.used)
@@ -190,25 +191,25 @@ class DeviceSlots(MemoryTier):
                 admit_loop, size, self._index.cell_C2, keys.table_U, keys.id_U, new_U, slot_U, counts, self._free_2,
                 self._table_S, self._id_S, self.score_S, self.pin_S, self._dirty_S, score, self._index.inserted_2,
             )  # fmt: skip
-            self._unsettled.append(_Unsettled(later, size, True))
+            self._pending.append(_PendingLookup(later, size, True))
             self._begun += 1
         return slot_U
 
     def _count_later(self, counts: torch.Tensor) -> None:
         """Count what a lookup that has only read has found, when the numbers have come."""
-        self._unsettled.append(_Unsettled(self._gpu.read_later(counts), 0, False))
-        self._settle(wait=False)
+        self._pending.append(_PendingLookup(self._gpu.read_later(counts), 0, False))
+        self._apply_pending(wait=False)
 
-    def _settle(self, *, wait: bool = True) -> None:
+    def _apply_pending(self, *, wait: bool = True) -> None:
         """Count what lookups have found and admitted for which the host did not wait; all of them, or those whose
         numbers have come."""
-        while self._unsettled and (wait or self._unsettled[0].counts.ready):
-            self._settle_first()
+        while self._pending and (wait or self._pending[0].counts.ready):
+            self._apply_first()
 
-    def _settle_first(self) -> None:
-        missed, size, _, lost = self._unsettled[0].counts.values()
+    def _apply_first(self) -> None:
+        missed, size, _, lost = self._pending[0].counts.values()
         with changing:
-            if self._unsettled.popleft().admits:
+            if self._pending.popleft().admits:
                 self._index.note_inserted(missed)
                 self._free.commit(missed)
                 self._free_known = self._free.returned, self._free.used
@@ -335,7 +336,7 @@ class DeviceSlots(MemoryTier):
     def _forget(self) -> None:
         gpu = self._gpu
         gpu.wait()  # Steps on other streams may be using what is given back.
-        self._unsettled = deque()
+        self._pending = deque()
         self._free_known = -1, -1
         self.row_SW = gpu.empty(0, padded(self.row_width), dtype=torch.float32)
         self._table_S = gpu.empty(0, dtype=torch.int32)

@@ -9,7 +9,7 @@ Invariants, beside those of hot_rows.py:
 - a lookup waits for the device once, to learn how many keys it has, how many of them miss and whether its tables and
   offsets were as they must be. Those do not wait whose rows were all prefetched, and those of a resident tier that has
   room for as many new rows as there are ids: the device then gives new keys their slots, and the host learns later how
-  many there were (`_settle`). Until then its counts of rows and free slots are those of before;
+  many there were (`_apply_pending`). Until then its counts of rows and free slots are those of before;
 - everything runs on torch's current stream. Calls that search, fill or evict come on the device in the order in which
   the host made them, on whatever streams. Between them steps read and write rows in pinned slots, and
   release them, on streams of their own: prefetching moves no array that they use, and takes no slot that is pinned.
@@ -33,7 +33,7 @@ from oneemb.storage.locking.store_lock import changing
 from oneemb.storage.row_store import RowStore
 from oneemb.storage.tiers.device_index import DeviceIndex
 from oneemb.storage.tiers.device_memory import PinnedRows, StreamOrder
-from oneemb.storage.tiers.device_slots import USE_SCORE, DeviceSlots, in_order, padded, settled
+from oneemb.storage.tiers.device_slots import USE_SCORE, DeviceSlots, in_order, padded, up_to_date
 from oneemb.storage.tiers.hot_rows import InitRows, fill_pinned
 from oneemb.storage.tiers.limits import Limits
 from oneemb.storage.tiers.memory_tier import MemoryTier
@@ -91,10 +91,10 @@ class DeviceTier(DeviceSlots):
         Where nothing has to be known before, the host does not wait: keys and slots are then not cut, and the slots
         beyond the actual number of keys are -1.
         """
-        self._settle(wait=False)
-        if self._may_admit(keys):
+        self._apply_pending(wait=False)
+        if self._make_room_to_admit(keys):
             return self._admit(keys), keys
-        self._settle()
+        self._apply_pending()
         room = len(keys.id_U)
         slot_U, keys, missed = self._find_and_pin(keys, 1)
         if missed:
@@ -111,7 +111,7 @@ class DeviceTier(DeviceSlots):
         self._make_room_ahead(room)
         return slot_U, keys
 
-    @settled
+    @up_to_date
     def acquire_rest(self, keys: DeviceKeys, slot_U: torch.Tensor) -> None:
         try:
             missing = torch.nonzero(slot_U < 0).reshape(-1)
@@ -123,7 +123,7 @@ class DeviceTier(DeviceSlots):
         with changing:
             slot_U[missing] = slot_M
 
-    @settled
+    @up_to_date
     def pin_resident(self, keys: DeviceKeys) -> tuple[torch.Tensor, DeviceKeys, torch.Tensor]:
         slot_U, keys, missed = self._find_and_pin(keys, 1)
         try:
@@ -137,7 +137,7 @@ class DeviceTier(DeviceSlots):
     def rows_ahead(self, keys: DeviceKeys, wanted: torch.Tensor) -> None:
         return None  # They are read under the store lock.
 
-    @settled
+    @up_to_date
     def bring_known(self, keys: DeviceKeys, slot_U: torch.Tensor, wanted: torch.Tensor, ahead: None = None) -> int:
         """See `HotRows.bring_known`. The slab does not grow, since that would move rows which steps on other streams
         may use: without free slots the call raises `StoreFullError`."""
@@ -168,7 +168,7 @@ class DeviceTier(DeviceSlots):
         self._counters.misses += size
         return found + size
 
-    @settled
+    @up_to_date
     def read(self, keys: DeviceKeys) -> tuple[torch.Tensor, DeviceKeys]:
         self._order.after_releases()
         slot_U, keys, missed = self._find_and_pin(keys, 0)
@@ -213,7 +213,7 @@ class DeviceTier(DeviceSlots):
     def slots_of(self, table_N: torch.Tensor, id_N: torch.Tensor) -> torch.Tensor:
         raise AssertionError("slots are not stable here")
 
-    @settled
+    @up_to_date
     def make_temporary(self, table_M: torch.Tensor, id_M: torch.Tensor) -> torch.Tensor:
         self._limits.check_fits(len(id_M), self._held())
         slot_M = self._reserve(len(id_M))
@@ -225,7 +225,7 @@ class DeviceTier(DeviceSlots):
             self._temporary += len(slot_M)
         return slot_M
 
-    @settled
+    @up_to_date
     def free_temporary(self, slot_M: torch.Tensor) -> None:
         self._order.after_releases()
         left_M = self.pin_S[slot_M] - 1
@@ -235,7 +235,7 @@ class DeviceTier(DeviceSlots):
             self._temporary -= len(slot_M)
             self._free.give_back(slot_M)
 
-    @settled
+    @up_to_date
     def check_slots(self) -> list[str]:
         _, _, slot_N = self._index.items()
         return self._free.problems(self.name, self._host(slot_N), self._host(self._free.returned_N), self._temporary)
@@ -255,31 +255,31 @@ class DeviceTier(DeviceSlots):
 
     @property
     def pinned(self) -> int:
-        self._settle()
+        self._apply_pending()
         count_1 = self._gpu.full(1, value=0, dtype=torch.int64)
         self._gpu.run(count_pinned_loop, self._free.used, self.pin_S, self._free.used, count_1)
         return self._gpu.read(count_1)[0]
 
     # ---- as a store under another tier: see memory_tier.py ------------------------------------------------------
 
-    get = settled(MemoryTier.get)
-    put = settled(MemoryTier.put)
-    erase = settled(MemoryTier.erase)
-    contains = settled(MemoryTier.contains)
-    flush = settled(MemoryTier.flush)
-    reload = settled(MemoryTier.reload)
-    clear = settled(MemoryTier.clear)
+    get = up_to_date(MemoryTier.get)
+    put = up_to_date(MemoryTier.put)
+    erase = up_to_date(MemoryTier.erase)
+    contains = up_to_date(MemoryTier.contains)
+    flush = up_to_date(MemoryTier.flush)
+    reload = up_to_date(MemoryTier.reload)
+    clear = up_to_date(MemoryTier.clear)
 
-    @settled
+    @up_to_date
     def _write_down(self) -> None:
         super()._write_down()
 
     def __len__(self) -> int:
-        self._settle()
+        self._apply_pending()
         return super().__len__()
 
     def _held(self) -> int:
-        self._settle()
+        self._apply_pending()
         return super()._held()
 
     def _put(self, array: np.ndarray) -> torch.Tensor:
@@ -314,7 +314,7 @@ class DeviceTier(DeviceSlots):
 
     def _scan(self, batch: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         with self._order(self._arrays):
-            self._settle()
+            self._apply_pending()
             table_N, id_N, slot_N = self._index.items()
         for n in range(0, len(slot_N), batch):
             piece = slice(n, n + batch)
@@ -323,7 +323,7 @@ class DeviceTier(DeviceSlots):
                 found = self._host(table_N[piece]).copy(), self._host(id_N[piece]).copy(), self._rows_out(slot_N[piece])
             yield found
 
-    @settled
+    @up_to_date
     def stats(self) -> dict[str, Any]:
         return {
             "rows": len(self._index),

@@ -80,8 +80,8 @@ class NewRows:
     """Function, an `InitRows`, that initializes new rows of one format. `policies` decide which values absent and
     temporary rows have; None = the initial values."""
 
-    leaves_out = True
-    """Whether slot -1 is left out, on a GPU: the host need not know which keys are new."""
+    skips_absent_keys = True
+    """On a GPU, `init_rows` skips keys whose slot is -1, so the host need not know which keys are new."""
 
     def __init__(
         self, format: RowFormat, initial: InitialRows, backend: Backend, policies: Sequence[RowPolicy] | None = None

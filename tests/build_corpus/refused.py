@@ -80,7 +80,7 @@ class EmbeddingOutsideOfTheModel(Idiom):
 
 
 class EmbeddingThatNothingTrains(Idiom):
-    refused = "embedding 'items' has a gradient in build, but no optimizer of the graph trains it"
+    refused = "build gives embedding 'items' a gradient, but no optimizer of the graph trains it"
     refused_outside = True
 
     def trained_by(self):

@@ -24,8 +24,8 @@ W = 5
 class Begin:
     """First values of rows that say which key they are of."""
 
-    def __init__(self, leaves_out):
-        self.leaves_out = leaves_out
+    def __init__(self, skips_absent_keys):
+        self.skips_absent_keys = skips_absent_keys
 
     def __call__(self, row_SW, slot_M, table_M, id_M):
         there = slot_M >= 0
@@ -35,10 +35,10 @@ class Begin:
 class Rows:
     """A resident tier, and batches with repeated ids that are looked up in it."""
 
-    def __init__(self, gpu, *, leaves_out=True, slots=3000, **options):
+    def __init__(self, gpu, *, skips_absent_keys=True, slots=3000, **options):
         self.backend = CudaBackend(gpu)
         self.tier = DeviceTier(
-            "device", row_width=W, slots=slots, below=None, resident=True, init=Begin(leaves_out),
+            "device", row_width=W, slots=slots, below=None, resident=True, init=Begin(skips_absent_keys),
             backend=self.backend, **options,
         )  # fmt: skip
 
@@ -70,7 +70,7 @@ def late(monkeypatch):
 def test_slots_rows_and_counts_are_those_of_lookups_that_wait(gpu, late, seed, numbers):
     rng = np.random.default_rng(seed)
     late.now = numbers == "late"
-    one, other = Rows(gpu), Rows(gpu, leaves_out=False)
+    one, other = Rows(gpu), Rows(gpu, skips_absent_keys=False)
     for rows in (one, other):
         rows.tier.release(rows.acquire([1, 2, 1])[0])  # gets memory
     for turn in range(25):

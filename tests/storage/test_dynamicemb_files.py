@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from oneemb.foreign.dynamicemb_files import file_key, key_of_file, owner_of_key
+from oneemb.foreign.dynamicemb_files import ids_of_numbers, numbers_in_file, owner_of_key
 from oneemb.foreign.dynamicemb_reader import find_dump
 from oneemb.foreign.dynamicemb_writer import DumpWriter, remove_unfinished, unpublish
 from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError, StorageError
@@ -180,11 +180,11 @@ def python_rank(dist, n, ranks, size):
 @given(IDS, st.integers(1, 5), st.integers(1, 50), st.sampled_from(["continuous", "roundrobin", "hash_roundrobin"]))
 def test_keys_are_dealt_to_ranks_as_upstream_does_and_come_back(ids, ranks, size, dist):
     id_N = np.array(ids, np.int64)
-    rank_N, key_N = owner_of_key(dist, id_N, ranks, size), file_key(dist, id_N, ranks, size)
+    rank_N, key_N = owner_of_key(dist, id_N, ranks, size), numbers_in_file(dist, id_N, ranks, size)
     for n, rank, key in zip(ids, rank_N.tolist(), key_N.tolist(), strict=True):
         expected, in_file = python_rank(dist, n, ranks, size)
         assert rank == expected and key % 2**64 == (n if in_file is None else in_file) % 2**64
-        assert key_of_file(dist, rank, np.array([key]), ranks, size).tolist() == [n]
+        assert ids_of_numbers(dist, rank, np.array([key]), ranks, size).tolist() == [n]
 
 
 # ---- damage ----------------------------------------------------------------------------------------------------------

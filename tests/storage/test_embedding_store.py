@@ -608,9 +608,9 @@ def test_rows_on_any_row_store_are_those_on_a_persistent_table(kind, open_store)
     assert everything(one) == everything(two)
     two.hot.flush()
     assert len(bottom.stores[3 * DIM]) == 200
-    with pytest.raises(StorageError, match="a dict keeps no snapshots"):
+    with pytest.raises(StorageError, match="a dict cannot keep snapshots"):
         two.snapshots.save("s", {})
-    with pytest.raises(StorageError, match="a dict keeps no snapshots"):
+    with pytest.raises(StorageError, match="a dict cannot keep snapshots"):
         two.snapshots.load("s")
     assert two.snapshots.names() == [] and everything(one) == everything(two)
     for store in (one, two):

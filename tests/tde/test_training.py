@@ -175,7 +175,7 @@ def depths(group):
     for kind, sharding in [("row-wise adagrad", "row_wise"), ("adam", "data_parallel")]:
         want, _ = full(group, kind, sharding)
         found[kind] = want, [cached(group, kind, sharding, f"memory://{kind}{depth}", depth) for depth in range(4)]
-    PS.evict_later, kept = lambda self, pairs: self.traffic.added, PS.evict_later
+    PS.evict_later, kept = lambda self, pairs: self.traffic.last_ticket, PS.evict_later
     found["lost"] = want, [cached(group, "adam", "data_parallel", "memory://lost", 0)]
     PS.evict_later = kept
     return found
