@@ -95,7 +95,7 @@ class DictBottom:
         return []
 
     def snapshot(self, name):
-        raise StorageError("a dict keeps no snapshots")
+        raise StorageError("a dict cannot keep snapshots")
 
     read = chain = arrays = snapshot
 
