@@ -21,8 +21,11 @@ def to_bytes(state: object) -> bytes:
     return buffer.getvalue()
 
 
-def load_bytes(file: str | IO[bytes], where: str, *, mmap: bool = False) -> Any:
-    """The state in the bytes that `to_bytes` has made; arguments and errors as for `load_state`."""
+def load_bytes(
+    file: str | IO[bytes], where: str, *, mmap: bool = False, what: str = "a checkpoint of a TrainGraph"
+) -> Any:
+    """The state in the bytes that `to_bytes` has made; arguments and errors as for `load_state`.
+    `what` says in errors which file was expected."""
     try:
         if not mmap:  # torch compares no checksums.
             with zipfile.ZipFile(file) as archive:
@@ -36,7 +39,7 @@ def load_bytes(file: str | IO[bytes], where: str, *, mmap: bool = False) -> Any:
         # In a damaged file torch may seek to before the beginning: EINVAL. Other OSErrors are no sign of damage.
         if isinstance(error, OSError) and error.errno != errno.EINVAL:
             raise
-        raise ValueError(f"{where} is not a checkpoint of a TrainGraph, or is damaged: {error}") from error
+        raise ValueError(f"{where} is not {what}, or is damaged: {error}") from error
 
 
 def hash_of(value: Any) -> str:

@@ -6,12 +6,11 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from oneemb.embeddings.embedding import TableEmbedding, embeddings_of
-from oneemb.training.compiled_graph import CompiledGraph
 from oneemb.training.eager import Optimizer
 from oneemb.training.row_step import embedding_of
 
 
-def named_embeddings(graph: CompiledGraph) -> dict[str, TableEmbedding]:
+def named_embeddings(graph: torch.nn.Module) -> dict[str, TableEmbedding]:
     """{name in states: embedding} of a graph."""
     plain = _plain_names(graph)
     return {plain(name): embedding for name, embedding in embeddings_of(graph).items()}

@@ -18,7 +18,7 @@ from oneemb.kernels.threads import Threads
 from oneemb.rows.values import weights_of
 from oneemb.storage.bottom import EXPORTED
 from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError, StorageError
-from oneemb.storage.fs import FileSystem, LocalFileSystem, doing
+from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, doing
 from oneemb.storage.rows.row_format import RowFormat
 from oneemb.storage.serving.served_file import ServedFile, ServedInfo, row_bytes_of
 from oneemb.storage.serving.served_writer import remove_served_files, write_served_file
@@ -44,6 +44,25 @@ class Source(NamedTuple):
     folder: str
     dtype: str
     tables: tuple[int, ...] | None
+
+
+def check_formats(dtype: str, absent: str) -> None:
+    """Raise ValueError unless rows can be served in this dtype, and ids without a row as `absent`."""
+    if dtype not in DTYPES or absent not in ("initial", "zeros"):
+        raise ValueError(
+            f'dtype must be one of {", ".join(DTYPES)} and absent "initial" or "zeros", got {dtype!r}, {absent!r}'
+        )
+
+
+def source_of(paths: list[str], folder: AnyPath | None, dtype: str, tables: tuple[int, ...] | None) -> Source:
+    """Source with these folders. ValueError if `folder` is one of `paths`; None = `serving` in the first path."""
+    where = os.path.join(paths[0], "serving") if folder is None else absolute_path(folder)
+    if os.path.realpath(where) in map(os.path.realpath, paths):
+        raise ValueError(
+            f"folder must be for served files alone, got {where}, the path of the table, whose writer holds the"
+            f" lock that making a file needs; leave it out, and files are made in {paths[0]}/serving"
+        )
+    return Source(paths, where, dtype, tables)
 
 
 class _StoppedError(Exception):

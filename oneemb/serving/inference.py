@@ -8,11 +8,8 @@ Invariants:
 """
 
 import operator
-import os
-import threading
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Never, Self
+from typing import Literal, Never, Self
 
 import numpy as np
 import torch
@@ -22,76 +19,17 @@ from oneemb.graph.tracers import refuse_tracers, uncompiled
 from oneemb.kernels.host_backend import HostBackend
 from oneemb.kernels.threads import Threads
 from oneemb.rows.arguments import Paths, as_list
-from oneemb.serving.build import DTYPES, Source, find_snapshot, open_snapshot
+from oneemb.serving.build import Source, check_formats, find_snapshot, open_snapshot, source_of
+from oneemb.serving.following import Following
 from oneemb.serving.served import Served, Version
 from oneemb.storage.errors import StorageError
-from oneemb.storage.fs import AnyPath, absolute_path
+from oneemb.storage.fs import AnyPath
 from oneemb.storage.serving.served_file import ServedFile, is_served_file
 
 _CPU = torch.device("cpu")
 
 
-class Follower:
-    """Thread that calls `refresh` every so many seconds, and raises its errors in the caller of `check`. `start` begins
-    the thread, after the owner has stored this object, so that an interrupt leaves no thread that cannot be stopped.
-
-    Invariants:
-    - the thread does not keep the owner of `refresh` alive: it ends when the owner is collected;
-    - a child of fork has no thread, and does not raise errors of its parent's thread.
-
-    Args:
-        refresh: a bound method, called with a function that returns True once the call should stop.
-        seconds: time between the end of a call and the next one, above 0.
-    """
-
-    def __init__(self, refresh: Callable[[Callable[[], bool]], Any], seconds: float):
-        self.seconds, self._process = seconds, os.getpid()
-        self._error: BaseException | None = None
-        self.ends = threading.Event()
-        self.thread = threading.Thread(
-            target=self._run, args=(weakref.WeakMethod(refresh),), name="oneemb-follow", daemon=True
-        )
-
-    def start(self) -> None:
-        self.thread.start()
-
-    def _run(self, refresh: "weakref.WeakMethod[Any]") -> None:
-        while not self.ends.wait(self.seconds):
-            call = refresh()
-            if call is None:
-                return
-            try:
-                call(self.ends.is_set)
-            except BaseException as error:
-                if not self.ends.is_set():
-                    self._error = error
-            del call
-
-    @property
-    def is_of_parent(self) -> bool:
-        """Whether this process is a child of fork, which has no such thread."""
-        return self._process != os.getpid()
-
-    def check(self) -> None:
-        """Raise the error of the last failed call, once."""
-        if self._error is not None and not self.is_of_parent:
-            error, self._error = self._error, None
-            if error is not None:
-                raise error
-
-    def stop(self) -> None:
-        """Make the thread end soon; its current call stops."""
-        if not self.is_of_parent:  # The thread may have held the event's lock at the fork.
-            self.ends.set()
-
-    def close(self) -> None:
-        """Stop, and wait until the thread has ended."""
-        self.stop()
-        if not self.is_of_parent and self.thread.is_alive() and self.thread is not threading.current_thread():
-            self.thread.join()
-
-
-class InferenceEmbedding(torch.nn.Module):
+class InferenceEmbedding(Following, torch.nn.Module):
     """The rows of a snapshot, read-only. Made by `open`; called like `MultiTableEmbedding` in eval mode.
 
     Any thread, and a child of fork, may call it.
@@ -102,9 +40,7 @@ class InferenceEmbedding(torch.nn.Module):
         self._backend = HostBackend(threads)
         self._served: Served | None = Served(file, absent, self._backend)
         self._source, self._absent, self._threads = source, absent, threads
-        self._follower: Follower | None = None
         self._choice: object = None  # Replaced by each call that chooses a version.
-        self._lock, self._process = threading.Lock(), os.getpid()
 
     @classmethod
     def open(
@@ -141,10 +77,7 @@ class InferenceEmbedding(torch.nn.Module):
                 them.
             ValueError: an argument is not as above.
         """
-        if dtype not in DTYPES or absent not in ("initial", "zeros"):
-            raise ValueError(
-                f'dtype must be one of {", ".join(DTYPES)} and absent "initial" or "zeros", got {dtype!r}, {absent!r}'
-            )
+        check_formats(dtype, absent)
         threads, paths = Threads(num_threads), as_list(path)
         if not paths:
             raise ValueError("path must be one path or more, got none")
@@ -157,13 +90,7 @@ class InferenceEmbedding(torch.nn.Module):
                     f" snapshot={snapshot!r} and tables={tables}; leave both out"
                 )
         else:
-            where = os.path.join(paths[0], "serving") if folder is None else absolute_path(folder)
-            if os.path.realpath(where) in map(os.path.realpath, paths):
-                raise ValueError(
-                    f"folder must be for served files alone, got {where}, the path of the table, whose writer holds the"
-                    f" lock that making a file needs; leave it out, and files are made in {paths[0]}/serving"
-                )
-            source = Source(paths, where, dtype, chosen)
+            source = source_of(paths, folder, dtype, chosen)
             opened = open_snapshot(source, snapshot, threads=threads)
             assert opened is not None  # without `stop` and `above` there is always a file
             file = opened
@@ -197,7 +124,7 @@ class InferenceEmbedding(torch.nn.Module):
         """
         refuse_tracers(self, ids)
         if self._follower is not None:
-            self._check_follower(self._follower)
+            self._check_follower()
         served = self._version_now()
         if pooling is not None or not include_last_offset:
             num_tables = len(served.table_C if table_ids is None else served.is_served_T)
@@ -269,21 +196,6 @@ class InferenceEmbedding(torch.nn.Module):
         if served is None:
             raise StorageError("the embedding is closed; open it again")
         return served
-
-    def _check_follower(self, follower: Follower) -> None:
-        if follower.is_of_parent:
-            with self._own_lock():
-                if self._follower is follower:
-                    self._follower = Follower(self._refresh, follower.seconds)
-                    self._follower.start()
-        follower.check()
-
-    def _own_lock(self) -> threading.Lock:
-        """Lock of the version and the follower. A child of fork makes a new lock, since a thread of its parent may have
-        held the old one."""
-        if self._process != os.getpid():
-            self._lock, self._process = threading.Lock(), os.getpid()
-        return self._lock
 
     @property
     def version(self) -> Version:
@@ -367,42 +279,16 @@ class InferenceEmbedding(torch.nn.Module):
             StorageError: the embedding is closed, or was opened from a file.
         """
         self._need_source()
-        if not 0 < seconds <= threading.TIMEOUT_MAX:
-            raise ValueError(f"seconds must be above 0, and {threading.TIMEOUT_MAX:.0f} at most, got {seconds}")
-        with self._own_lock():
-            self._version_now()
-            former = self._stopped()
-            self._follower = Follower(self._refresh, seconds)
-            self._follower.start()
-        if former is not None:
-            former.close()
+        super().follow(seconds)
 
-    def unfollow(self) -> None:
-        """Stop following; the current snapshot is still served."""
-        with self._own_lock():
-            follower = self._stopped()
-        if follower is not None:
-            follower.close()
-
-    def _stopped(self) -> Follower | None:
-        """Stop the follower and return it. The caller has the lock, so that there is never more than one follower."""
-        follower = self._follower
-        if follower is not None:
-            follower.stop()
-            self._follower = None
-        return follower
+    def _check_open(self) -> None:
+        self._version_now()
 
     def close(self) -> None:
         """Stop following, and release the file."""
         with self._own_lock():
             self._served, self._choice = None, object()
         self.unfollow()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def __reduce_ex__(self, protocol: object) -> Never:
         raise TypeError(

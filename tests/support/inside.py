@@ -103,7 +103,7 @@ def team_of(threads):
 
 
 def follower_of(served):
-    """Follower of an InferenceEmbedding."""
+    """Follower of an InferenceEmbedding or a ServedModel."""
     return served._follower
 
 

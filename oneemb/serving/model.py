@@ -1,0 +1,450 @@
+"""A whole model served: dense weights of a checkpoint, and rows of the snapshots that the checkpoint names.
+
+Invariants:
+- weights and rows of a version are of one checkpoint; a version never changes, and a call has one version;
+- calls never wait for a newer version: it is loaded beside the version that serves, and takes its place at once;
+- a checkpoint that is missing, damaged, older or that does not fit leaves the version that serves.
+"""
+
+import inspect
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from oneemb.checkpoints.named_snapshot import SnapshotName, decode
+from oneemb.checkpoints.state_bytes import load_bytes
+from oneemb.checkpoints.state_names import named_embeddings, tensors_of, with_extra_state
+from oneemb.kernels.threads import Threads
+from oneemb.serving.build import check_formats, open_snapshot, source_of
+from oneemb.serving.following import Following
+from oneemb.serving.frozen_modules import frozen_copy
+from oneemb.serving.inference import InferenceEmbedding
+from oneemb.serving.served import Version
+from oneemb.storage.errors import OtherSnapshotError, StorageError
+from oneemb.storage.fs import AnyPath, absolute_path, file_path
+from oneemb.training.compiled_graph import CompiledGraph, EvalGraph
+
+_RETRY_S_MAX = 60.0  # seconds between two attempts of the follower to load a checkpoint that has failed
+_EXTRA = "_extra_state"
+_log = logging.getLogger("oneemb")
+
+_FileState = tuple[int, int, int]
+_Dtype = Literal["float32", "float16", "int8", "int4"]
+
+
+@dataclass(frozen=True)
+class ModelVersion:
+    """One version of a served model. A call is a call of the module, in eval mode and without gradients."""
+
+    module: torch.nn.Module
+    """Copy of the module with the weights of the checkpoint and served rows."""
+    snapshots: dict[str, Version]
+    """{name of the embedding in the module: its snapshot}."""
+    saved_at: float
+    """Time at which the checkpoint was written, in seconds since 1970."""
+    file: _FileState
+    """State of the checkpoint's file, which changes when the file is replaced."""
+
+    @torch.no_grad()
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = self.module.build if isinstance(self.module, CompiledGraph) else self.module
+        return call(*args, **kwargs)
+
+
+class _Place(torch.nn.Module):
+    """Stands where a module has an embedding."""
+
+    def __init__(self, paths: list[str], dim: int, num_tables: int):
+        super().__init__()
+        self.paths, self.dim, self.num_tables = paths, dim, num_tables
+
+
+class _Template(NamedTuple):
+    """Copy of the user's module that each version is a copy of, and its parts by their names in checkpoints."""
+
+    module: torch.nn.Module
+    places: dict[str, _Place]
+
+
+class _Weights(NamedTuple):
+    """Contents of a checkpoint, or of a dict in it."""
+
+    tensors: Mapping[str, torch.Tensor]
+    extra: Mapping[str, Any]
+    snapshots: Mapping[str, SnapshotName]
+
+
+class ServedModel(Following):
+    """A model whose weights and rows are those of a checkpoint, made by `serve_model`. Any thread, and a child of fork,
+    may call it.
+
+    A call has the arguments and the result of the module's `forward`, or of `build` of an `EvalGraph`. It is of one
+    version, which it takes once; `current` gives the version for several calls of one version.
+    """
+
+    def __init__(
+        self, path: str, make: Callable[..., torch.nn.Module] | torch.nn.Module, prefix: str | None, dtype: str,
+        absent: str, folder: str | None, threads: Threads, check: Callable[[ModelVersion], Any] | None,
+    ):  # fmt: skip
+        super().__init__()
+        self._path, self._prefix, self._check = path, prefix, check
+        self._dtype, self._absent, self._folder, self._threads = dtype, absent, folder, threads
+        self._template: _Template | None = None
+        self._make: Callable[..., torch.nn.Module] | None = None  # a function, until it is called
+        if isinstance(make, torch.nn.Module):
+            self._template = _template_of(make)
+        else:
+            self._make = make
+        self._current: ModelVersion | None = None
+        self._closed = False
+        self._failed_on: _FileState | None = None
+        self._failures, self._next_try = 0, 0.0
+        self.error: Exception | None = None
+        """Error of the last attempt to load the checkpoint; None = the checkpoint is served."""
+
+    @property
+    def current(self) -> ModelVersion:
+        """The version that serves.
+
+        Raises:
+            StorageError: the model is closed, or no version serves yet.
+        """
+        current = self._current
+        if current is None:
+            self._check_open()
+            raise StorageError(f"no version of {self._path} serves yet: {self.error}") from self.error
+        return current
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StorageError("the model is closed; serve it again")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._follower is not None:
+            self._check_follower()
+        return self.current(*args, **kwargs)
+
+    def refresh(self, *, older: bool = False) -> bool:
+        """Serve the checkpoint if it has been replaced since; returns whether another version serves now. Calls go on
+        meanwhile.
+
+        Args:
+            older: whether the version may have an older snapshot than the one that serves.
+
+        Raises:
+            FileNotFoundError, OSError: the checkpoint is missing or cannot be read.
+            ValueError: it is damaged, or does not fit the module.
+            StorageError: a snapshot that it names is missing, damaged, of another run or, without `older`, older.
+            Any error of `make` and `check`. After an error, the version before still serves, and `error` is the error.
+        """
+        return self._load_newer(lambda: False, older=older)
+
+    def _refresh(self, stop: Callable[[], bool]) -> None:
+        """Work of the follower: errors are logged, and a checkpoint that has failed is tried more and more rarely."""
+        follower = self._follower
+        failed = self._failed_on
+        if failed is not None and time.monotonic() < self._next_try and _state_at(self._path) == failed:
+            return
+        told = str(self.error)
+        try:
+            self._load_newer(stop, older=False)
+        except Exception as error:
+            seconds = 1.0 if follower is None else follower.seconds
+            wait = min(seconds * 2.0 ** min(self._failures - 1, 20), max(seconds, _RETRY_S_MAX))
+            self._next_try = time.monotonic() + wait
+            if str(error) != told and not stop():
+                _log.warning("%s is not served: %s: %s", self._path, type(error).__name__, error)
+
+    def _load_newer(self, stop: Callable[[], bool], *, older: bool) -> bool:
+        now, found = self._current, _state_at(self._path)
+        self._check_open()
+        try:
+            if now is not None and now.file == found:
+                self._failed_on, self.error = None, None
+                return False
+            newer = self._load(stop)
+            with self._own_lock():
+                if newer is None or stop():
+                    return False
+                self._check_open()
+                now = self._current
+                if now is not None and not older:
+                    _check_not_older(self._path, newer, now)
+                self._current, self.error, self._failed_on = newer, None, None  # Calls read `_current` once.
+        except Exception as error:
+            if not self._closed:
+                self._failures = self._failures + 1 if found == self._failed_on else 1
+                self._failed_on, self.error = found, error
+            raise
+        _log.info("%s: serves %s", self._path, ", ".join(map(str, newer.snapshots.values())))
+        return True
+
+    def _load(self, stop: Callable[[], bool]) -> ModelVersion | None:
+        """The version of the checkpoint; None if `stop` returned True."""
+        while True:
+            with open(self._path, "rb") as file:
+                state, found = os.fstat(file.fileno()), load_bytes(file, self._path, what="a checkpoint")
+            try:
+                return self._version_of(found, state, stop)
+            except (StorageError, ValueError):
+                # The job may have replaced the checkpoint meanwhile, and deleted its snapshots.
+                if _state_at(self._path) in (None, _file_state(state)):
+                    raise
+
+    def _version_of(self, checkpoint: Any, state: os.stat_result, stop: Callable[[], bool]) -> ModelVersion | None:
+        template = self._template
+        if template is None:
+            make = self._make
+            assert make is not None
+            template = self._template = _template_of(make(checkpoint) if _takes_one(make) else make())
+        weights, prefix = _weights_for(template, checkpoint, self._prefix, self._path)
+        rows: dict[torch.nn.Module, InferenceEmbedding] = {}
+        snapshots: dict[str, Version] = {}
+        for name, place in template.places.items():
+            served = self._rows(place, weights.snapshots[_joined(prefix, name)], name, stop)
+            if served is None:
+                return None
+            rows[place], snapshots[name] = served, served.version
+        module = frozen_copy(template.module, rows)
+        with torch.no_grad():
+            for name, tensor in tensors_of(module).items():
+                tensor.copy_(weights.tensors[_joined(prefix, name)])
+        for name, part in with_extra_state(module).items():
+            part.set_extra_state(weights.extra[_joined(prefix, name)])
+        version = ModelVersion(module, snapshots, state.st_mtime, _file_state(state))
+        if self._check is not None:
+            self._check(version)
+        return version
+
+    def _rows(
+        self, place: _Place, snapshot: SnapshotName, name: str, stop: Callable[[], bool]
+    ) -> InferenceEmbedding | None:
+        """Rows of one embedding of the checkpoint; None if `stop` returned True."""
+        wanted, identity = snapshot["oneemb_snapshot"], snapshot.get("oneemb_identity")
+        if wanted is None:
+            raise StorageError(f"{self._path} was saved before embedding {name!r} had a row; train it, and save again")
+        # Of the files in a folder, the oldest are removed: each embedding has a folder of its own.
+        folder = None if self._folder is None else os.path.join(self._folder, name)
+        source = source_of(place.paths, folder, self._dtype, None)
+        file = open_snapshot(source, wanted, threads=self._threads, stop=stop)
+        if file is None:
+            return None
+        info = file.info
+        if identity is not None and info.identity != identity:
+            raise OtherSnapshotError(
+                f"{self._path} names snapshot {wanted!r} with identity {identity}, the one in {place.paths[0]} has"
+                f" {info.identity}: it was replaced, or is of another run"
+            )
+        if (info.dim, info.num_tables) != (place.dim, place.num_tables):
+            raise ValueError(
+                f"embedding {name!r} must have the width and tables of snapshot {wanted!r}, {info.num_tables} tables of"
+                f" {info.dim} weights, but the module has {place.num_tables} tables of {place.dim}"
+            )
+        return InferenceEmbedding(file, None, self._absent, self._threads)
+
+    def close(self) -> None:
+        """Stop following, and release the module and its files. Calls that run end as they would have."""
+        with self._own_lock():
+            self._closed, self._current, self._template, self.error = True, None, None, None
+        self.unfollow()
+
+
+def serve_model(
+    path: AnyPath,
+    model: torch.nn.Module | Callable[..., torch.nn.Module],
+    *,
+    dtype: _Dtype = "float32",
+    prefix: str | None = None,
+    absent: Literal["initial", "zeros"] = "initial",
+    folder: AnyPath | None = None,
+    num_threads: int | None = None,
+    check: Callable[[ModelVersion], Any] | None = None,
+    missing_ok: bool = False,
+) -> ServedModel:
+    """A model with the dense weights of a checkpoint and the rows of the snapshots that the checkpoint names, read-only
+    and beside the training job.
+
+    Args:
+        path: the checkpoint: a file of `graph.save`, of `torch.save(module.state_dict(), path)`, of Lightning, or of a
+            dict that holds a state dict. The job replaces the file by renaming.
+        model: the module, or a function that makes it as training does, with `MultiTableEmbedding` of the same
+            `persistent_path`. The function is called once; if it takes an argument, that is the content of the
+            checkpoint. The module is copied, its embeddings are replaced by served rows in the copy, and no lock of the
+            job is taken. Its parameters, buffers and embeddings must be in the checkpoint, which may have more. An
+            `EvalGraph` serves its `build`.
+        dtype: dtype of the served rows; "float32" = the weights as trained, with the bits of the module in eval mode.
+        prefix: name of the module in the checkpoint, such as "model" for a graph with `self.model`, or "" for none;
+            None = the only name that fits.
+        absent: values of an id without a row: "initial" = its initial row in training, or "zeros".
+        folder: folder for served files; None = `serving` in the path of each embedding.
+        num_threads: number of threads of a lookup; None = number of cores. Dense modules use torch's own number.
+        check: called with each version before it serves, for example to score an example; its error refuses the
+            version.
+        missing_ok: whether a checkpoint that cannot be served yet is no error: `error` says why, and calls raise
+            `StorageError` until `refresh` or `follow` has taken one.
+
+    Returns:
+        A `ServedModel`: `model(...)`, `follow(seconds)`, `refresh()`, `current`, `error`, `close()`.
+
+    Raises:
+        TypeError: `model` is neither a module nor a function, is a `TrainGraph`, or has no embedding.
+        FileNotFoundError, OSError, ValueError, StorageError: as for `ServedModel.refresh`.
+
+    Example:
+        >>> import tempfile, torch, oneemb
+        >>> folder = tempfile.mkdtemp()
+        >>> def make():
+        ...     rows = oneemb.MultiTableEmbedding(
+        ...         "items", 4, torch.float32, torch.int64, [oneemb.make_table()],
+        ...         oneemb.make_device_mem_store_options(folder + "/items"))
+        ...     return torch.nn.Sequential(rows, torch.nn.Linear(4, 1))
+        >>> trained = make()
+        >>> scores = trained(torch.tensor([7, 9]))
+        >>> torch.save(trained.state_dict(), folder + "/model.pt")
+        >>> with oneemb.serve_model(folder + "/model.pt", make) as model:
+        ...     torch.equal(model(torch.tensor([7, 9])), scores)
+        True
+    """
+    check_formats(dtype, absent)
+    if not callable(model):
+        raise TypeError(f"model must be a module, or a function that makes it, got {type(model).__name__}")
+    path, folder = file_path(path, "the checkpoint"), None if folder is None else absolute_path(folder)
+    served = ServedModel(os.path.abspath(path), model, prefix, dtype, absent, folder, Threads(num_threads), check)
+    try:
+        served.refresh()
+    except Exception as error:
+        if not missing_ok or isinstance(error, TypeError):
+            raise
+    return served
+
+
+# ---- the module ------------------------------------------------------------------------------------------------------
+
+
+def _template_of(module: torch.nn.Module) -> _Template:
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"the function must return a module, got {type(module).__name__}")
+    if isinstance(module, CompiledGraph) and not isinstance(module, EvalGraph):
+        raise TypeError(
+            f"{type(module).__name__} is a graph that trains; give the module that scores, which the checkpoint has"
+            " under its name in the graph, or an EvalGraph"
+        )
+    embeddings = named_embeddings(module)
+    if not embeddings:
+        raise TypeError(f"{type(module).__name__} has no oneemb embedding, so no snapshot belongs to its checkpoint")
+    places = {
+        name: _Place(list(one.store_options.persistent_path), one.embedding_dim, one.num_tables)
+        for name, one in embeddings.items()
+    }
+    stands_for: dict[torch.nn.Module, _Place] = {one: places[name] for name, one in embeddings.items()}
+    return _Template(frozen_copy(module, stands_for), places)
+
+
+def _takes_one(make: Callable[..., torch.nn.Module]) -> bool:
+    """Whether a function must be given one argument."""
+    parameters = inspect.signature(make).parameters.values()
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(one.kind in positional and one.default is one.empty for one in parameters)
+
+
+# ---- the checkpoint --------------------------------------------------------------------------------------------------
+
+
+def _weights_for(template: _Template, checkpoint: Any, prefix: str | None, path: str) -> tuple[_Weights, str]:
+    """Weights in a checkpoint for a module, and the name that the module has there. ValueError if none fit."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors_of(template.module).items()}
+    extra, first = set(with_extra_state(template.module)), next(iter(template.places))
+    dicts = [checkpoint, *checkpoint.values()] if isinstance(checkpoint, Mapping) else []
+    found = [weights for one in dicts if (weights := _weights_in(one)) is not None]
+    problems: dict[str, str] = {}
+    for weights in found:
+        fits = []
+        for its in [_before(name, first) for name in weights.snapshots] if prefix is None else [prefix]:
+            if its is None:
+                continue
+            has = {name: weights.tensors.get(_joined(its, name)) for name in shapes}
+            missing = [name for name in template.places if _joined(its, name) not in weights.snapshots]
+            missing += [name for name, tensor in has.items() if tensor is None]
+            missing += [f"{name}.{_EXTRA}" for name in extra if _joined(its, name) not in weights.extra]
+            other = [
+                f"{name} is {tuple(tensor.shape)} there, {shapes[name]} in the module"
+                for name, tensor in has.items()
+                if tensor is not None and tuple(tensor.shape) != shapes[name]
+            ]
+            if not missing and not other:
+                fits.append(its)
+            problems[its] = other[0] if other else f"it has no {', '.join(missing[:3])}{', ...' * (len(missing) > 3)}"
+        if len(fits) > 1:
+            raise ValueError(f"{path} has several modules that fit, {fits}; give one of these names as prefix=")
+        if fits:
+            return weights, fits[0]
+    if not found:
+        raise ValueError(
+            f"{path} is no checkpoint that names snapshots; save it by graph.save, or by torch.save of the module's"
+            " state_dict() or of a dict that holds it"
+        )
+    names = sorted(name for weights in found for name in weights.snapshots)
+    told = "; ".join(f"under {its!r}, {problem}" for its, problem in problems.items())
+    raise ValueError(
+        f"{path} does not fit the module: {told or f'no name ends in {first!r}'}; its embeddings are {names}"
+    )
+
+
+def _weights_in(found: Any) -> _Weights | None:
+    """Weights in a file of `graph.save`, or in a state dict; None = no embedding is there."""
+    if not isinstance(found, Mapping):
+        return None
+    if {"format", "embeddings", "tensors", "extra"} <= found.keys():
+        return _Weights(found["tensors"], found["extra"], found["embeddings"])
+    tensors: dict[str, torch.Tensor] = {}
+    extra: dict[str, Any] = {}
+    snapshots: dict[str, SnapshotName] = {}
+    for key, value in found.items():
+        name, _, last = str(key).rpartition(".")
+        if last != _EXTRA:
+            if isinstance(value, torch.Tensor):
+                tensors[str(key)] = value
+            continue
+        try:
+            snapshots[name] = decode(value)
+        except ValueError:
+            extra[name] = value
+    return _Weights(tensors, extra, snapshots) if snapshots else None
+
+
+def _before(name: str, last: str) -> str | None:
+    """Part of `name` before `last`; None if `name` does not end in `last`."""
+    if name == last:
+        return ""
+    if not last:
+        return name
+    return name.removesuffix(f".{last}") if name.endswith(f".{last}") else None
+
+
+def _joined(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix and name else prefix or name
+
+
+def _check_not_older(path: str, newer: ModelVersion, now: ModelVersion) -> None:
+    for name, version in newer.snapshots.items():
+        if version.sequence < now.snapshots[name].sequence:
+            raise StorageError(
+                f"{path} names {version}, older than {now.snapshots[name]}, which serves; refresh(older=True) takes it"
+            )
+
+
+def _file_state(found: os.stat_result) -> _FileState:
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _state_at(path: str) -> _FileState | None:
+    """State of the file at `path`; None = there is none."""
+    try:
+        return _file_state(os.stat(path))
+    except OSError:
+        return None
