@@ -57,7 +57,7 @@ class DenseCompiler:
         Raises:
             BuildError: a module is captured already, and would lose the gradients of the first pass.
         """
-        if any(captured.is_used for captured in self._captured.values()):
+        if any(captured.replays for captured in self._captured.values()):
             raise BuildError(
                 f"build must run one backward pass if modules are replayed as CUDA graphs, which keep the gradients of"
                 f" one pass; build runs several backward passes{user_line()}; set config.cuda_graph = False"
@@ -224,8 +224,8 @@ class _Captured:
         return True
 
     @property
-    def is_used(self) -> bool:
-        """Whether replays take the place of the module."""
+    def replays(self) -> bool:
+        """Whether recorded CUDA graphs are replayed instead of running the module."""
         return bool(self._graphs) and not self._given_up
 
     def give_up(self, why: str) -> None:

@@ -37,7 +37,7 @@ class Keys(Protocol):
 
     @property
     def inverse_N(self) -> Array:
-        """Number of each id's unique key; -1 for padding."""
+        """For each id, the index of its key among the unique keys; -1 for padding."""
 
     @property
     def head_U(self) -> Array:

@@ -175,7 +175,7 @@ def end_stream(typingctx: Any) -> Any:
 
 
 def bypasses_caches(array_NX: np.ndarray) -> bool:
-    """Whether to write these rows with non-temporal stores: they are aligned, and larger than a core's caches."""
+    """True if these rows are aligned and larger than a core's caches: then non-temporal instructions write them."""
     if array_NX.nbytes < _STREAM_MIN:  # This test comes first, since reading the address takes microseconds.
         return False
     return array_NX.ctypes.data % _LINE_BYTES == 0 and array_NX.strides[0] % _LINE_BYTES == 0

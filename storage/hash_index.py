@@ -212,9 +212,9 @@ class HashIndex:
             grown, address_G = _new_cells(cells_G)
         except MemoryError as error:
             raise IndexMemoryError(
-                f"the index cannot grow: it holds {len(self)} keys in {self.nbytes} bytes and needs "
-                f"{int(cells_G.sum()) * _CELL_BYTES} bytes more at once, for new keys; nothing has changed, and every "
-                f"key can still be used and saved; free memory, or save and go on where there is more"
+                f"the index cannot grow: it holds {len(self)} keys in {self.nbytes} bytes and must "
+                f"allocate {int(cells_G.sum()) * _CELL_BYTES} more for new keys; nothing has changed, and every key "
+                f"can still be used and saved; free memory, or save and continue on a machine with more memory"
             ) from error
         self._threads.run(
             cells_move, len(grown), self._address_P, self._cells_P, shard_G, address_G, cells_G, share_min=1

@@ -301,7 +301,7 @@ class TieredRows:
 
     @property
     def places(self) -> Places:
-        """Places, in the store at the bottom, of the rows of the snapshot that was saved or loaded last."""
+        """Positions of the rows of the last saved or loaded snapshot in the store at the bottom."""
         return self._snapshots().places
 
     def gone_since(self, then: Places) -> tuple[np.ndarray, np.ndarray]:
@@ -346,21 +346,22 @@ class TieredRows:
         self, info: SnapshotInfo, weights_only: bool = False, owned: OwnedRows | None = None,
         usage_of: UsageOf | None = None,
     ) -> tuple[int, bool]:  # fmt: skip
-        """Start from the rows of a snapshot that has been found to fit; see `StoreSnapshots.load`. Returns the updates
-        made so far; and False if the rows were given state that the snapshot lacks.
+        """Replace all rows by those of a snapshot; the caller has checked that its format fits, see
+        `StoreSnapshots.load`. Returns (number of updates that the rows have had, whether their optimizer state is the
+        snapshot's). Without state in the snapshot, new state is made and the number is 0.
 
         Args:
-            owned: the rows, if they are not one snapshot of the store at the bottom.
+            owned: the rows, if they do not come from one snapshot of the store at the bottom.
             usage_of: makes usage metadata for rows that lack it.
         """
         name, rows = info.name, SnapshotRows.of_meta(info.meta, info.name)
         if weights_only and not self.built:
             self.build()
-        narrower = self.built and not weights_only and self.lacks_state_of(rows.format)
-        wider = self.wider(rows.format, weights_only)
+        lacks_state = self.built and not weights_only and self.lacks_state_of(rows.format)
+        adds_state = self.wider(rows.format, weights_only)
         self.loaded_in_place = replaced = False
         try:
-            if narrower:
+            if lacks_state:
                 replaced = True
                 self.dismantle()
             if not self.built:
@@ -369,10 +370,12 @@ class TieredRows:
                 self.new_rows.format = replace(rows.format, usage_words=self.format.usage_words)
             for tier in self.tiers:
                 self.check_holds(tier, info, owned)
-            if wider or owned is not None or not rows.format.same_words(self.format):
+            if adds_state or owned is not None or not rows.format.same_words(self.format):
                 replaced = True
-                first = None if usage_of is None else functools.partial(usage_of, step=0 if wider else rows.step)
-                self._put_all(name, rows.format, owned, with_state=not wider, usage_of=first)
+                make_usage = (
+                    None if usage_of is None else functools.partial(usage_of, step=0 if adds_state else rows.step)
+                )
+                self._put_all(name, rows.format, owned, with_state=not adds_state, usage_of=make_usage)
             else:
                 whole, *deltas = [link.name for link in self._bottom.chain(name)]
                 self._snapshots().load_snapshot(whole, deltas)
@@ -381,9 +384,9 @@ class TieredRows:
             self.generation += 1
             self.reload()
         except BaseException:
-            self.whole = not replaced  # Half of the rows are nothing to go on from.
+            self.whole = not replaced  # Some rows may be replaced and others not.
             raise
-        return 0 if wider else rows.step, not wider
+        return 0 if adds_state else rows.step, not adds_state
 
     def check_holds(self, tier: Tier, info: SnapshotInfo, owned: OwnedRows | None) -> None:
         """Raise StoreFullError unless a tier can hold the rows of a snapshot."""

@@ -123,7 +123,8 @@ class LookupAhead:
             self._own = None
 
     def of_ranks(self, takes_R: Sequence[bool]) -> Self:
-        """Copy of this lookup that serves only the ranks in `takes_R`. Nothing is prefetched."""
+        """Copy of this lookup that serves only the ranks r for which takes_R[r] is true. Drops this lookup's prefetched
+        rows; the copy has none."""
         self.drop()
         requested, takes_N = self.requested, torch.from_numpy(np.repeat(takes_R, self.requested.count_R))
         remains = dataclasses.replace(

@@ -310,14 +310,19 @@ def check_merged_pooling(keys: MergedKeys, pooled: Sequence[tuple[int, torch.Ten
         check_pooling(keys.parts[p].keys, per_sample_weights, pooling)
 
 
-def _read(merged: MergedRows, read: Sequence[int], leases: Sequence[Lease]) -> list[torch.Tensor]:
-    """For each lookup number in `read`, ascending, the weights of the lookup's ids or bags. `leases` are the pinned
-    leases of these lookups. The tensors share one storage, but torch does not know them as views."""
+def _read(merged: MergedRows, lookups: Sequence[int], leases: Sequence[Lease]) -> list[torch.Tensor]:
+    """Weights of the ids or bags of some lookups, a tensor for each. The tensors share one storage, but torch does not
+    know them as views.
+
+    Args:
+        lookups: indices of the lookups, ascending; the letter P in names below counts these.
+        leases: pinned leases of these lookups.
+    """
     store, keys = merged.store, merged.keys
     dim, dtype, backend = store.format.dim, DTYPES[store.format.dtype], store.backend
-    parts = [keys.parts[p] for p in read]
+    parts = [keys.parts[p] for p in lookups]
     slot_U = np.empty(len(keys.unique.id_U), np.int64)
-    merged_U = store.merged_slots([merged.member_P[p] for p in read], [lease.slot_U for lease in leases])
+    merged_U = store.merged_slots([merged.member_P[p] for p in lookups], [lease.slot_U for lease in leases])
     begin = 0
     for part in parts:
         end = begin + part.unique.stop - part.unique.start
@@ -329,9 +334,9 @@ def _read(merged: MergedRows, read: Sequence[int], leases: Sequence[Lease]) -> l
     all_ND = torch.empty(end_P[-1], dim, dtype=dtype, device="cpu")
     row_ND = backend.array(all_ND)
     first = 0
-    # Neighbouring lookups that are read in the same way are one call of the loop.
+    # One call of a loop reads lookups with consecutive indices and the same pooling; lookups[i] - i is constant there.
     for (_, pooled, takes_max), group in itertools.groupby(
-        range(len(parts)), lambda i: (read[i] - i, parts[i].keys.bags is not None, leases[i].pooling == "max")
+        range(len(parts)), lambda i: (lookups[i] - i, parts[i].keys.bags is not None, leases[i].pooling == "max")
     ):
         adjacent = list(group)
         end = end_P[adjacent[-1]]

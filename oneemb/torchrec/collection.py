@@ -278,7 +278,7 @@ class Collection(torch.nn.Module):
     def regroup(self) -> None:
         """Group the tables anew if their optimizers have changed."""
         with self._regrouping:  # Threads may take state dicts while others train.
-            if any(table.is_regrouped for table in self._tables):
+            if any(table.optimizers_changed for table in self._tables):
                 if self._on_ranks is not None:
                     raise RuntimeError("apply_optimizer_in_backward must be called before the module is sharded")
                 self._make_rows_anew()

@@ -54,7 +54,7 @@ class Table:
         return self.options is not None or bool(self.config.use_virtual_table)
 
     @property
-    def is_regrouped(self) -> bool:
+    def optimizers_changed(self) -> bool:
         """Whether the table's optimizers have changed since its embedding was made."""
         return in_backward_optimizers(self.parameter.weight) != self.steppers
 

@@ -287,7 +287,8 @@ class RowPolicy:
 
 
 def described(policies: Sequence[RowPolicy] | None) -> str:
-    """Text of policies, the same for equal policies. A function appears only as "a function"."""
+    """End of a description, ", policies [...]", equal for equal policies; "" for None. For a field that holds a
+    function the text has only the words "a function"."""
     if policies is None:
         return ""
     plain = [{field.name: _plain(getattr(policy, field.name)) for field in fields(policy)} for policy in policies]

@@ -135,8 +135,8 @@ class StorePolicy(StorePart):
 
     @reading
     def uses(self, table: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Ids int64 [N] of a table's rows in this store; their scores and, with `timestamps`, times of last use, both
-        uint64 [N]."""
+        """(ids int64 [N], scores uint64 [N], times of last use uint64 [N]) of a table's rows in this store. A time is
+        in nanoseconds if the policy keeps timestamps, else two 32-bit numbers: step and second."""
         return self._need().usage.uses(table)
 
     @with_store_lock
@@ -160,7 +160,7 @@ class StorePolicy(StorePart):
 
     @with_store_lock
     def add_sightings(self, table: int, id_N: np.ndarray, count_N: np.ndarray) -> None:
-        """Add `count_N` sightings to the counts of these distinct ids. Ids that have a row are left out."""
+        """Tell admission that each of these distinct ids was seen `count_N` more times; ids with a row are left out."""
         engine = self._need()
         if engine.admission is not None:
             absent = engine.usage.find(np.full(len(id_N), table, np.int32), id_N) < 0

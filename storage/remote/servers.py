@@ -62,7 +62,7 @@ def open_server(url: str) -> ParameterServer:
         memory://NAME                   this process's memory, shared by all servers with the same name
         file://PATH                     a folder; each push is durable when it returns
         file://PATH?save_bytes=N        a folder; rows are saved after each N bytes of pushes, and on `close`
-        file://PATH?lost=accept         a folder whose process ended without saving; opens the state of its last save
+        file://PATH?lost=accept         a folder that was not closed: opens it as last saved; later pushes are lost
         SCHEME://CONFIG                 a plugin that `register_io` has loaded and whose IO_type is SCHEME
 
     Raises:

@@ -160,8 +160,9 @@ class ChunkFiles:
         return chunk
 
     def write(self, chunk: ChunkFile, end: ChunkEnd, block_N: np.ndarray, record_N: np.ndarray) -> None:
-        """Write one run, which becomes part of the chunk only with `append`. May run beside all calls except another
-        write. After a StorageError the next write goes to the same place.
+        """Write one run: consecutive blocks and the record of their keys. The run is part of the chunk only after
+        `append`. Other threads may make any call but `write` meanwhile. After a StorageError, write again from the same
+        `end`.
 
         The first run also writes the headers of the files, so that `create` need not wait for the disk.
 

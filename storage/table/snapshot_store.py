@@ -263,7 +263,8 @@ class SnapshotStore:
             remove_orphans(self._fs, self._chunks_path, self.files, in_use, self._keep_below, self._recovery)
 
     def _release_removed(self) -> None:
-        """Release the chunks of removed snapshots that can no longer come back, since the folder has been synced."""
+        """Release the chunks of removed snapshots. Call it once the folder has been synced: before that, a loss of
+        power could bring a removed snapshot back."""
         for _, chunks in self._removed:
             self._release(chunks)
         self._removed = []

@@ -53,9 +53,9 @@ def enlarge(
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
     fits = have + free // limits.slot_bytes
     raise StoreFullError(
-        f"the {limits.name} tier needs memory for {need} rows ({limits.mebibytes(need)} MiB) of its"
-        f" {limits.mebibytes(limits.slots)} MiB, and the device has {free // 2**20} MiB left, enough for about"
-        f" {fits} rows; give the store a cache_budget_mb, or a smaller one, or free memory on the device"
+        f"the {limits.name} tier must have memory for {need} rows ({limits.mebibytes(need)} MiB; it may grow to"
+        f" {limits.mebibytes(limits.slots)} MiB), and the device has {free // 2**20} MiB free, enough for about"
+        f" {fits} rows; set or lower the store's cache_budget_mb, or free memory on the device"
     ) from failure
 
 
