@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from oneemb.kernels.checksum import rows_sum, strings_sum
+from oneemb.kernels.extras import need
 from oneemb.kernels.threads import Threads
 
 __all__ = ["expected_collisions", "hash_ids"]
@@ -98,7 +99,7 @@ def _integers_of(column: Any, name: str) -> tuple[np.ndarray | None, Sequence[in
             raise TypeError(f"a tensor of a cross must hold integers, got {column.dtype}")
         return column.detach().cpu().reshape(-1).to(torch.int64).numpy(), column.shape
     if _library(column) == "polars":
-        column = column.to_arrow()
+        column = _arrow_of(column)
     if _library(column) == "pyarrow":
         import pyarrow as pa
 
@@ -125,13 +126,14 @@ def _ids_of(column: Any, name: str, salt: int) -> tuple[np.ndarray, Sequence[int
     """(ids int64 [N], shape) of a column of strings."""
     library = _library(column)
     if library == "polars":
-        column, library = column.to_arrow(), "pyarrow"
+        column, library = _arrow_of(column), "pyarrow"
     if library == "pandas" and hasattr(column, "dtype"):  # a DataFrame has no dtype
         if getattr(column.dtype, "name", "") == "category":
             values = column.array if hasattr(column, "array") else column
             return _of_categories(values.categories, np.asarray(values.codes), name, salt), (len(column),)
         values = getattr(column, "array", column)
-        if hasattr(values, "__arrow_array__"):
+        # Other arrays of pandas have that method too, which needs pyarrow.
+        if hasattr(values.dtype, "pyarrow_dtype") or getattr(values.dtype, "storage", "") == "pyarrow":
             column, library = values.__arrow_array__(), "pyarrow"
         else:
             column = list(column)
@@ -146,6 +148,12 @@ def _ids_of(column: Any, name: str, salt: int) -> tuple[np.ndarray, Sequence[int
 
 def _library(column: Any) -> str:
     return type(column).__module__.partition(".")[0]
+
+
+def _arrow_of(series: Any) -> Any:
+    """Array of pyarrow with the values of a Series of polars."""
+    need("pyarrow", "hash_ids of a polars Series", "parquet")
+    return series.to_arrow()
 
 
 def _of_list(strings: Sequence[Any], name: str, salt: int) -> np.ndarray:

@@ -431,6 +431,10 @@ def test_a_terminal_is_shown_a_progress_bar_and_nobody_else_is(path):
     os.close(end)
 
 
+def test_the_command_alone_shows_its_help_and_succeeds():
+    assert run().output == run("--help").output and "inspect" in run().output
+
+
 def test_asking_for_help_loads_neither_torch_nor_numba():
     code = (
         "import sys; from oneemb.cli.commands import oneemb; oneemb(['--help'], standalone_mode=False);"

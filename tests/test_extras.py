@@ -53,6 +53,17 @@ def server():
 def remote(scheme):
     make(oneemb.make_cached_remote_store_options(f"{scheme}://127.0.0.1:1", 1, tempfile.mkdtemp()))
 
+class Series:
+    __module__ = "polars"
+
+def hashed_by_pandas():
+    import pandas
+    strings = ["a", "b", "a"]
+    dtypes = [object, "category", "string", pandas.StringDtype("python"), None]
+    columns = [pandas.Series(strings, dtype=dtype) for dtype in dtypes]
+    right = oneemb.hash_ids(strings).tolist()
+    raise ImportError("equal" if all(oneemb.hash_ids(c).tolist() == right for c in columns) else "other ids")
+
 for n, (name, call) in enumerate({
     "fbgemm_gpu": lambda: module("oneemb.torchrec"),
     "torchrec": lambda: module("oneemb.torchrec"),
@@ -67,6 +78,8 @@ for n, (name, call) in enumerate({
     "server": server,
     "draw": lambda: graph.draw(f"{folder}/graph.png"),
     "export parquet": lambda: oneemb.export_rows(embedding, f"{folder}/rows.parquet"),
+    "hash polars": lambda: oneemb.hash_ids(Series()),
+    "hash pandas": hashed_by_pandas,
     "import safetensors": lambda: oneemb.import_rows(embedding, "/dev/null.safetensors"),
 }.items()):
     try:
@@ -111,6 +124,8 @@ def said(tmp_path_factory):
         ("server", "redis:// needs redis: pip install 'oneemb[redis]'"),
         ("draw", "draw needs matplotlib: pip install 'oneemb[draw]'"),
         ("export parquet", "a file of rows in Parquet needs pyarrow: pip install 'oneemb[parquet]'"),
+        ("hash polars", "hash_ids of a polars Series needs pyarrow: pip install 'oneemb[parquet]'"),
+        ("hash pandas", "equal"),
         ("import safetensors", "a file of rows in safetensors needs safetensors: pip install 'oneemb[safetensors]'"),
     ],
 )

@@ -124,7 +124,8 @@ def test_a_copy_of_the_tree_without_links_says_what_to_do(links, tmp_path):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
         if links == "files":  # as git writes a link where the system has none
             (tmp_path / "oneemb" / folder).write_text(f"../{folder}")
-    shutil.copy(ROOT / "setup.py", tmp_path)
+    for file in ("setup.py", "setup.cfg", "README.md"):
+        shutil.copy(ROOT / file, tmp_path)
     building = [sys.executable, "setup.py", "--name"]
     done = subprocess.run(building, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 1 and "ln -s" in done.stderr

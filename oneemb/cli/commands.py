@@ -64,10 +64,13 @@ def _in_options(text: str) -> str:
     return text.replace("keys=None", "--row-numbers").replace("without with_state", "without --with-state")
 
 
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_Group, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="oneemb")
-def oneemb() -> None:
+@click.pass_context
+def oneemb(context: click.Context) -> None:
     """Embedding tables on disk: look at them, check them, move rows in and out; and plan training jobs."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
 
 
 for _command in (
