@@ -1,4 +1,4 @@
-"""Archives for a package index: the tests of the source archive run, the wheel works, links of its page lead to files."""
+"""Archives for a package index: tests of the source archive run, the wheel works, links of its page lead to files."""
 
 import os
 import re

@@ -38,7 +38,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 def _command_line() -> str:
     """Page of the commands, from their own help."""
-    lines = ["# Command line", "", "`pip install oneemb` installs the command `oneemb`; `python -m oneemb` is the same.", ""]
+    lines = ["# Command line", "", "`pip install oneemb` installs the command `oneemb`, also `python -m oneemb`.", ""]
     for name, command in sorted(commands.oneemb.commands.items()):
         parts = {f"{name} {sub}": one for sub, one in getattr(command, "commands", {}).items()} or {name: command}
         for title, one in parts.items():
