@@ -8,7 +8,7 @@ weights of one checkpoint, so float32 has the figures of training, bit for bit.
 """
 
 from kuairand_dlrm import TABLES, hold, load, parse, predict, run, scores
-from served_model import DTYPES, load as load_served
+from served_model import DTYPES, load as load_served, scorer_of
 
 # Of a weight, and of a row beside its weights: a scale and where it begins.
 BYTES = {"float32": (4, 0), "float16": (2, 0), "int8": (1, 8), "int4": (0.5, 4)}
@@ -22,11 +22,12 @@ def main(argv: list[str] | None = None) -> dict[str, dict[str, float]]:
         run(arguments, log)
         found: dict[str, dict[str, float]] = {}
         for dtype in DTYPES:
-            served = load_served(arguments.workdir, dtype, arguments.threads)
+            served = load_served(arguments.workdir, dtype, arguments.threads).current
             weight, beside = BYTES[dtype]
-            (file,) = (arguments.workdir / TABLES / "serving").glob(f"*-{served.version.identity}-{dtype}.serving")
+            (snapshot,) = served.snapshots.values()
+            (file,) = (arguments.workdir / TABLES / "serving").glob(f"*-{snapshot.identity}-{dtype}.serving")
             found[dtype] = {
-                **scores(log, predict(served.model, log)),
+                **scores(log, predict(scorer_of(served), log)),
                 "row_bytes": weight * arguments.dim + beside,
                 "file_bytes": file.stat().st_size,
             }

@@ -8,10 +8,8 @@
 the server from a newer one, `GET /metrics` figures for Prometheus. SIGHUP takes over what the checkpoint names, older
 or newer; SIGTERM answers the requests that are there and ends.
 
-What must stay true:
-- an answer is of one version: dense weights and rows are one object, which a request takes once;
-- following moves forward alone; what cannot be taken over leaves the version that serves, and is told;
-- whatever a client sends costs bounded memory, threads and time, and is no reason for a status of 500.
+`oneemb.serve_model` makes the model, follows the job and keeps a call to one version; this file is what HTTP needs.
+What must stay true: whatever a client sends costs bounded memory, threads and time, and gives no status of 500.
 """
 
 import argparse
@@ -37,7 +35,7 @@ import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 from serve_workers import WORKER_FOLDER, end_with_parent, run_workers
-from served_model import CHECKPOINT, DTYPES, Dtype, ModelError, Refused, ServedModel, load, parse
+from served_model import DTYPES, Refused, load, parse, scorer_of
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -46,12 +44,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 import oneemb
+from oneemb.serving.served import Version
 
-__all__ = ["Limits", "Metrics", "ScoreServer", "Versions", "main"]
+__all__ = ["Limits", "Metrics", "ScoreServer", "main"]
 
 logger = logging.getLogger("serve")
 REPOSITORY = Path(__file__).resolve().parent.parent
-RETRY_MAX = 60.0  # seconds between two attempts to take over what failed
 
 
 @dataclass(frozen=True)
@@ -94,6 +92,15 @@ class Metrics:
             multiprocess_mode=mode,
         )  # fmt: skip
 
+    def note(self, model: oneemb.ServedModel) -> None:
+        """Count a version that a model has taken over, or has not."""
+        if model.error is not None:
+            self.errors.labels("version").inc()
+            return
+        self.taken.inc()
+        self.sequence.set(snapshot_of(model.current).sequence)
+        self.saved_at.set(model.current.saved_at)
+
     def text(self) -> bytes:
         if WORKER_FOLDER not in os.environ:
             return generate_latest(self.registry)
@@ -102,81 +109,10 @@ class Metrics:
         return generate_latest(every)
 
 
-class Versions:
-    """The version that serves: one reference, which `take` replaces."""
-
-    def __init__(self, workdir: Path, dtype: Dtype, metrics: Metrics):
-        self.workdir, self.dtype = workdir, dtype
-        self.served: ServedModel | None = None
-        self.error: str | None = None
-        """Why the newest checkpoint is not served; None where it is."""
-        self._metrics, self._lock = metrics, threading.Lock()
-        self._seen: tuple[int, int, int] | None = None
-        self._failed_in_a_row, self._next_try = 0, 0.0
-
-    def take(self, seconds: float, *, anyway: bool = False) -> bool:
-        """Take over what the checkpoint names, if that is newer than what serves.
-
-        Args:
-            seconds: after a failure with this very checkpoint, between this attempt and the next; doubled each time.
-            anyway: also if it is older, or failed a moment ago.
-
-        Returns:
-            Whether another version serves now.
-        """
-        with self._lock:
-            seen = self._look()
-            if not anyway and seen == self._seen and (self.error is None or time.monotonic() < self._next_try):
-                return False
-            self._failed_in_a_row = self._failed_in_a_row if seen == self._seen else 0
-            self._seen = seen
-            try:
-                found = self._load()
-            except Exception as error:  # Whatever it is, what serves goes on.
-                self._failed(str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}")
-                self._next_try = time.monotonic() + min(seconds * 2**self._failed_in_a_row, RETRY_MAX)
-                self._failed_in_a_row += 1
-                return False
-            old = self.served
-            other = old if old is not None and old.version != found.version else None
-            if other is not None and found.version.sequence <= other.version.sequence and not anyway:
-                self._failed(
-                    f"the checkpoint names {found.version}, older than {other.version}, which serves: SIGHUP takes it"
-                )
-                self._next_try = math.inf
-                return False
-            self.served, self.error = found, None
-            self._metrics.sequence.set(found.version.sequence)
-            self._metrics.saved_at.set(found.saved_at)
-            if old is not None and old.version == found.version:
-                return False
-            self._metrics.taken.inc()
-            logger.info("serves %s as %s", found.version, self.dtype)
-            return True
-
-    def _load(self) -> ServedModel:
-        """What the checkpoint names. Where the job replaces it meanwhile, its snapshot may be gone: once more."""
-        while True:
-            try:
-                return load(self.workdir, self.dtype, num_threads=1)
-            except ModelError:
-                failed, self._seen = self._seen, self._look()
-                if failed == self._seen:
-                    raise
-
-    def _look(self) -> tuple[int, int, int] | None:
-        """Changes when the job replaces the checkpoint."""
-        try:
-            found = os.stat(self.workdir / CHECKPOINT)
-        except OSError:
-            return None
-        return found.st_ino, found.st_mtime_ns, found.st_size
-
-    def _failed(self, text: str) -> None:
-        if text != self.error:
-            logger.warning("%s", text)
-        self.error = text
-        self._metrics.errors.labels("version").inc()
+def snapshot_of(version: oneemb.ModelVersion) -> Version:
+    """The snapshot of the model's only embedding."""
+    (snapshot,) = version.snapshots.values()
+    return snapshot
 
 
 class ScoreServer:
@@ -186,8 +122,11 @@ class ScoreServer:
         follow_seconds: between two looks at the checkpoint; None = only `SIGHUP` and `reload` take over another.
     """
 
-    def __init__(self, versions: Versions, metrics: Metrics, limits: Limits, follow_seconds: float | None):
-        self.versions, self.metrics, self.limits, self._follow_seconds = versions, metrics, limits, follow_seconds
+    def __init__(
+        self, model: oneemb.ServedModel, dtype: str, metrics: Metrics, limits: Limits, follow_seconds: float | None
+    ):
+        self.model, self.dtype, self.metrics, self.limits = model, dtype, metrics, limits
+        self._follow_seconds = follow_seconds
         self._pool = ThreadPoolExecutor(limits.running, thread_name_prefix="score")
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="load")  # of its own: a load waits for no request
         self._places = threading.BoundedSemaphore(limits.running + limits.waiting)
@@ -200,27 +139,22 @@ class ScoreServer:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        loop = asyncio.get_running_loop()
-        await self.reload()
         if threading.current_thread() is threading.main_thread():
-            loop.add_signal_handler(signal.SIGHUP, lambda: self._loader.submit(self.versions.take, 1.0, anyway=True))
-        follower = None if self._follow_seconds is None else asyncio.create_task(self._follow(self._follow_seconds))
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, lambda: self._loader.submit(self.reload))
+        if self._follow_seconds is not None:
+            self.model.follow(self._follow_seconds)
         yield
-        if follower is not None:
-            follower.cancel()
+        self.model.unfollow()
         self._loader.shutdown(wait=False, cancel_futures=True)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def reload(self) -> bool:
+    def reload(self) -> bool:
         """Take over what the checkpoint names, older or newer."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._loader, lambda: self.versions.take(1.0, anyway=True))
-
-    async def _follow(self, seconds: float) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            await asyncio.sleep(seconds)
-            await loop.run_in_executor(self._loader, self.versions.take, seconds)
+        try:
+            return self.model.refresh(older=True)
+        except Exception as error:  # What serves goes on.
+            logger.warning("%s", error)
+            return False
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 
@@ -265,14 +199,17 @@ class ScoreServer:
 
     def _score(self, body: bytes) -> tuple[int, bytes]:
         """Status and content of the answer. Runs in a thread of the pool."""
-        served, limits = self.versions.served, self.limits
-        if served is None:
-            return 503, _json({"error": f"no version serves yet: {self.versions.error}"})
+        limits = self.limits
         try:
+            version = self.model.current
+        except oneemb.StorageError as error:
+            return 503, _json({"error": str(error)})
+        try:
+            scorer = scorer_of(version)
             numeric_BX, id_BL = parse(
-                body, served.numbers, served.ids, examples_max=limits.examples, ids_max=limits.ids
+                body, scorer.numbers, scorer.ids, examples_max=limits.examples, ids_max=limits.ids
             )  # fmt: skip
-            scores = served.score(numeric_BX, id_BL)
+            scores = scorer.score(numeric_BX, id_BL)
             if not all(map(math.isfinite, scores)):
                 raise Refused(422, "numbers must be of a size that the model knows: scores are not finite")
         except Refused as refused:
@@ -283,19 +220,22 @@ class ScoreServer:
             return 503, _json({"error": "rows of this version are damaged"})
         self.metrics.examples.inc(len(scores))
         self.metrics.ids.inc(id_BL.size)
-        return 200, _json({"version": served.version._asdict(), "scores": scores})
+        return 200, _json({"version": snapshot_of(version)._asdict(), "scores": scores})
 
     async def health(self, _: Request) -> Response:
-        served, error = self.versions.served, self.versions.error
-        if served is None:
+        error = None if self.model.error is None else str(self.model.error)
+        try:
+            version = self.model.current
+        except oneemb.StorageError:
             return _answer(503, {"status": "starting", "error": error}, retry=True)
+        scorer = scorer_of(version)
         found = {
             "status": "ok" if error is None else "stale",
-            "version": served.version._asdict(),
-            "age_seconds": max(0.0, time.time() - served.saved_at),
-            "dtype": self.versions.dtype,
-            "numbers": served.numbers,
-            "fields": [[field.name, field.width] for field in served.fields],
+            "version": snapshot_of(version)._asdict(),
+            "age_seconds": max(0.0, time.time() - version.saved_at),
+            "dtype": self.dtype,
+            "numbers": scorer.numbers,
+            "fields": [[field.name, field.width] for field in scorer.fields],
             "error": error,
         }
         return _answer(200, found)
@@ -403,9 +343,8 @@ def serve(arguments: argparse.Namespace, listening: socket.socket) -> None:
         arguments.body_bytes, arguments.examples, arguments.ids, arguments.seconds, arguments.running, arguments.waiting
     )
     metrics = Metrics()
-    server = ScoreServer(
-        Versions(arguments.workdir, arguments.dtype, metrics), metrics, limits, arguments.follow or None
-    )
+    model = load(arguments.workdir, arguments.dtype, num_threads=1, missing_ok=True, on_change=metrics.note)
+    server = ScoreServer(model, arguments.dtype, metrics, limits, arguments.follow or None)
     config = uvicorn.Config(
         server.app, log_level="warning", access_log=False, limit_concurrency=arguments.connections, backlog=128,
         timeout_graceful_shutdown=math.ceil(2 * arguments.seconds) + 1, timeout_keep_alive=30, lifespan="on",

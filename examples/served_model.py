@@ -1,40 +1,27 @@
-"""The click model as a server has it: dense weights of a checkpoint, and rows of the snapshot that it names.
-
-What must stay true: weights and rows are of one version, or there is none. A version never changes, so who has one
-answers wholly from it while another takes its place.
+"""The click model as a server has it, made for the checkpoint of a training job, and what a request must be.
 
 Shape letters: B batch, L ids of an example, X numbers of an example.
 """
 
+import functools
 import json
 import math
-import pickle
-import zipfile
-import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, cast
 
 import numpy as np
 import torch
 from dlrm import DLRM, TABLES, OneEmbLookup
-from kuairand import Field
+from kuairand import PADDING, Field
 
 import oneemb
-from oneemb.checkpoints.named_snapshot import decode
-from oneemb.serving.inference import Version
 
-__all__ = ["CHECKPOINT", "DTYPES", "Dtype", "ModelError", "Refused", "ServedModel", "load", "parse"]
+__all__ = ["CHECKPOINT", "DTYPES", "Dtype", "Refused", "Scorer", "load", "parse", "scorer_of"]
 
 CHECKPOINT = "checkpoint.pt"
 Dtype = Literal["float32", "float16", "int8", "int4"]
-_DAMAGE = (ValueError, KeyError, TypeError, NotImplementedError, zipfile.BadZipFile, zlib.error)
 DTYPES: tuple[Dtype, ...] = ("float32", "float16", "int8", "int4")
-
-
-class ModelError(Exception):
-    """A checkpoint cannot be served; the message says why."""
 
 
 class Refused(Exception):
@@ -49,89 +36,56 @@ class Refused(Exception):
         self.status = status
 
 
-@dataclass(frozen=True)
-class ServedModel:
-    """One version."""
+class Scorer(DLRM):
+    """The model of a checkpoint of `kuairand_dlrm.py`.
 
-    model: DLRM
-    version: Version
-    """The snapshot's."""
-    fields: tuple[Field, ...]
-    numbers: int
-    """X"""
-    saved_at: float
-    """When the checkpoint was written, seconds since 1970."""
+    Args:
+        workdir: of that script.
+        checkpoint: content of the checkpoint, which has the fields and sizes of the model.
+    """
 
-    @property
-    def ids(self) -> int:
-        """L"""
-        return sum(field.width for field in self.fields)
+    def __init__(self, workdir: Path, checkpoint: Mapping[str, Any]):
+        try:
+            fields = tuple(Field(str(name), int(width)) for name, width in checkpoint["fields"])
+            numbers, dim = int(checkpoint["numbers"]), int(checkpoint["settings"]["dim"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{workdir / CHECKPOINT} is no checkpoint of kuairand_dlrm.py: {error!r}") from error
+        rows = oneemb.MultiTableEmbedding(
+            "kuairand", dim, torch.float32, torch.int64, [oneemb.make_table()] * len(fields),
+            oneemb.make_device_mem_store_options(str(workdir / TABLES)), padding_idx=PADDING,
+        )  # fmt: skip
+        super().__init__(OneEmbLookup(rows, fields), len(fields), numbers, dim)
+        self.fields, self.numbers, self.ids = fields, numbers, sum(field.width for field in fields)
 
     def score(self, numeric_BX: np.ndarray, id_BL: np.ndarray) -> list[float]:
         """The probability of a click of each example."""
         with torch.inference_mode():
-            logit_B = self.model(torch.from_numpy(numeric_BX), torch.from_numpy(id_BL))
+            logit_B = self(torch.from_numpy(numeric_BX), torch.from_numpy(id_BL))
             return torch.sigmoid(logit_B.double()).tolist()
 
 
-def load(workdir: Path, dtype: Dtype, num_threads: int | None = None) -> ServedModel:
-    """The version that the checkpoint of a training job names now.
+def scorer_of(version: oneemb.ModelVersion) -> Scorer:
+    return cast(Scorer, version.module)
 
-    Args:
-        workdir: of `kuairand_dlrm.py`.
-        dtype: of the rows.
-        num_threads: of one lookup; None = the cores there are.
 
-    Raises:
-        ModelError: there is no checkpoint, it is damaged, or the snapshot that it names is not there, is another one of
-            that name by now, or is damaged.
-    """
-    path = workdir / CHECKPOINT
-    try:
-        with open(path, "rb") as file:
-            saved_at = path.stat().st_mtime
-            with zipfile.ZipFile(file) as parts:
-                wrong = parts.testzip()  # torch compares no checksums
-            if wrong is not None:
-                raise ValueError(f"its part {wrong} is not as it was written")
-            file.seek(0)
-            state = torch.load(file, weights_only=True)
-        fields = tuple(Field(str(name), int(width)) for name, width in state["fields"])
-        weights: dict[str, torch.Tensor] = state["model"]
-        named = decode(weights["lookup.embedding._extra_state"])
-        numbers, dim = int(state["numbers"]), int(state["settings"]["dim"])
-    except FileNotFoundError:
-        raise ModelError(f"{path} is not there; train with kuairand_dlrm.py, which writes it") from None
-    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError, *_DAMAGE) as error:
-        raise ModelError(f"{path} is no checkpoint of kuairand_dlrm.py, or damaged: {_line(error)}") from error
-    name, identity = named["oneemb_snapshot"], named.get("oneemb_identity")
-    try:
-        embedding = oneemb.InferenceEmbedding.open(str(workdir / TABLES), name, dtype, num_threads=num_threads)
-    except (oneemb.StorageError, ValueError) as error:
-        raise ModelError(f"snapshot {name!r}, which {path} names, cannot be served: {_line(error)}") from error
-    if embedding.version.identity != identity:
-        raise ModelError(
-            f"{path} names snapshot {name!r} with identity {identity}, there is {embedding.version.identity}: the job"
-            " has replaced it and will replace the checkpoint"
-        )
-    try:
-        model = DLRM(OneEmbLookup(embedding, fields), len(fields), numbers, dim)
-        for its, part in ("bottom", model.bottom), ("top", model.top):
-            part.load_state_dict({k.removeprefix(f"{its}."): v for k, v in weights.items() if k.startswith(f"{its}.")})
-    except (RuntimeError, ValueError) as error:
-        raise ModelError(f"the weights in {path} are not those of the model: {_line(error)}") from error
-    served = ServedModel(model.eval(), embedding.version, fields, numbers, saved_at)
-    try:  # It is tried before it serves, and loads what the first request would wait for.
-        (score,) = served.score(np.zeros((1, numbers), np.float32), np.zeros((1, served.ids), np.int64))
-    except (oneemb.StorageError, RuntimeError) as error:
-        raise ModelError(f"snapshot {name!r}, which {path} names, cannot be served: {_line(error)}") from error
+def load(
+    workdir: Path, dtype: Dtype, num_threads: int | None = None, *, missing_ok: bool = False,
+    on_change: Callable[[oneemb.ServedModel], Any] | None = None,
+) -> oneemb.ServedModel:  # fmt: skip
+    """The model of the checkpoint in a training job's work folder; arguments and errors are those of
+    `oneemb.serve_model`."""
+    return oneemb.serve_model(
+        workdir / CHECKPOINT, functools.partial(Scorer, workdir), dtype=dtype, num_threads=num_threads, check=_try,
+        missing_ok=missing_ok, on_change=on_change,
+    )  # fmt: skip
+
+
+def _try(version: oneemb.ModelVersion) -> None:
+    """A version is tried before it serves, which also loads what the first request would wait for."""
+    scorer = scorer_of(version)
+    (score,) = scorer.score(np.zeros((1, scorer.numbers), np.float32), np.zeros((1, scorer.ids), np.int64))
     if not math.isfinite(score):
-        raise ModelError(f"the weights in {path}, or the rows of snapshot {name!r}, give no finite score")
-    return served
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
+        raise ValueError(f"the weights, or the rows of {version.snapshots}, give no finite score")
 
 
 # ---- requests -------------------------------------------------------------------------------------------------------
@@ -150,7 +104,7 @@ def parse(body: bytes, numbers: int, ids: int, *, examples_max: int, ids_max: in
     except RecursionError:
         raise Refused(400, "the body must be an object with two lists of lists, it is nested deeper") from None
     except ValueError as error:  # JSONDecodeError too; and a number with too many digits
-        raise Refused(400, f"the body must be JSON: {_line(error)}") from None
+        raise Refused(400, f"the body must be JSON: {error}") from None
     if type(found) is not dict or found.keys() != {"numbers", "ids"}:
         raise Refused(422, f'the body must be an object with "numbers" and "ids" and no more, got {_shown(found)}')
     number_lists, id_lists = found["numbers"], found["ids"]

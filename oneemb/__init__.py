@@ -46,7 +46,7 @@ _MODULES = {
     "training.compiled_graph": ("EvalGraph", "GraphConfig"),
     "checkpoints.folders": ("release",),
     "serving.inference": ("InferenceEmbedding",),
-    "serving.model": ("ServedModel", "serve_model"),
+    "serving.model": ("ModelVersion", "ServedModel", "serve_model"),
     "training.train_graph": ("TrainGraph",),
 }
 _WHERE = {name: f"oneemb.{module}" for module, names in _MODULES.items() for name in names}

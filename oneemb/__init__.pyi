@@ -46,7 +46,11 @@ from oneemb.rows.import_rows import import_rows as import_rows
 from oneemb.rows.reader import make_persistent_table_reader as make_persistent_table_reader
 from oneemb.rows.writer import make_persistent_table_writer as make_persistent_table_writer
 from oneemb.serving.inference import InferenceEmbedding as InferenceEmbedding
-from oneemb.serving.model import ServedModel as ServedModel, serve_model as serve_model
+from oneemb.serving.model import (
+    ModelVersion as ModelVersion,
+    ServedModel as ServedModel,
+    serve_model as serve_model,
+)
 from oneemb.storage.errors import (
     BrokenStoreError as BrokenStoreError,
     CorruptTableError as CorruptTableError,

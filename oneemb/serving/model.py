@@ -90,9 +90,10 @@ class ServedModel(Following):
     def __init__(
         self, path: str, make: Callable[..., torch.nn.Module] | torch.nn.Module, prefix: str | None, dtype: str,
         absent: str, folder: str | None, threads: Threads, check: Callable[[ModelVersion], Any] | None,
+        on_change: Callable[["ServedModel"], Any] | None,
     ):  # fmt: skip
         super().__init__()
-        self._path, self._prefix, self._check = path, prefix, check
+        self._path, self._prefix, self._check, self._on_change = path, prefix, check, on_change
         self._dtype, self._absent, self._folder, self._threads = dtype, absent, folder, threads
         self._template: _Template | None = None
         self._make: Callable[..., torch.nn.Module] | None = None  # a function, until it is called
@@ -117,7 +118,7 @@ class ServedModel(Following):
         current = self._current
         if current is None:
             self._check_open()
-            raise StorageError(f"no version of {self._path} serves yet: {self.error}") from self.error
+            raise StorageError(f"no version serves yet: {self.error}") from self.error
         return current
 
     def _check_open(self) -> None:
@@ -180,9 +181,15 @@ class ServedModel(Following):
             if not self._closed:
                 self._failures = self._failures + 1 if found == self._failed_on else 1
                 self._failed_on, self.error = found, error
+                self._tell()
             raise
         _log.info("%s: serves %s", self._path, ", ".join(map(str, newer.snapshots.values())))
+        self._tell()
         return True
+
+    def _tell(self) -> None:
+        if self._on_change is not None:
+            self._on_change(self)
 
     def _load(self, stop: Callable[[], bool]) -> ModelVersion | None:
         """The version of the checkpoint; None if `stop` returned True."""
@@ -264,6 +271,7 @@ def serve_model(
     folder: AnyPath | None = None,
     num_threads: int | None = None,
     check: Callable[[ModelVersion], Any] | None = None,
+    on_change: Callable[[ServedModel], Any] | None = None,
     missing_ok: bool = False,
 ) -> ServedModel:
     """A model with the dense weights of a checkpoint and the rows of the snapshots that the checkpoint names, read-only
@@ -285,6 +293,8 @@ def serve_model(
         num_threads: number of threads of a lookup; None = number of cores. Dense modules use torch's own number.
         check: called with each version before it serves, for example to score an example; its error refuses the
             version.
+        on_change: called with the `ServedModel` after each version taken and each failed attempt, for example to count
+            them; `error` is None after a version taken. It must not raise.
         missing_ok: whether a checkpoint that cannot be served yet is no error: `error` says why, and calls raise
             `StorageError` until `refresh` or `follow` has taken one.
 
@@ -314,7 +324,9 @@ def serve_model(
     if not callable(model):
         raise TypeError(f"model must be a module, or a function that makes it, got {type(model).__name__}")
     path, folder = file_path(path, "the checkpoint"), None if folder is None else absolute_path(folder)
-    served = ServedModel(os.path.abspath(path), model, prefix, dtype, absent, folder, Threads(num_threads), check)
+    served = ServedModel(
+        os.path.abspath(path), model, prefix, dtype, absent, folder, Threads(num_threads), check, on_change
+    )
     try:
         served.refresh()
     except Exception as error:
