@@ -12,6 +12,7 @@ import torch
 import oneemb
 import oneemb.training.step_hooks  # noqa: F401  # so that torch optimizers train rows
 from oneemb.checkpoints.rank_snapshots import RankSnapshots
+from oneemb.embeddings.data_parallel import check_lookup_in_ddp
 from oneemb.embeddings.embedding_arguments import (
     DEFAULT_INITIALIZER,
     DTYPE_NAMES,
@@ -218,12 +219,8 @@ class TableEmbedding(SnapshotCalls, RowCalls):
         has_gradient = is_trained or scaled and torch.is_grad_enabled()
         if has_gradient and not self.training and self.store.store_lock.forked:
             has_gradient = False  # A forked child may read rows, but not train them.
-        if has_gradient and is_trained and _in_ddp(self):
-            raise RuntimeError(
-                f"embedding {self.name!r} must not be inside DistributedDataParallel, with which each rank would train"
-                " different rows; wrap only the dense modules, and look ids up outside of them. To"
-                " TorchRec's DistributedModelParallel, pass sharders=oneemb.torchrec.get_default_sharders()"
-            )
+        if has_gradient and is_trained:
+            check_lookup_in_ddp(self)
         bags: BagArguments | None = None
         try:
             if pooling is not None or not include_last_offset:
@@ -485,12 +482,3 @@ class MultiTableMultiColumnEmbedding(TableEmbedding):
         if not isinstance(embedding_dim, list | tuple):
             raise TypeError(f"embedding_dim must be a list of column widths, got {embedding_dim!r}")
         return embedding_dim
-
-
-def _in_ddp(embedding: TableEmbedding) -> bool:
-    """Whether the forward pass of a DistributedDataParallel runs, and a weight of the embedding is among the parameters
-    whose gradients it averages over ranks."""
-    ddp = torch.nn.parallel.DistributedDataParallel._active_ddp_module
-    if ddp is None:
-        return False
-    return any(parameter is weight for parameter in ddp._module_parameters for weight in embedding.weights)
