@@ -133,10 +133,10 @@ class Plan:
 
 
 class _CodeOfLookups(fx.graph.CodeGen):
-    """Code generator that knows the names of the classes `Lookup`, `MergedLookup` and `LookupOnRanks`."""
+    """Code generator that knows the classes of results and of lookups by name; torch 2.9 does not name them itself."""
 
     def additional_globals(self) -> list[tuple[str, Any]]:
-        return [(kind.__name__, kind) for kind in (Lookup, ops.MergedLookup, ops.LookupOnRanks)]
+        return [(kind.__name__, kind) for kind in (Planned, Lookup, ops.MergedLookup, ops.LookupOnRanks)]
 
 
 def compile_plan(

@@ -183,8 +183,14 @@ _RUNS_OTHERS = {"_bootstrap", "_bootstrap_inner", "run", "_worker"}
 """Functions that are on the stack of every thread while it runs its own function. They hold no lock then."""
 
 
-# Messages of a pool's RuntimeErrors after which `submit` runs the work itself.
-_NOT_RUN = ("cannot schedule new futures after", "can't start new thread")
+# Messages of the RuntimeErrors of a pool that takes no work, and of a thread that cannot be started: there is too little
+# memory, or the interpreter is shutting down.
+_NOT_RUN = ("cannot schedule new futures after", "can't start new thread", "can't create new thread")
+
+
+def not_run(error: RuntimeError) -> bool:
+    """Whether a pool or a thread has raised this error because no thread can be started."""
+    return any(reason in str(error) for reason in _NOT_RUN)
 
 
 class _Here(threading.local):
@@ -215,7 +221,7 @@ def submit(pool: Executor, function: Callable[..., _T], *args: Any) -> Future[_T
         try:
             return pool.submit(lambda: run().result())
         except RuntimeError as error:
-            if not any(reason in str(error) for reason in _NOT_RUN):
+            if not not_run(error):
                 raise
         finally:
             _here.submitting = False

@@ -43,7 +43,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oneemb.kernels.threads import start
+from oneemb.kernels.threads import not_run, start
 from oneemb.storage.errors import CorruptTableError, StorageError
 from oneemb.storage.fs import FileSystem
 from oneemb.storage.locking.signals_deferred import signals_deferred
@@ -69,10 +69,14 @@ class Background:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, job: Callable[[], None]) -> None:
-        """Run the job in the background. No other job may be running."""
+        """Run the job in the background, or not at all if no thread can be started. No other job may be running."""
         assert not self.busy
         self._thread = threading.Thread(target=self._run, args=(job,), name=f"oneemb-{self._name}", daemon=True)
-        start(self._thread)
+        try:
+            start(self._thread)
+        except RuntimeError as error:
+            if not not_run(error):
+                raise
 
     def raise_error(self) -> None:
         """Raise the error with which a job ended, as a StorageError, if it was not raised yet."""

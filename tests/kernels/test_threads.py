@@ -289,8 +289,9 @@ def run_in_another_process():
     return len(run_shares(Threads(3), 1000, share_min=1))
 
 
+@pytest.mark.parametrize("reason", ["start new thread", "create new thread at interpreter shutdown"])
 @pytest.mark.parametrize("earlier", [0, 1], ids=["no thread", "a thread"])
-def test_work_is_done_once_though_no_thread_can_be_started(earlier, monkeypatch):
+def test_work_is_done_once_though_no_thread_can_be_started(earlier, reason, monkeypatch):
     with ThreadPoolExecutor(2) as pool:
         if earlier:  # It is busy, so that the pool wants another one; later it finds the work in the queue.
             begun, end = threading.Event(), threading.Event()
@@ -298,7 +299,7 @@ def test_work_is_done_once_though_no_thread_can_be_started(earlier, monkeypatch)
             begun.wait()
 
         def start(thread):
-            raise RuntimeError("can't start new thread")
+            raise RuntimeError(f"can't {reason}")
 
         monkeypatch.setattr(threading.Thread, "start", start)
         runs = []

@@ -60,6 +60,22 @@ def test_disk_use_stays_bounded_over_a_year_of_training(tmp_path, background, am
         assert stats["rows_moved"] > 0 and stats["bytes_removed"] > 5 * stats["disk_bytes"]
 
 
+@pytest.mark.parametrize("reason", ["start new thread", "create new thread at interpreter shutdown"])
+def test_where_no_thread_can_be_started_puts_compact(tmp_path, monkeypatch, reason):
+    def start(thread):
+        raise RuntimeError(f"can't {reason}")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with open_table(tmp_path) as table:
+        for step in train(table, 200, 3000, 0.1):
+            assert excess(table) <= 0, f"step {step}: {table.stats()}"
+        assert table.stats()["rows_moved"] > 0
+        monkeypatch.setattr(threading.Thread, "start", lambda thread: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            for _ in train(table, 200, 3000, 0.1):
+                pass
+
+
 def test_without_compaction_the_bound_is_broken(tmp_path, monkeypatch):
     monkeypatch.setattr(Compactor, "make_room", lambda self, rows: None)
     with open_table(tmp_path) as table, pytest.raises(AssertionError, match="bound"):
