@@ -11,10 +11,10 @@ PAGE = """# Install
 
 <!-- versions -->
 
-| Python | packages | torch | numba | numpy | tests of the core |
-| --- | --- | --- | --- | --- | --- |
-| 3.12 | newest | 2.14.0 | 0.68.0 | 2.5.0 | 10 passed |
-| 3.11 | oldest | 2.8.0 | 0.61.0 | 1.26.0 | 9 passed |
+| Python | packages | torch | numba | numpy | installs from | tests of the core |
+| --- | --- | --- | --- | --- | --- | --- |
+| 3.12 | newest | 2.14.0 | 0.68.0 | 2.5.0 | wheel | 10 passed |
+| 3.11 | oldest | 2.8.0 | 0.61.0 | 1.26.0 | | 9 passed |
 
 <!-- end of versions -->
 
@@ -24,17 +24,19 @@ PAGE = """# Install
 
 def test_a_table_has_the_rows_that_were_run_and_keeps_the_others():
     versions = {"torch": "2.9.0", "numba": "0.61.0", "numpy": "1.26.0"}
-    ran = Outcome("3.11", "oldest", versions, "==== 12 passed, 3 skipped in 4.20s (0:00:04) ====", passed=True)
+    ran = Outcome("3.11", "oldest", versions, "==== 12 passed, 3 skipped in 4.20s (0:00:04) ====", True, "wheel, sdist")
     page = filled(PAGE, [ran, Outcome("3.13", "newest", {}, "No matching distribution", passed=False)])
     assert page.split("\n")[4:10] == [
-        "| Python | packages | torch | numba | numpy | tests of the core |",
-        "| --- | --- | --- | --- | --- | --- |",
-        "| 3.11 | oldest | 2.9.0 | 0.61.0 | 1.26.0 | 12 passed, 3 skipped |",
-        "| 3.12 | newest | 2.14.0 | 0.68.0 | 2.5.0 | 10 passed |",
-        "| 3.13 | newest |  |  |  | not installed |",
+        "| Python | packages | torch | numba | numpy | installs from | tests of the core |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| 3.11 | oldest | 2.9.0 | 0.61.0 | 1.26.0 | wheel, sdist | 12 passed, 3 skipped |",
+        "| 3.12 | newest | 2.14.0 | 0.68.0 | 2.5.0 | wheel | 10 passed |",
+        "| 3.13 | newest |  |  |  |  | not installed |",
         "",
     ]
     assert page.endswith("\n\n<!-- end of versions -->\n\n## CPU\n")
+    assert filled(page, [ran]) == page
+    ran.said = ""  # Archives were installed, and no test of the core ran.
     assert filled(page, [ran]) == page
 
 

@@ -4,9 +4,10 @@
     python -m tests.versions --python 3.13 --packages newest      one of them
     python -m tests.versions --table docs/versions.md             and write the table of that page
 
-An environment is made for each combination in a temporary folder, and goes again. Interpreters are `python3.11` to
-`python3.13` on the PATH, or those of pyenv. A combination whose interpreter is missing is passed over and named. Exit
-code 1 if a combination cannot be installed or a test fails.
+An environment is made for each combination in a temporary folder, and goes again. First a wheel and a source archive of
+this tree are installed in it and train rows, and tests of the unpacked archive run; `--installs` leaves it at that.
+Interpreters are `python3.11` to `python3.13` on the PATH, or those of pyenv. A combination whose interpreter is missing
+is passed over and named. Exit code 1 if a combination cannot be installed or a test fails.
 """
 
 import argparse
@@ -20,9 +21,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["CORE", "PACKAGES", "Outcome", "filled", "main"]
+from tests.support.archives import ROOT, TRAINS, built, run
 
-ROOT = Path(__file__).parent.parent
+__all__ = ["CORE", "PACKAGES", "Outcome", "filled", "main"]
 
 PYTHONS = ("3.11", "3.12", "3.13")
 
@@ -64,6 +65,11 @@ CORE = (
 )
 """Test files of what depends on the versions of torch, numba and numpy: kernels, autograd, optimizers, graphs."""
 
+UNPACKED = ("tests/test_hashing.py", "tests/test_pooling.py", "tests/examples/test_quickstart.py")
+"""Test files that run from the unpacked source archive."""
+
+_PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
+
 _BEGIN, _END = "<!-- versions -->\n", "<!-- end of versions -->"
 
 
@@ -76,14 +82,17 @@ class Outcome:
     versions: dict[str, str]
     """Versions of torch, numba and numpy that were installed; empty if they could not be."""
     said: str
-    """The test runner's closing line, or the end of the output of what failed."""
+    """The test runner's closing line, or the end of the output of what failed; "" if the core was not run."""
     passed: bool
+    installs: str = ""
+    """Archives that were installed and trained rows."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", nargs="+", choices=PYTHONS, default=PYTHONS)
     parser.add_argument("--packages", nargs="+", choices=PACKAGES, default=tuple(PACKAGES))
+    parser.add_argument("--installs", action="store_true", help="only install archives; run no core of the suite")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="of the test runner")
     parser.add_argument("--table", type=Path, help="Markdown file whose table is written")
     parser.add_argument("--folder", type=Path, help="where environments are made; default: a temporary folder")
@@ -96,8 +105,9 @@ def main(arguments: list[str] | None = None) -> int:
             continue
         for packages in options.packages:
             with tempfile.TemporaryDirectory(prefix="oneemb-versions-", dir=options.folder) as folder:
-                outcomes.append(tried(interpreter, python, packages, Path(folder), options.processes))
-            print(f"Python {python}, {packages}: {outcomes[-1].versions} {outcomes[-1].said}", flush=True)
+                outcomes.append(tried(interpreter, python, packages, Path(folder), options.processes, options.installs))
+            one = outcomes[-1]
+            print(f"Python {python}, {packages}: {one.versions} {one.installs}: {one.said}", flush=True)
     if options.table and outcomes:
         options.table.write_text(filled(options.table.read_text(), outcomes))
     return 0 if outcomes and all(outcome.passed for outcome in outcomes) else 1
@@ -110,23 +120,47 @@ def interpreter_of(python: str) -> str | None:
     return str(made_by_pyenv[-1]) if made_by_pyenv else shutil.which(f"python{python}")
 
 
-def tried(interpreter: str, python: str, packages: str, folder: Path, processes: int) -> Outcome:
-    """Install the combination in `folder` and run the core of the suite with it."""
+def tried(
+    interpreter: str, python: str, packages: str, folder: Path, processes: int, installs_only: bool = False
+) -> Outcome:
+    """Install the combination in `folder`, try the archives of this tree there, and run the core of the suite."""
     own = folder / "bin" / "python"
-    asked = [f"{name}=={version}" for name, version in PACKAGES[packages][python].items()]
-    for command in (
-        [interpreter, "-m", "venv", folder],
-        [own, "-m", "pip", "install", "-q", "-e", ROOT, *asked, *TESTING],
-    ):
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    outcome = Outcome(python, packages, {}, "", passed=False)
+    try:
+        run(folder, interpreter, "-m", "venv", folder)
+        asked = [f"{name}=={version}" for name, version in PACKAGES[packages][python].items()]
+        try_archives(own, folder, [*asked, *TESTING])
+    except AssertionError as error:
+        outcome.said = str(error)
+        return outcome
+    outcome.versions, outcome.installs, outcome.passed = versions_of(own), "wheel, sdist", True
+    if not installs_only:
+        core = [own, *_PYTEST, "-n", str(processes), *CORE]
+        done = subprocess.run(core, capture_output=True, text=True, cwd=ROOT)
         if done.returncode:
-            return Outcome(python, packages, {}, (done.stdout + done.stderr).strip()[-2000:], passed=False)
-    tests = [own, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", str(processes), *CORE]
-    done = subprocess.run(tests, capture_output=True, text=True, cwd=ROOT)
-    text = done.stdout.strip()
-    if done.returncode:
-        print(text[-20_000:], done.stderr[-4_000:], flush=True)
-    return Outcome(python, packages, versions_of(own), text.splitlines()[-1] if text else "", done.returncode == 0)
+            print(done.stdout, done.stderr[-4_000:], flush=True)
+        outcome.said, outcome.passed = (done.stdout.strip().splitlines() or [""])[-1], done.returncode == 0
+    return outcome
+
+
+def try_archives(own: Path, folder: Path, requirements: Sequence[str]) -> None:
+    """Install a wheel and a source archive of this tree by the interpreter `own`, train rows with each, run tests of
+    the unpacked archive; in the end the tree itself is installed. Raises AssertionError if any of it fails."""
+    pip = (own, "-m", "pip", "install", "-q")
+    run(folder, *pip, "setuptools>=77")
+    wheel, source = (built(folder, kind, own) for kind in ("wheel", "sdist"))
+    run(folder, *pip, wheel, *requirements, timeout=3000)
+    site = run(folder, own, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
+    # A program that is started in the clone takes the clone's package.
+    for archive, place, package in ((wheel, folder, site), (wheel, ROOT, ROOT), (source, folder, site)):
+        if archive == source:
+            run(folder, own, "-m", "pip", "uninstall", "-q", "-y", "oneemb")
+            run(folder, *pip, "--no-deps", source)
+        trained = run(place, own, "-c", TRAINS).split()
+        assert trained == ["2", str(package)], f"{archive.name} in {place}: {trained}"
+    run(folder, "tar", "-xf", source)
+    run(folder / source.name.removesuffix(".tar.gz"), own, *_PYTEST, *UNPACKED)
+    run(folder, *pip, "--no-deps", "-e", ROOT)
 
 
 def versions_of(python: Path) -> dict[str, str]:
@@ -143,10 +177,13 @@ def filled(text: str, outcomes: Sequence[Outcome]) -> str:
     found = [tuple(cell.strip() for cell in line.strip("| ").split("|")) for line in text[begin:end].split("\n")]
     rows = {cells[:2]: cells for cells in found if cells[0] in PYTHONS}
     for outcome in outcomes:
+        combination = outcome.python, outcome.packages
         counts = re.sub(r"\s*in [\d.]+s.*|=+", "", outcome.said).strip() if outcome.versions else "not installed"
+        if not counts and combination in rows:  # The core was not run.
+            counts = rows[combination][-1]
         versions = (outcome.versions.get(name, "") for name in ("torch", "numba", "numpy"))
-        rows[outcome.python, outcome.packages] = (outcome.python, outcome.packages, *versions, counts)
-    head = ("Python", "packages", "torch", "numba", "numpy", "tests of the core")
+        rows[combination] = (*combination, *versions, outcome.installs, counts)
+    head = ("Python", "packages", "torch", "numba", "numpy", "installs from", "tests of the core")
     order = sorted(rows, key=lambda key: (PYTHONS.index(key[0]), list(PACKAGES).index(key[1])))
     lines = ["| " + " | ".join(cells) + " |" for cells in (head, ("---",) * len(head), *(rows[key] for key in order))]
     return f"{text[:begin]}\n" + "\n".join(lines) + f"\n\n{text[end:]}"

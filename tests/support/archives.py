@@ -22,9 +22,9 @@ with oneemb.MultiTableEmbedding("e", 4, torch.float32, torch.int64, [oneemb.make
 """A program that trains rows; it prints how many there are and the folder in which oneemb was found."""
 
 
-def run(folder, *command, **more):
+def run(folder, *command, timeout=600, **more):
     """Standard output of a command that must succeed."""
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, **more)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=timeout, **more)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout
 
