@@ -183,8 +183,8 @@ _RUNS_OTHERS = {"_bootstrap", "_bootstrap_inner", "run", "_worker"}
 """Functions that are on the stack of every thread while it runs its own function. They hold no lock then."""
 
 
-# Messages of the RuntimeErrors of a pool that takes no work, and of a thread that cannot be started, since memory is short
-# or the interpreter is shutting down.
+# Messages of RuntimeErrors: a pool takes no work; a thread cannot be started, for want of memory or at the interpreter's
+# end.
 _NOT_RUN = ("cannot schedule new futures after", "can't start new thread", "can't create new thread")
 
 
