@@ -183,8 +183,8 @@ _RUNS_OTHERS = {"_bootstrap", "_bootstrap_inner", "run", "_worker"}
 """Functions that are on the stack of every thread while it runs its own function. They hold no lock then."""
 
 
-# Messages of RuntimeErrors: a pool takes no work; a thread cannot be started, for want of memory or at the interpreter's
-# end.
+# Messages of RuntimeErrors: a pool takes no work; a thread cannot be started, for want of memory or at the end of the
+# interpreter.
 _NOT_RUN = ("cannot schedule new futures after", "can't start new thread", "can't create new thread")
 
 
