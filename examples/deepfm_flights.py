@@ -181,4 +181,5 @@ embedding.close()
 #
 # - [Checkpoints](../checkpoints.md): resume in the middle of an epoch, prune, keep the best.
 # - [Serving](../serving.md): answer from `flights_rows` while a job trains.
+# - [SASRec on flights](sasrec.md): sequences, and recall among all items.
 # - [More models](../../examples/README.md): two-tower, DLRM, DCN, SASRec, each beside its twin.

