@@ -360,6 +360,33 @@ def test_tools_know_deltas(tmp_path):
     assert read(path, "whole").keys() == states["d3"].keys()
 
 
+def test_a_row_that_a_delta_has_lost_does_not_come_back_as_it_was(tmp_path):
+    embedding, _, states = chain(tmp_path / "rows")
+    embedding.close()
+    run("salvage", tmp_path / "rows", tmp_path / "whole")
+    again = made(tmp_path / "whole")
+    for name in states:
+        again.load_snapshot(name)
+        assert rows_of(again) == states[name]
+    again.close()
+    with SnapshotReader.open(tmp_path / "rows", "d1") as reader:
+        (part, *_) = [part for part in reader._record.parts if part.rows > 20]
+    path = tmp_path / "rows" / "chunks" / f"{part.number:012d}.rows"
+    data = bytearray(path.read_bytes())
+    data[4096 + 512 * (part.blocks - 1)] ^= 1  # Its last block has rows that d1 has written.
+    path.write_bytes(data)
+    report = json.loads(run("salvage", tmp_path / "rows", tmp_path / "new", "--json", code=1))
+    lost = report["by_snapshot"]["d1"]["lost"]
+    assert sum(lost.values()) > 0 and not report["whole"]
+    again = made(tmp_path / "new")
+    again.load_snapshot("base")
+    assert rows_of(again) == states["base"]
+    again.load_snapshot("d1")
+    left = rows_of(again)
+    assert left.items() <= states["d1"].items() and len(states["d1"]) - len(left) == sum(lost.values())
+    again.close()
+
+
 def test_check_and_loads_say_what_is_missing(tmp_path):
     embedding, _, _ = chain(tmp_path)
     (tmp_path / "snapshots" / "d1.snapshot").rename(tmp_path / "elsewhere")

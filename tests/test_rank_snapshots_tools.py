@@ -9,6 +9,7 @@ import torch
 import oneemb
 from oneemb.embeddings import internals
 from oneemb.graph.ranks import RankError
+from oneemb.kernels.owner import owner_of
 from oneemb.rows.reshard import reshard
 from oneemb.storage.errors import LockedError, SnapshotExistsError, SnapshotNotFoundError
 from oneemb.storage.fs import LocalFileSystem
@@ -275,3 +276,39 @@ def test_a_source_that_one_rank_cannot_read_is_an_error_on_all(tmp_path, monkeyp
         embedding.close()
 
     run_ranks(2, bring, patch=monkeypatch)
+
+
+# ---- salvage ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_left_of_the_tables_of_ranks_can_be_loaded(tmp_path, monkeypatch):
+    run(3, save, tmp_path / "rows", 1, patch=monkeypatch)
+    assert run_json("salvage", tmp_path / "rows", tmp_path / "copy")["whole"]
+    assert together(run(2, load, tmp_path / "copy", patch=monkeypatch)) == (expected(1), STEP + 1)
+    of_rank_1 = {key for key in expected(1) if owner_of(*(np.array([n]) for n in key), 3) == [1]}
+    (file,) = (tmp_path / "rows" / "rank-1-of-3" / "snapshots").iterdir()
+    for n, damage in enumerate([lambda: file.write_bytes(file.read_bytes()[:200]), file.unlink]):
+        damage()
+        found = run_json("salvage", tmp_path / "rows", tmp_path / f"new-{n}", code=1)
+        assert found["by_snapshot"]["s"]["unreadable"] == ["part 1"] and not found["whole"]
+        left, step = together(run(2, load, tmp_path / f"new-{n}", patch=monkeypatch))
+        assert left == {key: row for key, row in expected(1).items() if key not in of_rank_1} and step == STEP + 1
+        assert check_parts(str(tmp_path / f"new-{n}")).problems == []
+
+
+def test_a_salvage_that_is_stopped_leaves_no_folder_and_goes_where_nothing_is(tmp_path, monkeypatch):
+    save(None, tmp_path / "rows", 1)
+    command_line = [tmp_path / "rows", tmp_path / "new"]
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "oneemb.storage.table.salvage.check_table", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
+        command("salvage", *command_line, code=130)
+    assert sorted(os.listdir(tmp_path)) == ["rows"]
+    killed = tmp_path / "new.0123456789abcdef.tmp"  # What a kill has left.
+    (killed / "chunks").mkdir(parents=True)
+    command("salvage", *command_line)
+    assert sorted(os.listdir(tmp_path)) == ["new", "rows"]
+    assert "must be a new or an empty folder" in command("salvage", *command_line, code=2).output
+    assert "must be outside" in command("salvage", tmp_path / "rows", tmp_path / "rows" / "new", code=2).output
+    assert read(tmp_path / "new", "s") == read(tmp_path / "rows", "s")

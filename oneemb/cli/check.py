@@ -1,18 +1,18 @@
 """The commands `check`, which compares a table with its checksums, and `compact`, which frees unused disk space."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
 
-from oneemb.cli.output import FOLDER, json_option, progress_bar, size_text, tell
+from oneemb.cli.output import FOLDER, json_option, progress_bar, size_text, table_lines, tell
 from oneemb.cli.quantize import check_file
 from oneemb.cli.snapshots import need_own_tables
 
 if TYPE_CHECKING:
-    from oneemb.storage.table.check import CheckResult
+    from oneemb.storage.table.check import CheckResult, SnapshotCheck
 
 
 @click.command()
@@ -24,8 +24,9 @@ def check(ctx: click.Context, path: str, as_json: bool) -> None:
 
     Compares every byte that the snapshots at PATH need with its checksum, follows every reference, and checks that
     snapshots of ranks have all their parts. Only reads, also while a job writes. Exits with 1 and a list of problems if
-    there are any. Tables of OneFlow have no checksums: their files are compared with one another. PATH may be a file
-    that `oneemb quantize` has made.
+    there are any, and counts the lost rows of each snapshot by table; `oneemb salvage` saves the others. Tables of
+    OneFlow have no checksums: their files are compared with one another. PATH may be a file that `oneemb quantize` has
+    made.
     """
     from oneemb.foreign.oneflow_table import is_oneflow_table
     from oneemb.storage.snapshots.part_folders import check_parts
@@ -41,11 +42,28 @@ def check(ctx: click.Context, path: str, as_json: bool) -> None:
         *result.problems,
         f"{path}: {len(result.problems) or 'no'} contradictions; {len(result.snapshots)} snapshots with {result.rows:,}"
         f" rows, {size_text(result.bytes_read)} of blocks read",
+        *(losses(result.by_snapshot) if result.problems else ()),
         *(f"left over: {text}" for text in result.left_over),
         *([_unneeded_text(result)] if result.unneeded else []),
     )  # fmt: skip
     if result.problems:
         ctx.exit(1)
+
+
+def losses(by_snapshot: "Mapping[str, SnapshotCheck]") -> list[str]:
+    """Lines of a table: what is left of each snapshot."""
+    rows = [
+        (
+            name, "whole" if found.whole else "damaged", f"{found.rows - found.rows_lost:,}", f"{found.rows_lost:,}",
+            ", ".join(
+                [f"{rows:,} of table {table}" for table, rows in sorted(found.lost.items())]
+                + ([f"{found.lost_unknown:,} of unknown tables"] if found.lost_unknown else [])
+                + found.unreadable
+            ),
+        )
+        for name, found in by_snapshot.items()
+    ]  # fmt: skip
+    return table_lines(("snapshot", "", "rows left", "rows lost", "lost"), rows, "no snapshots")
 
 
 def _unneeded_text(result: "CheckResult") -> str:

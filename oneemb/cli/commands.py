@@ -18,6 +18,7 @@ from oneemb.cli.inspect import inspect
 from oneemb.cli.plan import plan_command
 from oneemb.cli.quantize import quantize_command
 from oneemb.cli.rows import export_command, import_command
+from oneemb.cli.salvage import salvage
 from oneemb.cli.snapshots import merge_deltas_command, reshard_command, snapshot
 from oneemb.cli.warmup import warmup_command
 
@@ -74,7 +75,7 @@ def oneemb(context: click.Context) -> None:
 
 
 for _command in (
-    inspect, check, compact, snapshot, merge_deltas_command, export_command, import_command, reshard_command,
+    inspect, check, salvage, compact, snapshot, merge_deltas_command, export_command, import_command, reshard_command,
     plan_command, quantize_command, warmup_command,
 ):  # fmt: skip
     oneemb.add_command(_command)

@@ -27,7 +27,7 @@ from oneemb.storage.snapshots.snapshot_parts import (
     unmade_at,
 )
 from oneemb.storage.snapshots.unfinished import drop_unwritten, mark, marks_at, unmark
-from oneemb.storage.table.check import CheckResult, check_table
+from oneemb.storage.table.check import CheckResult, SnapshotCheck, check_table
 from oneemb.storage.table.delta import GONE, gone_keys
 from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.table.snapshot_reader import SnapshotReader
@@ -241,6 +241,7 @@ def check_parts(
         result.left_over = left_over
         return result
     result = CheckResult()
+    names = {(part.folder, part.info.name): part.whole.name for part in found.parts}
     for folder in found.folders:
         left = {part.info.name for part in found.leftovers() if part.folder == folder}
         one = check_table(folder, fs=fs, progress=progress, leftovers=left)
@@ -250,8 +251,15 @@ def check_parts(
         result.unneeded += one.unneeded
         result.kept += one.kept
         result.unreadable += one.unreadable
+        for name, report in one.by_snapshot.items():
+            whole = names.get((folder, name), name.partition("~")[0])
+            result.by_snapshot.setdefault(whole, SnapshotCheck()).add(report)
     result.left_over = [leftover_text(part) for part in found.leftovers()] + left_over
-    result.problems += [incomplete_text(parts) for parts in found.incomplete()]
+    for parts in found.incomplete():
+        result.problems.append(incomplete_text(parts))
+        missing = sorted(set(range(parts[0].whole.shards)) - {part.whole.shard for part in parts})
+        lost = SnapshotCheck(unreadable=[f"part {shard}" for shard in missing], whole=False)
+        result.by_snapshot.setdefault(parts[0].whole.name, SnapshotCheck()).add(lost)
     result.problems += [one for one in _broken_chains(found, fs) if one not in result.problems]
     result.snapshots = [snapshot.name for snapshot in found.snapshots()]
     return result

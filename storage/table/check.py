@@ -4,22 +4,21 @@ Invariants:
 - nothing is written and no lock is taken, so a live writer may go on; a snapshot that the writer removes meanwhile is
   no problem;
 - every byte that a reader of any snapshot could read is compared with its checksum, and every file that a snapshot
-  names is read.
+  names is read; the check goes on after damage.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from oneemb.kernels.checksum import blocks_sum
 from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import CorruptTableError, FormatVersionError, SnapshotNotFoundError, StorageError
-from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, aligned_bytes, doing
+from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, doing
 from oneemb.storage.hash_index import HashIndex
-from oneemb.storage.table.chunk_files import ROWS_BEGIN, chunk_numbers, chunk_paths
-from oneemb.storage.table.chunk_scan import ChunkKeys, block_damage, check_header, live_rows, opened, read_keys
-from oneemb.storage.table.file_header import HEADER_BYTES, ROWS_MAGIC
+from oneemb.storage.table.chunk_damage import ChunkState, examine_chunk
+from oneemb.storage.table.chunk_files import chunk_numbers, chunk_paths
+from oneemb.storage.table.chunk_scan import ChunkKeys, live_rows, read_keys
 from oneemb.storage.table.geometry import Geometry
 from oneemb.storage.table.recovery import lost_text, needed_bytes
 from oneemb.storage.table.snapshot_file import SnapshotFiles
@@ -27,8 +26,40 @@ from oneemb.storage.table.snapshot_manifest import ChunkPart, SnapshotRecord
 from oneemb.storage.table.table_info import lost_and_kept, need_table
 from oneemb.storage.table.writer_lock import lock_holder
 
-_READ_BYTES = 1 << 22
 _Progress = Callable[[int, int], None]
+
+
+@dataclass
+class SnapshotCheck:
+    """What is left of a snapshot.
+
+    Args:
+        rows: number of its rows, lost ones included.
+        lost: {table: number of its rows that cannot be read}.
+        lost_unknown: number of rows that cannot be read, and whose tables cannot be told.
+        unreadable: what cannot be read as a whole: "file", or names of arrays.
+        whole: whether nothing of it is lost.
+    """
+
+    rows: int = 0
+    lost: dict[int, int] = field(default_factory=dict)
+    lost_unknown: int = 0
+    unreadable: list[str] = field(default_factory=list)
+    whole: bool = True
+
+    @property
+    def rows_lost(self) -> int:
+        """Number of rows that cannot be read."""
+        return sum(self.lost.values()) + self.lost_unknown
+
+    def add(self, other: "SnapshotCheck") -> None:
+        """Add another part of the same snapshot."""
+        for table, rows in other.lost.items():
+            self.lost[table] = self.lost.get(table, 0) + rows
+        self.rows += other.rows
+        self.lost_unknown += other.lost_unknown
+        self.unreadable += other.unreadable
+        self.whole &= other.whole
 
 
 @dataclass
@@ -37,6 +68,7 @@ class CheckResult:
 
     Args:
         problems: a text for each problem, with the path of the file; empty = nothing is damaged.
+        by_snapshot: {name of a snapshot: what is left of it}, those included whose files cannot be read.
         snapshots: names of the snapshots that were checked.
         rows: number of rows in all snapshots; a row that k snapshots share counts k times.
         bytes_read: number of bytes of blocks that were read.
@@ -54,6 +86,7 @@ class CheckResult:
     kept: list[str] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
     left_over: list[str] = field(default_factory=list)
+    by_snapshot: dict[str, SnapshotCheck] = field(default_factory=dict)
 
 
 def check_table(
@@ -75,11 +108,23 @@ def check_table(
     return check.result
 
 
+def longest_parts(records: Iterable[SnapshotRecord]) -> dict[int, tuple[Geometry, ChunkPart]]:
+    """{number of a chunk: (its geometry, the longest part of it that any of these snapshots needs)}."""
+    longest: dict[int, tuple[Geometry, ChunkPart]] = {}
+    for record in records:
+        for part in record.parts:
+            known = longest.get(part.number)
+            if known is None or part.keys_bytes > known[1].keys_bytes:
+                longest[part.number] = record.geometry, part
+    return longest
+
+
 class _Check:
     def __init__(self, fs: FileSystem, path: str, progress: _Progress | None, leftovers: Collection[str]):
         self._fs, self._path, self._progress, self._leftovers = fs, path, progress, leftovers
         self._files = SnapshotFiles(fs, f"{path}/snapshots")
         self._sequence: dict[str, int] = {}
+        self._damaged: dict[int, ChunkState] = {}
         self._done = self._total = 0
         self.result = CheckResult()
 
@@ -96,85 +141,46 @@ class _Check:
                 self._problem(error, [name])
                 if not self._gone(name):
                     self.result.unreadable.append(self._files.path(name))
-        # For each chunk: the longest prefix that any snapshot needs, and the snapshots that need the chunk.
-        longest: dict[int, tuple[Geometry, ChunkPart]] = {}
+                    self.result.by_snapshot[name] = SnapshotCheck(unreadable=["file"], whole=False)
+        longest = longest_parts(records)
         users: dict[int, list[SnapshotRecord]] = {}
         for record in records:
             for part in record.parts:
                 users.setdefault(part.number, []).append(record)
-                known = longest.get(part.number)
-                if known is not None and known[0] != record.geometry:
+                if longest[part.number][0] != record.geometry:
                     problem = f"{record.path}: chunk {part.number} has another geometry in another snapshot"
                     self.result.problems.append(problem)
-                if known is None or part.keys_bytes > known[1].keys_bytes:
-                    longest[part.number] = record.geometry, part
         self._total = sum(part.blocks * geometry.block_bytes for geometry, part in longest.values())
-        sound = set()
         for number, (geometry, part) in sorted(longest.items()):
-            names = [record.info.name for record in users[number]]
-            try:
-                keys = read_keys(self._fs, chunk_paths(f"{self._path}/chunks", number)[1], geometry, part)
-                sound.add(number)
-                self._check_blocks(geometry, part, keys, names)
-            except CorruptTableError as error:
-                self._problem(error, names)
+            self._check_chunk(geometry, part, [record.info.name for record in users[number]])
         for record in sorted(records, key=lambda record: record.info.sequence):
-            self._check_snapshot(record, sound)
+            self._check_snapshot(record)
         self._list_unneeded(set(longest))
         self._check_lost(needed_bytes(records))
 
-    def _check_blocks(self, geometry: Geometry, part: ChunkPart, keys: ChunkKeys, names: list[str]) -> None:
-        """Compare all blocks of the part of a chunk with their checksums. `names` are the snapshots that need the
-        chunk."""
-        path = chunk_paths(f"{self._path}/chunks", part.number)[0]
-        with opened(self._fs, path) as file:
-            header = bytearray(HEADER_BYTES)
-            size = self._fs.read_into(file, memoryview(header), 0)
-            check_header(header[:size], ROWS_MAGIC, path, part.number, geometry)
-            if self._fs.size(path) < ROWS_BEGIN + geometry.block_bytes:
-                raise CorruptTableError(
-                    f"{path} has none of the {part.blocks} blocks that snapshots need; restore the file from a copy, or"
-                    " delete the snapshots that need it"
-                )
-            piece = max(1, _READ_BYTES // geometry.block_bytes)
-            buffer = aligned_bytes(min(piece, part.blocks) * geometry.block_bytes)
-            for first in range(0, part.blocks, piece):
-                blocks = min(piece, part.blocks - first)
-                want = blocks * geometry.block_bytes
-                offset = ROWS_BEGIN + first * geometry.block_bytes
-                size = self._fs.read_into(file, buffer.data[:want], offset)
-                self._read(size)
-                whole = size // geometry.block_bytes
-                sum_B = np.empty(blocks, np.uint32)
-                blocks_sum(0, whole, buffer.view(np.uint64), geometry.block_words, sum_B)
-                for b in np.flatnonzero(sum_B[:whole] != keys.sum_B[first : first + whole]).tolist():
-                    row = (first + b) * geometry.rows_per_block
-                    data = buffer[b * geometry.block_bytes : (b + 1) * geometry.block_bytes]
-                    expected, table, id = int(keys.sum_B[first + b]), int(keys.table_N[row]), int(keys.id_N[row])
-                    self._problem(block_damage(path, geometry, first + b, data, expected, table, id), names)
-                if whole < blocks:
-                    raise CorruptTableError(
-                        f"{path} is cut off: from offset {offset} on it must have {want} bytes, it has {size}"
-                        f"; restore the file from a copy, or delete the snapshots that need it"
-                    )
+    def _check_chunk(self, geometry: Geometry, part: ChunkPart, names: list[str]) -> None:
+        """Compare a chunk with its checksums. `names` are the snapshots that need the chunk."""
+        state = examine_chunk(
+            self._fs, f"{self._path}/chunks", geometry, part, lambda error: self._problem(error, names), self._read
+        )
+        if not state.intact:
+            self._damaged[part.number] = state
 
-    def _check_snapshot(self, record: SnapshotRecord, sound: set[int]) -> None:
-        """Check the lists of rows and the arrays of a snapshot, and that no key is in the snapshot twice.
-
-        Args:
-            sound: numbers of the chunks whose keys were read without an error.
-        """
-        name, geometry = record.info.name, record.geometry
-        index = HashIndex(Threads(1), sum(part.rows for part in record.parts if part.number in sound))
+    def _check_snapshot(self, record: SnapshotRecord) -> None:
+        """Check the lists of rows and the arrays of a snapshot, and that no key is in the snapshot twice. Counts the
+        rows that are lost."""
+        name = record.info.name
+        sound = [part.rows for part in record.parts if part.number not in self._damaged]
+        index = HashIndex(Threads(1), sum(sound))
+        found = SnapshotCheck(rows=record.info.rows)
         for part in record.parts:
             try:
                 rows = live_rows(self._files.read_bits(record, part))
-                if part.number not in sound:
-                    continue  # Reported already.
-                keys = read_keys(self._fs, chunk_paths(f"{self._path}/chunks", part.number)[1], geometry, part)
             except (CorruptTableError, SnapshotNotFoundError) as error:
                 self._problem(error, [name])
+                found.lost_unknown += part.rows
                 continue
+            keys, rows = self._keys_of(record, part, rows, found)
             old_U = index.put(keys.table_N[rows], keys.id_N[rows], rows)
             for twice in np.flatnonzero(old_U >= 0)[:1]:
                 row = int(rows[twice])
@@ -182,13 +188,34 @@ class _Check:
                     f"{record.path}: snapshot {name!r} has {int((old_U >= 0).sum())} keys of chunk {part.number} twice,"
                     f" the first is table {keys.table_N[row]}, id {keys.id_N[row]}"
                 )
+                found.whole = False
         for array in record.arrays:
             try:
                 self._files.read_array(record, array)
             except (CorruptTableError, SnapshotNotFoundError) as error:
                 self._problem(error, [name])
+                found.unreadable.append(array)
+        found.whole &= not found.rows_lost and not found.unreadable
+        if not self._gone(name):
+            self.result.by_snapshot[name] = found
         self.result.snapshots.append(name)
         self.result.rows += record.info.rows
+
+    def _keys_of(
+        self, record: SnapshotRecord, part: ChunkPart, row_N: np.ndarray, found: SnapshotCheck
+    ) -> tuple[ChunkKeys, np.ndarray]:
+        """Keys of a chunk, and the rows among `row_N` whose keys can be read. Counts the lost rows in `found`."""
+        state = self._damaged.get(part.number)
+        if state is None:
+            try:
+                path = chunk_paths(f"{self._path}/chunks", part.number)[1]
+                return read_keys(self._fs, path, record.geometry, part), row_N
+            except CorruptTableError as error:  # Of this part, which may be shorter than that of another snapshot.
+                self._problem(error, [record.info.name])
+                found.lost_unknown += len(row_N)
+                return ChunkKeys.empty(record.geometry, part), row_N[:0]
+        found.add(SnapshotCheck(0, *state.lost(row_N)))
+        return state.keys, row_N[state.has_keys(row_N)]
 
     def _list_unneeded(self, needed: set[int]) -> None:
         with doing("list", f"{self._path}/chunks"):
@@ -202,6 +229,8 @@ class _Check:
         lost, more, self.result.kept = lost_and_kept(self._fs, self._path, self._files, needed, held)
         if lost or more:
             self.result.problems.append(f"{self._path}/LOCK: {lost_text(lost, more, len(self.result.kept))}")
+        for name in lost:
+            self.result.by_snapshot[name] = SnapshotCheck(unreadable=["file"], whole=False)
         if self.result.unreadable:
             self.result.kept = list(self.result.unneeded)
 

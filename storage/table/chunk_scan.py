@@ -22,7 +22,8 @@ from oneemb.storage.table.file_header import HEADER_BYTES, KEYS_MAGIC, ROWS_MAGI
 from oneemb.storage.table.geometry import Geometry
 from oneemb.storage.table.snapshot_manifest import ChunkPart
 
-_RUN = struct.Struct("<3Q")
+RUN = struct.Struct("<3Q")
+"""Begin of a run of keys: its first block, its rows, its blocks."""
 _READ_BYTES = 1 << 20
 _KEYS_WINDOW_BYTES = 1 << 20
 
@@ -99,9 +100,9 @@ def _fill_open(
     keys_sum = xxh64(header_N)
     offset, block = HEADER_BYTES, 0
     while offset < part.keys_bytes:
-        run_N = window(offset, _RUN.size)
-        first, rows, blocks = _RUN.unpack_from(run_N.data) if len(run_N) >= _RUN.size else (block, 0, 0)
-        run_bytes = _RUN.size + -(-(rows * 12 + blocks * 4) // 8) * 8
+        run_N = window(offset, RUN.size)
+        first, rows, blocks = RUN.unpack_from(run_N.data) if len(run_N) >= RUN.size else (block, 0, 0)
+        run_bytes = run_size(rows, blocks)
         fits = blocks > 0 and block + blocks <= part.blocks and rows <= blocks * geometry.rows_per_block
         fits = fits and offset + run_bytes + 8 <= part.keys_bytes
         if first == block and fits:
@@ -112,23 +113,14 @@ def _fill_open(
         expected = int(run_N[run_bytes : run_bytes + 8].view(np.uint64)[0])
         if keys_sum != expected:
             raise _damaged(path, offset, f"has checksum {keys_sum:016x}, written as {expected:016x}")
-        row, end = block * geometry.rows_per_block, (block + blocks) * geometry.rows_per_block
-        at = _RUN.size
-        keys.id_N[row : row + rows] = run_N[at : at + 8 * rows].view(np.int64)
-        keys.id_N[row + rows : end] = 0
-        at += 8 * rows
-        keys.table_N[row : row + rows] = run_N[at : at + 4 * rows].view(np.int32)
-        keys.table_N[row + rows : end] = 0
         try:
-            check_tables(keys.table_N[row : row + rows])
+            put_run(keys, geometry, run_N, block, rows, blocks)
         except ValueError as error:
             raise _damaged(path, offset, f"holds an invalid table: {error}") from error
-        at += 4 * rows
-        keys.sum_B[block : block + blocks] = run_N[at : at + 4 * blocks].view(np.uint32)
         block += blocks
         offset += run_bytes + 8
         if offset < part.keys_bytes:
-            yield end
+            yield block * geometry.rows_per_block
     if block != part.blocks or keys_sum != part.keys_sum:
         raise CorruptTableError(
             f"{path}: the keys up to offset {part.keys_bytes} are not those that the snapshot was saved with: "
@@ -136,6 +128,29 @@ def _fill_open(
             f"`oneemb check` on the table"
         )
     yield block * geometry.rows_per_block
+
+
+def run_size(rows: int, blocks: int) -> int:
+    """Bytes of a run of keys, without its checksum."""
+    return RUN.size + -(-(rows * 12 + blocks * 4) // 8) * 8
+
+
+def put_run(keys: ChunkKeys, geometry: Geometry, run_N: np.ndarray, block: int, rows: int, blocks: int) -> None:
+    """Write the keys and the checksums of a run into `keys`. ValueError if a table is invalid.
+
+    Args:
+        run_N: bytes from the begin of the run on, uint8.
+        block, rows, blocks: first block, number of rows and number of blocks of the run.
+    """
+    row, end, at = block * geometry.rows_per_block, (block + blocks) * geometry.rows_per_block, RUN.size
+    keys.id_N[row : row + rows] = run_N[at : at + 8 * rows].view(np.int64)
+    keys.id_N[row + rows : end] = 0
+    at += 8 * rows
+    keys.table_N[row : row + rows] = run_N[at : at + 4 * rows].view(np.int32)
+    keys.table_N[row + rows : end] = 0
+    check_tables(keys.table_N[row : row + rows])
+    at += 4 * rows
+    keys.sum_B[block : block + blocks] = run_N[at : at + 4 * blocks].view(np.uint32)
 
 
 def scan_rows(

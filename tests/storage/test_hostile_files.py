@@ -12,7 +12,7 @@ from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import CorruptTableError, StorageError
 from oneemb.storage.fs import LocalFileSystem
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
-from oneemb.storage.table import check as check_module, chunk_scan
+from oneemb.storage.table import chunk_damage, chunk_scan
 from oneemb.storage.table.check import check_table
 from oneemb.storage.table.compact_snapshots import compact_snapshots
 from oneemb.storage.table.persistent_table import PersistentTable
@@ -82,7 +82,7 @@ def little_memory(monkeypatch):
         return honest(size)
 
     honest = chunk_scan.aligned_bytes
-    for module in (chunk_scan, check_module):
+    for module in (chunk_scan, chunk_damage):
         monkeypatch.setattr(module, "aligned_bytes", bounded)
     tracemalloc.start()
     yield

@@ -1,0 +1,91 @@
+"""Copies of a folder with the tables of an embedding: what can be read of a damaged one, as a new folder.
+
+A new folder appears by a rename, so it has everything or does not exist.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from oneemb.storage.errors import StorageError
+from oneemb.storage.fs import LocalFileSystem, doing
+from oneemb.storage.new_files import begin, remove_unfinished
+from oneemb.storage.snapshots.snapshot_parts import FoundParts, Part, look_at, rank_folder_name
+from oneemb.storage.table.check import SnapshotCheck
+from oneemb.storage.table.salvage import SalvageResult, salvage_table
+from oneemb.storage.table.snapshot_file import SnapshotFiles
+from oneemb.storage.table.snapshot_manifest import SnapshotRecord
+
+_DIGITS = 16
+
+
+def salvage_folder(path: str, to: str, progress: Callable[[int, int], None] | None = None) -> SalvageResult:
+    """Write all that can be read of the table at `path`, or of the tables of ranks there, into a new folder `to`; see
+    `salvage_table`. Where the part of a rank is lost, an empty part takes its place, so that the others can be loaded.
+
+    Raises:
+        StorageError: `to` exists and is not an empty folder, there is no table, or a file call fails in a way that
+            does not show damage to the tables.
+    """
+    fs, path, to = LocalFileSystem(), os.path.abspath(path), os.path.abspath(to)
+    if os.path.exists(to) and not (os.path.isdir(to) and not os.listdir(to)):
+        raise StorageError(f"{to} must be a new or an empty folder, it has files; give the path of a new folder")
+    if os.path.commonpath([path, to]) == path:
+        raise StorageError(f"{to} must be outside of {path}, the damaged folder; give a path beside it")
+    found = look_at([path])
+    with doing("make the folder", to):
+        fs.make_directories(os.path.dirname(to))
+        remove_unfinished(fs, os.path.dirname(to), re.escape(os.path.basename(to)), _DIGITS, shutil.rmtree)
+        new, lock = begin(fs, to, _DIGITS, os.mkdir)
+    try:
+        result = _salvage(found, path, new, progress)
+        with doing("rename to its name", to):
+            with suppress(FileNotFoundError):
+                os.rmdir(to)
+            fs.rename(new, to)
+            fs.sync_directory(os.path.dirname(to))
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+    finally:
+        fs.unlock(lock)
+    return result
+
+
+def _salvage(
+    found: FoundParts, path: str, new: str, progress: Callable[[int, int], None] | None
+) -> SalvageResult:  # fmt: skip
+    result = SalvageResult()
+    whole_name = {(part.folder, part.info.name): part.whole.name for part in found.parts}
+    left = {(part.folder, part.info.name) for part in found.leftovers()}
+    for folder in found.folders:
+        target = os.path.join(new, os.path.relpath(folder, path))
+        leave_out = {name for one, name in left if one == folder}
+        one = salvage_table(folder, os.path.normpath(target), leave_out=leave_out, progress=progress)
+        result.problems += one.problems
+        for name, report in one.by_snapshot.items():
+            snapshot = whole_name.get((folder, name), name.partition("~")[0] if len(found.folders) > 1 else name)
+            result.by_snapshot.setdefault(snapshot, SnapshotCheck()).add(report)
+    for parts in found.incomplete():
+        for shard in sorted(set(range(parts[0].whole.shards)) - {part.whole.shard for part in parts}):
+            _put_empty_part(parts[0], shard, new)
+            report = result.by_snapshot.setdefault(parts[0].whole.name, SnapshotCheck())
+            report.whole = False
+            report.unreadable = [what for what in report.unreadable if what != "file"] + [f"part {shard}"]
+    return result
+
+
+def _put_empty_part(other: Part, shard: int, new: str) -> None:
+    """Save a part without rows, of the snapshot of `other`, for the rank whose part is lost."""
+    fs = LocalFileSystem()
+    folder = os.path.join(new, rank_folder_name(shard, other.whole.shards))
+    for name in ("chunks", "snapshots"):
+        fs.make_directories(f"{folder}/{name}")
+    files = SnapshotFiles(fs, f"{folder}/snapshots")
+    record = SnapshotFiles(fs, f"{other.folder}/snapshots").read(other.info.name)
+    meta = record.info.meta | {"shard": [shard, other.whole.shards], "salvaged": {"part": shard}}
+    info = replace(record.info, rows=0, bytes=0, meta=meta)
+    files.write(SnapshotRecord(info, record.geometry, [], files.path(info.name), {}))

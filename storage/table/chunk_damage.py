@@ -1,0 +1,250 @@
+"""Finds what can still be read of a chunk whose files may be damaged: keys and rows whose checksums hold.
+
+The checksum of a run of keys is seeded with that of the run before. After a damaged run, the next one is recognized by
+its checksum, seeded with the 8 bytes before it.
+
+Invariant: a block counts as sound only if the checksums of its keys and of its rows hold.
+"""
+
+import errno
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from oneemb.kernels.checksum import blocks_sum, xxh64
+from oneemb.storage.errors import CorruptTableError, StorageError
+from oneemb.storage.fs import FileSystem, aligned_bytes, storage_error
+from oneemb.storage.table.chunk_files import ROWS_BEGIN, chunk_paths
+from oneemb.storage.table.chunk_scan import (
+    ChunkKeys,
+    block_damage,
+    check_header,
+    opened,
+    put_run,
+    read_keys,
+    run_size,
+)
+from oneemb.storage.table.file_header import HEADER_BYTES, KEYS_MAGIC, ROWS_MAGIC, pack_header
+from oneemb.storage.table.geometry import Geometry
+from oneemb.storage.table.snapshot_manifest import ChunkPart
+
+_READ_BYTES = 1 << 22
+# Unit in which a file of keys is read around what its device cannot read.
+_KEYS_UNIT = 4096
+# A search for the next run computes checksums of at most as many bytes as this number of files of keys has.
+_SEARCH_FILES = 16
+
+Problem = Callable[[StorageError], None]
+"""Function that is called with each damage that is found."""
+
+
+@dataclass
+class ChunkState:
+    """The part of a chunk that snapshots need, as its files are now.
+
+    Args:
+        keys: keys of the rows; table 0, id 0 in blocks whose keys cannot be read.
+        has_keys_B, sound_B: whether the keys of a block, and whether its keys and its rows, can be read; bool [B].
+        intact: whether both files are as they were written. Where they are not, everything may still be readable.
+    """
+
+    geometry: Geometry
+    part: ChunkPart
+    keys: ChunkKeys
+    has_keys_B: np.ndarray
+    sound_B: np.ndarray
+    intact: bool = True
+
+    def has_keys(self, row_N: np.ndarray) -> np.ndarray:
+        """Whether the key of each row `row_N` of the chunk can be read, bool [N]."""
+        return self.has_keys_B[row_N // self.geometry.rows_per_block]
+
+    def is_sound(self, row_N: np.ndarray) -> np.ndarray:
+        """Whether each row `row_N` of the chunk can be read, bool [N]."""
+        return self.sound_B[row_N // self.geometry.rows_per_block]
+
+    def lost(self, row_N: np.ndarray) -> tuple[dict[int, int], int]:
+        """Of the rows `row_N` that cannot be read: ({table: rows}, number of rows whose keys cannot be read either)."""
+        lost_N, has_keys_N = ~self.is_sound(row_N), self.has_keys(row_N)
+        table_N, count_N = np.unique(self.keys.table_N[row_N[lost_N & has_keys_N]], return_counts=True)
+        return dict(zip(table_N.tolist(), count_N.tolist(), strict=True)), int((~has_keys_N).sum())
+
+
+def examine_chunk(
+    fs: FileSystem, directory: str, geometry: Geometry, part: ChunkPart, problem: Problem,
+    read: Callable[[int], None] | None = None,
+) -> ChunkState:  # fmt: skip
+    """Compare all that a part of a chunk needs with checksums, and go on after damage.
+
+    Args:
+        directory: folder of the table's chunks.
+        read: called with the size of each piece of blocks that was read.
+
+    Raises:
+        StorageError: a file call fails in a way that does not show damage to the files.
+    """
+    rows_path, keys_path = chunk_paths(directory, part.number)
+
+    def found(error: StorageError) -> None:
+        state.intact = False
+        problem(error)
+
+    none_B = np.zeros(part.blocks, np.bool_)
+    try:
+        state = ChunkState(geometry, part, read_keys(fs, keys_path, geometry, part), ~none_B, none_B.copy())
+    except StorageError as error:
+        if not isinstance(error, CorruptTableError) and not _is_unreadable(error.__cause__):
+            raise
+        keys = ChunkKeys(*(np.zeros_like(array) for array in vars(ChunkKeys.empty(geometry, part)).values()))
+        state = ChunkState(geometry, part, keys, none_B, none_B.copy())
+        found(error)
+        _examine_keys(fs, keys_path, state)
+    try:
+        _examine_blocks(fs, rows_path, state, found, read)
+    except CorruptTableError as error:
+        found(error)
+    return state
+
+
+class _Run(NamedTuple):
+    """A run of keys: its offset in the file, its first block, its rows and blocks, and the offset behind it."""
+
+    offset: int
+    first: int
+    rows: int
+    blocks: int
+    end: int
+
+
+def _examine_keys(fs: FileSystem, path: str, state: ChunkState) -> None:
+    """Take the keys of the runs whose checksums hold from a file in which not all do."""
+    try:
+        with opened(fs, path, "read the keys") as file:
+            byte_N = aligned_bytes(min(state.part.keys_bytes, fs.size(path)))
+            size = _read(fs, file, byte_N, 0, _KEYS_UNIT, lambda offset, error: None)
+    except CorruptTableError:
+        return  # There is no file.
+    for run in _sound_runs(byte_N[: size // 8 * 8], state.geometry, state.part):
+        try:
+            put_run(state.keys, state.geometry, byte_N[run.offset :], run.first, run.rows, run.blocks)
+        except ValueError:  # A table that no index can hold: written so, and of no use.
+            row = run.first * state.geometry.rows_per_block
+            state.keys.table_N[row : row + run.rows] = 0
+            continue
+        state.has_keys_B[run.first : run.first + run.blocks] = True
+
+
+def _sound_runs(byte_N: np.ndarray, geometry: Geometry, part: ChunkPart) -> Iterator[_Run]:
+    """Yield the runs whose checksums hold, in order."""
+    numbers = (part.number, geometry.row_width, geometry.physical_block_size, geometry.blocks_per_chunk)
+    headers = (bytes(byte_N[:HEADER_BYTES]), pack_header(KEYS_MAGIC, numbers))
+    # {offset: [(seed that a run there may have, run before it whose own checksum may be what is damaged)]}
+    seeds: dict[int, list[tuple[int, _Run | None]]] = {HEADER_BYTES: [(xxh64(header), None) for header in headers]}
+    word_N = byte_N.view(np.uint64)
+    offset, block, budget = HEADER_BYTES, 0, _SEARCH_FILES * len(byte_N)
+    for run in _possible_runs(word_N, geometry, part):
+        if run.offset < offset or run.first < block or budget < 0:
+            continue
+        tries = [*seeds.get(run.offset, ()), (int(word_N[run.offset // 8 - 1]), None)]
+        sums = [(xxh64(byte_N[run.offset : run.end - 8], seed), before) for seed, before in tries]
+        budget -= len(sums) * (run.end - run.offset)
+        is_last = (run.first + run.blocks, run.end) == (part.blocks, part.keys_bytes)
+        expected = {int(word_N[run.end // 8 - 1])} | ({part.keys_sum} if is_last else set())
+        for sum, before in sums:
+            if sum in expected:
+                if before is not None and before.first >= block:
+                    yield before
+                yield run
+                offset, block = run.end, run.first + run.blocks
+                break
+        else:
+            seeds.setdefault(run.end, []).extend((sum, run) for sum, _ in sums)
+
+
+def _possible_runs(word_N: np.ndarray, geometry: Geometry, part: ChunkPart) -> Iterator[_Run]:
+    """Runs at the offsets where three numbers stand that may begin one, in order."""
+    at_N = np.flatnonzero(
+        (word_N[:-3] < part.blocks) & (word_N[2:-1] <= part.blocks) & (word_N[2:-1] > 0)
+        & (word_N[1:-2] <= part.blocks * geometry.rows_per_block)
+    )  # fmt: skip
+    for at in at_N[at_N >= HEADER_BYTES // 8].tolist():
+        first, rows, blocks = (int(word) for word in word_N[at : at + 3])
+        end = at * 8 + run_size(rows, blocks) + 8
+        if first + blocks <= part.blocks and rows <= blocks * geometry.rows_per_block and end <= word_N.nbytes:
+            yield _Run(at * 8, first, rows, blocks, end)
+
+
+def _examine_blocks(
+    fs: FileSystem, path: str, state: ChunkState, problem: Problem, read: Callable[[int], None] | None
+) -> None:
+    """Compare the blocks with the checksums that the keys have, and mark the sound ones."""
+    geometry, part = state.geometry, state.part
+
+    def unreadable(offset: int, error: OSError) -> None:
+        problem(storage_error(error, f"read the block at offset {offset} of", path))
+
+    with opened(fs, path) as file:
+        header = bytearray(HEADER_BYTES)
+        size = fs.read_into(file, memoryview(header), 0)
+        try:
+            check_header(header[:size], ROWS_MAGIC, path, part.number, geometry)
+        except CorruptTableError as error:
+            problem(error)
+        if fs.size(path) < ROWS_BEGIN + geometry.block_bytes:
+            raise CorruptTableError(
+                f"{path} has none of the {part.blocks} blocks that snapshots need; restore the file from a copy, or"
+                " delete the snapshots that need it"
+            )
+        piece = max(1, _READ_BYTES // geometry.block_bytes)
+        buffer = aligned_bytes(min(piece, part.blocks) * geometry.block_bytes)
+        for first in range(0, part.blocks, piece):
+            blocks = min(piece, part.blocks - first)
+            size = _read(
+                fs, file, buffer[: blocks * geometry.block_bytes], ROWS_BEGIN + first * geometry.block_bytes,
+                geometry.block_bytes, unreadable,
+            )  # fmt: skip
+            whole = size // geometry.block_bytes
+            if read is not None:
+                read(size)
+            sum_B = np.empty(blocks, np.uint32)
+            blocks_sum(0, whole, buffer.view(np.uint64), geometry.block_words, sum_B)
+            same_B = sum_B[:whole] == state.keys.sum_B[first : first + whole]
+            has_keys_B = state.has_keys_B[first : first + whole]
+            state.sound_B[first : first + whole] = same_B & has_keys_B
+            for b in np.flatnonzero(has_keys_B & ~same_B).tolist():
+                row = (first + b) * geometry.rows_per_block
+                data = buffer[b * geometry.block_bytes : (b + 1) * geometry.block_bytes]
+                table, id = int(state.keys.table_N[row]), int(state.keys.id_N[row])
+                problem(block_damage(path, geometry, first + b, data, int(state.keys.sum_B[first + b]), table, id))
+            if whole < blocks:
+                offset = ROWS_BEGIN + first * geometry.block_bytes
+                raise CorruptTableError(
+                    f"{path} is cut off: from offset {offset} on it must have {blocks * geometry.block_bytes} bytes, it"
+                    f" has {size}; restore the file from a copy, or delete the snapshots that"
+                    " need it"
+                )
+
+
+def _read(
+    fs: FileSystem, file: int, out: np.ndarray, offset: int, unit: int, unreadable: Callable[[int, OSError], None]
+) -> int:
+    """Read into `out` as `FileSystem.read_into` does. Units that the device cannot read are filled with ones, after a
+    call of `unreadable(offset, error)` for each."""
+    try:
+        return fs.read_into(file, out.data, offset)
+    except OSError as error:
+        if not _is_unreadable(error):
+            raise
+        if len(out) <= unit:
+            unreadable(offset, error)
+            out[:] = 255
+            return len(out)
+    middle = max(1, len(out) // unit // 2) * unit
+    size = _read(fs, file, out[:middle], offset, unit, unreadable)
+    return size + (_read(fs, file, out[middle:], offset + middle, unit, unreadable) if size == middle else 0)
+
+
+def _is_unreadable(error: BaseException | None) -> bool:
+    return isinstance(error, OSError) and error.errno == errno.EIO

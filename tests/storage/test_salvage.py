@@ -1,0 +1,152 @@
+"""Salvage: every row whose checksum holds is in the new table, with its bytes; the report counts the others."""
+
+import errno
+import os
+import shutil
+
+import numpy as np
+import pytest
+
+from oneemb.kernels.threads import Threads
+from oneemb.storage.fs import LocalFileSystem
+from oneemb.storage.table.check import check_table
+from oneemb.storage.table.persistent_table import PersistentTable
+from oneemb.storage.table.salvage import salvage_table
+from oneemb.storage.table.snapshot_reader import SnapshotReader, read_snapshot_info
+from tests.support.table_model import put_random, scanned
+
+THREADS = Threads(1)
+SNAPSHOTS = ("a", "b", "c")
+
+
+def open_table(path, row_width=3):
+    return PersistentTable.open(
+        str(path), row_width=row_width, physical_block_size=512, chunk_bytes=1, threads=THREADS, background=False
+    )
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A table of several chunks and three snapshots that share them, and what each snapshot holds."""
+    path = tmp_path_factory.mktemp("saved") / "t"
+    rng, rows, truth = np.random.default_rng(0), {}, {}
+    with open_table(path) as table:
+        for name in SNAPSHOTS:
+            for _ in range(4):
+                put_random(table, rows, rng, 1200, ids=2000)
+                table.flush()
+            table.save_snapshot(name, {"of": name})
+            truth[name] = dict(rows)
+    return path, truth
+
+
+@pytest.fixture
+def table(saved, tmp_path):
+    shutil.copytree(saved[0], tmp_path / "t")
+    return tmp_path / "t"
+
+
+def held(path):
+    """{snapshot: its rows}."""
+    found = {}
+    for info in read_snapshot_info(path):
+        with SnapshotReader.open(path, info.name) as reader:
+            found[info.name] = scanned(reader)
+            assert len(found[info.name]) == len(reader)
+    return found
+
+
+def check(table, to, truth):
+    """Salvage, and compare with what the snapshots held; returns the report."""
+    before = {file: file.read_bytes() for file in table.rglob("*.*") if file.is_file()}
+    result = salvage_table(str(table), str(to))
+    assert {file: file.read_bytes() for file in table.rglob("*.*") if file.is_file()} == before
+    assert check_table(to).problems == []
+    damage = check_table(table)
+    assert result.by_snapshot == damage.by_snapshot
+    found = held(to)
+    for name, rows in truth.items():
+        report = result.by_snapshot.get(name)
+        if report is None or "file" in report.unreadable:
+            assert name not in found
+            continue
+        assert found[name].items() <= rows.items()
+        assert report.rows == len(rows) and len(rows) - len(found[name]) == report.rows_lost
+        assert report.whole == (report.rows_lost == 0 and not report.unreadable)
+        lost = [key for key in rows if key not in found[name]]
+        for table_id, count in report.lost.items():
+            assert sum(key[0] == table_id for key in lost) >= count
+    return result
+
+
+def test_a_sound_table_is_copied_bit_for_bit(table, tmp_path, saved):
+    result = check(table, tmp_path / "new", saved[1])
+    assert result.rows_lost == 0 and held(tmp_path / "new") == saved[1]
+    old = {info.name: info for info in read_snapshot_info(table)}
+    for info in read_snapshot_info(tmp_path / "new"):
+        assert (info.identity, info.sequence, info.meta) == (
+            old[info.name].identity, old[info.name].sequence, old[info.name].meta,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("every", [pytest.param(61, marks=pytest.mark.slow), 30011])
+def test_a_flipped_byte_costs_the_rows_that_it_is_in(table, tmp_path, saved, every):
+    n = 0
+    for file in sorted(f for f in table.rglob("*.*") if f.is_file()):
+        data = file.read_bytes()
+        for at in range(n % 1000, len(data), every):
+            file.write_bytes(data[:at] + bytes([data[at] ^ 0x40]) + data[at + 1 :])
+            n += 1
+            result = check(table, tmp_path / f"new-{n}", saved[1])
+            shutil.rmtree(tmp_path / f"new-{n}")
+            if file.suffix == ".rows":
+                assert all(report.rows_lost <= 42 for report in result.by_snapshot.values())  # rows of a block
+            if file.suffix == ".keys":  # A run, or none where its checksum or the header is what is damaged.
+                assert all(report.rows_lost < report.rows for report in result.by_snapshot.values())
+        file.write_bytes(data)
+    assert n >= 9
+
+
+@pytest.mark.parametrize("suffix", [".rows", ".keys", ".snapshot"])
+def test_a_file_that_is_missing_or_cut_off(table, tmp_path, saved, suffix):
+    for n, file in enumerate(sorted(f for f in table.rglob(f"*{suffix}"))[:2]):
+        data = file.read_bytes()
+        file.unlink()
+        result = check(table, tmp_path / f"missing-{n}", saved[1])
+        assert result.problems
+        file.write_bytes(data[: len(data) // 2])
+        check(table, tmp_path / f"cut-{n}", saved[1])
+        file.write_bytes(data)
+
+
+class _BadSectors(LocalFileSystem):
+    """Reads that touch a bad sector fail with EIO, as those of a failing disk do."""
+
+    def __init__(self, path, *offsets):
+        super().__init__()
+        self._bad, self._offsets, self._files = str(path), offsets, set()
+
+    def open(self, path, **how):
+        file = super().open(path, **how)
+        self._files.discard(file)
+        if path == self._bad:
+            self._files.add(file)
+        return file
+
+    def read_into(self, file, out, offset):
+        if file in self._files and any(offset <= bad < offset + len(out) for bad in self._offsets):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().read_into(file, out, offset)
+
+
+@pytest.mark.parametrize("suffix", [".rows", ".keys"])
+def test_what_a_failing_disk_cannot_read_costs_only_the_rows_there(table, tmp_path, saved, suffix):
+    file = max(table.rglob(f"*{suffix}"), key=lambda file: file.stat().st_size)
+    fs = _BadSectors(file, *range(5000, file.stat().st_size, 7001))
+    result = salvage_table(str(table), str(tmp_path / "new"), fs=fs)
+    assert result.by_snapshot == check_table(table, fs=fs).by_snapshot
+    found = held(tmp_path / "new")
+    assert 0 < result.rows_lost < sum(map(len, saved[1].values())) / 2
+    for name in SNAPSHOTS:
+        assert found[name].items() <= saved[1][name].items()
+        assert len(found[name]) == len(saved[1][name]) - result.by_snapshot[name].rows_lost
