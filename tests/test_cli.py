@@ -89,6 +89,17 @@ def test_inspect_says_what_there_is(path):
     assert text.index("first") < text.index("second")
 
 
+def test_inspect_says_what_a_deletion_frees(path):
+    found = run_json("inspect", path, "--disk")
+    assert found["disk_bytes"] == disk_bytes(path) and set(found["snapshots"]) == {"first", "second"}
+    assert "a deletion frees" in run("inspect", path, "--disk").output
+    for name in ("first", "second"):
+        freed = run_json("inspect", path, "--disk")["snapshots"][name]["freed"]
+        before = disk_bytes(path)
+        run("snapshot", "delete", path, name, "-y")
+        assert before - disk_bytes(path) == freed > 0
+
+
 def test_inspect_names_the_holder_of_the_lock(path):
     with PersistentTable.open(path, row_width=4, threads=Threads(1)):
         assert f"process {os.getpid()} on host" in run_json("inspect", path)["holder"]
@@ -144,6 +155,28 @@ def test_check_of_a_damaged_table_exits_with_1_and_names_the_file(path, suffix, 
     assert not found["sound"] and str(file) in found["problems"][0]
     result = run("check", path, code=1)
     assert str(file) in result.stdout and "1 contradictions" in result.stdout
+
+
+def test_check_counts_the_lost_rows_of_each_snapshot_and_salvage_saves_the_others(path, tmp_path):
+    damage(path)
+    found = run_json("check", path, code=1)["by_snapshot"]
+    assert sorted((one["whole"], sum(one["lost"].values()) > 0) for one in found.values()) == [
+        (False, True),
+        (True, False),
+    ]
+    (lost,) = [name for name, one in found.items() if not one["whole"]]
+    assert re.search(rf"{lost} +damaged +[0-9]+ +[0-9]+ +.* of table", run("check", path, code=1).output)
+    for shown in (["inspect", path], ["snapshot", "list", path]):
+        assert "first" in run(*shown).output and "second" in run(*shown).output
+    (sound,) = found.keys() - {lost}
+    run("export", path, tmp_path / "sound.npz", "--snapshot", sound)
+    report = run_json("salvage", path, tmp_path / "new", code=1)
+    assert report["by_snapshot"] == found
+    run("check", tmp_path / "new")
+    assert rows_of(tmp_path / "new", sound).keys() == rows_of(path, sound).keys()
+    assert len(rows_of(tmp_path / "new", lost)) == len(IDS) - sum(found[lost]["lost"].values())
+    copied = run_json("backup", tmp_path / "new", tmp_path / "backup")
+    assert sorted(copied["copied"]) == ["first", "second"]
 
 
 def test_check_of_a_table_of_oneflow(tmp_path):

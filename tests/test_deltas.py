@@ -16,11 +16,13 @@ from oneemb.kernels.owner import owner_of
 from oneemb.kernels.threads import Threads
 from oneemb.policies import LRU, RowPolicy
 from oneemb.rows.reshard import merge_deltas, reshard
+from oneemb.storage.fs import LocalFileSystem
 from oneemb.storage.snapshots.linked_rows import LinkedRows
 from oneemb.storage.snapshots.snapshot_parts import look_at
 from oneemb.storage.store_rows import set_rows
 from oneemb.storage.table.delta import GONE, Delta, chain_of, gone_array
 from oneemb.storage.table.persistent_table import PersistentTable
+from oneemb.storage.table.snapshot_file import SnapshotFiles
 from oneemb.storage.table.snapshot_reader import SnapshotReader, read_snapshot_info
 from tests.support.faulty_fs import FaultyFileSystem, PowerLoss
 from tests.support.inside import snapshots_of
@@ -369,8 +371,8 @@ def test_a_row_that_a_delta_has_lost_does_not_come_back_as_it_was(tmp_path):
         again.load_snapshot(name)
         assert rows_of(again) == states[name]
     again.close()
-    with SnapshotReader.open(tmp_path / "rows", "d1") as reader:
-        (part, *_) = [part for part in reader._record.parts if part.rows > 20]
+    record = SnapshotFiles(LocalFileSystem(), str(tmp_path / "rows" / "snapshots")).read("d1")
+    part = max(record.parts, key=lambda part: part.rows)
     path = tmp_path / "rows" / "chunks" / f"{part.number:012d}.rows"
     data = bytearray(path.read_bytes())
     data[4096 + 512 * (part.blocks - 1)] ^= 1  # Its last block has rows that d1 has written.

@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from oneemb.cli.backup import backup
 from oneemb.cli.check import check, compact
 from oneemb.cli.inspect import inspect
 from oneemb.cli.plan import plan_command
@@ -75,7 +76,7 @@ def oneemb(context: click.Context) -> None:
 
 
 for _command in (
-    inspect, check, salvage, compact, snapshot, merge_deltas_command, export_command, import_command, reshard_command,
-    plan_command, quantize_command, warmup_command,
+    inspect, check, snapshot, backup, salvage, compact, merge_deltas_command, reshard_command, export_command,
+    import_command, quantize_command, plan_command, warmup_command,
 ):  # fmt: skip
     oneemb.add_command(_command)

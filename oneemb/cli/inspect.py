@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     "--histogram", "snapshot", metavar="SNAPSHOT",
     help="Show how norms, and where a policy notes uses, ages and scores of its rows are spread.",
 )  # fmt: skip
+@click.option("--disk", is_flag=True, help="Show the disk space of each snapshot, and what a deletion frees.")
 @json_option
-def inspect(path: str, snapshot: str | None, as_json: bool) -> None:
+def inspect(path: str, snapshot: str | None, disk: bool, as_json: bool) -> None:
     """Show what the table at PATH, or the tables of ranks there, contain.
 
     Lists snapshots, the disk space that they take, and the job that writes there. Only reads, also while a job writes.
@@ -44,6 +45,9 @@ def inspect(path: str, snapshot: str | None, as_json: bool) -> None:
         _inspect_oneflow(path, as_json)
         return
     found = look_at([path])
+    if disk:
+        _inspect_disk(path, found, as_json)
+        return
     if found.folders != [path]:
         _inspect_ranks(path, found, as_json)
         return
@@ -73,6 +77,36 @@ def inspect(path: str, snapshot: str | None, as_json: bool) -> None:
         *(f"incomplete: {reason}" for reason in incomplete.values()),
         *_lost_lines(info, ""),
     )
+
+
+def _inspect_disk(path: str, found: "FoundParts", as_json: bool) -> None:
+    """Show the disk space of the snapshots at a path, their parts in all folders together."""
+    from oneemb.storage.table.table_info import SnapshotDisk, snapshot_disk, table_info
+
+    whole = {(part.folder, part.info.name): part.whole.name for part in found.parts}
+    disk: dict[str, SnapshotDisk] = {}
+    total = unsaved = 0
+    for folder in found.folders:
+        info = table_info(folder)
+        total, unsaved = total + info.disk_bytes, unsaved + info.unsaved_bytes
+        for name, one in snapshot_disk(folder).items():
+            snapshot = disk.setdefault(whole.get((folder, name), name), SnapshotDisk())
+            snapshot.bytes += one.bytes
+            snapshot.freed += one.freed
+    needed_by = {name: names for name in disk if (names := found.going_on_from(name))}
+    rows = [
+        (name, size_text(one.bytes), size_text(one.freed), ", ".join(needed_by.get(name, ())) or "-")
+        for name, one in disk.items()
+    ]
+    tell(
+        as_json,
+        {
+            "path": path, "disk_bytes": total, "unsaved_bytes": unsaved,
+            "snapshots": {name: asdict(one) | {"deltas": needed_by.get(name, [])} for name, one in disk.items()},
+        },
+        f"{path}: {size_text(total)} on disk, {size_text(unsaved)} in no snapshot",
+        *table_lines(("snapshot", "needs", "a deletion frees", "deltas that need it"), rows, "no snapshots"),
+    )  # fmt: skip
 
 
 def _fields_of(info: "TableInfo") -> dict[str, object]:

@@ -115,6 +115,45 @@ def lost_and_kept(
     return lost, more, [f"{path}/chunks/{name}" for name in kept]
 
 
+@dataclass
+class SnapshotDisk:
+    """Disk space of a snapshot.
+
+    Args:
+        bytes: bytes of the files that it needs.
+        freed: bytes that become free if it is deleted: those of files that no other snapshot needs.
+    """
+
+    bytes: int = 0
+    freed: int = 0
+
+
+def snapshot_disk(path: AnyPath, fs: FileSystem | None = None) -> dict[str, SnapshotDisk]:
+    """{name of a snapshot: its disk space}, for the table at a path. A writer may go on at the same time. Raises
+    StorageError if there is no table, or its files cannot be listed."""
+    fs, path = fs or LocalFileSystem(), absolute_path(path)
+    records = _snapshots(fs, path)[1]
+    users: dict[int, int] = {}
+    for record in records:
+        for part in record.parts:
+            users[part.number] = users.get(part.number, 0) + 1
+    found = {}
+    for record in records:
+        own = [record.path]
+        for part in record.parts:
+            if users[part.number] == 1:
+                own += chunk_paths(f"{path}/chunks", part.number)
+        found[record.info.name] = SnapshotDisk(record.info.bytes, sum(_size(fs, file) for file in own))
+    return found
+
+
+def _size(fs: FileSystem, path: str) -> int:
+    try:
+        return fs.size(path)
+    except FileNotFoundError:
+        return 0  # A writer has removed it, or it is missing: `table_info` says so.
+
+
 def chunk_bytes_of(records: list[SnapshotRecord]) -> int:
     """Number of bytes of chunk files that these snapshots need; shared bytes count once."""
     return sum(map(sum, needed_bytes(records).values()))

@@ -1,15 +1,23 @@
-"""A folder is copied while a job saves to it: docs/backups.md says in which order, and what a copy has then."""
+"""A folder is copied while a job saves to it: by `oneemb backup`, or by cp, in the order that docs/backups.md names."""
 
 import os
 import re
 import shutil
 import subprocess
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import oneemb
+from oneemb.kernels.owner import owner_of
+from oneemb.storage.errors import StorageError
+from oneemb.storage.new_files import NewFile
+from oneemb.storage.snapshots.backup import backup_folder
+from oneemb.storage.snapshots.part_folders import check_parts
 from oneemb.storage.table.check import check_table
+from oneemb.storage.table.snapshot_reader import SnapshotReader, read_snapshot_info
 from tests.storage import test_persistent_table_crash as crash
 from tests.storage.test_persistent_table import open_table
 from tests.support.faulty_fs import FaultyFileSystem
@@ -115,7 +123,7 @@ def test_a_copy_of_chunks_then_snapshots_then_chunks_is_whole_wherever_a_save_co
 
 
 def test_the_commands_of_the_docs_copy_the_tables_below_a_folder(tmp_path):
-    (commands,) = re.findall(r"```sh\n(.*?)```", (Path(__file__).parents[2] / "docs" / "backups.md").read_text(), re.S)
+    *_, commands = re.findall(r"```sh\n(.*?)```", (Path(__file__).parents[2] / "docs" / "backups.md").read_text(), re.S)
     live, held = tmp_path / "live", {}
     for folder in (live, live / "rank-0-of-2"):
         with open_table(folder) as table:
@@ -165,3 +173,130 @@ def test_a_copy_of_links_and_the_table_are_cut_back_without_each_other(tmp_path)
 @pytest.mark.parametrize("order", [[CHUNKS, SNAPSHOTS], [SNAPSHOTS, CHUNKS]], ids=str)
 def test_a_copy_of_each_once_is_damaged_where_a_save_comes_between(order):
     assert wrongs(order, link, replace) and wrongs(order, copy, save_and_delete)
+
+
+# ---- oneemb backup ---------------------------------------------------------------------------------------------------
+
+
+def held_at(path):
+    """{snapshot: its rows} of a table."""
+    found = {}
+    for info in read_snapshot_info(path):
+        with SnapshotReader.open(path, info.name) as reader:
+            found[info.name] = scanned(reader)
+    return found
+
+
+@pytest.mark.parametrize("how", [{"link": True}, {}], ids=str)
+def test_a_backup_has_every_snapshot_and_the_next_one_only_adds(tmp_path, how):
+    rows, rng = {}, np.random.default_rng(0)
+    with open_table(tmp_path / "live") as table:
+        for name in ("a", "b", "c"):
+            put_random(table, rows, rng, 400)
+            table.save_snapshot(name, {})
+            result = backup_folder(str(tmp_path / "live"), str(tmp_path / "copy"), **how)
+            assert result.copied == [name] and name in result.snapshots and not result.gone
+            assert held_at(tmp_path / "copy") == held_at(tmp_path / "live")
+        assert backup_folder(str(tmp_path / "live"), str(tmp_path / "copy"), **how).bytes_written == 0
+        table.delete_snapshot("a")
+        put_random(table, rows, rng, 400)
+        table.save_snapshot("b", {}, overwrite=True)
+        result = backup_folder(str(tmp_path / "live"), str(tmp_path / "copy"), **how)
+        assert result.copied == ["b"] and held_at(tmp_path / "copy").keys() == {"a", "b", "c"}
+        assert held_at(tmp_path / "copy")["b"] == held_at(tmp_path / "live")["b"] == rows
+    with open_table(tmp_path / "copy") as table:
+        table.load_snapshot("b")
+        check(table, rows)
+
+
+def save_parts(path, version):
+    """A snapshot of two ranks, as two tables."""
+    keys = np.zeros(200, np.int32), np.arange(200)
+    writers = oneemb.make_persistent_table_writer(
+        [str(path / f"rank-{rank}-of-2") for rank in range(2)], f"v{version}", "int64", "float32", 4
+    )
+    with writers as writer:
+        writer.write(keys[1], np.full((200, 4), version, np.float32), keys[0])
+    assert set(owner_of(*keys, 2).tolist()) == {0, 1}
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_backup_that_is_stopped_anywhere_leaves_whole_snapshots_and_is_continued(tmp_path, monkeypatch, parts):
+    live, rows = tmp_path / "live", {}
+    for version in range(2):
+        if parts == 2:
+            save_parts(live, version)
+        else:
+            with open_table(live) as table:
+                put_random(table, rows, np.random.default_rng(version), 300)
+                table.save_snapshot(f"v{version}", {})
+    original, stopped, left = NewFile.put_in_place, 0, [0]
+
+    def put_in_place(self):
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        original(self)
+
+    monkeypatch.setattr(NewFile, "put_in_place", put_in_place)
+    while True:
+        copy = tmp_path / f"copy-{stopped}"
+        left[0] = stopped + 1
+        try:
+            backup_folder(str(live), str(copy), verify=False)
+            break
+        except KeyboardInterrupt:
+            stopped += 1
+        if (copy / "snapshots").exists() or (copy / "rank-1-of-2" / "snapshots").exists():
+            assert check_parts(str(copy)).problems == []
+        left[0] = 0
+        assert len(backup_folder(str(live), str(copy)).snapshots) == 2
+        assert check_parts(str(copy)).snapshots == ["v0", "v1"]
+    assert stopped >= 4 * parts
+
+
+def test_a_backup_beside_a_job_that_saves_and_deletes(tmp_path):
+    saved, done, failed = {}, threading.Event(), []
+
+    def job():
+        try:
+            rows, rng = {}, np.random.default_rng(0)
+            with open_table(tmp_path / "live") as table:
+                for n in range(60):
+                    put_random(table, rows, rng, 300, ids=600)
+                    saved[f"s{n}"] = dict(rows)
+                    table.save_snapshot(f"s{n}", {})
+                    if n >= 2:
+                        table.delete_snapshot(f"s{n - 2}")
+        except BaseException as error:
+            failed.append(error)
+        finally:
+            done.set()
+
+    thread = threading.Thread(target=job)
+    thread.start()
+    copies = 0
+    try:
+        while not done.is_set():
+            if (tmp_path / "live" / "snapshots").exists():
+                backup_folder(str(tmp_path / "live"), str(tmp_path / "copy"), verify=False)
+                copies += 1
+    finally:
+        thread.join()
+    assert not failed and copies
+    backup_folder(str(tmp_path / "live"), str(tmp_path / "copy"))
+    found = held_at(tmp_path / "copy")
+    assert {"s58", "s59"} <= found.keys() and all(rows == saved[name] for name, rows in found.items())
+
+
+def test_a_backup_of_another_table_into_the_same_folder_is_refused(tmp_path):
+    for n, name in enumerate(("one", "two")):
+        with open_table(tmp_path / name) as table:
+            put_random(table, {}, np.random.default_rng(n), 300)
+            table.save_snapshot(name, {})
+    backup_folder(str(tmp_path / "one"), str(tmp_path / "copy"))
+    with pytest.raises(StorageError, match="must be that of .*give a new folder"):
+        backup_folder(str(tmp_path / "two"), str(tmp_path / "copy"))
+    assert check_table(tmp_path / "copy").problems == [] and held_at(tmp_path / "copy").keys() == {"one"}
+    with pytest.raises(StorageError, match="must be outside"):
+        backup_folder(str(tmp_path / "one"), str(tmp_path / "one" / "copy"))

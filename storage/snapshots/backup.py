@@ -1,0 +1,223 @@
+"""Copies the snapshots of a folder to another one while a job writes there.
+
+Files of chunks only grow, and a snapshot is one file. So a snapshot is copied chunks first, and its own file last, once
+it is known that the job has not deleted it meanwhile:
+
+1. copy, clone or link the files of the chunks that the snapshot needs, as far as the copy lacks them;
+2. look whether the job still has the snapshot, of the same identity; if not, leave it out;
+3. copy the files of its parts.
+
+Invariants:
+- the folder that is copied is only read, and no lock is taken;
+- a snapshot is in the copy completely or not at all; a killed backup is continued by the next one;
+- a chunk that the copy has already is used only if its keys are those that the snapshot was saved with.
+"""
+
+import fcntl
+import os
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError, StorageError
+from oneemb.storage.fs import FileSystem, LocalFileSystem, doing
+from oneemb.storage.new_files import NewFile
+from oneemb.storage.snapshots.part_folders import check_parts
+from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot, look_at
+from oneemb.storage.snapshots.unfinished import mark, unmark
+from oneemb.storage.table.chunk_files import ROWS_BEGIN, chunk_paths
+from oneemb.storage.table.chunk_scan import read_keys
+from oneemb.storage.table.geometry import Geometry
+from oneemb.storage.table.salvage import copied
+from oneemb.storage.table.snapshot_file import SnapshotFiles
+from oneemb.storage.table.snapshot_manifest import ChunkPart, SnapshotRecord
+
+_FICLONE = 0x40049409  # of Linux: makes a file share the blocks of another
+
+
+@dataclass
+class BackupResult:
+    """Result of a backup.
+
+    Args:
+        snapshots: names of the snapshots that the copy has now, of those that the folder had.
+        copied: those among them that this call has copied.
+        gone: names of snapshots that the job has deleted or replaced meanwhile.
+        incomplete: {name of a snapshot that cannot be loaded: reason}; it is not copied.
+        bytes_written: bytes of files that were copied, those that share their blocks with the original included.
+    """
+
+    snapshots: list[str] = field(default_factory=list)
+    copied: list[str] = field(default_factory=list)
+    gone: list[str] = field(default_factory=list)
+    incomplete: dict[str, str] = field(default_factory=dict)
+    bytes_written: int = 0
+
+
+def backup_folder(
+    path: str, to: str, *, link: bool = False, verify: bool = True, progress: Callable[[int, int], None] | None = None
+) -> BackupResult:
+    """Copy the snapshots of the table at `path`, or of the tables of ranks there, to the folder `to`, where an earlier
+    backup may be: only what it lacks is copied.
+
+    Args:
+        link: make hard links to the files of chunks, which must be on the same file system, instead of copies.
+        verify: compare every byte of the copy with its checksum at the end.
+        progress: called with (bytes of the copy read so far, bytes to read) while the copy is verified.
+
+    Raises:
+        StorageError: there is no table, `to` has chunks of another table, or a file call fails.
+        CorruptTableError: the copy is damaged, or the folder that is copied.
+    """
+    path, to = os.path.abspath(path), os.path.abspath(to)
+    if os.path.commonpath([path, to]) == path:
+        raise StorageError(f"the copy must be outside of {path}, which is copied, got {to}; give another path")
+    backup = _Backup(path, to, link)
+    backup.run()
+    if verify and os.path.isdir(to) and (problems := check_parts(to, progress=progress).problems):
+        raise CorruptTableError(
+            f"{to}: the copy must be sound, but {problems[0]} ({len(problems)} problems); run `oneemb check` on {path}"
+            " and on the copy"
+        )
+    return backup.result
+
+
+class _Backup:
+    def __init__(self, path: str, to: str, link: bool):
+        self._fs: FileSystem = LocalFileSystem()
+        self._path, self._to, self._link = path, to, link
+        self.result = BackupResult()
+
+    def run(self) -> None:
+        found = look_at([self._path])
+        self.result.incomplete = found.broken()
+        for snapshot in found.snapshots():
+            if snapshot.name in self.result.incomplete:
+                continue
+            if self._is_there(snapshot):
+                self.result.snapshots.append(snapshot.name)
+                continue
+            try:
+                self._copy(snapshot)
+            except (SnapshotNotFoundError, CorruptTableError):
+                if not self._is_gone(snapshot):
+                    raise
+                self.result.gone.append(snapshot.name)
+                continue
+            self.result.snapshots.append(snapshot.name)
+            self.result.copied.append(snapshot.name)
+
+    def _target(self, folder: str) -> str:
+        return os.path.normpath(os.path.join(self._to, os.path.relpath(folder, self._path)))
+
+    def _is_there(self, snapshot: PartedSnapshot) -> bool:
+        """Whether the copy has all parts of the snapshot."""
+        try:
+            return all(
+                SnapshotFiles(self._fs, f"{self._target(part.folder)}/snapshots").read(part.info.name).info.identity
+                == part.info.identity
+                for part in snapshot.parts
+            )
+        except (SnapshotNotFoundError, CorruptTableError):
+            return False
+
+    def _is_gone(self, snapshot: PartedSnapshot) -> bool:
+        """Whether the job has deleted or replaced the snapshot."""
+        try:
+            return any(
+                SnapshotFiles(self._fs, f"{part.folder}/snapshots").read(part.info.name).info.identity
+                != part.info.identity
+                for part in snapshot.parts
+            )
+        except SnapshotNotFoundError:
+            return True
+
+    def _copy(self, snapshot: PartedSnapshot) -> None:
+        records = [SnapshotFiles(self._fs, f"{one.folder}/snapshots").read(one.info.name) for one in snapshot.parts]
+        targets = [self._target(part.folder) for part in snapshot.parts]
+        for part, record, target in zip(snapshot.parts, records, targets, strict=True):
+            for name in ("chunks", "snapshots"):
+                with doing("make the folder", f"{target}/{name}"):
+                    self._fs.make_directories(f"{target}/{name}")
+            for chunk in record.parts:
+                self._copy_chunk(part.folder, target, record.geometry, chunk)
+            with doing("sync the directory", f"{target}/chunks"):
+                self._fs.sync_directory(f"{target}/chunks")
+        if self._is_gone(snapshot):
+            raise SnapshotNotFoundError(f"snapshot {snapshot.name!r} was deleted while it was copied")
+        identity = snapshot.parts[0].info.identity
+        several = len(snapshot.parts) > 1
+        for target in targets if several else ():
+            mark(self._fs, target, [identity])
+        for record, target in zip(records, targets, strict=True):
+            self._copy_file(record.path, f"{target}/snapshots/{os.path.basename(record.path)}", self._size(record))
+            with doing("sync the directory", f"{target}/snapshots"):
+                self._fs.sync_directory(f"{target}/snapshots")
+        for target in targets if several else ():
+            unmark(self._fs, target, [identity])
+
+    def _size(self, record: SnapshotRecord) -> int:
+        try:
+            return self._fs.size(record.path)
+        except FileNotFoundError as error:
+            raise SnapshotNotFoundError(f"{record.path} was deleted while it was copied") from error
+
+    def _copy_chunk(self, folder: str, target: str, geometry: Geometry, part: ChunkPart) -> None:
+        sources, targets = chunk_paths(f"{folder}/chunks", part.number), chunk_paths(f"{target}/chunks", part.number)
+        sizes = ROWS_BEGIN + part.blocks * geometry.block_bytes, part.keys_bytes
+        for source, copy, size in zip(sources, targets, sizes, strict=True):
+            with suppress(FileNotFoundError):
+                if self._fs.size(copy) >= size:
+                    continue
+            self._copy_file(source, copy, size, link=self._link)
+        try:
+            read_keys(self._fs, targets[1], geometry, part)
+        except CorruptTableError as error:
+            raise StorageError(
+                f"{target}: chunk {part.number} must be that of {folder}, it is another one or damaged; give a new"
+                " folder for the copy"
+            ) from error
+
+    def _copy_file(self, source: str, copy: str, size: int, *, link: bool = False) -> None:
+        """Put the first `size` bytes of a file in place of the copy, durably; a link has all of the file."""
+        if link:
+            with doing("link", copy):
+                with suppress(FileNotFoundError):
+                    os.remove(f"{copy}.tmp")
+                try:
+                    os.link(source, f"{copy}.tmp")
+                except FileNotFoundError as error:
+                    raise CorruptTableError(f"{source} was removed while it was copied") from error
+                self._fs.rename(f"{copy}.tmp", copy)
+            return
+        with doing("write", copy):
+            new = NewFile(copy)
+            try:
+                if not _cloned(source, new):
+                    for piece in self._pieces(source, size):
+                        new.write(piece)
+                new.sync()
+                new.close()
+                new.put_in_place()
+            except BaseException:
+                new.drop()
+                raise
+        self.result.bytes_written += size
+
+    def _pieces(self, source: str, size: int) -> Iterable[object]:
+        try:
+            yield from copied(self._fs, source, size)
+        except StorageError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                raise CorruptTableError(f"{source} was removed while it was copied") from error
+            raise
+
+
+def _cloned(source: str, new: NewFile) -> bool:
+    """Let a new file share the blocks of the source, where the file system can do that."""
+    try:
+        with open(source, "rb") as file:
+            fcntl.ioctl(new.stream, _FICLONE, file.fileno())
+        return True
+    except OSError:
+        return False
