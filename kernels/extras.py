@@ -33,3 +33,11 @@ def missing(what: str, package: str, extra: str) -> ImportError:
     """ImportError that says which package the feature `what` lacks and how to install it."""
     name = package.partition(".")[0]
     return ImportError(f"{what} needs {name}: pip install 'oneemb[{extra}]'{_MORE.get(extra, '')}")
+
+
+def not_loaded(what: str, error: ImportError | OSError, extra: str) -> ImportError:
+    """ImportError for the feature `what`, whose packages have raised `error`: one is missing, or its library does not
+    fit the installed torch."""
+    if isinstance(error, ImportError):
+        return missing(what, error.name or extra, extra)
+    return ImportError(f"{what}: {error}; releases of torchrec, fbgemm-gpu and torch must fit, see docs/torchrec.md")

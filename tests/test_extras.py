@@ -16,6 +16,11 @@ class Absent:
         if name.partition(".")[0] in absent:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
+class Unfit:
+    def find_spec(self, name, path=None, target=None):
+        if name == "fbgemm_gpu":  # As it fails if its library was built for another torch.
+            raise OSError("Could not load this library: fbgemm_gpu_py.so")
+
 sys.meta_path.insert(0, Absent())
 absent, said, folder = {"fbgemm_gpu"}, {}, tempfile.mkdtemp()
 
@@ -64,8 +69,18 @@ def hashed_by_pandas():
     right = oneemb.hash_ids(strings).tolist()
     raise ImportError("equal" if all(oneemb.hash_ids(c).tolist() == right for c in columns) else "other ids")
 
+def unfit(name):
+    sys.meta_path.insert(0, Unfit())
+    try:
+        module(name)
+    finally:
+        del sys.meta_path[0]
+
 for n, (name, call) in enumerate({
     "fbgemm_gpu": lambda: module("oneemb.torchrec"),
+    "unfit": lambda: unfit("oneemb.torchrec"),
+    "unfit tde": lambda: unfit("oneemb.tde"),
+    "unfit dynamicemb": lambda: unfit("oneemb.dynamicemb"),
     "torchrec": lambda: module("oneemb.torchrec"),
     "torchrec.modules": lambda: module("oneemb.torchrec.modules"),
     "dynamicemb": lambda: module("oneemb.dynamicemb"),
@@ -113,6 +128,12 @@ def said(tmp_path_factory):
             "oneemb.torchrec needs fbgemm_gpu: pip install 'oneemb[torchrec]'; on a machine without a GPU, pip",
         ),
         ("torchrec", "oneemb.torchrec needs torchrec: pip install 'oneemb[torchrec]'; on a machine without a GPU, pip"),
+        (
+            "unfit",
+            "oneemb.torchrec: Could not load this library: fbgemm_gpu_py.so; releases of torchrec, fbgemm-gpu and",
+        ),
+        ("unfit tde", "oneemb.tde: Could not load this library"),
+        ("unfit dynamicemb", "oneemb.dynamicemb: Could not load this library"),
         ("torchrec.modules", "oneemb.torchrec needs torchrec: pip"),
         ("dynamicemb", "oneemb.dynamicemb needs torchrec: pip install 'oneemb[torchrec]'; on"),
         ("dynamicemb.planner", "oneemb.dynamicemb needs torchrec: pip"),

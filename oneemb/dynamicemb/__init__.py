@@ -8,13 +8,13 @@ A script that imports `dynamicemb` itself runs unchanged after `oneemb.compat.in
 says where this package differs from dynamicemb.
 """
 
-from oneemb.kernels.extras import missing
+from oneemb.kernels.extras import not_loaded
 
 try:
     import fbgemm_gpu as _fbgemm_gpu
     import torchrec as _torchrec
-except ImportError as error:
-    raise missing("oneemb.dynamicemb", error.name or "torchrec", "torchrec") from error
+except (ImportError, OSError) as error:
+    raise not_loaded("oneemb.dynamicemb", error, "torchrec") from error
 
 from oneemb.dynamicemb.dump_load import DynamicEmbDump, DynamicEmbLoad
 from oneemb.dynamicemb.dynamicemb_config import (

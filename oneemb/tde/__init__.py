@@ -8,13 +8,13 @@ A script that imports upstream's package runs unchanged after `oneemb.compat.ins
 docs/tde.md lists what is the same as upstream and what differs.
 """
 
-from oneemb.kernels.extras import missing
+from oneemb.kernels.extras import not_loaded
 
 try:
     import fbgemm_gpu as _fbgemm_gpu
     import torchrec as _torchrec
-except ImportError as error:
-    raise missing("oneemb.tde", error.name or "torchrec", "torchrec") from error
+except (ImportError, OSError) as error:
+    raise not_loaded("oneemb.tde", error, "torchrec") from error
 
 from oneemb.tde.dataloader import DataLoader, close, save, wrap
 from oneemb.tde.id_transformer import IDTransformer

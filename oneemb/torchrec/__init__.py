@@ -8,13 +8,13 @@
 docs/torchrec.md says what to install and where these classes differ from TorchRec's.
 """
 
-from oneemb.kernels.extras import missing
+from oneemb.kernels.extras import not_loaded
 
 try:
     import fbgemm_gpu as _fbgemm_gpu
     import torchrec as _torchrec
-except ImportError as error:
-    raise missing("oneemb.torchrec", error.name or "torchrec", "torchrec") from error
+except (ImportError, OSError) as error:
+    raise not_loaded("oneemb.torchrec", error, "torchrec") from error
 
 from oneemb.torchrec.inference import (
     DEFAULT_QUANT_MAPPING,

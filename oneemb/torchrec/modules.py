@@ -292,6 +292,7 @@ class EmbeddingCollection(Collection, EmbeddingCollectionInterface):
         self._need_indices: bool = need_indices
         self._use_gather_select = use_gather_select
         self._use_gather_select_per_sharding = use_gather_select_per_sharding
+        self._use_sorted_select = False
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """{feature's name: JaggedTensor of the embeddings of its ids, float32 [ids, D]}, with the lengths of the
@@ -385,3 +386,11 @@ class EmbeddingCollection(Collection, EmbeddingCollectionInterface):
     def use_gather_select_per_sharding(self) -> dict[str, bool] | None:
         """Argument for TorchRec's sharding, which has no effect here."""
         return self._use_gather_select_per_sharding
+
+    def use_sorted_select(self) -> bool:
+        """The last value given to `set_use_sorted_select`, False before."""
+        return self._use_sorted_select
+
+    def set_use_sorted_select(self, use_sorted_select: bool) -> None:
+        """Choose a kernel of TorchRec's backward pass, from TorchRec 1.9 on; without effect here."""
+        self._use_sorted_select = use_sorted_select
