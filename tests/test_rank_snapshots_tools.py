@@ -294,6 +294,9 @@ def test_what_is_left_of_the_tables_of_ranks_can_be_loaded(tmp_path, monkeypatch
         left, step = together(run(2, load, tmp_path / f"new-{n}", patch=monkeypatch))
         assert left == {key: row for key, row in expected(1).items() if key not in of_rank_1} and step == STEP + 1
         assert check_parts(str(tmp_path / f"new-{n}")).problems == []
+    found = run_json("salvage", tmp_path / "rows", tmp_path / "all", "--all-rows", "everything", code=1)
+    assert found["by_snapshot"]["everything"]["rows"] == len(expected(1))  # Chunks of rank 1 have its rows.
+    assert read(tmp_path / "all", "everything") == expected(1)
 
 
 def test_a_salvage_that_is_stopped_leaves_no_folder_and_goes_where_nothing_is(tmp_path, monkeypatch):

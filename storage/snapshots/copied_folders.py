@@ -6,9 +6,11 @@ A new folder appears by a rename, so it has everything or does not exist.
 import os
 import re
 import shutil
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import LocalFileSystem, doing
@@ -17,14 +19,19 @@ from oneemb.storage.snapshots.snapshot_parts import FoundParts, Part, look_at, r
 from oneemb.storage.table.check import SnapshotCheck
 from oneemb.storage.table.salvage import SalvageResult, salvage_table
 from oneemb.storage.table.snapshot_file import SnapshotFiles
-from oneemb.storage.table.snapshot_manifest import SnapshotRecord
+from oneemb.storage.table.snapshot_manifest import SnapshotInfo, SnapshotRecord
 
 _DIGITS = 16
 
 
-def salvage_folder(path: str, to: str, progress: Callable[[int, int], None] | None = None) -> SalvageResult:
+def salvage_folder(
+    path: str, to: str, progress: Callable[[int, int], None] | None = None, unlisted: str | None = None
+) -> SalvageResult:
     """Write all that can be read of the table at `path`, or of the tables of ranks there, into a new folder `to`; see
     `salvage_table`. Where the part of a rank is lost, an empty part takes its place, so that the others can be loaded.
+
+    Args:
+        unlisted: name of a further snapshot, of the newest version of every row, whether a snapshot lists it or not.
 
     Raises:
         StorageError: `to` exists and is not an empty folder, there is no table, or a file call fails in a way that
@@ -41,7 +48,7 @@ def salvage_folder(path: str, to: str, progress: Callable[[int, int], None] | No
         remove_unfinished(fs, os.path.dirname(to), re.escape(os.path.basename(to)), _DIGITS, shutil.rmtree)
         new, lock = begin(fs, to, _DIGITS, os.mkdir)
     try:
-        result = _salvage(found, path, new, progress)
+        result = _salvage(found, path, new, progress, unlisted)
         with doing("rename to its name", to):
             with suppress(FileNotFoundError):
                 os.rmdir(to)
@@ -56,15 +63,20 @@ def salvage_folder(path: str, to: str, progress: Callable[[int, int], None] | No
 
 
 def _salvage(
-    found: FoundParts, path: str, new: str, progress: Callable[[int, int], None] | None
+    found: FoundParts, path: str, new: str, progress: Callable[[int, int], None] | None, unlisted: str | None
 ) -> SalvageResult:  # fmt: skip
-    result = SalvageResult()
+    result, identity = SalvageResult(), uuid.uuid4().hex
+    if unlisted is not None and (found.parts_of(unlisted) or found.damaged_of(unlisted)):
+        raise ValueError(f"the name of the snapshot of all rows must be new, {unlisted!r} exists; give another name")
     whole_name = {(part.folder, part.info.name): part.whole.name for part in found.parts}
     left = {(part.folder, part.info.name) for part in found.leftovers()}
     for folder in found.folders:
         target = os.path.join(new, os.path.relpath(folder, path))
         leave_out = {name for one, name in left if one == folder}
-        one = salvage_table(folder, os.path.normpath(target), leave_out=leave_out, progress=progress)
+        one = salvage_table(
+            folder, os.path.normpath(target), leave_out=leave_out, progress=progress,
+            unlisted=None if unlisted is None else (unlisted, identity, _meta_for(found, folder)),
+        )  # fmt: skip
         result.problems += one.problems
         for name, report in one.by_snapshot.items():
             snapshot = whole_name.get((folder, name), name.partition("~")[0] if len(found.folders) > 1 else name)
@@ -76,6 +88,20 @@ def _salvage(
             report.whole = False
             report.unreadable = [what for what in report.unreadable if what != "file"] + [f"part {shard}"]
     return result
+
+
+def _meta_for(found: FoundParts, folder: str) -> dict[str, Any]:
+    """Meta that a snapshot of a rank's folder may have, by that of another rank; {} if there is none."""
+    for shards in {part.whole.shards for part in found.parts}:
+        for shard in range(shards):
+            if os.path.basename(folder) == rank_folder_name(shard, shards):
+                newest = max((part.info for part in found.parts if part.whole.shards == shards), key=_sequence)
+                return newest.meta | {"shard": [shard, shards]}
+    return {}
+
+
+def _sequence(info: SnapshotInfo) -> int:
+    return info.sequence
 
 
 def _put_empty_part(other: Part, shard: int, new: str) -> None:

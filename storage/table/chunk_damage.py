@@ -7,7 +7,7 @@ Invariant: a block counts as sound only if the checksums of its keys and of its 
 """
 
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ from oneemb.storage.table.geometry import Geometry
 from oneemb.storage.table.snapshot_manifest import ChunkPart
 
 _READ_BYTES = 1 << 22
+_FILE_BYTES_MAX = 1 << 40
 # Unit in which a file of keys is read around what its device cannot read.
 _KEYS_UNIT = 4096
 # A search for the next run computes checksums of at most as many bytes as this number of files of keys has.
@@ -108,40 +109,79 @@ def examine_chunk(
     return state
 
 
-class _Run(NamedTuple):
-    """A run of keys: its offset in the file, its first block, its rows and blocks, and the offset behind it."""
+class Run(NamedTuple):
+    """A run of keys: its offset in the file, its first block, its rows and blocks, the offset behind it, and the
+    checksum that the file has of it."""
 
     offset: int
     first: int
     rows: int
     blocks: int
     end: int
+    sum: int
 
 
 def _examine_keys(fs: FileSystem, path: str, state: ChunkState) -> None:
     """Take the keys of the runs whose checksums hold from a file in which not all do."""
     try:
-        with opened(fs, path, "read the keys") as file:
-            byte_N = aligned_bytes(min(state.part.keys_bytes, fs.size(path)))
-            size = _read(fs, file, byte_N, 0, _KEYS_UNIT, lambda offset, error: None)
+        byte_N = _keys_file(fs, path, state.part.keys_bytes)
     except CorruptTableError:
         return  # There is no file.
-    for run in _sound_runs(byte_N[: size // 8 * 8], state.geometry, state.part):
-        try:
-            put_run(state.keys, state.geometry, byte_N[run.offset :], run.first, run.rows, run.blocks)
-        except ValueError:  # A table that no index can hold: written so, and of no use.
-            row = run.first * state.geometry.rows_per_block
-            state.keys.table_N[row : row + run.rows] = 0
-            continue
-        state.has_keys_B[run.first : run.first + run.blocks] = True
+    for run in _sound_runs(byte_N, state.geometry, state.part):
+        if _put(state.keys, state.geometry, byte_N, run):
+            state.has_keys_B[run.first : run.first + run.blocks] = True
 
 
-def _sound_runs(byte_N: np.ndarray, geometry: Geometry, part: ChunkPart) -> Iterator[_Run]:
+def _keys_file(fs: FileSystem, path: str, size: int) -> np.ndarray:
+    """Bytes of a file of keys, at most `size`, a multiple of 8. CorruptTableError if there is no file."""
+    with opened(fs, path, "read the keys") as file:
+        byte_N = aligned_bytes(min(size, fs.size(path)))
+        return byte_N[: _read(fs, file, byte_N, 0, _KEYS_UNIT, lambda offset, error: None) // 8 * 8]
+
+
+def sound_runs_of(
+    fs: FileSystem, directory: str, number: int, geometry: Geometry, problem: Problem
+) -> list[Run]:  # fmt: skip
+    """The runs of a chunk's keys whose checksums hold, whatever snapshots say of the chunk."""
+    path = chunk_paths(directory, number)[1]
+    try:
+        byte_N = _keys_file(fs, path, _FILE_BYTES_MAX)
+    except CorruptTableError as error:
+        problem(error)
+        return []
+    runs = list(_sound_runs(byte_N, geometry, ChunkPart(number, geometry.blocks_per_chunk, len(byte_N), -1, 0)))
+    if not runs:
+        problem(CorruptTableError(f"{path} must have runs of keys, no run has a sound checksum; its rows are lost"))
+    return runs
+
+
+def keys_of_runs(
+    fs: FileSystem, directory: str, geometry: Geometry, part: ChunkPart, runs: Iterable[Run]
+) -> tuple[ChunkKeys, list[Run]]:
+    """Keys of the rows of these runs of a chunk, table 0, id 0 for all others; and the runs, without those that have
+    tables which no index can hold."""
+    keys = ChunkKeys(*(np.zeros_like(array) for array in vars(ChunkKeys.empty(geometry, part)).values()))
+    byte_N = _keys_file(fs, chunk_paths(directory, part.number)[1], part.keys_bytes)
+    return keys, [run for run in runs if _put(keys, geometry, byte_N, run)]
+
+
+def _put(keys: ChunkKeys, geometry: Geometry, byte_N: np.ndarray, run: Run) -> bool:
+    """Write the keys of a run into `keys`. Returns False if no index can hold its tables."""
+    try:
+        put_run(keys, geometry, byte_N[run.offset :], run.first, run.rows, run.blocks)
+        return True
+    except ValueError:
+        row = run.first * geometry.rows_per_block
+        keys.table_N[row : row + run.rows] = keys.id_N[row : row + run.rows] = 0
+        return False
+
+
+def _sound_runs(byte_N: np.ndarray, geometry: Geometry, part: ChunkPart) -> Iterator[Run]:
     """Yield the runs whose checksums hold, in order."""
     numbers = (part.number, geometry.row_width, geometry.physical_block_size, geometry.blocks_per_chunk)
     headers = (bytes(byte_N[:HEADER_BYTES]), pack_header(KEYS_MAGIC, numbers))
     # {offset: [(seed that a run there may have, run before it whose own checksum may be what is damaged)]}
-    seeds: dict[int, list[tuple[int, _Run | None]]] = {HEADER_BYTES: [(xxh64(header), None) for header in headers]}
+    seeds: dict[int, list[tuple[int, Run | None]]] = {HEADER_BYTES: [(xxh64(header), None) for header in headers]}
     word_N = byte_N.view(np.uint64)
     offset, block, budget = HEADER_BYTES, 0, _SEARCH_FILES * len(byte_N)
     for run in _possible_runs(word_N, geometry, part):
@@ -151,7 +191,7 @@ def _sound_runs(byte_N: np.ndarray, geometry: Geometry, part: ChunkPart) -> Iter
         sums = [(xxh64(byte_N[run.offset : run.end - 8], seed), before) for seed, before in tries]
         budget -= len(sums) * (run.end - run.offset)
         is_last = (run.first + run.blocks, run.end) == (part.blocks, part.keys_bytes)
-        expected = {int(word_N[run.end // 8 - 1])} | ({part.keys_sum} if is_last else set())
+        expected = {run.sum} | ({part.keys_sum} if is_last else set())
         for sum, before in sums:
             if sum in expected:
                 if before is not None and before.first >= block:
@@ -163,7 +203,7 @@ def _sound_runs(byte_N: np.ndarray, geometry: Geometry, part: ChunkPart) -> Iter
             seeds.setdefault(run.end, []).extend((sum, run) for sum, _ in sums)
 
 
-def _possible_runs(word_N: np.ndarray, geometry: Geometry, part: ChunkPart) -> Iterator[_Run]:
+def _possible_runs(word_N: np.ndarray, geometry: Geometry, part: ChunkPart) -> Iterator[Run]:
     """Runs at the offsets where three numbers stand that may begin one, in order."""
     at_N = np.flatnonzero(
         (word_N[:-3] < part.blocks) & (word_N[2:-1] <= part.blocks) & (word_N[2:-1] > 0)
@@ -173,7 +213,7 @@ def _possible_runs(word_N: np.ndarray, geometry: Geometry, part: ChunkPart) -> I
         first, rows, blocks = (int(word) for word in word_N[at : at + 3])
         end = at * 8 + run_size(rows, blocks) + 8
         if first + blocks <= part.blocks and rows <= blocks * geometry.rows_per_block and end <= word_N.nbytes:
-            yield _Run(at * 8, first, rows, blocks, end)
+            yield Run(at * 8, first, rows, blocks, end, int(word_N[end // 8 - 1]))
 
 
 def _examine_blocks(

@@ -14,8 +14,9 @@ Invariants:
 - a snapshot that has lost something says so in its meta, as `salvaged`.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -33,6 +34,7 @@ from oneemb.storage.table.recovery import lost_text, needed_bytes
 from oneemb.storage.table.snapshot_file import SnapshotFiles
 from oneemb.storage.table.snapshot_manifest import ArrayPart, ChunkPart, SnapshotRecord
 from oneemb.storage.table.table_info import chunk_bytes_of, lost_and_kept, need_table
+from oneemb.storage.table.unlisted_rows import unlisted_rows
 from oneemb.storage.table.writer_lock import lock_holder
 
 _COPY_BYTES = 1 << 22
@@ -59,16 +61,19 @@ class SalvageResult:
 
 def salvage_table(
     path: str, to: str, *, fs: FileSystem | None = None, leave_out: Collection[str] = (),
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] | None = None, unlisted: tuple[str, str, Mapping[str, Any]] | None = None,
 ) -> SalvageResult:  # fmt: skip
     """Write all that can be read of the table at `path` into the folder `to`, which must be new.
 
     Args:
         leave_out: names of snapshots of the table that are not wanted.
         progress: called with (bytes of blocks examined so far, bytes of all blocks to examine).
+        unlisted: name, identity and `other_meta` of a further snapshot, of the newest version of all rows in the files
+            of chunks, whether a snapshot lists them or not; see `unlisted_rows`.
 
     Raises:
         StorageError: there is no table, or a file call fails in a way that does not show damage to the table.
+        CorruptTableError: no chunk can be read, for `unlisted`.
     """
     fs = fs or LocalFileSystem()
     need_table(fs, path)
@@ -76,7 +81,7 @@ def salvage_table(
         with doing("make the folder", f"{to}/{folder}"):
             fs.make_directories(f"{to}/{folder}")
     salvage = _Salvage(fs, path, to, progress)
-    salvage.run(leave_out)
+    salvage.run(leave_out, unlisted)
     return salvage.result
 
 
@@ -89,8 +94,8 @@ class _Salvage:
         self._done = self._total = 0
         self.result = SalvageResult()
 
-    def run(self, leave_out: Collection[str]) -> None:
-        records = []
+    def run(self, leave_out: Collection[str], unlisted: tuple[str, str, Mapping[str, Any]] | None) -> None:
+        records: list[SnapshotRecord] = []
         for name in self._files.names():
             if name in leave_out:
                 continue
@@ -99,12 +104,15 @@ class _Salvage:
             except (CorruptTableError, FormatVersionError, SnapshotNotFoundError) as error:
                 self.result.problems.append(str(error))
                 self.result.by_snapshot[name] = SnapshotCheck(unreadable=["file"], whole=False)
+        needed = needed_bytes(records)
+        if unlisted is not None:
+            records.append(unlisted_rows(self._fs, self._path, *unlisted, records, self._problem))
         longest = longest_parts(records)
         self._total = sum(part.blocks * geometry.block_bytes for geometry, part in longest.values())
         for number, (geometry, part) in sorted(longest.items()):
             state = examine_chunk(
                 self._fs, f"{self._path}/chunks", geometry, part,
-                lambda error: self.result.problems.append(str(error)), self._read,
+                self._problem, self._read,
             )  # fmt: skip
             self._states[number] = state
             ends = {one.blocks for record in records for one in record.parts if one.number == number}
@@ -113,7 +121,7 @@ class _Salvage:
             self._fs.sync_directory(f"{self._to}/chunks")
         for record in sorted(records, key=lambda record: record.info.sequence):
             self._save(record)
-        self._count_lost(needed_bytes(records))
+        self._count_lost(needed)
         if problems := check_table(self._to, fs=self._fs).problems:
             raise StorageError(
                 f"{self._to}: the new table must be sound, but {problems[0]} ({len(problems)} problems); its disk has"
@@ -128,6 +136,9 @@ class _Salvage:
             self.result.problems.append(f"{self._path}/LOCK: {lost_text(lost, more, len(kept))}")
         for name in lost:
             self.result.by_snapshot[name] = SnapshotCheck(unreadable=["file"], whole=False)
+
+    def _problem(self, error: StorageError) -> None:
+        self.result.problems.append(str(error))
 
     def _read(self, size: int) -> None:
         self._done += size
@@ -226,7 +237,7 @@ class _Salvage:
         adds their keys, as far as they are known, to `lost`."""
         state = self._states[part.number]
         try:
-            row_N = live_rows(self._files.read_bits(record, part))
+            row_N = live_rows(part.bit_N if len(part.bit_N) else self._files.read_bits(record, part))
         except CorruptTableError as error:
             self.result.problems.append(str(error))
             found.lost_unknown += part.rows

@@ -150,3 +150,28 @@ def test_what_a_failing_disk_cannot_read_costs_only_the_rows_there(table, tmp_pa
     for name in SNAPSHOTS:
         assert found[name].items() <= saved[1][name].items()
         assert len(found[name]) == len(saved[1][name]) - result.by_snapshot[name].rows_lost
+
+
+def test_all_rows_are_found_without_any_snapshot(table, tmp_path, saved):
+    for file in (table / "snapshots").iterdir():
+        data = bytearray(file.read_bytes())
+        data[140] ^= 1  # A byte of the manifest's JSON: its checksum fails.
+        file.write_bytes(data)
+    result = salvage_table(str(table), str(tmp_path / "new"), unlisted=("all", "0" * 32, {}))
+    assert all("file" in result.by_snapshot[name].unreadable for name in SNAPSHOTS)
+    found = held(tmp_path / "new")
+    assert found.keys() == {"all"} and found["all"] == saved[1]["c"]  # No row was moved or erased.
+    (info,) = read_snapshot_info(tmp_path / "new")
+    assert info.meta["salvaged"] == {"from_chunks": True} and info.identity == "0" * 32
+    assert check_table(tmp_path / "new").problems == []
+
+
+def test_a_damaged_block_is_left_out_of_all_rows_and_no_older_row_takes_its_place(table, tmp_path, saved):
+    file = max(table.rglob("*.rows"), key=lambda file: file.name)
+    data = bytearray(file.read_bytes())
+    data[4096] ^= 1
+    file.write_bytes(data)
+    result = salvage_table(str(table), str(tmp_path / "new"), unlisted=("all", "0" * 32, {}))
+    found = held(tmp_path / "new")["all"]
+    assert found.items() <= saved[1]["c"].items()
+    assert 0 < len(saved[1]["c"]) - len(found) == result.by_snapshot["all"].rows_lost <= 42
