@@ -22,10 +22,14 @@ def to_bytes(state: object) -> bytes:
 
 
 def load_bytes(
-    file: str | IO[bytes], where: str, *, mmap: bool = False, what: str = "a checkpoint of a TrainGraph"
+    file: str | IO[bytes],
+    where: str,
+    *,
+    mmap: bool = False,
+    problem: str = "is not a checkpoint of a TrainGraph, or is damaged",
 ) -> Any:
     """The state in the bytes that `to_bytes` has made; arguments and errors as for `load_state`.
-    `what` says in errors which file was expected."""
+    `problem` is the text of errors."""
     try:
         if not mmap:  # torch compares no checksums.
             with zipfile.ZipFile(file) as archive:
@@ -39,7 +43,7 @@ def load_bytes(
         # In a damaged file torch may seek to before the beginning: EINVAL. Other OSErrors are no sign of damage.
         if isinstance(error, OSError) and error.errno != errno.EINVAL:
             raise
-        raise ValueError(f"{where} is not {what}, or is damaged: {error}") from error
+        raise ValueError(f"{where} {problem}: {error}") from error
 
 
 def hash_of(value: Any) -> str:

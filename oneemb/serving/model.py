@@ -195,7 +195,10 @@ class ServedModel(Following):
         """The version of the checkpoint; None if `stop` returned True."""
         while True:
             with open(self._path, "rb") as file:
-                state, found = os.fstat(file.fileno()), load_bytes(file, self._path, what="a checkpoint")
+                state, found = (
+                    os.fstat(file.fileno()),
+                    load_bytes(file, self._path, problem="is not a checkpoint, or is damaged"),
+                )
             try:
                 return self._version_of(found, state, stop)
             except (StorageError, ValueError):
