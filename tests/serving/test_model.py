@@ -428,7 +428,8 @@ def test_what_cannot_be_taken_over_leaves_the_version_that_serves_and_is_told(st
             assert wait_for(lambda: stamp(served) == 3)
             served.unfollow()
         told = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
-        assert len(told) == 1 and re.search(says, told[0])
+        assert len(set(told)) == len(told) <= 2  # An error that lists the snapshots has another text after a save.
+        assert told and all(re.search(says, one) for one in told)
         assert served.error is None
 
 
