@@ -65,6 +65,14 @@ def source_of(paths: list[str], folder: AnyPath | None, dtype: str, tables: tupl
     return Source(paths, where, dtype, tables)
 
 
+class Version(NamedTuple):
+    """Name, identity and sequence of the snapshot that lookups read."""
+
+    name: str
+    identity: str
+    sequence: int
+
+
 class _StoppedError(Exception):
     """Raised in a build whose result no reader wants any more."""
 
@@ -77,10 +85,18 @@ def find_snapshot(paths: Sequence[str], name: str | None) -> PartedSnapshot:
     for _ in range(_LOOKS):
         # Between the listing and the reading the job may have deleted snapshots and saved newer ones.
         again = _newest(paths)
-        if again.sequence <= newest.sequence:
+        if again.info.identity == newest.info.identity:
             break
         newest = again
     return newest
+
+
+def is_gone(paths: Sequence[str], served: Version) -> bool:
+    """Whether a snapshot has been deleted or replaced. A snapshot that cannot be read, or lacks parts, is not gone."""
+    found = look_at(paths)
+    left = found.leftovers()
+    there = [part.info.identity for part in found.parts if part not in left]
+    return served.identity not in there and not found.damaged_of(served.name)
 
 
 def _newest(paths: Sequence[str]) -> PartedSnapshot:
@@ -136,12 +152,18 @@ def _weights(
 
 
 def open_snapshot(
-    source: Source, name: str | None, *, threads: Threads, above: int = -1, stop: Callable[[], bool] = lambda: False
+    source: Source,
+    name: str | None,
+    *,
+    threads: Threads,
+    served: Version | None = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> ServedFile | None:
     """Open file for the named snapshot, or for the newest; the call makes the file if it does not exist.
 
     Args:
-        above: return None unless the snapshot's sequence is above this number.
+        served: the snapshot that is served; return None unless another one has a greater sequence, or
+            this one is gone.
         stop: called from time to time; once it returns True, the call stops and returns None.
 
     Raises:
@@ -151,7 +173,11 @@ def open_snapshot(
     failed, error = "", None
     while True:
         found = find_snapshot(source.paths, name)
-        if found.sequence <= above:
+        if served is not None and (
+            found.info.identity == served.identity
+            or found.sequence <= served.sequence
+            and not is_gone(source.paths, served)
+        ):
             return None
         if error is not None and found.info.identity == failed:
             raise error

@@ -19,9 +19,9 @@ from oneemb.graph.tracers import refuse_tracers, uncompiled
 from oneemb.kernels.host_backend import HostBackend
 from oneemb.kernels.threads import Threads
 from oneemb.rows.arguments import Paths, as_list
-from oneemb.serving.build import Source, check_formats, find_snapshot, open_snapshot, source_of
+from oneemb.serving.build import Source, Version, check_formats, find_snapshot, open_snapshot, source_of
 from oneemb.serving.following import Following
-from oneemb.serving.served import Served, Version
+from oneemb.serving.served import Served
 from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import AnyPath
 from oneemb.storage.serving.served_file import ServedFile, is_served_file
@@ -219,8 +219,8 @@ class InferenceEmbedding(Following, torch.nn.Module):
         return info.error_max, info.error_rms
 
     def refresh(self) -> bool:
-        """Serve the newest snapshot if it is newer than the current one; returns whether it was. Lookups go on
-        meanwhile.
+        """Serve the newest snapshot, if it is newer than the current one or the current one has been deleted or
+        replaced; returns whether another one is served now. Lookups go on meanwhile.
 
         Raises:
             StorageError: the snapshot cannot be read, its file cannot be made, or its rows have another width or dtype.
@@ -229,10 +229,9 @@ class InferenceEmbedding(Following, torch.nn.Module):
         return self._refresh(lambda: False)
 
     def _refresh(self, stop: Callable[[], bool]) -> bool:
-        source, choice = self._need_source(), self._choice
-        above = self._version_now().version.sequence
-        file = open_snapshot(source, None, threads=self._threads, above=above, stop=stop)
-        return file is not None and not stop() and self._take(file, choice, newer=True)
+        source, choice, now = self._need_source(), self._choice, self._version_now()
+        file = open_snapshot(source, None, threads=self._threads, served=now.version, stop=stop)
+        return file is not None and not stop() and self._take(file, choice, now)
 
     def rollback(self, snapshot: str) -> None:
         """Serve the named snapshot, older or newer, and stop following until `follow` is called again. If another
@@ -249,15 +248,17 @@ class InferenceEmbedding(Following, torch.nn.Module):
             self._choice = choice
         file = open_snapshot(source, snapshot, threads=self._threads)
         assert file is not None
-        self._take(file, choice, newer=False)
+        self._take(file, choice, None)
 
-    def _take(self, file: ServedFile, choice: object, *, newer: bool) -> bool:
+    def _take(self, file: ServedFile, choice: object, before: Served | None) -> bool:
         """Serve a file; returns whether that was done. It is not if another call has chosen a version since `choice`,
-        or if `newer` and the file is not newer than the current version."""
+        or if the file was newer than `before`, and is older than a version that has taken its place since."""
         served = Served(file, self._absent, self._backend)
         with self._own_lock():
             now = self._version_now()
-            if self._choice is not choice or newer and served.version.sequence <= now.version.sequence:
+            if self._choice is not choice:
+                return False
+            if before is not None and before is not now and served.version.sequence <= now.version.sequence:
                 return False
             served.check_as_before(now)
             self._served = served  # Lookups read this reference once, so each has one version.

@@ -20,11 +20,10 @@ from oneemb.checkpoints.named_snapshot import SnapshotName, decode
 from oneemb.checkpoints.state_bytes import load_bytes
 from oneemb.checkpoints.state_names import named_embeddings, tensors_of, with_extra_state
 from oneemb.kernels.threads import Threads
-from oneemb.serving.build import check_formats, open_snapshot, source_of
+from oneemb.serving.build import Version, check_formats, is_gone, open_snapshot, source_of
 from oneemb.serving.following import Following
 from oneemb.serving.frozen_modules import frozen_copy
 from oneemb.serving.inference import InferenceEmbedding
-from oneemb.serving.served import Version
 from oneemb.storage.errors import OtherSnapshotError, StorageError
 from oneemb.storage.fs import AnyPath, absolute_path, file_path
 from oneemb.training.compiled_graph import CompiledGraph, EvalGraph
@@ -175,7 +174,7 @@ class ServedModel(Following):
                 self._check_open()
                 now = self._current
                 if now is not None and not older:
-                    _check_not_older(self._path, newer, now)
+                    self._check_not_older(newer, now)
                 self._current, self.error, self._failed_on = newer, None, None  # Calls read `_current` once.
         except Exception as error:
             if not self._closed:
@@ -186,6 +185,15 @@ class ServedModel(Following):
         _log.info("%s: serves %s", self._path, ", ".join(map(str, newer.snapshots.values())))
         self._tell()
         return True
+
+    def _check_not_older(self, newer: ModelVersion, now: ModelVersion) -> None:
+        assert self._template is not None
+        for name, place in self._template.places.items():
+            version, served = newer.snapshots[name], now.snapshots[name]
+            if version.sequence < served.sequence and not is_gone(place.paths, served):
+                raise StorageError(
+                    f"{self._path} names {version}, older than {served}, which serves; refresh(older=True) takes it"
+                )
 
     def _tell(self) -> None:
         if self._on_change is not None:
@@ -443,14 +451,6 @@ def _before(name: str, last: str) -> str | None:
 
 def _joined(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix and name else prefix or name
-
-
-def _check_not_older(path: str, newer: ModelVersion, now: ModelVersion) -> None:
-    for name, version in newer.snapshots.items():
-        if version.sequence < now.snapshots[name].sequence:
-            raise StorageError(
-                f"{path} names {version}, older than {now.snapshots[name]}, which serves; refresh(older=True) takes it"
-            )
 
 
 def _file_state(found: os.stat_result) -> _FileState:

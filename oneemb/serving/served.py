@@ -4,7 +4,7 @@ Invariant: a pooled bag has the same bits as when its rows are pooled one by one
 """
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
@@ -14,18 +14,11 @@ from oneemb.kernels.arrays import Bags, RowsOfIds
 from oneemb.kernels.frozen_rows import MISSING, OTHER, PADDING
 from oneemb.kernels.host_backend import HostBackend
 from oneemb.kernels.serve_rows import pool_rows_again
+from oneemb.serving.build import Version
 from oneemb.serving.initial import first_weights, initial_of
 from oneemb.storage.errors import CorruptTableError, StorageError
 from oneemb.storage.rows.row_format import BITS, RowFormat
 from oneemb.storage.serving.served_file import ServedFile
-
-
-class Version(NamedTuple):
-    """Name, identity and sequence of the snapshot that lookups read."""
-
-    name: str
-    identity: str
-    sequence: int
 
 
 class Served:

@@ -2,6 +2,8 @@
 
 Invariants:
 - a snapshot holds its chunks from before its file appears until a loss of power can no longer undo its removal;
+- no two snapshots of a table get the same sequence, even if one is deleted before the other is saved: the sequence of
+  the record in LOCK is at least that of every snapshot that has been deleted;
 - LOCK names a snapshot only while the snapshot survives a loss of power: from after step 7 of its save until before its
   removal begins. So a missing snapshot that LOCK names was removed by something other than oneemb.
 """
@@ -100,6 +102,7 @@ class SnapshotStore:
             # rename.
             fs.sync_directory(self.files.directory)
             next_number = max([*chunk_numbers(fs.names(self._chunks_path)).values(), *needed, 0]) + 1
+        self._sequence = max([lock.sequence, *(record.info.sequence for record in records)])
         self._durable = {*recovery.snapshots, *recovery.damaged}
         """Names of the snapshots that survive a loss of power."""
         self._keep_below = 0
@@ -118,7 +121,6 @@ class SnapshotStore:
         self._saving: list[tuple[SnapshotRecord, list[ChunkFile]]] = []
         for record in records:
             self._held[record.info.name] = record, [self._adopt(record, part) for part in record.parts]
-        self._sequence = max((record.info.sequence for record in records), default=0)
 
     def infos(self) -> list[SnapshotInfo]:
         """The snapshots, oldest first."""
@@ -235,7 +237,7 @@ class SnapshotStore:
         names = tuple(sorted(self._durable))
         known = KnownSnapshots(names, len(names), tuple(lost), more, self._keep_below)
         if known != self._lock.known:
-            self._lock.record(known)
+            self._lock.record(known, at_least=self._sequence)
 
     def _record_if_possible(self) -> None:
         try:

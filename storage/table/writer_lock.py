@@ -111,7 +111,7 @@ class WriterLock:
             fs.unlock(self._file)
             raise storage_error(error, "read", path) from error
         self.left_by = _holder_text(block) if _holder_of(block) else None
-        self._sequence, self._position, self.known, newer = _newest(block)
+        self.sequence, self._position, self.known, newer = _newest(block)
         self.keeps_records = not newer and not foreign
         """Whether records may be written. Records of a later release are not overwritten."""
         fields = {"pid": self._pid, "host": socket.gethostname(), "since": time.time()}
@@ -171,19 +171,19 @@ class WriterLock:
                 " snapshot holds are in this process only; open a new table, at a path that nobody removes"
             )
 
-    def record(self, known: KnownSnapshots) -> None:
-        """Write a new record of the snapshots, durably. After an OSError the new record may not be durable; the older
-        one still is."""
+    def record(self, known: KnownSnapshots, at_least: int = 0) -> None:
+        """Write a new record of the snapshots, durably, whose sequence is `at_least` or greater. After an OSError the
+        new record may not be durable; the older one still is."""
         if self._pid != os.getpid():
             raise StorageError(f"{self.path} is held by process {self._pid}; a forked child must open its own table")
         if not self.keeps_records:
             return
-        position = 1 - self._position
-        self._fs.write(self._file, _pack(known, self._sequence + 1), _RECORD_BEGINS[position])
+        position, sequence = 1 - self._position, max(self.sequence + 1, min(at_least, _NUMBER_MAX - 1))
+        self._fs.write(self._file, _pack(known, sequence), _RECORD_BEGINS[position])
         self._fs.sync(self._file)
         if self.known is None:
             self._fs.sync_directory(os.path.dirname(self.path))
-        self._sequence, self._position, self.known = self._sequence + 1, position, known
+        self.sequence, self._position, self.known = sequence, position, known
 
     def release(self) -> None:
         _held.pop(id(self), None)

@@ -16,6 +16,7 @@ import oneemb
 from oneemb.serving import build
 from oneemb.serving.inference import InferenceEmbedding
 from oneemb.storage.errors import StorageError
+from oneemb.storage.table.snapshot_reader import read_snapshot_info
 from tests.support.inside import follower_of
 from tests.support.interrupts import count_lines, interrupted
 
@@ -34,11 +35,14 @@ class Job:
         )  # fmt: skip
         self.optimizer = torch.optim.SGD(self.embedding.parameters(), lr=1.0)
 
-    def save(self, delta=False):
+    def train(self):
         self.step += 1
         self.embedding(IDS).sum().mul(-1).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def save(self, delta=False):
+        self.train()
         if delta:
             self.embedding.save_delta(f"step {self.step}", since=f"step {self.step - 1}")
         else:
@@ -169,6 +173,74 @@ def test_a_snapshot_that_the_job_replaces_while_it_is_opened_gives_way_to_the_ne
 
     monkeypatch.setattr(build, "make_file", once)
     assert answer(InferenceEmbedding.open(job.folder)) == 2
+
+
+def again(job, load):
+    """A job that goes on in the folder of `job` from a snapshot, as a new process would."""
+    job.embedding.close()
+    other = Job(job.folder)
+    other.embedding.load_snapshot(load)
+    return other
+
+
+def without_sequences(folder):
+    """Make LOCK like that of an earlier release, without records."""
+    (folder / "LOCK").write_bytes(b"")
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["", "early"])
+@pytest.mark.parametrize("delta", [False, True], ids=["whole", "delta"])
+def test_a_step_that_is_undone_and_trained_again_takes_the_place_of_the_served_one(job, tmp_path, delta, early):
+    job.save(delta)
+    served = InferenceEmbedding.open(job.folder)
+    number = served.version.sequence
+    job.remove(2)
+    job = again(job, "step 1")
+    if early:
+        job.embedding.close()
+        without_sequences(tmp_path / "job")
+        job = again(job, "step 1")
+    job.train()
+    job.step = 4
+    job.save()
+    assert served.refresh() and served.version.name == "step 5" and answer(served) == 3
+    assert early or served.version.sequence > number
+    job.embedding.close()
+
+
+def test_no_two_snapshots_get_the_same_number_whatever_is_deleted_between_them(job):
+    rng, numbers, step = random.Random(5), {}, 1
+    for _ in range(30):
+        action = rng.choice(["save", "save", "replace", "delete", "delete", "open"])
+        names = job.embedding.snapshots()
+        if action == "save":
+            step += 1
+            job.embedding.save_snapshot(f"step {step}")
+        elif action == "replace" and names:
+            job.embedding.save_snapshot(rng.choice(names), overwrite=True)
+        elif action == "delete" and names:
+            job.embedding.delete_snapshot(rng.choice(names))
+        elif action == "open":
+            job.embedding.close()
+            job = Job(job.folder)
+        for info in read_snapshot_info(job.folder):
+            assert numbers.setdefault(info.sequence, info.identity) == info.identity
+    assert len(numbers) > 9 and list(numbers) == sorted(numbers)
+    job.embedding.close()
+
+
+def test_the_newest_snapshot_there_is_takes_the_place_of_a_deleted_one_alone(job, tmp_path):
+    job.save()
+    served = InferenceEmbedding.open(job.folder)
+    file = tmp_path / "job" / "snapshots" / "step 2.snapshot".replace(" ", "%20")
+    content = file.read_bytes()
+    file.write_bytes(content[:200])
+    assert not served.refresh() and answer(served) == 2, "a snapshot that cannot be read is not deleted"
+    file.write_bytes(content)
+    assert not served.refresh()
+    job.remove(2)
+    assert served.refresh() and served.version.name == "step 1" and answer(served) == 1
+    assert not served.refresh()
 
 
 @pytest.mark.parametrize("call", ["refresh", "rollback"])
