@@ -1,6 +1,7 @@
 """Deltas: against plain dicts, with policies, ranks, kills and damage between."""
 
 import json
+import re
 import shutil
 from collections import Counter
 
@@ -212,6 +213,51 @@ def test_checkpoints_keep_what_deltas_go_on_from(tmp_path):
             embedding.save_delta("mine", names[0])
     assert embedding.snapshots() == [names[0], "mine", *names[2:]]
     assert rows_of(embedding).keys() > read(tmp_path / "rows", "mine").keys()
+
+
+def resumed(group, path, until):
+    """The snapshots, and the rows of each, after a job that begins at its checkpoint, if there is one."""
+    graph = Clicks(made(path / "rows", group))
+    embedding = graph.embedding
+    if (path / "c").exists():
+        graph.load(path / "c", delete_newer=True)
+        assert embedding.last_snapshot == oneemb.snapshot_name(torch.load(path / "c")["embeddings"]["embedding"])
+        assert embedding.snapshots()[-1] == embedding.last_snapshot
+    while graph.steps < until:
+        graph(torch.arange(graph.steps, graph.steps + 12)[:, None].expand(-1, 2).contiguous())
+        if graph.steps % 3 == 0:
+            graph.save(path / "c", keep=2, keep_deltas=False)
+        elif embedding.last_snapshot is not None:
+            embedding.save_delta(f"d{graph.steps}", since=embedding.last_snapshot)
+    names = [re.sub("-0*([0-9]+)-[0-9a-f]{8}", r"-\1", name) for name in embedding.snapshots()]
+    state = names, [read(path / "rows", name) for name in embedding.snapshots()], rows_of(embedding)
+    embedding.close()
+    return state
+
+
+def test_a_job_that_is_killed_and_set_back_has_the_snapshots_of_one_that_was_not(tmp_path):
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "whole").mkdir()
+    whole = [resumed(None, tmp_path / "whole", until) for until in (5, 9, 11)]
+    assert resumed(None, tmp_path / "killed", 5)[0] == ["checkpoint-3", "d4", "d5"] == whole[0][0]
+    for until in (8, 7, 8, 10, 11):
+        killed = resumed(None, tmp_path / "killed", until)
+    assert whole[1][0] == ["checkpoint-6", "d7", "d8", "checkpoint-9"], "the chain of checkpoint-3 is gone whole"
+    assert killed == whole[2]
+    assert killed[0] == ["checkpoint-6", "d7", "d8", "checkpoint-9", "d10", "d11"]
+
+
+def test_what_an_argument_asks_to_delete_is_a_snapshot_there_is(tmp_path):
+    embedding, *_ = chain(tmp_path)
+    with pytest.raises(oneemb.SnapshotNotFoundError, match="'d9'; there are: 'base', 'd1'"):
+        embedding.delete_snapshots_after("d9")
+    assert embedding.snapshots() == ["base", "d1", "d2", "d3"] and embedding.last_snapshot == "d3"
+    with pytest.raises(oneemb.SnapshotNeededError, match=r"embedding.delete_snapshots_after\('d1'\) does so"):
+        embedding.delete_snapshot("d1")
+    assert embedding.delete_snapshots_after("d1") == ["d3", "d2"] and embedding.last_snapshot is None
+    embedding.load_snapshot("base")
+    assert embedding.last_snapshot == "base"
+    assert embedding.delete_snapshots_after(None) == ["d1", "base"] and embedding.snapshots() == []
 
 
 def test_rows_move_in_the_background_and_nothing_is_lost(tmp_path):
@@ -625,3 +671,14 @@ def test_ranks_save_deltas_that_any_number_of_ranks_loads(tmp_path, rank_pool, p
     assert read(path, "s1").keys() == joined[1].keys() and read(path, "s2") == tables[2]
     with pytest.raises(oneemb.StorageError, match="must be of the same number of ranks"):
         merge_deltas(path, "s2", "y")
+
+
+def test_ranks_are_set_back_together(tmp_path, rank_pool):
+    states = []
+    for name, stops in (("killed", (5, 7, 11)), ("whole", (11,))):
+        (tmp_path / name).mkdir()
+        for until in stops:
+            of_ranks = rank_pool(2, resumed, tmp_path / name, until)
+        states.append(of_ranks)
+    assert states[0] == states[1]
+    assert states[0][0][0] == ["checkpoint-6", "d7", "d8", "checkpoint-9", "d10", "d11"] == states[0][1][0]

@@ -73,21 +73,32 @@ class _File(State, total=False):
     """Snapshots of earlier saves to the path, newest first."""
 
 
-def save_checkpoint(graph: CompiledGraph, train: TrainState, path: str, keep: int | None) -> int:
+def save_checkpoint(
+    graph: CompiledGraph, train: TrainState, path: str, keep: int | None, keep_deltas: bool = True
+) -> int:
     """Save a checkpoint; see `TrainGraph.save`. Returns the number of earlier saves whose snapshots are kept; 0 on
     ranks after the first."""
-    ranks, what = _ranks_of(graph), f"save {path!r}, keep={keep}"
-    kept = _together(graph, ranks, "save", what, lambda: _save(graph, train, path, keep, ranks, what))
+    ranks, what = _ranks_of(graph), f"save {path!r}, keep={keep}{'' if keep_deltas else ', keep_deltas=False'}"
+    kept = _together(graph, ranks, "save", what, lambda: _save(graph, train, path, keep, keep_deltas, ranks, what))
     return kept if ranks.first else 0
 
 
-def load_checkpoint(graph: CompiledGraph, train: TrainState, path: str, strict: bool) -> LoadedKeys:
+def load_checkpoint(
+    graph: CompiledGraph, train: TrainState, path: str, strict: bool, delete_newer: bool = False
+) -> LoadedKeys:
     """Load a checkpoint; see `TrainGraph.load`."""
     _check_strict(strict)
     ranks, what = _ranks_of(graph), f"load {path!r}{'' if strict else ', strict=False'}"
+    what += ", delete_newer" * delete_newer
 
     def load() -> LoadedKeys:
-        return _restore(graph, train, _read_together(path, ranks, what), path, ranks, what, strict=strict)
+        state = _read_together(path, ranks, what)
+        keys = _restore(graph, train, state, path, ranks, what, strict=strict)
+        embeddings = named_embeddings(graph) if delete_newer else {}
+        for name, snapshot in state["embeddings"].items():
+            if name in embeddings and snapshot["oneemb_snapshot"] is not None:
+                embeddings[name].delete_snapshots_after(snapshot["oneemb_snapshot"])
+        return keys
 
     return _together(graph, ranks, "load", what, load)
 
@@ -214,7 +225,9 @@ class _Plan(NamedTuple):
     """Name of the snapshot that this save makes of each embedding."""
 
 
-def _save(graph: CompiledGraph, train: TrainState, path: str, keep: int | None, ranks: AnyRanks, what: str) -> int:
+def _save(
+    graph: CompiledGraph, train: TrainState, path: str, keep: int | None, keep_deltas: bool, ranks: AnyRanks, what: str
+) -> int:
     path = os.path.realpath(os.path.expanduser(path))  # If the path is a link, its target is replaced.
     embeddings = named_embeddings(graph)
 
@@ -259,7 +272,7 @@ def _save(graph: CompiledGraph, train: TrainState, path: str, keep: int | None, 
     folder = os.path.dirname(path)
     ranks.by_first(f"{what}: its folder", lambda: LocalFileSystem().sync_directory(folder))
     for snapshots in superfluous:
-        _delete(embeddings, snapshots)
+        _delete(embeddings, snapshots, () if keep_deltas else [*kept, made])
     return len(kept)
 
 
@@ -460,8 +473,14 @@ def _existing(embeddings: _Embeddings, of_saves: Sequence[_Snapshots]) -> list[l
     return found
 
 
-def _delete(embeddings: _Embeddings, snapshots: _Snapshots) -> None:
-    """Delete `snapshots`, except those with another identity and those that deltas need."""
+def _delete(embeddings: _Embeddings, snapshots: _Snapshots, kept: Sequence[_Snapshots] = ()) -> None:
+    """Delete `snapshots`, except those with another identity and those that deltas need. Deltas that go on from them
+    and were all saved before `kept` are deleted first; () = no delta is deleted."""
     for name in _existing(embeddings, [snapshots])[0]:
+        embedding, snapshot = embeddings[name], str(snapshots[name]["oneemb_snapshot"])
+        if kept:
+            names = {str(one[name]["oneemb_snapshot"]) for one in kept if name in one}
+            for delta in embedding.rank_snapshots.deltas_before(snapshot, names):
+                embedding.delete_snapshot(delta)
         with suppress(SnapshotNeededError):
-            embeddings[name].delete_snapshot(str(snapshots[name]["oneemb_snapshot"]))
+            embedding.delete_snapshot(snapshot)

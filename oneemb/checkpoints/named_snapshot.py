@@ -5,6 +5,7 @@ only tensors. All entries have the same length, so that any entry can be copied 
 """
 
 import json
+from collections.abc import Mapping
 from typing import Any, NotRequired, TypedDict, cast
 
 import torch
@@ -45,11 +46,12 @@ def decode(state: torch.Tensor) -> SnapshotName:
     )
 
 
-def snapshot_name(state: torch.Tensor) -> str | None:
-    """Name of the snapshot in an embedding's entry of a state dict; None = the embedding had no rows.
+def snapshot_name(state: torch.Tensor | Mapping[str, Any]) -> str | None:
+    """Name of the snapshot in an embedding's entry of a state dict or checkpoint; None = the embedding had no rows.
 
     Args:
-        state: `model.state_dict()[f"{name}._extra_state"]`, uint8 [1024].
+        state: `model.state_dict()[f"{name}._extra_state"]`, uint8 [1024]; or, of a file of `TrainGraph.save`,
+            `torch.load(path)["embeddings"][name]`.
 
     Raises:
         ValueError: the entry names no snapshot.
@@ -64,4 +66,6 @@ def snapshot_name(state: torch.Tensor) -> str | None:
         >>> oneemb.snapshot_name(embedding.state_dict()["_extra_state"])
         'two words'
     """
-    return decode(state)["oneemb_snapshot"]
+    if isinstance(state, Mapping) and isinstance(state.get("oneemb_snapshot", state), str | None):
+        return cast(SnapshotName, state)["oneemb_snapshot"]
+    return decode(cast(torch.Tensor, state))["oneemb_snapshot"]

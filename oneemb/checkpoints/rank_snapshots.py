@@ -17,7 +17,7 @@ Invariants, if any rank is killed at any point:
 
 import functools
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
@@ -38,7 +38,7 @@ from oneemb.storage.replicas import TableIds
 from oneemb.storage.snapshots.owned_rows import OwnedRows
 from oneemb.storage.snapshots.part_folders import NewParts, PartRemoval, sweep_folder, to_remove
 from oneemb.storage.snapshots.snapshot_parts import FoundParts, PartedSnapshot, find_parts, folders_at, table_name_of
-from oneemb.storage.table.delta import rows_of
+from oneemb.storage.table.delta import Delta, rows_of
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.tiered_rows import NewPart
 
@@ -74,6 +74,8 @@ class RankSnapshots:
         self.replicas = RankReplicas(store, ranks)
         self._swept = False
         self._part_of = ""
+        self.last: str | None = None
+        """Name of the snapshot that was saved or loaded last; None = none was, or it has been deleted."""
         self.are_kept = True
         """Whether the folders stay; False = the module that has made the folders removes them at its end."""
 
@@ -109,6 +111,24 @@ class RankSnapshots:
             return self._store.snapshots.names()
         found = self._look()
         return [one.name for one in found.snapshots() if not one.name.startswith(EXPORTED)]
+
+    def deltas_before(self, name: str, kept: Collection[str]) -> list[str]:
+        """Names of all deltas that go on from the snapshot `name`, newest first: the same on all ranks. [] if one of
+        them was saved after one of `kept`."""
+        if self._has_no_ranks():
+            infos = [self._store.snapshots.info(one) for one in self._store.snapshots.names()]
+        else:
+            infos = [one.info for one in self._look().snapshots()]
+        chain, deltas, later = {info.identity for info in infos if info.name == name}, list[str](), False
+        for info in infos:  # Parents are older than their deltas.
+            later = later or info.name in kept
+            delta = Delta.of_meta(info.meta, info.name)
+            if delta is not None and delta.identity in chain:
+                if later:
+                    return []
+                chain.add(info.identity)
+                deltas.insert(0, info.name)
+        return deltas
 
     def _look(self) -> FoundParts:
         return self.together("list snapshots", lambda: self._find(self.words("list snapshots")))
@@ -154,12 +174,15 @@ class RankSnapshots:
                 " snapshot; give the collection store_options with a path"
             )
         if self._has_no_ranks():
-            return self._store.snapshots.save(
+            identity = self._store.snapshots.save(
                 name, description, overwrite=overwrite, since=since, keep_evicted=keep_evicted
             ).identity
-        call = f"save_snapshot {name!r}" if since is None else f"save_delta {name!r} since {since!r}"
-        call += ", replacing" * overwrite + ", keep_evicted" * keep_evicted
-        return self.together(call, lambda: self._save(call, name, description, overwrite, since, keep_evicted))
+        else:
+            call = f"save_snapshot {name!r}" if since is None else f"save_delta {name!r} since {since!r}"
+            call += ", replacing" * overwrite + ", keep_evicted" * keep_evicted
+            identity = self.together(call, lambda: self._save(call, name, description, overwrite, since, keep_evicted))
+        self.last = name
+        return identity
 
     def _save(
         self, call: str, name: str, description: dict[str, Any], overwrite: bool, since: str | None = None,
@@ -226,6 +249,8 @@ class RankSnapshots:
 
     def delete(self, name: str) -> None:
         """Delete a snapshot; see `TableEmbedding.delete_snapshot`."""
+        if self.last == name:
+            self.last = None
         if self._has_no_ranks():
             self._store.snapshots.delete(name)
         else:

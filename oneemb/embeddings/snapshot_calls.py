@@ -15,7 +15,7 @@ from oneemb.embeddings.embedding_arguments import DEFAULT_INITIALIZER, differenc
 from oneemb.embeddings.weight_of_rows import WeightOfRows, changes_no_row, drop_grads
 from oneemb.graph.build_error import warn_user
 from oneemb.options import Initializer, TableOptions, to_tree
-from oneemb.storage.errors import SnapshotNeededError, StorageError
+from oneemb.storage.errors import SnapshotNeededError, SnapshotNotFoundError, StorageError
 from oneemb.storage.policies.row_policy import RowPolicy, described
 from oneemb.storage.table.json_lists import LongList
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
@@ -142,6 +142,7 @@ class SnapshotCalls(WeightOfRows):
             name, weights_only=weights_only, check=functools.partial(_check_tables, self)
         )
         drop_grads(self)
+        self.rank_snapshots.last = name
         snapshot: SnapshotName = {"oneemb_snapshot": name, "oneemb_identity": info.identity}
         self.saved = (snapshot, self.store.changes) if as_saved else None
         return differences(_check_tables(self, info), ours)
@@ -155,6 +156,35 @@ class SnapshotCalls(WeightOfRows):
         if self.saved is not None and self.saved[0]["oneemb_snapshot"] == name:
             self.saved = None  # before the deletion: after an interrupt, no state dict may name a deleted snapshot
         self.rank_snapshots.delete(name)
+
+    def delete_snapshots_after(self, name: str | None) -> list[str]:
+        """Delete all snapshots and deltas that were saved after a snapshot, for example those of steps that are made
+        again after a resume. `TrainGraph.load(path, delete_newer=True)` does it for all embeddings.
+
+        Args:
+            name: name of the snapshot that stays; None = delete all.
+
+        Returns:
+            Names of the deleted snapshots, newest first.
+
+        Raises:
+            StorageError: there is no snapshot of this name, and nothing has changed; or the disk fails.
+        """
+        names = self.snapshots()
+        if name is not None and name not in names:
+            raise SnapshotNotFoundError(
+                f"no snapshot named {name!r}; there are: {', '.join(map(repr, names)) or 'none'}"
+            )
+        newer = names[::-1] if name is None else names[: names.index(name) : -1]
+        for one in newer:
+            self.delete_snapshot(one)
+        return newer
+
+    @property
+    def last_snapshot(self) -> str | None:
+        """Name of the snapshot or delta that was saved or loaded last, by any call: for `since` of `save_delta`, and
+        after `TrainGraph.load` the one that the checkpoint names. None = none was, or it has been deleted."""
+        return self.rank_snapshots.last
 
     def snapshots(self) -> list[str]:
         """Names of the snapshots in `persistent_path`, oldest first, saved by any number of ranks.

@@ -316,7 +316,7 @@ class TrainGraph(CompiledGraph):
         state.scaled_by = None
         call("advance", ops.advance, state.optimizers, state.lr_schedulers, go)
 
-    def save(self, path: AnyPath, *, keep: int | None = None) -> None:
+    def save(self, path: AnyPath, *, keep: int | None = None, keep_deltas: bool = True) -> None:
         """Save a checkpoint: everything on which the next step depends, completely or not at all.
 
         The file at `path` holds dense parameters and buffers, the states of optimizers, schedulers and GradScalers (of
@@ -337,6 +337,8 @@ class TrainGraph(CompiledGraph):
                 when the file is in place, except parents of deltas; a copy of the file that names a deleted snapshot
                 cannot be loaded any more. None = keep all snapshots until `delete_snapshot`; each takes disk space for
                 rows that only this snapshot holds.
+            keep_deltas: whether older snapshots from which deltas go on stay. If False, they are deleted with all their
+                deltas, once all these deltas are older than the kept snapshots.
 
         Raises:
             RuntimeError: micro-batches wait for an update; or a hook, a scheduler or a signal handler calls this method
@@ -350,7 +352,7 @@ class TrainGraph(CompiledGraph):
                 its name in the folder could not be made durable.
         """
         path = file_path(path, "the file to write")
-        kept = save_checkpoint(self, self._train_state, path, keep)
+        kept = save_checkpoint(self, self._train_state, path, keep, keep_deltas)
         if kept >= _MANY_SNAPSHOTS and kept & (kept - 1) == 0:
             warnings.warn(
                 f"{kept} snapshots of earlier checkpoints at {path} are kept, since copies of the file may name"
@@ -358,8 +360,9 @@ class TrainGraph(CompiledGraph):
                 stacklevel=2,
             )
 
-    def load(self, path: AnyPath, *, strict: bool = True) -> LoadedKeys:
-        """Load a checkpoint, to continue with the same bits.
+    def load(self, path: AnyPath, *, strict: bool = True, delete_newer: bool = False) -> LoadedKeys:
+        """Load a checkpoint, to continue with the same bits. `embedding.last_snapshot` then names the snapshot of each
+        embedding.
 
         With ranks, every rank makes the call, and the first rank reads the file. Any number of ranks may have saved the
         checkpoint. If their number is the same, each rank continues with the bits that it had. Otherwise rows are the
@@ -373,6 +376,9 @@ class TrainGraph(CompiledGraph):
                 and other parts. If False, parts that both have are loaded, and must fit; names that only one of them
                 has are ignored, and the graph's parts keep their values. Optimizer state is matched by the names of
                 parameters. Older checkpoints lack these names; their state is ignored if param groups differ.
+            delete_newer: if True, delete all snapshots and deltas of each embedding that were saved after the one that
+                the checkpoint names, after the load: the steps that saved them are made again. Checkpoints at other
+                paths that name one of them cannot be loaded any more.
 
         Returns:
             `missing_keys`, which only the graph has, and `unexpected_keys`, which only the checkpoint has, as
@@ -389,7 +395,8 @@ class TrainGraph(CompiledGraph):
             KeyboardInterrupt, or any error that stops a load half way: every call of the graph's embeddings then raises
                 `BrokenStoreError` until another load.
         """
-        return load_checkpoint(self, self._train_state, file_path(path, "a file that save has written"), strict)
+        path = file_path(path, "a file that save has written")
+        return load_checkpoint(self, self._train_state, path, strict, delete_newer)
 
     def state(self, *, strict: bool = True) -> GraphState:
         """The whole state of the graph for torch.distributed.checkpoint: `dcp.save({"graph": graph.state()}, ...)`.

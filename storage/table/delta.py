@@ -150,8 +150,10 @@ def deltas_since(identity: str, infos: Iterable[SnapshotInfo]) -> list[str]:
 def in_chain_text(name: str, done: str, deltas: Sequence[str]) -> str:
     """Text of the error if a snapshot cannot be `done` ("deleted", "replaced") because `deltas` need it."""
     return (
-        f"snapshot {name!r} cannot be {done}: {', '.join(map(repr, deltas))}, deltas since it, need it; first make the"
-        " last delta whole with `oneemb merge-deltas` and delete the deltas"
+        f"snapshot {name!r} cannot be {done}: {', '.join(map(repr, deltas))}, deltas since it, need it; delete"
+        f" them first. If they are of steps that are made again after a resume, graph.load(path, delete_newer=True) or"
+        f" embedding.delete_snapshots_after({name!r}) does so; to keep their rows, make the last delta whole with"
+        " `oneemb merge-deltas`"
     )
 
 
