@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from oneemb.graph import ops
 from oneemb.graph.arguments import Lookup, Planned
 from oneemb.graph.build_error import BuildError, user_line
+from oneemb.graph.model_trace import ModelTrace
 from oneemb.graph.modules import REGISTER
 from oneemb.graph.ranks import AnyRanks
 from oneemb.graph.tape import Tape, version_of
@@ -180,6 +181,7 @@ class Building:
         expected: the lookups that `build` is expected to make.
         on_all_made: called once, when no more expected lookup waits: all rows are acquired, or the rest is cancelled.
         tape: records the lookups; None = no recording.
+        trace: records the boxes of a picture, beside the tape; None = no recording.
         backward: called in place of `Tensor.backward`, with its arguments; None = no replacement.
         steppers: the optimizers that the graph steps after `build`.
         announced: the lookups that ranks have announced to each other, expected by this plan or not.
@@ -199,6 +201,7 @@ class Building:
         announced: ops.Announced = ops.NOTHING_ANNOUNCED,
         at_once: str = "",
         count: Callable[[Callable[[], torch.Tensor]], torch.Tensor] = lambda make: make(),
+        trace: ModelTrace | None = None,
     ):
         self.others = 0
         """Number of lookups that were not expected."""
@@ -213,7 +216,7 @@ class Building:
         for lookup in expected:
             self._expected.setdefault(lookup.embedding, []).append(lookup)
         self._on_all_made = on_all_made
-        self.tape = tape
+        self.tape, self.trace = tape, trace
         self.backward = backward
         if not expected:
             on_all_made()
@@ -262,7 +265,10 @@ class Building:
         again = ops.in_backward()  # A plan has the lookups of the forward pass, not those that repeat them.
         if self.tape is not None and not again:
             self._announced.miss(embedding.store, inserts=embedding.training)
-            return self.tape.lookup(name, asked, now)
+            made = self.tape.lookup(name, asked, now)
+            if self.trace is not None:
+                self.trace.lookup(name, asked, made)
+            return made
         try:
             if again:
                 return now()
@@ -359,8 +365,12 @@ class _Mode(TorchFunctionMode):
         if building_now() is not building:  # An interrupt has ended the call before torch removed the mode.
             return func(*args, **kwargs)
         if func is torch.Tensor.backward and building.backward is not None:
-            return building.backward(*args, **kwargs)
-        return func(*args, **kwargs) if building.tape is None else building.tape.call(func, args, kwargs)
+            result = building.backward(*args, **kwargs)
+        else:
+            result = func(*args, **kwargs) if building.tape is None else building.tape.call(func, args, kwargs)
+        if building.trace is not None:
+            building.trace.call(func, args, kwargs, result)
+        return result
 
 
 _building: contextvars.ContextVar[Building] = contextvars.ContextVar("building")

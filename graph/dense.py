@@ -73,7 +73,7 @@ class DenseCompiler:
             root: module whose outermost submodules without an embedding are the dense modules.
             why_not_captured: reason against a capture; "" = modules may be captured.
         """
-        modules = list(_dense_modules(root))
+        modules = list(dense_modules(root))
         calls: dict[torch.nn.Module, int] = dict.fromkeys(modules, 0)
 
         def call_of(module: torch.nn.Module) -> Call:
@@ -83,9 +83,13 @@ class DenseCompiler:
                 here = module._compiled_call_impl
                 module._compiled_call_impl = None  # so that a call within runs the module itself
                 try:
-                    return self.of(module, why)(*args, **kwargs)
+                    result = self.of(module, why)(*args, **kwargs)
                 finally:
                     module._compiled_call_impl = here
+                building = building_now()
+                if building is not None and building.trace is not None:
+                    building.trace.called(module, args, kwargs, result)
+                return result
 
             return _InPlace(module, run)
 
@@ -249,13 +253,13 @@ class _Call(torch.nn.Module):
         return self._call[0](*args)
 
 
-def _dense_modules(root: torch.nn.Module) -> Iterator[torch.nn.Module]:
+def dense_modules(root: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """The outermost modules below `root` that hold no embedding; elements of ModuleLists and ModuleDicts, not the
     lists and dicts."""
     for module in root.children():
         if embeddings_in(module) or isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict):
             if not is_embedding(module):
-                yield from _dense_modules(module)
+                yield from dense_modules(module)
         else:
             yield module
 

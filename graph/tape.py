@@ -88,12 +88,12 @@ class Tape:
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Result of `func`, a torch function. The call is recorded if it can be."""
-        leaves = list(_leaves((args, kwargs)))
+        given = list(leaves((args, kwargs)))
         call = None
-        if not self._paused and any(id(value) in self._known for value in leaves):
+        if not self._paused and any(id(value) in self._known for value in given):
             with suppress(_Unknown):
                 call = self._call(func, args, kwargs)
-        tensors = [value for value in leaves if isinstance(value, torch.Tensor)]
+        tensors = [value for value in given if isinstance(value, torch.Tensor)]
         before = [_version(tensor) for tensor in tensors]
         with nullcontext() if call is None else _Watch() as watch:
             result = func(*args, **kwargs)
@@ -151,7 +151,7 @@ class Tape:
             self._known[id(value)] = value, _version(value), node
 
     def _forget(self, result: object) -> None:
-        for value in _leaves(result):
+        for value in leaves(result):
             if isinstance(value, torch.Tensor):
                 self._known.pop(id(value), None)
                 self._made[id(value)] = weakref.ref(value)
@@ -253,14 +253,14 @@ def _version(value: object) -> int:
     return version_of(value) if isinstance(value, torch.Tensor) else 0
 
 
-def _leaves(value: object) -> Iterator[object]:
+def leaves(value: object) -> Iterator[object]:
     """A value, and all values nested in it. Containers count too, since a list may be a value of a batch."""
     yield value
     if isinstance(value, tuple | list):
         for part in value:
-            yield from _leaves(part)
+            yield from leaves(part)
     elif isinstance(value, dict):
         for part in value.values():
-            yield from _leaves(part)
+            yield from leaves(part)
     elif isinstance(value, slice):
         yield from (value.start, value.stop, value.step)

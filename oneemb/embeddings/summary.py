@@ -42,6 +42,14 @@ def facts_of(embedding: Any) -> dict[str, str]:
     return facts
 
 
+def rows_line(embedding: Any) -> str:
+    """Text of an embedding's number of rows, and of the weights of one; "closed" if it is closed or broken."""
+    try:
+        return f"{embedding.num_rows:,} rows of {embedding.embedding_dim}"
+    except StorageError:
+        return "closed"
+
+
 def _optimizer(embedding: Any, stats: EmbeddingStats) -> str:
     optimizer = embedding.optimizer
     of_rows = embedding.store.format.optimizer if optimizer is None else type(optimizer).__name__

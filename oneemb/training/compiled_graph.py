@@ -1,5 +1,6 @@
 """`CompiledGraph`, the base of graphs, which makes the lookups of `build` ahead of its call; and `EvalGraph`."""
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -10,8 +11,9 @@ import torch
 
 from oneemb.embeddings.embedding import embeddings_of
 from oneemb.graph.building import Building, Expected, MadeLookup
-from oneemb.graph.dense import DenseCompiler
+from oneemb.graph.dense import DenseCompiler, dense_modules
 from oneemb.graph.inputs import Signature
+from oneemb.graph.model_trace import ModelTrace
 from oneemb.graph.ops.reading import measure_gather
 from oneemb.graph.ops.update import StepOptimizer
 from oneemb.graph.plan import Plan, compile_plan
@@ -239,18 +241,23 @@ class CompiledGraph(LoaderLoops):
             self._expect(expected, plan, batch, prepared, profile)
         all_made = on_acquired or (lambda: None)
         planned = cast("list[Expected]", expected)  # No lookup was made yet.
-        building = Building(names, planned, all_made, tape, announced=prepared.announced, **surrounding)
+        trace = None if tape is None else ModelTrace(batch.values, batch.structure.names())
+        building = Building(names, planned, all_made, tape, announced=prepared.announced, trace=trace, **surrounding)
         dense = self._dense_compiler()
         call = functools.partial(self._stats.call, "build", building.call, self.build, *batch.args, **batch.kwargs)
-        if dense is None:
+        if dense is None and trace is None:
             result = call()
         else:
-            with dense.in_place_of(self, self._why_not_captured()):
+            with contextlib.ExitStack() as surroundings:
+                if trace is not None:
+                    surroundings.enter_context(trace.watching(self, () if dense else dense_modules(self)))
+                if dense is not None:
+                    surroundings.enter_context(dense.in_place_of(self, self._why_not_captured()))
                 result = call()
-        if tape is not None:
+        if tape is not None and trace is not None:
             found = tape, self, batch.embeddings, self._trainers(), self._plans.merged
             with signals_deferred:  # In the C code of torch.fx a KeyboardInterrupt would become a SystemError.
-                known.keep(compile_plan(*found, inserts=self._inserts()))
+                known.keep(compile_plan(*found, inserts=self._inserts()), trace.boxes(result))
         elif plan is not None:
             known.look_back(building, plan)
         if known.plan is not None:

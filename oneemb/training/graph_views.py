@@ -1,16 +1,22 @@
 """Views of a graph: compiled lookups, table of times, picture and profile."""
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import fx
 
 from oneemb.embeddings.embedding import embeddings_of
-from oneemb.embeddings.summary import html_of_text
+from oneemb.embeddings.summary import html_of_text, rows_line
+from oneemb.graph.executor import Executor
 from oneemb.graph.ranks import Ranks
 from oneemb.graph.recorder import Profile, StepStats, parts_of, parts_table, stats_table
 from oneemb.graph.text import graph_text
 from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import AnyPath, file_path
 from oneemb.training.plan_cache import GIVEN_UP, PlanCache
+
+if TYPE_CHECKING:
+    from oneemb.graph.picture import Picture
 
 
 class GraphViews(torch.nn.Module):
@@ -36,7 +42,11 @@ class GraphViews(torch.nn.Module):
         return self._plans.plan_of_last_call.as_module(type(self).__name__)
 
     def _repr_html_(self) -> str:
-        return html_of_text(str(self))
+        text = html_of_text(str(self))
+        try:
+            return f'<div style="max-width:60em">{self.draw().svg}</div>{text}'
+        except (ImportError, RuntimeError):  # Without matplotlib, or before the first call, there is only text.
+            return text
 
     def __str__(self) -> str:
         """Text of the compiled lookups: the half that can run ahead of a step, and the half that runs in the step,
@@ -71,10 +81,8 @@ class GraphViews(torch.nn.Module):
         this rank's exchanges.
         """
         every = list(self._plans.known.values())
-        plans = [known.plan for known in every if known.plan is not None]
-        executors = [executor for plan in plans for executor in plan.executors()]
-        made = [op for executor in executors if executor.half == "compute" for _, op in executor.stats()]
-        parts = parts_table(parts_of(self._stats, made), self._stats.steps)
+        executors = self._executors()
+        parts = parts_table(self._parts(), self._stats.steps)
         text = stats_table(
             [*((executor.half, executor.stats()) for executor in executors), ("compute", self._stats.stats())]
         )
@@ -94,6 +102,15 @@ class GraphViews(torch.nn.Module):
             caches.append(f"{name}  {stats['step']}  {stats['hit_rate']:.1%}  {rows:,}  {evicted:,}  {written_down:,}")
         return "\n\n".join([parts, text, "\n".join(caches), *self._explain_ranks()])
 
+    def _executors(self) -> list[Executor]:
+        plans = [known.plan for known in list(self._plans.known.values()) if known.plan is not None]
+        return [executor for plan in plans for executor in plan.executors()]
+
+    def _parts(self) -> dict[str, int]:
+        """{part of the steps: nanoseconds}."""
+        in_steps = [executor for executor in self._executors() if executor.half == "compute"]
+        return parts_of(self._stats, [op for executor in in_steps for _, op in executor.stats()])
+
     def _explain_ranks(self) -> list[str]:
         """[text of a table of this rank's traffic]; [] without ranks."""
         own = [one.ranks for one in embeddings_of(self).values() if not one.ranks.alone]
@@ -107,20 +124,41 @@ class GraphViews(torch.nn.Module):
             lines.append(f"{where}  {messages:,}  {sent / 1e6:,.1f}  {sum(one.seconds for one in traffic):,.2f}")
         return ["\n".join(lines)]
 
-    def draw(self, path: AnyPath) -> None:
-        """Draw the graphs of lookups side by side: as recorded, and after each pass.
+    def draw(self, path: AnyPath | None = None, *, passes: bool = False) -> "Picture":
+        """Picture of the model: inputs, tables, pooling, other ops, modules and the loss, each with the shape of its
+        result in the call that was recorded, and the share of time of each part of the steps, as `explain` has it.
+
+        The picture has the lookups, and what the losses need of `build`; without a loss, what its result needs. Views
+        are left out, ops that run one after another are one box, and so are equal boxes. Code that torch does not see,
+        such as a compiled function, is the box "other code".
 
         Args:
-            path: file to write; its suffix chooses the format: svg, png or pdf.
+            path: file to write; its suffix chooses the format: svg, png or pdf. None = no file is written.
+            passes: draw the graphs of lookups instead, side by side: as recorded, and after each pass.
+
+        Returns:
+            The picture, which notebooks show; `save(path)` writes it, and `svg` is its text.
 
         Raises:
             TypeError, ValueError: `path` is no path, or its suffix names no format.
+            FileNotFoundError: the folder of `path` does not exist.
             ImportError: matplotlib is not installed; the extra `draw` installs it.
-            RuntimeError: nothing is compiled, as for `compiled`.
+            RuntimeError: the graph was not called yet; with `passes`, nothing is compiled, as for `compiled`.
         """
-        from oneemb.graph.text import draw_history
+        from oneemb.graph.picture import model_picture, passes_picture
 
-        draw_history(self._plans.plan_of_last_call.history, file_path(path, "the picture to write"))
+        if not isinstance(passes, bool):
+            raise TypeError(f"passes must be True or False, got {passes!r}")
+        if path is not None:
+            path = file_path(path, "the picture to write")
+        if passes:
+            picture = passes_picture(self._plans.plan_of_last_call.history)
+        else:
+            tables = {name: rows_line(embedding) for name, embedding in embeddings_of(self).items()}
+            picture = model_picture(self._plans.boxes_of_last_call, tables, self._parts())
+        if path is not None:
+            picture.save(path)
+        return picture
 
     def profile(self, steps: int) -> Profile:
         """Profile that records when each op of the next `steps` steps begins and ends. `print` shows a table, `.save`

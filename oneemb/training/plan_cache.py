@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from oneemb.embeddings.embedding import TableEmbedding
 from oneemb.graph.building import Building
 from oneemb.graph.inputs import Structure
+from oneemb.graph.model_trace import Box
 from oneemb.graph.plan import Merged, Plan
 from oneemb.graph.tape import Tape
 
@@ -49,6 +50,8 @@ class Known:
         self.key = key
         self.plan: Plan | None = None
         """The compiled lookups; None = they must be recorded."""
+        self.boxes: list[Box] = []
+        """Boxes of the picture of `build`, as recorded last."""
         self.recorded = 0
         """Number of recordings."""
         self.missed: Counter[str] = Counter()
@@ -66,9 +69,9 @@ class Known:
         left_out = [name for name, missed in self.missed.items() if missed >= MISSED_MAX]
         return Tape(batch.values, list(batch.structure.names()), left_out)
 
-    def keep(self, plan: Plan) -> None:
-        """Make the lookups of `plan` ahead in later calls."""
-        self.plan = plan
+    def keep(self, plan: Plan, boxes: list[Box]) -> None:
+        """Make the lookups of `plan` ahead in later calls. `boxes`: see the attribute."""
+        self.plan, self.boxes = plan, boxes
         self.recorded += 1  # not counted if `build` raised, perhaps before its last lookup
 
     def look_back(self, building: Building, plan: Plan) -> None:
@@ -102,6 +105,14 @@ class PlanCache:
             raise RuntimeError(why)
         assert self.latest is not None
         return self.latest
+
+    @property
+    def boxes_of_last_call(self) -> list[Box]:
+        """Boxes of the picture of the last call. RuntimeError if there was no call."""
+        last = next(reversed(self.known.values()), None)
+        if last is None or not last.boxes:
+            raise RuntimeError("there is nothing to draw yet: call the graph with a batch first")
+        return last.boxes
 
     def why_not_compiled(self) -> str:
         """Reason why the lookups of the last call are not compiled; "" = they are compiled."""

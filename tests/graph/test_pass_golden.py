@@ -444,9 +444,9 @@ def test_drawing_shows_every_pass(tmp_path):
     pytest.importorskip("matplotlib")
     graph = make_graph({"a": make_embedding(), "mlp": oneemb.nn.FusedMLP(8, [4], 1)}, _mlp_build, adam)
     with pytest.raises(RuntimeError, match="nothing is compiled"):
-        graph.draw(str(tmp_path / "early.svg"))
+        graph.draw(str(tmp_path / "early.svg"), passes=True)
     graph(torch.tensor([[1, 2]]))
-    graph.draw(str(tmp_path / "graph.svg"))
+    graph.draw(str(tmp_path / "graph.svg"), passes=True)
     picture = (tmp_path / "graph.svg").read_text()
     assert len(picture) > 10_000 and all(color in picture for color in ("#f9d9b4", "#cfe3f7", "#d9ead3"))
 
