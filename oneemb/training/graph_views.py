@@ -1,5 +1,6 @@
 """Views of a graph: compiled lookups, table of times, picture and profile."""
 
+from types import EllipsisType
 from typing import TYPE_CHECKING
 
 import torch
@@ -124,7 +125,7 @@ class GraphViews(torch.nn.Module):
             lines.append(f"{where}  {messages:,}  {sent / 1e6:,.1f}  {sum(one.seconds for one in traffic):,.2f}")
         return ["\n".join(lines)]
 
-    def draw(self, path: AnyPath | None = None, *, passes: bool = False) -> "Picture":
+    def draw(self, path: AnyPath | EllipsisType = ..., *, passes: bool = False) -> "Picture":
         """Picture of the model: inputs, tables, pooling, other ops, modules and the loss, each with the shape of its
         result in the call that was recorded, and the share of time of each part of the steps, as `explain` has it.
 
@@ -133,7 +134,7 @@ class GraphViews(torch.nn.Module):
         such as a compiled function, is the box "other code".
 
         Args:
-            path: file to write; its suffix chooses the format: svg, png or pdf. None = no file is written.
+            path: file to write; its suffix chooses the format: svg, png or pdf. Left out = no file is written.
             passes: draw the graphs of lookups instead, side by side: as recorded, and after each pass.
 
         Returns:
@@ -149,14 +150,14 @@ class GraphViews(torch.nn.Module):
 
         if not isinstance(passes, bool):
             raise TypeError(f"passes must be True or False, got {passes!r}")
-        if path is not None:
+        if path is not ...:
             path = file_path(path, "the picture to write")
         if passes:
             picture = passes_picture(self._plans.plan_of_last_call.history)
         else:
             tables = {name: rows_line(embedding) for name, embedding in embeddings_of(self).items()}
             picture = model_picture(self._plans.boxes_of_last_call, tables, self._parts())
-        if path is not None:
+        if path is not ...:
             picture.save(path)
         return picture
 
