@@ -36,10 +36,10 @@ _WIDE, _HIGH, _ACROSS, _DOWN = 2.3, 0.72, 2.6, 1.1
 
 
 class Picture:
-    """A picture of a graph, which notebooks show."""
+    """A picture of a graph, which notebooks show. `boxes`: the boxes of a model, each after those that it reads."""
 
-    def __init__(self, figure: "Figure"):
-        self._figure = figure
+    def __init__(self, figure: "Figure", boxes: Sequence[Box] = ()):
+        self._figure, self.boxes = figure, boxes
 
     def save(self, path: AnyPath) -> None:
         """Write the picture to a file, whose suffix chooses the format.
@@ -132,7 +132,7 @@ def model_picture(boxes: Sequence[Box], tables: Mapping[str, str], parts: Mappin
     for i, box in enumerate(boxes):
         _draw_box(axes, box, place[i], tables.get(box.label, "") if box.kind == "table" else "")
     _draw_parts(axes, parts, left + 0.2, right - 0.2, bottom + 0.55)
-    return Picture(axes.figure)  # type: ignore[arg-type]  # a Figure: see `_new_axes`
+    return Picture(axes.figure, boxes)  # type: ignore[arg-type]  # a Figure: see `_new_axes`
 
 
 Place = dict[Any, tuple[float, float]]

@@ -37,7 +37,7 @@ class Model(oneemb.TrainGraph):
 
 def boxes_of(graph):
     """[(kind, label, shape, labels of the boxes that it reads)] of the boxes of a graph's picture."""
-    boxes = graph._plans.boxes_of_last_call
+    boxes = graph.draw().boxes
     return [(box.kind, box.label, box.shape, [boxes[i].label for i in box.inputs]) for box in boxes]
 
 
@@ -100,7 +100,8 @@ class Dots(oneemb.EvalGraph):
 
     def build(self, ids):
         rows = [self.items(ids[:, i]) for i in range(3)]
-        hidden = [layer(torch.stack(rows)).exp().neg() for layer in self.layers]
+        stacked = torch.stack(rows)
+        hidden = [layer(stacked).exp().neg() for layer in self.layers]
         return hidden[0] + hidden[1]
 
 

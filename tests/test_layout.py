@@ -359,7 +359,7 @@ REACHED_INTO = {
 }
 REACHED_INTO_MAX = 36
 # Names that the packages have too, of a NamedTuple, of torch's GradScaler, Tensor and Module, and of notebooks.
-NOT_OURS = {"_replace", "_scale", "_version", "_compiled_call_impl", "_repr_html_"}
+NOT_OURS = {"_replace", "_scale", "_version", "_compiled_call_impl", "_repr_html_", "_repr_svg_"}
 
 
 def private_names(text):
