@@ -1,14 +1,17 @@
 """Following: a thread that takes over newer versions while calls go on with the former one."""
 
+import logging
 import os
 import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, Self
 
+_log = logging.getLogger("oneemb")
+
 
 class Following:
-    """Base of objects that follow newer versions. A class defines `_refresh`, `_check_open` and `close`.
+    """Base of objects that follow newer versions. A class defines `_load_newer`, `_check_open`, `close` and `_what`.
 
     Invariants:
     - there is never more than one follower at work;
@@ -18,11 +21,23 @@ class Following:
     def __init__(self) -> None:
         super().__init__()
         self._follower: Follower | None = None
+        self._what = ""
+        self.error: Exception | None = None
+        """Error of the last attempt to serve the newest version; None = it is served."""
         self._lock, self._process = threading.Lock(), os.getpid()
 
-    def _refresh(self, stop: Callable[[], bool]) -> Any:
-        """Take over the newest version, unless `stop()` is True."""
+    def _load_newer(self, stop: Callable[[], bool]) -> Any:
+        """Take over the newest version, unless `stop()` is True, and set `error`."""
         raise NotImplementedError
+
+    def _refresh(self, stop: Callable[[], bool]) -> None:
+        """Work of the follower. An error is logged, unless it is that of the attempt before."""
+        told = str(self.error)
+        try:
+            self._load_newer(stop)
+        except Exception as error:
+            if str(error) != told and not stop():
+                _log.warning("%s is not served: %s: %s", self._what, type(error).__name__, error)
 
     def _check_open(self) -> None:
         """Raise StorageError if the object is closed."""

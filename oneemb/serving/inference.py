@@ -9,11 +9,12 @@ Invariants:
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Literal, Never, Self
+from typing import Any, Literal, Never, Self
 
 import numpy as np
 import torch
 
+from oneemb.checkpoints.named_snapshot import decode
 from oneemb.graph.ops import keys as lookup_keys
 from oneemb.graph.tracers import refuse_tracers, uncompiled
 from oneemb.kernels.host_backend import HostBackend
@@ -25,6 +26,7 @@ from oneemb.serving.served import Served
 from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import AnyPath
 from oneemb.storage.serving.served_file import ServedFile, is_served_file
+from oneemb.storage.snapshots.snapshot_parts import look_at
 
 _CPU = torch.device("cpu")
 
@@ -40,6 +42,7 @@ class InferenceEmbedding(Following, torch.nn.Module):
         self._backend = HostBackend(threads)
         self._served: Served | None = Served(file, absent, self._backend)
         self._source, self._absent, self._threads = source, absent, threads
+        self._what = "a newer snapshot" if source is None else f"a newer snapshot of {', '.join(source.paths)}"
         self._choice: object = None  # Replaced by each call that chooses a version.
 
     @classmethod
@@ -226,12 +229,18 @@ class InferenceEmbedding(Following, torch.nn.Module):
             StorageError: the snapshot cannot be read, its file cannot be made, or its rows have another width or dtype.
                 The current snapshot is still served.
         """
-        return self._refresh(lambda: False)
+        return self._load_newer(lambda: False)
 
-    def _refresh(self, stop: Callable[[], bool]) -> bool:
+    def _load_newer(self, stop: Callable[[], bool]) -> bool:
         source, choice, now = self._need_source(), self._choice, self._version_now()
-        file = open_snapshot(source, None, threads=self._threads, served=now.version, stop=stop)
-        return file is not None and not stop() and self._take(file, choice, now)
+        try:
+            file = open_snapshot(source, None, threads=self._threads, served=now.version, stop=stop)
+            taken = file is not None and not stop() and self._take(file, choice, now)
+        except Exception as error:
+            self.error = error
+            raise
+        self.error = None
+        return taken
 
     def rollback(self, snapshot: str) -> None:
         """Serve the named snapshot, older or newer, and stop following until `follow` is called again. If another
@@ -272,8 +281,8 @@ class InferenceEmbedding(Following, torch.nn.Module):
     def follow(self, seconds: float = 10.0) -> None:
         """Call `refresh` in a thread, every `seconds` seconds, until `unfollow` or `close`.
 
-        The next lookup raises an error of `refresh`, once; the thread goes on. A child of fork follows too, from its
-        first lookup on.
+        An error of `refresh` fails no lookup: `error` has it until an attempt succeeds, and the logger `oneemb` a
+        warning; the thread goes on. A child of fork follows too, from its first lookup on.
 
         Raises:
             ValueError: `seconds` is not above 0, or more than a thread can wait.
@@ -281,6 +290,20 @@ class InferenceEmbedding(Following, torch.nn.Module):
         """
         self._need_source()
         super().follow(seconds)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Serve the snapshot that the entry of a trained embedding names, by `rollback`, unless it is served already or
+        the state dict has no entry. StorageError if it is not there, or of another run."""
+        key = f"{prefix}_extra_state"
+        if key in state_dict:
+            snapshot = decode(state_dict[key])
+            name, identity = snapshot["oneemb_snapshot"], snapshot.get("oneemb_identity")
+            if name is None:
+                raise StorageError("the state dict was saved before the embedding had a row; train it, and save again")
+            if identity != self.version.identity:
+                look_at(self._need_source().paths).get(name, identity, "the state dict")
+                self.rollback(name)
+        super()._load_from_state_dict({one: state_dict[one] for one in state_dict if one != key}, prefix, *args)
 
     def _check_open(self) -> None:
         self._version_now()

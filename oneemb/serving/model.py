@@ -104,8 +104,7 @@ class ServedModel(Following):
         self._closed = False
         self._failed_on: _FileState | None = None
         self._failures, self._next_try = 0, 0.0
-        self.error: Exception | None = None
-        """Error of the last attempt to load the checkpoint; None = the checkpoint is served."""
+        self._what = path
 
     @property
     def current(self) -> ModelVersion:
@@ -145,22 +144,18 @@ class ServedModel(Following):
         return self._load_newer(lambda: False, older=older)
 
     def _refresh(self, stop: Callable[[], bool]) -> None:
-        """Work of the follower: errors are logged, and a checkpoint that has failed is tried more and more rarely."""
+        """Work of the follower: a checkpoint that has failed is tried more and more rarely."""
         follower = self._follower
         failed = self._failed_on
         if failed is not None and time.monotonic() < self._next_try and _state_at(self._path) == failed:
             return
-        told = str(self.error)
-        try:
-            self._load_newer(stop, older=False)
-        except Exception as error:
+        super()._refresh(stop)
+        if self.error is not None:
             seconds = 1.0 if follower is None else follower.seconds
             wait = min(seconds * 2.0 ** min(self._failures - 1, 20), max(seconds, _RETRY_S_MAX))
             self._next_try = time.monotonic() + wait
-            if str(error) != told and not stop():
-                _log.warning("%s is not served: %s: %s", self._path, type(error).__name__, error)
 
-    def _load_newer(self, stop: Callable[[], bool], *, older: bool) -> bool:
+    def _load_newer(self, stop: Callable[[], bool], *, older: bool = False) -> bool:
         now, found = self._current, _state_at(self._path)
         self._check_open()
         try:

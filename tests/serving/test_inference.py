@@ -15,7 +15,7 @@ from oneemb.kernels.checksum import xxh64
 from oneemb.kernels.quantize_rows import quantize_rows, quantized_bytes
 from oneemb.kernels.threads import Threads
 from oneemb.serving.inference import InferenceEmbedding
-from oneemb.storage.errors import StorageError
+from oneemb.storage.errors import OtherSnapshotError, StorageError
 from oneemb.storage.serving.served_file import SERVED_MAGIC, ServedFile
 from oneemb.storage.table.file_header import pack_header
 from tests.support.forks import fork_context
@@ -356,15 +356,55 @@ def test_lookups_of_threads_are_each_of_one_version_while_following(tmp_path):
     assert len([name for name in os.listdir(tmp_path / "serving") if name.endswith(".serving")]) <= 2
 
 
-def test_an_error_of_following_comes_with_the_next_lookup(tmp_path):
+def test_an_error_of_following_fails_no_lookup_and_is_told(tmp_path, caplog):
     trained(tmp_path).close()
     with _opened(tmp_path) as served:
-        (tmp_path / "snapshots" / "one.snapshot").unlink()
+        expected = served(some_ids())
+        file, away = tmp_path / "snapshots" / "one.snapshot", tmp_path / "away"
+        file.rename(away)
         served.follow(0.001)
-        with pytest.raises(StorageError, match="no snapshot"):
+        for is_there in (False, True):
             for _ in range(10_000):
-                served(some_ids())
+                if (served.error is None) == is_there:
+                    break
+                assert torch.equal(served(some_ids()), expected)
                 threading.Event().wait(0.001)
+            assert (served.error is None) == is_there and (is_there or "no snapshot" in str(served.error))
+            away.rename(file) if not is_there else None
+        assert torch.equal(served(some_ids()), expected) and served.version.name == "one"
+        with pytest.raises(StorageError, match="no snapshot"):
+            file.rename(away)
+            served.refresh()
+    told = [one.getMessage() for one in caplog.records if one.name == "oneemb" and one.levelname == "WARNING"]
+    assert told and all("is not served: SnapshotNotFoundError: no snapshot" in one for one in told)
+
+
+def test_a_state_dict_chooses_the_snapshot_that_is_served(tmp_path):
+    embedding, ids = trained(tmp_path), some_ids()
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.3)
+    states = [{"0._extra_state": embedding.state_dict()["_extra_state"].clone()}]
+    rows = [embedding(ids).detach().clone()]
+    embedding.train()
+    embedding(ids[:20]).sum().backward()
+    optimizer.step()
+    embedding.eval()
+    states.append({"0._extra_state": embedding.state_dict()["_extra_state"].clone()})
+    rows.append(embedding(ids).detach().clone())
+    with _opened(tmp_path) as served:
+        model = torch.nn.Sequential(served)
+        for state, expected in [*zip(states, rows, strict=True)] * 2:
+            model.load_state_dict(state)
+            assert torch.equal(model(ids), expected) and served.version.name == oneemb.snapshot_name(
+                state["0._extra_state"]
+            )
+        model.load_state_dict({})
+        entry = bytes(states[0]["0._extra_state"].tolist()).replace(b'identity": "', b'identity": "f')
+        other = torch.frombuffer(bytearray(entry[:1024]), dtype=torch.uint8)
+        with pytest.raises(OtherSnapshotError, match="another run"):
+            model.load_state_dict({"0._extra_state": other})
+        with pytest.raises(RuntimeError, match="Unexpected key.*0.weights"):
+            model.load_state_dict({"0.weights": torch.zeros(1)})
+        assert torch.equal(model(ids), rows[1])
 
 
 def only_file(folder):
