@@ -23,14 +23,14 @@ def user_line() -> str:
     return f" at {filename}:{frame.f_lineno}: {linecache.getline(filename, frame.f_lineno).strip()}"
 
 
-def warn_user(text: str) -> None:
-    """Give a UserWarning at the line of the user's code, also if frames of torch lie between."""
+def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
+    """Give a warning at the line of the user's code, also if frames of torch lie between."""
     frame = _user_frame()
     if frame is None:
-        warnings.warn(text, stacklevel=3)
+        warnings.warn(text, category, stacklevel=3)
     else:
         registry = frame.f_globals.setdefault("__warningregistry__", {})
-        warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno, registry=registry)
+        warnings.warn_explicit(text, category, frame.f_code.co_filename, frame.f_lineno, registry=registry)
 
 
 def _user_frame() -> FrameType | None:

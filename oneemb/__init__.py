@@ -67,6 +67,7 @@ _WHERE |= {
             "SnapshotNotFoundError",
             "StorageError",
             "StoreFullError",
+            "UnsavedRowsWarning",
         )  # fmt: skip
     },
     "BuildError": "oneemb.graph.build_error",

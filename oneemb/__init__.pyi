@@ -65,6 +65,7 @@ from oneemb.storage.errors import (
     SnapshotNotFoundError as SnapshotNotFoundError,
     StorageError as StorageError,
     StoreFullError as StoreFullError,
+    UnsavedRowsWarning as UnsavedRowsWarning,
 )
 from oneemb.storage.remote.parameter_server import (
     LostRowsError as LostRowsError,

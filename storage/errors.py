@@ -1,4 +1,4 @@
-"""Errors of row stores."""
+"""Errors and warnings of row stores."""
 
 
 class StorageError(RuntimeError):
@@ -78,3 +78,7 @@ class SnapshotExistsError(StorageError):
 
 class RowWidthError(StorageError):
     """A snapshot holds rows of another width than the table's."""
+
+
+class UnsavedRowsWarning(UserWarning):
+    """An embedding with a `persistent_path` is closed, and trained rows that no snapshot holds are lost with it."""

@@ -49,7 +49,10 @@ class FolderHolder:
     def _close_for(self, store: _Holds, other: str) -> str:
         if lost := self._lost(store):
             return f"whose {lost:,} rows no snapshot holds as they are now"
-        store.say_closed(f"{other} of this process has taken over its folder: give each embedding one of its own")
+        store.say_closed(
+            f"{other} of this process has taken over its folder: make graphs and optimizers again with the new one; to"
+            " use both, give each embedding a folder of its own"
+        )
         self._close(store)
         return ""
 
@@ -63,6 +66,7 @@ class FolderHolder:
 
     def _force_close(self, store: _Holds) -> int:
         lost = self._lost(store)
+        store.say_closed("make it again to go on")
         self._close(store)
         return lost
 

@@ -6,7 +6,9 @@ Here a second embedding on a folder is what a cell makes when it is run again: t
 import gc
 import os
 import shutil
+import sys
 import threading
+import types
 import warnings
 
 import numpy as np
@@ -31,10 +33,10 @@ def step(embedding, *ids, optimizer=None):
     optimizer.zero_grad()
 
 
-def refused(embedding):
-    """What a first lookup says of who holds the folder."""
+def refused(path, **more):
+    """What the error of a new embedding says of who holds the folder."""
     with pytest.raises(LockedError) as caught:
-        embedding(torch.arange(2))
+        make_embedding(path, **more)
     return str(caught.value)
 
 
@@ -44,7 +46,9 @@ def _no_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         warnings.filterwarnings("ignore", ".*starts empty, though")
+        warnings.filterwarnings("ignore", ".*was dropped, and its", oneemb.UnsavedRowsWarning)  # as tests end
         yield
+        gc.collect()
 
 
 # ---- a cell that is run again ----------------------------------------------------------------------------------------
@@ -54,19 +58,20 @@ def _no_warning():
 def test_a_cell_that_is_run_again_is_told_who_holds_the_folder_and_release_frees_it(tmp_path, store):
     first = make_embedding(tmp_path, store=store)
     step(first, 1, 2, 3)
-    second = make_embedding(tmp_path, store=store)
-    said = refused(second)
-    assert f"process {os.getpid()} on host" in said and "which is this one" in said
-    assert "embedding 'items', whose 3 rows no snapshot holds as they are now" in said
-    assert f"oneemb.release('{tmp_path}')" in said
+    said = refused(tmp_path, store=store, name="new")
+    assert f"embedding 'new' cannot be made: {tmp_path} is held by embedding 'items' of this process" in said
+    assert "whose 3 rows no snapshot holds as they are now" in said
+    assert f"oneemb.release('{tmp_path}', save='a-name')" in said and f"oneemb.release('{tmp_path}')" in said
     step(first, 4)  # Nothing has happened to it.
     with pytest.warns(UserWarning, match=f"'items' in {tmp_path} is closed, and its 4 rows are gone") as warned:
         oneemb.release(tmp_path)
     assert len(warned) == 1 and warned[0].filename == __file__
     with pytest.raises(oneemb.StorageError, match="is closed; make it again"):
         first(torch.tensor([1]))
+    second = make_embedding(tmp_path, store=store)
     step(second, 1)
     assert second.stats()["rows"] == 1
+    second.clear()
     second.close()
 
 
@@ -140,7 +145,7 @@ def test_a_new_embedding_takes_over_from_one_with_nothing_unsaved(tmp_path, befo
         second.load_snapshot(names[-1])
     step(second, 1, 5)
     second.save_snapshot("of the second")
-    with pytest.raises(oneemb.StorageError, match="'items' of this process has taken over its folder: give each"):
+    with pytest.raises(oneemb.StorageError, match="'items' of this process has taken over its folder: make graphs and"):
         first(torch.tensor([1]))
     second.close()
 
@@ -182,7 +187,7 @@ def test_no_embedding_takes_over_from_one_with_rows_that_no_snapshot_has(tmp_pat
     first = make_embedding(tmp_path / "rows")
     before(first)
     rows = rows_of(first, [1, 2])
-    assert "rows no snapshot holds as they are now" in refused(make_embedding(tmp_path / "rows"))
+    assert "rows no snapshot holds as they are now" in refused(tmp_path / "rows")
     assert torch.equal(rows_of(first, [1, 2]), rows)
     first.save_snapshot("all")
     make_embedding(tmp_path / "rows").load_snapshot("all")
@@ -192,7 +197,8 @@ def test_a_copy_is_of_rows_that_no_snapshot_has(tmp_path):
     first = make_embedding(tmp_path / "rows")
     saved(first)
     copy = first.copy_to(tmp_path / "copy")
-    assert "whose 2 rows" in refused(make_embedding(tmp_path / "copy"))
+    assert "whose 2 rows" in refused(tmp_path / "copy")
+    copy.save_snapshot("all")
     copy.close()
 
 
@@ -207,11 +213,10 @@ def test_the_same_folder_by_another_name_is_the_same(tmp_path):
     first = make_embedding(tmp_path / "rows")
     step(first, 1)
     os.symlink(tmp_path / "rows", tmp_path / "link")
-    second = make_embedding(tmp_path / "link")
-    assert "embedding 'items'" in refused(second)
+    assert "embedding 'items'" in refused(tmp_path / "link")
     with pytest.warns(UserWarning, match="its 1 rows are gone"):
         oneemb.release(tmp_path / "link")
-    step(second, 1)
+    step(make_embedding(tmp_path / "link"), 1)
 
 
 def test_two_embeddings_that_were_given_one_folder_are_told_so(tmp_path):
@@ -219,11 +224,115 @@ def test_two_embeddings_that_were_given_one_folder_are_told_so(tmp_path):
     optimizers = [torch.optim.Adagrad(one.parameters()) for one in (user, item)]
     joined = [oneemb.Optimizer(one, [its]) for one, its in zip(optimizers, (user, item), strict=True)]
     with pytest.raises(
-        oneemb.StorageError, match=r"'item' .*has taken over its folder: give each embedding one of its"
+        oneemb.StorageError, match=r"'item' .*has taken over its folder: .*give each embedding a folder"
     ):
         user(torch.tensor([1]))
     item(torch.tensor([1]))
     assert len(joined) == 2
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_release_saves_first_what_it_is_told_to(tmp_path, store):
+    first = make_embedding(tmp_path, store=store)
+    step(first, 1, 2, 3)
+    rows = rows_of(first, [1, 2, 3])
+    oneemb.release(tmp_path, save="rescued")
+    with pytest.raises(oneemb.StorageError, match="is closed; make it again"):
+        first(torch.tensor([1]))
+    second = make_embedding(tmp_path, store=store)
+    second.load_snapshot("rescued")
+    assert torch.equal(rows_of(second, [1, 2, 3]), rows)
+
+
+def test_release_that_cannot_save_one_closes_none(tmp_path):
+    embeddings = [make_embedding(tmp_path / name, name=name) for name in ("users", "items")]
+    for embedding in embeddings:
+        step(embedding, 1)
+    embeddings[1].save_snapshot("s")
+    with pytest.raises(oneemb.SnapshotExistsError):
+        oneemb.release(tmp_path, save="s")
+    for embedding in embeddings:
+        step(embedding, 1)
+
+
+def test_the_error_says_where_the_old_embedding_is(tmp_path, monkeypatch):
+    first = make_embedding(tmp_path)
+    step(first, 1, 2)
+    model = torch.nn.ModuleDict({"films": first})
+    found = types.ModuleType("__main__")
+    vars(found).update(model=model, Out={3: first, 4: 17}, _3=first, other=torch.nn.Linear(1, 1))
+    monkeypatch.setitem(sys.modules, "__main__", found)
+    assert "embedding 'items' (model.films, Out[3]) of this process, whose 2 rows" in refused(tmp_path)
+
+
+# ---- warnings of rows that are lost ----------------------------------------------------------------------------------
+
+
+def closed(embedding):
+    embedding.close()
+
+
+def left(embedding):
+    with embedding:
+        pass
+
+
+@pytest.mark.parametrize("end", [closed, left])
+def test_the_end_of_an_embedding_with_unsaved_rows_warns_in_the_users_line(tmp_path, end):
+    embedding = make_embedding(tmp_path)
+    step(embedding, 1, 2)
+    with pytest.warns(
+        oneemb.UnsavedRowsWarning, match=f"'items' in {tmp_path} is closed, and its 2 rows are"
+    ) as warned:
+        end(embedding)
+    assert len(warned) == 1 and warned[0].filename == __file__
+    embedding.close()  # Once is enough.
+
+
+@pytest.mark.parametrize("cycle", [False, True])
+def test_an_embedding_that_is_dropped_with_unsaved_rows_warns(tmp_path, cycle):
+    embedding = make_embedding(tmp_path)
+    step(embedding, 1, 2)
+    if cycle:
+        embedding.cycle = [embedding]
+    with pytest.warns(oneemb.UnsavedRowsWarning, match=f"'items' in {tmp_path} was dropped, and its 2 rows are gone"):
+        del embedding
+        gc.collect()
+
+
+def without_a_path(tmp_path):
+    embedding = make_embedding(None)
+    step(embedding, 1)
+    return embedding
+
+
+def with_saved_rows(tmp_path):
+    embedding = make_embedding(tmp_path)
+    saved(embedding)
+    return embedding
+
+
+def cleared_first(tmp_path):
+    embedding = make_embedding(tmp_path)
+    cleared(embedding)
+    return embedding
+
+
+def with_rows_that_no_step_changed(tmp_path):
+    embedding = make_embedding(tmp_path)
+    saved(embedding)
+    embedding(torch.tensor([9]))
+    return embedding
+
+
+@pytest.mark.parametrize(
+    "make", [without_a_path, with_saved_rows, cleared_first, with_rows_that_no_step_changed, make_embedding]
+)
+def test_no_warning_where_nothing_is_lost(tmp_path, make):
+    warnings.simplefilter("error", oneemb.UnsavedRowsWarning)  # An error in `__del__` fails the test as well.
+    make(tmp_path / "closed").close()
+    make(tmp_path / "dropped")
+    gc.collect()
 
 
 # ---- averages, references, threads, forks, ranks ---------------------------------------------------------------------
@@ -239,7 +348,7 @@ def test_averages_that_are_made_again_take_over_from_those_before(tmp_path):
         step(embedding, 1, 2, optimizer=optimizer)  # The first ones hear of it no more.
     with pytest.raises(oneemb.StorageError, match="'items, averaged' of this process has taken over"):
         first(torch.tensor([1]))
-    with pytest.raises(LockedError, match="'items, averaged', whose 2 rows no snapshot holds"):
+    with pytest.raises(LockedError, match="'items, averaged' of this process, whose 2 rows no"):
         oneemb.AveragedEmbedding(embedding, tmp_path / "averages", 0.5)
     with pytest.warns(UserWarning, match="'items, averaged' in .* its 2 rows are gone"):
         oneemb.release(tmp_path / "averages")
@@ -284,11 +393,11 @@ def test_release_is_refused_in_the_middle_of_a_step(tmp_path):
     def release():
         with pytest.raises(RuntimeError, match=r"oneemb\.release was called in the middle of a step"):
             oneemb.release(tmp_path)
-        said.append(refused(make_embedding(tmp_path)))
+        said.append(refused(tmp_path))
 
     embedding.save_snapshot("s")
     in_step(embedding, release)
-    assert "embedding 'items', which is in the middle of a step" in said[0]
+    assert "embedding 'items' of this process, which is in the middle of a step" in said[0]
     assert not torch.equal(rows_of(embedding, [1]), before)
 
 
@@ -304,8 +413,7 @@ def test_the_step_of_another_thread_ends_before_its_folder_goes(tmp_path, monkey
     job = threading.Thread(target=in_step, args=(embedding, wait))
     job.start()
     assert begun.wait(60)
-    second = make_embedding(tmp_path)
-    assert "which is in the middle of a step" in refused(second)
+    assert "which is in the middle of a step" in refused(tmp_path)
     releases = threading.Thread(target=oneemb.release, args=(tmp_path,))
     with pytest.warns(UserWarning, match="its 2 rows are gone"):
         releases.start()
@@ -314,6 +422,7 @@ def test_the_step_of_another_thread_ends_before_its_folder_goes(tmp_path, monkey
         job.join(60)
         releases.join(60)
     assert not embedding.store.built and not job.is_alive()
+    second = make_embedding(tmp_path)
     second.load_snapshot("s")
     second.close()
 
@@ -394,7 +503,8 @@ def test_the_folder_of_a_file_server_goes_with_the_embeddings_that_it_serves(tmp
 
     first = make("first")
     step(first, 1)
-    assert "held by" in refused(make("first"))
+    with pytest.raises(LockedError, match="held by embedding"):
+        make("first")
     with pytest.raises(LockedError, match=f"file://{tmp_path}/server serves embeddings of this process; close them"):
         oneemb.release(tmp_path / "server")
     with pytest.raises(oneemb.ServerError, match=f"by file://{tmp_path}/server, which somebody uses"):
@@ -428,6 +538,7 @@ def test_release_of_what_nobody_holds_does_nothing(tmp_path):
     step(embedding, 1)
     oneemb.release([tmp_path / "row", f"{tmp_path}/rows/below"])  # others' folders
     step(embedding, 1)
+    embedding.save_snapshot("s")
     embedding.close()
     oneemb.release(tmp_path / "rows")
     shutil.rmtree(tmp_path / "rows")
@@ -443,11 +554,10 @@ def test_release_knows_a_folder_that_has_another_name_now(tmp_path):
     os.unlink(tmp_path / "link")
     os.rename(tmp_path / "rows", tmp_path / "other")
     for folder in (tmp_path / "disk" / "rows", tmp_path / "other"):
-        second = make_embedding(folder)
-        assert f"oneemb.release('{folder}')" in refused(second)
+        assert f"oneemb.release('{folder}')" in refused(folder)
         with pytest.warns(UserWarning, match="its 1 rows are gone"):
             oneemb.release(folder)
-        step(second, 1)
+        step(make_embedding(folder), 1)
 
 
 def test_an_embedding_whose_folder_was_removed_is_no_hindrance_to_one_in_a_new_folder(tmp_path):
@@ -455,4 +565,5 @@ def test_an_embedding_whose_folder_was_removed_is_no_hindrance_to_one_in_a_new_f
     step(first, 1)
     shutil.rmtree(tmp_path / "rows")
     step(make_embedding(tmp_path / "rows"), 1)
-    first.close()
+    with pytest.warns(oneemb.UnsavedRowsWarning):
+        first.close()

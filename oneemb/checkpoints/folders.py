@@ -5,27 +5,31 @@ from collections.abc import Sequence
 from typing import Any
 
 from oneemb.graph.build_error import warn_user
-from oneemb.storage.errors import LockedError
+from oneemb.storage.errors import LockedError, UnsavedRowsWarning
+from oneemb.storage.folder_holder import FolderHolder
 from oneemb.storage.fs import AnyPath, LocalFileSystem, absolute_path
 from oneemb.storage.table.writer_lock import holders_below, lock_holder
 
 
-def release(path: AnyPath | Sequence[AnyPath]) -> None:
+def release(path: AnyPath | Sequence[AnyPath], *, save: str | None = None) -> None:
     """Close the objects of this process that hold a folder: an embedding, its averages, a writer of rows.
 
     When a notebook cell runs again, the embedding of its first run may still exist, for example in a traceback, and
-    hold its folder. A new embedding takes the folder over if all rows of the old embedding are in a snapshot; this call
-    closes the old embedding in any case. It does nothing if no object holds the folder.
+    hold its folder. A new embedding takes the folder over if all rows of the old embedding are in a snapshot, and is an
+    error otherwise; this call closes the old embedding in any case. It does nothing if no object holds the folder.
 
     Args:
         path: the `persistent_path`, or the list of paths. Objects that hold folders below it are closed as well, such
             as ranks of one process and the tables of a collection. With `process_group` every rank makes the call.
+        save: name of a snapshot that each embedding saves before any of them is closed; None = rows that no snapshot
+            holds are lost.
 
     Warns:
-        UserWarning: rows that no snapshot holds are lost; the warning gives their number and the object.
+        UnsavedRowsWarning: rows that no snapshot holds are lost; the warning gives their number and the object.
 
     Raises:
         TypeError: `path` is neither a path nor a list of paths.
+        StorageError: an embedding could not save the snapshot, for example since the name exists; all stay open.
         RuntimeError: this thread is in the middle of a step with the object, which stays open. If another thread is in
             the middle of a step, the call waits for the end of the step.
         LockedError: another process holds the folder, or it is the folder of a `file://` server.
@@ -40,13 +44,14 @@ def release(path: AnyPath | Sequence[AnyPath]) -> None:
         >>> first = cell()
         >>> first(torch.arange(3)).shape
         torch.Size([3, 4])
-        >>> second = cell()
-        >>> second(torch.arange(3))  # doctest: +IGNORE_EXCEPTION_DETAIL
+        >>> second = cell()  # doctest: +IGNORE_EXCEPTION_DETAIL
         Traceback (most recent call last):
-        oneemb.storage.errors.LockedError: ... held by ... embedding 'clicks', whose 3 rows no snapshot holds ...
-        >>> oneemb.release(folder)
-        >>> second(torch.arange(3)).shape
-        torch.Size([3, 4])
+        oneemb.storage.errors.LockedError: ... held by embedding 'clicks' ..., whose 3 rows no snapshot holds ...
+        >>> oneemb.release(folder, save="first")
+        >>> second = cell()
+        >>> second.load_snapshot("first")
+        >>> len(second.ids())
+        3
     """
     paths: Sequence[Any] = path if isinstance(path, list | tuple) else [path]
     if not all(isinstance(one, str | bytes | os.PathLike) for one in paths):
@@ -54,13 +59,19 @@ def release(path: AnyPath | Sequence[AnyPath]) -> None:
             f"path must be the persistent_path of an embedding, or a list of paths, got {type(path).__name__}; to close"
             " an embedding that a variable names, call embedding.close()"
         )
+    held = [] if save is None else [held for one in paths for held in holders_below(absolute_path(one))]
+    for _, holder in held:
+        embedding: Any = holder.owner() if isinstance(holder, FolderHolder) else None
+        if embedding is not None:
+            embedding.save_snapshot(save)
     for one in paths:
         folder = absolute_path(one)
         for held_folder, holder in holders_below(folder):
             if lost := holder.force_close():
                 warn_user(
                     f"{holder.what} in {held_folder} is closed, and its {lost:,} rows are gone, since no snapshot holds"
-                    " them as they were last"
+                    " them as they were last",
+                    UnsavedRowsWarning,
                 )
-        if held := lock_holder(LocalFileSystem(), os.path.join(folder, "LOCK")):
-            raise LockedError(f"{folder} is held by {held}; end that process, or its use of the folder")
+        if process := lock_holder(LocalFileSystem(), os.path.join(folder, "LOCK")):
+            raise LockedError(f"{folder} is held by {process}; end that process, or its use of the folder")

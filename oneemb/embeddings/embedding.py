@@ -29,6 +29,7 @@ from oneemb.embeddings.row_calls import RowCalls
 from oneemb.embeddings.snapshot_calls import SnapshotCalls
 from oneemb.embeddings.stats import EmbeddingStats, metrics_of
 from oneemb.embeddings.summary import facts_of, html_of
+from oneemb.embeddings.unsaved_rows import take_folder, warn_of_lost_rows
 from oneemb.graph.arguments import Lookup
 from oneemb.graph.building import building_now
 from oneemb.graph.modules import embeddings_in
@@ -102,11 +103,14 @@ class TableEmbedding(SnapshotCalls, RowCalls):
         self.seed = seed
         if not self.ranks.alone:
             self.ranks.name, self.ranks.made = repr(name), self._made()
+        plan = store_plan(name, store_options, self.tables, self.ranks)
+        if self.ranks.size == 1:
+            take_folder(plan.persistent_path, name)
         self.store = EmbeddingStore(
             dim=self.embedding_dim,
             dtype=DTYPE_NAMES[dtype],
             initial=initial_rows(seed, dim_C, self.tables, default_initializer or DEFAULT_INITIALIZER),
-            plan=store_plan(name, store_options, self.tables, self.ranks),
+            plan=plan,
             threads=Threads(num_threads),
             policies=self.policies,
             name=name,
@@ -323,7 +327,11 @@ class TableEmbedding(SnapshotCalls, RowCalls):
         folder is removed. The end of a `with embedding:` block calls it.
 
         `oneemb.release(path)` closes an embedding that no variable names any more, as happens in notebooks.
+
+        Warns:
+            UnsavedRowsWarning: trained rows are lost. An embedding without a `persistent_path` never warns.
         """
+        warn_of_lost_rows(self)
         self.store.close()
         if self.remove_folder is not None:
             self.remove_folder()
@@ -333,6 +341,9 @@ class TableEmbedding(SnapshotCalls, RowCalls):
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def __del__(self) -> None:
+        warn_of_lost_rows(self, garbage=True)
 
     def extra_repr(self) -> str:
         return f"{self.name!r}, " + ", ".join(f"{name}={fact}" for name, fact in facts_of(self).items())
@@ -446,6 +457,7 @@ class MultiTableEmbedding(TableEmbedding):
     Raises:
         TypeError, ValueError: an argument is not as above.
         StorageError: `persistent_path` cannot be made or written to.
+        LockedError: an embedding of this process has the path, with rows that no snapshot holds.
         ImportError: the server of the store options needs a package that is not installed.
 
     Example:

@@ -36,6 +36,8 @@ class StoreSnapshots(StorePart):
         """(identity of the snapshot that was saved last, the store's `changes` at that time)."""
         self._kept_in: tuple[str | None, int] = None, 0
         """(name of a snapshot that has all rows, `changes` at that time). A name of None = there were no rows then."""
+        self._kept_step = 0
+        """The store's step at that time; -1 = the snapshot is deleted."""
 
     # ---- save -------------------------------------------------------------------------------------------------------
 
@@ -83,7 +85,7 @@ class StoreSnapshots(StorePart):
         )  # fmt: skip
         self.saved = info.identity, store.changes
         if not keep_evicted and not name.startswith(EXPORTED):
-            self._kept_in = name, store.changes
+            self._keep(name)
         whole = name if part is None else part.name
         if not whole.startswith(EXPORTED):
             journal.add(whole, info, rows, loaded, exact=not keep_evicted)
@@ -99,9 +101,18 @@ class StoreSnapshots(StorePart):
         """Whether a snapshot has all rows as they are now. Call it under the store lock."""
         return self._store.changes == self._kept_in[1]
 
+    def lacks_steps(self, changes: int, step: int) -> bool:
+        """Whether no snapshot has all rows, and steps have been made since one had, of a store with these counts. The
+        store may be in the hands of the garbage collector."""
+        return changes != self._kept_in[1] and step != self._kept_step
+
     def all_rows_gone(self) -> None:
         """Record that all rows were removed on purpose, so that no snapshot lacks a row."""
-        self._kept_in = None, self._store.changes
+        self._keep(None)
+
+    def _keep(self, name: str | None) -> None:
+        """Record that this snapshot has all rows as they are now."""
+        self._kept_in, self._kept_step = (name, self._store.changes), self._store.step
 
     # ---- load -------------------------------------------------------------------------------------------------------
 
@@ -183,7 +194,7 @@ class StoreSnapshots(StorePart):
                     self.store_lock.cut_short(error)
                 raise
             store.changes += 1
-            self._kept_in = info.name, store.changes
+            self._keep(info.name)
             return same
 
     def check_fits(self, name: str) -> None:
@@ -251,7 +262,10 @@ class StoreSnapshots(StorePart):
         self._store.check_open()
         self._journal.check_not_needed(name, "deleted")
         if self._kept_in[0] == name:
-            self._kept_in = None, -1  # Before the deletion, which may fail after the snapshot is gone.
+            self._kept_in, self._kept_step = (
+                (None, -1),
+                -1,
+            )  # Before the deletion, which may fail after the snapshot is gone.
         self.rows.delete(name)
         self._journal.forget(name)
 

@@ -123,25 +123,25 @@ class WriterLock:
         asked to close; "" = do not ask."""
         try:
             return self._fs.lock(self.path)
-        except BlockingIOError as error:
+        except BlockingIOError:
             text = _holder_text(self._fs.read_lock(self.path) or b"")
             here = next((lock for lock in _held_here() if lock._fs.still_locks(lock._file, self.path)), None)
             if here is None:
                 raise LockedError(
                     f"{self.path} is held by {text}; one table object at a time writes to a path: end that process, or"
                     " close its object, or choose another path; snapshots may be read meanwhile"
-                ) from error
+                ) from None
             held = here.ask(newcomer)
         if held:
             gc.collect()  # The holder may be garbage.
         try:
             return self._fs.lock(self.path)
-        except BlockingIOError as error:
+        except BlockingIOError:
             raise LockedError(
                 f"{self.path} is held by {text}, which is this one, by {held or 'another object'}. Save the rows to"
-                f" keep and close that object, or call oneemb.release({os.path.dirname(self.path)!r}), which closes it;"
-                " or choose another path. Snapshots may be read meanwhile"
-            ) from error
+                f" keep and close that object, or call oneemb.release({os.path.dirname(self.path)!r}), which closes it"
+                " (with save='a-name' it saves the rows first); or choose another path. Snapshots may be read meanwhile"
+            ) from None
 
     def ask(self, newcomer: str) -> str:
         """Ask the holder to close. Returns "" if it has closed, otherwise the holder in words with the reason why
@@ -215,6 +215,11 @@ def _held_here() -> list[WriterLock]:
     """Locks that this process holds. Locks from before a fork are the parent's."""
     locks = [reference() for reference in _held.valuerefs()]
     return [lock for lock in locks if lock is not None and lock._pid == os.getpid()]
+
+
+def holder_at(fs: FileSystem, path: str) -> Holder | None:
+    """The object of this process that holds the lock at a path; None = no object of this process does."""
+    return next((lock.holder for lock in _held_here() if fs.still_locks(lock._file, path)), None)
 
 
 def holders_below(folder: str) -> list[tuple[str, Holder]]:

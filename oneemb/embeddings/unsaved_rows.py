@@ -1,0 +1,87 @@
+"""Rows that no snapshot holds: a new embedding does not take their folder, and an embedding that loses them warns.
+
+Invariant: a folder is taken over when the new embedding is made, or the new embedding is not made. A training loop that
+is under way never learns of it.
+"""
+
+import gc
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from oneemb.graph.build_error import warn_user
+from oneemb.graph.modules import embeddings_in
+from oneemb.storage.errors import LockedError, UnsavedRowsWarning
+from oneemb.storage.folder_holder import FolderHolder
+from oneemb.storage.fs import LocalFileSystem
+from oneemb.storage.table.writer_lock import holder_at
+
+
+def take_folder(folder: str, name: str) -> None:
+    """Close the embedding of this process that holds `folder`, if there is one, for a new embedding `name`.
+
+    Raises:
+        LockedError: rows of that embedding are in no snapshot, or it is in the middle of a step. It stays open.
+    """
+    why = _ask(folder, name)
+    if why:
+        gc.collect()  # The holder may be garbage.
+        why = _ask(folder, name)
+    if why:
+        raise LockedError(why)
+
+
+def _ask(folder: str, name: str) -> str:
+    """Ask the embedding that holds `folder` to close. Returns "", or the text of an error."""
+    holder = holder_at(LocalFileSystem(), os.path.join(folder, "LOCK"))
+    # Other holders, such as a writer of rows, may end before the first lookup, which asks again.
+    if not isinstance(holder, FolderHolder) or not (why := holder.close_for(f"embedding {name!r}")):
+        return ""
+    places = ", ".join(_places_of(holder.owner()))
+    return (
+        f"embedding {name!r} cannot be made: {folder} is held by {holder.what}{f' ({places})' * bool(places)} of this"
+        f" process, {why}. To keep its rows, call oneemb.release({folder!r}, save='a-name'), which saves them and"
+        f" closes it; to drop them, oneemb.release({folder!r}); or give the new embedding another persistent_path"
+    )
+
+
+def _places_of(embedding: object) -> Iterator[str]:
+    """Expressions of a notebook or script that give the embedding: variables, their attributes, and outputs of cells,
+    such as `graph.rows` and `Out[3]`."""
+    variables = vars(sys.modules["__main__"])
+    outputs = variables.get("Out")
+    named = [(name, value) for name, value in list(variables.items()) if not name.startswith("_")]
+    named += [(f"Out[{n}]", value) for n, value in outputs.items()] if isinstance(outputs, dict) else []
+    for name, value in named:
+        if isinstance(value, torch.nn.Module):
+            found = [path for path, one in embeddings_in(value).items() if one is embedding]
+            yield from (f"{name}.{path}" if path else name for path in found)
+
+
+def warn_of_lost_rows(embedding: Any, *, garbage: bool = False) -> None:
+    """Warn if trained rows of an embedding that is about to be closed are in no snapshot. Nobody misses the rows of an
+    embedding without a path, so there is no warning then.
+
+    Args:
+        embedding: a `TableEmbedding`, perhaps not fully made. Any: the module of this class imports this one.
+        garbage: whether the garbage collector closes the embedding: no lock may be taken then.
+    """
+    made = vars(embedding)
+    store, saves = made.get("store"), made.get("rank_snapshots")
+    if saves is None or made["remove_folder"] is not None or not saves.are_kept or sys.is_finalizing():
+        return
+    if store.store_lock.forked or not store.loses_trained_rows:
+        return
+    text = (
+        f"embedding {embedding.name!r} in {store.plan.persistent_path} {'was dropped' if garbage else 'is closed'}, and"
+        f" its {len(store.rows):,} rows are gone, since no snapshot holds them as they were last: call"
+        " embedding.save_snapshot(name) before, or embedding.clear() if the rows may go"
+    )
+    if garbage:  # The line that runs now need not have to do with it.
+        warnings.warn(text, UnsavedRowsWarning, stacklevel=3)
+    else:
+        warn_user(text, UnsavedRowsWarning)
