@@ -455,13 +455,6 @@ class EmbeddingStore:
             lost = not self.snapshots.are_current and self.built and not self.broken
             return max(1, len(self.rows)) if lost else 0
 
-    @property
-    def loses_trained_rows(self) -> bool:
-        """Whether `close` would lose rows as steps have left them. Takes no lock, so another thread may be changing
-        the answer."""
-        lost = self.built and self.snapshots.lacks_steps(self.changes, self.step)
-        return lost and not self.broken and not self._closed
-
     def say_closed(self, advice: str) -> None:
         """Set the advice that errors of the closed store give."""
         self._closed = advice

@@ -36,6 +36,8 @@ class FolderHolder:
         self._store, self.what, self._owners = weakref.ref(store), what, owners
         self.owner: Callable[[], _Closes | None] = self._store
         """Returns the object to close in order to free the folder."""
+        self.is_forced = False
+        """Whether `force_close` closes the store, whose caller tells of lost rows."""
 
     def close_for(self, other: str) -> str:
         """Close, if no row is lost. Returns "", or the reason why the store stays open; see `Holder.close_for`."""
@@ -66,7 +68,7 @@ class FolderHolder:
 
     def _force_close(self, store: _Holds) -> int:
         lost = self._lost(store)
-        store.say_closed("make it again to go on")
+        self.is_forced = True
         self._close(store)
         return lost
 

@@ -74,6 +74,13 @@ def pytest_collection():
         gc.enable()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _garbage_of_one_test_does_not_warn_in_another():
+    from oneemb.embeddings import unsaved_rows
+
+    unsaved_rows.warns_of_garbage = False
+
+
 @pytest.fixture
 def seed(request):
     """Seed of a test that draws: a hash of its name and of the number that `--seed` gives, if any."""

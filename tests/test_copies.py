@@ -84,7 +84,7 @@ def test_a_copy_needs_a_path_of_its_own(tmp_path):
         with pytest.raises(ValueError, match="needs a path of its own"):
             embedding.copy_to(tmp_path / path)
     other = embedding.copy_to(tmp_path / "copy")
-    with pytest.raises(oneemb.StorageError, match="LOCK is held by"):
+    with pytest.raises(oneemb.StorageError, match="copy is held by embedding 'items"):
         embedding.copy_to(tmp_path / "copy")
     other.close()
     again = embedding.copy_to(tmp_path / "copy")

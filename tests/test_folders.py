@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import oneemb
+from oneemb.embeddings import unsaved_rows
 from oneemb.rows.reshard import reshard
 from oneemb.storage.errors import LockedError
 from oneemb.storage.locking import step_lock
@@ -41,8 +42,10 @@ def refused(path, **more):
 
 
 @pytest.fixture(autouse=True)
-def _no_warning():
+def _no_warning(monkeypatch):
     """Where a test expects none there is none."""
+    gc.collect()
+    monkeypatch.setattr(unsaved_rows, "warns_of_garbage", True)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         warnings.filterwarnings("ignore", ".*starts empty, though")

@@ -9,16 +9,34 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 
 from oneemb.graph.build_error import warn_user
 from oneemb.graph.modules import embeddings_in
-from oneemb.storage.errors import LockedError, UnsavedRowsWarning
+from oneemb.storage.errors import LockedError, StorageError, UnsavedRowsWarning
 from oneemb.storage.folder_holder import FolderHolder
 from oneemb.storage.fs import LocalFileSystem
 from oneemb.storage.table.writer_lock import holder_at
+
+warns_of_garbage = True
+"""Whether an embedding warns that the garbage collector closes. Tests set it to False, since garbage of one test would
+warn in the middle of another."""
+
+_takes_none: ContextVar[bool] = ContextVar("_takes_none", default=False)
+
+
+@contextmanager
+def taking_no_folder() -> Iterator[None]:
+    """Block in which new embeddings are only read for their arguments, and so take no folder."""
+    token = _takes_none.set(True)
+    try:
+        yield
+    finally:
+        _takes_none.reset(token)
 
 
 def take_folder(folder: str, name: str) -> None:
@@ -27,7 +45,7 @@ def take_folder(folder: str, name: str) -> None:
     Raises:
         LockedError: rows of that embedding are in no snapshot, or it is in the middle of a step. It stays open.
     """
-    why = _ask(folder, name)
+    why = "" if _takes_none.get() else _ask(folder, name)
     if why:
         gc.collect()  # The holder may be garbage.
         why = _ask(folder, name)
@@ -42,10 +60,11 @@ def _ask(folder: str, name: str) -> str:
     if not isinstance(holder, FolderHolder) or not (why := holder.close_for(f"embedding {name!r}")):
         return ""
     places = ", ".join(_places_of(holder.owner()))
+    other = f"{holder.what} ({places})" if places else holder.what
     return (
-        f"embedding {name!r} cannot be made: {folder} is held by {holder.what}{f' ({places})' * bool(places)} of this"
-        f" process, {why}. To keep its rows, call oneemb.release({folder!r}, save='a-name'), which saves them and"
-        f" closes it; to drop them, oneemb.release({folder!r}); or give the new embedding another persistent_path"
+        f"embedding {name!r} cannot be made: {folder} is held by {other} of this process, {why}. To keep its rows, call"
+        f" oneemb.release({folder!r}, save='a-name'), which saves them and closes it; to drop them,"
+        f" oneemb.release({folder!r}); or give the new embedding another persistent_path"
     )
 
 
@@ -72,13 +91,21 @@ def warn_of_lost_rows(embedding: Any, *, garbage: bool = False) -> None:
     """
     made = vars(embedding)
     store, saves = made.get("store"), made.get("rank_snapshots")
+    if garbage and not warns_of_garbage:
+        return
     if saves is None or made["remove_folder"] is not None or not saves.are_kept or sys.is_finalizing():
         return
-    if store.store_lock.forked or not store.loses_trained_rows:
+    # No lock: in the garbage collector's hands the store has lost its weak references.
+    lost = store.built and store.snapshots.lacks_steps(store.changes, store.step) and not store.broken
+    if not lost or store.holder.is_forced or store.store_lock.forked:
         return
+    try:
+        rows = f"{len(store.rows):,} rows"
+    except StorageError:  # The garbage collector has closed the table first.
+        rows = "rows"
     text = (
         f"embedding {embedding.name!r} in {store.plan.persistent_path} {'was dropped' if garbage else 'is closed'}, and"
-        f" its {len(store.rows):,} rows are gone, since no snapshot holds them as they were last: call"
+        f" its {rows} are gone, since no snapshot holds them as they were last: call"
         " embedding.save_snapshot(name) before, or embedding.clear() if the rows may go"
     )
     if garbage:  # The line that runs now need not have to do with it.

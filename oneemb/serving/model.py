@@ -19,6 +19,7 @@ import torch
 from oneemb.checkpoints.named_snapshot import SnapshotName, decode
 from oneemb.checkpoints.state_bytes import load_bytes
 from oneemb.checkpoints.state_names import named_embeddings, tensors_of, with_extra_state
+from oneemb.embeddings.unsaved_rows import taking_no_folder
 from oneemb.kernels.threads import Threads
 from oneemb.serving.build import Version, check_formats, is_gone, open_snapshot, source_of
 from oneemb.serving.following import Following
@@ -214,7 +215,9 @@ class ServedModel(Following):
         if template is None:
             make = self._make
             assert make is not None
-            template = self._template = _template_of(make(checkpoint) if _takes_one(make) else make())
+            with taking_no_folder():  # A job in this process may be training the embeddings.
+                made = make(checkpoint) if _takes_one(make) else make()
+            template = self._template = _template_of(made)
         weights, prefix = _weights_for(template, checkpoint, self._prefix, self._path)
         rows: dict[torch.nn.Module, InferenceEmbedding] = {}
         snapshots: dict[str, Version] = {}
