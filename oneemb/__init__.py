@@ -39,7 +39,7 @@ _MODULES = {
     "planning.machine": ("Machine", "StepCost", "measure_machine"),
     "planning.plan": ("Plan", "plan"),
     "planning.planned_embedding": ("PlannedEmbedding", "unique_share"),
-    "rows.reader": ("make_persistent_table_reader",),
+    "rows.reader": ("changed_ids", "make_persistent_table_reader"),
     "rows.writer": ("make_persistent_table_writer",),
     "rows.export_rows": ("export_rows",),
     "rows.import_rows": ("import_rows",),

@@ -43,7 +43,7 @@ from oneemb.planning.planned_embedding import (
 )
 from oneemb.rows.export_rows import export_rows as export_rows
 from oneemb.rows.import_rows import import_rows as import_rows
-from oneemb.rows.reader import make_persistent_table_reader as make_persistent_table_reader
+from oneemb.rows.reader import changed_ids as changed_ids, make_persistent_table_reader as make_persistent_table_reader
 from oneemb.rows.writer import make_persistent_table_writer as make_persistent_table_writer
 from oneemb.serving.inference import InferenceEmbedding as InferenceEmbedding
 from oneemb.serving.model import (

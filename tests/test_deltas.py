@@ -144,6 +144,23 @@ def test_any_of_the_last_four_can_be_the_parent_and_no_other(tmp_path):
     assert rows_of(embedding) == now
 
 
+def test_the_changed_ids_are_those_whose_rows_differ_or_are_gone(tmp_path):
+    chain(tmp_path)
+    names = ["base", "d1", "d2", "d3"]
+    rows = {name: read(tmp_path, name) for name in names}
+    for last in range(1, 4):
+        for first in range(last):
+            before, now = rows[names[first]], rows[names[last]]
+            for table in range(2):
+                changed, gone = oneemb.changed_ids(str(tmp_path), names[last], names[first], table)
+                differ = {n for (t, n), row in now.items() if t == table and before.get((t, n)) != row}
+                left = {n for t, n in before.keys() - now.keys() if t == table}
+                assert differ <= {*changed.tolist()} <= {n for t, n in now if t == table} and len(differ)
+                assert left <= {*gone.tolist()} and not {(table, n) for n in gone.tolist()} & now.keys()
+    with pytest.raises(ValueError, match="since must be one of the parents of 'd1', .'base'., got 'd2'"):
+        oneemb.changed_ids(str(tmp_path), "d1", "d2")
+
+
 def test_what_a_delta_goes_on_from_can_neither_go_nor_be_replaced(tmp_path):
     embedding, _, states = chain(tmp_path)
     for call, done in [

@@ -17,6 +17,7 @@ from oneemb.storage.rows.row_format import RowFormat
 from oneemb.storage.snapshots.owned_rows import OwnedRows
 from oneemb.storage.snapshots.snapshot_parts import folders_at, look_at
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
+from oneemb.storage.table.delta import GONE, gone_keys
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.table.snapshot_reader import SnapshotReader
 
@@ -140,6 +141,40 @@ def make_persistent_table_reader(
     if value_dtype == np.float16 and (rows.format.dtype != "float16" or rows.format.state_width):
         raise TypeError("value_type float16 would round these rows; give value_type float32")
     return PersistentTableReader(sources, rows, key_dtype, value_dtype, with_tables, batch_size)
+
+
+def changed_ids(paths: Paths, snapshot: str, since: str, table: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Ids of a table that deltas have changed, for example to update an index of its vectors.
+
+    Args:
+        paths: folder of the table, or the folder with the folders of ranks, or the folders of a sharded table.
+        snapshot: name of a delta.
+        since: name of its parent, or of a parent of that, with which the result is compared.
+        table: number of the table.
+
+    Returns:
+        Ids whose rows were written since, and ids that have no row any more, both int64, sorted.
+
+    Raises:
+        ValueError: `since` is no parent of the delta.
+        StorageError: there is no such snapshot, or its files are damaged.
+    """
+    last = look_at(as_list(paths)).get(snapshot)
+    parents = [link.name for link in last.before]
+    if since not in parents:
+        raise ValueError(f"since must be one of the parents of {snapshot!r}, {parents}, got {since!r}")
+    changed = gone = np.empty(0, np.int64)
+    for link in (*last.before, last)[parents.index(since) + 1 :]:
+        written, absent = [changed[:0]], [gone[:0]]
+        for part in link.parts:
+            with SnapshotReader.open(part.folder, part.info.name) as reader:
+                written += [id_N for _, id_N in reader.keys(lambda table_N, id_N: table_N == table)]
+                table_N, id_N = gone_keys(reader.array(GONE) if GONE in reader.arrays else None, part.info.name)
+                absent.append(id_N[table_N == table])
+        new = np.unique(np.concatenate(written))
+        left = np.setdiff1d(np.concatenate(absent), new)  # A row of the delta counts, not that its key was gone before.
+        changed, gone = np.union1d(np.setdiff1d(changed, left), new), np.union1d(np.setdiff1d(gone, new), left)
+    return changed, gone
 
 
 class _Source(Protocol):
