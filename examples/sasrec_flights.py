@@ -165,4 +165,5 @@ embedding.close()
 #
 # - [Checkpoints](../checkpoints.md): loaders that keep their own position.
 # - [Training graphs](../graphs.md): what `build` may do.
+# - [Two towers and a FAISS index](two-tower.md): for more items than a product with all of them allows.
 # - [DeepFM on flights](deepfm.md): several tables, rows on disk.

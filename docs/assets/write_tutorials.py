@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = {"deepfm": "deepfm_flights.py", "sasrec": "sasrec_flights.py"}
+SCRIPTS = {"two-tower": "two_tower_faiss.py", "deepfm": "deepfm_flights.py", "sasrec": "sasrec_flights.py"}
 """{page: its script}."""
 
 

