@@ -157,3 +157,30 @@ def test_a_compiled_function_of_all_parameters_sees_the_weight_as_any_parameter(
     shapes, numbers = average()
     assert shapes[0] == (0, 4) and numbers == 5
     torch.testing.assert_close(averages[1], model[1].weight.detach() / 2)
+
+
+# ---- rows that no optimizer trains -----------------------------------------------------------------------------------
+
+
+def test_an_embedding_that_the_optimizer_lacks_warns_once(tmp_path):
+    embedding, dense = make_embedding(tmp_path), torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(dense.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match="'items' has had gradients in 5 steps of optimizers, none of which") as warned:
+        for _ in range(20):
+            dense(embedding(torch.arange(3))).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [one.filename for one in warned] == [__file__]
+
+
+def test_accumulation_frozen_rows_and_optimizers_in_turn_do_not_warn(tmp_path, recwarn):
+    embedding, dense = make_embedding(tmp_path / "trained"), torch.nn.Linear(4, 1)
+    frozen = make_embedding(tmp_path / "frozen", name="frozen").requires_grad_(False)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (dense, embedding)]
+    for _ in range(3):
+        for _ in range(10):
+            dense(embedding(torch.arange(3)) + frozen(torch.arange(3))).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert not [one for one in recwarn if "none of which" in str(one.message)]

@@ -25,6 +25,12 @@ from oneemb.graph.row_optimizers import SAME_STATE, RowOptimizer
 from oneemb.options import StoreOptions
 from oneemb.storage.embedding_store import EmbeddingStore
 
+unattached: "dict[int, weakref.ref[WeightOfRows]]" = {}
+"""Embeddings that no optimizer has trained yet, by their `id()`."""
+
+# Number of steps of other optimizers after which an embedding with gradients warns.
+_STEPS_WITHOUT = 5
+
 
 class WeightOfRows(torch.nn.Module):
     """Part of an embedding: its weight, and the optimizer that trains the rows."""
@@ -45,11 +51,14 @@ class WeightOfRows(torch.nn.Module):
     """Update of the rows; None until the first step of a torch optimizer, `oneemb.Optimizer` or
     `TrainGraph.add_optimizer` sets it."""
     optimizer_ref: weakref.ref[torch.optim.Optimizer] | None = None
+    _steps_without = 0
 
     def begin_weight(self) -> None:
         """Make `weight`."""
         self.weight = torch.nn.Parameter(torch.empty(0, self.embedding_dim, dtype=torch.float32, device="cpu"))
         _stand_for(self, self.weight)
+        key = id(self)
+        unattached[key] = weakref.ref(self, lambda _: unattached.pop(key, None))
 
     @property
     def weights(self) -> tuple[torch.nn.Parameter, ...]:
@@ -150,6 +159,23 @@ class WeightOfRows(torch.nn.Module):
         return super()._apply(lambda tensor: fn(tensor).to(tensor.dtype), recurse)
 
 
+def warn_of_untrained(warn: Callable[[str], object]) -> None:
+    """Call `warn`, once for each embedding, if its rows have had gradients in several steps of optimizers, none of
+    which trains rows of the embedding. Every step calls this at its end while `unattached` has an embedding."""
+    for key, reference in list(unattached.items()):
+        embedding = reference()
+        if embedding is None or all(weight.grad is None for weight in embedding.weights):
+            continue
+        embedding._steps_without += 1
+        if embedding._steps_without == _STEPS_WITHOUT:
+            unattached.pop(key, None)
+            warn(
+                f"embedding {embedding.name!r} has had gradients in {_STEPS_WITHOUT} steps of optimizers, none of which"
+                " trains it, so its rows do not change: give its parameters to an optimizer, as in"
+                " torch.optim.Adam(model.parameters()), or freeze it by embedding.requires_grad_(False)"
+            )
+
+
 def attach_rows(embedding: WeightOfRows, row_optimizer: RowOptimizer, optimizer: torch.optim.Optimizer) -> None:
     """Give every row the state of an optimizer. Users call `oneemb.Optimizer` or `TrainGraph.add_optimizer`.
 
@@ -164,6 +190,7 @@ def attach_rows(embedding: WeightOfRows, row_optimizer: RowOptimizer, optimizer:
     state[:needed] = row_optimizer.initial_state(embedding.embedding_dim)
     embedding.store.form.attach(row_optimizer.name, state)
     embedding.row_optimizer, embedding.optimizer_ref = row_optimizer, weakref.ref(optimizer)
+    unattached.pop(id(embedding), None)
 
 
 def stand_for_rows(embedding: WeightOfRows, weights: Sequence[torch.nn.Parameter], *, is_kept: bool = True) -> None:

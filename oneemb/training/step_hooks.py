@@ -25,7 +25,9 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from oneemb.embeddings.weight_of_rows import unattached, warn_of_untrained
 from oneemb.graph import ops
+from oneemb.graph.build_error import warn_user
 from oneemb.graph.building import building_now
 from oneemb.graph.ranks import AnyRanks
 from oneemb.graph.recorder import UNCOUNTED
@@ -201,6 +203,8 @@ def _after(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> No
         step.end()
     if compile_notice.unreported:
         compile_notice.report()
+    if unattached:
+        warn_of_untrained(warn_user)
     has_rows = False
     for _, weight, _ in row_weights(optimizer):
         # Tools step with gradients of zeros to create an optimizer's state; that writes to the weight.
