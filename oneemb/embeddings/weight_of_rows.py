@@ -51,7 +51,8 @@ class WeightOfRows(torch.nn.Module):
     """Update of the rows; None until the first step of a torch optimizer, `oneemb.Optimizer` or
     `TrainGraph.add_optimizer` sets it."""
     optimizer_ref: weakref.ref[torch.optim.Optimizer] | None = None
-    _steps_without = 0
+    steps_without = 0
+    """Steps of optimizers at which the rows had gradients, and no optimizer had trained them."""
 
     def begin_weight(self) -> None:
         """Make `weight`."""
@@ -166,8 +167,8 @@ def warn_of_untrained(warn: Callable[[str], object]) -> None:
         embedding = reference()
         if embedding is None or all(weight.grad is None for weight in embedding.weights):
             continue
-        embedding._steps_without += 1
-        if embedding._steps_without == _STEPS_WITHOUT:
+        embedding.steps_without += 1
+        if embedding.steps_without == _STEPS_WITHOUT:
             unattached.pop(key, None)
             warn(
                 f"embedding {embedding.name!r} has had gradients in {_STEPS_WITHOUT} steps of optimizers, none of which"
