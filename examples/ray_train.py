@@ -1,7 +1,7 @@
 """The click model of several_ranks.py on the workers of Ray Train. A worker that dies is started anew by Ray, and the
 job goes on from the last checkpoint; it may be run again with another number of workers.
 
-    pip install 'ray[train]'
+    pip install 'oneemb[ray]'
     python examples/ray_train.py --workers 4 --epochs 2
     python examples/ray_train.py --workers 3 --epochs 4     # goes on after epoch 2
     python examples/ray_train.py --workers 5 --epochs 6

@@ -51,7 +51,7 @@ def run_ray(folder, workers, epochs, kill_after=-1):
 
 @pytest.mark.slow
 def test_workers_of_ray_train_that_die_and_change_in_number_train_as_one_process(tmp_path):
-    pytest.importorskip("ray", reason="needs ray[train]")
+    pytest.importorskip("ray", reason="needs oneemb[ray]")
     alone = run(tmp_path / "one", 5, 1)
     folder = tmp_path / "ray"
     run_ray(folder, 4, 2, kill_after=0)
