@@ -26,8 +26,6 @@ def compile_ahead(
     folder: Path | None,
     forms: Sequence[tuple[tuple[int, int], str]],
     *,
-    name_contains: str = "",
-    processes: int | None = None,
     report: Callable[[str], object],
 ) -> tuple[int, int]:
     """Compile every loop that is not in the folder yet, on all cores.
@@ -35,7 +33,6 @@ def compile_ahead(
     Args:
         folder: where files go; None = the cache of the user.
         forms: compute capability, and "cubin" or "ptx".
-        name_contains: part of the names of loops, as in `cuda_signatures.cases`, to compile few.
         report: given a line now and then.
 
     Returns:
@@ -46,10 +43,10 @@ def compile_ahead(
     """
     if not cuda_code.compiles():
         raise missing("compiling loops for GPUs", "numba-cuda", "cuda")
-    names = [name for name in cases(every=True) if name_contains in name]
+    names = list(cases(every=True))
     jobs = [_Job(name, folder, *form) for name in names for form in forms]
     compiled = 0
-    processes = min(processes or len(os.sched_getaffinity(0)), max(1, len(jobs)))
+    processes = min(len(os.sched_getaffinity(0)), max(1, len(jobs)))
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
         for done, new in enumerate(pool.map(_compile, jobs, chunksize=4), 1):
             compiled += new

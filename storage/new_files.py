@@ -90,9 +90,17 @@ class NewFile:
 def replace_file(fs: FileSystem, path: str, data: Any, temporary: str | None = None) -> None:
     """Replace a file by one with the bytes `data`, atomically. After an OSError the old file is unchanged, and the
     temporary file is removed if possible."""
+    with new_file(fs, path, temporary) as new:
+        new.write(data)
+
+
+@contextmanager
+def new_file(fs: FileSystem, path: str, temporary: str | None = None) -> Iterator[NewFile]:
+    """Yield a `NewFile` to write. When the block ends without an error, the file is synced and renamed to its path. If
+    the block raises, the old file is unchanged, and the temporary file is removed if possible."""
     new = NewFile(path, temporary, fs)
     try:
-        new.write(data)
+        yield new
         new.sync()
         new.close()
         new.put_in_place()

@@ -247,9 +247,9 @@ def _check_rows(weight: Any, ids: Any, first: Any, table: int) -> None:
         )
 
 
-def temporary_folder(owner: object, prefix: str = "oneemb-") -> tuple[str, Callable[[], object]]:
+def temporary_folder(owner: object) -> tuple[str, Callable[[], object]]:
     """(path of a new folder that is removed when `owner` is gone, function that removes it earlier)."""
-    folder = tempfile.mkdtemp(prefix=prefix)
+    folder = tempfile.mkdtemp(prefix="oneemb-")
     # weakref.finalize would not run when a process of multiprocessing ends, and would run in a forked child.
     return folder, Finalize(owner, shutil.rmtree, args=(folder,), kwargs={"ignore_errors": True}, exitpriority=0)
 

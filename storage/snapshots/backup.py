@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError, StorageError
 from oneemb.storage.fs import FileSystem, LocalFileSystem, doing
-from oneemb.storage.new_files import NewFile
+from oneemb.storage.new_files import NewFile, new_file
 from oneemb.storage.snapshots.part_folders import check_parts
 from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot, look_at
 from oneemb.storage.snapshots.unfinished import mark, unmark
@@ -190,18 +190,10 @@ class _Backup:
                     raise CorruptTableError(f"{source} was removed while it was copied") from error
                 self._fs.rename(f"{copy}.tmp", copy)
             return
-        with doing("write", copy):
-            new = NewFile(copy)
-            try:
-                if not _cloned(source, new):
-                    for piece in self._pieces(source, size):
-                        new.write(piece)
-                new.sync()
-                new.close()
-                new.put_in_place()
-            except BaseException:
-                new.drop()
-                raise
+        with doing("write", copy), new_file(self._fs, copy) as new:
+            if not _cloned(source, new):
+                for piece in self._pieces(source, size):
+                    new.write(piece)
         self.result.bytes_written += size
 
     def _pieces(self, source: str, size: int) -> Iterable[object]:

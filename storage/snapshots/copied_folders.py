@@ -15,7 +15,8 @@ from typing import Any
 from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import LocalFileSystem, doing
 from oneemb.storage.new_files import begin, remove_unfinished
-from oneemb.storage.snapshots.snapshot_parts import FoundParts, Part, look_at, rank_folder_name
+from oneemb.storage.snapshots.part_folders import add_to_whole
+from oneemb.storage.snapshots.snapshot_parts import FoundParts, Part, look_at, missing_shards, rank_folder_name
 from oneemb.storage.table.check import SnapshotCheck
 from oneemb.storage.table.salvage import SalvageResult, salvage_table
 from oneemb.storage.table.snapshot_file import SnapshotFiles
@@ -68,7 +69,6 @@ def _salvage(
     result, identity = SalvageResult(), uuid.uuid4().hex
     if unlisted is not None and (found.parts_of(unlisted) or found.damaged_of(unlisted)):
         raise ValueError(f"the name of the snapshot of all rows must be new, {unlisted!r} exists; give another name")
-    whole_name = {(part.folder, part.info.name): part.whole.name for part in found.parts}
     left = {(part.folder, part.info.name) for part in found.leftovers()}
     for folder in found.folders:
         target = os.path.join(new, os.path.relpath(folder, path))
@@ -78,11 +78,9 @@ def _salvage(
             unlisted=None if unlisted is None else (unlisted, identity, _meta_for(found, folder)),
         )  # fmt: skip
         result.problems += one.problems
-        for name, report in one.by_snapshot.items():
-            snapshot = whole_name.get((folder, name), name.partition("~")[0] if len(found.folders) > 1 else name)
-            result.by_snapshot.setdefault(snapshot, SnapshotCheck()).add(report)
+        add_to_whole(found, folder, one.by_snapshot, result.by_snapshot)
     for parts in found.incomplete():
-        for shard in sorted(set(range(parts[0].whole.shards)) - {part.whole.shard for part in parts}):
+        for shard in missing_shards(parts):
             _put_empty_part(parts[0], shard, new)
             report = result.by_snapshot.setdefault(parts[0].whole.name, SnapshotCheck())
             report.whole = False

@@ -24,6 +24,7 @@ from oneemb.storage.snapshots.snapshot_parts import (
     incomplete_text,
     leftover_text,
     look_at,
+    missing_shards,
     unmade_at,
 )
 from oneemb.storage.snapshots.unfinished import drop_unwritten, mark, marks_at, unmark
@@ -241,7 +242,6 @@ def check_parts(
         result.left_over = left_over
         return result
     result = CheckResult()
-    names = {(part.folder, part.info.name): part.whole.name for part in found.parts}
     for folder in found.folders:
         left = {part.info.name for part in found.leftovers() if part.folder == folder}
         one = check_table(folder, fs=fs, progress=progress, leftovers=left)
@@ -251,18 +251,25 @@ def check_parts(
         result.unneeded += one.unneeded
         result.kept += one.kept
         result.unreadable += one.unreadable
-        for name, report in one.by_snapshot.items():
-            whole = names.get((folder, name), name.partition("~")[0])
-            result.by_snapshot.setdefault(whole, SnapshotCheck()).add(report)
+        add_to_whole(found, folder, one.by_snapshot, result.by_snapshot)
     result.left_over = [leftover_text(part) for part in found.leftovers()] + left_over
     for parts in found.incomplete():
         result.problems.append(incomplete_text(parts))
-        missing = sorted(set(range(parts[0].whole.shards)) - {part.whole.shard for part in parts})
-        lost = SnapshotCheck(unreadable=[f"part {shard}" for shard in missing], whole=False)
+        lost = SnapshotCheck(unreadable=[f"part {shard}" for shard in missing_shards(parts)], whole=False)
         result.by_snapshot.setdefault(parts[0].whole.name, SnapshotCheck()).add(lost)
     result.problems += [one for one in _broken_chains(found, fs) if one not in result.problems]
     result.snapshots = [snapshot.name for snapshot in found.snapshots()]
     return result
+
+
+def add_to_whole(
+    found: FoundParts, folder: str, by_part: Mapping[str, SnapshotCheck], by_snapshot: dict[str, SnapshotCheck]
+) -> None:
+    """Add what is left of each part in a folder, {name of the part: ...}, to what is left of its whole snapshot."""
+    whole_name = {part.info.name: part.whole.name for part in found.parts if part.folder == folder}
+    for name, report in by_part.items():
+        guess = name.partition("~")[0] if len(found.folders) > 1 else name  # A file that cannot be read.
+        by_snapshot.setdefault(whole_name.get(name, guess), SnapshotCheck()).add(report)
 
 
 def _broken_chains(found: FoundParts, fs: FileSystem | None) -> list[str]:

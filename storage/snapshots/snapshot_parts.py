@@ -315,10 +315,15 @@ def _check_kind(what: str, parts: Sequence[Part]) -> None:
             )
 
 
+def missing_shards(parts: Sequence[Part]) -> list[int]:
+    """Numbers of the parts that a snapshot lacks of which only these parts exist."""
+    return sorted(set(range(parts[0].whole.shards)) - {part.whole.shard for part in parts})
+
+
 def incomplete_text(parts: list[Part]) -> str:
     """Text of the error for a snapshot of which only these parts exist."""
     whole = parts[0].whole
-    missing = sorted(set(range(whole.shards)) - {part.whole.shard for part in parts})
+    missing = missing_shards(parts)
     there = ", ".join(f"{part.whole.shard} in {part.folder}" for part in parts)
     return (
         f"snapshot {whole.name!r} has {whole.shards} parts and is not whole: part"

@@ -23,7 +23,7 @@ import numpy as np
 from oneemb.kernels.checksum import xxh64
 from oneemb.storage.errors import CorruptTableError, FormatVersionError, SnapshotNotFoundError, StorageError
 from oneemb.storage.fs import FileSystem, LocalFileSystem, doing
-from oneemb.storage.new_files import NewFile
+from oneemb.storage.new_files import new_file
 from oneemb.storage.table.check import SnapshotCheck, check_table, longest_parts
 from oneemb.storage.table.chunk_damage import ChunkState, examine_chunk
 from oneemb.storage.table.chunk_files import ROWS_BEGIN, ChunkEnd, chunk_paths, key_record
@@ -191,17 +191,9 @@ class _Salvage:
             yield block_BX.reshape(-1)
 
     def _write(self, path: str, pieces: Iterable[np.ndarray]) -> None:
-        with doing("write", path):
-            new = NewFile(path, fs=self._fs)
-            try:
-                for piece in pieces:
-                    new.write(piece)
-                new.sync()
-                new.close()
-                new.put_in_place()
-            except BaseException:
-                new.drop()
-                raise
+        with doing("write", path), new_file(self._fs, path) as new:
+            for piece in pieces:
+                new.write(piece)
 
     # ---- snapshots --------------------------------------------------------------------------------------------------
 

@@ -18,9 +18,9 @@ _LOAD_MAX = 0.7
 
 
 class DeviceIndex:
-    """Map from (table, id) to a place, an int64 from 0 to 2^40 - 2, with room for `expected` keys at first."""
+    """Map from (table, id) to a place, an int64 from 0 to 2^40 - 2."""
 
-    def __init__(self, gpu: Gpu, expected: int = 0):
+    def __init__(self, gpu: Gpu):
         self._gpu = gpu
         self._size = 0
         self._taken = 0  # cells that hold a key or held one: an upper bound, since cells given up are used again
@@ -28,7 +28,7 @@ class DeviceIndex:
         """On the device: number of cells that insertions took for the first time, and number of keys that found no
         cell, which must stay 0. An insertion does not wait for it: the next read of the device passes it to
         `check_inserted`."""
-        self.cell_C2 = self._empty_cells(expected)
+        self.cell_C2 = self._empty_cells(0)
 
     def __len__(self) -> int:
         return self._size

@@ -34,6 +34,7 @@ _STAMP_WORDS = 2
 # Least number of rows whose checksums are worth waking a thread for.
 _SHARE_MIN = 512
 
+_BATCH = 65536  # rows that are pushed at once
 _COUNT_BITS = 39
 """Number of bits of a stamp that count pushes. An entry of the index has one bit more, whether the row is dirty."""
 
@@ -184,14 +185,14 @@ class RemoteTier:
             self._dirty -= len(id_N)
         self._below.flush()
 
-    def _dirty_batches(self, batch: int = 65536) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    def _dirty_batches(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         if self._dirty == 0:
             return
         dirty = [[array[place_N % 2 == 1] for array in (table_N, id_N, place_N)]
                  for table_N, id_N, place_N in self._index.items()]  # fmt: skip
         table_V, id_V, place_V = (np.concatenate(arrays) for arrays in zip(*dirty, strict=True))
-        for n in range(0, len(id_V), batch):
-            yield table_V[n : n + batch], id_V[n : n + batch], place_V[n : n + batch]
+        for n in range(0, len(id_V), _BATCH):
+            yield table_V[n : n + _BATCH], id_V[n : n + _BATCH], place_V[n : n + _BATCH]
 
     # ---- the tier -------------------------------------------------------------------------------------------------
 
