@@ -284,7 +284,8 @@ def test_tables_may_be_in_stores_of_their_own(tmp_path):
     assert "persistent" in ours.rows[0].stats()
     with pytest.raises(ValueError, match=r"must have names of tables as keys, .* got \['w'\]"):
         EmbeddingBagCollection(configs("two widths"), store_options={"w": stores["t"]})
-    with pytest.raises(oneemb.StorageError, match="is held by embedding .t. of this process"):  # two collections in one place
+    # Two collections in one place.
+    with pytest.raises(oneemb.StorageError, match="is held by embedding .t. of this"):
         EmbeddingBagCollection(configs("two widths"), store_options=stores)(batch(0))
 
 
