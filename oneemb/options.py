@@ -408,7 +408,8 @@ def _check_store(options: StoreOptions) -> None:
     paths = options.persistent_path
     is_list = isinstance(paths, list | tuple)
     if not is_list or not all(isinstance(path, str | bytes | os.PathLike) and os.fspath(path) for path in paths):
-        raise TypeError(f"persistent_path must name a folder, or one for each rank, got {paths!r}")
+        got = repr(paths[0] if is_list and len(paths) == 1 else paths)
+        raise TypeError(f"persistent_path must name a folder, or one for each rank, got {got}")
     # Resolve relative paths now, since the job may change its current directory later.
     object.__setattr__(options, "persistent_path", tuple(map(absolute_path, paths)))
     for name in ("capacity", "size_factor", "storage_dim"):

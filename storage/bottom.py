@@ -114,6 +114,8 @@ class TableBottom:
 
 
 def _check_writable(path: str) -> None:
+    if os.path.exists(path) and not os.path.isdir(path):
+        raise StorageError(f"persistent_path must be a folder, got the file {path}; give the path of a folder")
     try:
         LocalFileSystem().make_directories(path)
     except OSError as error:

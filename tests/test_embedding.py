@@ -345,8 +345,8 @@ def test_int64_ids_for_int32_keys_are_refused(made):
     ("options", "error", "match"),
     [
         (dict(name=""), TypeError, "name must be a str of at least one letter"),
-        (dict(dim=0), ValueError, r"embedding_dim must be 1 or more, got \[0\]"),
-        (dict(dim=2.0), ValueError, "embedding_dim must be 1 or more"),
+        (dict(dim=0), ValueError, "embedding_dim must be 1 or more, got 0"),
+        (dict(dim=2.0), TypeError, "embedding_dim must be an int of 1 or more, got float 2.0"),
         (dict(dim=[4, 0]), ValueError, "embedding_dim must be 1 or more"),
         (dict(dtype=torch.float64), TypeError, "dtype must be torch.float32, float16 or bfloat16, got torch.float64"),
         (dict(key_type=torch.int16), TypeError, "key_type must be torch.int64 or torch.int32, got torch.int16"),
@@ -994,8 +994,11 @@ def test_a_second_process_on_a_path_is_refused_and_the_first_goes_on(made, tmp_p
 
 def test_a_path_under_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    for path in (tmp_path / "file", tmp_path / "file" / "rows"):
-        with pytest.raises(oneemb.StorageError, match=f"persistent_path {path} cannot be "):
+    for path, said in [
+        (tmp_path / "file", f"persistent_path must be a folder, got the file {tmp_path / 'file'};"),
+        (tmp_path / "file" / "rows", f"persistent_path {tmp_path / 'file' / 'rows'} cannot be made: Not a directory;"),
+    ]:
+        with pytest.raises(oneemb.StorageError, match=said):
             make_embedding(path)
 
 

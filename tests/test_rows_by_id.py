@@ -42,7 +42,7 @@ def test_no_ids_no_rows_and_what_is_refused(tmp_path):
         for table in (-1, embedding.num_tables, True, 0.0):
             with pytest.raises(ValueError, match="table must be an int from 0 to"):
                 call(table)
-    with pytest.raises(TypeError, match="ids must be torch.int64, got list"):
+    with pytest.raises(TypeError, match="ids must be a tensor of torch.int64 of any shape, got list"):
         embedding.contains([1, 2])
     embedding.close()
     with pytest.raises(oneemb.StorageError):

@@ -161,10 +161,10 @@ def bags_of(
     whose last offset is left out. Any: a user's value; the lookup refuses a wrong one.
 
     Raises:
-        ValueError: shapes do not fit.
+        TypeError, ValueError: ids are no dense tensor, or shapes do not fit.
     """
-    if not isinstance(ids, torch.Tensor):
-        return BagArguments(ids, table_ids, offsets, scales, None)
+    if not isinstance(ids, torch.Tensor) or ids.layout is not torch.strided or ids.is_nested:
+        raise _no_dense_tensor(ids, "integers")
     if not include_last_offset and isinstance(offsets, torch.Tensor) and offsets.dim() == 1:
         end = torch.full((1,), ids.numel(), dtype=offsets.dtype, device=offsets.device)
         offsets = torch.cat([offsets, end])
@@ -203,7 +203,7 @@ def columns_of(columns: Any) -> Any:
 
 def check_ids(ids: torch.Tensor, table_ids: torch.Tensor | None, num_tables: int, key_type: torch.dtype) -> None:
     """Raise TypeError or ValueError unless dtype, device and shape fit a lookup of ids."""
-    _check_dtype(ids, key_type, num_tables if table_ids is None else 1)
+    check_dtype(ids, key_type, num_tables if table_ids is None else 1)
     if table_ids is None:
         if num_tables > 1 and (ids.dim() != 2 or ids.shape[1] != num_tables):
             raise ValueError(
@@ -227,19 +227,47 @@ def check_ids(ids: torch.Tensor, table_ids: torch.Tensor | None, num_tables: int
         )
 
 
-def _check_dtype(ids: torch.Tensor, key_type: torch.dtype, columns: int) -> None:
-    """Raise TypeError or ValueError unless `ids` is a tensor of dtype `key_type` on a CPU or GPU. `columns` is only for
-    the error text."""
+def check_dtype(ids: torch.Tensor, key_type: torch.dtype, columns: int = 1) -> None:
+    """Raise TypeError or ValueError unless `ids` is a dense tensor of dtype `key_type` on a CPU or GPU. `columns` is
+    only for the error text."""
     # Texts and device objects are made after a check has failed: a lookup of few rows takes little longer than this.
-    if not isinstance(ids, torch.Tensor):
-        raise TypeError(f"ids must be a tensor of {key_type} of {_shape(columns)}, got {type(ids).__name__}")
+    if not isinstance(ids, torch.Tensor) or ids.layout is not torch.strided or ids.is_nested:
+        raise _no_dense_tensor(ids, f"{key_type} of {_shape(columns)}")
     if ids.dtype != key_type:
         raise TypeError(
             f"ids must be {key_type} of {_shape(columns)}, got {ids.dtype} {list(ids.shape)};"
-            f" call ids.to({key_type}), or make the embedding with another key_type"
+            f"{_cure_of_dtype(ids.dtype, key_type)}"
         )
     if not (ids.is_cpu or ids.is_cuda):
         raise ValueError(f"ids must be on the CPU, where the embedding is, got {ids.device}; call ids.cpu()")
+
+
+def _cure_of_dtype(got: torch.dtype, key_type: torch.dtype) -> str:
+    """Text on how to turn ids of another dtype into ids of `key_type`."""
+    if got.is_floating_point:
+        digits = 1 - round(math.log2(torch.finfo(got).eps))
+        return (
+            f" call ids.to({key_type}) where ids are small, but {got} has no room for ids above 2^{digits}, and such"
+            " ids have lost bits already: make ids integers where they are read"
+        )
+    if got == torch.int64:
+        return f" make the embedding with key_type=torch.int64, or call ids.to({key_type}) if all ids fit"
+    return f" call ids.to({key_type}), or make the embedding with another key_type"
+
+
+def _no_dense_tensor(ids: object, wanted: str) -> TypeError:
+    """The error about ids that are no tensor, or one that is nested or sparse."""
+    if not isinstance(ids, torch.Tensor):
+        cure = "pass torch.tensor(ids); for strings, oneemb.hash_ids(ids)"
+        return TypeError(f"ids must be a tensor of {wanted}, got {type(ids).__name__}; {cure}")
+    if ids.layout is torch.jagged:
+        cure = "as bags, pass ids.values() with offsets=ids.offsets(); or call ids.to_padded_tensor(padding_idx)"
+    elif ids.is_nested:
+        cure = "call ids.to_padded_tensor(padding_idx), or pass torch.cat(ids.unbind()) with the offsets of bags"
+    else:
+        cure = "call ids.to_dense()"
+    kind = "nested" if ids.is_nested else "sparse"
+    return TypeError(f"ids must be a tensor of {wanted}, neither nested nor sparse, got a {kind} tensor; {cure}")
 
 
 def _shape(columns: int) -> str:
@@ -286,7 +314,7 @@ def bags_of_ids(
     Raises:
         TypeError, ValueError: dtype, device or shape does not fit a lookup of bags.
     """
-    _check_dtype(ids, key_type, 1)
+    check_dtype(ids, key_type, 1)
     if ids.dim() != 1:
         raise ValueError(f"ids of bags must be {key_type} [N], got {list(ids.shape)}; call ids.reshape(-1)")
     _check_offsets_kind(offsets, ids.device)

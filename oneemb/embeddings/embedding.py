@@ -18,6 +18,7 @@ from oneemb.embeddings.embedding_arguments import (
     DTYPE_NAMES,
     check_arguments,
     initial_rows,
+    own_constructor,
     policies_of,
     pretrained,
     rank_folders,
@@ -233,7 +234,7 @@ class TableEmbedding(SnapshotCalls, RowCalls):
                 )
                 ids, table_ids, offsets, per_sample_weights, _ = bags
             pools = "sum" if pooling is None else pooling_of(pooling, offsets)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             if self.lookups.asks_ranks and building_now() is None:  # Within `build`, the graph reports errors.
                 self.ranks.fail(f"look up {self.name!r}", error)
             raise
@@ -407,6 +408,7 @@ def embeddings_of(module: torch.nn.Module) -> dict[str, TableEmbedding]:
     return found
 
 
+@own_constructor
 class MultiTableEmbedding(TableEmbedding):
     """Embedding tables of one width, keyed by (table, id), that get a row for each new id in training.
 
@@ -478,6 +480,7 @@ class MultiTableEmbedding(TableEmbedding):
         return [embedding_dim]
 
 
+@own_constructor
 class MultiTableMultiColumnEmbedding(TableEmbedding):
     """Embedding tables whose rows have several columns side by side, each with its own initializer.
 

@@ -1,12 +1,14 @@
 """Arguments of an embedding: checks, and conversions to arguments of storage and kernels."""
 
+import functools
 import hashlib
 import os
 import shutil
 import tempfile
+import types
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.util import Finalize
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -60,10 +62,12 @@ def check_arguments(
     if not isinstance(name, str) or not name:
         raise TypeError(f"name must be a str of at least one letter, got {name!r}")
     for dim in dim_C:
-        if isinstance(dim, bool) or not isinstance(dim, int | float):
+        if isinstance(dim, bool) or not isinstance(dim, int):
             raise TypeError(f"embedding_dim must be an int of 1 or more, got {_with_type(dim)}; give the width of rows")
-    if not dim_C or any(not isinstance(dim, int) or dim < 1 for dim in dim_C):
-        raise ValueError(f"embedding_dim must be 1 or more, got {list(dim_C)}")
+        if dim < 1:
+            raise ValueError(f"embedding_dim must be 1 or more, got {dim}; give the width of rows")
+    if not dim_C:
+        raise ValueError("embedding_dim must be a list of one or more column widths, got an empty one")
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPE_NAMES:
         raise TypeError(
             f"dtype must be torch.float32, float16 or bfloat16, got {_with_type(dtype)}; give the dtype of weights"
@@ -118,6 +122,22 @@ def check_arguments(
 def _with_type(value: object) -> str:
     """Text of a value for an error, with its type unless it is None or a dtype."""
     return str(value) if value is None or isinstance(value, torch.dtype) else f"{type(value).__name__} {value!r}"
+
+
+Class = TypeVar("Class", bound=type)
+
+
+def own_constructor(made: Class) -> Class:
+    """Give a class its own copy of the inherited constructor, so that Python's errors about arguments name the class.
+    Returns the class."""
+    inherited: Any = made.__init__  # type: ignore[misc]
+    own = types.FunctionType(
+        inherited.__code__, inherited.__globals__, "__init__", inherited.__defaults__, inherited.__closure__
+    )
+    vars(functools.update_wrapper(own, inherited)).pop("__wrapped__")
+    own.__qualname__ = f"{made.__qualname__}.__init__"
+    made.__init__ = own  # type: ignore[misc]
+    return made
 
 
 def initial_rows(

@@ -8,6 +8,7 @@ from collections import Counter
 import numpy as np
 import torch
 
+from oneemb.graph.ops.keys import check_dtype
 from oneemb.graph.ops.lookup import free_failed_passes
 from oneemb.graph.ranks import AnyRanks, read_together, together
 from oneemb.storage.embedding_store import EmbeddingStore
@@ -254,9 +255,7 @@ class RowCalls(torch.nn.Module):
 
     def _named(self, ids: torch.Tensor, table: int) -> tuple[np.ndarray, np.ndarray]:
         """(tables, int32 [N]; ids, int64 [N]) of the ids that this rank passes."""
-        if not isinstance(ids, torch.Tensor) or ids.dtype != self.key_type:
-            got = ids.dtype if isinstance(ids, torch.Tensor) else type(ids).__name__
-            raise TypeError(f"ids must be {self.key_type}, got {got}")
+        check_dtype(ids, self.key_type)
         if type(table) is not int or not 0 <= table < self.num_tables:
             raise ValueError(f"table must be an int from 0 to {self.num_tables - 1}, got {table!r}")
         id_N = ids.detach().cpu().reshape(-1).to(torch.int64).numpy()

@@ -29,6 +29,8 @@ def as_list(paths: Paths) -> list[str]:
     named = [paths] if isinstance(paths, str | bytes | os.PathLike) else paths
     if not isinstance(named, list | tuple) or not all(isinstance(one, str | bytes | os.PathLike) for one in named):
         raise TypeError(f"paths must name a folder, or be a list of folders, got {type(paths).__name__} {paths!r}")
+    if not all(map(os.fspath, named)):
+        raise ValueError(f"paths must name folders, got an empty path in {paths!r}")
     return [absolute_path(path) for path in named]
 
 

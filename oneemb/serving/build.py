@@ -46,12 +46,15 @@ class Source(NamedTuple):
     tables: tuple[int, ...] | None
 
 
-def check_formats(dtype: str, absent: str) -> None:
-    """Raise ValueError unless rows can be served in this dtype, and ids without a row as `absent`."""
-    if dtype not in DTYPES or absent not in ("initial", "zeros"):
-        raise ValueError(
-            f'dtype must be one of {", ".join(DTYPES)} and absent "initial" or "zeros", got {dtype!r}, {absent!r}'
-        )
+def check_formats(dtype: object, absent: str) -> str:
+    """Name of `dtype`, which may be torch's; ValueError unless rows can be served in it, and ids without a row as
+    `absent`."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    if absent not in ("initial", "zeros"):
+        raise ValueError(f'absent must be "initial" or "zeros", got {absent!r}')
+    return name
 
 
 def source_of(paths: list[str], folder: AnyPath | None, dtype: str, tables: tuple[int, ...] | None) -> Source:

@@ -5,6 +5,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from numbers import Real
 from typing import Any, Self
 
 _log = logging.getLogger("oneemb")
@@ -66,8 +67,10 @@ class Following:
         """Take over newer versions in a thread, every `seconds` seconds, until `unfollow` or `close`.
 
         Raises:
-            ValueError: `seconds` is not above 0, or more than a thread can wait.
+            TypeError, ValueError: `seconds` is no number above 0, or more than a thread can wait.
         """
+        if isinstance(seconds, bool) or not isinstance(seconds, Real):
+            raise TypeError(f"seconds must be a number above 0, got {type(seconds).__name__} {seconds!r}")
         if not 0 < seconds <= threading.TIMEOUT_MAX:
             raise ValueError(f"seconds must be above 0, and {threading.TIMEOUT_MAX:.0f} at most, got {seconds}")
         with self._own_lock():

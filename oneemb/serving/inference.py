@@ -37,6 +37,11 @@ class InferenceEmbedding(Following, torch.nn.Module):
     Any thread, and a child of fork, may call it.
     """
 
+    def __new__(cls, *opened: object, **more: object) -> Self:
+        if not opened or not isinstance(opened[0], ServedFile):
+            raise TypeError(f"{cls.__name__} is made by open; call oneemb.{cls.__name__}.open(path)")
+        return super().__new__(cls)
+
     def __init__(self, file: ServedFile, source: Source | None, absent: str, threads: Threads):
         super().__init__()
         self._backend = HostBackend(threads)
@@ -50,7 +55,7 @@ class InferenceEmbedding(Following, torch.nn.Module):
         cls,
         path: Paths,
         snapshot: str | None = None,
-        dtype: Literal["float32", "float16", "int8", "int4"] = "float32",
+        dtype: Literal["float32", "float16", "int8", "int4"] | torch.dtype = "float32",
         tables: Sequence[int] | None = None,
         *,
         absent: Literal["initial", "zeros"] = "initial",
@@ -65,8 +70,8 @@ class InferenceEmbedding(Following, torch.nn.Module):
             path: the persistent path of the training job, or the paths of its ranks; or a file that `oneemb quantize`
                 has made, which fixes snapshot, dtype and tables.
             snapshot: name of the snapshot; None = the newest.
-            dtype: dtype of the weights in the file: "float32" = the weights as trained, bit for bit. Lookups give
-                float32 for the other formats.
+            dtype: dtype of the weights in the file, as text or torch's: "float32" = the weights as trained, bit for
+                bit. Lookups give float32 for the other formats.
             tables: numbers of the served tables, in the order of columns of ids; None = all.
             absent: values of an id without a row: "initial" = its initial row in training, not rounded to `dtype`; or
                 "zeros".
@@ -80,10 +85,13 @@ class InferenceEmbedding(Following, torch.nn.Module):
                 them.
             ValueError: an argument is not as above.
         """
-        check_formats(dtype, absent)
+        served_dtype = check_formats(dtype, absent)
         threads, paths = Threads(num_threads), as_list(path)
         if not paths:
             raise ValueError("path must be one path or more, got none")
+        if snapshot is not None and not isinstance(snapshot, str):
+            got = f"{type(snapshot).__name__} {snapshot!r}"
+            raise TypeError(f"snapshot must be the name of a snapshot, or None for the newest, got {got}")
         source, chosen = None, None if tables is None else _numbers(tables)
         if len(paths) == 1 and is_served_file(paths[0]):
             file = ServedFile(paths[0], threads=threads)
@@ -93,7 +101,7 @@ class InferenceEmbedding(Following, torch.nn.Module):
                     f" snapshot={snapshot!r} and tables={tables}; leave both out"
                 )
         else:
-            source = source_of(paths, folder, dtype, chosen)
+            source = source_of(paths, folder, served_dtype, chosen)
             opened = open_snapshot(source, snapshot, threads=threads)
             assert opened is not None  # without `stop` and `above` there is always a file
             file = opened
@@ -247,10 +255,13 @@ class InferenceEmbedding(Following, torch.nn.Module):
         thread is refreshing, the call does not wait, and that thread's version is not served.
 
         Raises:
+            TypeError: `snapshot` is no text.
             StorageError: there is no such snapshot, and nothing has changed; or it cannot be read, or its rows have
                 another width or dtype: then the current snapshot is still served, and following has stopped.
         """
         source, choice = self._need_source(), object()
+        if not isinstance(snapshot, str):
+            raise TypeError(f"snapshot must be the name of a snapshot, got {type(snapshot).__name__} {snapshot!r}")
         find_snapshot(source.paths, snapshot)  # An unknown name raises before the follower stops.
         with self._own_lock():
             self._stopped()

@@ -274,7 +274,7 @@ def serve_model(
     path: AnyPath,
     model: torch.nn.Module | Callable[..., torch.nn.Module],
     *,
-    dtype: _Dtype = "float32",
+    dtype: _Dtype | torch.dtype = "float32",
     prefix: str | None = None,
     absent: Literal["initial", "zeros"] = "initial",
     folder: AnyPath | None = None,
@@ -329,12 +329,12 @@ def serve_model(
         ...     torch.equal(model(torch.tensor([7, 9])), scores)
         True
     """
-    check_formats(dtype, absent)
+    served_dtype = check_formats(dtype, absent)
     if not callable(model):
         raise TypeError(f"model must be a module, or a function that makes it, got {type(model).__name__}")
     path, folder = file_path(path, "the checkpoint"), None if folder is None else absolute_path(folder)
     served = ServedModel(
-        os.path.abspath(path), model, prefix, dtype, absent, folder, Threads(num_threads), check, on_change
+        os.path.abspath(path), model, prefix, served_dtype, absent, folder, Threads(num_threads), check, on_change
     )
     try:
         served.refresh()

@@ -107,8 +107,8 @@ def attach(optimizer: torch.optim.Optimizer, groups: Mapping[Rows, Sequence[int]
             )
         if embedding.optimizer is not None:
             raise ValueError(
-                f"embedding {embedding.name!r} has an optimizer already; call embedding.detach_optimizer() before"
-                " another one trains it"
+                f"embedding {embedding.name!r} has an optimizer already, {type(embedding.optimizer).__name__}; call"
+                f" embedding.detach_optimizer() before {type(optimizer).__name__} trains it"
             )
         row_optimizers[embedding] = _row_optimizer(embedding, optimizer, numbers)
 
@@ -246,7 +246,8 @@ class RowStep:
             if embedding.optimizer is not self.optimizer:
                 if embedding.optimizer is not None:
                     raise ValueError(
-                        f"embedding {embedding.name!r} must be trained by one optimizer, and is trained by another"
+                        f"embedding {embedding.name!r} must be trained by one optimizer, here"
+                        f" {type(self.optimizer).__name__}, and is trained by another"
                         f" {type(embedding.optimizer).__name__}; call embedding.detach_optimizer() first"
                     )
                 for weight in embedding.weights:  # `attach` moves rows, since they get wider
