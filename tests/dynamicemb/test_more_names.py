@@ -39,7 +39,7 @@ def test_optimizers_are_known_by_their_values():
 def test_a_table_is_text():
     assert tabulate([["a", "bc"], ["def", 1], ["", 22]], sub_headers=True).splitlines() == [
         "a   | bc", "----+---", "def | 1", "----+---", "    | 22"]  # fmt: skip
-    with pytest.raises(ValueError, match="the same length"):
+    with pytest.raises(ValueError, match="as many cells"):
         tabulate([[1, 2], [3]], ["a", "b"])
 
 
