@@ -112,7 +112,7 @@ def uncompiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
             return disabled(*args, **kwargs)
         try:
             return function(*args, **kwargs)
-        except KeyboardInterrupt as error:
+        except BaseException as error:
             hide_frames(error)
             raise
 

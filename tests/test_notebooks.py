@@ -1,4 +1,4 @@
-"""Tracebacks of Ctrl-C where IPython runs, as pytest filters them by the same rule: a local `__tracebackhide__`."""
+"""Tracebacks where IPython runs, as pytest filters them by the same rule: a local `__tracebackhide__`."""
 
 import gc
 import signal
@@ -66,9 +66,9 @@ def in_loop_without_thread(model, ids):
         pass
 
 
-def interrupted(job, model):
-    with pytest.raises(KeyboardInterrupt) as caught:
-        job(model, torch.arange(5))
+def interrupted(job, model, kind=KeyboardInterrupt, ids=None):
+    with pytest.raises(kind) as caught:
+        job(model, torch.arange(5) if ids is None else ids)
     frames = [entry.frame for entry in caught.traceback]
     shown = [entry.frame for entry in caught.traceback.filter(caught)]
     assert all(frame.f_locals for frame in frames if frame.code.name == "look_up")  # `%debug` has their variables.
@@ -91,6 +91,14 @@ def test_ctrl_c_shows_the_users_frames_alone(tmp_path, ipython, job):
     else:
         assert any("torch" in path for path in others)
         assert (job is eager) == (not any("oneemb" in path for path in others))
+
+
+@pytest.mark.parametrize("job", LOOPS)
+def test_an_error_shows_the_users_frames_alone(tmp_path, ipython, job):
+    _, users, others = interrupted(job, Model(tmp_path), TypeError, torch.ones(5))
+    assert users == ["interrupted", job.__name__, *LOOPS[job], "forward"]
+    ours = [path for path in others if "/graph/" in path or "/embeddings/" in path or "/training/" in path]
+    assert bool(ours) != ipython
 
 
 @pytest.mark.parametrize("job", LOOPS)

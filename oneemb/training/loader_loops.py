@@ -230,8 +230,7 @@ class LoaderLoops(GraphViews):
             one_step: whether the block is a single step, after which the ranks need not exchange anything; False = it
                 is a loop.
         """
-        if isinstance(error, KeyboardInterrupt):
-            hide_frames(error)
+        hide_frames(error)
         if one_step and not isinstance(error, Exception) and self._steps_made() > made:
             mark_reported(error)  # an interrupt after the step, which this rank has made as the others have
         embeddings = list(embeddings_of(self).values())
