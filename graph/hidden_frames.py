@@ -1,4 +1,4 @@
-"""Hides the frames of oneemb in the traceback that IPython shows of Ctrl-C or an error, so that the user's own lines stand out.
+"""Hides the frames of oneemb in the tracebacks that IPython shows, so that the user's own lines stand out.
 
 IPython, and so Jupyter, leaves out frames with a local variable `__tracebackhide__`, and counts them in a line. The
 traceback itself stays whole: `%debug` has every frame, and `%config InteractiveTB.skip_hidden` shows all. Outside of
