@@ -102,6 +102,10 @@ class SnapshotStore:
             # rename.
             fs.sync_directory(self.files.directory)
             next_number = max([*chunk_numbers(fs.names(self._chunks_path)).values(), *needed, 0]) + 1
+        recorded = 0 if lock.known is None else lock.known.next_chunk
+        next_number = max(next_number, recorded)
+        self._chunk_max = max([*needed, recorded - 1])
+        """Greatest number of a chunk that a snapshot has or has had."""
         self._sequence = max([lock.sequence, *(record.info.sequence for record in records)])
         self._durable = {*recovery.snapshots, *recovery.damaged}
         """Names of the snapshots that survive a loss of power."""
@@ -112,13 +116,15 @@ class SnapshotStore:
         remove_orphans(fs, self._chunks_path, self.files, needed, self._keep_below, recovery)
         if lock.keeps_records and not (recovery.kept or recovery.lost or recovery.damaged):
             self._keep_below = recovery.lost_more = 0
+        self._held: dict[str, tuple[SnapshotRecord, list[ChunkFile]]] = {
+            record.info.name: (record, []) for record in records
+        }
+        self._saving: list[tuple[SnapshotRecord, list[ChunkFile]]] = []
         self._record_if_possible()
         self.chunk_files = ChunkFiles(fs, self._chunks_path, next_number, direct, lock)
         self.chunk_files.keep_below = next_number if recovery.damaged else self._keep_below
-        self._held: dict[str, tuple[SnapshotRecord, list[ChunkFile]]] = {}
         self._removed: list[tuple[SnapshotRecord, list[ChunkFile]]] = []
         """Removed snapshots that a loss of power may bring back, so that they still hold their chunks."""
-        self._saving: list[tuple[SnapshotRecord, list[ChunkFile]]] = []
         for record in records:
             self._held[record.info.name] = record, [self._adopt(record, part) for part in record.parts]
 
@@ -235,9 +241,20 @@ class SnapshotStore:
         """Write the record of the snapshots to LOCK, durably, unless it is up to date."""
         lost, more = self._recovery.lost, self._recovery.lost_more
         names = tuple(sorted(self._durable))
-        known = KnownSnapshots(names, len(names), tuple(lost), more, self._keep_below)
+        known = KnownSnapshots(names, len(names), tuple(lost), more, self._keep_below, self._next_chunk())
         if known != self._lock.known:
             self._lock.record(known, at_least=self._sequence)
+
+    def _next_chunk(self) -> int:
+        """`next_chunk` of the record: a number that was given once is not given again, since a copy of the folder may
+        have the other chunk of that number."""
+        records = [record for name, (record, _) in self._held.items() if name in self._durable]
+        saving = {record.info.name: record for record, _ in self._saving}
+        records = [record for record in records if record.info.name not in saving] + list(saving.values())
+        present = max((part.number for record in records for part in record.parts), default=0)
+        self._chunk_max = max(self._chunk_max, present)
+        recorded = 0 if self._lock.known is None else self._lock.known.next_chunk
+        return recorded if present == self._chunk_max else max(recorded, self._chunk_max + 1)
 
     def _record_if_possible(self) -> None:
         try:

@@ -53,6 +53,8 @@ class KnownSnapshots:
             of further ones.
         keep_below: files of chunks with a smaller number are kept even if no snapshot needs them, since a lost snapshot
             may need them.
+        next_chunk: greater than the number of every chunk that a snapshot has had, if no snapshot has the greatest of
+            these any more; else it may be smaller.
     """
 
     names: tuple[str, ...] = ()
@@ -60,6 +62,7 @@ class KnownSnapshots:
     lost: tuple[str, ...] = ()
     lost_more: int = 0
     keep_below: int = 0
+    next_chunk: int = 0
 
     def gone(self, there: Collection[str]) -> tuple[list[str], int]:
         """(names of the recorded snapshots that are missing among `there`, number of further ones): snapshots that must
@@ -272,6 +275,7 @@ def _newest(block: bytes) -> tuple[int, int, KnownSnapshots | None, bool]:
                 newer = True
                 continue
             numbers = [fields[name] for name in ("sequence", "count", "lost_more", "keep_below")]
+            numbers.append(fields.get("next_chunk", 0))
             if not all(type(number) is int and 0 <= number < _NUMBER_MAX for number in numbers):
                 continue  # No release of oneemb has written this record.
             if numbers[0] > sequence:
@@ -300,6 +304,7 @@ def _pack(known: KnownSnapshots, sequence: int) -> bytes:
         "count": known.count,
         "lost_more": known.lost_more + len(known.lost) - len(kept[1]),
         "keep_below": known.keep_below,
+        **({"next_chunk": known.next_chunk} if known.next_chunk else {}),
         "snapshots": kept[0],
         "lost": kept[1],
     }

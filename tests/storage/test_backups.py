@@ -300,3 +300,27 @@ def test_a_backup_of_another_table_into_the_same_folder_is_refused(tmp_path):
     assert check_table(tmp_path / "copy").problems == [] and held_at(tmp_path / "copy").keys() == {"one"}
     with pytest.raises(StorageError, match="must be outside"):
         backup_folder(str(tmp_path / "one"), str(tmp_path / "one" / "copy"))
+
+
+def test_a_chunk_number_does_not_come_back_with_other_rows(tmp_path):
+    """A job deletes its newest snapshot, ends, and saves other rows; the copy keeps the first ones."""
+    saved, rng = {}, np.random.default_rng(0)
+    for n in range(6):
+        with open_table(tmp_path / "live") as table:
+            if n:
+                table.load_snapshot("base")
+            rows = dict(saved.get("base", {}))
+            put_random(table, rows, rng, 400 + 100 * n)
+            name = f"s{n}" if n else "base"
+            saved[name] = rows
+            table.save_snapshot(name, {})
+        backup_folder(str(tmp_path / "live"), str(tmp_path / "copy"))
+        if n:
+            with open_table(tmp_path / "live") as table:
+                if n % 2:
+                    table.delete_snapshot(name)
+                else:  # In place of the newest one, with chunks of the oldest.
+                    table.load_snapshot("base")
+                    table.save_snapshot(name, {}, overwrite=True)
+                    saved[name] = saved["base"]
+    assert held_at(tmp_path / "copy") == saved
