@@ -452,6 +452,24 @@ def test_a_row_that_a_delta_has_lost_does_not_come_back_as_it_was(tmp_path):
     again.close()
 
 
+def test_a_delta_of_ranks_that_lacks_a_part_is_lost_as_a_whole(tmp_path, monkeypatch):
+    def job(ranks):
+        embedding = made(tmp_path / "rows", ranks)
+        optimizer = adagrad(embedding)
+        step(embedding, optimizer, range(40))
+        embedding.save_snapshot("base")
+        step(embedding, optimizer, range(10))
+        embedding.save_delta("d1", "base")
+        embedding.close()
+
+    run_ranks(2, job, patch=monkeypatch)
+    (tmp_path / "rows" / "rank-1-of-2" / "snapshots" / "d1.snapshot").unlink()
+    found = json.loads(run("salvage", tmp_path / "rows", tmp_path / "new", "--json", code=1))["by_snapshot"]
+    assert found["base"]["whole"] and found["d1"]["unreadable"] == ["part 1", "file"]
+    run("check", tmp_path / "new")
+    assert read(tmp_path / "new", "base") == read(tmp_path / "rows", "base")
+
+
 def test_check_and_loads_say_what_is_missing(tmp_path):
     embedding, _, _ = chain(tmp_path)
     (tmp_path / "snapshots" / "d1.snapshot").rename(tmp_path / "elsewhere")

@@ -35,6 +35,8 @@ def inspect(path: str, snapshot: str | None, disk: bool, as_json: bool) -> None:
     from oneemb.storage.snapshots.snapshot_parts import look_at
     from oneemb.storage.table.table_info import table_info
 
+    if disk and snapshot is not None:
+        raise click.UsageError("give --disk or --histogram, not both")
     if os.path.isfile(path):
         inspect_file(path, as_json)
         return

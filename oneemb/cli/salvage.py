@@ -22,8 +22,8 @@ def salvage(ctx: click.Context, path: str, to: str, all_rows: str | None, as_jso
 
     PATH is the folder of a table, or the folder that holds the tables of ranks; it is only read. TO is a new folder.
     Snapshots keep their names and identities there, so a job may load them; rows that are lost begin anew. Where the
-    file of a snapshot is damaged, --all-rows takes the rows from the chunks: of each the newest version, erased ones
-    too. Exits with 1 if anything is lost, and says how many rows of which tables.
+    file of a snapshot is damaged, --all-rows takes the newest version of every row in the chunks, also of erased rows.
+    Exits with 1 if anything is lost, and says how many rows of which tables.
     """
     from oneemb.cli.snapshots import need_own_tables
     from oneemb.storage.snapshots.copied_folders import salvage_folder

@@ -19,11 +19,13 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError, StorageError
 from oneemb.storage.fs import FileSystem, LocalFileSystem, doing
 from oneemb.storage.new_files import NewFile, new_file
 from oneemb.storage.snapshots.part_folders import check_parts
-from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot, look_at
+from oneemb.storage.snapshots.snapshot_parts import Part, PartedSnapshot, look_at
 from oneemb.storage.snapshots.unfinished import mark, unmark
 from oneemb.storage.table.chunk_files import ROWS_BEGIN, chunk_paths
 from oneemb.storage.table.chunk_scan import read_keys
@@ -95,6 +97,7 @@ class _Backup:
             if snapshot.name in self.result.incomplete:
                 continue
             if self._is_there(snapshot):
+                self._unmark(snapshot)  # A backup that was killed may have left the marks.
                 self.result.snapshots.append(snapshot.name)
                 continue
             try:
@@ -113,24 +116,22 @@ class _Backup:
     def _is_there(self, snapshot: PartedSnapshot) -> bool:
         """Whether the copy has all parts of the snapshot."""
         try:
-            return all(
-                SnapshotFiles(self._fs, f"{self._target(part.folder)}/snapshots").read(part.info.name).info.identity
-                == part.info.identity
-                for part in snapshot.parts
-            )
-        except (SnapshotNotFoundError, CorruptTableError):
+            return all(self._has(self._target(part.folder), part) for part in snapshot.parts)
+        except CorruptTableError:
             return False
 
     def _is_gone(self, snapshot: PartedSnapshot) -> bool:
         """Whether the job has deleted or replaced the snapshot."""
+        return not all(self._has(part.folder, part) for part in snapshot.parts)
+
+    def _has(self, folder: str, part: Part) -> bool:
+        """Whether the table in a folder has a part, of the same identity."""
         try:
-            return any(
-                SnapshotFiles(self._fs, f"{part.folder}/snapshots").read(part.info.name).info.identity
-                != part.info.identity
-                for part in snapshot.parts
+            return (
+                SnapshotFiles(self._fs, f"{folder}/snapshots").read(part.info.name).info.identity == part.info.identity
             )
         except SnapshotNotFoundError:
-            return True
+            return False
 
     def _copy(self, snapshot: PartedSnapshot) -> None:
         records = [SnapshotFiles(self._fs, f"{one.folder}/snapshots").read(one.info.name) for one in snapshot.parts]
@@ -153,8 +154,11 @@ class _Backup:
             self._copy_file(record.path, f"{target}/snapshots/{os.path.basename(record.path)}", self._size(record))
             with doing("sync the directory", f"{target}/snapshots"):
                 self._fs.sync_directory(f"{target}/snapshots")
-        for target in targets if several else ():
-            unmark(self._fs, target, [identity])
+        self._unmark(snapshot)
+
+    def _unmark(self, snapshot: PartedSnapshot) -> None:
+        for part in snapshot.parts if len(snapshot.parts) > 1 else ():
+            unmark(self._fs, self._target(part.folder), [part.info.identity])
 
     def _size(self, record: SnapshotRecord) -> int:
         try:
@@ -165,6 +169,7 @@ class _Backup:
     def _copy_chunk(self, folder: str, target: str, geometry: Geometry, part: ChunkPart) -> None:
         sources, targets = chunk_paths(f"{folder}/chunks", part.number), chunk_paths(f"{target}/chunks", part.number)
         sizes = ROWS_BEGIN + part.blocks * geometry.block_bytes, part.keys_bytes
+        self._check_same(sources[1], targets[1], sizes[1])
         for source, copy, size in zip(sources, targets, sizes, strict=True):
             with suppress(FileNotFoundError):
                 if self._fs.size(copy) >= size:
@@ -174,9 +179,21 @@ class _Backup:
             read_keys(self._fs, targets[1], geometry, part)
         except CorruptTableError as error:
             raise StorageError(
-                f"{target}: chunk {part.number} must be that of {folder}, it is another one or damaged; give a new"
-                " folder for the copy"
+                f"{target}: chunk {part.number} must be that of {folder}, it is damaged; give a new folder for the copy"
             ) from error
+
+    def _check_same(self, source: str, copy: str, size: int) -> None:
+        """Raise StorageError if the copy has another chunk of the same number."""
+        try:
+            size = min(size, self._fs.size(copy))
+        except FileNotFoundError:
+            return
+        pieces = zip(self._pieces(source, size), copied(self._fs, copy, size), strict=True)
+        if not all(np.array_equal(one, other) for one, other in pieces):
+            raise StorageError(
+                f"{copy} must begin as {source} does, it has other keys: the copy is of another table; give a new"
+                " folder for the copy"
+            )
 
     def _copy_file(self, source: str, copy: str, size: int, *, link: bool = False) -> None:
         """Put the first `size` bytes of a file in place of the copy, durably; a link has all of the file."""
@@ -191,12 +208,14 @@ class _Backup:
                 self._fs.rename(f"{copy}.tmp", copy)
             return
         with doing("write", copy), new_file(self._fs, copy) as new:
-            if not _cloned(source, new):
+            if _cloned(source, new):
+                os.ftruncate(new.stream.fileno(), size)  # Behind it is what the job is about to write.
+            else:
                 for piece in self._pieces(source, size):
                     new.write(piece)
         self.result.bytes_written += size
 
-    def _pieces(self, source: str, size: int) -> Iterable[object]:
+    def _pieces(self, source: str, size: int) -> Iterable[np.ndarray]:
         try:
             yield from copied(self._fs, source, size)
         except StorageError as error:

@@ -70,6 +70,9 @@ def _salvage(
     if unlisted is not None and (found.parts_of(unlisted) or found.damaged_of(unlisted)):
         raise ValueError(f"the name of the snapshot of all rows must be new, {unlisted!r} exists; give another name")
     left = {(part.folder, part.info.name) for part in found.leftovers()}
+    # An empty part of a delta would bring back the rows of its parent, as if they were the delta's.
+    deltas = [parts for parts in found.incomplete() if "delta" in parts[0].info.meta]
+    left |= {(part.folder, part.info.name) for parts in deltas for part in parts}
     for folder in found.folders:
         target = os.path.join(new, os.path.relpath(folder, path))
         leave_out = {name for one, name in left if one == folder}
@@ -81,10 +84,12 @@ def _salvage(
         add_to_whole(found, folder, one.by_snapshot, result.by_snapshot)
     for parts in found.incomplete():
         for shard in missing_shards(parts):
-            _put_empty_part(parts[0], shard, new)
+            if parts not in deltas:
+                _put_empty_part(parts[0], shard, new)
             report = result.by_snapshot.setdefault(parts[0].whole.name, SnapshotCheck())
             report.whole = False
             report.unreadable = [what for what in report.unreadable if what != "file"] + [f"part {shard}"]
+            report.unreadable += ["file"] if parts in deltas else []
     return result
 
 

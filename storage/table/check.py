@@ -16,7 +16,7 @@ from oneemb.kernels.threads import Threads
 from oneemb.storage.errors import CorruptTableError, FormatVersionError, SnapshotNotFoundError, StorageError
 from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, doing
 from oneemb.storage.hash_index import HashIndex
-from oneemb.storage.table.chunk_damage import ChunkState, examine_chunk
+from oneemb.storage.table.chunk_damage import ChunkState, examine_chunk, is_damage
 from oneemb.storage.table.chunk_files import chunk_numbers, chunk_paths
 from oneemb.storage.table.chunk_scan import ChunkKeys, live_rows, read_keys
 from oneemb.storage.table.geometry import Geometry
@@ -31,7 +31,7 @@ _Progress = Callable[[int, int], None]
 
 @dataclass
 class SnapshotCheck:
-    """What is left of a snapshot.
+    """State of a snapshot: its rows, and those that are lost.
 
     Args:
         rows: number of its rows, lost ones included.
@@ -137,7 +137,9 @@ class _Check:
             try:
                 records.append(self._files.read(name))
                 self._sequence[name] = records[-1].info.sequence
-            except (CorruptTableError, FormatVersionError, SnapshotNotFoundError) as error:
+            except StorageError as error:
+                if not is_damage(error) and not isinstance(error, FormatVersionError | SnapshotNotFoundError):
+                    raise
                 self._problem(error, [name])
                 if not self._gone(name):
                     self.result.unreadable.append(self._files.path(name))
@@ -176,8 +178,8 @@ class _Check:
         for part in record.parts:
             try:
                 rows = live_rows(self._files.read_bits(record, part))
-            except (CorruptTableError, SnapshotNotFoundError) as error:
-                self._problem(error, [name])
+            except StorageError as error:
+                self._damage(error, name)
                 found.lost_unknown += part.rows
                 continue
             keys, rows = self._keys_of(record, part, rows, found)
@@ -192,8 +194,8 @@ class _Check:
         for array in record.arrays:
             try:
                 self._files.read_array(record, array)
-            except (CorruptTableError, SnapshotNotFoundError) as error:
-                self._problem(error, [name])
+            except StorageError as error:
+                self._damage(error, name)
                 found.unreadable.append(array)
         found.whole &= not found.rows_lost and not found.unreadable
         if not self._gone(name):
@@ -234,6 +236,12 @@ class _Check:
         if self.result.unreadable:
             self.result.kept = list(self.result.unneeded)
 
+    def _damage(self, error: StorageError, name: str) -> None:
+        """Report damage to the file of a snapshot; raise any other error."""
+        if not is_damage(error) and not isinstance(error, SnapshotNotFoundError):
+            raise error
+        self._problem(error, [name])
+
     def _problem(self, error: StorageError, names: list[str]) -> None:
         if not all(self._gone(name) for name in names):
             self.result.problems.append(str(error))
@@ -244,7 +252,7 @@ class _Check:
             return self._files.read(name).info.sequence != self._sequence.get(name)
         except SnapshotNotFoundError:
             return True
-        except (CorruptTableError, FormatVersionError):
+        except StorageError:
             return False
 
     def _read(self, size: int) -> None:

@@ -47,8 +47,8 @@ class ChunkState:
 
     Args:
         keys: keys of the rows; table 0, id 0 in blocks whose keys cannot be read.
-        has_keys_B, sound_B: whether the keys of a block, and whether its keys and its rows, can be read; bool [B].
-        intact: whether both files are as they were written. Where they are not, everything may still be readable.
+        has_keys_B, sound_B: whether the keys of a block can be read; whether its keys and its rows can; bool [B].
+        intact: whether both files are as they were written. False does not mean that rows are lost.
     """
 
     geometry: Geometry
@@ -67,7 +67,7 @@ class ChunkState:
         return self.sound_B[row_N // self.geometry.rows_per_block]
 
     def lost(self, row_N: np.ndarray) -> tuple[dict[int, int], int]:
-        """Of the rows `row_N` that cannot be read: ({table: rows}, number of rows whose keys cannot be read either)."""
+        """Count the unreadable rows among `row_N`: ({table: rows}, number of rows whose keys are unreadable too)."""
         lost_N, has_keys_N = ~self.is_sound(row_N), self.has_keys(row_N)
         table_N, count_N = np.unique(self.keys.table_N[row_N[lost_N & has_keys_N]], return_counts=True)
         return dict(zip(table_N.tolist(), count_N.tolist(), strict=True)), int((~has_keys_N).sum())
@@ -96,7 +96,7 @@ def examine_chunk(
     try:
         state = ChunkState(geometry, part, read_keys(fs, keys_path, geometry, part), ~none_B, none_B.copy())
     except StorageError as error:
-        if not isinstance(error, CorruptTableError) and not _is_unreadable(error.__cause__):
+        if not is_damage(error):
             raise
         keys = ChunkKeys(*(np.zeros_like(array) for array in vars(ChunkKeys.empty(geometry, part)).values()))
         state = ChunkState(geometry, part, keys, none_B, none_B.copy())
@@ -284,6 +284,11 @@ def _read(
     middle = max(1, len(out) // unit // 2) * unit
     size = _read(fs, file, out[:middle], offset, unit, unreadable)
     return size + (_read(fs, file, out[middle:], offset + middle, unit, unreadable) if size == middle else 0)
+
+
+def is_damage(error: StorageError) -> bool:
+    """Whether an error shows damage to a file: wrong bytes, or bytes that the device cannot read."""
+    return isinstance(error, CorruptTableError) or _is_unreadable(error.__cause__)
 
 
 def _is_unreadable(error: BaseException | None) -> bool:

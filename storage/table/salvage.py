@@ -10,7 +10,7 @@ disk than the old one:
 
 Invariants:
 - the damaged table is only read;
-- no row is in the new table but with the bytes with which it was saved;
+- every row in the new table has the bytes with which it was saved;
 - a snapshot that has lost something says so in its meta, as `salvaged`.
 """
 
@@ -25,7 +25,7 @@ from oneemb.storage.errors import CorruptTableError, FormatVersionError, Snapsho
 from oneemb.storage.fs import FileSystem, LocalFileSystem, doing
 from oneemb.storage.new_files import new_file
 from oneemb.storage.table.check import SnapshotCheck, check_table, longest_parts
-from oneemb.storage.table.chunk_damage import ChunkState, examine_chunk
+from oneemb.storage.table.chunk_damage import ChunkState, examine_chunk, is_damage
 from oneemb.storage.table.chunk_files import ROWS_BEGIN, ChunkEnd, chunk_paths, key_record
 from oneemb.storage.table.chunk_scan import live_rows
 from oneemb.storage.table.delta import GONE
@@ -101,8 +101,10 @@ class _Salvage:
                 continue
             try:
                 records.append(self._files.read(name))
-            except (CorruptTableError, FormatVersionError, SnapshotNotFoundError) as error:
-                self.result.problems.append(str(error))
+            except StorageError as error:
+                if not is_damage(error) and not isinstance(error, FormatVersionError | SnapshotNotFoundError):
+                    raise
+                self._problem(error)
                 self.result.by_snapshot[name] = SnapshotCheck(unreadable=["file"], whole=False)
         needed = needed_bytes(records)
         if unlisted is not None:
@@ -139,6 +141,11 @@ class _Salvage:
 
     def _problem(self, error: StorageError) -> None:
         self.result.problems.append(str(error))
+
+    def _damage(self, error: StorageError) -> None:
+        if not is_damage(error):
+            raise error
+        self._problem(error)
 
     def _read(self, size: int) -> None:
         self._done += size
@@ -211,10 +218,9 @@ class _Salvage:
         meta = record.info.meta
         if not found.whole:
             by_table = {str(table): rows for table, rows in sorted(found.lost.items())}
-            meta = meta | {
-                "salvaged": {"lost": by_table, "lost_unknown": found.lost_unknown, "arrays": found.unreadable}
-            }
-        if GONE in arrays and lost:  # Else the parent's rows of these keys, which are older, would come back.
+            lost_too = {"lost": by_table, "lost_unknown": found.lost_unknown, "arrays": found.unreadable}
+            meta = meta | {"salvaged": meta.get("salvaged", {}) | lost_too}
+        if GONE in arrays and lost:  # Without this, older rows of the parent would come back for these keys.
             gone_N2 = np.concatenate([arrays[GONE].data, *(np.stack(keys, 1) for keys in lost)])
             arrays[GONE] = ArrayPart("<i8", (len(gone_N2 := np.unique(gone_N2, axis=0)), 2), data=gone_N2)
         info = replace(record.info, rows=sum(part.rows for part in parts), meta=meta)
@@ -230,8 +236,8 @@ class _Salvage:
         state = self._states[part.number]
         try:
             row_N = live_rows(part.bit_N if len(part.bit_N) else self._files.read_bits(record, part))
-        except CorruptTableError as error:
-            self.result.problems.append(str(error))
+        except StorageError as error:
+            self._damage(error)
             found.lost_unknown += part.rows
             return None
         found.add(SnapshotCheck(0, *state.lost(row_N)))
@@ -251,8 +257,8 @@ class _Salvage:
         for name, array in record.arrays.items():
             try:
                 arrays[name] = ArrayPart(array.dtype, array.shape, data=self._files.read_array(record, name))
-            except CorruptTableError as error:
-                self.result.problems.append(str(error))
+            except StorageError as error:
+                self._damage(error)
                 found.unreadable.append(name)
         return arrays
 

@@ -1,7 +1,7 @@
 """Makes a snapshot of all rows that the files of chunks have, for a table whose snapshot files cannot be read.
 
-Without lists of rows nobody knows which version of a row a snapshot had, nor which rows were erased. So of each key the
-version that was written last counts, as far as numbers of chunks tell: a row that compaction has moved may be older.
+Nothing says which version of a row a snapshot had, or which rows were erased. So each key gets its last row in the
+chunk with the greatest number. Compaction writes rows again, so this row may be an older one.
 """
 
 import json
@@ -81,7 +81,7 @@ def _geometry(fs: FileSystem, path: str, numbers: list[int]) -> Geometry:
     for number in reversed(numbers):
         for file, magic in zip(chunk_paths(f"{path}/chunks", number), (ROWS_MAGIC, KEYS_MAGIC), strict=True):
             try:
-                _, *sizes = read_header((_begin(fs, file) or b""), magic, file)
+                _, *sizes = read_header(_begin(fs, file), magic, file)
                 return Geometry(*sizes)
             except (CorruptTableError, FormatVersionError):
                 continue
@@ -105,11 +105,11 @@ def _begin(fs: FileSystem, path: str) -> bytes:
 def _damaged_meta(fs: FileSystem, directory: str) -> Mapping[str, Any]:
     """Meta of a damaged snapshot whose manifest is JSON still; {} if there is none."""
     for name in reversed(SnapshotFiles(fs, directory).names()):
-        data = read_file(fs, SnapshotFiles(fs, directory).path(name)) or b""
         try:
+            data = read_file(fs, SnapshotFiles(fs, directory).path(name)) or b""
             manifest, _ = json.JSONDecoder().raw_decode(data[HEADER_BYTES:].decode("latin-1"))
             if isinstance(manifest["meta"], dict):
                 return manifest["meta"]
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (StorageError, ValueError, KeyError, TypeError, RecursionError):
             continue
     return {}

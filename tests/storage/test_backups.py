@@ -295,7 +295,7 @@ def test_a_backup_of_another_table_into_the_same_folder_is_refused(tmp_path):
             put_random(table, {}, np.random.default_rng(n), 300)
             table.save_snapshot(name, {})
     backup_folder(str(tmp_path / "one"), str(tmp_path / "copy"))
-    with pytest.raises(StorageError, match="must be that of .*give a new folder"):
+    with pytest.raises(StorageError, match="must begin as .*give a new folder"):
         backup_folder(str(tmp_path / "two"), str(tmp_path / "copy"))
     assert check_table(tmp_path / "copy").problems == [] and held_at(tmp_path / "copy").keys() == {"one"}
     with pytest.raises(StorageError, match="must be outside"):
@@ -324,3 +324,22 @@ def test_a_chunk_number_does_not_come_back_with_other_rows(tmp_path):
                     table.save_snapshot(name, {}, overwrite=True)
                     saved[name] = saved["base"]
     assert held_at(tmp_path / "copy") == saved
+
+
+def test_a_copy_that_shares_blocks_ends_where_the_snapshot_does(tmp_path, monkeypatch):
+    rows = {}
+    with open_table(tmp_path / "live") as table:
+        put_random(table, rows, np.random.default_rng(0), 300)
+        table.save_snapshot("a", {})
+    for file in (tmp_path / "live" / CHUNKS).iterdir():
+        with open(file, "ab") as end:
+            end.write(b"what the job is about to write" * 100)
+
+    def ioctl(target, request, source):
+        os.pwrite(target.fileno(), os.pread(source, 1 << 24, 0), 0)
+
+    monkeypatch.setattr("fcntl.ioctl", ioctl)
+    backup_folder(str(tmp_path / "live"), str(tmp_path / "copy"))
+    for file in (tmp_path / "copy" / CHUNKS).iterdir():
+        assert file.stat().st_size < (tmp_path / "live" / CHUNKS / file.name).stat().st_size
+    assert held_at(tmp_path / "copy")["a"] == rows

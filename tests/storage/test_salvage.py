@@ -175,3 +175,19 @@ def test_a_damaged_block_is_left_out_of_all_rows_and_no_older_row_takes_its_plac
     found = held(tmp_path / "new")["all"]
     assert found.items() <= saved[1]["c"].items()
     assert 0 < len(saved[1]["c"]) - len(found) == result.by_snapshot["all"].rows_lost <= 42
+
+
+@pytest.mark.parametrize("at", [0, 5000, -100])
+def test_a_snapshot_file_that_the_disk_cannot_read_costs_that_snapshot_or_a_part_of_it(table, tmp_path, saved, at):
+    file = table / "snapshots" / "b.snapshot"
+    fs = _BadSectors(file, at % file.stat().st_size)
+    result = salvage_table(str(table), str(tmp_path / "new"), fs=fs, unlisted=("all", "0" * 32, {}))
+    assert {name: one.whole for name, one in result.by_snapshot.items()} == {
+        "a": True,
+        "b": False,
+        "c": True,
+        "all": True,
+    }
+    assert not check_table(table, fs=fs).by_snapshot["b"].whole
+    found = held(tmp_path / "new")
+    assert all(found[name] == saved[1][name] for name in "ac") and found.get("b", {}).items() <= saved[1]["b"].items()
