@@ -26,11 +26,11 @@ BOXES_MAX = 5000
 """Largest number of boxes that are recorded in a call; later ops get none."""
 
 _VIEWS = frozenset(
-    "flatten view view_as reshape unflatten squeeze unsqueeze transpose permute T mT movedim contiguous to float double"
+    "flatten view view_as reshape unflatten squeeze unsqueeze transpose permute movedim contiguous to float double"
     " half bfloat16 long int bool cpu cuda type clone detach requires_grad_ getitem get split chunk unbind select "
-    "narrow expand expand_as as_tensor unsafe_split tensor_split data real retain_grad".split()
+    "narrow expand expand_as as_tensor unsafe_split tensor_split retain_grad".split()
 )
-"""Names of functions whose results look the same to people as their argument."""
+"""Names of functions that get no box: a reader of the picture takes result and argument for the same value."""
 
 _NAMES = {"cat": "concat", "concatenate": "concat", "matmul": "matmul", "truediv": "div"}
 
@@ -100,9 +100,11 @@ class ModelTrace:
         elif name == "setitem":
             self._record("op", "set items", args, args[0])
         elif name in _VIEWS:
-            inputs = self._positions((args, kwargs))
+            inputs = self._positions(args[:1] or kwargs)
             if inputs:
                 self._learn(result, inputs[0])
+            elif self._positions(args):  # Ids choose from a parameter.
+                self._record("op", name, args, result)
         else:
             self._record("op", _NAMES.get(name, name), (args, kwargs), result)
 

@@ -37,7 +37,7 @@ class FolderHolder:
         self.owner: Callable[[], _Closes | None] = self._store
         """Returns the object to close in order to free the folder."""
         self.is_forced = False
-        """Whether `force_close` closes the store, whose caller tells of lost rows."""
+        """True once `force_close` has begun: its caller reports the lost rows, so `close` does not."""
 
     def close_for(self, other: str) -> str:
         """Close, if no row is lost. Returns "", or the reason why the store stays open; see `Holder.close_for`."""

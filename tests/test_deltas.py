@@ -269,12 +269,38 @@ def test_what_an_argument_asks_to_delete_is_a_snapshot_there_is(tmp_path):
     with pytest.raises(oneemb.SnapshotNotFoundError, match="'d9'; there are: 'base', 'd1'"):
         embedding.delete_snapshots_after("d9")
     assert embedding.snapshots() == ["base", "d1", "d2", "d3"] and embedding.last_snapshot == "d3"
-    with pytest.raises(oneemb.SnapshotNeededError, match=r"embedding.delete_snapshots_after\('d1'\) does so"):
+    with pytest.raises(oneemb.SnapshotNeededError, match="'d2', deltas since it, need it; delete them first") as said:
         embedding.delete_snapshot("d1")
+    assert "delete_snapshots_after" not in str(said.value), "it deletes every later snapshot, not only these"
     assert embedding.delete_snapshots_after("d1") == ["d3", "d2"] and embedding.last_snapshot is None
     embedding.load_snapshot("base")
     assert embedding.last_snapshot == "base"
     assert embedding.delete_snapshots_after(None) == ["d1", "base"] and embedding.snapshots() == []
+
+
+def test_a_refused_deletion_leaves_the_snapshot_the_last(tmp_path):
+    embedding, *_ = chain(tmp_path)
+    embedding.load_snapshot("d1")
+    with pytest.raises(oneemb.SnapshotNeededError):
+        embedding.delete_snapshot("d1")
+    assert embedding.last_snapshot == "d1"
+    embedding.save_delta("d1b", since=embedding.last_snapshot)
+
+
+def test_a_checkpoint_without_rows_deletes_all_that_was_saved_later(tmp_path):
+    graph = Clicks(made(tmp_path / "rows"))
+    graph.save(tmp_path / "c")
+    graph(torch.arange(12)[:, None].expand(-1, 2).contiguous())
+    graph.embedding.save_snapshot("later")
+    graph.load(tmp_path / "c", delete_newer=True)
+    assert graph.embedding.snapshots() == []
+
+
+def test_changes_of_a_table_that_there_is_not_are_an_error(tmp_path):
+    chain(tmp_path)
+    for table in (2, -1, True, "0"):
+        with pytest.raises(ValueError, match="table must be from 0 to 1, the tables of snapshot 'd1', got"):
+            oneemb.changed_ids(str(tmp_path), "d1", "base", table)
 
 
 def test_rows_move_in_the_background_and_nothing_is_lost(tmp_path):

@@ -144,6 +144,33 @@ def test_code_that_torch_does_not_see_is_a_box(tmp_path):
     ]
 
 
+class Masked(oneemb.TrainGraph):
+    def __init__(self, folder):
+        super().__init__()
+        self.items = make_embedding(folder)
+        self.share = torch.nn.Parameter(torch.rand(9))
+        self.add_optimizer(torch.optim.SGD(self.parameters(), lr=0.1))
+
+    def build(self, mask, ids):
+        rows = self.items(ids)[mask]
+        loss = (rows.sum(1) * self.share[ids][mask]).sum()
+        loss.backward()
+        return loss
+
+
+def test_rows_that_a_mask_chooses_are_rows_and_not_the_mask(tmp_path):
+    graph = Masked(tmp_path)
+    graph(torch.tensor([True, False, True]), torch.tensor([3, 4, 5]))
+    assert boxes_of(graph) == [
+        ("input", "ids", "[3]", []),
+        ("table", "items", "[3, 4]", ["ids"]),
+        ("op", "sum", "[2]", ["items"]),
+        ("op", "getitem", "[3]", ["ids"]),
+        ("op", "mul", "[2]", ["sum", "getitem"]),
+        ("loss", "sum", "[]", ["mul"]),
+    ]
+
+
 def test_a_path_that_cannot_be_written_is_an_error_that_says_what_can(tmp_path):
     graph = Model(tmp_path)
     with pytest.raises(RuntimeError, match="nothing to draw yet: call the graph with a batch first"):

@@ -35,7 +35,7 @@ def step(embedding, *ids, optimizer=None):
 
 
 def refused(path, **more):
-    """What the error of a new embedding says of who holds the folder."""
+    """Text of a new embedding's error about the holder of the folder."""
     with pytest.raises(LockedError) as caught:
         make_embedding(path, **more)
     return str(caught.value)
@@ -256,6 +256,31 @@ def test_release_that_cannot_save_one_closes_none(tmp_path):
         oneemb.release(tmp_path, save="s")
     for embedding in embeddings:
         step(embedding, 1)
+
+
+def test_release_saves_nothing_if_one_has_the_snapshot_already(tmp_path):
+    embeddings = [make_embedding(tmp_path / name, name=name) for name in ("users", "longer_items")]
+    for embedding in embeddings:
+        step(embedding, 1)
+    embeddings[1].save_snapshot("s")
+    with pytest.raises(oneemb.SnapshotExistsError, match="longer_items"):
+        oneemb.release(tmp_path, save="s")
+    assert embeddings[0].snapshots() == []
+    embeddings[1].delete_snapshot("s")
+    oneemb.release([tmp_path, tmp_path / "users"], save="s")  # An embedding below two of the paths is saved once.
+    assert [make_embedding(tmp_path / name).snapshots() for name in ("users", "longer_items")] == [["s"], ["s"]]
+
+
+def test_release_saves_averages_too(tmp_path):
+    embedding = make_embedding(tmp_path / "rows")
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1)
+    averaged = oneemb.AveragedEmbedding(embedding, tmp_path / "averages", 0.5)
+    for _ in range(3):
+        averaged.update_rows()
+        step(embedding, 1, 2, optimizer=optimizer)
+    oneemb.release(tmp_path, save="s")
+    for folder in ("rows", "averages"):
+        assert oneemb.make_persistent_table_reader(str(tmp_path / folder), "s", torch.int64, torch.float32) is not None
 
 
 def test_the_error_says_where_the_old_embedding_is(tmp_path, monkeypatch):

@@ -96,7 +96,7 @@ def load_checkpoint(
         keys = _restore(graph, train, state, path, ranks, what, strict=strict)
         embeddings = named_embeddings(graph) if delete_newer else {}
         for name, snapshot in state["embeddings"].items():
-            if name in embeddings and snapshot["oneemb_snapshot"] is not None:
+            if name in embeddings:
                 embeddings[name].delete_snapshots_after(snapshot["oneemb_snapshot"])
         return keys
 
@@ -474,8 +474,8 @@ def _existing(embeddings: _Embeddings, of_saves: Sequence[_Snapshots]) -> list[l
 
 
 def _delete(embeddings: _Embeddings, snapshots: _Snapshots, kept: Sequence[_Snapshots] = ()) -> None:
-    """Delete `snapshots`, except those with another identity and those that deltas need. Deltas that go on from them
-    and were all saved before `kept` are deleted first; () = no delta is deleted."""
+    """Delete `snapshots`, except those with another identity and parents of deltas. With `kept`, a parent goes together
+    with its deltas if all of them are older than `kept`."""
     for name in _existing(embeddings, [snapshots])[0]:
         embedding, snapshot = embeddings[name], str(snapshots[name]["oneemb_snapshot"])
         if kept:

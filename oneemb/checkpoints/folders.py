@@ -4,8 +4,10 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from oneemb.embeddings.averaged import AveragedEmbedding
+from oneemb.embeddings.embedding import TableEmbedding
 from oneemb.graph.build_error import warn_user
-from oneemb.storage.errors import LockedError, UnsavedRowsWarning
+from oneemb.storage.errors import LockedError, SnapshotExistsError, UnsavedRowsWarning
 from oneemb.storage.folder_holder import FolderHolder
 from oneemb.storage.fs import AnyPath, LocalFileSystem, absolute_path
 from oneemb.storage.table.writer_lock import holders_below, lock_holder
@@ -29,7 +31,8 @@ def release(path: AnyPath | Sequence[AnyPath], *, save: str | None = None) -> No
 
     Raises:
         TypeError: `path` is neither a path nor a list of paths.
-        StorageError: an embedding could not save the snapshot, for example since the name exists; all stay open.
+        SnapshotExistsError: an embedding has a snapshot of the name `save`; none is saved, and all stay open.
+        StorageError: an embedding could not save the snapshot; all stay open, and those before have saved it.
         RuntimeError: this thread is in the middle of a step with the object, which stays open. If another thread is in
             the middle of a step, the call waits for the end of the step.
         LockedError: another process holds the folder, or it is the folder of a `file://` server.
@@ -59,11 +62,8 @@ def release(path: AnyPath | Sequence[AnyPath], *, save: str | None = None) -> No
             f"path must be the persistent_path of an embedding, or a list of paths, got {type(path).__name__}; to close"
             " an embedding that a variable names, call embedding.close()"
         )
-    held = [] if save is None else [held for one in paths for held in holders_below(absolute_path(one))]
-    for _, holder in held:
-        embedding: Any = holder.owner() if isinstance(holder, FolderHolder) else None
-        if embedding is not None:
-            embedding.save_snapshot(save)
+    if save is not None:
+        _save_all(paths, save)
     for one in paths:
         folder = absolute_path(one)
         for held_folder, holder in holders_below(folder):
@@ -75,3 +75,17 @@ def release(path: AnyPath | Sequence[AnyPath], *, save: str | None = None) -> No
                 )
         if process := lock_holder(LocalFileSystem(), os.path.join(folder, "LOCK")):
             raise LockedError(f"{folder} is held by {process}; end that process, or its use of the folder")
+
+
+def _save_all(paths: Sequence[AnyPath], name: str) -> None:
+    """Save a snapshot of each embedding, and of each averages' rows, that holds a folder below `paths`. If one has a
+    snapshot of this name already, save none."""
+    holders = {id(holder): holder for path in paths for _, holder in holders_below(absolute_path(path))}
+    owners = [holder.owner() for holder in holders.values() if isinstance(holder, FolderHolder)]
+    found = [owner.rows if isinstance(owner, AveragedEmbedding) else owner for owner in owners]
+    embeddings = [one for one in found if isinstance(one, TableEmbedding)]
+    for embedding in embeddings:
+        if name in embedding.snapshots():
+            raise SnapshotExistsError.named(name, f"of embedding {embedding.name!r}")
+    for embedding in embeddings:
+        embedding.save_snapshot(name)

@@ -30,6 +30,7 @@ from oneemb.storage.errors import (
     FormatVersionError,
     OtherSnapshotError,
     SnapshotExistsError,
+    SnapshotNeededError,
     SnapshotNotFoundError,
     StorageError,
 )
@@ -113,8 +114,8 @@ class RankSnapshots:
         return [one.name for one in found.snapshots() if not one.name.startswith(EXPORTED)]
 
     def deltas_before(self, name: str, kept: Collection[str]) -> list[str]:
-        """Names of all deltas that go on from the snapshot `name`, newest first: the same on all ranks. [] if one of
-        them was saved after one of `kept`."""
+        """Names of all deltas that go on from the snapshot `name`, newest first: the same on all ranks. [] if any
+        of these deltas is newer than one of `kept`."""
         if self._has_no_ranks():
             infos = [self._store.snapshots.info(one) for one in self._store.snapshots.names()]
         else:
@@ -249,12 +250,15 @@ class RankSnapshots:
 
     def delete(self, name: str) -> None:
         """Delete a snapshot; see `TableEmbedding.delete_snapshot`."""
-        if self.last == name:
-            self.last = None
-        if self._has_no_ranks():
-            self._store.snapshots.delete(name)
-        else:
-            self.together(f"delete_snapshot {name!r}", lambda: self._delete(name))
+        last, self.last = self.last, None if self.last == name else self.last  # first, since an interrupt may come
+        try:
+            if self._has_no_ranks():
+                self._store.snapshots.delete(name)
+            else:
+                self.together(f"delete_snapshot {name!r}", lambda: self._delete(name))
+        except SnapshotNeededError:
+            self.last = last
+            raise
 
     def _delete(self, name: str) -> None:
         what = self.words(f"delete_snapshot {name!r}")

@@ -2,8 +2,8 @@
 
 DistributedDataParallel averages dense gradients. Ranks that own rows together reduce the gradients of rows themselves,
 in the optimizer's step, so a hook leaves the weights of embeddings out of DistributedDataParallel, as
-`_ddp_params_and_buffers_to_ignore` would. Torch calls the hook where a module gets a submodule; in the constructor of
-DistributedDataParallel, that is after the list of its parameters is made and before anything is done with the list.
+`_ddp_params_and_buffers_to_ignore` would. Torch calls the hook where a module gets a submodule. The constructor of
+DistributedDataParallel registers the wrapped module after it has listed the parameters and before it uses the list.
 """
 
 from typing import Any

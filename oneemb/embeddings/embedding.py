@@ -459,7 +459,8 @@ class MultiTableEmbedding(TableEmbedding):
     Raises:
         TypeError, ValueError: an argument is not as above.
         StorageError: `persistent_path` cannot be made or written to.
-        LockedError: an embedding of this process has the path, with rows that no snapshot holds.
+        LockedError: an embedding of this process has the path, with rows that no snapshot holds. With several ranks
+            the first lookup raises it instead, whether or not a snapshot holds the rows.
         ImportError: the server of the store options needs a package that is not installed.
 
     Example:

@@ -1,7 +1,7 @@
 """Rows that no snapshot holds: a new embedding does not take their folder, and an embedding that loses them warns.
 
-Invariant: a folder is taken over when the new embedding is made, or the new embedding is not made. A training loop that
-is under way never learns of it.
+Invariant: within one rank, a folder is taken over when the new embedding is made, or the new embedding is not made; a
+training loop that is under way never learns of it. Several ranks take over nothing: see `FolderHolder`.
 """
 
 import gc
@@ -23,15 +23,15 @@ from oneemb.storage.fs import LocalFileSystem
 from oneemb.storage.table.writer_lock import holder_at
 
 warns_of_garbage = True
-"""Whether an embedding warns that the garbage collector closes. Tests set it to False, since garbage of one test would
-warn in the middle of another."""
+"""Whether an embedding that the garbage collector closes gives a warning. Tests set it to False, since garbage of
+one test would warn in the middle of another."""
 
 _takes_none: ContextVar[bool] = ContextVar("_takes_none", default=False)
 
 
 @contextmanager
 def taking_no_folder() -> Iterator[None]:
-    """Block in which new embeddings are only read for their arguments, and so take no folder."""
+    """Block in which new embeddings take no folder, because only their arguments are read."""
     token = _takes_none.set(True)
     try:
         yield
@@ -82,8 +82,8 @@ def _places_of(embedding: object) -> Iterator[str]:
 
 
 def warn_of_lost_rows(embedding: Any, *, garbage: bool = False) -> None:
-    """Warn if trained rows of an embedding that is about to be closed are in no snapshot. Nobody misses the rows of an
-    embedding without a path, so there is no warning then.
+    """Warn if trained rows of an embedding that is about to be closed are in no snapshot. An embedding without a
+    path never warns.
 
     Args:
         embedding: a `TableEmbedding`, perhaps not fully made. Any: the module of this class imports this one.
@@ -108,7 +108,7 @@ def warn_of_lost_rows(embedding: Any, *, garbage: bool = False) -> None:
         f" its {rows} are gone, since no snapshot holds them as they were last: call"
         " embedding.save_snapshot(name) before, or embedding.clear() if the rows may go"
     )
-    if garbage:  # The line that runs now need not have to do with it.
+    if garbage:  # The line that runs now may be unrelated to the embedding.
         warnings.warn(text, UnsavedRowsWarning, stacklevel=3)
     else:
         warn_user(text, UnsavedRowsWarning)

@@ -162,7 +162,8 @@ class WeightOfRows(torch.nn.Module):
 
 def warn_of_untrained(warn: Callable[[str], object]) -> None:
     """Call `warn`, once for each embedding, if its rows have had gradients in several steps of optimizers, none of
-    which trains rows of the embedding. Every step calls this at its end while `unattached` has an embedding."""
+    which has trained rows of the embedding so far. Every step calls this at its end while `unattached` has an
+    embedding."""
     for key, reference in list(unattached.items()):
         embedding = reference()
         if embedding is None or all(weight.grad is None for weight in embedding.weights):
@@ -172,8 +173,9 @@ def warn_of_untrained(warn: Callable[[str], object]) -> None:
             unattached.pop(key, None)
             warn(
                 f"embedding {embedding.name!r} has had gradients in {_STEPS_WITHOUT} steps of optimizers, none of which"
-                " trains it, so its rows do not change: give its parameters to an optimizer, as in"
-                " torch.optim.Adam(model.parameters()), or freeze it by embedding.requires_grad_(False)"
+                " has trained it so far, so its rows have not changed: if none will, give its parameters to an"
+                " optimizer, as in torch.optim.Adam(model.parameters()), or freeze it by"
+                " embedding.requires_grad_(False)"
             )
 
 

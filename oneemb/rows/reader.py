@@ -13,6 +13,7 @@ from oneemb.foreign.oneflow_table import is_oneflow_table
 from oneemb.rows.arguments import VALUES, AnyDtype, Format, Paths, as_list, check_format, dtype_of, keys_as
 from oneemb.rows.values import state_of, weights_of
 from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError, StorageError
+from oneemb.storage.hash_index import TABLE_MAX
 from oneemb.storage.rows.row_format import RowFormat
 from oneemb.storage.snapshots.owned_rows import OwnedRows
 from oneemb.storage.snapshots.snapshot_parts import folders_at, look_at
@@ -149,17 +150,21 @@ def changed_ids(paths: Paths, snapshot: str, since: str, table: int = 0) -> tupl
     Args:
         paths: folder of the table, or the folder with the folders of ranks, or the folders of a sharded table.
         snapshot: name of a delta.
-        since: name of its parent, or of a parent of that, with which the result is compared.
+        since: name of an ancestor of the delta; the result has the changes after it.
         table: number of the table.
 
     Returns:
         Ids whose rows were written since, and ids that have no row any more, both int64, sorted.
 
     Raises:
-        ValueError: `since` is no parent of the delta.
+        ValueError: `since` is no ancestor of the delta, or the snapshot has no such table.
         StorageError: there is no such snapshot, or its files are damaged.
     """
     last = look_at(as_list(paths)).get(snapshot)
+    described = last.info.meta.get("embedding") or {}  # A table that only rows were imported into has no description.
+    tables = len(described.get("tables", ())) or TABLE_MAX + 1
+    if isinstance(table, bool) or not isinstance(table, int | np.integer) or not 0 <= table < tables:
+        raise ValueError(f"table must be from 0 to {tables - 1}, the tables of snapshot {snapshot!r}, got {table!r}")
     parents = [link.name for link in last.before]
     if since not in parents:
         raise ValueError(f"since must be one of the parents of {snapshot!r}, {parents}, got {since!r}")
@@ -172,7 +177,8 @@ def changed_ids(paths: Paths, snapshot: str, since: str, table: int = 0) -> tupl
                 table_N, id_N = gone_keys(reader.array(GONE) if GONE in reader.arrays else None, part.info.name)
                 absent.append(id_N[table_N == table])
         new = np.unique(np.concatenate(written))
-        left = np.setdiff1d(np.concatenate(absent), new)  # A row of the delta counts, not that its key was gone before.
+        # A key that one delta lists both as gone and as written is written.
+        left = np.setdiff1d(np.concatenate(absent), new)
         changed, gone = np.union1d(np.setdiff1d(changed, left), new), np.union1d(np.setdiff1d(gone, new), left)
     return changed, gone
 

@@ -165,7 +165,7 @@ def open_snapshot(
     """Open file for the named snapshot, or for the newest; the call makes the file if it does not exist.
 
     Args:
-        served: the snapshot that is served; return None unless another one has a greater sequence, or
+        served: the snapshot that is served now. The call returns None unless a snapshot has a greater sequence, or
             this one is gone.
         stop: called from time to time; once it returns True, the call stops and returns None.
 

@@ -337,8 +337,8 @@ class TrainGraph(CompiledGraph):
                 when the file is in place, except parents of deltas; a copy of the file that names a deleted snapshot
                 cannot be loaded any more. None = keep all snapshots until `delete_snapshot`; each takes disk space for
                 rows that only this snapshot holds.
-            keep_deltas: whether older snapshots from which deltas go on stay. If False, they are deleted with all their
-                deltas, once all these deltas are older than the kept snapshots.
+            keep_deltas: whether to keep older snapshots that have deltas. If False, such a snapshot and all its deltas
+                are deleted once every delta is older than the kept snapshots.
 
         Raises:
             RuntimeError: micro-batches wait for an update; or a hook, a scheduler or a signal handler calls this method
@@ -377,8 +377,8 @@ class TrainGraph(CompiledGraph):
                 has are ignored, and the graph's parts keep their values. Optimizer state is matched by the names of
                 parameters. Older checkpoints lack these names; their state is ignored if param groups differ.
             delete_newer: if True, delete all snapshots and deltas of each embedding that were saved after the one that
-                the checkpoint names, after the load: the steps that saved them are made again. Checkpoints at other
-                paths that name one of them cannot be loaded any more.
+                the checkpoint names, or all if it names none, after the load: the steps that saved them are made again.
+                Checkpoints at other paths that name one of them cannot be loaded any more.
 
         Returns:
             `missing_keys`, which only the graph has, and `unexpected_keys`, which only the checkpoint has, as
@@ -391,7 +391,8 @@ class TrainGraph(CompiledGraph):
                 has changed.
             RankError: another rank has failed; the message says whether anything has changed.
             StorageError: a snapshot that the file names is missing or belongs to another run, or its rows hold another
-                optimizer's state (nothing has changed); or files of a snapshot are damaged.
+                optimizer's state (nothing has changed); or files of a snapshot are damaged; or, with `delete_newer`,
+                the disk fails in a deletion: the checkpoint is loaded, and a second call deletes the rest.
             KeyboardInterrupt, or any error that stops a load half way: every call of the graph's embeddings then raises
                 `BrokenStoreError` until another load.
         """

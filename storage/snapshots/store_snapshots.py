@@ -102,7 +102,7 @@ class StoreSnapshots(StorePart):
         return self._store.changes == self._kept_in[1]
 
     def lacks_steps(self, changes: int, step: int) -> bool:
-        """Whether no snapshot has all rows, and steps have been made since one had, of a store with these counts. The
+        """Whether the last snapshot with all rows is older than the last step, of a store with these counts. The
         store may be in the hands of the garbage collector."""
         return changes != self._kept_in[1] and step != self._kept_step
 

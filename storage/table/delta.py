@@ -151,9 +151,8 @@ def in_chain_text(name: str, done: str, deltas: Sequence[str]) -> str:
     """Text of the error if a snapshot cannot be `done` ("deleted", "replaced") because `deltas` need it."""
     return (
         f"snapshot {name!r} cannot be {done}: {', '.join(map(repr, deltas))}, deltas since it, need it; delete"
-        f" them first. If they are of steps that are made again after a resume, graph.load(path, delete_newer=True) or"
-        f" embedding.delete_snapshots_after({name!r}) does so; to keep their rows, make the last delta whole with"
-        " `oneemb merge-deltas`"
+        " them first, or make the last one whole with `oneemb merge-deltas`. After a resume, graph.load(path,"
+        " delete_newer=True) deletes everything that was saved later"
     )
 
 
