@@ -253,14 +253,13 @@ def _version(value: object) -> int:
     return version_of(value) if isinstance(value, torch.Tensor) else 0
 
 
-def leaves(value: object) -> Iterator[object]:
-    """A value, and all values nested in it. Containers count too, since a list may be a value of a batch."""
+def leaves(value: object, inside: tuple[object, ...] = ()) -> Iterator[object]:
+    """A value, and all values nested in it. Containers count too, since a list may be a value of a batch. `inside`: the
+    containers around it; a container within itself is not entered again."""
     yield value
-    if isinstance(value, tuple | list):
-        for part in value:
-            yield from leaves(part)
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from leaves(part)
+    if isinstance(value, tuple | list | dict):
+        if not any(value is container for container in inside):
+            for part in value.values() if isinstance(value, dict) else value:
+                yield from leaves(part, (*inside, value))
     elif isinstance(value, slice):
         yield from (value.start, value.stop, value.step)

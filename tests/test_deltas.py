@@ -478,17 +478,8 @@ def test_a_row_that_a_delta_has_lost_does_not_come_back_as_it_was(tmp_path):
     again.close()
 
 
-def test_a_delta_of_ranks_that_lacks_a_part_is_lost_as_a_whole(tmp_path, monkeypatch):
-    def job(ranks):
-        embedding = made(tmp_path / "rows", ranks)
-        optimizer = adagrad(embedding)
-        step(embedding, optimizer, range(40))
-        embedding.save_snapshot("base")
-        step(embedding, optimizer, range(10))
-        embedding.save_delta("d1", "base")
-        embedding.close()
-
-    run_ranks(2, job, patch=monkeypatch)
+def test_a_delta_of_ranks_that_lacks_a_part_is_lost_as_a_whole(tmp_path, rank_pool):
+    rank_pool(2, train_on_ranks, str(tmp_path / "rows"), None, [("base", None), ("d1", "base")], None)
     (tmp_path / "rows" / "rank-1-of-2" / "snapshots" / "d1.snapshot").unlink()
     found = json.loads(run("salvage", tmp_path / "rows", tmp_path / "new", "--json", code=1))["by_snapshot"]
     assert found["base"]["whole"] and found["d1"]["unreadable"] == ["part 1", "file"]

@@ -315,3 +315,7 @@ def test_a_salvage_that_is_stopped_leaves_no_folder_and_goes_where_nothing_is(tm
     assert "must be a new or an empty folder" in command("salvage", *command_line, code=2).output
     assert "must be outside" in command("salvage", tmp_path / "rows", tmp_path / "rows" / "new", code=2).output
     assert read(tmp_path / "new", "s") == read(tmp_path / "rows", "s")
+    embedding = make(None, tmp_path / "rows")
+    fill(embedding, 2)
+    assert "must not be in use" in command("salvage", tmp_path / "rows", tmp_path / "other", code=2).output
+    embedding.close()

@@ -20,7 +20,7 @@ def backup(ctx: click.Context, path: str, to: str, link: bool, no_verify: bool, 
     PATH is the folder of a table, or the folder that holds the tables of ranks. TO is a new folder, or that of an
     earlier backup: then only what it lacks is copied. Where the file system can share blocks between files, a copy
     takes no time. Every byte of TO is read and compared with its checksum at the end. Exits with 1 if a snapshot could
-    not be copied, since a part or the parent of a delta is missing.
+    not be copied, since its files are damaged, or a part or the parent of a delta is missing.
     """
     from oneemb.cli.snapshots import need_own_tables
     from oneemb.storage.snapshots.backup import backup_folder
@@ -34,7 +34,7 @@ def backup(ctx: click.Context, path: str, to: str, link: bool, no_verify: bool, 
         f"{to}: {len(result.snapshots)} snapshots, {len(result.copied)} of them new;"
         f" {size_text(result.bytes_written)} copied",
         *(f"gone: {name!r} was deleted or replaced while it was copied" for name in result.gone),
-        *(f"incomplete: {reason}" for reason in result.incomplete.values()),
+        *(f"not copied: {reason}" for reason in result.incomplete.values()),
     )
     if result.incomplete:
         ctx.exit(1)

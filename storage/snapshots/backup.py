@@ -25,9 +25,9 @@ from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError, Stor
 from oneemb.storage.fs import FileSystem, LocalFileSystem, doing
 from oneemb.storage.new_files import NewFile, new_file
 from oneemb.storage.snapshots.part_folders import check_parts
-from oneemb.storage.snapshots.snapshot_parts import Part, PartedSnapshot, look_at
+from oneemb.storage.snapshots.snapshot_parts import Part, PartedSnapshot, incomplete_text, look_at
 from oneemb.storage.snapshots.unfinished import mark, unmark
-from oneemb.storage.table.chunk_files import ROWS_BEGIN, chunk_paths
+from oneemb.storage.table.chunk_files import ROWS_BEGIN, chunk_numbers, chunk_paths
 from oneemb.storage.table.chunk_scan import read_keys
 from oneemb.storage.table.geometry import Geometry
 from oneemb.storage.table.salvage import copied
@@ -45,7 +45,8 @@ class BackupResult:
         snapshots: names of the snapshots that the copy has now, of those that the folder had.
         copied: those among them that this call has copied.
         gone: names of snapshots that the job has deleted or replaced meanwhile.
-        incomplete: {name of a snapshot that cannot be loaded: reason}; it is not copied.
+        incomplete: {name of a snapshot that cannot be copied: reason}. Its files are damaged, or a part or the parent
+            of a delta is missing.
         bytes_written: bytes of files that were copied, those that share their blocks with the original included.
     """
 
@@ -69,10 +70,10 @@ def backup_folder(
 
     Raises:
         StorageError: there is no table, `to` has chunks of another table, or a file call fails.
-        CorruptTableError: the copy is damaged, or the folder that is copied.
+        CorruptTableError: the copy is damaged.
     """
-    path, to = os.path.abspath(path), os.path.abspath(to)
-    if os.path.commonpath([path, to]) == path:
+    path, to = os.path.realpath(path), os.path.realpath(to)
+    if os.path.commonpath([path, to]) in (path, to):
         raise StorageError(f"the copy must be outside of {path}, which is copied, got {to}; give another path")
     backup = _Backup(path, to, link)
     backup.run()
@@ -92,7 +93,10 @@ class _Backup:
 
     def run(self) -> None:
         found = look_at([self._path])
-        self.result.incomplete = found.broken()
+        self.result.incomplete = found.broken() | {one.name: one.reason for one in found.damaged}
+        self.result.incomplete |= {parts[0].whole.name: incomplete_text(parts) for parts in found.incomplete()}
+        for folder in found.folders:
+            self._remove_unfinished(f"{self._target(folder)}/chunks")
         for snapshot in found.snapshots():
             if snapshot.name in self.result.incomplete:
                 continue
@@ -102,13 +106,21 @@ class _Backup:
                 continue
             try:
                 self._copy(snapshot)
-            except (SnapshotNotFoundError, CorruptTableError):
-                if not self._is_gone(snapshot):
-                    raise
-                self.result.gone.append(snapshot.name)
+            except (SnapshotNotFoundError, CorruptTableError) as error:
+                if self._is_gone(snapshot):
+                    self.result.gone.append(snapshot.name)
+                else:
+                    self.result.incomplete[snapshot.name] = str(error)
                 continue
             self.result.snapshots.append(snapshot.name)
             self.result.copied.append(snapshot.name)
+
+    def _remove_unfinished(self, folder: str) -> None:
+        """Remove the files that a killed backup has left."""
+        with suppress(FileNotFoundError):
+            for name in self._fs.names(folder):
+                if name.endswith(".tmp") and chunk_numbers([name.removesuffix(".tmp")]):
+                    self._fs.remove(f"{folder}/{name}")
 
     def _target(self, folder: str) -> str:
         return os.path.normpath(os.path.join(self._to, os.path.relpath(folder, self._path)))
@@ -204,7 +216,7 @@ class _Backup:
                 try:
                     os.link(source, f"{copy}.tmp")
                 except FileNotFoundError as error:
-                    raise CorruptTableError(f"{source} was removed while it was copied") from error
+                    raise CorruptTableError(f"{source} is missing, though a snapshot needs it") from error
                 self._fs.rename(f"{copy}.tmp", copy)
             return
         with doing("write", copy), new_file(self._fs, copy) as new:
@@ -220,7 +232,7 @@ class _Backup:
             yield from copied(self._fs, source, size)
         except StorageError as error:
             if isinstance(error.__cause__, FileNotFoundError):
-                raise CorruptTableError(f"{source} was removed while it was copied") from error
+                raise CorruptTableError(f"{source} is missing, though a snapshot needs it") from error
             raise
 
 

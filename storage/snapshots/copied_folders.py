@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from oneemb.storage.errors import StorageError
+from oneemb.storage.errors import LockedError, StorageError
 from oneemb.storage.fs import LocalFileSystem, doing
 from oneemb.storage.new_files import begin, remove_unfinished
 from oneemb.storage.snapshots.part_folders import add_to_whole
@@ -21,6 +21,7 @@ from oneemb.storage.table.check import SnapshotCheck
 from oneemb.storage.table.salvage import SalvageResult, salvage_table
 from oneemb.storage.table.snapshot_file import SnapshotFiles
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo, SnapshotRecord
+from oneemb.storage.table.writer_lock import lock_holder
 
 _DIGITS = 16
 
@@ -35,15 +36,21 @@ def salvage_folder(
         unlisted: name of a further snapshot, of the newest version of every row, whether a snapshot lists it or not.
 
     Raises:
+        LockedError: a job uses a table.
         StorageError: `to` exists and is not an empty folder, there is no table, or a file call fails in a way that
             does not show damage to the tables.
     """
-    fs, path, to = LocalFileSystem(), os.path.abspath(path), os.path.abspath(to)
+    fs, path, to = LocalFileSystem(), os.path.realpath(path), os.path.realpath(to)
     if os.path.exists(to) and not (os.path.isdir(to) and not os.listdir(to)):
         raise StorageError(f"{to} must be a new or an empty folder, it has files; give the path of a new folder")
     if os.path.commonpath([path, to]) == path:
         raise StorageError(f"{to} must be outside of {path}, the damaged folder; give a path beside it")
     found = look_at([path])
+    for folder in found.folders:
+        if (holder := lock_holder(fs, f"{folder}/LOCK")) is not None:
+            raise LockedError(
+                f"{folder} must not be in use, it is held by {holder}; end that job, or use `oneemb backup`"
+            )
     with doing("make the folder", to):
         fs.make_directories(os.path.dirname(to))
         remove_unfinished(fs, os.path.dirname(to), re.escape(os.path.basename(to)), _DIGITS, shutil.rmtree)

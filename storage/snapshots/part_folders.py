@@ -281,6 +281,8 @@ def _broken_chains(found: FoundParts, fs: FileSystem | None) -> list[str]:
             for part in snapshot.parts:
                 with SnapshotReader.open(part.folder, part.info.name, fs=fs) as reader:
                     gone_keys(reader.array(GONE) if GONE in reader.arrays else None, part.info.name)
+        except SnapshotNotFoundError:
+            continue  # A writer has deleted the snapshot since the folder was listed; its own check names what is lost.
         except StorageError as error:
             problems.append(str(error))
     return list(dict.fromkeys(problems))

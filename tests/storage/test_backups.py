@@ -343,3 +343,28 @@ def test_a_copy_that_shares_blocks_ends_where_the_snapshot_does(tmp_path, monkey
     for file in (tmp_path / "copy" / CHUNKS).iterdir():
         assert file.stat().st_size < (tmp_path / "live" / CHUNKS / file.name).stat().st_size
     assert held_at(tmp_path / "copy")["a"] == rows
+
+
+def test_damaged_snapshots_are_named_and_the_others_copied(tmp_path):
+    live, copy = tmp_path / "live", tmp_path / "copy"
+    for n, name in enumerate("abc"):
+        with open_table(live) as table:
+            put_random(table, {}, np.random.default_rng(n), 300)
+            table.save_snapshot(name, {})
+    (first, *_) = sorted((live / CHUNKS).glob("*.rows"))
+    first.write_bytes(first.read_bytes()[:5000])
+    file = live / SNAPSHOTS / "b.snapshot"
+    data = bytearray(file.read_bytes())
+    data[200] ^= 1
+    file.write_bytes(data)
+    (copy / CHUNKS).mkdir(parents=True)
+    (copy / CHUNKS / "000000000009.rows.tmp").write_bytes(b"of a killed backup")
+    result = backup_folder(str(live), str(copy))
+    assert result.copied == ["c"] and result.incomplete.keys() == {"a", "b"}
+    assert held_at(copy).keys() == {"c"}
+    assert not list((copy / CHUNKS).glob("*.tmp"))
+    (tmp_path / "link").symlink_to(live)
+    with pytest.raises(StorageError, match="must be outside"):
+        backup_folder(str(live), str(tmp_path / "link" / "sub"))
+    with pytest.raises(StorageError, match="must be outside"):
+        backup_folder(str(live), str(tmp_path / "link"))

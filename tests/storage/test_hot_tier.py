@@ -566,7 +566,7 @@ def test_no_memory_for_the_index_changes_nothing(monkeypatch):
         assert state(tier) == before
     with monkeypatch.context() as patch:
         patch.setattr("oneemb.storage.hash_index._new_cells", no_memory)
-        with pytest.raises(IndexMemoryError, match=r"holds 40 keys in \d+ bytes and needs \d+ bytes more"):
+        with pytest.raises(IndexMemoryError, match=r"holds 40 keys in \d+ bytes and must allocate \d+ more"):
             acquire(tier, ids(*range(30, 490)))
         assert state(tier) == before
     tier.release(acquire(tier, ids(*range(30, 300))))

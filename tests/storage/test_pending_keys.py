@@ -249,7 +249,7 @@ def test_an_index_says_how_much_memory_it_needs(monkeypatch):
     index, id_U = HashIndex(THREADS), np.arange(5000)
     index.put(np.zeros(5000, np.int32), id_U, id_U)
     NoMemory(monkeypatch, 0)
-    with pytest.raises(IndexMemoryError, match=rf"holds 5000 keys in {index.nbytes} bytes and needs \d+ bytes more"):
+    with pytest.raises(IndexMemoryError, match=rf"holds 5000 keys in {index.nbytes} bytes and must allocate \d+ more"):
         index.put(np.zeros(50000, np.int32), np.arange(50000), np.arange(50000))
     assert len(index) == 5000 and np.array_equal(index.find(np.zeros(5000, np.int32), id_U), id_U)
 
