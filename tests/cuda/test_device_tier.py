@@ -249,7 +249,7 @@ def test_a_device_out_of_memory_says_what_was_asked_for_and_what_would_fit(tier,
     model = Model(tier(), gpu)
     slot_U = model.acquire([(0, 1)])
     limit_memory(model.tier, 1500, monkeypatch)
-    with pytest.raises(StoreFullError, match="device tier needs memory for 2001 rows .* cache_budget_mb"):
+    with pytest.raises(StoreFullError, match="device tier must have memory for 2001 rows .* cache_budget_mb"):
         model.acquire([(0, i) for i in range(2, 2002)])
     assert len(model.tier) == 1 and model.tier.pinned == 1
     assert model.tier.row_SW[slot_U, :W].tolist() == [row_of(0, 1).tolist()]
