@@ -9,6 +9,7 @@ State of a dense parameter has the parameter's dtype, as in torch.optim; state o
 
 import math
 from collections.abc import Callable, Iterable
+from numbers import Real
 from typing import Any, TypeVar, overload
 
 import torch
@@ -89,9 +90,15 @@ class _Optimizer(torch.optim.Optimizer):
         return rows_of_class(kind, self, group)
 
     def _check(self, group: _Group) -> None:
-        """Raise ValueError if an option is out of range: betas are below 1, and all options at least 0 and finite."""
+        """Raise TypeError or ValueError unless betas are two numbers below 1, and all options at least 0 and finite."""
         for option in self.defaults:
             value = group[option]
+            if option == "betas" and not (isinstance(value, list | tuple) and len(value) == 2):
+                raise TypeError(f"{type(self).__name__}: betas must be two numbers, got {value!r}")
+            for number in value if option == "betas" else (value,):
+                if not isinstance(number, Real | torch.Tensor):
+                    got = f"{type(number).__name__} {number!r:.100}"
+                    raise TypeError(f"{type(self).__name__}: {option} must be numbers of at least 0, got {got}")
             for i, beta in enumerate(value if option == "betas" else ()):
                 if not 0 <= beta < 1:
                     raise ValueError(f"{type(self).__name__}: betas[{i}] must be at least 0 and below 1, got {beta}")

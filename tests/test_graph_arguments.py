@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+import oneemb
 from tests.support.graph_models import make_graph
 from tests.support.models import make_embedding
 
@@ -71,6 +72,31 @@ def test_strict_is_true_or_false(graph, tmp_path):
             graph.load(tmp_path / "checkpoint", strict=strict)
         with pytest.raises(TypeError, match="strict must be True or False, got "):
             graph.state(strict=strict)
+
+
+def test_flags_of_checkpoints_are_true_or_false(graph, tmp_path):
+    graph.save(tmp_path / "checkpoint")
+    for wrong in (None, "yes", 1, [], torch.ones(2)):
+        with pytest.raises(TypeError, match="keep_deltas must be True or False, got "):
+            graph.save(tmp_path / "checkpoint", keep_deltas=wrong)
+        with pytest.raises(TypeError, match="delete_newer must be True or False, got "):
+            graph.load(tmp_path / "checkpoint", delete_newer=wrong)
+    graph.load(tmp_path / "checkpoint", delete_newer=True)
+
+
+@pytest.mark.parametrize("wrong", [None, "x", 3, [], torch.ones(2), torch.nn.Linear(2, 2)], ids=str)
+def test_arguments_of_add_optimizer_are_told_by_name(wrong):
+    graph = oneemb.TrainGraph()
+    graph.dense = torch.nn.Linear(4, 1)
+    with pytest.raises(TypeError, match=f"optimizer must be a torch.optim.Optimizer .*, got {type(wrong).__name__}"):
+        graph.add_optimizer(wrong)
+    optimizer = torch.optim.SGD(graph.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="skip_nonfinite must be True or False, got "):
+        graph.add_optimizer(optimizer, skip_nonfinite=wrong)
+    if not isinstance(wrong, int | None):
+        with pytest.raises(TypeError, match=f"clip_grad_norm must be a number above 0, .*, got {type(wrong).__name__}"):
+            graph.add_optimizer(optimizer, clip_grad_norm=wrong)
+    graph.add_optimizer(optimizer, clip_grad_norm=1)
 
 
 def test_a_profile_is_of_a_number_of_steps(graph):

@@ -1,6 +1,7 @@
 """Arguments that a user gets wrong: errors say what must hold, what came and what to do."""
 
 import inspect
+import math
 
 import numpy as np
 import pytest
@@ -185,3 +186,49 @@ def test_a_served_embedding_is_told_what_its_calls_take(served):
     ]:
         with pytest.raises(error, match="seconds must be "):
             embedding.follow(seconds)
+
+
+NOT_FLAGS = [None, "yes", 1, 0.0, [], torch.ones(2)]
+
+
+@pytest.mark.parametrize("wrong", NOT_FLAGS, ids=str)
+def test_a_flag_that_is_no_bool_is_told_before_anything_changes(served, tmp_path, wrong):
+    embedding = make_embedding(tmp_path / "rows")
+    embedding(torch.arange(3))
+    embedding.save_snapshot("first")
+    calls = {
+        "overwrite": lambda **flag: embedding.save_snapshot("first", **flag),
+        "keep_evicted": lambda **flag: embedding.save_delta("second", "first", **flag),
+        "weights_only": lambda **flag: embedding.load_snapshot("first", **flag),
+        "verify": lambda **flag: oneemb.InferenceEmbedding.open(served, **flag),
+    }
+    for name, call in calls.items():
+        with pytest.raises(TypeError, match=f"{name} must be True or False, got {type(wrong).__name__}"):
+            call(**{name: wrong})
+    with pytest.raises(TypeError, match="overwrite must be True or False"):
+        embedding.save_delta("second", "first", overwrite=wrong)
+    assert embedding.snapshots() == ["first"] and embedding(torch.arange(3)).shape == (3, 4)
+
+
+@pytest.mark.parametrize("name", [None, 3, b"first", ["first"]])
+def test_a_name_of_a_snapshot_is_text(tmp_path, name):
+    embedding = make_embedding(tmp_path)
+    for call in (embedding.load_snapshot, embedding.delete_snapshot):
+        with pytest.raises(TypeError, match=f"name must be the name of a snapshot, got {type(name).__name__} "):
+            call(name)
+
+
+OPTIONS = [
+    (kind, option)
+    for kind in ("Lamb", "Lars", "RowWiseAdagrad", "Ftrl", "SmartDecayAdam", "PartialRowWiseAdam")
+    for option in inspect.signature(getattr(oneemb.optim, kind)).parameters
+    if option != "params" and (kind, option) not in (("Ftrl", "lr"), ("Ftrl", "lr_power"))
+]
+
+
+@pytest.mark.parametrize("kind, option", OPTIONS)
+def test_options_of_optimizers_are_numbers(kind, option):
+    weight = torch.nn.Parameter(torch.ones(2))
+    for wrong in (None, "x", [None], {}, float("nan"), -math.inf, math.inf, (0.9, None)):
+        with pytest.raises((TypeError, ValueError), match=rf"{kind}: {option}.* must be .*, got "):
+            getattr(oneemb.optim, kind)([weight], **{option: wrong})

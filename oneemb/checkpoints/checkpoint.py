@@ -44,6 +44,7 @@ from oneemb.checkpoints.state_bytes import to_bytes
 from oneemb.checkpoints.state_names import named_embeddings
 from oneemb.embeddings import internals
 from oneemb.embeddings.embedding import TableEmbedding, embeddings_of
+from oneemb.flags import check_flags
 from oneemb.graph.one_rank import ALONE
 from oneemb.graph.ranks import AnyRanks, together
 from oneemb.storage.errors import SnapshotNeededError, StorageError
@@ -78,6 +79,7 @@ def save_checkpoint(
 ) -> int:
     """Save a checkpoint; see `TrainGraph.save`. Returns the number of earlier saves whose snapshots are kept; 0 on
     ranks after the first."""
+    check_flags(keep_deltas=keep_deltas)
     ranks, what = _ranks_of(graph), f"save {path!r}, keep={keep}{'' if keep_deltas else ', keep_deltas=False'}"
     kept = _together(graph, ranks, "save", what, lambda: _save(graph, train, path, keep, keep_deltas, ranks, what))
     return kept if ranks.first else 0
@@ -88,6 +90,7 @@ def load_checkpoint(
 ) -> LoadedKeys:
     """Load a checkpoint; see `TrainGraph.load`."""
     _check_strict(strict)
+    check_flags(delete_newer=delete_newer)
     ranks, what = _ranks_of(graph), f"load {path!r}{'' if strict else ', strict=False'}"
     what += ", delete_newer" * delete_newer
 

@@ -13,6 +13,7 @@ import torch
 from oneemb.checkpoints.named_snapshot import SnapshotName, decode, encode
 from oneemb.embeddings.embedding_arguments import DEFAULT_INITIALIZER, differences
 from oneemb.embeddings.weight_of_rows import WeightOfRows, changes_no_row, drop_grads
+from oneemb.flags import check_flags
 from oneemb.graph.build_error import warn_user
 from oneemb.options import Initializer, TableOptions, to_tree
 from oneemb.storage.errors import SnapshotNeededError, SnapshotNotFoundError, StorageError
@@ -22,6 +23,12 @@ from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 
 _STATE = re.compile("state-[0-9]{12}-[0-9a-f]{8}")
 """Pattern of the names of snapshots that `state_dict()` has saved."""
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str):
+        got = f"{type(name).__name__} {name!r:.100}"
+        raise TypeError(f"name must be the name of a snapshot, got {got}; embedding.snapshots() lists them")
 
 
 class SnapshotCalls(WeightOfRows):
@@ -56,10 +63,12 @@ class SnapshotCalls(WeightOfRows):
             overwrite: if True, replace a snapshot of the same name, atomically.
 
         Raises:
+            TypeError: `overwrite` is no bool.
             StorageError: the name is taken or invalid, the snapshot to replace is the parent of deltas, or the disk
                 fails; existing snapshots stay complete.
             ValueError: `expire_where` of a policy that evicts at snapshots raises; nothing is saved.
         """
+        check_flags(overwrite=overwrite)
         self._save(name, overwrite=overwrite)
 
     def save_delta(self, name: str, since: str, *, keep_evicted: bool = False, overwrite: bool = False) -> None:
@@ -79,12 +88,13 @@ class SnapshotCalls(WeightOfRows):
             overwrite: if True, replace a snapshot of the same name, atomically.
 
         Raises:
-            TypeError, ValueError: `since` is no name, or is `name`.
+            TypeError, ValueError: `since` is no name, or is `name`; or a flag is no bool.
             StorageError: `since` is not as above, or was saved with `keep_evicted` while this delta is not; the name is
                 taken or invalid; or the disk fails. Existing snapshots stay complete.
         """
         if not isinstance(since, str):
             raise TypeError(f"since must be the name of a snapshot, got {since!r}")
+        check_flags(keep_evicted=keep_evicted, overwrite=overwrite)
         if since == name:
             raise ValueError(f"a delta needs a name of its own, got {name!r} for a delta since {since!r}")
         self._save(name, overwrite=overwrite, since=since, keep_evicted=keep_evicted)
@@ -122,11 +132,14 @@ class SnapshotCalls(WeightOfRows):
             weights_only: if True, load only weights: treat the snapshot as one without optimizer state.
 
         Raises:
+            TypeError: `name` is no text, or `weights_only` no bool; the embedding has not changed.
             StorageError: there is no snapshot of this name (the message lists the names), or its rows have another
                 width, dtype or optimizer, or belong to more tables; the embedding has not changed.
             KeyboardInterrupt: the embedding has not changed; or, if some rows had been replaced, every call raises
                 `BrokenStoreError` until another load.
         """
+        _check_name(name)
+        check_flags(weights_only=weights_only)
         changed = self.rank_snapshots.together(f"load_snapshot {name!r}", lambda: self._load(name, weights_only))
         if changed is not None and self.ranks.first:
             warn_user(
@@ -152,7 +165,9 @@ class SnapshotCalls(WeightOfRows):
 
         Raises:
             StorageError: there is no snapshot of this name, or it is the parent of deltas.
+            TypeError: `name` is no text.
         """
+        _check_name(name)
         if self.saved is not None and self.saved[0]["oneemb_snapshot"] == name:
             self.saved = None  # before the deletion: after an interrupt, no state dict may name a deleted snapshot
         self.rank_snapshots.delete(name)

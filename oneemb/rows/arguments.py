@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
+from oneemb.flags import check_flags
 from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import AnyPath, absolute_path
 from oneemb.storage.rows.row_format import WEIGHTS
@@ -52,9 +53,7 @@ def check_batches(batch_size: object, progress: object, **flags: object) -> None
     if progress is not None and not callable(progress):
         got = f"{type(progress).__name__} {progress!r}"
         raise TypeError(f"progress must be a function of (rows done, rows in all), got {got}")
-    for name, flag in flags.items():
-        if not isinstance(flag, bool | np.bool_):
-            raise TypeError(f"{name} must be True or False, got {type(flag).__name__} {flag!r}")
+    check_flags(**flags)
 
 
 def check_format(format: str) -> str:

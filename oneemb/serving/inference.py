@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from oneemb.checkpoints.named_snapshot import decode
+from oneemb.flags import check_flags
 from oneemb.graph.ops import keys as lookup_keys
 from oneemb.graph.tracers import refuse_tracers, uncompiled
 from oneemb.kernels.host_backend import HostBackend
@@ -86,6 +87,7 @@ class InferenceEmbedding(Following, torch.nn.Module):
             ValueError: an argument is not as above.
         """
         served_dtype = check_formats(dtype, absent)
+        check_flags(verify=verify)
         threads, paths = Threads(num_threads), as_list(path)
         if not paths:
             raise ValueError("path must be one path or more, got none")

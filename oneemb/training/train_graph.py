@@ -3,6 +3,7 @@
 import functools
 import warnings
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any, Self
 
 import torch
@@ -11,6 +12,7 @@ from oneemb.checkpoints.checkpoint import GraphState, load_checkpoint, save_chec
 from oneemb.checkpoints.graph_state import LoadedKeys
 from oneemb.embeddings.embedding import embeddings_of
 from oneemb.embeddings.internals import drop_grads
+from oneemb.flags import check_flags
 from oneemb.graph import ops
 from oneemb.graph.build_error import BuildError
 from oneemb.graph.building import MadeLookup, steps_itself
@@ -128,11 +130,16 @@ class TrainGraph(CompiledGraph):
                 gradients are scaled down before each update. None = no clipping.
 
         Raises:
+            TypeError: an argument is of another type.
             ValueError: the optimizer was added before; its groups hold no parameter of this graph, or the weight of an
                 embedding that is not in the graph; its class, or an option of it, is not supported for rows;
                 clip_grad_norm is not above 0; or the scheduler belongs to another optimizer, or needs a metric.
             StorageError: rows hold another optimizer's state, or a path is in use.
         """
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            got = type(optimizer).__name__
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer over parameters of the graph, got {got}")
+        check_flags(skip_nonfinite=skip_nonfinite)
         trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if not any(id(parameter) in trained for parameter in self.parameters()):
             raise ValueError(
@@ -146,6 +153,9 @@ class TrainGraph(CompiledGraph):
             raise ValueError("ReduceLROnPlateau needs a metric; step it yourself after each evaluation")
         if lr_scheduler is not None and getattr(lr_scheduler, "optimizer", optimizer) is not optimizer:
             raise ValueError("lr_scheduler must be made on the optimizer that it is added with")
+        if clip_grad_norm is not None and (isinstance(clip_grad_norm, bool) or not isinstance(clip_grad_norm, Real)):
+            got = f"{type(clip_grad_norm).__name__} {clip_grad_norm!r}"
+            raise TypeError(f"clip_grad_norm must be a number above 0, or None, got {got}")
         if clip_grad_norm is not None and not clip_grad_norm > 0:
             raise ValueError(f"clip_grad_norm must be above 0, or None, got {clip_grad_norm}")
         embeddings = [
