@@ -136,9 +136,7 @@ class TrainGraph(CompiledGraph):
                 clip_grad_norm is not above 0; or the scheduler belongs to another optimizer, or needs a metric.
             StorageError: rows hold another optimizer's state, or a path is in use.
         """
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            got = type(optimizer).__name__
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer over parameters of the graph, got {got}")
+        _check_types(optimizer, clip_grad_norm)
         check_flags(skip_nonfinite=skip_nonfinite)
         trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if not any(id(parameter) in trained for parameter in self.parameters()):
@@ -153,9 +151,6 @@ class TrainGraph(CompiledGraph):
             raise ValueError("ReduceLROnPlateau needs a metric; step it yourself after each evaluation")
         if lr_scheduler is not None and getattr(lr_scheduler, "optimizer", optimizer) is not optimizer:
             raise ValueError("lr_scheduler must be made on the optimizer that it is added with")
-        if clip_grad_norm is not None and (isinstance(clip_grad_norm, bool) or not isinstance(clip_grad_norm, Real)):
-            got = f"{type(clip_grad_norm).__name__} {clip_grad_norm!r}"
-            raise TypeError(f"clip_grad_norm must be a number above 0, or None, got {got}")
         if clip_grad_norm is not None and not clip_grad_norm > 0:
             raise ValueError(f"clip_grad_norm must be above 0, or None, got {clip_grad_norm}")
         embeddings = [
@@ -446,3 +441,12 @@ def _refuse_step(scheduler: LearningRateScheduler) -> None:
 
 def _no_backward(*args: object, **kwargs: object) -> None:
     """Do nothing: it replaces `Tensor.backward` in eval mode."""
+
+
+def _check_types(optimizer: object, clip_grad_norm: object) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        got = type(optimizer).__name__
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer over parameters of the graph, got {got}")
+    if clip_grad_norm is not None and (isinstance(clip_grad_norm, bool) or not isinstance(clip_grad_norm, Real)):
+        got = f"{type(clip_grad_norm).__name__} {clip_grad_norm!r}"
+        raise TypeError(f"clip_grad_norm must be a number above 0, or None, got {got}")
