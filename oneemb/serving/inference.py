@@ -249,7 +249,8 @@ class InferenceEmbedding(Following, torch.nn.Module):
         except Exception as error:
             self.error = error
             raise
-        self.error = None
+        if not stop():
+            self.error = None
         return taken
 
     def rollback(self, snapshot: str) -> None:
@@ -273,8 +274,8 @@ class InferenceEmbedding(Following, torch.nn.Module):
         self._take(file, choice, None)
 
     def _take(self, file: ServedFile, choice: object, before: Served | None) -> bool:
-        """Serve a file; returns whether that was done. It is not if another call has chosen a version since `choice`,
-        or if the file was newer than `before`, and is older than a version that has taken its place since."""
+        """Serve a file. Returns False, and serves nothing, if another call has chosen a version since `choice`, or if a
+        newer version was served while this file was made."""
         served = Served(file, self._absent, self._backend)
         with self._own_lock():
             now = self._version_now()

@@ -39,7 +39,7 @@ _Dtype = Literal["float32", "float16", "int8", "int4"]
 
 @dataclass(frozen=True)
 class ModelVersion:
-    """One version of a served model. A call is a call of the module, in eval mode and without gradients."""
+    """One version of a served model. Calling it calls the module, in eval mode and without gradients."""
 
     module: torch.nn.Module
     """Copy of the module with the weights of the checkpoint and served rows."""
@@ -65,7 +65,8 @@ class _Place(torch.nn.Module):
 
 
 class _Template(NamedTuple):
-    """Copy of the user's module that each version is a copy of, and its parts by their names in checkpoints."""
+    """Copy of the user's module with places for its embeddings, and its parts by their names in checkpoints. A version
+    is a copy of it."""
 
     module: torch.nn.Module
     places: dict[str, _Place]
@@ -83,8 +84,8 @@ class ServedModel(Following):
     """A model whose weights and rows are those of a checkpoint, made by `serve_model`. Any thread, and a child of fork,
     may call it.
 
-    A call has the arguments and the result of the module's `forward`, or of `build` of an `EvalGraph`. It is of one
-    version, which it takes once; `current` gives the version for several calls of one version.
+    A call has the arguments and the result of the module's `forward`, or of `build` of an `EvalGraph`. Each call uses
+    one version from beginning to end; `current` gives the version for several calls.
     """
 
     def __init__(
@@ -193,7 +194,10 @@ class ServedModel(Following):
 
     def _tell(self) -> None:
         if self._on_change is not None:
-            self._on_change(self)
+            try:
+                self._on_change(self)
+            except Exception:  # Of the user's function: the version serves all the same.
+                _log.exception("%s: on_change raised an error", self._path)
 
     def _load(self, stop: Callable[[], bool]) -> ModelVersion | None:
         """The version of the checkpoint; None if `stop` returned True."""

@@ -108,10 +108,14 @@ class PlanCache:
 
     @property
     def boxes_of_last_call(self) -> list[Box]:
-        """Boxes of the picture of the last call. RuntimeError if there was no call."""
+        """Boxes of the picture of the last call. RuntimeError if there was no call, or it was not recorded."""
         last = next(reversed(self.known.values()), None)
-        if last is None or not last.boxes:
+        if last is None:
             raise RuntimeError("there is nothing to draw yet: call the graph with a batch first")
+        if not last.boxes:
+            raise RuntimeError(
+                "there is nothing to draw: the last call had no lookup and no loss that could be recorded"
+            )
         return last.boxes
 
     def why_not_compiled(self) -> str:
