@@ -479,12 +479,12 @@ def test_a_row_that_a_delta_has_lost_does_not_come_back_as_it_was(tmp_path):
 
 
 def test_a_delta_of_ranks_that_lacks_a_part_is_lost_as_a_whole(tmp_path, rank_pool):
-    rank_pool(2, train_on_ranks, str(tmp_path / "rows"), None, [("base", None), ("d1", "base")], None)
-    (tmp_path / "rows" / "rank-1-of-2" / "snapshots" / "d1.snapshot").unlink()
+    rank_pool(2, train_on_ranks, str(tmp_path / "rows"), None, [("s0", None), ("s1", "s0")], None)
+    (tmp_path / "rows" / "rank-1-of-2" / "snapshots" / "s1.snapshot").unlink()
     found = json.loads(run("salvage", tmp_path / "rows", tmp_path / "new", "--json", code=1))["by_snapshot"]
-    assert found["base"]["whole"] and found["d1"]["unreadable"] == ["part 1", "file"]
+    assert found["s0"]["whole"] and found["s1"]["unreadable"] == ["part 1", "file"]
     run("check", tmp_path / "new")
-    assert read(tmp_path / "new", "base") == read(tmp_path / "rows", "base")
+    assert read(tmp_path / "new", "s0") == read(tmp_path / "rows", "s0")
 
 
 def test_check_and_loads_say_what_is_missing(tmp_path):
