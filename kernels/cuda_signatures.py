@@ -3,8 +3,10 @@
 A loop that takes elements is here in its vector form for float32 and for 16-bit weights, and one by one.
 """
 
-from typing import Any
+import importlib
+import pkgutil
 
+import oneemb.kernels
 from oneemb.kernels import (
     finite_cuda,
     gather_cuda,
@@ -20,21 +22,6 @@ from oneemb.kernels.jit import CudaLoop
 from oneemb.kernels.reduce_grads_cuda import sum_segment
 from oneemb.kernels.row_update_cuda import given
 from oneemb.kernels.rule_loops import RowUpdate
-from oneemb.kernels.update_adadelta import update_adadelta
-from oneemb.kernels.update_adagrad import update_adagrad
-from oneemb.kernels.update_adam import update_adam
-from oneemb.kernels.update_adamax import update_adamax
-from oneemb.kernels.update_ftrl import update_ftrl
-from oneemb.kernels.update_lamb import update_lamb
-from oneemb.kernels.update_lars import update_lars
-from oneemb.kernels.update_lion import update_lion
-from oneemb.kernels.update_nadam import update_nadam
-from oneemb.kernels.update_partial_row_wise_adam import update_partial_row_wise_adam
-from oneemb.kernels.update_radam import update_radam
-from oneemb.kernels.update_rmsprop import update_rmsprop
-from oneemb.kernels.update_row_wise_adagrad import update_row_wise_adagrad
-from oneemb.kernels.update_sgd import update_sgd
-from oneemb.kernels.update_smart_decay_adam import update_smart_decay_adam
 
 Cases = dict[str, tuple[CudaLoop, Signature]]
 
@@ -55,44 +42,18 @@ _EVERY_FORM = [
     for gradient, scaled in ((given, False), (sum_segment, False), (sum_segment, True))
 ]
 
-# Options of the optimizers. Only those in _UPDATES decide which loop it is; the others stand for any number.
-_OPTIONS: dict[str, Any] = dict(
-    lr=0.1, lr_decay=0.1, lr_power=-0.5, rho=0.9, alpha=0.9, eta=0.1, eps=0.1, beta=1.0, beta1=0.9, beta2=0.99,
-    lambda1=0.1, lambda2=0.1, weight_decay=0.1, momentum=0.0, momentum_decay=0.1, dampening=0.1, nesterov=True,
-    centered=False, amsgrad=False, decoupled_weight_decay=False,
-)  # fmt: skip
-_UPDATES: dict[str, tuple[RowUpdate, dict[str, Any]]] = {
-    "sgd": (update_sgd, {}),
-    "momentum": (update_sgd, {"momentum": 0.9}),
-    "adagrad": (update_adagrad, {}),
-    "adam": (update_adam, {}),
-    "amsgrad": (update_adam, {"amsgrad": True}),
-    "nadam": (update_nadam, {}),
-    "radam": (update_radam, {}),
-    "adamax": (update_adamax, {}),
-    "adadelta": (update_adadelta, {}),
-    "rmsprop, plain": (update_rmsprop, {}),
-    "rmsprop, momentum": (update_rmsprop, {"momentum": 0.9}),
-    "rmsprop, centered": (update_rmsprop, {"centered": True}),
-    "rmsprop": (update_rmsprop, {"momentum": 0.9, "centered": True}),
-    "row-wise adagrad": (update_row_wise_adagrad, {}),
-    "ftrl": (update_ftrl, {}),
-    "ftrl, another power": (update_ftrl, {"lr_power": -0.7}),
-    "lamb": (update_lamb, {}),
-    "lars": (update_lars, {}),
-    "lion": (update_lion, {}),
-    "partial row-wise adam": (update_partial_row_wise_adam, {}),
-    "smart decay adam": (update_smart_decay_adam, {}),
-}
-
 
 def updates() -> Cases:
-    """Loop of each form of each optimizer's update, and the types of its scalars."""
-    found = {}
-    for name, (update, options) in _UPDATES.items():
-        given = {**_OPTIONS, **options}
-        loops, scalars = update.plan(6, **{option: given[option] for option in update.options})
-        found[name] = loops.on_cuda, signature_of(scalars)
+    """Loop of each form of each optimizer's update, and the types of its scalars. An optimizer is a file `update_*.py`
+    here; updates that run the same loop have one form."""
+    files = [file.name for file in pkgutil.iter_modules(oneemb.kernels.__path__) if file.name.startswith("update_")]
+    modules = [importlib.import_module(f"oneemb.kernels.{name}") for name in files]
+    found: Cases = {}
+    for update in [value for module in modules for value in vars(module).values() if isinstance(value, RowUpdate)]:
+        for name, (loops, scalars) in update.planned().items():
+            case = loops.on_cuda, signature_of(scalars)
+            if case not in found.values():
+                found[name] = case
     return found
 
 

@@ -17,7 +17,7 @@ not cache compiled closures, and LLVM vectorizes a loop over elements only if it
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,13 +48,25 @@ class RowUpdate:
 
     Args:
         plan: (step, **options) -> (the loops, their scalars as NumPy numbers). `step` counts from 1.
+        forms: {name: options that choose other loops}, if options do; an option that is left out is 0.1, or False where
+            it is a flag. GPUs run what is named here. None = one form, with the name of `plan`.
     """
 
-    def __init__(self, plan: Callable[..., tuple[RowLoops, tuple]]):
+    def __init__(
+        self, plan: Callable[..., tuple[RowLoops, tuple]], forms: Mapping[str, Mapping[str, Any]] | None = None
+    ):
         functools.update_wrapper(self, plan)
         self.plan = plan
-        self.options = frozenset(inspect.signature(plan).parameters) - {"step"}
+        self.forms = forms or {plan.__name__.removeprefix("update_").replace("_", " "): {}}
+        kinds = {name: option.annotation for name, option in inspect.signature(plan).parameters.items()}
+        self.kinds = {name: kind for name, kind in kinds.items() if name != "step"}
+        self.options = frozenset(self.kinds)
         """Names of the options."""
+
+    def planned(self) -> dict[str, tuple[RowLoops, tuple]]:
+        """For each form the result of its plan, whose numbers stand for any others."""
+        any_options = {name: False if kind is bool else 0.1 for name, kind in self.kinds.items()}
+        return {name: self.plan(6, **any_options | dict(options)) for name, options in self.forms.items()}
 
     def __call__(
         self,

@@ -18,6 +18,7 @@ and operation order of torch.optim.Adam, AdamW and SparseAdam.
 """
 
 import math
+from functools import partial
 
 import numpy as np
 
@@ -61,7 +62,7 @@ def amsgrad(
 _ADAM, _AMSGRAD = element_loops(adam), element_loops(amsgrad)
 
 
-@row_update
+@partial(row_update, forms={"adam": {}, "amsgrad": {"amsgrad": True}})
 def update_adam(
     step: int,
     *,

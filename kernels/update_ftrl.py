@@ -13,6 +13,7 @@ initial_accumulator_value and z = 0 for any first weight as in TensorFlow's Ftrl
 """
 
 import math
+from functools import partial
 
 import numpy as np
 
@@ -56,7 +57,7 @@ def ftrl_published(
 _LOOPS, _PUBLISHED = element_loops(ftrl), element_loops(ftrl_published)
 
 
-@row_update
+@partial(row_update, forms={"ftrl": {"lr_power": -0.5}, "ftrl, another power": {}})
 def update_ftrl(
     step: int, *, lr: float, lr_power: float, lambda1: float, lambda2: float, beta: float, weight_decay: float
 ) -> tuple[RowLoops, tuple]:

@@ -14,6 +14,7 @@ Reference: Tieleman, Hinton. COURSERA: Neural Networks for Machine Learning, lec
 """
 
 import math
+from functools import partial
 
 import numpy as np
 
@@ -84,7 +85,15 @@ _LOOPS = {
 }
 
 
-@row_update
+@partial(
+    row_update,
+    forms={
+        "rmsprop, plain": {"momentum": 0.0},
+        "rmsprop, momentum": {},
+        "rmsprop, centered": {"momentum": 0.0, "centered": True},
+        "rmsprop": {"centered": True},
+    },
+)
 def update_rmsprop(
     step: int, *, lr: float, alpha: float, eps: float, weight_decay: float, momentum: float, centered: bool
 ) -> tuple[RowLoops, tuple]:

@@ -7,6 +7,8 @@
 Reference: Sutskever, Martens, Dahl, Hinton. ICML 2013, in the form and operation order of torch.optim.SGD.
 """
 
+from functools import partial
+
 import numpy as np
 
 from oneemb.kernels.jit import Number, rule
@@ -33,7 +35,7 @@ def momentum_sgd(
 _PLAIN, _MOMENTUM = element_loops(sgd), element_loops(momentum_sgd)
 
 
-@row_update
+@partial(row_update, forms={"sgd": {"momentum": 0.0}, "momentum": {}})
 def update_sgd(
     step: int, *, lr: float, momentum: float, dampening: float, nesterov: bool, weight_decay: float
 ) -> tuple[RowLoops, tuple]:

@@ -289,6 +289,63 @@ NAMED_BY_OTHERS = {
     "string_to_opt_type",
 }  # fmt: skip
 
+# ---- what a new optimizer touches ------------------------------------------------------------------------------------
+
+OPTIMIZERS = {path.stem.removeprefix("update_") for path in (ROOT / "kernels").glob("update_*.py")}
+
+# Files that may name any optimizer, beside its own: they are where one is added.
+REGISTRIES = {"graph/row_optimizers.py", "oneemb/optim.py"}
+
+# Code that names some, since another library has that name or since one stands for all. This list may only shrink.
+NAMES_OPTIMIZERS = {
+    "kernels/update_nadam.py": {"adam"},
+    "kernels/update_radam.py": {"adam"},
+    "graph/ops/late_check.py": {"sgd"},
+    "oneemb/cli/plan.py": {"sgd"},
+    "oneemb/dynamicemb/batched_dynamicemb_tables.py": {"sgd"},
+    "oneemb/dynamicemb/construct_twin_module.py": {"sgd"},
+    "oneemb/dynamicemb/optimizer.py": {"adagrad", "adam"},
+    "oneemb/dynamicemb/shard/sharded.py": {"adagrad", "row_wise_adagrad", "sgd"},
+    "oneemb/dynamicemb/table_dumps.py": {"adagrad", "adam", "row_wise_adagrad", "sgd"},
+    "oneemb/planning/machine.py": {"adagrad"},
+    "oneemb/planning/planned_embedding.py": {"sgd"},
+    "oneemb/tde/__init__.py": {"adam"},
+    "oneemb/tde/row_adam.py": {"adam"},
+    "oneemb/tde/table_tensors.py": {"adagrad", "adam", "sgd"},
+    "oneemb/torchrec/optimizers.py": {"adagrad", "row_wise_adagrad", "sgd"},
+    "oneemb/training/step_hooks.py": {"adagrad"},
+    "oneemb/training/warm_up.py": {"adagrad", "adam", "row_wise_adagrad", "sgd"},
+}
+
+
+def optimizers_named(text):
+    """Optimizers whose names are part of a name in the code, or of a string that is no sentence."""
+    words = []
+    for node in ast.walk(ast.parse(text)):
+        words += [
+            name
+            for field in ("id", "attr", "name", "arg", "module")
+            if isinstance(name := getattr(node, field, None), str)
+        ]
+        words += [node.value] if isinstance(node, ast.Constant) and isinstance(node.value, str) else []
+    snake = {re.sub(r"(?<=[a-z])(?=[A-Z])", "_", word).lower() for word in words if " " not in word}
+    longest_first = sorted(OPTIMIZERS, key=len, reverse=True)
+    return set(re.findall(rf"(?<![a-z])(?:{'|'.join(longest_first)})(?![a-z])", " ".join(snake)))
+
+
+def test_an_optimizer_is_named_by_its_own_file_and_the_registries():
+    found = {str(path.relative_to(ROOT)): optimizers_named(path.read_text()) for path in sources(*PACKAGES)}
+    for path in list(found):
+        own = Path(path).stem.removeprefix("update_") if path.startswith("kernels/update_") else ""
+        found[path] -= OPTIMIZERS if path in REGISTRIES else {own}
+    assert {path: names for path, names in found.items() if names} == NAMES_OPTIMIZERS
+
+
+def test_a_name_of_an_optimizer_is_found():
+    text = "from oneemb.kernels.update_lion import a\nRowWiseAdagrad\nb = ['a sentence on adam', 'torch.optim.SGD']\n"
+    assert optimizers_named(text) == {"lion", "row_wise_adagrad", "sgd"}
+
+
 FILE_LINES_MAX, CLASS_LINES_MAX = 500, 400
 
 
