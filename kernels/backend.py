@@ -22,6 +22,11 @@ from oneemb.kernels.arrays import Array, Bags, RowsOfIds, Terms
 from oneemb.kernels.init_rows import InitialRows
 from oneemb.kernels.jit import CpuLoop, CudaLoop
 
+BITS = {torch.float32: torch.float32, torch.float16: torch.uint16, torch.bfloat16: torch.int16}
+"""{dtype of weights: dtype in which loops see their bits}."""
+SUM_MAX = 2.0**127
+"""A float32 sum whose exact value is below this number is finite, however its additions round."""
+
 
 class Keys(Protocol):
     """The unique keys of N ids: `UniqueKeys` on the host, `DeviceKeys` on a GPU. A backend accepts only keys that it

@@ -31,8 +31,8 @@ import torch
 
 from oneemb.kernels import launch, reduce_grads_cuda
 from oneemb.kernels.arrays import Bags, RowsOfIds, Terms, rows_of_columns
+from oneemb.kernels.backend import BITS, SUM_MAX
 from oneemb.kernels.gather_cuda import gather_cuda
-from oneemb.kernels.host_backend import BITS, SUM_MAX
 from oneemb.kernels.init_rows import InitialRows
 from oneemb.kernels.init_rows_cuda import DeviceInitialRows, init_rows_cuda
 from oneemb.kernels.jit import CudaLoop

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from oneemb.kernels.arrays import Bags, RowsOfIds, Terms, rows_of_columns
-from oneemb.kernels.backend import Backend
+from oneemb.kernels.backend import BITS, SUM_MAX, Backend
 from oneemb.kernels.gather import copy_into, copy_words_in, gather
 from oneemb.kernels.init_rows import InitialRows, init_rows
 from oneemb.kernels.jit import CpuLoop
@@ -22,11 +22,6 @@ from oneemb.kernels.row_update import run_row_update
 from oneemb.kernels.threads import Threads
 from oneemb.kernels.unique_by_table import KeysByTable, unique_keys_by_table
 from oneemb.kernels.unique_keys import UniqueKeys, columns_are_faster, unique_keys, unique_keys_of_columns
-
-BITS = {torch.float32: torch.float32, torch.float16: torch.uint16, torch.bfloat16: torch.int16}
-"""{dtype of weights: dtype in which loops see their bits}."""
-SUM_MAX = 2.0**127
-"""A float32 sum whose exact value is below this number is finite, however its additions round."""
 
 OPENMP_MIN = 1 << 15
 """Size of a tensor, in values, from which on torch copies and compares it on several threads."""

@@ -226,19 +226,15 @@ def test_a_reach_into_private_parts_is_found():
     assert list(reach_ins(text, "storage/planted.py")) == ["2: self.store._tiers", "3: store.store_lock._torn"]
 
 
-def imported_when_loaded(path):
-    """Modules that importing a file imports, those that only types need included: not those within functions."""
+def imported_modules(text):
+    """Modules of the packages that a text imports: within functions, and those that only types need, included."""
     found = set()
-
-    def look(body):
-        for node in body:
-            if isinstance(node, ast.ImportFrom) and node.module:
-                whole = {f"{node.module}.{alias.name}" for alias in node.names} & MODULES.keys()
-                found.update(whole or {node.module} & MODULES.keys())
-            elif isinstance(node, ast.If | ast.Try):
-                look(node.body)
-
-    look(ast.parse(path.read_text()).body)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            whole = {f"{node.module}.{alias.name}" for alias in node.names} & MODULES.keys()
+            found.update(whole or {node.module} & MODULES.keys())
+        elif isinstance(node, ast.Import):
+            found.update({alias.name for alias in node.names} & MODULES.keys())
     return found
 
 
@@ -261,7 +257,12 @@ def circle_in(imports):
 
 
 def test_no_modules_import_each_other_in_a_circle():
-    assert not circle_in({module: imported_when_loaded(path) for module, path in MODULES.items()})
+    assert not circle_in({module: imported_modules(path.read_text()) for module, path in MODULES.items()})
+
+
+def test_a_circle_is_found_within_functions_too():
+    text = "import oneemb.storage.fs\ndef call():\n    from oneemb.kernels import jit\n"
+    assert imported_modules(text) == {"oneemb.storage.fs", "oneemb.kernels.jit"}
     assert circle_in({"a": ["b"], "b": ["c"], "c": ["b"]}) == ["b", "c", "b"]
 
 

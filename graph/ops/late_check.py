@@ -20,7 +20,7 @@ import torch
 
 from oneemb.graph.ops.grads import RowGrads
 from oneemb.graph.row_optimizers import has_own_update
-from oneemb.kernels.host_backend import SUM_MAX
+from oneemb.kernels.backend import SUM_MAX
 
 Counts = Sequence[tuple[Any, str]]
 """Objects and the names of their counts that a step changes."""

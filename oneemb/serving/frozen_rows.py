@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from oneemb.graph.ops.lookup import DTYPES as TRAINED
-from oneemb.kernels.host_backend import BITS
+from oneemb.kernels.backend import BITS
 from oneemb.kernels.init_rows import InitialRows
 from oneemb.serving.initial import InitialValues, constants_of, initial_of
 from oneemb.storage.errors import StorageError

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from oneemb.graph.tracers import tracer_of, uncompiled
+from oneemb.kernels.backend import BITS
 from oneemb.kernels.frozen_rows import OTHER, RowArrays
-from oneemb.kernels.host_backend import BITS
 from oneemb.kernels.indexed_rows import RowIndex, cells_for, pool_indexed, put_cells, read_indexed
 from oneemb.kernels.threads import Threads
 from oneemb.serving.frozen_rows import FrozenRows
