@@ -311,7 +311,7 @@ def report(case: dict[str, Any], seconds: dict[str, list[float]], options: argpa
     ssd = case["ssd"]
     plan = ssd._plans.latest
     assert plan is not None
-    prepare_ms = sum(one.ns / max(1, one.calls) for _, one in plan.prepare.stats()) / 1e6
+    prepare_ms = sum(one.ns / max(1, one.calls) for _, one in [*plan.keys.stats(), *plan.rows.stats()]) / 1e6
     before, after = (ops_in(graph) for graph in (plan.recorded, plan.whole.graph))
     steps = 3 * (options.rounds + 1) * (options.steps + 3)
     result = {

@@ -2,6 +2,7 @@
 
     recorded -> lower_embeddings -> [merge_embeddings] -> share_unique
              -> split_prepare       two halves; the first may run while the step before computes
+             -> split_keys          of the first half: the keys, then the prefetch of their rows
 
 Invariant: with any passes, lookups return the same rows as in eager mode.
 """
@@ -26,9 +27,11 @@ from oneemb.graph.passes import copy_graph, planned_in
 from oneemb.graph.passes.lower_embeddings import lower_embeddings
 from oneemb.graph.passes.merge_embeddings import Member, merge_embeddings
 from oneemb.graph.passes.share_unique import share_unique
+from oneemb.graph.passes.split_keys import split_keys
 from oneemb.graph.passes.split_prepare import split_prepare
 from oneemb.graph.recorder import Profile
 from oneemb.graph.tape import Tape, version_of
+from oneemb.storage.coming_batches import ComingBatches
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.merged_store import MergedStore
 
@@ -50,8 +53,9 @@ class Plan:
 
     Args:
         whole: runs all lookups of a batch; its inputs are the batch's values.
-        prepare: runs the half that may run ahead; its inputs are the batch's values.
-        lookup: runs the other half; its inputs are the results of `prepare`.
+        prepare: the half that may run ahead; its inputs are the batch's values.
+        keys, rows: run the two parts of `prepare`, one after the other.
+        lookup: runs the other half; its inputs are the results of `rows`.
         history: the graph as recorded and after each pass.
         constants: names of the tensors from outside the batch that `prepare` reads.
         others: number of lookups of a step that cannot be made ahead.
@@ -59,21 +63,41 @@ class Plan:
     """
 
     whole: Executor
-    prepare: Executor
+    prepare: fx.Graph
+    keys: Executor
+    rows: Executor
     lookup: Executor
     history: list[AfterPass]
     constants: Sequence[str]
     others: int
     find: Find
 
-    def run_ahead(self, values: Sequence[Any], announcement: ops.Announced, profile: Profile | None) -> list[Any]:
-        """Results of the first half for the values of a batch.
+    def find_keys(
+        self, values: Sequence[Any], announcement: ops.Announced | None, profile: Profile | None
+    ) -> list[Any]:
+        """Results of the first part of the first half, the keys, for the values of a batch.
 
         Args:
             announcement: the announcement of the batch, for lookups of rows that ranks share.
         """
-        prepared: list[Any] = self.prepare(self._inputs(values, announcement), profile)
+        found: list[Any] = self.keys(self._inputs(values, announcement), profile)
+        return found
+
+    def prefetch(self, found: Sequence[Any], profile: Profile | None) -> list[Any]:
+        """Results of the first half for the results of `find_keys`: known rows are read and pinned."""
+        prepared: list[Any] = self.rows(found, profile)
         return prepared
+
+    def add_coming(self, found: Sequence[Any]) -> list[tuple[ComingBatches, int]]:
+        """Note the keys of a batch, results of `find_keys`, in the stores whose caches decide by them what they evict.
+        Returns the batch's number in each of these stores."""
+        names = {node: place for place, node in enumerate(n for n in self.rows.graph.nodes if n.op == "placeholder")}
+        numbers: list[tuple[ComingBatches, int]] = []
+        for node in self.rows.graph.nodes:
+            if node.target is ops.prefetch:
+                store, keys = node.args
+                numbers += ops.add_coming(self.find(store.target), found[names[keys]])
+        return numbers
 
     def _inputs(self, values: Sequence[Any], announcement: ops.Announced | None = None) -> Sequence[Any]:
         return [*values, announcement] if self.announces else values
@@ -81,7 +105,7 @@ class Plan:
     @functools.cached_property
     def announces(self) -> bool:
         """Whether lookups are announced to other ranks."""
-        return any(node.target is ops.announce for node in self.prepare.graph.nodes)
+        return any(node.target is ops.announce for node in self.prepare.nodes)
 
     @property
     def recorded(self) -> fx.Graph:
@@ -122,7 +146,7 @@ class Plan:
 
     def executors(self) -> list[Executor]:
         """Executors of the plan."""
-        return [self.whole, self.prepare, self.lookup]
+        return [self.whole, self.keys, self.rows, self.lookup]
 
     def as_module(self, name: str) -> fx.GraphModule:
         """All lookups as one fx.GraphModule, for people to read."""
@@ -174,8 +198,9 @@ def compile_plan(
     keep("split_prepare, prepare", "prepare", prepare)
     keep("split_prepare, lookup", "lookup", lookup)
     find = _finder(root, embeddings, objects, tape.constants)
-    executors = Executor(graph, find), Executor(prepare, find, "prepare"), Executor(lookup, find)
-    return Plan(*executors, history, list(tape.constants), tape.others, find)
+    keys, rows = (Executor(part, find, "prepare") for part in split_keys(prepare))
+    whole, lookup_half = Executor(graph, find), Executor(lookup, find)
+    return Plan(whole, prepare, keys, rows, lookup_half, history, list(tape.constants), tape.others, find)
 
 
 def _members(

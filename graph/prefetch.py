@@ -3,11 +3,13 @@
     worker    load 0, prepare 0 | load 1, prepare 1 | load 2, prepare 2 | ...
     loop                        | compute 0         | compute 1         | ...
 
-On a GPU the worker has a stream of its own (streams.py), so that preparing and computing overlap there too.
+A second thread may read further batches for their ids alone (read_ahead.py). On a GPU the worker has a stream of its
+own (streams.py), so that preparing and computing overlap there too.
 
 Invariants:
 - the result of a step does not depend on whether, or how far ahead, its batch was prepared;
-- batch t + depth is loaded after the rows of batch t have been acquired, not before;
+- batch t + depth is taken from the loader after the rows of batch t have been acquired, not before, unless a thread
+  reads ahead;
 - an error of the loader, or of a preparation, is raised at the step of the same batch, with its traceback;
 - when `prefetch` is closed, as by leaving a for loop, no row is pinned and the thread has ended; if the loader is
   stuck, the thread ends when the loader returns;
@@ -32,8 +34,10 @@ import torch
 from oneemb.graph import ops
 from oneemb.graph.loaders import LoaderPosition
 from oneemb.graph.plan import Plan
+from oneemb.graph.read_ahead import ReadAhead
 from oneemb.graph.streams import Ahead, Mark, capture_gate
 from oneemb.kernels.threads import start, within_thread_code
+from oneemb.storage.coming_batches import ComingBatches
 
 # Seconds that closing a loop waits for its loader. The wait has a limit since the loader may wait for the closing
 # thread: the garbage collector closes a forgotten loop on any thread, whatever locks that thread holds.
@@ -61,6 +65,10 @@ class Prepared:
     """Results of the first half of the plan."""
     versions: list[tuple[int, int]] | None = None
     """Result of `Plan.versions` when the batch was prepared."""
+    found: Sequence[Any] | None = None
+    """Keys of the batch, results of `Plan.find_keys`, if they were found before the batch was prepared."""
+    coming: Sequence[tuple[ComingBatches, int]] = ()
+    """Number of the batch in each store whose cache knows that the batch will come."""
     announced: ops.Announced = ops.NOTHING_ANNOUNCED
     """The lookups of the batch that ranks have announced."""
     position: LoaderPosition | None = None
@@ -76,6 +84,12 @@ class Prepared:
         """Note that the call for the batch is made; see `LoaderPosition.trained`."""
         if self.position is not None:
             self.position.trained(updated)
+
+    def reach(self) -> None:
+        """Note that the rows of the batch are acquired."""
+        for part, number in self.coming:
+            part.reach(number)
+        self.coming = ()
 
     def drop(self) -> None:
         """Unpin the rows that were prefetched but not acquired."""
@@ -98,6 +112,7 @@ class Worker(Generic[Batch]):
     ):  # fmt: skip
         self._at_end = at_end
         self._batches: list[Iterable[Batch]] = [batches]  # empty once the thread iterates over the batches
+        self._reader = batches if isinstance(batches, ReadAhead) else None
         self._prepare = prepare
         self.made: deque[Prepared] = deque()
         self._ready: SimpleQueue[None] = SimpleQueue()  # one element for each batch in `made` that the loop has to take
@@ -121,6 +136,8 @@ class Worker(Generic[Batch]):
                 try:
                     self._load()
                 finally:
+                    if self._reader is not None:
+                        self._reader.close()
                     self._at_end()
                 while not self._closed:
                     self._permits.get()
@@ -182,6 +199,8 @@ class Worker(Generic[Batch]):
         """End the thread. If an interrupt ends this call early, it may be called again."""
         self._closed = True
         self._permits.put(None)
+        if self._reader is not None:
+            self._reader.close()
         # Do not wait for a thread that has not begun, in a forked child (which has no such thread), or when the
         # interpreter ends and no thread runs any more.
         if self._process is None:
@@ -198,6 +217,8 @@ class Worker(Generic[Batch]):
                 _get(self._ended, self._patience_s)
             if not within_thread_code():  # otherwise `join` could hang; the thread ends by itself a moment later
                 self._thread.join()
+            if self._reader is not None and not self._reader.wait(self._patience_s):
+                raise Empty
         except Empty:
             if self._patience_s:
                 self._patience_s = 0.0

@@ -7,6 +7,7 @@ are not allowed now. A store has parts (store_part.py), each with calls of its o
     store.policy       policies of tables: evictions, scores, counts of ids seen
     store.snapshots    snapshots: save, load and delete, between two steps
     store.replicas     keys and rows of replicated tables
+    store.coming       batches that will be looked up, by which the hot tier decides what it evicts last
     store.holder       lets other objects of the process ask the store to free its folder
 
 store_rows.py has calls on rows by key, and on all rows.
@@ -39,6 +40,7 @@ from oneemb.kernels.host_backend import HostBackend
 from oneemb.kernels.init_rows import InitialRows
 from oneemb.kernels.threads import Threads
 from oneemb.storage.bottom import Bottom, TableBottom
+from oneemb.storage.coming_batches import ComingBatches
 from oneemb.storage.errors import StorageError, StoreFullError
 from oneemb.storage.folder_holder import FolderHolder
 from oneemb.storage.locking.pins import PinBook
@@ -148,6 +150,7 @@ class EmbeddingStore:
         self.journal = Journal(self.rows, self.replicas, threads)
         """Snapshots on which a new delta can be based. Use under the store lock only."""
         self.form = StoreForm(self, self.engine, threads)
+        self.coming = ComingBatches(self)
         self.snapshots = StoreSnapshots(self, bottom, self.journal, self.engine, self.policy, self.replicas)
         self._closed = ""
         """Advice in the errors of a closed store; "" = the store is open."""

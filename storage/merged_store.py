@@ -24,6 +24,7 @@ from oneemb.kernels.backend import Keys
 from oneemb.kernels.hash_index import find_each
 from oneemb.kernels.host_backend import HostBackend
 from oneemb.kernels.slot_marks import set_marks
+from oneemb.storage.coming_batches import ComingBatches
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.rows.row_format import RowFormat
@@ -162,6 +163,11 @@ class MergedStore:
             raise
         parts = [held[m] for m in range(len(self.members))]
         return MergedPrefetched(self, parts, np.broadcast_to(np.int64(-1), len(keys.id_U)))
+
+    def add_coming(self, keys: Keys, begin_M1: np.ndarray) -> list[tuple[ComingBatches, int]]:
+        """Note in each member the keys of a batch that will be looked up. Returns the batch's number in each member."""
+        parts = enumerate(store.coming for store in self.members)
+        return [(part, part.add(self._own_keys(m, keys, begin_M1))) for m, part in parts if part.counts]
 
     def unprefetch(self, prefetched: MergedPrefetched) -> None:
         """Unpin the rows that `prefetch` pinned, unless a call of `acquire_found` or `acquire_rest` has taken over the

@@ -185,7 +185,7 @@ def test_a_loop_closed_by_the_collector_under_a_lock_that_its_thread_wants_does_
         may_load.wait(60)
         yield from batches[1:]
 
-    forgotten = [graph.run(loader(), prefetch_depth=2)]
+    forgotten = [graph.run(loader(), prefetch_depth=2, lookahead=0)]
     next(forgotten[0])
     forgotten.append(forgotten)
     (worker,) = threads()

@@ -46,7 +46,7 @@ def state():
     """Open files, but for the chunks of tables, which grow in number; and threads, but for those that stores keep."""
     files = open_files("oneemb-test-")
     names = sorted(one.name for one in threading.enumerate())
-    threads = [name for name in names if not name.startswith("oneemb-") or name == "oneemb-prefetch"]
+    threads = [name for name in names if not name.startswith("oneemb-") or name.startswith("oneemb-prefetch")]
     return files, threads
 
 

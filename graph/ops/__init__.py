@@ -49,7 +49,7 @@ from oneemb.graph.ops.merged import (
 from oneemb.graph.ops.op import OPS
 from oneemb.graph.ops.owner_grads import reduce_to_owners, shuffle_grads
 from oneemb.graph.ops.reading import check_pooling, peek, read_ids
-from oneemb.graph.ops.reserve import Reserved, prefetch, reserve, unprefetch
+from oneemb.graph.ops.reserve import Reserved, add_coming, prefetch, reserve, unprefetch
 from oneemb.graph.ops.row_grad import RowGrad, refuse_dense
 from oneemb.graph.ops.update import (
     Groups,
@@ -75,7 +75,7 @@ from oneemb.graph.ops.with_grad import with_grad
 __all__ = [
     "Announced", "AnnouncedLookup", "Counts", "Groups", "Keys", "LateCheck", "Lease", "LookupAhead", "LookupOnRanks",
     "MergedKeys", "MergedLookup", "MergedReserved", "NOTHING_ANNOUNCED", "NonFiniteGradientError", "OPS", "Reserved",
-    "RowGrad", "RowGrads", "StepOptimizer", "acquire", "acquire_later", "add_note", "advance", "announce",
+    "RowGrad", "RowGrads", "StepOptimizer", "acquire", "acquire_later", "add_coming", "add_note", "advance", "announce",
     "announced_lookup", "begin_lookup", "check_finite", "check_merged_pooling", "check_pooling", "equal",
     "forget_unscaled", "gather", "gather_merged", "in_backward", "keep", "look_up_on_ranks", "may_step",
     "measure_reduce", "measure_update", "options_of", "part_of", "peek", "prefetch", "read_ids", "reduce_grads",

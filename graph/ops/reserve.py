@@ -16,8 +16,9 @@ from oneemb.graph.ops.lookup import Lease, acquire
 from oneemb.graph.ops.merged import MergedKeys, MergedReserved, MergedRows
 from oneemb.graph.ops.op import LOOKUP, PREPARE, Op
 from oneemb.graph.ops.reading import check_place
+from oneemb.storage.coming_batches import ComingBatches
 from oneemb.storage.embedding_store import EmbeddingStore
-from oneemb.storage.merged_store import MergedPrefetched
+from oneemb.storage.merged_store import MergedPrefetched, MergedStore
 from oneemb.storage.tiers.hot_rows import Prefetched
 
 
@@ -94,6 +95,15 @@ def prefetch(store: Any, keys: Keys | MergedKeys) -> Prefetched | MergedPrefetch
     else:
         prefetched = store.prefetch(keys.unique, MergedRows(store, keys).begin_M1)
     return prefetched
+
+
+def add_coming(store: EmbeddingStore | MergedStore, keys: Keys | MergedKeys) -> list[tuple[ComingBatches, int]]:
+    """Note the keys of a batch that a loop has read long before its step. Returns the number of the batch in each store
+    whose cache it concerns."""
+    if isinstance(store, MergedStore):
+        assert isinstance(keys, MergedKeys)
+        return store.add_coming(keys.unique, MergedRows(store, keys).begin_M1)
+    return [(store.coming, store.coming.add(keys.unique))] if store.coming.counts else []
 
 
 def unprefetch(values: Iterable[object]) -> None:

@@ -59,7 +59,7 @@ class GraphViews(torch.nn.Module):
         return "\n".join(
             [
                 f"{type(self).__name__}: {recorded} ops recorded, {lowered} compiled",
-                _indented("prepare", plan.prepare.graph),
+                _indented("prepare", plan.prepare),
                 _indented("lookup", plan.lookup.graph),
                 f"build: Python; {plan.others} lookups of ids that are not known before",
             ]

@@ -1,5 +1,6 @@
 """Loops of a graph over a loader. A thread loads and prepares coming batches; loops of ranks end and fail together."""
 
+import contextlib
 import functools
 import traceback
 import zlib
@@ -7,20 +8,29 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
+import torch
+
 from oneemb.embeddings.embedding import embeddings_of
 from oneemb.graph import ops
 from oneemb.graph.hidden_frames import hide_frames
 from oneemb.graph.inputs import Signature
 from oneemb.graph.loaders import LoaderPosition, Together
 from oneemb.graph.one_rank import ALONE
-from oneemb.graph.prefetch import Prepared, prefetch
+from oneemb.graph.plan import Plan
+from oneemb.graph.prefetch import Follow, Prepared, prefetch
 from oneemb.graph.rank_messages import mark_reported, moment, whole_exchange
 from oneemb.graph.ranks import AnyRanks, Ranks
+from oneemb.graph.read_ahead import ReadAhead
+from oneemb.storage.coming_batches import ComingBatches
+from oneemb.storage.errors import StorageError
 from oneemb.storage.locking.step_lock import in_step
 from oneemb.training.graph_views import GraphViews
 from oneemb.training.plan_cache import Batch, key_of
 
 Result = TypeVar("Result")
+
+LOOKAHEAD = 16
+"""Number of batches that a loop reads further ahead, if nobody says another."""
 
 # Called when a step has acquired its rows, so that one more batch may be prepared.
 OnAcquired = Callable[[], None]
@@ -83,7 +93,7 @@ class LoaderLoops(GraphViews):
         """Whether lookups may insert rows and get gradients."""
         return False
 
-    def run(self, loader: Iterable[Any], prefetch_depth: int = 1) -> "Loop":
+    def run(self, loader: Iterable[Any], prefetch_depth: int = 1, lookahead: int = LOOKAHEAD) -> "Loop":
         """Call the graph for each batch of a loader, while a thread loads and prepares coming batches.
 
         `for loss in graph.run(loader): ...` computes the same bits as `for batch in loader: loss = graph(*batch)`.
@@ -110,34 +120,49 @@ class LoaderLoops(GraphViews):
                 `forward` surrounds the graph's step, or if the graph has forward or backward hooks when the loop
                 begins, since these may change the batch. Hooks registered later, or for all modules, run for the
                 graph's modules, but for the graph itself only if no batch is prepared ahead.
+            lookahead: number of further batches that a second thread reads from the loader, up to 256 MiB of them, for
+                their ids alone: a cache over a disk or a server then evicts last the rows that come soonest, and reads
+                fewer rows. 0 = none. It has no effect with other stores, with ranks, once the process uses CUDA, or if
+                no batch is prepared ahead.
 
         Returns:
             A generator of the results of `build`, one for each batch, with the length of the loader if it has one.
 
         Raises:
-            ValueError: prefetch_depth is not an int of at least 0.
+            ValueError: prefetch_depth or lookahead is not an int of at least 0.
             RuntimeError: a call raised StopIteration, which would end the loop as if there were no more batches.
             An error of the loader, at the batch that it did not yield, with its traceback; an error of a call.
         """
-        if isinstance(prefetch_depth, bool) or not isinstance(prefetch_depth, int) or prefetch_depth < 0:
-            raise ValueError(f"prefetch_depth must be an int of at least 0, got {prefetch_depth!r}")
+        for name, number in (("prefetch_depth", prefetch_depth), ("lookahead", lookahead)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+                raise ValueError(f"{name} must be an int of at least 0, got {number!r}")
         if self._surrounds_step():
             prefetch_depth = 0
         ranks = self._ranks()
+        if not (ranks.alone and prefetch_depth) or torch.cuda.is_initialized():
+            lookahead = 0
         self._position = position = LoaderPosition(self._position.state)
         if ranks.alone:
-            return Loop(self._loop(position.read(loader), prefetch_depth, ranks, position), loader)
-        batches: list[Together] = []
+            return Loop(
+                self._loop(self._read(position.read(loader), lookahead), prefetch_depth, ranks, position), loader
+            )
+        together: list[Together] = []
         try:
             with whole_exchange():  # An interrupt waits until it can be reported to the ranks, which start the loop.
                 ahead = self._connect(ranks)
                 left = functools.partial(self._connections.append, (ranks.group, ahead))
-                batches.append(Together(ahead, position.read(loader), left))
-            return Loop(self._loop(batches[0], prefetch_depth, ahead, position), loader)
+                together.append(Together(ahead, position.read(loader), left))
+            return Loop(self._loop(together[0], prefetch_depth, ahead, position), loader)
         except BaseException:
-            for one in batches:
+            for one in together:
                 one.leave()
             raise
+
+    def _read(self, loader: Iterable[Any], lookahead: int) -> Iterable[Any]:
+        """The batches of a loader; read ahead, if a cache decides by their ids what it evicts."""
+        if not lookahead or not any(embedding.store.coming.counts for embedding in embeddings_of(self).values()):
+            return loader
+        return ReadAhead(loader, self._look_ahead, bytes_of, lookahead)
 
     def _connect(self, ranks: Ranks) -> Ranks:
         """The ranks with connections that no other loop uses. Every rank must call it."""
@@ -185,6 +210,8 @@ class LoaderLoops(GraphViews):
         self, loader: Iterable[Any], depth: int, ranks: AnyRanks, position: LoaderPosition
     ) -> Generator[Any, None, None]:  # fmt: skip
         leave = loader.leave if isinstance(loader, Together) else lambda: None
+        if isinstance(loader, ReadAhead):
+            leave = functools.partial(forget_coming, [one.store.coming for one in embeddings_of(self).values()])
         if depth:
             prepare = functools.partial(self._prepare, ranks=ranks, position=position)
             devices = [embedding.store.backend.device for embedding in embeddings_of(self).values()]
@@ -248,7 +275,7 @@ class LoaderLoops(GraphViews):
         return Batch(embeddings_of(self), args, kwargs, *self._signature.flatten(args, kwargs))
 
     def _prepare(
-        self, batch: Any, follow: Callable[[list[tuple[int, int]]], object] | None = None, ranks: AnyRanks = ALONE,
+        self, batch: Any, follow: Follow | None = None, ranks: AnyRanks = ALONE,
         position: LoaderPosition | None = None,
     ) -> Prepared:  # fmt: skip
         """A batch with the values that can be computed ahead of its step. Runs on the worker's thread.
@@ -261,36 +288,75 @@ class LoaderLoops(GraphViews):
             position: position of the loop that read the batch.
         """
         with ops.Announced(ranks) as announced:
-            prepared = self._prepare_lookups(batch, announced, follow)
+            prepared = batch if isinstance(batch, Prepared) else Prepared(self._spread(batch))
+            try:
+                if prepared.plan is None or prepared.plan is not self._plan_for(prepared.batch):
+                    self._find_keys(prepared, announced, follow)
+                if prepared.plan is not None and prepared.found is not None:
+                    prepared.values = prepared.plan.prefetch(prepared.found, self._active_profile())
+            except Exception:
+                # `build` will raise an error of the batch at its line. Or modules of the graph were just replaced.
+                prepared.plan = None
+        prepared.found = None
         prepared.announced, prepared.position = announced, position
         return prepared
 
-    def _prepare_lookups(
-        self, batch: Any, announced: ops.Announced, follow: Callable[[list[tuple[int, int]]], object] | None
-    ) -> Prepared:
+    def _spread(self, batch: Any) -> Batch:
         args, kwargs = self._signature.spread(batch)
-        spread = Batch({}, args, kwargs, *self._signature.flatten(args, kwargs))
-        try:
-            known = self._plans.known.get(key_of(spread._replace(embeddings=embeddings_of(self)), self._inserts()))
-            plan = None if known is None else known.plan
-            if plan is None:
-                return Prepared(spread)
-            versions = plan.versions()
-            if versions and follow is not None:
-                follow(versions)  # A kernel that changes a tensor is launched before the tensor's version changes.
-            values = plan.run_ahead(spread.values, announced, self._active_profile())
-        except Exception:
-            # `build` will raise an error of the batch at its line. Or modules of the graph were just replaced.
-            return Prepared(spread)
-        return Prepared(spread, plan, values, versions)
+        return Batch({}, args, kwargs, *self._signature.flatten(args, kwargs))
 
-    def _compute_prepared(self, prepared: Prepared, on_acquired: OnAcquired | None) -> Any:
+    def _find_keys(self, prepared: Prepared, announced: ops.Announced, follow: Follow | None) -> None:
+        """Find the keys of a batch, if there is a plan for it."""
+        prepared.plan = prepared.found = None
+        plan = self._plan_for(prepared.batch)
+        if plan is None:
+            return
+        versions = plan.versions()
+        if versions and follow is not None:
+            follow(versions)  # A kernel that changes a tensor is launched before the tensor's version changes.
+        prepared.found = plan.find_keys(prepared.batch.values, announced, self._active_profile())
+        prepared.plan, prepared.versions = plan, versions
+
+    def _plan_for(self, batch: Batch) -> Plan | None:
+        known = self._plans.known.get(key_of(batch._replace(embeddings=embeddings_of(self)), self._inserts()))
+        return None if known is None else known.plan
+
+    def _look_ahead(self, batch: Any) -> Prepared:
+        """A batch that was just read from the loader, with its keys, of which the caches are told. Runs on the reader's
+        thread."""
+        prepared = Prepared(self._spread(batch))
+        try:
+            self._find_keys(prepared, ops.NOTHING_ANNOUNCED, None)
+            if prepared.plan is not None and prepared.found is not None:
+                prepared.coming = prepared.plan.add_coming(prepared.found)
+        except Exception:  # as in `_prepare`
+            prepared.found = None
+        return prepared
+
+    def _compute_prepared(self, prepared: Prepared, on_acquired: OnAcquired) -> Any:
         # The current embeddings: modules may have been replaced since the batch was prepared.
         batch = prepared.batch._replace(embeddings=embeddings_of(self))
-        return _of_a_loop(lambda: self._in_step(batch, lambda: self._step(batch, prepared, on_acquired)))
+
+        def acquired() -> None:
+            prepared.reach()
+            on_acquired()
+
+        return _of_a_loop(lambda: self._in_step(batch, lambda: self._step(batch, prepared, acquired)))
 
     def _in_step(self, batch: Batch, step: Callable[[], Any]) -> Any:
         return in_step([embedding.store.step_lock for embedding in batch.embeddings.values()], step)
+
+
+def bytes_of(prepared: Prepared) -> int:
+    """Bytes of a batch's tensors and arrays."""
+    return sum(int(getattr(value, "nbytes", 0)) for value in prepared.batch.values)
+
+
+def forget_coming(parts: Iterable[ComingBatches]) -> None:
+    """Forget the batches that were read and will not be looked up."""
+    for part in parts:
+        with contextlib.suppress(StorageError):  # The store was closed, or this process is a child of fork.
+            part.forget()
 
 
 def _of_a_loop(step: Callable[[], Result]) -> Result:

@@ -93,7 +93,8 @@ class HotTier(MemoryTier):
         self._threads = threads
         self._writing = threading.Lock() if writing is None else writing
         self._index = HashIndex(threads)
-        self._victims = VictimClock(self._index, self.slots, threads)
+        self.victims = VictimClock(self._index, self.slots, threads)
+        """Chooses the rows that a cache evicts."""
         # A resident tier evicts nothing and counts pins for its statistics only: it keeps a list of pins and adds them
         # up when the statistics are read. Most pins are released before that, with the same array with which they were
         # made, and are then taken off the list.
@@ -421,7 +422,7 @@ class HotTier(MemoryTier):
     def _evict_for(self, size: int) -> None:
         """Evict rows until `size` slots are free, or all rows are pinned."""
         while (short := size - self._free.left(self.slots)) > 0:
-            table_V, id_V, slot_V = self._victims.choose(short, self.score_S, self.pin_S)
+            table_V, id_V, slot_V = self.victims.choose(short, self.score_S, self.pin_S)
             if len(slot_V) == 0:
                 return  # All rows are pinned.
             self._evict_these((table_V, id_V, slot_V), self._dirty_S[slot_V].nonzero()[0])
@@ -444,7 +445,7 @@ class HotTier(MemoryTier):
             self._noted_pins.clear()
             self._pinned_X[:] = 0
         self.pin_S[: self._free.used] = 0
-        self._victims.restart()
+        self.victims.restart()
         self._dirty_S[: self._free.used] = False
         self._free.clear()
         self._temporary = 0

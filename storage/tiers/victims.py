@@ -6,8 +6,11 @@ shards of a round follows from the number of slots that are needed now, so the t
 cache. After all shards have had a turn, each has lost the same share of its rows. In a small cache a round looks at all
 shards.
 
+Rows whose next use is known, from batches that a loop has read ahead (coming_uses.py), are evicted after all others,
+those with the latest use first.
+
 Invariants:
-- the choice depends on the index, scores, pins and earlier rounds, never on the number of threads;
+- the choice depends on the index, scores, pins, known uses and earlier rounds, never on the number of threads;
 - a round looks at no more rows than the larger of `_LOOKED` * needed slots and `_ROUND_ROWS`, plus one shard.
 
 S slots, N rows of a round, V rows to evict.
@@ -21,10 +24,14 @@ import numpy as np
 from oneemb.kernels.shard_rows import keys_in_cells, least_of, rows_of_shards
 from oneemb.kernels.threads import Threads
 from oneemb.storage.hash_index import SHARDS, HashIndex
+from oneemb.storage.tiers.coming_uses import NO_USE, ComingUses
 
 # Number of rows that a round looks at for each row that it evicts, and the least number that it looks at.
 _LOOKED = 16
 _ROUND_ROWS = 1 << 15
+
+# A row whose next use is in batch n has this number minus n instead of its score: more than any score's bits.
+_AWAITED = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
 class Victims(NamedTuple):
@@ -41,6 +48,30 @@ class VictimClock:
     def __init__(self, index: HashIndex, slots: int, threads: Threads):
         self._index, self._slots, self._threads = index, slots, threads
         self._shard = 0  # where the next round begins
+        self._coming: ComingUses | None = None  # None = no batch was announced yet
+        self._next_use_S = np.empty(0, np.int32)  # batch of each row's next use, as far as it is known
+
+    def add_batch(self, table_U: np.ndarray, id_U: np.ndarray) -> int:
+        """Note the keys of one more batch that will be looked up. Returns its number."""
+        if self._coming is None:
+            self._coming, self._next_use_S = ComingUses(self._threads), np.zeros(self._slots, np.int32)
+        first = self._coming.add(table_U, id_U)
+        slot_N = self._index.find(table_U[first], id_U[first])
+        self._next_use_S[slot_N[slot_N >= 0]] = self._coming.added
+        return self._coming.added
+
+    def reach_batch(self, number: int) -> None:
+        """Note that the announced batches up to this number have pinned their rows: their next uses count from now."""
+        while self._coming is not None and (batch := self._coming.reach(number)) is not None:
+            table_U, id_U, next_U = batch
+            slot_U = self._index.find(table_U, id_U)
+            found_U = slot_U >= 0
+            self._next_use_S[slot_U[found_U]] = next_U[found_U]
+
+    def forget_batches(self) -> None:
+        """Forget the announced batches that are not reached: no step will look them up."""
+        if self._coming is not None:
+            self._coming.forget()
 
     def choose(self, need: int, score_S: np.ndarray, pin_S: np.ndarray) -> Victims:
         """Choose the rows to evict in one round: at least `need`, or fewer if the round ends at the last shard; no rows
@@ -61,18 +92,25 @@ class VictimClock:
             share = self._slots * (shards.stop - shards.start) // (SHARDS * _LOOKED)
             victims = self._least(shards, max(math.ceil(need * part), share), score_S, pin_S)
             if len(victims.slot_V):
+                if self._coming is not None:
+                    self._next_use_S[victims.slot_V] = NO_USE
                 return victims
         return victims
 
     def _least(self, shards: slice, count: int, score_S: np.ndarray, pin_S: np.ndarray) -> Victims:
-        """The `count` unpinned rows with the lowest scores in these shards, or all if there are fewer. Of rows with
+        """The `count` unpinned rows of these shards that are evicted first, or all if there are fewer. Of rows with
         equal scores, those in lower slots are chosen."""
         address_P, cells_P = (array[shards] for array in self._index.shards)
         score_S2 = score_S.view(np.uint32).reshape(-1, 2)  # Scores are 0 or more, so their bits order like the numbers.
         cell_N, score_N = rows_of_shards(address_P, cells_P, score_S2, 0, pin_S, threads=self._threads)
+        if self._coming is not None:
+            next_use_N = self._next_use_S[keys_in_cells(cell_N)[2]]
+            awaited = np.flatnonzero(next_use_N > self._coming.reached)
+            score_N[awaited] = _AWAITED - next_use_N[awaited].astype(np.uint64)
         chosen = least_of(score_N, count, lambda place_E: keys_in_cells(cell_N[place_E])[2])
         return Victims(*keys_in_cells(cell_N[np.sort(chosen)]))
 
     def restart(self) -> None:
-        """Begin at the first shard again."""
+        """Begin at the first shard again, in a cache without rows."""
         self._shard = 0
+        self._next_use_S[:] = NO_USE
