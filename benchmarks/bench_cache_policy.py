@@ -1,6 +1,7 @@
-"""How often a cache holds the rows a batch asks for, by policy: "lru", "lfu", and the best fixed choice of rows.
+"""How often a cache holds the rows of a batch, by policy: "lru", "lfu", "lfu" that knows the next batches, and the best
+fixed choice of rows.
 
-    python benchmarks/bench_cache_policy.py [--half-life 1 4 8 16 64] [--cases zipf drift ...]
+    python benchmarks/bench_cache_policy.py [--half-life 1 4 8 16 64] [--lookahead 16] [--cases zipf drift ...]
 
 The hot tier itself runs, over a store that has every row; only which rows are asked for is made up or read:
 
@@ -9,9 +10,12 @@ The hot tier itself runs, over a store that has every row; only which rows are a
     fast drift  the same within 400 batches, in which a cache of 20 % takes in its own size some 7 times
     scan        Zipf's law, and in 50 of every 300 batches ids never seen before or after
     kuairand    the click log of the examples, event after event, all 65 fields; only where the data is
+    orm, web    traces of a shop's database in a busy hour, and of the pages of a shop; only where the data is
 
-Caches hold 1, 5 and 20 % of the rows there are. `--half-life` tries "lfu" with other half-lives, in multiples of the
-cache's slots; 8 is built in. Printed are hit rates after the cache has filled, and one JSON line a case.
+Caches hold 1, 5, 10 and 20 % of the rows there are. `--lookahead` is the number of batches that a loop reads ahead.
+`--half-life` tries "lfu" with other half-lives, in multiples of the cache's slots; 8 is built in. Printed are, after
+the cache has filled, hit rates and the rows read a batch, which are the misses without first uses; and one JSON line a
+case.
 
 "best fixed" is the share of uses that go to the most used rows, as many as there are slots: what a cache whose rows are
 chosen with hindsight, once and for all, would hold.
@@ -19,6 +23,7 @@ chosen with hindsight, once and for all, would hold.
 
 import argparse
 import json
+import lzma
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,7 +36,7 @@ from oneemb.kernels.threads import Threads
 from oneemb.storage.tiers import hot_tier
 
 _ROWS, _BATCH = 300_000, 2048
-_SHARES = (0.01, 0.05, 0.2)
+_SHARES = (0.01, 0.05, 0.1, 0.2)
 
 
 class AllRows:
@@ -57,45 +62,62 @@ class AllRows:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--half-life", type=float, nargs="*", default=[hot_tier.HALF_LIFE])
+    parser.add_argument("--lookahead", type=int, nargs="*", default=[16])
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
     parser.add_argument("--batches", type=int, default=1600)
     options = parser.parse_args()
     print(json.dumps(machine()), flush=True)
-    policies: dict[str, tuple[str, float]] = {"lru": ("lru", 1)}
+    policies: dict[str, tuple[str, float, int]] = {"lru": ("lru", 1, 0)}
     for half_life in options.half_life:
-        policies["lfu" if len(options.half_life) == 1 else f"lfu {half_life:g}"] = ("lfu", half_life)
-    rows = []
+        name = "lfu" if len(options.half_life) == 1 else f"lfu {half_life:g}"
+        for ahead in [0, *options.lookahead]:
+            policies[f"{name}, {ahead} ahead" if ahead else name] = ("lfu", half_life, ahead)
+    rate_rows, read_rows = [], []
     for case in options.cases:
         batches = [id_U.astype(np.int64) for id_U in CASES[case](options.batches)]
         if not batches:
             print(f"{case}: no data here", file=sys.stderr)
             continue
-        known = len(np.unique(np.concatenate(batches))) if case == "kuairand" else _ROWS
+        known = len(np.unique(np.concatenate(batches))) if case in ("kuairand", "orm", "web") else _ROWS
         largest = max(map(len, batches))
         for share in _SHARES:
             slots = int(known * share)
             if slots < 1.5 * largest:
                 continue
-            rate = {name: hit_rate(batches, slots, *policy) for name, policy in policies.items()}
+            found = {name: simulate(batches, slots, *policy) for name, policy in policies.items()}
+            rate, read = ({name: one[i] for name, one in found.items()} for i in range(2))
             rate["best fixed"] = best_fixed(batches[len(batches) // 2 :], slots)
-            print(json.dumps({"case": case, "cache_share": share, "slots": slots, "hit_rate": rate}), flush=True)
-            rows.append([case, f"{share:.0%}", *(f"{100 * one:.1f}" for one in rate.values())])
-    print(table(["ids", "cache", *policies, "best fixed"], rows))
+            result = {"case": case, "cache_share": share, "slots": slots, "hit_rate": rate, "rows_read_a_batch": read}
+            print(json.dumps(result), flush=True)
+            rate_rows.append([case, f"{share:.0%}", *(f"{100 * one:.1f}" for one in rate.values())])
+            read_rows.append([case, f"{share:.0%}", *(f"{one:.0f}" for one in read.values())])
+    print(table(["hit rate, %", "cache", *policies, "best fixed"], rate_rows))
+    print(table(["rows read a batch", "cache", *policies], read_rows))
 
 
-def hit_rate(batches: list[np.ndarray], slots: int, policy: str, half_life: float) -> float:
+def simulate(
+    batches: list[np.ndarray], slots: int, policy: str, half_life: float, lookahead: int
+) -> tuple[float, float]:
+    """(hit rate, rows read a batch) of the second half of the batches."""
     hot_tier.HALF_LIFE = half_life
     tier = hot_tier.HotTier(
         "cache", row_width=4, slots=slots, below=AllRows(), resident=False, policy=policy, init=lambda *_: None,
         threads=Threads(1),
     )  # fmt: skip
     backend = HostBackend(Threads(1))
+    half, known = len(batches) // 2, 0
     for n, id_U in enumerate(batches):
-        if n == len(batches) // 2:
+        if n == half:
             before = tier.stats()
-        tier.release(tier.acquire(backend.distinct_keys(np.zeros(len(id_U), np.int32), id_U))[0])
+        while lookahead and known < min(len(batches), n + 1 + lookahead):
+            tier.victims.add_batch(np.zeros(len(batches[known]), np.int32), batches[known])
+            known += 1
+        slot_U = tier.acquire(backend.distinct_keys(np.zeros(len(id_U), np.int32), id_U))[0]
+        tier.victims.reach_batch(n + 1)
+        tier.release(slot_U)
     hits, misses = (tier.stats()[name] - before[name] for name in ("hits", "misses"))
-    return round(hits / (hits + misses), 4)
+    first_uses = len(np.unique(np.concatenate(batches))) - len(np.unique(np.concatenate(batches[:half])))
+    return round(hits / (hits + misses), 4), round((misses - first_uses) / (len(batches) - half), 1)
 
 
 def best_fixed(batches: list[np.ndarray], slots: int) -> float:
@@ -161,12 +183,22 @@ def kuairand(batches: int, size: int = 32) -> Iterator[np.ndarray]:
         yield id_U[id_U >= 0]
 
 
+def trace(batches: int, name: str, dtype: str, size: int) -> Iterator[np.ndarray]:
+    path = Path(__file__).resolve().parents[2] / "shared/data/traces" / name
+    if path.is_file():
+        id_N = np.frombuffer(lzma.open(path).read(), dtype)
+        for first in range(0, min(len(id_N), batches * size), size):
+            yield np.unique(id_N[first : first + size])
+
+
 CASES: dict[str, Callable[[int], Iterator[np.ndarray]]] = {
     "zipf": zipf,
     "drift": drift,
     "fast drift": lambda batches: drift(batches, 400),
     "scan": scan,
     "kuairand": kuairand,
+    "orm": lambda batches: trace(batches, "orm-busy.trace.xz", "<i4", 2048),
+    "web": lambda batches: trace(batches, "web12.trace.xz", ">i4", 256),
 }
 
 

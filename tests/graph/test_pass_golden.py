@@ -15,6 +15,7 @@ from oneemb.graph.ops.op import check_stage
 from oneemb.graph.passes.lower_embeddings import lower_embeddings
 from oneemb.graph.passes.merge_embeddings import Member, merge_embeddings
 from oneemb.graph.passes.share_unique import share_unique
+from oneemb.graph.passes.split_keys import split_keys
 from oneemb.graph.passes.split_prepare import split_prepare
 from oneemb.graph.tape import Tape
 from oneemb.graph.text import graph_text
@@ -356,6 +357,31 @@ def test_split_prepare():
         "reserve_1 = reserve(b.store, unique_keys_1, prefetched=prefetch_1)",
         "reserve_2 = reserve(a.store, unique_keys, prefetched=prefetch_2)",
         f"return ({', '.join(made)})",
+    ]
+
+
+def test_split_keys():
+    def build(self, ids):
+        return self.a(ids).sum() + self.b(ids + 1).sum() + self.a(ids).sum()
+
+    prepare, _ = split_prepare(share_unique(lowered(build, IDS)))
+    text = graph_text(prepare)
+    keys, rows = split_keys(prepare)
+    assert graph_text(prepare) == text
+    assert graph_text(keys).splitlines() == [
+        "inputs: ids",
+        "keep = keep(ids)",
+        f"unique_keys = unique_keys{KEYS}",
+        "add = keep.add(1)",
+        "unique_keys_1 = unique_keys(add, None, 2, int64, None)",
+        "return [ids, keep, unique_keys, add, unique_keys_1]",
+    ]
+    assert graph_text(rows).splitlines() == [
+        "inputs: ids, keep, unique_keys, add, unique_keys_1",
+        "prefetch = prefetch(a.store, unique_keys)",
+        "prefetch_1 = prefetch(b.store, unique_keys_1)",
+        "prefetch_2 = prefetch(a.store, unique_keys)",
+        "return [ids, keep, unique_keys, add, unique_keys_1, prefetch, prefetch_1, prefetch_2]",
     ]
 
 

@@ -91,7 +91,9 @@ def test_batches_that_are_forgotten_are_never_reached_and_leave_no_use():
 def reads(batches, slots, ahead):
     """Rows that a cache reads from below; each row of each batch is right."""
     below = EveryRow()
-    tier = HotTier("cache", row_width=2, slots=slots, below=below, resident=False, init=lambda *_: None, threads=THREADS)
+    tier = HotTier(
+        "cache", row_width=2, slots=slots, below=below, resident=False, init=lambda *_: None, threads=THREADS
+    )
     added = 0
     for n, batch in enumerate(batches):
         while ahead and added < min(len(batches), n + 1 + ahead):
