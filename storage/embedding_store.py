@@ -377,10 +377,10 @@ class EmbeddingStore:
         self.rows.new_rows.absent(row_UW, self.backend.arange(len(keys.id_U)), keys.table_U, keys.id_U)
         return row_UW, keys
 
-    @reading
     def slots_of(self, table_N: Array, id_N: Array) -> Array | None:
         """Slots of rows, which may be read in place without a pin: int64 [N], -1 for a key without a row. Keys may
-        repeat. None if slots are not stable."""
+        repeat. None if slots are not stable. Use under the store lock only, as long as the slots are read."""
+        self.store_lock.check(changes=False)
         if self._closed:
             self.check_open()
         return self.rows.hot.slots_of(table_N, id_N) if self.reads_in_place else None

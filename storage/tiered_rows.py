@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -81,8 +81,7 @@ class TieredRows:
         self.generation = 0
         self.whole = True
         """False when a call was cut short and a part of the rows is gone, until `dismantle`."""
-        self.tiers: list[Tier] = []
-        """Tiers above the store at the bottom, the hot one first. Empty until `build`."""
+        self._take([])
         self.opened = 0
         """How often the store at the bottom has been opened: what `places` gave is of one of these times."""
         self.loaded_in_place = False
@@ -95,12 +94,6 @@ class TieredRows:
     def built(self) -> bool:
         """Whether the tiers are there."""
         return bool(self.tiers)
-
-    @property
-    def hot(self) -> HotRows:
-        """The hot tier of a built one."""
-        hot: HotRows = self.tiers[0]  # type: ignore[assignment]  # the first tier is one
-        return hot
 
     @property
     def format(self) -> RowFormat:
@@ -170,7 +163,7 @@ class TieredRows:
         """Make the tiers anew, and bring the rows along: from the store at the bottom, or from the snapshot `saved`."""
         if self.bottom_store is not None and self.bottom_store.row_width == new_rows.format.row_width:
             self._drop_tiers()
-            self.tiers = make_tiers(self._plan, new_rows, self.bottom_store, self._threads, self._writing)
+            self._take(make_tiers(self._plan, new_rows, self.bottom_store, self._threads, self._writing))
             self.new_rows = new_rows
             return
         self.dismantle()
@@ -220,7 +213,8 @@ class TieredRows:
         except BaseException:
             store.close()
             raise
-        self.new_rows, self.tiers, self.bottom_store = new_rows, tiers, store
+        self.new_rows, self.bottom_store = new_rows, store
+        self._take(tiers)
         self.opened += 1
         # Rows that are dropped give back their threads, files and lock. At exit the system does.
         self._finalizer = close_when_dropped(self, store)
@@ -230,8 +224,15 @@ class TieredRows:
         for tier in reversed(self.tiers):
             tier.reload()
 
+    def _take(self, tiers: list[Tier]) -> None:
+        self.tiers = tiers
+        """Tiers above the store at the bottom, the hot one first. Empty until `build`."""
+        self.hot = cast(HotRows, tiers[0] if tiers else None)
+        """The hot tier, once there are tiers. An attribute, since every lookup asks for it."""
+
     def _drop_tiers(self) -> None:
-        tiers, self.tiers = self.tiers, []
+        tiers = self.tiers
+        self._take([])
         self.generation += 1
         for tier in tiers:
             tier.close()
