@@ -71,6 +71,78 @@ def test_values_for_the_weight_are_an_error(embedding, write):
     assert embedding.weight.shape == (0, 4)
 
 
+IDS, HIDDEN = torch.tensor([3, 5]), torch.ones(2, 4)
+
+
+def tied(kind, weight):
+    layer = torch.nn.Linear(4, 3, bias=False) if kind == "linear" else torch.nn.Embedding(3, 4)
+    layer.weight = weight
+    return layer(HIDDEN if kind == "linear" else IDS)
+
+
+READS = {
+    "product with weight.T": lambda w: HIDDEN @ w.T,
+    "product with weight.t()": lambda w: HIDDEN @ w.t(),
+    "product with weight.mT": lambda w: HIDDEN @ w.mT,
+    "product of weight": lambda w: w @ HIDDEN.T,
+    "weight[3]": lambda w: w[3],
+    "weight[ids]": lambda w: w[IDS],
+    "rows of weight": list,
+    "index_select": lambda w: w.index_select(0, IDS),
+    "F.embedding": lambda w: torch.nn.functional.embedding(IDS, w),
+    "F.embedding_bag": lambda w: torch.nn.functional.embedding_bag(IDS, w, torch.tensor([0])),
+    "F.linear": lambda w: torch.nn.functional.linear(HIDDEN, w),
+    "einsum": lambda w: torch.einsum("bd,vd->bv", HIDDEN, w),
+    "cdist": lambda w: torch.cdist(HIDDEN, w),
+    "norm": lambda w: w.norm(),
+    "linalg.norm": lambda w: torch.linalg.norm(w),
+    "normalize": lambda w: torch.nn.functional.normalize(w),
+    "tied output layer": lambda w: tied("linear", w),
+    "tied nn.Embedding": lambda w: tied("embedding", w),
+    "product with weight.data.T": lambda w: HIDDEN @ w.data.T,
+    "F.linear of detach()": lambda w: torch.nn.functional.linear(HIDDEN, w.detach()),
+    "F.embedding of data": lambda w: torch.nn.functional.embedding(IDS, w.data),
+    "einsum of data": lambda w: torch.einsum("bd,vd->bv", HIDDEN, w.data),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_use_of_the_weight_as_a_matrix_of_rows_is_an_error(embedding, read, mode):
+    with mode(), pytest.raises(RuntimeError, match="would use no row of embedding 'items'.*Look rows up: embedding"):
+        READS[read](embedding.weight)
+
+
+def test_a_compiled_use_of_the_weight_is_an_error_too(embedding):
+    compiled = torch.compile(lambda hidden: hidden @ embedding.weight.T, backend="aot_eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match="would use no row of embedding 'items'"):
+        compiled(HIDDEN)
+
+
+def test_scores_of_all_rows_come_as_the_error_says(tmp_path):
+    embedding = make_embedding(tmp_path)
+    rows = embedding(torch.tensor([3, -5, 8])).detach()
+    scores = HIDDEN @ embedding.read(embedding.ids()).T
+    torch.testing.assert_close(scores, HIDDEN @ rows[[1, 0, 2]].T)
+
+
+def test_figures_of_all_parameters_and_texts_go_through(tmp_path):
+    embedding = make_embedding(tmp_path)
+    model = torch.nn.Sequential(embedding, torch.nn.Linear(4, 1))
+    embedding(IDS).sum().backward()
+    assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) > 0
+    internals.drop_grads(embedding)
+    for parameter in model.parameters():
+        assert parameter.sum().isfinite() and parameter.isfinite().all() and parameter.square().sum() >= 0
+    weight = embedding.weight
+    assert repr(weight) == repr(torch.nn.Parameter(torch.empty(0, 4)))
+    assert weight.tolist() == [] and weight.detach().norm() == 0 == len(weight) and weight.numel() == 0
+    with pytest.raises(RuntimeError, match="requires grad"):
+        weight.numpy()
+    assert weight.requires_grad_(False).numpy().shape == (0, 4)
+    assert embedding.to("cpu").weight is weight and weight.cpu() is weight and weight.double().dtype == torch.float64
+
+
 def test_pretrained_vectors_come_in_as_the_error_says(tmp_path):
     embedding = make_embedding(tmp_path)
     oneemb.import_rows(embedding, (torch.arange(3).numpy(), VECTORS.numpy()))

@@ -1,11 +1,12 @@
 """The parameter of shape [0, D] that stands for the rows of an embedding; the optimizer and the device of the rows.
 
-The parameter holds no row, so an initializer, a copy or an assignment would silently change no row. Each of these is
-an error, and so is a write into `weight.data`, `weight.detach()` or a view of these. Arithmetic on the parameter itself
-is allowed, since optimizers do it; it changes nothing.
+The parameter holds no row, so an initializer, a copy or an assignment would silently change no row, and a product with
+it would have no columns. Each of these is an error, and so is a write into `weight.data`, `weight.detach()` or a view
+of these. Other arithmetic on the parameter is allowed, since optimizers do it; it changes nothing.
 """
 
 import copy
+import functools
 import sys
 import warnings
 import weakref
@@ -22,6 +23,7 @@ from oneemb.embeddings.embedding_arguments import state_width_of
 from oneemb.graph import ops
 from oneemb.graph.ranks import AnyRanks
 from oneemb.graph.row_optimizers import SAME_STATE, RowOptimizer
+from oneemb.graph.tracers import hidden_from_modes
 from oneemb.options import StoreOptions
 from oneemb.storage.embedding_store import EmbeddingStore
 
@@ -56,8 +58,9 @@ class WeightOfRows(torch.nn.Module):
 
     def begin_weight(self) -> None:
         """Make `weight`."""
-        self.weight = torch.nn.Parameter(torch.empty(0, self.embedding_dim, dtype=torch.float32, device="cpu"))
+        self.weight = _Dispatching(torch.empty(0, self.embedding_dim, dtype=torch.float32, device="cpu"))
         _stand_for(self, self.weight)
+        vars(self.weight)["__torch_dispatch__"] = functools.partial(_refuse_reads, vars(self.weight)["embedding"])
         key = id(self)
         unattached[key] = weakref.ref(self, lambda _: unattached.pop(key, None))
 
@@ -248,6 +251,8 @@ def _why_no_gpu(failure: BaseException) -> str:
     return str(failure)
 
 
+# ---- uses of the weight that are errors ------------------------------------------------------------------------------
+
 _TENSOR: Any = torch.Tensor  # Any: torch declares the properties of this class as attributes.
 
 _GIVE_VALUES = (
@@ -263,6 +268,19 @@ _CHANGE_VALUES = (
 )  # fmt: skip
 """Methods that change the values of a tensor, depending on its old values."""
 
+_READ_VALUES = frozenset(
+    "_cdist_forward _embedding_bag _euclidean_dist addbmm addmm addmv adjoint baddbmm bmm cdist cosine_similarity dist"
+    " dot einsum embedding embedding_bag expand gather index index_select inner linalg_matrix_norm linalg_norm"
+    " linalg_vector_norm linear mH mT matmul matrix_H mm moveaxis movedim mv norm numpy_T permute select swapaxes"
+    " swapdims t take take_along_dim tensordot transpose unbind unsqueeze".split()
+)
+"""Names of aten ops for a matrix of rows. Optimizers and trainers call none of them on all parameters."""
+
+_PRODUCTS = frozenset(
+    "__matmul__ __rmatmul__ addmm bmm cdist einsum embedding embedding_bag linear matmul mm mv".split()
+)
+"""Names of torch functions for a matrix of rows. No tool calls them on the data of all parameters."""
+
 
 def refuse_values(name: str, what: str) -> Never:
     """Raise RuntimeError with the text of `changes_no_row`."""
@@ -276,6 +294,28 @@ def changes_no_row(name: str, what: str) -> str:
         " holds none. To initialize new rows, give an initializer, oneemb.make_table(oneemb.make_normal_initializer("
         "...)), or init_fn of a TorchRec config; to import rows such as pretrained vectors, call"
         " oneemb.import_rows(embedding, (ids, vectors)), or load the state_dict() of an embedding"
+    )
+
+
+def _refuse_reads(
+    embedding: Callable[[], Any], func: Any, types: object, args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:  # fmt: skip
+    """Result of `func`, an aten op on the weight of an embedding; RuntimeError if the op is one of `_READ_VALUES`."""
+    name = func._schema.name.partition("::")[2]
+    if name in _READ_VALUES:
+        refuse_reads(getattr(embedding(), "name", ""), f"{name} of the weight")
+    with hidden_from_modes():
+        return func(*args, **(kwargs or {}))
+
+
+def refuse_reads(name: str, what: str) -> Never:
+    """Raise RuntimeError for a use of the weight of embedding `name` as a matrix of rows. `what` names the use."""
+    raise RuntimeError(
+        f"{what} would use no row of embedding {name!r}, whose weight has shape [0, D]: it stands for the rows and"
+        " holds none. Look rows up: embedding(ids), or embedding.read(ids) without a gradient. embedding.ids() gives all"
+        " ids of a table, so scores of all rows are hidden @ embedding.read(embedding.ids()).T; a loop over norms of"
+        " all parameters leaves out parameters whose numel() is 0"
     )
 
 
@@ -326,8 +366,37 @@ class _HoldsNone(torch.Tensor):
             refuse_values(self.name, f"torch.nn.init.{caller.f_code.co_name}(weight)")
 
 
+class _Dispatching(torch.nn.Parameter):
+    """Class of a new weight: torch then asks an object for `__torch_dispatch__` at each aten op, which attributes, such
+    as `grad`, are not. Later the object has a class and a function of its own: torch's compiler takes a class with this
+    method for no tensor."""
+
+    @classmethod
+    def __torch_dispatch__(cls, *args: object, **kwargs: object) -> Never:
+        raise AssertionError("the weight has another class when an op sees it")
+
+
 class RowWeight(torch.nn.Parameter, _HoldsNone):
-    """Parameter that stands for rows, and refuses values."""
+    """Parameter that stands for rows, and refuses values and uses of them."""
+
+    def __getitem__(self, index: object) -> Never:
+        refuse_reads(self.name, "weight[...]")
+
+    # Torch makes these of no object with a dispatch function.
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(self._plain())
+
+    def numpy(self, *, force: bool = False) -> np.ndarray:
+        """Array of shape [0, D]."""
+        return self._plain().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """Empty list."""
+        return self._plain().tolist()
+
+    def _plain(self) -> torch.nn.Parameter:
+        return torch.nn.Parameter(self.detach().as_subclass(torch.Tensor), self.requires_grad)
 
     @property
     def data(self) -> torch.Tensor:
@@ -357,6 +426,8 @@ class _Data(_HoldsNone):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name in _PRODUCTS:
+            refuse_reads(next((one.name for one in args if isinstance(one, _Data)), ""), f"{name} of the weight")
         written = kwargs.get("out")
         if name in _ALL and name != "copy_":  # the first argument is written; the method copy_ checks itself
             written = args[0] if args else kwargs.get("input", kwargs.get("self"))
