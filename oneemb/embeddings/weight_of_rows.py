@@ -298,23 +298,23 @@ def changes_no_row(name: str, what: str) -> str:
 
 
 def _refuse_reads(
-    embedding: Callable[[], Any], func: Any, types: object, args: tuple[Any, ...] = (),
+    embedding: Callable[[], Any], op: Any, types: object, args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Any:  # fmt: skip
-    """Result of `func`, an aten op on the weight of an embedding; RuntimeError if the op is one of `_READ_VALUES`."""
-    name = func._schema.name.partition("::")[2]
+    """Result of `op`, an aten op on the weight of an embedding; RuntimeError if the op is one of `_READ_VALUES`."""
+    name = op._schema.name.partition("::")[2]
     if name in _READ_VALUES:
         refuse_reads(getattr(embedding(), "name", ""), f"{name} of the weight")
     with hidden_from_modes():
-        return func(*args, **(kwargs or {}))
+        return op(*args, **(kwargs or {}))
 
 
 def refuse_reads(name: str, what: str) -> Never:
     """Raise RuntimeError for a use of the weight of embedding `name` as a matrix of rows. `what` names the use."""
     raise RuntimeError(
         f"{what} would use no row of embedding {name!r}, whose weight has shape [0, D]: it stands for the rows and"
-        " holds none. Look rows up: embedding(ids), or embedding.read(ids) without a gradient. embedding.ids() gives all"
-        " ids of a table, so scores of all rows are hidden @ embedding.read(embedding.ids()).T; a loop over norms of"
+        " holds none. Look rows up: embedding(ids), or embedding.read(ids) without a gradient. embedding.ids() gives"
+        " all ids of a table, so scores of all rows are hidden @ embedding.read(embedding.ids()).T; a loop over norms of"
         " all parameters leaves out parameters whose numel() is 0"
     )
 
