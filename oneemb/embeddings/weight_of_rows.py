@@ -314,8 +314,8 @@ def refuse_reads(name: str, what: str) -> Never:
     raise RuntimeError(
         f"{what} would use no row of embedding {name!r}, whose weight has shape [0, D]: it stands for the rows and"
         " holds none. Look rows up: embedding(ids), or embedding.read(ids) without a gradient. embedding.ids() gives"
-        " all ids of a table, so scores of all rows are hidden @ embedding.read(embedding.ids()).T; a loop over norms of"
-        " all parameters leaves out parameters whose numel() is 0"
+        " all ids of a table, so scores of all rows are hidden @ embedding.read(embedding.ids()).T; a loop over norms"
+        " of all parameters leaves out parameters whose numel() is 0"
     )
 
 
