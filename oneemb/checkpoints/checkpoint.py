@@ -349,7 +349,7 @@ def _named_by(path: str) -> list[_Snapshots]:
         raise ValueError(f"{error}; save to another path, or delete it first") from error
     if state.get("path") != path:  # The file was copied or moved here: its snapshots belong to the original.
         return []
-    return [state["embeddings"], *state["earlier"]]
+    return [state["embeddings"], *state.get("earlier", ())]
 
 
 class Intent:

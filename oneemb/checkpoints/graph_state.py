@@ -30,6 +30,7 @@ from torch import Tensor
 
 from oneemb.checkpoints.named_snapshot import SnapshotName
 from oneemb.checkpoints.state_bytes import hash_of, load_bytes, to_bytes
+from oneemb.checkpoints.state_entries import check_entries
 from oneemb.checkpoints.state_names import (
     buffers_of,
     named_embeddings,
@@ -379,7 +380,11 @@ def load_state(file: str | IO[bytes], where: str, *, mmap: bool = False) -> Stat
     """
     state = load_bytes(file, where, mmap=mmap)
     if not isinstance(state, dict) or not {"format", "embeddings", "tensors"} <= state.keys():
-        raise ValueError(f"{where} is not a checkpoint of a TrainGraph, which graph.save() writes")
+        raise ValueError(f"{where} is not a checkpoint of a TrainGraph, which graph.save() writes; load such a file")
+    if type(state["format"]) is not int:
+        raise ValueError(f"{where} is damaged: its entry 'format' must be an integer; load another checkpoint")
+    if state["format"] == _FORMAT:  # `check_fits` refuses other formats, whose entries are others.
+        check_entries(state, where)
     return cast(State, state)
 
 

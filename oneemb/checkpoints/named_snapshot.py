@@ -38,7 +38,7 @@ def decode(state: torch.Tensor) -> SnapshotName:
         snapshot = json.loads(bytes(state.to("cpu", torch.uint8).tolist()))
         if isinstance(snapshot["oneemb_snapshot"], str | None):
             return cast(SnapshotName, snapshot)
-    except (AttributeError, KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):  # RuntimeError: deep JSON, sparse tensors.
         pass
     raise ValueError(
         "an embedding's entry of a state dict, `..._extra_state`, must be uint8 [1024] with the name of a snapshot, got"

@@ -6,12 +6,16 @@ Invariant: loading bytes runs no code.
 import errno
 import hashlib
 import io
-import pickle
+import re
 import zipfile
-import zlib
 from typing import IO, Any
 
 import torch
+
+_REFUSED = re.compile(r"Unsupported global: GLOBAL (\S+)")
+"""The class that torch refuses to load, in the text of its error."""
+_REASON = re.compile(r"WeightsUnpickler error: (.*)")
+"""The reason in the text of torch's error, which advises to load the file so that it may run code."""
 
 
 def to_bytes(state: object) -> bytes:
@@ -38,12 +42,18 @@ def load_bytes(
             if not isinstance(file, str):
                 file.seek(0)
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
-    except (pickle.UnpicklingError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError,
-            ValueError, KeyError, UnicodeDecodeError, OSError) as error:  # fmt: skip
+    except Exception as error:  # Of a damaged file, torch and zipfile raise errors of many classes.
         # In a damaged file torch may seek to before the beginning: EINVAL. Other OSErrors are no sign of damage.
-        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+        if isinstance(error, MemoryError) or isinstance(error, OSError) and error.errno != errno.EINVAL:
             raise
-        raise ValueError(f"{where} {problem}: {error}") from error
+        if found := _REFUSED.search(str(error)):
+            raise ValueError(
+                f"{where} holds an object of {found[1]}, and only numbers, strings and tensors are read; save these"
+                f" alone, such as a state_dict(), or call torch.serialization.add_safe_globals([{found[1]}]) before if"
+                " you trust the file"
+            ) from error
+        reason = found[1] if (found := _REASON.search(str(error))) else str(error) or type(error).__name__
+        raise ValueError(f"{where} {problem}: {reason}; take another checkpoint, or save it again") from error
 
 
 def hash_of(value: Any) -> str:

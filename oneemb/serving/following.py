@@ -25,7 +25,10 @@ class Following:
         self._what = ""
         self.error: Exception | None = None
         """Error of the last attempt to serve the newest version; None = it is served."""
-        self._lock, self._process = threading.Lock(), os.getpid()
+        self._make_locks()
+
+    def _make_locks(self) -> None:
+        self._lock, self._turn, self._process = threading.Lock(), threading.RLock(), os.getpid()
 
     def _load_newer(self, stop: Callable[[], bool]) -> Any:
         """Take over the newest version, unless `stop()` is True, and set `error`."""
@@ -60,8 +63,15 @@ class Following:
         """Lock of the version and the follower. A child of fork makes a new lock, since a thread of its parent may have
         held the old one."""
         if self._process != os.getpid():
-            self._lock, self._process = threading.Lock(), os.getpid()
+            self._make_locks()
         return self._lock
+
+    def _own_turn(self) -> "threading._RLock":
+        """Lock of a call that loads a version, for classes whose calls must not load two at once. Taken before the lock
+        of `_own_lock`; a child of fork makes a new one, too."""
+        if self._process != os.getpid():
+            self._make_locks()
+        return self._turn
 
     def follow(self, seconds: float = 10.0) -> None:
         """Take over newer versions in a thread, every `seconds` seconds, until `unfollow` or `close`.

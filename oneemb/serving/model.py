@@ -10,27 +10,27 @@ import inspect
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 
-from oneemb.checkpoints.named_snapshot import SnapshotName, decode
+from oneemb.checkpoints.named_snapshot import SnapshotName
 from oneemb.checkpoints.state_bytes import load_bytes
-from oneemb.checkpoints.state_names import named_embeddings, tensors_of, with_extra_state
+from oneemb.checkpoints.state_names import named_embeddings
 from oneemb.embeddings.unsaved_rows import taking_no_folder
 from oneemb.kernels.threads import Threads
 from oneemb.serving.build import Version, check_formats, is_gone, open_snapshot, source_of
 from oneemb.serving.following import Following
 from oneemb.serving.frozen_modules import frozen_copy
 from oneemb.serving.inference import InferenceEmbedding
+from oneemb.serving.weights import set_weights, weights_for
 from oneemb.storage.errors import OtherSnapshotError, StorageError
 from oneemb.storage.fs import AnyPath, absolute_path, file_path
 from oneemb.training.compiled_graph import CompiledGraph, EvalGraph
 
 _RETRY_S_MAX = 60.0  # seconds between two attempts of the follower to load a checkpoint that has failed
-_EXTRA = "_extra_state"
 _log = logging.getLogger("oneemb")
 
 _FileState = tuple[int, int, int]
@@ -70,14 +70,6 @@ class _Template(NamedTuple):
 
     module: torch.nn.Module
     places: dict[str, _Place]
-
-
-class _Weights(NamedTuple):
-    """Contents of a checkpoint, or of a dict in it."""
-
-    tensors: Mapping[str, torch.Tensor]
-    extra: Mapping[str, Any]
-    snapshots: Mapping[str, SnapshotName]
 
 
 class ServedModel(Following):
@@ -132,7 +124,7 @@ class ServedModel(Following):
 
     def refresh(self, *, older: bool = False) -> bool:
         """Serve the checkpoint if it has been replaced since; returns whether another version serves now. Calls go on
-        meanwhile.
+        meanwhile. A refresh waits for that of another thread: one version is loaded at a time.
 
         Args:
             older: whether the version may have an older snapshot than the one that serves.
@@ -143,10 +135,22 @@ class ServedModel(Following):
             StorageError: a snapshot that it names is missing, damaged, of another run or, without `older`, older.
             Any error of `make` and `check`. After an error, the version before still serves, and `error` is the error.
         """
-        return self._load_newer(lambda: False, older=older)
+        before = self._current
+        with self._own_turn():
+            self._load_newer(lambda: False, older=older)
+        return self._current is not before
 
     def _refresh(self, stop: Callable[[], bool]) -> None:
-        """Work of the follower: a checkpoint that has failed is tried more and more rarely."""
+        """Work of the follower: a checkpoint that has failed is tried more and more rarely. A call of `refresh` in
+        another thread takes its place, so that who stops the follower need not wait for that call."""
+        turn = self._own_turn()
+        if turn.acquire(blocking=False):
+            try:
+                self._refresh_in_turn(stop)
+            finally:
+                turn.release()
+
+    def _refresh_in_turn(self, stop: Callable[[], bool]) -> None:
         follower = self._follower
         failed = self._failed_on
         if failed is not None and time.monotonic() < self._next_try and _state_at(self._path) == failed:
@@ -158,6 +162,7 @@ class ServedModel(Following):
             self._next_try = time.monotonic() + wait
 
     def _load_newer(self, stop: Callable[[], bool], *, older: bool = False) -> bool:
+        """Serve the checkpoint if it has been replaced since. The caller has the turn."""
         now, found = self._current, _state_at(self._path)
         self._check_open()
         try:
@@ -169,7 +174,8 @@ class ServedModel(Following):
                 if newer is None or stop():
                     return False
                 self._check_open()
-                now = self._current
+                if self._current is not now:  # A signal handler has refreshed meanwhile.
+                    return False
                 if now is not None and not older:
                     self._check_not_older(newer, now)
                 self._current, self.error, self._failed_on = newer, None, None  # Calls read `_current` once.
@@ -222,20 +228,16 @@ class ServedModel(Following):
             with taking_no_folder():  # A job in this process may be training the embeddings.
                 made = make(checkpoint) if _takes_one(make) else make()
             template = self._template = _template_of(made)
-        weights, prefix = _weights_for(template, checkpoint, self._prefix, self._path)
+        weights = weights_for(template.module, template.places, checkpoint, self._prefix, self._path)
         rows: dict[torch.nn.Module, InferenceEmbedding] = {}
         snapshots: dict[str, Version] = {}
         for name, place in template.places.items():
-            served = self._rows(place, weights.snapshots[_joined(prefix, name)], name, stop)
+            served = self._rows(place, weights.snapshots[name], name, stop)
             if served is None:
                 return None
             rows[place], snapshots[name] = served, served.version
         module = frozen_copy(template.module, rows)
-        with torch.no_grad():
-            for name, tensor in tensors_of(module).items():
-                tensor.copy_(weights.tensors[_joined(prefix, name)])
-        for name, part in with_extra_state(module).items():
-            part.set_extra_state(weights.extra[_joined(prefix, name)])
+        set_weights(module, weights, self._path)
         version = ModelVersion(module, snapshots, state.st_mtime, _file_state(state))
         if self._check is not None:
             self._check(version)
@@ -362,12 +364,12 @@ def _template_of(module: torch.nn.Module) -> _Template:
     embeddings = named_embeddings(module)
     if not embeddings:
         raise TypeError(f"{type(module).__name__} has no oneemb embedding, so no snapshot belongs to its checkpoint")
-    places = {
-        name: _Place(list(one.store_options.persistent_path), one.embedding_dim, one.num_tables)
-        for name, one in embeddings.items()
+    stands_for: dict[torch.nn.Module, torch.nn.Module] = {
+        one: _Place(list(one.store_options.persistent_path), one.embedding_dim, one.num_tables)
+        for one in embeddings.values()
     }
-    stands_for: dict[torch.nn.Module, _Place] = {one: places[name] for name, one in embeddings.items()}
-    return _Template(frozen_copy(module, stands_for), places)
+    copied = frozen_copy(module, stands_for)  # without torch's wrappers, and without their names
+    return _Template(copied, {name: one for name, one in copied.named_modules() if isinstance(one, _Place)})
 
 
 def _takes_one(make: Callable[..., torch.nn.Module]) -> bool:
@@ -375,84 +377,6 @@ def _takes_one(make: Callable[..., torch.nn.Module]) -> bool:
     parameters = inspect.signature(make).parameters.values()
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return any(one.kind in positional and one.default is one.empty for one in parameters)
-
-
-# ---- the checkpoint --------------------------------------------------------------------------------------------------
-
-
-def _weights_for(template: _Template, checkpoint: Any, prefix: str | None, path: str) -> tuple[_Weights, str]:
-    """Weights in a checkpoint for a module, and the name that the module has there. ValueError if none fit."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors_of(template.module).items()}
-    extra, first = set(with_extra_state(template.module)), next(iter(template.places))
-    dicts = [checkpoint, *checkpoint.values()] if isinstance(checkpoint, Mapping) else []
-    found = [weights for one in dicts if (weights := _weights_in(one)) is not None]
-    problems: dict[str, str] = {}
-    for weights in found:
-        fits = []
-        for its in [_before(name, first) for name in weights.snapshots] if prefix is None else [prefix]:
-            if its is None:
-                continue
-            has = {name: weights.tensors.get(_joined(its, name)) for name in shapes}
-            missing = [name for name in template.places if _joined(its, name) not in weights.snapshots]
-            missing += [name for name, tensor in has.items() if tensor is None]
-            missing += [f"{name}.{_EXTRA}" for name in extra if _joined(its, name) not in weights.extra]
-            other = [
-                f"{name} is {tuple(tensor.shape)} there, {shapes[name]} in the module"
-                for name, tensor in has.items()
-                if tensor is not None and tuple(tensor.shape) != shapes[name]
-            ]
-            if not missing and not other:
-                fits.append(its)
-            problems[its] = other[0] if other else f"it has no {', '.join(missing[:3])}{', ...' * (len(missing) > 3)}"
-        if len(fits) > 1:
-            raise ValueError(f"{path} has several modules that fit, {fits}; give one of these names as prefix=")
-        if fits:
-            return weights, fits[0]
-    if not found:
-        raise ValueError(
-            f"{path} is no checkpoint that names snapshots; save it by graph.save, or by torch.save of the module's"
-            " state_dict() or of a dict that holds it"
-        )
-    names = sorted(name for weights in found for name in weights.snapshots)
-    told = "; ".join(f"under {its!r}, {problem}" for its, problem in problems.items())
-    raise ValueError(
-        f"{path} does not fit the module: {told or f'no name ends in {first!r}'}; its embeddings are {names}"
-    )
-
-
-def _weights_in(found: Any) -> _Weights | None:
-    """Weights in a file of `graph.save`, or in a state dict; None = no embedding is there."""
-    if not isinstance(found, Mapping):
-        return None
-    if {"format", "embeddings", "tensors", "extra"} <= found.keys():
-        return _Weights(found["tensors"], found["extra"], found["embeddings"])
-    tensors: dict[str, torch.Tensor] = {}
-    extra: dict[str, Any] = {}
-    snapshots: dict[str, SnapshotName] = {}
-    for key, value in found.items():
-        name, _, last = str(key).rpartition(".")
-        if last != _EXTRA:
-            if isinstance(value, torch.Tensor):
-                tensors[str(key)] = value
-            continue
-        try:
-            snapshots[name] = decode(value)
-        except ValueError:
-            extra[name] = value
-    return _Weights(tensors, extra, snapshots) if snapshots else None
-
-
-def _before(name: str, last: str) -> str | None:
-    """Part of `name` before `last`; None if `name` does not end in `last`."""
-    if name == last:
-        return ""
-    if not last:
-        return name
-    return name.removesuffix(f".{last}") if name.endswith(f".{last}") else None
-
-
-def _joined(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix and name else prefix or name
 
 
 def _file_state(found: os.stat_result) -> _FileState:
