@@ -61,18 +61,25 @@ class TableBottom:
     Args:
         mend: advice in the errors that a table raises after a call on it was cut short.
         holder: the object that other objects of the process ask to free the folder; weakly referenced.
+        refusal: the text of the error that `open` raises; the folder is then neither made nor locked. "" = the table
+            is opened.
     """
 
-    def __init__(self, path: str, physical_block_size: int, threads: Threads, mend: str, holder: Holder):
-        self.name = path
+    def __init__(
+        self, path: str, physical_block_size: int, threads: Threads, mend: str, holder: Holder, refusal: str = ""
+    ):
+        self.name, self._refusal = path, refusal
         self._holder = weakref.ref(holder)
         self._physical_block_size = physical_block_size
         self._threads = threads
         self._mend = mend
         self._swept = False
-        _check_writable(path)
+        if not refusal:
+            _check_writable(path)
 
     def open(self, row_width: int) -> PersistentTable:
+        if self._refusal:
+            raise StorageError(self._refusal)
         table = PersistentTable.open(
             self.name,
             row_width=row_width,

@@ -101,6 +101,7 @@ class EmbeddingStore:
         bottom: the store below the tiers; None = a persistent table at the plan's path.
         policies: policy of each table, which says which rows it keeps; None = every table keeps all rows.
         name: name of the embedding, for errors of other objects of this process that want its folder.
+        refusal: as for `TableBottom`.
 
     Raises:
         StorageError: the path cannot be made or written to.
@@ -108,12 +109,13 @@ class EmbeddingStore:
 
     def __init__(
         self, *, dim: int, dtype: str, initial: InitialRows, plan: StorePlan, threads: Threads,
-        bottom: Bottom | None = None, policies: Sequence[RowPolicy] | None = None, name: str = "",
+        bottom: Bottom | None = None, policies: Sequence[RowPolicy] | None = None, name: str = "", refusal: str = "",
     ):  # fmt: skip
         self.holder = FolderHolder(self, f"embedding {name!r}", plan.owners)
         """Lets other objects of this process ask this store to free its folder."""
         if bottom is None:
-            bottom = TableBottom(plan.persistent_path, plan.physical_block_size, threads, _MEND, self.holder)
+            path, block_size = plan.persistent_path, plan.physical_block_size
+            bottom = TableBottom(path, block_size, threads, _MEND, self.holder, refusal)
         self.threads = threads
         self.plan = plan = replace(plan, has_temporary_rows=refuses_some(policies))
         self.num_tables = len(initial.kind_TC)

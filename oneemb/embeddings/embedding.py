@@ -105,8 +105,6 @@ class TableEmbedding(SnapshotCalls, RowCalls):
         if not self.ranks.alone:
             self.ranks.name, self.ranks.made = repr(name), self._made()
         plan = store_plan(name, store_options, self.tables, self.ranks)
-        if self.ranks.size == 1:
-            take_folder(plan.persistent_path, name)
         self.store = EmbeddingStore(
             dim=self.embedding_dim,
             dtype=DTYPE_NAMES[dtype],
@@ -115,6 +113,7 @@ class TableEmbedding(SnapshotCalls, RowCalls):
             threads=Threads(num_threads),
             policies=self.policies,
             name=name,
+            refusal=take_folder(plan.persistent_path, name, self.ranks.size),
         )
         self.store.holder.owner = weakref.ref(self)
         self.rank_snapshots = RankSnapshots(

@@ -26,31 +26,39 @@ warns_of_garbage = True
 """Whether an embedding that the garbage collector closes gives a warning. Tests set it to False, since garbage of
 one test would warn in the middle of another."""
 
-_takes_none: ContextVar[bool] = ContextVar("_takes_none", default=False)
+_refusal: ContextVar[str] = ContextVar("_refusal", default="")
 
 
 @contextmanager
-def taking_no_folder() -> Iterator[None]:
-    """Block in which new embeddings take no folder, because only their arguments are read."""
-    token = _takes_none.set(True)
+def taking_no_folder(why: str) -> Iterator[None]:
+    """Block in which new embeddings take no folder, because only their arguments are read. A call on such an embedding
+    that needs the folder, now or later, raises StorageError; `why` follows the name of the embedding in its text."""
+    token = _refusal.set(why)
     try:
         yield
     finally:
-        _takes_none.reset(token)
+        _refusal.reset(token)
 
 
-def take_folder(folder: str, name: str) -> None:
-    """Close the embedding of this process that holds `folder`, if there is one, for a new embedding `name`.
+def take_folder(folder: str, name: str, ranks: int) -> str:
+    """Close the embedding of this process that holds `folder`, if there is one, for a new embedding `name`. Returns ""
+    or, in a block of `taking_no_folder`, the text of the error of calls that need the folder.
+
+    Args:
+        ranks: number of ranks; folders of several ranks are not taken over.
 
     Raises:
         LockedError: rows of that embedding are in no snapshot, or it is in the middle of a step. It stays open.
     """
-    why = "" if _takes_none.get() else _ask(folder, name)
+    if _refusal.get():
+        return f"embedding {name!r} {_refusal.get()}"
+    why = _ask(folder, name) if ranks == 1 else ""
     if why:
         gc.collect()  # The holder may be garbage.
         why = _ask(folder, name)
     if why:
         raise LockedError(why)
+    return ""
 
 
 def _ask(folder: str, name: str) -> str:

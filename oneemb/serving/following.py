@@ -66,7 +66,7 @@ class Following:
             self._make_locks()
         return self._lock
 
-    def _own_turn(self) -> "threading._RLock":
+    def _own_turn(self) -> "threading.RLock":
         """Lock of a call that loads a version, for classes whose calls must not load two at once. Taken before the lock
         of `_own_lock`; a child of fork makes a new one, too."""
         if self._process != os.getpid():

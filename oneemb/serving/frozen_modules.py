@@ -23,14 +23,16 @@ _COPIED = {"_parameters", "_buffers", "_modules", "_flat_weights"}
 
 
 def frozen_copy(
-    root: torch.nn.Module, stands_for: Mapping[torch.nn.Module, torch.nn.Module]
-) -> torch.nn.Module:  # fmt: skip
+    root: torch.nn.Module, stands_for: Mapping[torch.nn.Module, torch.nn.Module], *, fills: bool = False
+) -> torch.nn.Module:
     """Copy of a module in eval mode, without gradients, with other modules in place of embeddings. ValueError if an
     embedding is kept where torch does not find it, or a module cannot be part of a program.
 
     Args:
         root: the module.
         stands_for: {embedding: module in its place}.
+        fills: whether the caller sets all parameters and persistent buffers of the copy. Those on the meta device are
+            then on the CPU in the copy.
     """
     for module in root.modules():
         if type(module).__name__ == "AveragedEmbedding":
@@ -41,16 +43,17 @@ def frozen_copy(
     for where, module in unregistered_modules(root):
         if any(is_embedding(one) for one in module.modules()):
             raise ValueError(f"{where}: {not_registered(root, module)}")
-    copying = _Copying(stands_for)
+    copying = _Copying(stands_for, fills)
     made = copying.module(root)
     copying.finish()
     return made
 
 
 class _Copying:
-    """State of a copy that is being made; `stands_for` is that of `frozen_copy`."""
+    """State of a copy that is being made; `stands_for` and `fills` are those of `frozen_copy`."""
 
-    def __init__(self, stands_for: Mapping[torch.nn.Module, torch.nn.Module]):
+    def __init__(self, stands_for: Mapping[torch.nn.Module, torch.nn.Module], fills: bool):
+        self._fills = fills
         self._copies: dict[torch.nn.Module, torch.nn.Module] = {**stands_for}
         self._weights: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
         self._unbound: list[torch.nn.Module] = []
@@ -83,7 +86,10 @@ class _Copying:
         }
         if isinstance(module, torch.nn.RNNBase):  # An RNN also has a list of its parameters.
             state["_flat_weights"] = [state["_parameters"].get(name) for name in module._flat_weights_names]
-        state["_buffers"] = {name: None if one is None else self._value(one) for name, one in module._buffers.items()}
+        state["_buffers"] = {
+            name: None if one is None else self._buffer(one, name not in module._non_persistent_buffers_set)
+            for name, one in module._buffers.items()
+        }
         state["_modules"] = {
             name: None if child is None else self.module(child) for name, child in module._modules.items()
         }
@@ -94,8 +100,21 @@ class _Copying:
     def _weight(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
         """Copy of a parameter, the same one for all modules that share the parameter."""
         if parameter not in self._weights:
-            self._weights[parameter] = torch.nn.Parameter(parameter.detach().clone(), requires_grad=False)
+            self._weights[parameter] = torch.nn.Parameter(self._values_of(parameter), requires_grad=False)
         return self._weights[parameter]
+
+    def _buffer(self, buffer: torch.Tensor, persistent: bool) -> torch.Tensor:
+        """Copy of a buffer, the same one wherever the buffer is."""
+        if persistent and id(buffer) not in self._values:
+            self._kept(buffer, self._values_of(buffer))
+        found: torch.Tensor = self._value(buffer)
+        return found
+
+    def _values_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy of a tensor of the module's state."""
+        if self._fills and tensor.is_meta:
+            return torch.empty_like(tensor, device="cpu", requires_grad=False)
+        return tensor.detach().clone()
 
     def finish(self) -> None:
         """Replace attributes of copied modules that refer to modules, methods and tensors of the tree by their

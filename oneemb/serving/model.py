@@ -31,6 +31,10 @@ from oneemb.storage.fs import AnyPath, absolute_path, file_path
 from oneemb.training.compiled_graph import CompiledGraph, EvalGraph
 
 _RETRY_S_MAX = 60.0  # seconds between two attempts of the follower to load a checkpoint that has failed
+_NO_ROWS = (
+    "was made for serve_model, which reads its arguments alone, so it has no rows: the function must return the module"
+    " without load_state_dict, an optimizer or a lookup in training mode; rows and weights come from the checkpoint"
+)
 _log = logging.getLogger("oneemb")
 
 _FileState = tuple[int, int, int]
@@ -225,7 +229,7 @@ class ServedModel(Following):
         if template is None:
             make = self._make
             assert make is not None
-            with taking_no_folder():  # A job in this process may be training the embeddings.
+            with taking_no_folder(_NO_ROWS):  # The job may be training the embeddings, in this process or another.
                 made = make(checkpoint) if _takes_one(make) else make()
             template = self._template = _template_of(made)
         weights = weights_for(template.module, template.places, checkpoint, self._prefix, self._path)
@@ -253,7 +257,13 @@ class ServedModel(Following):
         # Of the files in a folder, the oldest are removed: each embedding has a folder of its own.
         folder = None if self._folder is None else os.path.join(self._folder, name)
         source = source_of(place.paths, folder, self._dtype, None)
-        file = open_snapshot(source, wanted, threads=self._threads, stop=stop)
+        try:
+            file = open_snapshot(source, wanted, threads=self._threads, stop=stop)
+        except StorageError as error:
+            raise type(error)(
+                f"{self._path} names snapshot {wanted!r} for embedding {name!r}, which cannot be served from"
+                f" {', '.join(place.paths)}: {error}"
+            ) from error
         if file is None:
             return None
         info = file.info
@@ -297,9 +307,10 @@ def serve_model(
             dict that holds a state dict. The job replaces the file by renaming.
         model: the module, or a function that makes it as training does, with `MultiTableEmbedding` of the same
             `persistent_path`. The function is called once; if it takes an argument, that is the content of the
-            checkpoint. The module is copied, its embeddings are replaced by served rows in the copy, and no lock of the
-            job is taken. Its parameters, buffers and embeddings must be in the checkpoint, which may have more. An
-            `EvalGraph` serves its `build`.
+            checkpoint. It may make the module on the meta device. The module is copied, its embeddings are replaced by
+            served rows in the copy, and no lock of the job is taken. Its parameters, buffers and embeddings must be in
+            the checkpoint, which may have more; names of torch's wrappers there, such as `_orig_mod` of
+            `torch.compile`, do not matter. An `EvalGraph` serves its `build`.
         dtype: dtype of the served rows; "float32" = the weights as trained, with the bits of the module in eval mode.
         prefix: name of the module in the checkpoint, such as "model" for a graph with `self.model`, or "" for none;
             None = the only name that fits.
@@ -317,8 +328,10 @@ def serve_model(
         A `ServedModel`: `model(...)`, `follow(seconds)`, `refresh()`, `current`, `error`, `close()`.
 
     Raises:
-        TypeError: `model` is neither a module nor a function, is a `TrainGraph`, or has no embedding.
-        FileNotFoundError, OSError, ValueError, StorageError: as for `ServedModel.refresh`.
+        TypeError: `model` is neither a module nor a function, is a `TrainGraph`, has no embedding, or has a tensor on
+            the meta device that is in no state dict.
+        StorageError: the function trains, loads or inserts rows; or as for `ServedModel.refresh`.
+        FileNotFoundError, OSError, ValueError: as for `ServedModel.refresh`.
 
     Example:
         >>> import tempfile, torch, oneemb
@@ -368,8 +381,20 @@ def _template_of(module: torch.nn.Module) -> _Template:
         one: _Place(list(one.store_options.persistent_path), one.embedding_dim, one.num_tables)
         for one in embeddings.values()
     }
-    copied = frozen_copy(module, stands_for)  # without torch's wrappers, and without their names
+    copied = frozen_copy(module, stands_for, fills=True)  # without torch's wrappers, and without their names
+    _check_filled(copied)
     return _Template(copied, {name: one for name, one in copied.named_modules() if isinstance(one, _Place)})
+
+
+def _check_filled(module: torch.nn.Module) -> None:
+    """Raise TypeError if a tensor that no checkpoint holds is on the meta device."""
+    for name, part in module.named_modules():
+        for own, tensor in {**dict(part.named_buffers(recurse=False)), **vars(part)}.items():
+            if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+                raise TypeError(
+                    f"{f'{name}.{own}'.lstrip('.')} is on the meta device, and no checkpoint holds it, since it is"
+                    " neither a parameter nor a persistent buffer; make the module on the CPU"
+                )
 
 
 def _takes_one(make: Callable[..., torch.nn.Module]) -> bool:
