@@ -65,12 +65,13 @@ gpu-sanitize: $(call ready,test)  ## Every CUDA loop under compute-sanitizer, wh
 	$(SANITIZE) --tool memcheck $(RUN) -m pytest -q tests/cuda --ignore=tests/cuda/test_large.py
 	$(SANITIZE) --tool racecheck $(RUN) -m pytest -q tests/cuda/test_row_updates.py tests/cuda/test_pool.py
 
-check: $(call ready,test)  ## Style, what the oldest Python knows, types, and which package may import which.
+check: $(call ready,test)  ## Style, what the oldest Python knows, types, imports, and which package may import which.
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -c 'import vermin; vermin.main()' oneemb graph storage kernels examples benchmarks tests
 	$(RUN) -m mypy -p oneemb
 	MYPYPATH=.:examples $(RUN) -m mypy --allow-untyped-defs --allow-incomplete-defs examples/*.py
+	$(RUN) -m basedpyright --pythonpath "$$($(RUN) -c 'import sys; print(sys.executable)')"
 	$(RUN) -m pytest -q tests/test_layout.py tests/test_documents.py
 
 # Strictly: a link that leads nowhere is an error. Nothing is fetched.
