@@ -100,6 +100,14 @@ def test_inspect_says_what_a_deletion_frees(path):
         assert before - disk_bytes(path) == freed > 0
 
 
+def test_inspect_of_the_disk_names_snapshots_that_cannot_be_read(path):
+    (file,) = (one for one in (path / "snapshots").iterdir() if b"second" in one.name.encode())
+    file.write_bytes(file.read_bytes()[:-1])
+    found = run_json("inspect", path, "--disk")
+    assert set(found["snapshots"]) == {"first"} and set(found["damaged"]) == {"second"}
+    assert f"damaged: {found['damaged']['second']}" in run("inspect", path, "--disk").stdout
+
+
 def test_inspect_names_the_holder_of_the_lock(path):
     with PersistentTable.open(path, row_width=4, threads=Threads(1)):
         assert f"process {os.getpid()} on host" in run_json("inspect", path)["holder"]

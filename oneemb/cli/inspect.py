@@ -95,6 +95,7 @@ def _inspect_disk(path: str, found: "FoundParts", as_json: bool) -> None:
             snapshot = disk.setdefault(whole.get((folder, name), name), SnapshotDisk())
             snapshot.bytes += one.bytes
             snapshot.freed += one.freed
+    damaged = {one.name: one.reason for one in found.damaged}
     needed_by = {name: names for name in disk if (names := found.going_on_from(name))}
     rows = [
         (name, size_text(one.bytes), size_text(one.freed), ", ".join(needed_by.get(name, ())) or "-")
@@ -105,9 +106,11 @@ def _inspect_disk(path: str, found: "FoundParts", as_json: bool) -> None:
         {
             "path": path, "disk_bytes": total, "unsaved_bytes": unsaved,
             "snapshots": {name: asdict(one) | {"deltas": needed_by.get(name, [])} for name, one in disk.items()},
+            "damaged": damaged,
         },
         f"{path}: {size_text(total)} on disk, {size_text(unsaved)} in no snapshot",
         *table_lines(("snapshot", "needs", "a deletion frees", "deltas that need it"), rows, "no snapshots"),
+        *(f"damaged: {reason}" for reason in damaged.values()),
     )  # fmt: skip
 
 

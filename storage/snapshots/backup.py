@@ -13,15 +13,16 @@ Invariants:
 - a chunk that the copy has already is used only if its keys are those that the snapshot was saved with.
 """
 
+import errno
 import fcntl
 import os
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError, StorageError
+from oneemb.storage.errors import CorruptTableError, LockedError, SnapshotNotFoundError, StorageError
 from oneemb.storage.fs import FileSystem, LocalFileSystem, doing
 from oneemb.storage.new_files import NewFile, new_file
 from oneemb.storage.snapshots.part_folders import check_parts
@@ -33,6 +34,7 @@ from oneemb.storage.table.geometry import Geometry
 from oneemb.storage.table.salvage import copied
 from oneemb.storage.table.snapshot_file import SnapshotFiles
 from oneemb.storage.table.snapshot_manifest import ChunkPart, SnapshotRecord
+from oneemb.storage.table.writer_lock import lock_holder
 
 _FICLONE = 0x40049409  # of Linux: makes a file share the blocks of another
 
@@ -69,6 +71,7 @@ def backup_folder(
         progress: called with (bytes of the copy read so far, bytes to read) while the copy is verified.
 
     Raises:
+        LockedError: another backup writes to `to`, or a job uses a table there.
         StorageError: there is no table, `to` has chunks of another table, or a file call fails.
         CorruptTableError: the copy is damaged.
     """
@@ -76,13 +79,33 @@ def backup_folder(
     if os.path.commonpath([path, to]) in (path, to):
         raise StorageError(f"the copy must be outside of {path}, which is copied, got {to}; give another path")
     backup = _Backup(path, to, link)
-    backup.run()
+    with _only_writer(to):
+        backup.run()
     if verify and os.path.isdir(to) and (problems := check_parts(to, progress=progress).problems):
         raise CorruptTableError(
             f"{to}: the copy must be sound, but {problems[0]} ({len(problems)} problems); run `oneemb check` on {path}"
             " and on the copy"
         )
     return backup.result
+
+
+@contextmanager
+def _only_writer(to: str) -> Iterator[None]:
+    """Block in which no other backup writes to the folder `to`, which is made if it does not exist."""
+    fs = LocalFileSystem()
+    with doing("make the folder", to):
+        fs.make_directories(to)
+    with doing("lock", to):
+        try:
+            lock = fs.lock(to)
+        except BlockingIOError:
+            raise LockedError(
+                f"{to} must have one writer, another backup writes there; wait until it has ended"
+            ) from None
+    try:
+        yield
+    finally:
+        fs.unlock(lock)
 
 
 class _Backup:
@@ -96,7 +119,13 @@ class _Backup:
         self.result.incomplete = found.broken() | {one.name: one.reason for one in found.damaged}
         self.result.incomplete |= {parts[0].whole.name: incomplete_text(parts) for parts in found.incomplete()}
         for folder in found.folders:
-            self._remove_unfinished(f"{self._target(folder)}/chunks")
+            target = self._target(folder)
+            if (holder := lock_holder(self._fs, f"{target}/LOCK")) is not None:
+                raise LockedError(
+                    f"{target}, the copy of {folder}, must not be in use, it is held by {holder}; end that job, or give"
+                    " another folder for the copy"
+                )
+            self._remove_unfinished(f"{target}/chunks")
         for snapshot in found.snapshots():
             if snapshot.name in self.result.incomplete:
                 continue
@@ -217,6 +246,13 @@ class _Backup:
                     os.link(source, f"{copy}.tmp")
                 except FileNotFoundError as error:
                     raise CorruptTableError(f"{source} is missing, though a snapshot needs it") from error
+                except OSError as error:
+                    if error.errno not in (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP):
+                        raise
+                    raise StorageError(
+                        f"{copy} must be on a file system that can link it to {source}, it is not"
+                        f" ({error.strerror}); leave out --link, or give a folder beside the original"
+                    ) from error
                 self._fs.rename(f"{copy}.tmp", copy)
             return
         with doing("write", copy), new_file(self._fs, copy) as new:

@@ -1,5 +1,6 @@
 """A folder is copied while a job saves to it: by `oneemb backup`, or by cp, in the order that docs/backups.md names."""
 
+import errno
 import os
 import re
 import shutil
@@ -12,7 +13,8 @@ import pytest
 
 import oneemb
 from oneemb.kernels.owner import owner_of
-from oneemb.storage.errors import StorageError
+from oneemb.storage.errors import LockedError, StorageError
+from oneemb.storage.fs import LocalFileSystem
 from oneemb.storage.new_files import NewFile
 from oneemb.storage.snapshots.backup import backup_folder
 from oneemb.storage.snapshots.part_folders import check_parts
@@ -300,6 +302,54 @@ def test_a_backup_of_another_table_into_the_same_folder_is_refused(tmp_path):
     assert check_table(tmp_path / "copy").problems == [] and held_at(tmp_path / "copy").keys() == {"one"}
     with pytest.raises(StorageError, match="must be outside"):
         backup_folder(str(tmp_path / "one"), str(tmp_path / "one" / "copy"))
+
+
+def saved_table(path):
+    with open_table(path) as table:
+        put_random(table, {}, np.random.default_rng(0), 300)
+        table.save_snapshot("a", {})
+
+
+def test_one_backup_at_a_time_writes_to_a_folder(tmp_path):
+    saved_table(tmp_path / "live")
+    second = []
+
+    def progress(read, total):
+        if not second:
+            second.append(backup_folder(str(tmp_path / "live"), str(tmp_path / "copy")))  # The first only reads now.
+
+    assert backup_folder(str(tmp_path / "live"), str(tmp_path / "copy"), progress=progress).copied == ["a"]
+    assert second[0].snapshots == ["a"] and second[0].copied == []
+    fs = LocalFileSystem()
+    lock = fs.lock(str(tmp_path / "copy"))
+    with pytest.raises(LockedError, match="copy must have one writer, another backup writes there; wait"):
+        backup_folder(str(tmp_path / "live"), str(tmp_path / "copy"))
+    fs.unlock(lock)
+    assert backup_folder(str(tmp_path / "live"), str(tmp_path / "copy")).snapshots == ["a"]
+
+
+def test_no_backup_goes_to_a_copy_that_a_job_uses(tmp_path):
+    saved_table(tmp_path / "live")
+    backup_folder(str(tmp_path / "live"), str(tmp_path / "copy"))
+    before = held_at(tmp_path / "copy")
+    with open_table(tmp_path / "copy"), pytest.raises(LockedError, match="copy of .*live, must not be in use"):
+        backup_folder(str(tmp_path / "live"), str(tmp_path / "copy"))
+    assert held_at(tmp_path / "copy") == before
+
+
+@pytest.mark.parametrize("number", [errno.EXDEV, errno.EPERM])
+def test_links_that_the_file_system_refuses_are_an_error_with_a_way_out(tmp_path, monkeypatch, number):
+    saved_table(tmp_path / "live")
+
+    def refused(source, target):
+        raise OSError(number, os.strerror(number), source, None, target)
+
+    monkeypatch.setattr(os, "link", refused)
+    with pytest.raises(StorageError, match=r"must be on a file system that can link .* leave out --link"):
+        backup_folder(str(tmp_path / "live"), str(tmp_path / "copy"), link=True)
+    monkeypatch.undo()
+    assert backup_folder(str(tmp_path / "live"), str(tmp_path / "copy")).copied == ["a"]
+    assert check_table(tmp_path / "copy").problems == []
 
 
 def test_a_chunk_number_does_not_come_back_with_other_rows(tmp_path):
