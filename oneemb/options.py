@@ -8,6 +8,7 @@ leave them out, since row width follows from the optimizer.
 """
 
 import json
+import math
 import os
 import warnings
 from collections.abc import Sequence
@@ -196,6 +197,8 @@ class CachedSsdStoreOptions(StoreOptions, _Cached):
 
     host_cache_budget_mb: int = 0
     cache_policy: CachePolicy = "lfu"
+    max_space_amplification: float = 2.0
+    expected_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -274,6 +277,8 @@ def make_cached_ssd_store_options(
     physical_block_size: int = 4096,
     host_cache_budget_mb: int = 0,
     cache_policy: CachePolicy = "lfu",
+    max_space_amplification: float = 2.0,
+    expected_rows: int = 0,
 ) -> CachedSsdStoreOptions:
     """Options of a store that keeps rows on an SSD, with a cache on the device and, if wanted, a second one in host
     memory.
@@ -284,12 +289,15 @@ def make_cached_ssd_store_options(
             `make_device_mem_store_options`; `tempfile.gettempdir()` must then have room for all rows.
         host_cache_budget_mb: MiB of host memory for the second cache; 0 = no second cache.
         cache_policy: policy of both caches, same as for `make_cached_host_mem_store_options`.
+        max_space_amplification: without snapshots, the disk holds at most this factor times the bytes of the rows,
+            above 1. A smaller factor takes less disk and moves rows more often.
+        expected_rows: rows for which the index of the table has room at once, 24 bytes each; a table may hold more.
 
     The other arguments and errors are those of `make_device_mem_store_options`.
     """
     return CachedSsdStoreOptions(
         cache_budget_mb, _paths(persistent_path), capacity, size_factor, storage_dim, physical_block_size,
-        host_cache_budget_mb, cache_policy,
+        host_cache_budget_mb, cache_policy, max_space_amplification, expected_rows,
     )  # fmt: skip
 
 
@@ -337,6 +345,7 @@ _TYPES = {
     )
 }  # fmt: skip
 _FIELDS: dict[type, tuple[str, ...]] = {kind: tuple(field.name for field in fields(kind)) for kind in _TYPES.values()}
+_LATER = ("max_space_amplification", "expected_rows")  # fields that text of earlier releases lacks
 _PLAIN = (int, float, str, bool, type(None))
 
 
@@ -360,6 +369,9 @@ def to_tree(value: object) -> Any:
         tree[name] = field if type(field) in _PLAIN else to_tree(field)
     if tree.get("replicate") is False:  # Text of tables that are not replicated stays the same as in earlier releases.
         del tree["replicate"]
+    for name in _LATER:
+        if name in tree and tree[name] == getattr(CachedSsdStoreOptions, name):
+            del tree[name]
     return tree
 
 
@@ -429,6 +441,12 @@ def _check_store(options: StoreOptions) -> None:
             raise ValueError(f'cache_policy must be "lru" or "lfu", got {options.cache_policy!r}')
     if isinstance(options, CachedSsdStoreOptions):
         _check_int("host_cache_budget_mb", options.host_cache_budget_mb, 0)
+        _check_int("expected_rows", options.expected_rows, 0)
+        factor = options.max_space_amplification
+        if isinstance(factor, bool) or not isinstance(factor, int | float):
+            raise TypeError(f"max_space_amplification must be a number above 1, got {factor!r}")
+        if not 1 < factor < math.inf:
+            raise ValueError(f"max_space_amplification must be a number above 1, got {factor}; 2 is the default")
 
 
 def _check_int(name: str, value: object, least: int) -> None:

@@ -21,6 +21,7 @@ from oneemb.storage.table.persistent_table import PersistentTable
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.table.snapshot_reader import SnapshotReader, read_snapshot_info
 from oneemb.storage.table.writer_lock import Holder
+from oneemb.storage.tiers.stack import StorePlan
 
 EXPORTED = "rows-on-their-way-to-a-file-"
 """Prefix of the names of temporary snapshots: each holds the rows of an embedding while they are written to a file."""
@@ -56,7 +57,7 @@ class Bottom(Protocol):
 
 
 class TableBottom:
-    """A persistent table in the folder `path`. Makes a missing folder; raises StorageError if that fails.
+    """A persistent table in the folder of a plan. Makes a missing folder; raises StorageError if that fails.
 
     Args:
         mend: advice in the errors that a table raises after a call on it was cut short.
@@ -65,17 +66,15 @@ class TableBottom:
             is opened.
     """
 
-    def __init__(
-        self, path: str, physical_block_size: int, threads: Threads, mend: str, holder: Holder, refusal: str = ""
-    ):
-        self.name, self._refusal = path, refusal
+    def __init__(self, plan: StorePlan, threads: Threads, mend: str, holder: Holder, refusal: str = ""):
+        self.name, self._refusal = plan.persistent_path, refusal
         self._holder = weakref.ref(holder)
-        self._physical_block_size = physical_block_size
+        self._plan = plan
         self._threads = threads
         self._mend = mend
         self._swept = False
         if not refusal:
-            _check_writable(path)
+            _check_writable(self.name)
 
     def open(self, row_width: int) -> PersistentTable:
         if self._refusal:
@@ -83,7 +82,9 @@ class TableBottom:
         table = PersistentTable.open(
             self.name,
             row_width=row_width,
-            physical_block_size=self._physical_block_size,
+            physical_block_size=self._plan.physical_block_size,
+            max_space_amplification=self._plan.max_space_amplification,
+            expected_rows=self._plan.expected_rows,
             threads=self._threads,
             mend=self._mend,
             holder=self._holder(),

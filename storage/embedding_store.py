@@ -114,8 +114,7 @@ class EmbeddingStore:
         self.holder = FolderHolder(self, f"embedding {name!r}", plan.owners)
         """Lets other objects of this process ask this store to free its folder."""
         if bottom is None:
-            path, block_size = plan.persistent_path, plan.physical_block_size
-            bottom = TableBottom(path, block_size, threads, _MEND, self.holder, refusal)
+            bottom = TableBottom(plan, threads, _MEND, self.holder, refusal)
         self.threads = threads
         self.plan = plan = replace(plan, has_temporary_rows=refuses_some(policies))
         self.num_tables = len(initial.kind_TC)

@@ -1,5 +1,6 @@
 """Options: what is accepted, what is refused and with which words, and the trip through JSON."""
 
+import contextlib
 import dataclasses
 import inspect
 import json
@@ -294,6 +295,52 @@ def test_text_that_is_not_json_is_refused():
         from_json("{")
 
 
+@pytest.mark.parametrize(
+    "wrong, error, words",
+    [
+        ({"max_space_amplification": 1}, ValueError, "must be a number above 1, got 1; 2 is the default"),
+        ({"max_space_amplification": float("nan")}, ValueError, "must be a number above 1, got nan"),
+        ({"max_space_amplification": float("inf")}, ValueError, "must be a number above 1, got inf"),
+        ({"max_space_amplification": True}, TypeError, "must be a number above 1, got True"),
+        ({"max_space_amplification": "2"}, TypeError, "must be a number above 1, got '2'"),
+        ({"expected_rows": -1}, ValueError, "expected_rows must be at least 0, got -1"),
+        ({"expected_rows": 1.5}, TypeError, "expected_rows must be an int, got 1.5"),
+    ],
+)
+def test_options_of_the_table_on_the_ssd_are_checked(wrong, error, words):
+    with pytest.raises(error, match=words):
+        STORES["ssd"](**wrong)
+
+
+def bytes_in(folder):
+    """Bytes of the files in a folder from which a thread may remove files."""
+    total = 0
+    for file in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            total += file.stat().st_size
+    return total
+
+
+def test_the_disk_stays_within_the_factor_that_was_asked_for(tmp_path):
+    """Rows that are trained again and again, with a cache that holds few: a smaller factor takes less disk."""
+    used = {}
+    for factor in (1.2, 3.0):
+        folder = tmp_path / str(factor)
+        options = oneemb.make_cached_ssd_store_options(1, folder, max_space_amplification=factor, expected_rows=100)
+        embedding = oneemb.MultiTableEmbedding("e", 64, torch.float32, torch.int64, [oneemb.make_table()], options)
+        optimizer = oneemb.Optimizer(torch.optim.SGD([embedding.weight], lr=1.0), [embedding])
+        sizes = []
+        for ids in torch.arange(20_000).reshape(10, 2000).repeat(12, 1):
+            embedding(ids).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            sizes.append(bytes_in(folder / "chunks"))
+        used[factor] = max(sizes[len(sizes) // 2 :])
+        embedding.clear()
+        embedding.close()
+    assert used[1.2] < 0.8 * used[3.0], used
+
+
 def test_minus_one_is_no_storage_dim(tmp_path):
     """As in OneEmbedding, whose default it is: the optimizer says how wide a row is."""
     given = oneemb.make_device_mem_store_options(str(tmp_path), size_factor=2, storage_dim=-1)
@@ -306,6 +353,7 @@ def test_minus_one_is_no_storage_dim(tmp_path):
 OTHER = {
     "cache_budget_mb": 32, "persistent_path": ("/other",), "capacity": 10, "size_factor": 3, "storage_dim": 40,
     "physical_block_size": 512, "host_cache_budget_mb": 16, "cache_policy": "lru", "url": "memory://other",
+    "max_space_amplification": 1.3, "expected_rows": 1000,
 }  # fmt: skip
 OF_ONEFLOW = {
     "device": ["persistent_path", "capacity", "size_factor", "storage_dim", "physical_block_size"],

@@ -56,6 +56,7 @@ class StorePlan:
         replicated: numbers of the replicated tables, of which every rank stores all rows.
         has_temporary_rows: whether lookups may make temporary rows.
         remote: the parameter server that stores all rows, in place of a host tier; None = there is none.
+        max_space_amplification, expected_rows: of the persistent table, see `PersistentTable.open`.
     """
 
     persistent_path: str
@@ -69,6 +70,8 @@ class StorePlan:
     replicated: tuple[int, ...] = ()
     has_temporary_rows: bool = False
     remote: RemotePlan | None = None
+    max_space_amplification: float = 2.0
+    expected_rows: int = 0
 
     @property
     def copies_rows(self) -> bool:
