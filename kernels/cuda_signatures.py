@@ -104,10 +104,10 @@ def _loops_of_keys() -> Cases:
             slots_cuda.acquire_loop,
             (_CELLS, _TABLES, _KEYS, _KEYS, "int32[1]", _KEYS, "int64", "int64", _KEYS, _KEYS, _KEYS, _KEYS),
         ),
-        "new slots": (slots_cuda.new_slots_loop, (*[_KEYS] * 5, "int64", _KEYS)),
+        "new slots": (slots_cuda.new_slots_loop, (*[_KEYS] * 5, "int64", _KEYS, _KEYS)),
         "insert and pin": (
             slots_cuda.admit_loop,
-            (_CELLS, _TABLES, *[_KEYS] * 5, _TABLES, _KEYS, _KEYS, "int32[1]", "bool[1]", "int64", _KEYS),
+            (_CELLS, _TABLES, *[_KEYS] * 6, _TABLES, _KEYS, _KEYS, "int32[1]", "bool[1]", "int64", _KEYS),
         ),
         "mark dirty": (slots_cuda.mark_dirty_loop, (_KEYS, "bool[1]")),
         "release": (slots_cuda.release_loop, (_KEYS, "int32[1]")),
@@ -122,7 +122,8 @@ def _loops_of_keys() -> Cases:
 
 def _loops_of_weights(dtype: str) -> Cases:
     weights = f"{_BITS[dtype]}[2]"
-    of_init = (weights, _ROWS, _KEYS, _TABLES, _KEYS, "uint64", "int64[2]", "float64[3]", _KEYS, _FLOATS, "int64")
+    of_keys = (*[_KEYS] * 3, _TABLES, _KEYS)
+    of_init = (weights, _ROWS, *of_keys, "uint64", "int64[2]", "float64[3]", _KEYS, _FLOATS, "int64")
     found: Cases = {
         f"init {dtype}": (init_rows_cuda.init_loop, of_init),
         f"scale grads {dtype}": (pool_cuda.scale_grads_loop, (weights, _KEYS, _KEYS, _KEYS, weights, _FLOATS)),

@@ -4,6 +4,8 @@ A thread draws blocks of four weights, as Philox gives them. Constants and unifo
 draws go through log in float64, whose last bit may differ, and differ after rounding to float32 by 1 ulp at most.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
@@ -25,44 +27,59 @@ class DeviceInitialRows:
         self.end_C = gpu.put(initial.end_C)
 
 
+class ListedSlots(NamedTuple):
+    """Slots of some keys of a lookup, in arrays with room for all of its keys; the device knows how many there are."""
+
+    slot_R: torch.Tensor
+    """int64: slots of rows"""
+    key_R: torch.Tensor
+    """int64: which of the keys each slot is of"""
+    count: torch.Tensor
+    """int64, whose first number is the number of slots"""
+
+
 @cuda
 def init_loop(
-    weight_SX: Array, row_SW: Array, slot_U: Array, table_U: Array, id_U: Array, seed: Number, kind_TC: Array,
-    param_TC4: Array, end_C: Array, state: Array, state_begin: Number,
+    weight_SX: Array, row_SW: Array, slot_R: Array, key_R: Array, count: Array, table_U: Array, id_U: Array,
+    seed: Number, kind_TC: Array, param_TC4: Array, end_C: Array, state: Array, state_begin: Number,
 ) -> None:  # fmt: skip
-    """Write the weights and state of new rows; slot -1 is none. A group of threads shares a row, four weights a
-    turn."""
+    """Write the weights and state of new rows. A group of threads shares a row, four weights a turn.
+
+    Arrays are as in `ListedSlots`; where key_R has length 0, slot r is that of key r.
+    """
     dim = end_C[end_C.shape[0] - 1]
-    u = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
-    while u < slot_U.shape[0]:
-        s = slot_U[u]
-        if s >= 0:
-            table = table_U[u]
-            id = np.uint64(id_U[u])
-            block = cuda.threadIdx.x
-            while block < (dim + 3) // 4:
-                a, b, c, d = philox(id, id >> np.uint64(32), table, block, seed)
-                for i in range(4):
-                    w = 4 * block + i
-                    if w < dim:
-                        column = 0
-                        while end_C[column] <= w:
-                            column += 1
-                        word = a if i == 0 else b if i == 1 else c if i == 2 else d
-                        x = np.float32(draw(kind_TC[table, column], param_TC4[table, column], word, id))
-                        weight_SX[s, w] = from_float32(x, weight_SX[s, w])
-                block += cuda.blockDim.x
-            z = cuda.threadIdx.x
-            while z < state.shape[0]:
-                row_SW[s, state_begin + z] = state[z]
-                z += cuda.blockDim.x
-        u += cuda.gridDim.x * cuda.blockDim.y
+    listed = key_R.shape[0] > 0
+    rows = count[0] if listed else np.int64(slot_R.shape[0])
+    r = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
+    while r < rows:
+        s = slot_R[r]
+        u = key_R[r] if listed else np.int64(r)
+        table = table_U[u]
+        id = np.uint64(id_U[u])
+        block = cuda.threadIdx.x
+        while block < (dim + 3) // 4:
+            a, b, c, d = philox(id, id >> np.uint64(32), table, block, seed)
+            for i in range(4):
+                w = 4 * block + i
+                if w < dim:
+                    column = 0
+                    while end_C[column] <= w:
+                        column += 1
+                    word = a if i == 0 else b if i == 1 else c if i == 2 else d
+                    x = np.float32(draw(kind_TC[table, column], param_TC4[table, column], word, id))
+                    weight_SX[s, w] = from_float32(x, weight_SX[s, w])
+            block += cuda.blockDim.x
+        z = cuda.threadIdx.x
+        while z < state.shape[0]:
+            row_SW[s, state_begin + z] = state[z]
+            z += cuda.blockDim.x
+        r += cuda.gridDim.x * cuda.blockDim.y
 
 
 def init_rows_cuda(
     weight_SX: torch.Tensor,
     row_SW: torch.Tensor,
-    slot_U: torch.Tensor,
+    slot_U: torch.Tensor | ListedSlots,
     table_U: torch.Tensor,
     id_U: torch.Tensor,
     initial: DeviceInitialRows,
@@ -71,9 +88,11 @@ def init_rows_cuda(
     state_begin: int,
     gpu: Gpu,
 ) -> None:
-    """Write the initial weights and state of keys (table_U int32, id_U int64) into rows slot_U."""
+    """Write the initial weights and state of keys (table_U int32, id_U int64) into rows slot_U, or of the keys that are
+    listed."""
     pieces = max(-(-int(weight_SX.shape[1]) // 4), 1)
+    slots = slot_U if isinstance(slot_U, ListedSlots) else ListedSlots(slot_U, slot_U[:0], slot_U)
     gpu.run_rows(
-        init_loop, len(slot_U), pieces, weight_SX, row_SW, slot_U, table_U, id_U, initial.seed, initial.kind_TC,
+        init_loop, len(slots.slot_R), pieces, weight_SX, row_SW, *slots, table_U, id_U, initial.seed, initial.kind_TC,
         initial.param_TC4, initial.end_C, state, state_begin,
     )  # fmt: skip

@@ -29,6 +29,7 @@ class DeviceIndex:
         cell, which must stay 0. An insertion does not wait for it: the next read of the device passes it to
         `check_inserted`."""
         self.cell_C2 = self._empty_cells(0)
+        self._none = gpu.empty(0, dtype=torch.int64)
 
     def __len__(self) -> int:
         return self._size
@@ -52,8 +53,7 @@ class DeviceIndex:
         slots, int64 [U], -1 for an absent key, cut to as many keys as there are; the number of absent keys; and
         whether tables or offsets are invalid."""
         slot_U = self._gpu.empty(len(keys.id_U), dtype=torch.int64)
-        none = self._gpu.empty(0, dtype=torch.int64)
-        count_4 = self.launch_find(keys, pin_S, score_S, pins, tick, slot_U, none)
+        count_4 = self.launch_find(keys, pin_S, score_S, pins, tick, slot_U)
         # Bags of no ids have a size_2 that no launch has copied.
         counts = self._gpu.read(count_4) if len(slot_U) else [0, *self._gpu.read(keys.size_2), 0]
         missed, size, wrong, lost = counts
@@ -62,13 +62,13 @@ class DeviceIndex:
 
     def launch_find(
         self, keys: DeviceKeys, pin_S: torch.Tensor, score_S: torch.Tensor, pins: int, tick: int, slot_U: torch.Tensor,
-        new_U: torch.Tensor,
+        absent_R: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Launch `acquire_loop`, which fills slot_U and new_U. Returns its count_4."""
+        """Launch `acquire_loop`, which fills slot_U and, if it is given, absent_R. Returns its count_4."""
         count_4 = self._gpu.full(4, value=0, dtype=torch.int64)
         self._gpu.run(
             acquire_loop, len(slot_U), self.cell_C2, keys.table_U, keys.id_U, keys.size_2, pin_S, score_S, pins, tick,
-            slot_U, new_U, self.inserted_2, count_4,
+            slot_U, self._none if absent_R is None else absent_R, self.inserted_2, count_4,
         )  # fmt: skip
         return count_4
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from oneemb.kernels.cuda_backend import CudaBackend
+from oneemb.kernels.init_rows_cuda import ListedSlots
 from oneemb.kernels.launch import Gpu, Later
 from oneemb.kernels.slots_cuda import admit_loop, new_slots_loop, release_loop
 from oneemb.kernels.unique_keys_cuda import DeviceKeys
@@ -128,17 +129,17 @@ class DeviceSlots(MemoryTier):
         return self._tick if self.policy == "lru" else -int(self.use_score)
 
     def _launch_find(
-        self, keys: DeviceKeys, pins: int, slot_U: torch.Tensor, new_U: torch.Tensor
+        self, keys: DeviceKeys, pins: int, slot_U: torch.Tensor, absent_R: torch.Tensor | None = None
     ) -> torch.Tensor:  # fmt: skip
-        return self._index.launch_find(keys, self.pin_S, self.score_S, pins, self._next_tick(), slot_U, new_U)
+        return self._index.launch_find(keys, self.pin_S, self.score_S, pins, self._next_tick(), slot_U, absent_R)
 
     # ---- lookups for which the host does not wait ----------------------------------------------------------------
 
     def _make_room_to_admit(self, keys: DeviceKeys) -> bool:
         """Whether `_admit`, which does not wait for the device, can acquire these keys: only if no error is possible.
         Counts pending lookups until there is room."""
-        skips_absent_keys = getattr(self.init_rows, "skips_absent_keys", False)
-        if not self._resident or not skips_absent_keys or keys.check is not None or len(keys.id_U) == 0:
+        takes_listed_slots = getattr(self.init_rows, "takes_listed_slots", False)
+        if not self._resident or not takes_listed_slots or keys.check is not None or len(keys.id_U) == 0:
             return False
         while not self._has_room(len(keys.id_U)) and self._pending:
             self._apply_first()
@@ -156,8 +157,8 @@ class DeviceSlots(MemoryTier):
         memory they wait."""
         more = _LOOKUPS_AHEAD * keys
         slots = self._free.used + self._free.fresh(more)
-        skips_absent_keys = getattr(self.init_rows, "skips_absent_keys", False)
-        if not self._resident or not skips_absent_keys or slots > self.slots or len(self.pin_S) == self._ahead_failed:
+        takes_listed_slots = getattr(self.init_rows, "takes_listed_slots", False)
+        if not self._resident or not takes_listed_slots or slots > self.slots or len(self.pin_S) == self._ahead_failed:
             return
         try:
             self._index.reserve(more)
@@ -169,18 +170,18 @@ class DeviceSlots(MemoryTier):
         """Pinned slots of keys, -1 beyond their actual number; new ones are initialized and put into the index. The
         loops are described in slots_cuda.py. An error has changed nothing."""
         gpu, size, free = self._gpu, len(keys.id_U), self._free
-        slot_U, new_U = (gpu.empty(size, dtype=torch.int64) for _ in range(2))
+        slot_U, new_R, key_R = gpu.empty(3, size, dtype=torch.int64).unbind()
         # While an admission is pending, only the device knows which slots are free; then no call has changed them.
         is_known = not any(lookup.admits for lookup in self._pending)
         if is_known and self._free_known != (free.returned, free.used):
             self._free_2[:1].fill_(free.returned)
             self._free_2[1:].fill_(free.used)
             self._free_known = free.returned, free.used
-        counts = self._launch_find(keys, 1, slot_U, new_U)
+        counts = self._launch_find(keys, 1, slot_U)
         try:
             share = -(-size // gpu.block_threads)
-            gpu.run_block(new_slots_loop, slot_U, keys.size_2, counts, free.stack_X, self._free_2, share, new_U)
-            self.init_rows(self.row_SW, new_U, keys.table_U, keys.id_U)
+            gpu.run_block(new_slots_loop, slot_U, keys.size_2, counts, free.stack_X, self._free_2, share, new_R, key_R)
+            self.init_rows(self.row_SW, ListedSlots(new_R, key_R, counts), keys.table_U, keys.id_U)
             later = gpu.read_later(counts)
         except BaseException:
             self._release(slot_U)
@@ -188,8 +189,9 @@ class DeviceSlots(MemoryTier):
         score = self._tick if self.policy == "lru" else int(self.use_score)
         with changing:
             gpu.run(
-                admit_loop, size, self._index.cell_C2, keys.table_U, keys.id_U, new_U, slot_U, counts, self._free_2,
-                self._table_S, self._id_S, self.score_S, self.pin_S, self._dirty_S, score, self._index.inserted_2,
+                admit_loop, size, self._index.cell_C2, keys.table_U, keys.id_U, new_R, key_R, slot_U, counts,
+                self._free_2, self._table_S, self._id_S, self.score_S, self.pin_S, self._dirty_S, score,
+                self._index.inserted_2,
             )  # fmt: skip
             self._pending.append(_PendingLookup(later, size, True))
             self._begun += 1

@@ -26,6 +26,7 @@ import torch
 
 from oneemb.kernels.cuda_backend import CudaBackend
 from oneemb.kernels.gather_cuda import copy_rows_in_cuda, copy_rows_out_cuda, gather_or_cuda
+from oneemb.kernels.init_rows_cuda import ListedSlots
 from oneemb.kernels.slots_cuda import count_pinned_loop, mark_dirty_loop
 from oneemb.kernels.unique_keys_cuda import DeviceKeys
 from oneemb.storage.errors import StoreFullError
@@ -202,10 +203,10 @@ class DeviceTier(DeviceSlots):
         if not self._resident or keys.check is not None or size == 0:
             return False
         self._order.after_releases()
-        slot_U, absent_U = (self._gpu.empty(size, dtype=torch.int64) for _ in range(2))
+        slot_U, absent_R = self._gpu.empty(2, size, dtype=torch.int64).unbind()
         other_UX = torch.empty(size, out_ND.shape[1], dtype=out_ND.dtype, device=self._gpu.device)
-        counts = self._launch_find(keys, 0, slot_U, absent_U)
-        absent(other_UX, absent_U, keys.table_U, keys.id_U)
+        counts = self._launch_find(keys, 0, slot_U, absent_R)
+        absent(other_UX, ListedSlots(absent_R, absent_R, counts), keys.table_U, keys.id_U)
         gather_or_cuda(weights(self.row_SW), slot_U, other_UX, keys.inverse_N, out_ND, gpu=self._gpu)
         self._count_later(counts)
         return True

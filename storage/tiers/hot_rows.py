@@ -146,8 +146,8 @@ class HotRows(Tier, Protocol):
 
         Args:
             weights: gives the bits of weights in an array of rows.
-            absent: writes the bits of weights that keys without a row read as: absent(weight_UX, place_U, table_U,
-                id_U), where place -1 is nowhere.
+            absent: writes the bits of weights that keys without a row read as: absent(weight_UX, slots, table_U, id_U),
+                where `slots` are `ListedSlots` of a GPU.
         """
 
     def slots_of(self, table_N: Array, id_N: Array) -> Array:

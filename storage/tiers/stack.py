@@ -83,8 +83,8 @@ class NewRows:
     """Function, an `InitRows`, that initializes new rows of one format. `policies` decide which values absent and
     temporary rows have; None = the initial values."""
 
-    skips_absent_keys = True
-    """On a GPU, `init_rows` skips keys whose slot is -1, so the host need not know which keys are new."""
+    takes_listed_slots = True
+    """On a GPU the slots may be `ListedSlots`, so the host need not know which keys are new."""
 
     def __init__(
         self, format: RowFormat, initial: InitialRows, backend: Backend, policies: Sequence[RowPolicy] | None = None
@@ -114,12 +114,11 @@ class NewRows:
         """Write the values of absent rows, for keys without a row; an `InitRows`."""
         self._write(row_SW, slot_M, table_M, id_M, self._of_absent)
 
-    def absent_weights(self, weight_UX: Array, place_U: Array, table_U: Array, id_U: Array) -> None:
-        """Write the weights, as bits, that keys without a row read as: those of key u to row place_U[u], -1 = nowhere.
-        For a GPU."""
+    def absent_weights(self, weight_UX: Array, place_R: Array, table_U: Array, id_U: Array) -> None:
+        """Write the weights, as bits, that keys without a row read as, to these rows: `ListedSlots` of a GPU."""
         no_state = self.backend.array(torch.empty(0, 1, dtype=torch.float32, device=self.backend.device))
         self.backend.init_rows(
-            weight_UX, no_state, place_U, table_U, id_U, self._of_absent, np.empty(0, np.float32), state_begin=0
+            weight_UX, no_state, place_R, table_U, id_U, self._of_absent, np.empty(0, np.float32), state_begin=0
         )
 
     def refused(self, row_SW: Array, slot_M: Array, table_M: Array, id_M: Array) -> None:

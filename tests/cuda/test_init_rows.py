@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from oneemb.kernels.init_rows import CONSTANT, NORMAL, TRUNC_NORMAL, UNIFORM, InitialRows, init_rows
-from oneemb.kernels.init_rows_cuda import DeviceInitialRows, init_rows_cuda
+from oneemb.kernels.init_rows_cuda import DeviceInitialRows, ListedSlots, init_rows_cuda
 from oneemb.kernels.threads import Threads
 from oneemb.storage.rows.row_format import RowFormat
 
@@ -42,3 +42,22 @@ def test_new_rows_are_those_of_the_cpu(gpu, end_C, dtype):
         assert found.tobytes() == row_SW.tobytes()
     else:  # normal draws go through another log
         np.testing.assert_array_max_ulp(found, row_SW, maxulp=1)
+
+
+@pytest.mark.parametrize("listed", [[], [2], [4, 0, 3]])
+def test_of_listed_keys_those_that_the_device_counts_are_written_and_no_others(gpu, listed):
+    initial = InitialRows(
+        3, np.array([[CONSTANT], [CONSTANT]]), np.array([[[0.25, 0, 0, 0]], [[0.5, 0, 0, 0]]]), np.array([6])
+    )
+    key_R = np.full(9, 1, np.int64)
+    key_R[: len(listed)] = listed
+    slots = ListedSlots(gpu.put(7 - key_R), gpu.put(key_R), gpu.put(np.array([len(listed), 5, 5])))
+    row_SW, table_U, id_U = gpu.put(np.full((8, 8), 7, np.float32)), np.array([0, 1, 1, 0, 1], np.int32), np.arange(5)
+    init_rows_cuda(
+        row_SW, row_SW, slots, gpu.put(table_U), gpu.put(id_U), DeviceInitialRows(initial, gpu=gpu),
+        gpu.put(np.array([9], np.float32)), state_begin=6, gpu=gpu,
+    )  # fmt: skip
+    expected_SW = np.full((8, 8), 7, np.float32)
+    for u in listed:
+        expected_SW[7 - u, :7] = [0.5 if table_U[u] else 0.25] * 6 + [9]
+    assert row_SW.cpu().numpy().tolist() == expected_SW.tolist()

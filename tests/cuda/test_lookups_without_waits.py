@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from oneemb.kernels.cuda_backend import CudaBackend
+from oneemb.kernels.init_rows_cuda import ListedSlots
 from oneemb.kernels.launch import Later
 from oneemb.storage.errors import StoreFullError
 from oneemb.storage.tiers.device_tier import DeviceTier
@@ -24,21 +25,24 @@ W = 5
 class Begin:
     """First values of rows that say which key they are of."""
 
-    def __init__(self, skips_absent_keys):
-        self.skips_absent_keys = skips_absent_keys
+    def __init__(self, takes_listed_slots):
+        self.takes_listed_slots = takes_listed_slots
 
     def __call__(self, row_SW, slot_M, table_M, id_M):
-        there = slot_M >= 0
-        row_SW[slot_M[there], :W] = (1000 * table_M + id_M)[there].to(torch.float32)[:, None].expand(-1, W)
+        if isinstance(slot_M, ListedSlots):
+            size = int(slot_M.count[0])
+            key_R = slot_M.key_R[:size]
+            slot_M, table_M, id_M = slot_M.slot_R[:size], table_M[key_R], id_M[key_R]
+        row_SW[slot_M, :W] = (1000 * table_M + id_M).to(torch.float32)[:, None].expand(-1, W)
 
 
 class Rows:
     """A resident tier, and batches with repeated ids that are looked up in it."""
 
-    def __init__(self, gpu, *, skips_absent_keys=True, slots=3000, **options):
+    def __init__(self, gpu, *, takes_listed_slots=True, slots=3000, **options):
         self.backend = CudaBackend(gpu)
         self.tier = DeviceTier(
-            "device", row_width=W, slots=slots, below=None, resident=True, init=Begin(skips_absent_keys),
+            "device", row_width=W, slots=slots, below=None, resident=True, init=Begin(takes_listed_slots),
             backend=self.backend, **options,
         )  # fmt: skip
 
@@ -70,7 +74,7 @@ def late(monkeypatch):
 def test_slots_rows_and_counts_are_those_of_lookups_that_wait(gpu, late, seed, numbers):
     rng = np.random.default_rng(seed)
     late.now = numbers == "late"
-    one, other = Rows(gpu), Rows(gpu, skips_absent_keys=False)
+    one, other = Rows(gpu), Rows(gpu, takes_listed_slots=False)
     for rows in (one, other):
         rows.tier.release(rows.acquire([1, 2, 1])[0])  # gets memory
     for turn in range(25):
