@@ -15,6 +15,10 @@ class in common. Code above the kernels passes arrays to a `Backend`. Directly i
 alike for both types: arithmetic, comparison, indexing by an array."""
 
 
+BEYOND = -2
+"""On a GPU, slot in each place beyond the keys that there are. -1 = the key of the place has no slot."""
+
+
 @dataclass(frozen=True)
 class Bags:
     """Arrangement of N ids in P bags."""

@@ -186,11 +186,9 @@ class Backend(Protocol):
     def segments(self, keys: Keys, bags: Bags | None, grad_NX: Array, scale_N: Array | None) -> Segments:
         """Gradients grouped by unique key. `grad_NX` holds one row for each id, or, with `bags`, for each bag."""
 
-    def sum_costs_less(self, keys: Keys, rows: int) -> bool:
-        """Whether summing a gradient of `rows` rows at once moves less memory than copying it for the update to sum."""
-
     def sum_segments(self, segments: Segments) -> tuple[Array, Array]:
-        """grad_UD float32 [U, D], summed in batch order; finite_U bool [U], whether all values of a sum are finite."""
+        """grad_UD float32 [U, D], summed in batch order; finite_U bool [U], whether all values of a sum are finite.
+        Beyond the keys that there are, grad_UD holds any numbers, and finite_U True."""
 
     def surely_finite(self, terms: Sequence[Terms], dense: Sequence[torch.Tensor]) -> bool:
         """True if all sums of `terms` are certain to be finite and all dense gradients are finite. False = uncertain:

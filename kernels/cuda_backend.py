@@ -202,15 +202,16 @@ class CudaBackend:
         bag_N = None if bags is None else bags.bag_N
         return reduce_grads_cuda.segments_of(grad_NX, order_N, begin_U1, bag_N, scale_N, gpu=self.gpu)
 
-    def sum_costs_less(self, keys: Any, rows: int) -> bool:
-        return False  # How many keys there are may not be known yet.
-
     def sum_segments(self, segments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return sum_segments_cuda(segments, gpu=self.gpu)
 
     def surely_finite(self, terms: Sequence[Terms], dense: Sequence[torch.Tensor]) -> bool:
         found, bounds = [], []
-        for grad_NX, scale_N, number, _ in terms:
+        for grad_NX, scale_N, number, finite_U in terms:
+            if finite_U is not None:
+                found.append((~finite_U).any())
+                bounds.append(0.5)
+                continue
             largest = _largest(grad_NX.view(_OF_BITS[grad_NX.dtype])).double()
             if scale_N is not None and len(scale_N):
                 largest = largest * _largest(scale_N).double().clamp(min=1)

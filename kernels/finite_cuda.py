@@ -46,8 +46,8 @@ def check_sums_loop(
     sum_V = cuda.local.array(V, np.float32)
     dim = grad_NX.shape[1]
     u = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
-    while u < begin_U1.shape[0] - 1 and large_1[0] != 0:
-        d = cuda.threadIdx.x * V if begin_U1[u] < begin_U1[u + 1] else dim
+    while u < begin_U1.shape[0] - 1 and large_1[0] != 0 and begin_U1[u] < order_N.shape[0]:
+        d = cuda.threadIdx.x * V
         while d < dim:
             sum_segment(sum_V, grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD, u, d)
             for i in range(V):

@@ -167,9 +167,6 @@ class HostBackend:
             return Segments(grad_NX, *keys.occurrences(bags is not None, scale_N, threads=self.threads))
         return Segments(grad_NX, *keys.occurrences(None if bags is None else bags.bag_N, scale_N))
 
-    def sum_costs_less(self, keys: Any, rows: int) -> bool:
-        return len(keys.id_U) <= rows
-
     def sum_segments(self, segments: Any) -> tuple[np.ndarray, np.ndarray]:
         return sum_segments(segments, threads=self.threads)
 

@@ -34,13 +34,13 @@ class ListedSlots(NamedTuple):
     """int64: slots of rows"""
     key_R: torch.Tensor
     """int64: which of the keys each slot is of"""
-    count: torch.Tensor
-    """int64, whose first number is the number of slots"""
+    count_X: torch.Tensor
+    """int64: the first number is the number of slots"""
 
 
 @cuda
 def init_loop(
-    weight_SX: Array, row_SW: Array, slot_R: Array, key_R: Array, count: Array, table_U: Array, id_U: Array,
+    weight_SX: Array, row_SW: Array, slot_R: Array, key_R: Array, count_X: Array, table_U: Array, id_U: Array,
     seed: Number, kind_TC: Array, param_TC4: Array, end_C: Array, state: Array, state_begin: Number,
 ) -> None:  # fmt: skip
     """Write the weights and state of new rows. A group of threads shares a row, four weights a turn.
@@ -49,7 +49,7 @@ def init_loop(
     """
     dim = end_C[end_C.shape[0] - 1]
     listed = key_R.shape[0] > 0
-    rows = count[0] if listed else np.int64(slot_R.shape[0])
+    rows = count_X[0] if listed else np.int64(slot_R.shape[0])
     r = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
     while r < rows:
         s = slot_R[r]

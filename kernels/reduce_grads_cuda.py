@@ -37,7 +37,7 @@ class Segments(NamedTuple):
     scale_N: torch.Tensor
     """float32 [N]: the factor of each, in the order of order_N; of length 0 for ones"""
     begin_U1: torch.Tensor
-    """int64 [U + 1]: where each key's begin in order_N"""
+    """int64 [U + 1]: where each key's begin in order_N; N in places beyond the keys there are"""
     part_U1: torch.Tensor
     """int64 [U + 1]: where its parts begin in part_PD; a key of at most one part has none"""
     part_PD: torch.Tensor
@@ -158,18 +158,14 @@ def reduce_loop(
     grad_NX: Array, order_N: Array, scale_N: Array, begin_U1: Array, part_U1: Array, part_PD: Array, grad_UD: Array,
     finite_U: Array,
 ) -> None:  # fmt: skip
-    """Write each key's sum, zeros for places beyond the keys there are; finite_U[u] turns 0 where a value of it is not
-    finite."""
+    """Write each key's sum, and nothing in places beyond the keys there are; finite_U[u] turns 0 where a value of the
+    sum is not finite."""
     sum_V = cuda.local.array(V, np.float32)
     u = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
-    while u < grad_UD.shape[0]:
+    while u < grad_UD.shape[0] and begin_U1[u] < order_N.shape[0]:
         d = cuda.threadIdx.x * V
         while d < grad_UD.shape[1]:
-            if begin_U1[u] < begin_U1[u + 1]:
-                sum_segment(sum_V, grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD, u, d)
-            else:
-                for i in range(V):
-                    sum_V[i] = 0
+            sum_segment(sum_V, grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD, u, d)
             store(grad_UD, u, d, sum_V)
             for i in range(V):
                 if is_nonfinite(sum_V[i]):
@@ -213,7 +209,8 @@ def segments_of(
 
 
 def reduce_grads_cuda(segments: Segments, *, gpu: "Gpu") -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum gradients of equal keys: grad_UD float32 [U, D] and finite_U bool [U], on the device."""
+    """Sum gradients of equal keys: grad_UD float32 [U, D] and finite_U bool [U], on the device. Beyond the keys there
+    are grad_UD holds any numbers, and finite_U True."""
     from oneemb.kernels.launch import vector_width
 
     keys, dim = segments.begin_U1.shape[0] - 1, segments.grad_NX.shape[1]

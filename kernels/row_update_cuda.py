@@ -9,8 +9,8 @@ by `element_loop`; one that first needs numbers of the whole row by `row_loop`. 
 
 Letters: V weights that a thread handles at once, X values of a row as it is stored.
 
-Invariants: those of oneemb.kernels.row_update; slot -1, of places beyond the keys there are, is left out; and where
-go_1[0] is 0, which a check on the device may set, nothing is written.
+Invariants: those of oneemb.kernels.row_update; slot -1 is left out, and a loop ends at slot `BEYOND`; and where go_1[0]
+is 0, which a check on the device may set, nothing is written.
 """
 
 import functools
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from oneemb.kernels.arrays import Array
+from oneemb.kernels.arrays import BEYOND, Array
 from oneemb.kernels.jit import CudaLoop, Number, cuda, load, store
 from oneemb.kernels.reduce_grads_cuda import Segments, plus, sum_segment
 
@@ -117,7 +117,7 @@ def element_loop(
     g_V = cuda.local.array(V, np.float32)
     dim = grad_NX.shape[1]
     u = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
-    while u < slot_U.shape[0] and go_1[0] != 0:
+    while u < slot_U.shape[0] and slot_U[u] != BEYOND and go_1[0] != 0:
         s = slot_U[u]
         d = cuda.threadIdx.x * V if s >= 0 else dim
         while d < dim:
@@ -227,7 +227,7 @@ def row_loop(
     lane, lanes, groups = cuda.threadIdx.x, cuda.blockDim.x, cuda.blockDim.y
     # All threads of a block make the same number of turns, since they wait for each other.
     first = cuda.blockIdx.x * groups
-    while first < slot_U.shape[0] and go_1[0] != 0:
+    while first < slot_U.shape[0] and slot_U[first] != BEYOND and go_1[0] != 0:
         u = first + cuda.threadIdx.y
         live = u < slot_U.shape[0] and slot_U[u] >= 0
         own = cuda.threadIdx.y * lanes

@@ -1,7 +1,8 @@
 """Pins, scores and dirty bits of the slots that a lookup finds, and slots of new keys, on the GPU.  U keys, S slots.
 
-Arrays have room for N keys or more, of which the first U count; the slot of a key beyond them is -1. A host that does
-not know how many keys miss runs all four of these loops, the last of which puts the new keys into the index:
+Arrays have room for N keys or more, of which the first U count; the slots beyond are `BEYOND`, so that loops over slots
+end there. A host that does not know how many keys miss runs all four of these loops, the last of which puts the new
+keys into the index:
 
     acquire_loop     the slot of each key that is here, pinned
     new_slots_loop   a list of the other keys, with a free slot for each
@@ -16,7 +17,7 @@ slot; pins are counted with atomics, since a launch on another stream may pin or
 
 import numpy as np
 
-from oneemb.kernels.arrays import Array
+from oneemb.kernels.arrays import BEYOND, Array
 from oneemb.kernels.hash_index_cuda import PLACE_BITS, claim, seek
 from oneemb.kernels.jit import Number, cuda
 
@@ -31,8 +32,8 @@ def acquire_loop(
     cell_C2: Array, table_U: Array, id_U: Array, size_2: Array, pin_S: Array, score_S: Array, pins: Number,
     tick: Number, slot_U: Array, absent_R: Array, inserted_2: Array, count_4: Array,
 ) -> None:  # fmt: skip
-    """slot_U[u] = the slot of key u, pinned `pins` times more; -1 where there is none, and for keys beyond the first
-    size_2[0]. absent_R, unless its length is 0, lists the keys without a slot, in any order.
+    """slot_U[u] = the slot of key u, pinned `pins` times more; -1 where there is none, `BEYOND` for places beyond the
+    first size_2[0]. absent_R, unless its length is 0, lists the keys without a slot, in any order.
 
     A slot's score becomes `tick`, the time of this use; if that is negative it grows by -tick.
     count_4: number of keys without a slot, added up; then size_2; then inserted_2[1], the keys that found no cell.
@@ -46,7 +47,7 @@ def acquire_loop(
         inside = u < size_2[0]
         c = seek(cell_C2, table_U[u], id_U[u]) if inside else np.int64(-1)
         if c < 0:
-            slot_U[u] = -1
+            slot_U[u] = -1 if inside else BEYOND
             if inside:
                 r = cuda.atomic.add(count_4, 0, 1)
                 if r < absent_R.shape[0]:
@@ -131,7 +132,7 @@ def admit_loop(
 
 @cuda
 def mark_dirty_loop(slot_U: Array, dirty_S: Array) -> None:
-    """Set the dirty bits of slots; -1 is none."""
+    """Set the dirty bits of slots; those below 0 are none."""
     u = cuda.grid(1)
     while u < slot_U.shape[0]:
         if slot_U[u] >= 0:
@@ -141,7 +142,8 @@ def mark_dirty_loop(slot_U: Array, dirty_S: Array) -> None:
 
 @cuda
 def release_loop(slot_U: Array, pin_S: Array) -> None:
-    """Unpin slots, each once; -1 is none, and slots beyond those there are belong to rows that were dropped."""
+    """Unpin slots, each once; those below 0 are none, and slots beyond those there are belong to rows that were
+    dropped."""
     u = cuda.grid(1)
     while u < slot_U.shape[0]:
         if 0 <= slot_U[u] < pin_S.shape[0]:

@@ -25,7 +25,7 @@ class Summed(NamedTuple):
 class RowGrads:
     """Gradients of U unique keys of one store, for the rows in slot_U: summed, or as segments still to be summed.
 
-    The first read of `sums` sums the segments. An update sums them row by row instead, with the same bits.
+    The first read of `sums` sums the segments. If nobody has read them, an update sums row by row, with the same bits.
 
     Args:
         store: the store of the rows, or the merged store.
@@ -62,7 +62,7 @@ class RowGrads:
 
     def counted(self) -> "RowGrads":
         """The same with arrays that are cut to the actual number of keys, for which a GPU is waited for. Only updates
-        take arrays with more room, where slots are -1."""
+        take arrays with more room, where slots are below 0."""
         if self._unique is None:
             return self
         size = len(self.store.backend.counted(self._unique).id_U)
@@ -96,6 +96,15 @@ class RowGrads:
         """The gradients that are still to be summed; None = they have been summed."""
         return self.segments if self._sums is None else None
 
+    def sum_to_check(self) -> None:
+        """On a GPU, sum now if a check of the sums then moves less memory than a check of all that is to be summed,
+        which the update would read once more. Gradients of bags are fewer than ids; those of 16 bits are smaller than
+        sums."""
+        segments = self.to_sum
+        if segments is not None and self.store.backend.waits and segments.grad_NX.dtype is torch.float32:
+            if len(self.id_U) <= len(segments.grad_NX):
+                self.sums  # noqa: B018  # the first read makes them
+
     @property
     def terms(self) -> Terms:
         """The terms of the sums: gradients that are still to be summed, or finished sums as single terms."""
@@ -109,6 +118,16 @@ class RowGrads:
         sums = grad_UD, backend.array(torch.isfinite(backend.tensor(grad_UD)).all(1))
         keys = self.table_U, self.id_U, self.slot_U
         return RowGrads(self.store, self.generation, *keys, sums=sums, stores=self.stores)
+
+    def plus(self, others: Sequence[Summed]) -> "RowGrads":
+        """The same gradients with other sums of the same keys added, in their order."""
+        if not others:
+            return self
+        backend = self.store.backend
+        total_UD = backend.tensor(self.counted().grad_UD).clone()
+        for other in others:
+            total_UD += backend.tensor(other.grad_UD)[: len(total_UD)]
+        return self.with_sums(backend.array(total_UD))
 
     def with_slots(self, slot_U: Array, generation: int) -> "RowGrads":
         """The same gradients with other slots, for rows that have moved."""
@@ -207,14 +226,3 @@ def sum_over_passes(grads: Sequence[torch.Tensor]) -> torch.Tensor:
     for grad in grads[1:]:
         total += grad
     return total
-
-
-def add_sums(sums: Sequence[Summed], backend: Backend) -> Summed:
-    """Total of several sums of the same keys, added in their order. A single element is returned as it is."""
-    first, *others = sums
-    if not others:
-        return first
-    total = backend.tensor(first.grad_UD).clone()
-    for other in others:
-        total += backend.tensor(other.grad_UD)
-    return Summed(backend.array(total), backend.array(torch.isfinite(total).all(1)))

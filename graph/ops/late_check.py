@@ -69,6 +69,7 @@ class LateCheck:
 
         gpu = self.backend.gpu
         for grad in grads:
+            grad.sum_to_check()
             if grad.to_sum is None:
                 check_each_cuda(grad.finite_U, self.go_1, gpu=gpu)
             else:

@@ -18,7 +18,7 @@ from typing import Protocol, cast
 import numpy as np
 import torch
 
-from oneemb.graph.ops.grads import RowGrads, Summed, add_sums, nowhere, sum_over_passes
+from oneemb.graph.ops.grads import RowGrads, Summed, nowhere, sum_over_passes
 from oneemb.graph.ops.keys import DTYPES, Keys
 from oneemb.graph.ops.op import LOOKUP, Op
 from oneemb.graph.ops.reading import check_place, gathered, measure_gather, read_rows, scales_of, spread_max_grads
@@ -238,7 +238,7 @@ class Lease:
         if self.has_grad or self.remote is not None or self.shared is not None or self.argmax_PD is not None:
             return None
         keys, backend = self.keys, self.store.backend
-        if not backend.sum_costs_less(keys.unique, len(grad_NX)):
+        if len(keys.unique.id_U) > len(grad_NX):  # of bags
             return None
         return Summed(
             *backend.sum_segments(backend.segments(keys.unique, keys.bags, backend.array(grad_NX), self.scale_N))
@@ -251,7 +251,7 @@ class Lease:
         slot_U = nowhere(backend, len(unique.id_U)) if self.slot_U is None else self.slot_U
         keys = self.store, self.generation, unique.table_U, unique.id_U, slot_U
         if isinstance(grads[0], Summed):
-            return RowGrads(*keys, sums=add_sums(cast("Sequence[Summed]", grads), backend), unique=unique)
+            return RowGrads(*keys, sums=grads[0], unique=unique).plus(cast("Sequence[Summed]", grads[1:]))
         grad_NX = backend.array(self.sum_passes(cast("Sequence[torch.Tensor]", grads)).contiguous())
         bags = self.keys.bags if self.argmax_PD is None else None
         return RowGrads(*keys, segments=backend.segments(unique, bags, grad_NX, self.scale_N), unique=unique)

@@ -246,6 +246,8 @@ def _surely_finite(optimizers: Sequence[StepOptimizer], grads: Sequence[RowGrads
                 if (grad_of := parameter.grad) is not None:
                     dense.append(grad_of)
     for there in by_place.values():
+        for row_grads in there:
+            row_grads.sum_to_check()
         if not there[0].store.backend.surely_finite([grad.terms for grad in there], dense):
             return False
         dense = []  # The first device has checked the dense gradients.
@@ -350,7 +352,7 @@ def update(optimizer: StepOptimizer, grads: RowGrads | None, go: bool, groups: G
             weight_SX = layout.weights(row_SW)
             for part, step, group in parts:
                 row_optimizer.update(
-                    weight_SX, row_SW, part.slot_U, part.segments or part.grad_UD,
+                    weight_SX, row_SW, part.slot_U, part.to_sum or part.grad_UD,
                     state_begin=layout.state_begin, group=group, step=step + 1, backend=backend,
                 )  # fmt: skip
             for member in grads.stores:

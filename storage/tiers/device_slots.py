@@ -167,7 +167,7 @@ class DeviceSlots(MemoryTier):
             self._ahead_failed = len(self.pin_S)
 
     def _admit(self, keys: DeviceKeys) -> torch.Tensor:
-        """Pinned slots of keys, -1 beyond their actual number; new ones are initialized and put into the index. The
+        """Pinned slots of keys, `BEYOND` after the last; new ones are initialized and put into the index. The
         loops are described in slots_cuda.py. An error has changed nothing."""
         gpu, size, free = self._gpu, len(keys.id_U), self._free
         slot_U, new_R, key_R = gpu.empty(3, size, dtype=torch.int64).unbind()

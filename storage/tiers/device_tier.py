@@ -90,7 +90,7 @@ class DeviceTier(DeviceSlots):
         """See `HotRows.acquire`. ValueError, with nothing changed, if tables or offsets are invalid.
 
         Where nothing has to be known before, the host does not wait: keys and slots are then not cut, and the slots
-        beyond the actual number of keys are -1.
+        beyond the actual number of keys are `BEYOND`.
         """
         self._apply_pending(wait=False)
         if self._make_room_to_admit(keys):

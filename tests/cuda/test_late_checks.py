@@ -29,7 +29,7 @@ def late(monkeypatch):
 class Trained:
     """An embedding, and perhaps dense parameters, with one optimizer."""
 
-    def __init__(self, gpu, path, *, dense=False, optimizer="adam", **options):
+    def __init__(self, gpu, path, *, dense=False, bags=False, optimizer="adam", **options):
         torch.manual_seed(4)
         self.embedding = make_embedding(path, tables=2, dim=DIM, seed=3)
         self.dense = torch.nn.Linear(DIM, 1).to(gpu.device) if dense else None
@@ -43,10 +43,13 @@ class Trained:
         self.inner = inner
         self.optimizer = oneemb.Optimizer(inner, [self.embedding], **{"check_in_step": False, **options})
         self.ids = (torch.arange(12, device=gpu.device) % 5).reshape(-1, 2)
+        if bags:
+            self.ids = (torch.arange(24, device=gpu.device) % 5).reshape(-1, 2, 3)
+        self.bags = {"pooling": "sum"} if bags else {}
         self.gpu = self.embedding.store.backend.gpu
 
     def step(self, factor=1.0):
-        rows = self.embedding(self.ids)
+        rows = self.embedding(self.ids, **self.bags)
         (rows if self.dense is None else self.dense(rows)).sum().mul(factor).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -79,7 +82,7 @@ def train(gpu, tmp_path):
         one.close()
 
 
-@pytest.mark.parametrize("options", [dict(), dict(dense=True), dict(optimizer="lamb")], ids=str)
+@pytest.mark.parametrize("options", [dict(), dict(dense=True), dict(optimizer="lamb"), dict(bags=True)], ids=str)
 @pytest.mark.parametrize("factor", [float("nan"), float("inf"), 1e38])
 def test_a_step_that_is_not_finite_writes_nothing_and_is_heard_of_later(train, late, options, factor):
     trained = train(**options)
@@ -103,7 +106,7 @@ def test_a_step_that_is_not_finite_writes_nothing_and_is_heard_of_later(train, l
 
 def test_steps_and_rows_are_those_of_steps_that_wait(train, late):
     late.now = True
-    for options in (dict(), dict(dense=True), dict(optimizer="adagrad"), dict(optimizer="lamb")):
+    for options in (dict(), dict(dense=True), dict(optimizer="adagrad"), dict(optimizer="lamb"), dict(bags=True)):
         one, other = train(**options), train(check_in_step=True, **options)
         # Some that have to be looked at more closely. A fused step of torch makes NaN where squares overflow.
         for factor in (1.0, 1e15, 1e-20, 1e18) if options.get("dense") else (1.0, 1e20, 1e-30, 2e37):
