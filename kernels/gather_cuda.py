@@ -85,10 +85,10 @@ def copy_out_loop(row_SW: Array, slot_U: Array, out_UW: Array) -> None:
 
 @cuda
 def copy_in_loop(row_SW: Array, slot_U: Array, row_UW: Array) -> None:
-    """The row in slot slot_U[u] = row_UW[u]."""
+    """The row in slot slot_U[u] = row_UW[u]; slot -1 is none."""
     u = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
     while u < slot_U.shape[0]:
-        w = cuda.threadIdx.x * V
+        w = cuda.threadIdx.x * V if slot_U[u] >= 0 else row_UW.shape[1]
         while w < row_UW.shape[1]:
             move(row_SW, slot_U[u], w, row_UW, u, w)
             w += cuda.blockDim.x * V
@@ -107,7 +107,7 @@ def copy_rows_out_cuda(row_SW: torch.Tensor, slot_U: torch.Tensor, width: int, *
 
 
 def copy_rows_in_cuda(row_SW: torch.Tensor, slot_U: torch.Tensor, row_UW: torch.Tensor, *, gpu: Gpu) -> None:
-    """Put rows, float32 [U, W] on the device, into distinct slots of a slab at least as wide."""
+    """Put rows, float32 [U, W] on the device, into distinct slots of a slab at least as wide; slot -1 is none."""
     width = row_UW.shape[1]
     v = vector_width(width, row_SW, row_UW)
     gpu.run_rows(

@@ -14,6 +14,7 @@ import torch
 from oneemb.kernels.gather_cuda import copy_rows_in_cuda, copy_rows_out_cuda
 from oneemb.kernels.launch import Gpu
 from oneemb.storage.errors import StoreFullError
+from oneemb.storage.row_store import RowSource
 from oneemb.storage.tiers.limits import Limits
 
 Arrays = list[torch.Tensor]
@@ -117,50 +118,110 @@ class StreamOrder:
 
 # ---- rows on the bus -------------------------------------------------------------------------------------------------
 
-
-# Number of rows that are copied through the buffer at a time.
-_BATCH = 65536
+# Bytes of a buffer. While the bus copies one buffer, the host fills or empties the other.
+_BUFFER_BYTES = 1 << 25
 
 
 class PinnedRows:
-    """Buffer in page-locked memory through which rows of one width are copied to a GPU and back."""
+    """Two buffers in page-locked memory through which rows of one width are copied to a GPU and back, a part of at most
+    `_BUFFER_BYTES` at a time. The buffers are kept: new memory for each step would cost a page fault for each page."""
 
     def __init__(self, row_width: int, gpu: Gpu):
         self._row_width = row_width
         self._gpu = gpu
-        self._on_gpu = gpu.device.type == "cuda"
-        self._row_BW = torch.empty(0, row_width, dtype=torch.float32, device="cpu")
-        self._last_copy: torch.cuda.Event | None = None  # recorded after the last copy out of the buffer, or into it
+        self._rows_max = max(1, _BUFFER_BYTES // (4 * row_width))
+        self._buffers = [_Buffer(self._rows_max, row_width, gpu) for _ in range(2)]
+
+    def parts(self, size: int) -> list[slice]:
+        """Slices of at most as many rows as fit into a buffer."""
+        return [slice(n, min(n + self._rows_max, size)) for n in range(0, size, self._rows_max)]
 
     def rows_in(self, row_SW: torch.Tensor, slot_N: torch.Tensor, row_XW: np.ndarray, from_N: np.ndarray) -> None:
         """Write rows row_XW[from_N] into these slots of a slab."""
-        for n in range(0, len(slot_N), _BATCH):
-            rows = self.to_device(row_XW[from_N[n : n + _BATCH]])
-            copy_rows_in_cuda(row_SW, slot_N[n : n + _BATCH], rows, gpu=self._gpu)
+        for part in self.parts(len(slot_N)):
+            buffer = self._next()
+            row_NW = buffer.rows(part.stop - part.start)
+            # As integers, so that no bit is taken for a number; "clip" writes to `out` without a copy.
+            np.take(row_XW.view(np.int32), from_N[part], axis=0, out=row_NW.view(np.int32), mode="clip")
+            copy_rows_in_cuda(row_SW, slot_N[part], buffer.to_device(row_NW), gpu=self._gpu)
 
-    def rows_out(self, row_SW: torch.Tensor, slot_N: torch.Tensor) -> np.ndarray:
-        """The rows in these slots of a slab: float32 [N, W]."""
-        row_NW = np.empty((len(slot_N), self._row_width), np.float32)
-        for n in range(0, len(slot_N), _BATCH):
-            rows = copy_rows_out_cuda(row_SW, slot_N[n : n + _BATCH], self._row_width, gpu=self._gpu)
-            row_NW[n : n + _BATCH] = self.to_host(rows)
-        return row_NW
+    def read(
+        self, below: RowSource, table_N: np.ndarray, id_N: np.ndarray
+    ) -> Iterator[tuple[slice, np.ndarray, torch.Tensor]]:
+        """The rows of keys in a store below the tier, a part of the keys at a time: the part, whether each of its keys
+        has no row there, and the rows on the device, with any numbers for such keys. Copies may still be in progress
+        when a part comes."""
+        for part in self.parts(len(id_N)):
+            buffer = self._next()
+            row_NW = buffer.rows(part.stop - part.start)
+            missing_N = below.get(table_N[part], id_N[part], row_NW)
+            yield part, missing_N, buffer.to_device(row_NW)
+
+    def rows_out(self, row_SW: torch.Tensor, slot_N: torch.Tensor) -> Iterator[tuple[slice, np.ndarray]]:
+        """The rows in these slots of a slab, a part of the slots at a time: float32 [part, W], valid until the next
+        part."""
+        ahead: tuple[slice, _Buffer, int] | None = None
+        for part in [*self.parts(len(slot_N)), None]:
+            now, ahead = ahead, None
+            if part is not None:
+                buffer = self._next()
+                rows = copy_rows_out_cuda(row_SW, slot_N[part], self._row_width, gpu=self._gpu)
+                buffer.from_device(rows)
+                ahead = part, buffer, len(rows)
+            if now is not None:
+                yield now[0], now[1].arrived(now[2])
+
+    def drop(self) -> None:
+        """Free the buffers; the next use makes new ones."""
+        for buffer in self._buffers:
+            buffer.drop()
+
+    def _next(self) -> "_Buffer":
+        """The buffer whose turn it is."""
+        self._buffers.reverse()
+        return self._buffers[0]
+
+
+class _Buffer:
+    """Page-locked memory for `rows_max` rows, or fewer until so many have been copied at a time."""
+
+    def __init__(self, rows_max: int, row_width: int, gpu: Gpu):
+        self._rows_max, self._row_width, self._gpu = rows_max, row_width, gpu
+        self._on_gpu = gpu.device.type == "cuda"
+        self._last_copy: torch.cuda.Event | None = None  # recorded after the last copy out of the buffer, or into it
+        self.drop()
+
+    def drop(self) -> None:
+        self._wait()
+        self._row_BW = torch.empty(0, self._row_width, dtype=torch.float32, device="cpu")
+
+    def rows(self, size: int) -> np.ndarray:
+        """Room for `size` rows, float32 [size, W], once the last copy has ended."""
+        self._wait()
+        if size > len(self._row_BW):
+            self.drop()
+            self._row_BW = torch.empty(
+                min(self._rows_max, 1 << (size - 1).bit_length()), self._row_width, pin_memory=self._on_gpu,
+                dtype=torch.float32, device="cpu",
+            )  # fmt: skip
+        return self._row_BW[:size].numpy()
 
     def to_device(self, row_NW: np.ndarray) -> torch.Tensor:
-        """Copy of the rows on the device. The copy may still be in progress when the call returns."""
-        row_BW = self._buffer(len(row_NW))
-        row_BW.numpy().view(np.int32)[:] = row_NW.view(np.int32)
-        rows = row_BW.to(self._gpu.device, non_blocking=True, copy=True)
+        """Copy on the device of what `rows` returned. It may still be in progress when the call returns."""
+        rows = self._row_BW[: len(row_NW)].to(self._gpu.device, non_blocking=True, copy=True)
         self._copied()
         return rows
 
-    def to_host(self, row_NW: torch.Tensor) -> np.ndarray:
-        """Copy of the rows in the buffer, valid until the next use of this object."""
-        row_BW = self._buffer(len(row_NW))
-        row_BW.copy_(row_NW, non_blocking=True)
+    def from_device(self, row_NW: torch.Tensor) -> None:
+        """Begin to copy rows into the buffer."""
+        self.rows(len(row_NW))
+        self._row_BW[: len(row_NW)].copy_(row_NW, non_blocking=True)
         self._copied()
+
+    def arrived(self, size: int) -> np.ndarray:
+        """The first `size` rows of the buffer, once they are there."""
         self._wait()
-        return row_BW.numpy()
+        return self._row_BW[:size].numpy()
 
     def _copied(self) -> None:
         # Copies run on the current stream of the tier's device, which need not be torch's current device.
@@ -172,15 +233,3 @@ class PinnedRows:
             self._gpu.waits += 1
             self._last_copy.synchronize()
             self._last_copy = None
-
-    def _buffer(self, rows: int) -> torch.Tensor:
-        self._wait()
-        if rows > len(self._row_BW):
-            self._row_BW = torch.empty(
-                max(rows, 2 * len(self._row_BW)),
-                self._row_width,
-                pin_memory=self._on_gpu,
-                dtype=torch.float32,
-                device="cpu",
-            )
-        return self._row_BW[:rows]

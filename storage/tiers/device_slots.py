@@ -17,13 +17,14 @@ import numpy as np
 import torch
 
 from oneemb.kernels.cuda_backend import CudaBackend
+from oneemb.kernels.gather_cuda import copy_rows_in_cuda
 from oneemb.kernels.init_rows_cuda import ListedSlots
 from oneemb.kernels.launch import Gpu, Later
 from oneemb.kernels.slots_cuda import admit_loop, new_slots_loop, release_loop
 from oneemb.kernels.unique_keys_cuda import DeviceKeys
 from oneemb.storage.locking.store_lock import changing
 from oneemb.storage.tiers.device_index import DeviceIndex
-from oneemb.storage.tiers.device_memory import StreamOrder, enlarge, enlarged
+from oneemb.storage.tiers.device_memory import PinnedRows, StreamOrder, enlarge, enlarged
 from oneemb.storage.tiers.free_slots import FreeSlots
 from oneemb.storage.tiers.memory_tier import HALF_LIFE, MemoryTier
 
@@ -91,6 +92,7 @@ class DeviceSlots(MemoryTier):
     _backend: CudaBackend
     _gpu: Gpu
     _order: StreamOrder
+    _bus: PinnedRows
     _pending: deque[_PendingLookup]
     _tick: int
     _begun: int
@@ -231,30 +233,44 @@ class DeviceSlots(MemoryTier):
     def _bring_in(self, table_M: torch.Tensor, id_M: torch.Tensor) -> torch.Tensor:
         """Pinned slots for keys that are not here: rows from below, or else new ones."""
         size = len(id_M)
-        new_M = torch.ones(size, dtype=torch.bool, device=self._gpu.device)
-        unknown = size
         if self._resident:
             self._limits.check_new(size, self, int(table_M[0]))
         self._limits.check_fits(size, self._held())
-        row_MW, old = np.empty((0 if self._resident else size, self.row_width), np.float32), np.empty(0, np.int64)
-        if not self._resident:
-            assert self._below is not None
-            missing_M = self._below.get(self._host(table_M), self._host(id_M), row_MW)
-            unknown, old = int(np.count_nonzero(missing_M)), np.flatnonzero(~missing_M)
-            if unknown:
-                self._limits.check_new(unknown, self, int(self._host(table_M)[missing_M][0]))
-            new_M = self._gpu.put(missing_M)
-        slot_M = self._reserve(size)
-        slot_N = slot_M[new_M]
-        self.init_rows(self.row_SW, slot_N, table_M[new_M], id_M[new_M])
-        if len(old):
-            self._rows_in(slot_M[~new_M], row_MW, old)
-        with self._taking(slot_M, table_M, id_M, dirty=new_M):
+        if self._resident:
+            slot_M, unknown, new = self._reserve(size), size, None
+        else:
+            slot_M, new = self._read_below(table_M, id_M)
+            unknown = len(new)
+        if unknown:
+            n = slice(None) if new is None else new
+            self.init_rows(self.row_SW, slot_M[n], table_M[n], id_M[n])
+        dirty: bool | torch.Tensor = new is None
+        if new is not None and unknown:
+            dirty = torch.zeros(size, dtype=torch.bool, device=self._gpu.device)
+            dirty[new] = True
+        with self._taking(slot_M, table_M, id_M, dirty=dirty):
             self.pin_S[slot_M] = 1
             self._add_known(unknown)
             self._counters.new_rows += unknown
             self._begun += unknown
         return slot_M
+
+    def _read_below(self, table_M: torch.Tensor, id_M: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Reserved slots for keys that are not here, with the rows that the store below has; and the positions of keys
+        without a row there."""
+        assert self._below is not None
+        tables, ids, missing_M = self._host(table_M), self._host(id_M), np.empty(len(id_M), np.bool_)
+        limit = self._limits.row_limit
+        if limit is not None and len(self) + len(ids) > limit:  # Checked before any row is evicted.
+            new_table_N = tables[~self._below.contains(tables, ids)]
+            self._limits.check_new(len(new_table_N), self, int(new_table_N[0]) if len(new_table_N) else 0)
+        slot_M = self._reserve(len(ids))
+        for part, missing_N, rows in self._bus.read(self._below, tables, ids):
+            missing_M[part], slot_N = missing_N, slot_M[part]
+            if missing_N.any():
+                slot_N = slot_N.masked_fill(self._gpu.put(missing_N), -1)
+            copy_rows_in_cuda(self.row_SW, slot_N, rows, gpu=self._gpu)
+        return slot_M, self._gpu.put(np.flatnonzero(missing_M))
 
     def _take(
         self, table_N: np.ndarray, id_N: np.ndarray, row_XW: np.ndarray, from_N: np.ndarray, *, dirty: bool

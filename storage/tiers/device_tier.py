@@ -154,20 +154,28 @@ class DeviceTier(DeviceSlots):
         missing = wanted[torch.nonzero(slot_M < 0).reshape(-1)] if found else wanted
         self._limits.check_fits(missed, self._held())
         table_M, id_M = keys.table_U[missing], keys.id_U[missing]
-        row_MW = np.empty((missed, self.row_width), np.float32)
-        old_M = ~self._below.get(self._host(table_M), self._host(id_M), row_MW)
-        size = int(np.count_nonzero(old_M))
+        old, rows = self._known_below(table_M, id_M)
+        size = len(old)
         if min(self._free.used + self._free.fresh(size), self.slots) > len(self.pin_S):
             raise StoreFullError(f"the {self.name} tier has no slots yet for {size} more rows")
-        old = self._gpu.put(np.flatnonzero(old_M))
         u = missing[old]
         slot_O = self._reserve(size)
-        self._rows_in(slot_O, row_MW, np.flatnonzero(old_M))
+        copy_rows_in_cuda(self.row_SW, slot_O, rows, gpu=self._gpu)
         with self._taking(slot_O, table_M[old], id_M[old], dirty=False):
             self.pin_S[slot_O] = 1
         fill_pinned(slot_U, u, slot_O, self.release)
         self._counters.misses += size
         return found + size
+
+    def _known_below(self, table_M: torch.Tensor, id_M: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions of the keys that have rows in the store below, and these rows, on the device."""
+        assert self._below is not None
+        found, rows = [np.empty(0, np.int64)], [self._gpu.empty(0, self.row_width, dtype=torch.float32)]
+        for part, missing_N, row_NW in self._bus.read(self._below, self._host(table_M), self._host(id_M)):
+            known = np.flatnonzero(~missing_N)
+            found.append(part.start + known)
+            rows.append(row_NW if len(known) == len(row_NW) else row_NW[self._gpu.put(known)])
+        return self._gpu.put(np.concatenate(found)), torch.cat(rows)
 
     @up_to_date
     def read(self, keys: DeviceKeys) -> tuple[torch.Tensor, DeviceKeys]:
@@ -183,13 +191,12 @@ class DeviceTier(DeviceSlots):
         self._counters.hits += len(here)
         self._counters.misses += missed
         missing = torch.nonzero(slot_U < 0).reshape(-1)
-        if missed and not self._resident:
-            assert self._below is not None
-            row_MW = np.empty((missed, self.row_width), np.float32)
-            absent_M = self._below.get(self._host(keys.table_U[missing]), self._host(keys.id_U[missing]), row_MW)
-            found = missing[self._gpu.put(~absent_M)]
-            copy_rows_in_cuda(row_UW, found, self._bus.to_device(row_MW[~absent_M]), gpu=self._gpu)
-            missing = missing[self._gpu.put(absent_M)]
+        if not self._resident:
+            known, rows = self._known_below(keys.table_U[missing], keys.id_U[missing])
+            copy_rows_in_cuda(row_UW, missing[known], rows, gpu=self._gpu)
+            absent_M = torch.ones(missed, dtype=torch.bool, device=self._gpu.device)
+            absent_M[known] = False
+            missing = missing[absent_M]
         if len(missing):
             self._absent(row_UW, missing, keys.table_U[missing], keys.id_U[missing])
         return row_UW, keys
@@ -275,6 +282,10 @@ class DeviceTier(DeviceSlots):
     def _write_down(self) -> None:
         super()._write_down()
 
+    def close(self) -> None:
+        super().close()
+        self._bus.drop()
+
     def __len__(self) -> int:
         self._apply_pending()
         return super().__len__()
@@ -302,11 +313,12 @@ class DeviceTier(DeviceSlots):
     def _rows_in(self, slot_N: torch.Tensor, row_XW: np.ndarray, from_N: np.ndarray) -> None:
         self._bus.rows_in(self.row_SW, slot_N, row_XW, from_N)
 
-    def _rows_out(self, slot_N: torch.Tensor) -> np.ndarray:
+    def _rows_out(self, slot_N: torch.Tensor) -> Iterator[tuple[slice, np.ndarray]]:
         return self._bus.rows_out(self.row_SW, slot_N)
 
     def _copy_out(self, slot_N: torch.Tensor, out_XW: np.ndarray, to_N: np.ndarray) -> None:
-        out_XW[to_N] = self._rows_out(slot_N)
+        for part, row_NW in self._rows_out(slot_N):
+            out_XW.view(np.int32)[to_N[part]] = row_NW.view(np.int32)
 
     def _dirty_keys(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         self._order.after_releases()
@@ -321,8 +333,10 @@ class DeviceTier(DeviceSlots):
             piece = slice(n, n + batch)
             with self._order(self._arrays):
                 self._order.after_releases()
-                found = self._host(table_N[piece]).copy(), self._host(id_N[piece]).copy(), self._rows_out(slot_N[piece])
-            yield found
+                found = self._host(table_N[piece]).copy(), self._host(id_N[piece]).copy()
+                row_NW = np.empty((len(found[0]), self.row_width), np.float32)
+                self._copy_out(slot_N[piece], row_NW, np.arange(len(row_NW)))
+            yield *found, row_NW
 
     @up_to_date
     def stats(self) -> dict[str, Any]:

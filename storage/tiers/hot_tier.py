@@ -35,7 +35,7 @@ from oneemb.storage.locking.store_lock import changing
 from oneemb.storage.row_store import RowStore
 from oneemb.storage.tiers.hot_rows import InitRows, RowsReadAhead
 from oneemb.storage.tiers.limits import Limits
-from oneemb.storage.tiers.memory_tier import HALF_LIFE, MemoryTier
+from oneemb.storage.tiers.memory_tier import BATCH, HALF_LIFE, MemoryTier
 from oneemb.storage.tiers.reservation import Reservation
 from oneemb.storage.tiers.slot_arrays import SlotArrays
 from oneemb.storage.tiers.victims import VictimClock
@@ -295,8 +295,10 @@ class HotTier(MemoryTier):
     def _rows_in(self, slot_N: np.ndarray, row_XW: np.ndarray, from_N: np.ndarray) -> None:
         copy_rows(row_XW, from_N, self.row_SW, slot_N, threads=self._threads)
 
-    def _rows_out(self, slot_N: np.ndarray) -> np.ndarray:
-        return copy_rows_out(self.row_SW, slot_N, threads=self._threads)
+    def _rows_out(self, slot_N: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
+        for n in range(0, len(slot_N), BATCH):
+            part = slice(n, n + BATCH)
+            yield part, copy_rows_out(self.row_SW, slot_N[part], threads=self._threads)
 
     def _copy_out(self, slot_N: np.ndarray, out_XW: np.ndarray, to_N: np.ndarray) -> None:
         with self._writing:
@@ -307,7 +309,7 @@ class HotTier(MemoryTier):
 
     def _scan(self, batch: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         for table_N, id_N, slot_N in self._index.items(batch):
-            yield table_N, id_N, self._rows_out(slot_N)
+            yield table_N, id_N, copy_rows_out(self.row_SW, slot_N, threads=self._threads)
 
     def stats(self) -> dict[str, Any]:
         return {

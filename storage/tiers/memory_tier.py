@@ -107,8 +107,8 @@ class MemoryTier(ABC):
         """Write rows row_XW[from_N] into these slots."""
 
     @abstractmethod
-    def _rows_out(self, slot_N: Any) -> np.ndarray:
-        """The rows in these slots: float32 [N, W]."""
+    def _rows_out(self, slot_N: Any) -> Iterator[tuple[slice, np.ndarray]]:
+        """The rows in these slots, a part of the slots at a time: float32 [part, W], valid until the next part."""
 
     @abstractmethod
     def _copy_out(self, slot_N: Any, out_XW: np.ndarray, to_N: np.ndarray) -> None:
@@ -314,11 +314,11 @@ class MemoryTier(ABC):
             return
         assert self._below is not None
         self._note_change_below(id_N)
-        for n in range(0, len(slot_N), BATCH):
-            signals_deferred.raise_interrupt()  # Rows of batches that were written are clean, other rows are unchanged.
-            batch = slice(n, n + BATCH)
-            self._below.put(self._host(table_N[batch]), self._host(id_N[batch]), self._rows_out(slot_N[batch]))
-            self._dirty_S[slot_N[batch]] = False
+        tables, ids = self._host(table_N), self._host(id_N)
+        for part, row_NW in self._rows_out(slot_N):
+            signals_deferred.raise_interrupt()  # Rows of parts that were written are clean, other rows are unchanged.
+            self._below.put(tables[part], ids[part], row_NW)
+            self._dirty_S[slot_N[part]] = False
         self._counters.written_down += len(slot_N)
 
 

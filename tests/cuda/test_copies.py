@@ -37,6 +37,9 @@ def test_rows_go_in_and_out_bit_for_bit(gpu, width, slab_width):
     rows = rng.integers(0, 1 << 32, (4, width), np.uint32).view(np.float32)
     slot_U = np.array([8, 0, 3, 5])
     device = gpu.put(slab)
+    copy_rows_in_cuda(device, gpu.put(np.array([8, -1, 3, -1])), gpu.put(rows), gpu=gpu)
+    slab[[8, 3], :width] = rows[[0, 2]]
+    assert device.cpu().numpy().tobytes() == slab.tobytes()
     copy_rows_in_cuda(device, gpu.put(slot_U), gpu.put(rows), gpu=gpu)
     slab[slot_U, :width] = rows
     assert device.cpu().numpy().tobytes() == slab.tobytes()

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from oneemb.storage.tiers import device_memory
 from oneemb.storage.tiers.device_memory import PinnedRows, StreamOrder
+from tests.support.row_store_suite import DictStore, keys_of
 
 
 class Stream:
@@ -123,10 +125,12 @@ class Mark:
         self.noted.append(f"the host waits for {self.name}")
 
 
-def test_the_buffer_of_a_tier_waits_for_copies_on_its_own_gpu_whichever_is_current(two_gpus):
-    rows = np.arange(12, dtype=np.float32).reshape(4, 3)
-    buffer = PinnedRows(3, SimpleNamespace(device=torch.device("cuda", 1), waits=0))
-    assert buffer.to_device(rows).tolist() == rows.tolist()
-    assert two_gpus == ["gpu 1 marks"]
-    assert buffer.to_host(torch.from_numpy(rows)).tolist() == rows.tolist()
-    assert two_gpus[1:] == ["the host waits for gpu 1's mark", "gpu 1 marks", "the host waits for gpu 1's mark"]
+def test_two_buffers_in_turn_wait_for_copies_on_their_own_gpu_whichever_is_current(two_gpus, monkeypatch):
+    monkeypatch.setattr(device_memory, "_BUFFER_BYTES", 4 * 3 * 4)  # four rows of three words
+    below, gpu = DictStore(3), SimpleNamespace(device=torch.device("cuda", 1), waits=0)
+    keys, rows = keys_of((0, i) for i in range(11)), np.arange(33, dtype=np.float32).reshape(11, 3)
+    below.put(*keys, rows)
+    found = [(part.start, row_NW.tolist()) for part, missing_N, row_NW in PinnedRows(3, gpu).read(below, *keys)]
+    assert found == [(n, rows[n : n + 4].tolist()) for n in (0, 4, 8)]
+    assert two_gpus == ["gpu 1 marks", "gpu 1 marks", "the host waits for gpu 1's mark", "gpu 1 marks"]
+    assert gpu.waits == 1
