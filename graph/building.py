@@ -138,7 +138,7 @@ class Expected(MadeLookup):
         reserved, scales, pooling = self.reserved, asked.per_sample_weights, asked.pooling
         assert isinstance(reserved, ops.AnnouncedLookup)
 
-        def check(keys: ops.Keys) -> None:
+        def check(keys: ops.BatchKeys) -> None:
             if scales is not None or pooling != "sum":
                 ops.check_pooling(keys, scales, pooling)
 

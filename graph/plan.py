@@ -48,7 +48,7 @@ class AfterPass(NamedTuple):
 
 
 @dataclass(eq=False)
-class Plan:
+class LookupPlan:
     """The compiled lookups of a step.
 
     Args:
@@ -171,7 +171,7 @@ def compile_plan(
     merged: Merged,
     *,
     inserts: bool,
-) -> Plan:
+) -> LookupPlan:
     """Compile the lookups that a tape has recorded.
 
     Args:
@@ -200,7 +200,7 @@ def compile_plan(
     find = _finder(root, embeddings, objects, tape.constants)
     keys, rows = (Executor(part, find, "prepare") for part in split_keys(prepare))
     whole, lookup_half = Executor(graph, find), Executor(lookup, find)
-    return Plan(whole, prepare, keys, rows, lookup_half, history, list(tape.constants), tape.others, find)
+    return LookupPlan(whole, prepare, keys, rows, lookup_half, history, list(tape.constants), tape.others, find)
 
 
 def _members(

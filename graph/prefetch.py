@@ -33,7 +33,7 @@ import torch
 
 from oneemb.graph import ops
 from oneemb.graph.loaders import LoaderPosition
-from oneemb.graph.plan import Plan
+from oneemb.graph.plan import LookupPlan
 from oneemb.graph.read_ahead import ReadAhead
 from oneemb.graph.streams import Ahead, Mark, capture_gate
 from oneemb.kernels.threads import start, within_thread_code
@@ -59,14 +59,14 @@ class Prepared:
 
     batch: Any
     """Batch for `compute`, as `prepare` has made it from the loader's batch."""
-    plan: Plan | None = None
+    plan: LookupPlan | None = None
     """Plan by which the batch was prepared; None = not prepared."""
     values: Sequence[Any] | None = None
     """Results of the first half of the plan."""
     versions: list[tuple[int, int]] | None = None
-    """Result of `Plan.versions` when the batch was prepared."""
+    """Result of `LookupPlan.versions` when the batch was prepared."""
     found: Sequence[Any] | None = None
-    """Keys of the batch, results of `Plan.find_keys`, if they were found before the batch was prepared."""
+    """Keys of the batch, results of `LookupPlan.find_keys`, if they were found before the batch was prepared."""
     coming: Sequence[tuple[ComingBatches, int]] = ()
     """Number of the batch in each store whose cache knows that the batch will come."""
     announced: ops.Announced = ops.NOTHING_ANNOUNCED
@@ -98,7 +98,7 @@ class Prepared:
         self.values = None
 
 
-class Worker(Generic[Batch]):
+class PrefetchWorker(Generic[Batch]):
     """The thread that prepares batches, and the hand-over of batches to the loop.
 
     An interrupt may come at any line of the loop's thread, and the garbage collector may close a loop on any thread, in
@@ -267,7 +267,7 @@ def prefetch(
         failing: returns a context manager for the loop, which sees the loop's errors before the thread has ended.
         waited: called with the nanoseconds that the loop has waited for each batch.
     """
-    worker = Worker(batches, prepare, depth, devices, at_end)
+    worker = PrefetchWorker(batches, prepare, depth, devices, at_end)
     # From here on only the thread holds the loader's iterator.
     del batches
     try:

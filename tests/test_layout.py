@@ -347,6 +347,24 @@ def test_a_name_of_an_optimizer_is_found():
     assert optimizers_named(text) == {"lion", "row_wise_adagrad", "sgd"}
 
 
+# Names of other libraries, which have them in several modules too; and the contract of gradients to sum, with what the
+# host and a GPU make of it.
+NAMED_TWICE = {
+    "ConstantInitializer", "EmbeddingBagCollection", "EmbeddingCollection", "NormalInitializer", "Segments",
+    "ShardedEmbeddingBagCollection", "ShardedEmbeddingCollection", "Storage", "UniformInitializer",
+}  # fmt: skip
+
+
+def classes_named_twice(texts):
+    names = Counter(node.name for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef))
+    return {name for name, times in names.items() if times > 1 and not name.startswith("_")}
+
+
+def test_no_two_classes_have_one_name():
+    assert classes_named_twice(path.read_text() for path in sources(*PACKAGES)) == NAMED_TWICE
+    assert classes_named_twice(["class A: ...\nclass _B: ...", "def f():\n    class A: ...", "class _B: ..."]) == {"A"}
+
+
 FILE_LINES_MAX, CLASS_LINES_MAX = 500, 400
 
 

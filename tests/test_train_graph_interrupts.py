@@ -74,9 +74,9 @@ def test_an_interrupt_at_any_line_of_waiting_for_the_thread_leaves_nothing():
 
 def test_the_comparison_notices_a_loop_that_is_not_closed(monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "PATIENCE_S", 0.1)
-    close = prefetch.Worker.close
+    close = prefetch.PrefetchWorker.close
     workers = []
-    monkeypatch.setattr(prefetch.Worker, "close", lambda worker: workers.append(worker))
+    monkeypatch.setattr(prefetch.PrefetchWorker, "close", lambda worker: workers.append(worker))
     with pytest.raises(AssertionError, match="the 9th: oneemb/graph/prefetch.py:"):
         check_after_interrupts(1, [FILE], None, [9])
     for worker in workers:
@@ -227,7 +227,7 @@ def test_a_loop_closed_by_the_collector_on_its_own_thread_ends():
 
 def test_a_worker_that_never_began_or_was_closed_before_is_closed_at_once():
     def worker():
-        return prefetch.Worker([1, 2, 3], lambda batch, follow: prefetch.Prepared(batch), 1, [], lambda: None)
+        return prefetch.PrefetchWorker([1, 2, 3], lambda batch, follow: prefetch.Prepared(batch), 1, [], lambda: None)
 
     never = worker()
     never.close()

@@ -23,7 +23,7 @@ can be compared with an eager one.
 """
 
 from oneemb.graph.ops.grads import RowGrads
-from oneemb.graph.ops.keys import Keys, equal, keep, unique_keys
+from oneemb.graph.ops.keys import BatchKeys, equal, keep, unique_keys
 from oneemb.graph.ops.late_check import Counts, LateCheck
 from oneemb.graph.ops.lookup import Lease, acquire, acquire_later, gather, in_backward
 from oneemb.graph.ops.lookup_ahead import (
@@ -73,8 +73,9 @@ from oneemb.graph.ops.update import (
 from oneemb.graph.ops.with_grad import with_grad
 
 __all__ = [
-    "Announced", "AnnouncedLookup", "Counts", "Groups", "Keys", "LateCheck", "Lease", "LookupAhead", "LookupOnRanks",
-    "MergedKeys", "MergedLookup", "MergedReserved", "NOTHING_ANNOUNCED", "NonFiniteGradientError", "OPS", "Reserved",
+    "Announced", "AnnouncedLookup", "BatchKeys", "Counts", "Groups", "LateCheck", "Lease", "LookupAhead",
+    "LookupOnRanks", "MergedKeys", "MergedLookup", "MergedReserved", "NOTHING_ANNOUNCED", "NonFiniteGradientError",
+    "OPS", "Reserved",
     "RowGrad", "RowGrads", "StepOptimizer", "acquire", "acquire_later", "add_coming", "add_note", "advance", "announce",
     "announced_lookup", "begin_lookup", "check_finite", "check_merged_pooling", "check_pooling", "equal",
     "forget_unscaled", "gather", "gather_merged", "in_backward", "keep", "look_up_on_ranks", "may_step",

@@ -26,7 +26,7 @@ _NO_BACKEND = HostBackend(_ONE_THREAD)
 
 
 @dataclass(frozen=True)
-class Keys:
+class BatchKeys:
     """The unique keys of a batch of ids, and the shape of the ids."""
 
     shape: torch.Size
@@ -41,7 +41,7 @@ class Keys:
 
 
 def measure_unique_keys(args: object, keys: Any) -> tuple[int, int]:
-    """(ids, bytes) of a call. Any: the keys are `Keys` or, from another file, `MergedKeys`."""
+    """(ids, bytes) of a call. Any: the keys are `BatchKeys` or, from another file, `MergedKeys`."""
     ids, unique = len(keys.unique.inverse_N), len(keys.unique.id_U)
     return ids, ids * (8 + 8 + 8) + unique * (4 + 8 + 8)
 
@@ -57,7 +57,7 @@ def unique_keys(
     columns: Sequence[int] | None = None,
     *,
     threads: Threads = _ONE_THREAD,
-) -> Keys:
+) -> BatchKeys:
     """The unique (table, id) pairs of a batch, in order of first occurrence, padding left out.
 
     On the CPU, the keys of bags without `table_ids` come table by table.
@@ -82,14 +82,14 @@ def unique_keys(
         check_ids(ids, table_ids, num_tables, key_type)
         table_N, id_N, check = tables_and_ids(ids, table_ids, num_tables, backend)
         unique = backend.unique_keys(table_N, id_N, tables=num_tables, padding_id=padding_idx, check=check)
-        return Keys(ids.shape, unique, None, backend)
+        return BatchKeys(ids.shape, unique, None, backend)
     shape, offset_P1, table_P, check_bags = bags_of_ids(ids, table_ids, num_tables, key_type, offsets, columns, backend)
     id_N = backend.array(ids.detach().contiguous())
     unique, bags = backend.unique_keys_of_bags(
         id_N, backend.array(offset_P1), None if table_P is None else backend.array(table_P), tables=num_tables,
         columns=columns, padding_id=padding_idx, check=check_bags,
     )  # fmt: skip
-    return Keys(shape, unique, bags, backend)
+    return BatchKeys(shape, unique, bags, backend)
 
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from oneemb.graph.ops.grads import RowGrads, Summed, nowhere, sum_over_passes
-from oneemb.graph.ops.keys import DTYPES, Keys
+from oneemb.graph.ops.keys import DTYPES, BatchKeys
 from oneemb.graph.ops.op import LOOKUP, Op
 from oneemb.graph.ops.reading import check_place, gathered, measure_gather, read_rows, scales_of, spread_max_grads
 from oneemb.graph.ops.requests import CutBags, Request, Requested
@@ -56,7 +56,7 @@ class SharedRows(Protocol):
 
     store: MergedStore
 
-    def own_keys(self, p: int) -> Keys:
+    def own_keys(self, p: int) -> BatchKeys:
         """The keys of lookup `p`, as an unmerged lookup would have them."""
 
 
@@ -96,7 +96,7 @@ class Lease:
     def __init__(
         self,
         store: EmbeddingStore,
-        keys: Keys | None,
+        keys: BatchKeys | None,
         slot_U: Array | None = None,
         shared: tuple[SharedRows, int] | None = None,
         remote: Remote | None = None,
@@ -127,7 +127,7 @@ class Lease:
             self._pins, self.generation = store.pins.own(self, slot_U), store.generation
 
     @property
-    def keys(self) -> Keys:
+    def keys(self) -> BatchKeys:
         """The keys of the lookup."""
         if self._keys is None:
             assert self.shared is not None
@@ -139,7 +139,7 @@ class Lease:
     def of_keys(cls, store: EmbeddingStore, table_U: Array, id_U: Array, lookups: int = 1) -> "Lease":
         """A pinned lease on distinct keys, which takes the place of the leases of `lookups` lookups."""
         unique = store.backend.distinct_keys(table_U, id_U)
-        lease = cls(store, Keys(torch.Size((len(id_U),)), unique, None, store.backend))
+        lease = cls(store, BatchKeys(torch.Size((len(id_U),)), unique, None, store.backend))
         lease.lookups = lookups
         lease.pin(again=True)
         return lease
@@ -153,7 +153,7 @@ class Lease:
         used = np.flatnonzero(keys.uses_U)
         at = backend.array(torch.from_numpy(used).to(backend.device))
         unique = backend.distinct_keys(keys.unique.table_U[at], keys.unique.id_U[at])
-        lease = Lease(self.store, Keys(torch.Size((len(used),)), unique, None, backend, keys.uses_U[used]))
+        lease = Lease(self.store, BatchKeys(torch.Size((len(used),)), unique, None, backend, keys.uses_U[used]))
         lease.pin()
         self._keys = dataclasses.replace(keys, uses_U=None)
         return lease
@@ -185,7 +185,7 @@ class Lease:
         """Whether the rows that were looked up can still be read."""
         return self._replaced == self.store.replaced and (self.slot_U is None or self.is_pinned)
 
-    def pool_by(self, keys: Keys, per_sample_weights: torch.Tensor | None, pooling: str) -> None:
+    def pool_by(self, keys: BatchKeys, per_sample_weights: torch.Tensor | None, pooling: str) -> None:
         """Set how `read` pools bags, with arguments as for `gather`. `keys`: the keys of the lookup, perhaps merged."""
         sums = per_sample_weights is None and pooling == "sum"
         self.scale_N = None if sums else scales_of(keys, per_sample_weights, pooling, self.store)
@@ -383,7 +383,7 @@ class LeaseAgain(Lease):
 
 
 def acquire(
-    store: EmbeddingStore, keys: Keys, prefetched: Prefetched | None = None, *, again: bool = False
+    store: EmbeddingStore, keys: BatchKeys, prefetched: Prefetched | None = None, *, again: bool = False
 ) -> Lease:  # fmt: skip
     """Make the rows of these keys resident and pin them; unknown keys are inserted with their initial values.
 
@@ -407,7 +407,7 @@ def acquire(
 
 
 @Op(LOOKUP, takes=("store", "keys"), gives="lease")
-def acquire_later(store: EmbeddingStore, keys: Keys) -> Lease:
+def acquire_later(store: EmbeddingStore, keys: BatchKeys) -> Lease:
     """Unpinned lease for a lookup in eval mode that may get a gradient. Unknown keys read as their initial values. The
     step that trains the rows acquires them.
 

@@ -39,7 +39,7 @@ import numpy as np
 import torch
 
 from oneemb.graph.one_rank import ALONE
-from oneemb.graph.ops.keys import DTYPES, Keys
+from oneemb.graph.ops.keys import DTYPES, BatchKeys
 from oneemb.graph.ops.lookup import Lease, Remote, gather
 from oneemb.graph.ops.op import LOOKUP, PREPARE, Op
 from oneemb.graph.ops.reading import ReadRows, peek
@@ -70,7 +70,7 @@ class LookupAhead:
     """Name of the lookup in exchanges; see `lookup_description`."""
     store: EmbeddingStore
     """The rows that this rank owns."""
-    keys: Keys
+    keys: BatchKeys
     """Unique keys of this rank's ids."""
     request: Request
     """Rows that this rank requests from others."""
@@ -153,7 +153,7 @@ class LookupAhead:
         return row_SD.to(DTYPES[self.store.format.dtype]), slot_U.to(like.device)
 
 
-def request_for(store: EmbeddingStore, ranks: Ranks, keys: Keys, *, sums_bags: bool) -> tuple[Keys, Request]:
+def request_for(store: EmbeddingStore, ranks: Ranks, keys: BatchKeys, *, sums_bags: bool) -> tuple[BatchKeys, Request]:
     """(keys of a lookup, whose number the host knows; this rank's request to the owners of their rows).
 
     Args:
@@ -185,7 +185,7 @@ def request_for(store: EmbeddingStore, ranks: Ranks, keys: Keys, *, sums_bags: b
 
 
 def begin_lookup(
-    ranks: Ranks, store: EmbeddingStore, name: str, make: Callable[[], Keys], *, inserts: bool = False,
+    ranks: Ranks, store: EmbeddingStore, name: str, make: Callable[[], BatchKeys], *, inserts: bool = False,
     sums_bags: bool = False, again: bool = False, connections: Ranks | None = None,
 ) -> LookupAhead:  # fmt: skip
     """Send the unique keys of a lookup to their owners. Every rank calls it.
@@ -197,7 +197,7 @@ def begin_lookup(
         sums_bags: as for `request_for`.
         connections: connections by which the keys go; None = the connections of `ranks`.
     """
-    made: list[tuple[Keys, Request]] = []
+    made: list[tuple[BatchKeys, Request]] = []
     what = lookup_description(name, inserts, ranks, again)
 
     def blocks() -> list[list[torch.Tensor]]:
@@ -212,7 +212,7 @@ def begin_lookup(
 
 
 def look_up_on_ranks(
-    ranks: Ranks, store: EmbeddingStore, name: str, make: Callable[[], Keys], *, inserts: bool = False,
+    ranks: Ranks, store: EmbeddingStore, name: str, make: Callable[[], BatchKeys], *, inserts: bool = False,
     has_gradient: bool = False, source: ReadRows | None = None, sums_bags: bool = False, again: bool = False,
 ) -> Lease:  # fmt: skip
     """Lease on copies of the rows of a lookup, which their owners send. Every rank calls it. Arguments and errors are
@@ -244,7 +244,7 @@ class LookupOnRanks(NamedTuple):
     ranks: Ranks
     store: EmbeddingStore
     """The rows that this rank owns."""
-    keys: Keys
+    keys: BatchKeys
     inserts: bool
     """Whether unknown keys are inserted."""
     sums_bags: bool
@@ -293,12 +293,12 @@ class AnnouncedLookup:
                 look_up_on_ranks(ranks, store, self.lookup.name, make, inserts=inserts)
         return lease
 
-    def look_up(self, check: Callable[[Keys], object], *, has_gradient: bool) -> Lease:
+    def look_up(self, check: Callable[[BatchKeys], object], *, has_gradient: bool) -> Lease:
         """Lease on the rows of the same keys, looked up unannounced. `check` checks other arguments of the lookup
         against the keys; if it raises, all ranks raise."""
         name, ranks, store, keys, inserts, sums_bags = self.lookup
 
-        def make() -> Keys:
+        def make() -> BatchKeys:
             check(keys)
             return keys
 
@@ -442,7 +442,7 @@ def announced_lookup(announced: Announced, number: int) -> AnnouncedLookup:
     return announced.lookups[number]
 
 
-def _no_keys(store: EmbeddingStore) -> Keys:
+def _no_keys(store: EmbeddingStore) -> BatchKeys:
     table_N, id_N = (torch.empty(0, dtype=dtype, device="cpu") for dtype in (torch.int32, torch.int64))
     return keys_of_ranks(store, table_N, id_N)
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from oneemb.graph.ops.grads import RowGrads
-from oneemb.graph.ops.keys import Keys, bags_of_ids, check_ids, check_no_columns, check_tables, measure_unique_keys
+from oneemb.graph.ops.keys import BatchKeys, bags_of_ids, check_ids, check_no_columns, check_tables, measure_unique_keys
 from oneemb.graph.ops.lookup import DTYPES, Lease, full_of, make_room
 from oneemb.graph.ops.op import LOOKUP, PREPARE, Op
 from oneemb.graph.ops.reading import check_pooling, measure_gather
@@ -56,7 +56,7 @@ class KeysPart:
     first_table: int
     ids: slice
     """Range of the lookup's ids in the ids of all lookups."""
-    keys: Keys
+    keys: BatchKeys
     """Keys with the shape, bags and `inverse_N` of the lookup, but the unique keys of all lookups."""
     unique: slice
     """Range of the lookup's unique keys in the unique keys of all lookups."""
@@ -87,7 +87,7 @@ class MergedRows:
         self.begin_M1 = store.begins(first_tables, keys.begin_P1)
         """[M + 1]: member m has the unique keys from begin_M1[m] to begin_M1[m + 1] - 1."""
 
-    def own_keys(self, p: int) -> Keys:
+    def own_keys(self, p: int) -> BatchKeys:
         """The keys of lookup p, equal to the result of `unique_keys` without merging."""
         part, unique = self.keys.parts[p], self.keys.unique
         inverse_N = np.where(part.keys.unique.inverse_N < 0, -1, part.keys.unique.inverse_N - part.unique.start)
@@ -98,7 +98,7 @@ class MergedRows:
             inverse_N.astype(np.int32),
             unique.head_U[part.unique] - part.ids.start,
         )
-        return Keys(part.keys.shape, own, part.keys.bags, self.store.members[self.member_P[p]].backend)
+        return BatchKeys(part.keys.shape, own, part.keys.bags, self.store.members[self.member_P[p]].backend)
 
     def reduce(self, grads: Mapping[int, tuple[Lease, Sequence[torch.Tensor]]]) -> RowGrads:
         """Gradients of the unique keys of some lookups, still to be summed.
@@ -262,7 +262,7 @@ def unique_merged_keys(lookups: Sequence[MergedLookup], key_type: torch.dtype, p
     parts: list[KeysPart] = []
     for lookup, batch, begin, end in zip(lookups, batches, begin_P, end_P, strict=True):
         own = unique._replace(inverse_N=unique.inverse_N[begin:end])
-        keys = Keys(batch.shape, own, batch.bags, _BACKEND)
+        keys = BatchKeys(batch.shape, own, batch.bags, _BACKEND)
         p = len(parts)
         parts.append(
             KeysPart(lookup.first_table, slice(begin, end), keys, slice(int(begin_P1[p]), int(begin_P1[p + 1])))

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from oneemb.graph.ops.keys import DTYPES, POOLINGS, Keys, check_ids, check_scales, tables_and_ids
+from oneemb.graph.ops.keys import DTYPES, POOLINGS, BatchKeys, check_ids, check_scales, tables_and_ids
 from oneemb.graph.ops.op import LOOKUP, PREPARE, Op
 from oneemb.kernels import backend as kernels
 from oneemb.kernels.arrays import Array, RowsOfIds
@@ -51,7 +51,7 @@ def measure_gather(args: object, rows: torch.Tensor) -> tuple[int, int]:
 
 
 def read_rows(
-    store: ReadRows, weight_SX: Array, slot_U: Array, keys: Keys, scale_N: Array | None, pooling: str
+    store: ReadRows, weight_SX: Array, slot_U: Array, keys: BatchKeys, scale_N: Array | None, pooling: str
 ) -> tuple[torch.Tensor, Array | None]:
     """(weights of each id or bag, read from the rows in slot_U; for "max" the `argmax_PD` of `Backend.pool_max`, for
     other poolings None)."""
@@ -70,7 +70,7 @@ def read_rows(
     return out, argmax_PD
 
 
-def gathered(store: ReadRows, keys: Keys) -> torch.Tensor | None:
+def gathered(store: ReadRows, keys: BatchKeys) -> torch.Tensor | None:
     """The weights of each id, read without a wait for a GPU; None where that is not possible. Keys without a row read
     as in `read`."""
     if not store.backend.waits or keys.bags is not None or not isinstance(store, EmbeddingStore):
@@ -80,7 +80,7 @@ def gathered(store: ReadRows, keys: Keys) -> torch.Tensor | None:
     return out if gather_rows(store, keys.unique, backend.array(out.view(-1, layout.dim))) else None
 
 
-def spread_max_grads(keys: Keys, argmax_PD: Array, grad_PD: torch.Tensor, backend: Backend) -> torch.Tensor:
+def spread_max_grads(keys: BatchKeys, argmax_PD: Array, grad_PD: torch.Tensor, backend: Backend) -> torch.Tensor:
     """Gradients of ids, [N, D], from the gradients of their bags' maxima: each value goes to the id that gave the
     maximum."""
     assert keys.bags is not None
@@ -90,7 +90,7 @@ def spread_max_grads(keys: Keys, argmax_PD: Array, grad_PD: torch.Tensor, backen
 
 
 @Op(PREPARE, takes=("keys",))
-def check_pooling(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: str) -> None:
+def check_pooling(keys: BatchKeys, per_sample_weights: torch.Tensor | None, pooling: str) -> None:
     """Raise TypeError or ValueError if a coming `gather` would refuse these arguments."""
     if pooling not in POOLINGS:
         raise ValueError(f'pooling must be "sum", "mean" or "max", got {pooling!r}')
@@ -100,7 +100,7 @@ def check_pooling(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: 
         )
 
 
-def scales_of(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: str, store: ReadRows) -> Array | None:
+def scales_of(keys: BatchKeys, per_sample_weights: torch.Tensor | None, pooling: str, store: ReadRows) -> Array | None:
     """Factor of each id in its bag: float32 [N]; None = 1. Raises as `check_pooling`."""
     check_pooling(keys, per_sample_weights, pooling)
     if per_sample_weights is not None:
@@ -113,7 +113,7 @@ def scales_of(keys: Keys, per_sample_weights: torch.Tensor | None, pooling: str,
 
 @Op(LOOKUP, takes=("store", "keys"), measure=measure_gather)
 def peek(
-    store: ReadRows, keys: Keys, per_sample_weights: torch.Tensor | None = None, pooling: str = "sum"
+    store: ReadRows, keys: BatchKeys, per_sample_weights: torch.Tensor | None = None, pooling: str = "sum"
 ) -> torch.Tensor:
     """The weights of each id or bag, as from `gather`, without a gradient, and without inserting unknown ids, which
     read as their initial values.

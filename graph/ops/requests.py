@@ -22,7 +22,7 @@ from typing import NamedTuple, Self
 import numpy as np
 import torch
 
-from oneemb.graph.ops.keys import DTYPES, Keys, equal
+from oneemb.graph.ops.keys import DTYPES, BatchKeys, equal
 from oneemb.graph.ranks import Ranks, Received
 from oneemb.kernels import cut_bags as kernel
 from oneemb.kernels.arrays import Bags
@@ -214,12 +214,12 @@ class Requested:
         return [count if parts is None else len(parts.size_S) for count, parts in counts_and_parts]
 
     @functools.cached_property
-    def keys(self) -> Keys:
+    def keys(self) -> BatchKeys:
         """Unique keys of the requests. A lookup of these keys returns the message to send: for each rank, rows of zeros
         with room for the header, then the rows that the rank has requested."""
         return self.keys_behind(self.ranks.heads(rows_like(self.store, self.ranks)))
 
-    def keys_behind(self, heads: int) -> Keys:
+    def keys_behind(self, heads: int) -> BatchKeys:
         """Unique keys whose lookup returns, for each rank, `heads` rows of zeros, then the rows for this rank."""
         store, ranks, answers_R = self.store, self.ranks, self.answers_R
         backend, inverse_N = store.backend, store.backend.tensor(self._unique.unique.inverse_N)
@@ -235,10 +235,10 @@ class Requested:
             uses_U = np.zeros(len(self._unique.unique.id_U), np.int64)
             np.add.at(uses_U, inverse_N.cpu().numpy(), self.uses_N.numpy())
         unique = self._unique.unique._replace(inverse_N=backend.array(of_answer_N))  # type: ignore[attr-defined]  # a NamedTuple
-        return Keys(torch.Size((answers,)), unique, bags, backend, uses_U)
+        return BatchKeys(torch.Size((answers,)), unique, bags, backend, uses_U)
 
     @functools.cached_property
-    def _unique(self) -> Keys:
+    def _unique(self) -> BatchKeys:
         return keys_of_ranks(self.store, self.table_N, self.id_N)
 
     @functools.cached_property
@@ -304,7 +304,7 @@ def requested_by(
     return Requested(store, ranks, torch.cat(tables), torch.cat(ids), [keys for keys, *_ in counts_R], parts_R, uses_N)
 
 
-def keys_of_ranks(store: EmbeddingStore, table_N: torch.Tensor, id_N: torch.Tensor) -> Keys:
+def keys_of_ranks(store: EmbeddingStore, table_N: torch.Tensor, id_N: torch.Tensor) -> BatchKeys:
     """The unique keys among the keys that all ranks have sent, on the device of the store's rows. Several ranks may
     have sent the same key."""
     backend = store.backend
@@ -312,7 +312,7 @@ def keys_of_ranks(store: EmbeddingStore, table_N: torch.Tensor, id_N: torch.Tens
     unique = backend.unique_keys(
         backend.array(table_N), backend.array(id_N), tables=_TABLES, padding_id=None, check=None
     )
-    return Keys(id_N.shape, backend.counted(unique), None, backend)
+    return BatchKeys(id_N.shape, backend.counted(unique), None, backend)
 
 
 def bags_of_sizes(size_P: torch.Tensor, store: EmbeddingStore) -> Bags:

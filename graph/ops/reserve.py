@@ -11,7 +11,7 @@ Only `acquire` inserts unknown keys. Between ranks (lookup_ahead.py) keys go to 
 from collections.abc import Iterable
 from typing import Any
 
-from oneemb.graph.ops.keys import Keys
+from oneemb.graph.ops.keys import BatchKeys
 from oneemb.graph.ops.lookup import Lease, acquire
 from oneemb.graph.ops.merged import MergedKeys, MergedReserved, MergedRows
 from oneemb.graph.ops.op import LOOKUP, PREPARE, Op
@@ -28,7 +28,9 @@ class Reserved:
     inserts = True
     """Whether the lookup inserts unknown keys. False = the step that trains the rows inserts them."""
 
-    def __init__(self, store: EmbeddingStore, keys: Keys, prefetched: Prefetched | None = None, *, again: bool = False):
+    def __init__(
+        self, store: EmbeddingStore, keys: BatchKeys, prefetched: Prefetched | None = None, *, again: bool = False
+    ):
         self._store, self._keys, self._prefetched, self._again = store, keys, prefetched, again
         self._lease: Lease | None = None
 
@@ -60,12 +62,12 @@ class Reserved:
 
 
 @Op(LOOKUP, takes=("store", "keys"))
-def reserve(store: Any, keys: Keys | MergedKeys, prefetched: Any = None) -> Reserved | MergedReserved:
+def reserve(store: Any, keys: BatchKeys | MergedKeys, prefetched: Any = None) -> Reserved | MergedReserved:
     """A lookup, or several merged ones, that `build` is expected to make: `acquire` of the result makes it.
 
     Args:
-        store, keys: an `EmbeddingStore` and `Keys`; or a `MergedStore` and `MergedKeys`: then the rows of each lookup
-            whose keys are all known are pinned at once.
+        store, keys: an `EmbeddingStore` and `BatchKeys`; or a `MergedStore` and `MergedKeys`: then the rows of each
+            lookup whose keys are all known are pinned at once.
         prefetched: result of `prefetch` for these keys.
 
     Raises:
@@ -74,7 +76,7 @@ def reserve(store: Any, keys: Keys | MergedKeys, prefetched: Any = None) -> Rese
     check_place(store, keys.backend)
     if not store.built:
         store.build()
-    if isinstance(keys, Keys):
+    if isinstance(keys, BatchKeys):
         return Reserved(store, keys, prefetched)
     return MergedReserved(MergedRows(store, keys), prefetched)
 
@@ -84,20 +86,20 @@ def _measure_prefetch(args: object, prefetched: Prefetched | MergedPrefetched) -
 
 
 @Op(PREPARE, takes=("store", "keys"), measure=_measure_prefetch)
-def prefetch(store: Any, keys: Keys | MergedKeys) -> Prefetched | MergedPrefetched:
+def prefetch(store: Any, keys: BatchKeys | MergedKeys) -> Prefetched | MergedPrefetched:
     """Read the known rows of a coming lookup and pin them, as far as there is room. Nothing is inserted.
 
     Any thread may call it. Pass the result to `acquire` of the same keys, or to `unprefetch`.
     """
     prefetched: Prefetched | MergedPrefetched
-    if isinstance(keys, Keys):
+    if isinstance(keys, BatchKeys):
         prefetched = store.prefetch(keys.unique)
     else:
         prefetched = store.prefetch(keys.unique, MergedRows(store, keys).begin_M1)
     return prefetched
 
 
-def add_coming(store: EmbeddingStore | MergedStore, keys: Keys | MergedKeys) -> list[tuple[ComingBatches, int]]:
+def add_coming(store: EmbeddingStore | MergedStore, keys: BatchKeys | MergedKeys) -> list[tuple[ComingBatches, int]]:
     """Note the keys of a batch that a loop has read long before its step. Returns the number of the batch in each store
     whose cache it concerns."""
     if isinstance(store, MergedStore):

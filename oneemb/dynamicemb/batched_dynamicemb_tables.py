@@ -21,7 +21,7 @@ from oneemb.dynamicemb.embedding_admission import MultiTableKVCounter
 from oneemb.dynamicemb.key_value_table import DynamicEmbStorage, HybridStorage, Storage
 from oneemb.dynamicemb.optimizer import EmbOptimType
 from oneemb.dynamicemb.table_dumps import TableDumps
-from oneemb.dynamicemb.tables import DynamicTables, TableInfo
+from oneemb.dynamicemb.tables import DynamicTables, NamedTable
 from oneemb.dynamicemb.types import absent, initializer_of
 from oneemb.embeddings.embedding import MultiTableEmbedding
 from oneemb.embeddings.internals import stand_for_rows
@@ -153,7 +153,7 @@ class BatchedDynamicEmbeddingTablesV2(torch.nn.Module):
         else:
             stand_for_rows(rows, [weight], is_kept=is_kept)
             weight.requires_grad_(False)
-        infos = [TableInfo(name, options, None) for name, options in zip(names, table_options, strict=True)]
+        infos = [NamedTable(name, options, None) for name, options in zip(names, table_options, strict=True)]
         return DynamicTables(rows, infos, [stepper] * len(infos))
 
     # ---- lookups ----------------------------------------------------------------------------------------------------

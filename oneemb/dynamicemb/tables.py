@@ -26,14 +26,14 @@ from oneemb.graph.ranks import Received, together
 from oneemb.kernels.owner import owner_of
 from oneemb.rows.values import state_of, weights_of
 
-__all__ = ["DynamicTables", "TableInfo"]
+__all__ = ["DynamicTables", "NamedTable"]
 
 _ROWS = 65536
 """Largest number of rows that are read, sent or written at a time."""
 
 
 @dataclass(frozen=True)
-class TableInfo:
+class NamedTable:
     """Name and options of a table, and `num_embeddings` of its config, None = no config."""
 
     name: str
@@ -51,7 +51,7 @@ class DynamicTables:
     """
 
     def __init__(
-        self, rows: MultiTableEmbedding, tables: Sequence[TableInfo],
+        self, rows: MultiTableEmbedding, tables: Sequence[NamedTable],
         optimizers: Sequence[torch.optim.Optimizer | None],
     ):  # fmt: skip
         self.rows, self.tables, self.optimizers = rows, tuple(tables), list(optimizers)

@@ -169,7 +169,7 @@ class AveragedEmbedding(torch.nn.Module):
         ids, table_ids, offsets, per_sample_weights, _ = bags
         lookup = Lookup(ids, table_ids, offsets, columns_of(columns), per_sample_weights, pools)
 
-        def keys() -> ops.Keys:
+        def keys() -> ops.BatchKeys:
             if failed is not None:
                 raise failed  # here, since an error of this function is raised on every rank
             pooling_of(pooling, offsets)

@@ -25,7 +25,7 @@ from oneemb.embeddings.embedding_arguments import (
     store_plan,
     temporary_folder,
 )
-from oneemb.embeddings.lookups import LookupsHere, LookupsOnRanks
+from oneemb.embeddings.lookups import LocalLookups, RankLookups
 from oneemb.embeddings.row_calls import RowCalls
 from oneemb.embeddings.snapshot_calls import SnapshotCalls
 from oneemb.embeddings.stats import EmbeddingStats, metrics_of
@@ -96,7 +96,7 @@ class TableEmbedding(SnapshotCalls, RowCalls):
         self.tables = tuple(tables)
         self.num_tables = len(self.tables)
         replicated = all(table.replicate for table in self.tables)
-        self.lookups = LookupsHere() if self.ranks.alone or replicated else LookupsOnRanks(self.ranks)
+        self.lookups = LocalLookups() if self.ranks.alone or replicated else RankLookups(self.ranks)
         """Makes the lookups: within this process if it has all rows or copies of all rows, otherwise with the ranks."""
         self.store_options = store_options
         self.default_initializer = default_initializer

@@ -20,7 +20,7 @@ from oneemb.graph.ops.reading import ReadRows
 from oneemb.graph.ranks import Ranks
 
 
-def keys_of(embedding: SnapshotCalls, lookup: Lookup, inserts: bool = False) -> ops.Keys:
+def keys_of(embedding: SnapshotCalls, lookup: Lookup, inserts: bool = False) -> ops.BatchKeys:
     """The unique keys of a lookup; errors of its arguments are those of `forward`.
 
     Args:
@@ -37,8 +37,8 @@ def keys_of(embedding: SnapshotCalls, lookup: Lookup, inserts: bool = False) -> 
     return keys
 
 
-class LookupsHere:
-    """Lookups of an embedding whose rows are all in this process; the methods are those of `LookupsOnRanks`."""
+class LocalLookups:
+    """Lookups of an embedding whose rows are all in this process; the methods are those of `RankLookups`."""
 
     asks_ranks = False
 
@@ -66,13 +66,13 @@ class LookupsHere:
         return rows
 
     def peek(
-        self, embedding: SnapshotCalls, source: ReadRows, lookup: Lookup, keys: Callable[[], ops.Keys]
+        self, embedding: SnapshotCalls, source: ReadRows, lookup: Lookup, keys: Callable[[], ops.BatchKeys]
     ) -> torch.Tensor:
         """Read rows from `source`, by the embedding's keys."""
         return ops.peek(source, keys(), lookup.per_sample_weights, lookup.pooling)
 
 
-class LookupsOnRanks:
+class RankLookups:
     """Lookups of an embedding whose rows ranks own together."""
 
     asks_ranks = True
@@ -81,7 +81,7 @@ class LookupsOnRanks:
         self.ranks = ranks
 
     def look_up(self, embedding: SnapshotCalls, lookup: Lookup, inserts: bool, has_gradient: bool) -> torch.Tensor:
-        """The rows of ids, which their owners send; arguments as for `LookupsHere.look_up`."""
+        """The rows of ids, which their owners send; arguments as for `LocalLookups.look_up`."""
         lease = ops.look_up_on_ranks(
             self.ranks, embedding.store, embedding.name, functools.partial(keys_of, embedding, lookup, inserts),
             inserts=inserts, has_gradient=has_gradient, sums_bags=lookup.sums_bags, again=ops.in_backward(),
@@ -89,7 +89,7 @@ class LookupsOnRanks:
         return _rows_of(lease, embedding, lookup, has_gradient, self.ranks)
 
     def peek(
-        self, embedding: SnapshotCalls, source: ReadRows, lookup: Lookup, keys: Callable[[], ops.Keys]
+        self, embedding: SnapshotCalls, source: ReadRows, lookup: Lookup, keys: Callable[[], ops.BatchKeys]
     ) -> torch.Tensor:
         """Read rows from `source`, by the embedding's keys."""
         lease = ops.look_up_on_ranks(
@@ -152,7 +152,7 @@ class RowsAhead:
         )  # fmt: skip
         self._ahead.prefetch()
 
-    def _keys(self) -> ops.Keys:
+    def _keys(self) -> ops.BatchKeys:
         if self._failed:
             raise self._failed.pop()
         return keys_of(self._embedding, self._lookup, self._inserts)

@@ -14,7 +14,7 @@ import numpy as np
 
 from oneemb.embeddings.embedding import TableEmbedding
 from oneemb.rows.arguments import Paths, as_embedding, check_batches
-from oneemb.rows.files import SUFFIXES, Batch, Progress, RowFileWriter, suffix_of, whole_batches
+from oneemb.rows.files import SUFFIXES, Progress, RowFileWriter, RowsOfFile, suffix_of, whole_batches
 from oneemb.rows.files_numpy import NpyWriter, NpzWriter
 from oneemb.rows.files_parquet import ParquetWriter
 from oneemb.rows.files_safetensors import SafetensorsWriter
@@ -190,12 +190,12 @@ def _first_20(numbers: list[int]) -> str:
 def _batch(
     reader: PersistentTableReader, table_N: np.ndarray, id_N: np.ndarray, row_NW: np.ndarray | None,
     table: int | None, with_state: bool,
-) -> Batch:  # fmt: skip
+) -> RowsOfFile:  # fmt: skip
     row_format = reader.rows.format
     if row_NW is None:
         row_NW = np.empty((0, row_format.row_width), np.float32)
     state_NZ = state_of(row_format, row_NW) if with_state else None
-    return Batch(table_N if table is None else None, id_N, weights_of(row_format, row_NW), state_NZ)
+    return RowsOfFile(table_N if table is None else None, id_N, weights_of(row_format, row_NW), state_NZ)
 
 
 def _target_paths(target: Paths, table: int | None, with_state: bool) -> list[str]:

@@ -36,7 +36,7 @@ _READ_ERRORS = (OSError, EOFError, zipfile.BadZipFile, zlib.error, NotImplemente
 _COPY_BYTES = 1 << 20
 
 
-class Batch(NamedTuple):
+class RowsOfFile(NamedTuple):
     """Consecutive rows of a file."""
 
     table_N: np.ndarray | None
@@ -85,7 +85,7 @@ class RowFile(Protocol):
     size: int | None
     """Number of rows; None = not known."""
 
-    def scan(self, batch: int) -> Iterator[Batch]:
+    def scan(self, batch: int) -> Iterator[RowsOfFile]:
         """All rows, in batches of at most `batch` rows; an iterable of batches keeps its own batch sizes."""
 
     def close(self) -> None: ...
@@ -94,7 +94,7 @@ class RowFile(Protocol):
 class RowFileWriter(Protocol):
     """Writer of a file of rows."""
 
-    def write(self, batch: Batch) -> None: ...
+    def write(self, batch: RowsOfFile) -> None: ...
 
     def finish(self) -> None:
         """Complete the file and rename it to its path."""
@@ -174,7 +174,7 @@ def pick_columns(there: Sequence[str], columns: Columns, path: str, note: Snapsh
 def checked_batch(
     path: str, first: int, keys: np.ndarray | None, values: np.ndarray, tables: np.ndarray | None,
     state: np.ndarray | None,
-) -> Batch:  # fmt: skip
+) -> RowsOfFile:  # fmt: skip
     """Batch of columns, after checks of shapes and dtypes. `first`: number of its first row in the file, for `keys` =
     None.
 
@@ -192,7 +192,7 @@ def checked_batch(
             raise ValueError(f"{path}: {name} must have a row for each of the {len(values)} values, got {len(column)}")
     id_N = _integers(path, "keys", keys, np.iinfo(np.int64).min, np.int64)
     table_N = None if tables is None else _integers(path, "tables", tables, 0, np.int32, TABLE_MAX)
-    return Batch(table_N, id_N, values, None if state is None else state.astype(np.float32, copy=False))
+    return RowsOfFile(table_N, id_N, values, None if state is None else state.astype(np.float32, copy=False))
 
 
 def _integers(
@@ -206,7 +206,7 @@ def _integers(
     return column.astype(dtype, copy=False)
 
 
-class Column(Protocol):
+class FileColumn(Protocol):
     """Interface of an array that is read once, from its first row to its last."""
 
     @property
@@ -230,7 +230,7 @@ class ArrayRows:
     """
 
     def __init__(
-        self, columns: Mapping[str, Column], path: str, note: SnapshotRows | None = None,
+        self, columns: Mapping[str, FileColumn], path: str, note: SnapshotRows | None = None,
         files: ExitStack | None = None, kind: str = "a file of rows", errors: tuple[type[Exception], ...] = (),
     ):  # fmt: skip
         self.note = note
@@ -250,7 +250,7 @@ class ArrayRows:
         self.state_width = columns["state"].shape[1] if "state" in columns and len(columns["state"].shape) == 2 else 0
         self._files = ExitStack() if files is None else files.pop_all()
 
-    def scan(self, batch: int) -> Iterator[Batch]:
+    def scan(self, batch: int) -> Iterator[RowsOfFile]:
         size = self._columns["values"].shape[0]
         for begin in range(0, size, batch):
             end = min(begin + batch, size)
@@ -279,7 +279,7 @@ class ColumnWriter:
         self.dtype: dict[str, np.dtype] = {}
         self.shape: dict[str, tuple[int, ...]] = {}
 
-    def write(self, batch: Batch) -> None:
+    def write(self, batch: RowsOfFile) -> None:
         for name, array in batch.columns().items():
             if name not in self._file:
                 self._file[name] = tempfile.TemporaryFile(prefix=".oneemb-", dir=self._folder)

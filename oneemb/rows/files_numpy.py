@@ -17,10 +17,10 @@ from oneemb.rows.files import (
     NOTE,
     ROLES,
     ArrayRows,
-    Batch,
-    Column,
     Columns,
     ColumnWriter,
+    FileColumn,
+    RowsOfFile,
     pick_columns,
     read_note,
     reading,
@@ -84,7 +84,7 @@ def npy_rows(paths: Sequence[str], with_state: bool) -> ArrayRows:
     tables) or (keys, values, tables, state)."""
     roles = [("values", paths[0])] if len(paths) == 1 else _roles(paths, with_state)
     with ExitStack() as stack:
-        arrays: dict[str, Column] = {}
+        arrays: dict[str, FileColumn] = {}
         for role, path in roles:
             with reading(path, "an .npy file of numbers"):
                 file = stack.enter_context(open(path, "rb"))
@@ -117,7 +117,7 @@ class NpzRows(ArrayRows):
                     text = str(np.lib.format.read_array(member, allow_pickle=False))
                 note = read_note(path, text)
             columns = pick_columns([name for name in there if name != NOTE], columns, path, note)
-            arrays: dict[str, Column] = {}
+            arrays: dict[str, FileColumn] = {}
             for role in ROLES:
                 if (name := getattr(columns, role)) is not None:
                     with reading(path, "an .npz file"):
@@ -162,7 +162,7 @@ class NpyWriter(_NumpyWriter):
         super().__init__(paths[0])
         self._paths = dict(zip(ROLES, paths, strict=False))
 
-    def write(self, batch: Batch) -> None:
+    def write(self, batch: RowsOfFile) -> None:
         if "tables" not in self._paths:
             if batch.table_N is not None and batch.table_N.any():
                 raise ValueError(

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from oneemb.kernels.extras import need
-from oneemb.rows.files import NOTE, Batch, Columns, checked_batch, pick_columns, read_note, reading, write_note
+from oneemb.rows.files import NOTE, Columns, RowsOfFile, checked_batch, pick_columns, read_note, reading, write_note
 from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.new_files import NewFile
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
@@ -48,7 +48,7 @@ class ParquetRows:
         self.state_width = 0 if first is None or first.state_NZ is None else first.state_NZ.shape[1]
         self.dtype = "float16" if first is not None and first.weight_ND.dtype == np.float16 else "float32"
 
-    def scan(self, batch: int) -> Iterator[Batch]:
+    def scan(self, batch: int) -> Iterator[RowsOfFile]:
         columns, row = self._columns, 0
         values = [columns.values] if isinstance(columns.values, str) else list(columns.values)
         names = [name for name in (columns.keys, columns.tables, columns.state, *values) if name is not None]
@@ -108,7 +108,7 @@ class ParquetWriter:
         self._new: NewFile | None = None
         self._writer: Any = None
 
-    def write(self, batch: Batch) -> None:
+    def write(self, batch: RowsOfFile) -> None:
         arrow = self._arrow
         columns = {
             role: self._vectors(column) if role in ("values", "state") else arrow.array(column)

@@ -17,9 +17,9 @@ from oneemb.rows.files import (
     NOTE,
     ROLES,
     ArrayRows,
-    Batch,
     Columns,
     ColumnWriter,
+    RowsOfFile,
     pick_columns,
     read_note,
     reading,
@@ -74,7 +74,7 @@ class SafetensorsWriter(ColumnWriter):
         super().__init__(path)
         self._path, self._rows = path, rows
 
-    def write(self, batch: Batch) -> None:
+    def write(self, batch: RowsOfFile) -> None:
         if self._rows.format.dtype == "bfloat16":
             # The weights are bfloat16 values in float32, so the lower half of their bits is zero.
             weight_ND = np.ascontiguousarray(batch.weight_ND)

@@ -18,7 +18,7 @@ from oneemb.kernels.hash_index import TABLE_MAX
 from oneemb.kernels.owner import owner_of
 from oneemb.kernels.unique_keys import unique_keys
 from oneemb.rows.arguments import AnyDtype, Paths, as_embedding, as_list, check_batches, name_of
-from oneemb.rows.files import SUFFIXES, Batch, Columns, Progress, RowFile, checked_batch, suffix_of, whole_batches
+from oneemb.rows.files import SUFFIXES, Columns, Progress, RowFile, RowsOfFile, checked_batch, suffix_of, whole_batches
 from oneemb.rows.files_numpy import NpzRows, array_rows, npy_rows
 from oneemb.rows.files_parquet import ParquetRows
 from oneemb.rows.files_safetensors import SafetensorsRows
@@ -248,11 +248,11 @@ class _ReaderRows:
         self.state_width = row_format.state_width if with_state else 0
         self.size: int | None = len(reader)
 
-    def scan(self, batch: int) -> Iterator[Batch]:
+    def scan(self, batch: int) -> Iterator[RowsOfFile]:
         row_format = self._reader.rows.format
         for table_N, id_N, row_NW in whole_batches(self._reader.scan(), batch):
             state_NZ = state_of(row_format, row_NW) if self.state_width else None
-            yield Batch(table_N, id_N, weights_of(row_format, row_NW), state_NZ)
+            yield RowsOfFile(table_N, id_N, weights_of(row_format, row_NW), state_NZ)
 
     def close(self) -> None:
         pass  # The caller closes the reader.
@@ -271,7 +271,7 @@ class _BatchRows:
         self.dim = weight_ND.shape[1]
         self.dtype = "float16" if weight_ND.dtype == np.float16 else "float32"
 
-    def _checked(self, batches: Iterable[_Arrays]) -> Iterator[Batch]:
+    def _checked(self, batches: Iterable[_Arrays]) -> Iterator[RowsOfFile]:
         row = 0
         for n, batch in enumerate(batches):
             if not isinstance(batch, list | tuple) or len(batch) not in (2, 3):
@@ -282,7 +282,7 @@ class _BatchRows:
             yield checked_batch(f"batch {n}", row, keys, values, tables[0] if tables else None, None)
             row += len(keys)
 
-    def scan(self, batch: int) -> Iterator[Batch]:
+    def scan(self, batch: int) -> Iterator[RowsOfFile]:
         if self._first is not None:
             yield self._first
             yield from self._batches
@@ -315,7 +315,7 @@ class _IntoSnapshot:
             paths, name, self._rows, np.dtype(np.int64), value_dtype, physical_block_size
         )
 
-    def put(self, batch: Batch) -> None:
+    def put(self, batch: RowsOfFile) -> None:
         row_format = self._rows.format
         _check_widths(batch, row_format, "the rows before it")
         assert batch.table_N is not None
@@ -352,7 +352,7 @@ class _IntoEmbedding:
                 " import without with_state"
             )
 
-    def put(self, batch: Batch) -> None:
+    def put(self, batch: RowsOfFile) -> None:
         store, embedding = self._store, self._embedding
         row_format = replace(store.format, state=self._rows.format.state if self._with_state else ())
         _check_widths(batch, row_format, f"embedding {embedding.name!r}")
@@ -389,7 +389,7 @@ class _IntoEmbedding:
                 self._store.step = self._rows.step
 
 
-def _check_finite(batch: Batch, values: str | tuple[str, ...], state: str) -> None:
+def _check_finite(batch: RowsOfFile, values: str | tuple[str, ...], state: str) -> None:
     """Raise ValueError if a weight, or a value of the state, is infinite or NaN; the message names the first one.
     `values`, `state`: names of the columns."""
     assert batch.table_N is not None
@@ -405,7 +405,7 @@ def _check_finite(batch: Batch, values: str | tuple[str, ...], state: str) -> No
         )
 
 
-def _check_widths(batch: Batch, row_format: RowFormat, owner: str) -> None:
+def _check_widths(batch: RowsOfFile, row_format: RowFormat, owner: str) -> None:
     width = 0 if batch.state_NZ is None else batch.state_NZ.shape[1]
     if batch.weight_ND.shape[1] != row_format.dim or row_format.state_width not in (0, width):
         raise ValueError(

@@ -25,7 +25,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from oneemb.adapters.worker import Worker
 from oneemb.tde.batch_parts import find_jagged, replace_jagged
 from oneemb.tde.id_transformer_group import IDTransformerGroup
-from oneemb.tde.steps import Batch, Gathered, Steps
+from oneemb.tde.steps import FetchedBatch, Gathered, Steps
 
 __all__ = ["DataLoader", "close", "save", "wrap"]
 
@@ -101,8 +101,8 @@ class DataLoaderIter:
     ):
         self._steps, self._depth = steps, num_prefetch
         self._reader = _Reader(dataloader, data_info, paths)
-        self._given: list[Batch] = []  # the batch that is training now
-        self._begun: deque[tuple[Batch, _Read]] = deque()
+        self._given: list[FetchedBatch] = []  # the batch that is training now
+        self._begun: deque[tuple[FetchedBatch, _Read]] = deque()
         self._next: _Next | None = None
         self._failed: BaseException | None = None  # raised after the batches in `_begun`
         self._ended = False
@@ -239,7 +239,9 @@ class _Reader:
         return replace_jagged(data, self._data_info, self._paths, new)
 
 
-def _end_iterator(worker: Worker | None, steps: Steps, given: list[Batch], begun: "deque[tuple[Batch, _Read]]") -> None:
+def _end_iterator(
+    worker: Worker | None, steps: Steps, given: list[FetchedBatch], begun: "deque[tuple[FetchedBatch, _Read]]"
+) -> None:
     """Stop an iterator's worker and drop its batches. Called once: when the iterator ends or is collected, or at
     exit."""
     if worker is not None:

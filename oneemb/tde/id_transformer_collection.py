@@ -11,7 +11,7 @@ from oneemb.adapters.tables import ranks_of_job
 from oneemb.tde.id_transformer import IDTransformer
 from oneemb.tde.ps import PSCollection
 from oneemb.tde.steps import BatchHandle, CachedTable, Steps
-from oneemb.tde.traffic import Traffic
+from oneemb.tde.traffic import ServerCalls
 
 __all__ = ["IDTransformerCollection"]
 
@@ -38,7 +38,7 @@ class IDTransformerCollection:
         reinitialise: bool = False, seed: int = 0,
     ):  # fmt: skip
         self._reinitialise = reinitialise
-        self._traffic = Traffic() if ps_collection is None else ps_collection.traffic
+        self._traffic = ServerCalls() if ps_collection is None else ps_collection.traffic
         self.tables: list[CachedTable] = []
         self._steps: Steps | None = None
         seen: set[str] = set()

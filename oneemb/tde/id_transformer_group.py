@@ -12,7 +12,7 @@ from oneemb.tde.id_transformer_collection import IDTransformerCollection
 from oneemb.tde.ps import PSCollection
 from oneemb.tde.steps import BatchHandle, Steps
 from oneemb.tde.table_tensors import check_optimizers
-from oneemb.tde.traffic import Traffic
+from oneemb.tde.traffic import ServerCalls
 from oneemb.tde.utils import sharded_modules
 
 __all__ = ["IDTransformerGroup"]
@@ -51,7 +51,7 @@ class IDTransformerGroup:
         del parallel
         ps_config = ps_config or {}
         sharded = sharded_modules(module.module, "", module.plan)
-        ranks, traffic = ranks_of_job(), Traffic()
+        ranks, traffic = ranks_of_job(), ServerCalls()
         self._collections: dict[str, IDTransformerCollection] = {}
         self._servers: list[PSCollection] = []
         optimizers: Sequence[torch.optim.Optimizer] = ps_config.get("optimizers", ())

@@ -22,7 +22,7 @@ from oneemb.kernels.threads import Threads
 from oneemb.storage.remote.parameter_server import LostRowsError, ParameterServer, ServerError
 from oneemb.storage.remote.servers import open_server
 from oneemb.tde.table_tensors import new_states, table_tensors
-from oneemb.tde.traffic import Traffic
+from oneemb.tde.traffic import ServerCalls
 
 __all__ = ["PS", "FetchHandle", "PSCollection"]
 
@@ -66,12 +66,12 @@ class PS:
 
     def __init__(
         self, table_name: str, tensors: Sequence[torch.Tensor], url: str, chunk_size: int = DEFAULT_CHUNK_SIZE, *,
-        server: ParameterServer | None = None, traffic: Traffic | None = None, pushes: bool = True,
+        server: ParameterServer | None = None, traffic: ServerCalls | None = None, pushes: bool = True,
         rank: int = 0, new_state: float = 0.0,
     ):  # fmt: skip
         self.table_name = table_name
         self._new_state = new_state
-        self.traffic = Traffic() if traffic is None else traffic
+        self.traffic = ServerCalls() if traffic is None else traffic
         self._shards = list(_shards_of(table_name, tensors))
         self._widths = [tensor.shape[1] for tensor in self._shards[0].tensors] if self._shards else []
         self._server = open_server(url) if server is None else server
@@ -244,7 +244,7 @@ class PSCollection:
 
     def __init__(
         self, path: str, plan: Mapping[str, tuple[Any, Sequence[torch.Tensor]]], url: str | Callable[[str], str],
-        ps_config: Mapping[str, Any] | None = None, *, traffic: Traffic | None = None, rank: int = 0,
+        ps_config: Mapping[str, Any] | None = None, *, traffic: ServerCalls | None = None, rank: int = 0,
         new_states: Mapping[str, float] | None = None,
     ):  # fmt: skip
         ps_config = ps_config or {}
@@ -254,7 +254,7 @@ class PSCollection:
                 f"ps_config must have no options but chunk_size, optimizers and seed, got {sorted(unknown)}"
             )
         self._path = path
-        self.traffic = Traffic() if traffic is None else traffic
+        self.traffic = ServerCalls() if traffic is None else traffic
         servers: dict[str, ParameterServer] = {}
         self._of_table: dict[str, PS] = {}
         for table, (_, tensors) in plan.items():
@@ -283,7 +283,7 @@ class PSCollection:
     def fromModule(
         path: str, sharded_module: torch.nn.Module, params_plan: Mapping[str, Any],
         url: str | Callable[[str, str], str], ps_config: Mapping[str, Any] | None = None, *,
-        traffic: Traffic | None = None, rank: int = 0,
+        traffic: ServerCalls | None = None, rank: int = 0,
     ) -> "PSCollection":  # fmt: skip
         """`PSCollection` for a module that TorchRec has sharded.
 

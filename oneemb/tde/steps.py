@@ -4,8 +4,8 @@
     finish(batch k)       writes the batch's rows into the tables
     release(batch k)      after the step of the batch: its rows may be evicted
 
-The thread that trains makes all three calls, between two steps. Only calls of servers, which `Traffic` orders, may be
-made by another thread.
+The thread that trains makes all three calls, between two steps. Only calls of servers, which `ServerCalls` orders, may
+be made by another thread.
 
 Invariants:
 - the rows of a batch are pinned from `begin` to `release`. So an evicted row belongs to no batch that is still to be
@@ -31,7 +31,7 @@ from oneemb.kernels.threads import Threads
 from oneemb.kernels.unique_keys import unique_keys
 from oneemb.tde.id_transformer import IDTransformer
 from oneemb.tde.ps import PS, FetchHandle
-from oneemb.tde.traffic import Traffic
+from oneemb.tde.traffic import ServerCalls
 
 _ONE_THREAD = Threads(1)
 
@@ -130,7 +130,7 @@ class Gathered(NamedTuple):
     """For each rank {path of a collection: (distinct ids, number of occurrences of each) for each table}."""
 
 
-class Batch:
+class FetchedBatch:
     """A batch whose ids have cache ids, with the fetches and pins of its rows."""
 
     def __init__(self, number: int) -> None:
@@ -155,16 +155,16 @@ class Steps:
         traffic: queue for calls of all servers.
     """
 
-    def __init__(self, collections: Mapping[str, HasTables], ranks: AnyRanks, traffic: Traffic):
+    def __init__(self, collections: Mapping[str, HasTables], ranks: AnyRanks, traffic: ServerCalls):
         self.collections = collections
         self.ranks = ranks
         self.traffic = traffic
         self._time = 0
-        self._unfinished: deque[Batch] = deque()
-        self._dropped: deque[Batch] = deque()
+        self._unfinished: deque[FetchedBatch] = deque()
+        self._dropped: deque[FetchedBatch] = deque()
         self._unpushed: list[tuple[int, IDTransformer, np.ndarray]] = []
         self._torn = False
-        self._last: Batch | None = None
+        self._last: FetchedBatch | None = None
         """Batch of the last call of `transform`, which may be training now."""
 
     def gather(self, kjts: Mapping[str, KeyedJaggedTensor]) -> Gathered:
@@ -178,7 +178,7 @@ class Steps:
 
         return Gathered(jagged, self.ranks.all_gather("gather the ids of a batch", mine))
 
-    def begin(self, gathered: Gathered) -> Batch | None:
+    def begin(self, gathered: Gathered) -> FetchedBatch | None:
         """Give the ids of a batch cache ids, and start to fetch its rows. None = a table has no room besides the
         batches that are still to be trained; then nothing has changed."""
         self._check()
@@ -193,7 +193,7 @@ class Steps:
             for table, (id_U, _) in zip(self.collections[path].tables, ids_T, strict=True)
         ):
             return None
-        batch = Batch(self._time)
+        batch = FetchedBatch(self._time)
         self._torn = True
         cache: dict[str, list[np.ndarray]] = {}
         fetches: list[tuple[CachedTable, np.ndarray]] = []
@@ -217,7 +217,7 @@ class Steps:
         self._torn = False
         return batch
 
-    def finish(self, batch: Batch) -> None:
+    def finish(self, batch: FetchedBatch) -> None:
         """Write the rows of a batch, and of all batches that began earlier, into the tables. Every rank makes the call.
         After an error the call may be repeated.
 
@@ -235,7 +235,7 @@ class Steps:
             first.finished = True
             self._unfinished.popleft()
 
-    def release(self, batch: Batch) -> None:
+    def release(self, batch: FetchedBatch) -> None:
         """Unpin the rows of a batch."""
         pins, batch.pins = batch.pins, []
         for transformer, cache_U in pins:
@@ -247,7 +247,7 @@ class Steps:
         if self._unfinished:
             self.finish(self._unfinished[-1])
 
-    def drop(self, batch: Batch) -> None:
+    def drop(self, batch: FetchedBatch) -> None:
         """Record that a batch will not be trained: the next call releases it. Any thread may call this."""
         self._dropped.append(batch)
 
@@ -295,7 +295,7 @@ class Steps:
                     )
         return NoRoomError("a table has no room for this batch")
 
-    def _bring(self, batch: Batch) -> None:
+    def _bring(self, batch: FetchedBatch) -> None:
         self.traffic.wait(batch.pushed)
         for handle in [*batch.handles, *batch.late]:
             handle.wait()
@@ -313,7 +313,7 @@ class Steps:
             raise ValueError(f"path must be one of {list(self.collections)}, got {path!r}")
         return JaggedIds(kjt, [table.features for table in self.collections[path].tables])
 
-    def _fetch(self, batch: Batch, table: CachedTable, pair_F2: np.ndarray) -> None:
+    def _fetch(self, batch: FetchedBatch, table: CachedTable, pair_F2: np.ndarray) -> None:
         if not len(pair_F2) or table.ps is None:
             return
         pushing = [id_E for _, transformer, id_E in self._unpushed if transformer is table.transformer]
@@ -341,7 +341,7 @@ class Steps:
 class BatchHandle:
     """Handle for the fetch of a batch's rows."""
 
-    def __init__(self, steps: Steps, batch: Batch) -> None:
+    def __init__(self, steps: Steps, batch: FetchedBatch) -> None:
         self._steps, self._batch = steps, batch
 
     def wait(self) -> None:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 
 
-class Traffic:
+class ServerCalls:
     """Queue of calls of servers."""
 
     def __init__(self) -> None:

@@ -36,7 +36,7 @@ from oneemb.training.eager import Optimizer
 
 
 @dataclasses.dataclass(frozen=True)
-class OnRanks:
+class ShardOptions:
     """Options that a sharder gives to a collection whose rows are spread over ranks."""
 
     process_group: "torch.distributed.ProcessGroup | None"
@@ -104,7 +104,7 @@ class Collection(torch.nn.Module):
         store_options: StoreOptions | Mapping[str, StoreOptions] | None,
         seed: int,
         num_threads: int | None,
-        on_ranks: OnRanks | None,
+        on_ranks: ShardOptions | None,
         *,
         pools: bool,
         named: str,

@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from oneemb.options import StoreOptions
-from oneemb.torchrec.collection import Collection, Group, Lookups, OnRanks
+from oneemb.torchrec.collection import Collection, Group, Lookups, ShardOptions
 from oneemb.torchrec.jagged import (
     Jagged,
     check_jagged,
@@ -109,7 +109,7 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
         store_options: StoreOptions | Mapping[str, StoreOptions] | None = None,
         seed: int = 0,
         num_threads: int | None = None,
-        on_ranks: OnRanks | None = None,
+        on_ranks: ShardOptions | None = None,
     ):
         super().__init__(tables, device, store_options, seed, num_threads, on_ranks, pools=True, named="embedding_bags")
         if is_weighted and (means := [config.name for config in tables if config.pooling == PoolingType.MEAN]):
@@ -279,7 +279,7 @@ class EmbeddingCollection(Collection, EmbeddingCollectionInterface):
         store_options: StoreOptions | Mapping[str, StoreOptions] | None = None,
         seed: int = 0,
         num_threads: int | None = None,
-        on_ranks: OnRanks | None = None,
+        on_ranks: ShardOptions | None = None,
     ):
         super().__init__(tables, device, store_options, seed, num_threads, on_ranks, pools=False, named="embeddings")
         self._embedding_dim: int = tables[0].embedding_dim if tables else -1

@@ -21,7 +21,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from oneemb.graph.ranks import Ranks
 from oneemb.options import StoreOptions
-from oneemb.torchrec.collection import Collection, OnRanks
+from oneemb.torchrec.collection import Collection, ShardOptions
 from oneemb.torchrec.modules import EmbeddingBagCollection, EmbeddingCollection
 from oneemb.torchrec.optimizers import from_classes, from_fused_params
 from oneemb.torchrec.sharded import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
@@ -252,7 +252,7 @@ def collection_on_ranks(
         process_group, device, comm_dtype: ranks that share the rows; where lookups run; dtype of rows between ranks.
         fused_params: optimizer of tables that have no optimizer.
         begin: first rows of each table; None = the table starts empty.
-        tables: same as in `OnRanks`.
+        tables: same as in `ShardOptions`.
         options: other arguments of `own`.
 
     Raises:
@@ -270,7 +270,7 @@ def collection_on_ranks(
     for weight in weights:
         classes, of_classes = (getattr(weight, name, ()) for name in ("_optimizer_classes", "_optimizer_kwargs"))
         steppers.append(from_classes(classes, of_classes) if classes else from_fused_params(fused_params))
-    on_ranks = OnRanks(None if for_rows is None else for_rows.group, division, comm_dtype, steppers, begin, tables)
+    on_ranks = ShardOptions(None if for_rows is None else for_rows.group, division, comm_dtype, steppers, begin, tables)
     collection = own(list(configs), **_arguments_of(module), device=device, on_ranks=on_ranks, **options)
     collection.train(module.training)
     for parameter, weight in zip(collection.parameters(), weights, strict=True):

@@ -16,7 +16,7 @@ from oneemb.graph.inputs import Signature
 from oneemb.graph.model_trace import ModelTrace
 from oneemb.graph.ops.reading import measure_gather
 from oneemb.graph.ops.update import StepOptimizer
-from oneemb.graph.plan import Plan, compile_plan
+from oneemb.graph.plan import LookupPlan, compile_plan
 from oneemb.graph.prefetch import Prepared
 from oneemb.graph.rank_messages import moment
 from oneemb.graph.recorder import Profile, StepStats
@@ -267,7 +267,7 @@ class CompiledGraph(LoaderLoops):
         return result
 
     def _expect(
-        self, expected: list[MadeLookup], plan: Plan, batch: Batch, prepared: Prepared, profile: Profile | None
+        self, expected: list[MadeLookup], plan: LookupPlan, batch: Batch, prepared: Prepared, profile: Profile | None
     ) -> None:
         """Add the lookups that `build` is expected to make to `expected`."""
         try:

@@ -16,7 +16,7 @@ from oneemb.graph.hidden_frames import hide_frames
 from oneemb.graph.inputs import Signature
 from oneemb.graph.loaders import LoaderPosition, Together
 from oneemb.graph.one_rank import ALONE
-from oneemb.graph.plan import Plan
+from oneemb.graph.plan import LookupPlan
 from oneemb.graph.prefetch import Follow, Prepared, prefetch
 from oneemb.graph.rank_messages import mark_reported, moment, whole_exchange
 from oneemb.graph.ranks import AnyRanks, Ranks
@@ -317,7 +317,7 @@ class LoaderLoops(GraphViews):
         prepared.found = plan.find_keys(prepared.batch.values, announced, self._active_profile())
         prepared.plan, prepared.versions = plan, versions
 
-    def _plan_for(self, batch: Batch) -> Plan | None:
+    def _plan_for(self, batch: Batch) -> LookupPlan | None:
         known = self._plans.known.get(key_of(batch._replace(embeddings=embeddings_of(self)), self._inserts()))
         return None if known is None else known.plan
 

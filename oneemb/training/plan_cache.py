@@ -9,7 +9,7 @@ from oneemb.embeddings.embedding import TableEmbedding
 from oneemb.graph.building import Building
 from oneemb.graph.inputs import Structure
 from oneemb.graph.model_trace import Box
-from oneemb.graph.plan import Merged, Plan
+from oneemb.graph.plan import LookupPlan, Merged
 from oneemb.graph.tape import Tape
 
 PLANS_MAX = 16
@@ -48,7 +48,7 @@ class Known:
 
     def __init__(self, key: Key) -> None:
         self.key = key
-        self.plan: Plan | None = None
+        self.plan: LookupPlan | None = None
         """The compiled lookups; None = they must be recorded."""
         self.boxes: list[Box] = []
         """Boxes of the picture of `build`, as recorded last."""
@@ -69,12 +69,12 @@ class Known:
         left_out = [name for name, missed in self.missed.items() if missed >= MISSED_MAX]
         return Tape(batch.values, list(batch.structure.names()), left_out)
 
-    def keep(self, plan: Plan, boxes: list[Box]) -> None:
+    def keep(self, plan: LookupPlan, boxes: list[Box]) -> None:
         """Make the lookups of `plan` ahead in later calls. `boxes`: see the attribute."""
         self.plan, self.boxes = plan, boxes
         self.recorded += 1  # not counted if `build` raised, perhaps before its last lookup
 
-    def look_back(self, building: Building, plan: Plan) -> None:
+    def look_back(self, building: Building, plan: LookupPlan) -> None:
         """Drop the plan, so that lookups are recorded anew, if the step `building` has made unexpected lookups."""
         in_vain = building.in_vain
         if in_vain:
@@ -95,11 +95,11 @@ class PlanCache:
         self.dropped = 0
         """Number of plans that were dropped to make room for others."""
         self.merged: Merged = {}
-        self.latest: Plan | None = None
+        self.latest: LookupPlan | None = None
         """Plan of the last call."""
 
     @property
-    def plan_of_last_call(self) -> Plan:
+    def plan_of_last_call(self) -> LookupPlan:
         """Plan of the last call. RuntimeError if its lookups are not compiled."""
         if why := self.why_not_compiled():
             raise RuntimeError(why)

@@ -28,7 +28,7 @@ def embedding_of(parameter: torch.Tensor) -> WeightOfRows | None:
     return reference() if isinstance(reference, weakref.ref) else None
 
 
-class RowWeight(NamedTuple):
+class WeightInGroup(NamedTuple):
     """A parameter that stands for rows, with the number of its param group and its embedding."""
 
     group: int
@@ -36,19 +36,19 @@ class RowWeight(NamedTuple):
     embedding: WeightOfRows
 
 
-def row_weights(optimizer: torch.optim.Optimizer) -> list[RowWeight]:
+def row_weights(optimizer: torch.optim.Optimizer) -> list[WeightInGroup]:
     """The parameters of an optimizer that stand for rows."""
     found = []
     for g, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             reference = getattr(parameter, "embedding", None)  # as `embedding_of`
             if isinstance(reference, weakref.ref) and (embedding := reference()) is not None:
-                found.append(RowWeight(g, parameter, embedding))
+                found.append(WeightInGroup(g, parameter, embedding))
     return found
 
 
 def groups_of_rows(
-    optimizer: torch.optim.Optimizer, weights: Iterable[RowWeight] | None = None
+    optimizer: torch.optim.Optimizer, weights: Iterable[WeightInGroup] | None = None
 ) -> dict[WeightOfRows, tuple[int, ...]]:
     """{embedding: numbers of the param groups of its weights}, one number for each table or one for all tables.
 
@@ -139,7 +139,7 @@ def _row_optimizer(embedding: WeightOfRows, optimizer: torch.optim.Optimizer, gr
     return first
 
 
-def rows_to_owners(weights: Iterable[Sequence[RowWeight]]) -> AnyRanks:
+def rows_to_owners(weights: Iterable[Sequence[WeightInGroup]]) -> AnyRanks:
     """Bring the gradients of rows that ranks own together to the owners. All ranks call it before a step.
 
     Args:
@@ -188,9 +188,9 @@ class RowStep:
         self.skip_nonfinite, self.check_in_step = skip_nonfinite, check_in_step
         self._is_late = False
         self.skipped = self.taken = 0
-        self.grads: list[tuple[RowWeight, ops.RowGrad]] = []
+        self.grads: list[tuple[WeightInGroup, ops.RowGrad]] = []
         """The gradients that were taken out of weights, with these weights."""
-        self._spent: list[tuple[RowWeight, ops.RowGrad]] = []
+        self._spent: list[tuple[WeightInGroup, ops.RowGrad]] = []
         """Gradients that were taken out of weights, of rows that were updated in the backward pass."""
         self.groups_of_tables: Callable[[], Sequence[Group | None]] | None = None
         """Returns the options of each table (None = frozen) in place of those of the param group; None = not
@@ -232,7 +232,7 @@ class RowStep:
             self._is_late = False
             del self.optimizer.found_inf, self.optimizer.grad_scale  # type: ignore[attr-defined]
 
-    def take_grads(self, weights: Sequence[RowWeight] | None = None) -> None:
+    def take_grads(self, weights: Sequence[WeightInGroup] | None = None) -> None:
         """Take the gradients of rows out of the weights. Embeddings without an optimizer are attached; if that raises,
         the gradients stay in the weights. `weights`: result of `row_weights`; None = call it."""
         if weights is None:

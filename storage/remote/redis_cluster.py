@@ -17,7 +17,7 @@ from typing import Any
 import redis
 
 from oneemb.storage.remote.parameter_server import ServerError
-from oneemb.storage.remote.redis_connections import Request, client_options, server_error
+from oneemb.storage.remote.redis_connections import RedisRequest, client_options, server_error
 from oneemb.storage.remote.redis_url import RedisURL
 
 
@@ -31,7 +31,7 @@ class RedisClusterNodes:
         self._pid = 0
         self._with_server_errors(self._client_here)
 
-    def run(self, requests: Iterable[Request]) -> None:
+    def run(self, requests: Iterable[RedisRequest]) -> None:
         """Send all requests and take their answers, one request after another; see `RedisConnections.run`."""
         for request in requests:
             answers = self._with_server_errors(partial(self._answers, request))
@@ -53,7 +53,7 @@ class RedisClusterNodes:
             self._pid = os.getpid()
         return self._client
 
-    def _answers(self, request: Request) -> list[Any]:
+    def _answers(self, request: RedisRequest) -> list[Any]:
         pipeline = self._client_here().pipeline()
         command = _ONE_KEY.get(request.command, request.command)
         values = [()] * len(request.keys) if request.values is None else [(value,) for value in request.values]

@@ -36,7 +36,7 @@ _FIRST_WAIT_S, _LAST_WAIT_S = 0.1, 3.0
 
 
 @dataclass(frozen=True)
-class Request:
+class RedisRequest:
     """A command on some keys. `values`: values of equal length to write, one for each key. `take`: function that
     receives the complete answer."""
 
@@ -80,7 +80,7 @@ class RedisConnections:
         self._begin()
         self._drive(self._links[0], _Queue(()))
 
-    def run(self, requests: Iterable[Request]) -> None:
+    def run(self, requests: Iterable[RedisRequest]) -> None:
         """Send all requests and take their answers. After a failure no answer is taken any more, and requests may have
         been carried out: ServerTimeoutError if an answer is late, ServerError if the server cannot be reached or
         refuses."""
@@ -115,7 +115,7 @@ class RedisConnections:
 
     def _drive(self, link: "_Link", queue: "_Queue") -> None:
         """Send requests of the queue on a connection and take their answers, until none is left."""
-        sent: deque[Request] = deque()
+        sent: deque[RedisRequest] = deque()
         failures = 0
         while True:
             try:
@@ -148,20 +148,20 @@ class RedisConnections:
 class _Queue:
     """Queue of requests that several threads send."""
 
-    def __init__(self, requests: Iterable[Request]):
+    def __init__(self, requests: Iterable[RedisRequest]):
         self.stopped = threading.Event()
         self._lock = threading.Lock()
-        self._again: deque[Request] = deque()
+        self._again: deque[RedisRequest] = deque()
         self._requests = iter(requests)
 
-    def next(self) -> Request | None:
+    def next(self) -> RedisRequest | None:
         """The next request to send; None if there is none, or if a thread has failed."""
         with self._lock:
             if self.stopped.is_set():
                 return None
             return self._again.popleft() if self._again else next(self._requests, None)
 
-    def put_back(self, requests: Iterable[Request]) -> None:
+    def put_back(self, requests: Iterable[RedisRequest]) -> None:
         """Put unanswered requests back, to be sent again."""
         with self._lock:
             self._again.extend(requests)
@@ -198,7 +198,7 @@ class _Link:
             self.given_up = None
         self._open = True
 
-    def send(self, request: Request) -> None:
+    def send(self, request: RedisRequest) -> None:
         if request.values is None:
             self._send(self._connection.pack_command(request.command, *request.keys))
         else:

@@ -20,7 +20,7 @@ import numpy as np
 
 from oneemb.storage.remote.parameter_server import ServerError, wrong_length
 from oneemb.storage.remote.redis_cluster import RedisClusterNodes
-from oneemb.storage.remote.redis_connections import RedisConnections, Request
+from oneemb.storage.remote.redis_connections import RedisConnections, RedisRequest
 from oneemb.storage.remote.redis_url import read_redis_url
 
 _REQUEST_BYTES = 2**20
@@ -50,11 +50,11 @@ class RedisServer:
         parts = [np.empty((len(id_N), width), np.float32) for width in widths]
         found_NP = np.zeros((len(id_N), len(widths)), np.bool_)
 
-        def requests() -> Iterator[Request]:
+        def requests() -> Iterator[RedisRequest]:
             for p, part in enumerate(parts):
                 for begin, end in self._chunks(len(id_N), part.itemsize * part.shape[1]):
                     receiver = _Receiver(self.name, table, p, id_N[begin:end], part[begin:end], found_NP[begin:end, p])
-                    yield Request("MGET", self._keys(table, id_N[begin:end], p), receiver.take)
+                    yield RedisRequest("MGET", self._keys(table, id_N[begin:end], p), receiver.take)
 
         self._server.run(requests())
         self._check_missing(table, id_N, found_NP)
@@ -69,18 +69,18 @@ class RedisServer:
             if not 0 < part.shape[1] * part.itemsize <= _VALUE_BYTES:
                 raise ValueError(f"part {p} must have 1 to {_VALUE_BYTES // 4} numbers, got {part.shape[1]}")
 
-        def requests() -> Iterator[Request]:
+        def requests() -> Iterator[RedisRequest]:
             for p, part in enumerate(parts):
                 size = part.itemsize * part.shape[1]
                 for begin, end in self._chunks(len(id_N), size):
                     values = np.ascontiguousarray(part[begin:end]).view(f"V{size}").ravel().tolist()
-                    yield Request("MSET", self._keys(table, id_N[begin:end], p), self._check_ok, values)
+                    yield RedisRequest("MSET", self._keys(table, id_N[begin:end], p), self._check_ok, values)
 
         self._server.run(requests())
 
     def erase(self, table: str, id_N: np.ndarray, parts: int) -> None:
         self._server.run(
-            Request("UNLINK", self._keys(table, id_N[begin:end], p), _ignore)
+            RedisRequest("UNLINK", self._keys(table, id_N[begin:end], p), _ignore)
             for p in range(parts)
             for begin, end in self._chunks(len(id_N), 0)
         )
@@ -113,15 +113,15 @@ class RedisServer:
                     f" type {kind.decode()}, which another program has written; give rows a `prefix=` of their own"
                 )
 
-        def requests() -> Iterator[Request]:
+        def requests() -> Iterator[RedisRequest]:
             for p in range(found_NP.shape[1]):
                 missing_M = id_N[~found_NP[:, p]]
                 for begin, end in self._chunks(len(missing_M), 0):
                     keys = self._keys(table, missing_M[begin:end], p)
-                    yield Request("EXISTS", keys, partial(take_count, keys))
+                    yield RedisRequest("EXISTS", keys, partial(take_count, keys))
 
         self._server.run(requests())
-        self._server.run(Request("TYPE", [key], partial(take_type, key)) for key in suspects)
+        self._server.run(RedisRequest("TYPE", [key], partial(take_type, key)) for key in suspects)
 
     def _check_ok(self, answer: Any) -> None:
         if answer != b"OK":

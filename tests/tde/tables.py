@@ -9,7 +9,7 @@ from oneemb.storage.remote.parameter_server import ServerError
 from oneemb.storage.remote.servers import MemoryServer
 from oneemb.tde import DataLoader, IDTransformerCollection, PSCollection
 from oneemb.tde.steps import Steps
-from oneemb.tde.traffic import Traffic
+from oneemb.tde.traffic import ServerCalls
 
 __all__ = ["FaultyServer", "Tables", "kjt_of"]
 
@@ -57,7 +57,7 @@ class Tables:
             )
             for name, features in [("one", ["f", "g"]), ("two", ["h"])]
         ]  # fmt: skip
-        traffic = Traffic()
+        traffic = ServerCalls()
         places = PSCollection("ebc", {name: (None, its) for name, its in self.tensors.items()}, "a", traffic=traffic)
         self.collection = IDTransformerCollection(configs, ps_collection=places, reinitialise=True)
         self.steps = Steps({"ebc": self.collection}, ranks_of_job(), traffic)

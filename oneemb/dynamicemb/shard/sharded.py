@@ -32,7 +32,7 @@ from oneemb.dynamicemb.dynamicemb_config import (
     policy_of,
 )
 from oneemb.dynamicemb.planner import DynamicEmbParameterSharding
-from oneemb.dynamicemb.tables import DynamicTables, TableInfo
+from oneemb.dynamicemb.tables import DynamicTables, NamedTable
 from oneemb.dynamicemb.types import initializer_of
 from oneemb.torchrec.configs import columns_of
 from oneemb.torchrec.optimizers import row_stepper
@@ -355,7 +355,7 @@ def _dynamic_tables(
 ) -> Iterator[DynamicTables]:
     parameters = list(collection.parameters())
     for group in collection.ready():
-        infos = [TableInfo(configs[t].name, options[t], configs[t].num_embeddings) for t in group.tables]
+        infos = [NamedTable(configs[t].name, options[t], configs[t].num_embeddings) for t in group.tables]
         steppers = [in_backward_optimizers(parameters[t])[0] for t in group.tables]
         yield DynamicTables(
             group.rows, infos, [one if hasattr(one, "param_groups") else row_stepper(one) for one in steppers]
