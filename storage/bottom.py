@@ -118,7 +118,7 @@ class TableBottom:
 
     def arrays(self, name: str) -> dict[str, np.ndarray]:
         with self.read(name) as reader:
-            return reader.arrays()[0]
+            return reader.arrays()
 
 
 def _check_writable(path: str) -> None:

@@ -30,7 +30,7 @@ from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.policies.row_policy import RowPolicy
 from oneemb.storage.row_store import Places, RowStore, Snapshots
 from oneemb.storage.rows.row_format import RowFormat
-from oneemb.storage.snapshots.owned_rows import OwnedRows
+from oneemb.storage.snapshots.linked_rows import LinkedRows
 from oneemb.storage.snapshots.snapshot_rows import PartOf, SnapshotRows
 from oneemb.storage.table.delta import rows_of
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
@@ -344,7 +344,7 @@ class TieredRows:
         return format.state_width == 0 < self.format.state_width
 
     def load(
-        self, info: SnapshotInfo, weights_only: bool = False, owned: OwnedRows | None = None,
+        self, info: SnapshotInfo, weights_only: bool = False, owned: LinkedRows | None = None,
         usage_of: UsageOf | None = None,
     ) -> tuple[int, bool]:  # fmt: skip
         """Replace all rows by those of a snapshot; the caller has checked that its format fits, see
@@ -389,7 +389,7 @@ class TieredRows:
             raise
         return 0 if adds_state else rows.step, not adds_state
 
-    def check_holds(self, tier: Tier, info: SnapshotInfo, owned: OwnedRows | None) -> None:
+    def check_holds(self, tier: Tier, info: SnapshotInfo, owned: LinkedRows | None) -> None:
         """Raise StoreFullError unless a tier can hold the rows of a snapshot."""
         try:
             tier.check_holds(rows_of(info) if owned is None else len(owned))
@@ -410,7 +410,7 @@ class TieredRows:
         return self.built and (self.adds_state_to(format) or weights_only and format.state_width > 0)
 
     def _put_all(
-        self, name: str, format: RowFormat, owned: OwnedRows | None = None, *, with_state: bool = False,
+        self, name: str, format: RowFormat, owned: LinkedRows | None = None, *, with_state: bool = False,
         usage_of: UsageOf | None = None,
     ) -> None:  # fmt: skip
         """Start from the rows of a snapshot, of this format, put one after another; without state they are given that
@@ -425,7 +425,7 @@ class TieredRows:
                     row_NX[:, usage] = usage_of(table_N, id_N).view(np.float32)
             self.bottom_store.put(table_N, id_N, row_NX)
 
-    def scan(self, name: str, owned: OwnedRows | None = None) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    def scan(self, name: str, owned: LinkedRows | None = None) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """All rows of a snapshot of the store at the bottom, or those given. Ctrl-C comes between two batches."""
         reader = self._bottom.read(name) if owned is None else owned
         try:

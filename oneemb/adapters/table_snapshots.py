@@ -17,7 +17,7 @@ from oneemb.embeddings.embedding import MultiTableEmbedding
 from oneemb.embeddings.internals import check_fits, load_named
 from oneemb.rows.values import encode_rows, state_of, weights_of
 from oneemb.storage.embedding_store import EmbeddingStore
-from oneemb.storage.snapshots.owned_rows import OwnedRows
+from oneemb.storage.snapshots.owned_rows import owned_rows
 from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 from oneemb.storage.store_rows import set_rows, visit_rows
@@ -91,7 +91,7 @@ def _put(rows: MultiTableEmbedding, snapshot: PartedSnapshot, tables: Sequence[i
     row_format = replace(store.format, state=store.format.state if has_state else ())
     # Write at most half a cache of rows at once, so that a running step's rows can stay pinned.
     most = max(1, store.stats()["device"]["slots"] // 2)
-    owned = OwnedRows(snapshot, store.plan.owner, store.plan.owners)
+    owned = owned_rows(snapshot, store.plan.owner, store.plan.owners)
     try:
         for table_N, id_N, row_NW in owned.scan(min(most, _BATCH)):
             n = np.isin(table_N, tables)

@@ -1,7 +1,6 @@
 """Exchange of rows of replicated tables: a snapshot holds each row once, and a load gives every rank a copy."""
 
 from collections.abc import Callable, Sequence
-from contextlib import closing
 
 import numpy as np
 import torch
@@ -11,7 +10,7 @@ from oneemb.kernels.owner import owner_of
 from oneemb.storage.embedding_store import EmbeddingStore
 from oneemb.storage.fs import LocalFileSystem
 from oneemb.storage.replicas import TableIds
-from oneemb.storage.snapshots.owned_rows import OwnedRows
+from oneemb.storage.snapshots.owned_rows import owned_rows
 from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot
 from oneemb.storage.store_rows import set_rows
 
@@ -36,7 +35,7 @@ class RankReplicas:
         found: list[TableIds] = []
 
         def look() -> int:
-            with closing(OwnedRows(snapshot, self._ranks.rank, self._ranks.size, LocalFileSystem())) as owned:
+            with owned_rows(snapshot, self._ranks.rank, self._ranks.size, LocalFileSystem()) as owned:
                 found.append(owned.keys(replicas.are_of))
             return len(found[0][1])
 

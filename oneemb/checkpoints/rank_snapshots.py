@@ -36,7 +36,8 @@ from oneemb.storage.errors import (
 )
 from oneemb.storage.fs import LocalFileSystem
 from oneemb.storage.replicas import TableIds
-from oneemb.storage.snapshots.owned_rows import OwnedRows
+from oneemb.storage.snapshots.linked_rows import LinkedRows
+from oneemb.storage.snapshots.owned_rows import owned_rows
 from oneemb.storage.snapshots.part_folders import NewParts, PartRemoval, sweep_folder, to_remove
 from oneemb.storage.snapshots.snapshot_parts import FoundParts, PartedSnapshot, find_parts, folders_at, table_name_of
 from oneemb.storage.table.delta import Delta, rows_of
@@ -378,16 +379,16 @@ class RankSnapshots:
 
     def _open(
         self, what: str, snapshot: PartedSnapshot, *, weights_only: bool, read: bool
-    ) -> tuple[SnapshotInfo, OwnedRows | None, TableIds | None]:
+    ) -> tuple[SnapshotInfo, LinkedRows | None, TableIds | None]:
         """(snapshot; this rank's rows in the parts of all ranks, or None = load the rank's own part; keys of replicated
         tables that the rank owns, or None = no such tables). Raises on all ranks unless the rows fit on all ranks."""
         own = snapshot.part_in(self._own, self._rank, self._size)
-        owned: OwnedRows | None = None
+        owned: LinkedRows | None = None
 
         def check() -> None:
             nonlocal owned
             if own is None:
-                owned = OwnedRows(snapshot, self._rank, self._size, self._fs)
+                owned = owned_rows(snapshot, self._rank, self._size, self._fs)
             self._store.snapshots.check_rows(info, owned, weights_only=weights_only, read=read)
 
         info = snapshot.info if own is None else own.info

@@ -8,7 +8,7 @@ import numpy as np
 from oneemb.cli.output import table_lines
 
 if TYPE_CHECKING:
-    from oneemb.storage.snapshots.owned_rows import OwnedRows
+    from oneemb.storage.snapshots.linked_rows import LinkedRows
     from oneemb.storage.table.snapshot_manifest import SnapshotInfo
     from oneemb.storage.table.snapshot_reader import SnapshotReader
 
@@ -18,7 +18,7 @@ _BAR = 40
 
 
 def histograms(
-    parts: Sequence[tuple["SnapshotInfo", "SnapshotReader | OwnedRows"]],
+    parts: Sequence[tuple["SnapshotInfo", "SnapshotReader | LinkedRows"]],
 ) -> dict[str, dict[str, dict[str, Sequence[float]]]]:
     """{table: {column: {"edges": edges of the bins, "rows": number of rows in each bin}}} for a snapshot. Column "norm"
     is the L2 norm of a row's weights; if a policy has recorded uses, "score" is the row's score and "age" the number of

@@ -133,14 +133,14 @@ def _lost_lines(info: "TableInfo", where: str) -> list[str]:
 
 def _inspect_rows(path: str, snapshot: str, as_json: bool) -> None:
     from oneemb.cli.histogram import histogram_lines, histograms
-    from oneemb.storage.snapshots.owned_rows import OwnedRows
+    from oneemb.storage.snapshots.owned_rows import owned_rows
     from oneemb.storage.snapshots.snapshot_parts import look_at
     from oneemb.storage.table.snapshot_reader import SnapshotReader
 
     whole = look_at([path]).get(snapshot)
     with ExitStack() as stack:
         if whole.before:
-            rows = OwnedRows(whole, 0, 1)
+            rows = owned_rows(whole, 0, 1)
             stack.callback(rows.close)
             found = histograms([(whole.info, rows)])
         else:

@@ -15,7 +15,8 @@ from oneemb.rows.values import state_of, weights_of
 from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError, StorageError
 from oneemb.storage.hash_index import TABLE_MAX
 from oneemb.storage.rows.row_format import RowFormat
-from oneemb.storage.snapshots.owned_rows import OwnedRows
+from oneemb.storage.snapshots.linked_rows import LinkedRows
+from oneemb.storage.snapshots.owned_rows import owned_rows
 from oneemb.storage.snapshots.snapshot_parts import folders_at, look_at
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 from oneemb.storage.table.delta import GONE, gone_keys
@@ -199,7 +200,7 @@ class _Source(Protocol):
 class _SnapshotSource:
     """The rows of a part of a snapshot, or the complete rows of a delta and its parents."""
 
-    def __init__(self, path: str, reader: SnapshotReader | OwnedRows, info: SnapshotInfo):
+    def __init__(self, path: str, reader: SnapshotReader | LinkedRows, info: SnapshotInfo):
         self.path, self._reader = path, reader
         self.rows = SnapshotRows.of_meta(info.meta, info.name)
         if self.rows.format.row_width != info.row_width:
@@ -264,7 +265,7 @@ def _snapshot_sources(paths: list[str], name: str) -> list[_SnapshotSource]:
                 f" addition: {', '.join(paths)}"
             )
     if snapshot.before:
-        return [_SnapshotSource(paths[0], OwnedRows(snapshot, 0, 1), snapshot.info)]
+        return [_SnapshotSource(paths[0], owned_rows(snapshot, 0, 1), snapshot.info)]
     # A part without rows may lack the format of the state, if its rank had no rows yet.
     parts = [part for part in snapshot.parts if part.info.rows] or snapshot.parts[:1]
     return [_SnapshotSource(part.folder, SnapshotReader.open(part.folder, part.info.name), part.info) for part in parts]

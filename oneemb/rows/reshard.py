@@ -10,7 +10,6 @@ Invariants:
 import os
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from oneemb.storage.errors import SnapshotExistsError, StorageError
 from oneemb.storage.fs import LocalFileSystem
 from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.row_store import Places
-from oneemb.storage.snapshots.owned_rows import OwnedRows
+from oneemb.storage.snapshots.owned_rows import owned_rows
 from oneemb.storage.snapshots.part_folders import NewParts, PartRemoval, sweep_folder, to_remove
 from oneemb.storage.snapshots.snapshot_parts import (
     FoundParts,
@@ -105,7 +104,7 @@ def _make(
     with NewParts(info.identity, len(folders), fs) as parts:
         for owner, folder in enumerate(folders):
             with (
-                closing(OwnedRows(snapshot, owner, len(folders))) as owned,
+                owned_rows(snapshot, owner, len(folders)) as owned,
                 PersistentTable.open(
                     folder, row_width=info.row_width, physical_block_size=info.physical_block_size, threads=Threads(1)
                 ) as table,

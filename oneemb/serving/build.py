@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from types import FrameType
 from typing import NamedTuple
 
@@ -22,7 +22,8 @@ from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_pat
 from oneemb.storage.rows.row_format import RowFormat
 from oneemb.storage.serving.served_file import ServedFile, ServedInfo, row_bytes_of
 from oneemb.storage.serving.served_writer import remove_served_files, write_served_file
-from oneemb.storage.snapshots.owned_rows import OwnedRows
+from oneemb.storage.snapshots.linked_rows import LinkedRows
+from oneemb.storage.snapshots.owned_rows import owned_rows
 from oneemb.storage.snapshots.snapshot_parts import PartedSnapshot, look_at
 from oneemb.storage.snapshots.snapshot_rows import SnapshotRows
 
@@ -125,7 +126,7 @@ def make_file(
     format = SnapshotRows.of_meta(meta, name).format
     embedding = meta.get("embedding") or {}
     weights = format.dtype if dtype == "float32" or dtype == format.dtype else dtype
-    with closing(OwnedRows(snapshot, 0, 1)) as rows:
+    with owned_rows(snapshot, 0, 1) as rows:
         every_table_N = rows.keys(lambda table_N, id_N: np.ones(len(id_N), np.bool_))[0]
         count = len(embedding.get("tables", ())) or 1 + int(every_table_N.max(initial=0))
         served = tuple(range(count)) if tables is None else tuple(tables)
@@ -143,7 +144,7 @@ def make_file(
 
 
 def _weights(
-    rows: OwnedRows, format: RowFormat, weights: str, served_T: np.ndarray
+    rows: LinkedRows, format: RowFormat, weights: str, served_T: np.ndarray
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     for table_N, id_N, row_NW in rows.scan():
         kept = served_T.take(table_N)

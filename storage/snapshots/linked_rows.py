@@ -1,4 +1,4 @@
-"""Reads a snapshot and the deltas that follow it as one snapshot.
+"""Reads a snapshot and the deltas that follow it as one snapshot: all rows, or those that a function keeps.
 
 Invariant: memory grows with the number of keys that deltas have changed, not with the number of rows.
 """
@@ -9,6 +9,7 @@ import numpy as np
 
 from oneemb.kernels.threads import Threads
 from oneemb.storage.hash_index import HashIndex
+from oneemb.storage.policies.admission import joined_arrays
 from oneemb.storage.table.delta import GONE, gone_keys
 from oneemb.storage.table.snapshot_manifest import SnapshotInfo
 from oneemb.storage.table.snapshot_reader import Keep, SnapshotReader
@@ -22,10 +23,13 @@ class LinkedRows:
     Args:
         links: readers of the parts of each snapshot: first the snapshot that is no delta, then the deltas in order.
             `close` closes the readers.
+        keep: keeps the keys whose rows are read; None = all rows of snapshots that have one part each.
     """
 
-    def __init__(self, links: Sequence[Sequence[SnapshotReader]]):
+    def __init__(self, links: Sequence[Sequence[SnapshotReader]], keep: Keep | None = None):
         self._links = [list(link) for link in links]
+        self._keep = keep
+        self._count: int | None = None
 
     @property
     def info(self) -> SnapshotInfo:
@@ -33,26 +37,35 @@ class LinkedRows:
         return self._links[-1][0].info
 
     def __len__(self) -> int:
-        if len(self._links) == 1:
-            return sum(len(reader) for reader in self._links[0])
-        return self.count(_every_key)
+        if self._count is None:
+            if len(self._links) == 1 and self._keep is None:
+                self._count = sum(len(reader) for reader in self._links[0])
+            else:
+                self._count = sum(len(id_N) for _, id_N in self._keys(_every_key))
+        return self._count
 
-    def count(self, keep: Keep) -> int:
-        """Number of rows that `keep` keeps. Reads only keys. CorruptTableError as for `scan`."""
-        return sum(len(id_N) for _, id_N in self.keys(keep))
-
-    def keys(self, keep: Keep) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Keys of the rows that `keep` keeps, in batches (table_N int32, id_N int64). CorruptTableError as for
+    def keys(self, keep: Keep) -> tuple[np.ndarray, np.ndarray]:
+        """Keys of the rows that `keep` keeps too: table_N int32, id_N int64. Reads only keys. CorruptTableError as for
         `scan`."""
-        for reader, newest in self._newest_first():
-            yield from reader.keys(newest(keep))
+        found = [(np.empty(0, np.int32), np.empty(0, np.int64)), *self._keys(keep)]
+        return np.concatenate([table_N for table_N, _ in found]), np.concatenate([id_N for _, id_N in found])
 
-    def scan(self, batch: int = 65536, keep: Keep | None = None) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Yield each row once, like `SnapshotReader.scan`, from the last snapshot back. Raises CorruptTableError if
-        files are damaged, or if a writer has removed one of the snapshots since they were opened."""
+    def _keys(self, keep: Keep) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        own = self._keep
+
+        def kept(table_N: np.ndarray, id_N: np.ndarray) -> np.ndarray:
+            return keep(table_N, id_N) if own is None else own(table_N, id_N) & keep(table_N, id_N)
+
+        for reader, newest in self._newest_first():
+            yield from reader.keys(newest(kept))
+
+    def scan(self, batch: int = 65536) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Yield each row once, in batches (table_N int32, id_N int64, row_NW float32) of at most `batch` rows, from the
+        last snapshot back. Raises CorruptTableError if files are damaged, or if a writer has removed one of the
+        snapshots since they were opened."""
         for reader, newest in self._newest_first():
             if len(reader):
-                yield from reader.scan(batch, keep if newest is _all_of else newest(keep or _every_key))
+                yield from reader.scan(batch, self._keep if newest is _all_of else newest(self._keep or _every_key))
 
     def _newest_first(self) -> Iterator[tuple[SnapshotReader, _Narrow]]:
         """Yield each reader, from the last snapshot back, with a function that restricts a `keep` to keys that no later
@@ -71,9 +84,11 @@ class LinkedRows:
     def _gone(reader: SnapshotReader) -> tuple[np.ndarray, np.ndarray]:
         return gone_keys(reader.array(GONE) if GONE in reader.arrays else None, reader.info.name)
 
-    def arrays(self) -> list[dict[str, np.ndarray]]:
-        """Arrays of each part of the last snapshot, {name: array}, without the array of keys that are gone."""
-        return [{name: reader.array(name) for name in reader.arrays if name != GONE} for reader in self._links[-1]]
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Arrays of the last snapshot, {name: array}, without the array of keys that are gone: joined from all parts
+        and restricted to the keys that are kept."""
+        parts = [{name: reader.array(name) for name in reader.arrays if name != GONE} for reader in self._links[-1]]
+        return parts[0] if self._keep is None else joined_arrays(parts, self._keep)
 
     def close(self) -> None:
         """Close the files."""

@@ -13,7 +13,7 @@ from oneemb.storage.policies.store_policy import StorePolicy
 from oneemb.storage.policies.usage_index import UsageClock
 from oneemb.storage.replicas import Replicas, TableIds
 from oneemb.storage.snapshots.journal import Journal
-from oneemb.storage.snapshots.owned_rows import OwnedRows
+from oneemb.storage.snapshots.linked_rows import LinkedRows
 from oneemb.storage.snapshots.snapshot_rows import PartOf, SnapshotRows, shard_of
 from oneemb.storage.store_part import Store, StorePart, no_step, with_store_lock
 from oneemb.storage.table.delta import GONE
@@ -136,7 +136,7 @@ class StoreSnapshots(StorePart):
             return self._load(info, weights_only)
 
     @no_step("check_rows")
-    def check_rows(self, info: SnapshotInfo, owned: OwnedRows | None, *, weights_only: bool, read: bool) -> None:
+    def check_rows(self, info: SnapshotInfo, owned: LinkedRows | None, *, weights_only: bool, read: bool) -> None:
         """Raise the errors that `load_rows` would raise, as far as they can be known before. With `read`, read all new
         rows if the store has rows to lose, so that damage is found before the old rows are dropped."""
         with self.store_lock:
@@ -149,7 +149,7 @@ class StoreSnapshots(StorePart):
 
     @no_step("load_rows")
     def load_rows(
-        self, info: SnapshotInfo, owned: OwnedRows | None, *, weights_only: bool, replicated: TableIds | None = None
+        self, info: SnapshotInfo, owned: LinkedRows | None, *, weights_only: bool, replicated: TableIds | None = None
     ) -> bool:
         """Load a snapshot that `check_rows` has accepted. Returns True if the rows now are exactly those of the
         snapshot, False if state was added.
@@ -166,7 +166,7 @@ class StoreSnapshots(StorePart):
                 self._replicas.add(self._replicas.new(*replicated, self.rows.format.row_bytes))
             return as_saved
 
-    def _load(self, info: SnapshotInfo, weights_only: bool, owned: OwnedRows | None = None) -> bool:
+    def _load(self, info: SnapshotInfo, weights_only: bool, owned: LinkedRows | None = None) -> bool:
         store, engine = self._store, self._engine
         rows, clock = SnapshotRows.of_meta(info.meta, info.name), UsageClock.of_meta(info.meta, info.name)
         usage_of = None
@@ -240,7 +240,7 @@ class StoreSnapshots(StorePart):
                     f" {format.optimizer!r}"
                 )
 
-    def _check_reads(self, info: SnapshotInfo, weights_only: bool, owned: OwnedRows | None = None) -> None:
+    def _check_reads(self, info: SnapshotInfo, weights_only: bool, owned: LinkedRows | None = None) -> None:
         """Before a load that drops rows, raise StoreFullError or StorageError if the new rows do not fit or cannot be
         read."""
         rows = self.rows
