@@ -519,7 +519,7 @@ def test_a_command_that_is_told_to_end_says_so_and_leaves_nothing(tmp_path, what
         wait_for_a_handler(child, signal.SIGTERM)
         time.sleep(delay)
         child.send_signal(number)
-        said = child.communicate(timeout=60)[1].decode()
+        said = child.communicate(timeout=600)[1].decode()
         assert child.returncode in (0, code, -number), said  # the last: Python has let go of handlers at its end
         stopped += child.returncode == code
         if child.returncode == 0:

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import threading
 import time
 import traceback
@@ -18,7 +19,7 @@ from oneemb.storage.errors import ForkedProcessError
 from oneemb.storage.locking import signals_deferred
 from oneemb.storage.locking.store_lock import StoreLock, whole
 from oneemb.storage.table.persistent_table import PersistentTable
-from tests.support.interrupts import interrupt_soon
+from tests.support.interrupts import holds_no_signal
 from tests.support.keys import read_rows
 from tests.support.models import make_embedding
 from tests.support.table_model import put_random
@@ -68,8 +69,8 @@ def rows(embedding, ids=IDS):
         embedding.train()
 
 
-def in_child(function, timeout=60):
-    """What a forked child's function gives; the child must end in time."""
+def in_child(function, timeout=600):
+    """What a forked child's function gives; the child must end, however slow the machine is."""
     ours, childs = FORK.Pipe(duplex=False)
 
     def run():
@@ -250,14 +251,14 @@ def test_a_scan_that_a_child_closes_leaves_the_parents_files(tmp_path):
         assert found.keys() == rows.keys()
 
 
-def held_elsewhere(block, seconds=0.3):
-    """A thread that stays in a block for a while, and has entered it."""
+def held_elsewhere(block, go_on=None):
+    """A thread that stays in a block for a while, or until `go_on` is set, and has entered it."""
     begun = threading.Event()
 
     def stay():
         with block:
             begun.set()
-            time.sleep(seconds)
+            time.sleep(0.3) if go_on is None else go_on.wait(600)
 
     thread = threading.Thread(target=stay)
     thread.start()
@@ -310,7 +311,8 @@ def test_a_fork_waits_for_what_a_child_could_not_do_without(model, what):
 def test_a_child_that_got_no_whole_copy_says_so(model, monkeypatch):
     embedding, _ = model
     monkeypatch.setattr(signals_deferred, "_FORK_PATIENCE", 0.1)
-    thread = held_elsewhere(embedding.store.store_lock, 1)
+    go_on = threading.Event()
+    thread = held_elsewhere(embedding.store.store_lock, go_on)
 
     def read():
         with pytest.raises(ForkedProcessError, match="got no complete copy"):
@@ -318,6 +320,7 @@ def test_a_child_that_got_no_whole_copy_says_so(model, monkeypatch):
         return True
 
     assert in_child(read) is True
+    go_on.set()
     thread.join()
     assert len(rows(embedding)) > 0
     assert in_child(lambda: len(rows(embedding)) > 0) is True
@@ -339,9 +342,7 @@ def test_a_fork_beside_the_first_lookup_is_whole(tmp_path, monkeypatch):
     thread = threading.Thread(target=lambda: embedding(IDS[:3]))
     thread.start()
     begun.wait()
-    before = time.monotonic()
     assert in_child(lambda: len(rows(embedding, IDS[:3]))) == 3 * 4 * 4
-    assert time.monotonic() - before < 30
     thread.join()
     embedding.close()
 
@@ -351,31 +352,33 @@ def test_a_fork_does_not_wait_for_what_lets_others_have_turns(tmp_path, waits):
     """A block may let others have the lock meanwhile, as compaction does. A fork does not wait for such a block, except
     if another thread waits for it inside a block of its own."""
     object_ = StoreLock("the object", "make it anew", rank=0)
-    begun, go_on, ended = threading.Event(), threading.Event(), []
+    begun, waits_now, go_on, ended = threading.Event(), threading.Event(), threading.Event(), []
 
     def long():
         with object_:
             with object_.others_allowed():
                 begun.set()
-                go_on.wait(20)
+                go_on.wait(600)
             ended.append("long")
             object_.lock.notify_all()
 
     def waiting():
         with object_:
+            waits_now.set()
             while not ended:
                 object_.lock.wait()
             ended.append("waiting")
 
-    threads = [threading.Thread(target=one) for one in (long, waiting)[: 1 + waits]]
-    for thread in threads:
-        thread.start()
+    threads = [threading.Thread(target=long)]
+    threads[0].start()
     begun.wait()
     if waits:
+        threads.append(threading.Thread(target=waiting))
+        threads[1].start()
+        waits_now.wait()
         threading.Timer(0.3, go_on.set).start()
-    before = time.monotonic()
+    # A fork that waits for its whole patience has no complete copy, which `check` says.
     assert in_child(lambda: (list(ended), object_.check(changes=False))) == (["long", "waiting"] if waits else [], None)
-    assert time.monotonic() - before < 10
     go_on.set()
     for thread in threads:
         thread.join()
@@ -390,13 +393,12 @@ def test_threads_that_fork_at_once_take_turns(model):
         for _ in range(4):
             found.append(in_child(lambda: read_rows(embedding.store, table_U, id_U).tobytes()))
 
-    before = time.monotonic()
     threads = [threading.Thread(target=fork) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 12 and len(set(found)) == 1 and time.monotonic() - before < 50
+    assert len(found) == 12 and len(set(found)) == 1
 
 
 def test_a_child_keeps_what_was_on_its_way_to_the_disk_while_the_parent_goes_on(tmp_path):
@@ -409,7 +411,7 @@ def test_a_child_keeps_what_was_on_its_way_to_the_disk_while_the_parent_goes_on(
     found, childs = FORK.Pipe(duplex=False)
 
     def read():
-        go_on.wait(60)
+        go_on.wait(600)
         childs.send(rows(embedding) == expected)
 
     child = FORK.Process(target=read)
@@ -418,7 +420,7 @@ def test_a_child_keeps_what_was_on_its_way_to_the_disk_while_the_parent_goes_on(
         for begin in range(0, len(IDS), 500):
             train(embedding, optimizer, IDS[begin : begin + 500])
     go_on.set()
-    assert found.poll(60) and found.recv() is True
+    assert found.poll(600) and found.recv() is True
     child.join()
     embedding.close()
 
@@ -437,14 +439,14 @@ def test_a_child_waits_for_no_thread_that_was_writing_at_the_fork(tmp_path, monk
     monkeypatch.setattr(Future, "set_result", slowly)
     table = PersistentTable.open(tmp_path / "t", row_width=64, threads=Threads(1))
     table.put(np.zeros(20000, np.int32), np.arange(20000), np.ones((20000, 64), np.float32))
-    assert inside.wait(60)
+    assert inside.wait(600)
 
     def read():
         row_UW = np.zeros((5, 64), np.float32)
         table.get(np.zeros(5, np.int32), np.arange(5), row_UW)
         return float(row_UW.min())
 
-    assert in_child(read, timeout=20) == 1
+    assert in_child(read) == 1
     go_on.set()
     table.close()
 
@@ -470,30 +472,36 @@ def test_what_the_collector_closes_while_a_loop_is_compiled_waits_for_no_fork(tm
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(600)
     assert forked == [7]
 
 
-def test_ctrl_c_while_a_fork_waits_comes_after_it():
-    begun = threading.Event()
+def test_ctrl_c_while_a_fork_waits_comes_after_it(monkeypatch):
+    begun, forks, ours, childs = threading.Event(), threading.Event(), *FORK.Pipe(duplex=False)
+    wait_for_others = signals_deferred.signals_deferred.wait_for_others
 
     def stay():
-        begun.set()
-        time.sleep(0.6)
-
-    def block():
         with whole(()):
-            stay()
+            begun.set()
+            assert forks.wait(600)
+            os.kill(os.getpid(), signal.SIGINT)
+            while holds_no_signal():
+                time.sleep(0.001)
+
+    def wait(end):
+        forks.set()
+        wait_for_others(end)
 
     assert in_child(lambda: 1) == 1  # a fork before, that found everything free
-    thread = threading.Thread(target=block)
+    monkeypatch.setattr(signals_deferred.signals_deferred, "wait_for_others", wait)
+    thread = threading.Thread(target=stay)
     thread.start()
     begun.wait()
     with pytest.raises(KeyboardInterrupt):
-        interrupt_soon()
-        pid = os.fork()
-        if pid == 0:
+        if os.fork() == 0:
+            childs.send(os.getpid())
             os._exit(0)
-        time.sleep(10)
-    assert os.waitpid(pid, 0)[1] == 0
+        for _ in range(60_000):  # The interrupt does not end a longer sleep.
+            time.sleep(0.01)
+    assert ours.poll(600) and os.waitpid(ours.recv(), 0)[1] == 0
     thread.join()

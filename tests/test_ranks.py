@@ -289,7 +289,7 @@ def has_no_memory_for_gradients(group, path):
 
 
 def test_a_rank_without_memory_for_gradients_that_have_come_leaves_none_waiting(tmp_path, rank_pool):
-    for rank, (raised, same, *rest) in enumerate(rank_pool(2, has_no_memory_for_gradients, str(tmp_path), seconds=30)):
+    for rank, (raised, same, *rest) in enumerate(rank_pool(2, has_no_memory_for_gradients, str(tmp_path))):
         own = "MemoryError: no memory any more"
         assert raised.startswith(own if rank == 1 else f"RankError: rank 1 has failed ({own}")
         assert same and rest == [2, 0]

@@ -24,7 +24,7 @@ def nothing_is_left():
     assert threads() == []
 
 
-PATIENCE_S = 20
+PATIENCE_S = 600
 
 
 def wait_for_threads(place=""):

@@ -38,7 +38,7 @@ def test_a_timed_case_gives_milliseconds_and_as_many_calls_as_fill_a_turn():
         time.sleep(0.01)
 
     timed = Timed(call, lambda: None)
-    assert 3 <= timed.calls <= 20, timed.calls
+    assert 1 <= timed.calls <= 20, timed.calls
     assert timed.sample(timed.calls) >= 10
     assert numbers == list(range(len(numbers))), "each call takes the next batch"
 

@@ -532,7 +532,7 @@ def test_more_requests_than_may_wait_are_sent_away_and_the_others_are_answered(j
 
 def test_late_answers_are_told_and_give_their_places_back(job, held):
     begun, goes_on, hold = held
-    with serving(job, seconds=0.8, running=1, waiting=1) as (port, _), client_of(port) as client:
+    with serving(job, seconds=3.0, running=1, waiting=1) as (port, _), client_of(port) as client:
         hold()
         assert client.score(job.bodies[0])[0] == 504
         begun.acquire()  # and it still has its thread and its place

@@ -178,9 +178,9 @@ def leaves_while_another_fails(group, fails):
 
 
 def test_a_rank_that_leaves_an_exchange_is_not_waited_for_where_another_fails(rank_pool):
-    results = rank_pool(3, leaves_while_another_fails, True, seconds=20)
+    results = rank_pool(3, leaves_while_another_fails, True)
     assert all(together == [0, 1, 2] for _, together in results)
     assert results[0][0] is None and results[1][0] == "KeyError: 'here'"
     assert "but rank 0 has left, and another rank has failed (see the error of rank 1)" in results[2][0]
-    for said, together in rank_pool(3, leaves_while_another_fails, False, seconds=20)[1:]:
+    for said, together in rank_pool(3, leaves_while_another_fails, False)[1:]:
         assert said[0] != 0 and said[1:] == [0, 0] and together == [0, 1, 2]

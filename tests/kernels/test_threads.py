@@ -208,7 +208,7 @@ def test_threads_end_with_the_object():
     del threads
     gc.collect()
     for helper in helpers:
-        helper.join(20)
+        helper.join(600)
         assert not helper.is_alive()
 
 

@@ -21,7 +21,7 @@ from tests.support.inside import follower_of
 from tests.support.interrupts import count_lines, interrupted
 
 IDS = torch.arange(400)
-PATIENCE_S = 60
+PATIENCE_S = 600
 
 
 class Job:

@@ -345,7 +345,7 @@ def test_lookups_of_threads_are_each_of_one_version_while_following(tmp_path):
             thread.start()
         for step in range(2, 6):
             save(step)
-        for _ in range(2000):
+        for _ in range(60_000):
             if served.version.name == "step 5" and 5.0 in seen:
                 break
             ends.wait(0.01)
@@ -364,7 +364,7 @@ def test_an_error_of_following_fails_no_lookup_and_is_told(tmp_path, caplog):
         file.rename(away)
         served.follow(0.001)
         for is_there in (False, True):
-            for _ in range(10_000):
+            for _ in range(600_000):
                 if (served.error is None) == is_there:
                     break
                 assert torch.equal(served(some_ids()), expected)

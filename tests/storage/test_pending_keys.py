@@ -261,7 +261,7 @@ def test_rows_can_be_got_while_the_index_takes_in_a_list(tmp_path, monkeypatch):
     def slow(self, *keys):
         if threading.current_thread().name.startswith("oneemb-index"):
             waiting.set()
-            assert go.wait(30)
+            assert go.wait(600)
         return index_put(self, *keys)
 
     rng, rows = np.random.default_rng(4), {}
@@ -269,7 +269,7 @@ def test_rows_can_be_got_while_the_index_takes_in_a_list(tmp_path, monkeypatch):
         monkeypatch.setattr(HashIndex, "replace", slow)
         for begin in range(0, 400, 100):
             put(table, rows, *batch(begin, 100, rng))
-        assert waiting.wait(30), "a full list goes in beside the caller"
+        assert waiting.wait(600), "a full list goes in beside the caller"
         threading.Timer(0.05, go.set).start()
         assert got(table, rows) == [*rows.values()]
         check(table, rows)

@@ -139,14 +139,14 @@ class SlowReads(LocalFileSystem):
     def read_into(self, file, out, offset):
         if threading.current_thread().name.startswith("oneemb-compaction"):
             self.reading.set()
-            self.go_on.wait(30)
+            self.go_on.wait(600)
         return super().read_into(file, out, offset)
 
 
 def start_compaction(table, fs, rows, rng):
     """Put until a chunk is being moved, which stands still at its first read."""
     fs.go_on.clear()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 600
     while not fs.reading.is_set():
         assert time.monotonic() < deadline
         put_random(table, rows, rng, 50, ids=300)
@@ -200,7 +200,7 @@ def test_an_error_in_the_background_is_raised_by_the_next_call_once():
 
     with open_table("/t", fs=fs) as table:
         fs.fail = fail
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 600
         with pytest.raises(StorageError, match="/t/chunks/.*ENOSPC.*free space") as raised:
             while time.monotonic() < deadline:
                 put_random(table, rows, rng, 100, ids=300)

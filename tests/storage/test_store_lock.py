@@ -5,6 +5,7 @@ import asyncio
 import os
 import signal
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from oneemb.storage.errors import BrokenStoreError, StorageError
 from oneemb.storage.locking.signals import signals
 from oneemb.storage.locking.signals_deferred import signals_deferred
 from oneemb.storage.locking.store_lock import StoreLock, changing
-from tests.support.interrupts import AtLine, count_lines, in_no_block, interrupt_soon, interrupted
+from tests.support.interrupts import AtLine, count_lines, holds_no_signal, in_no_block, interrupted
 
 
 def test_handlers_run_once_when_the_block_has_ended_and_are_put_back():
@@ -224,22 +225,32 @@ def test_ctrl_c_ends_the_wait_for_a_turn_but_not_a_turn():
     def stay():
         with store_lock:
             begun.set()
-            go_on.wait(10)
+            go_on.wait(600)
+
+    def interrupt(then):
+        while store_lock.waiting == 0:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGINT)
+        then()
+
+    def let_go():
+        while holds_no_signal():
+            time.sleep(0.001)
+        go_on.set()
 
     thread = threading.Thread(target=stay)
     thread.start()
     begun.wait()
     done = []
     with pytest.raises(KeyboardInterrupt):
-        interrupt_soon()
+        threading.Thread(target=interrupt, args=(int,)).start()
         with store_lock:
             done.append(1)
     assert thread.is_alive() and done == []
     # Within a block something has begun: the interrupt waits.
     with pytest.raises(KeyboardInterrupt):
         with signals_deferred:
-            interrupt_soon()
-            threading.Timer(0.6, go_on.set).start()
+            threading.Thread(target=interrupt, args=(let_go,)).start()
             with store_lock:
                 done.append(2)
             done.append(3)

@@ -824,7 +824,9 @@ def several(group):
     steps = [model.module.get_submodule(name).rows[0].stats()["step"] for name in ("sparse", "unused", "ids")]
     del model
     gc.collect()
-    time.sleep(0.2)
+    for thread in threading.enumerate():  # A thread that was told to end does so when it runs.
+        if thread.name == "oneemb-keys":
+            thread.join(600)
     return losses, steps, [thread.name for thread in threading.enumerate() if thread.name == "oneemb-keys"]
 
 
