@@ -51,7 +51,7 @@ class Graph(oneemb.TrainGraph):
 
 
 def wait_until(holds):
-    end = time.monotonic() + 20
+    end = time.monotonic() + 600
     while not holds():
         assert time.monotonic() < end
         time.sleep(0.001)

@@ -80,7 +80,7 @@ def trains(group, report, path, way):
     except Exception as error:
         report(("raised", type(error).__name__, str(error)))
     gc.collect()
-    left, end = loop_threads(), time.monotonic() + 10
+    left, end = loop_threads(), time.monotonic() + 600
     while left and time.monotonic() < end:
         time.sleep(0.05)
         left = loop_threads()
