@@ -145,6 +145,21 @@ def test_a_folder_for_served_files_that_is_the_tables_own_is_an_error(tmp_path):
         oneemb.InferenceEmbedding.open(tmp_path, folder=tmp_path / ".")
 
 
+def test_an_empty_folder_for_served_files_is_an_error_and_not_the_current_one(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    trained = embedding(tmp_path / "rows")
+    trained(torch.arange(3))
+    torch.save(trained.state_dict(), tmp_path / "model.pt")
+    for serve in (
+        lambda: oneemb.InferenceEmbedding.open(tmp_path / "rows", folder=""),
+        lambda: oneemb.serve_model(tmp_path / "model.pt", trained, folder=""),
+    ):
+        with pytest.raises(ValueError, match="folder must name a folder for served files, got ''; leave it out"):
+            serve()
+    assert not list((tmp_path / "here").iterdir())
+
+
 def test_columns_that_are_no_list_are_told_by_every_lookup(tmp_path):
     trained, ids, offsets = embedding(tmp_path), torch.arange(3), torch.tensor([0, 3])
     trained(ids)

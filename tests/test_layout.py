@@ -116,6 +116,21 @@ def test_a_folder_beside_oneemb_is_imported_under_one_name():
     assert not twice and Path(oneemb.kernels.__file__).parent == ROOT / "oneemb" / "kernels"
 
 
+TOP_LEVEL = {
+    ".ci", ".gitignore", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile",
+    "README.md", "benchmarks", "constraints", "docs", "examples", "graph", "kernels", "mkdocs.yml", "oneemb",
+    "pyproject.toml", "setup.cfg", "setup.py", "storage", "tests",
+}  # fmt: skip
+
+
+def test_the_top_folder_holds_nothing_that_a_test_has_left():
+    git = shutil.which("git")
+    done = git and subprocess.run([git, "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if not done or done.returncode or not done.stdout:
+        pytest.skip("this tree is no checkout")
+    assert {file.partition("/")[0] for file in done.stdout.split("\0") if file} == TOP_LEVEL
+
+
 @pytest.mark.parametrize("links", ["files", "none"])
 def test_a_copy_of_the_tree_without_links_says_what_to_do(links, tmp_path):
     shutil.copytree(ROOT / "oneemb", tmp_path / "oneemb", symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))

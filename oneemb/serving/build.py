@@ -18,7 +18,7 @@ from oneemb.kernels.threads import Threads
 from oneemb.rows.values import weights_of
 from oneemb.storage.bottom import EXPORTED
 from oneemb.storage.errors import CorruptTableError, SnapshotNotFoundError, StorageError
-from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, doing
+from oneemb.storage.fs import AnyPath, FileSystem, LocalFileSystem, absolute_path, doing, path_text
 from oneemb.storage.rows.row_format import RowFormat
 from oneemb.storage.serving.served_file import ServedFile, ServedInfo, row_bytes_of
 from oneemb.storage.serving.served_writer import remove_served_files, write_served_file
@@ -58,9 +58,16 @@ def check_formats(dtype: object, absent: str) -> str:
     return name
 
 
+def served_folder(folder: AnyPath) -> str:
+    """Absolute path of a folder for served files. ValueError if `folder` is empty: that would be the current one."""
+    if not path_text(folder, "a folder for served files"):
+        raise ValueError("folder must name a folder for served files, got ''; leave it out, or give '.' for this one")
+    return absolute_path(folder)
+
+
 def source_of(paths: list[str], folder: AnyPath | None, dtype: str, tables: tuple[int, ...] | None) -> Source:
     """Source with these folders. ValueError if `folder` is one of `paths`; None = `serving` in the first path."""
-    where = os.path.join(paths[0], "serving") if folder is None else absolute_path(folder)
+    where = os.path.join(paths[0], "serving") if folder is None else served_folder(folder)
     if os.path.realpath(where) in map(os.path.realpath, paths):
         raise ValueError(
             f"folder must be for served files alone, got {where}, the path of the table, whose writer holds the"

@@ -21,13 +21,13 @@ from oneemb.checkpoints.state_bytes import load_bytes
 from oneemb.checkpoints.state_names import named_embeddings
 from oneemb.embeddings.unsaved_rows import taking_no_folder
 from oneemb.kernels.threads import Threads
-from oneemb.serving.build import Version, check_formats, is_gone, open_snapshot, source_of
+from oneemb.serving.build import Version, check_formats, is_gone, open_snapshot, served_folder, source_of
 from oneemb.serving.following import Following
 from oneemb.serving.frozen_modules import frozen_copy
 from oneemb.serving.inference import InferenceEmbedding
 from oneemb.serving.weights import set_weights, weights_for
 from oneemb.storage.errors import OtherSnapshotError, StorageError
-from oneemb.storage.fs import AnyPath, absolute_path, file_path
+from oneemb.storage.fs import AnyPath, file_path
 from oneemb.training.compiled_graph import CompiledGraph, EvalGraph
 
 _RETRY_S_MAX = 60.0  # seconds between two attempts of the follower to load a checkpoint that has failed
@@ -351,7 +351,7 @@ def serve_model(
     served_dtype = check_formats(dtype, absent)
     if not callable(model):
         raise TypeError(f"model must be a module, or a function that makes it, got {type(model).__name__}")
-    path, folder = file_path(path, "the checkpoint"), None if folder is None else absolute_path(folder)
+    path, folder = file_path(path, "the checkpoint"), None if folder is None else served_folder(folder)
     served = ServedModel(
         os.path.abspath(path), model, prefix, served_dtype, absent, folder, Threads(num_threads), check, on_change
     )
