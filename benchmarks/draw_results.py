@@ -124,7 +124,7 @@ def drawn(title: str, machine: str, groups: Sequence[Group], colors: Mapping[str
     for system in systems:
         parts.append(f'<circle cx="{x + 6:g}" cy="40" r="5" fill="{fills[system]}"/>')
         parts.append(_text(x + 17, 44, system, colors["text"], 12, "start"))
-        x += 36 + 6.8 * len(system)
+        x += 41 + sum(8.5 if letter.isupper() else 3.5 if letter in " .,il" else 6.5 for letter in system)
     tick = float(low)
     while tick <= high:
         x = LEFT + math.log10(tick / low) * scale
