@@ -4,17 +4,17 @@ Bytes of an op are the rows and gradients that it must read and write, without s
 Times are elapsed times on the thread that ran the op.
 """
 
-import html
 import json
 import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from oneemb.graph.ops.op import Measure
+from oneemb.graph.shown import aligned, html_of_text
 from oneemb.storage.fs import AnyPath, file_path
 
 Result = TypeVar("Result")
@@ -58,7 +58,7 @@ def stats_table(halves: Iterable[tuple[str, Iterable[tuple[str, OpStats]]]]) -> 
                 rate,
             )
         )
-    return _aligned(table)
+    return aligned(table, 2)
 
 
 _PARTS = {
@@ -86,24 +86,13 @@ def parts_of(stats: "StepStats", lookups: Iterable[OpStats]) -> dict[str, int]:
 def parts_table(parts: dict[str, int], steps: int) -> str:
     """Table of the parts of steps, for people: a line each."""
     whole = max(1, sum(parts.values()))
-    table = [("part", "", "ms a step", "share")]
-    table += [(part, "", f"{ns / max(1, steps) / 1e6:.3f}", f"{ns / whole:.1%}") for part, ns in parts.items()]
-    return _aligned(table)
+    table = [("part", "ms a step", "share")]
+    table += [(part, f"{ns / max(1, steps) / 1e6:.3f}", f"{ns / whole:.1%}") for part, ns in parts.items()]
+    return aligned(table)
 
 
 def _short(label: str) -> str:
     return label if len(label) <= 60 else label[:57] + "..."
-
-
-def _aligned(table: Sequence[Sequence[str]]) -> str:
-    """Text of a table: the first two columns aligned left, the others right."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in table
-    )
 
 
 @dataclass
@@ -134,7 +123,7 @@ class Profile:
             self.events.append((half, op, self.step, begin_ns, end_ns))
 
     def _repr_html_(self) -> str:
-        return f'<pre style="line-height:1.2">{html.escape(str(self))}</pre>'
+        return html_of_text(str(self))
 
     def __str__(self) -> str:
         """Text of a table with one line for each op, in the order of their first runs."""
@@ -155,7 +144,7 @@ class Profile:
             rows.append(
                 (half, _short(name), str(len(times)), f"{mean:.3f}", f"{most:.3f}", f"{sum(times) / total:.1%}")
             )
-        return f"{self.step} of {self.steps} steps noted\n{_aligned(rows)}"
+        return f"{self.step} of {self.steps} steps noted\n{aligned(rows, 2)}"
 
     def save(self, path: AnyPath) -> None:
         """Write a Chrome trace: open it in ui.perfetto.dev or chrome://tracing. Prepare and compute are two rows.

@@ -113,12 +113,14 @@ def test_graphs_profiles_and_plans_show_their_text(tmp_path):
     profile = graph.profile(1)
     graph(torch.arange(3))
     plan = oneemb.plan(rows=10**6, embedding_dim=16, ids=3, unique=0.5, batch=128, ranks=1)
-    for shown in (graph, profile, plan):
+    for shown in (graph, profile, plan, graph.explain(), oneemb.summary(graph)):
         found = shown._repr_html_()
-        assert found.count("<pre") == 1
+        assert found.count("<pre") == 1 and "font-family:monospace" in found, "notebooks give <pre> other fonts"
         text = re.sub("<[^>]*>", "", found[found.index("<pre") :])
         assert text == str(shown).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace(
             "'", "&#x27;"
         ).replace('"', "&quot;")
+    names, counts = graph.explain().splitlines()[-2:]
+    assert names.endswith("  evicted  written down") and len(names) == len(counts), "numbers end where names end"
     graph.embedding.close()
     assert "is closed; make it again" in graph.explain()

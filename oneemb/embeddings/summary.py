@@ -9,6 +9,7 @@ import torch
 
 from oneemb.embeddings.stats import EmbeddingStats, memory_of
 from oneemb.graph.modules import embeddings_in
+from oneemb.graph.shown import ShownText, aligned
 from oneemb.storage.errors import StorageError
 
 
@@ -108,15 +109,8 @@ def summary(model: torch.nn.Module) -> str:
     dense = [parameter for parameter in model.parameters() if id(parameter) not in stand_for_rows]
     counted = sum(parameter.numel() for parameter in dense)
     trained = sum(parameter.numel() for parameter in dense if parameter.requires_grad)
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    table = [
-        "  ".join(
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    ]
     which = "all" if trained == counted else f"{trained:,}"
-    return "\n".join([*map(str.rstrip, table), *unknown, f"{counted:,} other parameters, {which} trained"])
+    return ShownText("\n".join([aligned(lines), *unknown, f"{counted:,} other parameters, {which} trained"]))
 
 
 def html_of(title: str, facts: dict[str, str]) -> str:
@@ -127,8 +121,3 @@ def html_of(title: str, facts: dict[str, str]) -> str:
         for name, fact in facts.items()
     ]
     return f"<table><caption>{html.escape(title)}</caption>{''.join(rows)}</table>"
-
-
-def html_of_text(text: str) -> str:
-    """HTML of lines of text in a monospaced font, for notebooks."""
-    return f'<pre style="line-height:1.2">{html.escape(text)}</pre>'

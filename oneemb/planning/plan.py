@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from oneemb.embeddings.rank_traffic import KeyCounts, PartCounts, messages_of
-from oneemb.embeddings.summary import html_of_text
 from oneemb.graph.ops.requests import parts_move_fewer_bytes
+from oneemb.graph.shown import html_of_text
 from oneemb.planning.machine import Machine, StepCost
 from oneemb.planning.planned_embedding import PlannedEmbedding, check_count
 

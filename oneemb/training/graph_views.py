@@ -7,10 +7,11 @@ import torch
 from torch import fx
 
 from oneemb.embeddings.embedding import embeddings_of
-from oneemb.embeddings.summary import html_of_text, rows_line
+from oneemb.embeddings.summary import rows_line
 from oneemb.graph.executor import Executor
 from oneemb.graph.ranks import Ranks
 from oneemb.graph.recorder import Profile, StepStats, parts_of, parts_table, stats_table
+from oneemb.graph.shown import ShownText, aligned, html_of_text
 from oneemb.graph.text import graph_text
 from oneemb.storage.errors import StorageError
 from oneemb.storage.fs import AnyPath, file_path
@@ -91,17 +92,19 @@ class GraphViews(torch.nn.Module):
             text += f"\nwithout what {self._plans.dropped} plans have done, which gave way to others"
         if given_up := sum(known.given_up for known in every):
             text += f"\nfor {given_up} of {len(every)} structures of inputs nothing is made ahead: {GIVEN_UP}"
-        caches = ["embedding  step  hit rate  rows in cache  evicted  written down"]
+        caches = [("embedding", "step", "hit rate", "rows in cache", "evicted", "written down")]
+        errors = []
         for name, embedding in embeddings_of(self).items():
             try:
                 stats = embedding.stats()
             except StorageError as error:
-                caches.append(f"{name}  {error}")
+                errors.append(f"{name}: {error}")
                 continue
             hot = stats.get("device")
             rows, evicted, written_down = (hot["rows"], hot["evicted"], hot["written_down"]) if hot else (0, 0, 0)
-            caches.append(f"{name}  {stats['step']}  {stats['hit_rate']:.1%}  {rows:,}  {evicted:,}  {written_down:,}")
-        return "\n\n".join([parts, text, "\n".join(caches), *self._explain_ranks()])
+            counts = f"{rows:,}", f"{evicted:,}", f"{written_down:,}"
+            caches.append((name, f"{stats['step']:,}", f"{stats['hit_rate']:.1%}", *counts))
+        return ShownText("\n\n".join([parts, text, "\n".join([aligned(caches), *errors]), *self._explain_ranks()]))
 
     def _executors(self) -> list[Executor]:
         plans = [known.plan for known in list(self._plans.known.values()) if known.plan is not None]
@@ -118,12 +121,12 @@ class GraphViews(torch.nn.Module):
         if not own:
             return []
         ahead = self._connected
-        lines = [f"rank {own[0].rank} of {own[0].size}  messages  MB sent to others  seconds in exchanges"]
+        lines = [(f"rank {own[0].rank} of {own[0].size}", "messages", "MB sent to others", "seconds in exchanges")]
         for where, ranks in (("in steps", own), ("ahead of them", ahead)):
             traffic = [one.traffic for one in ranks]
             messages, sent = sum(one.messages for one in traffic), sum(one.sent_bytes for one in traffic)
-            lines.append(f"{where}  {messages:,}  {sent / 1e6:,.1f}  {sum(one.seconds for one in traffic):,.2f}")
-        return ["\n".join(lines)]
+            lines.append((where, f"{messages:,}", f"{sent / 1e6:,.1f}", f"{sum(one.seconds for one in traffic):,.2f}"))
+        return [aligned(lines)]
 
     def draw(self, path: AnyPath | EllipsisType = ..., *, passes: bool = False) -> "Picture":
         """Picture of the model: inputs, tables, pooling, other ops, modules and the loss, each with the shape of its
