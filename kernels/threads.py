@@ -182,8 +182,8 @@ _RUNS_OTHERS = {"_bootstrap", "_bootstrap_inner", "run", "_worker"}
 """Functions of `_THREAD_CODE` that hold no lock while they call the function that a thread was given."""
 
 
-# Parts of the RuntimeErrors of a pool that takes no more work, and of a thread that cannot start because memory is short
-# or the interpreter ends.
+# Parts of the RuntimeErrors of a pool that takes no more work, and of a thread that cannot start, because memory is
+# short or the interpreter ends.
 _NOT_RUN = ("cannot schedule new futures after", "can't start new thread", "can't create new thread")
 
 
