@@ -278,8 +278,7 @@ class HotTier(MemoryTier):
         slot_U = self._index.find(table_U, id_U)
         missing_U = slot_U < 0
         hit = (~missing_U).nonzero()[0]
-        slot_H = slot_U[hit]
-        self._touch(slot_H)
+        self._touch(slot_H := slot_U[hit])
         return slot_H, hit, missing_U
 
     def _pinned_of(self, slot_H: np.ndarray) -> int:
