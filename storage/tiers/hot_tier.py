@@ -85,7 +85,7 @@ class HotTier(MemoryTier):
         super().__init__(name, row_width, below, resident, policy, init, absent, refused, np.arange)
         slot_bytes = row_width * 4 + SLOT_OVERHEAD_BYTES
         self._arrays = SlotArrays(name, row_width, slots, slot_bytes, resident, expected)
-        self.dirty_S, self.pin_S, self.score_S, self.row_SW = self._arrays.arrays
+        self._dirty_S, self.pin_S, self.score_S, self.row_SW = self._arrays.arrays
         self.slots = self._arrays.most
         make_room = weakref.WeakMethod(self._make_room)
         self._limits = Limits(name, self.slots, slot_bytes, resident, row_limit, make_room)
@@ -221,7 +221,7 @@ class HotTier(MemoryTier):
         slot_M = self._free.reserve(len(id_M), len(self.row_SW))
         self._refused(self.row_SW, slot_M, table_M, id_M)
         with changing:
-            self.dirty_S[slot_M] = False
+            self._dirty_S[slot_M] = False
             self._pin(slot_M, 2)
             self._free.commit(len(slot_M))
             self._temporary += len(slot_M)
@@ -230,7 +230,7 @@ class HotTier(MemoryTier):
     def free_temporary(self, slot_M: np.ndarray) -> None:
         with changing:
             self._pin(slot_M, -1)
-            self.dirty_S[slot_M] = False
+            self._dirty_S[slot_M] = False
             self._temporary -= len(slot_M)
             self._free.give_back(slot_M)
 
@@ -238,7 +238,7 @@ class HotTier(MemoryTier):
         self._pin(slot_U, -1)
 
     def mark_dirty(self, slot_U: np.ndarray) -> None:
-        set_marks(self.dirty_S, slot_U, True, threads=self._threads)
+        set_marks(self._dirty_S, slot_U, True, threads=self._threads)
 
     @property
     def reserved(self) -> Reservation:
@@ -249,6 +249,11 @@ class HotTier(MemoryTier):
     def index(self) -> HashIndex:
         """Index from keys to slots; only the tier changes it."""
         return self._index
+
+    @property
+    def dirty_S(self) -> np.ndarray:
+        """One dirty bit for each slot, bool [S]. A merged store loops over the bits of several tiers at once."""
+        return self._dirty_S
 
     @property
     def pinned(self) -> int:
@@ -299,7 +304,7 @@ class HotTier(MemoryTier):
             copy_rows(self.row_SW, slot_N, out_XW, to_N, threads=self._threads)
 
     def _dirty_keys(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        return self._keys_of(self.dirty_S[: self._free.used])
+        return self._keys_of(self._dirty_S[: self._free.used])
 
     def _scan(self, batch: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         for table_N, id_N, slot_N in self._index.items(batch):
@@ -310,7 +315,7 @@ class HotTier(MemoryTier):
             "rows": len(self._index),
             "slots": self.slots,
             "pinned": self.pinned,
-            "dirty": int(np.count_nonzero(self.dirty_S[: self._free.used])),
+            "dirty": int(np.count_nonzero(self._dirty_S[: self._free.used])),
             **self._counters.stats(),
             "bytes": self._free.used * (self.row_width * 4 + self._mark_bytes) + self._index.nbytes,
         }
@@ -326,7 +331,7 @@ class HotTier(MemoryTier):
         if rows > len(self.row_SW):
             self._arrays.make_room(rows)
             # The slab comes last: readers that see a new slab read the other arrays anew.
-            self.dirty_S, self.pin_S, self.score_S, self.row_SW = self._arrays.arrays
+            self._dirty_S, self.pin_S, self.score_S, self.row_SW = self._arrays.arrays
 
     def _bring_in(self, table_M: np.ndarray, id_M: np.ndarray) -> np.ndarray:
         """Bring in the rows of keys that are not in this tier, from the store below or as new rows. Returns their
@@ -353,8 +358,8 @@ class HotTier(MemoryTier):
         self._index.put(table_M, id_M, slot_M)
         with changing:
             self._free.commit(size)
-            set_marks(self.dirty_S, slot_O, False, threads=self._threads)
-            set_marks(self.dirty_S, slot_N, True, threads=self._threads)
+            set_marks(self._dirty_S, slot_O, False, threads=self._threads)
+            set_marks(self._dirty_S, slot_N, True, threads=self._threads)
             self._touch(slot_M, first=True)
             self._add_known(len(new))
             self._counters.new_rows += len(new)
@@ -368,7 +373,7 @@ class HotTier(MemoryTier):
         self._index.put(table_N, id_N, slot_N)
         with changing:
             self._free.commit(len(slot_N))
-            set_marks(self.dirty_S, slot_N, dirty, threads=self._threads)
+            set_marks(self._dirty_S, slot_N, dirty, threads=self._threads)
             self._touch(slot_N, first=True)
         return slot_N
 
@@ -421,7 +426,7 @@ class HotTier(MemoryTier):
             table_V, id_V, slot_V = self.victims.choose(short, self.score_S, self.pin_S)
             if len(slot_V) == 0:
                 return  # All rows are pinned.
-            self._evict_these((table_V, id_V, slot_V), self.dirty_S[slot_V].nonzero()[0])
+            self._evict_these((table_V, id_V, slot_V), self._dirty_S[slot_V].nonzero()[0])
 
     def _keys_of(self, chosen_S: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(tables, ids, slots) of the rows in the chosen slots, in the order of the index, so that later changes to the
@@ -442,6 +447,6 @@ class HotTier(MemoryTier):
             self._pinned_X[:] = 0
         self.pin_S[: self._free.used] = 0
         self.victims.restart()
-        self.dirty_S[: self._free.used] = False
+        self._dirty_S[: self._free.used] = False
         self._free.clear()
         self._temporary = 0
