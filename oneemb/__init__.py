@@ -71,6 +71,8 @@ _WHERE |= {
         )  # fmt: skip
     },
     "BuildError": "oneemb.graph.build_error",
+    "pull": "oneemb.storage.objects.pull",
+    "push": "oneemb.storage.objects.push",
     "DriverError": "oneemb.kernels.cuda_driver",
     "LostRowsError": "oneemb.storage.remote.parameter_server",
     "NonFiniteGradientError": "oneemb.graph.ops",

@@ -67,6 +67,8 @@ from oneemb.storage.errors import (
     StoreFullError as StoreFullError,
     UnsavedRowsWarning as UnsavedRowsWarning,
 )
+from oneemb.storage.objects.pull import pull as pull
+from oneemb.storage.objects.push import push as push
 from oneemb.storage.remote.parameter_server import (
     LostRowsError as LostRowsError,
     ServerError as ServerError,

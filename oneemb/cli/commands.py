@@ -16,6 +16,7 @@ import click
 from oneemb.cli.backup import backup
 from oneemb.cli.check import check, compact
 from oneemb.cli.inspect import inspect
+from oneemb.cli.objects import pull, push, stored
 from oneemb.cli.plan import plan_command
 from oneemb.cli.quantize import quantize_command
 from oneemb.cli.rows import export_command, import_command
@@ -76,7 +77,7 @@ def oneemb(context: click.Context) -> None:
 
 
 for _command in (
-    inspect, check, snapshot, backup, salvage, compact, merge_deltas_command, reshard_command, export_command,
-    import_command, quantize_command, plan_command, warmup_command,
+    inspect, check, snapshot, backup, salvage, push, pull, stored, compact, merge_deltas_command, reshard_command,
+    export_command, import_command, quantize_command, plan_command, warmup_command,
 ):  # fmt: skip
     oneemb.add_command(_command)

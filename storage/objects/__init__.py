@@ -1,0 +1,1 @@
+"""Snapshots in an object store.  README.md says how they lie there."""

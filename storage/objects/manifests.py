@@ -1,0 +1,187 @@
+"""The texts in an object store that say what a snapshot consists of.
+
+    snapshots/<name>/current.json                which snapshot of this name is whole: its identity, number of parts
+    snapshots/<name>/<identity>/<shard>.json     one part: its files, each as a list of pieces
+    objects/<2 digits>/<SHA-256>                 a piece, named by its bytes
+
+A part is pushed pieces first and its text last. `current.json` is written by whoever finds that all parts are there. So
+a snapshot is in the store if, and only if, `current.json` names it.
+"""
+
+import re
+from dataclasses import asdict, dataclass
+from typing import Any
+from urllib.parse import quote, unquote
+
+from oneemb.storage.errors import CorruptTableError, FormatVersionError, SnapshotNotFoundError
+from oneemb.storage.objects.object_store import ObjectStore, Piece
+from oneemb.storage.snapshots.snapshot_parts import rank_folder_name
+
+_VERSION = 1
+_IDENTITY = re.compile(r"[0-9a-f]{16,32}")
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file of a table.
+
+    Args:
+        path: path in the folder of the table.
+        chunk: for a file of a chunk: number, blocks, bytes of keys and their checksum. A file with the same numbers has
+            the same bytes.
+    """
+
+    path: str
+    size: int
+    pieces: tuple[Piece, ...]
+    chunk: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """A part of a snapshot.
+
+    Args:
+        name, identity: of the snapshot.
+        table_name: name of the part as a snapshot of its table.
+        shard, shards: number of the part, and of all parts.
+        sequence, rows: of the part.
+        since: (name, identity) of the parent of a delta; None = the snapshot is whole.
+        files: files of chunks, then the file of the snapshot.
+    """
+
+    name: str
+    identity: str
+    table_name: str
+    shard: int
+    shards: int
+    sequence: int
+    rows: int
+    since: tuple[str, str] | None
+    files: tuple[StoredFile, ...]
+
+    @property
+    def folder(self) -> str:
+        """Folder of the part's table, within the folder of the snapshot."""
+        return "." if self.shards == 1 else rank_folder_name(self.shard, self.shards)
+
+
+def put_part(store: ObjectStore, part: StoredPart) -> bool:
+    """Write the text of a part whose pieces are all in the store. Returns whether the snapshot is now whole."""
+    store.put_text(_part_key(part.name, part.identity, part.shard), {"version": _VERSION, **asdict(part)})
+    keys = [_part_key(part.name, part.identity, shard) for shard in range(part.shards)]
+    if any(store.size_of(key) is None for key in keys):
+        return False
+    current = {"version": _VERSION, "identity": part.identity, "shards": part.shards, "sequence": part.sequence}
+    known = _current(store, part.name)
+    if known is None or known["identity"] == part.identity or known["sequence"] <= part.sequence:
+        store.put_text(_current_key(part.name), current)
+    return True
+
+
+def has_part(store: ObjectStore, name: str, identity: str, shard: int) -> bool:
+    """Whether the text of a part is in the store."""
+    return store.size_of(_part_key(name, identity, shard)) is not None
+
+
+def get_part(store: ObjectStore, name: str, identity: str, shard: int) -> StoredPart:
+    """A part of a snapshot. CorruptTableError if it is missing or damaged."""
+    key = _part_key(name, identity, shard)
+    fields = store.get_text(key)
+    if fields is None:
+        raise CorruptTableError(f"{store.url}/{key} is missing, though a snapshot needs it; push the snapshot again")
+    try:
+        _check_version(fields, store, key)
+        part = StoredPart(**{name: fields[name] for name in StoredPart.__dataclass_fields__})
+        files = tuple(
+            StoredFile(
+                _relative(one["path"]), int(one["size"]), tuple((str(sum), int(size)) for sum, size in one["pieces"]),
+                tuple(map(int, one["chunk"])),
+            )
+            for one in fields["files"]
+        )  # fmt: skip
+        since = None if fields["since"] is None else (str(fields["since"][0]), str(fields["since"][1]))
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise CorruptTableError(f"{store.url}/{key} is no description of a part: {error!r}; push it again") from error
+    if (part.name, part.identity, part.shard) != (name, identity, shard):
+        raise CorruptTableError(f"{store.url}/{key} describes another part, {part.name!r}; push the snapshot again")
+    return StoredPart(**{**vars(part), "files": files, "since": since})
+
+
+def current_of(store: ObjectStore, name: str) -> tuple[str, int]:
+    """(identity, number of parts) of the snapshot of this name. SnapshotNotFoundError if there is none."""
+    found = _current(store, name)
+    if found is None:
+        raise SnapshotNotFoundError(
+            f"no snapshot named {name!r} in {store.url}; there are: {', '.join(map(repr, names_in(store))) or 'none'}"
+        )
+    return str(found["identity"]), int(found["shards"])
+
+
+def names_in(store: ObjectStore) -> list[str]:
+    """Names of the snapshots in the store, sorted."""
+    return sorted(unquote(key.split("/")[1]) for key in store.keys("snapshots/") if key.endswith("/current.json"))
+
+
+def part_keys_in(store: ObjectStore) -> list[tuple[str, str, int]]:
+    """(name, identity, shard) of all parts in the store, those of incomplete snapshots included."""
+    found = []
+    for key in store.keys("snapshots/"):
+        words = key.split("/")
+        if len(words) == 4 and words[3].removesuffix(".json").isdecimal():
+            found.append((unquote(words[1]), words[2], int(words[3].removesuffix(".json"))))
+    return sorted(found)
+
+
+def remove_part(store: ObjectStore, name: str, identity: str, shard: int) -> None:
+    """Remove the text of a part."""
+    store.remove(_part_key(name, identity, shard))
+
+
+def remove_current(store: ObjectStore, name: str) -> None:
+    """Let the store have no snapshot of this name any more."""
+    store.remove(_current_key(name))
+
+
+def age_of_part(store: ObjectStore, name: str, identity: str, shard: int) -> float:
+    """Seconds since the text of a part was written."""
+    return store.age_s(_part_key(name, identity, shard))
+
+
+def _current(store: ObjectStore, name: str) -> dict[str, Any] | None:
+    key = _current_key(name)
+    fields = store.get_text(key)
+    if fields is None:
+        return None
+    _check_version(fields, store, key)
+    identity, numbers = fields.get("identity"), [fields.get(name) for name in ("shards", "sequence")]
+    if not isinstance(identity, str) or not _IDENTITY.fullmatch(identity) or not all(type(n) is int for n in numbers):
+        raise CorruptTableError(f"{store.url}/{key} names no snapshot; push the snapshot again")
+    return fields
+
+
+def _check_version(fields: dict[str, Any], store: ObjectStore, key: str) -> None:
+    if fields.get("version") != _VERSION:
+        raise FormatVersionError(
+            f"{store.url}/{key} has version {fields.get('version')!r}, this release reads version {_VERSION}; use the"
+            " release that wrote it"
+        )
+
+
+def _relative(path: str) -> str:
+    """A path below a folder. ValueError if it leads elsewhere."""
+    if not path or path.startswith("/") or any(word in ("", ".", "..") for word in path.split("/")) or "\0" in path:
+        raise ValueError(f"the path of a file must lie in its table, got {path!r}")
+    return path
+
+
+def _folder_of(name: str) -> str:
+    return f"snapshots/{quote(name, safe='').replace('.', '%2E')}"  # A name of dots would be another folder.
+
+
+def _part_key(name: str, identity: str, shard: int) -> str:
+    return f"{_folder_of(name)}/{identity}/{shard}.json"
+
+
+def _current_key(name: str) -> str:
+    return f"{_folder_of(name)}/current.json"

@@ -1,0 +1,200 @@
+"""Objects of a store that fsspec knows: S3, Google Cloud Storage, Azure, a folder, memory.
+
+Invariants:
+- an object is written completely or not at all, and never changed: its key follows from its bytes, except that of a
+  small text object, which is replaced as a whole;
+- bytes that come from the store are compared with their checksum before they are used.
+"""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from oneemb.storage.errors import CorruptTableError, StorageError
+from oneemb.storage.fs import LocalFileSystem
+from oneemb.storage.new_files import begin
+
+__all__ = ["ObjectStore", "Piece"]
+
+Piece = tuple[str, int]
+"""(SHA-256 of the bytes in hexadecimal digits, number of bytes) of an object."""
+
+_TRIES = 4
+_WAIT_S = 0.5
+_DIGITS = 16
+
+T = TypeVar("T")
+
+
+class ObjectStore:
+    """The objects below a URL, such as `s3://bucket/items`.
+
+    Args:
+        options: arguments for the file system of fsspec, such as credentials.
+
+    Raises:
+        ValueError: fsspec knows no file system for the URL.
+        ImportError: the package of the file system is missing.
+    """
+
+    def __init__(self, url: str, options: dict[str, Any] | None = None):
+        import fsspec
+
+        try:
+            fs, root = fsspec.core.url_to_fs(str(url), use_listings_cache=False, **(options or {}))
+        except ImportError as error:
+            raise ImportError(f"{url} needs a package that is not installed: {error}") from error
+        except ValueError as error:
+            raise ValueError(
+                f"url must be one that fsspec knows, such as s3://bucket/items, got {url!r}: {error}"
+            ) from error
+        self._fs, self._root = fs, root.rstrip("/")
+        self.url = str(url).rstrip("/")
+        self._local = isinstance(fs, fsspec.implementations.local.LocalFileSystem)
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{key}"
+
+    def _tried(self, what: str, key: str, call: Callable[[], T]) -> T:
+        """Result of a call, which is made again if the network fails. FileNotFoundError passes through."""
+        for n in range(_TRIES):
+            try:
+                return call()
+            except (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError):
+                raise
+            except (OSError, TimeoutError) as error:
+                if n == _TRIES - 1 or self._local:
+                    raise StorageError(f"{self.url}/{key} could not be {what}: {error}") from error
+                time.sleep(_WAIT_S * 2**n)
+        raise AssertionError
+
+    def write(self, key: str, data: bytes) -> None:
+        """Write an object, whole, in place of what was there before."""
+
+        def write() -> None:
+            if not self._local:
+                self._fs.pipe_file(self._path(key), data)
+                return
+            # A folder shows a file while it is written, so the file gets its name when it is whole.
+            fs, path = LocalFileSystem(), self._path(key)
+            fs.make_directories(os.path.dirname(path))
+            temporary, lock = begin(fs, path, _DIGITS)
+            try:
+                fs.write(lock, data, 0)
+                fs.sync(lock)
+                fs.rename(temporary, path)
+                fs.sync_directory(os.path.dirname(path))
+            except BaseException:
+                fs.remove(temporary)
+                raise
+            finally:
+                fs.unlock(lock)
+
+        try:
+            self._tried("written", key, write)
+        except PermissionError as error:
+            raise StorageError(f"{self.url}/{key} could not be written: {error}; check the credentials") from error
+
+    def _read(self, key: str) -> bytes:
+        try:
+            return bytes(self._tried("read", key, lambda: self._fs.cat_file(self._path(key))))
+        except PermissionError as error:
+            raise StorageError(f"{self.url}/{key} could not be read: {error}; check the credentials") from error
+
+    # ---- pieces: objects named by their bytes -----------------------------------------------------------------------
+
+    def put(self, data: bytes) -> tuple[Piece, bool]:
+        """Write an object, unless it is there. Returns its name and size, and whether it was written."""
+        digest = hashlib.sha256(data).hexdigest()
+        if self.size_of(object_key(digest)) == len(data):
+            return (digest, len(data)), False
+        self.write(object_key(digest), data)
+        return (digest, len(data)), True
+
+    def get(self, piece: Piece) -> bytes:
+        """Bytes of an object.
+
+        Raises:
+            CorruptTableError: the object is missing, or has other bytes.
+        """
+        digest, size = piece
+        key = object_key(digest)
+        try:
+            data = self._read(key)
+        except FileNotFoundError as error:
+            raise CorruptTableError(
+                f"{self.url}/{key} is missing, though a snapshot needs it; push the snapshot again"
+            ) from error
+        if len(data) != size or hashlib.sha256(data).hexdigest() != digest:
+            raise CorruptTableError(
+                f"{self.url}/{key} is damaged: its checksum does not match; delete the object and push the snapshot"
+                " again"
+            )
+        return data
+
+    def size_of(self, key: str) -> int | None:
+        """Number of bytes of an object; None = there is none."""
+        try:
+            return int(self._tried("looked up", key, lambda: self._fs.info(self._path(key)))["size"])
+        except FileNotFoundError:
+            return None
+
+    # ---- texts: small objects that are replaced as a whole -----------------------------------------------------------
+
+    def put_text(self, key: str, fields: dict[str, Any]) -> None:
+        """Write a dict as JSON with a checksum. What was there before is replaced."""
+        self.write(key, json.dumps(fields | {"sha256": _sum_of(fields)}, sort_keys=True).encode())
+
+    def get_text(self, key: str) -> dict[str, Any] | None:
+        """The dict that `put_text` wrote; None = there is none. CorruptTableError if the bytes are not as written."""
+        try:
+            data = self._read(key)
+        except FileNotFoundError:
+            return None
+        try:
+            fields: dict[str, Any] = json.loads(data)
+            if fields.pop("sha256") != _sum_of(fields):
+                raise ValueError("the checksum does not match")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CorruptTableError(
+                f"{self.url}/{key} is damaged: {error}; delete the object and push the snapshot again"
+            ) from error
+        return fields
+
+    # ---- lists ------------------------------------------------------------------------------------------------------
+
+    def keys(self, prefix: str) -> Iterator[str]:
+        """Keys of all objects below a prefix, which ends with "/"."""
+        begin_at = len(self._root) + 1
+        try:
+            found = self._tried("listed", prefix, lambda: self._fs.find(self._path(prefix)))
+        except FileNotFoundError:
+            return
+        for path in found:
+            yield path[path.index(self._root) :][begin_at:]
+
+    def age_s(self, key: str) -> float:
+        """Seconds since an object was written; 0.0 if the store does not tell."""
+        try:
+            return max(0.0, time.time() - self._fs.modified(self._path(key)).timestamp())
+        except (NotImplementedError, FileNotFoundError):
+            return 0.0
+
+    def remove(self, key: str) -> None:
+        """Remove an object, if it is there."""
+        try:
+            self._tried("removed", key, lambda: self._fs.rm_file(self._path(key)))
+        except FileNotFoundError:
+            pass
+
+
+def object_key(digest: str) -> str:
+    """Key of the object with this SHA-256."""
+    return f"objects/{digest[:2]}/{digest}"
+
+
+def _sum_of(fields: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,183 @@
+"""Copies snapshots of an object store into a folder.
+
+Files are written to a folder beside the target first, with only those pieces that it lacks; a pull that was killed goes
+on with it. Then the snapshots move to the target as a backup does, by links, so that a snapshot is there completely or
+not at all.
+
+Invariant: a piece is compared with its checksum before it is written, and every byte of the target at the end.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from oneemb.storage.errors import CorruptTableError, LockedError, StorageError
+from oneemb.storage.fs import LocalFileSystem, doing
+from oneemb.storage.new_files import new_file
+from oneemb.storage.objects.manifests import StoredFile, StoredPart, current_of, get_part, names_in
+from oneemb.storage.objects.object_store import ObjectStore
+from oneemb.storage.objects.push import in_order
+from oneemb.storage.snapshots.backup import backup_folder
+from oneemb.storage.table.chunk_scan import read_keys
+from oneemb.storage.table.geometry import Geometry
+from oneemb.storage.table.snapshot_file import SnapshotFiles
+from oneemb.storage.table.snapshot_manifest import ChunkPart
+
+_Progress = Callable[[int, int], None]
+
+
+@dataclass
+class PullResult:
+    """Result of a pull.
+
+    Args:
+        snapshots: names of the snapshots that the folder has now, of those that were asked for, parents of deltas
+            included.
+        pulled: those among them that this call has brought.
+        bytes_downloaded: bytes of the objects that were read.
+    """
+
+    snapshots: list[str] = field(default_factory=list)
+    pulled: list[str] = field(default_factory=list)
+    bytes_downloaded: int = 0
+
+
+def pull(
+    url: str, path: str, names: Collection[str] | None = None, *, options: dict[str, Any] | None = None,
+    progress: _Progress | None = None,
+) -> PullResult:  # fmt: skip
+    """Copy snapshots of an object store to the folder `path`, which may have snapshots of the same table.
+
+    All parts of a snapshot come, each into the folder of its rank, so any number of ranks can load it.
+
+    Args:
+        names: names of the snapshots; parents of deltas come too. None = all.
+        progress: called with (bytes done, bytes to bring).
+
+    Raises:
+        SnapshotNotFoundError: the store has no snapshot of one of the names.
+        CorruptTableError: an object is missing or damaged, or the folder has been damaged.
+        LockedError: another pull writes to `path`, or a job uses it.
+        StorageError: the folder has chunks of another table, or the store or a file cannot be used.
+        ValueError, ImportError: the URL is none that fsspec knows, or a package is missing.
+    """
+    store = ObjectStore(url, options)
+    work = _Pull(store, os.path.realpath(path), progress)
+    work.run(sorted(names) if names is not None else names_in(store))
+    return work.result
+
+
+class _Pull:
+    def __init__(self, store: ObjectStore, path: str, progress: _Progress | None):
+        self._fs, self._store, self._path, self._progress = LocalFileSystem(), store, path, progress
+        self._done = self._total = 0
+        self.result = PullResult()
+
+    def run(self, names: Collection[str]) -> None:
+        parts = self._parts(names)
+        self._total = sum(file.size for part in parts for file in part.files)
+        new = f"{self._path}.pull"
+        with doing("make the folder", new):
+            self._fs.make_directories(new)
+            try:
+                lock = self._fs.lock(new)
+            except BlockingIOError:
+                raise LockedError(
+                    f"{self._path} must have one pull at a time; wait until the other has ended"
+                ) from None
+        try:
+            for part in parts:
+                self._bring(part, f"{new}/{part.folder}")
+            if parts:
+                copied = backup_folder(new, self._path, link=_links(new))
+                if copied.incomplete:
+                    raise CorruptTableError(f"{new}: {next(iter(copied.incomplete.values()))}")
+                self.result.snapshots, self.result.pulled = copied.snapshots, copied.copied
+            shutil.rmtree(new)
+        finally:
+            self._fs.unlock(lock)
+
+    def _parts(self, names: Collection[str]) -> list[StoredPart]:
+        """The parts of these snapshots and of their ancestors, ancestors first."""
+        parts: dict[tuple[str, str], list[StoredPart]] = {}
+        rest = [(name, *current_of(self._store, name)) for name in names]
+        while rest:
+            name, identity, shards = rest.pop()
+            if (name, identity) in parts:
+                continue
+            found = [get_part(self._store, name, identity, shard) for shard in range(shards)]
+            parts[name, identity] = found
+            for since in {part.since for part in found if part.since is not None}:
+                parent, parents = current_of(self._store, since[0])
+                rest.append((since[0], parent, parents))
+        return sorted((part for some in parts.values() for part in some), key=lambda part: part.sequence)
+
+    def _bring(self, part: StoredPart, folder: str) -> None:
+        for name in ("chunks", "snapshots"):
+            self._fs.make_directories(f"{folder}/{name}")
+        *chunks, snapshot = part.files
+        # The snapshot's file comes into the folder of snapshots last.
+        beside = f"{folder}/coming/{os.path.basename(snapshot.path)}"
+        self._fs.make_directories(os.path.dirname(beside))
+        self._write(snapshot, beside)
+        record = SnapshotFiles(self._fs, f"{folder}/coming").read(part.table_name)
+        geometry, known = record.geometry, {chunk.number: chunk for chunk in record.parts}
+        for file in chunks:
+            self._bring_chunk(file, geometry, known, f"{folder}/{file.path}", f"{self._path}/{part.folder}/{file.path}")
+        self._fs.rename(beside, f"{folder}/{snapshot.path}")
+
+    def _bring_chunk(
+        self, file: StoredFile, geometry: Geometry, known: dict[int, ChunkPart], path: str, there: str
+    ) -> None:
+        """Write a file of a chunk, unless the folder beside the target, or the target, has it."""
+        with suppress(FileNotFoundError):
+            if self._fs.size(path) >= file.size:
+                self._move(file.size)
+                return
+        chunk = known[file.chunk[0]]
+        keys = os.path.splitext(there)[0] + ".keys"
+        with suppress(FileNotFoundError, StorageError):
+            if self._fs.size(there) >= file.size:
+                read_keys(self._fs, keys, geometry, chunk)  # raises if these are other keys
+                with suppress(FileNotFoundError):
+                    os.remove(path)
+                with suppress(OSError):  # The file system has no links.
+                    os.link(there, path)
+                    self._move(file.size)
+                    return
+        self._write(file, path)
+
+    def _write(self, file: StoredFile, path: str) -> None:
+        def download(n: int) -> bytes:
+            return self._store.get(file.pieces[n])
+
+        with doing("write", path), new_file(self._fs, path) as new:
+            for data in in_order(download, range(len(file.pieces))):
+                new.write(data)
+                self.result.bytes_downloaded += len(data)
+                self._move(len(data))
+        if self._fs.size(path) != file.size:
+            raise CorruptTableError(f"{self._store.url}: the pieces of {file.path} have another size than the file")
+
+    def _move(self, size: int) -> None:
+        self._done += size
+        if self._progress is not None:
+            self._progress(self._done, max(self._total, self._done))
+
+
+def _links(folder: str) -> bool:
+    """Whether the file system of a folder has hard links."""
+    one, other = f"{folder}/link", f"{folder}/link.other"
+    try:
+        with open(one, "wb"):
+            os.link(one, other)
+        return True
+    except OSError:
+        return False
+    finally:
+        for path in (one, other):
+            with suppress(FileNotFoundError):
+                os.remove(path)

@@ -1,0 +1,461 @@
+"""Snapshots in an object store: pushed, pulled, deleted, and cleaned; killed at every call, damaged, beside a job."""
+
+import itertools
+import json
+import threading
+import uuid
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+
+import oneemb
+from oneemb.storage.errors import (
+    CorruptTableError,
+    FormatVersionError,
+    LockedError,
+    SnapshotNotFoundError,
+    StorageError,
+)
+from oneemb.storage.objects import push as push_module
+from oneemb.storage.objects.manifests import names_in, part_keys_in
+from oneemb.storage.objects.object_store import ObjectStore
+from oneemb.storage.objects.pull import pull
+from oneemb.storage.objects.push import clean_store, delete_stored, push
+from oneemb.storage.table.check import check_table
+from tests.storage.test_backups import held_at
+from tests.storage.test_persistent_table import open_table
+from tests.support.table_model import put_random
+
+
+@pytest.fixture(params=["memory", "file"])
+def url(request, tmp_path):
+    """A store of its own: in memory, where calls are those of a server, or in a folder."""
+    if request.param == "file":
+        return f"file://{tmp_path}/objects"
+    return f"memory://{uuid.uuid4().hex}/items"
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(push_module, "_PIECE_BYTES", 3000)
+
+
+@pytest.fixture
+def no_waits(monkeypatch):
+    monkeypatch.setattr("oneemb.storage.objects.object_store._WAIT_S", 0)
+
+
+def saved_table(path, names="abc", size=400, seed=0):
+    """A table with a snapshot of each name; each has more rows."""
+    rng = np.random.default_rng(seed)
+    with open_table(path) as table:
+        rows = {}
+        for name in names:
+            put_random(table, rows, rng, size)
+            table.save_snapshot(name, {})
+    return held_at(path)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_what_is_pulled_is_what_was_pushed_bit_for_bit(tmp_path, url):
+    held = saved_table(tmp_path / "live")
+    pushed = push(tmp_path / "live", url)
+    assert sorted(pushed.snapshots) == sorted(pushed.pushed) == ["a", "b", "c"] and pushed.bytes_uploaded > 0
+    pulled = pull(url, tmp_path / "copy")
+    assert sorted(pulled.snapshots) == sorted(pulled.pulled) == ["a", "b", "c"]
+    assert held_at(tmp_path / "copy") == held and check_table(tmp_path / "copy").problems == []
+    assert not (tmp_path / "copy.pull").exists()
+    again = push(tmp_path / "live", url), pull(url, tmp_path / "copy")
+    assert again[0].pushed == again[1].pulled == [] and again[0].bytes_uploaded == 0
+    assert held_at(tmp_path / "copy") == held
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_only_what_is_new_goes_over_the_wire_and_known_chunks_are_not_read(tmp_path, url, monkeypatch):
+    saved_table(tmp_path / "live", "a", size=4000)
+    whole = push(tmp_path / "live", url).bytes_uploaded
+    pull(url, tmp_path / "copy")
+    examined = []
+    original = push_module.examine_chunk
+    monkeypatch.setattr(push_module, "examine_chunk", lambda *args: examined.append(args[3]) or original(*args))
+    with open_table(tmp_path / "live") as table:
+        table.load_snapshot("a")
+        put_random(table, {}, np.random.default_rng(1), 50)
+        table.save_snapshot("b", {})
+    more = push(tmp_path / "live", url)
+    assert more.pushed == ["b"] and 0 < more.bytes_uploaded < whole / 3
+    with_rows = len(list((tmp_path / "live/chunks").glob("*.keys")))
+    assert 0 < len(examined) < with_rows
+    brought = pull(url, tmp_path / "copy")
+    assert brought.pulled == ["b"] and brought.bytes_downloaded < whole / 2
+    assert held_at(tmp_path / "copy") == held_at(tmp_path / "live")
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_chosen_snapshots_go_and_come_alone(tmp_path, url):
+    held = saved_table(tmp_path / "live")
+    assert push(tmp_path / "live", url, ["b"]).snapshots == ["b"]
+    assert pull(url, tmp_path / "copy").snapshots == ["b"]
+    assert held_at(tmp_path / "copy") == {"b": held["b"]}
+    push(tmp_path / "live", url)
+    assert pull(url, tmp_path / "other", ["a", "c"]).snapshots == ["a", "c"]
+    with pytest.raises(SnapshotNotFoundError, match="no snapshot named 'd' in .*; there are: 'a', 'b', 'c'"):
+        pull(url, tmp_path / "copy", ["d"])
+    with pytest.raises(SnapshotNotFoundError, match="no snapshot named 'd'"):
+        push(tmp_path / "live", url, ["d"])
+
+
+class Killed(BaseException):
+    """In place of a kill: nothing that a handler of errors does comes after it."""
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_a_push_that_is_killed_at_any_write_leaves_whole_snapshots_and_is_continued(tmp_path, url, monkeypatch):
+    held = saved_table(tmp_path / "live", "ab")
+    write = ObjectStore.write
+    for n in itertools.count():
+        left = itertools.count(n, -1)
+
+        def killed(store, key, data, left=left):
+            if next(left) <= 0:
+                raise Killed
+            write(store, key, data)
+
+        monkeypatch.setattr(ObjectStore, "write", killed)
+        try:
+            push(tmp_path / "live", f"{url}/{n}")
+            break
+        except Killed:
+            pass
+        monkeypatch.setattr(ObjectStore, "write", write)
+        if n % 5 == 0 or n > 20:
+            for name in names_in(ObjectStore(f"{url}/{n}")):
+                assert pull(f"{url}/{n}", tmp_path / f"early{n}", [name]).snapshots == [name]
+            rest = push(tmp_path / "live", f"{url}/{n}")
+            assert sorted(rest.snapshots) == ["a", "b"]
+            pull(f"{url}/{n}", tmp_path / f"copy{n}")
+            assert held_at(tmp_path / f"copy{n}") == held
+    assert n > 8
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_a_pull_that_is_killed_at_any_read_leaves_whole_snapshots_and_is_continued(tmp_path, url, monkeypatch):
+    held = saved_table(tmp_path / "live", "ab")
+    push(tmp_path / "live", url)
+    read, downloaded = ObjectStore.get, []
+    for n in itertools.count():
+        left = itertools.count(n, -1)
+
+        def killed(store, piece, left=left):
+            if next(left) <= 0:
+                raise Killed
+            return read(store, piece)
+
+        monkeypatch.setattr(ObjectStore, "get", killed)
+        copy = tmp_path / f"copy{n}"
+        try:
+            pull(url, copy)
+            break
+        except Killed:
+            pass
+        monkeypatch.setattr(ObjectStore, "get", read)
+        assert not copy.exists() or held_at(copy).items() <= held.items()
+        downloaded.append(pull(url, copy).bytes_downloaded)
+        assert held_at(copy) == held and not (tmp_path / f"copy{n}.pull").exists()
+    assert n > 5 and downloaded[-1] < downloaded[0]
+
+
+def test_a_piece_that_is_damaged_or_missing_is_an_error_and_changes_nothing(tmp_path, url):
+    held = saved_table(tmp_path / "live")
+    push(tmp_path / "live", url, ["a"])
+    pull(url, tmp_path / "copy")
+    push(tmp_path / "live", url)
+    fs, root = fsspec.core.url_to_fs(url)
+    for n, path in enumerate(sorted(fs.find(f"{root}/objects"))):
+        data = fs.cat_file(path)
+        for m, wrong in enumerate((data[:-1] + bytes([data[-1] ^ 1]), data[:-1], None)):
+            fs.rm_file(path) if wrong is None else fs.pipe_file(path, wrong)
+            new = tmp_path / f"new{n}.{m}"
+            with pytest.raises(CorruptTableError, match="is damaged|is missing, though a snapshot needs it"):
+                pull(url, new)
+            assert not new.exists()
+            fs.pipe_file(path, data)
+    assert held_at(tmp_path / "copy") == {"a": held["a"]}
+    pull(url, new)  # goes on with what came before
+    assert held_at(new) == held
+
+
+HOSTILE = {
+    "no JSON": b"{",
+    "no checksum": b'{"version": 1}',
+    "a list": b"[]",
+    "deep": b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+@pytest.mark.parametrize("key", ["current.json", "0.json"])
+def test_texts_that_are_damaged_are_told(tmp_path, url, what, key):
+    saved_table(tmp_path / "live", "a")
+    push(tmp_path / "live", url)
+    fs, root = fsspec.core.url_to_fs(url)
+    (path,) = (one for one in fs.find(f"{root}/snapshots") if one.endswith(key))
+    fs.pipe_file(path, HOSTILE[what])
+    with pytest.raises(CorruptTableError, match="is damaged"):
+        pull(url, tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+
+
+@pytest.mark.parametrize("path", ["../out", "/out", "chunks/../../out", "", "a//b", "chunks/\0"])
+def test_a_text_cannot_name_a_file_elsewhere(tmp_path, url, path):
+    saved_table(tmp_path / "live", "a")
+    push(tmp_path / "live", url)
+    store = ObjectStore(url)
+    ((name, identity, shard),) = part_keys_in(store)
+    key = f"snapshots/{name}/{identity}/{shard}.json"
+    fields = store.get_text(key)
+    fields["files"][0]["path"] = path
+    store.put_text(key, fields)
+    with pytest.raises(CorruptTableError, match="no description of a part"):
+        pull(url, tmp_path / "copy")
+    assert not (tmp_path / "out").exists() and not (tmp_path.parent / "out").exists()
+
+
+def test_texts_of_a_later_release_are_not_guessed_at(tmp_path, url):
+    saved_table(tmp_path / "live", "a")
+    push(tmp_path / "live", url)
+    store = ObjectStore(url)
+    store.put_text("snapshots/a/current.json", store.get_text("snapshots/a/current.json") | {"version": 2})
+    with pytest.raises(FormatVersionError, match="version 2, this release reads version 1"):
+        pull(url, tmp_path / "copy")
+
+
+def embedding_at(path, **more):
+    options = oneemb.make_cached_ssd_store_options(1, str(path))
+    return oneemb.MultiTableEmbedding("e", 4, torch.float32, torch.int64, [oneemb.make_table()], options, **more)
+
+
+def train(embedding, ids, value):
+    optimizer = oneemb.Optimizer(torch.optim.SGD([embedding.weight], lr=value), [embedding])
+    embedding(ids).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_deltas_come_with_their_parents_and_parents_are_not_deleted_before(tmp_path, url):
+    with embedding_at(tmp_path / "live") as embedding:
+        ids, saved = torch.arange(500), {}
+        for n, name in enumerate(("base", "d1", "d2")):
+            train(embedding, ids[: 500 // (n + 1)], 0.5)
+            embedding.save_snapshot(name) if n == 0 else embedding.save_delta(name, since=("base", "d1")[n - 1])
+            saved[name] = embedding(ids).detach().clone()
+    assert push(tmp_path / "live", url, ["d2"]).snapshots == ["base", "d1", "d2"]
+    assert pull(url, tmp_path / "copy", ["d1"]).snapshots == ["base", "d1"]
+    with embedding_at(tmp_path / "copy") as embedding:
+        embedding.load_snapshot("d1")
+        assert torch.equal(embedding(ids), saved["d1"])
+    for name, children in (("base", "'d1'"), ("d1", "'d2'")):
+        with pytest.raises(StorageError, match=f"must not be deleted before its deltas {children}"):
+            delete_stored(url, name)
+    for name in ("d2", "d1", "base"):
+        delete_stored(url, name)
+    assert names_in(ObjectStore(url)) == []
+    clean_store(url, 0)
+    assert list(ObjectStore(url).keys("objects/")) == []
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_parts_of_ranks_are_pushed_from_their_own_disks_and_loaded_by_another_number_of_ranks(tmp_path, url):
+    disks = [str(tmp_path / f"disk{n}") for n in range(2)]
+    writer = oneemb.make_persistent_table_writer(
+        disks, "s", torch.int64, torch.float32, storage_dim=4, physical_block_size=512
+    )
+    with writer:
+        writer.write(np.arange(1000), np.repeat(np.arange(1000, dtype=np.float32)[:, None], 4, 1))
+    first, second = disks
+    waiting = push(first, url)
+    assert waiting.waiting == ["s"] and waiting.snapshots == []
+    with pytest.raises(SnapshotNotFoundError, match="no snapshot named 's' in .*; there are: none"):
+        pull(url, tmp_path / "copy", ["s"])
+    assert push(second, url).snapshots == ["s"]
+    assert push(first, url).snapshots == ["s"]
+    assert pull(url, tmp_path / "copy").snapshots == ["s"]
+    with embedding_at(tmp_path / "copy") as embedding:
+        embedding.load_snapshot("s")
+        assert embedding.eval()(torch.arange(1000)).tolist() == [[float(i)] * 4 for i in range(1000)]
+
+
+def test_a_snapshot_that_is_saved_anew_takes_the_place_of_the_old_one(tmp_path, url):
+    saved_table(tmp_path / "live", "a")
+    push(tmp_path / "live", url)
+    with open_table(tmp_path / "live") as table:
+        put_random(table, {}, np.random.default_rng(5), 100)
+        table.save_snapshot("a", {}, overwrite=True)
+    assert push(tmp_path / "live", url).pushed == ["a"]
+    pull(url, tmp_path / "copy")
+    assert held_at(tmp_path / "copy") == held_at(tmp_path / "live")
+    assert clean_store(url, 0).parts == 1
+    pull(url, tmp_path / "fresh")
+    assert held_at(tmp_path / "fresh") == held_at(tmp_path / "live")
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_cleaning_removes_what_nobody_needs_and_nothing_young(tmp_path, url):
+    held = saved_table(tmp_path / "live")
+    push(tmp_path / "live", url)
+    store = ObjectStore(url)
+    store.put(b"left by a killed push")
+    before = set(store.keys("objects/"))
+    assert clean_store(url).objects == 0 and set(store.keys("objects/")) == before
+    cleaned = clean_store(url, 0)
+    assert cleaned.objects == 1 and cleaned.bytes == len(b"left by a killed push")
+    delete_stored(url, "c")
+    assert clean_store(url, 0).objects > 0
+    pull(url, tmp_path / "copy")
+    assert held_at(tmp_path / "copy") == {name: held[name] for name in "ab"}
+
+
+@pytest.mark.usefixtures("no_waits")
+def test_calls_that_the_network_fails_are_made_again_and_then_told(tmp_path, monkeypatch):
+    url = f"memory://{uuid.uuid4().hex}"
+    held = saved_table(tmp_path / "live", "ab")
+    fs = fsspec.filesystem("memory")
+    kind, calls, failures = type(fs), itertools.count(), {"every": 2}
+    for name in ("pipe_file", "cat_file", "info", "find"):
+        original = getattr(kind, name)
+
+        def failing(self, *args, original=original, **kwargs):
+            if next(calls) % failures["every"] == 0:
+                raise TimeoutError("the network is down")
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(kind, name, failing)
+    assert sorted(push(tmp_path / "live", url).snapshots) == ["a", "b"]
+    pull(url, tmp_path / "copy")
+    assert held_at(tmp_path / "copy") == held
+    failures["every"] = 1
+    with pytest.raises(StorageError, match="could not be .*: the network is down"):
+        push(tmp_path / "live", url)
+    with pytest.raises(StorageError, match="could not be .*: the network is down"):
+        pull(url, tmp_path / "copy")
+
+
+def test_one_pull_at_a_time_and_none_into_a_table_in_use(tmp_path, url):
+    from oneemb.storage.fs import LocalFileSystem
+
+    saved_table(tmp_path / "live", "a")
+    push(tmp_path / "live", url)
+    pull(url, tmp_path / "copy")
+    with open_table(tmp_path / "copy"), pytest.raises(LockedError, match="must not be in use"):
+        pull(url, tmp_path / "copy")
+    (tmp_path / "copy.pull").mkdir(exist_ok=True)
+    fs = LocalFileSystem()
+    lock = fs.lock(str(tmp_path / "copy.pull"))
+    with pytest.raises(LockedError, match="one pull at a time"):
+        pull(url, tmp_path / "copy")
+    fs.unlock(lock)
+    pull(url, tmp_path / "copy")
+
+
+def test_snapshots_of_another_table_do_not_mix(tmp_path, url):
+    saved_table(tmp_path / "one", "a", seed=1)
+    held = saved_table(tmp_path / "two", "b", seed=2)
+    push(tmp_path / "one", url)
+    with pytest.raises(StorageError, match="the copy is of another table"):
+        pull(url, tmp_path / "two")
+    assert held_at(tmp_path / "two") == held
+
+
+def test_a_damaged_snapshot_is_not_pushed_and_the_others_are(tmp_path, url):
+    held = saved_table(tmp_path / "live", "ab")
+    newest = max((tmp_path / "live/chunks").glob("*.rows"))
+    data = bytearray(newest.read_bytes())
+    data[-100] ^= 1
+    newest.write_bytes(data)
+    result = push(tmp_path / "live", url)
+    assert set(result.damaged) == {"b"} and "checksum" in result.damaged["b"]
+    pull(url, tmp_path / "copy")
+    assert held_at(tmp_path / "copy") == {"a": held["a"]}
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_a_push_beside_a_job_that_saves_and_deletes(tmp_path, url):
+    rows, rng, saved, failed = {}, np.random.default_rng(0), {}, []
+    with open_table(tmp_path / "live") as table:
+        put_random(table, rows, rng, 300)
+        table.save_snapshot("s0", {})
+        saved["s0"] = dict(rows)
+
+        def job():
+            try:
+                for n in range(1, 25):
+                    put_random(table, rows, rng, 100)
+                    saved[f"s{n}"] = dict(rows)
+                    table.save_snapshot(f"s{n}", {})
+                    if n > 2:
+                        table.delete_snapshot(f"s{n - 3}")
+            except BaseException as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=job)
+        thread.start()
+        while thread.is_alive():
+            push(tmp_path / "live", url)
+        thread.join()
+        push(tmp_path / "live", url)
+    assert not failed
+    pull(url, tmp_path / "copy")
+    found = held_at(tmp_path / "copy")
+    assert {"s22", "s23", "s24"} <= found.keys()
+    assert all(rows == saved[name] for name, rows in found.items())
+
+
+@pytest.mark.parametrize("name", [".", "..", "a/b", "x y%2E", "ü~1"])
+def test_names_of_any_letters_keep_their_own_place(tmp_path, url, name):
+    try:
+        held = saved_table(tmp_path / "live", [name, "plain"])
+    except ValueError:
+        pytest.skip("no snapshot may have this name")
+    push(tmp_path / "live", url)
+    assert names_in(ObjectStore(url)) == sorted([name, "plain"])
+    pull(url, tmp_path / "copy", [name])
+    assert held_at(tmp_path / "copy") == {name: held[name]}
+
+
+@pytest.mark.parametrize(
+    "wrong, error, words",
+    [
+        ("nowhere://x", ValueError, "url must be one that fsspec knows"),
+        ("s3://bucket/x", ImportError, "needs a package"),
+    ],
+)
+def test_urls_that_nothing_can_read_are_told(tmp_path, wrong, error, words, monkeypatch):
+    saved_table(tmp_path / "live", "a")
+    if error is ImportError:
+        monkeypatch.setitem(__import__("sys").modules, "s3fs", None)
+    with pytest.raises(error, match=words):
+        push(tmp_path / "live", wrong)
+
+
+def test_the_commands_do_it(tmp_path, url):
+    from click.testing import CliRunner
+
+    from oneemb.cli.commands import oneemb as command
+
+    def run(*arguments):
+        result = CliRunner().invoke(command, [*map(str, arguments), "--json"], catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        return json.loads(result.output)
+
+    held = saved_table(tmp_path / "live", "ab")
+    if url.startswith("memory"):
+        pytest.skip("the memory of this process is enough for the calls above")
+    assert run("push", tmp_path / "live", url, "--snapshot", "a")["pushed"] == ["a"]
+    assert run("stored", "list", url)["snapshots"] == ["a"]
+    assert run("push", tmp_path / "live", url)["pushed"] == ["b"]
+    assert run("stored", "delete", url, "a", "-y")["deleted"] == "a"
+    assert run("stored", "clean", url, "--older-than-hours", "0")["objects"] > 0
+    assert run("pull", url, tmp_path / "copy")["pulled"] == ["b"]
+    assert held_at(tmp_path / "copy") == {"b": held["b"]}
