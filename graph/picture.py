@@ -267,7 +267,7 @@ def passes_picture(history: Sequence[tuple[str, str, fx.Graph]]) -> Picture:
     axes = _new_axes(width * 0.85, height * 0.42, (-0.8, width - 0.6), (-height, 1))
     for column, ((name, *_), nodes) in enumerate(zip(history, shown, strict=True)):
         left, ops = column * (_BOX_WIDTH + 1.4), sum(node.op not in ("placeholder", "output") for node in nodes)
-        axes.text(left, 0.1, f"{name}: {ops} ops", fontsize=9, fontweight="bold", color=_GRAY)
+        axes.text(left, 0.1, f"{name}: {ops} op{'s' * (ops != 1)}", fontsize=9, fontweight="bold", color=_GRAY)
         _draw_graph(axes, nodes, left)
     return Picture(axes.figure)  # type: ignore[arg-type]  # a Figure: see `_new_axes`
 

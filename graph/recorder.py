@@ -129,6 +129,11 @@ class Profile:
         """Text of a table with one line for each op, in the order of their first runs."""
         with self._lock:
             events = list(self.events)
+        if not events:
+            return (
+                f"0 of {self.steps} steps noted: call the graph, or loop over graph.run(loader), after"
+                f" graph.profile({self.steps}), and print then"
+            )
         ns: dict[tuple[str, str], list[int]] = {}
         for half, name, step, begin, end in events:
             inside = sum(

@@ -228,11 +228,12 @@ class Ftrl(_Optimizer):
         super().__init__(params, defaults)
 
     def _check(self, group: _Group) -> None:
-        if not (group["lr"] > 0 and math.isfinite(group["lr"])):
-            raise ValueError(f"Ftrl: lr must be above 0 and finite, got {group['lr']}")
-        if not -math.inf < group["lr_power"] <= 0:
-            raise ValueError(f"Ftrl: lr_power must be at most 0 and finite, got {group['lr_power']}")
+        power: Any = group["lr_power"]
         super()._check({**group, "lr_power": 0.0})
+        if not group["lr"] > 0:
+            raise ValueError(f"Ftrl: lr must be above 0 and finite, got {group['lr']}")
+        if isinstance(power, str) or not hasattr(power, "__float__") or not -math.inf < power <= 0:
+            raise ValueError(f"Ftrl: lr_power must be a finite number of at most 0, got {power!r}")
 
     def _begin(self, group: _Group) -> None:
         grads = [param.grad for param in group["params"] if param.grad is not None]

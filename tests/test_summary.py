@@ -84,8 +84,8 @@ def test_a_summary_counts_rows_and_other_parameters(tmp_path):
     model = torch.nn.ModuleDict({"one": one, "deep": torch.nn.Sequential(two, torch.nn.Linear(8, 1)), "frozen": frozen})
     lines = oneemb.summary(model).splitlines()
     assert [line.split()[:5] for line in lines[1:3]] == [["one", "2", "3", "4", "12"], ["deep.0", "1", "0", "8", "0"]]
-    assert lines[3] == "17 other parameters, 9 trained"
-    assert oneemb.summary(torch.nn.Linear(2, 1)).splitlines()[1:] == ["3 other parameters, all trained"]
+    assert lines[3] == "17 other parameters, 9 trainable"
+    assert oneemb.summary(torch.nn.Linear(2, 1)).splitlines()[1:] == ["3 other parameters, all trainable"]
     assert oneemb.summary(one).splitlines()[1].startswith("items")
     one.close()
     two.close()

@@ -133,7 +133,7 @@ def pooling_of(pooling: str | None, offsets: object) -> Literal["sum", "mean", "
     if offsets is None:
         raise ValueError(
             f"pooling={pooling!r} is for bags: ids must be [B, L] (with T tables [B, T, L]), whose last dimension is a"
-            " bag, or [N] with offsets; got no offsets"
+            " bag, or [N] with offsets=offsets; got no offsets"
         )
     return cast(Literal["sum", "mean", "max"], pooling)
 
@@ -163,6 +163,11 @@ def bags_of(
     Raises:
         TypeError, ValueError: ids are no dense tensor, or shapes do not fit.
     """
+    if not isinstance(include_last_offset, bool | np.bool_):
+        raise TypeError(
+            f"include_last_offset must be True or False, got {type(include_last_offset).__name__}"
+            f" {include_last_offset!r:.100}; offsets of nn.EmbeddingBag are without the last one, False, by default"
+        )
     if not isinstance(ids, torch.Tensor) or ids.layout is not torch.strided or ids.is_nested:
         raise _no_dense_tensor(ids, "integers")
     if not include_last_offset and isinstance(offsets, torch.Tensor) and offsets.dim() == 1:
@@ -196,9 +201,38 @@ def bags_of(
     return BagArguments(ids.reshape(-1), table_ids, offsets, scales, shape)
 
 
+def one_table(
+    table_ids: Any, num_tables: int, ids: Any, known: dict[tuple[int, torch.device], torch.Tensor] | None = None
+) -> torch.Tensor | None:  # fmt: skip
+    """Tensor [] for `table_ids` that is a number, the table of all `ids`. Any other value is returned as it is, and the
+    lookup refuses it if it is wrong. Any: a user's values.
+
+    Args:
+        known: the tensors of earlier lookups, so that the plan of a graph knows the tensor of a table again.
+
+    Raises:
+        ValueError: there is no such table.
+    """
+    is_number = isinstance(table_ids, int | np.integer) and not isinstance(table_ids, bool)
+    if not is_number or not isinstance(ids, torch.Tensor):
+        given: torch.Tensor | None = table_ids
+        return given
+    table, known = int(table_ids), {} if known is None else known
+    if not 0 <= table < num_tables:
+        raise ValueError(f"table_ids must be from 0 to {num_tables - 1}, got {table}")
+    if (table, ids.device) not in known:
+        # Neither a recorded `build` nor inference mode, which may be on just now, shall mark the tensor.
+        with torch._C.DisableTorchFunction(), torch.inference_mode(False):
+            known[table, ids.device] = torch.tensor(table, dtype=torch.int64, device=ids.device)
+    return known[table, ids.device]
+
+
 def columns_of(columns: Any) -> Any:
     """`columns` as a tuple. A value that is not iterable is returned as it is, and the lookup refuses it."""
     return tuple(columns) if isinstance(columns, Iterable) else columns
+
+
+_OFFSETS_BY_NAME = "; pass offsets of bags by name: embedding(ids, offsets=offsets)"
 
 
 def check_ids(ids: torch.Tensor, table_ids: torch.Tensor | None, num_tables: int, key_type: torch.dtype) -> None:
@@ -213,7 +247,8 @@ def check_ids(ids: torch.Tensor, table_ids: torch.Tensor | None, num_tables: int
         return
     if not isinstance(table_ids, torch.Tensor) or table_ids.dtype not in _INTEGERS:
         got = table_ids.dtype if isinstance(table_ids, torch.Tensor) else type(table_ids).__name__
-        raise TypeError(f"table_ids must be a tensor of integers, got {got}")
+        cure = "call torch.tensor(table_ids)" if isinstance(table_ids, list | tuple) else "call table_ids.long()"
+        raise TypeError(f"table_ids must be a tensor of integers, or one int for all ids, got {got}; {cure}")
     if table_ids.device != ids.device:
         raise ValueError(f"table_ids must be on {ids.device}, where the ids are, got {table_ids.device}")
     try:
@@ -223,7 +258,7 @@ def check_ids(ids: torch.Tensor, table_ids: torch.Tensor | None, num_tables: int
     if not fits:
         raise ValueError(
             f"table_ids must have the shape of ids, {list(ids.shape)}, or one that broadcasts to it, got"
-            f" {list(table_ids.shape)}"
+            f" {list(table_ids.shape)}{_OFFSETS_BY_NAME}"
         )
 
 
@@ -281,7 +316,7 @@ def check_tables(table_ids: torch.Tensor, num_tables: int) -> None:
         values = _values(table_ids)
         low, high = int(values.min()), int(values.max())
     if low < 0 or high >= num_tables:
-        raise ValueError(f"table_ids must be from 0 to {num_tables - 1}, got {low} to {high}")
+        raise ValueError(f"table_ids must be from 0 to {num_tables - 1}, got {low} to {high}{_OFFSETS_BY_NAME}")
 
 
 def tables_and_ids(
@@ -397,7 +432,8 @@ def _check_tables_of_bags(table_ids: torch.Tensor, bags: int, device: torch.devi
     ):
         got = (table_ids.dtype, list(table_ids.shape), str(table_ids.device)) if is_tensor else type(table_ids)
         raise ValueError(
-            f"table_ids must be integers on the device of ids, one for each of {bags} bags or one for all, got {got}"
+            f"table_ids must be integers on the device of ids, one for each of {bags} bags or one for all, got {got};"
+            " pass an int, or a tensor"
         )
 
 

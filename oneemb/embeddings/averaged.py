@@ -13,7 +13,7 @@ computes the current averages of the rows that it reads.
 import dataclasses
 import weakref
 from collections.abc import Sequence
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from oneemb.embeddings.embedding import MultiTableEmbedding, TableEmbedding, cop
 from oneemb.embeddings.lookups import keys_of
 from oneemb.graph import ops
 from oneemb.graph.arguments import Lookup
-from oneemb.graph.ops.keys import BagArguments, bags_of, columns_of, pooling_of
+from oneemb.graph.ops.keys import BagArguments, bags_of, columns_of, one_table, pooling_of
 from oneemb.graph.ops.lookup import DTYPES
 from oneemb.graph.tracers import refuse_tracers, uncompiled
 from oneemb.kernels.arrays import Array
@@ -146,7 +146,7 @@ class AveragedEmbedding(torch.nn.Module):
     def forward(
         self,
         ids: torch.Tensor,
-        table_ids: torch.Tensor | None = None,
+        table_ids: torch.Tensor | int | None = None,
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
         pooling: Literal["sum", "mean", "max"] | None = None,
@@ -158,16 +158,18 @@ class AveragedEmbedding(torch.nn.Module):
         in eval mode."""
         refuse_tracers(self.embedding, ids)
         rows, averages, pools = self.rows, _Averages(self), pooling or "sum"
-        failed: ValueError | None = None
+        failed: Exception | None = None
+        tables: Any = table_ids
         try:
+            tables = one_table(table_ids, self.embedding.num_tables, ids)
             bags = bags_of(
-                ids, table_ids, offsets, per_sample_weights, pooling, columns, self.embedding.num_tables,
+                ids, tables, offsets, per_sample_weights, pooling, columns, self.embedding.num_tables,
                 include_last_offset,
             )  # fmt: skip
-        except ValueError as error:
-            failed, bags = error, BagArguments(ids, table_ids, offsets, per_sample_weights, None)
-        ids, table_ids, offsets, per_sample_weights, _ = bags
-        lookup = Lookup(ids, table_ids, offsets, columns_of(columns), per_sample_weights, pools)
+        except (TypeError, ValueError) as error:
+            failed, bags = error, BagArguments(ids, tables, offsets, per_sample_weights, None)
+        ids, tables, offsets, per_sample_weights, _ = bags
+        lookup = Lookup(ids, tables, offsets, columns_of(columns), per_sample_weights, pools)
 
         def keys() -> ops.BatchKeys:
             if failed is not None:

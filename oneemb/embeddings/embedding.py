@@ -5,7 +5,7 @@ import functools
 import os
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, Never, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
 
 import torch
 
@@ -29,12 +29,13 @@ from oneemb.embeddings.lookups import LocalLookups, RankLookups
 from oneemb.embeddings.row_calls import RowCalls
 from oneemb.embeddings.snapshot_calls import SnapshotCalls
 from oneemb.embeddings.stats import EmbeddingStats, metrics_of
-from oneemb.embeddings.summary import facts_of, html_of
+from oneemb.embeddings.summary import facts_of, html_of, text_of
 from oneemb.embeddings.unsaved_rows import take_folder, warn_of_lost_rows
+from oneemb.flags import check_flags
 from oneemb.graph.arguments import Lookup
 from oneemb.graph.building import building_now
 from oneemb.graph.modules import embeddings_in
-from oneemb.graph.ops.keys import BagArguments, bags_of, columns_of, pooling_of
+from oneemb.graph.ops.keys import BagArguments, bags_of, columns_of, one_table, pooling_of
 from oneemb.graph.ranks import ranks_of
 from oneemb.graph.tracers import hidden_from_modes, refuse_tracers, uncompiled
 from oneemb.kernels.threads import Threads
@@ -82,6 +83,7 @@ class TableEmbedding(SnapshotCalls, RowCalls):
         self.remove_folder = None
         self._counted: dict[str, int] = {}
         """Values of the counters at the last call of `metrics`."""
+        self._one_table: dict[tuple[int, torch.device], torch.Tensor] = {}
         if not store_options.persistent_path:
             folder, self.remove_folder = temporary_folder(self)
             folders = self.ranks.all_gather(f"make temporary folders of {name!r}", lambda: folder)
@@ -91,8 +93,7 @@ class TableEmbedding(SnapshotCalls, RowCalls):
         self.name = name
         self.column_dims = tuple(dim_C)
         self.embedding_dim = sum(dim_C)
-        self.dtype = dtype
-        self.key_type = key_type
+        self.dtype, self.key_type = dtype, key_type
         self.tables = tuple(tables)
         self.num_tables = len(self.tables)
         replicated = all(table.replicate for table in self.tables)
@@ -100,8 +101,7 @@ class TableEmbedding(SnapshotCalls, RowCalls):
         """Makes the lookups: within this process if it has all rows or copies of all rows, otherwise with the ranks."""
         self.store_options = store_options
         self.default_initializer = default_initializer
-        self.padding_idx = padding_idx
-        self.seed = seed
+        self.padding_idx, self.seed = padding_idx, seed
         if not self.ranks.alone:
             self.ranks.name, self.ranks.made = repr(name), self._made()
         plan = store_plan(name, store_options, self.tables, self.ranks)
@@ -153,6 +153,7 @@ class TableEmbedding(SnapshotCalls, RowCalls):
             >>> vectors(torch.tensor([40, 7])).tolist()
             [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
         """
+        check_flags(freeze=freeze)
         options, given = pretrained(weight, ids, issubclass(cls, MultiTableMultiColumnEmbedding), more)
         embedding = cls(name, store_options=store_options or make_device_mem_store_options(), **options)
         try:
@@ -174,7 +175,7 @@ class TableEmbedding(SnapshotCalls, RowCalls):
     def forward(
         self,
         ids: torch.Tensor,
-        table_ids: torch.Tensor | None = None,
+        table_ids: torch.Tensor | int | None = None,
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
         pooling: Literal["sum", "mean", "max"] | None = None,
@@ -184,16 +185,16 @@ class TableEmbedding(SnapshotCalls, RowCalls):
     ) -> torch.Tensor:
         """The rows of ids, one for each id or, with `offsets` or `pooling`, one for each bag of ids.
 
-        In training mode unknown ids are inserted with their initial values; in eval mode they read as the same values
-        and nothing is inserted.
+        In training mode unknown ids are inserted with their initial values, also under `torch.no_grad()`; in eval mode
+        they read as the same values and nothing is inserted. So call `eval()` before an evaluation.
 
         Args:
             ids: integers of `key_type`, on the device of the embedding; every integer is legal. Shape [B, T]: column t
                 is looked up in table t. With one table, or with `table_ids`, any shape. With `offsets`, [N]. With
                 `pooling` and without `offsets`, the last dimension is a bag: [B, L] with one table, [B, T, L] with T
                 tables, any shape with `table_ids`; fill short bags with `padding_idx`.
-            table_ids: table of each id, 0 to T-1: integers whose shape broadcasts to that of `ids`. With bags, table of
-                each bag: [P], or the shape of `ids` without L, or one table for all bags.
+            table_ids: table of each id, 0 to T-1: integers whose shape broadcasts to that of `ids`, or an int, the
+                table of all ids. With bags, table of each bag: [P], or the shape of `ids` without L, or an int.
             offsets: int64 [P + 1], from 0 to N: bag p holds ids[offsets[p]:offsets[p + 1]], any number of ids. Without
                 `table_ids`, P = B * T and bag p belongs to sample p // T and table p % T.
             per_sample_weights: float32 of the shape of `ids`, for bags: each id's row is multiplied by its factor
@@ -227,7 +228,9 @@ class TableEmbedding(SnapshotCalls, RowCalls):
             check_lookup_in_ddp(self)
         bags: BagArguments | None = None
         try:
-            if pooling is not None or not include_last_offset:
+            if table_ids is not None:
+                table_ids = one_table(table_ids, self.num_tables, ids, self._one_table)
+            if pooling is not None or include_last_offset is not True:
                 bags = bags_of(
                     ids, table_ids, offsets, per_sample_weights, pooling, columns, self.num_tables, include_last_offset
                 )
@@ -242,14 +245,17 @@ class TableEmbedding(SnapshotCalls, RowCalls):
         with hidden_from_modes():
             building = building_now()
             if building is None:
+                watched = self.rows_before_growth() if self.training and not has_gradient else None
                 rows = self.lookups.look_up(self, lookup, self.training, has_gradient)
+                if watched is not None:
+                    self.warn_of_growth(watched)
             else:
                 look_up = functools.partial(self.lookups.look_up, self, lookup, self.training, has_gradient)
                 rows = building.look_up(self, lookup, has_gradient, look_up)
         return rows if bags is None else bags.shaped(rows)
 
     @uncompiled
-    def read(self, ids: torch.Tensor, table_ids: torch.Tensor | None = None) -> torch.Tensor:
+    def read(self, ids: torch.Tensor, table_ids: torch.Tensor | int | None = None) -> torch.Tensor:
         """The rows of ids, as in eval mode: without a gradient, and without inserting ids, in any mode of the module.
 
         Args:
@@ -257,7 +263,8 @@ class TableEmbedding(SnapshotCalls, RowCalls):
         """
         refuse_tracers(self, ids)
         with hidden_from_modes():
-            return self.lookups.look_up(self, Lookup(ids, table_ids), False, False)
+            tables = one_table(table_ids, self.num_tables, ids, self._one_table)
+            return self.lookups.look_up(self, Lookup(ids, tables), False, False)
 
     if TYPE_CHECKING:
         __call__ = forward  # Editors see `forward` where torch.nn.Module has Callable[..., Any].
@@ -345,24 +352,15 @@ class TableEmbedding(SnapshotCalls, RowCalls):
     def __del__(self) -> None:
         warn_of_lost_rows(self, garbage=True)
 
+    def explain(self) -> str:
+        """Text of sizes and counters, a fact in each line. Times are in `explain` of a graph."""
+        return text_of(facts_of(self))
+
     def extra_repr(self) -> str:
         return f"{self.name!r}, " + ", ".join(f"{name}={fact}" for name, fact in facts_of(self).items())
 
     def _repr_html_(self) -> str:
         return html_of(f"{type(self).__name__} {self.name!r}", facts_of(self))
-
-    def __deepcopy__(self, memo: object) -> Never:
-        raise TypeError(
-            f"embedding {self.name!r} cannot be copied by copy.deepcopy, since its rows are in"
-            f" {self.store.plan.persistent_path} and a copy needs another path; call embedding.copy_to(path). Copy and"
-            " average (AveragedModel) only the dense modules; oneemb.AveragedEmbedding averages rows"
-        )
-
-    def __reduce_ex__(self, protocol: object) -> Never:
-        raise TypeError(
-            f"embedding {self.name!r} cannot be pickled, by torch.save of a model or for another process: save its"
-            " state_dict(), which names a snapshot, and load it into a new embedding"
-        )
 
 
 Embedding = TypeVar("Embedding", bound=TableEmbedding)

@@ -8,6 +8,7 @@ from collections import Counter
 import numpy as np
 import torch
 
+from oneemb.graph.build_error import warn_user
 from oneemb.graph.ops.keys import check_dtype
 from oneemb.graph.ops.lookup import free_failed_passes
 from oneemb.graph.ranks import AnyRanks, read_together, together
@@ -26,6 +27,8 @@ class RowCalls(torch.nn.Module):
     num_tables: int
     policies: tuple[RowPolicy, ...] | None
     ranks: AnyRanks
+    warns_of_growth = True
+    """Whether the warning of `warn_of_growth` is still to be given."""
 
     @property
     def num_rows(self) -> int:
@@ -63,6 +66,28 @@ class RowCalls(torch.nn.Module):
         found_N = np.logical_or.reduce([found_R[self.ranks.rank] for found_R in of_owners])
         return torch.from_numpy(found_N).view(ids.shape)
 
+    def rows_before_growth(self) -> int | None:
+        """Number of rows before a lookup in training mode that gives no gradient; None = no warning may follow: it was
+        given, gradients are on, or no step has trained the rows."""
+        if not self.warns_of_growth or torch.is_grad_enabled() or not self.store.step or not self.store.built:
+            return None
+        return len(self.store.rows)
+
+    def warn_of_growth(self, before: int) -> None:
+        """Warn, once, if a lookup has inserted rows under `torch.no_grad()`, as an evaluation would that forgets
+        `eval()`. `before`: result of `rows_before_growth`."""
+        if (grown := len(self.store.rows) - before) > 0:
+            self.warns_of_growth = False
+            warn_user(
+                f"embedding {self.name!r} is in training mode, so a lookup under torch.no_grad() has inserted {grown:,}"
+                " new ids; to evaluate, call model.eval() before and model.train() after. This warning comes once"
+            )
+
+    def _check_table(self, table: object) -> None:
+        is_number = isinstance(table, int | np.integer) and not isinstance(table, bool)
+        if not is_number or not 0 <= table < self.num_tables:  # type: ignore[operator]  # a number: see above
+            raise ValueError(f"table must be an int from 0 to {self.num_tables - 1}, got {table!r}")
+
     def ids(self, table: int = 0) -> torch.Tensor:
         """Ids of a table's rows: int64 [rows], ascending. With `process_group`, ids of the rows that this rank owns; a
         rank may make the call alone. The call reads rows on a disk or server. A forked child cannot make it for an SSD
@@ -71,8 +96,7 @@ class RowCalls(torch.nn.Module):
         Raises:
             ValueError: there is no such table.
         """
-        if type(table) is not int or not 0 <= table < self.num_tables:
-            raise ValueError(f"table must be an int from 0 to {self.num_tables - 1}, got {table!r}")
+        self._check_table(table)
         found = [np.empty(0, np.int64)]
 
         def note(table_N: np.ndarray, id_N: np.ndarray, row_NW: np.ndarray) -> None:
@@ -256,7 +280,6 @@ class RowCalls(torch.nn.Module):
     def _named(self, ids: torch.Tensor, table: int) -> tuple[np.ndarray, np.ndarray]:
         """(tables, int32 [N]; ids, int64 [N]) of the ids that this rank passes."""
         check_dtype(ids, self.key_type)
-        if type(table) is not int or not 0 <= table < self.num_tables:
-            raise ValueError(f"table must be an int from 0 to {self.num_tables - 1}, got {table!r}")
+        self._check_table(table)
         id_N = ids.detach().cpu().reshape(-1).to(torch.int64).numpy()
         return np.full(len(id_N), table, np.int32), id_N

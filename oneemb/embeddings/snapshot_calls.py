@@ -6,7 +6,7 @@ import re
 import uuid
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Never
 
 import torch
 
@@ -338,6 +338,19 @@ class SnapshotCalls(WeightOfRows):
                 f" the snapshots {', '.join(map(repr, existing))}; to continue from a snapshot, call"
                 " load_snapshot(name) before the first lookup"
             )
+
+    def __deepcopy__(self, memo: object) -> Never:
+        raise TypeError(
+            f"embedding {self.name!r} cannot be copied by copy.deepcopy, since its rows are in"
+            f" {self.store.plan.persistent_path} and a copy needs another path; call embedding.copy_to(path). Copy and"
+            " average (AveragedModel) only the dense modules; oneemb.AveragedEmbedding averages rows"
+        )
+
+    def __reduce_ex__(self, protocol: object) -> Never:
+        raise TypeError(
+            f"embedding {self.name!r} cannot be pickled, by torch.save of a model or for another process: save its"
+            " state_dict(), which names a snapshot, and load it into a new embedding"
+        )
 
 
 def check_fits(embedding: SnapshotCalls, name: str) -> None:

@@ -87,7 +87,7 @@ def summary(model: torch.nn.Module) -> str:
         >>> print(oneemb.summary(model))  # doctest: +NORMALIZE_WHITESPACE
         embedding  tables  rows  dim  weights   memory  optimizer
         0               1     4    4       16  0.0 MiB   none yet
-        5 other parameters, all trained
+        5 other parameters, all trainable
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -110,7 +110,14 @@ def summary(model: torch.nn.Module) -> str:
     counted = sum(parameter.numel() for parameter in dense)
     trained = sum(parameter.numel() for parameter in dense if parameter.requires_grad)
     which = "all" if trained == counted else f"{trained:,}"
-    return ShownText("\n".join([aligned(lines), *unknown, f"{counted:,} other parameters, {which} trained"]))
+    others = f"{counted:,} other parameters, {which} trainable" if counted else "no other parameters"
+    return ShownText("\n".join([aligned(lines), *unknown, others]))
+
+
+def text_of(facts: dict[str, str]) -> str:
+    """Text of a table of facts, one a line."""
+    width = max(map(len, facts))
+    return "\n".join(f"{name.ljust(width)}  {fact}" for name, fact in facts.items())
 
 
 def html_of(title: str, facts: dict[str, str]) -> str:

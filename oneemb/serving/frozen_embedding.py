@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from oneemb.embeddings.embedding import TableEmbedding
-from oneemb.graph.ops.keys import bags_of, check_ids, pooling_of
+from oneemb.graph.ops.keys import bags_of, check_ids, one_table, pooling_of
 from oneemb.serving.free_sizes import FreeSizes
 
 _NO_BAG = 1 << 40
@@ -37,7 +37,7 @@ class FrozenEmbedding(torch.nn.Module):
     def forward(
         self,
         ids: torch.Tensor,
-        table_ids: torch.Tensor | None = None,
+        table_ids: torch.Tensor | int | None = None,
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
         pooling: Literal["sum", "mean", "max"] | None = None,
@@ -46,6 +46,7 @@ class FrozenEmbedding(torch.nn.Module):
         include_last_offset: bool = True,
     ) -> torch.Tensor:
         """Look up ids, like `MultiTableEmbedding.forward` in eval mode."""
+        table_ids = one_table(table_ids, self.num_tables, ids)
         bags = bags_of(
             ids, table_ids, offsets, per_sample_weights, pooling, columns, self.num_tables, include_last_offset
         )
@@ -60,7 +61,7 @@ class FrozenEmbedding(torch.nn.Module):
             return rows.to(self.dtype).reshape(*ids.shape, self.embedding_dim)
         return bags.shaped(self._pooled(ids, table_ids, offsets, per_sample_weights, pools, columns))
 
-    def read(self, ids: torch.Tensor, table_ids: torch.Tensor | None = None) -> torch.Tensor:
+    def read(self, ids: torch.Tensor, table_ids: torch.Tensor | int | None = None) -> torch.Tensor:
         """Look up ids, like `MultiTableEmbedding.read`."""
         return self(ids, table_ids)
 

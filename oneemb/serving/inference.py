@@ -117,7 +117,7 @@ class InferenceEmbedding(Following, torch.nn.Module):
     def forward(
         self,
         ids: torch.Tensor,
-        table_ids: torch.Tensor | None = None,
+        table_ids: torch.Tensor | int | None = None,
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
         pooling: Literal["sum", "mean", "max"] | None = None,
@@ -139,7 +139,9 @@ class InferenceEmbedding(Following, torch.nn.Module):
         if self._follower is not None:
             self._check_follower()
         served = self._version_now()
-        if pooling is not None or not include_last_offset:
+        if table_ids is not None:
+            table_ids = lookup_keys.one_table(table_ids, len(served.is_served_T), ids)
+        if pooling is not None or include_last_offset is not True:
             num_tables = len(served.table_C if table_ids is None else served.is_served_T)
             bags = lookup_keys.bags_of(
                 ids, table_ids, offsets, per_sample_weights, pooling, columns, num_tables, include_last_offset
@@ -169,7 +171,7 @@ class InferenceEmbedding(Following, torch.nn.Module):
             check()
         return served.rows(served.only_served(table_N), id_N, ids.shape)
 
-    def read(self, ids: torch.Tensor, table_ids: torch.Tensor | None = None) -> torch.Tensor:
+    def read(self, ids: torch.Tensor, table_ids: torch.Tensor | int | None = None) -> torch.Tensor:
         """Look up ids, so that a model that calls `MultiTableEmbedding.read` can be served unchanged."""
         return self(ids, table_ids)
 

@@ -56,10 +56,10 @@ class GraphViews(torch.nn.Module):
         if why := self._plans.why_not_compiled():
             return f"{self!r}\n{why}"
         plan = self._plans.plan_of_last_call
-        recorded, lowered = (_count_ops(graph) for graph in (plan.recorded, plan.whole.graph))
+        recorded, lowered = _count_ops(plan.recorded), _count_ops(plan.whole.graph)
         return "\n".join(
             [
-                f"{type(self).__name__}: {recorded} ops recorded, {lowered} compiled",
+                f"{type(self).__name__}: {recorded} op{'s' * (recorded != 1)} recorded, {lowered} compiled",
                 _indented("prepare", plan.prepare),
                 _indented("lookup", plan.lookup.graph),
                 f"build: Python; {plan.others} lookups of ids that are not known before",

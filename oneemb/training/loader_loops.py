@@ -2,7 +2,10 @@
 
 import contextlib
 import functools
+import inspect
+import sys
 import traceback
+import warnings
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Sized
 from contextlib import contextmanager
@@ -44,11 +47,26 @@ class Loop(Generator[Any, None, None]):
         loader: loader whose length is the loop's length.
     """
 
+    _was_asked = False
+    """Whether somebody has asked for the length, which needs no step."""
+
     def __init__(self, steps: Generator[Any, None, None], loader: Iterable[Any]):
         self._steps, self._length = steps, functools.partial(len, cast(Sized, loader))
 
     def __len__(self) -> int:
+        self._was_asked = True
         return self._length()
+
+    def __del__(self) -> None:
+        steps = vars(self).get("_steps")
+        if steps is None or self._was_asked or sys.is_finalizing():
+            return
+        if inspect.getgeneratorstate(steps) == inspect.GEN_CREATED:
+            warnings.warn(
+                "a result of graph.run(loader) was dropped before its first step, so it has made none; iterate over it:"
+                " for loss in graph.run(loader): ...",
+                stacklevel=2,
+            )
 
     def __bool__(self) -> bool:
         return True
@@ -129,6 +147,7 @@ class LoaderLoops(GraphViews):
             A generator of the results of `build`, one for each batch, with the length of the loader if it has one.
 
         Raises:
+            TypeError: `loader` is not iterable.
             ValueError: prefetch_depth or lookahead is not an int of at least 0.
             RuntimeError: a call raised StopIteration, which would end the loop as if there were no more batches.
             An error of the loader, at the batch that it did not yield, with its traceback; an error of a call.
@@ -136,6 +155,11 @@ class LoaderLoops(GraphViews):
         for name, number in (("prefetch_depth", prefetch_depth), ("lookahead", lookahead)):
             if isinstance(number, bool) or not isinstance(number, int) or number < 0:
                 raise ValueError(f"{name} must be an int of at least 0, got {number!r}")
+        if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+            raise TypeError(
+                f"loader must yield batches, as a torch DataLoader or a list of batches does, got"
+                f" {type(loader).__name__} {loader!r:.100}"
+            )
         if self._surrounds_step():
             prefetch_depth = 0
         ranks = self._ranks()

@@ -136,7 +136,7 @@ class TrainGraph(CompiledGraph):
                 clip_grad_norm is not above 0; or the scheduler belongs to another optimizer, or needs a metric.
             StorageError: rows hold another optimizer's state, or a path is in use.
         """
-        _check_types(optimizer, clip_grad_norm)
+        _check_types(optimizer, lr_scheduler, clip_grad_norm)
         check_flags(skip_nonfinite=skip_nonfinite)
         trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if not any(id(parameter) in trained for parameter in self.parameters()):
@@ -202,7 +202,13 @@ class TrainGraph(CompiledGraph):
         If `build` itself calls `self.scaler.scale(loss).backward()`, this call is not needed: the graph unscales with
         and updates a scaler that is an attribute of the graph, a global of the module that defines `build`, or in a
         closure of `build`. It does not know any other scaler.
+
+        Raises:
+            TypeError: `scaler` is neither.
         """
+        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+            got = f"{type(scaler).__name__} {scaler!r:.100}"
+            raise TypeError(f"scaler must be a torch.amp.GradScaler, or None to stop scaling, got {got}")
         self._train_state.scaler = scaler
 
     def _step(self, batch: Batch, prepared: Prepared, on_acquired: OnAcquired | None) -> Any:
@@ -443,10 +449,17 @@ def _no_backward(*args: object, **kwargs: object) -> None:
     """Do nothing: it replaces `Tensor.backward` in eval mode."""
 
 
-def _check_types(optimizer: object, clip_grad_norm: object) -> None:
+def _check_types(optimizer: object, lr_scheduler: object, clip_grad_norm: object) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         got = type(optimizer).__name__
         raise TypeError(f"optimizer must be a torch.optim.Optimizer over parameters of the graph, got {got}")
+    steps = [getattr(lr_scheduler, name, None) for name in ("step", "state_dict", "load_state_dict")]
+    if lr_scheduler is not None and (isinstance(lr_scheduler, type) or not all(map(callable, steps))):
+        got = f"{type(lr_scheduler).__name__} {lr_scheduler!r:.100}"
+        raise TypeError(
+            f"lr_scheduler must be a torch.optim.lr_scheduler made on the optimizer, or None, got {got}; give an"
+            " object, such as torch.optim.lr_scheduler.StepLR(optimizer, 1000)"
+        )
     if clip_grad_norm is not None and (isinstance(clip_grad_norm, bool) or not isinstance(clip_grad_norm, Real)):
         got = f"{type(clip_grad_norm).__name__} {clip_grad_norm!r}"
         raise TypeError(f"clip_grad_norm must be a number above 0, or None, got {got}")
