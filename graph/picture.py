@@ -15,6 +15,7 @@ from torch import fx
 
 from oneemb.graph.model_trace import Box
 from oneemb.graph.ops.op import op_of, reads_rows
+from oneemb.graph.shown import printable
 from oneemb.graph.text import node_label
 from oneemb.kernels.extras import need
 from oneemb.storage.fs import AnyPath, file_path
@@ -87,7 +88,8 @@ _SUFFIXES = (".svg", ".png", ".pdf")
 
 
 def _new_axes(width: float, height: float, across: tuple[float, float], down: tuple[float, float]) -> "Axes":
-    """Axes that fill a new figure of so many inches."""
+    """Axes that fill a new figure of so many inches. Their limits are fixed, so shapes are added by `add_artist`:
+    `add_patch` would compute limits, which takes longer than all else."""
     need("matplotlib", "draw", "draw")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -102,8 +104,8 @@ def _new_axes(width: float, height: float, across: tuple[float, float], down: tu
 
 
 def _escaped(text: str) -> str:
-    """Text for matplotlib, in which a dollar would start a formula."""
-    return text.replace("$", r"\$")
+    """Text for matplotlib, in which a dollar would start a formula. SVG has no control characters."""
+    return printable(text).replace("$", r"\$")
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------
@@ -201,14 +203,14 @@ def _draw_line(
         vertices += [(x0, y0 - half), (x1, y1 + half), (x1, y1)]
         codes += [Path.CURVE4] * 3
     curve = FancyArrowPatch(path=Path(vertices, codes), arrowstyle="-|>", mutation_scale=9, linewidth=1.1, color=_GRAY)
-    axes.add_patch(curve)
+    axes.add_artist(curve)
 
 
 def _draw_box(axes: "Axes", box: Box, center: tuple[float, float], more: str) -> None:
     from matplotlib.patches import FancyBboxPatch
 
     (x, y), is_input = center, box.kind == "input"
-    axes.add_patch(
+    axes.add_artist(
         FancyBboxPatch(
             (x - _WIDE / 2 + 0.06, y - _HIGH / 2 + 0.06), _WIDE - 0.12, _HIGH - 0.12, facecolor=_COLORS[box.kind],
             boxstyle=f"round,pad=0.06,rounding_size={0.3 if is_input else 0.1}", edgecolor=_GRAY, linewidth=0.8,
@@ -242,10 +244,10 @@ def _draw_parts(axes: "Axes", parts: Mapping[str, int], left: float, right: floa
         parts.items(), (left + i * (right - left) / len(parts) for i in range(len(parts))), strict=True
     ):
         width = (right - left) * ns / whole
-        axes.add_patch(
+        axes.add_artist(
             Rectangle((begin, top - 0.14), width, 0.2, facecolor=_PART_COLORS[part], edgecolor=_GRAY, lw=0.5)
         )
-        axes.add_patch(Rectangle((x, top - 0.43), 0.14, 0.14, facecolor=_PART_COLORS[part], edgecolor=_GRAY, lw=0.5))
+        axes.add_artist(Rectangle((x, top - 0.43), 0.14, 0.14, facecolor=_PART_COLORS[part], edgecolor=_GRAY, lw=0.5))
         axes.text(x + 0.22, top - 0.36, f"{part} {ns / whole:.0%}", color=_GRAY, fontsize=9, va="center")
         begin += width
     axes.text(left, top + 0.19, f"share of {seconds:,.2f} s in steps", color=_GRAY, fontsize=8, va="center")
@@ -285,7 +287,7 @@ def _draw_graph(axes: "Axes", nodes: Sequence[fx.Node], left: float) -> None:
             (left, row[node] - _BOX_HEIGHT / 2), _BOX_WIDTH, _BOX_HEIGHT, boxstyle="round,pad=0.03",
             facecolor=_color(node), edgecolor=_GRAY, linewidth=0.6,
         )  # fmt: skip
-        axes.add_patch(box)
+        axes.add_artist(box)
         axes.text(
             left + 0.08, row[node], _escaped(label), fontsize=7, va="center", family="monospace", color=_INK,
         )  # fmt: skip
@@ -295,7 +297,7 @@ def _draw_graph(axes: "Axes", nodes: Sequence[fx.Node], left: float) -> None:
                     (left, row[used]), (left, row[node]), arrowstyle="-|>", mutation_scale=5, linewidth=0.5,
                     color=_GRAY, connectionstyle=f"arc3,rad={min(0.6, 1.2 / abs(row[used] - row[node]))}",
                 )  # fmt: skip
-                axes.add_patch(curve)
+                axes.add_artist(curve)
 
 
 def _color(node: fx.Node) -> str:

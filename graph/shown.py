@@ -15,7 +15,20 @@ class ShownText(str):
 
 def html_of_text(text: str) -> str:
     """HTML of lines of text in a monospaced font, which notebooks do not give `<pre>` by themselves."""
-    return f'<pre style="font-family:monospace;line-height:1.2">{html.escape(text)}</pre>'
+    return f'<pre style="font-family:monospace;line-height:1.2">{escaped(text)}</pre>'
+
+
+def escaped(text: str) -> str:
+    """HTML of text."""
+    return html.escape(printable(text))
+
+
+def printable(text: str) -> str:
+    """Text with codes, such as `\\x01`, in place of characters that XML and screens do not have, except for ends of
+    lines."""
+    return "".join(
+        one if one == "\n" or one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text
+    )
 
 
 def aligned(table: Sequence[Sequence[str]], left: int = 1) -> str:

@@ -1,6 +1,7 @@
 """Pictures of graphs: the boxes of a model, SVG that tests and notebooks can use, errors."""
 
 import re
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -191,6 +192,37 @@ def test_a_path_that_cannot_be_written_is_an_error_that_says_what_can(tmp_path):
         graph.draw(tmp_path / f"model.{suffix}")
         graph.draw(tmp_path / f"passes.{suffix}", passes=True)
         assert (tmp_path / f"model.{suffix}").stat().st_size > 2000
+
+
+def test_names_with_control_characters_are_shown_as_codes(tmp_path):
+    class Named(Dots):
+        def __init__(self, folder):
+            super().__init__(folder)
+            self.layers = torch.nn.ModuleDict({"a\x01b<": torch.nn.Linear(4, 4), "c": torch.nn.Linear(4, 4)})
+
+        def build(self, ids):
+            return sum(layer(self.items(ids)) for layer in self.layers.values())
+
+    graph = Named(tmp_path)
+    graph(torch.tensor([1, 2]))
+    page = graph._repr_html_()
+    picture = ElementTree.fromstring(graph.draw().svg)  # raises for a character that XML does not have
+    assert "layers.a\\x01b<: Linear" in "".join(picture.itertext())
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f]", page) and "a\\x01b&lt;" in page
+    embedding = make_embedding(tmp_path / "named", name="a\x01\ud800")
+    assert "\x01" not in embedding._repr_html_() and "\ud800" not in embedding._repr_html_()
+
+
+def test_a_picture_of_many_tables_computes_no_limits_of_axes(tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    def refuse(*args):
+        raise AssertionError("limits of axes are computed for every shape")
+
+    monkeypatch.setattr(Axes, "_update_patch_limits", refuse)
+    graph = Model(tmp_path)
+    graph(*BATCH)
+    assert len(graph.draw().svg) > 1000 and len(graph.draw(passes=True).svg) > 1000
 
 
 def test_a_closed_embedding_is_drawn_as_closed(tmp_path):

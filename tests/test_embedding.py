@@ -227,6 +227,32 @@ def test_eval_inserts_nothing_and_reads_what_train_would_insert(made, store):
 
 
 @pytest.mark.parametrize("store", STORES)
+def test_an_evaluation_without_eval_mode_warns_once_that_it_grows_the_table(made, store):
+    embedding = made(store=store)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with torch.no_grad():
+            embedding(torch.arange(3))  # rows that no step has trained: somebody fills the table
+        embedding(torch.arange(3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            embedding(torch.arange(3))  # no new id
+            embedding.read(torch.tensor([70]))
+            embedding.eval()(torch.tensor([71]))
+        embedding.train().requires_grad_(False)
+        embedding(torch.tensor([72]))
+        embedding.requires_grad_(True)(torch.tensor([73]))
+    said = r"'items' is in training mode, so a lookup under torch.no_grad\(\) has inserted 2 new ids; .* model.eval\(\)"
+    with torch.no_grad(), pytest.warns(UserWarning, match=said) as warned:
+        embedding(torch.tensor([1, 80, 81]))
+        embedding(torch.tensor([82]))
+    assert len(warned) == 1 and warned[0].filename == __file__
+    assert sorted(embedding.ids().tolist()) == [0, 1, 2, 72, 73, 80, 81, 82]
+
+
+@pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_lookup_without_gradient_reads_what_one_with_gradient_reads(made, store, dtype, frozen):

@@ -50,6 +50,48 @@ def test_a_path_that_names_no_file_is_told_with_what_to_give(graph, call):
             call(path)
 
 
+WRONG = [3, "StepLR", torch.optim.lr_scheduler.StepLR, {"step": 1}]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_a_scheduler_or_scaler_that_is_none_is_told_by_name(tmp_path, wrong):
+    graph = graph_of(tmp_path)
+    optimizer = torch.optim.SGD(graph.dense.parameters(), lr=0.1)
+    got = type(wrong).__name__
+    with pytest.raises(TypeError, match=rf"lr_scheduler must be .*, or None, got {got} .*StepLR\(optimizer, 1000\)"):
+        graph.add_optimizer(optimizer, wrong)
+    with pytest.raises(TypeError, match=f"scaler must be a torch.amp.GradScaler, or None to stop scaling, got {got} "):
+        graph.set_grad_scaler(wrong)
+    assert len(graph.optimizers) == 1
+    graph.add_optimizer(optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 10))
+    graph.set_grad_scaler(torch.amp.GradScaler("cpu"))
+    graph.set_grad_scaler(None)
+
+
+@pytest.mark.parametrize("wrong", [3, None, 2.5, build])
+def test_a_loader_that_yields_nothing_is_told(graph, wrong):
+    with pytest.raises(
+        TypeError, match=f"loader must yield batches, as a torch DataLoader .*got {type(wrong).__name__} "
+    ):
+        graph.run(wrong)
+
+
+def test_a_loop_that_nobody_iterates_over_warns(graph, recwarn):
+    steps = graph.steps
+    for _ in graph.run([IDS]):
+        pass
+    list(graph.run([IDS]))
+    assert len(graph.run([IDS, IDS])) == 2
+    graph.run([IDS]).close()
+    loop = graph.run([IDS, IDS])
+    next(loop)
+    del loop
+    assert graph.steps == steps + 3 and not [one for one in recwarn if "graph.run" in str(one.message)]
+    with pytest.warns(UserWarning, match="dropped before its first step, .* for loss in graph.run") as warned:
+        graph.run([IDS])
+    assert graph.steps == steps + 3 and [one.filename for one in warned] == [__file__]
+
+
 @pytest.mark.parametrize("more, said", [
     ({"kwargs": 3}, "kwargs must be a dict of build's arguments by name, or None, got int 3"),
     ({"kwargs": ["ids"]}, "kwargs must be a dict .* got list"),

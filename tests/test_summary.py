@@ -96,6 +96,39 @@ def test_a_summary_counts_rows_and_other_parameters(tmp_path):
         oneemb.summary(3)
 
 
+def test_a_model_without_other_parameters_trains_none_of_them(tmp_path):
+    embedding = make_embedding(tmp_path)
+    assert oneemb.summary(embedding).splitlines()[-1] == "no other parameters"
+    assert oneemb.summary(torch.nn.Identity()).splitlines()[1:] == ["no other parameters"]
+
+
+def test_explain_of_an_embedding_has_a_fact_in_each_line(tmp_path):
+    embedding = make_embedding(tmp_path, tables=2)
+    embedding(torch.tensor([[1, 2]]))
+    facts = dict(line.split(None, 1) for line in embedding.explain().splitlines())
+    assert facts["tables"] == "2" and facts["rows"] == "2" and facts["path"] == str(tmp_path)
+    embedding.close()
+    assert "is closed; make it again" in embedding.explain()
+
+
+def test_a_profile_without_steps_says_what_to_do(tmp_path):
+    graph = Graph(make_embedding(tmp_path))
+    profile = graph.profile(3)
+    assert str(profile) == (
+        "0 of 3 steps noted: call the graph, or loop over graph.run(loader), after graph.profile(3), and print then"
+    )
+    assert "0 of 3 steps noted" in profile._repr_html_()
+    graph(torch.arange(3))
+    assert str(profile).startswith("1 of 3 steps noted\nhalf")
+
+
+def test_one_op_is_not_several(tmp_path):
+    graph = Graph(make_embedding(tmp_path))
+    for _ in range(2):
+        graph(torch.arange(3))
+    assert str(graph).startswith("Graph: 1 op recorded, ")
+
+
 class Graph(oneemb.TrainGraph):
     def __init__(self, embedding):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A number for `table_ids` is the table of all ids: in every kind of lookup, in graphs, averages, servers and programs."""
+"""`table_ids` of a number is the table of all ids: in every kind of lookup, in graphs, averages, servers, programs."""
 
 import enum
 

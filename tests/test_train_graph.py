@@ -3,7 +3,6 @@ trained is refused; a step that fails leaves nothing behind."""
 
 import copy
 import gc
-import inspect
 import math
 import traceback
 import weakref

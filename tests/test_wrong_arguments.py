@@ -218,11 +218,23 @@ def test_a_name_of_a_snapshot_is_text(tmp_path, name):
             call(name)
 
 
+@pytest.mark.parametrize("wrong", NOT_FLAGS, ids=str)
+def test_flags_of_lookups_and_of_pretrained_rows_are_bools(served, wrong):
+    ids, offsets = torch.tensor([1, 2]), torch.tensor([0, 1])
+    with make_embedding(served) as embedding:
+        for look_up in (embedding, oneemb.InferenceEmbedding.open(served)):
+            with pytest.raises(TypeError, match="include_last_offset must be True or False, got .*nn.EmbeddingBag"):
+                look_up(ids, offsets=offsets, include_last_offset=wrong)
+        assert embedding(ids, offsets=offsets, include_last_offset=False).shape == (2, 4)
+    with pytest.raises(TypeError, match="freeze must be True or False"):
+        oneemb.MultiTableEmbedding.from_pretrained(torch.eye(3), freeze=wrong)
+
+
 OPTIONS = [
     (kind, option)
     for kind in ("Lamb", "Lars", "RowWiseAdagrad", "Ftrl", "SmartDecayAdam", "PartialRowWiseAdam")
     for option in inspect.signature(getattr(oneemb.optim, kind)).parameters
-    if option != "params" and (kind, option) not in (("Ftrl", "lr"), ("Ftrl", "lr_power"))
+    if option != "params"
 ]
 
 

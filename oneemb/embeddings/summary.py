@@ -1,7 +1,6 @@
 """Embeddings at a glance: rows, bytes, optimizer, policy and path, as text and for notebooks."""
 
 import dataclasses
-import html
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 
 from oneemb.embeddings.stats import EmbeddingStats, memory_of
 from oneemb.graph.modules import embeddings_in
-from oneemb.graph.shown import ShownText, aligned
+from oneemb.graph.shown import ShownText, aligned, escaped
 from oneemb.storage.errors import StorageError
 
 
@@ -116,15 +115,13 @@ def summary(model: torch.nn.Module) -> str:
 
 def text_of(facts: dict[str, str]) -> str:
     """Text of a table of facts, one a line."""
-    width = max(map(len, facts))
-    return "\n".join(f"{name.ljust(width)}  {fact}" for name, fact in facts.items())
+    return ShownText(aligned(list(facts.items()), left=2))
 
 
 def html_of(title: str, facts: dict[str, str]) -> str:
     """HTML of a table of facts, for notebooks."""
     left = 'style="text-align:left"'
     rows = [
-        f"<tr><th {left}>{html.escape(name)}</th><td {left}>{html.escape(fact)}</td></tr>"
-        for name, fact in facts.items()
+        f"<tr><th {left}>{escaped(name)}</th><td {left}>{escaped(fact)}</td></tr>" for name, fact in facts.items()
     ]
-    return f"<table><caption>{html.escape(title)}</caption>{''.join(rows)}</table>"
+    return f"<table><caption>{escaped(title)}</caption>{''.join(rows)}</table>"
