@@ -333,7 +333,7 @@ def test_profile_shows_prepare_and_compute_as_rows(tmp_path):
 def test_a_profile_prints_as_a_table():
     graph = graph_of("ssd")
     profile = graph.profile(4)
-    assert str(profile).startswith("0 of 4 steps noted\n")
+    assert str(profile).startswith("0 of 4 steps noted: call the graph")
     list(graph.run(batches_of(8, 50, 100)))
     first, head, *lines = str(profile).splitlines()
     assert first == "4 of 4 steps noted" and head.split()[:3] == ["half", "op", "calls"]

@@ -202,13 +202,8 @@ class TrainGraph(CompiledGraph):
         If `build` itself calls `self.scaler.scale(loss).backward()`, this call is not needed: the graph unscales with
         and updates a scaler that is an attribute of the graph, a global of the module that defines `build`, or in a
         closure of `build`. It does not know any other scaler.
-
-        Raises:
-            TypeError: `scaler` is neither.
         """
-        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-            got = f"{type(scaler).__name__} {scaler!r:.100}"
-            raise TypeError(f"scaler must be a torch.amp.GradScaler, or None to stop scaling, got {got}")
+        _check_scaler(scaler)
         self._train_state.scaler = scaler
 
     def _step(self, batch: Batch, prepared: Prepared, on_acquired: OnAcquired | None) -> Any:
@@ -447,6 +442,12 @@ def _refuse_step(scheduler: LearningRateScheduler) -> None:
 
 def _no_backward(*args: object, **kwargs: object) -> None:
     """Do nothing: it replaces `Tensor.backward` in eval mode."""
+
+
+def _check_scaler(scaler: object) -> None:
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        got = f"{type(scaler).__name__} {scaler!r:.100}"
+        raise TypeError(f"scaler must be a torch.amp.GradScaler, or None to stop scaling, got {got}")
 
 
 def _check_types(optimizer: object, lr_scheduler: object, clip_grad_norm: object) -> None:
