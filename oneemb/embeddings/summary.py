@@ -121,7 +121,5 @@ def text_of(facts: dict[str, str]) -> str:
 def html_of(title: str, facts: dict[str, str]) -> str:
     """HTML of a table of facts, for notebooks."""
     left = 'style="text-align:left"'
-    rows = [
-        f"<tr><th {left}>{escaped(name)}</th><td {left}>{escaped(fact)}</td></tr>" for name, fact in facts.items()
-    ]
+    rows = [f"<tr><th {left}>{escaped(name)}</th><td {left}>{escaped(fact)}</td></tr>" for name, fact in facts.items()]
     return f"<table><caption>{escaped(title)}</caption>{''.join(rows)}</table>"
