@@ -97,6 +97,10 @@ class ObjectStore:
             self._tried("written", key, write)
         except PermissionError as error:
             raise StorageError(f"{self.url}/{key} could not be written: {error}; check the credentials") from error
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+            raise StorageError(
+                f"{self.url}/{key} could not be written: {error}; make the bucket or folder, or correct the URL"
+            ) from error
 
     def _read(self, key: str) -> bytes:
         try:

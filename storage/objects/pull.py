@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from oneemb.storage.errors import CorruptTableError, LockedError, StorageError
+from oneemb.storage.errors import CorruptTableError, LockedError, SnapshotNotFoundError, StorageError
 from oneemb.storage.fs import LocalFileSystem, doing
 from oneemb.storage.new_files import new_file
 from oneemb.storage.objects.manifests import StoredFile, StoredPart, current_of, get_part, names_in
@@ -58,7 +58,7 @@ def pull(
         progress: called with (bytes done, bytes to bring).
 
     Raises:
-        SnapshotNotFoundError: the store has no snapshot of one of the names.
+        SnapshotNotFoundError: the store has no snapshot of one of the names, or none at all.
         CorruptTableError: an object is missing or damaged, or the folder has been damaged.
         LockedError: another pull writes to `path`, or a job uses it.
         StorageError: the folder has chunks of another table, or the store or a file cannot be used.
@@ -66,7 +66,10 @@ def pull(
     """
     store = ObjectStore(url, options)
     work = _Pull(store, os.path.realpath(path), progress)
-    work.run(sorted(names) if names is not None else names_in(store))
+    wanted = names_in(store) if names is None else sorted(names)
+    if not wanted and names is None:
+        raise SnapshotNotFoundError(f"{store.url} must have snapshots, it has none; push some, or correct the URL")
+    work.run(wanted)
     return work.result
 
 
@@ -89,7 +92,8 @@ class _Pull:
                     f"{self._path} must have one pull at a time; wait until the other has ended"
                 ) from None
         try:
-            for part in parts:
+            self._keep_chunks(new)
+            for part in reversed(parts):  # The newest has the longest files of chunks.
                 self._bring(part, f"{new}/{part.folder}")
             if parts:
                 copied = backup_folder(new, self._path, link=_links(new))
@@ -99,6 +103,25 @@ class _Pull:
             shutil.rmtree(new)
         finally:
             self._fs.unlock(lock)
+
+    def _keep_chunks(self, new: str) -> None:
+        """Keep the chunks that a killed pull from the same URL has left in the folder `new`, and nothing else."""
+        source = f"{new}/url"
+        with suppress(FileNotFoundError), open(source, encoding="utf-8") as file:
+            if file.read() == self._store.url:
+                for path in (new, *(entry.path for entry in os.scandir(new) if entry.is_dir())):
+                    for name in ("snapshots", "coming"):
+                        shutil.rmtree(f"{path}/{name}", ignore_errors=True)
+                return
+        if os.listdir(new) and not os.path.exists(source):
+            raise StorageError(
+                f"{new} must be a new folder, or one that a pull has left, it has other files; move it, or pull to"
+                " another path"
+            )
+        for entry in os.scandir(new):
+            shutil.rmtree(entry.path) if entry.is_dir(follow_symlinks=False) else os.remove(entry.path)
+        with open(source, "w", encoding="utf-8") as file:
+            file.write(self._store.url)
 
     def _parts(self, names: Collection[str]) -> list[StoredPart]:
         """The parts of these snapshots and of their ancestors, ancestors first."""
@@ -125,29 +148,27 @@ class _Pull:
         self._write(snapshot, beside)
         record = SnapshotFiles(self._fs, f"{folder}/coming").read(part.table_name)
         geometry, known = record.geometry, {chunk.number: chunk for chunk in record.parts}
-        for file in chunks:
-            self._bring_chunk(file, geometry, known, f"{folder}/{file.path}", f"{self._path}/{part.folder}/{file.path}")
+        for file in sorted(chunks, key=lambda file: not file.path.endswith(".keys")):
+            chunk = known[file.chunk[0]]
+            self._bring_chunk(file, geometry, chunk, f"{folder}/{file.path}", f"{self._path}/{part.folder}/{file.path}")
         self._fs.rename(beside, f"{folder}/{snapshot.path}")
 
-    def _bring_chunk(
-        self, file: StoredFile, geometry: Geometry, known: dict[int, ChunkPart], path: str, there: str
-    ) -> None:
-        """Write a file of a chunk, unless the folder beside the target, or the target, has it."""
-        with suppress(FileNotFoundError):
-            if self._fs.size(path) >= file.size:
-                self._move(file.size)
-                return
-        chunk = known[file.chunk[0]]
-        keys = os.path.splitext(there)[0] + ".keys"
-        with suppress(FileNotFoundError, StorageError):
-            if self._fs.size(there) >= file.size:
-                read_keys(self._fs, keys, geometry, chunk)  # raises if these are other keys
-                with suppress(FileNotFoundError):
-                    os.remove(path)
-                with suppress(OSError):  # The file system has no links.
+    def _bring_chunk(self, file: StoredFile, geometry: Geometry, chunk: ChunkPart, path: str, there: str) -> None:
+        """Write a file of a chunk, unless the folder beside the target, or the target, has it. Keys come first."""
+        for candidate in (path, there):
+            try:
+                if self._fs.size(candidate) < file.size:
+                    continue
+                keys = os.path.splitext(candidate)[0] + ".keys"
+                read_keys(self._fs, keys, geometry, chunk)  # raises if these are keys of another chunk
+                if candidate == there:
+                    with suppress(FileNotFoundError):
+                        os.remove(path)
                     os.link(there, path)
-                    self._move(file.size)
-                    return
+            except (OSError, StorageError):
+                continue  # It has another file, or the file system has no links.
+            self._move(file.size)
+            return
         self._write(file, path)
 
     def _write(self, file: StoredFile, path: str) -> None:
