@@ -141,21 +141,17 @@ class InferenceEmbedding(Following, torch.nn.Module):
         served = self._version_now()
         if table_ids is not None:
             table_ids = lookup_keys.one_table(table_ids, len(served.is_served_T), ids)
+        bags = None
         if pooling is not None or include_last_offset is not True:
             num_tables = len(served.table_C if table_ids is None else served.is_served_T)
             bags = lookup_keys.bags_of(
                 ids, table_ids, offsets, per_sample_weights, pooling, columns, num_tables, include_last_offset
             )
-            if bags.shape is not None:
-                assert bags.offsets is not None
-                pools = lookup_keys.pooling_of(pooling, bags.offsets)
-                return bags.shaped(
-                    self._bags(served, bags.ids, bags.table_ids, bags.offsets, bags.scales, pools, columns)
-                )
-            offsets = bags.offsets
+            ids, table_ids, offsets, per_sample_weights, _ = bags
         pools, columns = lookup_keys.pooling_of(pooling, offsets), lookup_keys.columns_of(columns)
         if offsets is not None:
-            return self._bags(served, ids, table_ids, offsets, per_sample_weights, pools, columns)
+            rows = self._bags(served, ids, table_ids, offsets, per_sample_weights, pools, columns)
+            return rows if bags is None else bags.shaped(rows)
         lookup_keys.check_no_columns(columns)
         if per_sample_weights is not None:
             lookup_keys.check_scales(per_sample_weights, False, pools, 0, _CPU)
