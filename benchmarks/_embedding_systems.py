@@ -167,6 +167,7 @@ class Oneemb:
         return rows
 
     def close(self) -> None:
+        self.embedding.clear()  # The rows may go.
         self.embedding.close()
         self._folder.cleanup()
 

@@ -56,6 +56,7 @@ class Eager:
             return self.embedding(self._ids[i % len(self._ids)][:1])
 
     def close(self) -> None:
+        self.embedding.clear()  # The rows may go.
         self.embedding.close()
         self._folder.cleanup()
 
@@ -80,6 +81,10 @@ class Served(Evaluated):
         self.embedding.save_snapshot("trained")
         self.embedding.close()
         self.embedding = oneemb.InferenceEmbedding.open(self._folder.name)
+
+    def close(self) -> None:
+        self.embedding.close()
+        self._folder.cleanup()
 
 
 class Graph(Eager):

@@ -114,6 +114,7 @@ def measure(gpu: launch.Gpu, options: argparse.Namespace) -> list[dict[str, Any]
         found = [timed(gpu, "step", step, options.runs)]
         embedding.eval()
         found.append(timed(gpu, "eval", evaluate, options.runs))
+        embedding.clear()  # The rows may go.
         embedding.close()
     return found
 

@@ -105,6 +105,7 @@ def step(
         one(0)
         asked = {"loops": gpu.launches - before[0], "waits": gpu.waits - before[1]}
         ms = milliseconds(gpu, {"oneemb": one, **peers}, runs)
+        embedding.clear()  # The rows may go.
         embedding.close()
     return ms, asked
 

@@ -110,6 +110,7 @@ class Training:
 
     def close(self) -> None:
         self.rows = self._embedding.stats()["rows"]
+        self._embedding.clear()  # The rows may go.
         self._embedding.close()
         self._folder.cleanup()
 

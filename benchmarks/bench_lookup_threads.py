@@ -85,6 +85,7 @@ class Lookups:
         return Timed(look, self.close)
 
     def close(self) -> None:
+        self._embedding.clear()  # The rows may go.
         self._embedding.close()
         self._folder.cleanup()
 

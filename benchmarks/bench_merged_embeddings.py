@@ -11,7 +11,6 @@ import argparse
 import itertools
 import json
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator
 from unittest import mock
@@ -27,9 +26,9 @@ from oneemb.graph import plan
 class OneModule(oneemb.TrainGraph):
     """All tables in one embedding."""
 
-    def __init__(self, path: str, tables: int, dim: int, threads: int):
+    def __init__(self, tables: int, dim: int, threads: int):
         super().__init__()
-        self.embedding = embedding_of(f"{path}/one", tables, dim, threads)
+        self.embedding = embedding_of("one", tables, dim, threads)
         self.add_optimizer(torch.optim.Adagrad(self.parameters(), lr=0.01))
 
     def build(self, ids: torch.Tensor) -> torch.Tensor:
@@ -41,9 +40,9 @@ class OneModule(oneemb.TrainGraph):
 class ManyModules(oneemb.TrainGraph):
     """An embedding for each table."""
 
-    def __init__(self, path: str, tables: int, dim: int, threads: int):
+    def __init__(self, tables: int, dim: int, threads: int):
         super().__init__()
-        self.fields = torch.nn.ModuleList(embedding_of(f"{path}/{t}", 1, dim, threads) for t in range(tables))
+        self.fields = torch.nn.ModuleList(embedding_of(f"{t}", 1, dim, threads) for t in range(tables))
         self.add_optimizer(torch.optim.Adagrad(self.parameters(), lr=0.01))
 
     def build(self, ids: torch.Tensor) -> torch.Tensor:
@@ -53,10 +52,10 @@ class ManyModules(oneemb.TrainGraph):
         return loss.detach()
 
 
-def embedding_of(path: str, tables: int, dim: int, threads: int) -> oneemb.MultiTableEmbedding:
-    store = oneemb.make_device_mem_store_options(path, capacity=3_000_000)
+def embedding_of(name: str, tables: int, dim: int, threads: int) -> oneemb.MultiTableEmbedding:
+    store = oneemb.make_device_mem_store_options(capacity=3_000_000)
     return oneemb.MultiTableEmbedding(
-        path, dim, torch.float32, torch.int64, [oneemb.make_table()] * tables, store, num_threads=threads
+        name, dim, torch.float32, torch.int64, [oneemb.make_table()] * tables, store, num_threads=threads
     )
 
 
@@ -82,17 +81,16 @@ def main() -> None:
     print(json.dumps(machine() | {"threads": options.threads}), flush=True)
     lines = []
     for batch in options.batches:
-        with tempfile.TemporaryDirectory(prefix="oneemb-bench-", ignore_cleanup_errors=True) as path:
-            lines += bench(path, batch, options)
+        lines += bench(batch, options)
     print(table(["B", "way", "ms a call", "ms prefetched", "ops"], lines))
 
 
-def bench(path: str, batch: int, options: argparse.Namespace) -> list[list[str]]:
+def bench(batch: int, options: argparse.Namespace) -> list[list[str]]:
     shape = options.tables, options.dim, options.threads
     graphs: dict[str, oneemb.TrainGraph] = {
-        "one module": OneModule(f"{path}/one", *shape),
-        "many modules": ManyModules(f"{path}/many", *shape),
-        "many modules, not merged": ManyModules(f"{path}/apart", *shape),
+        "one module": OneModule(*shape),
+        "many modules": ManyModules(*shape),
+        "many modules, not merged": ManyModules(*shape),
     }
     batches = batches_of(batch, options.tables, options.rows, options.steps)
     for name, graph in graphs.items():

@@ -147,6 +147,7 @@ def run_case(path: str, rank: int, ranks: int, batch: int, dim: int) -> dict[str
     for _ in graph.run(loader, prefetch_depth=0):
         marks.append(time.perf_counter())
         sent.append(group.sent)
+    embedding.clear()  # The rows may go.
     embedding.close()
     counts = [[counts_of(ids, ranks) for ids in each] for each in batches]
     return {

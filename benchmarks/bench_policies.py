@@ -109,6 +109,7 @@ def measure(folder: str, policy: RowPolicy, options: argparse.Namespace) -> dict
         "rows": embedding.stats()["rows"],
     }
     for trained, _ in steps.values():
+        trained.clear()  # The rows may go.
         trained.close()
     return result
 

@@ -174,6 +174,7 @@ def training(arguments: argparse.Namespace, port: int) -> Iterator[dict[str, Any
         stats = graphs["run"].embedding.stats()
         steps = (WARM_ROUNDS + arguments.rounds) * STEPS_A_ROUND
         for graph in graphs.values():
+            graph.embedding.clear()  # The rows may go.
             graph.embedding.close()
     yield {
         "case": "training",

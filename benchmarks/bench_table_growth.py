@@ -62,6 +62,7 @@ def main() -> None:
                 }
             )
         )
+        embedding.clear()  # The rows may go.
         embedding.close()
 
 

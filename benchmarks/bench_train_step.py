@@ -81,6 +81,7 @@ def main() -> None:
     options = parse()
     keep_freed_memory()
     torch.set_num_threads(options.threads)
+    torch.sparse.check_sparse_tensor_invariants.disable()  # torch warns of the peer's gradients otherwise.
     print(json.dumps(machine() | {"threads": options.threads}), flush=True)
     with tempfile.TemporaryDirectory(prefix="oneemb-bench-") as folder:
         bench(options, options.path or folder)
@@ -94,6 +95,9 @@ def bench(options: argparse.Namespace, path: str) -> None:
         pass  # fills the cache
     case["read_before"] = case["ssd"].embedding.stats().get("device", {"misses": 0})["misses"]
     report(case, measure(case["ways"], case["batches"], options), options)
+    for graph in case["ssd"], case["memory"]:
+        graph.embedding.clear()  # The rows may go.
+        graph.embedding.close()
 
 
 def parse() -> argparse.Namespace:
@@ -152,6 +156,7 @@ def dlrm_case(options: argparse.Namespace, path: str) -> dict[str, Any]:
         "ways": {} if options.fill else all_ways(ssd, memory, options, make_optimizer),
         "batches": dlrm_batches(options),
         "ssd": ssd,
+        "memory": memory,
     }
 
 
@@ -284,6 +289,7 @@ def kuairand_case(options: argparse.Namespace, path: str) -> dict[str, Any]:
         "ways": ways_of(ssd, memory, options) | {"nn.EmbeddingBag, memory": on_bags},
         "batches": itertools.cycle(batches),
         "ssd": ssd,
+        "memory": memory,
     }
 
 
