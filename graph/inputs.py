@@ -113,7 +113,13 @@ class Signature:
                 else:
                     parts.append(_flatten(argument, name, values, _ITSELF))
             return values, Structure("dict", (dict, names), tuple(parts))
-        bound = self._signature.bind(*args, **kwargs)
+        try:
+            bound = self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(
+                f"build{self._signature} must be callable with the arguments of the graph: {error}; give the parts of a"
+                " batch one by one, graph(*batch) or graph(**batch)"
+            ) from None
         passed = set(bound.arguments)
         bound.apply_defaults()
         for name, argument in bound.arguments.items():

@@ -50,6 +50,24 @@ def test_a_path_that_names_no_file_is_told_with_what_to_give(graph, call):
             call(path)
 
 
+def test_a_batch_that_is_passed_as_a_whole_is_told_to_be_spread(tmp_path):
+    def build(self, ids, label):
+        loss = (self.dense(self.embedding(ids).flatten(1)).squeeze(1) - label).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    modules = {"embedding": make_embedding(tmp_path), "dense": torch.nn.Linear(4, 1)}
+    graph = make_graph(modules, build, lambda owner: [(torch.optim.SGD(owner.parameters(), lr=0.1), None)])
+    batch = IDS, torch.ones(3)
+    for args in ((batch,), (IDS,), (*batch, 3)):
+        with pytest.raises(TypeError, match=r"^build\(ids, label\) must be .*argument.*graph\(\*batch\)"):
+            graph(*args)
+    assert graph.steps == 0
+    graph(*batch)
+    graph(label=batch[1], ids=IDS)
+    assert graph.steps == 2
+
+
 WRONG = [3, "StepLR", torch.optim.lr_scheduler.StepLR, {"step": 1}]
 
 

@@ -74,7 +74,7 @@ def test_other_calls_take_such_numbers_too(embedding):
     (2**70, ValueError, "table_ids must be from 0 to 1, got 1180591620717411303424"),
     (True, TypeError, "table_ids must be a tensor of integers, or one int for all ids, got bool"),
     ("user", TypeError, "table_ids must be a tensor of integers, or one int for all ids, got str"),
-    ([0, 1], TypeError, r"got list; call torch.tensor\(table_ids\)"),
+    ([0, 1], TypeError, r"got list; pass the number of a table, or torch.tensor\(numbers\)"),
     (torch.tensor([0.0]), TypeError, r"got torch.float32; call table_ids.long\(\)"),
 ])  # fmt: skip
 def test_a_wrong_number_is_told(tmp_path, embedding, wrong, error, said):

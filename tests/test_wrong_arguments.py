@@ -188,6 +188,13 @@ def test_a_served_embedding_is_told_what_its_calls_take(served):
             embedding.follow(seconds)
 
 
+def test_a_served_embedding_shows_what_it_serves(served):
+    embedding = oneemb.InferenceEmbedding.open(served, dtype="float16")
+    assert repr(embedding) == "InferenceEmbedding(snapshot='first', tables=1, rows=3, dim=4, dtype=float16)"
+    embedding.close()
+    assert repr(embedding) == "InferenceEmbedding(closed)"
+
+
 NOT_FLAGS = [None, "yes", 1, 0.0, [], torch.ones(2)]
 
 

@@ -242,12 +242,14 @@ def check_ids(ids: torch.Tensor, table_ids: torch.Tensor | None, num_tables: int
         if num_tables > 1 and (ids.dim() != 2 or ids.shape[1] != num_tables):
             raise ValueError(
                 f"ids must be {key_type} of shape [B, {num_tables}], one column a table, got {list(ids.shape)};"
-                " pass table_ids, the table of each id"
+                " pass table_ids, the table of each id, or one int for all"
             )
         return
     if not isinstance(table_ids, torch.Tensor) or table_ids.dtype not in _INTEGERS:
         got = table_ids.dtype if isinstance(table_ids, torch.Tensor) else type(table_ids).__name__
-        cure = "call torch.tensor(table_ids)" if isinstance(table_ids, list | tuple) else "call table_ids.long()"
+        cure = "pass the number of a table, or torch.tensor(numbers)"
+        if isinstance(table_ids, torch.Tensor):
+            cure = "call table_ids.long()"
         raise TypeError(f"table_ids must be a tensor of integers, or one int for all ids, got {got}; {cure}")
     if table_ids.device != ids.device:
         raise ValueError(f"table_ids must be on {ids.device}, where the ids are, got {table_ids.device}")

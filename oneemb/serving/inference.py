@@ -320,6 +320,14 @@ class InferenceEmbedding(Following, torch.nn.Module):
     def _check_open(self) -> None:
         self._version_now()
 
+    def extra_repr(self) -> str:
+        served = self._served
+        if served is None:
+            return "closed"
+        info = served.file.info
+        sizes = f"tables={len(info.tables)}, rows={info.rows:,}, dim={info.dim}"
+        return f"snapshot={info.name!r}, {sizes}, dtype={info.weights}"
+
     def close(self) -> None:
         """Stop following, and release the file."""
         with self._own_lock():
