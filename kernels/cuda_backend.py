@@ -91,10 +91,7 @@ class CudaBackend:
         return table_ids.detach().to(torch.int32)
 
     def tables_of_columns(self, ids: int, tables: int) -> torch.Tensor:
-        return _tables_of_columns(ids, tables, self.device, self._stream())
-
-    def _stream(self) -> int:
-        return torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
+        return _tables_of_columns(ids, tables, self.device, self.gpu.stream)
 
     def unique_keys(
         self, table_N: torch.Tensor, id_N: torch.Tensor, *, tables: int, padding_id: int | None,
@@ -106,18 +103,24 @@ class CudaBackend:
         self, id_N: torch.Tensor, offset_P1: torch.Tensor, table_P: torch.Tensor | None, *, tables: int,
         columns: Sequence[int] | None, padding_id: int | None, check: Callable[[], None],
     ) -> tuple[DeviceKeys, Bags]:  # fmt: skip
-        size_2, row_P = self.gpu.full(2, value=0, dtype=torch.int64), None
+        size_2, row_P = self.gpu.zeros(2), None
         if columns is not None:
-            row_P, table_P = _bags_of_columns(len(offset_P1) - 1, tuple(columns), self.gpu, self._stream())
+            row_P, table_P = _bags_of_columns(len(offset_P1) - 1, tuple(columns), self.gpu, self.gpu.stream)
         bag_N, table_N = bags_of_cuda(offset_P1, table_P, row_P, tables, len(id_N), size_2, gpu=self.gpu)
         keys = unique_keys_cuda(table_N, id_N, tables=tables, padding_id=padding_id, size_2=size_2, gpu=self.gpu)
         return keys._replace(check=check), Bags(offset_P1, bag_N, row_P)
 
     def distinct_keys(self, table_U: torch.Tensor, id_U: torch.Tensor) -> DeviceKeys:
-        size_2 = self.gpu.full(2, value=0, dtype=torch.int64)
+        size_2 = self.gpu.zeros(2)
         size_2[:1].fill_(len(id_U))
         none = self.gpu.empty(0, dtype=torch.int64)
         return DeviceKeys(table_U, id_U, none, size_2, none, exact=True)
+
+    def every_id(self, table_N: torch.Tensor, id_N: torch.Tensor) -> DeviceKeys:
+        """Ids as keys, which may repeat, for a gather from a tier that holds all rows: id n is key n."""
+        none = self.gpu.empty(0, dtype=torch.int64)
+        size_2 = _size_of(len(id_N), self.gpu, self.gpu.stream)
+        return DeviceKeys(table_N, id_N.to(torch.int64), none, size_2, none, exact=True)
 
     def counted(self, keys: Any) -> DeviceKeys:
         if keys.exact:
@@ -152,7 +155,7 @@ class CudaBackend:
     ) -> None:  # fmt: skip
         init_rows_cuda(
             weight_SX, row_SW, slot_M, table_M, id_M, initial,
-            _state_of(np.asarray(state, np.float32).tobytes(), self.gpu, self._stream()), state_begin=state_begin,
+            _state_of(np.asarray(state, np.float32).tobytes(), self.gpu, self.gpu.stream), state_begin=state_begin,
             gpu=self.gpu,
         )  # fmt: skip
 
@@ -246,6 +249,12 @@ def _bags_of_columns(bags: int, columns: tuple[int, ...], gpu: Gpu, stream: int)
     # One for each stream, as above.
     table_P = np.repeat(np.array(columns, np.int32), bags // len(columns))
     return gpu.put(rows_of_columns(bags, len(columns))), gpu.put(table_P)
+
+
+@functools.lru_cache(maxsize=64)
+def _size_of(ids: int, gpu: Gpu, stream: int) -> torch.Tensor:
+    """`DeviceKeys.size_2` of this many keys."""
+    return gpu.put(np.array([ids, 0]))
 
 
 @functools.lru_cache(maxsize=64)

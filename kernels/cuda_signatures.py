@@ -116,7 +116,7 @@ def _loops_of_keys() -> Cases:
         "mean scales": (pool_cuda.mean_scales_loop, (_KEYS, _KEYS, _FLOATS)),
         "check each": (finite_cuda.check_each_loop, ("bool[1]", _KEYS)),
         "check norm": (finite_cuda.check_norm_loop, (_FLOATS, _KEYS)),
-        "count parts": (reduce_grads_cuda.count_parts_loop, (_KEYS, _KEYS)),
+        "place parts": (reduce_grads_cuda.place_parts_loop, (_KEYS, _KEYS, _KEYS, _KEYS)),
     }
 
 
@@ -129,6 +129,7 @@ def _loops_of_weights(dtype: str) -> Cases:
         f"scale grads {dtype}": (pool_cuda.scale_grads_loop, (weights, _KEYS, _KEYS, _KEYS, weights, _FLOATS)),
     }
     segments = (weights, _KEYS, _FLOATS, _KEYS, _KEYS, _ROWS)
+    parts_of = (*segments, _KEYS, _KEYS)
     bags = (weights, _KEYS, _KEYS, _KEYS, "int32[1]")
     parts = (weights, _KEYS, "int32[1]", _KEYS, "int32[1]")  # parts of bags, which ranks sum
     for width in (_WIDTHS[dtype], 1):
@@ -143,8 +144,8 @@ def _loops_of_weights(dtype: str) -> Cases:
             f"spread max grads {of}": (
                 pool_cuda.spread_max_grads_loop.at(V=width), (_KEYS, "int32[1]", "int32[2]", weights, weights),
             ),
-            f"sum parts {of}": (reduce_grads_cuda.sum_parts_loop.at(V=width, SCALED=False), segments),
-            f"sum scaled parts {of}": (reduce_grads_cuda.sum_parts_loop.at(V=width, SCALED=True), segments),
+            f"sum parts {of}": (reduce_grads_cuda.sum_parts_loop.at(V=width, SCALED=False), parts_of),
+            f"sum scaled parts {of}": (reduce_grads_cuda.sum_parts_loop.at(V=width, SCALED=True), parts_of),
             f"find large {of}": (finite_cuda.find_large_loop.at(V=width), (weights, "float32", _KEYS)),
             f"check sums {of}": (finite_cuda.check_sums_loop.at(V=width, SCALED=False), (*segments, _KEYS, _KEYS)),
             f"check scaled sums {of}": (

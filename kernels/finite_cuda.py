@@ -39,7 +39,7 @@ def find_large_loop(number_NX: Array, bound: Number, large_1: Array) -> None:
 
 @cuda
 def check_sums_loop(
-    grad_NX: Array, order_N: Array, scale_N: Array, begin_U1: Array, part_U1: Array, part_PD: Array, large_1: Array,
+    grad_NX: Array, order_N: Array, scale_N: Array, begin_U1: Array, part_U: Array, part_PD: Array, large_1: Array,
     go_1: Array,
 ) -> None:  # fmt: skip
     """go_1[0] turns 0 where a sum is not finite, if large_1[0] is 1."""
@@ -49,7 +49,7 @@ def check_sums_loop(
     while u < begin_U1.shape[0] - 1 and large_1[0] != 0 and begin_U1[u] < order_N.shape[0]:
         d = cuda.threadIdx.x * V
         while d < dim:
-            sum_segment(sum_V, grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD, u, d)
+            sum_segment(sum_V, grad_NX, order_N, scale_N, begin_U1, part_U, part_PD, u, d)
             for i in range(V):
                 if is_nonfinite(sum_V[i]):
                     go_1[0] = 0
@@ -76,7 +76,7 @@ def check_norm_loop(norm_1: Array, go_1: Array) -> None:
 
 def check_segments_cuda(segments: Segments, sum_max: float, go_1: torch.Tensor, *, gpu: Gpu) -> None:
     """go_1[0] turns 0 if a sum is not finite; sums whose exact value is below `sum_max` are."""
-    large_1 = gpu.full(1, value=0, dtype=torch.int64)
+    large_1 = gpu.zeros(1)
     bound = sum_max / max(1, segments.order_N.shape[0])
     if segments.scaled:
         bound /= SCALE_MAX

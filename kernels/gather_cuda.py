@@ -3,6 +3,7 @@
 Copies move bits, 16 bytes at a time where every row is aligned to that. A group of threads shares a row.
 """
 
+import numpy as np
 import torch
 
 from oneemb.kernels.arrays import Array
@@ -33,11 +34,11 @@ def gather_loop(weight_SX: Array, slot_U: Array, inverse_N: Array, out_ND: Array
 @cuda
 def gather_or_loop(weight_SX: Array, slot_U: Array, other_UX: Array, inverse_N: Array, out_ND: Array) -> None:
     """out_ND[n] = the weights of key u = inverse_N[n] in slot slot_U[u], or those in other_UX[u] where that is -1;
-    zeros for padding."""
+    zeros for padding. u = n if the length of inverse_N is 0."""
     dim = out_ND.shape[1]
     n = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
-    while n < inverse_N.shape[0]:
-        u = inverse_N[n]
+    while n < out_ND.shape[0]:
+        u = inverse_N[n] if inverse_N.shape[0] > 0 else np.int64(n)
         s = slot_U[u] if u >= 0 else u
         d = cuda.threadIdx.x * V
         while d < dim:
@@ -56,7 +57,8 @@ def gather_or_cuda(
     weight_SX: torch.Tensor, slot_U: torch.Tensor, other_UX: torch.Tensor, inverse_N: torch.Tensor,
     out_ND: torch.Tensor, *, gpu: Gpu,
 ) -> None:  # fmt: skip
-    """Like `gather_cuda`, with row u of `other_UX`, [U, X], as the weights of a key u without a slot (-1)."""
+    """Like `gather_cuda`, with row u of `other_UX`, [U, X], as the weights of a key u without a slot (-1). inverse_N of
+    length 0: id n is key n."""
     size, dim = out_ND.shape
     v = vector_width(dim, weight_SX, other_UX, out_ND)
     gpu.run_rows(gather_or_loop.at(V=v), size, dim // v, weight_SX, slot_U, other_UX, inverse_N, out_ND)

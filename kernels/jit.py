@@ -132,13 +132,17 @@ class CudaLoop:
         self.inner = inner
         self.constants = constants
         self._variants: dict[tuple[tuple[str, Any], ...], CudaLoop] = {}
+        self._asked: dict[tuple[tuple[str, Any], ...], CudaLoop] = {}  # the same, by arguments of `at`
 
     def at(self, **constants: Any) -> "CudaLoop":
         """The same loop with these names bound to constants. Equal constants give the same object."""
-        key = tuple(sorted({**dict(self.constants), **constants}.items()))
-        if key not in self._variants:
-            self._variants[key] = CudaLoop(self.function, inner=self.inner, constants=key)
-        return self._variants[key]
+        asked = tuple(constants.items())
+        found = self._asked.get(asked)
+        if found is None:
+            key = tuple(sorted({**dict(self.constants), **constants}.items()))
+            found = self._variants.setdefault(key, CudaLoop(self.function, inner=self.inner, constants=key))
+            self._asked[asked] = found
+        return found
 
 
 class _Cuda:

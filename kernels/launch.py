@@ -28,6 +28,9 @@ _BLOCKS_MAX = 3 if SIMULATED else 1 << 16
 # Bytes of an array up to which it goes to the device by way of page-locked memory, without a wait.
 _PAGE_LOCKED_MAX = 1 << 22
 
+# Number of small arrays that are made at a time.
+_SMALL = 256
+
 _DRIVER_MIN = 13000  # CUDA 13.0 in cuDriverGetVersion's form, which compiled loops need
 
 
@@ -70,6 +73,31 @@ class Gpu:
     def full(self, *shape: int, value: int | float, dtype: torch.dtype) -> torch.Tensor:
         """A tensor on the device, filled with a value."""
         return torch.full(shape, value, dtype=dtype, device=self.device)
+
+    def zeros(self, size: int) -> torch.Tensor:
+        """A few int64 zeros on the device, which nobody else has. They are filled for many calls at a time."""
+        kept: dict[tuple[int, int], list[torch.Tensor]] = vars(self._buffers).setdefault("zeros", {})
+        # One for each stream, since another stream would not wait until they are filled; and for each thread.
+        found = kept.setdefault((self.stream, size), [])
+        if not found:
+            with torch.inference_mode(False):
+                found += torch.zeros(_SMALL, size, dtype=torch.int64, device=self.device).unbind()
+        return found.pop()
+
+    def page_locked(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """A few numbers in page-locked memory of the host, which nobody else has. Memory is got for many calls at a
+        time."""
+        kept: dict[tuple[int, torch.dtype], list[torch.Tensor]] = vars(self._buffers).setdefault("page_locked", {})
+        found = kept.setdefault((size, dtype), [])
+        if not found:
+            with torch.inference_mode(False):
+                found += torch.empty(_SMALL, size, dtype=dtype, pin_memory=True, device="cpu").unbind()
+        return found.pop()
+
+    @property
+    def stream(self) -> int:
+        """Handle of the current stream."""
+        return self._stream_of(self._index) if self.device.type == "cuda" else 0
 
     def free_bytes(self) -> int:
         """Bytes of device memory that can still be allocated."""
@@ -206,7 +234,7 @@ class Later:
         if gpu.device.type != "cuda":
             self._found = tensor.reshape(-1).clone()
             return
-        self._found = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=True, device="cpu")
+        self._found = gpu.page_locked(tensor.numel(), tensor.dtype)
         self._found.copy_(tensor.reshape(-1), non_blocking=True)
         self._event = torch.cuda.current_stream(gpu.device).record_event()
 

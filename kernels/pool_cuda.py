@@ -15,7 +15,7 @@ import torch
 from oneemb.kernels.arrays import Array, Bags
 from oneemb.kernels.jit import Number, cuda, load, rule, store
 from oneemb.kernels.launch import Gpu, vector_width
-from oneemb.kernels.reduce_grads_cuda import plus, segment_of
+from oneemb.kernels.reduce_grads_cuda import plus
 
 V = 1  # elements a thread takes at a time; `at(V=...)` sets it
 
@@ -41,6 +41,20 @@ def row_of_bag(row_P: Array, p: Number) -> Number:
     return row_P[p] if row_P.shape[0] > 0 else p
 
 
+@cuda.inner
+def bag_of(offset_P1: Array, i: Number) -> Number:
+    """The bag that holds id i: the last p with offset_P1[p] <= i."""
+    low = 0
+    high = offset_P1.shape[0] - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if offset_P1[middle] <= i:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
 @cuda
 def bags_loop(
     offset_P1: Array, table_P: Array, row_P: Array, tables: Number, bag_N: Array, table_N: Array, size_2: Array
@@ -56,7 +70,7 @@ def bags_loop(
     i = cuda.grid(1)
     while i < ids or i <= bags:
         if i < ids:
-            p = segment_of(offset_P1, i)
+            p = bag_of(offset_P1, i)
             bag_N[i] = row_of_bag(row_P, p)
             table_N[i] = table_P[p] if table_P.shape[0] > 0 else p % tables
         if i <= bags:

@@ -38,8 +38,8 @@ class Segments(NamedTuple):
     """float32 [N]: the factor of each, in the order of order_N; of length 0 for ones"""
     begin_U1: torch.Tensor
     """int64 [U + 1]: where each key's begin in order_N; N in places beyond the keys there are"""
-    part_U1: torch.Tensor
-    """int64 [U + 1]: where its parts begin in part_PD; a key of at most one part has none"""
+    part_U: torch.Tensor
+    """int64 [U]: where its parts begin in part_PD; any number for a key of at most one part, which has none"""
     part_PD: torch.Tensor
     """float32 [P, D]: the sums of parts"""
 
@@ -54,7 +54,7 @@ class Segments(NamedTuple):
 
     def cut(self, size: int) -> "Segments":
         """The segments of the first `size` keys, beyond which there are none."""
-        return self._replace(begin_U1=self.begin_U1[: size + 1], part_U1=self.part_U1[: size + 1])
+        return self._replace(begin_U1=self.begin_U1[: size + 1], part_U=self.part_U[:size])
 
 
 @rule
@@ -73,20 +73,6 @@ def times(x: Number, scale: Number) -> Number:
 
 
 @cuda.inner
-def segment_of(part_U1: Array, p: Number) -> Number:
-    """The segment that holds place p: the last u with part_U1[u] <= p."""
-    low = 0
-    high = part_U1.shape[0] - 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        if part_U1[middle] <= p:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-@cuda.inner
 def term(x_V: Array, grad_NX: Array, order_N: Array, scale_N: Array, k: Number, d: Number) -> None:
     """x_V = what occurrence k adds at weights d .. d + V."""
     load(x_V, grad_NX, order_N[k], d)
@@ -96,27 +82,33 @@ def term(x_V: Array, grad_NX: Array, order_N: Array, scale_N: Array, k: Number, 
 
 
 @cuda
-def count_parts_loop(begin_U1: Array, count_U: Array) -> None:
-    """count_U[u] = parts of key u; none where one would do."""
+def place_parts_loop(begin_U1: Array, part_U: Array, key_P: Array, count_1: Array) -> None:
+    """Give each key of several parts places for them, in any order of keys: part_U[u] = the first; key_P[p] = u for
+    each. count_1[0] counts places."""
     u = cuda.grid(1)
-    while u < count_U.shape[0]:
+    while u < part_U.shape[0]:
         count = begin_U1[u + 1] - begin_U1[u]
-        count_U[u] = (count + PART - 1) // PART if count > PART else 0
+        if count > PART:
+            parts = (count + PART - 1) // PART
+            first = cuda.atomic.add(count_1, 0, parts)
+            part_U[u] = first
+            for p in range(first, first + parts):
+                key_P[p] = u
         u += cuda.gridsize(1)
 
 
 @cuda
 def sum_parts_loop(
-    grad_NX: Array, order_N: Array, scale_N: Array, begin_U1: Array, part_U1: Array, part_PD: Array
-) -> None:
-    """Sum each part in batch order."""
+    grad_NX: Array, order_N: Array, scale_N: Array, begin_U1: Array, part_U: Array, part_PD: Array, key_P: Array,
+    count_1: Array,
+) -> None:  # fmt: skip
+    """Sum each part in batch order; key_P and count_1 as of `place_parts_loop`."""
     sum_V = cuda.local.array(V, np.float32)
     x_V = cuda.local.array(V, np.float32)
-    parts = part_U1[part_U1.shape[0] - 1]
     p = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
-    while p < parts:
-        u = segment_of(part_U1, p)
-        begin = begin_U1[u] + (p - part_U1[u]) * PART
+    while p < count_1[0]:
+        u = key_P[p]
+        begin = begin_U1[u] + (p - part_U[u]) * PART
         end = min(begin + PART, begin_U1[u + 1])
         d = cuda.threadIdx.x * V
         while d < part_PD.shape[1]:
@@ -132,22 +124,23 @@ def sum_parts_loop(
 
 @cuda.inner
 def sum_segment(
-    sum_V: Array, grad_NX: Array, order_N: Array, scale_N: Array, begin_U1: Array, part_U1: Array, part_PD: Array,
+    sum_V: Array, grad_NX: Array, order_N: Array, scale_N: Array, begin_U1: Array, part_U: Array, part_PD: Array,
     u: Number, d: Number,
 ) -> None:  # fmt: skip
     """sum_V = the summed gradient of key u at weights d .. d + V."""
     x_V = cuda.local.array(V, np.float32)
-    begin = part_U1[u]
-    end = part_U1[u + 1]
-    if begin < end:
-        load(sum_V, part_PD, begin, d)
-        for p in range(begin + 1, end):
+    begin = begin_U1[u]
+    end = begin_U1[u + 1]
+    if end - begin > PART:
+        first = part_U[u]
+        load(sum_V, part_PD, first, d)
+        for p in range(first + 1, first + (end - begin + PART - 1) // PART):
             load(x_V, part_PD, p, d)
             for i in range(V):
                 sum_V[i] = plus(sum_V[i], x_V[i])
     else:
-        term(sum_V, grad_NX, order_N, scale_N, begin_U1[u], d)
-        for k in range(begin_U1[u] + 1, begin_U1[u + 1]):
+        term(sum_V, grad_NX, order_N, scale_N, begin, d)
+        for k in range(begin + 1, end):
             term(x_V, grad_NX, order_N, scale_N, k, d)
             for i in range(V):
                 sum_V[i] = plus(sum_V[i], x_V[i])
@@ -155,7 +148,7 @@ def sum_segment(
 
 @cuda
 def reduce_loop(
-    grad_NX: Array, order_N: Array, scale_N: Array, begin_U1: Array, part_U1: Array, part_PD: Array, grad_UD: Array,
+    grad_NX: Array, order_N: Array, scale_N: Array, begin_U1: Array, part_U: Array, part_PD: Array, grad_UD: Array,
     finite_U: Array,
 ) -> None:  # fmt: skip
     """Write each key's sum, and nothing in places beyond the keys there are; finite_U[u] turns 0 where a value of the
@@ -165,7 +158,7 @@ def reduce_loop(
     while u < grad_UD.shape[0] and begin_U1[u] < order_N.shape[0]:
         d = cuda.threadIdx.x * V
         while d < grad_UD.shape[1]:
-            sum_segment(sum_V, grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD, u, d)
+            sum_segment(sum_V, grad_NX, order_N, scale_N, begin_U1, part_U, part_PD, u, d)
             store(grad_UD, u, d, sum_V)
             for i in range(V):
                 if is_nonfinite(sum_V[i]):
@@ -196,15 +189,16 @@ def segments_of(
     dim, size, keys = grad_NX.shape[1], len(order_N), len(begin_U1) - 1
     scale_N = gpu.empty(0, dtype=torch.float32) if scale_N is None else scale_N[order_N]
     order_N = order_N if bag_N is None else bag_N[order_N]
-    count_U = gpu.empty(keys, dtype=torch.int64)
-    gpu.run(count_parts_loop, keys, begin_U1, count_U)
-    part_U1 = gpu.full(keys + 1, value=0, dtype=torch.int64)
-    torch.cumsum(count_U, 0, out=part_U1[1:])
     # An upper bound: a key that has parts has more than PART occurrences, so at least PART / 2 for each part.
-    part_PD = gpu.empty(2 * size // PART if size > PART else 0, dim, dtype=torch.float32)
-    segments = Segments(grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD)
-    v = vector_width(dim, grad_NX, part_PD)
-    gpu.run_rows(sum_parts_loop.at(V=v, SCALED=segments.scaled), part_PD.shape[0], dim // v, *segments)
+    parts = 2 * size // PART if size > PART else 0
+    part_U, part_PD = gpu.empty(keys, dtype=torch.int64), gpu.empty(parts, dim, dtype=torch.float32)
+    segments = Segments(grad_NX, order_N, scale_N, begin_U1, part_U, part_PD)
+    if parts:
+        key_P, count_1 = gpu.empty(parts, dtype=torch.int64), gpu.zeros(1)
+        gpu.run(place_parts_loop, keys, begin_U1, part_U, key_P, count_1)
+        v = vector_width(dim, grad_NX, part_PD)
+        loop = sum_parts_loop.at(V=v, SCALED=segments.scaled)
+        gpu.run_rows(loop, parts, dim // v, *segments, key_P, count_1)
     return segments
 
 

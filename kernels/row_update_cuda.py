@@ -32,7 +32,7 @@ V = 1
 
 @cuda.inner
 def given(
-    g_V: Array, grad_UD: Array, order_N: Array, scale_N: Array, begin_U1: Array, part_U1: Array, part_PD: Array,
+    g_V: Array, grad_UD: Array, order_N: Array, scale_N: Array, begin_U1: Array, part_U: Array, part_PD: Array,
     u: Number, d: Number,
 ) -> None:  # fmt: skip
     """The gradient, read from grad_UD."""
@@ -111,7 +111,7 @@ optimizer: Any = None
 @cuda
 def element_loop(
     weight_SX: Array, row_SW: Array, slot_U: Array, grad_NX: Array, order_N: Array, scale_N: Array, begin_U1: Array,
-    part_U1: Array, part_PD: Array, go_1: Array, state_begin: Number, scalars: tuple,
+    part_U: Array, part_PD: Array, go_1: Array, state_begin: Number, scalars: tuple,
 ) -> None:  # fmt: skip
     """One step of an optimizer that looks at one weight at a time."""
     g_V = cuda.local.array(V, np.float32)
@@ -121,7 +121,7 @@ def element_loop(
         s = slot_U[u]
         d = cuda.threadIdx.x * V if s >= 0 else dim
         while d < dim:
-            gradient(g_V, grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD, u, d)
+            gradient(g_V, grad_NX, order_N, scale_N, begin_U1, part_U, part_PD, u, d)
             elements(weight_SX, row_SW, s, d, state_begin, dim, g_V, scalars)
             d += cuda.blockDim.x * V
         u += cuda.gridDim.x * cuda.blockDim.y
@@ -214,7 +214,7 @@ _BLOCK_MAX = 256
 @cuda
 def row_loop(
     weight_SX: Array, row_SW: Array, slot_U: Array, grad_NX: Array, order_N: Array, scale_N: Array, begin_U1: Array,
-    part_U1: Array, part_PD: Array, go_1: Array, state_begin: Number, scalars: tuple,
+    part_U: Array, part_PD: Array, go_1: Array, state_begin: Number, scalars: tuple,
 ) -> None:  # fmt: skip
     """One step of an optimizer that needs rates of a row before it steps the row's weights one by one."""
     share_x = cuda.shared.array(_BLOCK_MAX, np.float32)  # each thread's shares of its row's sums
@@ -237,7 +237,7 @@ def row_loop(
             if live:
                 d = lane * V
                 while d < dim:
-                    gradient(g_V, grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD, u, d)
+                    gradient(g_V, grad_NX, order_N, scale_N, begin_U1, part_U, part_PD, u, d)
                     direct(weight_SX, row_SW, slot_U[u], d, state_begin, dim, g_V, scalars)
                     load(w_V, weight_SX, slot_U[u], d)  # last, since the sum of a gradient takes many registers
                     for i in range(V):
@@ -259,7 +259,7 @@ def row_loop(
             rates = rate_of(sum_2[0], sum_2[1], np.float32(dim), row_state(row_SW, s, at), *scalars)
             d = lane * V
             while d < dim:
-                gradient(g_V, grad_NX, order_N, scale_N, begin_U1, part_U1, part_PD, u, d)
+                gradient(g_V, grad_NX, order_N, scale_N, begin_U1, part_U, part_PD, u, d)
                 elements(weight_SX, row_SW, s, d, state_begin, dim, g_V, rates[1:] + scalars)
                 d += lanes * V
         cuda.syncthreads()  # the row's state has been read by all, and so have the shares

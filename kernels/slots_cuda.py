@@ -35,7 +35,8 @@ def acquire_loop(
     """slot_U[u] = the slot of key u, pinned `pins` times more; -1 where there is none, `BEYOND` for places beyond the
     first size_2[0]. absent_R, unless its length is 0, lists the keys without a slot, in any order.
 
-    A slot's score becomes `tick`, the time of this use; if that is negative it grows by -tick.
+    A slot's score becomes `tick`, the time of this use; if that is negative it grows by -tick. If `pins` and `tick` are
+    0 nothing is written to slots, and keys may repeat.
     count_4: number of keys without a slot, added up; then size_2; then inserted_2[1], the keys that found no cell.
     """
     u = cuda.grid(1)
@@ -59,7 +60,7 @@ def acquire_loop(
                 cuda.atomic.add(pin_S, s, 1)
             if tick > 0:
                 score_S[s] = tick
-            else:
+            elif tick < 0:
                 score_S[s] -= tick
         u += cuda.gridsize(1)
 

@@ -119,16 +119,18 @@ def collect_loop(
 
 @cuda
 def begin_loop(sorted_N: Array, begin_U1: Array) -> None:
-    """begin_U1[u] = the first place of u in sorted_N; the place after the last u is where it ends."""
+    """begin_U1[u] = the first place of u in sorted_N, and N for all after the last u."""
     size = sorted_N.shape[0]
     n = cuda.grid(1)
     while n < size:
         u = sorted_N[n]
         if u >= 0 and (n == 0 or sorted_N[n - 1] != u):
             begin_U1[u] = n
-        if u >= 0 and n == size - 1:
-            begin_U1[u + 1] = size
         n += cuda.gridsize(1)
+    beyond = sorted_N[size - 1] + 1 + cuda.grid(1)
+    while beyond < begin_U1.shape[0]:
+        begin_U1[beyond] = size
+        beyond += cuda.gridsize(1)
 
 
 def unique_keys_cuda(
@@ -146,7 +148,7 @@ def unique_keys_cuda(
     cell_C = gpu.full(2 * size + 1, value=_EMPTY, dtype=torch.int64)
     cell_N, first_N, head_U, id_U, inverse_N = (gpu.empty(size, dtype=torch.int64) for _ in range(5))
     table_U = gpu.empty(size, dtype=torch.int32)
-    size_2 = gpu.full(2, value=0, dtype=torch.int64) if size_2 is None else size_2
+    size_2 = gpu.zeros(2) if size_2 is None else size_2
     gpu.run(claim_loop, size, table_N, id_N, tables, padding_id is not None, padding_id or 0, cell_C, cell_N, size_2)
     gpu.run(first_loop, size, cell_C, cell_N, first_N)
     rank_N = first_N.cumsum(0)
@@ -161,6 +163,6 @@ def occurrences(inverse_N: torch.Tensor, keys: int, *, gpu: Gpu) -> tuple[torch.
     # The sort is stable, so that ids of one key stay in batch order; padding, -1, comes first and is in no range.
     narrow = torch.int32 if keys < 2**31 else torch.int64
     sorted_N, order_N = torch.sort(inverse_N.to(narrow), stable=True)
-    begin_U1 = gpu.full(keys + 1, value=inverse_N.shape[0], dtype=torch.int64)
+    begin_U1 = gpu.empty(keys + 1, dtype=torch.int64)
     gpu.run(begin_loop, inverse_N.shape[0], sorted_N, begin_U1)
     return order_N, begin_U1

@@ -7,7 +7,7 @@ N ids, U unique keys, P bags, D weights of a row, W words of a row.
 """
 
 import dataclasses
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -144,7 +144,8 @@ def read_ids(
 ) -> torch.Tensor | None:
     """The weights of ids that are in no bags, without a gradient; None = this store cannot be read in this way.
 
-    Each id is read from the slot of its row, without unique keys and pins. That needs stable slots, on the host.
+    Each id is read from the slot of its row, without unique keys and pins. That needs stable slots, on the host, or all
+    rows on a GPU.
 
     Args:
         inserts: if True, unknown ids are inserted, as by `acquire`; if False, they read as their initial values.
@@ -152,6 +153,10 @@ def read_ids(
     Raises:
         TypeError, ValueError, StoreFullError: as `unique_keys` and `acquire`.
     """
+    if store.backend.waits:
+        if inserts or table_ids is not None or padding_idx is not None or store.plan.cache_bytes is not None:
+            return None
+        return _read_ids_there(store, ids, num_tables, key_type)
     if not store.reads_in_place or inserts and store.engine is not None:  # A policy counts unique keys.
         return None
     check_ids(ids, table_ids, num_tables, key_type)
@@ -185,3 +190,15 @@ def read_ids(
             row_MW, _ = store.read(backend.distinct_keys(table_N[missing], id_N[missing]))
             out_ND[missing] = layout.weights(row_MW)[:, : layout.dim]
     return out
+
+
+def _read_ids_there(
+    store: EmbeddingStore, ids: torch.Tensor, num_tables: int, key_type: torch.dtype
+) -> torch.Tensor | None:
+    """`read_ids` for a store with all rows on a GPU."""
+    check_ids(ids, None, num_tables, key_type)
+    backend: Any = backend_of(ids, store.threads)
+    if backend.place != store.backend.place:
+        return None
+    table_N, id_N, _ = tables_and_ids(ids, None, num_tables, backend)
+    return gathered(store, Keys(ids.shape, backend.every_id(table_N, id_N), None, backend))

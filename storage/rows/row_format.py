@@ -101,6 +101,8 @@ class RowFormat:
         """View of rows, an array or a tensor, as bits of weights [N, X]; the first `dim` of a row are its weights."""
         if isinstance(row_NW, np.ndarray):
             return row_NW.view(BITS[self.dtype])
+        if self.dtype == "float32":  # A view of the same bits takes torch some time.
+            return row_NW
         import torch
 
         return row_NW.view(getattr(torch, np.dtype(BITS[self.dtype]).name))

@@ -65,7 +65,7 @@ class DeviceIndex:
         absent_R: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Launch `acquire_loop`, which fills slot_U and, if it is given, absent_R. Returns its count_4."""
-        count_4 = self._gpu.full(4, value=0, dtype=torch.int64)
+        count_4 = self._gpu.zeros(4)
         self._gpu.run(
             acquire_loop, len(slot_U), self.cell_C2, keys.table_U, keys.id_U, keys.size_2, pin_S, score_S, pins, tick,
             slot_U, self._none if absent_R is None else absent_R, self.inserted_2, count_4,

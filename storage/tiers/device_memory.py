@@ -77,14 +77,31 @@ def _enlarged(array: torch.Tensor, size: int, device: torch.device) -> torch.Ten
 
 class StreamOrder:
     """Order of a tier's calls on several streams: the device runs the calls in the order in which the host made
-    them."""
+    them. As long as all calls come on one stream, nothing is asked of the device for that."""
 
     def __init__(self, gpu: Gpu):
         self._gpu = gpu
         self._on_gpu = gpu.device.type == "cuda"
+        self._several = False
+        """Whether calls have come on several streams."""
         self._end: torch.cuda.Event | None = None
         self._stream: torch.cuda.Stream | None = None
         self._released: dict[torch.cuda.Stream, torch.cuda.Event] = {}
+
+    def _alone(self, stream: torch.cuda.Stream) -> bool:
+        """Whether all calls so far came on this stream. Once they do not, the calls of the first stream end, for later
+        ones, with all work that it has now."""
+        if self._several:
+            return False
+        if self._stream is None or self._stream == stream:
+            self._stream = stream
+            return True
+        # In this order, since a thread may release slots on the first stream meanwhile, without a lock: its release
+        # comes before this mark, or the thread makes a later one.
+        self._several = True
+        self._end = self._stream.record_event()
+        self._released.setdefault(self._stream, self._end)
+        return False
 
     @contextlib.contextmanager
     def __call__(self, arrays: Callable[[], list[torch.Tensor]]) -> Iterator[None]:
@@ -94,6 +111,9 @@ class StreamOrder:
             yield
             return
         stream = torch.cuda.current_stream(self._gpu.device)
+        if self._alone(stream):
+            yield
+            return
         if self._end is not None and stream != self._stream:
             stream.wait_event(self._end)
             for array in arrays():
@@ -107,13 +127,15 @@ class StreamOrder:
         """Record that these slots were released on the current stream, which need not be the stream of `slot_U`."""
         if self._on_gpu:
             stream = torch.cuda.current_stream(self._gpu.device)
-            slot_U.record_stream(stream)
-            self._released[stream] = stream.record_event()
+            if not self._alone(stream):
+                slot_U.record_stream(stream)
+                self._released[stream] = stream.record_event()
 
     def after_releases(self) -> None:
         """Let later launches run after all releases so far, and so after the writes of the steps that released."""
-        for event in list(self._released.values()):  # A copy, since other threads may release at the same time.
-            torch.cuda.current_stream(self._gpu.device).wait_event(event)
+        if self._on_gpu and not self._alone(stream := torch.cuda.current_stream(self._gpu.device)):
+            for event in list(self._released.values()):  # A copy, since other threads may release at the same time.
+                stream.wait_event(event)
 
 
 # ---- rows on the bus -------------------------------------------------------------------------------------------------

@@ -133,7 +133,9 @@ class DeviceSlots(MemoryTier):
     def _launch_find(
         self, keys: DeviceKeys, pins: int, slot_U: torch.Tensor, absent_R: torch.Tensor | None = None
     ) -> torch.Tensor:  # fmt: skip
-        return self._index.launch_find(keys, self.pin_S, self.score_S, pins, self._next_tick(), slot_U, absent_R)
+        # Reads of a resident tier count no use: nothing is evicted by them, and their keys may repeat.
+        tick = self._next_tick() if pins else 0
+        return self._index.launch_find(keys, self.pin_S, self.score_S, pins, tick, slot_U, absent_R)
 
     # ---- lookups for which the host does not wait ----------------------------------------------------------------
 

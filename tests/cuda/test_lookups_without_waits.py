@@ -177,8 +177,10 @@ def test_memory_for_rows_to_come_that_is_not_there_makes_lookups_wait(gpu, monke
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_eval_reads_known_and_unknown_rows_without_a_wait_as_the_cpu_does(gpu, dtype, tmp_path, late):
-    there, here = (make_embedding(tmp_path / name, tables=2, dim=6, dtype=dtype, padding_idx=7) for name in ("a", "b"))
+@pytest.mark.parametrize("padding", [7, None])
+def test_eval_reads_known_and_unknown_rows_without_a_wait_as_the_cpu_does(gpu, dtype, padding, tmp_path, late):
+    options = dict(tables=2, dim=6, dtype=dtype, padding_idx=padding)
+    there, here = (make_embedding(tmp_path / name, **options) for name in ("a", "b"))
     ids = torch.arange(24).reshape(-1, 2)
     asked = torch.cat([ids, ids.flip(1)])
 

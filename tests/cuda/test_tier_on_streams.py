@@ -151,9 +151,10 @@ def test_the_array_of_released_slots_is_kept_for_the_stream_that_reads_it(make, 
         def wait_event(self, event):
             pass
 
-    tier, stream, noted = make(), Stream(), []
-    slot_U = acquire(tier, gpu, 0, 3)
+    tier, first, stream, noted = make(), Stream(), Stream(), []
     monkeypatch.setattr(tier._order, "_on_gpu", True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: first)
+    slot_U = acquire(tier, gpu, 0, 3)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, on: noted.append((id(self), on)))
     tier.release(slot_U, elsewhere=True)
