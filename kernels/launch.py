@@ -304,7 +304,9 @@ def vector_width(dim: int, weight_SX: torch.Tensor, *others: torch.Tensor) -> in
     """V, the weights that a loop may take at a time: as many as fill 16 bytes if every row of every array is aligned to
     16 bytes and D is a multiple of V; else 1."""
     width = 16 // weight_SX.element_size()
-    arrays = (weight_SX, *others)
-    if dim % width == 0 and all(a.data_ptr() % 16 == 0 and a.stride(0) * a.element_size() % 16 == 0 for a in arrays):
-        return width
-    return 1
+    if dim % width:
+        return 1
+    for array in (weight_SX, *others):
+        if array.data_ptr() % 16 or array.stride(0) * array.element_size() % 16:
+            return 1
+    return width

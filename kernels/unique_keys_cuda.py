@@ -146,7 +146,7 @@ def unique_keys_cuda(
     zeros, or the errors found before; an id of another table than of `tables` is noted there."""
     size = id_N.shape[0]
     cell_C = gpu.full(2 * size + 1, value=_EMPTY, dtype=torch.int64)
-    cell_N, first_N, head_U, id_U, inverse_N = (gpu.empty(size, dtype=torch.int64) for _ in range(5))
+    cell_N, first_N, head_U, id_U, inverse_N = gpu.empty(5, size, dtype=torch.int64).unbind()
     table_U = gpu.empty(size, dtype=torch.int32)
     size_2 = gpu.zeros(2) if size_2 is None else size_2
     gpu.run(claim_loop, size, table_N, id_N, tables, padding_id is not None, padding_id or 0, cell_C, cell_N, size_2)
