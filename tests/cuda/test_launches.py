@@ -178,6 +178,6 @@ def test_a_prepared_step_of_known_rows_waits_for_its_gradients_alone(gpu, tmp_pa
         at = graph.embedding.store.backend.gpu
         prepared = graph._prepare(batch)  # as the worker does
         waits = at.waits
-        graph._compute_prepared(prepared, None)
+        graph._compute_prepared(prepared, lambda: None)
         assert at.waits - waits == 1
     graph.embedding.close()
