@@ -23,6 +23,9 @@ if TYPE_CHECKING:  # row updates of the CPU import this file, and must not load 
 PART = 64
 """Occurrences of a part."""
 
+_COUNT_BITS = 26
+_COUNT_MASK = (1 << 26) - 1
+
 V = 1
 SCALED = False  # whether gradients are multiplied on their way into the sum; `at(SCALED=True)` sets it
 
@@ -39,7 +42,7 @@ class Segments(NamedTuple):
     begin_U1: torch.Tensor
     """int64 [U + 1]: where each key's begin in order_N; N in places beyond the keys there are"""
     part_U: torch.Tensor
-    """int64 [U]: where its parts begin in part_PD; any number for a key of at most one part, which has none"""
+    """int64 [U]: where its parts begin in part_PD, times 2 ** 26, plus their number; 0 for a key of at most one part"""
     part_PD: torch.Tensor
     """float32 [P, D]: the sums of parts"""
 
@@ -83,15 +86,16 @@ def term(x_V: Array, grad_NX: Array, order_N: Array, scale_N: Array, k: Number, 
 
 @cuda
 def place_parts_loop(begin_U1: Array, part_U: Array, key_P: Array, count_1: Array) -> None:
-    """Give each key of several parts places for them, in any order of keys: part_U[u] = the first; key_P[p] = u for
-    each. count_1[0] counts places."""
+    """Give each key of several parts places for them, in any order of keys: part_U as of `Segments`; key_P[p] = u for
+    each place. count_1[0] counts places."""
     u = cuda.grid(1)
     while u < part_U.shape[0]:
         count = begin_U1[u + 1] - begin_U1[u]
+        part_U[u] = 0
         if count > PART:
             parts = (count + PART - 1) // PART
             first = cuda.atomic.add(count_1, 0, parts)
-            part_U[u] = first
+            part_U[u] = first << _COUNT_BITS | parts
             for p in range(first, first + parts):
                 key_P[p] = u
         u += cuda.gridsize(1)
@@ -108,7 +112,7 @@ def sum_parts_loop(
     p = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
     while p < count_1[0]:
         u = key_P[p]
-        begin = begin_U1[u] + (p - part_U[u]) * PART
+        begin = begin_U1[u] + (p - (part_U[u] >> _COUNT_BITS)) * PART
         end = min(begin + PART, begin_U1[u + 1])
         d = cuda.threadIdx.x * V
         while d < part_PD.shape[1]:
@@ -129,18 +133,17 @@ def sum_segment(
 ) -> None:  # fmt: skip
     """sum_V = the summed gradient of key u at weights d .. d + V."""
     x_V = cuda.local.array(V, np.float32)
-    begin = begin_U1[u]
-    end = begin_U1[u + 1]
-    if end - begin > PART:
-        first = part_U[u]
-        load(sum_V, part_PD, first, d)
-        for p in range(first + 1, first + (end - begin + PART - 1) // PART):
+    begin = part_U[u] >> _COUNT_BITS
+    end = begin + (part_U[u] & _COUNT_MASK)
+    if begin < end:
+        load(sum_V, part_PD, begin, d)
+        for p in range(begin + 1, end):
             load(x_V, part_PD, p, d)
             for i in range(V):
                 sum_V[i] = plus(sum_V[i], x_V[i])
     else:
-        term(sum_V, grad_NX, order_N, scale_N, begin, d)
-        for k in range(begin + 1, end):
+        term(sum_V, grad_NX, order_N, scale_N, begin_U1[u], d)
+        for k in range(begin_U1[u] + 1, begin_U1[u + 1]):
             term(x_V, grad_NX, order_N, scale_N, k, d)
             for i in range(V):
                 sum_V[i] = plus(sum_V[i], x_V[i])
@@ -193,12 +196,11 @@ def segments_of(
     parts = 2 * size // PART if size > PART else 0
     part_U, part_PD = gpu.empty(keys, dtype=torch.int64), gpu.empty(parts, dim, dtype=torch.float32)
     segments = Segments(grad_NX, order_N, scale_N, begin_U1, part_U, part_PD)
-    if parts:
-        key_P, count_1 = gpu.empty(parts, dtype=torch.int64), gpu.zeros(1)
-        gpu.run(place_parts_loop, keys, begin_U1, part_U, key_P, count_1)
-        v = vector_width(dim, grad_NX, part_PD)
-        loop = sum_parts_loop.at(V=v, SCALED=segments.scaled)
-        gpu.run_rows(loop, parts, dim // v, *segments, key_P, count_1)
+    key_P, count_1 = gpu.empty(parts, dtype=torch.int64), gpu.zeros(1)
+    gpu.run(place_parts_loop, keys, begin_U1, part_U, key_P, count_1)
+    v = vector_width(dim, grad_NX, part_PD)
+    loop = sum_parts_loop.at(V=v, SCALED=segments.scaled)
+    gpu.run_rows(loop, parts, dim // v, *segments, key_P, count_1)
     return segments
 
 
