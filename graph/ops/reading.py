@@ -201,4 +201,4 @@ def _read_ids_there(
     if backend.place != store.backend.place:
         return None
     table_N, id_N, _ = tables_and_ids(ids, None, num_tables, backend)
-    return gathered(store, Keys(ids.shape, backend.every_id(table_N, id_N), None, backend))
+    return gathered(store, BatchKeys(ids.shape, backend.every_id(table_N, id_N), None, backend))
